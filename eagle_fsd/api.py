@@ -1,0 +1,309 @@
+"""`generate`: one call from prompt to answer; `custom_generate`: the same inside `model.generate`."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Callable, Sequence
+from numbers import Integral
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
+from transformers.generation.streamers import BaseStreamer
+from transformers.generation.utils import GenerateDecoderOnlyOutput
+
+from .acceptance import Rule, make_rule
+from .checkpoint import load_head
+from .config import TreeConfig
+from .draft import DraftHead
+from .generation import Output, Settings, run
+from .model import EagleModel, bundled_pair
+from .sampling import build_processors, require_integer
+
+log = logging.getLogger(__name__)
+
+
+def generate(
+    prompt: str | list | Tensor,
+    model: EagleModel | None = None,
+    *,
+    max_new_tokens: int = 256,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    top_k: int = 0,
+    repetition_penalty: float = 1.0,
+    min_new_tokens: int = 0,
+    ignore_eos: bool = False,
+    seed: int | None = None,
+    stop: str | Sequence[str] | None = None,
+    stop_token_ids: Sequence[int] | None = None,
+    acceptance: str | Rule | Callable = "fsd",
+    threshold: float | None = None,
+    divergence: str = "js",
+    tree: TreeConfig | None = None,
+    logits_processor: Sequence[LogitsProcessor] | None = None,
+    stopping_criteria: Sequence | None = None,
+    streamer: BaseStreamer | None = None,
+) -> Output:
+    """Generate an answer with EAGLE-2 draft trees and fuzzy acceptance.
+
+    Args:
+        prompt: text (tokenised as it is), a chat (list of {"role", "content"}, put through the tokenizer's chat
+            template), or token ids (list of int, or tensor [L] or [1, L]). A list of such prompts is a batch;
+            batches of more than one are refused for now.
+        model: from `load`; None: the bundled demo pair.
+        max_new_tokens: never exceeded; lowered where the target has fewer positions left.
+        temperature: 0 is greedy; otherwise sampling, with top_p and top_k (0: off).
+        repetition_penalty, min_new_tokens: as in `model.generate`.
+        ignore_eos: go on past end tokens.
+        seed: of the sampling noise; None draws one, reported in `out.seed`. With one seed, plain decoding, `exact`
+            and any rule at its lossless end give the same tokens.
+        stop: strings that end the answer; not part of `out.text`.
+        stop_token_ids: further tokens that end it.
+        acceptance: a rule's name (exact, fsd, fsd_paper, tilt, typical, lenience, relaxed), a rule object, or a
+            function from a `Verification` to log-weights [B, N, V].
+        threshold: the rule's dial. None: the head's calibrated value, else 0 (lossless for fsd and tilt).
+        divergence: for the rules that gate on one: kl, reverse_kl, js, tv, js_fsd_code, or a form on the target's
+            top k tokens such as js_top32.
+        tree: size of the draft tree; None: a default for the device.
+        logits_processor, stopping_criteria, streamer: those of `transformers`. Processors see each node's own path.
+
+    Returns:
+        `Output` with text, token_ids, finish_reason, seed, stats and receipts; for a batch, a list of them.
+
+    Raises:
+        ValueError, TypeError: a bad option, or a prompt that is empty, too long or of no accepted form.
+    """
+    model = bundled_pair() if model is None else model
+    if not isinstance(model, EagleModel):
+        raise TypeError(f"model must come from eagle_fsd.load, got {type(model).__name__}")
+    ids, batched = encode_prompt(prompt, model)
+    room = check_length(len(ids), max_new_tokens, model)
+    rule = resolve_rule(acceptance, threshold, divergence, model)
+    eos_ids = end_tokens(model)
+    processors = build_processors(
+        temperature=temperature, top_k=top_k, top_p=top_p, repetition_penalty=repetition_penalty,
+        min_new_tokens=min_new_tokens, prompt_length=len(ids), eos_ids=sorted(eos_ids), custom=logits_processor,
+        device=model.target.device,
+    )
+    if seed is None:
+        seed = random.SystemRandom().getrandbits(48)
+    require_integer("seed", seed, 0)
+    settings = Settings(
+        rule=rule,
+        tree=check_tree(model.default_tree if tree is None else tree, model),
+        processors=processors,
+        greedy=temperature == 0,
+        seed=int(seed) % 2**63,
+        max_new_tokens=room,
+        eos_ids=frozenset() if ignore_eos else eos_ids,
+        stop_ids=frozenset(stop_token_ids or ()),
+        criteria=StoppingCriteriaList(stopping_criteria or []),
+    )
+    stops = check_stop_strings(stop, model)
+    if streamer is not None:
+        streamer.put(torch.tensor([ids]))
+    output = run(
+        model.target, model.draft, ids, settings, streamer=streamer,
+        stop_check=(lambda new: any(s in decode(model, new) for s in stops)) if stops else None,
+    )
+    if model.tokenizer is not None:
+        output.text = decode(model, output.token_ids)
+        found = [at for s in stops if (at := output.text.find(s)) >= 0]
+        output.text = output.text[: min(found)] if found else output.text
+    return [output] if batched else output
+
+
+def decode(model: EagleModel, ids: list[int]) -> str:
+    return model.tokenizer.decode(ids, skip_special_tokens=True)
+
+
+def encode_prompt(prompt: object, model: EagleModel) -> tuple[list[int], bool]:
+    """Token ids of a prompt, and whether it came as a batch (of one).
+
+    Raises:
+        ValueError, TypeError: see `generate`.
+    """
+    if isinstance(prompt, Tensor):
+        if prompt.is_floating_point() or prompt.dim() not in (1, 2):
+            raise ValueError(f"a prompt tensor must be integer [L] or [1, L], got {prompt.dtype} {list(prompt.shape)}")
+        return _encode_tensor(prompt, model)
+    if isinstance(prompt, (list, tuple)) and prompt and isinstance(prompt[0], (str, list, tuple, Tensor)):
+        if len(prompt) > 1:
+            raise ValueError(f"batches are not supported yet: one prompt at a time, got {len(prompt)}")
+        return encode_prompt(prompt[0], model)[0], True
+    if isinstance(prompt, str):
+        ids = _need_tokenizer(model)(prompt)["input_ids"]
+    elif isinstance(prompt, (list, tuple)) and all(isinstance(message, dict) for message in prompt) and prompt:
+        ids = _encode_chat(list(prompt), model)
+    elif isinstance(prompt, (list, tuple)):
+        if not all(isinstance(token, Integral) and not isinstance(token, bool) for token in prompt):
+            raise TypeError("a list prompt must hold token ids, chat messages, or prompts; got a mixture or other types")
+        ids = [int(token) for token in prompt]
+    else:
+        raise TypeError(f"a prompt must be text, a chat, or token ids, got {type(prompt).__name__}")
+    return _check_ids(ids, model), False
+
+
+def _encode_tensor(prompt: Tensor, model: EagleModel) -> tuple[list[int], bool]:
+    if prompt.dim() == 2 and prompt.shape[0] != 1:
+        raise ValueError(f"batches are not supported yet: a prompt tensor must be [L] or [1, L], got {list(prompt.shape)}")
+    return _check_ids(prompt.flatten().tolist(), model), False
+
+
+def _check_ids(ids: list[int], model: EagleModel) -> list[int]:
+    if not ids:
+        raise ValueError("the prompt is empty: at least one token is needed")
+    wrong = next((token for token in ids if not 0 <= token < model.target.vocab_size), None)
+    if wrong is not None:
+        raise ValueError(f"token id {wrong} is outside the vocabulary (0 to {model.target.vocab_size - 1})")
+    return ids
+
+
+def _need_tokenizer(model: EagleModel):
+    if model.tokenizer is None:
+        raise ValueError("this model has no tokenizer: give the prompt as token ids")
+    return model.tokenizer
+
+
+def _encode_chat(messages: list[dict], model: EagleModel) -> list[int]:
+    tokenizer = _need_tokenizer(model)
+    for message in messages:
+        if set(message) < {"role", "content"} or not isinstance(message["content"], str):
+            raise ValueError(f'a chat message needs "role" and a text as "content", got {message!r}')
+    if tokenizer.chat_template is None:
+        raise ValueError("the tokenizer has no chat template: give the prompt as text or token ids")
+    rendered = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    return tokenizer(rendered, add_special_tokens=False)["input_ids"]
+
+
+def check_length(prompt_length: int, max_new_tokens: int, model: EagleModel) -> int:
+    """`max_new_tokens`, or the number of positions left where that is smaller."""
+    require_integer("max_new_tokens", max_new_tokens, 1)
+    limit = model.target.max_positions
+    if limit is None:
+        return max_new_tokens
+    if prompt_length >= limit:
+        raise ValueError(f"the prompt has {prompt_length} tokens, the target takes at most {limit - 1} and one new one")
+    if prompt_length + max_new_tokens > limit:
+        log.warning("max_new_tokens lowered from %d to the %d positions left", max_new_tokens, limit - prompt_length)
+    return min(max_new_tokens, limit - prompt_length)
+
+
+def resolve_rule(acceptance: object, threshold: float | None, divergence: str | None, model: EagleModel) -> Rule:
+    """The rule of these options; without a threshold the head's calibrated one, else the lossless end."""
+    if not isinstance(acceptance, str):
+        return make_rule(acceptance, threshold=threshold)
+    if threshold is None and acceptance == "fsd":
+        threshold = model.threshold
+        if threshold is None:
+            log.info("no threshold given and none calibrated for this head: decoding losslessly (threshold 0)")
+    gated = acceptance in ("fsd", "fsd_paper")
+    return make_rule(acceptance, threshold=threshold, divergence=divergence if gated else None)
+
+
+def check_tree(tree: TreeConfig, model: EagleModel) -> TreeConfig:
+    """The tree, with a warning where it asks for more nodes than can be scored."""
+    if not isinstance(tree, TreeConfig):
+        raise TypeError(f"tree must be a TreeConfig, got {tree!r}")
+    if tree.top_k > model.target.vocab_size:
+        raise ValueError(f"TreeConfig.top_k {tree.top_k} exceeds the vocabulary ({model.target.vocab_size} tokens)")
+    if tree.total_tokens > tree.nodes:
+        log.warning(
+            "TreeConfig.total_tokens lowered from %d to %d: depth %d with top_k %d scores no more nodes",
+            tree.total_tokens, tree.nodes, tree.depth, tree.top_k,
+        )
+    return tree
+
+
+def check_stop_strings(stop: str | Sequence[str] | None, model: EagleModel) -> list[str]:
+    stops = [stop] if isinstance(stop, str) else list(stop or [])
+    for string in stops:
+        if not isinstance(string, str) or not string:
+            raise ValueError(f"stop must hold non-empty strings, got {string!r}")
+    if stops:
+        _need_tokenizer(model)
+    return stops
+
+
+def end_tokens(model: EagleModel) -> frozenset[int]:
+    """The target's end tokens, from its generation config."""
+    config = model.target.model.generation_config
+    ids = config.eos_token_id if config is not None else None
+    return frozenset([ids] if isinstance(ids, int) else ids or ())
+
+
+def custom_generate(
+    model: PreTrainedModel,
+    input_ids: Tensor,
+    logits_processor: LogitsProcessorList | None = None,
+    stopping_criteria: StoppingCriteriaList | None = None,
+    generation_config: GenerationConfig | None = None,
+    synced_gpus: bool = False,
+    streamer: BaseStreamer | None = None,
+    draft: DraftHead | str | None = None,
+    acceptance: str | Rule | Callable = "fsd",
+    threshold: float | None = None,
+    divergence: str = "js",
+    tree: TreeConfig | None = None,
+    seed: int | None = None,
+    **model_kwargs,
+) -> Tensor | GenerateDecoderOnlyOutput:
+    """Decode inside the target's own `generate`:
+
+        target.generate(**inputs, custom_generate=eagle_fsd.custom_generate, draft=head, threshold=0.2)
+
+    Generation config, logits processors, stopping criteria and streamer are those that `generate` prepared.
+
+    Args:
+        draft: a `DraftHead` (from `load_head`) or where to load one from.
+        acceptance, threshold, divergence, tree, seed: as in `eagle_fsd.generate`.
+
+    Returns:
+        sequences [1, prompt + new tokens], or an output object where the config asks for a dict.
+
+    Raises:
+        ValueError, TypeError: a batch, padding, beams, or a bad option.
+    """
+    assert generation_config is not None
+    if draft is None:
+        raise ValueError("draft= is missing: a DraftHead or the directory or hub id of one")
+    if input_ids.shape[0] != 1:
+        raise ValueError(f"batches are not supported yet: input_ids must be [1, L], got {list(input_ids.shape)}")
+    if generation_config.num_beams > 1:
+        raise ValueError(f"num_beams must be 1 with custom_generate, got {generation_config.num_beams}")
+    if model_kwargs.get("attention_mask") is not None:
+        raise ValueError("padded inputs are not supported: the attention mask must be all ones")
+    pair = EagleModel.from_parts(model, draft if isinstance(draft, DraftHead) else load_head(draft))
+    criteria, eos_ids, max_length = split_criteria(stopping_criteria or StoppingCriteriaList())
+    ids = input_ids[0].tolist()
+    limit = (max_length if max_length is not None else generation_config.max_length) - len(ids)
+    settings = Settings(
+        rule=resolve_rule(acceptance, threshold, divergence, pair),
+        tree=check_tree(pair.default_tree if tree is None else tree, pair),
+        processors=logits_processor or LogitsProcessorList(),
+        greedy=not generation_config.do_sample,
+        # Without a seed the noise follows torch's global generator, as model.generate does.
+        seed=torch.randint(2**62, ()).item() if seed is None else seed,
+        max_new_tokens=check_length(len(ids), limit, pair),
+        eos_ids=eos_ids,
+        criteria=criteria,
+    )
+    output = run(pair.target, pair.draft, ids, settings, streamer=streamer)
+    sequences = torch.cat([input_ids, input_ids.new_tensor([output.token_ids])], 1)
+    return GenerateDecoderOnlyOutput(sequences=sequences) if generation_config.return_dict_in_generate else sequences
+
+
+def split_criteria(given: StoppingCriteriaList) -> tuple[StoppingCriteriaList, frozenset[int], int | None]:
+    """Length limit and end tokens, which the loop knows, and the criteria that it must call."""
+    others, eos_ids, max_length = StoppingCriteriaList(), frozenset(), None
+    for criterion in given:
+        if isinstance(criterion, MaxLengthCriteria):
+            max_length = criterion.max_length
+        elif isinstance(criterion, EosTokenCriteria):
+            eos_ids |= frozenset(criterion.eos_token_id.flatten().tolist())
+        else:
+            others.append(criterion)
+    return others, eos_ids, max_length

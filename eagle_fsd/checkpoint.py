@@ -1,0 +1,111 @@
+"""Draft heads in the layout published with EAGLE-1 and EAGLE-2: a directory or hub repository with `config.json`
+and `model.safetensors` or `pytorch_model.bin`.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import LlamaConfig
+from transformers.utils import cached_file
+
+from .draft import DraftHead
+
+log = logging.getLogger(__name__)
+
+WEIGHTS = ("model.safetensors", "pytorch_model.bin")
+
+
+def _fetch(source: str, filename: str) -> str | None:
+    """Local path of a file of a directory or hub repository; None where it has no such file."""
+    if Path(source).is_dir():
+        path = Path(source) / filename
+        return str(path) if path.is_file() else None
+    return cached_file(source, filename, _raise_exceptions_for_missing_entries=False)
+
+
+def _read_weights(path: str) -> dict[str, Tensor]:
+    try:
+        if path.endswith(".safetensors"):
+            return load_file(path)
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except (SafetensorError, EOFError, OSError, RuntimeError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read as weights: {error}") from error
+    except Exception as error:  # pickle.UnpicklingError and whatever a broken pickle raises
+        raise ValueError(f"{path} was refused, since it holds more than tensors or is damaged: {error}") from error
+
+
+def load_head(source: str | Path) -> DraftHead:
+    """A draft head from a directory or hub id, in float32 on the CPU.
+
+    Where the file has no embeddings, `shares_embeddings` is True and the target's must be given
+    (`head.share_embeddings(...)`; `eagle_fsd.load` does it).
+
+    Raises:
+        ValueError: not a head of this kind: files missing or damaged, keys missing, unknown or of the wrong shape.
+    """
+    source = str(source)
+    config_path = _fetch(source, "config.json")
+    if config_path is None:
+        raise ValueError(f"{source!r} has no config.json; a draft head needs config.json and {' or '.join(WEIGHTS)}")
+    fields = json.loads(Path(config_path).read_text(encoding="utf-8"))
+    has_bias = fields.pop("bias", True)  # a missing key means true in the published code
+    # Published configs carry the target's `head_dim`-free Llama fields; null entries stand for defaults.
+    config = LlamaConfig(**{k: v for k, v in fields.items() if v is not None})
+    if config.num_hidden_layers != 1:
+        raise ValueError(f"{source!r} has {config.num_hidden_layers} layers, an EAGLE-1/2 draft head has 1")
+    weights_path = next((path for name in WEIGHTS if (path := _fetch(source, name))), None)
+    if weights_path is None:
+        raise ValueError(f"{source!r} has no weights; one of {', '.join(WEIGHTS)} is needed")
+    state = _read_weights(weights_path)
+    if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
+        raise ValueError(f"{weights_path} holds no dictionary of tensors")
+
+    if "fc.bias" not in state and has_bias:
+        log.info("%s has no fc.bias although its config says so; loading it without one", source)
+    head = DraftHead(config, bias="fc.bias" in state)
+    missing, unknown = _compare_keys(head, state)
+    if missing == {"embed_tokens.weight"}:
+        missing = set()
+        head.shares_embeddings = True
+    if missing or unknown:
+        raise ValueError(
+            f"{weights_path} is no EAGLE-1/2 draft head: missing {sorted(missing) or 'nothing'}, "
+            f"unknown {sorted(unknown) or 'nothing'}"
+        )
+    try:
+        head.load_state_dict({name: value.float() for name, value in state.items()}, strict=False)
+    except RuntimeError as error:
+        raise ValueError(f"{weights_path} does not fit its config.json: {error}") from error
+    return head.eval()
+
+
+def _compare_keys(head: DraftHead, state: dict[str, Tensor]) -> tuple[set[str], set[str]]:
+    expected = set(head.state_dict())
+    return expected - state.keys(), state.keys() - expected
+
+
+def save_head(head: DraftHead, directory: str | Path, *, dtype: torch.dtype | None = None, **extra: object) -> None:
+    """Write a head in the published layout, safetensors; `extra` goes into config.json.
+
+    Args:
+        directory: created where it does not exist.
+        dtype: type of the stored weights; None keeps the head's.
+    """
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    fields = {k: v for k, v in head.config.to_dict().items() if not k.startswith("_") and k != "transformers_version"}
+    fields |= {"architectures": ["LlamaForCausalLM"], "bias": head.fc.bias is not None, **extra}
+    (directory / "config.json").write_text(json.dumps(fields, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    state = {
+        name: value.detach().to("cpu", dtype or value.dtype).contiguous()
+        for name, value in head.state_dict().items()
+        if not (head.shares_embeddings and name == "embed_tokens.weight")
+    }
+    save_file(state, directory / "model.safetensors", metadata={"format": "pt"})

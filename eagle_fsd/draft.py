@@ -1,0 +1,68 @@
+"""The draft head of EAGLE-1/2: one transformer layer that predicts the target's next feature.
+
+B batch, T tokens, D hidden size.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
+
+from .cache import TreeCache
+
+
+class DraftHead(nn.Module):
+    """`fc` over [embedding, feature] and one stock Llama layer without input norm (arXiv 2401.15077, section 4.1).
+
+    The feature of position i is paired with the token of position i + 1, at rotary position i.
+
+    Args:
+        config: a Llama config with `num_hidden_layers=1`, of the target's hidden size and vocabulary.
+        bias: whether `fc` has a bias.
+    """
+
+    def __init__(self, config: LlamaConfig, *, bias: bool = False) -> None:
+        super().__init__()
+        self.config = config
+        config._attn_implementation = "sdpa"
+        self.embed_tokens: nn.Module = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.shares_embeddings = False
+        self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=bias)
+        layer = LlamaDecoderLayer(config, layer_idx=0)
+        layer.input_layernorm = nn.Identity()
+        self.layers = nn.ModuleList([layer])
+        self.rotary_emb = LlamaRotaryEmbedding(config)
+
+    def share_embeddings(self, embed_tokens: nn.Module) -> None:
+        """Use the target's embeddings in place of the head's own, which published files may leave out."""
+        self.embed_tokens = embed_tokens
+        self.shares_embeddings = True
+
+    @property
+    def device(self) -> torch.device:
+        return self.fc.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.fc.weight.dtype
+
+    def new_cache(self, capacity: int) -> TreeCache:
+        """An empty cache for `capacity` positions."""
+        return TreeCache([self.device], capacity)
+
+    def forward(
+        self,
+        features: Tensor,  # [B, T, D], of the position before each token
+        tokens: Tensor,  # [B, T]
+        positions: Tensor,  # [B, T], of the features
+        mask: Tensor | None = None,  # [B, 1, T, keys] additive; None: causal over these T, or one T
+        cache: TreeCache | None = None,
+    ) -> Tensor:  # [B, T, D]
+        """Predicted features of the tokens' own positions."""
+        hidden = self.fc(torch.cat([self.embed_tokens(tokens).to(features.dtype), features], -1))
+        return self.layers[0](
+            hidden, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=cache is not None,
+            position_embeddings=self.rotary_emb(hidden, positions),
+        )

@@ -1,0 +1,141 @@
+"""Growing the draft tree: expansion by confidence, then reranking (EAGLE-2, arXiv 2406.16858, section 4).
+
+B batch, T tokens accepted in the last cycle, K children per node and nodes per level, N nodes verified,
+E = 1 + K * (depth - 1) expanded nodes, S = K + (depth - 1) * K * K scored nodes, D hidden size, V vocabulary.
+
+Scored nodes are numbered level by level; within a level by the rank of the parent, then by their own rank. A parent's
+number is thus smaller than its child's, and its cumulative log-probability is not lower.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .attention import tree_mask
+from .cache import TreeCache
+from .config import TreeConfig
+from .draft import DraftHead
+from .target import TargetModel
+from .tree import DraftTree, ancestors_of
+
+
+def extend_draft(
+    head: DraftHead,
+    features: Tensor,  # [B, T, D] of the target
+    tokens: Tensor,  # [B, T], each the token after its feature
+    cache: TreeCache,
+) -> Tensor:  # [B, 1, D]
+    """Feed the accepted tokens with the target's features; returns the predicted feature of the last one."""
+    batch, count, _ = features.shape
+    prefix = cache.length
+    positions = torch.arange(prefix, prefix + count, device=tokens.device).expand(batch, -1)
+    mask = None
+    if prefix and count > 1:
+        causal = torch.ones(batch, count, count, dtype=torch.bool, device=tokens.device).tril()
+        mask = tree_mask(causal, prefix, head.dtype)
+    return head(features, tokens, positions, mask, cache)[:, -1:]
+
+
+def draft_tree(
+    head: DraftHead,
+    target: TargetModel,
+    features: Tensor,  # [B, T, D] of the target, of the positions before `tokens`
+    tokens: Tensor,  # [B, T], the last one being the root
+    cache: TreeCache,
+    config: TreeConfig,
+) -> tuple[DraftTree, Tensor]:
+    """One draft tree per row, and the draft's raw logits [B, E, V] of its expanded nodes.
+
+    The draft's cache is left holding the accepted tokens only.
+    """
+    k = config.top_k
+    predicted = extend_draft(head, features, tokens, cache)  # [B, 1, D]
+    base, root = cache.length, tokens[:, -1]
+    batch, device = len(root), root.device
+
+    # Level 1: the root's K best children are all scored and all expanded.
+    logits = target.logits(predicted)  # [B, 1, V]
+    draft_logits, scores, levels = [logits], [], []
+    frontier_scores, frontier_tokens = _best_children(logits, config)
+    frontier_scores, frontier_tokens = frontier_scores[:, 0], frontier_tokens[:, 0]  # [B, K]
+    scores.append(frontier_scores)
+    levels.append(frontier_tokens)
+    frontier_features = predicted.expand(-1, k, -1)
+    self_visible = torch.eye(k, dtype=torch.bool, device=device).expand(batch, -1, -1)
+    visible = self_visible  # [B, K, keys]: which expanded nodes each frontier node sees
+    expanded = [torch.arange(k, device=device).expand(batch, -1)]  # scored numbers of each level's expanded nodes
+
+    for level in range(2, config.depth + 1):
+        positions = torch.full((batch, k), base + level - 2, device=device)
+        mask = tree_mask(visible, base, head.dtype)
+        predicted = head(frontier_features, frontier_tokens, positions, mask, cache)  # [B, K, D]
+        logits = target.logits(predicted)
+        draft_logits.append(logits)
+        child_scores, child_tokens = _best_children(logits, config)
+        child_scores = (child_scores + frontier_scores[..., None]).flatten(1)  # [B, K * K], cumulative
+        child_tokens = child_tokens.flatten(1)
+        scores.append(child_scores)
+        levels.append(child_tokens)
+        if level < config.depth:
+            frontier_scores, best = child_scores.topk(k)
+            parents = best // k  # [B, K], ranks within the level above
+            expanded.append(best + k + (level - 2) * k * k)
+            frontier_tokens = child_tokens.gather(1, best)
+            frontier_features = predicted.gather(1, parents[..., None].expand_as(predicted))
+            inherited = visible.gather(1, parents[..., None].expand_as(visible))
+            visible = torch.cat([inherited, self_visible], -1)
+    cache.truncate(base)
+    tree = rerank(root, torch.cat(levels, 1), torch.cat(scores, 1), torch.stack(expanded, 1), config)
+    return tree, torch.cat(draft_logits, 1)
+
+
+def _best_children(logits: Tensor, config: TreeConfig) -> tuple[Tensor, Tensor]:
+    """Log-probabilities and tokens [B, *, K] of the K best children of each node."""
+    logits = logits if config.draft_temperature == 1 else logits / config.draft_temperature
+    best, tokens = logits.topk(config.top_k)
+    return best - logits.logsumexp(-1, keepdim=True), tokens
+
+
+def rerank(
+    root: Tensor,  # [B]
+    tokens: Tensor,  # [B, S]
+    scores: Tensor,  # [B, S], cumulative log-probabilities
+    expanded: Tensor,  # [B, depth - 1, K], scored numbers of the expanded nodes below the root ([B, 1, K] at depth 1)
+    config: TreeConfig,
+) -> DraftTree:
+    """The best N - 1 scored nodes and the root, as a tree.
+
+    A cumulative log-probability never grows along a path, so the best nodes are connected; where one rounds to its
+    parent's, the stable sort takes the parent first.
+    """
+    k, batch, device = config.top_k, len(root), root.device
+    order = scores.sort(dim=1, descending=True, stable=True).indices
+    kept = order[:, : config.nodes - 1].sort(1).values  # [B, N - 1], in the order of scored numbers
+
+    # The parent of scored node j >= K at level l is expanded node (j - K) // K of levels 1, 2, ...
+    rank = (kept - k).div(k, rounding_mode="floor")  # negative for children of the root
+    parent_number = expanded.flatten(1).gather(1, rank.clamp(min=0))
+    parents = torch.searchsorted(kept, parent_number) + 1  # node index of that scored number
+    parents = torch.where(rank < 0, 0, parents)
+    depths = torch.where(rank < 0, 1, rank.div(k, rounding_mode="floor") + 2)
+
+    # Draft rows: 0 is the root's, 1 + r that of expanded node r.
+    rows = torch.zeros_like(scores, dtype=torch.long)
+    expanded_rows = torch.arange(1, expanded[0].numel() + 1, device=device).expand(batch, -1)
+    rows.scatter_(1, expanded.flatten(1), expanded_rows)
+
+    def with_root(values: Tensor, root_value: Tensor | int) -> Tensor:
+        column = root_value[:, None] if isinstance(root_value, Tensor) else values.new_full((batch, 1), root_value)
+        return torch.cat([column, values], 1)
+
+    parents = with_root(parents, 0)
+    return DraftTree(
+        tokens=with_root(tokens.gather(1, kept), root),
+        parents=parents,
+        depths=with_root(depths, 0),
+        ancestors=ancestors_of(parents, config.depth),
+        draft_rows=with_root(rows.gather(1, kept), 0),
+        scores=with_root(scores.gather(1, kept), 0),
+        max_depth=config.depth,
+    )

@@ -1,0 +1,259 @@
+"""The decode loop: draft, verify, accept, commit; with stopping, streaming, statistics and receipts.
+
+B batch (1 for now), L committed positions, N tree nodes, A accepted draft tokens of a cycle, D hidden size,
+V vocabulary.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import LogitsProcessorList, StoppingCriteriaList
+from transformers.generation.streamers import BaseStreamer
+
+from .acceptance import Rule, Verification, walk
+from .config import TreeConfig
+from .draft import DraftHead
+from .drafting import draft_tree
+from .noise import gumbel_noise
+from .sampling import warp_tree
+from .target import TargetModel
+from .tree import DraftTree, root_only
+
+
+class Receipt(NamedTuple):
+    """How one token came to be.
+
+    source: "target" (drawn by the target after the accepted path), "exact" (a draft token that the target itself
+        would have drawn there) or "fuzzy" (one that only the rule accepted).
+    divergence: between target and draft at the token's position, where the rule computed it; else None.
+    logprob: the token's log-probability (nats) under the target, before temperature and other processors.
+    """
+
+    source: str
+    divergence: float | None
+    logprob: float
+
+
+@dataclass
+class Stats:
+    """What a request cost. `accepted_lengths` counts accepted draft tokens per verify cycle, before any cut."""
+
+    new_tokens: int = 0
+    target_forwards: int = 0  # verify forwards; the prefill is not counted
+    accepted_lengths: list[int] = field(default_factory=list)
+    prefill_seconds: float = 0.0  # up to and including the first token
+    decode_seconds: float = 0.0
+
+    @property
+    def mean_accepted_length(self) -> float:
+        """Acceptance length tau: tokens per verify forward, accepted draft tokens plus the target's own one."""
+        return sum(self.accepted_lengths) / len(self.accepted_lengths) + 1 if self.accepted_lengths else 1.0
+
+    @property
+    def tokens_per_second(self) -> float:
+        """New tokens over prefill plus decode time."""
+        seconds = self.prefill_seconds + self.decode_seconds
+        return self.new_tokens / seconds if seconds else 0.0
+
+
+@dataclass(frozen=True)
+class Settings:
+    """One request, checked and resolved."""
+
+    rule: Rule
+    tree: TreeConfig
+    processors: LogitsProcessorList
+    greedy: bool
+    seed: int
+    max_new_tokens: int
+    eos_ids: frozenset[int] = frozenset()
+    stop_ids: frozenset[int] = frozenset()
+    criteria: StoppingCriteriaList = field(default_factory=StoppingCriteriaList)
+
+
+class Cycle(NamedTuple):
+    """What one forward of the target emitted; the first one is the prefill's single token."""
+
+    tokens: list[int]
+    receipts: list[Receipt]
+
+
+class Decoder:
+    """One request being decoded: holds both caches and the tokens, and advances cycle by cycle.
+
+    Without a head it decodes plainly, one token per forward, with the same engine and the same noise.
+    """
+
+    def __init__(
+        self, target: TargetModel, head: DraftHead | None, prompt: Sequence[int], settings: Settings
+    ) -> None:
+        self.target, self.head, self.settings = target, head, settings
+        self.device = target.device
+        self.tokens = list(prompt)  # all emitted tokens; the last one is the root once decoding has begun
+        self.seeds = torch.tensor([settings.seed], device=self.device)
+        tree = settings.tree
+        room = len(prompt) + settings.max_new_tokens
+        self.cache = target.new_cache(room + tree.nodes)
+        if head is not None:
+            self.draft_cache = head.new_cache(room + tree.nodes + tree.depth * tree.top_k)
+
+    def prefill(self) -> Cycle:
+        """The target reads the prompt and draws the first token."""
+        prompt = torch.tensor([self.tokens], device=self.device)
+        features = self.target.prefill(prompt, self.cache)  # [1, L, D]
+        raw = self.target.logits(features[:, -1:])  # [1, 1, V]
+        root = root_only(prompt[:, -1])
+        warped = warp_tree(self.settings.processors, self.tokens[:-1], root, raw)
+        choice = (warped if self.settings.greedy else warped + self._noise(root, len(self.tokens) - 1)).argmax(-1)
+        logprob = raw.log_softmax(-1).gather(-1, choice[..., None])
+        token = choice.item()
+        self.tokens.append(token)
+        # The draft reads each feature with the token after it.
+        self.next_features, self.next_tokens = features, torch.cat([prompt[:, 1:], choice], 1)
+        return Cycle([token], [Receipt("target", None, logprob.item())])
+
+    def step(self) -> Cycle:
+        """One cycle; emits the accepted draft tokens and one token of the target."""
+        length = self.cache.length  # L; the root is the token at this position
+        tree, draft_logits = self._draft()
+        features = self.target.verify(tree.tokens, tree.depths + length, tree.ancestors, self.cache)  # [1, N, D]
+        logits = self.target.logits(features)
+        warped = warp_tree(self.settings.processors, self.tokens[:-1], tree, logits)
+        noise = None if self.settings.greedy else self._noise(tree, length)
+        verification = Verification(tree, logits, warped, draft_logits, noise)
+        decision = self.settings.rule(verification)
+        walked = walk(verification, decision)
+        path, emitted, receipts = read_walk(verification, decision.divergence, walked)
+        self.cache.commit(length, length + path)
+        self.next_features, self.next_tokens = features[:, path], torch.tensor([emitted], device=self.device)
+        self.tokens += emitted
+        return Cycle(emitted, receipts)
+
+    def _draft(self) -> tuple[DraftTree, Tensor]:
+        if self.head is None:
+            root = root_only(self.next_tokens[:, -1])
+            return root, self.next_features.new_zeros(1, 1, self.target.vocab_size)
+        return draft_tree(
+            self.head, self.target, self.next_features, self.next_tokens, self.draft_cache, self.settings.tree
+        )
+
+    def _noise(self, tree: DraftTree, length: int) -> Tensor:
+        """[1, N, V] Gumbel noise for the token after each node, keyed by seed and that token's absolute position."""
+        levels = torch.arange(tree.max_depth + 1, device=self.device) + length + 1
+        noise = gumbel_noise(self.seeds, levels[None], self.target.vocab_size)  # [1, levels, V]
+        return noise[0, tree.depths]
+
+
+def read_walk(
+    verification: Verification,
+    divergence: Tensor | None,  # [1, N]
+    walked,
+) -> tuple[Tensor, list[int], list[Receipt]]:
+    """The accepted path as node indices [A + 1], the emitted tokens and their receipts: the cycle's one host copy."""
+    tree, logits = verification.tree, verification.target_logits
+    last = walked.last[:, None]
+    final = walked.choice.gather(1, last)  # [1, 1]
+    # Row i is the step into node i; the last column is the step out of the path's end.
+    step_from = torch.cat([tree.parents, last], 1)
+    step_to = torch.cat([tree.tokens, final], 1)
+    normaliser = logits.logsumexp(-1)
+    logprobs = logits[0, step_from[0], step_to[0]] - normaliser[0, step_from[0]]
+    nothing = torch.full_like(logprobs, torch.nan)
+    gate = nothing if divergence is None else divergence[0, step_from[0]]
+    columns = torch.stack([
+        torch.nn.functional.pad(walked.accepted[0], (0, 1), value=True).double(),
+        step_to[0].double(),
+        torch.nn.functional.pad(verification.is_exact[0], (0, 1)).double(),
+        gate.double(),
+        logprobs.double(),
+    ]).tolist()
+    on_path, tokens, exact, gates, logprobs = columns
+    path = [i for i, kept in enumerate(on_path[:-1]) if kept]  # by level: from the root down
+    steps = [*path[1:], len(on_path) - 1]
+    receipts = [
+        Receipt(
+            "target" if i == steps[-1] else "exact" if exact[i] else "fuzzy",
+            None if gates[i] != gates[i] else gates[i],
+            logprobs[i],
+        )
+        for i in steps
+    ]
+    return torch.tensor(path, device=logits.device), [int(tokens[i]) for i in steps], receipts
+
+
+@dataclass
+class Output:
+    """Result of `eagle_fsd.generate`. `token_ids` are the new tokens only, an end token included."""
+
+    token_ids: list[int]
+    finish_reason: str  # "eos", "stop" or "length"
+    seed: int
+    stats: Stats
+    receipts: list[Receipt]
+    text: str | None = None  # without the stop string; None where the model has no tokenizer
+
+
+@torch.inference_mode()
+def run(
+    target: TargetModel,
+    head: DraftHead | None,
+    prompt: Sequence[int],
+    settings: Settings,
+    *,
+    stop_check=None,
+    streamer: BaseStreamer | None = None,
+) -> Output:
+    """Decode one prompt to its end.
+
+    Args:
+        stop_check: function of the new tokens so far; True ends the answer with reason "stop".
+        streamer: gets each cycle's tokens [n] on the CPU.
+    """
+    stats, receipts, reason = Stats(), [], "length"
+    started = time.perf_counter()
+    decoder = Decoder(target, head, prompt, settings)
+    cycle = decoder.prefill()
+    stats.prefill_seconds = time.perf_counter() - started
+    new: list[int] = []
+    while True:
+        kept, ended = cut(cycle.tokens, list(prompt), new, settings, stop_check)
+        new += cycle.tokens[:kept]
+        receipts += cycle.receipts[:kept]
+        if streamer is not None:
+            streamer.put(torch.tensor(cycle.tokens[:kept]))
+        if ended:
+            reason = ended
+            break
+        cycle = decoder.step()
+        stats.accepted_lengths.append(len(cycle.tokens) - 1)
+        stats.target_forwards += 1
+    stats.decode_seconds = time.perf_counter() - started - stats.prefill_seconds
+    stats.new_tokens = len(new)
+    if streamer is not None:
+        streamer.end()
+    return Output(new, reason, settings.seed, stats, receipts)
+
+
+def cut(
+    emitted: list[int], prompt: list[int], new: list[int], settings: Settings, stop_check
+) -> tuple[int, str | None]:
+    """How many of the emitted tokens belong to the answer, and why it ends with them (None: it goes on)."""
+    for count, token in enumerate(emitted, 1):
+        if token in settings.eos_ids:
+            return count, "eos"
+        if token in settings.stop_ids:
+            return count, "stop"
+        so_far = new + emitted[:count]
+        if stop_check is not None and stop_check(so_far):
+            return count, "stop"
+        if settings.criteria and bool(settings.criteria(torch.tensor([prompt + so_far]), None).all()):
+            return count, "stop"
+        if len(so_far) == settings.max_new_tokens:
+            return count, "length"
+    return len(emitted), None

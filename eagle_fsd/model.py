@@ -1,0 +1,147 @@
+"""A target with its draft head and tokenizer, and how to load them."""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from weakref import WeakSet
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from .checkpoint import load_head
+from .config import CPU_TREE, GPU_TREE, TreeConfig
+from .draft import DraftHead
+from .target import TargetModel
+
+log = logging.getLogger(__name__)
+
+_checked: WeakSet[PreTrainedModel] = WeakSet()  # targets that have passed the checks of TargetModel
+
+
+@dataclass(eq=False)
+class EagleModel:
+    """What `eagle_fsd.load` returns and `eagle_fsd.generate` takes.
+
+    Build one directly from loaded parts with `EagleModel.from_parts`. Without a draft head decoding is plain.
+    """
+
+    target: TargetModel
+    draft: DraftHead | None
+    tokenizer: PreTrainedTokenizerBase | None = None
+    threshold: float | None = None  # calibrated threshold of the head, where it carries one
+
+    @classmethod
+    def from_parts(
+        cls, target: PreTrainedModel, draft: DraftHead | None, tokenizer: PreTrainedTokenizerBase | None = None
+    ) -> EagleModel:
+        """Join a causal LM and a head; the head is moved to the target's last device and dtype.
+
+        Raises:
+            ValueError: an unsupported target, or a head of another hidden size or vocabulary.
+        """
+        adapter = TargetModel(target, check=target not in _checked)
+        _checked.add(target)
+        if draft is not None:
+            fit_head(draft, adapter)
+        return cls(adapter, draft, tokenizer)
+
+    @property
+    def default_tree(self) -> TreeConfig:
+        """The tree used where none is given: by the device, never deeper or wider than the vocabulary allows."""
+        return GPU_TREE if self.target.device.type == "cuda" else CPU_TREE
+
+
+def fit_head(draft: DraftHead, target: TargetModel) -> None:
+    """Check that the head was made for such a target, then move it there.
+
+    Raises:
+        ValueError: hidden size or vocabulary differ.
+    """
+    ours = (draft.config.hidden_size, draft.config.vocab_size)
+    wanted = (target.hidden_size, target.vocab_size)
+    for what, have, want in zip(("hidden size", "vocabulary size"), ours, wanted, strict=True):
+        if have != want:
+            raise ValueError(f"the draft head does not fit the target: its {what} is {have}, the target's is {want}")
+    if draft.shares_embeddings:
+        draft.share_embeddings(target.embed_tokens)
+    weight = target.lm_head.weight
+    draft.to(device=weight.device, dtype=target.dtype).eval()
+
+
+def demo_directory(name: str) -> str:
+    """Path of a bundled checkpoint: beside the package in a checkout, inside it when installed."""
+    package = Path(__file__).parent
+    for root in (package.parent / "checkpoints", package / "checkpoints"):
+        if (root / name).is_dir():
+            return str(root / name)
+    raise ValueError(f"the bundled pair is not installed ({name} not found); pass target= and draft= to load()")
+
+
+def load(
+    target: str | Path | None = None,
+    draft: str | Path | None = None,
+    *,
+    dtype: str | torch.dtype = "auto",
+    device: str | torch.device | None = None,
+    device_map: str | dict | None = None,
+    attn_implementation: str | None = None,
+    trust_remote_code: bool = False,
+) -> EagleModel:
+    """Load a target and its draft head.
+
+    Args:
+        target, draft: directories or hub ids; both None: the bundled demo pair.
+        dtype: "auto" (float32 on a CPU, the checkpoint's own elsewhere), a torch dtype or its name.
+        device: where to put both models; default: CUDA where available, else the CPU.
+        device_map: placement by accelerate, instead of `device`; the head goes where the output layer is.
+        attn_implementation: "sdpa" (default) or "eager".
+        trust_remote_code: allow a target to run code from its repository.
+
+    Raises:
+        ValueError: only one of the two given, a head that does not fit, an unsupported target or attention.
+        OSError: a target that `transformers` cannot find.
+    """
+    if (target is None) != (draft is None):
+        missing = "draft" if draft is None else "target"
+        raise ValueError(f"{missing}= is missing: give both target and draft, or neither for the bundled pair")
+    if device is not None and device_map is not None:
+        raise ValueError(f"give device ({device!r}) or device_map ({device_map!r}), not both")
+    if target is None or draft is None:
+        target, draft = demo_directory("demo-target"), demo_directory("demo-draft")
+    head = load_head(draft)  # the smaller one first: its errors come before the long work
+    place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if dtype == "auto" and device_map is None and place.type == "cpu":
+        dtype = torch.float32
+    model = AutoModelForCausalLM.from_pretrained(
+        target, dtype=dtype, device_map=device_map, attn_implementation=attn_implementation or "sdpa",
+        trust_remote_code=trust_remote_code,
+    )
+    if device_map is None:
+        model.to(place)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(target, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError) as error:
+        log.warning("%s has no tokenizer that loads (%s); prompts must be token ids", target, error)
+        tokenizer = None
+    pair = EagleModel.from_parts(model, head, tokenizer)
+    pair.threshold = calibrated_threshold(draft)
+    return pair
+
+
+def calibrated_threshold(draft: str | Path) -> float | None:
+    """The `threshold` of a head's `calibration.json` for the default rule, where it has one."""
+    path = Path(draft) / "calibration.json"
+    if not path.is_file():
+        return None
+    record = json.loads(path.read_text(encoding="utf-8"))
+    return float(record["threshold"]) if record.get("rule") == "fsd" else None
+
+
+@functools.cache
+def bundled_pair() -> EagleModel:
+    """The demo pair, loaded once per process."""
+    return load()
