@@ -68,7 +68,8 @@ def generate(
         divergence: for the rules that gate on one: kl, reverse_kl, js, tv, js_fsd_code, or a form on the target's
             top k tokens such as js_top32.
         tree: size of the draft tree; None: a default for the device.
-        logits_processor, stopping_criteria, streamer: those of `transformers`. Processors see each node's own path.
+        logits_processor, stopping_criteria, streamer: those of `transformers`. Processors see each node's own path;
+            a streamer with a method `on_receipts(receipts)` gets the receipts of each cycle before its tokens.
 
     Returns:
         `Output` with text, token_ids, finish_reason, seed, stats and receipts; for a batch, a list of them.
@@ -140,7 +141,7 @@ def encode_prompt(prompt: object, model: EagleModel) -> tuple[list[int], bool]:
         ids = _encode_chat(list(prompt), model)
     elif isinstance(prompt, (list, tuple)):
         if not all(isinstance(token, Integral) and not isinstance(token, bool) for token in prompt):
-            raise TypeError("a list prompt must hold token ids, chat messages, or prompts; got a mixture or other types")
+            raise TypeError("a list prompt must hold token ids, chat messages, or prompts, not a mixture or others")
         ids = [int(token) for token in prompt]
     else:
         raise TypeError(f"a prompt must be text, a chat, or token ids, got {type(prompt).__name__}")
@@ -149,7 +150,7 @@ def encode_prompt(prompt: object, model: EagleModel) -> tuple[list[int], bool]:
 
 def _encode_tensor(prompt: Tensor, model: EagleModel) -> tuple[list[int], bool]:
     if prompt.dim() == 2 and prompt.shape[0] != 1:
-        raise ValueError(f"batches are not supported yet: a prompt tensor must be [L] or [1, L], got {list(prompt.shape)}")
+        raise ValueError(f"batches are not supported yet: a prompt tensor is [L] or [1, L], got {list(prompt.shape)}")
     return _check_ids(prompt.flatten().tolist(), model), False
 
 
@@ -171,7 +172,7 @@ def _need_tokenizer(model: EagleModel):
 def _encode_chat(messages: list[dict], model: EagleModel) -> list[int]:
     tokenizer = _need_tokenizer(model)
     for message in messages:
-        if set(message) < {"role", "content"} or not isinstance(message["content"], str):
+        if not {"role", "content"} <= set(message) or not isinstance(message["content"], str):
             raise ValueError(f'a chat message needs "role" and a text as "content", got {message!r}')
     if tokenizer.chat_template is None:
         raise ValueError("the tokenizer has no chat template: give the prompt as text or token ids")

@@ -213,7 +213,7 @@ def run(
 
     Args:
         stop_check: function of the new tokens so far; True ends the answer with reason "stop".
-        streamer: gets each cycle's tokens [n] on the CPU.
+        streamer: gets each cycle's tokens [n] on the CPU; before, their receipts, where it has `on_receipts`.
     """
     stats, receipts, reason = Stats(), [], "length"
     started = time.perf_counter()
@@ -226,6 +226,8 @@ def run(
         new += cycle.tokens[:kept]
         receipts += cycle.receipts[:kept]
         if streamer is not None:
+            if hasattr(streamer, "on_receipts"):
+                streamer.on_receipts(cycle.receipts[:kept])
             streamer.put(torch.tensor(cycle.tokens[:kept]))
         if ended:
             reason = ended

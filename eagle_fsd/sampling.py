@@ -37,14 +37,6 @@ CONTEXT_FREE = (
 )
 
 
-def require_number(name: str, value: object, accepted: str, valid: bool) -> None:
-    """Raise for an option that is no finite number, or not `valid`."""
-    if isinstance(value, bool) or not isinstance(value, Real) or math.isnan(value) or math.isinf(value):
-        raise ValueError(f"{name} must be {accepted}, got {value!r}")
-    if not valid:
-        raise ValueError(f"{name} must be {accepted}, got {value!r}")
-
-
 def require_integer(name: str, value: object, least: int) -> None:
     """Raise for an option that is no integer of at least `least`."""
     if isinstance(value, bool) or not isinstance(value, Integral):
@@ -70,13 +62,13 @@ def build_processors(
     Raises:
         TypeError, ValueError: an option of the wrong type or range.
     """
-    def check(name: str, value: object, accepted: str, low: float, high: float) -> None:
-        is_number = isinstance(value, Real) and not isinstance(value, bool)
-        require_number(name, value, accepted, is_number and low <= value <= high)
-
-    check("temperature", temperature, "a number >= 0 (0 = greedy)", 0, math.inf)
-    check("top_p", top_p, "a number in (0, 1]", 1e-9, 1)
-    check("repetition_penalty", repetition_penalty, "a positive number", 1e-9, math.inf)
+    for name, value, accepted, valid in (
+        ("temperature", temperature, "a number >= 0 (0 = greedy)", lambda x: 0 <= x < math.inf),
+        ("top_p", top_p, "a number in (0, 1]", lambda x: 0 < x <= 1),
+        ("repetition_penalty", repetition_penalty, "a positive number", lambda x: 0 < x < math.inf),
+    ):
+        if isinstance(value, bool) or not isinstance(value, Real) or not valid(value):
+            raise ValueError(f"{name} must be {accepted}, got {value!r}")
     require_integer("top_k", top_k, 0)
     require_integer("min_new_tokens", min_new_tokens, 0)
     processors = LogitsProcessorList()

@@ -19,11 +19,11 @@ class TargetModel:
     """A stock causal LM seen as the method sees it: `features` = last hidden state, `logits` = head(features).
 
     Args:
-        check: compare our logits with the model's own on one short forward; skip it for a model that has passed.
+        check: compare our logits with the model's own on a few tokens; skip it for a model that has passed.
 
     Raises:
         ValueError: a model that cannot be verified with a tree: no rollback of its cache, an attention
-            implementation without arbitrary masks, or logits that are no function of the last hidden state.
+            implementation without arbitrary masks, or logits that are not the model's own when computed our way.
     """
 
     def __init__(self, model: PreTrainedModel, *, check: bool = True) -> None:
@@ -33,6 +33,8 @@ class TargetModel:
         if getattr(model.config, "is_encoder_decoder", False) or model.get_output_embeddings() is None:
             raise ValueError(f"{name} is not supported: a decoder-only causal LM with an output head is needed")
         self.decoder: nn.Module = model.get_decoder()
+        if not hasattr(self.decoder, "layers"):
+            raise ValueError(f"{name} is not supported: its decoder has no list of layers to place a cache for")
         self.lm_head: nn.Module = model.get_output_embeddings()
         self.embed_tokens: nn.Module = model.get_input_embeddings()
         self.hidden_size: int = self.config.hidden_size
@@ -41,7 +43,7 @@ class TargetModel:
         self.max_positions: int | None = getattr(self.config, "max_position_embeddings", None)
         self._check_attention(name)
         if check:
-            self._check_features(name)
+            self._check_logits(name)
 
     def _check_attention(self, name: str) -> None:
         kinds = set(getattr(self.config, "layer_types", None) or [])
@@ -63,13 +65,24 @@ class TargetModel:
         self.mask_by_type = "sliding_attention" in kinds
 
     @torch.inference_mode()
-    def _check_features(self, name: str) -> None:
-        """Refuse models whose head does more than we know of: our logits must be the model's own."""
-        tokens = torch.arange(3, device=self.device)[None] % self.vocab_size
+    def _check_logits(self, name: str) -> None:
+        """Refuse models whose head, masks or positions do more than we know of: our logits must be the model's own."""
+        tokens = torch.arange(4, device=self.device)[None] % self.vocab_size
         stock = self.model(input_ids=tokens, use_cache=False).logits.float()
-        ours = self.logits(self.decoder(input_ids=tokens, use_cache=False).last_hidden_state)
+        cache, chain = self.new_cache(4), torch.ones(1, 2, 2, dtype=torch.bool, device=self.device).tril()
+        try:
+            features = [
+                self.prefill(tokens[:, :2], cache),
+                self.verify(tokens[:, 2:], torch.tensor([[2, 3]], device=self.device), chain, cache),
+            ]
+        except (AttributeError, IndexError, TypeError, ValueError) as error:
+            raise ValueError(f"{name} is not supported: it cannot verify a tree ({error})") from error
+        ours = self.logits(torch.cat(features, 1))
         if not torch.allclose(stock, ours, rtol=1e-3, atol=1e-3 * stock.abs().max().item()):
-            raise ValueError(f"{name} is not supported: its logits are not lm_head(last hidden state) with a softcap")
+            raise ValueError(
+                f"{name} is not supported: its logits are not lm_head(last hidden state) with a softcap, or depend on "
+                "more than the positions and keys that a tree mask shows"
+            )
 
     @property
     def device(self) -> torch.device:
@@ -99,6 +112,8 @@ class TargetModel:
         """Features of tree nodes; their keys and values are appended to the cache in node order."""
         prefix = cache.length
         mask = tree_mask(ancestors, prefix, self.dtype)
+        if self.max_positions is not None:  # nodes beyond the last position are never emitted, but have to be embedded
+            positions = positions.clamp_max(self.max_positions - 1)
         if self.window is not None:
             committed = torch.arange(prefix, device=positions.device).expand(len(positions), -1)
             windowed = apply_window(mask, positions, torch.cat([committed, positions], 1), self.window)

@@ -111,11 +111,20 @@ def encode_answers(
 
 
 def pack(
-    tokenizer: PreTrainedTokenizerFast, rows: int, length: int, *, python_share: float, seed: int
+    tokenizer: PreTrainedTokenizerFast,
+    rows: int,
+    length: int,
+    *,
+    python_share: float,
+    seed: int,
+    conversations: Iterator[tuple[list[int], int]] | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Rows of training text: whole conversations, the rest of each row and `python_share` of the rows source.
 
     Conversations are never cut: of a pool of waiting ones the longest that fits is placed.
+
+    Args:
+        conversations: endless token ids, each with the position where its answer starts; None: training tasks.
 
     Returns:
         tokens [rows, length] uint16, learned [rows, length] bool (whether the token is a training target:
@@ -123,7 +132,7 @@ def pack(
     """
     rng = random.Random(seed)
     source = _source_stream(tokenizer, rng)
-    conversations = _conversations(tokenizer, seed, length)
+    conversations = task_conversations(tokenizer, seed, length) if conversations is None else conversations
     pool = [next(conversations) for _ in range(64)]
     tokens = np.zeros((rows, length), np.uint16)
     learned = np.zeros((rows, length), bool)
@@ -147,7 +156,7 @@ def pack(
     return tokens, learned
 
 
-def _conversations(tokenizer: PreTrainedTokenizerFast, seed: int, longest: int) -> Iterator[tuple[list[int], int]]:
+def task_conversations(tokenizer: PreTrainedTokenizerFast, seed: int, longest: int) -> Iterator[tuple[list[int], int]]:
     """Endless training tasks of at most `longest` tokens."""
     chunk = seed * 1_000_000
     while True:

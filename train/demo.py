@@ -9,8 +9,10 @@ themselves every few minutes: an interrupted run goes on where it was when the s
 from __future__ import annotations
 
 import argparse
+import itertools
 import logging
 import os
+import random
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,8 +21,14 @@ import numpy as np
 import torch
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from train.corpus import pack, train_tokenizer
+from eagle_fsd.checkpoint import save_head
+from eagle_fsd.draft import DraftHead
+from eagle_fsd.target import TargetModel
+from train.answers import greedy_answers, render
+from train.corpus import encode_answers, pack, train_tokenizer
+from train.head import HeadTraining, train_head
 from train.target import Stage, build_target, grow, train_stage
+from train.tasks import tasks
 
 log = logging.getLogger("train.demo")
 
@@ -39,16 +47,23 @@ class Preset:
     batch: int
     python_share: float
     stages: tuple[Stage, ...]
+    answers: int
+    head_rows: int
+    head_intermediate: int
+    head: HeadTraining
 
 
 PRESETS = {
     "cpu": Preset(
         vocab_size=2048, hidden=192, intermediate=528, heads=6, kv_heads=2, rows=60_000, length=384, batch=32,
-        python_share=0.12, stages=(Stage(4, 3600, lr=4e-3), Stage(16, 600, lr=3e-3, decay=0.7)),
+        python_share=0.03,
+        stages=(Stage(4, 2400, lr=4e-3), Stage(4, 1500, lr=2e-3), Stage(16, 500, lr=2e-3, decay=0.7)),
+        answers=4096, head_rows=16_000, head_intermediate=768, head=HeadTraining(steps=1000),
     ),
     "gpu": Preset(
         vocab_size=4096, hidden=256, intermediate=704, heads=8, kv_heads=2, rows=600_000, length=512, batch=128,
         python_share=0.2, stages=(Stage(6, 8000, lr=3e-3), Stage(24, 8000, lr=2e-3, decay=0.7)),
+        answers=50_000, head_rows=200_000, head_intermediate=1024, head=HeadTraining(steps=12_000, batch=128),
     ),
 }
 
@@ -94,6 +109,41 @@ def train_target(preset: Preset, work: Path, device: str, compile_layers: bool) 
     return model.eval(), tokenizer
 
 
+def answer_text(preset: Preset, work: Path, model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> tuple:
+    """Rows for the head: half the target's own greedy answers to training tasks, half the text it was trained on."""
+    if not (work / "head-learned.npy").exists():
+        questions = list(tasks("train", seed=99, count=preset.answers))
+        prompts = render(tokenizer, questions)
+        answers = greedy_answers(model, tokenizer, prompts, checkpoint=work / "answers.jsonl")
+        own = [doc for doc in encode_answers(tokenizer, prompts, [a + "<|end|>" for a in answers])
+               if len(doc[0]) <= preset.length]
+        random.Random(0).shuffle(own)
+        half = preset.head_rows // 2
+        parts = [
+            pack(tokenizer, half, preset.length, python_share=preset.python_share, seed=2,
+                 conversations=itertools.cycle(own)),
+            pack(tokenizer, half, preset.length, python_share=2 * preset.python_share, seed=3),
+        ]
+        tokens, learned = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
+        np.save(work / "head-tokens.npy", tokens)
+        np.save(work / "head-learned.npy", learned)
+    return np.load(work / "head-tokens.npy"), np.load(work / "head-learned.npy")
+
+
+def train_draft(
+    preset: Preset, work: Path, model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, device: str
+) -> DraftHead:
+    """The demo head, which shares the target's embeddings."""
+    model.to(device)
+    rows = answer_text(preset, work, model, tokenizer)
+    fields = target_config(preset, 1, tokenizer).to_dict() | {"intermediate_size": preset.head_intermediate}
+    torch.manual_seed(1)
+    head = DraftHead(LlamaConfig(**fields))
+    head.share_embeddings(model.get_input_embeddings())
+    head.to(device)
+    return train_head(head, TargetModel(model), rows, preset.head, checkpoint=work / "head.pt")
+
+
 def save_target(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, directory: Path) -> None:
     """An ordinary HF directory in bf16, in shards of at most 15 MB."""
     model.generation_config = GenerationConfig(
@@ -124,6 +174,8 @@ def main() -> None:
     args.work.mkdir(parents=True, exist_ok=True)
     preset = PRESETS[args.preset]
     model, tokenizer = train_target(preset, args.work, args.device, args.compile)
+    head = train_draft(preset, args.work, model, tokenizer, args.device)
+    save_head(head, args.out / "demo-draft", dtype=torch.bfloat16)
     save_target(model, tokenizer, args.out / "demo-target")
 
 

@@ -334,13 +334,13 @@ class _Problem:
 def _solve_chain(w: _Writer, level: int) -> tuple[str, list[str], int, tuple]:
     """A chain of +, - and at most one product: expression text, sentences, value, operands."""
     rng = w.rng
-    high = (60, 120, 400)[level - 1]
+    high = (60, 100, 200)[level - 1]
     terms = rng.randint(2, 3) if level < 3 else 3
     product_at = rng.randrange(terms)
     values, shown, sentences = [], [], []
     for t in range(terms):
         if t == product_at:
-            a, b = rng.randint(3, 25 + 24 * (level - 1)), rng.randint(2, 9)
+            a, b = rng.randint(3, (25, 40, 60)[level - 1]), rng.randint(2, 9)
             sentence, value = w.calc("mul", a, b)
             sentences.append(sentence)
             values.append(value)
@@ -370,7 +370,8 @@ def _story(w: _Writer, level: int) -> _Problem:
     if rng.random() < 0.3:
         return _cost(w, level, name)
     total = start = rng.randint(8, 50 * level)
-    parts, operands = [rng.choice([f"{name} has {start} {item}.", f"There are {start} {item} in {name}'s bag."])], [start]
+    parts = [rng.choice([f"{name} has {start} {item}.", f"There are {start} {item} in {name}'s bag."])]
+    operands: list = [start]
     sentences = [w.say("story_start", n=name, a=start, i=item)]
     for event_index in range(1 + level if level < 3 else 3):
         kind = rng.choice(["gain", "lose", "packs"])
@@ -402,7 +403,7 @@ def _cost(w: _Writer, level: int, name: str) -> _Problem:
     parts, sentences, operands, totals = [], [], [], []
     for item in kinds:
         count, price = rng.randint(2, 9), rng.randint(2, 10 + 6 * level)
-        parts.append(rng.choice([f"{count} {item} at {price} dollars each", f"{count} {item} for {price} dollars each"]))
+        parts.append(f"{count} {item} {rng.choice(['at', 'for'])} {price} dollars each")
         sentence, cost = w.calc("mul", price, count)
         sentences.append(sentence)
         totals.append(cost)
@@ -481,7 +482,7 @@ def _clock(w: _Writer, level: int) -> _Problem:
 
 def _list(w: _Writer, level: int) -> _Problem:
     rng = w.rng
-    numbers = rng.sample(range(2, (60, 100, 300)[level - 1]), rng.randint(3 + level, 4 + level))
+    numbers = rng.sample(range(2, (50, 100, 100)[level - 1]), rng.randint(2 + level, 3 + level))
     shown = ", ".join(map(str, numbers))
     kind = rng.choice(["sort", "filter", "count"])
     if kind == "sort":
@@ -528,11 +529,11 @@ STRING_EDITS: dict[str, list[str]] = {
 
 def _string(w: _Writer, level: int) -> _Problem:
     rng = w.rng
-    word = rng.choice(WORDS)
+    word = rng.choice([word for word in WORDS if len(word) <= 4 + min(level, 2)])
     letters = list(word)
     requests, operands = [], []
     sentences = [w.say("spell", x="-".join(letters))]
-    for edit in rng.sample(sorted(STRING_EDITS), level if level < 3 else 3):
+    for edit in rng.sample(sorted(STRING_EDITS), min(level, 2)):
         a, b = rng.choice(letters), rng.choice("abcdefghijklmnoprstuvwxyz")
         if edit == "reverse":
             letters = letters[::-1]
@@ -554,7 +555,7 @@ def _string(w: _Writer, level: int) -> _Problem:
 
 def _table(w: _Writer, level: int) -> _Problem:
     rng = w.rng
-    people = rng.sample(NAMES, 3 + level)
+    people = rng.sample(NAMES, 2 + level)
     items = rng.sample(ITEMS, 2)
     towns = rng.sample(CITIES, 2)
     rows = [(p, towns[i % 2] if i < 4 else rng.choice(towns), rng.randint(3, 99), rng.randint(3, 99))

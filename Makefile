@@ -1,0 +1,28 @@
+# `make demo` and `make test` set up their own virtual environment, on a fresh machine too.
+PYTHON ?= python3
+VENV ?= .venv
+BIN = $(VENV)/bin
+TORCH ?= torch==2.13.0
+
+.PHONY: demo test lint setup
+
+setup: $(VENV)/.ready
+
+# torch comes first and alone: a plain `pip install torch` may fetch gigabytes of CUDA packages.
+$(VENV)/.ready: requirements.txt setup.py
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet $(TORCH)
+	$(BIN)/python -m pip install --quiet -r requirements.txt
+	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation -e .
+	touch $@
+
+demo: setup
+	$(BIN)/eagle-fsd demo
+
+test: setup
+	$(BIN)/ruff check .
+	$(BIN)/python -m pytest -q
+
+lint: setup
+	$(BIN)/ruff check .

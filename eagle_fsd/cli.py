@@ -1,0 +1,252 @@
+"""Command line: `eagle-fsd generate "prompt"` and `eagle-fsd demo`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedTokenizerBase
+from transformers.generation.streamers import BaseStreamer
+
+from . import __version__
+from .acceptance import RULES
+from .api import encode_prompt, generate
+from .config import TreeConfig
+from .generation import Receipt
+from .model import EagleModel, load
+
+COLOURS = {"target": "", "exact": "\033[32m", "fuzzy": "\033[33m"}
+RESET, BOLD, DIM = "\033[0m", "\033[1m", "\033[2m"
+DEMO_PROMPTS = Path(__file__).with_name("demo_prompts.json")
+DEMO_THRESHOLD = 0.3
+
+
+class SourceStreamer(BaseStreamer):
+    """Writes tokens as they come, coloured by where they come from."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, colour: bool) -> None:
+        self.tokenizer = tokenizer
+        self.colour = colour
+        self.ids: list[int] = []
+        self.written = 0
+        self.sources: list[str] = []
+        self.is_prompt = True
+
+    def on_receipts(self, receipts: Sequence[Receipt]) -> None:
+        self.sources = [receipt.source for receipt in receipts]
+
+    def put(self, value: torch.Tensor) -> None:
+        if self.is_prompt:
+            self.is_prompt = False
+            return
+        for token, source in zip(value.tolist(), self.sources, strict=True):
+            self.ids.append(token)
+            text = self.tokenizer.decode(self.ids, skip_special_tokens=True)
+            if text.endswith("\ufffd"):  # in the middle of a character
+                continue
+            piece, self.written = text[self.written :], len(text)
+            colour = COLOURS[source] if self.colour else ""
+            sys.stdout.write(f"{colour}{piece}{RESET}" if colour else piece)
+        sys.stdout.flush()
+
+    def end(self) -> None:
+        sys.stdout.write("\n")
+
+
+def use_colour() -> bool:
+    """On a terminal, unless NO_COLOR is set; FORCE_COLOR overrides."""
+    return bool(os.environ.get("FORCE_COLOR")) or (sys.stdout.isatty() and not os.environ.get("NO_COLOR"))
+
+
+def parse_tree(text: str) -> TreeConfig:
+    """A `TreeConfig` from "total_tokens,depth,top_k[,draft_temperature]"."""
+    parts = text.split(",")
+    try:
+        return TreeConfig(*map(int, parts[:3]), *map(float, parts[3:]))
+    except (TypeError, ValueError) as error:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no tree; it takes total_tokens,depth,top_k[,draft_temperature], such as 16,5,4 ({error})"
+        ) from error
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="eagle-fsd", description="EAGLE-2 decoding with fuzzy acceptance.")
+    parser.add_argument("--version", action="version", version=__version__)
+    commands = parser.add_subparsers(dest="command", required=True)
+
+    models = argparse.ArgumentParser(add_help=False)
+    models.add_argument("--target", help="directory or hub id (default: the bundled pair)")
+    models.add_argument("--draft", help="directory or hub id of the target's draft head")
+    models.add_argument("--dtype", default="auto")
+    models.add_argument("--device")
+    models.add_argument("--device-map")
+    models.add_argument("--attn-implementation", choices=("sdpa", "eager"))
+    models.add_argument("--trust-remote-code", action="store_true")
+
+    one = commands.add_parser("generate", parents=[models], help="answer one prompt")
+    one.add_argument("prompt", help="text, or - to read it from standard input")
+    one.add_argument("--chat", action="store_true", help="put the prompt through the chat template")
+    one.add_argument("--max-new-tokens", type=int, default=256)
+    one.add_argument("--temperature", type=float, default=0.0)
+    one.add_argument("--top-p", type=float, default=1.0)
+    one.add_argument("--top-k", type=int, default=0)
+    one.add_argument("--repetition-penalty", type=float, default=1.0)
+    one.add_argument("--min-new-tokens", type=int, default=0)
+    one.add_argument("--ignore-eos", action="store_true")
+    one.add_argument("--seed", type=int)
+    one.add_argument("--stop", action="append", help="may be given several times")
+    one.add_argument("--stop-token-ids", type=int, nargs="*")
+    one.add_argument("--acceptance", choices=RULES, default="fsd")
+    one.add_argument("--threshold", type=float)
+    one.add_argument("--divergence", default="js")
+    one.add_argument("--tree", type=parse_tree, metavar="N,DEPTH,K[,T]")
+    one.add_argument("--stats", action="store_true", help="print tau, tokens/s and token sources to standard error")
+
+    demo = commands.add_parser("demo", parents=[models], help="compare plain, exact and fuzzy decoding")
+    demo.add_argument("--threshold", type=float, default=DEMO_THRESHOLD, help="of fsd (default: %(default)s)")
+    demo.add_argument("--max-new-tokens", type=int, default=200)
+    demo.add_argument("--repeats", type=int, default=3, help="timed runs per prompt and method (their median counts)")
+    return parser
+
+
+MODEL_OPTIONS = ("target", "draft", "dtype", "device", "device_map", "attn_implementation", "trust_remote_code")
+GENERATE_OPTIONS = (
+    "max_new_tokens", "temperature", "top_p", "top_k", "repetition_penalty", "min_new_tokens", "ignore_eos", "seed",
+    "stop", "stop_token_ids", "acceptance", "threshold", "divergence", "tree",
+)
+
+
+def run_generate(args: argparse.Namespace) -> None:
+    model = load(**{name: getattr(args, name) for name in MODEL_OPTIONS})
+    text = sys.stdin.read() if args.prompt == "-" else args.prompt
+    prompt = [{"role": "user", "content": text}] if args.chat else text
+    options = {name: getattr(args, name) for name in GENERATE_OPTIONS}
+    if args.stop:  # the stop string is not part of the answer, so nothing is shown before the end
+        output = generate(prompt, model, **options)
+        print(output.text)
+    else:
+        output = generate(prompt, model, **options, streamer=SourceStreamer(model.tokenizer, use_colour()))
+    if args.stats:
+        stats, sources = output.stats, [receipt.source for receipt in output.receipts]
+        print(
+            f"{stats.new_tokens} tokens, {stats.tokens_per_second:.1f} tokens/s, tau {stats.mean_accepted_length:.2f} "
+            f"(tokens per target forward), {sources.count('target')} target, {sources.count('exact')} exact, "
+            f"{sources.count('fuzzy')} fuzzy, ended by {output.finish_reason}, seed {output.seed}",
+            file=sys.stderr,
+        )
+
+
+@dataclass
+class Tally:
+    """What one method did over the demo's prompts."""
+
+    answers: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    cycles: int = 0
+    verified_tokens: int = 0
+    correct: list[bool] = field(default_factory=list)
+
+
+def stated_result(text: str) -> str | None:
+    """What an answer states behind its last `####`."""
+    lines = [line[5:].strip() for line in text.splitlines() if line.startswith("#### ")]
+    return lines[-1] if lines else None
+
+
+def run_demo(args: argparse.Namespace) -> None:
+    if args.repeats < 1:
+        raise ValueError(f"--repeats must be at least 1, got {args.repeats}")
+    model = load(**{name: getattr(args, name) for name in MODEL_OPTIONS})
+    prompts = json.loads(DEMO_PROMPTS.read_text(encoding="utf-8"))
+    threads = torch.get_num_threads()
+    print(f"{type(model.target.model).__name__} on {model.target.device}, {model.target.dtype}, {threads} threads; "
+          f"greedy decoding. Tree: {model.default_tree}\n")
+    colour = use_colour()
+    legend = {source: f"{COLOURS[source]}{source}{RESET}" if colour else source for source in COLOURS}
+    print(f"Token sources: {legend['exact']} = drafted, and the target's own choice; {legend['fuzzy']} = drafted and "
+          f"accepted by the rule only; {legend['target']} = drawn by the target.\n")
+    methods = {
+        "model.generate": None,
+        "exact": {"acceptance": "exact"},
+        f"fsd {args.threshold:g}": {"acceptance": "fsd", "threshold": args.threshold},
+    }
+    tallies = {name: Tally() for name in methods}
+    for number, entry in enumerate(prompts):
+        prompt = entry["prompt"]
+        if number == 0:  # warm up
+            for options in methods.values():
+                timed_answer(model, prompt, options, 32)
+        measured = {name: [] for name in methods}
+        for _ in range(args.repeats):  # interleaved, so that a slow moment of the machine meets all
+            for name, options in methods.items():
+                measured[name].append(timed_answer(model, prompt, options, args.max_new_tokens))
+        for name, runs in measured.items():
+            tally, (_, ids, output) = tallies[name], runs[0]
+            tally.seconds += statistics.median(seconds for seconds, _, _ in runs)
+            tally.answers += 1
+            tally.tokens += len(ids)
+            if output is not None:
+                tally.cycles += output.stats.target_forwards
+                tally.verified_tokens += sum(output.stats.accepted_lengths) + output.stats.target_forwards
+            if entry["result"] is not None:
+                text = model.tokenizer.decode(ids, skip_special_tokens=True)
+                tally.correct.append(stated_result(text) == entry["result"])
+        shown = prompt if isinstance(prompt, str) else prompt[-1]["content"]
+        print(f"{BOLD if colour else ''}[{entry['kind']}] {shown}{RESET if colour else ''}")
+        for name, options in list(methods.items())[1:]:
+            sys.stdout.write(f"{DIM if colour else ''}{name}:{RESET if colour else ''} ")
+            generate(prompt, model, max_new_tokens=args.max_new_tokens, **options,
+                     streamer=SourceStreamer(model.tokenizer, colour))
+        print()
+    print_table(tallies)
+
+
+def timed_answer(model: EagleModel, prompt: object, options: dict | None, max_new_tokens: int):
+    """(seconds, new token ids, Output or None) of one greedy answer; options None: by `model.generate`."""
+    started = time.perf_counter()
+    if options is None:
+        ids = torch.tensor([encode_prompt(prompt, model)[0]], device=model.target.device)
+        output = model.target.model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_new_tokens, do_sample=False
+        )
+        return time.perf_counter() - started, output[0, ids.shape[1] :].tolist(), None
+    output = generate(prompt, model, max_new_tokens=max_new_tokens, **options)
+    return time.perf_counter() - started, output.token_ids, output
+
+
+def print_table(tallies: dict[str, Tally]) -> None:
+    baseline = tallies["model.generate"]
+    print(f"{'method':<16}{'tokens/s':>10}{'speed-up':>10}{'tau':>7}{'s/answer':>10}{'tokens/answer':>15}{'correct':>9}")
+    for name, tally in tallies.items():
+        rate, plain_rate = tally.tokens / tally.seconds, baseline.tokens / baseline.seconds
+        tau = f"{tally.verified_tokens / tally.cycles:.2f}" if tally.cycles else "1"
+        print(f"{name:<16}{rate:>10.1f}{rate / plain_rate:>9.2f}x{tau:>7}{tally.seconds / tally.answers:>10.3f}"
+              f"{tally.tokens / tally.answers:>15.1f}{f'{sum(tally.correct)}/{len(tally.correct)}':>9}")
+    print("\ntau = tokens per target forward. Speed-up is in tokens/s; s/answer includes the prompt.")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = build_parser().parse_args(argv)
+    try:
+        {"generate": run_generate, "demo": run_demo}[args.command](args)
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        return 0
+    except (ValueError, TypeError, OSError) as error:
+        print(f"eagle-fsd: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

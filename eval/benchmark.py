@@ -1,0 +1,178 @@
+"""Speed and quality on held-out tasks and Python prefixes, all methods interleaved in one run.
+
+    python -m eval.benchmark --tasks 100 --python 40 --accuracy-tasks 500 --out eval/results/benchmark.json
+
+Every prompt is answered by every method before the next one, in an order that rotates; the first prompts are run
+once unmeasured. Speed is a ratio of tokens/s over the same prompts; `--repeats` measures each answer several times
+and takes the median. The table goes to standard output, everything else into the JSON file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections import defaultdict
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+import eagle_fsd
+from eagle_fsd.cli import parse_tree
+from eval.environment import environment
+from eval.methods import Answer, Method, engine, hf_generate
+from eval.profile import profile
+from train.corpus import python_prefixes
+from train.tasks import is_correct, tasks
+
+BASELINE = "model.generate"
+
+
+def methods_of(
+    model: eagle_fsd.EagleModel, tree: eagle_fsd.TreeConfig, fsd: list[float], tilt: list[float]
+) -> dict[str, Method]:
+    """The compared methods by name."""
+    methods = {
+        BASELINE: hf_generate(model),
+        "plain": engine(model, plain=True, acceptance="exact"),
+        "exact": engine(model, acceptance="exact", tree=tree),
+    }
+    for name, dials in (("fsd", fsd), ("tilt", tilt)):
+        for dial in dials:
+            methods[f"{name} {dial:g}"] = engine(model, acceptance=name, threshold=dial, tree=tree)
+    return methods
+
+
+def compare(methods: dict[str, Method], prompts: list, max_new_tokens: int, repeats: int) -> dict[str, list[Answer]]:
+    """Each method's answers, with the median time of `repeats` runs; interleaved, in rotating order."""
+    names = list(methods)
+    for prompt in prompts[:2]:
+        for name in names:
+            methods[name](prompt, 32)
+    answers: dict[str, list[Answer]] = defaultdict(list)
+    for number, prompt in enumerate(tqdm(prompts, desc="benchmark", unit="prompt", disable=None)):
+        runs: dict[str, list[Answer]] = defaultdict(list)
+        for repeat in range(repeats):
+            shift = (number + repeat) % len(names)
+            for name in names[shift:] + names[:shift]:
+                runs[name].append(methods[name](prompt, max_new_tokens))
+        for name, measured in runs.items():
+            seconds = statistics.median(answer.seconds for answer in measured)
+            first = measured[0]
+            answers[name].append(Answer(seconds, first.token_ids, first.text, first.output))
+    return answers
+
+
+def summarise(answers: dict[str, list[Answer]], correct: dict[str, list[bool]] | None) -> list[dict]:
+    """One row per method."""
+    def rate(name: str) -> float:
+        return sum(len(a.token_ids) for a in answers[name]) / sum(a.seconds for a in answers[name])
+
+    reference = [a.token_ids for a in answers[BASELINE]]
+    rows = []
+    for name, given in answers.items():
+        lengths = [length for a in given if a.output for length in a.output.stats.accepted_lengths]
+        sources = [r.source for a in given if a.output for r in a.output.receipts]
+        rows.append({
+            "method": name,
+            "tokens_per_second": rate(name),
+            "speedup": rate(name) / rate(BASELINE),
+            "speedup_over_plain": rate(name) / rate("plain"),
+            "tau": sum(lengths) / len(lengths) + 1 if lengths else 1.0,
+            "seconds_per_answer": statistics.mean(a.seconds for a in given),
+            "tokens_per_answer": statistics.mean(len(a.token_ids) for a in given),
+            "accuracy": statistics.mean(correct[name]) if correct else None,
+            "same_as_greedy": statistics.mean(a.token_ids == r for a, r in zip(given, reference, strict=True)),
+            "fuzzy_share": sources.count("fuzzy") / len(sources) if sources else 0.0,
+        })
+    return rows
+
+
+def table(rows: list[dict]) -> str:
+    """The rows in Markdown. tau = tokens per target forward."""
+    lines = [
+        "| method | tokens/s | vs model.generate | vs plain | tau | s/answer | tokens/answer | accuracy | = greedy "
+        "| fuzzy tokens |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        accuracy = "" if row["accuracy"] is None else f"{100 * row['accuracy']:.1f}%"
+        lines.append(
+            f"| {row['method']} | {row['tokens_per_second']:.0f} | {row['speedup']:.2f}x | "
+            f"{row['speedup_over_plain']:.2f}x | {row['tau']:.2f} | {row['seconds_per_answer']:.3f} | "
+            f"{row['tokens_per_answer']:.0f} | {accuracy} | {100 * row['same_as_greedy']:.0f}% | "
+            f"{100 * row['fuzzy_share']:.1f}% |"
+        )
+    return "\n".join(lines)
+
+
+def family_accuracy(method: Method, count: int, max_new_tokens: int, *, seed: int, unseen_wording: bool) -> dict:
+    """Accuracy of one method on fresh held-out tasks, per family and in all."""
+    results = defaultdict(list)
+    for task in tqdm(tasks("heldout", seed=seed, count=count, unseen_wording=unseen_wording), total=count,
+                     desc="accuracy", unit="task", disable=None):
+        right = is_correct(task, method(task.messages, max_new_tokens).text)
+        results[task.family].append(right)
+        results["all"].append(right)
+    return {family: statistics.mean(right) for family, right in results.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target")
+    parser.add_argument("--draft")
+    parser.add_argument("--tasks", type=int, default=100, help="held-out tasks, timed")
+    parser.add_argument("--python", type=int, default=40, help="Python prefixes, timed")
+    parser.add_argument("--accuracy-tasks", type=int, default=500, help="held-out tasks for accuracy per family")
+    parser.add_argument("--unseen-tasks", type=int, default=200, help="the same in wordings never trained on")
+    parser.add_argument("--max-new-tokens", type=int, default=256)
+    parser.add_argument("--python-tokens", type=int, default=128)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--tree", type=parse_tree)
+    parser.add_argument("--fsd", type=float, nargs="*", default=[0.1, 0.3, 0.5])
+    parser.add_argument("--tilt", type=float, nargs="*", default=[0.5, 2.0])
+    parser.add_argument("--out", type=Path, default=Path("eval/results/benchmark.json"))
+    args = parser.parse_args()
+    if args.tasks < 1 or args.repeats < 1:
+        parser.error(f"--tasks and --repeats must be at least 1, got {args.tasks} and {args.repeats}")
+    torch.set_num_threads(args.threads)
+    model = eagle_fsd.load(args.target, args.draft)
+    tree = args.tree or model.default_tree
+    methods = methods_of(model, tree, args.fsd, args.tilt)
+    questions = list(tasks("heldout", seed=args.seed, count=args.tasks))
+    record = {"environment": environment(), "tree": repr(tree), "dtype": str(model.target.dtype), "seed": args.seed}
+
+    answers = compare(methods, [t.messages for t in questions], args.max_new_tokens, args.repeats)
+    correct = {name: [is_correct(t, a.text) for t, a in zip(questions, given, strict=True)]
+               for name, given in answers.items()}
+    record["tasks"] = summarise(answers, correct)
+    print(f"\nHeld-out tasks ({args.tasks})\n\n{table(record['tasks'])}")
+
+    if args.python:
+        answers = compare(methods, python_prefixes(args.python), args.python_tokens, args.repeats)
+        record["python"] = summarise(answers, None)
+        print(f"\nPython prefixes ({args.python})\n\n{table(record['python'])}")
+
+    record["profile"] = profile(model, [t.messages for t in questions[:30]], 128, acceptance="exact", tree=tree)
+    print("\nMilliseconds per cycle:", json.dumps(record["profile"], indent=1))
+    if args.accuracy_tasks:
+        record["accuracy"] = family_accuracy(
+            methods["exact"], args.accuracy_tasks, args.max_new_tokens, seed=args.seed + 1, unseen_wording=False)
+        print("\nAccuracy, greedy:", json.dumps(record["accuracy"], indent=1))
+    if args.unseen_tasks:
+        record["accuracy_unseen_wordings"] = family_accuracy(
+            methods["exact"], args.unseen_tasks, args.max_new_tokens, seed=args.seed + 2, unseen_wording=True)
+        print("\nAccuracy, wordings never trained on:", json.dumps(record["accuracy_unseen_wordings"], indent=1))
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    args.out.write_text(json.dumps(record, indent=1) + "\n")
+    args.out.with_suffix(".md").write_text(
+        f"# {args.out.stem}\n\n`{record['environment']['command']}` at {record['environment']['commit']}\n\n"
+        f"## Held-out tasks\n\n{table(record['tasks'])}\n"
+        + (f"\n## Python prefixes\n\n{table(record['python'])}\n" if args.python else ""))
+
+
+if __name__ == "__main__":
+    main()

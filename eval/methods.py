@@ -1,0 +1,53 @@
+"""Decoding methods under comparison: each turns a prompt into an answer and says what it took."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+import eagle_fsd
+from eagle_fsd.api import encode_prompt
+from eagle_fsd.generation import Output
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One answer; `output` carries stats and receipts where our engine made it."""
+
+    seconds: float  # prompt included
+    token_ids: list[int]
+    text: str
+    output: Output | None = None
+
+
+Method = Callable[[object, int], Answer]  # (prompt, max_new_tokens)
+
+
+def hf_generate(model: eagle_fsd.EagleModel) -> Method:
+    """`model.generate(do_sample=False)` with its own defaults: the users' baseline."""
+    def answer(prompt: object, max_new_tokens: int) -> Answer:
+        started = time.perf_counter()
+        ids = torch.tensor([encode_prompt(prompt, model)[0]], device=model.target.device)
+        sequence = model.target.model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_new_tokens, do_sample=False
+        )
+        new = sequence[0, ids.shape[1] :].tolist()
+        seconds = time.perf_counter() - started
+        return Answer(seconds, new, model.tokenizer.decode(new, skip_special_tokens=True))
+
+    return answer
+
+
+def engine(model: eagle_fsd.EagleModel, *, plain: bool = False, **options: object) -> Method:
+    """`eagle_fsd.generate` with these options; `plain`: the same engine without a draft head."""
+    used = eagle_fsd.EagleModel(model.target, None, model.tokenizer) if plain else model
+
+    def answer(prompt: object, max_new_tokens: int) -> Answer:
+        started = time.perf_counter()
+        output = eagle_fsd.generate(prompt, used, max_new_tokens=max_new_tokens, **options)
+        return Answer(time.perf_counter() - started, output.token_ids, output.text, output)
+
+    return answer

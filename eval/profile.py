@@ -1,0 +1,95 @@
+"""Where a decode cycle's time goes: draft forward, tree building, verify, accept, commit.
+
+The parts are timed by wrapping the functions of the library, so the library itself carries no timers. On CUDA the
+wrappers wait for the device, which makes the parts add up and the whole slower than in use.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from unittest.mock import patch
+
+import torch
+
+import eagle_fsd
+from eagle_fsd import generation
+from eagle_fsd.acceptance import Rule
+from eagle_fsd.cache import TreeCache
+from eagle_fsd.draft import DraftHead
+from eagle_fsd.generation import Decoder
+from eagle_fsd.target import TargetModel
+
+FORWARDS = ("draft_forward", "target_forward", "head")  # the models' own work: draft layer, target, lm_head
+
+CYCLE = "other"  # what is left of a cycle
+
+
+class Clock:
+    """Exclusive seconds per part: time inside a nested part counts for that one only."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = defaultdict(float)
+        self._stack: list[list] = []
+
+    def wrap(self, part: str, function: Callable) -> Callable:
+        def timed(*args, **kwargs):
+            if not self._stack and part != CYCLE:  # the prefill's forwards belong to no cycle
+                return function(*args, **kwargs)
+            self._stack.append([0.0])
+            started = _now()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                spent = _now() - started
+                inner = self._stack.pop()[0]
+                self.seconds[part] += spent - inner
+                if self._stack:
+                    self._stack[-1][0] += spent
+
+        return timed
+
+
+def _now() -> float:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+@contextmanager
+def timed_parts(model: eagle_fsd.EagleModel) -> Iterator[Clock]:
+    """Within this context every decode cycle's parts are added up in the returned clock."""
+    clock = Clock()
+    parts = [
+        (Decoder, "step", CYCLE),
+        (generation, "draft_tree", "tree_building"),
+        (DraftHead, "forward", "draft_forward"),
+        (TargetModel, "verify", "verify_inputs"),
+        (type(model.target.decoder), "forward", "target_forward"),
+        (TargetModel, "logits", "head"),
+        (generation, "warp_tree", "accept"),
+        (Rule, "__call__", "accept"),
+        (generation, "walk", "accept"),
+        (generation, "read_walk", "accept"),
+        (TreeCache, "commit", "commit"),
+    ]
+    with ExitStack() as patches:
+        for owner, name, part in parts:
+            patches.enter_context(patch.object(owner, name, clock.wrap(part, getattr(owner, name))))
+        yield clock
+
+
+def profile(model: eagle_fsd.EagleModel, prompts: list, max_new_tokens: int, **options: object) -> dict:
+    """Mean milliseconds per cycle of each part, over the prompts, and the share outside the models' forwards."""
+    cycles = 0
+    with timed_parts(model) as clock:
+        for prompt in prompts:
+            output = eagle_fsd.generate(prompt, model, max_new_tokens=max_new_tokens, **options)
+            cycles += output.stats.target_forwards
+    milliseconds = {part: 1000 * seconds / cycles for part, seconds in sorted(clock.seconds.items())}
+    total = sum(milliseconds.values())
+    outside = total - sum(milliseconds[part] for part in FORWARDS)
+    return {"cycles": cycles, "ms_per_cycle": milliseconds, "total_ms": total, "outside_forwards_ms": outside,
+            "outside_forwards_share": outside / total}

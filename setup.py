@@ -1,0 +1,32 @@
+"""Packaging. The bundled demo pair travels inside the package as `eagle_fsd/checkpoints`."""
+
+from pathlib import Path
+
+from setuptools import setup
+
+ROOT = Path(__file__).parent
+VERSION = next(
+    line.split('"')[1] for line in (ROOT / "eagle_fsd" / "__init__.py").read_text().splitlines()
+    if line.startswith("__version__")
+)
+
+setup(
+    name="eagle_fsd",
+    version=VERSION,
+    description="EAGLE-2 speculative decoding with fuzzy acceptance, on stock Hugging Face transformers",
+    long_description=(ROOT / "README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    python_requires=">=3.10",
+    packages=["eagle_fsd", "eagle_fsd.acceptance", "eagle_fsd.checkpoints"],
+    package_dir={"eagle_fsd.checkpoints": "checkpoints"},
+    package_data={
+        "eagle_fsd": ["demo_prompts.json"],
+        "eagle_fsd.checkpoints": ["*/*.json", "*/*.safetensors", "*/*.jinja", "*/*.md", "*.md"],
+    },
+    install_requires=["torch>=2.9", "transformers>=5.17,<6", "safetensors>=0.5", "accelerate>=1.1", "tqdm>=4.66"],
+    extras_require={
+        "dev": ["pytest>=8", "hypothesis>=6.100", "ruff>=0.8"],
+    },
+    entry_points={"console_scripts": ["eagle-fsd=eagle_fsd.cli:main"]},
+)

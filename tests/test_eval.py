@@ -1,0 +1,102 @@
+"""The benchmark's bookkeeping, on a tiny random pair."""
+
+import json
+import sys
+
+import pytest
+from tiny import PROMPT, tiny_pair, tiny_tokenizer
+
+import eagle_fsd
+from eval import benchmark
+from eval.methods import Answer, engine, hf_generate
+from eval.profile import FORWARDS, Clock, profile
+
+TREE = eagle_fsd.TreeConfig(8, 3, 2)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_pair(tokenizer=tiny_tokenizer())
+
+
+def test_methods_give_the_same_greedy_answer(model):
+    baseline = hf_generate(model)(PROMPT, 20)
+    for method in (engine(model, plain=True, acceptance="exact"), engine(model, acceptance="exact", tree=TREE)):
+        assert method(PROMPT, 20).token_ids == baseline.token_ids
+        assert method(PROMPT, 20).text == baseline.text
+
+
+def test_plain_decoding_emits_one_token_per_forward(model):
+    output = engine(model, plain=True, acceptance="exact")(PROMPT, 20).output
+    assert output.stats.mean_accepted_length == 1
+    assert output.stats.target_forwards == output.stats.new_tokens - 1
+
+
+def test_summary_adds_up(model):
+    methods = benchmark.methods_of(model, TREE, [0.3], [])
+    answers = benchmark.compare(methods, [PROMPT, PROMPT[:5]], 16, repeats=2)
+    rows = benchmark.summarise(answers, {name: [True, False] for name in methods})
+    by_name = {row["method"]: row for row in rows}
+    assert list(by_name) == ["model.generate", "plain", "exact", "fsd 0.3"]
+    assert by_name["model.generate"]["speedup"] == 1 and by_name["plain"]["speedup_over_plain"] == 1
+    assert by_name["exact"]["same_as_greedy"] == 1 and by_name["exact"]["fuzzy_share"] == 0
+    assert by_name["exact"]["tau"] > 1
+    assert all(row["accuracy"] == 0.5 for row in rows)
+    assert benchmark.table(rows).count("\n") == 1 + len(rows)
+
+
+def test_median_time_and_first_answer_are_kept():
+    times = iter([9.0, 9.0, 3.0, 1.0, 2.0])  # two warm-up runs come first
+
+    def method(prompt, max_new_tokens):
+        return Answer(next(times, 5.0), [1], "x")
+
+    answers = benchmark.compare({"m": method}, ["p"], 4, repeats=3)
+    assert answers["m"][0].seconds in (2.0, 3.0)
+
+
+def test_clock_counts_nested_time_once(monkeypatch):
+    ticks = iter([0.0, 1.0, 3.0, 10.0])
+    monkeypatch.setattr("eval.profile._now", lambda: next(ticks))
+    clock = Clock()
+    inner = clock.wrap("inner", lambda: None)
+    outer = clock.wrap("other", inner)
+    outer()
+    assert clock.seconds == {"inner": 2.0, "other": 8.0}
+
+
+def test_profile_splits_a_cycle(model):
+    result = profile(model, [PROMPT], 16, acceptance="fsd", threshold=0.3, tree=TREE)
+    parts = result["ms_per_cycle"]
+    assert set(parts) == {*FORWARDS, "tree_building", "verify_inputs", "accept", "commit", "other"}
+    assert result["total_ms"] == pytest.approx(sum(parts.values()))
+    assert 0 < result["outside_forwards_share"] < 1
+
+
+def test_command_writes_a_result_that_says_how_it_was_made(model, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(eagle_fsd, "load", lambda *args: model)
+    out = tmp_path / "results" / "run.json"
+    monkeypatch.setattr(sys, "argv", [
+        "eval/benchmark.py", "--tasks", "0", "--python", "0", "--accuracy-tasks", "8", "--unseen-tasks", "8",
+        "--max-new-tokens", "4", "--repeats", "1", "--fsd", "--tilt", "--out", str(out),
+    ])
+    with pytest.raises(SystemExit):  # no task, nothing to compare
+        benchmark.main()
+    assert not out.exists()
+    assert "--tasks" in capsys.readouterr().err
+
+
+def test_result_file(model, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(eagle_fsd, "load", lambda *args: model)
+    monkeypatch.setattr(benchmark, "python_prefixes", lambda count: ["abc"] * count)
+    out = tmp_path / "results" / "run.json"
+    monkeypatch.setattr(sys, "argv", [
+        "eval/benchmark.py", "--tasks", "2", "--python", "1", "--accuracy-tasks", "8", "--unseen-tasks", "0",
+        "--max-new-tokens", "6", "--python-tokens", "6", "--repeats", "1", "--fsd", "0.3", "--tilt", "--out", str(out),
+    ])
+    benchmark.main()
+    record = json.loads(out.read_text())
+    assert record["environment"]["torch"] and record["environment"]["command"].startswith("python -m eval.benchmark")
+    assert record["accuracy"]["all"] == 0  # a random model solves nothing
+    assert [row["method"] for row in record["tasks"]] == ["model.generate", "plain", "exact", "fsd 0.3"]
+    assert "| exact |" in out.with_suffix(".md").read_text()
