@@ -35,6 +35,7 @@ class TreeCacheLayer(CacheLayerMixin):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         start, end = self.length, self.length + key_states.shape[-2]
+        assert end <= self.cache.capacity, f"{end} positions exceed the capacity of {self.cache.capacity}"
         self.keys[:, :, start:end] = key_states
         self.values[:, :, start:end] = value_states
         self.length = end

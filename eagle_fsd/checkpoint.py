@@ -54,10 +54,13 @@ def load_head(source: str | Path) -> DraftHead:
     config_path = _fetch(source, "config.json")
     if config_path is None:
         raise ValueError(f"{source!r} has no config.json; a draft head needs config.json and {' or '.join(WEIGHTS)}")
-    fields = json.loads(Path(config_path).read_text(encoding="utf-8"))
-    has_bias = fields.pop("bias", True)  # a missing key means true in the published code
-    # Published configs carry the target's `head_dim`-free Llama fields; null entries stand for defaults.
-    config = LlamaConfig(**{k: v for k, v in fields.items() if v is not None})
+    try:
+        fields = json.loads(Path(config_path).read_text(encoding="utf-8"))
+        has_bias = fields.pop("bias", True)  # a missing key means true in the published code
+        # Published configs carry the target's `head_dim`-free Llama fields; null entries stand for defaults.
+        config = LlamaConfig(**{k: v for k, v in fields.items() if v is not None})
+    except Exception as error:  # not JSON, or one of the config classes' own errors
+        raise ValueError(f"{config_path} is no Llama config: {error}") from error
     if config.num_hidden_layers != 1:
         raise ValueError(f"{source!r} has {config.num_hidden_layers} layers, an EAGLE-1/2 draft head has 1")
     weights_path = next((path for name in WEIGHTS if (path := _fetch(source, name))), None)

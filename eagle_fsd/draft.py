@@ -5,6 +5,8 @@ B batch, T tokens, D hidden size.
 
 from __future__ import annotations
 
+import copy
+
 import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig
@@ -19,19 +21,22 @@ class DraftHead(nn.Module):
     The feature of position i is paired with the token of position i + 1, at rotary position i.
 
     Args:
-        config: a Llama config with `num_hidden_layers=1`, of the target's hidden size and vocabulary.
+        config: a Llama config with `num_hidden_layers=1`, of the target's hidden size and vocabulary; its field
+            `qkv_bias` (default false) gives q, k and v a bias, as in the published code.
         bias: whether `fc` has a bias.
     """
 
     def __init__(self, config: LlamaConfig, *, bias: bool = False) -> None:
         super().__init__()
-        self.config = config
+        self.config = config = copy.deepcopy(config)
         config._attn_implementation = "sdpa"
+        config.attention_bias = getattr(config, "qkv_bias", False)  # the stock layer's own field covers o as well
         self.embed_tokens: nn.Module = nn.Embedding(config.vocab_size, config.hidden_size)
         self.shares_embeddings = False
         self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=bias)
         layer = LlamaDecoderLayer(config, layer_idx=0)
         layer.input_layernorm = nn.Identity()
+        layer.self_attn.o_proj = nn.Linear(layer.self_attn.o_proj.in_features, config.hidden_size, bias=False)
         self.layers = nn.ModuleList([layer])
         self.rotary_emb = LlamaRotaryEmbedding(config)
 

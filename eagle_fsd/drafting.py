@@ -120,10 +120,11 @@ def rerank(
     parents = torch.where(rank < 0, 0, parents)
     depths = torch.where(rank < 0, 1, rank.div(k, rounding_mode="floor") + 2)
 
-    # Draft rows: 0 is the root's, 1 + r that of expanded node r.
+    # Draft rows: 0 is the root's, 1 + r that of expanded node r; at depth 1 only the root was expanded.
     rows = torch.zeros_like(scores, dtype=torch.long)
-    expanded_rows = torch.arange(1, expanded[0].numel() + 1, device=device).expand(batch, -1)
-    rows.scatter_(1, expanded.flatten(1), expanded_rows)
+    if config.depth > 1:
+        expanded_rows = torch.arange(1, expanded[0].numel() + 1, device=device).expand(batch, -1)
+        rows.scatter_(1, expanded.flatten(1), expanded_rows)
 
     def with_root(values: Tensor, root_value: Tensor | int) -> Tensor:
         column = root_value[:, None] if isinstance(root_value, Tensor) else values.new_full((batch, 1), root_value)

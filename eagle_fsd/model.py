@@ -98,7 +98,7 @@ def load(
         dtype: "auto" (float32 on a CPU, the checkpoint's own elsewhere), a torch dtype or its name.
         device: where to put both models; default: CUDA where available, else the CPU.
         device_map: placement by accelerate, instead of `device`; the head goes where the output layer is.
-        attn_implementation: "sdpa" (default) or "eager".
+        attn_implementation: "sdpa" or "eager"; default: sdpa where the model has it.
         trust_remote_code: allow a target to run code from its repository.
 
     Raises:
@@ -117,7 +117,7 @@ def load(
     if dtype == "auto" and device_map is None and place.type == "cpu":
         dtype = torch.float32
     model = AutoModelForCausalLM.from_pretrained(
-        target, dtype=dtype, device_map=device_map, attn_implementation=attn_implementation or "sdpa",
+        target, dtype=dtype, device_map=device_map, attn_implementation=attn_implementation,
         trust_remote_code=trust_remote_code,
     )
     if device_map is None:

@@ -17,7 +17,7 @@ class DraftTree:
     parents: Tensor  # [B, N] long, index of the parent; the root is its own parent
     depths: Tensor  # [B, N] long, root 0
     ancestors: Tensor  # [B, N, N] bool, ancestors[b, i, j]: j is i or an ancestor of i
-    draft_rows: Tensor  # [B, N] long, row of draft_logits that predicts the node's children; leaves: 0
+    draft_rows: Tensor  # [B, N] long, row of draft_logits that predicts the node's children; leaves: any
     scores: Tensor  # [B, N] float, cumulative draft log-probability (root 0)
     max_depth: int  # levels below the root
 

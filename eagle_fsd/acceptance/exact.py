@@ -1,0 +1,25 @@
+"""Lossless acceptance."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from .base import Decision, Rule, Verification
+
+
+@dataclass(frozen=True)
+class Exact(Rule):
+    """Draw from the target and descend while the drawn token is a child.
+
+    The law is that of testing the children one by one, each with its target probability renormalised over
+    what is left (SpecInfer, arXiv 2305.09781; EAGLE-2, arXiv 2406.16858, for children picked without
+    sampling), and no lossless rule accepts more on a tree that was fixed beforehand.
+    """
+
+    name: ClassVar[str] = "exact"
+    threshold_limit: ClassVar[tuple[float, bool]] = (0.0, True)
+
+    def is_lossless(self, greedy: bool) -> bool:
+        return True
+
+    def decide(self, verification: Verification) -> Decision:
+        return Decision(verification.warped_logits)

@@ -1,0 +1,44 @@
+"""Fuzzy speculative decoding as published for chains, kept for comparison."""
+
+import math
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import torch
+
+from ..divergence import get_divergence
+from .base import Decision, FuzzyRule, Verification
+
+
+@dataclass(frozen=True)
+class FSDPaper(FuzzyRule):
+    """Accept the draft's first child iff the divergence is at most T, else draw from the target and stop.
+
+    That is the rule of arXiv 2502.20704 with the first child in the place of the drafted token. A token drawn
+    from the target ends the cycle even if it was drafted too, so at threshold 0 almost nothing is accepted.
+
+    Args:
+        threshold: largest divergence at which the draft's token is accepted; inf always accepts.
+        divergence: a name `eagle_fsd.divergence.get_divergence` knows.
+    """
+
+    name: ClassVar[str] = "fsd_paper"
+    threshold_limit: ClassVar[tuple[float, bool]] = (math.inf, True)
+
+    divergence: str = field(default="js", kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        get_divergence(self.divergence)
+
+    def is_lossless(self, greedy: bool) -> bool:
+        return False
+
+    def decide(self, verification: Verification) -> Decision:
+        divergence = verification.divergence(self.divergence)
+        passes = divergence <= self.threshold  # Div(target, draft) <= T, at the parent
+        scores = torch.where(verification.is_child, verification.tree.scores, -math.inf)
+        first = scores == verification.of_parent(verification.best_child(scores))
+        allowed = self.candidates(verification) | verification.is_exact
+        accepted = first & allowed & verification.of_parent(passes)
+        return Decision(verification.keep_only(accepted), divergence, stop=~verification.any_child(accepted))

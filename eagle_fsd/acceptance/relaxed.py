@@ -1,0 +1,45 @@
+"""Relaxed acceptance."""
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from .base import Decision, FuzzyRule, Verification, check_choice, restrict
+
+
+@dataclass(frozen=True)
+class Relaxed(FuzzyRule):
+    """Allow a child among the target's top N whose log-probability is within T of the best.
+
+    "Relaxed acceptance" in TensorRT-LLM, where N is `relaxed_topk` and T `relaxed_delta`.
+
+    Args:
+        threshold: T >= 0 in nats. At 0 greedy decoding is lossless; sampling may still descend to the
+            target's best token where it drew another.
+        top: N >= 1; ties with the N-th count.
+        sibling: among allowed children the one the "target" prefers, or the "longest" path, see `restrict`.
+    """
+
+    name: ClassVar[str] = "relaxed"
+    siblings: ClassVar[tuple[str, ...]] = ("target", "longest")
+
+    top: int = field(default=10, kw_only=True)
+    sibling: str = field(default="target", kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if isinstance(self.top, bool) or not isinstance(self.top, int):
+            raise TypeError(f"top must be an integer, got {self.top!r}")
+        if self.top < 1:
+            raise ValueError(f"top must be at least 1, got {self.top}")
+        check_choice("sibling", self.sibling, self.siblings)
+
+    def is_lossless(self, greedy: bool) -> bool:
+        return greedy and self.threshold == 0
+
+    def decide(self, verification: Verification) -> Decision:
+        target_logits = verification.target_logits
+        best = target_logits.topk(min(self.top, target_logits.shape[-1]), dim=-1).values  # [B, N, top]
+        # log p(top-1) - log p(x) <= T and x among the top N; a common normaliser cancels
+        bar = best[..., -1].maximum(best[..., 0] - self.threshold)
+        allowed = verification.of_step(target_logits) >= verification.of_parent(bar)
+        return Decision(restrict(verification, self.candidates(verification) & allowed, self.sibling))

@@ -1,0 +1,106 @@
+"""Divergences between the target's and the draft's next-token distributions.
+
+V vocabulary. Every divergence takes raw logits of both, computes in float32, is never negative and has
+signature `(target_logits [..., V], draft_logits [..., V]) -> [...]`. A token with no target or draft mass
+(logit -inf) contributes its limit: 0 * log 0 = 0, and infinity where a logarithm of 0 has positive weight.
+"""
+
+import math
+import re
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+Divergence = Callable[[Tensor, Tensor], Tensor]
+
+
+def _expectation(probs: Tensor, log_ratio: Tensor) -> Tensor:
+    """sum over V of probs * log_ratio, with 0 * inf = 0."""
+    return (probs * log_ratio).nan_to_num(nan=0.0, posinf=math.inf, neginf=-math.inf).sum(-1)
+
+
+def _probs_and_logs(logits: Tensor) -> tuple[Tensor, Tensor]:
+    logits = logits.float()
+    return logits.softmax(-1), logits.log_softmax(-1)  # two fused kernels cost less than one and an exp
+
+
+def kl(target_logits: Tensor, draft_logits: Tensor) -> Tensor:
+    """KL(target || draft) = sum of target_probs * log(target_probs / draft_probs)."""
+    target_probs, target_log_probs = _probs_and_logs(target_logits)
+    draft_log_probs = draft_logits.float().log_softmax(-1)
+    return _expectation(target_probs, target_log_probs - draft_log_probs).clamp_min(0.0)
+
+
+def reverse_kl(target_logits: Tensor, draft_logits: Tensor) -> Tensor:
+    """KL(draft || target), which the code published with FSD (arXiv 2502.20704) calls `kl_div`."""
+    return kl(draft_logits, target_logits)
+
+
+def js(target_logits: Tensor, draft_logits: Tensor) -> Tensor:
+    """Jensen-Shannon: KL(target || m) / 2 + KL(draft || m) / 2, m the mean; natural log, at most ln 2."""
+    target_probs, target_log_probs = _probs_and_logs(target_logits)
+    draft_probs, draft_log_probs = _probs_and_logs(draft_logits)
+    mean_log_probs = ((target_probs + draft_probs) / 2).log()
+    target_to_mean = _expectation(target_probs, target_log_probs - mean_log_probs)
+    draft_to_mean = _expectation(draft_probs, draft_log_probs - mean_log_probs)
+    return ((target_to_mean + draft_to_mean) / 2).clamp(0.0, math.log(2))
+
+
+def js_fsd_code(target_logits: Tensor, draft_logits: Tensor) -> Tensor:
+    """KL(m || target) / 2 + KL(m || draft) / 2 with m the mean: unbounded, and *not* Jensen-Shannon.
+
+    The code published with FSD (arXiv 2502.20704) computes this under the name JS; with it that code's
+    thresholds can be reproduced.
+    """
+    target_log_probs = target_logits.float().log_softmax(-1)
+    draft_log_probs = draft_logits.float().log_softmax(-1)
+    mean_log_probs = torch.logaddexp(target_log_probs, draft_log_probs) - math.log(2)
+    log_ratio = mean_log_probs - (target_log_probs + draft_log_probs) / 2
+    return _expectation(mean_log_probs.exp(), log_ratio).clamp_min(0.0)
+
+
+def tv(target_logits: Tensor, draft_logits: Tensor) -> Tensor:
+    """Total variation: half the L1 distance, at most 1."""
+    difference = target_logits.float().softmax(-1) - draft_logits.float().softmax(-1)
+    return (difference.abs().sum(-1) / 2).clamp(0.0, 1.0)
+
+
+DIVERGENCES: dict[str, Divergence] = {
+    "kl": kl,
+    "reverse_kl": reverse_kl,
+    "js": js,
+    "tv": tv,
+    "js_fsd_code": js_fsd_code,
+}
+
+
+def coarsen(
+    logits: Tensor,  # [..., V]
+    kept: Tensor,  # [..., k] long, token ids
+) -> Tensor:  # [..., k + 1]
+    """Logits of the kept tokens, then of one bucket that holds all other tokens' mass."""
+    rest = logits.scatter(-1, kept, -math.inf).logsumexp(-1, keepdim=True)
+    return torch.cat([logits.gather(-1, kept), rest], dim=-1)
+
+
+def get_divergence(name: str) -> Divergence:
+    """The divergence of that name; `<name>_top<k>`: on the target's k best tokens and a bucket for the rest.
+
+    Raises:
+        ValueError: no such divergence, or k is not positive.
+    """
+    match = re.fullmatch(r"(\w+?)(?:_top([1-9][0-9]*))?", name) if isinstance(name, str) else None
+    if match is None or match[1] not in DIVERGENCES:
+        accepted = ", ".join(DIVERGENCES)
+        raise ValueError(f"unknown divergence {name!r}; accepted: {accepted}, each also followed by _top<k>")
+    full, top = DIVERGENCES[match[1]], match[2]
+    if top is None:
+        return full
+
+    def on_top_tokens(target_logits: Tensor, draft_logits: Tensor) -> Tensor:
+        target_logits, draft_logits = target_logits.float(), draft_logits.float()
+        kept = target_logits.topk(min(int(top), target_logits.shape[-1]), dim=-1).indices
+        return full(coarsen(target_logits, kept), coarsen(draft_logits, kept))
+
+    return on_top_tokens

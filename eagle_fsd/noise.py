@@ -1,0 +1,68 @@
+"""Gumbel noise that is a function of (seed, absolute position, token id) and of nothing else.
+
+B batch, P positions, V vocabulary.
+
+Sampling by argmax(log_probs + gumbel) draws from softmax(log_probs) (the Gumbel-max trick). Because the noise
+is a hash instead of a generator's state, a token drawn at a position does not depend on how many tokens were
+drafted before it or on the other rows of the batch, nor, up to the rounding of a logarithm, on the device:
+speculative and plain decoding with one seed can be compared token by token.
+"""
+
+import torch
+from torch import Tensor
+
+
+def _signed(constant: int) -> int:
+    """The 64-bit pattern as a Python int that an int64 tensor accepts."""
+    return constant - (1 << 64) if constant >= 1 << 63 else constant
+
+
+GOLDEN_GAMMA = _signed(0x9E3779B97F4A7C15)
+MIX_1 = _signed(0xBF58476D1CE4E5B9)
+MIX_2 = _signed(0x94D049BB133111EB)
+UNIFORM_BITS = 52  # (n + 0.5) / 2^52 is exact in float64 for every 52-bit n, and never 0 or 1
+
+
+def _shift_right(bits: Tensor, count: int) -> Tensor:
+    """Logical right shift; torch's own on int64 copies the sign bit."""
+    return (bits >> count).bitwise_and_((1 << (64 - count)) - 1)
+
+
+def _mix(bits: Tensor) -> Tensor:
+    """The output function of splitmix64 (Steele et al. 2014, doi:10.1145/2660193.2660195), modulo 2^64."""
+    bits = (bits ^ _shift_right(bits, 30)).mul_(MIX_1)
+    bits = bits.bitwise_xor_(_shift_right(bits, 27)).mul_(MIX_2)
+    return bits.bitwise_xor_(_shift_right(bits, 31))
+
+
+def gumbel_noise(
+    seeds: Tensor,  # [B] int64
+    positions: Tensor,  # [B, P] int64
+    vocab_size: int,
+) -> Tensor:  # [B, P, V] float32
+    """Standard Gumbel noise for every token at the given absolute positions.
+
+    Equal (seed, position, token id) give equal noise; no state is read or changed and nothing waits for the
+    device. A tree needs each depth once: call with one position per depth and gather the rows by node depth.
+
+    Raises:
+        TypeError: `seeds` or `positions` are not int64.
+        ValueError: their shapes are not [B] and [B, P], or `vocab_size` is not positive.
+    """
+    for name, tensor in (("seeds", seeds), ("positions", positions)):
+        if tensor.dtype != torch.int64:
+            raise TypeError(f"{name} must be an int64 tensor, got {tensor.dtype}")
+    if seeds.dim() != 1 or positions.dim() != 2 or positions.shape[0] != seeds.shape[0]:
+        raise ValueError(
+            f"seeds must be [B] and positions [B, P], got {list(seeds.shape)} and {list(positions.shape)}"
+        )
+    if vocab_size < 1:
+        raise ValueError(f"vocab_size must be at least 1, got {vocab_size}")
+
+    keys = _mix(_mix(seeds + GOLDEN_GAMMA)[:, None] + positions * GOLDEN_GAMMA)  # [B, P]
+    token_steps = torch.arange(1, vocab_size + 1, device=seeds.device) * GOLDEN_GAMMA  # [V]
+    bits = _shift_right(_mix(keys[..., None] + token_steps), 64 - UNIFORM_BITS)
+    uniform = bits.double().add_(0.5).mul_(2.0**-UNIFORM_BITS)
+    # Both logarithms of -log(-log(u)) keep their relative precision: the first in float64, where u near 1 is
+    # resolved to 2^-53, the second in float32, whose range holds -log(u) in [2^-53, 37).
+    return uniform.log_().neg_().float().log_().neg_()

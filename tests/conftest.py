@@ -1,0 +1,16 @@
+import pytest
+import torch
+from tiny import tiny_pair, tiny_tokenizer
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def tokenizer():
+    return tiny_tokenizer()
+
+
+@pytest.fixture
+def pair(tokenizer):
+    """A fresh Llama pair with a tokenizer; tests may change it."""
+    return tiny_pair(tokenizer=tokenizer)

@@ -1,0 +1,92 @@
+"""The tree cache against the stock cache. H key/value heads, C capacity, D head size."""
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from eagle_fsd.cache import TreeCache
+
+CPU = torch.device("cpu")
+
+
+def random_states(count, heads=2, size=4, batch=1):
+    return torch.randn(batch, heads, count, size), torch.randn(batch, heads, count, size)
+
+
+def assert_holds(cache, expected):
+    """`expected`: per layer, keys and values [B, H, L, D]."""
+    assert cache.length == cache.get_seq_length() == expected[0][0].shape[-2]
+    for number, (keys, values) in enumerate(expected):
+        heads, size, batch = keys.shape[1], keys.shape[3], keys.shape[0]
+        nothing = random_states(0, heads, size, batch)
+        held_keys, held_values = cache.update(*nothing, number)  # an update without rows shows what is held
+        assert torch.equal(held_keys, keys) and torch.equal(held_values, values)
+
+
+def test_updates_return_what_the_stock_cache_returns():
+    cache, stock = TreeCache([CPU] * 3, 20), DynamicCache()
+    for count in (5, 1, 7):
+        for layer in range(3):
+            states = random_states(count)
+            for ours, theirs in zip(cache.update(*states, layer), stock.update(*states, layer), strict=True):
+                assert torch.equal(ours, theirs)
+        assert cache.length == cache.get_seq_length() == stock.get_seq_length()
+        assert cache.get_mask_sizes(4, 0) == stock.get_mask_sizes(4, 0)
+
+
+#  prefix      tree rows            commit of rows 0, 2 and 5
+#  p p p p   | 0 1 2 3 4 5 6   ->   p p p p 0 2 5
+@pytest.mark.parametrize("rows", [[0, 2, 5], [0], [0, 1, 2], [6], [0, 1, 2, 3, 4, 5, 6], []], ids=str)
+def test_commit_keeps_the_accepted_rows(rows):
+    cache, expected = TreeCache([CPU] * 2, 16), []
+    for layer in range(2):
+        prefix, tree = random_states(4), random_states(7)
+        cache.update(*prefix, layer)
+        cache.update(*tree, layer)
+        expected.append([torch.cat([p, t[:, :, rows]], 2) for p, t in zip(prefix, tree, strict=True)])
+    cache.commit(4, torch.tensor(rows, dtype=torch.long) + 4)
+    assert_holds(cache, expected)
+    more = random_states(2)
+    keys, values = cache.update(*more, 1)
+    assert torch.equal(keys, torch.cat([expected[1][0], more[0]], 2))
+    assert torch.equal(values, torch.cat([expected[1][1], more[1]], 2))
+
+
+def test_truncate_forgets_the_rest():
+    cache, expected = TreeCache([CPU] * 2, 16), []
+    for layer in range(2):
+        states = random_states(9)
+        cache.update(*states, layer)
+        expected.append([state[:, :, :6] for state in states])
+    cache.truncate(6)
+    assert_holds(cache, expected)
+
+
+@pytest.mark.parametrize("shapes", [[(2, 4), (1, 8), (2, 4), (1, 8)], [(2, 4), (2, 4), (2, 8)], [(3, 2), (1, 2), (2, 2)]])
+def test_layers_of_different_shapes(shapes):
+    cache, expected = TreeCache([CPU] * len(shapes), 12), []
+    for layer, (heads, size) in enumerate(shapes):
+        prefix, tree = random_states(3, heads, size, batch=2), random_states(5, heads, size, batch=2)
+        cache.update(*prefix, layer)
+        cache.update(*tree, layer)
+        expected.append([torch.cat([p, t[:, :, [1, 4]]], 2) for p, t in zip(prefix, tree, strict=True)])
+    cache.commit(3, torch.tensor([4, 7]))
+    assert_holds(cache, expected)
+
+
+def test_storage_is_allocated_once_and_never_exceeded():
+    cache = TreeCache([CPU] * 2, 6)
+    first = cache.update(*random_states(4), 0)[0]
+    cache.update(*random_states(4), 1)
+    second = cache.update(*random_states(2), 0)[0]
+    assert second.data_ptr() == first.data_ptr()
+    assert first.untyped_storage().data_ptr() == cache.layers[1].keys.untyped_storage().data_ptr()
+    with pytest.raises(AssertionError, match="capacity of 6"):
+        cache.update(*random_states(1), 0)
+    assert cache.layers[0].get_max_length() == 6
+
+
+def test_keys_and_values_of_different_shapes_are_refused():
+    cache = TreeCache([CPU], 6)
+    with pytest.raises(ValueError, match="differ in shape"):
+        cache.update(random_states(2, size=4)[0], random_states(2, size=3)[0], 0)

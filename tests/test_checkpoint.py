@@ -1,0 +1,248 @@
+"""Reading and writing heads in the published layout. V = 32, D = 16."""
+
+import json
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny import HIDDEN, PROMPT, VOCAB, tiny_head, tiny_target
+from transformers import PreTrainedTokenizerFast
+
+import eagle_fsd
+from eagle_fsd import load_head, save_head
+from eagle_fsd.draft import DraftHead
+from eagle_fsd.model import EagleModel
+
+KEYS = {
+    "embed_tokens.weight",
+    "fc.weight",
+    "layers.0.self_attn.q_proj.weight",
+    "layers.0.self_attn.k_proj.weight",
+    "layers.0.self_attn.v_proj.weight",
+    "layers.0.self_attn.o_proj.weight",
+    "layers.0.mlp.gate_proj.weight",
+    "layers.0.mlp.up_proj.weight",
+    "layers.0.mlp.down_proj.weight",
+    "layers.0.post_attention_layernorm.weight",
+}
+
+
+@pytest.fixture
+def head():
+    return tiny_head(tiny_target())
+
+
+@pytest.fixture
+def saved(head, tmp_path):
+    """A head's directory that a test may damage."""
+    save_head(head, tmp_path / "head")
+    return tmp_path / "head"
+
+
+def rewrite(directory, change):
+    """Apply `change(config, state)` to a saved head."""
+    config = json.loads((directory / "config.json").read_text())
+    state = load_file(directory / "model.safetensors")
+    change(config, state)
+    (directory / "config.json").write_text(json.dumps(config))
+    save_file(state, directory / "model.safetensors")
+
+
+def predicted(head):
+    generator = torch.Generator().manual_seed(0)
+    features = torch.randn(1, 5, HIDDEN, generator=generator)
+    with torch.no_grad():
+        return head(features, torch.tensor([PROMPT[:5]]), torch.arange(5)[None])
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("qkv_bias", [False, True])
+def test_round_trip(tmp_path, head, bias, qkv_bias):
+    if bias or qkv_bias:
+        config = head.config
+        config.qkv_bias = qkv_bias
+        head = DraftHead(config, bias=bias)
+        for weight in head.parameters():
+            torch.nn.init.normal_(weight)
+    save_head(head, tmp_path, tree={"depth": 3})
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["bias"] is bias and config["num_hidden_layers"] == 1 and config["tree"] == {"depth": 3}
+    keys = set(load_file(tmp_path / "model.safetensors"))
+    extra = {"fc.bias"} if bias else set()
+    if qkv_bias:  # q, k and v, but not o
+        extra |= {f"layers.0.self_attn.{name}_proj.bias" for name in "qkv"}
+    assert keys == KEYS | extra
+    loaded = load_head(tmp_path)
+    assert not loaded.shares_embeddings and not loaded.training
+    assert loaded.state_dict().keys() == head.state_dict().keys()
+    assert torch.equal(predicted(loaded), predicted(head))
+
+
+def test_stored_in_half_precision_and_loaded_in_full(tmp_path, head):
+    save_head(head, tmp_path, dtype=torch.bfloat16)
+    assert {value.dtype for value in load_file(tmp_path / "model.safetensors").values()} == {torch.bfloat16}
+    loaded = load_head(tmp_path)
+    assert loaded.dtype == torch.float32
+    torch.testing.assert_close(predicted(loaded), predicted(head), rtol=0.1, atol=0.1)
+
+
+def test_pickled_weights(saved, head):
+    torch.save(load_file(saved / "model.safetensors"), saved / "pytorch_model.bin")
+    (saved / "model.safetensors").unlink()
+    assert torch.equal(predicted(load_head(saved)), predicted(head))
+
+
+class Exploit:
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (self.path,)
+
+
+@pytest.mark.parametrize("save", [torch.save, lambda value, path: path.write_bytes(pickle.dumps(value))])
+def test_a_pickle_with_code_is_refused_and_not_run(saved, tmp_path, save):
+    save({"fc.weight": Exploit(tmp_path / "ran")}, saved / "pytorch_model.bin")
+    (saved / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match="pytorch_model.bin"):
+        load_head(saved)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_without_embeddings_the_targets_are_used(saved, tmp_path):
+    rewrite(saved, lambda config, state: state.pop("embed_tokens.weight"))
+    head, target = load_head(saved), tiny_target()
+    assert head.shares_embeddings
+    pair = EagleModel.from_parts(target, head)
+    assert pair.draft.embed_tokens is target.get_input_embeddings()
+    save_head(head, tmp_path / "again")
+    assert "embed_tokens.weight" not in load_file(tmp_path / "again" / "model.safetensors")
+
+
+def test_a_bias_that_the_config_announces_but_the_file_lacks(saved, head):
+    rewrite(saved, lambda config, state: config.pop("bias"))  # a missing key means true
+    loaded = load_head(saved)
+    assert loaded.fc.bias is None
+    assert torch.equal(predicted(loaded), predicted(head))
+
+
+def test_a_bias_that_only_the_file_knows(saved, head):
+    bias = torch.randn(HIDDEN)
+    rewrite(saved, lambda config, state: state.update({"fc.bias": bias}))
+    loaded = load_head(saved)
+    assert torch.equal(loaded.fc.bias, bias)
+    assert not torch.equal(predicted(loaded), predicted(head))
+
+
+def drop(name):
+    return lambda config, state: state.pop(name)
+
+
+def put(name, *shape):
+    return lambda config, state: state.update({name: torch.zeros(shape)})
+
+
+def configure(**fields):
+    return lambda config, state: config.update(fields)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (drop("fc.weight"), "missing .*fc.weight"),
+        (drop("layers.0.mlp.up_proj.weight"), "missing .*up_proj"),
+        (put("lm_head.weight", VOCAB, HIDDEN), "unknown .*lm_head.weight"),
+        (put("layers.0.input_layernorm.weight", HIDDEN), "unknown .*input_layernorm"),
+        (put("fc.weight", HIDDEN, 3 * HIDDEN), "(?s)does not fit its config.json: .*fc.weight"),
+        (put("fc.bias", HIDDEN + 1), "(?s)does not fit its config.json: .*fc.bias"),
+        (put("embed_tokens.weight", VOCAB - 1, HIDDEN), "(?s)does not fit its config.json: .*embed_tokens"),
+        (configure(num_hidden_layers=2), "2 layers"),
+        (configure(qkv_bias=True), "missing .*q_proj.bias"),
+        (configure(hidden_size="wide"), "config.json is no Llama config"),
+    ],
+)
+def test_heads_that_do_not_fit_are_refused(saved, change, message):
+    rewrite(saved, change)
+    with pytest.raises(ValueError, match=message):
+        load_head(saved)
+
+
+@pytest.mark.parametrize("keep", [0, 5, 100, 2000])
+@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin", "config.json"])
+def test_truncated_files_are_refused(saved, name, keep):
+    if name == "pytorch_model.bin":
+        torch.save(load_file(saved / "model.safetensors"), saved / name)
+        (saved / "model.safetensors").unlink()
+    data = (saved / name).read_bytes()
+    (saved / name).write_bytes(data[: min(keep, len(data) - 2)])
+    with pytest.raises(ValueError, match=name):
+        load_head(saved)
+
+
+@pytest.mark.parametrize(("name", "message"), [("config.json", "no config.json"), ("model.safetensors", "no weights")])
+def test_missing_files_are_named(saved, name, message):
+    (saved / name).unlink()
+    with pytest.raises(ValueError, match=message):
+        load_head(saved)
+
+
+def test_weights_that_are_no_dictionary_are_refused(saved):
+    torch.save([torch.zeros(2)], saved / "pytorch_model.bin")
+    (saved / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match="no dictionary of tensors"):
+        load_head(saved)
+
+
+def save_target(target, directory, tokenizer=None):
+    target.save_pretrained(directory)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(directory)
+
+
+def test_load_joins_a_target_its_tokenizer_and_its_head(saved, tmp_path, tokenizer):
+    target = tiny_target()
+    save_target(target, tmp_path / "target", tokenizer)
+    pair = eagle_fsd.load(tmp_path / "target", saved, device="cpu")
+    assert isinstance(pair.tokenizer, PreTrainedTokenizerFast) and pair.threshold is None
+    output = eagle_fsd.generate(PROMPT, pair, max_new_tokens=12)
+    expected = target.generate(torch.tensor([PROMPT]), max_new_tokens=12, do_sample=False)[0, len(PROMPT) :]
+    assert output.token_ids == expected.tolist()
+    assert eagle_fsd.load(str(tmp_path / "target"), str(saved), device="cpu", dtype="bfloat16").draft.dtype == torch.bfloat16
+
+
+def test_load_takes_the_attention_that_a_model_has(saved, tmp_path):
+    """Gemma-2 has no sdpa."""
+    target = tiny_target("gemma2")
+    save_target(target, tmp_path / "target")
+    pair = eagle_fsd.load(tmp_path / "target", saved, device="cpu")
+    expected = target.generate(torch.tensor([PROMPT]), max_new_tokens=8, do_sample=False)[0, len(PROMPT) :]
+    assert eagle_fsd.generate(PROMPT, pair, max_new_tokens=8).token_ids == expected.tolist()
+
+
+def test_load_reads_the_calibrated_threshold(saved, tmp_path):
+    save_target(tiny_target(), tmp_path / "target")
+    (saved / "calibration.json").write_text('{"rule": "fsd", "threshold": 0.25}')
+    assert eagle_fsd.load(tmp_path / "target", saved, device="cpu").threshold == 0.25
+
+
+@pytest.mark.parametrize("option", [{"hidden_size": 32}, {"vocab_size": 40}], ids=str)
+def test_load_refuses_a_head_of_another_target(saved, tmp_path, option):
+    save_target(tiny_target(**option), tmp_path / "target")
+    with pytest.raises(ValueError, match="does not fit the target"):
+        eagle_fsd.load(tmp_path / "target", saved, device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"target": "somewhere"}, "draft= is missing"),
+        ({"draft": "somewhere"}, "target= is missing"),
+        ({"target": "a", "draft": "b", "device": "cpu", "device_map": "auto"}, "not both"),
+    ],
+    ids=str,
+)
+def test_load_refuses_half_a_pair(options, message):
+    with pytest.raises(ValueError, match=message):
+        eagle_fsd.load(**options)

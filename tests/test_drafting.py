@@ -1,0 +1,176 @@
+"""Drafting against the one-node-at-a-time reference, and the rerank on a tree drawn by hand. V = 32."""
+
+import pytest
+import reference_eagle
+import torch
+from tiny import PROMPT, tiny_pair
+from transformers import LogitsProcessorList
+
+from eagle_fsd.acceptance import make_rule
+from eagle_fsd.config import TreeConfig
+from eagle_fsd.drafting import draft_tree, rerank
+from eagle_fsd.generation import Decoder, Settings
+
+SHAPES = [(2, 1, 1), (5, 3, 2), (16, 5, 4), (60, 8, 10), (4, 1, 3), (9, 1, 3), (99, 3, 3), (12, 6, 1)]
+
+
+def paths_of(tree, row=0):
+    """The nodes of a tree as paths below the root."""
+    paths = [()]
+    for token, parent in zip(tree.tokens[row, 1:].tolist(), tree.parents[row, 1:].tolist(), strict=True):
+        paths.append((*paths[parent], token))
+    return paths
+
+
+def assert_same_tree(tree, draft_logits, reference, config, row=0):
+    paths = paths_of(tree, row)
+    assert paths == reference.paths
+    assert tree.depths[row].tolist() == [len(path) for path in paths]
+    assert tree.parents[row, 0] == 0 and all(p < i for i, p in enumerate(tree.parents[row, 1:].tolist(), 1))
+    is_prefix = [[paths[i][: len(path)] == path for path in paths] for i in range(len(paths))]
+    assert tree.ancestors[row].tolist() == is_prefix
+    scores = torch.stack([reference.scores[path] for path in paths])
+    torch.testing.assert_close(tree.scores[row], scores, rtol=1e-4, atol=1e-4)
+    assert tree.max_depth == config.depth
+    assert draft_logits.shape[1] == 1 + (config.depth - 1) * config.top_k
+    assert tree.draft_rows.max() < draft_logits.shape[1]
+    for node, path in enumerate(paths):
+        has_children = any(other[:-1] == path for other in paths if other)
+        if has_children:  # a leaf's row is not to be read
+            drafted = draft_logits[row, tree.draft_rows[row, node]]
+            torch.testing.assert_close(drafted, reference.logits[path], rtol=1e-4, atol=1e-4)
+
+
+def draft_both(pair, prompt, config):
+    """The tree below the last token of a prompt, drafted by the library and by the reference."""
+    features = reference_eagle.forward(pair.target.model, prompt[:-1])[0]
+    cache = pair.draft.new_cache(len(prompt) + config.depth * config.top_k)
+    tokens = torch.tensor([prompt[1:]])
+    drafted = draft_tree(pair.draft, pair.target, features[None], tokens, cache, config)
+    assert cache.length == len(prompt) - 1
+    return drafted, reference_eagle.draft(pair.draft, pair.target.model, list(features), prompt[1:], config)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("seed", [0, 1])
+def test_trees_equal_the_reference(shape, seed):
+    config = TreeConfig(*shape)
+    pair = tiny_pair(seed=seed)
+    (tree, draft_logits), reference = draft_both(pair, PROMPT[: 9 - 7 * seed], config)
+    assert tree.tokens.shape == (1, min(shape[0], config.scored_nodes + 1))
+    assert_same_tree(tree, draft_logits, reference, config)
+
+
+@torch.no_grad()
+def test_wide_trees_are_no_chains():
+    (tree, _), _ = draft_both(tiny_pair(), PROMPT, TreeConfig(16, 5, 4))
+    assert len(set(tree.depths[0].tolist())) > 3
+    assert len(set(tree.parents[0].tolist())) < 15
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("temperature", [0.3, 3.0])
+def test_draft_temperature_shapes_the_tree_but_not_the_logits(temperature):
+    pair, config = tiny_pair(), TreeConfig(16, 5, 4, draft_temperature=temperature)
+    (tree, draft_logits), reference = draft_both(pair, PROMPT, config)
+    assert_same_tree(tree, draft_logits, reference, config)
+    (plain, plain_logits), _ = draft_both(pair, PROMPT, TreeConfig(16, 5, 4))
+    assert paths_of(tree) != paths_of(plain)
+    assert torch.equal(draft_logits[:, 0], plain_logits[:, 0])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("shape", [(4, 5, 4), (8, 5, 4), (20, 5, 4)], ids=str)
+def test_a_child_whose_log_probability_rounds_to_0_does_not_displace_its_parent(shape):
+    pair, config = tiny_pair(), TreeConfig(*shape)
+    pair.target.lm_head.weight *= 60
+    (tree, draft_logits), reference = draft_both(pair, PROMPT, config)
+    ties = [path for path, score in reference.scores.items() if path and score == reference.scores[path[:-1]]]
+    assert len(ties) > 3
+    assert_same_tree(tree, draft_logits, reference, config)
+
+
+@torch.no_grad()
+def test_rows_of_a_batch_are_independent():
+    pair, config = tiny_pair(), TreeConfig(16, 5, 4)
+    prompts = [PROMPT, PROMPT[::-1]]
+    features = torch.stack([reference_eagle.forward(pair.target.model, prompt[:-1])[0] for prompt in prompts])
+    cache = pair.draft.new_cache(len(PROMPT) + 20)
+    tokens = torch.tensor([prompt[1:] for prompt in prompts])
+    tree, draft_logits = draft_tree(pair.draft, pair.target, features, tokens, cache, config)
+    for row, prompt in enumerate(prompts):
+        _, reference = draft_both(pair, prompt, config)
+        assert_same_tree(tree, draft_logits, reference, config, row)
+
+
+#   K = 2, depth 3. Scored nodes by number: token (cumulative log-probability); brackets: expanded.
+#
+#                        root 9
+#               /                    \
+#        [0: a (-0.5)]            [1: b (-1.0)]                    level 1
+#         /         \              /         \
+#  [2: c (-0.6)]  3: d (-3)  [4: e (-1.0)]  5: f (-2.5)            level 2; e was certain after b
+#    /      \                  /      \
+#  6: g     7: h             8: i     9: j                         level 3; i was certain after e
+#  (-0.9)   (-2)             (-1.0)   (-4)
+TOKENS = [[10, 11, 12, 13, 14, 15, 16, 17, 18, 19]]
+SCORES = [[-0.5, -1.0, -0.6, -3.0, -1.0, -2.5, -0.9, -2.0, -1.0, -4.0]]
+EXPANDED = [[[0, 1], [2, 4]]]
+
+
+@pytest.mark.parametrize(
+    ("total", "tokens", "parents", "depths", "rows"),
+    [
+        (2, [9, 10], [0, 0], [0, 1], [0, 1]),
+        (4, [9, 10, 12, 16], [0, 0, 1, 2], [0, 1, 2, 3], [0, 1, 3, 0]),
+        # b, e and i tie: the parent goes first
+        (5, [9, 10, 11, 12, 16], [0, 0, 0, 1, 3], [0, 1, 1, 2, 3], [0, 1, 2, 3, 0]),
+        (6, [9, 10, 11, 12, 14, 16], [0, 0, 0, 1, 2, 3], [0, 1, 1, 2, 2, 3], [0, 1, 2, 3, 4, 0]),
+        (7, [9, 10, 11, 12, 14, 16, 18], [0, 0, 0, 1, 2, 3, 4], [0, 1, 1, 2, 2, 3, 3], [0, 1, 2, 3, 4, 0, 0]),
+        (8, [9, 10, 11, 12, 14, 16, 17, 18], [0, 0, 0, 1, 2, 3, 3, 4], [0, 1, 1, 2, 2, 3, 3, 3], [0, 1, 2, 3, 4] + [0] * 3),
+    ],
+)
+def test_rerank_on_the_picture(total, tokens, parents, depths, rows):
+    config = TreeConfig(total, 3, 2)
+    tree = rerank(torch.tensor([9]), torch.tensor(TOKENS), torch.tensor(SCORES), torch.tensor(EXPANDED), config)
+    assert tree.tokens.tolist() == [tokens]
+    assert tree.parents.tolist() == [parents]
+    assert tree.depths.tolist() == [depths]
+    assert tree.draft_rows.tolist() == [rows]
+    by_token = dict(zip(TOKENS[0], SCORES[0], strict=True))
+    assert tree.scores.tolist() == [[0.0, *(pytest.approx(by_token[token]) for token in tokens[1:])]]
+
+
+def test_ancestors_on_the_picture():
+    config = TreeConfig(7, 3, 2)
+    tree = rerank(torch.tensor([9]), torch.tensor(TOKENS), torch.tensor(SCORES), torch.tensor(EXPANDED), config)
+    assert tree.ancestors.int().tolist() == [
+        [
+            [1, 0, 0, 0, 0, 0, 0],  # root
+            [1, 1, 0, 0, 0, 0, 0],  # a
+            [1, 0, 1, 0, 0, 0, 0],  # b
+            [1, 1, 0, 1, 0, 0, 0],  # c
+            [1, 0, 1, 0, 1, 0, 0],  # e
+            [1, 1, 0, 1, 0, 1, 0],  # g
+            [1, 0, 1, 0, 1, 0, 1],  # i
+        ]
+    ]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+@pytest.mark.parametrize("shape", [(5, 3, 2), (16, 5, 4), (4, 1, 3)], ids=str)
+def test_greedy_cycles_equal_the_reference(family, shape):
+    pair, config = tiny_pair(family), TreeConfig(*shape)
+    settings = Settings(make_rule("exact"), config, LogitsProcessorList(), greedy=True, seed=0, max_new_tokens=60)
+    decoder = Decoder(pair.target, pair.draft, PROMPT, settings)
+    trees, draft = [], decoder._draft
+    decoder._draft = lambda: trees.append(draft()) or trees[-1]
+    first, cycles = reference_eagle.decode(pair.target.model, pair.draft, PROMPT, config, cycles=6)
+    assert decoder.prefill().tokens == [first]
+    for reference, path, token in cycles:
+        assert decoder.step().tokens == [*path, token]
+        assert_same_tree(*trees[-1], reference, config)
+    assert decoder.tokens[len(PROMPT) :] == [first] + [t for _, path, token in cycles for t in (*path, token)]
+    assert sum(len(path) for _, path, _ in cycles) > 0

@@ -1,0 +1,52 @@
+"""Imports go down the list of layers, and the library prints nowhere but on the command line."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "eagle_fsd"
+LAYERS = [
+    {"attention", "cache", "config", "divergence", "noise", "tree"},
+    {"acceptance", "draft", "sampling", "target"},
+    {"checkpoint", "drafting"},
+    {"generation", "model"},
+    {"api"},
+    {"cli"},
+    {"__init__", "__main__"},
+]
+LEVEL = {module: level for level, modules in enumerate(LAYERS) for module in modules}
+FILES = {path.relative_to(PACKAGE): ast.parse(path.read_text(encoding="utf-8")) for path in PACKAGE.rglob("*.py")}
+
+
+def module_of(path: Path) -> str:
+    """`acceptance/fsd.py` counts as `acceptance`."""
+    return path.parts[0].removesuffix(".py")
+
+
+def imported_modules(path: Path, tree: ast.Module) -> set[str]:
+    """Modules of the package that a file imports from outside its own folder."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.level == len(path.parts):
+            found |= {node.module.split(".")[0]} if node.module else {name.name for name in node.names} - {"__version__"}
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            names = [node.module or ""] if isinstance(node, ast.ImportFrom) else [name.name for name in node.names]
+            assert not any(name.split(".")[0] == "eagle_fsd" for name in names), f"{path}: import relatively"
+    return found
+
+
+def test_every_module_has_a_layer():
+    assert {module_of(path) for path in FILES} == set(LEVEL)
+
+
+@pytest.mark.parametrize("path", FILES, ids=str)
+def test_imports_go_down(path):
+    above = {name for name in imported_modules(path, FILES[path]) if LEVEL[name] >= LEVEL[module_of(path)]}
+    assert not above
+
+
+@pytest.mark.parametrize("path", [path for path in FILES if module_of(path) != "cli"], ids=str)
+def test_the_library_never_prints(path):
+    calls = [node.func for node in ast.walk(FILES[path]) if isinstance(node, ast.Call)]
+    assert not [call.lineno for call in calls if isinstance(call, ast.Name) and call.id == "print"]

@@ -1,0 +1,114 @@
+import math
+
+import pytest
+import torch
+
+from eagle_fsd.noise import gumbel_noise
+
+EULER_GAMMA = 0.5772156649015329
+
+
+def test_moments_and_distribution_function():
+    noise = gumbel_noise(torch.arange(40), torch.arange(50).expand(40, 50), 500).double().flatten()
+    assert noise.isfinite().all()
+    count = len(noise)  # 10^6
+    assert abs(noise.mean().item() - EULER_GAMMA) < 4 * math.sqrt(math.pi**2 / 6 / count)
+    assert abs(noise.var().item() - math.pi**2 / 6) < 0.015
+    # Kolmogorov-Smirnov: the largest distance of the empirical distribution function, 1.95 at p = 0.001
+    uniform = (-(-noise).exp()).exp().sort().values
+    steps = torch.arange(count + 1).double() / count
+    distance = torch.maximum((steps[1:] - uniform).max(), (uniform - steps[:-1]).max())
+    assert distance.item() * math.sqrt(count) < 1.95
+
+
+def test_upper_tail():
+    """P(noise > x) is about exp(-x): rare tokens win as often as they should."""
+    noise = gumbel_noise(torch.arange(50), torch.arange(40).expand(50, 40), 2000)
+    for level in (6.0, 8.0, 10.0):
+        expected = noise.numel() * -math.expm1(-math.exp(-level))
+        assert abs((noise > level).sum().item() - expected) < 4 * math.sqrt(expected)
+
+
+@pytest.mark.parametrize("axis", ["seed", "position", "token"])
+@pytest.mark.parametrize("lag", [1, 2, 64])
+def test_neighbours_are_independent(axis, lag):
+    noise = gumbel_noise(torch.arange(200), torch.arange(100).expand(200, 100), 100).double()
+    uniform = (-(-noise).exp()).exp() - 0.5
+    dim = ["seed", "position", "token"].index(axis)
+    length = uniform.shape[dim] - lag
+    first, second = uniform.narrow(dim, 0, length).flatten(), uniform.narrow(dim, lag, length).flatten()
+    for power in (1, 2):  # of a value with its neighbour, and of their squares
+        a, b = first**power, second**power
+        correlation = torch.corrcoef(torch.stack([a, b]))[0, 1].item()
+        assert abs(correlation) < 4 / math.sqrt(len(a))
+
+
+def test_seed_and_position_do_not_add_up():
+    """(seed, position) = (a, b + 1) and (a + 1, b) are different keys."""
+    seeds = torch.tensor([0, 1, 2, 3, 5, 1 << 40, -1, (1 << 63) - 1])
+    positions = torch.tensor([0, 1, 2, 3, 1 << 20, 1 << 40]).expand(8, 6)
+    rows = gumbel_noise(seeds, positions, 50).flatten(0, 1)
+    assert len(rows.unique(dim=0)) == 48
+    assert len(rows.flatten().unique()) > 0.99 * rows.numel()
+
+
+def test_argmax_draws_from_the_softmax():
+    logits = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0, -3.0, -5.0])
+    draws = 200_000
+    noise = gumbel_noise(torch.arange(draws // 100), torch.arange(100).expand(draws // 100, 100), 7)
+    counts = (logits + noise).argmax(-1).flatten().bincount(minlength=7).double()
+    expected = draws * logits.double().softmax(-1)
+    chi_square = ((counts - expected) ** 2 / expected).sum().item()
+    assert chi_square < 22.5  # 6 degrees of freedom, p = 0.001
+
+
+def test_a_function_of_seed_position_and_token_alone():
+    seeds, positions = torch.tensor([7, 8, 9]), torch.tensor([[5, 6], [6, 7], [100, 0]])
+    state = torch.random.get_rng_state()
+    noise = gumbel_noise(seeds, positions, 37)
+    assert noise.shape == (3, 2, 37) and noise.dtype == torch.float32
+    assert torch.equal(torch.random.get_rng_state(), state)
+    assert torch.equal(noise, gumbel_noise(seeds, positions, 37))
+    for row in range(3):
+        for place in range(2):
+            alone = gumbel_noise(seeds[row : row + 1], positions[row : row + 1, place : place + 1], 37)
+            assert torch.equal(noise[row, place], alone[0, 0])
+    assert torch.equal(noise, gumbel_noise(seeds, positions, 50)[..., :37])
+
+
+def test_hash_equals_splitmix64_in_unbounded_integers():
+    mask = (1 << 64) - 1
+
+    def mix(z):
+        z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask
+        z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & mask
+        return z ^ (z >> 31)
+
+    gamma = 0x9E3779B97F4A7C15
+    for seed, position in ((0, 0), (5, 17), (-3, 1 << 33), ((1 << 63) - 1, 4)):
+        noise = gumbel_noise(torch.tensor([seed]), torch.tensor([[position]]), 5)[0, 0]
+        key = mix((mix((seed + gamma) & mask) + position * gamma) & mask)
+        for token in range(5):
+            bits = mix((key + (token + 1) * gamma) & mask) >> 12
+            uniform = (bits + 0.5) / (1 << 52)
+            assert noise[token].item() == pytest.approx(-math.log(-math.log(uniform)), rel=1e-5, abs=1e-6)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_cuda_gives_the_same_noise():
+    seeds, positions = torch.arange(20), torch.arange(30).expand(20, 30)
+    on_cuda = gumbel_noise(seeds.cuda(), positions.cuda(), 1000).cpu()
+    torch.testing.assert_close(on_cuda, gumbel_noise(seeds, positions, 1000), rtol=1e-6, atol=1e-6)
+
+
+def test_bad_inputs():
+    seeds, positions = torch.tensor([1]), torch.tensor([[0, 1]])
+    with pytest.raises(TypeError, match="seeds must be an int64 tensor"):
+        gumbel_noise(seeds.float(), positions, 5)
+    with pytest.raises(TypeError, match="positions must be an int64 tensor"):
+        gumbel_noise(seeds, positions.int(), 5)
+    for bad_seeds, bad_positions in ((seeds, positions[0]), (seeds[None], positions), (seeds[:0], positions)):
+        with pytest.raises(ValueError, match=r"seeds must be \[B\] and positions \[B, P\]"):
+            gumbel_noise(bad_seeds, bad_positions, 5)
+    with pytest.raises(ValueError, match="vocab_size"):
+        gumbel_noise(seeds, positions, 0)
