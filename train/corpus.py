@@ -1,15 +1,16 @@
 """The demo pair's text: task conversations and the Python source of this interpreter's standard library.
 
-Both come from the machine itself, so nothing is downloaded. The token stream is written once as uint16 rows of
-a fixed length, with a second array that says which tokens are learned (assistant turns and Python source).
+Both come from the machine itself, so nothing is downloaded.
 """
 
 from __future__ import annotations
 
+import itertools
 import random
 import sysconfig
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -110,74 +111,95 @@ def encode_answers(
     return [(p + a, len(p)) for p, a in zip(encode(prompts), encode(answers), strict=True)]
 
 
-def pack(
-    tokenizer: PreTrainedTokenizerFast,
-    rows: int,
-    length: int,
-    *,
-    python_share: float,
-    seed: int,
-    conversations: Iterator[tuple[list[int], int]] | None = None,
-) -> tuple[np.ndarray, np.ndarray]:
-    """Rows of training text: whole conversations, the rest of each row and `python_share` of the rows source.
+@dataclass(frozen=True)
+class Documents:
+    """Tokenised documents. Each is a sequence of its own: nothing of another is ever in its context.
 
-    Conversations are never cut: of a pool of waiting ones the longest that fits is placed.
-
-    Args:
-        conversations: endless token ids, each with the position where its answer starts; None: training tasks.
-
-    Returns:
-        tokens [rows, length] uint16, learned [rows, length] bool (whether the token is a training target:
-        answers and source).
+    tokens: [total] uint16, all documents one after the other; ends: [documents] where each ends; starts: [documents]
+    the position within each of the first token that is learned (answers and source are, questions are not).
     """
-    rng = random.Random(seed)
-    source = _source_stream(tokenizer, rng)
-    conversations = task_conversations(tokenizer, seed, length) if conversations is None else conversations
-    pool = [next(conversations) for _ in range(64)]
-    tokens = np.zeros((rows, length), np.uint16)
-    learned = np.zeros((rows, length), bool)
-    for row in tqdm(range(rows), desc="text", unit="row", disable=None):
-        column = 0
-        while rng.random() >= python_share if column == 0 else True:
-            fitting = [i for i, (ids, _) in enumerate(pool) if len(ids) <= length - column]
-            if not fitting:
-                break
-            # The first of a row is any, so that long ones do not gather at the start of the rows.
-            chosen = fitting[0] if column == 0 else max(fitting, key=lambda i: len(pool[i][0]))
-            ids, start = pool[chosen]
-            pool[chosen] = next(conversations)
-            tokens[row, column : column + len(ids)] = ids
-            learned[row, column + start : column + len(ids)] = True
-            column += len(ids)
-        if column < length:
-            tokens[row, column] = tokenizer.bos_token_id
-            tokens[row, column + 1 :] = source(length - column - 1)
-            learned[row, column + 1 :] = True
-    return tokens, learned
+
+    tokens: np.ndarray
+    ends: np.ndarray
+    starts: np.ndarray
+
+    @classmethod
+    def of(cls, documents: list[tuple[list[int], int]]) -> Documents:
+        """From token ids with the position where learning starts."""
+        lengths = [len(ids) for ids, _ in documents]
+        tokens = np.concatenate([np.asarray(ids, np.uint16) for ids, _ in documents])
+        return cls(tokens, np.cumsum(lengths), np.asarray([start for _, start in documents], np.int32))
+
+    def joined(self, other: Documents) -> Documents:
+        """These documents and then those."""
+        return Documents(
+            np.concatenate([self.tokens, other.tokens]),
+            np.concatenate([self.ends, other.ends + len(self.tokens)]),
+            np.concatenate([self.starts, other.starts]),
+        )
+
+    def save(self, path: Path) -> None:
+        part = path.with_suffix(".part.npz")
+        np.savez(part, tokens=self.tokens, ends=self.ends, starts=self.starts)
+        part.replace(path)
+
+    @classmethod
+    def load(cls, path: Path) -> Documents:
+        with np.load(path) as arrays:
+            return cls(arrays["tokens"], arrays["ends"], arrays["starts"])
+
+    def batches(self, size: int, seed: int) -> list[np.ndarray]:
+        """Document indices of one epoch's batches of at most `size` tokens, padding included, in random order.
+
+        Documents of a batch are alike in length, so that little is padded.
+        """
+        rng = np.random.default_rng(seed)
+        lengths = np.diff(self.ends, prepend=0)
+        batches = []
+        order = rng.permutation(len(lengths))
+        for chunk in np.array_split(order, max(1, len(order) // 4096)):
+            chunk = chunk[np.argsort(lengths[chunk], kind="stable")]
+            first = 0
+            for position in range(1, len(chunk) + 1):
+                if position == len(chunk) or lengths[chunk[position]] * (position - first + 1) > size:
+                    batches.append(chunk[first:position])
+                    first = position
+        return [batches[i] for i in rng.permutation(len(batches))]
+
+    def collate(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """tokens [B, T] int64, padded at the end with 0, and learned [B, T] bool."""
+        ends, lengths = self.ends[indices], np.diff(self.ends, prepend=0)[indices]
+        column = np.arange(lengths.max())
+        inside = column < lengths[:, None]
+        tokens = self.tokens[np.where(inside, (ends - lengths)[:, None] + column, 0)].astype(np.int64)
+        return np.where(inside, tokens, 0), inside & (column >= self.starts[indices][:, None])
 
 
-def task_conversations(tokenizer: PreTrainedTokenizerFast, seed: int, longest: int) -> Iterator[tuple[list[int], int]]:
-    """Endless training tasks of at most `longest` tokens."""
-    chunk = seed * 1_000_000
-    while True:
-        batch = list(tasks("train", seed=chunk, count=512))
-        random.Random(chunk).shuffle(batch)
-        yield from (doc for doc in encode_tasks(tokenizer, batch) if len(doc[0]) <= longest)
-        chunk += 1
+def training_documents(tokenizer: PreTrainedTokenizerFast, count: int, *, python_share: float, seed: int) -> Documents:
+    """`count` documents: task conversations, and pieces of source as `python_share` of the documents."""
+    pieces = source_pieces(tokenizer, round(count * python_share), seed)
+    questions = tasks("train", seed=seed, count=count - len(pieces))
+    documents = pieces
+    with tqdm(total=count, initial=len(pieces), desc="text", unit="document", disable=None) as bar:
+        while batch := list(itertools.islice(questions, 512)):
+            documents += encode_tasks(tokenizer, batch)
+            bar.update(len(batch))
+    return Documents.of(documents)
 
 
-def _source_stream(tokenizer: PreTrainedTokenizerFast, rng: random.Random) -> Callable[[int], np.ndarray]:
-    """A function that returns the next n tokens of the training source, its files in random order, again and again."""
+def source_pieces(
+    tokenizer: PreTrainedTokenizerFast, count: int, seed: int, length: int = 256
+) -> list[tuple[list[int], int]]:
+    """`count` random pieces of the training source, each of at most `length` tokens, learned from the first on."""
     files = list(python_texts("train"))
+    rng = random.Random(seed)
     rng.shuffle(files)
-    encoded = [tokenizer(text, add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id] for text in files]
-    stream = np.concatenate([np.asarray(ids, np.uint16) for ids in encoded])
-    position = 0
-
-    def take(count: int) -> np.ndarray:
-        nonlocal position
-        piece = stream.take(range(position, position + count), mode="wrap")
-        position += count
-        return piece
-
-    return take
+    pieces: list[tuple[list[int], int]] = []
+    for text in itertools.cycle(files):
+        if len(pieces) >= count:
+            break
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id]
+        body = length - 1
+        pieces += [([tokenizer.bos_token_id, *ids[i : i + body]], 1) for i in range(0, len(ids), body)]
+    rng.shuffle(pieces)
+    return pieces[:count]

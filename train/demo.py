@@ -9,15 +9,12 @@ themselves every few minutes: an interrupted run goes on where it was when the s
 from __future__ import annotations
 
 import argparse
-import itertools
 import logging
 import os
-import random
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -25,7 +22,7 @@ from eagle_fsd.checkpoint import save_head
 from eagle_fsd.draft import DraftHead
 from eagle_fsd.target import TargetModel
 from train.answers import greedy_answers, render
-from train.corpus import encode_answers, pack, train_tokenizer
+from train.corpus import Documents, encode_answers, train_tokenizer, training_documents
 from train.head import HeadTraining, train_head
 from train.target import Stage, build_target, grow, train_stage
 from train.tasks import tasks
@@ -35,35 +32,34 @@ log = logging.getLogger("train.demo")
 
 @dataclass(frozen=True)
 class Preset:
-    """Sizes of a demo pair. `python_share`: share of rows that are source only (others end in source too)."""
+    """Sizes of a demo pair; `batch` in tokens; `python_share` of the documents are pieces of source."""
 
     vocab_size: int
     hidden: int
     intermediate: int
     heads: int
     kv_heads: int
-    rows: int
-    length: int
+    documents: int
     batch: int
     python_share: float
     stages: tuple[Stage, ...]
     answers: int
-    head_rows: int
     head_intermediate: int
     head: HeadTraining
 
 
 PRESETS = {
     "cpu": Preset(
-        vocab_size=2048, hidden=192, intermediate=528, heads=6, kv_heads=2, rows=60_000, length=384, batch=32,
-        python_share=0.03,
+        vocab_size=2048, hidden=192, intermediate=528, heads=6, kv_heads=2, documents=200_000,
+        batch=12_288, python_share=0.05,
         stages=(Stage(4, 2400, lr=4e-3), Stage(4, 1500, lr=2e-3), Stage(16, 500, lr=2e-3, decay=0.7)),
-        answers=4096, head_rows=16_000, head_intermediate=768, head=HeadTraining(steps=1000),
+        answers=4096, head_intermediate=768, head=HeadTraining(steps=1000),
     ),
     "gpu": Preset(
-        vocab_size=4096, hidden=256, intermediate=704, heads=8, kv_heads=2, rows=600_000, length=512, batch=128,
-        python_share=0.2, stages=(Stage(6, 8000, lr=3e-3), Stage(24, 8000, lr=2e-3, decay=0.7)),
-        answers=50_000, head_rows=200_000, head_intermediate=1024, head=HeadTraining(steps=12_000, batch=128),
+        vocab_size=4096, hidden=256, intermediate=704, heads=8, kv_heads=2,
+        documents=2_000_000, batch=65_536, python_share=0.1,
+        stages=(Stage(6, 8000, lr=3e-3), Stage(24, 8000, lr=2e-3, decay=0.7)),
+        answers=50_000, head_intermediate=1024, head=HeadTraining(steps=12_000, batch=65_536),
     ),
 }
 
@@ -77,22 +73,21 @@ def target_config(preset: Preset, layers: int, tokenizer: PreTrainedTokenizerFas
     )
 
 
-def make_text(preset: Preset, work: Path) -> tuple[PreTrainedTokenizerFast, np.ndarray, np.ndarray]:
-    """The tokenizer and the packed rows, made once."""
+def make_text(preset: Preset, work: Path) -> tuple[PreTrainedTokenizerFast, Documents]:
+    """The tokenizer and the training text, made once."""
     if not (work / "tokenizer").exists():
         train_tokenizer(preset.vocab_size).save_pretrained(work / "tokenizer")
     tokenizer = PreTrainedTokenizerFast.from_pretrained(work / "tokenizer")
-    if not (work / "learned.npy").exists():
-        tokens, learned = pack(tokenizer, preset.rows, preset.length, python_share=preset.python_share, seed=1)
-        np.save(work / "tokens.npy", tokens)
-        np.save(work / "learned.npy", learned)
-    return tokenizer, np.load(work / "tokens.npy"), np.load(work / "learned.npy")
+    if not (work / "text.npz").exists():
+        documents = training_documents(tokenizer, preset.documents, python_share=preset.python_share, seed=1)
+        documents.save(work / "text.npz")
+    return tokenizer, Documents.load(work / "text.npz")
 
 
-def train_target(preset: Preset, work: Path, device: str, compile_layers: bool) -> tuple:
-    """All stages of the target; returns the model and its tokenizer and saves both in `work/target`."""
-    tokenizer, tokens, learned = make_text(preset, work)
-    model, first_row = None, 0
+def train_target(preset: Preset, work: Path, device: str) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
+    """All stages of the target, each kept in the work folder."""
+    tokenizer, documents = make_text(preset, work)
+    model = None
     for number, stage in enumerate(preset.stages):
         config = target_config(preset, stage.layers, tokenizer)
         done = work / f"target-stage{number}"
@@ -101,33 +96,24 @@ def train_target(preset: Preset, work: Path, device: str, compile_layers: bool) 
         else:
             model = build_target(config, seed=0) if model is None else grow(model, stage.layers)
             model = train_stage(
-                model, stage, (tokens, learned), batch=preset.batch, first_row=first_row,
-                checkpoint=work / f"target-stage{number}.pt", device=device, compile_layers=compile_layers,
+                model, stage, documents, batch=preset.batch, seed=number,
+                checkpoint=work / f"target-stage{number}.pt", device=device,
             )
             model.save_pretrained(done)
-        first_row += stage.steps * preset.batch
     return model.eval(), tokenizer
 
 
-def answer_text(preset: Preset, work: Path, model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> tuple:
-    """Rows for the head: half the target's own greedy answers to training tasks, half the text it was trained on."""
-    if not (work / "head-learned.npy").exists():
-        questions = list(tasks("train", seed=99, count=preset.answers))
-        prompts = render(tokenizer, questions)
+def answer_text(
+    preset: Preset, work: Path, model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast
+) -> Documents:
+    """Text for the head: the target's own greedy answers to training tasks, and as many documents of fresh text."""
+    if not (work / "head-text.npz").exists():
+        prompts = render(tokenizer, list(tasks("train", seed=99, count=preset.answers)))
         answers = greedy_answers(model, tokenizer, prompts, checkpoint=work / "answers.jsonl")
-        own = [doc for doc in encode_answers(tokenizer, prompts, [a + "<|end|>" for a in answers])
-               if len(doc[0]) <= preset.length]
-        random.Random(0).shuffle(own)
-        half = preset.head_rows // 2
-        parts = [
-            pack(tokenizer, half, preset.length, python_share=preset.python_share, seed=2,
-                 conversations=itertools.cycle(own)),
-            pack(tokenizer, half, preset.length, python_share=2 * preset.python_share, seed=3),
-        ]
-        tokens, learned = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
-        np.save(work / "head-tokens.npy", tokens)
-        np.save(work / "head-learned.npy", learned)
-    return np.load(work / "head-tokens.npy"), np.load(work / "head-learned.npy")
+        own = Documents.of(encode_answers(tokenizer, prompts, [answer + "<|end|>" for answer in answers]))
+        text = training_documents(tokenizer, preset.answers, python_share=4 * preset.python_share, seed=2)
+        own.joined(text).save(work / "head-text.npz")
+    return Documents.load(work / "head-text.npz")
 
 
 def train_draft(
@@ -135,13 +121,13 @@ def train_draft(
 ) -> DraftHead:
     """The demo head, which shares the target's embeddings."""
     model.to(device)
-    rows = answer_text(preset, work, model, tokenizer)
+    documents = answer_text(preset, work, model, tokenizer)
     fields = target_config(preset, 1, tokenizer).to_dict() | {"intermediate_size": preset.head_intermediate}
     torch.manual_seed(1)
     head = DraftHead(LlamaConfig(**fields))
     head.share_embeddings(model.get_input_embeddings())
     head.to(device)
-    return train_head(head, TargetModel(model), rows, preset.head, checkpoint=work / "head.pt")
+    return train_head(head, TargetModel(model), documents, preset.head, checkpoint=work / "head.pt")
 
 
 def save_target(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, directory: Path) -> None:
@@ -167,13 +153,12 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("checkpoints"))
     parser.add_argument("--work", type=Path, default=Path("runs/demo"))
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--compile", action="store_true", help="compile the layers (needs a C++ compiler)")
     args = parser.parse_args()
     keep_freed_memory()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
     args.work.mkdir(parents=True, exist_ok=True)
     preset = PRESETS[args.preset]
-    model, tokenizer = train_target(preset, args.work, args.device, args.compile)
+    model, tokenizer = train_target(preset, args.work, args.device)
     head = train_draft(preset, args.work, model, tokenizer, args.device)
     save_head(head, args.out / "demo-draft", dtype=torch.bfloat16)
     save_target(model, tokenizer, args.out / "demo-target")

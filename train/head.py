@@ -16,7 +16,6 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from tqdm import tqdm
@@ -24,6 +23,7 @@ from transformers import DynamicCache
 
 from eagle_fsd.draft import DraftHead
 from eagle_fsd.target import TargetModel
+from train.corpus import Documents
 
 log = logging.getLogger(__name__)
 
@@ -34,14 +34,14 @@ class HeadTraining:
 
     Args:
         steps: optimiser steps; the rate rises over `warmup` of them and then falls linearly to zero.
-        batch: rows per step.
+        batch: tokens per step, padding included.
         aligned_steps: how often the head is fed its own features (1 = the published EAGLE-1/2 recipe).
         step_decay: weight of aligned step s is step_decay ** (s - 1).
         feature_weight: of the SmoothL1 loss on features, beside the soft cross-entropy.
     """
 
     steps: int
-    batch: int = 32
+    batch: int = 12_288
     lr: float = 1e-3
     warmup: int = 50
     aligned_steps: int = 3
@@ -94,15 +94,11 @@ def head_loss(
 
 
 def train_head(
-    head: DraftHead, target: TargetModel, rows: tuple[np.ndarray, np.ndarray], training: HeadTraining, *,
-    checkpoint: Path, seed: int = 0, save_seconds: float = 120,
+    head: DraftHead, target: TargetModel, documents: Documents, training: HeadTraining, *, checkpoint: Path,
+    seed: int = 0, save_seconds: float = 120,
 ) -> DraftHead:
-    """Train in place, features made online by the frozen target; continues from `checkpoint` where it exists.
-
-    Args:
-        rows: tokens [R, T] uint16 and learned [R, T] bool, read in random order.
-    """
-    tokens, learned = rows
+    """Train in place, features made online by the frozen target; continues from `checkpoint` where it exists."""
+    batches = documents.batches(training.batch, seed)
     head.train()
     for parameter in target.model.parameters():
         parameter.requires_grad_(False)
@@ -128,9 +124,7 @@ def train_head(
             rate = training.lr * min((step + 1) / training.warmup, to_end)
             for group in optimizer.param_groups:
                 group["lr"] = rate
-            index = np.random.default_rng((seed, step)).integers(len(tokens), size=training.batch)
-            x = torch.from_numpy(tokens[index].astype(np.int64)).to(device)
-            y = torch.from_numpy(learned[index]).to(device)
+            x, y = (torch.from_numpy(array).to(device) for array in documents.collate(batches[step % len(batches)]))
             with torch.autocast(device.type, torch.bfloat16):
                 with torch.no_grad():
                     features = target.decoder(input_ids=x, use_cache=False).last_hidden_state

@@ -12,11 +12,12 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM
+
+from train.corpus import Documents
 
 log = logging.getLogger(__name__)
 
@@ -86,16 +87,17 @@ def learned_loss(model: LlamaForCausalLM, tokens: Tensor, learned: Tensor) -> Te
 
 
 def train_stage(
-    model: LlamaForCausalLM, stage: Stage, rows: tuple[np.ndarray, np.ndarray], *, batch: int, first_row: int,
-    checkpoint: Path, device: str = "cpu", compile_layers: bool = False, save_seconds: float = 240,
+    model: LlamaForCausalLM, stage: Stage, documents: Documents, *, batch: int, seed: int, checkpoint: Path,
+    device: str = "cpu", save_seconds: float = 240,
 ) -> LlamaForCausalLM:
     """Train in place for one stage; continues from `checkpoint` where it holds an unfinished one.
 
     Args:
-        rows: tokens [R, T] uint16 and learned [R, T] bool; steps read them in order from `first_row` on.
+        batch: tokens per step, padding included.
+        seed: of the order of the documents.
         checkpoint: file of the running state (model, optimisers, step), written every `save_seconds`.
     """
-    tokens, learned = rows
+    batches = documents.batches(batch, seed)
     model.to(device).train()
     opts = optimizers(model, stage.lr)
     step = 0
@@ -106,9 +108,6 @@ def train_stage(
             opt.load_state_dict(saved)
         step = state["step"]
         log.info("continuing %s at step %d", checkpoint, step)
-    if compile_layers:
-        for layer in model.model.layers:
-            layer.compile()
 
     def save() -> None:
         part = checkpoint.with_suffix(".part")
@@ -125,9 +124,7 @@ def train_stage(
             for opt in opts:
                 for group in opt.param_groups:
                     group["lr"] = rate
-            index = np.arange(first_row + step * batch, first_row + (step + 1) * batch) % len(tokens)
-            x = torch.from_numpy(tokens[index].astype(np.int64)).to(device)
-            y = torch.from_numpy(learned[index]).to(device)
+            x, y = (torch.from_numpy(array).to(device) for array in documents.collate(batches[step % len(batches)]))
             with torch.autocast(torch.device(device).type, torch.bfloat16):
                 loss = learned_loss(model, x, y)
             loss.backward()
