@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterable, Sequence
 from numbers import Integral
 
 import torch
@@ -23,6 +24,10 @@ from .model import EagleModel, bundled_pair
 from .sampling import build_processors, require_integer
 
 log = logging.getLogger(__name__)
+
+# What `model.generate` prepares for a forward and the decode loop works out itself.
+RECOMPUTED = ("attention_mask", "cache_position", "logits_to_keep", "past_key_values", "position_ids", "use_cache")
+EXTRA_OUTPUTS = ("output_attentions", "output_hidden_states", "output_logits", "output_scores")
 
 
 def generate(
@@ -100,7 +105,7 @@ def generate(
         seed=int(seed) % 2**63,
         max_new_tokens=room,
         eos_ids=frozenset() if ignore_eos else eos_ids,
-        stop_ids=frozenset(stop_token_ids or ()),
+        stop_ids=check_stop_ids(stop_token_ids, model),
         criteria=StoppingCriteriaList(stopping_criteria or []),
     )
     stops = check_stop_strings(stop, model)
@@ -128,7 +133,7 @@ def encode_prompt(prompt: object, model: EagleModel) -> tuple[list[int], bool]:
         ValueError, TypeError: see `generate`.
     """
     if isinstance(prompt, Tensor):
-        if prompt.is_floating_point() or prompt.dim() not in (1, 2):
+        if prompt.is_floating_point() or prompt.dtype == torch.bool or prompt.dim() not in (1, 2):
             raise ValueError(f"a prompt tensor must be integer [L] or [1, L], got {prompt.dtype} {list(prompt.shape)}")
         return _encode_tensor(prompt, model)
     if isinstance(prompt, (list, tuple)) and prompt and isinstance(prompt[0], (str, list, tuple, Tensor)):
@@ -229,6 +234,17 @@ def check_stop_strings(stop: str | Sequence[str] | None, model: EagleModel) -> l
     return stops
 
 
+def check_stop_ids(stop_token_ids: Sequence[int] | None, model: EagleModel) -> frozenset[int]:
+    if stop_token_ids is None:
+        return frozenset()
+    if not isinstance(stop_token_ids, Iterable) or isinstance(stop_token_ids, str):
+        raise TypeError(f"stop_token_ids must be a sequence of token ids, got {stop_token_ids!r}")
+    ids = list(stop_token_ids)
+    for token in ids:
+        require_integer("stop_token_ids", token, 0)
+    return frozenset(_check_ids(ids, model)) if ids else frozenset()
+
+
 def end_tokens(model: EagleModel) -> frozenset[int]:
     """The target's end tokens, from its generation config."""
     config = model.target.model.generation_config
@@ -256,7 +272,8 @@ def custom_generate(
 
         target.generate(**inputs, custom_generate=eagle_fsd.custom_generate, draft=head, threshold=0.2)
 
-    Generation config, logits processors, stopping criteria and streamer are those that `generate` prepared.
+    Generation config, logits processors, stopping criteria and streamer are those that `generate` prepared. It keeps
+    its `tokenizer` from callables: for stop strings pass a `StopStringCriteria` in `stopping_criteria`.
 
     Args:
         draft: a `DraftHead` (from `load_head`) or where to load one from.
@@ -266,20 +283,31 @@ def custom_generate(
         sequences [1, prompt + new tokens], or an output object where the config asks for a dict.
 
     Raises:
-        ValueError, TypeError: a batch, padding, beams, or a bad option.
+        ValueError, TypeError: a batch, padding, beams, inputs other than tokens, outputs other than tokens, or a bad
+            option.
     """
     assert generation_config is not None
     if draft is None:
         raise ValueError("draft= is missing: a DraftHead or the directory or hub id of one")
-    if input_ids.shape[0] != 1:
-        raise ValueError(f"batches are not supported yet: input_ids must be [1, L], got {list(input_ids.shape)}")
     if generation_config.num_beams > 1:
         raise ValueError(f"num_beams must be 1 with custom_generate, got {generation_config.num_beams}")
+    if input_ids.shape[0] != 1:
+        raise ValueError(f"batches are not supported yet: input_ids must be [1, L], got {list(input_ids.shape)}")
     if model_kwargs.get("attention_mask") is not None:
         raise ValueError("padded inputs are not supported: the attention mask must be all ones")
+    foreign = [name for name, value in model_kwargs.items() if value is not None and name not in RECOMPUTED]
+    if foreign:
+        raise ValueError(f"only input_ids are supported with custom_generate, got {', '.join(foreign)}")
+    wanted = [name for name in EXTRA_OUTPUTS if getattr(generation_config, name, None)]
+    if wanted:
+        raise ValueError(f"custom_generate returns sequences only, not {', '.join(wanted)}")
+    if streamer is None:
+        streamer = streamer_of_caller()
     pair = EagleModel.from_parts(model, draft if isinstance(draft, DraftHead) else load_head(draft))
     criteria, eos_ids, max_length = split_criteria(stopping_criteria or StoppingCriteriaList())
-    ids = input_ids[0].tolist()
+    ids = _check_ids(input_ids[0].tolist(), pair)
+    if seed is not None:
+        require_integer("seed", seed, 0)
     limit = (max_length if max_length is not None else generation_config.max_length) - len(ids)
     settings = Settings(
         rule=resolve_rule(acceptance, threshold, divergence, pair),
@@ -295,6 +323,15 @@ def custom_generate(
     output = run(pair.target, pair.draft, ids, settings, streamer=streamer)
     sequences = torch.cat([input_ids, input_ids.new_tensor([output.token_ids])], 1)
     return GenerateDecoderOnlyOutput(sequences=sequences) if generation_config.return_dict_in_generate else sequences
+
+
+def streamer_of_caller() -> BaseStreamer | None:
+    """The streamer of the `generate` call that `custom_generate` runs in.
+
+    `transformers` 5.17 to 5.23 gives it the prompt but does not hand it on to a callable.
+    """
+    caller = sys._getframe(2)
+    return caller.f_locals.get("streamer") if caller.f_code.co_name == "generate" else None
 
 
 def split_criteria(given: StoppingCriteriaList) -> tuple[StoppingCriteriaList, frozenset[int], int | None]:

@@ -98,7 +98,7 @@ def warp_tree(
     """Processed logits of every node, each with its own path as context."""
     if not processors:
         return logits
-    if all(isinstance(processor, CONTEXT_FREE) for processor in processors):
+    if all(type(processor) in CONTEXT_FREE for processor in processors):
         return processors(None, logits.flatten(0, 1).clone()).view_as(logits)
     assert len(logits) == 1, "contexts of different lengths need one call per row"
     warped = torch.empty_like(logits)

@@ -62,7 +62,9 @@ def test_truncate_forgets_the_rest():
     assert_holds(cache, expected)
 
 
-@pytest.mark.parametrize("shapes", [[(2, 4), (1, 8), (2, 4), (1, 8)], [(2, 4), (2, 4), (2, 8)], [(3, 2), (1, 2), (2, 2)]])
+@pytest.mark.parametrize(
+    "shapes", [[(2, 4), (1, 8), (2, 4), (1, 8)], [(2, 4), (2, 4), (2, 8)], [(3, 2), (1, 2), (2, 2)]], ids=str
+)
 def test_layers_of_different_shapes(shapes):
     cache, expected = TreeCache([CPU] * len(shapes), 12), []
     for layer, (heads, size) in enumerate(shapes):

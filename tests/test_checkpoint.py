@@ -209,7 +209,8 @@ def test_load_joins_a_target_its_tokenizer_and_its_head(saved, tmp_path, tokeniz
     output = eagle_fsd.generate(PROMPT, pair, max_new_tokens=12)
     expected = target.generate(torch.tensor([PROMPT]), max_new_tokens=12, do_sample=False)[0, len(PROMPT) :]
     assert output.token_ids == expected.tolist()
-    assert eagle_fsd.load(str(tmp_path / "target"), str(saved), device="cpu", dtype="bfloat16").draft.dtype == torch.bfloat16
+    half = eagle_fsd.load(str(tmp_path / "target"), str(saved), device="cpu", dtype="bfloat16")
+    assert half.target.dtype == half.draft.dtype == torch.bfloat16
 
 
 def test_load_takes_the_attention_that_a_model_has(saved, tmp_path):

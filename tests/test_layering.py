@@ -29,7 +29,8 @@ def imported_modules(path: Path, tree: ast.Module) -> set[str]:
     found = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.level == len(path.parts):
-            found |= {node.module.split(".")[0]} if node.module else {name.name for name in node.names} - {"__version__"}
+            names = [node.module] if node.module else [name.name for name in node.names if name.name != "__version__"]
+            found |= {name.split(".")[0] for name in names}
         elif isinstance(node, (ast.Import, ast.ImportFrom)):
             names = [node.module or ""] if isinstance(node, ast.ImportFrom) else [name.name for name in node.names]
             assert not any(name.split(".")[0] == "eagle_fsd" for name in names), f"{path}: import relatively"

@@ -5,9 +5,11 @@ import torch
 from tiny import FAMILIES, PROMPT, VOCAB, tiny_head, tiny_pair, tiny_target
 from transformers import (
     AutoModelForCausalLM,
+    DeepseekV2Config,
     JambaConfig,
     LlamaConfig,
     MambaConfig,
+    OPTConfig,
     RecurrentGemmaConfig,
     T5Config,
     T5ForConditionalGeneration,
@@ -155,8 +157,23 @@ def test_sampled_tokens_follow_the_distribution_of_the_target():
     assert chi_square < 26.1  # 99.9% quantile at 8 degrees of freedom
 
 
+def test_learned_positions_end_with_the_last_one():
+    """The last trees reach below the last position, which has no embedding beyond it."""
+    config = OPTConfig(
+        vocab_size=VOCAB, hidden_size=16, ffn_dim=16, num_hidden_layers=2, num_attention_heads=2, init_std=0.3,
+        word_embed_proj_dim=16, max_position_embeddings=len(PROMPT) + NEW, eos_token_id=None,
+        pad_token_id=None,
+    )
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    output = generate(EagleModel.from_parts(model, tiny_head(model)))
+    assert output.token_ids == stock_greedy(model)
+    assert sum(output.stats.accepted_lengths) > 0
+
+
 def tiny_mamba():
-    return AutoModelForCausalLM.from_config(MambaConfig(vocab_size=VOCAB, hidden_size=16, num_hidden_layers=1, state_size=4))
+    config = MambaConfig(vocab_size=VOCAB, hidden_size=16, num_hidden_layers=1, state_size=4)
+    return AutoModelForCausalLM.from_config(config)
 
 
 def tiny_jamba():
@@ -176,12 +193,23 @@ def tiny_recurrent_gemma():
 
 
 def tiny_t5():
-    config = T5Config(vocab_size=VOCAB, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, decoder_start_token_id=0)
+    config = T5Config(
+        vocab_size=VOCAB, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, decoder_start_token_id=0
+    )
     return T5ForConditionalGeneration(config)
 
 
-@pytest.mark.parametrize("build", [tiny_mamba, tiny_jamba, tiny_recurrent_gemma, tiny_t5])
-def test_models_without_a_cache_to_roll_back_are_refused(build):
+def tiny_deepseek():
+    config = DeepseekV2Config(
+        vocab_size=VOCAB, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=2, q_lora_rank=8, kv_lora_rank=8, qk_rope_head_dim=4, qk_nope_head_dim=4, v_head_dim=4,
+        first_k_dense_replace=1,
+    )
+    return AutoModelForCausalLM.from_config(config)
+
+
+@pytest.mark.parametrize("build", [tiny_mamba, tiny_jamba, tiny_recurrent_gemma, tiny_t5, tiny_deepseek])
+def test_models_that_cannot_verify_a_tree_are_refused(build):
     model = build()
     with pytest.raises(ValueError, match=f"{type(model).__name__} is not supported"):
         EagleModel.from_parts(model, None)
@@ -210,7 +238,8 @@ def test_a_target_whose_logits_are_scaled_beyond_its_head_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("option", "message"), [({"hidden_size": 32}, "hidden size is 16.* 32"), ({"vocab_size": 40}, "vocabulary size is 32.* 40")]
+    ("option", "message"),
+    [({"hidden_size": 32}, "hidden size is 16.* 32"), ({"vocab_size": 40}, "vocabulary size is 32.* 40")],
 )
 def test_a_head_of_another_target_is_refused(option, message):
     head = tiny_head(tiny_target())

@@ -8,7 +8,7 @@ from transformers import LlamaConfig
 from eagle_fsd.draft import DraftHead
 from eagle_fsd.target import TargetModel
 from train import corpus
-from train.corpus import encode_tasks, pack, python_prefixes, train_tokenizer
+from train.corpus import Documents, encode_tasks, python_prefixes, train_tokenizer, training_documents
 from train.head import HeadTraining, aligned_mask, head_loss, train_head
 from train.target import Stage, build_target, grow, train_stage
 from train.tasks import tasks
@@ -37,9 +37,9 @@ def little_source():
         yield
 
 
-def random_rows(rows: int, length: int) -> tuple[np.ndarray, np.ndarray]:
+def random_documents(count: int, length: int) -> Documents:
     rng = np.random.default_rng(0)
-    return rng.integers(3, VOCAB, (rows, length)).astype(np.uint16), rng.random((rows, length)) < 0.7
+    return Documents.of([(rng.integers(3, VOCAB, length).tolist(), length // 4) for _ in range(count)])
 
 
 def test_growing_keeps_the_function():
@@ -63,11 +63,11 @@ def test_growing_needs_a_multiple(layers):
 
 
 def test_interrupted_target_training_ends_in_the_same_weights(tmp_path, monkeypatch):
-    rows = random_rows(64, 16)
+    documents = random_documents(64, 16)
     stage = Stage(1, steps=6, lr=1e-3, decay=0.5, warmup=2)
 
     def train(name, **options):
-        return train_stage(build_target(config(1), seed=0), stage, rows, batch=4, first_row=0,
+        return train_stage(build_target(config(1), seed=0), stage, documents, batch=64, seed=0,
                            checkpoint=tmp_path / name, **options)
 
     whole = train("whole.pt").state_dict()
@@ -89,16 +89,43 @@ def test_interrupted_target_training_ends_in_the_same_weights(tmp_path, monkeypa
         torch.testing.assert_close(resumed[name], whole[name])
 
 
-def test_conversations_are_whole_and_only_answers_are_learned(tokenizer):
-    tokens, learned = pack(tokenizer, 6, 512, python_share=0.3, seed=0)
-    assert tokens.shape == learned.shape == (6, 512)
-    starts = {tuple(ids): start for ids, start in encode_tasks(tokenizer, list(tasks("train", seed=0, count=512)))}
-    for row, marks in zip(tokens.tolist(), learned.tolist(), strict=True):
-        bos = [i for i, t in enumerate(row) if t == tokenizer.bos_token_id]
-        for begin, end in zip(bos, [*bos[1:], len(row)], strict=True):
-            # Whatever is no conversation is source, at the end of the row, and learned from its first token on.
-            start = 1 if end == len(row) and tuple(row[begin:end]) not in starts else starts[tuple(row[begin:end])]
-            assert marks[begin:end] == [i >= start for i in range(end - begin)]
+def test_documents_are_collated_with_learned_answers_and_padding():
+    documents = Documents.of([([1, 5, 6, 7], 2), ([1, 8], 1), ([1, 9, 9], 3)])
+    tokens, learned = documents.collate(np.array([1, 0]))
+    assert tokens.tolist() == [[1, 8, 0, 0], [1, 5, 6, 7]]
+    assert learned.tolist() == [[False, True, False, False], [False, False, True, True]]
+
+
+def test_batches_hold_every_document_once_within_their_size():
+    rng = np.random.default_rng(0)
+    documents = Documents.of([([1] * int(n), 1) for n in rng.integers(2, 60, 9000)])
+    lengths = np.diff(documents.ends, prepend=0)
+    batches = documents.batches(600, seed=1)
+    assert sorted(np.concatenate(batches).tolist()) == list(range(9000))
+    assert all(lengths[batch].max() * len(batch) <= 600 for batch in batches)
+    assert sum(lengths[batch].max() * len(batch) for batch in batches) < 1.05 * lengths.sum()  # little padding
+    assert all((a == b).all() for a, b in zip(batches, documents.batches(600, seed=1), strict=True))
+
+
+def test_documents_are_joined_and_read_back(tmp_path):
+    documents = Documents.of([([1, 5], 1)]).joined(Documents.of([([1, 6, 7], 2)]))
+    documents.save(tmp_path / "text.npz")
+    tokens, learned = Documents.load(tmp_path / "text.npz").collate(np.array([0, 1]))
+    assert tokens.tolist() == [[1, 5, 0], [1, 6, 7]]
+    assert learned.tolist() == [[False, True, False], [False, False, True]]
+
+
+def test_training_text_is_tasks_and_source(tokenizer):
+    documents = training_documents(tokenizer, 60, python_share=0.25, seed=0)
+    assert len(documents.ends) == 60
+    tokens, learned = documents.collate(np.arange(60))
+    is_task = tokens[:, 1] == tokenizer.convert_tokens_to_ids("<|user|>")
+    assert is_task.sum() == 45
+    encoded = encode_tasks(tokenizer, list(tasks("train", seed=0, count=45)))
+    for row, marks, (ids, start) in zip(tokens[is_task].tolist(), learned[is_task].tolist(), encoded, strict=True):
+        assert row[: len(ids)] == ids and not any(row[len(ids) :])
+        assert marks == [start <= i < len(ids) for i in range(len(row))]
+    assert learned[~is_task, 1].all() and not learned[:, 0].any()
 
 
 def test_template_marks_the_answers(tokenizer):
@@ -170,22 +197,22 @@ def test_aligned_steps_predict_what_decoding_predicts(pair, monkeypatch):
 
 def test_head_training_lowers_the_loss_leaves_the_target_and_resumes(pair, tmp_path):
     target, head = pair
-    rows = random_rows(32, 24)
+    documents = random_documents(32, 24)
     before = {name: value.clone() for name, value in target.model.state_dict().items()}
-    x, y = torch.from_numpy(rows[0][:8].astype(np.int64)), torch.from_numpy(rows[1][:8])
+    x, y = map(torch.from_numpy, documents.collate(np.arange(8)))
     features = target.model.model(x).last_hidden_state.detach()
-    training = HeadTraining(steps=30, batch=8, lr=3e-3, warmup=5, aligned_steps=2)
+    training = HeadTraining(steps=30, batch=192, lr=3e-3, warmup=5, aligned_steps=2)
 
     def loss() -> float:
         with torch.no_grad():
             return head_loss(head, target, features, x, y, training)[0].item()
 
     start = loss()
-    train_head(head, target, rows, training, checkpoint=tmp_path / "head.pt")
+    train_head(head, target, documents, training, checkpoint=tmp_path / "head.pt")
     assert loss() < start
     for name, value in target.model.state_dict().items():
         torch.testing.assert_close(value, before[name], rtol=0, atol=0)
     trained = {name: value.clone() for name, value in head.state_dict().items()}
-    train_head(head, target, rows, training, checkpoint=tmp_path / "head.pt")  # finished: nothing is trained again
+    train_head(head, target, documents, training, checkpoint=tmp_path / "head.pt")  # finished: nothing is trained again
     for name, value in head.state_dict().items():
         torch.testing.assert_close(value, trained[name], rtol=0, atol=0)

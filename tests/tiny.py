@@ -65,7 +65,8 @@ def tiny_target(family: str = "llama", seed: int = 0, attention: str = "eager", 
 def tiny_head(target, seed: int = 0, **options) -> DraftHead:
     """A head that predicts roughly the embedding of the last token, as the target does, plus a layer of noise."""
     torch.manual_seed(seed)
-    head = DraftHead(LlamaConfig(**SIZES | {"num_hidden_layers": 1} | options))
+    sizes = SIZES | {"num_hidden_layers": 1, "vocab_size": target.config.vocab_size}
+    head = DraftHead(LlamaConfig(**sizes | options))
     with torch.no_grad():
         for weight in head.parameters():
             weight.normal_(std=0.2) if weight.dim() > 1 else weight.normal_(1.0, 0.2)

@@ -52,7 +52,7 @@ PRESETS = {
     "cpu": Preset(
         vocab_size=2048, hidden=192, intermediate=528, heads=6, kv_heads=2, documents=200_000,
         batch=12_288, python_share=0.05,
-        stages=(Stage(4, 2400, lr=4e-3), Stage(4, 1500, lr=2e-3), Stage(16, 500, lr=2e-3, decay=0.7)),
+        stages=(Stage(4, 3200, lr=2e-3), Stage(4, 1200, lr=2e-3, decay=0.9), Stage(16, 150, lr=5e-4, decay=0.8)),
         answers=4096, head_intermediate=768, head=HeadTraining(steps=1000),
     ),
     "gpu": Preset(

@@ -482,18 +482,19 @@ def _clock(w: _Writer, level: int) -> _Problem:
 
 def _list(w: _Writer, level: int) -> _Problem:
     rng = w.rng
-    numbers = rng.sample(range(2, (50, 100, 100)[level - 1]), rng.randint(2 + level, 3 + level))
-    shown = ", ".join(map(str, numbers))
     kind = rng.choice(["sort", "filter", "count"])
-    if kind == "sort":
+    if kind == "sort":  # single digits: what is hard is to keep track of what has been taken
+        numbers = rng.sample(range(1, 10), rng.randint(2 + level, 3 + level))
         descending = rng.random() < 0.5
         order, extreme = ("largest to smallest", "largest") if descending else ("smallest to largest", "smallest")
         ordered = sorted(numbers, reverse=descending)
         sentences = [w.say("pick", x=n, e=f"The {extreme}", f=extreme) for n in ordered]
         result = ", ".join(map(str, ordered))
         sentences.append(w.say("ordered", x=result))
-        return _Problem([w.ask(QUESTIONS["sort"], x=shown, o=order)], sentences, result, (order, *numbers))
-    condition, test = _condition(rng, numbers)
+        question = w.ask(QUESTIONS["sort"], x=", ".join(map(str, numbers)), o=order)
+        return _Problem([question], sentences, result, (order, *numbers))
+    numbers = rng.sample(range(10, 100), rng.randint(2 + level, 3 + level))
+    condition, test = _condition(rng)
     kept = [n for n in numbers if test(n)]
     sentences = [w.say("keep" if test(n) else "drop", x=n) for n in numbers]
     result = ", ".join(map(str, kept)) if kept else "none"
@@ -501,19 +502,21 @@ def _list(w: _Writer, level: int) -> _Problem:
     if kind == "count":
         sentences.append(w.say("count", k=len(kept)))
         result = str(len(kept))
-    return _Problem([w.ask(QUESTIONS[kind], x=shown, c=condition)], sentences, result, (kind, condition, *numbers))
+    question = w.ask(QUESTIONS[kind], x=", ".join(map(str, numbers)), c=condition)
+    return _Problem([question], sentences, result, (kind, condition, *numbers))
 
 
-def _condition(rng: random.Random, numbers: list[int]) -> tuple[str, Callable[[int], bool]]:
-    limit = sorted(numbers)[rng.randrange(1, len(numbers) - 1)] + rng.choice([-1, 1])
-    name = rng.choice(["above", "below", "even", "odd"])
-    tests: dict[str, tuple[str, Callable[[int], bool]]] = {
-        "above": (f"above {limit}", lambda n: n > limit),
-        "below": (f"below {limit}", lambda n: n < limit),
-        "even": ("even", lambda n: n % 2 == 0),
-        "odd": ("odd", lambda n: n % 2 == 1),
-    }
-    return tests[name]
+def _condition(rng: random.Random) -> tuple[str, Callable[[int], bool]]:
+    """A condition on two-digit numbers and its test."""
+    limit, digit = rng.randrange(20, 90, 10), rng.randint(0, 9)
+    tests: list[tuple[str, Callable[[int], bool]]] = [
+        (f"above {limit}", lambda n: n > limit),
+        (f"below {limit}", lambda n: n < limit),
+        (f"ending in {digit} or {(digit + 3) % 10}", lambda n: n % 10 in (digit, (digit + 3) % 10)),
+        ("even", lambda n: n % 2 == 0),
+        ("odd", lambda n: n % 2 == 1),
+    ]
+    return rng.choice(tests)
 
 
 STRING_EDITS: dict[str, list[str]] = {
@@ -556,16 +559,13 @@ def _string(w: _Writer, level: int) -> _Problem:
 def _table(w: _Writer, level: int) -> _Problem:
     rng = w.rng
     people = rng.sample(NAMES, 2 + level)
-    items = rng.sample(ITEMS, 2)
-    towns = rng.sample(CITIES, 2)
-    rows = [(p, towns[i % 2] if i < 4 else rng.choice(towns), rng.randint(3, 99), rng.randint(3, 99))
-            for i, p in enumerate(people)]
+    item, towns = rng.choice(ITEMS), rng.sample(CITIES, 2)
+    rows = [(p, towns[i % 2] if i < 2 else rng.choice(towns), rng.randint(3, 99)) for i, p in enumerate(people)]
     rng.shuffle(rows)
-    table = "\n".join([f"name | city | {items[0]} | {items[1]}", *(f"{p} | {c} | {x} | {y}" for p, c, x, y in rows)])
-    column = rng.randrange(2)
-    item, amount = items[column], {row[0]: row[2 + column] for row in rows}
+    table = "\n".join([f"name | city | {item}", *(f"{p} | {c} | {n}" for p, c, n in rows)])
+    amount = {name: number for name, _, number in rows}
     kind = rng.choice(["sum", "diff", "most"])
-    operands = (kind, column, *items, *rows)
+    operands = (kind, item, *rows)
     if kind == "most":
         town = rng.choice(towns)
         local = [row[0] for row in rows if row[1] == town]

@@ -1,0 +1,89 @@
+"""Processed logits of a tree: every node with its own path as context. V = 11."""
+
+import pytest
+import torch
+from random_trees import tree_from_parents
+from transformers import LogitsProcessor, LogitsProcessorList
+from transformers.generation.logits_process import (
+    MinNewTokensLengthLogitsProcessor,
+    NoRepeatNGramLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from eagle_fsd.sampling import build_processors, warp_tree
+
+CONTEXT = [5, 1, 5]  # before the root
+#        0: 1
+#        /  \
+#     1: 5  2: 3
+#      /     /  \
+#    3: 1  4: 1  5: 7
+TREE = tree_from_parents([[0, 0, 0, 1, 2, 2]], [[1, 5, 3, 1, 1, 7]])
+PATHS = [[1], [1, 5], [1, 3], [1, 5, 1], [1, 3, 1], [1, 3, 7]]
+
+
+class OnlyAfterThree(LogitsProcessor):
+    """Changes its argument in place, and only where the last token but one is 3."""
+
+    def __call__(self, input_ids, scores):
+        scores[input_ids[:, -2] == 3] = scores[input_ids[:, -2] == 3].flip(-1)
+        return scores
+
+
+class LastToken(TemperatureLogitsWarper):
+    """Depends on the context although its parent class does not."""
+
+    def __call__(self, input_ids, scores):
+        return scores / (1 + input_ids[:, -1:])
+
+
+@pytest.mark.parametrize(
+    "processors",
+    [
+        [],
+        [TemperatureLogitsWarper(0.5), TopKLogitsWarper(4), TopPLogitsWarper(0.8)],
+        [RepetitionPenaltyLogitsProcessor(3.0)],
+        [NoRepeatNGramLogitsProcessor(2), TemperatureLogitsWarper(2.0), TopKLogitsWarper(6)],
+        [MinNewTokensLengthLogitsProcessor(3, 3, [0], device="cpu")],
+        [OnlyAfterThree()],
+        [LastToken(1.0)],
+    ],
+    ids=lambda processors: "-".join(type(processor).__name__ for processor in processors) or "none",
+)
+def test_every_node_is_processed_with_its_own_path(processors):
+    logits = torch.randn(1, 6, 11, generator=torch.Generator().manual_seed(0))
+    raw = logits.clone()
+    warped = warp_tree(LogitsProcessorList(processors), CONTEXT, TREE, logits)
+    assert torch.equal(logits, raw)  # gates still need them
+    for node, path in enumerate(PATHS):
+        expected = raw[0, node : node + 1].clone()
+        for processor in processors:
+            expected = processor(torch.tensor([CONTEXT + path]), expected)
+        assert torch.equal(warped[0, node], expected[0])
+
+
+def build(**options):
+    defaults = {
+        "temperature": 1.0, "top_k": 0, "top_p": 1.0, "repetition_penalty": 1.0, "min_new_tokens": 0,
+        "prompt_length": 3, "eos_ids": [2], "custom": None, "device": torch.device("cpu"),
+    }
+    return [type(processor) for processor in build_processors(**defaults | options)]
+
+
+def test_options_become_processors_in_the_order_of_transformers():
+    own = OnlyAfterThree()
+    assert build() == []
+    assert build(temperature=0.0, top_k=5, top_p=0.5) == []  # greedy: no warpers
+    assert build(min_new_tokens=4, eos_ids=[]) == []
+    every = {"temperature": 0.7, "top_k": 5, "top_p": 0.5, "repetition_penalty": 1.1, "min_new_tokens": 4}
+    assert build(**every, custom=[own]) == [
+        RepetitionPenaltyLogitsProcessor,
+        MinNewTokensLengthLogitsProcessor,
+        OnlyAfterThree,
+        TemperatureLogitsWarper,
+        TopKLogitsWarper,
+        TopPLogitsWarper,
+    ]
