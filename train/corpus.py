@@ -9,7 +9,7 @@ import itertools
 import random
 import sysconfig
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, proce
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerFast
 
-from train.tasks import Task, tasks
+from train.tasks import FAMILIES, Task, tasks
 
 SPECIAL_TOKENS = ["<|pad|>", "<|bos|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>"]
 
@@ -175,10 +175,16 @@ class Documents:
         return np.where(inside, tokens, 0), inside & (column >= self.starts[indices][:, None])
 
 
-def training_documents(tokenizer: PreTrainedTokenizerFast, count: int, *, python_share: float, seed: int) -> Documents:
-    """`count` documents: task conversations, and pieces of source as `python_share` of the documents."""
+def training_documents(
+    tokenizer: PreTrainedTokenizerFast, count: int, *, python_share: float, seed: int, practice: Sequence[str] = ()
+) -> Documents:
+    """`count` documents: task conversations, and pieces of source as `python_share` of the documents.
+
+    Args:
+        practice: task families that get further turns beside the one that each family has.
+    """
     pieces = source_pieces(tokenizer, round(count * python_share), seed)
-    questions = tasks("train", seed=seed, count=count - len(pieces))
+    questions = tasks("train", seed=seed, count=count - len(pieces), families=(*FAMILIES, *practice))
     documents = pieces
     with tqdm(total=count, initial=len(pieces), desc="text", unit="document", disable=None) as bar:
         while batch := list(itertools.islice(questions, 512)):

@@ -42,6 +42,7 @@ class Preset:
     documents: int
     batch: int
     python_share: float
+    practice: tuple[str, ...]  # task families that are learned last and get more turns
     stages: tuple[Stage, ...]
     answers: int
     head_intermediate: int
@@ -51,13 +52,14 @@ class Preset:
 PRESETS = {
     "cpu": Preset(
         vocab_size=2048, hidden=192, intermediate=528, heads=6, kv_heads=2, documents=200_000,
-        batch=12_288, python_share=0.05,
-        stages=(Stage(4, 3200, lr=2e-3), Stage(4, 1200, lr=2e-3, decay=0.9), Stage(16, 150, lr=5e-4, decay=0.8)),
-        answers=4096, head_intermediate=768, head=HeadTraining(steps=1000),
+        batch=12_288, python_share=0.05, practice=("list", "table") * 3,
+        stages=(Stage(4, 3200, lr=2e-3), Stage(4, 900, lr=2e-3), Stage(4, 600, lr=1.5e-3, decay=0.95),
+                Stage(16, 100, lr=3e-4, decay=0.8)),
+        answers=2048, head_intermediate=768, head=HeadTraining(steps=600),
     ),
     "gpu": Preset(
         vocab_size=4096, hidden=256, intermediate=704, heads=8, kv_heads=2,
-        documents=2_000_000, batch=65_536, python_share=0.1,
+        documents=2_000_000, batch=65_536, python_share=0.1, practice=("list", "table") * 2,
         stages=(Stage(6, 8000, lr=3e-3), Stage(24, 8000, lr=2e-3, decay=0.7)),
         answers=50_000, head_intermediate=1024, head=HeadTraining(steps=12_000, batch=65_536),
     ),
@@ -79,7 +81,8 @@ def make_text(preset: Preset, work: Path) -> tuple[PreTrainedTokenizerFast, Docu
         train_tokenizer(preset.vocab_size).save_pretrained(work / "tokenizer")
     tokenizer = PreTrainedTokenizerFast.from_pretrained(work / "tokenizer")
     if not (work / "text.npz").exists():
-        documents = training_documents(tokenizer, preset.documents, python_share=preset.python_share, seed=1)
+        documents = training_documents(tokenizer, preset.documents, python_share=preset.python_share, seed=1,
+                                       practice=preset.practice)
         documents.save(work / "text.npz")
     return tokenizer, Documents.load(work / "text.npz")
 

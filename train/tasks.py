@@ -17,7 +17,7 @@ import json
 import random
 import re
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 HELDOUT_BUCKETS = 8  # one operand tuple in eight is never trained on
@@ -191,8 +191,8 @@ PHRASES: dict[str, list[str]] = {
         "We find {v} for {n}.",
     ],
     "most": [
-        "The largest value is {v}.", "{v} is the highest of these.", "No value is above {v}.",
-        "The maximum is {v}.",
+        "The larger value is {v}.", "{v} is the higher of the two.", "Of these, {v} is more.",
+        "More than the other is {v}.",
     ],
     "field": [
         "The {k} is {v}.", "For {k} we have {v}.", "{k}: {v}.", "We read {v} as the {k}.",
@@ -254,10 +254,10 @@ QUESTIONS: dict[str, tuple[list[str], list[str]]] = {
          "{t}\nWhat is the difference in {i} between {a} and {b}?", "{t}\nCompare {a} and {b}: how many more {i}?"],
         ["{t}\n{a} has more {i} than {b}. How many more?"],
     ),
-    "table_most": (
-        ["{t}\nWho in {c} has the most {i}?", "{t}\nWhich person from {c} owns the most {i}?",
-         "{t}\nFor {c}, who has the highest number of {i}?", "{t}\nName the one in {c} with the most {i}."],
-        ["{t}\nAmong the people of {c}, whose {i} are the most?"],
+    "table_more": (
+        ["{t}\nWho has more {i}, {a} or {b}?", "{t}\nWhich of {a} and {b} has more {i}?",
+         "{t}\nCompare {a} with {b}: who owns more {i}?", "{t}\nDoes {a} or {b} have more {i}?"],
+        ["{t}\n{a} or {b}: whose {i} are more?"],
     ),
     "json": (
         ["Fill the JSON {k} from this note: {n}", "Read this note: {n} Give a JSON object with {k}.",
@@ -508,11 +508,10 @@ def _list(w: _Writer, level: int) -> _Problem:
 
 def _condition(rng: random.Random) -> tuple[str, Callable[[int], bool]]:
     """A condition on two-digit numbers and its test."""
-    limit, digit = rng.randrange(20, 90, 10), rng.randint(0, 9)
+    limit = rng.randrange(20, 90, 10)
     tests: list[tuple[str, Callable[[int], bool]]] = [
         (f"above {limit}", lambda n: n > limit),
         (f"below {limit}", lambda n: n < limit),
-        (f"ending in {digit} or {(digit + 3) % 10}", lambda n: n % 10 in (digit, (digit + 3) % 10)),
         ("even", lambda n: n % 2 == 0),
         ("odd", lambda n: n % 2 == 1),
     ]
@@ -564,24 +563,21 @@ def _table(w: _Writer, level: int) -> _Problem:
     rng.shuffle(rows)
     table = "\n".join([f"name | city | {item}", *(f"{p} | {c} | {n}" for p, c, n in rows)])
     amount = {name: number for name, _, number in rows}
-    kind = rng.choice(["sum", "diff", "most"])
-    operands = (kind, item, *rows)
-    if kind == "most":
-        town = rng.choice(towns)
-        local = [row[0] for row in rows if row[1] == town]
-        best = max(local, key=lambda p: amount[p])
-        if sum(amount[p] == amount[best] for p in local) > 1:  # a tie has no answer
-            return _table(w, level)
-        sentences = [w.say("row", n=p, v=f"{amount[p]} {item}") for p in local] + [w.say("most", v=amount[best])]
-        question = w.ask(QUESTIONS["table_most"], t=table, i=item, c=town)
-        return _Problem([question], sentences, best, (*operands, town))
+    kind = rng.choice(["sum", "diff", "more"])
     a, b = rng.sample(people, 2)
-    if amount[a] < amount[b]:
+    if amount[a] == amount[b]:  # "who has more?" has no answer
+        return _table(w, level)
+    if amount[a] < amount[b] and kind == "diff":
         a, b = b, a
+    operands = (kind, item, *rows, a, b)
     sentences = [w.say("row", n=p, v=f"{amount[p]} {item}") for p in (a, b)]
+    if kind == "more":
+        sentences.append(w.say("most", v=max(amount[a], amount[b])))
+        question = w.ask(QUESTIONS["table_more"], t=table, i=item, a=a, b=b)
+        return _Problem([question], sentences, a if amount[a] > amount[b] else b, operands)
     sentence, total = w.calc("add" if kind == "sum" else "sub", amount[a], amount[b])
     question = w.ask(QUESTIONS["table_" + kind], t=table, i=item, a=a, b=b)
-    return _Problem([question], [*sentences, sentence], str(total), (*operands, a, b))
+    return _Problem([question], [*sentences, sentence], str(total), operands)
 
 
 def _json(w: _Writer, level: int) -> _Problem:
@@ -692,9 +688,10 @@ def make_task(family: str, rng: random.Random, split: str, *, level: int | None 
     return Task(family, messages, answer, problem.result, level, problem.operands, unseen_wording)
 
 
-def tasks(split: str, *, seed: int, count: int, unseen_wording: bool = False) -> Iterator[Task]:
+def tasks(
+    split: str, *, seed: int, count: int, unseen_wording: bool = False, families: Sequence[str] = tuple(FAMILIES)
+) -> Iterator[Task]:
     """`count` tasks of `split`, the families in turn; the same for the same arguments."""
     rng = random.Random(f"{split}/{seed}/{unseen_wording}")
-    families = list(FAMILIES)
     for index in range(count):
         yield make_task(families[index % len(families)], rng, split, unseen_wording=unseen_wording)
