@@ -51,11 +51,11 @@ class Preset:
 
 PRESETS = {
     "cpu": Preset(
-        vocab_size=2048, hidden=192, intermediate=528, heads=6, kv_heads=2, documents=200_000,
+        vocab_size=2048, hidden=192, intermediate=528, heads=6, kv_heads=2, documents=80_000,
         batch=12_288, python_share=0.05, practice=("list", "table") * 3,
-        stages=(Stage(4, 3200, lr=2e-3), Stage(4, 900, lr=2e-3), Stage(4, 600, lr=1.5e-3, decay=0.95),
-                Stage(16, 100, lr=3e-4, decay=0.8)),
-        answers=2048, head_intermediate=768, head=HeadTraining(steps=600),
+        stages=(Stage(4, 3200, lr=2e-3), Stage(4, 1400, lr=2e-3), Stage(4, 500, lr=1.5e-3, decay=0.9),
+                Stage(16, 40, lr=2e-4, decay=0.8, warmup=5)),
+        answers=1536, head_intermediate=768, head=HeadTraining(steps=450),
     ),
     "gpu": Preset(
         vocab_size=4096, hidden=256, intermediate=704, heads=8, kv_heads=2,

@@ -145,10 +145,10 @@ PHRASES: dict[str, list[str]] = {
         "Then {x} min later it is {e}.", "Adding {x} min gives {e}.",
     ],
     "keep": [
-        "{x} stays.", "{x} fits.", "{x} is kept.", "We keep {x}.", "{x}: yes.",
+        "{x} is {r}, so it stays.", "{x} is {r} and is kept.", "{x} is {r}: yes.", "{x}, being {r}, fits.",
     ],
     "drop": [
-        "{x} goes.", "{x} does not fit.", "{x} is left out.", "We skip {x}.", "{x}: no.",
+        "{x} is {r}, so it goes.", "{x} is {r} and is left out.", "{x} is {r}: no.", "{x}, being {r}, does not fit.",
     ],
     "kept": [
         "What remains: {x}.", "We are left with {x}.", "The ones kept are {x}.", "This leaves {x}.",
@@ -187,8 +187,9 @@ PHRASES: dict[str, list[str]] = {
         "The first letter goes: {x}.", "From the second letter on: {x}.",
     ],
     "row": [
-        "{n} has {v}.", "The row of {n} says {v}.", "For {n} the table shows {v}.", "{n}: {v}.",
-        "We find {v} for {n}.",
+        "{n} | {c} | {x}, so {n} has {x} {i}.", "We find {n} | {c} | {x}, that is {x} {i}.",
+        "The row {n} | {c} | {x} says {x} {i}.", "In {n} | {c} | {x} there are {x} {i}.",
+        "For {n} we read {n} | {c} | {x}.",
     ],
     "most": [
         "The larger value is {v}.", "{v} is the higher of the two.", "Of these, {v} is more.",
@@ -493,10 +494,11 @@ def _list(w: _Writer, level: int) -> _Problem:
         sentences.append(w.say("ordered", x=result))
         question = w.ask(QUESTIONS["sort"], x=", ".join(map(str, numbers)), o=order)
         return _Problem([question], sentences, result, (order, *numbers))
-    numbers = rng.sample(range(10, 100), rng.randint(2 + level, 3 + level))
-    condition, test = _condition(rng)
+    condition, test, relation = _condition(rng)
+    pool = [n for n in range(10, 100) if str(n) not in condition]  # the limit itself is neither above nor below
+    numbers = rng.sample(pool, rng.randint(2 + level, 3 + level))
     kept = [n for n in numbers if test(n)]
-    sentences = [w.say("keep" if test(n) else "drop", x=n) for n in numbers]
+    sentences = [w.say("keep" if test(n) else "drop", x=n, r=relation(n)) for n in numbers]
     result = ", ".join(map(str, kept)) if kept else "none"
     sentences.append(w.say("kept", x=result))
     if kind == "count":
@@ -506,16 +508,20 @@ def _list(w: _Writer, level: int) -> _Problem:
     return _Problem([question], sentences, result, (kind, condition, *numbers))
 
 
-def _condition(rng: random.Random) -> tuple[str, Callable[[int], bool]]:
-    """A condition on two-digit numbers and its test."""
+def _condition(rng: random.Random) -> tuple[str, Callable[[int], bool], Callable[[int], str]]:
+    """A condition on two-digit numbers, its test, and what an answer says of a number."""
     limit = rng.randrange(20, 90, 10)
-    tests: list[tuple[str, Callable[[int], bool]]] = [
-        (f"above {limit}", lambda n: n > limit),
-        (f"below {limit}", lambda n: n < limit),
-        ("even", lambda n: n % 2 == 0),
-        ("odd", lambda n: n % 2 == 1),
-    ]
-    return rng.choice(tests)
+
+    def side(n: int) -> str:
+        return f"above {limit}" if n > limit else f"below {limit}"
+
+    def parity(n: int) -> str:
+        return "odd" if n % 2 else "even"
+
+    condition, relation = rng.choice(
+        [(f"above {limit}", side), (f"below {limit}", side), ("even", parity), ("odd", parity)]
+    )
+    return condition, lambda n: relation(n) == condition, relation
 
 
 STRING_EDITS: dict[str, list[str]] = {
@@ -570,7 +576,8 @@ def _table(w: _Writer, level: int) -> _Problem:
     if amount[a] < amount[b] and kind == "diff":
         a, b = b, a
     operands = (kind, item, *rows, a, b)
-    sentences = [w.say("row", n=p, v=f"{amount[p]} {item}") for p in (a, b)]
+    city = {name: town for name, town, _ in rows}
+    sentences = [w.say("row", n=p, c=city[p], x=amount[p], i=item) for p in (a, b)]
     if kind == "more":
         sentences.append(w.say("most", v=max(amount[a], amount[b])))
         question = w.ask(QUESTIONS["table_more"], t=table, i=item, a=a, b=b)
