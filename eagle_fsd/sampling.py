@@ -109,5 +109,5 @@ def warp_tree(
             break
         path_nodes = tree.ancestors[0, nodes].nonzero()[:, 1].view(len(nodes), depth + 1)
         contexts = torch.cat([before.expand(len(nodes), -1), tree.tokens[0][path_nodes]], 1)
-        warped[0, nodes] = processors(contexts, logits[0, nodes].clone())
+        warped[0, nodes] = processors(contexts, logits[0, nodes])  # a copy: indexed by a tensor
     return warped
