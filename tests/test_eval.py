@@ -16,7 +16,7 @@ TREE = eagle_fsd.TreeConfig(8, 3, 2)
 
 @pytest.fixture(scope="module")
 def model():
-    return tiny_pair(tokenizer=tiny_tokenizer())
+    return tiny_pair(tokenizer=tiny_tokenizer(), max_position_embeddings=2048)
 
 
 def test_methods_give_the_same_greedy_answer(model):
