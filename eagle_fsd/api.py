@@ -293,7 +293,8 @@ def custom_generate(
         raise ValueError(f"num_beams must be 1 with custom_generate, got {generation_config.num_beams}")
     if input_ids.shape[0] != 1:
         raise ValueError(f"batches are not supported yet: input_ids must be [1, L], got {list(input_ids.shape)}")
-    if model_kwargs.get("attention_mask") is not None:
+    mask = model_kwargs.get("attention_mask")  # newer versions of transformers pass None for all ones
+    if mask is not None and not bool((mask == 1).all()):
         raise ValueError("padded inputs are not supported: the attention mask must be all ones")
     foreign = [name for name, value in model_kwargs.items() if value is not None and name not in RECOMPUTED]
     if foreign:
