@@ -94,21 +94,44 @@ def _compare_keys(head: DraftHead, state: dict[str, Tensor]) -> tuple[set[str], 
     return expected - state.keys(), state.keys() - expected
 
 
-def save_head(head: DraftHead, directory: str | Path, *, dtype: torch.dtype | None = None, **extra: object) -> None:
-    """Write a head in the published layout, safetensors; `extra` goes into config.json.
+# What consumers of heads read from config.json; the rest of a Llama config has no meaning for a head.
+CONFIG_FIELDS = (
+    "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "head_dim", "hidden_act", "max_position_embeddings", "rms_norm_eps", "rope_parameters",
+    "initializer_range", "attention_bias", "mlp_bias", "qkv_bias", "tie_word_embeddings", "bos_token_id",
+    "eos_token_id", "pad_token_id",
+)
+
+
+def save_head(
+    head: DraftHead, directory: str | Path, *, dtype: torch.dtype | None = None, file: str = "model.safetensors",
+    **extra: object,
+) -> Path:
+    """Write a head in the published layout; returns the path of the weights.
 
     Args:
         directory: created where it does not exist.
         dtype: type of the stored weights; None keeps the head's.
+        file: one of WEIGHTS.
+        extra: goes into config.json.
     """
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    fields = {k: v for k, v in head.config.to_dict().items() if not k.startswith("_") and k != "transformers_version"}
-    fields |= {"architectures": ["LlamaForCausalLM"], "bias": head.fc.bias is not None, **extra}
-    (directory / "config.json").write_text(json.dumps(fields, indent=1, sort_keys=True) + "\n", encoding="utf-8")
     state = {
         name: value.detach().to("cpu", dtype or value.dtype).contiguous()
         for name, value in head.state_dict().items()
         if not (head.shares_embeddings and name == "embed_tokens.weight")
     }
-    save_file(state, directory / "model.safetensors", metadata={"format": "pt"})
+    given = head.config.to_dict()
+    fields = {name: given[name] for name in CONFIG_FIELDS if given.get(name) is not None}
+    # Consumers on transformers 4 read the rotary base by its older name.
+    fields["rope_theta"] = head.config.rope_parameters["rope_theta"]
+    fields["torch_dtype"] = str(state["fc.weight"].dtype).removeprefix("torch.")
+    fields |= {"architectures": ["LlamaForCausalLM"], "bias": head.fc.bias is not None, **extra}
+    (directory / "config.json").write_text(json.dumps(fields, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    path = directory / file
+    if file.endswith(".bin"):
+        torch.save(state, path)
+    else:
+        save_file(state, path, metadata={"format": "pt"})
+    return path

@@ -20,6 +20,7 @@ from . import __version__
 from .acceptance import RULES
 from .api import encode_prompt, generate
 from .config import TreeConfig
+from .export import LAYOUTS, export_head, inspect_head
 from .generation import Receipt
 from .model import EagleModel, load
 
@@ -110,6 +111,18 @@ def build_parser() -> argparse.ArgumentParser:
     one.add_argument("--tree", type=parse_tree, metavar="N,DEPTH,K[,T]")
     one.add_argument("--stats", action="store_true", help="print tau, tokens/s and token sources to standard error")
 
+    inspect = commands.add_parser("inspect", help="say what a draft head is, what it fits, and who can serve it")
+    inspect.add_argument("head", help="directory or hub id")
+    inspect.add_argument("--target", help="directory or hub id to check the head against")
+    inspect.add_argument("--trust-remote-code", action="store_true")
+
+    export = commands.add_parser("export", help="write a draft head as another program loads it")
+    export.add_argument("head", help="directory or hub id")
+    export.add_argument("--to", choices=LAYOUTS, required=True)
+    export.add_argument("--out", required=True, help="directory to write")
+    export.add_argument("--target", help="where embeddings come from, for formats that want them in the file")
+    export.add_argument("--trust-remote-code", action="store_true")
+
     demo = commands.add_parser("demo", parents=[models], help="compare plain, exact and fuzzy decoding")
     demo.add_argument("--threshold", type=float, default=DEMO_THRESHOLD, help="of fsd (default: %(default)s)")
     demo.add_argument("--max-new-tokens", type=int, default=200)
@@ -142,6 +155,22 @@ def run_generate(args: argparse.Namespace) -> None:
             f"{sources.count('fuzzy')} fuzzy, ended by {output.finish_reason}, seed {output.seed}",
             file=sys.stderr,
         )
+
+
+def run_inspect(args: argparse.Namespace) -> None:
+    found = inspect_head(args.head, args.target, trust_remote_code=args.trust_remote_code)
+    for name, value in found.facts.items():
+        print(f"{name + ':':<20}{value}")
+    if found.target_problems is not None:
+        print(f"{args.target + ':':<20}{'; '.join(found.target_problems) or 'the head fits'}")
+    for server, problems in found.server_problems.items():
+        verdict = "; ".join(problems) + f" (eagle-fsd export --to {server})" if problems else "as it is"
+        print(f"{server + ':':<20}{verdict}")
+
+
+def run_export(args: argparse.Namespace) -> None:
+    path = export_head(args.head, args.to, args.out, target=args.target, trust_remote_code=args.trust_remote_code)
+    print(f"{path} and config.json written for {args.to}")
 
 
 @dataclass
@@ -234,10 +263,13 @@ def print_table(tallies: dict[str, Tally]) -> None:
     print("\ntau = tokens per target forward. Speed-up is in tokens/s; s/answer includes the prompt.")
 
 
+COMMANDS = {"generate": run_generate, "demo": run_demo, "inspect": run_inspect, "export": run_export}
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     args = build_parser().parse_args(argv)
     try:
-        {"generate": run_generate, "demo": run_demo}[args.command](args)
+        COMMANDS[args.command](args)
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:

@@ -113,6 +113,25 @@ def load(
     if target is None or draft is None:
         target, draft = demo_directory("demo-target"), demo_directory("demo-draft")
     head = load_head(draft)  # the smaller one first: its errors come before the long work
+    model, tokenizer = load_target(
+        target, dtype=dtype, device=device, device_map=device_map, attn_implementation=attn_implementation,
+        trust_remote_code=trust_remote_code,
+    )
+    pair = EagleModel.from_parts(model, head, tokenizer)
+    pair.threshold = calibrated_threshold(draft)
+    return pair
+
+
+def load_target(
+    target: str | Path,
+    *,
+    dtype: str | torch.dtype = "auto",
+    device: str | torch.device | None = None,
+    device_map: str | dict | None = None,
+    attn_implementation: str | None = None,
+    trust_remote_code: bool = False,
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
+    """A causal LM and its tokenizer, placed as `load` places them; None where it has no tokenizer that loads."""
     place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if dtype == "auto" and device_map is None and place.type == "cpu":
         dtype = torch.float32
@@ -127,9 +146,7 @@ def load(
     except (OSError, ValueError) as error:
         log.warning("%s has no tokenizer that loads (%s); prompts must be token ids", target, error)
         tokenizer = None
-    pair = EagleModel.from_parts(model, head, tokenizer)
-    pair.threshold = calibrated_threshold(draft)
-    return pair
+    return model, tokenizer
 
 
 def calibrated_threshold(draft: str | Path) -> float | None:

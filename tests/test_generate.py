@@ -73,12 +73,12 @@ def prompt_given(pair, prompt):
 
 def test_text_is_tokenised_as_it_is(pair, tokenizer):
     assert prompt_given(pair, "hello world.") == (tokenizer("hello world.")["input_ids"], False)
-    assert prompt_given(pair, "<user>hi") == ([2, 11, 12], False)
+    assert prompt_given(pair, "<user>hi") == ([0, 2, 11, 12], False)
 
 
 def test_a_chat_goes_through_the_template(pair, tokenizer):
     chat = [{"role": "user", "content": "hi"}, {"role": "bot", "content": "a"}, {"role": "user", "content": "b"}]
-    assert tokenizer.decode(prompt_given(pair, chat)[0]) == "<user>hi<bot>a<user>b<bot>"
+    assert tokenizer.decode(prompt_given(pair, chat)[0]) == "<s><user>hi<bot>a<user>b<bot>"
 
 
 @pytest.mark.parametrize("form", [list, tuple, torch.tensor, torch.IntTensor, lambda ids: torch.tensor([ids])])
@@ -90,10 +90,10 @@ def test_token_ids(pair, form):
 @pytest.mark.parametrize(
     ("batch", "ids"),
     [
-        (["hi"], [11, 12]),
+        (["hi"], [0, 11, 12]),
         ([PROMPT], PROMPT),
         ([torch.tensor(PROMPT)], PROMPT),
-        ([[{"role": "user", "content": "hi"}]], [2, 11, 12, 3]),
+        ([[{"role": "user", "content": "hi"}]], [0, 2, 11, 12, 3]),
     ],
     ids=str,
 )
@@ -412,7 +412,6 @@ def test_a_streamer_that_wants_receipts_gets_them_before_their_tokens(pair):
 CHAT = [{"role": "user", "content": "hi"}]
 BAD = [
     # prompts
-    ({"prompt": ""}, ValueError, "empty"),
     ({"prompt": []}, ValueError, "empty"),
     ({"prompt": [[]]}, ValueError, "empty"),
     ({"prompt": torch.tensor([]).long()}, ValueError, "empty"),

@@ -10,7 +10,7 @@ LAYERS = [
     {"attention", "cache", "config", "divergence", "noise", "tree"},
     {"acceptance", "draft", "sampling", "target"},
     {"checkpoint", "drafting"},
-    {"generation", "model"},
+    {"export", "generation", "model"},
     {"api"},
     {"cli"},
     {"__init__", "__main__"},

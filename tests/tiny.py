@@ -4,7 +4,7 @@ V = 32 vocabulary, D = 16 hidden size.
 """
 
 import torch
-from tokenizers import Tokenizer, decoders, models
+from tokenizers import Tokenizer, decoders, models, processors
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
@@ -82,16 +82,18 @@ def tiny_pair(family: str = "llama", seed: int = 0, tokenizer=None, **options) -
 
 
 def tiny_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per character: four special ones, then the letters, a space and a full stop."""
+    """One token per character, after a <s>: four special ones, then the letters, a space and a full stop."""
     special = ["<s>", "</s>", "<user>", "<bot>"]
     vocabulary = {token: index for index, token in enumerate([*special, *"abcdefghijklmnopqrstuvwxyz", " ", "."])}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.decoder = decoders.Fuse()
     tokenizer.add_special_tokens(special)
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         bos_token="<s>",
         eos_token="</s>",
         additional_special_tokens=["<user>", "<bot>"],
-        chat_template="{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}<bot>",
+        chat_template="<s>{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}"
+        "{% if add_generation_prompt %}<bot>{% endif %}",
     )

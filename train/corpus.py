@@ -10,14 +10,13 @@ import random
 import sysconfig
 import zlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerFast
 
+from train.data import Documents
 from train.tasks import FAMILIES, Task, tasks
 
 SPECIAL_TOKENS = ["<|pad|>", "<|bos|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>"]
@@ -95,84 +94,21 @@ def train_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
     )
 
 
-def encode_tasks(tokenizer: PreTrainedTokenizerFast, batch: list[Task]) -> list[tuple[list[int], int]]:
-    """Token ids of each whole conversation and the position where its last answer starts."""
+def encode_tasks(tokenizer: PreTrainedTokenizerFast, batch: list[Task]) -> list[tuple[list[int], list[bool]]]:
+    """Token ids of each whole conversation, and for each whether it is of the last answer."""
     prompts = [tokenizer.apply_chat_template(t.messages, tokenize=False, add_generation_prompt=True) for t in batch]
     return encode_answers(tokenizer, prompts, [t.answer + "<|end|>" for t in batch])
 
 
 def encode_answers(
     tokenizer: PreTrainedTokenizerFast, prompts: list[str], answers: list[str]
-) -> list[tuple[list[int], int]]:
+) -> list[tuple[list[int], list[bool]]]:
     """As `encode_tasks`, for rendered prompts and answers. The parts are encoded apart, as in generation."""
     def encode(texts: list[str]) -> list[list[int]]:
         return tokenizer(texts, add_special_tokens=False)["input_ids"]
 
-    return [(p + a, len(p)) for p, a in zip(encode(prompts), encode(answers), strict=True)]
-
-
-@dataclass(frozen=True)
-class Documents:
-    """Tokenised documents. Each is a sequence of its own: nothing of another is ever in its context.
-
-    tokens: [total] uint16, all documents one after the other; ends: [documents] where each ends; starts: [documents]
-    the position within each of the first token that is learned (answers and source are, questions are not).
-    """
-
-    tokens: np.ndarray
-    ends: np.ndarray
-    starts: np.ndarray
-
-    @classmethod
-    def of(cls, documents: list[tuple[list[int], int]]) -> Documents:
-        """From token ids with the position where learning starts."""
-        lengths = [len(ids) for ids, _ in documents]
-        tokens = np.concatenate([np.asarray(ids, np.uint16) for ids, _ in documents])
-        return cls(tokens, np.cumsum(lengths), np.asarray([start for _, start in documents], np.int32))
-
-    def joined(self, other: Documents) -> Documents:
-        """These documents and then those."""
-        return Documents(
-            np.concatenate([self.tokens, other.tokens]),
-            np.concatenate([self.ends, other.ends + len(self.tokens)]),
-            np.concatenate([self.starts, other.starts]),
-        )
-
-    def save(self, path: Path) -> None:
-        part = path.with_suffix(".part.npz")
-        np.savez(part, tokens=self.tokens, ends=self.ends, starts=self.starts)
-        part.replace(path)
-
-    @classmethod
-    def load(cls, path: Path) -> Documents:
-        with np.load(path) as arrays:
-            return cls(arrays["tokens"], arrays["ends"], arrays["starts"])
-
-    def batches(self, size: int, seed: int) -> list[np.ndarray]:
-        """Document indices of one epoch's batches of at most `size` tokens, padding included, in random order.
-
-        Documents of a batch are alike in length, so that little is padded.
-        """
-        rng = np.random.default_rng(seed)
-        lengths = np.diff(self.ends, prepend=0)
-        batches = []
-        order = rng.permutation(len(lengths))
-        for chunk in np.array_split(order, max(1, len(order) // 4096)):
-            chunk = chunk[np.argsort(lengths[chunk], kind="stable")]
-            first = 0
-            for position in range(1, len(chunk) + 1):
-                if position == len(chunk) or lengths[chunk[position]] * (position - first + 1) > size:
-                    batches.append(chunk[first:position])
-                    first = position
-        return [batches[i] for i in rng.permutation(len(batches))]
-
-    def collate(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """tokens [B, T] int64, padded at the end with 0, and learned [B, T] bool."""
-        ends, lengths = self.ends[indices], np.diff(self.ends, prepend=0)[indices]
-        column = np.arange(lengths.max())
-        inside = column < lengths[:, None]
-        tokens = self.tokens[np.where(inside, (ends - lengths)[:, None] + column, 0)].astype(np.int64)
-        return np.where(inside, tokens, 0), inside & (column >= self.starts[indices][:, None])
+    pairs = zip(encode(prompts), encode(answers), strict=True)
+    return [(p + a, [False] * len(p) + [True] * len(a)) for p, a in pairs]
 
 
 def training_documents(
@@ -195,17 +131,18 @@ def training_documents(
 
 def source_pieces(
     tokenizer: PreTrainedTokenizerFast, count: int, seed: int, length: int = 256
-) -> list[tuple[list[int], int]]:
+) -> list[tuple[list[int], list[bool]]]:
     """`count` random pieces of the training source, each of at most `length` tokens, learned from the first on."""
     files = list(python_texts("train"))
     rng = random.Random(seed)
     rng.shuffle(files)
-    pieces: list[tuple[list[int], int]] = []
+    pieces: list[tuple[list[int], list[bool]]] = []
     for text in itertools.cycle(files):
         if len(pieces) >= count:
             break
         ids = tokenizer(text, add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id]
         body = length - 1
-        pieces += [([tokenizer.bos_token_id, *ids[i : i + body]], 1) for i in range(0, len(ids), body)]
+        cut = [ids[i : i + body] for i in range(0, len(ids), body)]
+        pieces += [([tokenizer.bos_token_id, *piece], [False] + [True] * len(piece)) for piece in cut]
     rng.shuffle(pieces)
     return pieces[:count]

@@ -18,14 +18,17 @@ from pathlib import Path
 import torch
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from eagle_fsd.checkpoint import save_head
-from eagle_fsd.draft import DraftHead
+from eagle_fsd.checkpoint import load_head, save_head
+from eagle_fsd.model import load_target
 from eagle_fsd.target import TargetModel
 from train.answers import greedy_answers, render
-from train.corpus import Documents, encode_answers, train_tokenizer, training_documents
-from train.head import HeadTraining, train_head
+from train.config import make_config
+from train.corpus import encode_answers, train_tokenizer, training_documents
+from train.data import Documents
+from train.features import write_features
 from train.target import Stage, build_target, grow, train_stage
 from train.tasks import tasks
+from train.train_draft_head import train
 
 log = logging.getLogger("train.demo")
 
@@ -44,24 +47,27 @@ class Preset:
     python_share: float
     practice: tuple[str, ...]  # task families that are learned last and get more turns
     stages: tuple[Stage, ...]
-    answers: int
-    head_intermediate: int
-    head: HeadTraining
+    answers: int  # the target's own, for the head; beside them three times as many documents of fresh text
+    head: dict  # settings of train.config.TrainingConfig
 
 
 PRESETS = {
     "cpu": Preset(
         vocab_size=2048, hidden=192, intermediate=528, heads=6, kv_heads=2, documents=80_000,
-        batch=12_288, python_share=0.05, practice=("list", "table") * 3,
-        stages=(Stage(4, 3200, lr=2e-3), Stage(4, 1400, lr=2e-3), Stage(4, 500, lr=1.5e-3, decay=0.9),
-                Stage(16, 40, lr=2e-4, decay=0.8, warmup=5)),
-        answers=1536, head_intermediate=768, head=HeadTraining(steps=450),
+        batch=12_288, python_share=0.07, practice=("list", "table", "table", "string"),
+        stages=(Stage(4, 5400, lr=2e-3), Stage(4, 500, lr=1.5e-3), Stage(8, 1100, lr=1.5e-3, decay=0.5),
+                Stage(24, 60, lr=3e-4, decay=0.8, warmup=5)),
+        answers=2048,
+        head={"objective": "aligned", "steps": 1500, "batch_tokens": 12_288, "lr": 1e-3, "warmup": 50,
+              "head": {"intermediate_size": 768}, "tree": [16, 5, 3, 0.5], "eval_every": 250, "save_every": 100},
     ),
     "gpu": Preset(
         vocab_size=4096, hidden=256, intermediate=704, heads=8, kv_heads=2,
         documents=2_000_000, batch=65_536, python_share=0.1, practice=("list", "table") * 2,
         stages=(Stage(6, 8000, lr=3e-3), Stage(24, 8000, lr=2e-3, decay=0.7)),
-        answers=50_000, head_intermediate=1024, head=HeadTraining(steps=12_000, batch=65_536),
+        answers=50_000,
+        head={"objective": "aligned", "steps": 12_000, "batch_tokens": 65_536, "lr": 1e-3, "warmup": 200,
+              "head": {"intermediate_size": 1024}, "eval_every": 1000, "save_every": 1000},
     ),
 }
 
@@ -80,11 +86,11 @@ def make_text(preset: Preset, work: Path) -> tuple[PreTrainedTokenizerFast, Docu
     if not (work / "tokenizer").exists():
         train_tokenizer(preset.vocab_size).save_pretrained(work / "tokenizer")
     tokenizer = PreTrainedTokenizerFast.from_pretrained(work / "tokenizer")
-    if not (work / "text.npz").exists():
+    if not (work / "text").exists():
         documents = training_documents(tokenizer, preset.documents, python_share=preset.python_share, seed=1,
                                        practice=preset.practice)
-        documents.save(work / "text.npz")
-    return tokenizer, Documents.load(work / "text.npz")
+        documents.save(work / "text")
+    return tokenizer, Documents.load(work / "text")
 
 
 def train_target(preset: Preset, work: Path, device: str) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
@@ -106,31 +112,34 @@ def train_target(preset: Preset, work: Path, device: str) -> tuple[LlamaForCausa
     return model.eval(), tokenizer
 
 
-def answer_text(
-    preset: Preset, work: Path, model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast
+def own_answers(
+    split: str, count: int, model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, checkpoint: Path
 ) -> Documents:
-    """Text for the head: the target's own greedy answers to training tasks, and as many documents of fresh text."""
-    if not (work / "head-text.npz").exists():
-        prompts = render(tokenizer, list(tasks("train", seed=99, count=preset.answers)))
-        answers = greedy_answers(model, tokenizer, prompts, checkpoint=work / "answers.jsonl")
-        own = Documents.of(encode_answers(tokenizer, prompts, [answer + "<|end|>" for answer in answers]))
-        text = training_documents(tokenizer, preset.answers, python_share=4 * preset.python_share, seed=2)
-        own.joined(text).save(work / "head-text.npz")
-    return Documents.load(work / "head-text.npz")
+    """The target's own greedy answers to tasks of a split."""
+    prompts = render(tokenizer, list(tasks(split, seed=99, count=count)))
+    answers = greedy_answers(model, tokenizer, prompts, checkpoint=checkpoint)
+    return Documents.of(encode_answers(tokenizer, prompts, [answer + "<|end|>" for answer in answers]))
 
 
-def train_draft(
-    preset: Preset, work: Path, model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, device: str
-) -> DraftHead:
-    """The demo head, which shares the target's embeddings."""
-    model.to(device)
-    documents = answer_text(preset, work, model, tokenizer)
-    fields = target_config(preset, 1, tokenizer).to_dict() | {"intermediate_size": preset.head_intermediate}
-    torch.manual_seed(1)
-    head = DraftHead(LlamaConfig(**fields))
-    head.share_embeddings(model.get_input_embeddings())
-    head.to(device)
-    return train_head(head, TargetModel(model), documents, preset.head, checkpoint=work / "head.pt")
+def head_text(preset: Preset, work: Path, model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
+    """The head's text, `head-text` and `head-eval` in the work folder, made once."""
+    if not (work / "head-eval").exists():
+        own_answers("heldout", 64, model, tokenizer, work / "answers-heldout.jsonl").save(work / "head-eval")
+    if not (work / "head-text").exists():
+        own = own_answers("train", preset.answers, model, tokenizer, work / "answers.jsonl")
+        fresh = training_documents(tokenizer, 3 * preset.answers, python_share=3 * preset.python_share, seed=2)
+        own.joined(fresh).save(work / "head-text")
+
+
+def train_draft(preset: Preset, work: Path, target: Path, device: str) -> Path:
+    """The demo head, which shares the target's embeddings; returns its folder."""
+    model, _ = load_target(target, dtype="bfloat16", device=device)
+    write_features(TargetModel(model, check=False), Documents.load(work / "head-text"), work / "features")
+    return train(make_config({
+        "target": target, "data": work / "head-text", "eval_data": str(work / "head-eval"), "output": work / "head",
+        "features": str(work / "features"), "target_dtype": "float32" if device == "cpu" else "bfloat16",
+        "tracker": "none", **preset.head,
+    }), cpu=device == "cpu")
 
 
 def save_target(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, directory: Path) -> None:
@@ -162,8 +171,11 @@ def main() -> None:
     args.work.mkdir(parents=True, exist_ok=True)
     preset = PRESETS[args.preset]
     model, tokenizer = train_target(preset, args.work, args.device)
-    head = train_draft(preset, args.work, model, tokenizer, args.device)
-    save_head(head, args.out / "demo-draft", dtype=torch.bfloat16)
+    head_text(preset, args.work, model, tokenizer)
+    target = args.work / "demo-target"
+    save_target(model, tokenizer, target)
+    head = train_draft(preset, args.work, target, args.device)
+    save_head(load_head(head), args.out / "demo-draft", dtype=torch.bfloat16)
     save_target(model, tokenizer, args.out / "demo-target")
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from train.corpus import Documents
+from train.data import Documents
 
 log = logging.getLogger(__name__)
 
@@ -98,6 +98,8 @@ def train_stage(
         checkpoint: file of the running state (model, optimisers, step), written every `save_seconds`.
     """
     batches = documents.batches(batch, seed)
+    if device == "cpu":
+        model.set_attn_implementation("eager")  # its backward takes half of the time that sdpa's takes there
     model.to(device).train()
     opts = optimizers(model, stage.lr)
     step = 0

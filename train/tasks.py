@@ -77,7 +77,9 @@ doctor effort father ground honest impact junior knight length method nature obj
 system theory update volume weight expert yield zebra cloud brick plant stone table river mouse light
 train bread chair dance earth field grape house knife lunch money north ocean piano queen radio snake tiger
 uncle voice water youth actor beach crown drift flame globe horse ivory jewel koala lotus maple nurse olive
-pearl quilt robot spoon tulip unity viper wheat""".split()
+pearl quilt robot spoon tulip unity viper wheat blanket cabinet diamond feather glacier harvest kingdom lantern
+meadows orchard pelican rainbow station thunder village whistle airplane calendar dinosaur elephant festival
+hospital magazine notebook painting sandwich triangle umbrella vacation wardrobe""".split()
 
 # ---------------------------------------------------------------------------------------------------------
 # Phrasings. Every entry has at least four; `say` draws one. Later entries are rarer, as in real text.
@@ -187,9 +189,9 @@ PHRASES: dict[str, list[str]] = {
         "The first letter goes: {x}.", "From the second letter on: {x}.",
     ],
     "row": [
-        "{n} | {c} | {x}, so {n} has {x} {i}.", "We find {n} | {c} | {x}, that is {x} {i}.",
-        "The row {n} | {c} | {x} says {x} {i}.", "In {n} | {c} | {x} there are {x} {i}.",
-        "For {n} we read {n} | {c} | {x}.",
+        "The row |{n}|{x}|{c}| says that {n} has {x} {i}.", "We find |{n}|{x}|{c}|, that is {x} {i}.",
+        "Look at |{n}|{x}|{c}|: there are {x} {i}.", "For {n} we read |{n}|{x}|{c}|.",
+        "In the table, |{n}|{x}|{c}| gives {x} {i}.",
     ],
     "most": [
         "The larger value is {v}.", "{v} is the higher of the two.", "Of these, {v} is more.",
@@ -374,7 +376,7 @@ def _story(w: _Writer, level: int) -> _Problem:
     parts = [rng.choice([f"{name} has {start} {item}.", f"There are {start} {item} in {name}'s bag."])]
     operands: list = [start]
     sentences = [w.say("story_start", n=name, a=start, i=item)]
-    for event_index in range(1 + level if level < 3 else 3):
+    for event_index in range(1 + level):
         kind = rng.choice(["gain", "lose", "packs"])
         lead = "" if event_index == 0 else rng.choice(["", "Then "])
         wording = rng.choice(STORY_EVENTS[kind])
@@ -420,6 +422,7 @@ def _cost(w: _Writer, level: int, name: str) -> _Problem:
 
 UNITS = [  # unit, plural, small unit, factor
     ("hour", "hours", "minutes", 60), ("day", "days", "hours", 24), ("week", "weeks", "days", 7),
+    ("year", "years", "weeks", 52), ("year", "years", "days", 365), ("ream", "reams", "sheets", 480),
     ("dozen", "dozens", "eggs", 12), ("minute", "minutes", "seconds", 60), ("year", "years", "months", 12),
     ("kilometre", "kilometres", "metres", 1000), ("kilogram", "kilograms", "grams", 1000),
     ("metre", "metres", "centimetres", 100), ("foot", "feet", "inches", 12), ("yard", "yards", "feet", 3),
@@ -432,7 +435,7 @@ def _convert(w: _Writer, level: int) -> _Problem:
     if rng.random() < 0.35:
         return _clock(w, level)
     unit, plural, small, factor = rng.choice(UNITS)
-    count = rng.randint(2, (9, 19, 48)[level - 1])
+    count = rng.randint(2, (9, 25, 99)[level - 1])
     extra = rng.randint(1, min(factor - 1, 99)) if rng.random() < 0.7 else 0
     quantity = f"{count} {plural}" + (f" and {extra} {small}" if extra else "")
     sentences = [w.say("unit", u=unit, v=small, k=factor)]
@@ -537,11 +540,11 @@ STRING_EDITS: dict[str, list[str]] = {
 
 def _string(w: _Writer, level: int) -> _Problem:
     rng = w.rng
-    word = rng.choice([word for word in WORDS if len(word) <= 4 + min(level, 2)])
+    word = rng.choice([word for word in WORDS if len(word) <= 4 + level])
     letters = list(word)
     requests, operands = [], []
     sentences = [w.say("spell", x="-".join(letters))]
-    for edit in rng.sample(sorted(STRING_EDITS), min(level, 2)):
+    for edit in rng.sample(sorted(STRING_EDITS), level):
         a, b = rng.choice(letters), rng.choice("abcdefghijklmnoprstuvwxyz")
         if edit == "reverse":
             letters = letters[::-1]
@@ -557,7 +560,7 @@ def _string(w: _Writer, level: int) -> _Problem:
         requests.append(rng.choice(STRING_EDITS[edit]).format(a=a, b=b))
         operands.append(edit)
         sentences.append(w.say(edit, x="-".join(letters), a=a, b=b))
-    asked = " Then: ".join(requests) if len(requests) > 1 else requests[0]
+    asked = " Then: ".join(requests)
     return _Problem([w.ask(QUESTIONS["string"], w=word, e=asked)], sentences, "-".join(letters), (word, *operands))
 
 
@@ -567,7 +570,7 @@ def _table(w: _Writer, level: int) -> _Problem:
     item, towns = rng.choice(ITEMS), rng.sample(CITIES, 2)
     rows = [(p, towns[i % 2] if i < 2 else rng.choice(towns), rng.randint(3, 99)) for i, p in enumerate(people)]
     rng.shuffle(rows)
-    table = "\n".join([f"name | city | {item}", *(f"{p} | {c} | {n}" for p, c, n in rows)])
+    table = "\n".join([f"|name|{item}|city|", *(f"|{p}|{n}|{c}|" for p, c, n in rows)])
     amount = {name: number for name, _, number in rows}
     kind = rng.choice(["sum", "diff", "more"])
     a, b = rng.sample(people, 2)
@@ -590,7 +593,7 @@ def _table(w: _Writer, level: int) -> _Problem:
 def _json(w: _Writer, level: int) -> _Problem:
     rng = w.rng
     name, city, item = rng.choice(NAMES), rng.choice(CITIES), rng.choice(ITEMS)
-    count, price = rng.randint(2, 9), rng.randint(3, 12 * level)
+    count, price, shipping = rng.randint(2, 9), rng.randint(3, (12, 36, 99)[level - 1]), rng.randint(3, 60)
     record: dict[str, str | int] = {"name": name}
     facts = [rng.choice([f"{name} ordered {count} {item}.", f"The order of {name} is {count} {item}."])]
     if level > 1:
@@ -600,14 +603,20 @@ def _json(w: _Writer, level: int) -> _Problem:
     if rng.random() < 0.5:
         facts.reverse()
     record |= {"item": item, "count": count, "price": price}
+    if level > 2:
+        facts.append(rng.choice([f"Sending adds {shipping} dollars.", f"The shipping is {shipping} dollars."]))
+        record["shipping"] = shipping
     keys = list(record)
     sentences = [w.say("field", k=k, v=record[k]) for k in keys]
     if level > 1 or rng.random() < 0.5:
         sentence, record["total"] = w.calc("mul", price, count)
         sentences.append(sentence)
+    if level > 2:
+        sentence, record["total"] = w.calc("add", record["total"], shipping)
+        sentences.append(sentence)
     sentences.append(w.say("json"))
     question = w.ask(QUESTIONS["json"], k=", ".join(record), n=" ".join(facts))
-    return _Problem([question], sentences, json.dumps(record), (name, city, item, count, price, level))
+    return _Problem([question], sentences, json.dumps(record), (name, city, item, count, price, shipping, level))
 
 
 def _followup(w: _Writer, level: int) -> _Problem:

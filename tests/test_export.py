@@ -1,0 +1,107 @@
+"""Heads written for other programs: their files, and what is said about a head."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tiny import tiny_pair, tiny_target
+
+from eagle_fsd.checkpoint import load_head, save_head
+from eagle_fsd.cli import main
+from eagle_fsd.draft import DraftHead
+from eagle_fsd.export import LAYOUTS, export_head, inspect_head
+
+TENSORS = {
+    "fc.weight": (16, 32),
+    "layers.0.self_attn.q_proj.weight": (16, 16),
+    "layers.0.self_attn.k_proj.weight": (8, 16),
+    "layers.0.self_attn.v_proj.weight": (8, 16),
+    "layers.0.self_attn.o_proj.weight": (16, 16),
+    "layers.0.mlp.gate_proj.weight": (24, 16),
+    "layers.0.mlp.up_proj.weight": (24, 16),
+    "layers.0.mlp.down_proj.weight": (16, 24),
+    "layers.0.post_attention_layernorm.weight": (16,),
+}
+# What each consumer gets beyond TENSORS, its file, architecture and `bias` (DESIGN section 5).
+EXPECTED = {
+    "eagle": ("pytorch_model.bin", "LlamaForCausalLM", False, {"embed_tokens.weight": (32, 16)}),
+    "sglang": ("model.safetensors", "LlamaForCausalLMEagle", True, {"fc.bias": (16,)}),
+    "vllm": ("model.safetensors", "LlamaForCausalLM", False, {}),
+}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A target and its head without own embeddings, saved."""
+    folder = tmp_path_factory.mktemp("export")
+    model = tiny_pair()
+    model.draft.share_embeddings(model.target.embed_tokens)
+    model.target.model.save_pretrained(folder / "target")
+    save_head(model.draft, folder / "head")
+    return folder
+
+
+def outputs(head: DraftHead, embeddings) -> torch.Tensor:
+    if head.shares_embeddings:
+        head.share_embeddings(embeddings)
+    generator = torch.Generator().manual_seed(0)
+    features = torch.randn(1, 5, 16, generator=generator)
+    return head.float()(features, torch.arange(5)[None], torch.arange(5)[None])
+
+
+@pytest.mark.parametrize("to", LAYOUTS)
+def test_each_consumer_gets_its_keys_shapes_and_config_and_we_read_it_back(place, tmp_path, to):
+    file, architecture, bias, extra = EXPECTED[to]
+    path = export_head(place / "head", to, tmp_path / to, target=place / "target", dtype=torch.float32)
+    assert path == tmp_path / to / file
+    assert sorted(p.name for p in (tmp_path / to).iterdir()) == ["config.json", file]
+    state = torch.load(path, weights_only=True) if file.endswith(".bin") else load_file(path)
+    assert {name: tuple(value.shape) for name, value in state.items()} == TENSORS | extra
+    config = json.loads((tmp_path / to / "config.json").read_text())
+    assert config["architectures"] == [architecture] and config["bias"] is bias
+    assert config["model_type"] == "llama" and config["num_hidden_layers"] == 1 and config["rope_theta"] == 10000.0
+    assert {"hidden_size": 16, "vocab_size": 32, "num_key_value_heads": 2}.items() <= config.items()
+
+    embeddings = tiny_target().get_input_embeddings()
+    ours, back = outputs(load_head(place / "head"), embeddings), outputs(load_head(tmp_path / to), embeddings)
+    torch.testing.assert_close(back, ours, rtol=0, atol=0)
+    assert not inspect_head(tmp_path / to).server_problems[to]
+
+
+def test_a_trained_bias_is_not_dropped_silently(place, tmp_path):
+    head = load_head(place / "head")
+    head.fc.bias = torch.nn.Parameter(torch.ones(16))
+    save_head(head, tmp_path / "biased")
+    with pytest.raises(ValueError, match="trained fc.bias, which vllm would drop"):
+        export_head(tmp_path / "biased", "vllm", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    export_head(tmp_path / "biased", "sglang", tmp_path / "sglang")
+    assert load_file(tmp_path / "sglang" / "model.safetensors")["fc.bias"].eq(1).all()
+    found = inspect_head(tmp_path / "biased")
+    assert found.facts["fc bias"] == "trained"
+    assert any("dropped" in problem for problem in found.server_problems["vllm"])
+
+
+def test_embeddings_have_to_come_from_somewhere_that_fits(place, tmp_path):
+    with pytest.raises(ValueError, match="give the target"):
+        export_head(place / "head", "eagle", tmp_path / "out")
+    tiny_target(vocab_size=40).save_pretrained(tmp_path / "other")
+    with pytest.raises(ValueError, match=r"\(40, 16\), the head needs \(32, 16\)"):
+        export_head(place / "head", "eagle", tmp_path / "out", target=tmp_path / "other")
+
+
+def test_inspection_says_what_a_head_fits(place, tmp_path):
+    tiny_target(vocab_size=40).save_pretrained(tmp_path / "other")
+    assert inspect_head(place / "head", place / "target").target_problems == []
+    assert inspect_head(place / "head", tmp_path / "other").target_problems == ["vocabulary: head 32, target 40"]
+
+
+def test_the_commands(place, tmp_path, capsys):
+    assert main(["inspect", str(place / "head"), "--target", str(place / "target")]) == 0
+    shown = capsys.readouterr().out
+    assert "the head fits" in shown and "EAGLE-1/2" in shown and "no fc.bias" in shown
+    assert main(["export", str(place / "head"), "--to", "vllm", "--out", str(tmp_path / "v")]) == 0
+    assert "written for vllm" in capsys.readouterr().out
+    assert main(["inspect", str(tmp_path / "nothing")]) == 2
+    assert "nothing" in capsys.readouterr().err

@@ -1,0 +1,190 @@
+"""From files of conversations to a dataset: formats, bad rows, lengths, answers by the target itself."""
+
+import json
+import sys
+
+import numpy as np
+import pytest
+from tiny import tiny_pair, tiny_tokenizer
+
+from train.conversations import BadRow, Row, check_messages, read_rows
+from train.data import Documents
+from train.prepare_data import build_parser, encode_row, pack, prepare, regenerate, run
+
+
+def chat(*contents: str) -> list[dict[str, str]]:
+    return [{"role": ("user", "assistant")[i % 2], "content": c} for i, c in enumerate(contents)]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = (
+        "<s>{% for m in messages %}{% if m.role == 'assistant' %}<bot>{{ m.content }}</s>{% else %}"
+        "<user>{{ m.content }}{% endif %}{% endfor %}{% if add_generation_prompt %}<bot>{% endif %}"
+    )
+    return tokenizer
+
+
+def write(path, lines) -> str:
+    path.write_text("\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines))
+    return str(path)
+
+
+SHAREGPT = {"id": "1", "conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yes"}]}
+
+
+def test_every_format_gives_the_same_messages(tmp_path):
+    wanted = chat("hi", "yes")
+    sources = [
+        write(tmp_path / "array.json", [json.dumps([SHAREGPT], indent=2)]),
+        write(tmp_path / "lines.jsonl", [SHAREGPT]),
+        write(tmp_path / "openai.jsonl", [{"messages": wanted}]),
+        write(tmp_path / "bare.jsonl", [wanted, wanted]),
+    ]
+    for source in sources:
+        rows = list(read_rows(source))
+        assert rows and all(row.messages == wanted for row in rows), source
+
+
+def test_text_files_and_text_records(tmp_path):
+    assert list(read_rows(write(tmp_path / "a.txt", ["one", "two"]))) == [Row(text="one\ntwo")]
+    assert list(read_rows(write(tmp_path / "b.jsonl", [{"text": "one"}]))) == [Row(text="one")]
+
+
+def test_a_folder_of_the_datasets_library(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    datasets.Dataset.from_list([SHAREGPT]).save_to_disk(str(tmp_path / "d"))
+    assert [row.messages for row in read_rows(str(tmp_path / "d"))] == [chat("hi", "yes")]
+
+
+def test_a_dataset_name_without_the_library_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(ImportError, match="pip install datasets"):
+        list(read_rows("someone/some-dataset"))
+
+
+BAD = [
+    ("{broken", "broken JSON"),
+    ('"text"', "not an object"),
+    ({"prompt": "hi"}, "no key conversations or messages or conversation or text"),
+    ({"messages": []}, "no messages"),
+    ({"messages": "hi"}, "no messages"),
+    ({"messages": ["hi"]}, "a message is not an object"),
+    ({"messages": [{"role": "tool", "content": "x"}]}, "unknown role"),
+    ({"messages": [{"role": 3, "content": "x"}]}, "unknown role"),
+    ({"messages": [{"role": "user", "content": None}]}, "content is not a string"),
+    ({"messages": chat("hi", " ")}, "empty message"),
+    ({"messages": chat("hi", "a\ud800")}, "text is not valid Unicode"),
+    ({"messages": chat("hi")}, "no answer to learn"),
+    ({"messages": [*chat("hi"), *chat("hi", "yes")]}, "roles out of order"),
+    ({"messages": chat("hi", "yes")[1:]}, "roles out of order"),
+    ({"text": " "}, "empty text"),
+]
+
+
+@pytest.mark.parametrize(("record", "reason"), BAD, ids=[reason for _, reason in BAD])
+def test_bad_rows_say_why(tmp_path, record, reason):
+    rows = list(read_rows(write(tmp_path / "x.jsonl", [record, SHAREGPT])))
+    assert [row.reason for row in rows] == [reason, None]
+
+
+def test_turns_after_the_last_answer_are_cut():
+    assert check_messages(chat("hi", "yes", "and?")) == chat("hi", "yes")
+    with_system = [{"role": "system", "content": "be kind"}, *chat("hi", "yes")]
+    assert check_messages(with_system) == with_system
+
+
+def test_bad_rows_are_counted_and_the_rest_is_learned(tmp_path, tokenizer):
+    lines = [record for record, _ in BAD] + [SHAREGPT] * 3 + [{"messages": chat("hi", "a" * 40)}]
+    rows = read_rows(write(tmp_path / "x.jsonl", lines))
+    documents, summary = prepare(rows, tokenizer, max_length=24, long="drop")
+    assert len(documents) == 3
+    assert summary["rows"] == len(BAD) + 4 and summary["bad_rows"] == len(BAD) + 1
+    assert summary["bad_reasons"]["over-long"] == 1 and summary["bad_reasons"]["roles out of order"] == 2
+    assert sum(summary["bad_reasons"].values()) == summary["bad_rows"]
+    tokens, learned = documents.document(0)
+    assert tokenizer.decode(tokens[learned]) == "yes</s>"
+
+
+def test_nothing_usable_is_an_error(tokenizer):
+    with pytest.raises(ValueError, match="none of 1 rows.*broken JSON"):
+        prepare([Row(reason="broken JSON")], tokenizer, max_length=24)
+
+
+def test_long_conversations_are_truncated_unless_nothing_is_left_to_learn(tokenizer):
+    row = Row(messages=chat("hi", "a" * 40))
+    ((ids, learned),) = encode_row(row, tokenizer, 12, "truncate")
+    assert len(ids) == len(learned) == 12 and learned[-1]
+    with pytest.raises(BadRow, match="nothing to learn"):
+        encode_row(Row(messages=chat("a" * 40, "yes")), tokenizer, 12, "truncate")
+
+
+def test_plain_text_is_cut_into_documents_that_begin_alike(tokenizer):
+    pieces = encode_row(Row(text="abcdefghij"), tokenizer, 5, "truncate")
+    assert [len(ids) for ids, _ in pieces] == [5, 5, 4]  # a start token each, one end token in all
+    assert all(ids[0] == tokenizer.bos_token_id and learned == [False] + [True] * (len(ids) - 1)
+               for ids, learned in pieces)
+    assert tokenizer.decode(sum((ids[1:] for ids, _ in pieces), []), skip_special_tokens=True) == "abcdefghij"
+
+
+def test_packing_joins_without_exceeding_the_length():
+    documents = [([i] * n, [True] * n) for i, n in enumerate([3, 4, 2, 9, 1])]
+    assert [ids for ids, _ in pack(documents, 9)] == [[0] * 3 + [1] * 4 + [2] * 2, [3] * 9, [4]]
+
+
+@pytest.fixture(scope="module")
+def model(tokenizer):
+    return tiny_pair(tokenizer=tokenizer)
+
+
+def test_regenerated_answers_are_the_targets_own_and_are_not_made_twice(tmp_path, model, tokenizer, monkeypatch):
+    import eagle_fsd
+
+    rows = [Row(messages=chat("hi", "x", "and", "y")), Row(reason="broken JSON"), Row(messages=chat("b", "x"))]
+    options = {"temperature": 0.0, "max_new_tokens": 6, "seed": 0}
+    record = tmp_path / "answers.jsonl"
+    made = list(regenerate(rows, model, record, **options))
+    first = eagle_fsd.generate(chat("hi"), model, max_new_tokens=6, acceptance="exact").text
+    assert made[0].messages[1]["content"] == first
+    assert [m["role"] for m in made[0].messages] == ["user", "assistant"] * (len(made[0].messages) // 2)
+    assert made[1].reason == "broken JSON"
+
+    lines = record.read_text().splitlines(keepends=True)
+    record.write_text(lines[0] + lines[1][:7])  # interrupted while writing the second one
+    asked = []
+    generate = eagle_fsd.generate
+
+    def recorded(prompt, *args, **options):
+        asked.append(prompt)
+        return generate(prompt, *args, **options)
+
+    monkeypatch.setattr(eagle_fsd, "generate", recorded)
+    assert list(regenerate(rows, model, record, **options)) == made
+    assert [prompt[0]["content"] for prompt in asked] == ["b"]
+
+
+def test_the_command_writes_a_dataset_with_its_summary(tmp_path, model, tokenizer):
+    model.target.model.save_pretrained(tmp_path / "target")
+    tokenizer.save_pretrained(tmp_path / "target")
+    source = write(tmp_path / "chat.jsonl", [SHAREGPT, "{broken", {"messages": chat("a", "b")}])
+    common = ["--target", str(tmp_path / "target"), "--data", source, "--max-length", "32"]
+    summary = run(build_parser().parse_args([*common, "--out", str(tmp_path / "data")]))
+    documents = Documents.load(tmp_path / "data")
+    assert len(documents) == summary["documents"] == 2 and summary["bad_reasons"] == {"broken JSON": 1}
+    own = run(build_parser().parse_args(
+        [*common, "--out", str(tmp_path / "own"), "--regenerate", "greedy", "--max-new-tokens", "4"]
+    ))
+    assert own["documents"] == 2 and own["regenerated"] == "greedy"
+    assert not np.array_equal(Documents.load(tmp_path / "own").tokens, documents.tokens)
+
+
+@pytest.mark.parametrize(
+    ("option", "match"), [(["--max-length", "3"], "--max-length.*3"), (["--limit", "0"], "--limit.*0")]
+)
+def test_bad_options_are_refused_before_anything_is_loaded(tmp_path, option, match):
+    args = build_parser().parse_args(
+        ["--target", "nowhere", "--data", "x.jsonl", "--out", str(tmp_path / "data"), *option]
+    )
+    with pytest.raises(ValueError, match=match):
+        run(args)

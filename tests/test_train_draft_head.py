@@ -1,0 +1,307 @@
+"""The training script: runs to the end, resumes bit by bit, is the same on two processes, refuses what is wrong."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from tiny import tiny_target
+
+import eagle_fsd
+from eagle_fsd.checkpoint import load_head
+from eagle_fsd.model import load_target
+from eagle_fsd.target import TargetModel
+from train import train_draft_head as script
+from train.config import make_config, read_config
+from train.data import Documents
+from train.features import write_features
+from train.train_draft_head import Schedule, feature_noise, learning_rate, shares, train
+
+ROOT = Path(__file__).parents[1]
+SCRIPT = str(ROOT / "train" / "train_draft_head.py")
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A folder with a tiny target and a dataset of 60 documents."""
+    folder = tmp_path_factory.mktemp("training")
+    tiny_target("llama", attention="sdpa").save_pretrained(folder / "target")
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(8, 20, 60)
+    Documents.of([(rng.integers(3, 32, n).tolist(), [i > n // 3 for i in range(n)]) for n in lengths]).save(
+        folder / "data"
+    )
+    return folder
+
+
+def settings(place, output, **changes) -> dict:
+    return {
+        "target": place / "target", "data": place / "data", "output": place / output, "eval_documents": 4,
+        "target_dtype": "float32", "mixed_precision": "no", "steps": 12, "batch_tokens": 128, "lr": 3e-3, "warmup": 3,
+        "save_every": 4, "eval_every": 6, "log_every": 1, "tree": [6, 3, 2], "tracker": "none",
+        "objective": {"name": "eagle", "aligned_steps": 2}, **changes,
+    }
+
+
+def run(place, output, **changes) -> Path:
+    return train(make_config(settings(place, output, **changes)), cpu=True)
+
+
+def losses(output: Path) -> list[float]:
+    return [json.loads(line)["loss"] for line in (output / "train.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def finished(place):
+    """An uninterrupted run."""
+    return run(place, "whole")
+
+
+def command(place, output, tmp_path, **changes) -> list[str]:
+    """The script's arguments for the same run."""
+    path = tmp_path / "config.json"
+    values = settings(place, output, **changes)
+    path.write_text(json.dumps({k: str(v) if isinstance(v, Path) else v for k, v in values.items()}))
+    return [SCRIPT, "--config", str(path), "--cpu"]
+
+
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads()), "TOKENIZERS_PARALLELISM": "false"}
+
+
+def test_training_lowers_the_loss_and_leaves_a_head_that_decodes(place, finished):
+    curve = losses(place / "whole")
+    assert len(curve) == 12 and np.mean(curve[-3:]) < np.mean(curve[:3])
+    model = eagle_fsd.load(place / "target", finished)
+    prompt = [3, 1, 4, 1, 5, 9]
+    plain = model.target.model.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False)[0, 6:].tolist()
+    assert eagle_fsd.generate(prompt, model, max_new_tokens=12, acceptance="exact").token_ids == plain
+
+
+def test_the_run_says_what_it_measured(place, finished):
+    evaluations = [json.loads(line) for line in (place / "whole" / "eval.jsonl").read_text().splitlines()]
+    assert [e["step"] for e in evaluations] == [6, 12]
+    assert all(1 <= e["tau"]["exact"] <= e["tau"]["fsd 0.1"] <= e["tau"]["fsd 0.3"] for e in evaluations)
+    card = (finished / "README.md").read_text()
+    assert all(word in card for word in ("| plain |", "| exact |", "| fsd 0.3 |", "tokens/s", "12 steps"))
+    assert (place / "whole" / "best" / "model.safetensors").exists()
+    assert len(list((place / "whole" / "states").iterdir())) == 2  # keep=2
+
+
+def test_a_finished_run_trains_no_further(place, finished):
+    before = (place / "whole" / "train.jsonl").read_text()
+    run(place, "whole")
+    assert (place / "whole" / "train.jsonl").read_text() == before
+
+
+def test_killed_by_force_it_resumes_to_the_same_curve_and_weights(place, finished, tmp_path):
+    output = place / "killed"
+    process = subprocess.Popen(
+        [sys.executable, *command(place, "killed", tmp_path, steps=12)], env=ENVIRONMENT,
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=tmp_path,
+    )
+    log = output / "train.jsonl"
+    while process.poll() is None and not (log.exists() and len(log.read_text().splitlines()) >= 6):
+        time.sleep(0.002)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    killed_at = len(log.read_text().splitlines())
+    assert 6 <= killed_at <= 12 and (output / "states" / "step-4").exists()
+    with log.open("a") as file:
+        file.write('{"step": 7, "lo')  # as a kill in the middle of a line leaves it
+    run(place, "killed")
+    assert losses(output) == losses(place / "whole")
+    for name, value in load_file(finished / "model.safetensors").items():
+        assert torch.equal(value, load_file(output / "head" / "model.safetensors")[name]), name
+
+
+def test_interrupted_it_saves_and_resumes(place, finished, monkeypatch):
+    step = script.Run.train_step
+
+    def interrupt(self):
+        if self.step == 6:
+            os.kill(os.getpid(), signal.SIGINT)
+        return step(self)
+
+    with monkeypatch.context() as context:
+        context.setattr(script.Run, "train_step", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            run(place, "interrupted")
+    assert (place / "interrupted" / "states" / "step-7" / "run.json").exists()
+    run(place, "interrupted")
+    assert losses(place / "interrupted") == losses(place / "whole")
+
+
+def test_offline_features_give_the_online_curve(place, finished):
+    model, _ = load_target(place / "target", dtype="float32")
+    write_features(TargetModel(model), Documents.load(place / "data"), place / "features")
+    run(place, "offline", features=str(place / "features"))
+    np.testing.assert_allclose(losses(place / "offline"), losses(place / "whole"), atol=1e-3)
+
+
+def test_accumulated_parts_are_the_whole_batch(place, finished):
+    train(make_config(settings(place, "parts")), cpu=True, gradient_accumulation=3)
+    np.testing.assert_allclose(losses(place / "parts"), losses(place / "whole"), atol=1e-4)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        return probe.getsockname()[1]
+
+
+def test_two_processes_are_one(place, finished, tmp_path):
+    result = subprocess.run(
+        [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2", "--num_machines", "1",
+         "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", str(free_port()),
+         *command(place, "two", tmp_path)],
+        env=ENVIRONMENT, capture_output=True, text=True, cwd=tmp_path,
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    np.testing.assert_allclose(losses(place / "two"), losses(place / "whole"), atol=1e-4)
+    one, two = (load_file(place / name / "head" / "model.safetensors") for name in ("whole", "two"))
+    assert all(torch.allclose(one[name], two[name], atol=1e-3) for name in one)
+
+
+SHARDED = """
+import os, sys, torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.fsdp import fully_shard
+sys.path[:0] = [{root!r}, {tests!r}]
+from tiny import tiny_pair
+from train.objectives import OBJECTIVES, AlignedLoss
+torch.set_num_threads(1)
+dist.init_process_group("gloo")
+model = tiny_pair()
+target, head = model.target, model.draft
+head.share_embeddings(target.embed_tokens.requires_grad_(False))
+mesh = torch.distributed.init_device_mesh("cpu", (2,))
+loss = AlignedLoss(head.train(), OBJECTIVES["aligned"], target.logits)
+fully_shard(head.layers[0], mesh=mesh)
+fully_shard(loss, mesh=mesh, ignored_params=set(head.embed_tokens.parameters()))
+optimizer = torch.optim.AdamW([p for p in loss.parameters() if p.requires_grad], lr=1e-2)
+tokens = torch.randint(3, 32, (2, 12), generator=torch.Generator().manual_seed(0))
+features = target.decoder(tokens).last_hidden_state.detach()
+mine = slice(dist.get_rank(), dist.get_rank() + 1)
+first = None
+for _ in range(10):
+    value, _ = loss(features[mine], tokens[mine], torch.ones(1, 12, dtype=torch.bool))
+    value.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    first = first or value.item()
+assert value.item() < first
+assert all(p.to_local().numel() < p.numel() for p in head.fc.parameters())
+state = get_model_state_dict(loss, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+if dist.get_rank() == 0:
+    torch.save({{name.removeprefix("head."): value for name, value in state.items()}}, {output!r})
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+def test_sharded_training_saves_a_head_that_loads(tmp_path):
+    from tiny import tiny_pair
+
+    from eagle_fsd.checkpoint import save_head
+
+    output = tmp_path / "state.pt"
+    program = tmp_path / "sharded.py"
+    program.write_text(SHARDED.format(root=str(ROOT), tests=str(ROOT / "tests"), output=str(output)))
+    result = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", str(free_port()),
+         str(program)], env=ENVIRONMENT, capture_output=True, text=True,
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    head = tiny_pair().draft
+    before = {name: value.clone() for name, value in head.state_dict().items()}
+    head.load_state_dict(torch.load(output, weights_only=True))
+    assert not torch.equal(head.fc.weight, before["fc.weight"])
+    save_head(head, tmp_path / "head")
+    assert torch.equal(load_head(tmp_path / "head").fc.weight, head.fc.weight)
+
+
+def test_another_configuration_does_not_continue_a_run(place, finished):
+    with pytest.raises(ValueError, match="another lr, seed"):
+        run(place, "whole", lr=1e-3, seed=3)
+
+
+def test_every_document_is_seen_once_per_epoch_and_held_out_ones_never(place):
+    documents = Documents.load(place / "data")
+    schedule = Schedule(documents, np.arange(50), make_config(settings(place, "x")))
+    for epoch in (0, 1):
+        seen = np.concatenate([schedule.batch(epoch * schedule.per_epoch + i) for i in range(schedule.per_epoch)])
+        assert set(seen.tolist()) <= set(range(50)) and len(set(seen.tolist())) >= 45
+    assert schedule.batch(3).tolist() == Schedule(
+        documents, np.arange(50), make_config(settings(place, "x"))
+    ).batch(3).tolist()
+
+
+def test_shares_cover_the_batch():
+    parts = shares(np.arange(7), 3)
+    assert [part.tolist() for part in parts] == [[0, 3, 6], [1, 4], [2, 5]]
+
+
+def test_learning_rate_rises_then_falls_to_zero(place):
+    config = make_config(settings(place, "x", lr=1.0, warmup=4))
+    rates = [learning_rate(config, step, 12) for step in range(13)]
+    np.testing.assert_allclose(rates[:4], [0.25, 0.5, 0.75, 1.0])
+    np.testing.assert_allclose(rates[4:], np.linspace(1, 0, 9))
+
+
+def test_noise_belongs_to_the_document_and_fades_with_length():
+    both = feature_noise(np.array([4, 9]), np.array([6, 3]), (2, 6, 5), 0.1, seed=1)
+    alone = feature_noise(np.array([9]), np.array([3]), (1, 3, 5), 0.1, seed=1)
+    assert torch.equal(both[1, :3], alone[0]) and not both[1, 3:].any()
+    assert 0.5 * 0.1 * 512 / 6 < both[0].abs().max() <= 0.1 * 512 / 6
+    assert not torch.equal(both, feature_noise(np.array([4, 9]), np.array([6, 3]), (2, 6, 5), 0.1, seed=2))
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"learning_rate": 1}, "unknown setting 'learning_rate'"),
+        ({"target": None}, "'target' is missing"),
+        ({"lr": 0}, "lr must be a number above 0, got 0"),
+        ({"batch_tokens": 1.5}, "batch_tokens must be a whole number"),
+        ({"clip": "both"}, "clip must be one of norm, value, got 'both'"),
+        ({"objective": "best"}, "unknown objective 'best'"),
+        ({"tree": [60]}, "tree must be"),
+        ({"mixed_precision": "fp8"}, "mixed_precision must be one of no, bf16"),
+    ],
+)
+def test_bad_settings_are_refused(place, changes, match):
+    with pytest.raises(ValueError, match=match):
+        make_config(settings(place, "x", **changes))
+
+
+def test_a_head_setting_that_does_not_exist_is_refused(place):
+    with pytest.raises(ValueError, match="head has no setting 'layers'"):
+        run(place, "bad-head", head={"layers": 2})
+
+
+def test_overrides_replace_what_the_file_says(tmp_path):
+    path = tmp_path / "c.yaml"
+    path.write_text("target: t\ndata: d\noutput: o\nlr: 3e-5\nobjective: {name: hass, aligned_steps: 2}\n")
+    config = read_config(path, ["steps=7", "lr=1e-3", "tree=[8,3,2]"])
+    assert (config.steps, config.lr, config.tree, config.objective.aligned_steps) == (7, 1e-3, (8, 3, 2), 2)
+    with pytest.raises(ValueError, match="name=value"):
+        read_config(path, ["steps"])
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "train" / "configs").glob("*.yaml")), ids=lambda path: path.name)
+def test_ready_configurations_are_read(path):
+    if path.name in ("head.yaml", "eagle2.yaml"):
+        assert read_config(path, ["target=t", "data=d", "output=o"]).tree == (60, 8, 10)
+    else:
+        from accelerate.commands.config.config_args import load_config_from_file
+
+        assert load_config_from_file(str(path)).num_processes in (1, 8, 16)

@@ -1,0 +1,241 @@
+"""Where a training step's target features come from: computed on the spot, or read from shards on disk.
+
+    python -m train.features --target T --data data/chat --out data/chat-features
+
+writes the shards. An interrupted run continues; the disk space needed is said, and checked, first.
+
+B batch, T tokens of a row, D hidden size.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import shutil
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from eagle_fsd.model import load_target
+from eagle_fsd.target import TargetModel
+from train.data import Documents, split_rows
+
+log = logging.getLogger(__name__)
+
+SHARD_BYTES = 1 << 30
+DTYPES = {"torch.float32": torch.float32, "torch.bfloat16": torch.bfloat16, "torch.float16": torch.float16}
+
+
+class TargetEnds(nn.Module):
+    """The two parts of a target that head training needs beside its features: embeddings and output layer."""
+
+    def __init__(self, embed_tokens: nn.Module, lm_head: nn.Module, softcap: float | None) -> None:
+        super().__init__()
+        self.embed_tokens, self.lm_head, self.softcap = embed_tokens, lm_head, softcap
+        self.requires_grad_(False)
+
+    @classmethod
+    def of(cls, target: TargetModel) -> TargetEnds:
+        return cls(target.embed_tokens, target.lm_head, target.softcap)
+
+    def logits(self, features: Tensor) -> Tensor:
+        """As `TargetModel.logits`: [..., D] -> [..., V] float32."""
+        logits = self.lm_head(features).float()
+        return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
+
+
+class OnlineFeatures:
+    """The frozen target's own forward, in each step."""
+
+    def __init__(self, target: TargetModel) -> None:
+        self.target = target
+
+    @torch.no_grad()
+    def __call__(self, indices: np.ndarray, tokens: Tensor) -> Tensor:
+        """Features [B, T, D] of a padded batch [B, T]; what stands at padding is not to be read."""
+        return self.target.decoder(input_ids=tokens.to(self.target.device), use_cache=False).last_hidden_state
+
+
+@dataclass
+class OfflineFeatures:
+    """Features of every document of a dataset, in memory-mapped safetensors shards of at most about 1 GiB.
+
+    Args:
+        directory: written by `write_features`.
+        documents: the dataset that the features were made of.
+
+    Raises:
+        ValueError: the folder is incomplete or was made of something else.
+    """
+
+    directory: Path
+    documents: Documents
+
+    def __post_init__(self) -> None:
+        index = read_index(self.directory)
+        if index["dataset"] != self.documents.digest():
+            raise ValueError(f"{self.directory} holds features of another dataset than the one given")
+        self.first = np.asarray(index["first_documents"])  # [shards] first document of each
+        missing = [n for n in range(len(self.first)) if not shard_path(self.directory, n).is_file()]
+        if missing:
+            raise ValueError(
+                f"{self.directory} is incomplete: {len(missing)} of {len(self.first)} shards are missing; run "
+                "python -m train.features again to finish it"
+            )
+        self.index = index
+        self._open: dict[int, object] = {}
+
+    def ends(self) -> TargetEnds:
+        """The target's embeddings and output layer, stored beside the features."""
+        with safe_open(self.directory / "target_ends.safetensors", "pt") as file:
+            embeddings, output = file.get_tensor("embed_tokens"), file.get_tensor("lm_head")
+        embed = nn.Embedding.from_pretrained(embeddings)
+        head = nn.Linear(output.shape[1], output.shape[0], bias=False, dtype=output.dtype)
+        head.weight = nn.Parameter(output, requires_grad=False)
+        return TargetEnds(embed, head, self.index["softcap"])
+
+    def __call__(self, indices: np.ndarray, tokens: Tensor) -> Tensor:
+        """Features [B, T, D] of a padded batch [B, T], 0 at padding."""
+        rows = torch.zeros(*tokens.shape, self.index["hidden_size"], dtype=DTYPES[self.index["dtype"]])
+        for row, document in enumerate(indices):
+            shard = int(np.searchsorted(self.first, document, side="right")) - 1
+            if shard not in self._open:
+                self._open[shard] = safe_open(shard_path(self.directory, shard), "pt").__enter__()
+            # Offsets within a shard follow from the documents' ends.
+            start_of_shard = int(self.documents.ends[self.first[shard] - 1]) if self.first[shard] else 0
+            end = int(self.documents.ends[document]) - start_of_shard
+            length = int(self.documents.lengths_of(np.asarray([document]))[0])
+            rows[row, :length] = self._open[shard].get_slice("features")[end - length : end]
+        return rows.to(tokens.device)
+
+
+def shard_path(directory: Path, number: int) -> Path:
+    return directory / f"features-{number:05d}.safetensors"
+
+
+def read_index(directory: Path) -> dict:
+    try:
+        return json.loads((directory / "index.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{directory} has no features of train.features: {error}") from error
+
+
+def bytes_needed(documents: Documents, target: TargetModel) -> int:
+    """Disk space of all shards: tokens x hidden size x bytes per value (and the target's two ends)."""
+    width = torch.empty(0, dtype=target.dtype).element_size()
+    return (len(documents.tokens) * target.hidden_size + 2 * target.vocab_size * target.hidden_size) * width
+
+
+def write_features(
+    target: TargetModel, documents: Documents, directory: Path, *, batch_tokens: int = 16_384,
+    shard_bytes: int = SHARD_BYTES,
+) -> None:
+    """Write the features of every document; shards that are already there are kept.
+
+    Raises:
+        ValueError: not enough room on the disk (said before anything is written), or a folder that was begun for
+            another dataset or target.
+    """
+    row_bytes = target.hidden_size * torch.empty(0, dtype=target.dtype).element_size()
+    first = shard_starts(documents.ends, max(1, shard_bytes // row_bytes))
+    index = {
+        "dataset": documents.digest(), "target": target_digest(target), "dtype": str(target.dtype),
+        "hidden_size": target.hidden_size, "softcap": target.softcap, "first_documents": first,
+    }
+    directory.mkdir(parents=True, exist_ok=True)
+    if (directory / "index.json").exists() and read_index(directory) != index:
+        raise ValueError(f"{directory} was begun for another dataset, target or dtype; choose another folder")
+    todo = [n for n in range(len(first)) if not shard_path(directory, n).is_file()]
+    needed, free = bytes_needed(documents, target) * len(todo) // len(first), shutil.disk_usage(directory).free
+    log.info("features need %.2f GB more in %s, where %.2f GB are free", needed / 1e9, directory, free / 1e9)
+    if needed > free:
+        raise ValueError(f"features need {needed / 1e9:.2f} GB more, {directory} has {free / 1e9:.2f} GB free")
+    save_atomically(directory / "index.json", lambda path: path.write_text(json.dumps(index), encoding="utf-8"))
+    ends_state = {"embed_tokens": target.embed_tokens.weight, "lm_head": target.lm_head.weight}
+    save_atomically(directory / "target_ends.safetensors", lambda path: save_file(
+        {name: value.detach().cpu().contiguous().clone() for name, value in ends_state.items()}, path
+    ))
+    online, bounds = OnlineFeatures(target), [*first, len(documents)]
+    for number in tqdm(todo, desc="features", unit="shard", disable=None):
+        rows = np.arange(bounds[number], bounds[number + 1])
+        save_atomically(shard_path(directory, number), lambda path, rows=rows: save_file(
+            {"features": shard_features(online, documents, rows, batch_tokens)}, path
+        ))
+
+
+def shard_starts(ends: np.ndarray, per_shard: int) -> list[int]:
+    """The first document of each shard of at most `per_shard` tokens, or of one longer document."""
+    first = [0]
+    while True:
+        start = ends[first[-1] - 1] if first[-1] else 0
+        following = max(first[-1] + 1, int(np.searchsorted(ends, start + per_shard, side="right")))
+        if following >= len(ends):
+            return first
+        first.append(following)
+
+
+def shard_features(online: OnlineFeatures, documents: Documents, rows: np.ndarray, batch_tokens: int) -> Tensor:
+    """[tokens, D] features of consecutive documents, computed in batches of documents of like length."""
+    lengths = documents.lengths
+    start = int(documents.ends[rows[0]] - lengths[rows[0]])
+    total = int(documents.ends[rows[-1]]) - start
+    features = torch.empty(total, online.target.hidden_size, dtype=online.target.dtype)
+    order = rows[np.argsort(lengths[rows], kind="stable")]
+    for batch in split_rows(order, lengths, batch_tokens):
+        tokens, _ = documents.collate(batch)
+        computed = online(batch, torch.from_numpy(tokens)).to("cpu")
+        for row, document in enumerate(batch):
+            end = int(documents.ends[document]) - start
+            features[end - lengths[document] : end] = computed[row, : lengths[document]]
+    return features
+
+
+def target_digest(target: TargetModel) -> str:
+    """What tells one target from another: its shape and a sample of its output weights."""
+    sample = target.lm_head.weight.detach().flatten()[:: max(1, target.lm_head.weight.numel() // 997)].double()
+    return f"{type(target.model).__name__}/{target.hidden_size}/{target.vocab_size}/{sample.sum().item():.9g}"
+
+
+def save_atomically(path: Path, write) -> None:
+    """Let `write` make a file beside `path`, then put it in place."""
+    part = path.with_name(path.name + ".part")
+    write(part)
+    os.replace(part, path)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", required=True, help="directory or hub id")
+    parser.add_argument("--data", required=True, type=Path, help="dataset of train.prepare_data")
+    parser.add_argument("--out", required=True, type=Path)
+    parser.add_argument("--dtype", default="bfloat16", help="of target and features (default: %(default)s)")
+    parser.add_argument("--device")
+    parser.add_argument("--device-map", help="placement of a large target by accelerate, such as auto")
+    parser.add_argument("--batch-tokens", type=int, default=16_384)
+    parser.add_argument("--trust-remote-code", action="store_true")
+    args = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
+    try:
+        documents = Documents.load(args.data)
+        model, _ = load_target(args.target, dtype=args.dtype, device=args.device, device_map=args.device_map,
+                               trust_remote_code=args.trust_remote_code)
+        write_features(TargetModel(model, check=False), documents, args.out, batch_tokens=args.batch_tokens)
+    except KeyboardInterrupt:
+        return 130
+    except (ValueError, OSError) as error:
+        print(f"train.features: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,215 @@
+"""What a draft head is trained to minimise.
+
+B batch, T tokens of a row, M learned positions, D hidden size, V vocabulary. p is the target's next-token
+distribution, q the head's.
+
+The head is trained as it is used: in step 1 it reads the target's features; in step s its input at each position is
+its own prediction of step s - 1 for the position before, and its attention sees, of the last s - 1 positions, the keys
+of the step that the decoder would have run there (a diagonal of the step's keys), and the target's features further
+back. One step is the published EAGLE-1/2 training; several are HASS (arXiv 2408.15766, section 3.2).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache
+
+from eagle_fsd.divergence import get_divergence
+from eagle_fsd.draft import DraftHead
+
+
+@dataclass(frozen=True)
+class Objective:
+    """Weights of the terms (0: left out), each a mean over learned positions, and how the head is unrolled.
+
+    Args:
+        regression: SmoothL1 between predicted and true feature (EAGLE, arXiv 2401.15077, section 4.2).
+        soft_ce: cross-entropy from p to q (same place).
+        top_k: the same over the target's `top_k_tokens` best tokens only (HASS, arXiv 2408.15766, eq. 5).
+        tv: total variation, 1 - sum min(p, q): the rejection rate of lossless speculative sampling.
+        overlap: -log sum min(p, q).
+        gate: share of positions whose divergence fails the fuzzy rule's gate, made smooth:
+            sigmoid((Div(p, q) - gate_threshold) / gate_softness).
+        divergence: Div(p, q) itself.
+        gate_divergence: Div of both; a name that `eagle_fsd.generate(divergence=...)` takes.
+        aligned_steps: how often the head is fed its own features, the first step included.
+        step_decay: weight of step s is step_decay ** (s - 1).
+        noise: features are read with uniform noise of +- this much, times 512 / length of the document.
+    """
+
+    regression: float = 0.0
+    soft_ce: float = 0.0
+    top_k: float = 0.0
+    tv: float = 0.0
+    overlap: float = 0.0
+    gate: float = 0.0
+    divergence: float = 0.0
+    top_k_tokens: int = 10
+    gate_divergence: str = "js"
+    gate_threshold: float = 0.1
+    gate_softness: float = 0.05
+    aligned_steps: int = 1
+    step_decay: float = 1.0
+    noise: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in (*TERMS, "noise"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"objective: {name} must be at least 0, got {getattr(self, name)!r}")
+        if not any(getattr(self, name) for name in TERMS):
+            raise ValueError(f"objective: one of {', '.join(TERMS)} must have a weight above 0")
+        for name in ("aligned_steps", "top_k_tokens"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"objective: {name} must be a whole number of at least 1, got {value!r}")
+        if not 0 < self.step_decay <= 1:
+            raise ValueError(f"objective: step_decay must lie in (0, 1], got {self.step_decay!r}")
+        if not self.gate_softness > 0:
+            raise ValueError(f"objective: gate_softness must be above 0, got {self.gate_softness!r}")
+        get_divergence(self.gate_divergence)
+
+
+TERMS = ("regression", "soft_ce", "top_k", "tv", "overlap", "gate", "divergence")
+
+# Objectives by name. A new one is one line here; a new term is a field above and a line in `term_sums`.
+OBJECTIVES: dict[str, Objective] = {
+    "eagle": Objective(regression=1.0, soft_ce=0.1, noise=0.1),
+    "soft_ce": Objective(soft_ce=1.0, regression=0.1),
+    "aligned": Objective(soft_ce=1.0, regression=0.1, aligned_steps=3, step_decay=0.8),
+    "hass": Objective(regression=1.0, soft_ce=0.1, top_k=1.0, aligned_steps=3),
+    "tv": Objective(soft_ce=0.1, tv=1.0, aligned_steps=3, step_decay=0.8),
+    "overlap": Objective(overlap=1.0, aligned_steps=3, step_decay=0.8),
+    "gate": Objective(soft_ce=0.5, gate=1.0, aligned_steps=3, step_decay=0.8),
+    "divergence": Objective(soft_ce=0.5, divergence=2.0, aligned_steps=3, step_decay=0.8),
+}
+
+
+def make_objective(description: str | dict) -> Objective:
+    """An objective from a name in OBJECTIVES, or from a mapping of fields; `name` in it says what to start from.
+
+    Raises:
+        ValueError: unknown name or field, or a value out of range.
+    """
+    if isinstance(description, str):
+        description = {"name": description}
+    changes = dict(description)
+    name = changes.pop("name", None)
+    if name is not None and name not in OBJECTIVES:
+        raise ValueError(f"unknown objective {name!r}; accepted: {', '.join(OBJECTIVES)}")
+    known = [field.name for field in fields(Objective)]
+    for key in changes:
+        if key not in known:
+            raise ValueError(f"objective has no field {key!r}; accepted: name, {', '.join(known)}")
+    start = {key: getattr(OBJECTIVES[name], key) for key in known} if name else {}
+    return Objective(**(start | changes))
+
+
+def term_sums(
+    objective: Objective,
+    predicted: Tensor,  # [M, D]
+    wanted: Tensor,  # [M, D]
+    draft_logits: Tensor,  # [M, V]
+    target_logits: Tensor,  # [M, V]
+) -> Tensor:
+    """Weighted sum of the objective's terms over the M positions, a scalar."""
+    log_q, p = draft_logits.log_softmax(-1), target_logits.softmax(-1)
+    total = draft_logits.new_zeros(())
+    if objective.regression:
+        distance = nn.functional.smooth_l1_loss(predicted.float(), wanted.float(), reduction="none")
+        total = total + objective.regression * distance.mean(-1).sum()
+    if objective.soft_ce:
+        total = total - objective.soft_ce * (p * log_q).sum()
+    if objective.top_k:
+        best = p.topk(min(objective.top_k_tokens, p.shape[-1]))
+        total = total - objective.top_k * (best.values * log_q.gather(-1, best.indices)).sum()
+    if objective.tv or objective.overlap:
+        overlap = torch.minimum(p, log_q.exp()).sum(-1)
+        total = total + objective.tv * (1 - overlap).sum()
+        if objective.overlap:
+            total = total - objective.overlap * overlap.clamp_min(1e-6).log().sum()
+    if objective.gate or objective.divergence:
+        # Probabilities that round to 0 have no finite gradient: logits count from 60 below the best one.
+        floors = (logits.detach().amax(-1, keepdim=True) - 60 for logits in (target_logits, draft_logits))
+        pair = (torch.maximum(a, b) for a, b in zip((target_logits, draft_logits), floors, strict=True))
+        gap = get_divergence(objective.gate_divergence)(*pair)
+        total = total + objective.divergence * gap.sum()
+        if objective.gate:
+            passes = torch.sigmoid((gap - objective.gate_threshold) / objective.gate_softness)
+            total = total + objective.gate * passes.sum()
+    return total
+
+
+def aligned_mask(length: int, step: int, device: torch.device) -> Tensor:
+    """[1, 1, T, step * T] bool, what each query of aligned step `step` (1-based) sees of the keys of all steps so far.
+
+    The query at position i stands for a tree node `step - 1` levels below position i - step + 1. It sees target
+    features up to there (keys of step 1), then one key of each later step on its own path:
+    key i - step + s of step s, for s = 2 .. step.
+    """
+    i = torch.arange(length, device=device)[:, None]
+    j = torch.arange(length, device=device)[None, :]
+    blocks = [j <= i - (step - 1), *(j == i - (step - s) for s in range(2, step + 1))]
+    return torch.cat(blocks, 1)[None, None]
+
+
+def additive(visible: Tensor, dtype: torch.dtype) -> Tensor:
+    """A mask to be added to attention weights: 0 where visible, else -inf."""
+    return torch.zeros_like(visible, dtype=dtype).masked_fill_(~visible, -torch.inf)
+
+
+class AlignedLoss(nn.Module):
+    """The objective over all aligned steps, as one module, so that data parallelism sees one forward per step.
+
+    Args:
+        logits: the target's frozen output layer, features [..., D] -> logits [..., V] float32. It is not a part of
+            this module.
+    """
+
+    def __init__(self, head: DraftHead, objective: Objective, logits) -> None:
+        super().__init__()
+        self.head = head
+        self.objective = objective
+        self._logits = [logits]  # in a list: not registered, neither trained nor saved
+
+    def forward(
+        self,
+        features: Tensor,  # [B, T, D] of the target
+        tokens: Tensor,  # [B, T]
+        learned: Tensor,  # [B, T] bool
+        noise: Tensor | None = None,  # [B, T, D], added to what the head reads
+    ) -> tuple[Tensor, Tensor]:
+        """Sums over learned positions: the loss, and per aligned step how often q's best token is p's [steps]."""
+        logits_of, objective = self._logits[0], self.objective
+        # Position i pairs feature i with token i + 1 and predicts feature i + 1, whose logits are for token i + 2.
+        read = features if noise is None else features + noise
+        inputs, following = read[:, :-2], tokens[:, 1:-1]
+        wanted, chosen = features[:, 1:-1], learned[:, 2:]
+        first, length = inputs[:, :1], inputs.shape[1]
+        positions = torch.arange(length, device=tokens.device)[None]
+        with torch.no_grad():
+            target_logits = logits_of(wanted[chosen]).float()  # [M, V]
+            best = target_logits.argmax(-1)
+        kind = tokens.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else inputs.dtype
+        needs_mask = self.head.config._attn_implementation == "eager"  # sdpa is causal by itself, without a mask
+        cache, loss, agreement = DynamicCache(), target_logits.new_zeros(()), []
+        for step in range(1, objective.aligned_steps + 1):
+            mask = None
+            if step > 1 or needs_mask:
+                mask = additive(aligned_mask(length, step, tokens.device), dtype)
+            predicted = self.head(inputs, following, positions, mask, cache)
+            draft_logits = logits_of(predicted[chosen]).float()
+            terms = term_sums(objective, predicted[chosen], wanted[chosen], draft_logits, target_logits)
+            loss = loss + objective.step_decay ** (step - 1) * terms
+            agreement.append((draft_logits.argmax(-1) == best).sum().detach())
+            # The next step's input at i is this step's prediction for i, made at i - 1; position 0 has none.
+            inputs = torch.cat([first.to(predicted.dtype), predicted[:, :-1]], 1)
+        return loss, torch.stack(agreement)
+
+
+def learned_positions(learned: Tensor) -> int:
+    """How many positions of a batch are learned: a token needs two others before it."""
+    return int(learned[:, 2:].sum())

@@ -1,0 +1,251 @@
+"""Turn conversations or plain text into a tokenised dataset for head training.
+
+    python -m train.prepare_data --target T --data sharegpt.json --out data/chat --max-length 2048
+
+Answers are learned, questions are not; plain text is learned throughout. Rows that cannot be used are counted with
+their reasons in `summary.json`. With `--regenerate` the target answers every question itself, which makes a better
+head (it is what the head will have to predict); an interrupted run continues.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import logging
+import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from tqdm import tqdm
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+import eagle_fsd
+from eagle_fsd.model import EagleModel, load_target
+from train.chat_mask import check_tokenizer, encode_conversation
+from train.conversations import FORMATS, BadRow, Row, read_rows
+from train.data import Documents
+
+log = logging.getLogger("train.prepare_data")
+
+LONG = ("truncate", "drop")
+
+
+def encode_row(
+    row: Row, tokenizer: PreTrainedTokenizerBase, max_length: int, long: str
+) -> list[tuple[list[int], list[bool]]]:
+    """The documents of a row: one per conversation; plain text is cut into as many as it takes.
+
+    Raises:
+        BadRow: the row is bad, over-long under `long="drop"`, or nothing to learn is left of it.
+    """
+    if row.reason is not None:
+        raise BadRow(row.reason)
+    if row.text is not None:
+        ids = tokenizer(row.text, add_special_tokens=False)["input_ids"]
+        first = [tokenizer.bos_token_id] if tokenizer.bos_token_id is not None else []
+        last = [tokenizer.eos_token_id] if tokenizer.eos_token_id is not None else []
+        ids, body = ids + last, max_length - len(first)
+        pieces = [first + ids[i : i + body] for i in range(0, len(ids), body)]
+        return [(piece, [False] * len(first) + [True] * (len(piece) - len(first))) for piece in pieces]
+    ids, learned = encode_conversation(tokenizer, row.messages or [])
+    if len(ids) > max_length:
+        if long == "drop":
+            raise BadRow("over-long")
+        ids, learned = ids[:max_length], learned[:max_length]
+    # Position i pairs a feature with the next token and learns the one after: two tokens have to precede.
+    if not any(learned[2:]):
+        raise BadRow("nothing to learn within the length")
+    return [(ids, learned)]
+
+
+def pack(documents: Iterable[tuple[list[int], list[bool]]], max_length: int) -> Iterator[tuple[list[int], list[bool]]]:
+    """Join consecutive documents into rows of at most `max_length` tokens."""
+    ids: list[int] = []
+    learned: list[bool] = []
+    for more, marks in documents:
+        if ids and len(ids) + len(more) > max_length:
+            yield ids, learned
+            ids, learned = [], []
+        ids, learned = ids + more, learned + marks
+    if ids:
+        yield ids, learned
+
+
+def prepare(
+    rows: Iterable[Row], tokenizer: PreTrainedTokenizerBase, *, max_length: int, long: str = "truncate",
+    packed: bool = False,
+) -> tuple[Documents, dict]:
+    """The dataset of `rows` and its summary: how many rows there were, and how many were bad, by reason.
+
+    Raises:
+        ValueError: not one row can be used.
+    """
+    bad: Counter[str] = Counter()
+    documents: list[tuple[list[int], list[bool]]] = []
+    count = truncated = 0
+    for row in tqdm(rows, desc="rows", unit="row", disable=None):
+        count += 1
+        try:
+            encoded = encode_row(row, tokenizer, max_length, long)
+        except BadRow as error:
+            bad[str(error)] += 1
+        else:
+            documents += encoded
+            truncated += row.text is None and len(encoded[0][0]) == max_length
+    if not documents:
+        raise ValueError(f"none of {count} rows can be used: {dict(bad) or 'there are none'}")
+    if packed:
+        documents = list(pack(documents, max_length))
+    summary = {
+        "rows": count, "bad_rows": sum(bad.values()), "bad_reasons": dict(bad.most_common()),
+        "at_full_length": truncated, "max_length": max_length, "packed": packed,
+    }
+    return Documents.of(documents), summary
+
+
+def regenerate(
+    rows: Iterable[Row], model: EagleModel, record: Path, *, temperature: float, max_new_tokens: int, seed: int,
+) -> Iterator[Row]:
+    """The rows with every answer replaced by the target's own, turn by turn, decoded losslessly.
+
+    Args:
+        record: JSON lines file that each conversation is added to when it is finished; rows found there are not
+            generated again.
+    """
+    done = read_record(record)
+    with record.open("a", encoding="utf-8") as file:
+        for number, row in enumerate(rows):
+            if row.messages is None:
+                yield row
+                continue
+            if number not in done:
+                done[number] = answer_conversation(
+                    row.messages, model, temperature=temperature, max_new_tokens=max_new_tokens, seed=seed + number
+                )
+                file.write(json.dumps([number, done[number]]) + "\n")
+                file.flush()
+            answered = done.pop(number)
+            yield dataclasses.replace(row, messages=answered) if answered else Row(reason="prompt too long to answer")
+
+
+def read_record(record: Path) -> dict[int, list[dict[str, str]] | None]:
+    """Finished conversations by row number; a last line cut off by an interruption is taken away."""
+    done: dict[int, list[dict[str, str]] | None] = {}
+    if not record.exists():
+        return done
+    good = 0
+    with record.open("rb") as file:
+        for line in file:
+            try:
+                number, messages = json.loads(line)
+            except ValueError:
+                break
+            done[number] = messages
+            good += len(line)
+    with record.open("r+b") as file:
+        file.truncate(good)
+    return done
+
+
+def answer_conversation(
+    messages: list[dict[str, str]], model: EagleModel, *, temperature: float, max_new_tokens: int, seed: int
+) -> list[dict[str, str]] | None:
+    """The conversation with the model's own answers; cut before a turn that does not fit, None where none does."""
+    answered: list[dict[str, str]] = []
+    for message in messages:
+        if message["role"] != "assistant":
+            answered.append(message)
+            continue
+        try:
+            output = eagle_fsd.generate(
+                answered, model, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed, acceptance="exact"
+            )
+        except ValueError as error:  # the conversation has outgrown the target
+            log.debug("answer not generated: %s", error)
+            break
+        if not (output.text or "").strip():
+            break
+        answered.append({"role": "assistant", "content": output.text or ""})
+    while answered and answered[-1]["role"] != "assistant":
+        answered.pop()
+    return answered or None
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", required=True, help="directory or hub id; its tokenizer and chat template are used")
+    parser.add_argument("--data", required=True, nargs="+", help="JSON, JSONL or text files, or names for `datasets`")
+    parser.add_argument("--format", choices=FORMATS, default="auto")
+    parser.add_argument("--split", default="train", help="of a `datasets` dataset")
+    parser.add_argument("--out", required=True, type=Path)
+    parser.add_argument("--max-length", type=int, default=2048, help="tokens per document (default: %(default)s)")
+    parser.add_argument("--long", choices=LONG, default="truncate", help="what to do with longer conversations")
+    parser.add_argument("--pack", action="store_true", help="join short documents into rows of --max-length")
+    parser.add_argument("--limit", type=int, help="use only the first rows")
+    parser.add_argument("--chat-template", type=Path, help="a Jinja file, for a tokenizer without a chat template")
+    parser.add_argument("--trust-remote-code", action="store_true")
+    own = parser.add_argument_group("answers by the target itself")
+    own.add_argument("--regenerate", choices=("greedy", "sampled"))
+    own.add_argument("--draft", help="a draft head of the target, to generate faster")
+    own.add_argument("--temperature", type=float, default=1.0, help="of --regenerate sampled (default: %(default)s)")
+    own.add_argument("--max-new-tokens", type=int, default=1024)
+    own.add_argument("--seed", type=int, default=0)
+    return parser
+
+
+def run(args: argparse.Namespace) -> dict:
+    """Prepare the dataset; returns its summary."""
+    if args.max_length < 8:
+        raise ValueError(f"--max-length must be at least 8, got {args.max_length}")
+    if args.limit is not None and args.limit < 1:
+        raise ValueError(f"--limit must be at least 1, got {args.limit}")
+    tokenizer = AutoTokenizer.from_pretrained(args.target, trust_remote_code=args.trust_remote_code)
+    if args.chat_template:
+        tokenizer.chat_template = args.chat_template.read_text(encoding="utf-8")
+    if args.format != "text" and tokenizer.chat_template:
+        check_tokenizer(tokenizer)
+
+    def all_rows() -> Iterator[Row]:
+        for source in args.data:
+            yield from read_rows(source, args.format, args.split)
+
+    rows: Iterable[Row] = all_rows()
+    if args.limit:
+        rows = (row for _, row in zip(range(args.limit), rows, strict=False))
+    summary = {"target": args.target, "data": args.data, "regenerated": args.regenerate}
+    if args.regenerate:
+        if args.draft:
+            model = eagle_fsd.load(args.target, args.draft, trust_remote_code=args.trust_remote_code)
+        else:
+            model = EagleModel.from_parts(load_target(args.target, trust_remote_code=args.trust_remote_code)[0], None)
+        model.tokenizer = tokenizer
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        rows = regenerate(
+            rows, model, args.out.with_name(args.out.name + ".answers.jsonl"), max_new_tokens=args.max_new_tokens,
+            temperature=args.temperature if args.regenerate == "sampled" else 0.0, seed=args.seed,
+        )
+    documents, counts = prepare(
+        rows, tokenizer, max_length=args.max_length, long=args.long, packed=args.pack
+    )
+    summary |= counts
+    documents.save(args.out, summary)
+    return json.loads((args.out / "summary.json").read_text(encoding="utf-8"))
+
+
+def main() -> int:
+    args = build_parser().parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
+    try:
+        print(json.dumps(run(args), indent=1))
+    except KeyboardInterrupt:
+        return 130
+    except (ValueError, OSError, ImportError) as error:
+        print(f"train.prepare_data: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,471 @@
+"""Train a draft head for a target.
+
+    accelerate launch train/train_draft_head.py --config train/configs/head.yaml target=T data=data/chat output=runs/h
+
+Any number of processes and accelerate's own settings for FSDP or DeepSpeed (`train/configs/`). A run that was stopped,
+by Ctrl-C or by force, continues from its last saved state when the same command is given again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import logging
+import math
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+from tqdm import tqdm
+from transformers import AutoConfig, LlamaConfig
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # launched as a file, this folder's parent is not on the path
+
+from accelerate import Accelerator  # noqa: E402
+
+from eagle_fsd.acceptance import Rule, make_rule  # noqa: E402
+from eagle_fsd.checkpoint import load_head, save_head  # noqa: E402
+from eagle_fsd.config import TreeConfig  # noqa: E402
+from eagle_fsd.draft import DraftHead  # noqa: E402
+from eagle_fsd.model import load_target  # noqa: E402
+from eagle_fsd.target import TargetModel  # noqa: E402
+from train.card import measure, write_card  # noqa: E402
+from train.config import TrainingConfig, read_config  # noqa: E402
+from train.data import Documents  # noqa: E402
+from train.estimate import estimate_tau  # noqa: E402
+from train.features import OfflineFeatures, OnlineFeatures, TargetEnds  # noqa: E402
+from train.objectives import AlignedLoss, learned_positions  # noqa: E402
+
+log = logging.getLogger("train.train_draft_head")
+
+
+def new_head(config: TrainingConfig) -> DraftHead:
+    """A freshly initialised head: one Llama layer of the target's shape, changed by `config.head`.
+
+    Raises:
+        ValueError: a field of `config.head` that is no field of a Llama config.
+    """
+    text = AutoConfig.from_pretrained(config.target, trust_remote_code=config.trust_remote_code)
+    text = text.get_text_config(decoder=True)
+    options = dict(config.head)
+    bias = options.pop("bias", False)
+    shape = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim",
+             "max_position_embeddings", "rms_norm_eps", "rope_parameters", "bos_token_id", "eos_token_id",
+             "pad_token_id")
+    fields = {name: getattr(text, name) for name in shape if getattr(text, name, None) is not None}
+    known = {*LlamaConfig().to_dict(), "qkv_bias", "head_dim"}
+    unknown = options.keys() - known
+    if unknown:
+        raise ValueError(f"head has no setting {sorted(unknown)[0]!r}; it takes bias and the fields of a LlamaConfig")
+    fields |= {"num_hidden_layers": 1, "hidden_act": "silu", "tie_word_embeddings": False, **options}
+    torch.manual_seed(config.seed)
+    return DraftHead(LlamaConfig(**fields), bias=bias)
+
+
+def learning_rate(config: TrainingConfig, step: int, steps: int) -> float:
+    """Of 0-based `step`: linear up over the warm-up, then linear down to zero."""
+    to_end = (steps - step) / max(1, steps - config.warmup)
+    return config.lr * min((step + 1) / max(1, config.warmup), to_end, 1.0)
+
+
+class Schedule:
+    """Which documents each step learns from: length-bucketed batches, another order in every epoch."""
+
+    def __init__(self, documents: Documents, allowed: np.ndarray, config: TrainingConfig) -> None:
+        self.documents, self.allowed, self.config = documents, allowed, config
+        self.epoch, self.batches = 0, self._epoch(0)
+        self.per_epoch = len(self.batches)
+
+    def _epoch(self, epoch: int) -> list[np.ndarray]:
+        batches = self.documents.batches(self.config.batch_tokens, seed=self.config.seed * 1_000_003 + epoch)
+        kept = [batch[np.isin(batch, self.allowed)] for batch in batches]
+        return [batch for batch in kept if len(batch)]
+
+    @property
+    def steps(self) -> int:
+        return self.config.steps or max(1, round(self.config.epochs * self.per_epoch))
+
+    def batch(self, step: int) -> np.ndarray:
+        """The documents of a step; a function of the step alone. Epochs count as many batches as the first has."""
+        epoch, position = divmod(step, self.per_epoch)
+        if epoch != self.epoch:
+            self.epoch, self.batches = epoch, self._epoch(epoch)
+        return self.batches[position % len(self.batches)]
+
+
+def shares(batch: np.ndarray, parts: int) -> list[np.ndarray]:
+    """A batch dealt out to `parts` forwards: every part-th document, so that all get like lengths."""
+    return [batch[part::parts] for part in range(parts)]
+
+
+def feature_noise(indices: np.ndarray, lengths: np.ndarray, shape: tuple, amplitude: float, seed: int) -> Tensor:
+    """Uniform noise [B, T, D] in +- amplitude * 512 / length, a function of (seed, document): the same in any split
+    of the batch over processes."""
+    noise = torch.zeros(shape)
+    for row, (document, length) in enumerate(zip(indices.tolist(), lengths.tolist(), strict=True)):
+        generator = torch.Generator().manual_seed(hash((seed, document)) % 2**63)
+        scale = amplitude * 512 / length
+        noise[row, :length] = (torch.rand(length, shape[2], generator=generator) * 2 - 1) * scale
+    return noise
+
+
+class Run:
+    """One training run in this process; `train` drives it."""
+
+    def __init__(self, config: TrainingConfig, accelerator: Accelerator) -> None:
+        self.config, self.accelerator = config, accelerator
+        self.output = Path(config.output)
+        self.documents = Documents.load(Path(config.data))
+        self._split()
+        self.target: TargetModel | None = None
+        self.tokenizer = None
+        if config.features is None or accelerator.is_main_process:  # evaluation is the main process's
+            model, self.tokenizer = load_target(
+                config.target, dtype=config.target_dtype, device=None if config.device_map else accelerator.device,
+                device_map=config.device_map, trust_remote_code=config.trust_remote_code,
+            )
+            model.requires_grad_(False)
+            self.target = TargetModel(model)
+        if config.features is None:
+            self.features, self.ends = OnlineFeatures(self.target), TargetEnds.of(self.target)
+        else:
+            self.features = OfflineFeatures(Path(config.features), self.documents)
+            self.ends = self.features.ends().to(accelerator.device)
+        head = load_head(config.init_from).train() if config.init_from else new_head(config)
+        if head.config.hidden_size != self.ends.lm_head.weight.shape[1]:
+            raise ValueError(
+                f"the head's hidden size is {head.config.hidden_size}, the target's {self.ends.lm_head.weight.shape[1]}"
+            )
+        head.share_embeddings(self.ends.embed_tokens)
+        if accelerator.device.type == "cpu":
+            head.config._attn_implementation = "eager"  # its backward takes half of the time that sdpa's takes there
+        self.trained = [p for name, p in head.named_parameters() if not name.startswith("embed_tokens")]
+        optimizer = torch.optim.AdamW(
+            self.trained, lr=config.lr, betas=config.betas, weight_decay=config.weight_decay
+        )
+        self.head_config, self.head_bias = head.config, head.fc.bias is not None
+        loss = AlignedLoss(head, config.objective, self.ends.logits)
+        self.model, self.optimizer = accelerator.prepare(loss, optimizer)
+        self.schedule = Schedule(self.documents, self.train_indices, config)
+        self.steps = self.schedule.steps
+        self.step, self.best_tau = 0, 0.0
+
+    def _split(self) -> None:
+        config, count = self.config, len(self.documents)
+        if config.eval_data is not None:
+            self.eval_documents = Documents.load(Path(config.eval_data))
+            self.train_indices = np.arange(count)
+            self.eval_indices = np.arange(min(config.eval_documents, len(self.eval_documents)))
+            return
+        held = min(config.eval_documents, count // 10)
+        if held < 1:
+            raise ValueError(f"{config.data} has {count} documents, too few to keep some back; give eval_data")
+        self.eval_documents = self.documents
+        self.train_indices, self.eval_indices = np.arange(count - held), np.arange(count - held, count)
+
+    # Training ------------------------------------------------------------------------------------------------
+
+    def train_step(self) -> dict[str, float]:
+        """One optimiser step; returns what is logged, as global means."""
+        config, accelerator, step = self.config, self.accelerator, self.step
+        rate = learning_rate(config, step, self.steps)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        batch, parts = self.schedule.batch(step), accelerator.num_processes * accelerator.gradient_accumulation_steps
+        _, learned = self.documents.collate(batch)
+        # Every process knows the whole batch, and so by how many positions the sum has to be divided.
+        count = max(1, learned_positions(learned))
+        sums = torch.zeros(1 + config.objective.aligned_steps, device=accelerator.device)
+        mine = shares(batch, parts)[accelerator.process_index :: accelerator.num_processes]
+        for indices in mine:
+            with accelerator.accumulate(self.model):
+                loss, agreement = self.loss(indices, batch)
+                # Data parallelism and accumulation take means over parts; this makes a sum of them.
+                accelerator.backward(loss * parts / count)
+                if accelerator.sync_gradients:
+                    if config.clip == "norm":
+                        accelerator.clip_grad_norm_(self.trained, config.clip_at)
+                    else:
+                        accelerator.clip_grad_value_(self.trained, config.clip_at)
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+            sums += torch.cat([loss.detach()[None], agreement]).float()
+        loss, *agreement = (accelerator.reduce(sums, "sum") / count).tolist()
+        self.step += 1
+        if not math.isfinite(loss):
+            raise FloatingPointError(f"the loss is {loss} at step {self.step}; a lower lr or clip_at may help")
+        tokens = int(self.documents.lengths_of(batch).sum())
+        return {"step": self.step, "loss": loss, "top1": agreement, "lr": rate, "tokens": tokens}
+
+    def loss(self, indices: np.ndarray, batch: np.ndarray) -> tuple[Tensor, Tensor]:
+        """Sums over the learned positions of some documents; of none where this process's share is empty."""
+        empty = len(indices) == 0
+        indices = batch[:1] if empty else indices
+        tokens, learned = (torch.from_numpy(a).to(self.accelerator.device) for a in self.documents.collate(indices))
+        if empty:
+            learned = torch.zeros_like(learned)
+        features = self.features(indices, tokens).to(self.accelerator.device)
+        if self.accelerator.mixed_precision == "no":
+            features = features.to(next(iter(self.trained)).dtype)
+        noise = None
+        if self.config.objective.noise:
+            lengths = self.documents.lengths_of(indices)
+            seed = self.config.seed * 1_000_003 + self.step
+            noise = feature_noise(indices, lengths, features.shape, self.config.objective.noise, seed)
+            noise = noise.to(features)
+        with self.accelerator.autocast():
+            return self.model(features, tokens, learned, noise)
+
+    # Evaluation ----------------------------------------------------------------------------------------------
+
+    def current_head(self) -> DraftHead | None:
+        """A copy of the head in float32 on the main process; None on others. All processes must call it."""
+        state = self.accelerator.get_state_dict(self.model)
+        if not self.accelerator.is_main_process:
+            return None
+        head = DraftHead(self.head_config, bias=self.head_bias)
+        head.config._attn_implementation = "sdpa"
+        head.share_embeddings((self.target or self.ends).embed_tokens)
+        trained = {name.removeprefix("head."): value.to("cpu") for name, value in state.items()}
+        head.load_state_dict({k: v for k, v in trained.items() if not k.startswith("embed_tokens")}, strict=False)
+        return head.eval()
+
+    def rules(self) -> dict[str, Rule]:
+        return {"exact": make_rule("exact"),
+                **{f"fsd {t:g}": make_rule("fsd", t) for t in self.config.eval_thresholds}}
+
+    def tree(self) -> TreeConfig:
+        total, depth, top_k, *temperature = self.config.tree
+        return TreeConfig(int(total), int(depth), int(top_k), *temperature)
+
+    def evaluate(self) -> dict[str, float] | None:
+        """Estimated tau of each rule on held-out text; the best head so far is kept. None but on the main process."""
+        head = self.current_head()
+        if head is None or self.target is None:
+            return None
+        weight = self.target.lm_head.weight
+        head.to(weight.device, self.target.dtype)
+        taus = estimate_tau(
+            self.target, head, self.eval_documents, self.eval_indices.tolist(), self.rules(), self.tree()
+        )
+        if taus["exact"] > self.best_tau:
+            self.best_tau = taus["exact"]
+            self.save_head(head, "best", taus)
+        return taus
+
+    def save_head(self, head: DraftHead, name: str, taus: dict[str, float]) -> None:
+        part = self.output / f"{name}.part"
+        shutil.rmtree(part, ignore_errors=True)
+        save_head(head, part, dtype=torch.bfloat16 if self.config.target_dtype == "bfloat16" else torch.float32)
+        (part / "estimate.json").write_text(json.dumps({"step": self.step, "tau": taus}, indent=1) + "\n")
+        shutil.rmtree(self.output / name, ignore_errors=True)
+        part.rename(self.output / name)
+
+    # States --------------------------------------------------------------------------------------------------
+
+    def save_state(self) -> None:
+        """Everything that is needed to continue bit by bit, complete or not there at all."""
+        accelerator, states = self.accelerator, self.output / "states"
+        part, final = states / f"step-{self.step}.part", states / f"step-{self.step}"
+        if final.exists():
+            return
+        if accelerator.is_main_process:
+            shutil.rmtree(part, ignore_errors=True)
+            states.mkdir(parents=True, exist_ok=True)
+        accelerator.wait_for_everyone()
+        accelerator.save_state(str(part))
+        accelerator.wait_for_everyone()
+        if accelerator.is_main_process:
+            record = {"step": self.step, "best_tau": self.best_tau, "config": comparable(self.config)}
+            (part / "run.json").write_text(json.dumps(record, indent=1) + "\n")
+            part.rename(final)
+            for old in saved_states(self.output)[: -self.config.keep]:
+                shutil.rmtree(old)
+
+    def resume(self) -> None:
+        """Continue from the last complete state, where there is one.
+
+        Raises:
+            ValueError: it was made with other settings.
+        """
+        states = saved_states(self.output)
+        if not states:
+            return
+        record = json.loads((states[-1] / "run.json").read_text())
+        changed = [k for k, v in comparable(self.config).items() if record["config"].get(k) != v]
+        if changed:
+            raise ValueError(
+                f"{self.output} holds a run with another {', '.join(changed)}; choose another output or delete it"
+            )
+        self.accelerator.load_state(str(states[-1]))
+        self.step, self.best_tau = record["step"], record["best_tau"]
+        log.info("continuing at step %d", self.step)
+
+
+def comparable(config: TrainingConfig) -> dict:
+    """The settings that a resumed run has to share."""
+    free = ("save_every", "keep", "log_every", "eval_every", "eval_thresholds", "tracker")
+    values = json.loads(json.dumps(dataclasses.asdict(config)))
+    return {name: value for name, value in values.items() if name not in free}
+
+
+def saved_states(output: Path) -> list[Path]:
+    """Complete states, oldest first."""
+    found = [path for path in (output / "states").glob("step-*") if (path / "run.json").is_file()]
+    return sorted((p for p in found if p.suffix != ".part"), key=lambda path: int(path.name.removeprefix("step-")))
+
+
+class Logs:
+    """`train.jsonl` and `eval.jsonl` of a run, on the main process; a resumed run drops the lines behind its state."""
+
+    def __init__(self, output: Path, step: int, enabled: bool) -> None:
+        self.output, self.enabled = output, enabled
+        for name in ("train", "eval"):
+            path = output / f"{name}.jsonl"
+            if enabled and path.exists():
+                kept = [line for line in _complete_lines(path) if json.loads(line)["step"] <= step]
+                path.write_text("".join(kept))
+
+    def write(self, name: str, record: dict) -> None:
+        if self.enabled:
+            with (self.output / f"{name}.jsonl").open("a") as file:
+                file.write(json.dumps(record) + "\n")
+
+
+def _complete_lines(path: Path) -> Iterator[str]:
+    for line in path.read_text().splitlines(keepends=True):
+        if line.endswith("\n"):
+            yield line
+
+
+def train(config: TrainingConfig, *, cpu: bool = False, gradient_accumulation: int = 1) -> Path:
+    """Train to the end; returns the folder of the finished head.
+
+    Args:
+        cpu: keep off an accelerator that is there.
+        gradient_accumulation: forwards per optimiser step and process.
+    """
+    output = Path(config.output)
+    tracker = None if config.tracker == "none" else config.tracker
+    accelerator = Accelerator(
+        mixed_precision=config.mixed_precision, gradient_accumulation_steps=gradient_accumulation, cpu=cpu,
+        log_with=tracker, project_dir=str(output) if tracker else None,
+    )
+    output.mkdir(parents=True, exist_ok=True)
+    run = Run(config, accelerator)
+    run.resume()
+    main = accelerator.is_main_process
+    logs = Logs(output, run.step, main)
+    if tracker:
+        accelerator.init_trackers("eagle_fsd", config={k: str(v) for k, v in comparable(config).items()})
+    stop = StopRequest()
+    bar = tqdm(total=run.steps, initial=run.step, desc="draft head", unit="step", disable=None if main else True,
+               mininterval=2)
+    started, tokens = time.perf_counter(), 0
+    try:
+        while run.step < run.steps:
+            record = run.train_step()
+            tokens += record["tokens"]
+            record["tokens_per_second"] = round(tokens / (time.perf_counter() - started), 1)
+            logs.write("train", record)
+            bar.update()
+            if run.step % config.log_every == 0:
+                bar.set_postfix(loss=f"{record['loss']:.3f}", top1=f"{record['top1'][0]:.3f}",
+                                tok_s=f"{record['tokens_per_second']:.0f}", refresh=False)
+                accelerator.log({"loss": record["loss"], "lr": record["lr"],
+                                 **{f"top1/step{i + 1}": a for i, a in enumerate(record["top1"])}}, step=run.step)
+            if run.step % config.eval_every == 0 or run.step == run.steps:
+                taus = run.evaluate()
+                if taus is not None:
+                    logs.write("eval", {"step": run.step, "tau": taus})
+                    accelerator.log({f"tau/{name}": tau for name, tau in taus.items()}, step=run.step)
+                    log.info("step %d loss %.4f tau %s", run.step, record["loss"],
+                             ", ".join(f"{name} {tau:.3f}" for name, tau in taus.items()))
+                accelerator.wait_for_everyone()
+            stopping = stop.anywhere(accelerator)
+            if run.step % config.save_every == 0 or run.step == run.steps or stopping:
+                run.save_state()
+            if stopping:
+                raise KeyboardInterrupt
+    finally:
+        bar.close()
+        stop.restore()
+    finish(run)
+    accelerator.end_training()
+    return output / "head"
+
+
+def finish(run: Run) -> None:
+    """Save the head, decode with it for real, and write its card."""
+    head = run.current_head()
+    if head is None or run.target is None:
+        return
+    directory = run.output / "head"
+    evaluations = [json.loads(line) for line in (run.output / "eval.jsonl").read_text().splitlines()]
+    run.save_head(head, "head", evaluations[-1]["tau"])
+    head.to(run.target.lm_head.weight.device, run.target.dtype)
+    decoded = measure(run.target, head, run.eval_documents, run.eval_indices.tolist(), run.rules(), run.tree())
+    write_card(directory, run.config, run.steps, len(run.train_indices), evaluations[-1]["tau"], decoded)
+    log.info("the head is in %s", directory)
+
+
+class StopRequest:
+    """Ctrl-C and SIGTERM ask for a stop after the present step; a second one stops at once."""
+
+    def __init__(self) -> None:
+        self.asked = False
+        self.before = {}
+        for number in (signal.SIGINT, signal.SIGTERM):
+            try:
+                self.before[number] = signal.signal(number, self._ask)
+            except ValueError:  # not in the main thread: whoever runs there handles signals
+                break
+
+    def _ask(self, number: int, frame: object) -> None:
+        if self.asked:
+            raise KeyboardInterrupt
+        self.asked = True
+
+    def anywhere(self, accelerator: Accelerator) -> bool:
+        """Whether any process was asked, the same answer on all."""
+        if accelerator.num_processes == 1:
+            return self.asked
+        return bool(accelerator.reduce(torch.tensor(float(self.asked), device=accelerator.device), "sum") > 0)
+
+    def restore(self) -> None:
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", required=True, type=Path, help="YAML or JSON file with settings of TrainingConfig")
+    parser.add_argument("overrides", nargs="*", metavar="name=value", help="settings that replace the file's")
+    parser.add_argument("--gradient-accumulation", type=int, default=1, help="forwards per optimiser step and process")
+    parser.add_argument("--wandb", action="store_true", help="log to Weights & Biases instead of TensorBoard")
+    parser.add_argument("--cpu", action="store_true", help="keep off a GPU that is there")
+    args = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
+    try:
+        config = read_config(args.config, args.overrides)
+        if args.wandb:
+            config = dataclasses.replace(config, tracker="wandb")
+        train(config, cpu=args.cpu, gradient_accumulation=args.gradient_accumulation)
+    except KeyboardInterrupt:
+        print("stopped; the same command continues", file=sys.stderr)
+        return 130
+    except (ValueError, OSError, ImportError, FloatingPointError) as error:
+        print(f"train_draft_head: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
