@@ -47,7 +47,7 @@ def settings(place, output, **changes) -> dict:
         "target": place / "target", "data": place / "data", "output": place / output, "eval_documents": 4,
         "target_dtype": "float32", "mixed_precision": "no", "steps": 12, "batch_tokens": 128, "lr": 3e-3, "warmup": 3,
         "save_every": 4, "eval_every": 6, "log_every": 1, "tree": [6, 3, 2], "tracker": "none",
-        "objective": {"name": "eagle", "aligned_steps": 2}, **changes,
+        "decode_prompts": 2, "decode_tokens": 16, "objective": {"name": "eagle", "aligned_steps": 2}, **changes,
     }
 
 

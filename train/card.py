@@ -23,9 +23,6 @@ from train.config import TrainingConfig
 from train.data import Documents
 from train.estimate import last_answers
 
-PROMPTS = 24  # decoded by every rule, interleaved
-NEW_TOKENS = 128
-
 
 @dataclass(frozen=True)
 class Decoded:
@@ -38,9 +35,9 @@ class Decoded:
 
 def measure(
     target: TargetModel, head: DraftHead, documents: Documents, indices: Iterable[int], rules: dict[str, Rule],
-    tree: TreeConfig, *, prompts: int = PROMPTS, new_tokens: int = NEW_TOKENS,
+    tree: TreeConfig, *, prompts: int, new_tokens: int,
 ) -> dict[str, Decoded]:
-    """Decode held-out prompts greedily with every rule, and plainly ("plain": one token per forward)."""
+    """Decode held-out prompts greedily with every rule, and plainly ("plain": one token per forward), interleaved."""
     answers = itertools.islice(last_answers(documents, indices), prompts)
     model, alone = EagleModel(target, head), EagleModel(target, None)
     outputs: dict[str, list] = {name: [] for name in ("plain", *rules)}
@@ -84,8 +81,8 @@ Trained by `train/train_draft_head.py` of eagle_fsd {eagle_fsd.__version__}: {st
 {config.batch_tokens} tokens on {documents} documents of `{config.data}`, learning rate {config.lr:g}, seed
 {config.seed}. Objective: {config.objective}.
 
-Greedy decoding of up to {PROMPTS} held-out prompts, up to {NEW_TOKENS} tokens each, tree {list(config.tree)},
-{config.target_dtype}, {device}, torch {torch.__version__}, transformers {transformers.__version__},
+Greedy decoding of up to {config.decode_prompts} held-out prompts, up to {config.decode_tokens} tokens each, tree
+{list(config.tree)}, {config.target_dtype}, {device}, torch {torch.__version__}, transformers {transformers.__version__},
 {platform.machine()}. The quality that `fsd` costs is not measured here; measure it on your own task before you use a
 threshold above 0.
 

@@ -39,6 +39,7 @@ class TrainingConfig:
         clip: "norm" or "value" (the published EAGLE recipe), at `clip_at`.
         save_every, eval_every, log_every: in steps. keep: how many resumable states are kept.
         eval_thresholds: of fsd, for the estimate of tau.
+        decode_prompts, decode_tokens: what the finished head is measured on, by real decoding.
         tree: total_tokens, depth, top_k and, as a fourth, draft_temperature of the trees that tau is estimated with.
         mixed_precision: of the head: "no" or "bf16".
 
@@ -75,11 +76,14 @@ class TrainingConfig:
     eval_every: int = 500
     log_every: int = 10
     eval_thresholds: tuple[float, ...] = (0.1, 0.3)
+    decode_prompts: int = 24
+    decode_tokens: int = 128
     tree: tuple[float, ...] = (60, 8, 10)
     tracker: str = "tensorboard"
 
     def __post_init__(self) -> None:
-        for name in ("batch_tokens", "eval_documents", "save_every", "eval_every", "log_every", "keep"):
+        for name in ("batch_tokens", "eval_documents", "save_every", "eval_every", "log_every", "keep",
+                     "decode_prompts", "decode_tokens"):
             _check_int(name, getattr(self, name))
         for name in ("steps", "micro_batch_tokens"):
             if getattr(self, name) is not None:

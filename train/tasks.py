@@ -9,16 +9,20 @@ in eight is held out, so no operand tuple of a held-out task ever occurs in trai
 also be asked in wordings that are never trained on (`unseen_wording=True`).
 
     for task in tasks("heldout", seed=0, count=500): print(task.messages, task.answer, task.result)
+
+    python -m train.tasks --count 2000 --out tasks.json    # conversations in ShareGPT's format
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import random
 import re
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 HELDOUT_BUCKETS = 8  # one operand tuple in eight is never trained on
 
@@ -711,3 +715,29 @@ def tasks(
     rng = random.Random(f"{split}/{seed}/{unseen_wording}")
     for index in range(count):
         yield make_task(families[index % len(families)], rng, split, unseen_wording=unseen_wording)
+
+
+def as_sharegpt(task: Task) -> dict:
+    """The whole conversation as a ShareGPT record."""
+    names = {"user": "human", "assistant": "gpt"}
+    turns = [*task.messages, {"role": "assistant", "content": task.answer}]
+    return {"conversations": [{"from": names[turn["role"]], "value": turn["content"]} for turn in turns]}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Write task conversations as a ShareGPT JSON file.")
+    parser.add_argument("--split", choices=SPLITS, default="train")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--count", type=int, default=2000)
+    parser.add_argument("--out", type=Path, required=True)
+    args = parser.parse_args()
+    if args.count < 1:
+        parser.error(f"--count must be at least 1, got {args.count}")
+    records = [as_sharegpt(task) for task in tasks(args.split, seed=args.seed, count=args.count)]
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    args.out.write_text(json.dumps(records, indent=1) + "\n", encoding="utf-8")
+    print(f"{args.count} conversations in {args.out}")
+
+
+if __name__ == "__main__":
+    main()

@@ -311,7 +311,8 @@ class Run:
 
 def comparable(config: TrainingConfig) -> dict:
     """The settings that a resumed run has to share."""
-    free = ("save_every", "keep", "log_every", "eval_every", "eval_thresholds", "tracker")
+    free = ("save_every", "keep", "log_every", "eval_every", "eval_thresholds", "tracker", "decode_prompts",
+            "decode_tokens")
     values = json.loads(json.dumps(dataclasses.asdict(config)))
     return {name: value for name, value in values.items() if name not in free}
 
@@ -411,7 +412,8 @@ def finish(run: Run) -> None:
     evaluations = [json.loads(line) for line in (run.output / "eval.jsonl").read_text().splitlines()]
     run.save_head(head, "head", evaluations[-1]["tau"])
     head.to(run.target.lm_head.weight.device, run.target.dtype)
-    decoded = measure(run.target, head, run.eval_documents, run.eval_indices.tolist(), run.rules(), run.tree())
+    decoded = measure(run.target, head, run.eval_documents, run.eval_indices.tolist(), run.rules(), run.tree(),
+                      prompts=run.config.decode_prompts, new_tokens=run.config.decode_tokens)
     write_card(directory, run.config, run.steps, len(run.train_indices), evaluations[-1]["tau"], decoded)
     log.info("the head is in %s", directory)
 
