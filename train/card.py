@@ -82,9 +82,9 @@ Trained by `train/train_draft_head.py` of eagle_fsd {eagle_fsd.__version__}: {st
 {config.seed}. Objective: {config.objective}.
 
 Greedy decoding of up to {config.decode_prompts} held-out prompts, up to {config.decode_tokens} tokens each, tree
-{list(config.tree)}, {config.target_dtype}, {device}, torch {torch.__version__}, transformers {transformers.__version__},
-{platform.machine()}. The quality that `fsd` costs is not measured here; measure it on your own task before you use a
-threshold above 0.
+{list(config.tree)}, {config.target_dtype}, {device}, {platform.machine()}, torch {torch.__version__}, transformers
+{transformers.__version__}. The quality that `fsd` costs is not measured here; measure it on your own task before you
+use a threshold above 0.
 
 | rule | tau, estimated from text | tau, decoded | tokens/s | over plain decoding | tokens per answer |
 |---|---|---|---|---|---|

@@ -1,0 +1,73 @@
+"""How much of a training step is not the models' own work.
+
+    python -m train.step_time --data runs/demo/head-text
+
+Times whole steps of the script (data, features, loss, optimiser, logging) against the bare sum of the target's forward
+and the head's forward and backward on the same batches, step by step in turn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+
+from eval.environment import environment
+from train.config import make_config
+from train.train_draft_head import Logs, Run
+
+
+def bare_step(run: Run) -> float:
+    """Seconds of the target's forward and the head's forward and backward on the next step's batch."""
+    indices = run.schedule.batch(run.step)
+    tokens, learned = (torch.from_numpy(a).to(run.accelerator.device) for a in run.documents.collate(indices))
+    started = time.perf_counter()
+    features = run.features(indices, tokens)
+    with run.accelerator.autocast():
+        loss, _ = run.model(features, tokens, learned)
+    loss.backward()
+    seconds = time.perf_counter() - started
+    run.optimizer.zero_grad()
+    return seconds
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", default="checkpoints/demo-target")
+    parser.add_argument("--data", default="runs/demo/head-text")
+    parser.add_argument("--objective", default="aligned")
+    parser.add_argument("--batch-tokens", type=int, default=12_288)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--out", type=Path, default=Path("eval/results/step_time.json"))
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        config = make_config({
+            "target": args.target, "data": args.data, "output": folder, "objective": args.objective,
+            "batch_tokens": args.batch_tokens, "steps": 10**6, "head": {"intermediate_size": 768}, "tracker": "none",
+        })
+        run = Run(config, Accelerator(mixed_precision=config.mixed_precision))
+        logs, whole, bare = Logs(Path(folder), 0, True), [], []
+        for number in range(args.steps + 2):
+            bare.append(bare_step(run))
+            started = time.perf_counter()
+            logs.write("train", run.train_step())
+            whole.append(time.perf_counter() - started)
+            if number < 2:  # warm-up
+                whole, bare = [], []
+    record = {
+        "environment": environment(), "objective": args.objective, "batch_tokens": args.batch_tokens,
+        "seconds_per_step": statistics.median(whole), "models_alone": statistics.median(bare),
+        "ratio": statistics.median(w / b for w, b in zip(whole, bare, strict=True)),
+    }
+    args.out.write_text(json.dumps(record, indent=1) + "\n")
+    print(json.dumps(record, indent=1))
+
+
+if __name__ == "__main__":
+    main()
