@@ -1,0 +1,223 @@
+"""MT-Bench speed: every question's turns through the chat template, answers in FastChat's file format.
+
+    python -m eval.mt_bench --questions mt_bench.jsonl --acceptance fsd --threshold 0.2 --answers fsd.jsonl
+    python -m eval.mt_bench --questions mt_bench.jsonl --baseline --answers plain.jsonl
+    python -m eval.speed fsd.jsonl plain.jsonl
+
+One line per question: question_id, answer_id, model_id, choices [{index, turns, idxs, new_tokens, wall_time}], tstamp;
+idxs counts the target's forwards of each turn, and accept_lengths (as Spec-Bench writes it) the tokens of each. A run
+that was stopped goes on with the questions that are missing. `accelerate launch -m eval.mt_bench ...` splits the
+questions over processes (timings are then only comparable with runs on as many).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+import uuid
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from accelerate import PartialState
+from tqdm import tqdm
+
+import eagle_fsd
+from eagle_fsd.acceptance import RULES
+from eagle_fsd.api import encode_prompt
+from eagle_fsd.cli import parse_tree
+from eval.environment import environment
+from eval.questions import Question, generated, read_questions
+
+# Sampling temperatures by category, as FastChat's judge sets them; other categories are greedy.
+CATEGORY_TEMPERATURES = {"writing": 0.7, "roleplay": 0.7, "stem": 0.1, "humanities": 0.1}
+
+
+def temperature_of(question: Question, temperature: str | float) -> float:
+    """The temperature for a question; "category" follows FastChat."""
+    return CATEGORY_TEMPERATURES.get(question.category, 0.0) if temperature == "category" else float(temperature)
+
+
+def answer_turn(model: eagle_fsd.EagleModel, chat: list[dict], temperature: float, args: argparse.Namespace) -> dict:
+    """One turn: its text, the target's forwards, new tokens, seconds and tokens per forward."""
+    started = time.perf_counter()
+    if args.baseline:
+        ids = torch.tensor([encode_prompt(chat, model)[0]], device=model.target.device)
+        sampling = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
+        torch.manual_seed(args.seed)
+        sequence = model.target.model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=args.max_new_tokens, **sampling
+        )
+        new = sequence[0, ids.shape[1] :].tolist()
+        text, forwards, lengths = model.tokenizer.decode(new, skip_special_tokens=True), len(new) - 1, []
+    else:
+        output = eagle_fsd.generate(
+            chat, model, max_new_tokens=args.max_new_tokens, temperature=temperature, seed=args.seed, tree=args.tree,
+            acceptance=args.acceptance, threshold=args.threshold, divergence=args.divergence,
+        )
+        new, text, forwards = output.token_ids, output.text, output.stats.target_forwards
+        lengths = [length + 1 for length in output.stats.accepted_lengths]
+    seconds = time.perf_counter() - started
+    return {"text": text, "idxs": forwards, "new_tokens": len(new), "wall_time": seconds, "accept_lengths": lengths}
+
+
+def answer_question(model: eagle_fsd.EagleModel, question: Question, args: argparse.Namespace) -> dict:
+    """FastChat's record of one question. A conversation that has outgrown the target ends with the turns it has."""
+    choices = []
+    for index in range(args.num_choices):
+        chat, turns = [], []
+        for turn in question.turns:
+            chat.append({"role": "user", "content": turn})
+            try:
+                turns.append(answer_turn(model, chat, temperature_of(question, args.temperature), args))
+            except ValueError as error:
+                if not turns:
+                    raise
+                tqdm.write(f"question {question.id}: turn {len(turns) + 1} is left out: {error}", file=sys.stderr)
+                break
+            chat.append({"role": "assistant", "content": turns[-1]["text"]})
+        columns = {name: [turn[name] for turn in turns] for name in ("idxs", "new_tokens", "wall_time")}
+        choices.append({"index": index, "turns": [turn["text"] for turn in turns], **columns,
+                        "accept_lengths": sum((turn["accept_lengths"] for turn in turns), [])})
+    return {"question_id": question.id, "category": question.category, "answer_id": uuid.uuid4().hex,
+            "model_id": args.model_id, "choices": choices, "tstamp": time.time()}
+
+
+def read_answers(path: Path) -> dict[int | str, dict]:
+    """Answer records by question; a last line cut off by an interruption is taken away."""
+    answers, good = {}, 0
+    if path.exists():
+        with path.open("rb") as file:
+            for line in file:
+                try:
+                    record = json.loads(line)
+                except ValueError:
+                    break
+                answers[record["question_id"]] = record
+                good += len(line)
+        if good < path.stat().st_size:
+            with path.open("r+b") as file:
+                file.truncate(good)
+    return answers
+
+
+def append(path: Path, record: dict) -> None:
+    """Add a line in one write, so that processes can share the file."""
+    line = json.dumps(record) + "\n"
+    handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    try:
+        os.write(handle, line.encode())
+    finally:
+        os.close(handle)
+
+
+def sort_answers(path: Path, questions: Iterable[Question]) -> None:
+    """Put the file's lines in the order of the questions."""
+    answers = read_answers(path)
+    part = path.with_suffix(".part")
+    part.write_text("".join(json.dumps(answers[q.id]) + "\n" for q in questions if q.id in answers), encoding="utf-8")
+    part.replace(path)
+
+
+def settings(args: argparse.Namespace) -> dict:
+    """What a resumed file must have in common."""
+    names = ("target", "draft", "baseline", "acceptance", "threshold", "divergence", "temperature", "max_new_tokens",
+             "seed", "num_choices")
+    return {**{name: getattr(args, name) for name in names}, "tree": repr(args.tree)}
+
+
+def run(args: argparse.Namespace) -> None:
+    """Answer what is missing in the answers file.
+
+    Raises:
+        ValueError: bad questions or options, or a file that was begun with other settings.
+    """
+    questions = read_questions(args.questions) if args.questions else generated(args.generated, seed=args.seed)
+    if args.limit:
+        questions = questions[: args.limit]
+    state = PartialState(cpu=args.device == "cpu")
+    about = args.answers.with_suffix(".meta.json")
+    if about.exists() and json.loads(about.read_text())["settings"] != settings(args):
+        raise ValueError(f"{args.answers} was begun with other settings ({about}); choose another file or delete it")
+    state.wait_for_everyone()
+    model = eagle_fsd.load(args.target, args.draft, dtype=args.dtype, device=args.device or state.device)
+    if state.is_main_process:
+        args.answers.parent.mkdir(parents=True, exist_ok=True)
+        record = {"environment": environment(), "settings": settings(args), "processes": state.num_processes,
+                  "dtype": str(model.target.dtype), "device": str(model.target.device)}
+        about.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    done = read_answers(args.answers) if state.is_main_process else {}
+    state.wait_for_everyone()
+    done = done or read_answers(args.answers)
+    missing = [question for question in questions if question.id not in done]
+    mine = missing[state.process_index :: state.num_processes]
+    for _ in range(args.warm_up if mine else 0):
+        answer_turn(model, [{"role": "user", "content": mine[0].turns[0]}], 0.0, args)
+    bar = tqdm(mine, desc=args.model_id, unit="question", disable=None if state.is_main_process else True)
+    for question in bar:
+        append(args.answers, answer_question(model, question, args))
+    state.wait_for_everyone()
+    if state.is_main_process:
+        sort_answers(args.answers, questions)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", help="directory or hub id (default: the bundled pair)")
+    parser.add_argument("--draft", help="directory or hub id of the target's draft head")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--device")
+    parser.add_argument("--questions", type=Path, help="JSON lines: MT-Bench, Spec-Bench, HumanEval, GSM8K, prompts")
+    parser.add_argument("--generated", type=int, default=80, help="without --questions: this many generated tasks")
+    parser.add_argument("--answers", type=Path, required=True, help="file that the answers are added to")
+    parser.add_argument("--baseline", action="store_true", help="answer with model.generate")
+    parser.add_argument("--acceptance", choices=RULES, default="fsd")
+    parser.add_argument("--threshold", type=float)
+    parser.add_argument("--divergence", default="js")
+    parser.add_argument("--tree", type=parse_tree, metavar="N,DEPTH,K[,T]")
+    parser.add_argument("--temperature", default="0", help='a number, or "category": as FastChat (default: 0)')
+    parser.add_argument("--max-new-tokens", type=int, default=1024)
+    parser.add_argument("--num-choices", type=int, default=1)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--warm-up", type=int, default=3, help="unmeasured answers before the first question")
+    parser.add_argument("--limit", type=int, help="only the first questions")
+    parser.add_argument("--model-id", help="name in the answers file")
+    return parser
+
+
+def check(args: argparse.Namespace) -> argparse.Namespace:
+    """Options that would only fail after the models are loaded."""
+    if args.temperature != "category":
+        try:
+            valid = float(args.temperature) >= 0
+        except ValueError:
+            valid = False
+        if not valid:
+            raise ValueError(f'--temperature must be a number of at least 0 or "category", got {args.temperature!r}')
+    for name in ("max_new_tokens", "num_choices", "generated"):
+        if getattr(args, name) < 1:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
+    if not args.baseline:
+        eagle_fsd.make_rule(args.acceptance, args.threshold)
+    dial = "" if args.threshold is None else f"-{args.threshold:g}"
+    args.model_id = args.model_id or ("model.generate" if args.baseline else f"{args.acceptance}{dial}")
+    return args
+
+
+def main() -> int:
+    try:
+        run(check(build_parser().parse_args()))
+    except KeyboardInterrupt:
+        print("stopped; the same command goes on", file=sys.stderr)
+        return 130
+    except (ValueError, TypeError, OSError) as error:
+        print(f"eval.mt_bench: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

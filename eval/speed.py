@@ -1,0 +1,111 @@
+"""Speed-up of one answers file over another, with bootstrap intervals.
+
+    python -m eval.speed fsd.jsonl plain.jsonl
+
+Speed is new tokens over wall time, summed over the questions that both files answer; intervals are 95% percentiles over
+resampled questions. tau = tokens per target forward.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from eval.mt_bench import read_answers
+
+RESAMPLES = 2000
+
+
+@dataclass(frozen=True)
+class Totals:
+    """Per question: new tokens, seconds, answers, emitted tokens of verify forwards and their number."""
+
+    tokens: np.ndarray
+    seconds: np.ndarray
+    emitted: np.ndarray
+    forwards: np.ndarray
+
+    @classmethod
+    def of(cls, records: list[dict]) -> Totals:
+        def total(name: str) -> np.ndarray:
+            return np.array([sum(sum(choice[name]) for choice in record["choices"]) for record in records], float)
+
+        lengths = [[n for choice in r["choices"] for n in choice.get("accept_lengths", [])] for r in records]
+        return cls(total("new_tokens"), total("wall_time"), np.array([sum(n) for n in lengths], float),
+                   np.array([len(n) for n in lengths], float))
+
+    def speed(self, chosen: np.ndarray) -> np.ndarray:
+        """Tokens per second of the chosen questions [..., n]."""
+        return self.tokens[chosen].sum(-1) / self.seconds[chosen].sum(-1)
+
+    def tau(self) -> float:
+        forwards = self.forwards.sum()
+        return self.emitted.sum() / forwards if forwards else 1.0
+
+
+def speed_rows(method: dict, baseline: dict, seed: int = 0) -> list[dict]:
+    """One row per category and one for all, over questions in both files.
+
+    Raises:
+        ValueError: no question in common.
+    """
+    common = [i for i in method if i in baseline]
+    if not common:
+        raise ValueError("the two files have no question in common")
+    categories: dict[str, list] = {}
+    for i in common:
+        categories.setdefault(method[i].get("category", "all questions"), []).append(i)
+    groups = {**categories, "all": common} if len(categories) > 1 else {"all": common}
+    rng, rows = np.random.default_rng(seed), []
+    for name, ids in groups.items():
+        ours, theirs = Totals.of([method[i] for i in ids]), Totals.of([baseline[i] for i in ids])
+        everything = np.arange(len(ids))
+        resampled = rng.integers(0, len(ids), (RESAMPLES, len(ids)))
+        low, high = np.percentile(ours.speed(resampled) / theirs.speed(resampled), [2.5, 97.5])
+        rows.append({
+            "category": name, "questions": len(ids), "tokens_per_second": float(ours.speed(everything)),
+            "baseline_tokens_per_second": float(theirs.speed(everything)), "tau": float(ours.tau()),
+            "speedup": float(ours.speed(everything) / theirs.speed(everything)), "low": float(low), "high": float(high),
+            "seconds_per_question": float(ours.seconds.mean()), "tokens_per_question": float(ours.tokens.mean()),
+            "baseline_seconds_per_question": float(theirs.seconds.mean()),
+        })
+    return rows
+
+
+def table(rows: list[dict]) -> str:
+    """The rows in Markdown."""
+    lines = ["| category | questions | tokens/s | baseline | speed-up (95%) | tau | s/question | baseline | "
+             "tokens/question |", "|---|---|---|---|---|---|---|---|---|"]
+    for row in rows:
+        interval = f"{row['low']:.2f} to {row['high']:.2f}"
+        lines.append(
+            f"| {row['category']} | {row['questions']} | {row['tokens_per_second']:.1f} | "
+            f"{row['baseline_tokens_per_second']:.1f} | {row['speedup']:.2f}x ({interval}) | "
+            f"{row['tau']:.2f} | {row['seconds_per_question']:.2f} | {row['baseline_seconds_per_question']:.2f} | "
+            f"{row['tokens_per_question']:.0f} |"
+        )
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("method", type=Path, help="answers of eval.mt_bench")
+    parser.add_argument("baseline", type=Path, help="answers to compare with")
+    args = parser.parse_args()
+    try:
+        for path in (args.method, args.baseline):
+            if not path.is_file():
+                raise ValueError(f"{path} does not exist")
+        print(table(speed_rows(read_answers(args.method), read_answers(args.baseline))))
+    except ValueError as error:
+        print(f"eval.speed: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

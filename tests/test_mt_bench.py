@@ -1,0 +1,195 @@
+"""The MT-Bench command and its speeds: formats, both turns, resuming, FastChat's file, intervals."""
+
+import json
+import os
+
+import numpy as np
+import pytest
+from tiny import tiny_pair, tiny_tokenizer
+
+from eagle_fsd.checkpoint import save_head
+from eval import mt_bench
+from eval.mt_bench import build_parser, check, read_answers, run, temperature_of
+from eval.questions import Question, generated, read_questions
+from eval.speed import speed_rows, table
+
+QUESTIONS = [
+    {"question_id": 81, "category": "writing", "turns": ["hi", "and"]},
+    {"question_id": 82, "category": "math", "turns": ["b"]},
+    {"question_id": 83, "category": "math", "turns": ["c", "d"]},
+]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A tiny pair with a chat template, and three questions."""
+    folder = tmp_path_factory.mktemp("mt_bench")
+    model = tiny_pair()
+    model.target.model.save_pretrained(folder / "target")
+    save_head(model.draft, folder / "head")
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = (
+        "<s>{% for m in messages %}{% if m.role == 'assistant' %}<bot>{% else %}<user>{% endif %}{{ m.content }}"
+        "{% endfor %}{% if add_generation_prompt %}<bot>{% endif %}"
+    )
+    tokenizer.save_pretrained(folder / "target")
+    (folder / "questions.jsonl").write_text("\n".join(map(json.dumps, QUESTIONS)))
+    return folder
+
+
+def options(place, answers: str, *more: str):
+    return check(build_parser().parse_args([
+        "--target", str(place / "target"), "--draft", str(place / "head"), "--answers", str(place / answers),
+        "--questions", str(place / "questions.jsonl"), "--max-new-tokens", "10", "--warm-up", "0",
+        "--device", "cpu", *more,
+    ]))
+
+
+def parse_as_fastchat(path) -> dict:
+    """The fields that FastChat's answer files have, read as its judge and the published speed script read them."""
+    found = {}
+    for line in path.read_text().splitlines():
+        record = json.loads(line)
+        assert isinstance(record["answer_id"], str) and isinstance(record["model_id"], str)
+        assert isinstance(record["tstamp"], float)
+        for choice in record["choices"]:
+            assert isinstance(choice["index"], int)
+            counts = {len(choice[name]) for name in ("turns", "idxs", "new_tokens", "wall_time")}
+            assert len(counts) == 1 and all(isinstance(turn, str) for turn in choice["turns"])
+        found[record["question_id"]] = record
+    return found
+
+
+def test_both_turns_are_answered_in_fastchats_format(place):
+    run(options(place, "exact.jsonl", "--acceptance", "exact"))
+    run(options(place, "plain.jsonl", "--baseline"))
+    exact, plain = (parse_as_fastchat(place / name) for name in ("exact.jsonl", "plain.jsonl"))
+    assert list(exact) == list(plain) == [81, 82, 83]
+    for number, record in exact.items():
+        (choice,) = record["choices"]
+        assert len(choice["turns"]) == len(next(q for q in QUESTIONS if q["question_id"] == number)["turns"])
+        assert choice["turns"] == plain[number]["choices"][0]["turns"]  # lossless, second turns included
+        assert choice["new_tokens"] == plain[number]["choices"][0]["new_tokens"]
+        assert len(choice["accept_lengths"]) == sum(choice["idxs"])
+    assert json.loads((place / "exact.meta.json").read_text())["settings"]["acceptance"] == "exact"
+
+
+def test_a_stopped_run_answers_only_what_is_missing(place, monkeypatch):
+    run(options(place, "cut.jsonl", "--acceptance", "exact"))
+    path = place / "cut.jsonl"
+    whole = read_answers(path)
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text(lines[0] + lines[2] + lines[1][:30])  # question 82 was being written
+    asked = []
+    answer = mt_bench.answer_question
+    monkeypatch.setattr(mt_bench, "answer_question", lambda m, q, a: asked.append(q.id) or answer(m, q, a))
+    run(options(place, "cut.jsonl", "--acceptance", "exact"))
+    again = parse_as_fastchat(path)
+    assert asked == [82] and list(again) == [81, 82, 83]
+    assert [again[i]["choices"][0]["turns"] for i in again] == [whole[i]["choices"][0]["turns"] for i in again]
+
+
+def test_other_settings_do_not_continue_a_file(place):
+    run(options(place, "fsd.jsonl", "--threshold", "0.2", "--limit", "1"))
+    with pytest.raises(ValueError, match="begun with other settings"):
+        run(options(place, "fsd.jsonl", "--threshold", "0.3"))
+
+
+def test_sampling_follows_the_category_and_the_seed(place):
+    for name in ("a.jsonl", "b.jsonl"):
+        run(options(place, name, "--acceptance", "exact", "--temperature", "category"))
+    texts = [[r["choices"][0]["turns"] for r in read_answers(place / n).values()] for n in ("a.jsonl", "b.jsonl")]
+    greedy = [r["choices"][0]["turns"] for r in read_answers(place / "exact.jsonl").values()]
+    assert texts[0] == texts[1] and texts[0][1:] == greedy[1:]  # only writing is sampled
+    assert temperature_of(Question(1, "roleplay", ("x",)), "category") == 0.7
+    assert temperature_of(Question(1, "humanities", ("x",)), "category") == 0.1
+    assert temperature_of(Question(1, "coding", ("x",)), "category") == 0.0
+    assert temperature_of(Question(1, "coding", ("x",)), "0.3") == 0.3
+
+
+@pytest.mark.parametrize(
+    ("more", "match"),
+    [
+        (["--temperature", "hot"], "--temperature.*'hot'"),
+        (["--temperature", "-1"], "--temperature.*'-1'"),
+        (["--max-new-tokens", "0"], "--max-new-tokens.*0"),
+        (["--threshold", "-0.1"], "threshold"),
+    ],
+)
+def test_bad_options_are_refused_before_loading(place, more, match):
+    with pytest.raises(ValueError, match=match):
+        options(place, "x.jsonl", *more)
+
+
+FORMATS = {
+    "mt_bench": ({"question_id": 81, "category": "writing", "turns": ["a", "b"]}, Question(81, "writing", ("a", "b"))),
+    "humaneval": ({"task_id": "HumanEval/0", "prompt": "def f", "canonical_solution": "x", "test": "t"},
+                  Question("HumanEval/0", "humaneval", ("def f",), "x")),
+    "gsm8k": ({"question": "a", "answer": "b\n#### 3"}, Question(1, "gsm8k", ("a",), "b\n#### 3")),
+    "prompts": ({"prompt": "a", "answer": 4}, Question(1, "prompts", ("a",), "4")),
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_formats_are_recognised(tmp_path, name):
+    record, expected = FORMATS[name]
+    (tmp_path / "q.jsonl").write_text(json.dumps(record) + "\n\n")
+    assert read_questions(tmp_path / "q.jsonl") == [expected]
+
+
+@pytest.mark.parametrize(
+    ("text", "match"),
+    [("", "no question"), ("[1]", "line 1: not a JSON object"), ('{"x": 1}', "line 1: no known format"),
+     ('{"turns": [1]}', "list of strings"), ("{", "line 1"),
+     ('{"turns": ["a"], "question_id": 3}\n{"turns": ["b"], "question_id": 3}', "3 occurs twice")],
+)
+def test_bad_question_files_say_where(tmp_path, text, match):
+    (tmp_path / "q.jsonl").write_text(text)
+    with pytest.raises(ValueError, match=match):
+        read_questions(tmp_path / "q.jsonl")
+
+
+@pytest.mark.skipif(not os.path.isdir("../shared/data"), reason="needs ../shared/data")
+@pytest.mark.parametrize(
+    ("name", "count"), [("mt_bench", 80), ("spec_bench", 480), ("gsm8k_test", 1319), ("humaneval", 164)]
+)
+def test_published_files_are_read(name, count):
+    from pathlib import Path
+
+    assert len(read_questions(Path("../shared/data") / f"{name}.jsonl")) == count
+
+
+def test_generated_questions_ask_in_turns():
+    questions = generated(16)
+    assert {q.category for q in questions} >= {"followup", "json"}
+    assert all(len(q.turns) == 2 for q in questions if q.category == "followup")
+
+
+def answers(speeds: list[float], seed: int = 0) -> dict:
+    """Answers of 100 tokens in 25 forwards, at the given speeds."""
+    return {
+        i: {"category": "odd" if i % 2 else "even", "choices": [
+            {"new_tokens": [60, 41], "wall_time": [60 / s, 41 / s], "accept_lengths": [4] * 25}]}
+        for i, s in enumerate(speeds)
+    }
+
+
+def test_speeds_are_totals_and_intervals_cover_them():
+    rng = np.random.default_rng(0)
+    rows = speed_rows(answers(list(rng.uniform(150, 250, 40))), answers([100.0] * 41))
+    assert [row["category"] for row in rows] == ["even", "odd", "all"]
+    assert [row["questions"] for row in rows] == [20, 20, 40]
+    for row in rows:
+        assert row["low"] < row["speedup"] < row["high"] and row["tau"] == 4
+        assert row["speedup"] == pytest.approx(row["tokens_per_second"] / 100)
+    assert "x (" in table(rows)
+
+
+def test_a_method_against_itself_is_exactly_one():
+    (row,) = [r for r in speed_rows(answers([100.0, 300.0]), answers([100.0, 300.0])) if r["category"] == "all"]
+    assert (row["low"], row["speedup"], row["high"]) == (1, 1, 1)
+
+
+def test_files_without_a_common_question_are_an_error():
+    with pytest.raises(ValueError, match="no question in common"):
+        speed_rows(answers([1.0]), {9: answers([1.0])[0]})
