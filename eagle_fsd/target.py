@@ -5,7 +5,10 @@ B batch, N tokens of a forward, L prefix length, D hidden size, V vocabulary.
 
 from __future__ import annotations
 
+import copy
+
 import torch
+from accelerate.hooks import remove_hook_from_module
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -92,6 +95,12 @@ class TargetModel:
     @property
     def dtype(self) -> torch.dtype:
         return self.lm_head.weight.dtype if self.lm_head.weight.is_floating_point() else self.model.dtype
+
+    def embeddings_on(self, device: torch.device) -> nn.Module:
+        """The token embeddings; a copy where they live on another device, as with a `device_map`."""
+        if self.embed_tokens.weight.device == device:
+            return self.embed_tokens
+        return remove_hook_from_module(copy.deepcopy(self.embed_tokens)).to(device)
 
     def new_cache(self, capacity: int) -> TreeCache:
         """An empty cache for `capacity` positions."""

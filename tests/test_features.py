@@ -42,7 +42,7 @@ def test_features_from_disk_are_the_targets(target, tmp_path):
 
 
 def test_the_targets_ends_come_along(target, tmp_path):
-    ends, own = write(target, tmp_path).ends(), TargetEnds.of(target)
+    ends, own = write(target, tmp_path).ends(), TargetEnds.of(target, torch.device("cpu"))
     features = torch.randn(3, 16)
     torch.testing.assert_close(ends.logits(features), target.logits(features))
     torch.testing.assert_close(own.logits(features), target.logits(features))

@@ -10,6 +10,7 @@ B batch, T tokens of a row, D hidden size.
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import logging
 import os
@@ -20,6 +21,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from accelerate.hooks import remove_hook_from_module
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -44,12 +46,16 @@ class TargetEnds(nn.Module):
         self.requires_grad_(False)
 
     @classmethod
-    def of(cls, target: TargetModel) -> TargetEnds:
-        return cls(target.embed_tokens, target.lm_head, target.softcap)
+    def of(cls, target: TargetModel, device: torch.device) -> TargetEnds:
+        """Those of a target, shared with it; copies where they live on another device than the head."""
+        output = target.lm_head
+        if output.weight.device != device:
+            output = remove_hook_from_module(copy.deepcopy(output)).to(device)
+        return cls(target.embeddings_on(device), output, target.softcap)
 
     def logits(self, features: Tensor) -> Tensor:
         """As `TargetModel.logits`: [..., D] -> [..., V] float32."""
-        logits = self.lm_head(features).float()
+        logits = self.lm_head(features.to(self.lm_head.weight.dtype)).float()
         return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
 
 

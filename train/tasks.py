@@ -491,8 +491,8 @@ def _clock(w: _Writer, level: int) -> _Problem:
 def _list(w: _Writer, level: int) -> _Problem:
     rng = w.rng
     kind = rng.choice(["sort", "filter", "count"])
-    if kind == "sort":  # single digits: what is hard is to keep track of what has been taken
-        numbers = rng.sample(range(1, 10), rng.randint(2 + level, 3 + level))
+    if kind == "sort":  # single digits at first: what is hard is to keep track of what has been taken
+        numbers = rng.sample(range(1, 10) if level < 3 else range(10, 100), rng.randint(2 + level, 3 + level))
         descending = rng.random() < 0.5
         order, extreme = ("largest to smallest", "largest") if descending else ("smallest to largest", "smallest")
         ordered = sorted(numbers, reverse=descending)
@@ -503,7 +503,7 @@ def _list(w: _Writer, level: int) -> _Problem:
         return _Problem([question], sentences, result, (order, *numbers))
     condition, test, relation = _condition(rng)
     pool = [n for n in range(10, 100) if str(n) not in condition]  # the limit itself is neither above nor below
-    numbers = rng.sample(pool, rng.randint(2 + level, 3 + level))
+    numbers = rng.sample(pool, rng.randint(2 + level, 3 + level + level // 3))
     kept = [n for n in numbers if test(n)]
     sentences = [w.say("keep" if test(n) else "drop", x=n, r=relation(n)) for n in numbers]
     result = ", ".join(map(str, kept)) if kept else "none"
@@ -570,7 +570,7 @@ def _string(w: _Writer, level: int) -> _Problem:
 
 def _table(w: _Writer, level: int) -> _Problem:
     rng = w.rng
-    people = rng.sample(NAMES, 2 + level)
+    people = rng.sample(NAMES, (3, 4, 7)[level - 1])
     item, towns = rng.choice(ITEMS), rng.sample(CITIES, 2)
     rows = [(p, towns[i % 2] if i < 2 else rng.choice(towns), rng.randint(3, 99)) for i, p in enumerate(people)]
     rng.shuffle(rows)
@@ -597,7 +597,7 @@ def _table(w: _Writer, level: int) -> _Problem:
 def _json(w: _Writer, level: int) -> _Problem:
     rng = w.rng
     name, city, item = rng.choice(NAMES), rng.choice(CITIES), rng.choice(ITEMS)
-    count, price, shipping = rng.randint(2, 9), rng.randint(3, (12, 36, 99)[level - 1]), rng.randint(3, 60)
+    count, price, shipping = rng.randint(2, 9), rng.randint(3, (12, 60, 250)[level - 1]), rng.randint(3, 150)
     record: dict[str, str | int] = {"name": name}
     facts = [rng.choice([f"{name} ordered {count} {item}.", f"The order of {name} is {count} {item}."])]
     if level > 1:

@@ -134,7 +134,7 @@ class Run:
             model.requires_grad_(False)
             self.target = TargetModel(model)
         if config.features is None:
-            self.features, self.ends = OnlineFeatures(self.target), TargetEnds.of(self.target)
+            self.features, self.ends = OnlineFeatures(self.target), TargetEnds.of(self.target, accelerator.device)
         else:
             self.features = OfflineFeatures(Path(config.features), self.documents)
             self.ends = self.features.ends().to(accelerator.device)
@@ -152,6 +152,8 @@ class Run:
         )
         self.head_config, self.head_bias = head.config, head.fc.bias is not None
         loss = AlignedLoss(head, config.objective, self.ends.logits)
+        if accelerator.state.deepspeed_plugin is not None:  # asked for where no data loader is prepared
+            accelerator.state.deepspeed_plugin.deepspeed_config["train_micro_batch_size_per_gpu"] = 1
         self.model, self.optimizer = accelerator.prepare(loss, optimizer)
         self.schedule = Schedule(self.documents, self.train_indices, config)
         self.steps = self.schedule.steps
@@ -232,7 +234,8 @@ class Run:
             return None
         head = DraftHead(self.head_config, bias=self.head_bias)
         head.config._attn_implementation = "sdpa"
-        head.share_embeddings((self.target or self.ends).embed_tokens)
+        ends = self.ends if self.target is None else TargetEnds.of(self.target, self.target.lm_head.weight.device)
+        head.share_embeddings(ends.embed_tokens)
         trained = {name.removeprefix("head."): value.to("cpu") for name, value in state.items()}
         head.load_state_dict({k: v for k, v in trained.items() if not k.startswith("embed_tokens")}, strict=False)
         return head.eval()
