@@ -11,12 +11,13 @@ from train.tasks import tasks
 
 @dataclass(frozen=True)
 class Question:
-    """One question of one or more user turns; `answer` is the reference where the set has one."""
+    """One question of one or more user turns; `answer` is the reference and `tests` a program's, if any."""
 
     id: int | str
     category: str
     turns: tuple[str, ...]
     answer: str | None = None
+    tests: str | None = None
 
 
 def generated(count: int, seed: int = 1) -> list[Question]:
@@ -60,7 +61,8 @@ def as_question(record: dict, number: int) -> Question:
             raise ValueError(f"turns must be a list of strings, got {turns!r}")
         return Question(record.get("question_id", number), record.get("category", "all"), tuple(turns))
     if "task_id" in record and "prompt" in record:  # HumanEval
-        return Question(record["task_id"], "humaneval", (record["prompt"],), record.get("canonical_solution"))
+        tests = f"{record['test']}\ncheck({record['entry_point']})\n" if "test" in record else None
+        return Question(record["task_id"], "humaneval", (record["prompt"],), record.get("canonical_solution"), tests)
     for asked, category in (("question", "gsm8k"), ("prompt", "prompts")):
         if isinstance(record.get(asked), str):
             given = record.get("answer")

@@ -123,8 +123,8 @@ def test_bad_options_are_refused_before_loading(place, more, match):
 
 FORMATS = {
     "mt_bench": ({"question_id": 81, "category": "writing", "turns": ["a", "b"]}, Question(81, "writing", ("a", "b"))),
-    "humaneval": ({"task_id": "HumanEval/0", "prompt": "def f", "canonical_solution": "x", "test": "t"},
-                  Question("HumanEval/0", "humaneval", ("def f",), "x")),
+    "humaneval": ({"task_id": "HumanEval/0", "prompt": "def f", "canonical_solution": "x", "test": "t",
+                   "entry_point": "f"}, Question("HumanEval/0", "humaneval", ("def f",), "x", "t\ncheck(f)\n")),
     "gsm8k": ({"question": "a", "answer": "b\n#### 3"}, Question(1, "gsm8k", ("a",), "b\n#### 3")),
     "prompts": ({"prompt": "a", "answer": 4}, Question(1, "prompts", ("a",), "4")),
 }

@@ -1,0 +1,72 @@
+"""Grading: numbers, values, programs in their limits."""
+
+import os
+
+import pytest
+
+from eval import grading
+from eval.grading import cut_program, final_number, is_right, passes
+from eval.questions import Question
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [("so 3 + 4 = 7.", "7"), ("#### 1,234", "1234"), ("It is 5.\n#### 12 eggs\nor 13", "12"), ("-2.50 dollars", "-2.5"),
+     ("#### $18.00", "18"), ("none", None), ("", None)],
+)
+def test_final_numbers(text, number):
+    assert final_number(text) == number
+
+
+@pytest.mark.parametrize(
+    ("category", "answer", "text", "right"),
+    [
+        ("gsm8k", "x\n#### 72", "She has 72.", True),
+        ("gsm8k", "x\n#### 72", "She has 72 and 3.", False),
+        ("json", '{"a": 1, "b": "x"}', 'So:\n#### {"b": "x", "a": 1}', True),
+        ("json", '{"a": 1}', "#### {a: 1", False),
+        ("list", "3, 4", "These.\n#### 3, 4", True),
+        ("prompts", "Paris", " Paris\n", True),
+        ("prompts", "Paris", "It is Paris", False),
+        ("writing", None, "whatever", None),
+    ],
+)
+def test_answers(category, answer, text, right):
+    assert is_right(Question(1, category, ("q",), answer), text) is right
+
+
+PROBLEM = Question("HumanEval/x", "humaneval", ("def add(a, b):\n",), tests="assert add(2, 3) == 5\n")
+
+
+def test_programs_are_run_only_where_it_is_allowed():
+    with pytest.raises(ValueError, match="--run-code"):
+        is_right(PROBLEM, "    return a + b")
+    assert is_right(PROBLEM, "    return a + b\n\ndef other(", run_code=True)
+    assert not is_right(PROBLEM, "    return a - b", run_code=True)
+    assert not is_right(PROBLEM, "    return (", run_code=True)
+
+
+def test_completions_end_with_their_function():
+    assert cut_program("    return 1\n\n\ndef g():\n    pass") == "    return 1\n\n"
+    assert cut_program("    return 1") == "    return 1"
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "while True: pass",
+        "import time; time.sleep(60)",
+        "x = bytearray(3 << 30)",
+        "open('big', 'wb').write(bytes(2 << 20))",
+        pytest.param("import os; os.fork()", marks=pytest.mark.skipif(os.geteuid() == 0, reason="root may fork")),
+        "import os; os._exit(1)",
+        "files = [open(f'f{i}', 'w') for i in range(40)]",
+    ],
+)
+def test_limits_hold(program, monkeypatch):
+    monkeypatch.setattr(grading, "SECONDS", 1)
+    assert not passes(program, "")
+
+
+def test_the_environment_and_directory_are_empty():
+    assert passes("import os; assert os.listdir() == ['program.py'] and not set(os.environ) - {'LC_CTYPE'}", "")
