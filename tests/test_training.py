@@ -63,10 +63,10 @@ def test_growing_needs_a_multiple(layers):
 
 def test_interrupted_target_training_ends_in_the_same_weights(tmp_path, monkeypatch):
     documents = random_documents(64, 16)
-    stage = Stage(1, steps=6, lr=1e-3, decay=0.5, warmup=2)
+    stage = Stage(1, steps=6, lr=1e-3, decay=0.5, warmup=2, batch=64)
 
     def train(name, **options):
-        return train_stage(build_target(config(1), seed=0), stage, documents, batch=64, seed=0,
+        return train_stage(build_target(config(1), seed=0), stage, documents, seed=0,
                            checkpoint=tmp_path / name, **options)
 
     whole = train("whole.pt").state_dict()

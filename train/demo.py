@@ -35,7 +35,7 @@ log = logging.getLogger("train.demo")
 
 @dataclass(frozen=True)
 class Preset:
-    """Sizes of a demo pair; `batch` in tokens; `python_share` of the documents are pieces of source."""
+    """Sizes of a demo pair; `python_share` of the documents are pieces of source."""
 
     vocab_size: int
     hidden: int
@@ -43,7 +43,6 @@ class Preset:
     heads: int
     kv_heads: int
     documents: int
-    batch: int
     python_share: float
     practice: tuple[str, ...]  # task families that are learned last and get more turns
     stages: tuple[Stage, ...]
@@ -54,17 +53,17 @@ class Preset:
 PRESETS = {
     "cpu": Preset(
         vocab_size=2048, hidden=192, intermediate=528, heads=6, kv_heads=2, documents=80_000,
-        batch=12_288, python_share=0.07, practice=("list", "table", "table", "string"),
+        python_share=0.07, practice=("list", "table", "table", "string"),
         stages=(Stage(4, 5400, lr=2e-3), Stage(4, 500, lr=1.5e-3), Stage(8, 1100, lr=1.5e-3, decay=0.5),
-                Stage(24, 60, lr=3e-4, decay=0.8, warmup=5)),
+                Stage(24, 200, lr=5e-4, decay=0.8, warmup=10, batch=4096)),
         answers=2048,
         head={"objective": "aligned", "steps": 1500, "batch_tokens": 12_288, "lr": 1e-3, "warmup": 50,
               "head": {"intermediate_size": 768}, "tree": [16, 5, 3, 0.5], "eval_every": 250, "save_every": 100},
     ),
     "gpu": Preset(
         vocab_size=4096, hidden=256, intermediate=704, heads=8, kv_heads=2,
-        documents=2_000_000, batch=65_536, python_share=0.1, practice=("list", "table") * 2,
-        stages=(Stage(6, 8000, lr=3e-3), Stage(24, 8000, lr=2e-3, decay=0.7)),
+        documents=2_000_000, python_share=0.1, practice=("list", "table") * 2,
+        stages=(Stage(6, 8000, lr=3e-3, batch=65_536), Stage(24, 8000, lr=2e-3, decay=0.7, batch=65_536)),
         answers=50_000,
         head={"objective": "aligned", "steps": 12_000, "batch_tokens": 65_536, "lr": 1e-3, "warmup": 200,
               "head": {"intermediate_size": 1024}, "eval_every": 1000, "save_every": 1000},
@@ -105,8 +104,8 @@ def train_target(preset: Preset, work: Path, device: str) -> tuple[LlamaForCausa
         else:
             model = build_target(config, seed=0) if model is None else grow(model, stage.layers)
             model = train_stage(
-                model, stage, documents, batch=preset.batch, seed=number,
-                checkpoint=work / f"target-stage{number}.pt", device=device,
+                model, stage, documents, seed=number, checkpoint=work / f"target-stage{number}.pt",
+                device=device,
             )
             model.save_pretrained(done)
     return model.eval(), tokenizer

@@ -24,13 +24,14 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Stage:
-    """One stretch of target training at a fixed depth."""
+    """One stretch of target training at a fixed depth, with `batch` tokens per step, padding included."""
 
     layers: int
     steps: int
     lr: float
     decay: float = 0.0  # the last share of the steps, over which the rate falls linearly to zero
     warmup: int = 50
+    batch: int = 12_288
 
 
 def build_target(config: LlamaConfig, seed: int) -> LlamaForCausalLM:
@@ -87,17 +88,16 @@ def learned_loss(model: LlamaForCausalLM, tokens: Tensor, learned: Tensor) -> Te
 
 
 def train_stage(
-    model: LlamaForCausalLM, stage: Stage, documents: Documents, *, batch: int, seed: int, checkpoint: Path,
+    model: LlamaForCausalLM, stage: Stage, documents: Documents, *, seed: int, checkpoint: Path,
     device: str = "cpu", save_seconds: float = 240,
 ) -> LlamaForCausalLM:
     """Train in place for one stage; continues from `checkpoint` where it holds an unfinished one.
 
     Args:
-        batch: tokens per step, padding included.
         seed: of the order of the documents.
         checkpoint: file of the running state (model, optimisers, step), written every `save_seconds`.
     """
-    batches = documents.batches(batch, seed)
+    batches = documents.batches(stage.batch, seed)
     if device == "cpu":
         model.set_attn_implementation("eager")  # its backward takes half of the time that sdpa's takes there
     model.to(device).train()
