@@ -76,7 +76,7 @@ def load_head(source: str | Path) -> DraftHead:
     missing, unknown = _compare_keys(head, state)
     if missing == {"embed_tokens.weight"}:
         missing = set()
-        head.shares_embeddings = True
+        head.share_embeddings(None)
     if missing or unknown:
         raise ValueError(
             f"{weights_path} is no EAGLE-1/2 draft head: missing {sorted(missing) or 'nothing'}, "
@@ -120,12 +120,14 @@ def save_head(
     state = {
         name: value.detach().to("cpu", dtype or value.dtype).contiguous()
         for name, value in head.state_dict().items()
-        if not (head.shares_embeddings and name == "embed_tokens.weight")
     }
     given = head.config.to_dict()
     fields = {name: given[name] for name in CONFIG_FIELDS if given.get(name) is not None}
-    # Consumers on transformers 4 read the rotary base by its older name.
-    fields["rope_theta"] = head.config.rope_parameters["rope_theta"]
+    # Consumers on transformers 4 read the rotary embedding by older names.
+    rope = dict(head.config.rope_parameters)
+    fields["rope_theta"] = rope.pop("rope_theta")
+    if rope.get("rope_type", "default") != "default":
+        fields["rope_scaling"] = rope
     fields["torch_dtype"] = str(state["fc.weight"].dtype).removeprefix("torch.")
     fields |= {"architectures": ["LlamaForCausalLM"], "bias": head.fc.bias is not None, **extra}
     (directory / "config.json").write_text(json.dumps(fields, indent=1, sort_keys=True) + "\n", encoding="utf-8")

@@ -32,7 +32,6 @@ class DraftHead(nn.Module):
         config._attn_implementation = "sdpa"
         config.attention_bias = getattr(config, "qkv_bias", False)  # the stock layer's own field covers o as well
         self.embed_tokens: nn.Module = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.shares_embeddings = False
         self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=bias)
         layer = LlamaDecoderLayer(config, layer_idx=0)
         layer.input_layernorm = nn.Identity()
@@ -40,10 +39,17 @@ class DraftHead(nn.Module):
         self.layers = nn.ModuleList([layer])
         self.rotary_emb = LlamaRotaryEmbedding(config)
 
-    def share_embeddings(self, embed_tokens: nn.Module) -> None:
-        """Use the target's embeddings in place of the head's own, which published files may leave out."""
-        self.embed_tokens = embed_tokens
-        self.shares_embeddings = True
+    def share_embeddings(self, embed_tokens: nn.Module | None) -> None:
+        """Use the target's embeddings in place of the head's own, which published files may leave out.
+
+        They are no part of the head then: not moved, trained, sharded or saved with it. None: they are yet to be given.
+        """
+        self._modules.pop("embed_tokens", None)
+        self.__dict__["embed_tokens"] = embed_tokens  # past nn.Module, which would register them
+
+    @property
+    def shares_embeddings(self) -> bool:
+        return "embed_tokens" not in self._modules
 
     @property
     def device(self) -> torch.device:

@@ -94,7 +94,7 @@ class Decoder:
         self, target: TargetModel, head: DraftHead | None, prompt: Sequence[int], settings: Settings
     ) -> None:
         self.target, self.head, self.settings = target, head, settings
-        self.device = target.device
+        self.device = target.output_device  # trees, logits and features live there
         self.tokens = list(prompt)  # all emitted tokens; the last one is the root once decoding has begun
         self.seeds = torch.tensor([settings.seed], device=self.device)
         tree = settings.tree
@@ -106,7 +106,7 @@ class Decoder:
     def prefill(self) -> Cycle:
         """The target reads the prompt and draws the first token."""
         prompt = torch.tensor([self.tokens], device=self.device)
-        features = self.target.prefill(prompt, self.cache)  # [1, L, D]
+        features = self.target.prefill(prompt.to(self.target.device), self.cache).to(self.device)  # [1, L, D]
         raw = self.target.logits(features[:, -1:])  # [1, 1, V]
         root = root_only(prompt[:, -1])
         warped = warp_tree(self.settings.processors, self.tokens[:-1], root, raw)

@@ -66,10 +66,9 @@ def fit_head(draft: DraftHead, target: TargetModel) -> None:
     for what, have, want in zip(("hidden size", "vocabulary size"), ours, wanted, strict=True):
         if have != want:
             raise ValueError(f"the draft head does not fit the target: its {what} is {have}, the target's is {want}")
-    weight = target.lm_head.weight
     if draft.shares_embeddings:
-        draft.share_embeddings(target.embeddings_on(weight.device))
-    draft.to(device=weight.device, dtype=target.dtype).eval()
+        draft.share_embeddings(target.embeddings_on(target.output_device))
+    draft.to(device=target.output_device, dtype=target.dtype).eval()
 
 
 def demo_directory(name: str) -> str:

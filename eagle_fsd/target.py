@@ -71,7 +71,7 @@ class TargetModel:
     def _check_logits(self, name: str) -> None:
         """Refuse models whose head, masks or positions do more than we know of: our logits must be the model's own."""
         tokens = torch.arange(4, device=self.device)[None] % self.vocab_size
-        stock = self.model(input_ids=tokens, use_cache=False).logits.float()
+        stock = self.model(input_ids=tokens, use_cache=False).logits.float().to(self.output_device)
         cache, chain = self.new_cache(4), torch.ones(1, 2, 2, dtype=torch.bool, device=self.device).tril()
         try:
             features = [
@@ -93,12 +93,17 @@ class TargetModel:
         return self.embed_tokens.weight.device
 
     @property
+    def output_device(self) -> torch.device:
+        """Where features and logits come out, and the head lives; with a `device_map` often another one."""
+        return self.lm_head.weight.device
+
+    @property
     def dtype(self) -> torch.dtype:
         return self.lm_head.weight.dtype if self.lm_head.weight.is_floating_point() else self.model.dtype
 
     def embeddings_on(self, device: torch.device) -> nn.Module:
         """The token embeddings; a copy where they live on another device, as with a `device_map`."""
-        if self.embed_tokens.weight.device == device:
+        if self.device == device:
             return self.embed_tokens
         return remove_hook_from_module(copy.deepcopy(self.embed_tokens)).to(device)
 

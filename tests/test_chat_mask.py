@@ -97,11 +97,55 @@ def drawn(tokenizer: PreTrainedTokenizerFast, text: str, learned: list[bool]) ->
 def test_answers_and_their_end_marks_are_learned_and_nothing_else(name):
     template, special, eos, expected = TEMPLATES[name]
     tokenizer = word_tokenizer(template, special, eos)
-    ids, learned = encode_conversation(tokenizer, CHAT)
+    ((ids, learned),) = encode_conversation(tokenizer, CHAT)
     text = expected.replace("{", "").replace("}", "")
     assert tokenizer.apply_chat_template(CHAT, tokenize=False) == text
     assert ids == tokenizer(text, add_special_tokens=False)["input_ids"]
     assert drawn(tokenizer, text, learned) == expected
+
+
+MISTRAL_SYSTEM = (  # puts the system turn into the last question, and only while it waits for its answer
+    "{{ bos_token }}{% if messages[0].role == 'system' %}{% set system = messages[0].content %}"
+    "{% set messages = messages[1:] %}{% endif %}{% for m in messages %}{% if m.role == 'user' %}"
+    "{% if loop.last and system is defined %}[INST] {{ system }} {{ m.content }}[/INST]"
+    "{% else %}[INST] {{ m.content }}[/INST]{% endif %}{% else %} {{ m.content }}{{ eos_token }}{% endif %}{% endfor %}"
+)
+THOUGHTS = (  # shows the thoughts of the last answer only
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' and not loop.last %}"
+    "{{ m.content.split('</think>')[-1] }}{% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+SPLIT = {
+    "mistral, system turn": (
+        MISTRAL_SYSTEM, ["<s>", "</s>"], "</s>", [{"role": "system", "content": "be kind"}, *CHAT],
+        ["<s>[INST] be kind hi[/INST]{ yes it is</s>}",
+         "<s>[INST] hi[/INST] yes it is</s>[INST] be kind yes it is[/INST]{ bye</s>}"],
+    ),
+    "thoughts": (
+        THOUGHTS, IM, "<|im_end|>",
+        [{"role": "user", "content": "a"}, {"role": "assistant", "content": "<think>b</think>c"},
+         {"role": "user", "content": "d"}, {"role": "assistant", "content": "<think>e</think>f"}],
+        ["<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n{<think>b</think>c<|im_end|>}\n",
+         "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\nc<|im_end|>\n<|im_start|>user\nd<|im_end|>\n"
+         "<|im_start|>assistant\n{<think>e</think>f<|im_end|>}\n"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SPLIT)
+def test_templates_that_show_earlier_turns_differently_give_one_document_per_answer(name):
+    template, special, eos, chat, expected = SPLIT[name]
+    tokenizer = word_tokenizer(template, special, eos)
+    encoded = encode_conversation(tokenizer, chat)
+    texts = [line.replace("{", "").replace("}", "") for line in expected]
+    assert [ids for ids, _ in encoded] == [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+    assert [drawn(tokenizer, t, learned) for t, (_, learned) in zip(texts, encoded, strict=True)] == expected
+
+
+def test_an_answer_inside_the_header_of_answers_is_not_mistaken_for_it():
+    tokenizer = word_tokenizer(*TEMPLATES["vicuna, no prompt"][:3])
+    text, spans = answer_spans(tokenizer, [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "A"}])
+    assert text == "<s>USER: hi ASSISTANT: A</s>" and [text[a:b] for a, b in spans] == [" A</s>"]
 
 
 def test_content_that_the_template_trims_is_found():
@@ -115,7 +159,7 @@ def test_content_that_the_template_trims_is_found():
     [
         ("{{ raise_exception('no') }}", "refused"),
         ("{% for m in messages %}{{ m.role }}{{ m.content | upper }}{% endfor %}", "does not show an answer"),
-        ("{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}", "differently"),
+        ("{% set n = messages | length %}{{ n }}{% for m in messages %}{{ m.content }}{{ n }}{% endfor %}", "not show"),
     ],
 )
 def test_templates_that_hide_the_answers_make_bad_rows(template, reason):

@@ -60,7 +60,7 @@ def by_hand(name: str, predicted, wanted, q_logits, p_logits) -> float:
 def test_each_term_is_its_formula(name):
     objective = Objective(**{name: 2.0}, top_k_tokens=3)
     predicted, wanted, q_logits, p_logits = drawn(0)
-    loss = term_sums(objective, predicted, wanted, q_logits, p_logits)
+    loss = term_sums(objective, predicted, wanted, q_logits, p_logits, p_logits.softmax(-1))
     assert loss.item() == pytest.approx(2 * by_hand(name, predicted, wanted, q_logits, p_logits), rel=1e-4)
 
 
@@ -69,18 +69,20 @@ def test_a_perfect_head_has_the_smallest_loss_and_no_gradient(name):
     _, wanted, _, p_logits = drawn(1)
     q_logits, predicted = p_logits.clone().requires_grad_(), wanted.clone().requires_grad_()
     objective = Objective(**{name: 1.0}, top_k_tokens=V)
-    loss = term_sums(objective, predicted, wanted, q_logits, p_logits)
+    p = p_logits.softmax(-1)
+    loss = term_sums(objective, predicted, wanted, q_logits, p_logits, p)
     loss.backward()
     if name not in ("tv", "overlap"):  # these have a corner there
         assert q_logits.grad is None or q_logits.grad.abs().max() < 1e-5
-    assert loss <= term_sums(objective, predicted + 0.1, wanted, q_logits + torch.randn(M, V), p_logits)
+    assert loss <= term_sums(objective, predicted + 0.1, wanted, q_logits + torch.randn(M, V), p_logits, p)
 
 
 def test_gradients_stay_finite_where_probabilities_round_to_zero():
     q_logits = torch.tensor([[0.0, -300.0, -200.0]], requires_grad=True)
     p_logits = torch.tensor([[0.0, -250.0, -400.0]])
     for name in TERMS[1:]:
-        term_sums(Objective(**{name: 1.0}), torch.zeros(1, 2), torch.zeros(1, 2), q_logits, p_logits).backward()
+        features = torch.zeros(1, 2)
+        term_sums(Objective(**{name: 1.0}), features, features, q_logits, p_logits, p_logits.softmax(-1)).backward()
         assert q_logits.grad.isfinite().all(), name
 
 

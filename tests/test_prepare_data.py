@@ -129,8 +129,8 @@ def test_plain_text_is_cut_into_documents_that_begin_alike(tokenizer):
 
 
 def test_packing_joins_without_exceeding_the_length():
-    documents = [([i] * n, [True] * n) for i, n in enumerate([3, 4, 2, 9, 1])]
-    assert [ids for ids, _ in pack(documents, 9)] == [[0] * 3 + [1] * 4 + [2] * 2, [3] * 9, [4]]
+    documents = [(np.full(n, i), np.full(n, True)) for i, n in enumerate([3, 4, 2, 9, 1])]
+    assert [ids.tolist() for ids, _ in pack(documents, 9)] == [[0] * 3 + [1] * 4 + [2] * 2, [3] * 9, [4]]
 
 
 @pytest.fixture(scope="module")
@@ -151,7 +151,8 @@ def test_regenerated_answers_are_the_targets_own_and_are_not_made_twice(tmp_path
     assert made[1].reason == "broken JSON"
 
     lines = record.read_text().splitlines(keepends=True)
-    record.write_text(lines[0] + lines[1][:7])  # interrupted while writing the second one
+    assert json.loads(lines[0]) == options
+    record.write_text(lines[0] + lines[1] + lines[2][:7])  # interrupted while writing the second one
     asked = []
     generate = eagle_fsd.generate
 
@@ -161,7 +162,20 @@ def test_regenerated_answers_are_the_targets_own_and_are_not_made_twice(tmp_path
 
     monkeypatch.setattr(eagle_fsd, "generate", recorded)
     assert list(regenerate(rows, model, record, **options)) == made
-    assert [prompt[0]["content"] for prompt in asked] == ["b"]
+    assert [tokenizer.decode(prompt) for prompt in asked] == ["<s><user>b<bot>"]
+
+
+def test_answers_of_other_settings_are_not_taken_over(tmp_path, model):
+    rows, record = [Row(messages=chat("hi", "x"))], tmp_path / "answers.jsonl"
+    list(regenerate(rows, model, record, temperature=0.0, max_new_tokens=4, seed=0))
+    with pytest.raises(ValueError, match="begun with other settings"):
+        list(regenerate(rows, model, record, temperature=0.0, max_new_tokens=5, seed=0))
+
+
+def test_conversations_that_cannot_be_answered_become_bad_rows(tmp_path, model):
+    rows = [Row(messages=chat("a" * 200, "x")), Row(messages=chat("hi", "x"))]
+    made = list(regenerate(rows, model, tmp_path / "a.jsonl", temperature=0.0, max_new_tokens=4, seed=0))
+    assert made[0].reason == "prompt too long to answer" and made[1].messages is not None
 
 
 def test_the_command_writes_a_dataset_with_its_summary(tmp_path, model, tokenizer):

@@ -55,7 +55,7 @@ def run_settings(args: argparse.Namespace, objective: str, lr: float, seed: int,
 def seconds_per_step(args: argparse.Namespace, objective: str) -> float:
     """Measured over a short run, without its start and its evaluation."""
     output = args.work / "timing" / objective
-    if not (output / "train.jsonl").exists():
+    if not (output / "head").exists():
         train(make_config(run_settings(args, objective, 1e-3, 0, 12, output)), cpu=args.device == "cpu")
     lines = [json.loads(line) for line in (output / "train.jsonl").read_text().splitlines()]
     tokens = itertools.accumulate(line["tokens"] for line in lines)

@@ -10,6 +10,8 @@ from typing import Any
 
 import yaml
 
+from eagle_fsd.acceptance import Rule, make_rule
+from eagle_fsd.config import TreeConfig
 from train.objectives import Objective, make_objective
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -34,10 +36,12 @@ class TrainingConfig:
         objective: name in train.objectives.OBJECTIVES, or a mapping of its fields (`name` says what to start from).
         steps: optimiser steps; None: as many as `epochs` take.
         batch_tokens: tokens of one optimiser step over all processes, padding included.
-        micro_batch_tokens: tokens of one forward on one device; None: all of the process's share.
+        gradient_accumulation: forwards that a process deals its share of them out to.
         lr, warmup, betas, weight_decay: AdamW; the rate rises over `warmup` steps, then falls linearly to zero.
         clip: "norm" or "value" (the published EAGLE recipe), at `clip_at`.
         save_every, eval_every, log_every: in steps. keep: how many resumable states are kept.
+        evaluate: estimate tau while training and decode at the end, for which the main process holds the whole target;
+            without it, training with `features` never loads the target.
         eval_thresholds: of fsd, for the estimate of tau.
         decode_prompts, decode_tokens: what the finished head is measured on, by real decoding.
         tree: total_tokens, depth, top_k and, as a fourth, draft_temperature of the trees that tau is estimated with.
@@ -62,7 +66,7 @@ class TrainingConfig:
     steps: int | None = None
     epochs: float = 20.0
     batch_tokens: int = 16_384
-    micro_batch_tokens: int | None = None
+    gradient_accumulation: int = 1
     lr: float = 1e-4
     warmup: int = 200
     betas: tuple[float, float] = (0.9, 0.95)
@@ -75,6 +79,7 @@ class TrainingConfig:
     keep: int = 2
     eval_every: int = 500
     log_every: int = 10
+    evaluate: bool = True
     eval_thresholds: tuple[float, ...] = (0.1, 0.3)
     decode_prompts: int = 24
     decode_tokens: int = 128
@@ -82,12 +87,11 @@ class TrainingConfig:
     tracker: str = "tensorboard"
 
     def __post_init__(self) -> None:
-        for name in ("batch_tokens", "eval_documents", "save_every", "eval_every", "log_every", "keep",
-                     "decode_prompts", "decode_tokens"):
+        for name in ("batch_tokens", "gradient_accumulation", "eval_documents", "save_every", "eval_every", "log_every",
+                     "keep", "decode_prompts", "decode_tokens"):
             _check_int(name, getattr(self, name))
-        for name in ("steps", "micro_batch_tokens"):
-            if getattr(self, name) is not None:
-                _check_int(name, getattr(self, name))
+        if self.steps is not None:
+            _check_int("steps", self.steps)
         for name in ("lr", "epochs", "clip_at"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
@@ -99,6 +103,18 @@ class TrainingConfig:
                 raise ValueError(f"{name} must be one of {', '.join(accepted)}, got {getattr(self, name)!r}")
         if len(self.tree) not in (3, 4):
             raise ValueError(f"tree must be [total_tokens, depth, top_k] or with a draft temperature, got {self.tree}")
+        self.tree_config, self.rules  # noqa: B018 (both check what they are made of)
+
+    @property
+    def tree_config(self) -> TreeConfig:
+        """The tree that tau is estimated and measured with."""
+        total, depth, top_k, *temperature = self.tree
+        return TreeConfig(*(int(n) if n == int(n) else n for n in (total, depth, top_k)), *temperature)
+
+    @property
+    def rules(self) -> dict[str, Rule]:
+        """The rules that tau is estimated and measured for, by name."""
+        return {"exact": make_rule("exact"), **{f"fsd {t:g}": make_rule("fsd", t) for t in self.eval_thresholds}}
 
 
 def _check_int(name: str, value: object) -> None:
@@ -124,7 +140,9 @@ def make_config(values: dict[str, Any]) -> TrainingConfig:
         converted["objective"] = make_objective(values["objective"])
     for name in ("betas", "eval_thresholds", "tree"):
         if name in values:
-            converted[name] = tuple(values[name])
+            if not isinstance(values[name], (list, tuple)):
+                raise ValueError(f"{name} must be a list, got {values[name]!r}")
+            converted[name] = tuple(map(_number, values[name]))
     return TrainingConfig(**converted)
 
 
@@ -141,8 +159,9 @@ def read_config(path: Path, overrides: Sequence[str] = ()) -> TrainingConfig:
         if not equals:
             raise ValueError(f"an override is name=value, got {override!r}")
         # YAML 1.1 reads 3e-4 as text; numbers in that form are numbers here.
-        parsed = yaml.safe_load(value)
-        values[name] = _number(parsed)
+        values[name] = _number(yaml.safe_load(value))
+    if isinstance(values.get("objective"), dict):
+        values["objective"] = {name: _number(value) for name, value in values["objective"].items()}
     return make_config({name: _number(value) for name, value in values.items()})
 
 

@@ -115,10 +115,10 @@ def _read_file(path: Path, kind: str) -> Iterator[Row]:
         text = path.read_text(encoding="utf-8", errors="replace")
         yield Row(text=text) if text.strip() else Row(reason="empty text")
         return
-    with path.open(encoding="utf-8", errors="replace") as file:
-        start = file.read(4096).lstrip()
+    with path.open(encoding="utf-8-sig", errors="replace") as file:
+        first = next((line for line in file if line.strip()), "")
         file.seek(0)
-        if start.startswith("[") and not _is_line_record(start):
+        if first.lstrip().startswith("[") and not _is_list_of_messages(first):
             try:
                 records = json.load(file)
             except (json.JSONDecodeError, RecursionError) as error:
@@ -135,15 +135,13 @@ def _read_file(path: Path, kind: str) -> Iterator[Row]:
                     yield as_row(record, kind)
 
 
-def _is_line_record(start: str) -> bool:
-    """Whether a file that begins with `[` holds one array of messages per line, not one array of records."""
-    line, newline, rest = start.partition("\n")
-    if not newline or not rest.strip():
-        return False
+def _is_list_of_messages(line: str) -> bool:
+    """Whether a line that begins with `[` is one conversation as a bare list, not the beginning of an array."""
     try:
-        return isinstance(json.loads(line), list)
-    except json.JSONDecodeError:
+        found = json.loads(line)
+    except (json.JSONDecodeError, RecursionError):
         return False
+    return bool(found) and isinstance(found[0], dict) and bool({"role", "from"} & found[0].keys())
 
 
 def _open_dataset(source: str, split: str) -> Any:

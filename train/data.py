@@ -35,7 +35,7 @@ class Documents:
         documents = list(documents)
         if not documents:
             raise ValueError("a dataset needs at least one document")
-        highest = max(max(ids) for ids, _ in documents)
+        highest = max(int(np.max(ids)) for ids, _ in documents)
         kind = np.uint16 if highest < 2**16 else np.uint32
         tokens = np.concatenate([np.asarray(ids, kind) for ids, _ in documents])
         learned = np.concatenate([np.asarray(marks, bool) for _, marks in documents])

@@ -46,13 +46,14 @@ def text_cycles(
     target: TargetModel, head: DraftHead, prompt: list[int], answer: list[int], tree: TreeConfig
 ) -> Iterator[Verification]:
     """The greedy verifications of one answer, root by root along the text."""
-    ids = torch.tensor([prompt + answer], device=target.device)
-    beyond = torch.full((1, tree.depth + 1), -1, device=target.device)  # matches no token
+    ids = torch.tensor([prompt + answer], device=target.output_device)
+    beyond = torch.full((1, tree.depth + 1), -1, device=ids.device)  # matches no token
     expected = torch.cat([ids, beyond], 1)
     root = len(prompt)
     cache = target.new_cache(ids.shape[1] + tree.nodes)
     draft_cache = head.new_cache(ids.shape[1] + tree.nodes + tree.depth * tree.top_k)
-    features, tokens = target.prefill(ids[:, :root], cache), ids[:, 1 : root + 1]
+    features = target.prefill(ids[:, :root].to(target.device), cache).to(ids.device)
+    tokens = ids[:, 1 : root + 1]
     while root + 1 < ids.shape[1]:
         drafted, draft_logits = draft_tree(head, target, features, tokens, draft_cache, tree)
         node_features = target.verify(drafted.tokens, drafted.depths + root, drafted.ancestors, cache)

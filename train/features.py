@@ -49,7 +49,7 @@ class TargetEnds(nn.Module):
     def of(cls, target: TargetModel, device: torch.device) -> TargetEnds:
         """Those of a target, shared with it; copies where they live on another device than the head."""
         output = target.lm_head
-        if output.weight.device != device:
+        if target.output_device != device:
             output = remove_hook_from_module(copy.deepcopy(output)).to(device)
         return cls(target.embeddings_on(device), output, target.softcap)
 
@@ -207,7 +207,8 @@ def shard_features(online: OnlineFeatures, documents: Documents, rows: np.ndarra
 
 def target_digest(target: TargetModel) -> str:
     """What tells one target from another: its shape and a sample of its output weights."""
-    sample = target.lm_head.weight.detach().flatten()[:: max(1, target.lm_head.weight.numel() // 997)].double()
+    sample = target.lm_head.weight.detach().flatten()[:: max(1, target.lm_head.weight.numel() // 997)]
+    sample = sample.to(torch.bfloat16).double()  # the same for a target loaded in another dtype
     return f"{type(target.model).__name__}/{target.hidden_size}/{target.vocab_size}/{sample.sum().item():.9g}"
 
 

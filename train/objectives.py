@@ -113,9 +113,10 @@ def term_sums(
     wanted: Tensor,  # [M, D]
     draft_logits: Tensor,  # [M, V]
     target_logits: Tensor,  # [M, V]
+    p: Tensor,  # [M, V], softmax of target_logits
 ) -> Tensor:
     """Weighted sum of the objective's terms over the M positions, a scalar."""
-    log_q, p = draft_logits.log_softmax(-1), target_logits.softmax(-1)
+    log_q = draft_logits.log_softmax(-1)
     total = draft_logits.new_zeros(())
     if objective.regression:
         distance = nn.functional.smooth_l1_loss(predicted.float(), wanted.float(), reduction="none")
@@ -191,7 +192,7 @@ class AlignedLoss(nn.Module):
         positions = torch.arange(length, device=tokens.device)[None]
         with torch.no_grad():
             target_logits = logits_of(wanted[chosen]).float()  # [M, V]
-            best = target_logits.argmax(-1)
+            p, best = target_logits.softmax(-1), target_logits.argmax(-1)
         kind = tokens.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else inputs.dtype
         needs_mask = self.head.config._attn_implementation == "eager"  # sdpa is causal by itself, without a mask
@@ -202,7 +203,7 @@ class AlignedLoss(nn.Module):
                 mask = additive(aligned_mask(length, step, tokens.device), dtype)
             predicted = self.head(inputs, following, positions, mask, cache)
             draft_logits = logits_of(predicted[chosen]).float()
-            terms = term_sums(objective, predicted[chosen], wanted[chosen], draft_logits, target_logits)
+            terms = term_sums(objective, predicted[chosen], wanted[chosen], draft_logits, target_logits, p)
             loss = loss + objective.step_decay ** (step - 1) * terms
             agreement.append((draft_logits.argmax(-1) == best).sum().detach())
             # The next step's input at i is this step's prediction for i, made at i - 1; position 0 has none.

@@ -18,12 +18,13 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+import numpy as np
 from tqdm import tqdm
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 import eagle_fsd
 from eagle_fsd.model import EagleModel, load_target
-from train.chat_mask import check_tokenizer, encode_conversation
+from train.chat_mask import check_tokenizer, encode_conversation, render
 from train.conversations import FORMATS, BadRow, Row, read_rows
 from train.data import Documents
 
@@ -48,29 +49,31 @@ def encode_row(
         last = [tokenizer.eos_token_id] if tokenizer.eos_token_id is not None else []
         ids, body = ids + last, max_length - len(first)
         pieces = [first + ids[i : i + body] for i in range(0, len(ids), body)]
+        pieces = [piece for piece in pieces if len(piece) > 2]  # nothing could be learned from less
         return [(piece, [False] * len(first) + [True] * (len(piece) - len(first))) for piece in pieces]
-    ids, learned = encode_conversation(tokenizer, row.messages or [])
-    if len(ids) > max_length:
-        if long == "drop":
-            raise BadRow("over-long")
-        ids, learned = ids[:max_length], learned[:max_length]
+    encoded = encode_conversation(tokenizer, row.messages or [])
+    if long == "drop" and any(len(ids) > max_length for ids, _ in encoded):
+        raise BadRow("over-long")
+    cut = [(ids[:max_length], learned[:max_length]) for ids, learned in encoded]
     # Position i pairs a feature with the next token and learns the one after: two tokens have to precede.
-    if not any(learned[2:]):
+    cut = [(ids, learned) for ids, learned in cut if any(learned[2:])]
+    if not cut:
         raise BadRow("nothing to learn within the length")
-    return [(ids, learned)]
+    return cut
 
 
-def pack(documents: Iterable[tuple[list[int], list[bool]]], max_length: int) -> Iterator[tuple[list[int], list[bool]]]:
+def pack(
+    documents: Iterable[tuple[np.ndarray, np.ndarray]], max_length: int
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Join consecutive documents into rows of at most `max_length` tokens."""
-    ids: list[int] = []
-    learned: list[bool] = []
-    for more, marks in documents:
-        if ids and len(ids) + len(more) > max_length:
-            yield ids, learned
-            ids, learned = [], []
-        ids, learned = ids + more, learned + marks
-    if ids:
-        yield ids, learned
+    row: list[tuple[np.ndarray, np.ndarray]] = []
+    for document in documents:
+        if row and sum(len(ids) for ids, _ in row) + len(document[0]) > max_length:
+            yield np.concatenate([ids for ids, _ in row]), np.concatenate([marks for _, marks in row])
+            row = []
+        row.append(document)
+    if row:
+        yield np.concatenate([ids for ids, _ in row]), np.concatenate([marks for _, marks in row])
 
 
 def prepare(
@@ -83,7 +86,7 @@ def prepare(
         ValueError: not one row can be used.
     """
     bad: Counter[str] = Counter()
-    documents: list[tuple[list[int], list[bool]]] = []
+    documents: list[tuple[np.ndarray, np.ndarray]] = []  # lists would take five times the memory
     count = truncated = 0
     for row in tqdm(rows, desc="rows", unit="row", disable=None):
         count += 1
@@ -92,8 +95,8 @@ def prepare(
         except BadRow as error:
             bad[str(error)] += 1
         else:
-            documents += encoded
-            truncated += row.text is None and len(encoded[0][0]) == max_length
+            documents += [(np.asarray(ids, np.uint32), np.asarray(learned)) for ids, learned in encoded]
+            truncated += row.text is None and len(encoded[-1][0]) == max_length
     if not documents:
         raise ValueError(f"none of {count} rows can be used: {dict(bad) or 'there are none'}")
     if packed:
@@ -107,15 +110,23 @@ def prepare(
 
 def regenerate(
     rows: Iterable[Row], model: EagleModel, record: Path, *, temperature: float, max_new_tokens: int, seed: int,
+    about: dict | None = None,
 ) -> Iterator[Row]:
     """The rows with every answer replaced by the target's own, turn by turn, decoded losslessly.
 
     Args:
         record: JSON lines file that each conversation is added to when it is finished; rows found there are not
             generated again.
+        about: what the answers depend on; kept in the record's first line.
+
+    Raises:
+        ValueError: the record was begun for something else.
     """
-    done = read_record(record)
+    about = {"temperature": temperature, "max_new_tokens": max_new_tokens, "seed": seed, **(about or {})}
+    done = read_record(record, about)
     with record.open("a", encoding="utf-8") as file:
+        if not record.stat().st_size:
+            file.write(json.dumps(about) + "\n")
         for number, row in enumerate(rows):
             if row.messages is None:
                 yield row
@@ -127,22 +138,28 @@ def regenerate(
                 file.write(json.dumps([number, done[number]]) + "\n")
                 file.flush()
             answered = done.pop(number)
-            yield dataclasses.replace(row, messages=answered) if answered else Row(reason="prompt too long to answer")
+            if isinstance(answered, str):
+                yield Row(reason=answered)
+            else:
+                yield dataclasses.replace(row, messages=answered)
 
 
-def read_record(record: Path) -> dict[int, list[dict[str, str]] | None]:
+def read_record(record: Path, about: dict) -> dict[int, list[dict[str, str]] | str]:
     """Finished conversations by row number; a last line cut off by an interruption is taken away."""
-    done: dict[int, list[dict[str, str]] | None] = {}
+    done: dict[int, list[dict[str, str]] | str] = {}
     if not record.exists():
         return done
     good = 0
     with record.open("rb") as file:
         for line in file:
             try:
-                number, messages = json.loads(line)
+                found = json.loads(line)
             except ValueError:
                 break
-            done[number] = messages
+            if good == 0 and found != json.loads(json.dumps(about)):
+                raise ValueError(f"{record} was begun with other settings, {found}; delete it or choose another --out")
+            if good:
+                done[found[0]] = found[1]
             good += len(line)
     with record.open("r+b") as file:
         file.truncate(good)
@@ -151,26 +168,32 @@ def read_record(record: Path) -> dict[int, list[dict[str, str]] | None]:
 
 def answer_conversation(
     messages: list[dict[str, str]], model: EagleModel, *, temperature: float, max_new_tokens: int, seed: int
-) -> list[dict[str, str]] | None:
-    """The conversation with the model's own answers; cut before a turn that does not fit, None where none does."""
+) -> list[dict[str, str]] | str:
+    """The conversation with the model's own answers, cut before a turn that does not fit; or why there is none."""
     answered: list[dict[str, str]] = []
+    reason = "no answer to learn"
     for message in messages:
         if message["role"] != "assistant":
             answered.append(message)
             continue
         try:
-            output = eagle_fsd.generate(
-                answered, model, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed, acceptance="exact"
-            )
-        except ValueError as error:  # the conversation has outgrown the target
-            log.debug("answer not generated: %s", error)
+            ids = model.tokenizer(render(model.tokenizer, answered, True), add_special_tokens=False)["input_ids"]
+        except BadRow as error:
+            reason = str(error)
             break
+        if model.target.max_positions is not None and len(ids) >= model.target.max_positions:
+            reason = "prompt too long to answer"
+            break
+        output = eagle_fsd.generate(
+            ids, model, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed, acceptance="exact"
+        )
         if not (output.text or "").strip():
+            reason = "empty answer of the target"
             break
         answered.append({"role": "assistant", "content": output.text or ""})
     while answered and answered[-1]["role"] != "assistant":
         answered.pop()
-    return answered or None
+    return answered or reason
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -201,10 +224,13 @@ def run(args: argparse.Namespace) -> dict:
         raise ValueError(f"--max-length must be at least 8, got {args.max_length}")
     if args.limit is not None and args.limit < 1:
         raise ValueError(f"--limit must be at least 1, got {args.limit}")
+    for source in args.data:
+        if Path(source).suffix and "/" in source and not Path(source).exists():
+            raise ValueError(f"{source} does not exist")
     tokenizer = AutoTokenizer.from_pretrained(args.target, trust_remote_code=args.trust_remote_code)
     if args.chat_template:
         tokenizer.chat_template = args.chat_template.read_text(encoding="utf-8")
-    if args.format != "text" and tokenizer.chat_template:
+    if args.regenerate or (args.format != "text" and tokenizer.chat_template):
         check_tokenizer(tokenizer)
 
     def all_rows() -> Iterator[Row]:
@@ -225,6 +251,7 @@ def run(args: argparse.Namespace) -> dict:
         rows = regenerate(
             rows, model, args.out.with_name(args.out.name + ".answers.jsonl"), max_new_tokens=args.max_new_tokens,
             temperature=args.temperature if args.regenerate == "sampled" else 0.0, seed=args.seed,
+            about={"target": args.target, "data": args.data, "format": args.format, "split": args.split},
         )
     documents, counts = prepare(
         rows, tokenizer, max_length=args.max_length, long=args.long, packed=args.pack

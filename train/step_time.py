@@ -23,15 +23,22 @@ from train.config import make_config
 from train.train_draft_head import Logs, Run
 
 
+def synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
 def bare_step(run: Run) -> float:
     """Seconds of the target's forward and the head's forward and backward on the next step's batch."""
     indices = run.schedule.batch(run.step)
     tokens, learned = (torch.from_numpy(a).to(run.accelerator.device) for a in run.documents.collate(indices))
+    synchronize()
     started = time.perf_counter()
     features = run.features(indices, tokens)
     with run.accelerator.autocast():
         loss, _ = run.model(features, tokens, learned)
     loss.backward()
+    synchronize()
     seconds = time.perf_counter() - started
     run.optimizer.zero_grad()
     return seconds
@@ -57,6 +64,7 @@ def main() -> None:
             bare.append(bare_step(run))
             started = time.perf_counter()
             logs.write("train", run.train_step())
+            synchronize()
             whole.append(time.perf_counter() - started)
             if number < 2:  # warm-up
                 whole, bare = [], []

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import datetime
 import json
 import logging
 import math
@@ -28,19 +29,18 @@ from transformers import AutoConfig, LlamaConfig
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # launched as a file, this folder's parent is not on the path
 
-from accelerate import Accelerator  # noqa: E402
+from accelerate import Accelerator, DistributedType, InitProcessGroupKwargs  # noqa: E402
+from accelerate.tracking import get_available_trackers  # noqa: E402
 
-from eagle_fsd.acceptance import Rule, make_rule  # noqa: E402
 from eagle_fsd.checkpoint import load_head, save_head  # noqa: E402
-from eagle_fsd.config import TreeConfig  # noqa: E402
 from eagle_fsd.draft import DraftHead  # noqa: E402
 from eagle_fsd.model import load_target  # noqa: E402
 from eagle_fsd.target import TargetModel  # noqa: E402
 from train.card import measure, write_card  # noqa: E402
 from train.config import TrainingConfig, read_config  # noqa: E402
 from train.data import Documents  # noqa: E402
-from train.estimate import estimate_tau  # noqa: E402
-from train.features import OfflineFeatures, OnlineFeatures, TargetEnds  # noqa: E402
+from train.estimate import estimate_tau, last_answers  # noqa: E402
+from train.features import OfflineFeatures, OnlineFeatures, TargetEnds, target_digest  # noqa: E402
 from train.objectives import AlignedLoss, learned_positions  # noqa: E402
 
 log = logging.getLogger("train.train_draft_head")
@@ -105,59 +105,75 @@ def shares(batch: np.ndarray, parts: int) -> list[np.ndarray]:
     return [batch[part::parts] for part in range(parts)]
 
 
-def feature_noise(indices: np.ndarray, lengths: np.ndarray, shape: tuple, amplitude: float, seed: int) -> Tensor:
+def feature_noise(indices: np.ndarray, lengths: np.ndarray, features: Tensor, amplitude: float, seed: int) -> Tensor:
     """Uniform noise [B, T, D] in +- amplitude * 512 / length, a function of (seed, document): the same in any split
     of the batch over processes."""
-    noise = torch.zeros(shape)
+    noise = torch.zeros_like(features)
+    generator = torch.Generator(features.device)
     for row, (document, length) in enumerate(zip(indices.tolist(), lengths.tolist(), strict=True)):
-        generator = torch.Generator().manual_seed(hash((seed, document)) % 2**63)
-        scale = amplitude * 512 / length
-        noise[row, :length] = (torch.rand(length, shape[2], generator=generator) * 2 - 1) * scale
+        generator.manual_seed(hash((seed, document)) % 2**63)
+        drawn = torch.rand(length, features.shape[2], generator=generator, device=features.device)
+        noise[row, :length] = (drawn * 2 - 1) * (amplitude * 512 / length)
     return noise
 
 
 class Run:
-    """One training run in this process; `train` drives it."""
+    """One training run in this process; `train` drives it.
+
+    Raises:
+        ValueError: settings, data, features, head and target that do not fit together; before any long work where it
+            can be known.
+    """
 
     def __init__(self, config: TrainingConfig, accelerator: Accelerator) -> None:
         self.config, self.accelerator = config, accelerator
         self.output = Path(config.output)
         self.documents = Documents.load(Path(config.data))
         self._split()
-        self.target: TargetModel | None = None
-        self.tokenizer = None
-        if config.features is None or accelerator.is_main_process:  # evaluation is the main process's
-            model, self.tokenizer = load_target(
-                config.target, dtype=config.target_dtype, device=None if config.device_map else accelerator.device,
-                device_map=config.device_map, trust_remote_code=config.trust_remote_code,
-            )
-            model.requires_grad_(False)
-            self.target = TargetModel(model)
+        head = load_head(config.init_from).train() if config.init_from else new_head(config)
+        highest = int(self.documents.tokens.max())
+        if highest >= head.config.vocab_size:
+            raise ValueError(f"{config.data} has token {highest}, the head's vocabulary ends before "
+                             f"{head.config.vocab_size}: it was prepared for another target")
+        if config.features is not None:
+            self.features = OfflineFeatures(Path(config.features), self.documents)
+        self._load_target()
         if config.features is None:
             self.features, self.ends = OnlineFeatures(self.target), TargetEnds.of(self.target, accelerator.device)
         else:
-            self.features = OfflineFeatures(Path(config.features), self.documents)
             self.ends = self.features.ends().to(accelerator.device)
-        head = load_head(config.init_from).train() if config.init_from else new_head(config)
-        if head.config.hidden_size != self.ends.lm_head.weight.shape[1]:
-            raise ValueError(
-                f"the head's hidden size is {head.config.hidden_size}, the target's {self.ends.lm_head.weight.shape[1]}"
-            )
+        wanted = tuple(self.ends.lm_head.weight.shape)
+        if (head.config.vocab_size, head.config.hidden_size) != wanted:
+            raise ValueError(f"the head is made for vocabulary and hidden size "
+                             f"{(head.config.vocab_size, head.config.hidden_size)}, the target's are {wanted}")
         head.share_embeddings(self.ends.embed_tokens)
         if accelerator.device.type == "cpu":
             head.config._attn_implementation = "eager"  # its backward takes half of the time that sdpa's takes there
-        self.trained = [p for name, p in head.named_parameters() if not name.startswith("embed_tokens")]
-        optimizer = torch.optim.AdamW(
-            self.trained, lr=config.lr, betas=config.betas, weight_decay=config.weight_decay
-        )
         self.head_config, self.head_bias = head.config, head.fc.bias is not None
+        optimizer = torch.optim.AdamW(
+            head.parameters(), lr=config.lr, betas=config.betas, weight_decay=config.weight_decay
+        )
         loss = AlignedLoss(head, config.objective, self.ends.logits)
-        if accelerator.state.deepspeed_plugin is not None:  # asked for where no data loader is prepared
-            accelerator.state.deepspeed_plugin.deepspeed_config["train_micro_batch_size_per_gpu"] = 1
         self.model, self.optimizer = accelerator.prepare(loss, optimizer)
+        self.trained = [p for p in self.model.parameters() if p.requires_grad]  # sharding has replaced the head's own
         self.schedule = Schedule(self.documents, self.train_indices, config)
         self.steps = self.schedule.steps
         self.step, self.best_tau = 0, 0.0
+
+    def _load_target(self) -> None:
+        """The target where it is needed: by every process online, by the main one for evaluations."""
+        config, accelerator = self.config, self.accelerator
+        self.target: TargetModel | None = None
+        if config.features is not None and not (config.evaluate and accelerator.is_main_process):
+            return
+        model, _ = load_target(
+            config.target, dtype=config.target_dtype, device=None if config.device_map else accelerator.device,
+            device_map=config.device_map, trust_remote_code=config.trust_remote_code,
+        )
+        model.requires_grad_(False)
+        self.target = TargetModel(model)
+        if config.features is not None and self.features.index["target"] != target_digest(self.target):
+            raise ValueError(f"{config.features} holds features of another target than {config.target}")
 
     def _split(self) -> None:
         config, count = self.config, len(self.documents)
@@ -171,6 +187,12 @@ class Run:
             raise ValueError(f"{config.data} has {count} documents, too few to keep some back; give eval_data")
         self.eval_documents = self.documents
         self.train_indices, self.eval_indices = np.arange(count - held), np.arange(count - held, count)
+
+    def check_evaluation(self) -> None:
+        """Raise now what the first evaluation would raise."""
+        if self.config.evaluate and not any(last_answers(self.eval_documents, self.eval_indices.tolist())):
+            raise ValueError("tau cannot be estimated: no held-out document has an answer of four tokens or more; "
+                             "give eval_data, or evaluate=false")
 
     # Training ------------------------------------------------------------------------------------------------
 
@@ -220,8 +242,7 @@ class Run:
         if self.config.objective.noise:
             lengths = self.documents.lengths_of(indices)
             seed = self.config.seed * 1_000_003 + self.step
-            noise = feature_noise(indices, lengths, features.shape, self.config.objective.noise, seed)
-            noise = noise.to(features)
+            noise = feature_noise(indices, lengths, features, self.config.objective.noise, seed)
         with self.accelerator.autocast():
             return self.model(features, tokens, learned, noise)
 
@@ -234,36 +255,34 @@ class Run:
             return None
         head = DraftHead(self.head_config, bias=self.head_bias)
         head.config._attn_implementation = "sdpa"
-        ends = self.ends if self.target is None else TargetEnds.of(self.target, self.target.lm_head.weight.device)
-        head.share_embeddings(ends.embed_tokens)
-        trained = {name.removeprefix("head."): value.to("cpu") for name, value in state.items()}
-        head.load_state_dict({k: v for k, v in trained.items() if not k.startswith("embed_tokens")}, strict=False)
+        share = self.ends.embed_tokens if self.target is None else self.target.embeddings_on(self.target.output_device)
+        head.share_embeddings(share)
+        head.load_state_dict({name.removeprefix("head."): value.to("cpu") for name, value in state.items()})
         return head.eval()
 
-    def rules(self) -> dict[str, Rule]:
-        return {"exact": make_rule("exact"),
-                **{f"fsd {t:g}": make_rule("fsd", t) for t in self.config.eval_thresholds}}
+    def evaluate(self, logs: Logs, head: DraftHead | None = None) -> dict[str, float] | None:
+        """Estimated tau of each rule on held-out text; the best head so far is kept. None but on the main process.
 
-    def tree(self) -> TreeConfig:
-        total, depth, top_k, *temperature = self.config.tree
-        return TreeConfig(int(total), int(depth), int(top_k), *temperature)
-
-    def evaluate(self) -> dict[str, float] | None:
-        """Estimated tau of each rule on held-out text; the best head so far is kept. None but on the main process."""
-        head = self.current_head()
+        Args:
+            head: the present one; None: taken from the model, for which all processes must call.
+        """
+        head = head or self.current_head()
         if head is None or self.target is None:
             return None
-        weight = self.target.lm_head.weight
-        head.to(weight.device, self.target.dtype)
+        head.to(self.target.output_device, self.target.dtype)
         taus = estimate_tau(
-            self.target, head, self.eval_documents, self.eval_indices.tolist(), self.rules(), self.tree()
+            self.target, head, self.eval_documents, self.eval_indices.tolist(), self.config.rules,
+            self.config.tree_config,
         )
         if taus["exact"] > self.best_tau:
             self.best_tau = taus["exact"]
             self.save_head(head, "best", taus)
+        logs.write("eval", {"step": self.step, "tau": taus})
+        self.accelerator.log({f"tau/{name}": tau for name, tau in taus.items()}, step=self.step)
+        log.info("step %d tau %s", self.step, ", ".join(f"{name} {tau:.3f}" for name, tau in taus.items()))
         return taus
 
-    def save_head(self, head: DraftHead, name: str, taus: dict[str, float]) -> None:
+    def save_head(self, head: DraftHead, name: str, taus: dict[str, float] | None) -> None:
         part = self.output / f"{name}.part"
         shutil.rmtree(part, ignore_errors=True)
         save_head(head, part, dtype=torch.bfloat16 if self.config.target_dtype == "bfloat16" else torch.float32)
@@ -299,6 +318,7 @@ class Run:
             ValueError: it was made with other settings.
         """
         states = saved_states(self.output)
+        self._same_everywhere(len(states))
         if not states:
             return
         record = json.loads((states[-1] / "run.json").read_text())
@@ -312,10 +332,18 @@ class Run:
         log.info("continuing at step %d", self.step)
 
 
+    def _same_everywhere(self, value: int) -> None:
+        """Raise unless all processes see the same states: several machines need a shared output folder."""
+        if self.accelerator.num_processes > 1:
+            seen = self.accelerator.gather(torch.tensor([value], device=self.accelerator.device))
+            if int(seen.min()) != int(seen.max()):
+                raise ValueError(f"{self.output} is not the same folder for all machines; a shared one is needed")
+
+
 def comparable(config: TrainingConfig) -> dict:
     """The settings that a resumed run has to share."""
-    free = ("save_every", "keep", "log_every", "eval_every", "eval_thresholds", "tracker", "decode_prompts",
-            "decode_tokens")
+    free = ("output", "evaluate", "save_every", "keep", "log_every", "eval_every", "eval_thresholds", "tracker",
+            "decode_prompts", "decode_tokens")
     values = json.loads(json.dumps(dataclasses.asdict(config)))
     return {name: value for name, value in values.items() if name not in free}
 
@@ -335,7 +363,9 @@ class Logs:
             path = output / f"{name}.jsonl"
             if enabled and path.exists():
                 kept = [line for line in _complete_lines(path) if json.loads(line)["step"] <= step]
-                path.write_text("".join(kept))
+                part = path.with_suffix(".part")
+                part.write_text("".join(kept))
+                part.replace(path)
 
     def write(self, name: str, record: dict) -> None:
         if self.enabled:
@@ -344,30 +374,62 @@ class Logs:
 
 
 def _complete_lines(path: Path) -> Iterator[str]:
-    for line in path.read_text().splitlines(keepends=True):
+    for line in path.read_text().splitlines(keepends=True) if path.exists() else []:
         if line.endswith("\n"):
             yield line
 
 
-def train(config: TrainingConfig, *, cpu: bool = False, gradient_accumulation: int = 1) -> Path:
+def make_accelerator(config: TrainingConfig, cpu: bool) -> Accelerator:
+    """Accelerate's side of the run, told what the settings say.
+
+    Raises:
+        ValueError: settings that accelerate's configuration contradicts or that sharding does not offer.
+    """
+    tracker = None if config.tracker == "none" else config.tracker
+    if tracker and tracker not in [str(name) for name in get_available_trackers()]:
+        if tracker == "wandb":
+            raise ValueError("tracker wandb is asked for, and the package wandb is not installed")
+        log.warning("the package %s is not installed: the run is logged to train.jsonl and eval.jsonl only", tracker)
+        tracker = None
+    accelerator = Accelerator(
+        mixed_precision=config.mixed_precision, gradient_accumulation_steps=config.gradient_accumulation, cpu=cpu,
+        log_with=tracker, project_dir=config.output if tracker else None,
+        # The main process evaluates while the others wait.
+        kwargs_handlers=[InitProcessGroupKwargs(timeout=datetime.timedelta(hours=6))],
+    )
+    if accelerator.gradient_accumulation_steps != config.gradient_accumulation:
+        raise ValueError(
+            f"gradient_accumulation is {config.gradient_accumulation} here and "
+            f"{accelerator.gradient_accumulation_steps} in accelerate's configuration"
+        )
+    sharded = accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
+    if sharded and config.clip == "value":
+        raise ValueError(f"clip: value does not work under {accelerator.distributed_type.value}; use clip: norm")
+    if config.device_map and accelerator.num_processes > 1:
+        raise ValueError("device_map spreads the target over all devices: launch one process, or use offline features")
+    if accelerator.state.deepspeed_plugin is not None:
+        accelerator.state.deepspeed_plugin.deepspeed_config |= {
+            "train_micro_batch_size_per_gpu": 1,  # asked for where no data loader is prepared
+            "gradient_clipping": config.clip_at,
+        }
+    return accelerator
+
+
+def train(config: TrainingConfig, *, cpu: bool = False) -> Path:
     """Train to the end; returns the folder of the finished head.
 
     Args:
         cpu: keep off an accelerator that is there.
-        gradient_accumulation: forwards per optimiser step and process.
     """
     output = Path(config.output)
-    tracker = None if config.tracker == "none" else config.tracker
-    accelerator = Accelerator(
-        mixed_precision=config.mixed_precision, gradient_accumulation_steps=gradient_accumulation, cpu=cpu,
-        log_with=tracker, project_dir=str(output) if tracker else None,
-    )
+    accelerator = make_accelerator(config, cpu)
     output.mkdir(parents=True, exist_ok=True)
     run = Run(config, accelerator)
+    run.check_evaluation()
     run.resume()
     main = accelerator.is_main_process
     logs = Logs(output, run.step, main)
-    if tracker:
+    if accelerator.log_with:
         accelerator.init_trackers("eagle_fsd", config={k: str(v) for k, v in comparable(config).items()})
     stop = StopRequest()
     bar = tqdm(total=run.steps, initial=run.step, desc="draft head", unit="step", disable=None if main else True,
@@ -385,39 +447,40 @@ def train(config: TrainingConfig, *, cpu: bool = False, gradient_accumulation: i
                                 tok_s=f"{record['tokens_per_second']:.0f}", refresh=False)
                 accelerator.log({"loss": record["loss"], "lr": record["lr"],
                                  **{f"top1/step{i + 1}": a for i, a in enumerate(record["top1"])}}, step=run.step)
-            if run.step % config.eval_every == 0 or run.step == run.steps:
-                taus = run.evaluate()
-                if taus is not None:
-                    logs.write("eval", {"step": run.step, "tau": taus})
-                    accelerator.log({f"tau/{name}": tau for name, tau in taus.items()}, step=run.step)
-                    log.info("step %d loss %.4f tau %s", run.step, record["loss"],
-                             ", ".join(f"{name} {tau:.3f}" for name, tau in taus.items()))
-                accelerator.wait_for_everyone()
             stopping = stop.anywhere(accelerator)
             if run.step % config.save_every == 0 or run.step == run.steps or stopping:
                 run.save_state()
             if stopping:
                 raise KeyboardInterrupt
+            if config.evaluate and run.step % config.eval_every == 0 and run.step < run.steps:
+                run.evaluate(logs)
+                accelerator.wait_for_everyone()
     finally:
         bar.close()
         stop.restore()
-    finish(run)
+    finish(run, logs)
     accelerator.end_training()
     return output / "head"
 
 
-def finish(run: Run) -> None:
-    """Save the head, decode with it for real, and write its card."""
+def finish(run: Run, logs: Logs) -> None:
+    """Save the head and, where there is to be an evaluation, decode with it for real and write its card."""
     head = run.current_head()
-    if head is None or run.target is None:
+    if head is None:
         return
     directory = run.output / "head"
-    evaluations = [json.loads(line) for line in (run.output / "eval.jsonl").read_text().splitlines()]
-    run.save_head(head, "head", evaluations[-1]["tau"])
-    head.to(run.target.lm_head.weight.device, run.target.dtype)
-    decoded = measure(run.target, head, run.eval_documents, run.eval_indices.tolist(), run.rules(), run.tree(),
-                      prompts=run.config.decode_prompts, new_tokens=run.config.decode_tokens)
-    write_card(directory, run.config, run.steps, len(run.train_indices), evaluations[-1]["tau"], decoded)
+    if run.target is None or not run.config.evaluate:
+        run.save_head(head, "head", None)
+        log.info("the head is in %s; evaluate=false: nothing was measured", directory)
+        return
+    head.to(run.target.output_device, run.target.dtype)
+    config, indices = run.config, run.eval_indices.tolist()
+    evaluated = [json.loads(line) for line in _complete_lines(run.output / "eval.jsonl")]
+    taus = evaluated[-1]["tau"] if evaluated and evaluated[-1]["step"] == run.step else run.evaluate(logs, head)
+    run.save_head(head, "head", taus)
+    decoded = measure(run.target, head, run.eval_documents, indices, config.rules, config.tree_config,
+                      prompts=config.decode_prompts, new_tokens=config.decode_tokens)
+    write_card(directory, config, run.steps, len(run.train_indices), taus, decoded)
     log.info("the head is in %s", directory)
 
 
@@ -453,7 +516,6 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", required=True, type=Path, help="YAML or JSON file with settings of TrainingConfig")
     parser.add_argument("overrides", nargs="*", metavar="name=value", help="settings that replace the file's")
-    parser.add_argument("--gradient-accumulation", type=int, default=1, help="forwards per optimiser step and process")
     parser.add_argument("--wandb", action="store_true", help="log to Weights & Biases instead of TensorBoard")
     parser.add_argument("--cpu", action="store_true", help="keep off a GPU that is there")
     args = parser.parse_args()
@@ -462,7 +524,7 @@ def main() -> int:
         config = read_config(args.config, args.overrides)
         if args.wandb:
             config = dataclasses.replace(config, tracker="wandb")
-        train(config, cpu=args.cpu, gradient_accumulation=args.gradient_accumulation)
+        train(config, cpu=args.cpu)
     except KeyboardInterrupt:
         print("stopped; the same command continues", file=sys.stderr)
         return 130
