@@ -143,7 +143,11 @@ def main() -> None:
     tree = args.tree or model.default_tree
     methods = methods_of(model, tree, args.fsd, args.tilt)
     questions = list(tasks("heldout", seed=args.seed, count=args.tasks))
-    record = {"environment": environment(), "tree": repr(tree), "dtype": str(model.target.dtype), "seed": args.seed}
+    record = {
+        "environment": environment(), "tree": repr(tree), "dtype": str(model.target.dtype), "seed": args.seed,
+        "repeats": args.repeats, "task_count": args.tasks, "python_count": args.python,
+        "python_tokens": args.python_tokens, "accuracy_tasks": args.accuracy_tasks, "unseen_tasks": args.unseen_tasks,
+    }
 
     answers = compare(methods, [t.messages for t in questions], args.max_new_tokens, args.repeats)
     correct = {name: [is_correct(t, a.text) for t, a in zip(questions, given, strict=True)]

@@ -7,7 +7,7 @@ import pytest
 from tiny import PROMPT, tiny_pair, tiny_tokenizer
 
 import eagle_fsd
-from eval import benchmark
+from eval import benchmark, report
 from eval.methods import Answer, engine, hf_generate
 from eval.profile import FORWARDS, Clock, profile
 
@@ -100,3 +100,14 @@ def test_result_file(model, tmp_path, monkeypatch, capsys):
     assert record["accuracy"]["all"] == 0  # a random model solves nothing
     assert [row["method"] for row in record["tasks"]] == ["model.generate", "plain", "exact", "fsd 0.3"]
     assert "| exact |" in out.with_suffix(".md").read_text()
+
+
+def test_the_readme_shows_the_stored_results():
+    record = json.loads(report.RESULTS.read_text(encoding="utf-8"))
+    readme = (report.ROOT / "README.md").read_text(encoding="utf-8")
+    assert report.insert(readme, report.section(record)) == readme, "run python -m eval.report"
+
+
+def test_a_readme_without_marks_is_refused():
+    with pytest.raises(ValueError, match="once each"):
+        report.insert("# eagle_fsd", "text")
