@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import shutil
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,7 +58,7 @@ PRESETS = {
         stages=(Stage(4, 5400, lr=2e-3), Stage(4, 500, lr=1.5e-3), Stage(8, 1100, lr=1.5e-3, decay=0.5),
                 Stage(24, 200, lr=5e-4, decay=0.8, warmup=10, batch=4096)),
         answers=2048,
-        head={"objective": "aligned", "steps": 1500, "batch_tokens": 12_288, "lr": 1e-3, "warmup": 50,
+        head={"objective": "aligned", "steps": 1500, "batch_tokens": 4096, "lr": 1.5e-3, "warmup": 50,
               "head": {"intermediate_size": 768}, "tree": [16, 5, 3, 0.5], "eval_every": 250, "save_every": 100},
     ),
     "gpu": Preset(
@@ -175,6 +176,7 @@ def main() -> None:
     save_target(model, tokenizer, target)
     head = train_draft(preset, args.work, target, args.device)
     save_head(load_head(head), args.out / "demo-draft", dtype=torch.bfloat16)
+    shutil.copy(head / "README.md", args.out / "demo-draft")
     save_target(model, tokenizer, args.out / "demo-target")
 
 
