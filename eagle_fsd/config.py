@@ -49,4 +49,4 @@ class TreeConfig:
 
 # Without `tree=`: the published tree where verifying 60 nodes costs hardly more than one, a small one on a CPU.
 GPU_TREE = TreeConfig(60, 8, 10)
-CPU_TREE = TreeConfig(16, 5, 3, draft_temperature=0.5)
+CPU_TREE = TreeConfig(16, 6, 3, draft_temperature=0.5)
