@@ -78,7 +78,7 @@ def test_command_writes_a_result_that_says_how_it_was_made(model, tmp_path, monk
     out = tmp_path / "results" / "run.json"
     monkeypatch.setattr(sys, "argv", [
         "eval/benchmark.py", "--tasks", "0", "--python", "0", "--accuracy-tasks", "8", "--unseen-tasks", "8",
-        "--max-new-tokens", "4", "--repeats", "1", "--fsd", "--tilt", "--out", str(out),
+        "--max-new-tokens", "4", "--repeats", "1", "--threads", "1", "--fsd", "--tilt", "--out", str(out),
     ])
     with pytest.raises(SystemExit):  # no task, nothing to compare
         benchmark.main()
@@ -92,7 +92,7 @@ def test_result_file(model, tmp_path, monkeypatch, capsys):
     out = tmp_path / "results" / "run.json"
     monkeypatch.setattr(sys, "argv", [
         "eval/benchmark.py", "--tasks", "2", "--python", "1", "--accuracy-tasks", "8", "--unseen-tasks", "0",
-        "--max-new-tokens", "6", "--python-tokens", "6", "--repeats", "1", "--fsd", "0.3", "--tilt", "--out", str(out),
+        "--max-new-tokens", "6", "--python-tokens", "6", "--repeats", "1", "--threads", "1", "--fsd", "0.3", "--tilt", "--out", str(out),
     ])
     benchmark.main()
     record = json.loads(out.read_text())
