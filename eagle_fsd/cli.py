@@ -126,7 +126,7 @@ def build_parser() -> argparse.ArgumentParser:
     demo = commands.add_parser("demo", parents=[models], help="compare plain, exact and fuzzy decoding")
     demo.add_argument("--threshold", type=float, default=DEMO_THRESHOLD, help="of fsd (default: %(default)s)")
     demo.add_argument("--max-new-tokens", type=int, default=200)
-    demo.add_argument("--repeats", type=int, default=3, help="timed runs per prompt and method (their median counts)")
+    demo.add_argument("--repeats", type=int, default=2, help="timed runs per prompt and method (their median counts)")
     return parser
 
 

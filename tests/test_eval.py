@@ -92,7 +92,8 @@ def test_result_file(model, tmp_path, monkeypatch, capsys):
     out = tmp_path / "results" / "run.json"
     monkeypatch.setattr(sys, "argv", [
         "eval/benchmark.py", "--tasks", "2", "--python", "1", "--accuracy-tasks", "8", "--unseen-tasks", "0",
-        "--max-new-tokens", "6", "--python-tokens", "6", "--repeats", "1", "--threads", "1", "--fsd", "0.3", "--tilt", "--out", str(out),
+        "--max-new-tokens", "6", "--python-tokens", "6", "--repeats", "1",
+        "--threads", "1", "--fsd", "0.3", "--tilt", "--out", str(out),
     ])
     benchmark.main()
     record = json.loads(out.read_text())
