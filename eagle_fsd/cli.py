@@ -1,4 +1,4 @@
-"""Command line: `eagle-fsd generate "prompt"` and `eagle-fsd demo`."""
+"""Command line: `eagle-fsd generate|demo|inspect|export`."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ def run_inspect(args: argparse.Namespace) -> None:
     for name, value in found.facts.items():
         print(f"{name + ':':<20}{value}")
     if found.target_problems is not None:
-        print(f"{args.target + ':':<20}{'; '.join(found.target_problems) or 'the head fits'}")
+        print(f"{'target:':<20}{'; '.join(found.target_problems) or 'the head fits'} ({args.target})")
     for server, problems in found.server_problems.items():
         verdict = "; ".join(problems) + f" (eagle-fsd export --to {server})" if problems else "as it is"
         print(f"{server + ':':<20}{verdict}")
