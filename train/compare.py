@@ -48,7 +48,7 @@ def run_settings(args: argparse.Namespace, objective: str, lr: float, seed: int,
         "features": str(args.work / "features"), "objective": objective, "lr": lr, "seed": seed, "steps": steps,
         "batch_tokens": args.batch_tokens, "warmup": max(1, steps // 20), "clip": "value" if published else "norm",
         "target_dtype": "float32", "head": {"intermediate_size": args.intermediate_size}, "tree": list(TREE),
-        "save_every": 10**6, "eval_every": 10**6, "eval_documents": 32, "tracker": "none", "decode_prompts": 1,
+        "save_every": 10**6, "evaluate": False, "tracker": "none",
     }
 
 
