@@ -8,7 +8,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -266,18 +266,32 @@ def print_table(tallies: dict[str, Tally]) -> None:
 COMMANDS = {"generate": run_generate, "demo": run_demo, "inspect": run_inspect, "export": run_export}
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    args = build_parser().parse_args(argv)
+def exit_status(
+    program: str, work: Callable[[], object], errors: tuple[type[Exception], ...], stopped: str | None = None
+) -> int:
+    """The exit status of a command: 0; 2 with one line for what a user can get wrong; 130 after Ctrl-C.
+
+    Args:
+        errors: what a user can get wrong; everything else is shown with its traceback.
+        stopped: what to say after Ctrl-C.
+    """
     try:
-        COMMANDS[args.command](args)
+        work()
     except KeyboardInterrupt:
+        if stopped:
+            print(stopped, file=sys.stderr)
         return 130
     except BrokenPipeError:
         return 0
-    except (ValueError, TypeError, OSError) as error:
-        print(f"eagle-fsd: {error}", file=sys.stderr)
+    except errors as error:
+        print(f"{program}: {error}", file=sys.stderr)
         return 2
     return 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = build_parser().parse_args(argv)
+    return exit_status("eagle-fsd", lambda: COMMANDS[args.command](args), (ValueError, TypeError, OSError))
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ from tqdm import tqdm
 import eagle_fsd
 from eagle_fsd.acceptance import RULES
 from eagle_fsd.api import encode_prompt
-from eagle_fsd.cli import parse_tree
+from eagle_fsd.cli import exit_status, parse_tree
 from eval.environment import environment
 from eval.questions import Question, generated, read_questions
 
@@ -208,15 +208,9 @@ def check(args: argparse.Namespace) -> argparse.Namespace:
 
 
 def main() -> int:
-    try:
-        run(check(build_parser().parse_args()))
-    except KeyboardInterrupt:
-        print("stopped; the same command goes on", file=sys.stderr)
-        return 130
-    except (ValueError, TypeError, OSError) as error:
-        print(f"eval.mt_bench: {error}", file=sys.stderr)
-        return 2
-    return 0
+    args = build_parser().parse_args()
+    return exit_status("eval.mt_bench", lambda: run(check(args)), (ValueError, TypeError, OSError),
+                       stopped="stopped; the same command goes on")
 
 
 if __name__ == "__main__":

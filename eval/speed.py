@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
+from eagle_fsd.cli import exit_status
 from eval.mt_bench import read_answers
 
 RESAMPLES = 2000
@@ -96,15 +97,14 @@ def main() -> int:
     parser.add_argument("method", type=Path, help="answers of eval.mt_bench")
     parser.add_argument("baseline", type=Path, help="answers to compare with")
     args = parser.parse_args()
-    try:
+
+    def work() -> None:
         for path in (args.method, args.baseline):
             if not path.is_file():
                 raise ValueError(f"{path} does not exist")
         print(table(speed_rows(read_answers(args.method), read_answers(args.baseline))))
-    except ValueError as error:
-        print(f"eval.speed: {error}", file=sys.stderr)
-        return 2
-    return 0
+
+    return exit_status("eval.speed", work, (ValueError,))
 
 
 if __name__ == "__main__":

@@ -11,8 +11,9 @@ from typing import Any
 import yaml
 
 from eagle_fsd.acceptance import Rule, make_rule
+from eagle_fsd.acceptance.base import check_choice
 from eagle_fsd.config import TreeConfig
-from train.objectives import Objective, make_objective
+from train.objectives import Objective, check_count, make_objective
 
 DTYPES = ("float32", "bfloat16", "float16")
 CLIPS = ("norm", "value")
@@ -89,9 +90,9 @@ class TrainingConfig:
     def __post_init__(self) -> None:
         for name in ("batch_tokens", "gradient_accumulation", "eval_documents", "save_every", "eval_every", "log_every",
                      "keep", "decode_prompts", "decode_tokens"):
-            _check_int(name, getattr(self, name))
+            check_count(name, getattr(self, name))
         if self.steps is not None:
-            _check_int("steps", self.steps)
+            check_count("steps", self.steps)
         for name in ("lr", "epochs", "clip_at"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
@@ -99,8 +100,7 @@ class TrainingConfig:
         for name, accepted in (
             ("target_dtype", DTYPES), ("clip", CLIPS), ("tracker", TRACKERS), ("mixed_precision", ("no", "bf16"))
         ):
-            if getattr(self, name) not in accepted:
-                raise ValueError(f"{name} must be one of {', '.join(accepted)}, got {getattr(self, name)!r}")
+            check_choice(name, getattr(self, name), accepted)
         if len(self.tree) not in (3, 4):
             raise ValueError(f"tree must be [total_tokens, depth, top_k] or with a draft temperature, got {self.tree}")
         self.tree_config, self.rules  # noqa: B018 (both check what they are made of)
@@ -115,11 +115,6 @@ class TrainingConfig:
     def rules(self) -> dict[str, Rule]:
         """The rules that tau is estimated and measured for, by name."""
         return {"exact": make_rule("exact"), **{f"fsd {t:g}": make_rule("fsd", t) for t in self.eval_thresholds}}
-
-
-def _check_int(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
 
 
 def make_config(values: dict[str, Any]) -> TrainingConfig:

@@ -27,6 +27,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from eagle_fsd.cli import exit_status
 from eagle_fsd.model import load_target
 from eagle_fsd.target import TargetModel
 from train.data import Documents, split_rows
@@ -231,17 +232,14 @@ def main() -> int:
     parser.add_argument("--trust-remote-code", action="store_true")
     args = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
-    try:
+
+    def work() -> None:
         documents = Documents.load(args.data)
         model, _ = load_target(args.target, dtype=args.dtype, device=args.device, device_map=args.device_map,
                                trust_remote_code=args.trust_remote_code)
         write_features(TargetModel(model, check=False), documents, args.out, batch_tokens=args.batch_tokens)
-    except KeyboardInterrupt:
-        return 130
-    except (ValueError, OSError) as error:
-        print(f"train.features: {error}", file=sys.stderr)
-        return 2
-    return 0
+
+    return exit_status("train.features", work, (ValueError, OSError))
 
 
 if __name__ == "__main__":

@@ -21,6 +21,12 @@ from eagle_fsd.divergence import get_divergence
 from eagle_fsd.draft import DraftHead
 
 
+def check_count(name: str, value: object) -> None:
+    """Raise ValueError unless `value` is a whole number of at least 1."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
+
+
 @dataclass(frozen=True)
 class Objective:
     """Weights of the terms (0: left out), each a mean over learned positions, and how the head is unrolled.
@@ -62,9 +68,7 @@ class Objective:
         if not any(getattr(self, name) for name in TERMS):
             raise ValueError(f"objective: one of {', '.join(TERMS)} must have a weight above 0")
         for name in ("aligned_steps", "top_k_tokens"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(f"objective: {name} must be a whole number of at least 1, got {value!r}")
+            check_count(f"objective: {name}", getattr(self, name))
         if not 0 < self.step_decay <= 1:
             raise ValueError(f"objective: step_decay must lie in (0, 1], got {self.step_decay!r}")
         if not self.gate_softness > 0:

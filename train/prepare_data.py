@@ -23,6 +23,7 @@ from tqdm import tqdm
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 import eagle_fsd
+from eagle_fsd.cli import exit_status
 from eagle_fsd.model import EagleModel, load_target
 from train.chat_mask import check_tokenizer, encode_conversation, render
 from train.conversations import FORMATS, BadRow, Row, read_rows
@@ -264,14 +265,8 @@ def run(args: argparse.Namespace) -> dict:
 def main() -> int:
     args = build_parser().parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
-    try:
-        print(json.dumps(run(args), indent=1))
-    except KeyboardInterrupt:
-        return 130
-    except (ValueError, OSError, ImportError) as error:
-        print(f"train.prepare_data: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return exit_status("train.prepare_data", lambda: print(json.dumps(run(args), indent=1)),
+                       (ValueError, OSError, ImportError))
 
 
 if __name__ == "__main__":

@@ -33,6 +33,7 @@ from accelerate import Accelerator, DistributedType, InitProcessGroupKwargs  # n
 from accelerate.tracking import get_available_trackers  # noqa: E402
 
 from eagle_fsd.checkpoint import load_head, save_head  # noqa: E402
+from eagle_fsd.cli import exit_status  # noqa: E402
 from eagle_fsd.draft import DraftHead  # noqa: E402
 from eagle_fsd.model import load_target  # noqa: E402
 from eagle_fsd.target import TargetModel  # noqa: E402
@@ -520,18 +521,11 @@ def main() -> int:
     parser.add_argument("--cpu", action="store_true", help="keep off a GPU that is there")
     args = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
-    try:
-        config = read_config(args.config, args.overrides)
-        if args.wandb:
-            config = dataclasses.replace(config, tracker="wandb")
-        train(config, cpu=args.cpu)
-    except KeyboardInterrupt:
-        print("stopped; the same command continues", file=sys.stderr)
-        return 130
-    except (ValueError, OSError, ImportError, FloatingPointError) as error:
-        print(f"train_draft_head: {error}", file=sys.stderr)
-        return 2
-    return 0
+    overrides = [*args.overrides, "tracker=wandb"] if args.wandb else args.overrides
+    return exit_status(
+        "train_draft_head", lambda: train(read_config(args.config, overrides), cpu=args.cpu),
+        (ValueError, OSError, ImportError, FloatingPointError), stopped="stopped; the same command continues",
+    )
 
 
 if __name__ == "__main__":
