@@ -2,9 +2,11 @@
 
     python -m train.compare --work runs/compare --seconds 60
 
-Every objective trains for the same wall-clock time (alone on the machine, features from disk) with each of three
-learning rates; its best rate is run with two more seeds. tau is measured by real greedy decoding of held-out tasks,
-accuracy for `fsd` on held-out tasks. Finished runs are kept in `results.jsonl` and not repeated.
+Every objective trains for the same time with each of three learning rates; its best rate is run with two more seeds.
+The time is turned into a number of steps by a first measurement of seconds per step (features from disk), which has to
+be alone on the machine, as the last one of tokens/s; what lies between may be disturbed. tau is measured by real
+greedy decoding of held-out tasks, accuracy for `fsd` on more of them. Finished runs are kept in `results.jsonl` and
+not repeated.
 """
 
 from __future__ import annotations
@@ -14,7 +16,6 @@ import itertools
 import json
 import logging
 import statistics
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -25,9 +26,12 @@ import eagle_fsd
 from eagle_fsd.config import TreeConfig
 from eagle_fsd.model import load_target
 from eagle_fsd.target import TargetModel
+from eval.benchmark import compare as interleaved
 from eval.environment import environment
+from eval.methods import Answer, engine
 from train.config import make_config
 from train.data import Documents
+from train.demo import keep_freed_memory
 from train.features import write_features
 from train.objectives import OBJECTIVES
 from train.tasks import is_correct, tasks
@@ -37,8 +41,13 @@ log = logging.getLogger("train.compare")
 
 RATES = (3e-4, 1e-3, 3e-3)
 SEEDS = (0, 1, 2)
-THRESHOLDS = (0.1, 0.3)
+RULES: dict[str, dict] = {  # name in the records -> options of eagle_fsd.generate
+    "exact": {"acceptance": "exact"},
+    "fsd 0.1": {"acceptance": "fsd", "threshold": 0.1},
+    "fsd 0.3": {"acceptance": "fsd", "threshold": 0.3},
+}
 TREE = (16, 5, 3, 0.5)
+NEW_TOKENS = 256
 
 
 def run_settings(args: argparse.Namespace, objective: str, lr: float, seed: int, steps: int, output: Path) -> dict:
@@ -53,95 +62,113 @@ def run_settings(args: argparse.Namespace, objective: str, lr: float, seed: int,
 
 
 def seconds_per_step(args: argparse.Namespace, objective: str) -> float:
-    """Measured over a short run, without its start and its evaluation."""
+    """Measured over a short run, without its start and its evaluation; once per work folder."""
     output = args.work / "timing" / objective
     if not (output / "head").exists():
-        train(make_config(run_settings(args, objective, 1e-3, 0, 12, output)), cpu=args.device == "cpu")
-    lines = [json.loads(line) for line in (output / "train.jsonl").read_text().splitlines()]
+        train(make_config(run_settings(args, objective, 1e-3, 0, 24, output)), cpu=args.device == "cpu")
+    lines = list(records(output / "train.jsonl"))
     tokens = itertools.accumulate(line["tokens"] for line in lines)
     seconds = [count / line["tokens_per_second"] for count, line in zip(tokens, lines, strict=True)]
-    return (seconds[-1] - seconds[1]) / (len(lines) - 2)
+    return (seconds[-1] - seconds[3]) / (len(lines) - 4)
 
 
-def results(path: Path) -> Iterator[dict]:
+def records(path: Path) -> Iterator[dict]:
     if path.exists():
         yield from (json.loads(line) for line in path.read_text().splitlines())
 
 
-def measured(args: argparse.Namespace, objective: str, lr: float, seed: int, accuracy: bool) -> dict:
-    """The record of one run, made where it is not there yet."""
+def head_folder(args: argparse.Namespace, objective: str, lr: float, seed: int) -> Path:
+    return args.work / f"{objective}-{lr:g}-{seed}"
+
+
+def measured(args: argparse.Namespace, objective: str, lr: float, seed: int, rules: tuple[str, ...]) -> dict:
+    """The record of one run and these rules, made where it is not there yet."""
     path = args.work / "results.jsonl"
-    wanted = {"objective": objective, "lr": lr, "seed": seed, "accuracy_measured": accuracy}
-    for record in results(path):
+    wanted = {"objective": objective, "lr": lr, "seed": seed, "rules": list(rules)}
+    for record in records(path):
         if all(record[name] == value for name, value in wanted.items()):
             return record
     per_step = seconds_per_step(args, objective)
     steps = max(20, round(args.seconds / per_step))
-    output = args.work / f"{objective}-{lr:g}-{seed}"
-    started = time.perf_counter()
-    head = train(make_config(run_settings(args, objective, lr, seed, steps, output)), cpu=args.device == "cpu")
-    record = {**wanted, "steps": steps, "seconds_per_step": per_step, "run_seconds": time.perf_counter() - started}
-    record |= decode(args, head, accuracy)
+    settings = run_settings(args, objective, lr, seed, steps, head_folder(args, objective, lr, seed))
+    head = train(make_config(settings), cpu=args.device == "cpu")
+    record = {**wanted, "steps": steps, "seconds_per_step": per_step}
+    for rule in rules:
+        record |= decode(args, head, rule)
     with path.open("a") as file:
         file.write(json.dumps(record) + "\n")
     return record
 
 
-def decode(args: argparse.Namespace, head: Path, accuracy: bool) -> dict:
-    """tau of exact and of fsd at two thresholds and, where asked for, accuracy of fsd, by real decoding."""
-    model = eagle_fsd.load(args.target, head, device=args.device)
-    chosen = list(tasks("heldout", seed=11, count=args.tasks if accuracy else args.prompts))
-    rules = {"exact": ("exact", None), **{f"fsd {t:g}": ("fsd", t) for t in THRESHOLDS}}
-    found: dict[str, float] = {}
-    for name, (rule, threshold) in rules.items():
-        lengths, correct, sizes, seconds = [], [], [], 0.0
-        count = len(chosen) if accuracy and rule == "fsd" else args.prompts
-        for task in tqdm(chosen[:count], desc=name, unit="task", disable=None, leave=False):
-            output = eagle_fsd.generate(
-                task.messages, model, acceptance=rule, threshold=threshold, tree=TreeConfig(*TREE), max_new_tokens=256
-            )
-            lengths += [length + 1 for length in output.stats.accepted_lengths]
-            correct.append(is_correct(task, output.text or ""))
-            sizes.append(output.stats.new_tokens)
-            seconds += output.stats.prefill_seconds + output.stats.decode_seconds
-        found |= {f"tau {name}": statistics.fmean(lengths), f"tokens/s {name}": sum(sizes) / seconds,
-                  f"length {name}": statistics.fmean(sizes)}
-        if count == len(chosen) and accuracy:
-            found[f"accuracy {name}"] = statistics.fmean(correct)
-    return found
+def decode(args: argparse.Namespace, head: Path, rule: str) -> dict:
+    """tau, length and accuracy of one rule of RULES by real decoding; `exact` on fewer tasks, its accuracy is known."""
+    count = args.prompts if rule == "exact" else args.tasks
+    answer = engine(eagle_fsd.load(args.target, head, device=args.device), tree=TreeConfig(*TREE), **RULES[rule])
+    chosen = list(tasks("heldout", seed=11, count=count))
+    answers = [answer(task.messages, NEW_TOKENS) for task in tqdm(chosen, desc=rule, unit="task", disable=None)]
+    return {
+        f"tau {rule}": tau(answers),
+        f"length {rule}": statistics.fmean(len(a.token_ids) for a in answers),
+        f"accuracy {rule}": statistics.fmean(is_correct(t, a.text) for t, a in zip(chosen, answers, strict=True)),
+    }
+
+
+def tau(answers: list[Answer]) -> float:
+    return statistics.fmean(length + 1 for a in answers for length in a.output.stats.accepted_lengths)
+
+
+def speeds(args: argparse.Namespace, rows: list[dict]) -> None:
+    """Add tokens/s and seconds per answer of each objective's first head to its row, all interleaved."""
+    heads = {row["objective"]: eagle_fsd.load(
+        args.target, head_folder(args, row["objective"], row["lr"], SEEDS[0]) / "head", device=args.device
+    ) for row in rows}
+    methods = {(name, rule): engine(model, tree=TreeConfig(*TREE), **options)
+               for name, model in heads.items() for rule, options in RULES.items()}
+    prompts = [task.messages for task in tasks("heldout", seed=11, count=args.prompts)]
+    answers = interleaved(methods, prompts, NEW_TOKENS, repeats=1)
+    for row in rows:
+        for rule in RULES:
+            given = answers[row["objective"], rule]
+            seconds = sum(a.seconds for a in given)
+            row[f"tokens/s {rule}"] = sum(len(a.token_ids) for a in given) / seconds
+            row[f"seconds {rule}"] = seconds / len(given)
 
 
 def compare(args: argparse.Namespace) -> list[dict]:
     """One row per objective: its best rate, means over seeds."""
+    for objective in args.objectives:  # one after the other, under the same conditions
+        log.info("%s: %.3f s/step", objective, seconds_per_step(args, objective))
     rows = []
     for objective in args.objectives:
-        tried = {lr: measured(args, objective, lr, SEEDS[0], False) for lr in RATES}
+        tried = {lr: measured(args, objective, lr, SEEDS[0], ("exact",)) for lr in RATES}
         best = max(tried, key=lambda lr: tried[lr]["tau exact"])
-        runs = [measured(args, objective, best, seed, True) for seed in SEEDS]
+        runs = [measured(args, objective, best, seed, tuple(RULES)) for seed in SEEDS]
         numbers = {name: [run[name] for run in runs] for name in runs[0] if isinstance(runs[0][name], float)}
-        rows.append({"objective": objective, "lr": best, "steps": runs[0]["steps"],
+        rows.append({"objective": objective, "steps": runs[0]["steps"],
                      "rates": {f"{lr:g}": run["tau exact"] for lr, run in tried.items()},
-                     **{name: statistics.fmean(values) for name, values in numbers.items()},
+                     **{name: statistics.fmean(values) for name, values in numbers.items()}, "lr": best,
                      "sd tau exact": statistics.stdev(numbers["tau exact"])})
         log.info("%s: tau %.3f at lr %g", objective, rows[-1]["tau exact"], best)
+    speeds(args, rows)
     return rows
 
 
 def table(rows: list[dict], baseline: str = "eagle") -> str:
     """The Markdown table of all objectives, best first."""
     base = next((row["tau exact"] for row in rows if row["objective"] == baseline), None)
+    fuzzy = [rule for rule in RULES if rule != "exact"]
     lines = ["| objective | lr | s/step | steps | tau exact (sd) | over `eagle` | tokens/s exact | "
-             + " | ".join(f"tau fsd {t:g} | accuracy | tokens" for t in THRESHOLDS) + " |",
-             "|---" * (7 + 3 * len(THRESHOLDS)) + "|"]
+             + " | ".join(f"{rule}: tau | tokens/s | s/answer | tokens/answer | accuracy" for rule in fuzzy) + " |",
+             "|---" * (7 + 5 * len(fuzzy)) + "|"]
     for row in sorted(rows, key=lambda row: -row["tau exact"]):
         gain = f"{100 * (row['tau exact'] / base - 1):+.1f}%" if base else "-"
-        fuzzy = " | ".join(
-            f"{row[f'tau fsd {t:g}']:.2f} | {100 * row[f'accuracy fsd {t:g}']:.0f}% | {row[f'length fsd {t:g}']:.0f}"
-            for t in THRESHOLDS
+        cells = " | ".join(
+            f"{row[f'tau {rule}']:.2f} | {row[f'tokens/s {rule}']:.0f} | {row[f'seconds {rule}']:.2f} | "
+            f"{row[f'length {rule}']:.0f} | {100 * row[f'accuracy {rule}']:.0f}%" for rule in fuzzy
         )
         lines.append(f"| {row['objective']} | {row['lr']:g} | {row['seconds_per_step']:.2f} | {row['steps']} | "
                      f"{row['tau exact']:.3f} ({row['sd tau exact']:.3f}) | {gain} | {row['tokens/s exact']:.0f} | "
-                     f"{fuzzy} |")
+                     f"{cells} |")
     return "\n".join(lines)
 
 
@@ -153,13 +180,14 @@ def main() -> None:
     parser.add_argument("--eval-data", type=Path, default=Path("runs/demo/head-eval"))
     parser.add_argument("--objectives", nargs="+", choices=OBJECTIVES, default=list(OBJECTIVES))
     parser.add_argument("--seconds", type=float, default=60.0, help="training time of each run")
-    parser.add_argument("--batch-tokens", type=int, default=12_288)
+    parser.add_argument("--batch-tokens", type=int, default=4096)
     parser.add_argument("--intermediate-size", type=int, default=768)
     parser.add_argument("--prompts", type=int, default=32, help="held-out tasks that tau is measured on")
-    parser.add_argument("--tasks", type=int, default=96, help="held-out tasks that accuracy is measured on")
+    parser.add_argument("--tasks", type=int, default=64, help="held-out tasks that accuracy is measured on")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", type=Path, default=Path("eval/results/objectives"), help="of the .json and .md")
     args = parser.parse_args()
+    keep_freed_memory()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
     args.work.mkdir(parents=True, exist_ok=True)
     model, _ = load_target(args.target, dtype="bfloat16", device=args.device)
