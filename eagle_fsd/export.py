@@ -88,8 +88,7 @@ def export_head(
         wanted = (head.config.vocab_size, head.config.hidden_size)
         if tuple(embeddings.shape) != wanted:
             raise ValueError(f"the embeddings of {target} are {tuple(embeddings.shape)}, the head needs {wanted}")
-        del head.__dict__["embed_tokens"]
-        head.embed_tokens = torch.nn.Embedding.from_pretrained(embeddings.float())
+        head.own_embeddings(embeddings.float())
     return save_head(head, directory, dtype=dtype, file=layout.file, architectures=[layout.architecture])
 
 

@@ -103,9 +103,7 @@ class TargetModel:
 
     def embeddings_on(self, device: torch.device) -> nn.Module:
         """The token embeddings; a copy where they live on another device, as with a `device_map`."""
-        if self.device == device:
-            return self.embed_tokens
-        return remove_hook_from_module(copy.deepcopy(self.embed_tokens)).to(device)
+        return self.embed_tokens if self.device == device else copy_to(self.embed_tokens, device)
 
     def new_cache(self, capacity: int) -> TreeCache:
         """An empty cache for `capacity` positions."""
@@ -138,5 +136,15 @@ class TargetModel:
 
     def logits(self, features: Tensor) -> Tensor:
         """Raw next-token logits [..., V] in float32."""
-        logits = self.lm_head(features).float()
-        return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
+        return output_logits(self.lm_head, features, self.softcap)
+
+
+def output_logits(lm_head: nn.Module, features: Tensor, softcap: float | None) -> Tensor:
+    """[..., D] -> [..., V] in float32, capped where the target caps its logits."""
+    logits = lm_head(features).float()
+    return logits if softcap is None else torch.tanh(logits / softcap) * softcap
+
+
+def copy_to(module: nn.Module, device: torch.device) -> nn.Module:
+    """A copy on another device, without the hooks that accelerate placed it with."""
+    return remove_hook_from_module(copy.deepcopy(module)).to(device)

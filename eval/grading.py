@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import subprocess
 import sys
@@ -10,7 +9,7 @@ import tempfile
 from pathlib import Path
 
 from eval.questions import Question
-from train.tasks import extract_result
+from train.tasks import extract_result, same_json
 
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 
@@ -55,10 +54,7 @@ def is_right(question: Question, text: str, *, run_code: bool = False) -> bool |
     if question.category == "gsm8k":
         return final_number(text) == final_number(question.answer)
     if question.category == "json":
-        try:
-            return json.loads(extract_result(text) or "") == json.loads(question.answer)
-        except json.JSONDecodeError:
-            return False
+        return same_json(extract_result(text) or "", question.answer)
     stated = extract_result(text)
     return (text.strip() if stated is None else stated) == question.answer.strip()
 

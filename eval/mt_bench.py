@@ -14,11 +14,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 import time
 import uuid
-from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -31,6 +29,7 @@ from eagle_fsd.api import encode_prompt
 from eagle_fsd.cli import exit_status, parse_tree
 from eval.environment import environment
 from eval.questions import Question, generated, read_questions
+from train.files import append_lines, read_lines, write_lines
 
 # Sampling temperatures by category, as FastChat's judge sets them; other categories are greedy.
 CATEGORY_TEMPERATURES = {"writing": 0.7, "roleplay": 0.7, "stem": 0.1, "humanities": 0.1}
@@ -87,39 +86,8 @@ def answer_question(model: eagle_fsd.EagleModel, question: Question, args: argpa
 
 
 def read_answers(path: Path) -> dict[int | str, dict]:
-    """Answer records by question; a last line cut off by an interruption is taken away."""
-    answers, good = {}, 0
-    if path.exists():
-        with path.open("rb") as file:
-            for line in file:
-                try:
-                    record = json.loads(line)
-                except ValueError:
-                    break
-                answers[record["question_id"]] = record
-                good += len(line)
-        if good < path.stat().st_size:
-            with path.open("r+b") as file:
-                file.truncate(good)
-    return answers
-
-
-def append(path: Path, record: dict) -> None:
-    """Add a line in one write, so that processes can share the file."""
-    line = json.dumps(record) + "\n"
-    handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-    try:
-        os.write(handle, line.encode())
-    finally:
-        os.close(handle)
-
-
-def sort_answers(path: Path, questions: Iterable[Question]) -> None:
-    """Put the file's lines in the order of the questions."""
-    answers = read_answers(path)
-    part = path.with_suffix(".part")
-    part.write_text("".join(json.dumps(answers[q.id]) + "\n" for q in questions if q.id in answers), encoding="utf-8")
-    part.replace(path)
+    """Answer records by question."""
+    return {record["question_id"]: record for record in read_lines(path)}
 
 
 def settings(args: argparse.Namespace) -> dict:
@@ -158,10 +126,11 @@ def run(args: argparse.Namespace) -> None:
         answer_turn(model, [{"role": "user", "content": mine[0].turns[0]}], 0.0, args)
     bar = tqdm(mine, desc=args.model_id, unit="question", disable=None if state.is_main_process else True)
     for question in bar:
-        append(args.answers, answer_question(model, question, args))
+        append_lines(args.answers, [answer_question(model, question, args)])
     state.wait_for_everyone()
     if state.is_main_process:
-        sort_answers(args.answers, questions)
+        answers = read_answers(args.answers)
+        write_lines(args.answers, [answers[question.id] for question in questions if question.id in answers])
 
 
 def build_parser() -> argparse.ArgumentParser:

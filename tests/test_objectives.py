@@ -8,13 +8,13 @@ from tiny import tiny_pair
 
 from eagle_fsd.divergence import js
 from eagle_fsd.draft import DraftHead
+from train.data import Documents
 from train.objectives import (
     OBJECTIVES,
     TERMS,
     AlignedLoss,
     Objective,
     aligned_mask,
-    learned_positions,
     make_objective,
     term_sums,
 )
@@ -138,7 +138,8 @@ def test_the_loss_is_a_sum_that_splits_over_documents(pair):
     parts = [loss(features[i : i + 1], tokens[i : i + 1], learned[i : i + 1]) for i in range(3)]
     torch.testing.assert_close(whole, sum(part for part, _ in parts))
     torch.testing.assert_close(agreed, sum(part for _, part in parts))
-    assert learned_positions(learned) == 7 + 4 + 2
+    documents = Documents.of(zip(tokens.tolist(), learned.tolist(), strict=True))
+    assert documents.learnable(range(3)) == 7 + 4 + 2
 
 
 def test_padding_changes_nothing(pair):
@@ -155,7 +156,11 @@ def test_padding_changes_nothing(pair):
 def test_only_the_head_is_trained_and_saved(pair):
     target, head = pair
     loss = AlignedLoss(head, OBJECTIVES["eagle"], target.logits)
-    assert all(name.startswith("head.") for name, _ in loss.named_parameters())
+    trained = [name for name, parameter in loss.named_parameters() if parameter.requires_grad]
+    assert all(name.startswith(("head.fc.", "head.layers.0.")) for name in trained)
+    assert sorted(loss.state_dict()) == sorted(trained)
+    frozen = {id(parameter) for parameter in target.model.parameters()}
+    assert not any(id(parameter) in frozen for parameter in loss.parameters())
 
 
 @pytest.mark.parametrize(

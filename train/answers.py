@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import torch
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from train.files import append_lines, read_lines
 from train.tasks import Task
 
 
@@ -25,19 +25,18 @@ def greedy_answers(
     """One answer per rendered prompt, end tokens removed; prompts of similar length share a batch.
 
     Args:
-        checkpoint: JSON lines file that each batch is added to; batches found there are not generated again.
+        checkpoint: JSON lines file that each batch is added to; answers found there are not generated again.
     """
     tokenizer.padding_side = "left"
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
     answers: list[str] = [""] * len(prompts)
-    done = 0
-    if checkpoint is not None and checkpoint.exists():
-        for line in checkpoint.read_text(encoding="utf-8").splitlines():
-            i, answers[i] = json.loads(line)
-            done += 1
-    starts = range(done, len(order), batch)
-    for start in tqdm(starts, desc="answers", unit="batch", disable=None):
-        chosen = order[start : start + batch]
+    done = set()
+    for i, answer in read_lines(checkpoint) if checkpoint is not None else []:
+        answers[i] = answer
+        done.add(i)
+    missing = [i for i in order if i not in done]
+    for start in tqdm(range(0, len(missing), batch), desc="answers", unit="batch", disable=None):
+        chosen = missing[start : start + batch]
         inputs = tokenizer([prompts[i] for i in chosen], add_special_tokens=False, padding=True, return_tensors="pt")
         inputs = inputs.to(model.device)
         output = model.generate(**inputs, max_new_tokens=max_new_tokens, do_sample=False)
@@ -45,6 +44,5 @@ def greedy_answers(
         for i, text in zip(chosen, tokenizer.batch_decode(new, skip_special_tokens=True), strict=True):
             answers[i] = text
         if checkpoint is not None:
-            with checkpoint.open("a", encoding="utf-8") as file:
-                file.writelines(json.dumps([i, answers[i]]) + "\n" for i in chosen)
+            append_lines(checkpoint, ([i, answers[i]] for i in chosen))
     return answers

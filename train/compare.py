@@ -16,7 +16,6 @@ import itertools
 import json
 import logging
 import statistics
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -33,6 +32,7 @@ from train.config import make_config
 from train.data import Documents
 from train.demo import keep_freed_memory
 from train.features import write_features
+from train.files import append_lines, read_lines
 from train.objectives import OBJECTIVES
 from train.tasks import is_correct, tasks
 from train.train_draft_head import train
@@ -66,15 +66,10 @@ def seconds_per_step(args: argparse.Namespace, objective: str) -> float:
     output = args.work / "timing" / objective
     if not (output / "head").exists():
         train(make_config(run_settings(args, objective, 1e-3, 0, 24, output)), cpu=args.device == "cpu")
-    lines = list(records(output / "train.jsonl"))
+    lines = read_lines(output / "train.jsonl")
     tokens = itertools.accumulate(line["tokens"] for line in lines)
     seconds = [count / line["tokens_per_second"] for count, line in zip(tokens, lines, strict=True)]
     return (seconds[-1] - seconds[3]) / (len(lines) - 4)
-
-
-def records(path: Path) -> Iterator[dict]:
-    if path.exists():
-        yield from (json.loads(line) for line in path.read_text().splitlines())
 
 
 def head_folder(args: argparse.Namespace, objective: str, lr: float, seed: int) -> Path:
@@ -85,7 +80,7 @@ def measured(args: argparse.Namespace, objective: str, lr: float, seed: int, rul
     """The record of one run and these rules, made where it is not there yet."""
     path = args.work / "results.jsonl"
     wanted = {"objective": objective, "lr": lr, "seed": seed, "rules": list(rules)}
-    for record in records(path):
+    for record in read_lines(path):
         if all(record[name] == value for name, value in wanted.items()):
             return record
     per_step = seconds_per_step(args, objective)
@@ -95,8 +90,7 @@ def measured(args: argparse.Namespace, objective: str, lr: float, seed: int, rul
     record = {**wanted, "steps": steps, "seconds_per_step": per_step}
     for rule in rules:
         record |= decode(args, head, rule)
-    with path.open("a") as file:
-        file.write(json.dumps(record) + "\n")
+    append_lines(path, [record])
     return record
 
 

@@ -123,6 +123,10 @@ class Documents:
         where = np.where(inside, (ends - lengths)[:, None] + column, 0)
         return np.where(inside, self.tokens[where], 0).astype(np.int64), inside & self.learned[where]
 
+    def learnable(self, indices: Iterable[int]) -> int:
+        """How many positions of the given documents a head learns from: a learned token needs two others before it."""
+        return sum(int(self.document(index)[1][2:].sum()) for index in indices)
+
     def lengths_of(self, indices: np.ndarray) -> np.ndarray:
         """[B] tokens of the given documents."""
         starts = np.where(indices > 0, self.ends[indices - 1], 0)

@@ -10,10 +10,8 @@ B batch, T tokens of a row, D hidden size.
 from __future__ import annotations
 
 import argparse
-import copy
 import json
 import logging
-import os
 import shutil
 import sys
 from dataclasses import dataclass
@@ -21,7 +19,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from accelerate.hooks import remove_hook_from_module
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -29,8 +26,9 @@ from tqdm import tqdm
 
 from eagle_fsd.cli import exit_status
 from eagle_fsd.model import load_target
-from eagle_fsd.target import TargetModel
+from eagle_fsd.target import TargetModel, copy_to, output_logits
 from train.data import Documents, split_rows
+from train.files import save_atomically
 
 log = logging.getLogger(__name__)
 
@@ -49,15 +47,12 @@ class TargetEnds(nn.Module):
     @classmethod
     def of(cls, target: TargetModel, device: torch.device) -> TargetEnds:
         """Those of a target, shared with it; copies where they live on another device than the head."""
-        output = target.lm_head
-        if target.output_device != device:
-            output = remove_hook_from_module(copy.deepcopy(output)).to(device)
+        output = target.lm_head if target.output_device == device else copy_to(target.lm_head, device)
         return cls(target.embeddings_on(device), output, target.softcap)
 
     def logits(self, features: Tensor) -> Tensor:
         """As `TargetModel.logits`: [..., D] -> [..., V] float32."""
-        logits = self.lm_head(features.to(self.lm_head.weight.dtype)).float()
-        return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
+        return output_logits(self.lm_head, features.to(self.lm_head.weight.dtype), self.softcap)
 
 
 class OnlineFeatures:
@@ -211,13 +206,6 @@ def target_digest(target: TargetModel) -> str:
     sample = target.lm_head.weight.detach().flatten()[:: max(1, target.lm_head.weight.numel() // 997)]
     sample = sample.to(torch.bfloat16).double()  # the same for a target loaded in another dtype
     return f"{type(target.model).__name__}/{target.hidden_size}/{target.vocab_size}/{sample.sum().item():.9g}"
-
-
-def save_atomically(path: Path, write) -> None:
-    """Let `write` make a file beside `path`, then put it in place."""
-    part = path.with_name(path.name + ".part")
-    write(part)
-    os.replace(part, path)
 
 
 def main() -> int:

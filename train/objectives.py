@@ -213,8 +213,3 @@ class AlignedLoss(nn.Module):
             # The next step's input at i is this step's prediction for i, made at i - 1; position 0 has none.
             inputs = torch.cat([first.to(predicted.dtype), predicted[:, :-1]], 1)
         return loss, torch.stack(agreement)
-
-
-def learned_positions(learned: Tensor) -> int:
-    """How many positions of a batch are learned: a token needs two others before it."""
-    return int(learned[:, 2:].sum())

@@ -28,6 +28,7 @@ from eagle_fsd.model import EagleModel, load_target
 from train.chat_mask import check_tokenizer, encode_conversation, render
 from train.conversations import FORMATS, BadRow, Row, read_rows
 from train.data import Documents
+from train.files import append_lines, read_lines
 
 log = logging.getLogger("train.prepare_data")
 
@@ -124,47 +125,26 @@ def regenerate(
         ValueError: the record was begun for something else.
     """
     about = {"temperature": temperature, "max_new_tokens": max_new_tokens, "seed": seed, **(about or {})}
-    done = read_record(record, about)
-    with record.open("a", encoding="utf-8") as file:
-        if not record.stat().st_size:
-            file.write(json.dumps(about) + "\n")
-        for number, row in enumerate(rows):
-            if row.messages is None:
-                yield row
-                continue
-            if number not in done:
-                done[number] = answer_conversation(
-                    row.messages, model, temperature=temperature, max_new_tokens=max_new_tokens, seed=seed + number
-                )
-                file.write(json.dumps([number, done[number]]) + "\n")
-                file.flush()
-            answered = done.pop(number)
-            if isinstance(answered, str):
-                yield Row(reason=answered)
-            else:
-                yield dataclasses.replace(row, messages=answered)
-
-
-def read_record(record: Path, about: dict) -> dict[int, list[dict[str, str]] | str]:
-    """Finished conversations by row number; a last line cut off by an interruption is taken away."""
-    done: dict[int, list[dict[str, str]] | str] = {}
-    if not record.exists():
-        return done
-    good = 0
-    with record.open("rb") as file:
-        for line in file:
-            try:
-                found = json.loads(line)
-            except ValueError:
-                break
-            if good == 0 and found != json.loads(json.dumps(about)):
-                raise ValueError(f"{record} was begun with other settings, {found}; delete it or choose another --out")
-            if good:
-                done[found[0]] = found[1]
-            good += len(line)
-    with record.open("r+b") as file:
-        file.truncate(good)
-    return done
+    begun, *finished = read_lines(record) or [None]
+    if begun is None:
+        append_lines(record, [about])
+    elif begun != json.loads(json.dumps(about)):
+        raise ValueError(f"{record} was begun with other settings, {begun}; delete it or choose another --out")
+    done: dict[int, list[dict[str, str]] | str] = dict(finished)
+    for number, row in enumerate(rows):
+        if row.messages is None:
+            yield row
+            continue
+        if number not in done:
+            done[number] = answer_conversation(
+                row.messages, model, temperature=temperature, max_new_tokens=max_new_tokens, seed=seed + number
+            )
+            append_lines(record, [[number, done[number]]])
+        answered = done.pop(number)
+        if isinstance(answered, str):
+            yield Row(reason=answered)
+        else:
+            yield dataclasses.replace(row, messages=answered)
 
 
 def answer_conversation(

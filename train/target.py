@@ -7,7 +7,6 @@ are put between the trained ones with zero output projections, so the deep model
 from __future__ import annotations
 
 import logging
-import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ from tqdm import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from train.data import Documents
+from train.files import save_atomically
 
 log = logging.getLogger(__name__)
 
@@ -112,9 +112,8 @@ def train_stage(
         log.info("continuing %s at step %d", checkpoint, step)
 
     def save() -> None:
-        part = checkpoint.with_suffix(".part")
-        torch.save({"model": model.state_dict(), "optimizers": [o.state_dict() for o in opts], "step": step}, part)
-        os.replace(part, checkpoint)
+        state = {"model": model.state_dict(), "optimizers": [o.state_dict() for o in opts], "step": step}
+        save_atomically(checkpoint, lambda part: torch.save(state, part))
 
     saved_at, loss_mean = time.time(), None
     bar = tqdm(total=stage.steps, initial=step, desc=f"target, {stage.layers} layers", unit="step", disable=None,

@@ -55,14 +55,15 @@ def extract_result(text: str) -> str | None:
 def is_correct(task: Task, text: str) -> bool:
     """Whether `text` states the task's result (JSON results are compared as values)."""
     stated = extract_result(text)
-    if stated is None:
+    return stated is not None and (same_json if task.family == "json" else str.__eq__)(stated, task.result)
+
+
+def same_json(text: str, wanted: str) -> bool:
+    """Whether `text` is JSON of the wanted value."""
+    try:
+        return json.loads(text) == json.loads(wanted)
+    except json.JSONDecodeError:
         return False
-    if task.family == "json":
-        try:
-            return json.loads(stated) == json.loads(task.result)
-        except json.JSONDecodeError:
-            return False
-    return stated == task.result
 
 
 # ---------------------------------------------------------------------------------------------------------

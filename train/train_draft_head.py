@@ -18,7 +18,6 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -42,7 +41,8 @@ from train.config import TrainingConfig, read_config  # noqa: E402
 from train.data import Documents  # noqa: E402
 from train.estimate import estimate_tau, last_answers  # noqa: E402
 from train.features import OfflineFeatures, OnlineFeatures, TargetEnds, target_digest  # noqa: E402
-from train.objectives import AlignedLoss, learned_positions  # noqa: E402
+from train.files import append_lines, read_lines, write_lines  # noqa: E402
+from train.objectives import AlignedLoss  # noqa: E402
 
 log = logging.getLogger("train.train_draft_head")
 
@@ -204,9 +204,8 @@ class Run:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         batch, parts = self.schedule.batch(step), accelerator.num_processes * accelerator.gradient_accumulation_steps
-        _, learned = self.documents.collate(batch)
         # Every process knows the whole batch, and so by how many positions the sum has to be divided.
-        count = max(1, learned_positions(learned))
+        count = max(1, self.documents.learnable(batch))
         sums = torch.zeros(1 + config.objective.aligned_steps, device=accelerator.device)
         mine = shares(batch, parts)[accelerator.process_index :: accelerator.num_processes]
         for indices in mine:
@@ -363,21 +362,11 @@ class Logs:
         for name in ("train", "eval"):
             path = output / f"{name}.jsonl"
             if enabled and path.exists():
-                kept = [line for line in _complete_lines(path) if json.loads(line)["step"] <= step]
-                part = path.with_suffix(".part")
-                part.write_text("".join(kept))
-                part.replace(path)
+                write_lines(path, [record for record in read_lines(path) if record["step"] <= step])
 
     def write(self, name: str, record: dict) -> None:
         if self.enabled:
-            with (self.output / f"{name}.jsonl").open("a") as file:
-                file.write(json.dumps(record) + "\n")
-
-
-def _complete_lines(path: Path) -> Iterator[str]:
-    for line in path.read_text().splitlines(keepends=True) if path.exists() else []:
-        if line.endswith("\n"):
-            yield line
+            append_lines(self.output / f"{name}.jsonl", [record])
 
 
 def make_accelerator(config: TrainingConfig, cpu: bool) -> Accelerator:
@@ -476,7 +465,7 @@ def finish(run: Run, logs: Logs) -> None:
         return
     head.to(run.target.output_device, run.target.dtype)
     config, indices = run.config, run.eval_indices.tolist()
-    evaluated = [json.loads(line) for line in _complete_lines(run.output / "eval.jsonl")]
+    evaluated = read_lines(run.output / "eval.jsonl")
     taus = evaluated[-1]["tau"] if evaluated and evaluated[-1]["step"] == run.step else run.evaluate(logs, head)
     run.save_head(head, "head", taus)
     decoded = measure(run.target, head, run.eval_documents, indices, config.rules, config.tree_config,

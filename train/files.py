@@ -1,0 +1,46 @@
+"""Files that long work adds to, and files that are whole or not there."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+
+def read_lines(path: Path) -> list:
+    """The values of a JSON lines file, none where it does not exist. What an interruption has left of a last line is
+    taken away, so that the file can be added to.
+
+    Raises:
+        ValueError: a complete line that is no JSON.
+    """
+    if not path.exists():
+        return []
+    whole, _, cut_off = path.read_bytes().rpartition(b"\n")
+    if cut_off:
+        os.truncate(path, path.stat().st_size - len(cut_off))
+    return [json.loads(line) for line in whole.decode().split("\n")] if whole else []
+
+
+def append_lines(path: Path, values: Iterable) -> None:
+    """Add lines in one write, so that processes can share the file."""
+    text = "".join(json.dumps(value) + "\n" for value in values)
+    handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    try:
+        os.write(handle, text.encode())
+    finally:
+        os.close(handle)
+
+
+def write_lines(path: Path, values: Iterable) -> None:
+    """Replace the file by these values, a line each."""
+    text = "".join(json.dumps(value) + "\n" for value in values)
+    save_atomically(path, lambda part: part.write_text(text, encoding="utf-8"))
+
+
+def save_atomically(path: Path, write: Callable[[Path], object]) -> None:
+    """Let `write` make a file beside `path`, then put it in place."""
+    part = path.with_name(path.name + ".part")
+    write(part)
+    os.replace(part, path)
