@@ -214,7 +214,7 @@ def test_tilt_law_and_its_kl(threshold, warpers, head_guard):
     expected = {segment: weight / sum(weights.values()) for segment, weight in weights.items()}
     law = law_of(rule, verification)
     assert_same_law(expected, law)
-    assert rule(verification).kl.item() == pytest.approx(kl_of(expected, target_law), abs=1e-6)
+    assert rule(verification).kl().item() == pytest.approx(kl_of(expected, target_law), abs=1e-6)
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -237,7 +237,7 @@ def test_tilt_survives_the_ends_of_its_range():
     verification = verify(PathModel(7), WARPERS["top_k_2"])
     for threshold in (1e-30, 1000.0):
         decision = make_rule("tilt", threshold)(verification)
-        assert not decision.log_weights.isnan().any() and decision.kl.isfinite().all()
+        assert not decision.log_weights.isnan().any() and decision.kl().isfinite().all()
 
 
 # --- lenience -----------------------------------------------------------------------------------
@@ -334,3 +334,69 @@ def law_by_exact_choice(rule, verification):
         stands = weights[:, token, None] > -math.inf
         node_probs += target_probs[:, token, None] * torch.where(stands, drawn, weights.softmax(-1))
     return segment_law(node_probs)
+
+
+# --- the KL that a decision announces ------------------------------------------------------------
+
+
+@pytest.mark.parametrize("warpers", ["plain", "temperature", "top_k_2"])
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("exact", {}), ("fsd", {"threshold": 0.05}), ("fsd", {"threshold": math.inf}),
+        ("fsd", {"threshold": math.inf, "head_guard": 0.6}), ("fsd", {"threshold": 0.05, "sibling": "draft"}),
+        ("typical", {"threshold": 0.5}), ("relaxed", {"threshold": 1.0}), ("relaxed", {"threshold": 0.2, "top": 2}),
+        ("lenience", {"threshold": 0.4}), ("lenience", {"threshold": 5.0}),
+    ],
+    ids=str,
+)
+def test_announced_kl_is_that_of_the_enumerated_law(name, options, warpers):
+    verification = verify(PathModel(10), WARPERS[warpers])
+    rule = make_rule(name, **options)
+    law = law_of(rule, verification) if name in ("lenience", "exact") else law_by_exact_choice(rule, verification)
+    expected = kl_of(law, law_of(make_rule("exact"), verification))
+    assert rule.knows_kl
+    assert rule(verification).kl().item() == pytest.approx(expected, abs=2e-5)
+    assert expected > 1e-3 or name == "exact" or warpers == "top_k_2"  # something is given up
+
+
+@pytest.mark.parametrize("head_guard", [None, 0.3])
+@pytest.mark.parametrize("threshold", [0.0, 0.05, math.inf])
+def test_announced_kl_of_fsd_paper(threshold, head_guard):
+    """The walk goes on only over the draft's first child; where the guard keeps it out, only if the target draws it."""
+    verification = verify(PathModel(10), WARPERS["temperature"])
+    target_probs = verification.warped_logits[0].double().softmax(-1)
+    inside = verification.in_head(head_guard)[0] if head_guard is not None else torch.ones(NODES, dtype=torch.bool)
+    passes = verification.divergence("js")[0] <= threshold
+    law = {}
+
+    def descend(v, prob):
+        first = max(CHILDREN[v], key=lambda c: verification.tree.scores[0, c], default=None)
+        if first is not None and passes[v] and inside[first]:
+            return descend(first, prob)
+        for token in range(VOCAB):
+            p = prob * target_probs[v, token].item()
+            if first is not None and passes[v] and token == TOKENS[first]:
+                descend(first, p)
+            else:
+                law[(*PATHS[v], token)] = p
+
+    descend(0, 1.0)
+    # The segments of one cycle against the target's: the same stops, each step at its target probability.
+    expected = 0.0
+    for segment, p in law.items():
+        steps = [PATHS.index(segment[:i]) for i in range(len(segment))]
+        expected += p * math.log(p / math.prod(target_probs[v, t].item() for v, t in zip(steps, segment, strict=True)))
+    rule = make_rule("fsd_paper", threshold, head_guard=head_guard)
+    assert rule(verification).kl().item() == pytest.approx(expected, abs=2e-5)
+
+
+def test_rules_say_where_their_kl_is_not_known():
+    verification = verify(PathModel(10))
+    for name, options in (("fsd", {"sibling": "longest"}), ("relaxed", {"sibling": "longest"}),
+                          ("typical", {"sibling": "longest"}), ("lenience", {"head_guard": 0.5})):
+        rule = make_rule(name, 0.5, **options)
+        assert not rule.knows_kl and rule(verification).kl is None
+    greedy = replace(verification, noise=None)
+    for name in ("fsd", "tilt", "relaxed", "typical", "fsd_paper"):
+        assert make_rule(name, 0.5)(greedy).kl is None

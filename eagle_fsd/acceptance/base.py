@@ -191,7 +191,7 @@ class Decision:
 
     log_weights: Tensor  # [B, N, V] float32, up to a constant per node
     divergence: Tensor | None = None  # [B, N], for rules that gate on one; NaN at leaves
-    kl: Tensor | None = None  # [B], expected KL of the cycle's tokens to the target's, where known
+    kl: Callable[[], Tensor] | None = None  # -> [B], see `cycle_kl`; sampling, for rules that know it
     stop: Tensor | None = None  # [B, N] bool, nodes at which the walk ends even if a child is drawn
 
 
@@ -249,6 +249,7 @@ class Rule(ABC):
 
     name: ClassVar[str]
     threshold_limit: ClassVar[tuple[float, bool]] = (math.inf, False)  # upper end, and whether it is accepted
+    knows_kl: ClassVar[bool] = True  # whether decisions carry the KL of their law when sampling
 
     threshold: float = 0.0
 
@@ -266,7 +267,7 @@ class Rule(ABC):
     def __call__(self, verification: Verification) -> Decision:
         if self.is_lossless(verification.greedy):
             warped_logits = verification.warped_logits
-            return Decision(warped_logits, kl=warped_logits.new_zeros(len(warped_logits)))
+            return Decision(warped_logits, kl=lambda: warped_logits.new_zeros(len(warped_logits)))
         return self.decide(verification)
 
 
@@ -294,12 +295,55 @@ class FuzzyRule(Rule):
         return candidates
 
 
+def cycle_kl(
+    verification: Verification,
+    log_probs: Tensor,  # [B, N, V], the law of the token drawn at each node, averaged over the noise
+    descends: Tensor | None = None,  # [B, N] bool, whether drawing the node's token leads to it; None: always
+) -> Tensor:  # [B]
+    """KL in nats of the law of a cycle's tokens to the target's own, given the tree and all tokens before.
+
+    By the chain rule it is the mean, over the nodes that the walk reaches, of the KL of the token drawn there;
+    and the KL of a whole answer is the expected sum over its cycles.
+    """
+    target = verification.warped_logits.log_softmax(-1)
+    excess = torch.where(log_probs > -math.inf, log_probs - target, 0.0)
+    node_kl = (log_probs.exp() * excess).sum(-1)
+    steps = verification.of_step(log_probs)
+    if descends is not None:
+        steps = torch.where(descends, steps, -math.inf)
+    steps = torch.where(verification.is_child, steps, 0.0).clamp_min(-1e6)  # a path sum of -inf and 0 is NaN
+    return (verification.path_sum(steps).exp() * node_kl).sum(-1).clamp_min(0.0)
+
+
+def restricted_law(
+    verification: Verification,
+    fuzzy: Tensor,  # [B, N] bool
+) -> Tensor:  # [B, N, V]
+    """Log-probabilities of the choice among the fuzzy steps and the exact one, where it is a child.
+
+    At a node with fuzzy steps F of target mass m and other children of mass c, the exact choice is one of those with
+    probability c, and is taken; else the target's preference within F is, whatever the target chose:
+    p(x) (1 - c) / m for x in F.
+    """
+    log_probs = verification.warped_logits.log_softmax(-1)
+    steps = verification.of_step(log_probs)
+    nothing = torch.full_like(log_probs, -math.inf)
+    inside = verification.set_children(nothing, torch.where(fuzzy, steps, -math.inf)).logsumexp(-1)  # log m
+    other = verification.set_children(nothing, torch.where(fuzzy, -math.inf, steps)).logsumexp(-1).exp()  # c
+    lift = torch.log1p(-other.clamp_max(1.0)) - inside
+    restricted = verification.any_child(fuzzy)
+    law = torch.where(restricted[..., None], nothing, log_probs)
+    lifted = torch.where(fuzzy, steps + verification.of_parent(lift), steps)
+    return verification.set_children(law, lifted)
+
+
 def restrict(
     verification: Verification,
     fuzzy: Tensor,  # [B, N] bool, fuzzy steps that may be taken
     sibling: str,
-) -> Tensor:  # [B, N, V]
-    """Log-weights that descend wherever a fuzzy step may be taken; elsewhere the target's own.
+    divergence: Tensor | None = None,  # [B, N], that the rule gated on
+) -> Decision:
+    """The decision to descend wherever a fuzzy step may be taken; elsewhere the target's own.
 
     The exact choice, where it is a child, stays eligible beside the fuzzy steps. Among eligible siblings:
 
@@ -316,7 +360,10 @@ def restrict(
     if sibling == "longest":
         never = -(verification.tree.max_depth + 1.0)
         eligible = verification.best_paths(torch.where(eligible, 1.0, never))
-    return verification.keep_only(eligible & verification.of_parent(verification.any_child(fuzzy)))
+    log_weights = verification.keep_only(eligible & verification.of_parent(verification.any_child(fuzzy)))
+    if verification.greedy or sibling == "longest":  # what lies below decides there, and with it the noise
+        return Decision(log_weights, divergence)
+    return Decision(log_weights, divergence, lambda: cycle_kl(verification, restricted_law(verification, fuzzy)))
 
 
 @dataclass(frozen=True)

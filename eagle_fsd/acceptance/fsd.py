@@ -35,6 +35,10 @@ class FSD(FuzzyRule):
         get_divergence(self.divergence)
         check_choice("sibling", self.sibling, self.siblings)
 
+    @property
+    def knows_kl(self) -> bool:
+        return self.sibling != "longest"
+
     def is_lossless(self, greedy: bool) -> bool:
         return self.threshold == 0
 
@@ -42,4 +46,4 @@ class FSD(FuzzyRule):
         divergence = verification.divergence(self.divergence)
         passes = divergence <= self.threshold  # Div(target, draft) <= T, at the parent
         fuzzy = self.candidates(verification) & verification.of_parent(passes)
-        return Decision(restrict(verification, fuzzy, self.sibling), divergence)
+        return restrict(verification, fuzzy, self.sibling, divergence)

@@ -5,9 +5,10 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
+from torch import Tensor
 
 from ..divergence import get_divergence
-from .base import Decision, FuzzyRule, Verification
+from .base import Decision, FuzzyRule, Verification, cycle_kl
 
 
 @dataclass(frozen=True)
@@ -40,5 +41,17 @@ class FSDPaper(FuzzyRule):
         scores = torch.where(verification.is_child, verification.tree.scores, -math.inf)
         first = scores == verification.of_parent(verification.best_child(scores))
         allowed = self.candidates(verification) | verification.is_exact
-        accepted = first & allowed & verification.of_parent(passes)
-        return Decision(verification.keep_only(accepted), divergence, stop=~verification.any_child(accepted))
+        drafted = first & verification.of_parent(passes)
+        accepted = drafted & allowed
+        fuzzy = drafted & self.candidates(verification)
+
+        def kl() -> Tensor:
+            log_probs = verification.warped_logits.log_softmax(-1)
+            law = log_probs.masked_fill(verification.any_child(fuzzy)[..., None], -math.inf)
+            steps = torch.where(fuzzy, 0.0, verification.of_step(law))
+            return cycle_kl(verification, verification.set_children(law, steps), drafted)
+
+        return Decision(
+            verification.keep_only(accepted), divergence, None if verification.greedy else kl,
+            stop=~verification.any_child(accepted),
+        )

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 import torch
 
-from .base import Decision, FuzzyRule, Verification
+from .base import Decision, FuzzyRule, Verification, cycle_kl
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,10 @@ class Lenience(FuzzyRule):
     """
 
     name: ClassVar[str] = "lenience"
+
+    @property
+    def knows_kl(self) -> bool:
+        return self.head_guard is None
 
     def is_lossless(self, greedy: bool) -> bool:
         return greedy or self.threshold == 0
@@ -46,4 +50,7 @@ class Lenience(FuzzyRule):
         log_weights = verification.warped_logits - handicap[..., None]
         kept = lifted | verification.is_exact
         handicapped = steps - verification.of_parent(handicap)
-        return Decision(verification.set_children(log_weights, torch.where(kept, steps, handicapped)))
+        decided = verification.set_children(log_weights, torch.where(kept, steps, handicapped))
+        if not self.knows_kl:  # an exact step outside the guard is not handicapped: the noise decides
+            return Decision(decided)
+        return Decision(decided, kl=lambda: cycle_kl(verification, decided.log_softmax(-1)))

@@ -33,6 +33,10 @@ class Relaxed(FuzzyRule):
             raise ValueError(f"top must be at least 1, got {self.top}")
         check_choice("sibling", self.sibling, self.siblings)
 
+    @property
+    def knows_kl(self) -> bool:
+        return self.sibling != "longest"
+
     def is_lossless(self, greedy: bool) -> bool:
         return greedy and self.threshold == 0
 
@@ -42,4 +46,4 @@ class Relaxed(FuzzyRule):
         # log p(top-1) - log p(x) <= T and x among the top N; a common normaliser cancels
         bar = best[..., -1].maximum(best[..., 0] - self.threshold)
         allowed = verification.of_step(target_logits) >= verification.of_parent(bar)
-        return Decision(restrict(verification, self.candidates(verification) & allowed, self.sibling))
+        return restrict(verification, self.candidates(verification) & allowed, self.sibling)

@@ -73,7 +73,7 @@ class Tilt(FuzzyRule):
         expected_length = (rewards * (totals + values - root_value).exp()).sum(-1)
         kl = (self.threshold * expected_length - root_value[:, 0]).clamp_min(0.0)
         lifted = steps + (self.threshold * rewards + values).float()
-        return Decision(verification.set_children(verification.warped_logits, lifted), kl=kl.float())
+        return Decision(verification.set_children(verification.warped_logits, lifted), kl=lambda: kl.float())
 
     def _rewards(self, verification: Verification) -> Tensor:
         """[B, N] 1.0 for children on the leading run inside the head, else 0.0."""

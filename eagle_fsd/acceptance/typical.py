@@ -30,6 +30,10 @@ class Typical(FuzzyRule):
         super().__post_init__()
         check_choice("sibling", self.sibling, self.siblings)
 
+    @property
+    def knows_kl(self) -> bool:
+        return self.sibling != "longest"
+
     def is_lossless(self, greedy: bool) -> bool:
         return False
 
@@ -40,4 +44,4 @@ class Typical(FuzzyRule):
         log_bar = (math.log(DELTA) - entropy).clamp_max(math.log(EPSILON)) + math.log1p(-self.threshold)
         # p(x) > (1 - T) * min(epsilon, delta * exp(-H(p)))
         allowed = verification.of_step(log_probs) > verification.of_parent(log_bar)
-        return Decision(restrict(verification, self.candidates(verification) & allowed, self.sibling))
+        return restrict(verification, self.candidates(verification) & allowed, self.sibling)
