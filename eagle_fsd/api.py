@@ -6,7 +6,7 @@ import logging
 import random
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from numbers import Integral
+from numbers import Integral, Real
 
 import torch
 from torch import Tensor
@@ -47,6 +47,7 @@ def generate(
     acceptance: str | Rule | Callable = "fsd",
     threshold: float | None = None,
     divergence: str = "js",
+    budget: float | None = None,
     tree: TreeConfig | None = None,
     logits_processor: Sequence[LogitsProcessor] | None = None,
     stopping_criteria: Sequence | None = None,
@@ -72,6 +73,9 @@ def generate(
         threshold: the rule's dial. None: the head's calibrated value, else 0 (lossless for fsd and tilt).
         divergence: for the rules that gate on one: kl, reverse_kl, js, tv, js_fsd_code, or a form on the target's
             top k tokens such as js_top32.
+        budget: nats that fuzzy acceptance may cost in this answer: summed KL to the target when sampling, summed
+            log-probability regret when greedy (see `eagle_fsd.budget`). When it is spent, or when the text starts to
+            repeat, decoding is exact for the rest; `out.stats` says where. 0: exact; inf: only repetition counts.
         tree: size of the draft tree; None: a default for the device.
         logits_processor, stopping_criteria, streamer: those of `transformers`. Processors see each node's own path;
             a streamer with a method `on_receipts(receipts)` gets the receipts of each cycle before its tokens.
@@ -107,6 +111,7 @@ def generate(
         eos_ids=frozenset() if ignore_eos else eos_ids,
         stop_ids=check_stop_ids(stop_token_ids, model),
         criteria=StoppingCriteriaList(stopping_criteria or []),
+        budget=check_budget(budget, rule, greedy=temperature == 0),
     )
     stops = check_stop_strings(stop, model)
     if streamer is not None:
@@ -210,6 +215,19 @@ def resolve_rule(acceptance: object, threshold: float | None, divergence: str | 
     return make_rule(acceptance, threshold=threshold, divergence=divergence if gated else None)
 
 
+def check_budget(budget: float | None, rule: Rule, greedy: bool) -> float | None:
+    """The budget, refused where the rule's cost cannot be known."""
+    if budget is None:
+        return None
+    if isinstance(budget, bool) or not isinstance(budget, Real):
+        raise TypeError(f"budget must be a number of nats, got {budget!r}")
+    if not budget >= 0:
+        raise ValueError(f"budget must be at least 0 nats, got {budget!r}")
+    if not greedy and not rule.knows_kl:
+        raise ValueError(f"a budget needs a rule whose KL is known when sampling; that of {rule!r} is not")
+    return float(budget)
+
+
 def check_tree(tree: TreeConfig, model: EagleModel) -> TreeConfig:
     """The tree, with a warning where it asks for more nodes than can be scored."""
     if not isinstance(tree, TreeConfig):
@@ -264,6 +282,7 @@ def custom_generate(
     acceptance: str | Rule | Callable = "fsd",
     threshold: float | None = None,
     divergence: str = "js",
+    budget: float | None = None,
     tree: TreeConfig | None = None,
     seed: int | None = None,
     **model_kwargs,
@@ -277,7 +296,7 @@ def custom_generate(
 
     Args:
         draft: a `DraftHead` (from `load_head`) or where to load one from.
-        acceptance, threshold, divergence, tree, seed: as in `eagle_fsd.generate`.
+        acceptance, threshold, divergence, budget, tree, seed: as in `eagle_fsd.generate`.
 
     Returns:
         sequences [1, prompt + new tokens], or an output object where the config asks for a dict.
@@ -310,8 +329,9 @@ def custom_generate(
     if seed is not None:
         require_integer("seed", seed, 0)
     limit = (max_length if max_length is not None else generation_config.max_length) - len(ids)
+    rule = resolve_rule(acceptance, threshold, divergence, pair)
     settings = Settings(
-        rule=resolve_rule(acceptance, threshold, divergence, pair),
+        rule=rule,
         tree=check_tree(pair.default_tree if tree is None else tree, pair),
         processors=logits_processor or LogitsProcessorList(),
         greedy=not generation_config.do_sample,
@@ -320,6 +340,7 @@ def custom_generate(
         max_new_tokens=check_length(len(ids), limit, pair),
         eos_ids=eos_ids,
         criteria=criteria,
+        budget=check_budget(budget, rule, greedy=not generation_config.do_sample),
     )
     output = run(pair.target, pair.draft, ids, settings, streamer=streamer)
     sequences = torch.cat([input_ids, input_ids.new_tensor([output.token_ids])], 1)

@@ -108,6 +108,7 @@ def build_parser() -> argparse.ArgumentParser:
     one.add_argument("--acceptance", choices=RULES, default="fsd")
     one.add_argument("--threshold", type=float)
     one.add_argument("--divergence", default="js")
+    one.add_argument("--budget", type=float, metavar="NATS", help="what fuzzy acceptance may cost in this answer")
     one.add_argument("--tree", type=parse_tree, metavar="N,DEPTH,K[,T]")
     one.add_argument("--stats", action="store_true", help="print tau, tokens/s and token sources to standard error")
 
@@ -133,7 +134,7 @@ def build_parser() -> argparse.ArgumentParser:
 MODEL_OPTIONS = ("target", "draft", "dtype", "device", "device_map", "attn_implementation", "trust_remote_code")
 GENERATE_OPTIONS = (
     "max_new_tokens", "temperature", "top_p", "top_k", "repetition_penalty", "min_new_tokens", "ignore_eos", "seed",
-    "stop", "stop_token_ids", "acceptance", "threshold", "divergence", "tree",
+    "stop", "stop_token_ids", "acceptance", "threshold", "divergence", "budget", "tree",
 )
 
 

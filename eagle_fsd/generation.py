@@ -17,6 +17,7 @@ from transformers import LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
 from .acceptance import Rule, Verification, walk
+from .budget import Budget
 from .config import TreeConfig
 from .draft import DraftHead
 from .drafting import draft_tree
@@ -33,22 +34,31 @@ class Receipt(NamedTuple):
         would have drawn there) or "fuzzy" (one that only the rule accepted).
     divergence: between target and draft at the token's position, where the rule computed it; else None.
     logprob: the token's log-probability (nats) under the target, before temperature and other processors.
+    regret: that of the target's best token there minus `logprob`: 0 for the best token itself.
     """
 
     source: str
     divergence: float | None
     logprob: float
+    regret: float
 
 
 @dataclass
 class Stats:
-    """What a request cost. `accepted_lengths` counts accepted draft tokens per verify cycle, before any cut."""
+    """What a request cost. `accepted_lengths` counts accepted draft tokens per verify cycle, before any cut.
+
+    With a budget, `budget_spent` is what fuzzy acceptance has cost in nats, and `exact_from` the number of new tokens
+    after which decoding returned to exact, with the reason in `exact_because`: "budget" or "repetition".
+    """
 
     new_tokens: int = 0
     target_forwards: int = 0  # verify forwards; the prefill is not counted
     accepted_lengths: list[int] = field(default_factory=list)
     prefill_seconds: float = 0.0  # up to and including the first token
     decode_seconds: float = 0.0
+    budget_spent: float | None = None
+    exact_from: int | None = None
+    exact_because: str | None = None
 
     @property
     def mean_accepted_length(self) -> float:
@@ -75,6 +85,7 @@ class Settings:
     eos_ids: frozenset[int] = frozenset()
     stop_ids: frozenset[int] = frozenset()
     criteria: StoppingCriteriaList = field(default_factory=StoppingCriteriaList)
+    budget: float | None = None  # nats, see `Budget`
 
 
 class Cycle(NamedTuple):
@@ -96,6 +107,8 @@ class Decoder:
         self.target, self.head, self.settings = target, head, settings
         self.device = target.output_device  # trees, logits and features live there
         self.tokens = list(prompt)  # all emitted tokens; the last one is the root once decoding has begun
+        self.prompt_length = len(self.tokens)
+        self.budget = None if settings.budget is None else Budget(settings.budget)
         self.seeds = torch.tensor([settings.seed], device=self.device)
         tree = settings.tree
         room = len(prompt) + settings.max_new_tokens
@@ -111,12 +124,13 @@ class Decoder:
         root = root_only(prompt[:, -1])
         warped = warp_tree(self.settings.processors, self.tokens[:-1], root, raw)
         choice = (warped if self.settings.greedy else warped + self._noise(root, len(self.tokens) - 1)).argmax(-1)
-        logprob = raw.log_softmax(-1).gather(-1, choice[..., None])
+        logprobs = raw.log_softmax(-1)[0, 0]
         token = choice.item()
         self.tokens.append(token)
         # The draft reads each feature with the token after it.
         self.next_features, self.next_tokens = features, torch.cat([prompt[:, 1:], choice], 1)
-        return Cycle([token], [Receipt("target", None, logprob.item())])
+        logprob = logprobs[token].item()
+        return Cycle([token], [Receipt("target", None, logprob, logprobs.amax().item() - logprob)])
 
     def step(self) -> Cycle:
         """One cycle; emits the accepted draft tokens and one token of the target."""
@@ -127,7 +141,10 @@ class Decoder:
         warped = warp_tree(self.settings.processors, self.tokens[:-1], tree, logits)
         noise = None if self.settings.greedy else self._noise(tree, length)
         verification = Verification(tree, logits, warped, draft_logits, noise)
-        decision = self.settings.rule(verification)
+        if self.budget is None:
+            decision = self.settings.rule(verification)
+        else:
+            decision = self.budget.decide(self.settings.rule, verification, self.tokens[self.prompt_length :])
         walked = walk(verification, decision)
         path, emitted, receipts = read_walk(verification, decision.divergence, walked)
         self.cache.commit(length, length + path)
@@ -163,7 +180,9 @@ def read_walk(
     step_from = torch.cat([tree.parents, last], 1)
     step_to = torch.cat([tree.tokens, final], 1)
     normaliser = logits.logsumexp(-1)
-    logprobs = logits[0, step_from[0], step_to[0]] - normaliser[0, step_from[0]]
+    taken = logits[0, step_from[0], step_to[0]]
+    logprobs = taken - normaliser[0, step_from[0]]
+    regrets = logits.amax(-1)[0, step_from[0]] - taken
     nothing = torch.full_like(logprobs, torch.nan)
     gate = nothing if divergence is None else divergence[0, step_from[0]]
     columns = torch.stack([
@@ -172,8 +191,9 @@ def read_walk(
         torch.nn.functional.pad(verification.is_exact[0], (0, 1)).double(),
         gate.double(),
         logprobs.double(),
+        regrets.double(),
     ]).tolist()
-    on_path, tokens, exact, gates, logprobs = columns
+    on_path, tokens, exact, gates, logprobs, regrets = columns
     path = [i for i, kept in enumerate(on_path[:-1]) if kept]  # by level: from the root down
     steps = [*path[1:], len(on_path) - 1]
     receipts = [
@@ -181,6 +201,7 @@ def read_walk(
             "target" if i == steps[-1] else "exact" if exact[i] else "fuzzy",
             None if gates[i] != gates[i] else gates[i],
             logprobs[i],
+            regrets[i],
         )
         for i in steps
     ]
@@ -233,10 +254,13 @@ def run(
             reason = ended
             break
         cycle = decoder.step()
+        if decoder.budget is not None and decoder.budget.ended and stats.exact_because is None:
+            stats.exact_from, stats.exact_because = len(new), decoder.budget.ended
         stats.accepted_lengths.append(len(cycle.tokens) - 1)
         stats.target_forwards += 1
     stats.decode_seconds = time.perf_counter() - started - stats.prefill_seconds
     stats.new_tokens = len(new)
+    stats.budget_spent = None if decoder.budget is None else decoder.budget.spent
     if streamer is not None:
         streamer.end()
     return Output(new, reason, settings.seed, stats, receipts)

@@ -345,7 +345,7 @@ def law_by_exact_choice(rule, verification):
     [
         ("exact", {}), ("fsd", {"threshold": 0.05}), ("fsd", {"threshold": math.inf}),
         ("fsd", {"threshold": math.inf, "head_guard": 0.6}), ("fsd", {"threshold": 0.05, "sibling": "draft"}),
-        ("typical", {"threshold": 0.5}), ("relaxed", {"threshold": 1.0}), ("relaxed", {"threshold": 0.2, "top": 2}),
+        ("typical", {"threshold": 0.5}), ("relaxed", {"threshold": 1.0}), ("relaxed", {"threshold": 2.0, "top": 4}),
         ("lenience", {"threshold": 0.4}), ("lenience", {"threshold": 5.0}),
     ],
     ids=str,

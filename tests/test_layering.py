@@ -9,7 +9,7 @@ PACKAGE = Path(__file__).parents[1] / "eagle_fsd"
 LAYERS = [
     {"attention", "cache", "config", "divergence", "noise", "tree"},
     {"acceptance", "draft", "sampling", "target"},
-    {"checkpoint", "drafting"},
+    {"budget", "checkpoint", "drafting"},
     {"export", "generation", "model"},
     {"api"},
     {"cli"},
