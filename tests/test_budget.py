@@ -73,13 +73,13 @@ def test_a_thousand_sampled_requests_stay_within_their_kl(pair, rule, limit, mon
 
 @pytest.mark.parametrize("rule", ["fsd", "tilt", "relaxed", "typical"])
 def test_greedy_regret_stays_within_the_limit_and_is_used(pair, rule):
-    free = answer(pair, 80, acceptance=rule, threshold=0.6)
+    free = answer(pair, 36, acceptance=rule, threshold=0.6)
     regret = sum(receipt.regret for receipt in free.receipts)
     assert regret > 1
-    unlimited = answer(pair, 80, acceptance=rule, threshold=0.6, budget=1e9)
+    unlimited = answer(pair, 36, acceptance=rule, threshold=0.6, budget=1e9)
     assert unlimited.token_ids == free.token_ids
     assert unlimited.stats.budget_spent >= regret - 1e-3  # the last cycle counts whole
-    limited = answer(pair, 80, acceptance=rule, threshold=0.6, budget=regret / 2)
+    limited = answer(pair, 36, acceptance=rule, threshold=0.6, budget=regret / 2)
     given_up = sum(receipt.regret for receipt in limited.receipts)
     assert 0 < given_up <= limited.stats.budget_spent + 1e-4 <= regret / 2 + 1e-4
     assert limited.stats.exact_because == "budget"
