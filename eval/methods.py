@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from transformers import PreTrainedModel
 
 import eagle_fsd
 from eagle_fsd.api import encode_prompt
@@ -26,13 +27,28 @@ class Answer:
 Method = Callable[[object, int], Answer]  # (prompt, max_new_tokens)
 
 
-def hf_generate(model: eagle_fsd.EagleModel) -> Method:
-    """`model.generate(do_sample=False)` with its own defaults: the users' baseline."""
+def hf_generate(
+    model: eagle_fsd.EagleModel, *, temperature: float = 0.0, seed: int = 0, assistant: PreTrainedModel | None = None,
+    **options: object,
+) -> Method:
+    """`model.generate` with its own defaults: the users' baseline.
+
+    Args:
+        seed: of torch's global generator, set before each sampled answer.
+        assistant: a smaller model of the same tokenizer, for assisted decoding.
+        options: others of `model.generate`, such as `prompt_lookup_num_tokens=10`.
+    """
+    sampling = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
+    if assistant is not None:
+        options["assistant_model"] = assistant
+
     def answer(prompt: object, max_new_tokens: int) -> Answer:
         started = time.perf_counter()
         ids = torch.tensor([encode_prompt(prompt, model)[0]], device=model.target.device)
+        if temperature:
+            torch.manual_seed(seed)
         sequence = model.target.model.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_new_tokens, do_sample=False
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_new_tokens, **sampling, **options
         )
         new = sequence[0, ids.shape[1] :].tolist()
         seconds = time.perf_counter() - started

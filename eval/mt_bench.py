@@ -19,16 +19,16 @@ import time
 import uuid
 from pathlib import Path
 
-import torch
 from accelerate import PartialState
 from tqdm import tqdm
 
 import eagle_fsd
 from eagle_fsd.acceptance import RULES
-from eagle_fsd.api import encode_prompt
 from eagle_fsd.cli import exit_status, parse_tree
+from eagle_fsd.questions import Question
 from eval.environment import environment
-from eval.questions import Question, generated, read_questions
+from eval.methods import engine, hf_generate
+from eval.questions import load_questions
 from train.files import append_lines, read_lines, write_lines
 
 # Sampling temperatures by category, as FastChat's judge sets them; other categories are greedy.
@@ -42,25 +42,19 @@ def temperature_of(question: Question, temperature: str | float) -> float:
 
 def answer_turn(model: eagle_fsd.EagleModel, chat: list[dict], temperature: float, args: argparse.Namespace) -> dict:
     """One turn: its text, the target's forwards, new tokens, seconds and tokens per forward."""
-    started = time.perf_counter()
     if args.baseline:
-        ids = torch.tensor([encode_prompt(chat, model)[0]], device=model.target.device)
-        sampling = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
-        torch.manual_seed(args.seed)
-        sequence = model.target.model.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=args.max_new_tokens, **sampling
-        )
-        new = sequence[0, ids.shape[1] :].tolist()
-        text, forwards, lengths = model.tokenizer.decode(new, skip_special_tokens=True), len(new) - 1, []
+        method = hf_generate(model, temperature=temperature, seed=args.seed)
     else:
-        output = eagle_fsd.generate(
-            chat, model, max_new_tokens=args.max_new_tokens, temperature=temperature, seed=args.seed, tree=args.tree,
-            acceptance=args.acceptance, threshold=args.threshold, divergence=args.divergence,
-        )
-        new, text, forwards = output.token_ids, output.text, output.stats.target_forwards
-        lengths = [length + 1 for length in output.stats.accepted_lengths]
-    seconds = time.perf_counter() - started
-    return {"text": text, "idxs": forwards, "new_tokens": len(new), "wall_time": seconds, "accept_lengths": lengths}
+        method = engine(model, temperature=temperature, seed=args.seed, tree=args.tree, acceptance=args.acceptance,
+                        threshold=args.threshold, divergence=args.divergence)
+    answer = method(chat, args.max_new_tokens)
+    count = len(answer.token_ids)
+    forwards, lengths = count - 1, []
+    if answer.output is not None:
+        forwards = answer.output.stats.target_forwards
+        lengths = [length + 1 for length in answer.output.stats.accepted_lengths]
+    return {"text": answer.text, "idxs": forwards, "new_tokens": count, "wall_time": answer.seconds,
+            "accept_lengths": lengths}
 
 
 def answer_question(model: eagle_fsd.EagleModel, question: Question, args: argparse.Namespace) -> dict:
@@ -103,9 +97,7 @@ def run(args: argparse.Namespace) -> None:
     Raises:
         ValueError: bad questions or options, or a file that was begun with other settings.
     """
-    questions = read_questions(args.questions) if args.questions else generated(args.generated, seed=args.seed)
-    if args.limit:
-        questions = questions[: args.limit]
+    questions = load_questions(args.questions, args.generated, args.seed, args.limit)
     state = PartialState(cpu=args.device == "cpu")
     about = args.answers.with_suffix(".meta.json")
     if about.exists() and json.loads(about.read_text())["settings"] != settings(args):

@@ -1,23 +1,11 @@
-"""Question sets: MT-Bench, Spec-Bench, HumanEval, GSM8K, any prompt/answer file, or the bundled generator."""
+"""The questions that the evaluation commands ask: those of a file, or held-out tasks of the bundled generator."""
 
 from __future__ import annotations
 
-import json
-from dataclasses import dataclass
 from pathlib import Path
 
+from eagle_fsd.questions import Question, read_questions
 from train.tasks import tasks
-
-
-@dataclass(frozen=True)
-class Question:
-    """One question of one or more user turns; `answer` is the reference and `tests` a program's, if any."""
-
-    id: int | str
-    category: str
-    turns: tuple[str, ...]
-    answer: str | None = None
-    tests: str | None = None
 
 
 def generated(count: int, seed: int = 1) -> list[Question]:
@@ -29,43 +17,10 @@ def generated(count: int, seed: int = 1) -> list[Question]:
     ]
 
 
-def read_questions(path: Path) -> list[Question]:
-    """The questions of a JSON lines file; each line tells its format by its keys.
+def load_questions(path: Path | None, count: int, seed: int, limit: int | None = None) -> list[Question]:
+    """Those of a file, or `count` generated ones; at most `limit`.
 
     Raises:
-        ValueError: a line that is no JSON object or of no known format, an id that occurs twice, or no question.
+        ValueError: see `read_questions`.
     """
-    questions = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        if line.strip():
-            try:
-                questions.append(as_question(json.loads(line), number))
-            except (ValueError, TypeError, KeyError) as error:
-                raise ValueError(f"{path}, line {number}: {error}") from error
-    if not questions:
-        raise ValueError(f"{path} holds no question")
-    ids = [question.id for question in questions]
-    twice = next((i for i in ids if ids.count(i) > 1), None)
-    if twice is not None:
-        raise ValueError(f"{path}: question {twice!r} occurs twice")
-    return questions
-
-
-def as_question(record: dict, number: int) -> Question:
-    """A parsed line as a question; `number` is its id where it has none."""
-    if not isinstance(record, dict):
-        raise ValueError("not a JSON object")
-    if "turns" in record:  # MT-Bench, Spec-Bench
-        turns = record["turns"]
-        if not turns or not all(isinstance(turn, str) for turn in turns):
-            raise ValueError(f"turns must be a list of strings, got {turns!r}")
-        return Question(record.get("question_id", number), record.get("category", "all"), tuple(turns))
-    if "task_id" in record and "prompt" in record:  # HumanEval
-        tests = f"{record['test']}\ncheck({record['entry_point']})\n" if "test" in record else None
-        return Question(record["task_id"], "humaneval", (record["prompt"],), record.get("canonical_solution"), tests)
-    for asked, category in (("question", "gsm8k"), ("prompt", "prompts")):
-        if isinstance(record.get(asked), str):
-            given = record.get("answer")
-            return Question(record.get("question_id", number), record.get("category", category), (record[asked],),
-                            None if given is None else str(given))
-    raise ValueError("no known format: turns, task_id with prompt, question or prompt is needed")
+    return (read_questions(path) if path else generated(count, seed))[:limit]

@@ -4,9 +4,9 @@ import os
 
 import pytest
 
-from eval import grading
-from eval.grading import cut_program, final_number, is_right, passes
-from eval.questions import Question
+from eagle_fsd import grading
+from eagle_fsd.grading import cut_program, extract_result, final_number, is_right, passes
+from eagle_fsd.questions import Question
 
 
 @pytest.mark.parametrize(
@@ -16,6 +16,11 @@ from eval.questions import Question
 )
 def test_final_numbers(text, number):
     assert final_number(text) == number
+
+
+@pytest.mark.parametrize(("text", "result"), [("a\n#### 5", "5"), ("#### 5\n#### 6 \n", "6"), ("no mark", None)])
+def test_extract_result(text, result):
+    assert extract_result(text) == result
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,8 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "eagle_fsd"
 LAYERS = [
-    {"attention", "cache", "config", "divergence", "noise", "tree"},
-    {"acceptance", "draft", "sampling", "target"},
+    {"attention", "cache", "config", "divergence", "noise", "questions", "tree"},
+    {"acceptance", "draft", "grading", "sampling", "target"},
     {"budget", "checkpoint", "drafting"},
     {"export", "generation", "model"},
     {"api"},

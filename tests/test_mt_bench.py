@@ -8,9 +8,10 @@ import pytest
 from tiny import tiny_pair, tiny_tokenizer
 
 from eagle_fsd.checkpoint import save_head
+from eagle_fsd.questions import Question, read_questions
 from eval import mt_bench
 from eval.mt_bench import build_parser, check, read_answers, run, temperature_of
-from eval.questions import Question, generated, read_questions
+from eval.questions import generated
 from eval.speed import speed_rows, table
 
 QUESTIONS = [

@@ -7,8 +7,9 @@ import statistics
 
 import pytest
 
+from eagle_fsd.grading import extract_result
 from train import tasks as generator
-from train.tasks import FAMILIES, PHRASES, QUESTIONS, Task, extract_result, is_correct, make_task, split_of, tasks
+from train.tasks import FAMILIES, PHRASES, QUESTIONS, Task, is_correct, make_task, split_of, tasks
 
 
 def test_same_arguments_give_the_same_tasks():
@@ -93,11 +94,6 @@ def test_followups_carry_their_first_turn():
     task = make_task("followup", random.Random(1), "train")
     assert [m["role"] for m in task.messages] == ["user", "assistant", "user"]
     assert extract_result(task.messages[1]["content"]) is not None
-
-
-@pytest.mark.parametrize(("text", "result"), [("a\n#### 5", "5"), ("#### 5\n#### 6 \n", "6"), ("no mark", None)])
-def test_extract_result(text, result):
-    assert extract_result(text) == result
 
 
 def test_json_results_are_compared_as_values():

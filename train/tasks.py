@@ -18,11 +18,12 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import re
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from eagle_fsd.grading import extract_result, same_json
 
 HELDOUT_BUCKETS = 8  # one operand tuple in eight is never trained on
 
@@ -46,24 +47,10 @@ class Task:
     unseen_wording: bool = False
 
 
-def extract_result(text: str) -> str | None:
-    """The last `#### result` line of an answer, or None where it has none."""
-    found = re.findall(r"^#### (.+)$", text, flags=re.MULTILINE)
-    return found[-1].strip() if found else None
-
-
 def is_correct(task: Task, text: str) -> bool:
     """Whether `text` states the task's result (JSON results are compared as values)."""
     stated = extract_result(text)
     return stated is not None and (same_json if task.family == "json" else str.__eq__)(stated, task.result)
-
-
-def same_json(text: str, wanted: str) -> bool:
-    """Whether `text` is JSON of the wanted value."""
-    try:
-        return json.loads(text) == json.loads(wanted)
-    except json.JSONDecodeError:
-        return False
 
 
 # ---------------------------------------------------------------------------------------------------------

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
-from eval.questions import Question
-from train.tasks import extract_result, same_json
+from .questions import Question
 
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 
@@ -24,6 +24,20 @@ for limit, value in ((resource.RLIMIT_CPU, {seconds}), (resource.RLIMIT_AS, {mem
     resource.setrlimit(limit, (value, value))
 runpy.run_path("program.py", run_name="__main__")
 """
+
+
+def extract_result(text: str) -> str | None:
+    """The last `#### result` line of an answer, or None where it has none."""
+    found = re.findall(r"^#### (.+)$", text, flags=re.MULTILINE)
+    return found[-1].strip() if found else None
+
+
+def same_json(text: str, wanted: str) -> bool:
+    """Whether `text` is JSON of the wanted value."""
+    try:
+        return json.loads(text) == json.loads(wanted)
+    except json.JSONDecodeError:
+        return False
 
 
 def final_number(text: str) -> str | None:
