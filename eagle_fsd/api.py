@@ -47,6 +47,7 @@ def generate(
     acceptance: str | Rule | Callable = "fsd",
     threshold: float | None = None,
     divergence: str = "js",
+    quality: str | None = None,
     budget: float | None = None,
     tree: TreeConfig | None = None,
     logits_processor: Sequence[LogitsProcessor] | None = None,
@@ -70,9 +71,12 @@ def generate(
         stop_token_ids: further tokens that end it.
         acceptance: a rule's name (exact, fsd, fsd_paper, tilt, typical, lenience, relaxed), a rule object, or a
             function from a `Verification` to log-weights [B, N, V].
-        threshold: the rule's dial. None: the head's calibrated value, else 0 (lossless for fsd and tilt).
+        threshold: the rule's dial. None: the value that the head is calibrated with for fsd, else 0 (lossless for fsd,
+            tilt and lenience).
         divergence: for the rules that gate on one: kl, reverse_kl, js, tv, js_fsd_code, or a form on the target's
             top k tokens such as js_top32.
+        quality: a promise that the head is calibrated for (`eagle-fsd calibrate`), such as "accuracy_drop<=1%"; it
+            chooses rule and threshold.
         budget: nats that fuzzy acceptance may cost in this answer: summed KL to the target when sampling, summed
             log-probability regret when greedy (see `eagle_fsd.budget`). When it is spent, or when the text starts to
             repeat, decoding is exact for the rest; `out.stats` says where. 0: exact; inf: only repetition counts.
@@ -91,7 +95,12 @@ def generate(
         raise TypeError(f"model must come from eagle_fsd.load, got {type(model).__name__}")
     ids, batched = encode_prompt(prompt, model)
     room = check_length(len(ids), max_new_tokens, model)
-    rule = resolve_rule(acceptance, threshold, divergence, model)
+    if quality is None:
+        rule = resolve_rule(acceptance, threshold, divergence, model)
+    elif acceptance != "fsd" or threshold is not None:
+        raise ValueError(f"quality={quality!r} chooses the rule and its threshold: leave acceptance and threshold out")
+    else:
+        rule = make_rule(**model.calibrated(quality, temperature).options)
     eos_ids = end_tokens(model)
     processors = build_processors(
         temperature=temperature, top_k=top_k, top_p=top_p, repetition_penalty=repetition_penalty,

@@ -7,9 +7,7 @@ import json
 import os
 import statistics
 import sys
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -17,12 +15,17 @@ from transformers import PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
 from . import __version__
-from .acceptance import RULES
-from .api import encode_prompt, generate
+from .acceptance import RULES, make_rule
+from .api import generate
+from .calibrate import DIALS, calibrate, check_promise
+from .calibration import parse_promise, store_calibration
 from .config import TreeConfig
 from .export import LAYOUTS, export_head, inspect_head
 from .generation import Receipt
-from .model import EagleModel, load
+from .grading import extract_result
+from .methods import Answer, engine, hf_generate, interleaved
+from .model import demo_directory, load
+from .questions import read_questions
 
 COLOURS = {"target": "", "exact": "\033[32m", "fuzzy": "\033[33m"}
 RESET, BOLD, DIM = "\033[0m", "\033[1m", "\033[2m"
@@ -108,9 +111,30 @@ def build_parser() -> argparse.ArgumentParser:
     one.add_argument("--acceptance", choices=RULES, default="fsd")
     one.add_argument("--threshold", type=float)
     one.add_argument("--divergence", default="js")
+    one.add_argument("--quality", metavar="PROMISE", help='a calibrated one, such as "accuracy_drop<=1%%"')
     one.add_argument("--budget", type=float, metavar="NATS", help="what fuzzy acceptance may cost in this answer")
     one.add_argument("--tree", type=parse_tree, metavar="N,DEPTH,K[,T]")
     one.add_argument("--stats", action="store_true", help="print tau, tokens/s and token sources to standard error")
+
+    tune = commands.add_parser(
+        "calibrate", parents=[models], help="find the fastest setting that keeps a promise on your prompts",
+        description="Promises: accuracy_drop<=1%% (prompts with answers), diverging<=1%% (answers that differ from the "
+        "lossless ones), kl<=0.02 (nats per token, sampling), speedup>=2.5 (over model.generate). The result is stored "
+        'beside the head; generate(quality="accuracy_drop<=1%%") uses it.')
+    tune.add_argument("--prompts", type=Path, required=True, help="JSON lines: prompts with answers, GSM8K, HumanEval")
+    tune.add_argument("--budget", required=True, metavar="PROMISE")
+    tune.add_argument("--acceptance", choices=DIALS, nargs="+", default=["fsd"], help="rules to choose from")
+    tune.add_argument("--thresholds", type=float, nargs="+", help="to try (default: some for each rule)")
+    tune.add_argument("--divergence", help="that fsd gates on")
+    tune.add_argument("--temperature", type=float, default=0.0)
+    tune.add_argument("--max-new-tokens", type=int, default=256)
+    tune.add_argument("--tree", type=parse_tree, metavar="N,DEPTH,K[,T]")
+    tune.add_argument("--limit", type=int, help="use only the first prompts")
+    tune.add_argument("--timed", type=int, default=24, help="prompts that speed is measured on")
+    tune.add_argument("--seed", type=int, default=0)
+    tune.add_argument("--run-code", action="store_true", help="allow programs of HumanEval answers to be run")
+    tune.add_argument("--log", type=Path, help="file of the answers; the same command goes on with it")
+    tune.add_argument("--out", type=Path, help="directory for calibration.json (default: the head's)")
 
     inspect = commands.add_parser("inspect", help="say what a draft head is, what it fits, and who can serve it")
     inspect.add_argument("head", help="directory or hub id")
@@ -134,7 +158,8 @@ def build_parser() -> argparse.ArgumentParser:
 MODEL_OPTIONS = ("target", "draft", "dtype", "device", "device_map", "attn_implementation", "trust_remote_code")
 GENERATE_OPTIONS = (
     "max_new_tokens", "temperature", "top_p", "top_k", "repetition_penalty", "min_new_tokens", "ignore_eos", "seed",
-    "stop", "stop_token_ids", "acceptance", "threshold", "divergence", "budget", "tree",
+    "stop", "stop_token_ids", "acceptance", "threshold", "divergence", "quality", "budget",
+    "tree",
 )
 
 
@@ -158,6 +183,32 @@ def run_generate(args: argparse.Namespace) -> None:
         )
 
 
+def run_calibrate(args: argparse.Namespace) -> None:
+    if (args.thresholds or args.divergence) and len(args.acceptance) > 1:
+        raise ValueError("--thresholds and --divergence are those of one rule: give one --acceptance")
+    promise = parse_promise(args.budget)
+    questions = read_questions(args.prompts)[: args.limit]
+    dials = {rule: args.thresholds or DIALS[rule] for rule in args.acceptance}
+    options = {"divergence": args.divergence} if args.divergence else {}
+    for rule, thresholds in dials.items():
+        for threshold in thresholds:
+            make_rule(rule, threshold, **options)
+    check_promise(promise, questions, args.temperature, args.acceptance)
+    out = args.out or Path(args.draft or demo_directory("demo-draft"))
+    if not out.is_dir():
+        raise ValueError(f"{out} is no directory to store calibration.json in: give --out")
+    model = load(**{name: getattr(args, name) for name in MODEL_OPTIONS})
+    found = calibrate(
+        model, questions, promise, args.log or out / "calibration.log.jsonl", dials=dials, options=options,
+        temperature=args.temperature, max_new_tokens=args.max_new_tokens, seed=args.seed, tree=args.tree,
+        timed=args.timed, prompts=str(args.prompts), run_code=args.run_code, report=print,
+    )
+    path = store_calibration(out, found)
+    chosen = ", ".join(f"{name} {value}" for name, value in found.options.items())
+    print(f"{found.promise}: {chosen}; {found.measured['speedup']:.2f}x model.generate, "
+          f"{found.measured['time_of_exact']:.3f} of exact's time per answer; stored in {path}")
+
+
 def run_inspect(args: argparse.Namespace) -> None:
     found = inspect_head(args.head, args.target, trust_remote_code=args.trust_remote_code)
     for name, value in found.facts.items():
@@ -174,29 +225,11 @@ def run_export(args: argparse.Namespace) -> None:
     print(f"{path} and config.json written for {args.to}")
 
 
-@dataclass
-class Tally:
-    """What one method did over the demo's prompts."""
-
-    answers: int = 0
-    tokens: int = 0
-    seconds: float = 0.0
-    cycles: int = 0
-    verified_tokens: int = 0
-    correct: list[bool] = field(default_factory=list)
-
-
-def stated_result(text: str) -> str | None:
-    """What an answer states behind its last `####`."""
-    lines = [line[5:].strip() for line in text.splitlines() if line.startswith("#### ")]
-    return lines[-1] if lines else None
-
-
 def run_demo(args: argparse.Namespace) -> None:
     if args.repeats < 1:
         raise ValueError(f"--repeats must be at least 1, got {args.repeats}")
     model = load(**{name: getattr(args, name) for name in MODEL_OPTIONS})
-    prompts = json.loads(DEMO_PROMPTS.read_text(encoding="utf-8"))
+    entries = json.loads(DEMO_PROMPTS.read_text(encoding="utf-8"))
     threads = torch.get_num_threads()
     print(f"{type(model.target.model).__name__} on {model.target.device}, {model.target.dtype}, {threads} threads; "
           f"greedy decoding. Tree: {model.default_tree}\n")
@@ -204,67 +237,46 @@ def run_demo(args: argparse.Namespace) -> None:
     legend = {source: f"{COLOURS[source]}{source}{RESET}" if colour else source for source in COLOURS}
     print(f"Token sources: {legend['exact']} = drafted, and the target's own choice; {legend['fuzzy']} = drafted and "
           f"accepted by the rule only; {legend['target']} = drawn by the target.\n")
-    methods = {
-        "model.generate": None,
-        "exact": {"acceptance": "exact"},
-        f"fsd {args.threshold:g}": {"acceptance": "fsd", "threshold": args.threshold},
-    }
-    tallies = {name: Tally() for name in methods}
-    for number, entry in enumerate(prompts):
+    ours = {"exact": {"acceptance": "exact"},
+            f"fsd {args.threshold:g}": {"acceptance": "fsd", "threshold": args.threshold}}
+    for entry in entries:
         prompt = entry["prompt"]
-        if number == 0:  # warm up
-            for options in methods.values():
-                timed_answer(model, prompt, options, 32)
-        measured = {name: [] for name in methods}
-        for _ in range(args.repeats):  # interleaved, so that a slow moment of the machine meets all
-            for name, options in methods.items():
-                measured[name].append(timed_answer(model, prompt, options, args.max_new_tokens))
-        for name, runs in measured.items():
-            tally, (_, ids, output) = tallies[name], runs[0]
-            tally.seconds += statistics.median(seconds for seconds, _, _ in runs)
-            tally.answers += 1
-            tally.tokens += len(ids)
-            if output is not None:
-                tally.cycles += output.stats.target_forwards
-                tally.verified_tokens += sum(output.stats.accepted_lengths) + output.stats.target_forwards
-            if entry["result"] is not None:
-                text = model.tokenizer.decode(ids, skip_special_tokens=True)
-                tally.correct.append(stated_result(text) == entry["result"])
         shown = prompt if isinstance(prompt, str) else prompt[-1]["content"]
         print(f"{BOLD if colour else ''}[{entry['kind']}] {shown}{RESET if colour else ''}")
-        for name, options in list(methods.items())[1:]:
+        for name, options in ours.items():
             sys.stdout.write(f"{DIM if colour else ''}{name}:{RESET if colour else ''} ")
             generate(prompt, model, max_new_tokens=args.max_new_tokens, **options,
                      streamer=SourceStreamer(model.tokenizer, colour))
         print()
-    print_table(tallies)
+    print("The same again against the clock, one after the other on each prompt:", flush=True)
+    methods = {"model.generate": hf_generate(model), **{name: engine(model, **given) for name, given in ours.items()}}
+    answers = interleaved(methods, [entry["prompt"] for entry in entries], args.max_new_tokens, args.repeats)
+    print_table(answers, [entry["result"] for entry in entries])
 
 
-def timed_answer(model: EagleModel, prompt: object, options: dict | None, max_new_tokens: int):
-    """(seconds, new token ids, Output or None) of one greedy answer; options None: by `model.generate`."""
-    started = time.perf_counter()
-    if options is None:
-        ids = torch.tensor([encode_prompt(prompt, model)[0]], device=model.target.device)
-        output = model.target.model.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_new_tokens, do_sample=False
-        )
-        return time.perf_counter() - started, output[0, ids.shape[1] :].tolist(), None
-    output = generate(prompt, model, max_new_tokens=max_new_tokens, **options)
-    return time.perf_counter() - started, output.token_ids, output
+def print_table(answers: dict[str, list[Answer]], results: list[str | None]) -> None:
+    """Speed, tau and correctness of each method's answers to the demo's prompts."""
+    def rate(given: list[Answer]) -> float:
+        return sum(len(answer.token_ids) for answer in given) / sum(answer.seconds for answer in given)
 
-
-def print_table(tallies: dict[str, Tally]) -> None:
-    baseline = tallies["model.generate"]
-    print(f"{'method':<16}{'tokens/s':>10}{'speed-up':>10}{'tau':>7}{'s/answer':>10}{'tokens/answer':>15}{'correct':>9}")
-    for name, tally in tallies.items():
-        rate, plain_rate = tally.tokens / tally.seconds, baseline.tokens / baseline.seconds
-        tau = f"{tally.verified_tokens / tally.cycles:.2f}" if tally.cycles else "1"
-        print(f"{name:<16}{rate:>10.1f}{rate / plain_rate:>9.2f}x{tau:>7}{tally.seconds / tally.answers:>10.3f}"
-              f"{tally.tokens / tally.answers:>15.1f}{f'{sum(tally.correct)}/{len(tally.correct)}':>9}")
+    baseline = rate(answers["model.generate"])
+    print(f"\n{'method':<16}{'tokens/s':>10}{'speed-up':>10}{'tau':>7}{'s/answer':>10}{'tokens/answer':>15}"
+          f"{'correct':>9}")
+    for name, given in answers.items():
+        lengths = [length for answer in given if answer.output for length in answer.output.stats.accepted_lengths]
+        tau = f"{sum(lengths) / len(lengths) + 1:.2f}" if lengths else "1"
+        correct = [extract_result(a.text) == wanted for a, wanted in zip(given, results, strict=True) if wanted]
+        seconds = statistics.fmean(answer.seconds for answer in given)
+        length = statistics.fmean(len(answer.token_ids) for answer in given)
+        print(f"{name:<16}{rate(given):>10.1f}{rate(given) / baseline:>9.2f}x{tau:>7}{seconds:>10.3f}{length:>15.1f}"
+              f"{f'{sum(correct)}/{len(correct)}':>9}")
     print("\ntau = tokens per target forward. Speed-up is in tokens/s; s/answer includes the prompt.")
 
 
-COMMANDS = {"generate": run_generate, "demo": run_demo, "inspect": run_inspect, "export": run_export}
+COMMANDS = {
+    "generate": run_generate, "demo": run_demo, "calibrate": run_calibrate, "inspect": run_inspect,
+    "export": run_export,
+}
 
 
 def exit_status(

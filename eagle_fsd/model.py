@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-import json
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from weakref import WeakSet
@@ -12,6 +12,7 @@ from weakref import WeakSet
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from .calibration import Calibration, default_threshold, parse_promise, read_calibrations
 from .checkpoint import load_head
 from .config import CPU_TREE, GPU_TREE, TreeConfig
 from .draft import DraftHead
@@ -32,7 +33,8 @@ class EagleModel:
     target: TargetModel
     draft: DraftHead | None
     tokenizer: PreTrainedTokenizerBase | None = None
-    threshold: float | None = None  # calibrated threshold of the head, where it carries one
+    calibrations: Sequence[Calibration] = ()  # those stored beside the head
+    threshold: float | None = None  # of fsd where none is given, where the head is calibrated
 
     @classmethod
     def from_parts(
@@ -48,6 +50,30 @@ class EagleModel:
         if draft is not None:
             fit_head(draft, adapter)
         return cls(adapter, draft, tokenizer)
+
+    def calibrated(self, promise: str, temperature: float) -> Calibration:
+        """The stored calibration for a promise such as "accuracy_drop<=1%".
+
+        One for another target, dtype or temperature is taken with a warning where there is no better one.
+
+        Raises:
+            ValueError: there is none for the promise.
+        """
+        wanted = str(parse_promise(promise))
+        known = [entry for entry in self.calibrations if entry.promise == wanted]
+        if not known:
+            stored = ", ".join(sorted({entry.promise for entry in self.calibrations})) or "none"
+            raise ValueError(f"the head is not calibrated for {wanted} (calibrated: {stored}); run eagle-fsd calibrate")
+        ours = {"target": self.target.digest(), "dtype": str(self.target.dtype), "temperature": float(temperature)}
+
+        def differing(entry: Calibration) -> list[str]:
+            return [name for name, value in ours.items() if getattr(entry, name) != value]
+
+        best = min(known, key=lambda entry: len(differing(entry)))
+        for name in differing(best):
+            log.warning("%s was calibrated with %s %s, not %s: the promise may not hold", wanted, name,
+                        getattr(best, name), ours[name])
+        return best
 
     @property
     def default_tree(self) -> TreeConfig:
@@ -117,7 +143,8 @@ def load(
         trust_remote_code=trust_remote_code,
     )
     pair = EagleModel.from_parts(model, head, tokenizer)
-    pair.threshold = calibrated_threshold(draft)
+    pair.calibrations = read_calibrations(draft)
+    pair.threshold = default_threshold(pair.calibrations)
     return pair
 
 
@@ -146,15 +173,6 @@ def load_target(
         log.warning("%s has no tokenizer that loads (%s); prompts must be token ids", target, error)
         tokenizer = None
     return model, tokenizer
-
-
-def calibrated_threshold(draft: str | Path) -> float | None:
-    """The `threshold` of a head's `calibration.json` for the default rule, where it has one."""
-    path = Path(draft) / "calibration.json"
-    if not path.is_file():
-        return None
-    record = json.loads(path.read_text(encoding="utf-8"))
-    return float(record["threshold"]) if record.get("rule") == "fsd" else None
 
 
 @functools.cache

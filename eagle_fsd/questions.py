@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 import json
+import logging
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -16,6 +23,28 @@ class Question:
     turns: tuple[str, ...]
     answer: str | None = None
     tests: str | None = None
+
+
+def converse(answer: Callable[[list[dict[str, str]]], T], turns: Sequence[str]) -> list[T]:
+    """Answers to the turns of a conversation, each with the ones before in its chat.
+
+    A conversation that has outgrown the target ends with the turns it has.
+
+    Args:
+        answer: from a chat to an answer, whose `text` goes into the following chats.
+    """
+    chat, answers = [], []
+    for turn in turns:
+        chat.append({"role": "user", "content": turn})
+        try:
+            answers.append(answer(chat))
+        except ValueError as error:
+            if not answers:
+                raise
+            log.warning("turn %d of %d is left out: %s", len(answers) + 1, len(turns), error)
+            break
+        chat.append({"role": "assistant", "content": answers[-1].text})
+    return answers
 
 
 def read_questions(path: Path) -> list[Question]:

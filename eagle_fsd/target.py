@@ -105,6 +105,13 @@ class TargetModel:
         """The token embeddings; a copy where they live on another device, as with a `device_map`."""
         return self.embed_tokens if self.device == device else copy_to(self.embed_tokens, device)
 
+    def digest(self) -> str:
+        """What tells one target from another, whatever dtype it is loaded in: its shape and a sample of its output
+        weights."""
+        weights = self.lm_head.weight.detach().flatten()
+        sample = weights[:: max(1, weights.numel() // 997)].to(torch.bfloat16).double()
+        return f"{type(self.model).__name__}/{self.hidden_size}/{self.vocab_size}/{sample.sum().item():.9g}"
+
     def new_cache(self, capacity: int) -> TreeCache:
         """An empty cache for `capacity` positions."""
         devices = [next(layer.parameters()).device for layer in self.decoder.layers]

@@ -20,8 +20,8 @@ from tqdm import tqdm
 
 import eagle_fsd
 from eagle_fsd.cli import parse_tree
+from eagle_fsd.methods import Answer, Method, engine, hf_generate, interleaved
 from eval.environment import environment
-from eval.methods import Answer, Method, engine, hf_generate
 from eval.profile import profile
 from train.corpus import python_prefixes
 from train.tasks import is_correct, tasks
@@ -42,26 +42,6 @@ def methods_of(
         for dial in dials:
             methods[f"{name} {dial:g}"] = engine(model, acceptance=name, threshold=dial, tree=tree)
     return methods
-
-
-def compare(methods: dict[str, Method], prompts: list, max_new_tokens: int, repeats: int) -> dict[str, list[Answer]]:
-    """Each method's answers, with the median time of `repeats` runs; interleaved, in rotating order."""
-    names = list(methods)
-    for prompt in prompts[:2]:
-        for name in names:
-            methods[name](prompt, 32)
-    answers: dict[str, list[Answer]] = defaultdict(list)
-    for number, prompt in enumerate(tqdm(prompts, desc="benchmark", unit="prompt", disable=None)):
-        runs: dict[str, list[Answer]] = defaultdict(list)
-        for repeat in range(repeats):
-            shift = (number + repeat) % len(names)
-            for name in names[shift:] + names[:shift]:
-                runs[name].append(methods[name](prompt, max_new_tokens))
-        for name, measured in runs.items():
-            seconds = statistics.median(answer.seconds for answer in measured)
-            first = measured[0]
-            answers[name].append(Answer(seconds, first.token_ids, first.text, first.output))
-    return answers
 
 
 def summarise(answers: dict[str, list[Answer]], correct: dict[str, list[bool]] | None) -> list[dict]:
@@ -149,14 +129,14 @@ def main() -> None:
         "python_tokens": args.python_tokens, "accuracy_tasks": args.accuracy_tasks, "unseen_tasks": args.unseen_tasks,
     }
 
-    answers = compare(methods, [t.messages for t in questions], args.max_new_tokens, args.repeats)
+    answers = interleaved(methods, [t.messages for t in questions], args.max_new_tokens, args.repeats)
     correct = {name: [is_correct(t, a.text) for t, a in zip(questions, given, strict=True)]
                for name, given in answers.items()}
     record["tasks"] = summarise(answers, correct)
     print(f"\nHeld-out tasks ({args.tasks})\n\n{table(record['tasks'])}")
 
     if args.python:
-        answers = compare(methods, python_prefixes(args.python), args.python_tokens, args.repeats)
+        answers = interleaved(methods, python_prefixes(args.python), args.python_tokens, args.repeats)
         record["python"] = summarise(answers, None)
         print(f"\nPython prefixes ({args.python})\n\n{table(record['python'])}")
 

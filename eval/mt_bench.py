@@ -25,11 +25,11 @@ from tqdm import tqdm
 import eagle_fsd
 from eagle_fsd.acceptance import RULES
 from eagle_fsd.cli import exit_status, parse_tree
+from eagle_fsd.files import append_lines, read_lines, write_lines
+from eagle_fsd.methods import engine, hf_generate
 from eagle_fsd.questions import Question
 from eval.environment import environment
-from eval.methods import engine, hf_generate
 from eval.questions import load_questions
-from train.files import append_lines, read_lines, write_lines
 
 # Sampling temperatures by category, as FastChat's judge sets them; other categories are greedy.
 CATEGORY_TEMPERATURES = {"writing": 0.7, "roleplay": 0.7, "stem": 0.1, "humanities": 0.1}

@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 import eagle_fsd
 from eagle_fsd import load_head, save_head
+from eagle_fsd.calibration import Calibration, store_calibration
 from eagle_fsd.draft import DraftHead
 from eagle_fsd.model import EagleModel
 
@@ -224,7 +225,8 @@ def test_load_takes_the_attention_that_a_model_has(saved, tmp_path):
 
 def test_load_reads_the_calibrated_threshold(saved, tmp_path):
     save_target(tiny_target(), tmp_path / "target")
-    (saved / "calibration.json").write_text('{"rule": "fsd", "threshold": 0.25}')
+    options = {"rule": "fsd", "threshold": 0.25}
+    store_calibration(saved, Calibration("accuracy_drop<=1%", options, 0.0, "t", "torch.float32", "p", 300, {}, []))
     assert eagle_fsd.load(tmp_path / "target", saved, device="cpu").threshold == 0.25
 
 

@@ -7,8 +7,8 @@ import pytest
 from tiny import PROMPT, tiny_pair, tiny_tokenizer
 
 import eagle_fsd
+from eagle_fsd.methods import Answer, engine, hf_generate
 from eval import benchmark, report
-from eval.methods import Answer, engine, hf_generate
 from eval.profile import FORWARDS, Clock, profile
 
 TREE = eagle_fsd.TreeConfig(8, 3, 2)

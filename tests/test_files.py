@@ -2,7 +2,7 @@
 
 import pytest
 
-from train.files import append_lines, read_lines, save_atomically, write_lines
+from eagle_fsd.files import append_lines, read_lines, save_atomically, write_lines
 
 
 def test_a_line_that_was_cut_off_is_taken_away(tmp_path):

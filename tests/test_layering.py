@@ -7,11 +7,15 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "eagle_fsd"
 LAYERS = [
-    {"attention", "cache", "config", "divergence", "noise", "questions", "tree"},
+    {"attention", "cache", "config", "divergence", "files", "noise", "questions", "tree"},
     {"acceptance", "draft", "grading", "sampling", "target"},
     {"budget", "checkpoint", "drafting"},
+    {"calibration"},
     {"export", "generation", "model"},
     {"api"},
+    {"methods"},
+    {"experiment"},
+    {"calibrate"},
     {"cli"},
     {"__init__", "__main__"},
 ]

@@ -8,7 +8,7 @@ import torch
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from train.files import append_lines, read_lines
+from eagle_fsd.files import append_lines, read_lines
 from train.tasks import Task
 
 

@@ -23,16 +23,15 @@ from tqdm import tqdm
 
 import eagle_fsd
 from eagle_fsd.config import TreeConfig
+from eagle_fsd.files import append_lines, read_lines
+from eagle_fsd.methods import Answer, engine, interleaved
 from eagle_fsd.model import load_target
 from eagle_fsd.target import TargetModel
-from eval.benchmark import compare as interleaved
 from eval.environment import environment
-from eval.methods import Answer, engine
 from train.config import make_config
 from train.data import Documents
 from train.demo import keep_freed_memory
 from train.features import write_features
-from train.files import append_lines, read_lines
 from train.objectives import OBJECTIVES
 from train.tasks import is_correct, tasks
 from train.train_draft_head import train

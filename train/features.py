@@ -25,10 +25,10 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from eagle_fsd.cli import exit_status
+from eagle_fsd.files import save_atomically
 from eagle_fsd.model import load_target
 from eagle_fsd.target import TargetModel, copy_to, output_logits
 from train.data import Documents, split_rows
-from train.files import save_atomically
 
 log = logging.getLogger(__name__)
 
@@ -150,7 +150,7 @@ def write_features(
     row_bytes = target.hidden_size * torch.empty(0, dtype=target.dtype).element_size()
     first = shard_starts(documents.ends, max(1, shard_bytes // row_bytes))
     index = {
-        "dataset": documents.digest(), "target": target_digest(target), "dtype": str(target.dtype),
+        "dataset": documents.digest(), "target": target.digest(), "dtype": str(target.dtype),
         "hidden_size": target.hidden_size, "softcap": target.softcap, "first_documents": first,
     }
     directory.mkdir(parents=True, exist_ok=True)
@@ -199,13 +199,6 @@ def shard_features(online: OnlineFeatures, documents: Documents, rows: np.ndarra
             end = int(documents.ends[document]) - start
             features[end - lengths[document] : end] = computed[row, : lengths[document]]
     return features
-
-
-def target_digest(target: TargetModel) -> str:
-    """What tells one target from another: its shape and a sample of its output weights."""
-    sample = target.lm_head.weight.detach().flatten()[:: max(1, target.lm_head.weight.numel() // 997)]
-    sample = sample.to(torch.bfloat16).double()  # the same for a target loaded in another dtype
-    return f"{type(target.model).__name__}/{target.hidden_size}/{target.vocab_size}/{sample.sum().item():.9g}"
 
 
 def main() -> int:

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from eagle_fsd.files import save_atomically
 from train.data import Documents
-from train.files import save_atomically
 
 log = logging.getLogger(__name__)
 

@@ -34,14 +34,14 @@ from accelerate.tracking import get_available_trackers  # noqa: E402
 from eagle_fsd.checkpoint import load_head, save_head  # noqa: E402
 from eagle_fsd.cli import exit_status  # noqa: E402
 from eagle_fsd.draft import DraftHead  # noqa: E402
+from eagle_fsd.files import append_lines, read_lines, write_lines  # noqa: E402
 from eagle_fsd.model import load_target  # noqa: E402
 from eagle_fsd.target import TargetModel  # noqa: E402
 from train.card import measure, write_card  # noqa: E402
 from train.config import TrainingConfig, read_config  # noqa: E402
 from train.data import Documents  # noqa: E402
 from train.estimate import estimate_tau, last_answers  # noqa: E402
-from train.features import OfflineFeatures, OnlineFeatures, TargetEnds, target_digest  # noqa: E402
-from train.files import append_lines, read_lines, write_lines  # noqa: E402
+from train.features import OfflineFeatures, OnlineFeatures, TargetEnds  # noqa: E402
 from train.objectives import AlignedLoss  # noqa: E402
 
 log = logging.getLogger("train.train_draft_head")
@@ -173,7 +173,7 @@ class Run:
         )
         model.requires_grad_(False)
         self.target = TargetModel(model)
-        if config.features is not None and self.features.index["target"] != target_digest(self.target):
+        if config.features is not None and self.features.index["target"] != self.target.digest():
             raise ValueError(f"{config.features} holds features of another target than {config.target}")
 
     def _split(self) -> None:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
+import statistics
 import time
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+from tqdm import tqdm
 from transformers import PreTrainedModel
 
-import eagle_fsd
-from eagle_fsd.api import encode_prompt
-from eagle_fsd.generation import Output
+from .api import encode_prompt, generate
+from .generation import Output
+from .model import EagleModel
 
 
 @dataclass(frozen=True)
@@ -28,7 +32,7 @@ Method = Callable[[object, int], Answer]  # (prompt, max_new_tokens)
 
 
 def hf_generate(
-    model: eagle_fsd.EagleModel, *, temperature: float = 0.0, seed: int = 0, assistant: PreTrainedModel | None = None,
+    model: EagleModel, *, temperature: float = 0.0, seed: int = 0, assistant: PreTrainedModel | None = None,
     **options: object,
 ) -> Method:
     """`model.generate` with its own defaults: the users' baseline.
@@ -57,13 +61,38 @@ def hf_generate(
     return answer
 
 
-def engine(model: eagle_fsd.EagleModel, *, plain: bool = False, **options: object) -> Method:
+def engine(model: EagleModel, *, plain: bool = False, **options: object) -> Method:
     """`eagle_fsd.generate` with these options; `plain`: the same engine without a draft head."""
-    used = eagle_fsd.EagleModel(model.target, None, model.tokenizer) if plain else model
+    used = EagleModel(model.target, None, model.tokenizer) if plain else model
 
     def answer(prompt: object, max_new_tokens: int) -> Answer:
         started = time.perf_counter()
-        output = eagle_fsd.generate(prompt, used, max_new_tokens=max_new_tokens, **options)
+        output = generate(prompt, used, max_new_tokens=max_new_tokens, **options)
         return Answer(time.perf_counter() - started, output.token_ids, output.text, output)
 
     return answer
+
+
+def interleaved(
+    methods: Mapping[Hashable, Method], prompts: Sequence, max_new_tokens: int, repeats: int, *, warm_up: int = 2
+) -> dict[Hashable, list[Answer]]:
+    """Each method's answers, with the median time of `repeats` runs.
+
+    Every prompt is answered by every method before the next one, in an order that rotates, so that a slow moment of the
+    machine meets all alike; the first `warm_up` prompts are run once unmeasured.
+    """
+    names = list(methods)
+    for prompt in prompts[:warm_up]:
+        for name in names:
+            methods[name](prompt, 32)
+    answers: dict[Hashable, list[Answer]] = defaultdict(list)
+    for number, prompt in enumerate(tqdm(prompts, desc="timing", unit="prompt", disable=None)):
+        runs: dict[Hashable, list[Answer]] = defaultdict(list)
+        for repeat in range(repeats):
+            shift = (number + repeat) % len(names)
+            for name in names[shift:] + names[:shift]:
+                runs[name].append(methods[name](prompt, max_new_tokens))
+        for name, measured in runs.items():
+            seconds = statistics.median(answer.seconds for answer in measured)
+            answers[name].append(dataclasses.replace(measured[0], seconds=seconds))
+    return answers

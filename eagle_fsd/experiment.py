@@ -1,0 +1,237 @@
+"""Answers to questions under many settings of acceptance: what became of the text, and what it cost.
+
+A setting is a name with the arguments of `make_rule`. One lossless pass shows which answers a setting would change (see
+`calibration`); only those are generated again. Records are kept in a file, so that an interrupted experiment goes on
+and several processes can share the work.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from .acceptance import Decision, Rule, Verification, make_rule
+from .api import end_tokens
+from .calibration import Observer, Trace
+from .config import TreeConfig
+from .files import append_lines, read_lines
+from .generation import Output
+from .grading import is_right
+from .methods import engine
+from .model import EagleModel
+from .questions import Question, converse
+
+EXACT = "exact"
+LOW = -math.log(0.2)  # regret of a token with a fifth of the best one's probability
+GRAM = 4
+
+
+class Meter:
+    """A rule that adds up the KL of its decisions."""
+
+    def __init__(self, rule: Rule) -> None:
+        self.rule, self.kl = rule, 0.0
+
+    def __call__(self, verification: Verification) -> Decision:
+        decision = self.rule(verification)
+        if decision.kl is not None:
+            self.kl += decision.kl().item()
+        return decision
+
+
+def repetition(tokens: Sequence[int]) -> float:
+    """Share of the text's 4-grams that have occurred before."""
+    grams = list(zip(*(tokens[start:] for start in range(GRAM)), strict=False))
+    return 1 - len(set(grams)) / len(grams) if grams else 0.0
+
+
+def first_difference(tokens: Sequence[int], reference: Sequence[int]) -> int | None:
+    """Where two texts part; None where they are the same."""
+    pairs = enumerate(zip_longest(tokens, reference))
+    return next((at for at, (ours, theirs) in pairs if ours != theirs), None)
+
+
+def describe(outputs: Sequence[Output], reference: Sequence[int] | None = None) -> dict[str, Any]:
+    """What one conversation's answers are like, their turns joined.
+
+    Returns:
+        tokens; cycles and accepted (draft tokens); fuzzy: tokens that only the rule accepted; low: tokens below a fifth
+        of the target's best probability; logprob and regret: sums in nats under the target; repetition; cut_off:
+        whether any turn ended at the length limit; differs_at: first token that differs from `reference`.
+    """
+    tokens = [token for output in outputs for token in output.token_ids]
+    receipts = [receipt for output in outputs for receipt in output.receipts]
+    lengths = [length for output in outputs for length in output.stats.accepted_lengths]
+    return {
+        "tokens": len(tokens), "cycles": len(lengths), "accepted": sum(lengths),
+        "fuzzy": sum(receipt.source == "fuzzy" for receipt in receipts),
+        "low": sum(receipt.regret > LOW for receipt in receipts),
+        "logprob": sum(receipt.logprob for receipt in receipts),
+        "regret": sum(receipt.regret for receipt in receipts),
+        "repetition": repetition(tokens), "cut_off": any(output.finish_reason == "length" for output in outputs),
+        "differs_at": None if reference is None else first_difference(tokens, reference),
+    }
+
+
+class Experiment:
+    """Questions answered under settings.
+
+    Args:
+        settings: arguments of `make_rule` by name, `threshold` among them; lossless decoding ("exact") is always there.
+        log: JSON lines file of finished records.
+        share: (number, count): this process does every count-th question, and writes to the same file as the others.
+
+    Raises:
+        ValueError: the file was begun with other settings, or a question is bad.
+    """
+
+    def __init__(
+        self, model: EagleModel, questions: Sequence[Question], settings: Mapping[str, Mapping[str, Any]], log: Path, *,
+        temperature: float = 0.0, max_new_tokens: int = 256, seed: int = 0, tree: TreeConfig | None = None,
+        run_code: bool = False, share: tuple[int, int] = (0, 1),
+    ) -> None:
+        self.model, self.questions, self.log, self.share = model, list(questions), log, share
+        self.rules = {name: make_rule(**options) for name, options in settings.items()}
+        self.temperature, self.max_new_tokens, self.seed = temperature, max_new_tokens, seed
+        self.tree, self.run_code = model.default_tree if tree is None else tree, run_code
+        self.records: dict[tuple[str, int | str], dict[str, Any]] = {}
+        about = {"temperature": temperature, "max_new_tokens": max_new_tokens, "seed": seed, "tree": repr(self.tree)}
+        begun, *finished = read_lines(log) or [None]
+        if begun is None:
+            log.parent.mkdir(parents=True, exist_ok=True)
+            append_lines(log, [about])
+        elif begun != about:
+            raise ValueError(f"{log} was begun with other settings, {begun}; delete it or choose another file")
+        for record in finished:
+            self.records[record["setting"], record["question"]] = record
+
+    @functools.cached_property
+    def numbers(self) -> dict[int | str, int]:
+        return {question.id: number for number, question in enumerate(self.questions)}
+
+    def _converse(self, question: Question, acceptance: Callable | Rule) -> list[Output]:
+        answer = engine(
+            self.model, acceptance=acceptance, tree=self.tree, temperature=self.temperature,
+            seed=self.seed * 1_000_003 + self.numbers[question.id],
+        )
+        answers = converse(lambda chat: answer(chat, self.max_new_tokens), question.turns)
+        return [answer.output for answer in answers]
+
+    def _record(self, setting: str, question: Question, outputs: list[Output], reference: list[int] | None) -> dict:
+        text = outputs[-1].text or ""
+        complete = len(outputs) == len(question.turns)
+        right = is_right(question, text, run_code=self.run_code)
+        return {"setting": setting, "question": question.id, "correct": right if right is None else right and complete,
+                **describe(outputs, reference), "text": text}
+
+    def _keep(self, record: dict) -> dict:
+        append_lines(self.log, [record])
+        self.records[record["setting"], record["question"]] = record
+        return record
+
+    @property
+    def mine(self) -> list[Question]:
+        return self.questions[self.share[0] :: self.share[1]]
+
+    def observe(self) -> None:
+        """The lossless pass: every question's exact answer, with the traces of all settings."""
+        for question in tqdm(self._missing(EXACT), desc="lossless pass", unit="question", disable=None):
+            observer = Observer(self.rules, end_tokens(self.model))
+            outputs = self._converse(question, observer)
+            tokens = [token for output in outputs for token in output.token_ids]
+            record = self._record(EXACT, question, outputs, tokens)
+            self._keep({**record, "kl": 0.0, "token_ids": tokens,
+                        "traces": {name: asdict(trace) for name, trace in observer.traces.items()}})
+
+    def _missing(self, setting: str) -> list[Question]:
+        def is_missing(question: Question) -> bool:
+            record = self.records.get((setting, question.id))
+            return record is None or setting == EXACT and not self.rules.keys() <= record["traces"].keys()
+
+        return [question for question in self.mine if is_missing(question)]
+
+    def answer(self, setting: str) -> None:
+        """A setting's answers where they differ from the lossless ones; after `observe`."""
+        rule = self.rules[setting]
+        for question in tqdm(self._missing(setting), desc=setting, unit="question", disable=None):
+            exact = self.records[EXACT, question.id]
+            trace = Trace(**exact["traces"][setting])
+            if not trace.diverges:
+                continue
+            meter = Meter(rule)
+            outputs = self._converse(question, meter)
+            record = self._record(setting, question, outputs, exact["token_ids"])
+            self._keep({**record, "kl": meter.kl if self._knows_kl(rule) else None})
+
+    def _knows_kl(self, rule: Rule) -> bool:
+        return self.temperature > 0 and rule.knows_kl
+
+    def traces(self, setting: str) -> list[Trace]:
+        """Of the questions that have been observed."""
+        return [Trace(**record["traces"][setting]) for (name, _), record in self.records.items() if name == EXACT]
+
+    def results(self, setting: str) -> list[dict[str, Any]]:
+        """A setting's records in the order of the questions, those that equal the lossless ones included."""
+        found = []
+        for question in self.questions:
+            record = self.records.get((setting, question.id))
+            if record is None:
+                exact = self.records[EXACT, question.id]
+                costs = exact["traces"][setting]["costs"] if setting != EXACT else []
+                kl = sum(costs) if setting == EXACT or self._knows_kl(self.rules[setting]) else None
+                record = {**exact, "setting": setting, "kl": kl}
+            found.append(record)
+        return found
+
+    def reload(self) -> None:
+        """Read what other processes have added."""
+        for record in read_lines(self.log)[1:]:
+            self.records[record["setting"], record["question"]] = record
+
+
+def summarise(records: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """Means over the answers of one setting; rates are per token, `low_per_thousand` per thousand tokens."""
+    records = list(records)
+    tokens, cycles = sum(r["tokens"] for r in records), sum(r["cycles"] for r in records)
+    graded = [r["correct"] for r in records if r["correct"] is not None]
+    parted = [r["differs_at"] for r in records if r["differs_at"] is not None]
+    kl = [r["kl"] for r in records]
+    return {
+        "answers": len(records),
+        "accuracy": statistics.fmean(graded) if graded else None,
+        "tau": sum(r["accepted"] for r in records) / cycles + 1 if cycles else 1.0,
+        "tokens_per_answer": tokens / len(records),
+        "cycles_per_answer": cycles / len(records),
+        "fuzzy_share": sum(r["fuzzy"] for r in records) / tokens,
+        "low_per_thousand": 1000 * sum(r["low"] for r in records) / tokens,
+        "logprob_per_token": sum(r["logprob"] for r in records) / tokens,
+        "regret_per_token": sum(r["regret"] for r in records) / tokens,
+        "kl_per_token": None if None in kl else sum(kl) / tokens,
+        "differing": len(parted) / len(records),
+        "median_first_difference": statistics.median(parted) if parted else None,
+        "repetition": statistics.fmean(r["repetition"] for r in records),
+        "cut_off": statistics.fmean(r["cut_off"] for r in records),
+    }
+
+
+def paired(records: Sequence[dict[str, Any]], reference: Sequence[dict[str, Any]]) -> tuple[int, int, int]:
+    """(lost, gained, count) of graded answers: right only in the reference, right only here, all pairs."""
+    pairs = [(theirs["correct"], ours["correct"]) for ours, theirs in zip(records, reference, strict=True)
+             if ours["correct"] is not None]
+    return (sum(theirs and not ours for theirs, ours in pairs), sum(ours and not theirs for theirs, ours in pairs),
+            len(pairs))
+
+
+
+def settings_of(rules: Mapping[str, Sequence[float]], **options: object) -> dict[str, dict[str, Any]]:
+    """Settings "rule threshold" of several rules and their thresholds; `options` go to all."""
+    return {f"{rule} {threshold:g}": {"rule": rule, "threshold": threshold, **options}
+            for rule, thresholds in rules.items() for threshold in thresholds}

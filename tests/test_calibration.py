@@ -1,0 +1,340 @@
+"""Promises, the statistics behind them, and settings found on a tiny pair."""
+
+import json
+import math
+import random
+
+import pytest
+from tiny import PROMPT, tiny_pair, tiny_tokenizer
+
+import eagle_fsd
+from eagle_fsd.acceptance import make_rule, walk
+from eagle_fsd.calibrate import calibrate, check_promise
+from eagle_fsd.calibration import (
+    Calibration,
+    Observer,
+    Promise,
+    drop_bound,
+    drop_is_within,
+    emitted,
+    fewest_answers,
+    fixed_sequence,
+    parse_promise,
+    predict,
+    read_calibrations,
+    store_calibration,
+)
+from eagle_fsd.cli import main
+from eagle_fsd.experiment import Experiment, first_difference, paired, repetition, settings_of, summarise
+from eagle_fsd.questions import Question
+
+TREE = eagle_fsd.TreeConfig(8, 3, 3)
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+
+
+@pytest.fixture(scope="module")
+def pair():
+    return tiny_pair(tokenizer=tiny_tokenizer())
+
+
+# Promises
+
+
+@pytest.mark.parametrize(
+    ("text", "promise", "name"),
+    [
+        ("accuracy_drop<=1%", Promise("accuracy_drop", 0.01), "accuracy_drop<=1%"),
+        (" accuracy_drop <= 0.01 ", Promise("accuracy_drop", 0.01), "accuracy_drop<=1%"),
+        ("diverging<=2.5%", Promise("diverging", 0.025), "diverging<=2.5%"),
+        ("kl<=.02", Promise("kl", 0.02), "kl<=0.02"),
+        ("speedup>=2.5", Promise("speedup", 2.5), "speedup>=2.5"),
+    ],
+)
+def test_promises_are_read_and_written(text, promise, name):
+    assert parse_promise(text) == promise
+    assert str(promise) == name and parse_promise(name) == promise
+
+
+@pytest.mark.parametrize(
+    "text", ["", "accuracy<=1%", "accuracy_drop>=1%", "speedup<=2", "kl<=2%", "accuracy_drop<=0", "diverging<=100%",
+             "accuracy_drop<=-1%", "kl<=nan"]
+)
+def test_what_is_no_promise_is_refused(text):
+    with pytest.raises(ValueError, match="promise|limit"):
+        parse_promise(text)
+
+
+# Statistics
+
+
+def test_the_fewest_answers_are_just_enough():
+    for margin in (0.005, 0.01, 0.05):
+        count = fewest_answers(margin)
+        assert drop_is_within(0, 0, count, margin)
+        assert not drop_is_within(0, 0, count - 1, margin)
+    assert fewest_answers(0.01) == 268
+
+
+def test_the_score_test_with_no_gain_is_that_of_a_share():
+    """With nothing gained it is the one-sample score test of a binomial share."""
+    for lost, count, margin in ((3, 1000, 0.01), (5, 1000, 0.01), (9, 400, 0.05)):
+        z = (lost / count - margin) / math.sqrt(margin * (1 - margin) / count)
+        assert drop_is_within(lost, 0, count, margin) is (z <= -1.6448536)
+
+
+def test_the_bound_is_where_the_test_turns():
+    for lost, gained, count in ((0, 0, 300), (5, 2, 500), (20, 25, 1000), (60, 10, 200)):
+        bound = drop_bound(lost, gained, count)
+        assert drop_is_within(lost, gained, count, bound + 1e-6)
+        assert not drop_is_within(lost, gained, count, bound - 1e-6)
+        assert bound > (lost - gained) / count
+    assert drop_bound(5, 2, 500) < drop_bound(6, 2, 500)
+
+
+def test_a_true_drop_at_the_margin_passes_about_one_time_in_twenty():
+    rng = random.Random(0)
+    count, margin = 1000, 0.02
+    passed = 0
+    for _ in range(3000):
+        draws = [rng.random() for _ in range(count)]
+        lost, gained = sum(d < 0.05 for d in draws), sum(0.05 <= d < 0.05 + 0.05 - margin for d in draws)
+        passed += drop_is_within(lost, gained, count, margin)
+    assert 0.035 < passed / 3000 < 0.065
+
+
+def test_a_sequence_ends_at_its_first_failure():
+    asked = []
+
+    def passes(name):
+        asked.append(name)
+        return name != "c"
+
+    assert fixed_sequence("abcde", passes) == ["a", "b"] and asked == ["a", "b", "c"]
+
+
+# The lossless pass
+
+
+SETTINGS = settings_of({"fsd": (0.05, 0.3), "tilt": (0.5,), "relaxed": (1.0,), "typical": (0.5,)})
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_the_observer_tells_which_answers_a_rule_changes(pair, temperature):
+    """Exactly those, and in the cycles before the first change it knows accepted lengths and KL."""
+    rules = {name: make_rule(**options) for name, options in SETTINGS.items()}
+    seen = {True: 0, False: 0}
+    for seed in range(6):
+        options = {"max_new_tokens": 8, "tree": TREE, "temperature": temperature, "seed": seed}
+        prompt = [*PROMPT, seed + 4]
+        observer = Observer(rules)
+        observed = eagle_fsd.generate(prompt, pair, acceptance=observer, **options)
+        exact = eagle_fsd.generate(prompt, pair, acceptance="exact", **options)
+        assert observed.token_ids == exact.token_ids
+        assert observed.stats.accepted_lengths == exact.stats.accepted_lengths
+        for name, rule in rules.items():
+            output = eagle_fsd.generate(prompt, pair, acceptance=rule, **options)
+            trace = observer.traces[name]
+            if not trace.diverges:
+                assert output.token_ids == exact.token_ids
+                assert output.stats.accepted_lengths == trace.lengths
+            elif output.token_ids == exact.token_ids:  # only tokens behind the limit differ
+                assert exact.finish_reason == "length"
+            assert len(trace.lengths) == len(trace.costs) == len(exact.stats.accepted_lengths)
+            assert not any(math.isnan(cost) for cost in trace.costs)
+            seen[trace.diverges] += 1
+    assert min(seen.values()) >= 3
+
+
+def test_what_is_emitted_ends_with_an_end_token(pair):
+    cycles = []
+
+    def look(verification):
+        walked = walk(verification, make_rule("fsd", math.inf)(verification))
+        whole = emitted(verification, walked)
+        assert emitted(verification, walked, {whole[0]}) == whole[:1]
+        assert emitted(verification, walked, {whole[-1]}) == whole[: whole.index(whole[-1]) + 1]
+        cycles.extend(whole)
+        return make_rule("fsd", math.inf)(verification)
+
+    output = eagle_fsd.generate(PROMPT, pair, acceptance=look, max_new_tokens=12, tree=TREE)
+    assert cycles[:11] == output.token_ids[1:]  # the first one is the prefill's
+
+
+def test_predictions_are_means_over_cycles(pair):
+    observer = Observer({"a": make_rule("tilt", 0.5)})
+    eagle_fsd.generate(PROMPT, pair, acceptance=observer, max_new_tokens=20, tree=TREE, temperature=1.0, seed=0)
+    trace = observer.traces["a"]
+    found = predict([trace, trace])
+    assert found["tau"] == pytest.approx(sum(trace.lengths) / len(trace.lengths) + 1)
+    assert found["cost"] == pytest.approx(sum(trace.costs) / len(trace.costs) / found["tau"])
+
+
+# Experiments
+
+
+def questions(count, answers=True):
+    return [Question(i, "letters", (LETTERS[i % 20 : i % 20 + 4] + LETTERS[i // 20 % 20],), "x" if answers else None)
+            for i in range(count)]
+
+
+def experiment(pair, log, **options):
+    return Experiment(pair, questions(12), SETTINGS, log, max_new_tokens=10, tree=TREE, **options)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_answers_that_are_not_generated_again_are_the_right_ones(pair, tmp_path, temperature):
+    run = experiment(pair, tmp_path / "log.jsonl", temperature=temperature)
+    run.observe()
+    for name, options in SETTINGS.items():
+        run.answer(name)
+        for number, (question, record) in enumerate(zip(run.questions, run.results(name), strict=True)):
+            chat = [{"role": "user", "content": question.turns[0]}]
+            output = eagle_fsd.generate(chat, pair, acceptance=make_rule(**options), max_new_tokens=10, tree=TREE,
+                                        temperature=temperature, seed=number)
+            assert record["text"] == output.text
+            assert record["tokens"] == len(output.token_ids)
+            assert record["accepted"] == sum(output.stats.accepted_lengths)
+            assert record["regret"] == pytest.approx(sum(r.regret for r in output.receipts))
+            assert (record["kl"] is None) == (temperature == 0)
+    summary = summarise(run.results("fsd 0.3"))
+    assert summary["differing"] > 0 and summary["regret_per_token"] >= 0 and summary["accuracy"] == 0
+    if temperature:
+        assert summary["kl_per_token"] > summarise(run.results("fsd 0.05"))["kl_per_token"] >= 0
+        assert summarise(run.results("exact"))["kl_per_token"] == 0
+
+
+def test_an_experiment_goes_on_where_it_was(pair, tmp_path, monkeypatch):
+    log = tmp_path / "log.jsonl"
+    first = experiment(pair, log)
+    first.observe()
+    first.answer("fsd 0.3")
+    lines = log.read_bytes()
+    log.write_bytes(lines[:-20])  # as if killed while writing
+    again = experiment(pair, log)
+    made = []
+    monkeypatch.setattr(Experiment, "_converse", lambda self, question, rule: made.append(question.id))
+    again.observe()
+    assert made == []
+    monkeypatch.undo()
+    again.answer("fsd 0.3")
+    assert again.results("fsd 0.3") == first.results("fsd 0.3")
+    with pytest.raises(ValueError, match="begun with other settings"):
+        experiment(pair, log, seed=1)
+
+
+def test_processes_share_the_questions(pair, tmp_path):
+    log = tmp_path / "log.jsonl"
+    for number in range(2):
+        part = experiment(pair, log, share=(number, 2))
+        part.observe()
+        part.answer("tilt 0.5")
+    part.reload()
+    alone = experiment(pair, tmp_path / "alone.jsonl")
+    alone.observe()
+    alone.answer("tilt 0.5")
+    assert part.results("tilt 0.5") == alone.results("tilt 0.5")
+
+
+def test_measures_of_texts():
+    assert repetition([1, 2, 3]) == 0 and repetition([1, 1, 1, 1, 1, 1]) == pytest.approx(2 / 3)
+    assert first_difference([1, 2], [1, 2]) is None
+    assert first_difference([1, 3], [1, 2]) == 1 and first_difference([1], [1, 2]) == 1
+    records = [{"correct": c} for c in (True, False, None, True)]
+    reference = [{"correct": c} for c in (True, True, None, False)]
+    assert paired(records, reference) == (1, 1, 3)
+
+
+# Calibration
+
+
+def test_too_few_prompts_are_refused_before_anything_is_generated(pair, tmp_path, monkeypatch):
+    monkeypatch.setattr(Experiment, "observe", lambda self: pytest.fail("something was generated"))
+    with pytest.raises(ValueError, match="50 prompts are too few to tell accuracy_drop<=1%: at least 268"):
+        calibrate(pair, questions(50), "accuracy_drop<=1%", tmp_path / "log")
+    with pytest.raises(ValueError, match="needs prompts with answers"):
+        calibrate(pair, questions(400, answers=False), "accuracy_drop<=1%", tmp_path / "log")
+    with pytest.raises(ValueError, match="promise about sampling"):
+        calibrate(pair, questions(400), "kl<=0.02", tmp_path / "log")
+    check_promise(parse_promise("accuracy_drop<=1%"), questions(268), 0.0, ["fsd"])
+    with pytest.raises(ValueError, match="too few"):  # several rules share the risk
+        check_promise(parse_promise("accuracy_drop<=1%"), questions(268), 0.0, ["fsd", "tilt"])
+
+
+@pytest.mark.parametrize(
+    ("promise", "temperature"), [("accuracy_drop<=10%", 0.0), ("diverging<=30%", 0.0), ("kl<=0.05", 1.0)]
+)
+def test_a_calibration_keeps_its_promise_where_it_was_made(pair, tmp_path, promise, temperature):
+    lines = []
+    found = calibrate(
+        pair, questions(40), promise, tmp_path / "log", dials={"fsd": (0.01, 0.05, 0.2), "tilt": (0.05, 0.2, 1.0)},
+        temperature=temperature, max_new_tokens=8, tree=TREE, timed=2, repeats=1, report=lines.append,
+    )
+    tried = {row["setting"]: row for row in found.curve}
+    assert found.options["rule"] in ("exact", "fsd", "tilt")
+    if found.options["rule"] != "exact":
+        row = tried[f"{found.options['rule']} {found.options['threshold']:g}"]
+        assert row["passes"] and row["bound"] <= parse_promise(promise).limit
+        assert row["time"]["seconds_per_answer"] == found.measured["seconds_per_answer"]
+    for rule, thresholds in (("fsd", (0.01, 0.05, 0.2)), ("tilt", (0.05, 0.2, 1.0))):
+        outcomes = [tried[name]["passes"] for name in (f"{rule} {t:g}" for t in thresholds) if name in tried]
+        assert all(outcomes[:-1])  # none is tried behind a failure
+    assert lines and json.dumps(found.curve)
+
+
+def test_a_speedup_is_promised_by_time_alone(pair, tmp_path):
+    options = {"dials": {"fsd": (0.01, 0.2)}, "max_new_tokens": 8, "tree": TREE, "timed": 2, "repeats": 1}
+    found = calibrate(pair, questions(4), "speedup>=0.01", tmp_path / "log", **options)
+    assert found.options == {"rule": "exact"}
+    with pytest.raises(ValueError, match="no setting reaches speedup>=1000; the fastest is"):
+        calibrate(pair, questions(4), "speedup>=1000", tmp_path / "log", **options)
+
+
+# The file and its use
+
+
+def calibration(pair, **changes):
+    fields = {
+        "promise": "accuracy_drop<=1%", "options": {"rule": "fsd", "threshold": 0.3}, "temperature": 0.0,
+        "target": pair.target.digest(), "dtype": "torch.float32", "prompts": "p.jsonl", "answers": 300,
+        "measured": {"speedup": 2.0}, "curve": [],
+    }
+    return Calibration(**fields | changes)
+
+
+def test_calibrations_are_stored_beside_the_head(pair, tmp_path):
+    store_calibration(tmp_path, calibration(pair))
+    store_calibration(tmp_path, calibration(pair, promise="kl<=0.02", temperature=0.7))
+    store_calibration(tmp_path, calibration(pair, options={"rule": "fsd", "threshold": 0.1}))
+    stored = read_calibrations(tmp_path)
+    assert [(c.promise, c.options["threshold"]) for c in stored] == [("kl<=0.02", 0.3), ("accuracy_drop<=1%", 0.1)]
+    (tmp_path / "calibration.json").write_text("{")
+    with pytest.raises(ValueError, match="cannot be read"):
+        read_calibrations(tmp_path)
+
+
+def test_quality_uses_the_calibration(pair, caplog):
+    pair.calibrations = [calibration(pair), calibration(pair, promise="kl<=0.02", temperature=0.7,
+                                                        options={"rule": "tilt", "threshold": 0.2})]
+    options = {"max_new_tokens": 16, "tree": TREE}
+    wanted = eagle_fsd.generate(PROMPT, pair, threshold=0.3, **options)
+    assert eagle_fsd.generate(PROMPT, pair, quality="accuracy_drop <= 0.01", **options).token_ids == wanted.token_ids
+    assert not caplog.records
+    eagle_fsd.generate(PROMPT, pair, quality="accuracy_drop<=1%", temperature=0.7, **options)
+    assert "calibrated with temperature 0.0, not 0.7: the promise may not hold" in caplog.text
+    pair.calibrations = [calibration(pair, target="another", dtype="torch.bfloat16")]
+    eagle_fsd.generate(PROMPT, pair, quality="accuracy_drop<=1%", **options)
+    assert "target another" in caplog.text and "dtype torch.bfloat16" in caplog.text
+    with pytest.raises(ValueError, match=r"not calibrated for kl<=0.5 \(calibrated: accuracy_drop<=1%\)"):
+        eagle_fsd.generate(PROMPT, pair, quality="kl<=0.5", **options)
+    with pytest.raises(ValueError, match="chooses the rule and its threshold"):
+        eagle_fsd.generate(PROMPT, pair, quality="accuracy_drop<=1%", threshold=0.1, **options)
+    pair.calibrations = []
+
+
+def test_the_command_refuses_what_cannot_be_found_out(tmp_path, capsys):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": letter, "answer": "x"}) + "\n" for letter in LETTERS))
+    assert main(["calibrate", "--prompts", str(prompts), "--budget", "accuracy_drop<=1%"]) == 2
+    assert "26 prompts are too few to tell accuracy_drop<=1%: at least 268 are needed" in capsys.readouterr().err
+    assert main(["calibrate", "--prompts", str(prompts), "--budget", "accuracy<=1%"]) == 2
+    assert "no promise; accepted are such as accuracy_drop<=1%" in capsys.readouterr().err
