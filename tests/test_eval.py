@@ -7,7 +7,7 @@ import pytest
 from tiny import PROMPT, tiny_pair, tiny_tokenizer
 
 import eagle_fsd
-from eagle_fsd.methods import Answer, engine, hf_generate
+from eagle_fsd.methods import Answer, engine, hf_generate, interleaved
 from eval import benchmark, report
 from eval.profile import FORWARDS, Clock, profile
 
@@ -34,7 +34,7 @@ def test_plain_decoding_emits_one_token_per_forward(model):
 
 def test_summary_adds_up(model):
     methods = benchmark.methods_of(model, TREE, [0.3], [])
-    answers = benchmark.compare(methods, [PROMPT, PROMPT[:5]], 16, repeats=2)
+    answers = interleaved(methods, [PROMPT, PROMPT[:5]], 16, repeats=2)
     rows = benchmark.summarise(answers, {name: [True, False] for name in methods})
     by_name = {row["method"]: row for row in rows}
     assert list(by_name) == ["model.generate", "plain", "exact", "fsd 0.3"]
@@ -51,7 +51,7 @@ def test_median_time_and_first_answer_are_kept():
     def method(prompt, max_new_tokens):
         return Answer(next(times, 5.0), [1], "x")
 
-    answers = benchmark.compare({"m": method}, ["p"], 4, repeats=3)
+    answers = interleaved({"m": method}, ["p"], 4, repeats=3)
     assert answers["m"][0].seconds in (2.0, 3.0)
 
 

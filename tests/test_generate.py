@@ -461,7 +461,10 @@ BAD = [
     ({"divergence": "euclid"}, ValueError, "euclid.*accepted: kl"),
     ({"tree": (16, 5, 4)}, TypeError, "TreeConfig"),
     ({"tree": TreeConfig(16, 5, VOCAB + 1)}, ValueError, "top_k 33.*32"),
-    ({"quality": 1}, TypeError, "quality"),
+    ({"speed": 1}, TypeError, "speed"),
+    ({"quality": 1, "threshold": None}, TypeError, "a promise is a string"),
+    ({"quality": "fast", "threshold": None}, ValueError, "is no promise"),
+    ({"budget": -1}, ValueError, "budget"),
 ]
 
 
