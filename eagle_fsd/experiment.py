@@ -148,7 +148,7 @@ class Experiment:
             outputs = self._converse(question, observer)
             tokens = [token for output in outputs for token in output.token_ids]
             record = self._record(EXACT, question, outputs, tokens)
-            self._keep({**record, "kl": 0.0, "token_ids": tokens,
+            self._keep({**record, "kl": 0.0 if self.temperature else None, "token_ids": tokens,
                         "traces": {name: asdict(trace) for name, trace in observer.traces.items()}})
 
     def _missing(self, setting: str) -> list[Question]:
@@ -185,8 +185,7 @@ class Experiment:
             record = self.records.get((setting, question.id))
             if record is None:
                 exact = self.records[EXACT, question.id]
-                costs = exact["traces"][setting]["costs"] if setting != EXACT else []
-                kl = sum(costs) if setting == EXACT or self._knows_kl(self.rules[setting]) else None
+                kl = sum(exact["traces"][setting]["costs"]) if self._knows_kl(self.rules[setting]) else None
                 record = {**exact, "setting": setting, "kl": kl}
             found.append(record)
         return found

@@ -8,10 +8,11 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from tqdm import tqdm
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from .api import encode_prompt, generate
 from .generation import Output
@@ -57,6 +58,27 @@ def hf_generate(
         new = sequence[0, ids.shape[1] :].tolist()
         seconds = time.perf_counter() - started
         return Answer(seconds, new, model.tokenizer.decode(new, skip_special_tokens=True))
+
+    return answer
+
+
+def bare_generate(
+    target: str | Path, dtype: torch.dtype, device: torch.device, **options: object
+) -> Method:
+    """What a user of `transformers` writes: a model of its own from `AutoModelForCausalLM`, the tokenizer's chat template
+    and `generate`, all with their defaults. To see that `hf_generate` is no slower."""
+    model = AutoModelForCausalLM.from_pretrained(target, dtype=dtype).to(device)
+    tokenizer = AutoTokenizer.from_pretrained(target)
+
+    def answer(chat: object, max_new_tokens: int) -> Answer:
+        started = time.perf_counter()
+        inputs = tokenizer.apply_chat_template(
+            chat, add_generation_prompt=True, return_tensors="pt", return_dict=True
+        ).to(device)
+        sequence = model.generate(**inputs, max_new_tokens=max_new_tokens, do_sample=False, **options)
+        new = sequence[0, inputs["input_ids"].shape[1] :].tolist()
+        text = tokenizer.decode(new, skip_special_tokens=True)
+        return Answer(time.perf_counter() - started, new, text)
 
     return answer
 

@@ -26,8 +26,8 @@ import eagle_fsd
 from eagle_fsd.acceptance import RULES
 from eagle_fsd.cli import exit_status, parse_tree
 from eagle_fsd.files import append_lines, read_lines, write_lines
-from eagle_fsd.methods import engine, hf_generate
-from eagle_fsd.questions import Question
+from eagle_fsd.methods import Method, engine, hf_generate
+from eagle_fsd.questions import Question, converse
 from eval.environment import environment
 from eval.questions import load_questions
 
@@ -40,41 +40,26 @@ def temperature_of(question: Question, temperature: str | float) -> float:
     return CATEGORY_TEMPERATURES.get(question.category, 0.0) if temperature == "category" else float(temperature)
 
 
-def answer_turn(model: eagle_fsd.EagleModel, chat: list[dict], temperature: float, args: argparse.Namespace) -> dict:
-    """One turn: its text, the target's forwards, new tokens, seconds and tokens per forward."""
+def method_of(model: eagle_fsd.EagleModel, temperature: float, args: argparse.Namespace) -> Method:
     if args.baseline:
-        method = hf_generate(model, temperature=temperature, seed=args.seed)
-    else:
-        method = engine(model, temperature=temperature, seed=args.seed, tree=args.tree, acceptance=args.acceptance,
-                        threshold=args.threshold, divergence=args.divergence)
-    answer = method(chat, args.max_new_tokens)
-    count = len(answer.token_ids)
-    forwards, lengths = count - 1, []
-    if answer.output is not None:
-        forwards = answer.output.stats.target_forwards
-        lengths = [length + 1 for length in answer.output.stats.accepted_lengths]
-    return {"text": answer.text, "idxs": forwards, "new_tokens": count, "wall_time": answer.seconds,
-            "accept_lengths": lengths}
+        return hf_generate(model, temperature=temperature, seed=args.seed)
+    return engine(model, temperature=temperature, seed=args.seed, tree=args.tree, acceptance=args.acceptance,
+                  threshold=args.threshold, divergence=args.divergence)
 
 
 def answer_question(model: eagle_fsd.EagleModel, question: Question, args: argparse.Namespace) -> dict:
-    """FastChat's record of one question. A conversation that has outgrown the target ends with the turns it has."""
-    choices = []
+    """FastChat's record of one question, with the target's forwards as idxs and the tokens of each."""
+    method, choices = method_of(model, temperature_of(question, args.temperature), args), []
     for index in range(args.num_choices):
-        chat, turns = [], []
-        for turn in question.turns:
-            chat.append({"role": "user", "content": turn})
-            try:
-                turns.append(answer_turn(model, chat, temperature_of(question, args.temperature), args))
-            except ValueError as error:
-                if not turns:
-                    raise
-                tqdm.write(f"question {question.id}: turn {len(turns) + 1} is left out: {error}", file=sys.stderr)
-                break
-            chat.append({"role": "assistant", "content": turns[-1]["text"]})
-        columns = {name: [turn[name] for turn in turns] for name in ("idxs", "new_tokens", "wall_time")}
-        choices.append({"index": index, "turns": [turn["text"] for turn in turns], **columns,
-                        "accept_lengths": sum((turn["accept_lengths"] for turn in turns), [])})
+        answers = converse(lambda chat: method(chat, args.max_new_tokens), question.turns)
+        counts = [len(answer.token_ids) for answer in answers]
+        lengths = [answer.output.stats.accepted_lengths if answer.output else None for answer in answers]
+        choices.append({
+            "index": index, "turns": [answer.text for answer in answers],
+            "idxs": [n - 1 if found is None else len(found) for n, found in zip(counts, lengths, strict=True)],
+            "new_tokens": counts, "wall_time": [answer.seconds for answer in answers],
+            "accept_lengths": [length + 1 for found in lengths for length in found or []],
+        })
     return {"question_id": question.id, "category": question.category, "answer_id": uuid.uuid4().hex,
             "model_id": args.model_id, "choices": choices, "tstamp": time.time()}
 
@@ -115,7 +100,7 @@ def run(args: argparse.Namespace) -> None:
     missing = [question for question in questions if question.id not in done]
     mine = missing[state.process_index :: state.num_processes]
     for _ in range(args.warm_up if mine else 0):
-        answer_turn(model, [{"role": "user", "content": mine[0].turns[0]}], 0.0, args)
+        method_of(model, 0.0, args)([{"role": "user", "content": mine[0].turns[0]}], args.max_new_tokens)
     bar = tqdm(mine, desc=args.model_id, unit="question", disable=None if state.is_main_process else True)
     for question in bar:
         append_lines(args.answers, [answer_question(model, question, args)])

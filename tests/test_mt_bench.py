@@ -5,9 +5,8 @@ import os
 
 import numpy as np
 import pytest
-from tiny import tiny_pair, tiny_tokenizer
+from tiny import save_pair
 
-from eagle_fsd.checkpoint import save_head
 from eagle_fsd.questions import Question, read_questions
 from eval import mt_bench
 from eval.mt_bench import build_parser, check, read_answers, run, temperature_of
@@ -25,15 +24,7 @@ QUESTIONS = [
 def place(tmp_path_factory):
     """A tiny pair with a chat template, and three questions."""
     folder = tmp_path_factory.mktemp("mt_bench")
-    model = tiny_pair()
-    model.target.model.save_pretrained(folder / "target")
-    save_head(model.draft, folder / "head")
-    tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = (
-        "<s>{% for m in messages %}{% if m.role == 'assistant' %}<bot>{% else %}<user>{% endif %}{{ m.content }}"
-        "{% endfor %}{% if add_generation_prompt %}<bot>{% endif %}"
-    )
-    tokenizer.save_pretrained(folder / "target")
+    save_pair(folder)
     (folder / "questions.jsonl").write_text("\n".join(map(json.dumps, QUESTIONS)))
     return folder
 

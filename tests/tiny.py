@@ -16,6 +16,7 @@ from transformers import (
     Qwen3Config,
 )
 
+from eagle_fsd.checkpoint import save_head
 from eagle_fsd.draft import DraftHead
 from eagle_fsd.model import EagleModel
 
@@ -97,3 +98,15 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
         chat_template="<s>{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}"
         "{% if add_generation_prompt %}<bot>{% endif %}",
     )
+
+
+def save_pair(folder) -> None:
+    """A tiny pair in `folder`/target and `folder`/head, with a tokenizer whose chat template knows assistants."""
+    model, tokenizer = tiny_pair(), tiny_tokenizer()
+    tokenizer.chat_template = (
+        "<s>{% for m in messages %}{% if m.role == 'assistant' %}<bot>{% else %}<user>{% endif %}{{ m.content }}"
+        "{% endfor %}{% if add_generation_prompt %}<bot>{% endif %}"
+    )
+    model.target.model.save_pretrained(folder / "target")
+    tokenizer.save_pretrained(folder / "target")
+    save_head(model.draft, folder / "head")

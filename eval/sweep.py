@@ -1,0 +1,277 @@
+"""The frontier: what every rule costs and buys at several thresholds, on tasks whose answers can be checked.
+
+    python -m eval.sweep --tasks 300 --work runs/sweep --out eval/results/sweep-greedy
+    accelerate launch --cpu --num_processes 2 -m eval.sweep ... --stage answers     # any number of processes
+    python -m eval.sweep ... --stage times                                          # alone on the machine
+
+Stage `answers` answers all questions losslessly, and again under every setting that changes the answer (see
+`eagle_fsd.experiment`); it may run beside other work. Stage `times` times all settings and the baselines on the first
+`--timed` questions, interleaved. Stage `report` writes OUT.json, OUT.md and the plots. An interrupted stage goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from accelerate import PartialState
+
+import eagle_fsd
+from eagle_fsd.calibrate import DIALS
+from eagle_fsd.calibration import drop_bound
+from eagle_fsd.cli import exit_status, parse_tree
+from eagle_fsd.experiment import EXACT, Experiment, paired, settings_of, summarise
+from eagle_fsd.files import append_lines, read_lines
+from eagle_fsd.methods import Method, bare_generate, engine, hf_generate, interleaved
+from eagle_fsd.model import demo_directory, load_target
+from eval.environment import environment
+from eval.plots import headline, pareto, plot, table
+from eval.questions import load_questions
+
+BASELINE, LOOKUP, ASSISTED, PLAIN = "model.generate", "prompt lookup", "assisted", "plain"
+BARE = {BASELINE: "model.generate, bare call", LOOKUP: "prompt lookup, bare call"}  # greedy only
+STAGES = ("answers", "times", "report")
+LOSSLESS_GREEDY = ("lenience",)  # rules that are exact when greedy
+RESAMPLES = 2000
+
+
+def cooler(temperature: float) -> str:
+    """Name of lossless decoding at a lower temperature."""
+    return f"{EXACT} at temperature {temperature:g}"
+
+
+def chosen_settings(args: argparse.Namespace) -> dict[str, dict]:
+    """The settings of the sweep: those asked for, else every rule with its thresholds."""
+    if args.settings:
+        pairs = [name.rsplit(" ", 1) for name in args.settings]
+        return {f"{rule} {float(t):g}": {"rule": rule, "threshold": float(t)} for rule, t in pairs}
+    rules = [rule for rule in args.rules if args.temperature > 0 or rule not in LOSSLESS_GREEDY]
+    settings = settings_of({rule: DIALS[rule] for rule in rules})
+    if args.head_guard is not None:
+        guarded = settings_of({"fsd": DIALS["fsd"]}, head_guard=args.head_guard)
+        settings |= {f"{name} guarded": options for name, options in guarded.items()}
+    return settings
+
+
+def experiments(args: argparse.Namespace, model: eagle_fsd.EagleModel, questions: list) -> dict[tuple, Experiment]:
+    """By (temperature, seed): the sweep's own, and lossless ones at lower temperatures."""
+    state = PartialState(cpu=model.target.device.type == "cpu")
+    share = (state.process_index, state.num_processes)
+    found = {}
+    for temperature in (args.temperature, *args.cooler):
+        for seed in args.seeds if temperature else [0]:
+            log = args.work / f"answers-{temperature:g}-{seed}.jsonl"
+            state.wait_for_everyone()  # the first process begins the file
+            found[temperature, seed] = Experiment(
+                model, questions, chosen_settings(args) if temperature == args.temperature else {}, log,
+                temperature=temperature, max_new_tokens=args.max_new_tokens, seed=seed, tree=args.tree,
+                run_code=args.run_code, share=share,
+            )
+    return found
+
+
+def answer(runs: dict[tuple, Experiment]) -> None:
+    for run in runs.values():
+        run.observe()
+        for name in run.rules:
+            run.answer(name)
+
+
+def timed_methods(args: argparse.Namespace, model: eagle_fsd.EagleModel) -> dict[str, Method]:
+    sampling = {"temperature": args.temperature, "seed": args.seeds[0]}
+    methods = {
+        BASELINE: hf_generate(model, **sampling),
+        LOOKUP: hf_generate(model, **sampling, prompt_lookup_num_tokens=10),
+        PLAIN: engine(model, plain=True, acceptance=EXACT, **sampling),
+        EXACT: engine(model, acceptance=EXACT, tree=args.tree, **sampling),
+    }
+    if args.temperature == 0:
+        place = (args.target or demo_directory("demo-target"), model.target.dtype, model.target.device)
+        methods[BARE[BASELINE]] = bare_generate(*place)
+        methods[BARE[LOOKUP]] = bare_generate(*place, prompt_lookup_num_tokens=10)
+    if args.assistant:
+        assistant, _ = load_target(args.assistant, dtype=model.target.dtype, device=model.target.device)
+        methods[ASSISTED] = hf_generate(model, **sampling, assistant=assistant)
+    for temperature in args.cooler:
+        methods[cooler(temperature)] = engine(
+            model, acceptance=EXACT, tree=args.tree, temperature=temperature, seed=args.seeds[0])
+    for name, options in chosen_settings(args).items():
+        methods[name] = engine(model, acceptance=eagle_fsd.make_rule(**options), tree=args.tree, **sampling)
+    return methods
+
+
+def time_methods(args: argparse.Namespace, model: eagle_fsd.EagleModel, questions: list) -> None:
+    """Add a line per question: seconds, tokens and cycles of each method, on the question's first turn."""
+    path = args.work / f"times-{args.temperature:g}.jsonl"
+    methods = timed_methods(args, model)
+    done = {line["question"] for line in read_lines(path) if line["methods"].keys() >= methods.keys()}
+    for question in [q for q in questions[: args.timed] if q.id not in done]:
+        chat = [{"role": "user", "content": question.turns[0]}]
+        answers = interleaved(methods, [chat], args.max_new_tokens, args.repeats, warm_up=not done)
+        done.add(question.id)
+        append_lines(path, [{"question": question.id, "methods": {
+            name: {"seconds": a.seconds, "tokens": len(a.token_ids),
+                   "lengths": a.output.stats.accepted_lengths if a.output else []} for name, (a,) in answers.items()
+        }}])
+
+
+def times(args: argparse.Namespace, names: Sequence[str]) -> dict[str, dict]:
+    """Speed of each method over the timed questions, with 95% bootstrap intervals of its ratios."""
+    path = args.work / f"times-{args.temperature:g}.jsonl"
+    lines = [line["methods"] for line in read_lines(path) if line["methods"].keys() >= set(names)]
+    if not lines:
+        return {}
+    seconds = {name: np.array([line[name]["seconds"] for line in lines]) for name in names}
+    tokens = {name: np.array([line[name]["tokens"] for line in lines]) for name in names}
+    picks = np.random.default_rng(0).integers(0, len(lines), (RESAMPLES, len(lines)))
+
+    def with_interval(above: np.ndarray, below: np.ndarray) -> tuple[float, list[float]]:
+        resampled = above[picks].sum(1) / below[picks].sum(1)
+        return above.sum() / below.sum(), np.percentile(resampled, [2.5, 97.5]).tolist()
+
+    rows = {}
+    for name in names:
+        ratio, interval = with_interval(seconds[name], seconds[EXACT])
+        rate = tokens[name].sum() / seconds[name].sum()
+        lengths = [length for line in lines for length in line[name]["lengths"]]
+        rows[name] = {
+            "seconds_per_answer": seconds[name].mean(), "tokens_per_second": rate, "timed": len(lines),
+            "time_of_exact": ratio, "time_of_exact_interval": interval, "timed_tokens": tokens[name].mean(),
+            "timed_tau": float(np.mean(lengths)) + 1 if lengths else None,
+            "speedup": rate / (tokens[BASELINE].sum() / seconds[BASELINE].sum()),
+        }
+    return rows
+
+
+def accuracy_interval(drops: np.ndarray, questions: int) -> list[float]:
+    """95% bootstrap interval of a mean of paired differences [seeds, questions], over questions."""
+    picks = np.random.default_rng(0).integers(0, questions, (RESAMPLES, questions))
+    return np.percentile(drops.mean(0)[picks].mean(1), [2.5, 97.5]).tolist()
+
+
+def rows_of(args: argparse.Namespace, runs: dict[tuple, Experiment], speeds: dict[str, dict]) -> list[dict]:
+    """One row per setting, over all seeds; accuracy is compared with `exact`'s, answer by answer."""
+    own = [run for (temperature, _), run in runs.items() if temperature == args.temperature]
+    exact = [run.results(EXACT) for run in own]
+    groups = {EXACT: exact, **{name: [run.results(name) for run in own] for name in own[0].rules}}
+    for temperature in args.cooler:
+        found = [run.results(EXACT) for (t, _), run in runs.items() if t == temperature]
+        groups[cooler(temperature)] = found * (len(own) // len(found))
+    rows = []
+    for name, given in groups.items():
+        pairs = [paired(ours, theirs) for ours, theirs in zip(given, exact, strict=True)]
+        lost, gained, count = (sum(column) for column in zip(*pairs, strict=True))
+        drops = np.array([[theirs["correct"] - ours["correct"] for ours, theirs in zip(a, b, strict=True)]
+                          for a, b in zip(given, exact, strict=True)], float)
+        rows.append({
+            "setting": name, **(own[0].rules[name].__dict__ if name in own[0].rules else {}),
+            **summarise([record for records in given for record in records]), "lost": lost, "gained": gained,
+            "drop": (lost - gained) / count, "drop_interval": accuracy_interval(drops, drops.shape[1]),
+            # Seeds of one question are not independent: the bound counts every question once.
+            "drop_bound": drop_bound(round(lost / len(own)), round(gained / len(own)), count // len(own)),
+            **speeds.get(name, {}),
+        })
+    return rows
+
+
+def report(args: argparse.Namespace, runs: dict[tuple, Experiment]) -> None:
+    own = next(iter(runs.values()))
+    bare = list(BARE.values()) if args.temperature == 0 else []
+    baselines = [BASELINE, LOOKUP, *bare, *([ASSISTED] if args.assistant else []), PLAIN]
+    names = [*baselines, EXACT, *map(cooler, args.cooler), *own.rules]
+    speeds = times(args, names)
+    rows = rows_of(args, runs, speeds)
+    baselines = [{"setting": name, **speeds[name]} for name in baselines if name in speeds]
+    slower = {name: speeds[name]["seconds_per_answer"] / speeds[other]["seconds_per_answer"]
+              for name, other in BARE.items() if other in speeds}
+    for row in rows:
+        row["front"] = row["setting"] in pareto(rows)
+    record = {
+        "environment": environment(), "arguments": {name: str(value) for name, value in vars(args).items()},
+        "questions": len(own.questions), "seeds": args.seeds, "temperature": args.temperature, "tree": repr(own.tree),
+        "dtype": str(own.model.target.dtype), "headline": headline(rows),
+        "baselines_over_bare_calls": slower, "rows": rows, "baselines": baselines,
+    }
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    args.out.with_suffix(".json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    args.out.with_suffix(".md").write_text(
+        f"# {args.out.name}\n\n`{record['environment']['command']}` at {record['environment']['commit']}\n\n"
+        f"{record['headline']}\n\n{table(rows, baselines)}\n", encoding="utf-8")
+    plot(record, args.out)
+    print(record["headline"])
+    for name, ratio in slower.items():
+        print(f"{name} takes {ratio:.3f} of the time of a bare call" + (": NOT A FAIR BASELINE" if ratio > 1.05 else ""))
+    print(table(rows, baselines))
+
+
+def check(args: argparse.Namespace) -> argparse.Namespace:
+    for name in ("tasks", "timed", "repeats", "max_new_tokens"):
+        if getattr(args, name) < 1:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
+    if args.temperature < 0 or any(not 0 <= t < args.temperature for t in args.cooler):
+        raise ValueError(f"--temperature must be at least 0 and --cooler below it, got {args.temperature} and "
+                         f"{args.cooler}")
+    if args.temperature == 0 and len(args.seeds) > 1:
+        raise ValueError(f"greedy decoding has no seeds, got {args.seeds}")
+    for name in args.settings or []:
+        if len(name.rsplit(" ", 1)) != 2:
+            raise ValueError(f'--settings takes a rule and a threshold, such as "fsd 0.1", got {name!r}')
+    for options in chosen_settings(args).values():
+        eagle_fsd.make_rule(**options)
+    return args
+
+
+def run(args: argparse.Namespace) -> None:
+    questions = load_questions(args.questions, args.tasks, args.task_seed, args.tasks)
+    if any(question.answer is None and question.tests is None for question in questions):
+        raise ValueError("a sweep needs questions with answers to compare with")
+    model = eagle_fsd.load(args.target, args.draft, dtype=args.dtype, device=args.device)
+    args.tree = args.tree or model.default_tree
+    runs = experiments(args, model, questions)
+    if "answers" in args.stage:
+        answer(runs)
+    if "times" in args.stage:
+        time_methods(args, model, questions)
+    if "report" in args.stage:
+        report(args, experiments(args, model, questions))
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", help="directory or hub id (default: the bundled pair)")
+    parser.add_argument("--draft", help="directory or hub id of the target's draft head")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--device")
+    parser.add_argument("--assistant", help="a smaller model of the same tokenizer, for assisted decoding")
+    parser.add_argument("--questions", type=Path, help="JSON lines with answers (default: tasks of the generator)")
+    parser.add_argument("--tasks", type=int, default=300, help="how many questions")
+    parser.add_argument("--task-seed", type=int, default=21, help="of the generated tasks")
+    parser.add_argument("--rules", nargs="+", choices=DIALS, default=list(DIALS))
+    parser.add_argument("--settings", nargs="+", help='only these, such as "fsd 0.1" "tilt 0.5"')
+    parser.add_argument("--head-guard", type=float, help="try fsd with this head guard as well")
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--cooler", type=float, nargs="*", default=[], help="lossless at these temperatures as well")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--max-new-tokens", type=int, default=256)
+    parser.add_argument("--tree", type=parse_tree, metavar="N,DEPTH,K[,T]")
+    parser.add_argument("--timed", type=int, default=40, help="questions that are timed")
+    parser.add_argument("--repeats", type=int, default=1, help="timed runs per question, of which the median counts")
+    parser.add_argument("--run-code", action="store_true", help="allow programs of HumanEval answers to be run")
+    parser.add_argument("--stage", nargs="+", choices=STAGES, default=list(STAGES))
+    parser.add_argument("--work", type=Path, default=Path("runs/sweep"), help="folder of answers and times")
+    parser.add_argument("--out", type=Path, default=Path("eval/results/sweep"))
+    return parser
+
+
+def main() -> int:
+    args = build_parser().parse_args()
+    return exit_status("eval.sweep", lambda: run(check(args)), (ValueError, TypeError, OSError, ImportError),
+                       stopped="stopped; the same command goes on")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

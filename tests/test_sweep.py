@@ -1,0 +1,103 @@
+"""The sweep on a tiny pair: stages, resumption, the table, the front and the pictures."""
+
+import json
+import math
+
+import pytest
+from tiny import save_pair
+
+from eval import plots, sweep
+from eval.sweep import build_parser, check, run
+
+TASKS = [{"prompt": a + b, "answer": "x"} for a in "abcdef" for b in "gh"]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("sweep")
+    save_pair(folder)
+    (folder / "tasks.jsonl").write_text("\n".join(map(json.dumps, TASKS)))
+    return folder
+
+
+def options(place, name: str, *more: str):
+    return check(build_parser().parse_args([
+        "--target", str(place / "target"), "--draft", str(place / "head"), "--questions", str(place / "tasks.jsonl"),
+        "--work", str(place / name), "--out", str(place / name / "out"), "--tree", "8,3,3", "--timed", "2",
+        "--max-new-tokens", "8", "--device", "cpu", *more,
+    ]))
+
+
+def test_a_greedy_sweep_writes_table_and_pictures(place):
+    run(options(place, "greedy", "--settings", "fsd 0.05", "fsd 0.3", "tilt 0.5"))
+    record = json.loads((place / "greedy" / "out.json").read_text())
+    rows = {row["setting"]: row for row in record["rows"]}
+    assert list(rows) == ["exact", "fsd 0.05", "fsd 0.3", "tilt 0.5"]
+    assert [row["setting"] for row in record["baselines"]] == [
+        "model.generate", "prompt lookup", "model.generate, bare call", "prompt lookup, bare call", "plain"]
+    assert record["baselines_over_bare_calls"].keys() == {"model.generate", "prompt lookup"}
+    exact = rows["exact"]
+    assert (exact["differing"], exact["drop"], exact["time_of_exact"], exact["fuzzy_share"]) == (0, 0, 1, 0)
+    for row in rows.values():
+        assert row["answers"] == 12 and row["timed"] == 2 and row["kl_per_token"] is None
+        assert row["time_of_exact_interval"][0] <= row["time_of_exact"] <= row["time_of_exact_interval"][1]
+        assert row["logprob_per_token"] <= exact["logprob_per_token"] + 1e-6 or row["setting"] == "exact"
+    assert rows["fsd 0.3"]["tau"] > exact["tau"] and rows["fsd 0.3"]["regret_per_token"] > 0
+    for name in ("out-frontier.png", "out-dials.png"):
+        assert (place / "greedy" / name).read_bytes().startswith(b"\x89PNG")
+    assert record["headline"] in (place / "greedy" / "out.md").read_text()
+
+
+def test_stages_go_on_where_they_were(place, monkeypatch):
+    settings = ("--settings", "fsd 0.3")
+    run(options(place, "stages", *settings, "--stage", "answers"))
+    run(options(place, "stages", *settings, "--stage", "times"))
+    assert not (place / "stages" / "out.json").exists()
+    files = {path.name: path.read_bytes() for path in (place / "stages").iterdir()}
+    run(options(place, "stages", *settings, "--stage", "answers", "times"))
+    assert files == {path.name: path.read_bytes() for path in (place / "stages").iterdir()}
+    monkeypatch.setattr(sweep, "answer", lambda runs: pytest.fail("answered again"))
+    run(options(place, "stages", *settings, "--stage", "report"))
+    assert (place / "stages" / "out.json").exists()
+
+
+def test_sampling_with_seeds_and_lower_temperatures(place):
+    run(options(place, "sampled", "--settings", "fsd 0.3", "tilt 0.5", "--temperature", "0.9", "--seeds", "0", "1",
+                "--cooler", "0.5", "0"))
+    rows = {row["setting"]: row for row in json.loads((place / "sampled" / "out.json").read_text())["rows"]}
+    assert list(rows) == ["exact", "fsd 0.3", "tilt 0.5", "exact at temperature 0.5", "exact at temperature 0"]
+    assert all(row["answers"] == 24 for row in rows.values())
+    assert rows["exact"]["kl_per_token"] == 0 < rows["tilt 0.5"]["kl_per_token"] < rows["fsd 0.3"]["kl_per_token"]
+    assert rows["exact at temperature 0"]["logprob_per_token"] > rows["exact"]["logprob_per_token"]
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (("--tasks", "0"), "--tasks must be at least 1, got 0"),
+        (("--seeds", "0", "1"), "greedy decoding has no seeds"),
+        (("--cooler", "0.5"), "--cooler below it"),
+        (("--settings", "fsd"), "a rule and a threshold"),
+        (("--settings", "fsd -1"), "threshold"),
+        (("--settings", "warp 1"), "unknown rule 'warp'"),
+    ],
+)
+def test_bad_options_are_refused(place, more, message):
+    with pytest.raises(ValueError, match=message):
+        options(place, "bad", *more)
+
+
+def row(setting, accuracy, time, bound=0.05, **more):
+    return {"setting": setting, "accuracy": accuracy, "time_of_exact": time, "time_of_exact_interval": [time, time],
+            "drop": 0.9 - accuracy, "drop_bound": bound, **more}
+
+
+def test_the_front_and_the_headline():
+    rows = [row("exact", 0.9, 1.0), row("fsd 0.1", 0.9, 0.95, 0.009, threshold=0.1),
+            row("fsd 0.3", 0.8, 0.7, threshold=0.3), row("tilt 1", 0.8, 0.8, threshold=1.0)]
+    assert plots.pareto(rows) == ["fsd 0.1", "fsd 0.3"]
+    assert "`fsd 0.1` takes 0.95 of `exact`'s time" in plots.headline(rows)
+    assert plots.headline(rows).startswith("At equal accuracy")
+    rows[1]["drop_bound"] = math.inf
+    assert plots.headline(rows).startswith("No setting is shown to lose at most one point")
+    assert "`fsd 0.3` takes 0.70" in plots.headline(rows)
