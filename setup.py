@@ -26,7 +26,8 @@ setup(
     },
     install_requires=["torch>=2.9", "transformers>=5.17,<6", "safetensors>=0.5", "accelerate>=1.1", "tqdm>=4.66"],
     extras_require={
-        "dev": ["pytest>=8", "hypothesis>=6.100", "ruff>=0.8"],
+        "eval": ["matplotlib>=3.8"],
+        "dev": ["matplotlib>=3.8", "pytest>=8", "hypothesis>=6.100", "ruff>=0.8"],
     },
     entry_points={"console_scripts": ["eagle-fsd=eagle_fsd.cli:main"]},
 )

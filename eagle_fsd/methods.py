@@ -62,11 +62,11 @@ def hf_generate(
     return answer
 
 
-def bare_generate(
-    target: str | Path, dtype: torch.dtype, device: torch.device, **options: object
-) -> Method:
-    """What a user of `transformers` writes: a model of its own from `AutoModelForCausalLM`, the tokenizer's chat template
-    and `generate`, all with their defaults. To see that `hf_generate` is no slower."""
+def bare_generate(target: str | Path, dtype: torch.dtype, device: torch.device, **options: object) -> Method:
+    """What a user of `transformers` writes: `AutoModelForCausalLM`, the tokenizer's chat template and `generate`.
+
+    All with their defaults, to see that `hf_generate` is no slower.
+    """
     model = AutoModelForCausalLM.from_pretrained(target, dtype=dtype).to(device)
     tokenizer = AutoTokenizer.from_pretrained(target)
 

@@ -204,7 +204,7 @@ def report(args: argparse.Namespace, runs: dict[tuple, Experiment]) -> None:
     plot(record, args.out)
     print(record["headline"])
     for name, ratio in slower.items():
-        print(f"{name} takes {ratio:.3f} of the time of a bare call" + (": NOT A FAIR BASELINE" if ratio > 1.05 else ""))
+        print(f"{name} takes {ratio:.3f} of a bare call's time" + (": NOT A FAIR BASELINE" if ratio > 1.05 else ""))
     print(table(rows, baselines))
 
 

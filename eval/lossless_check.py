@@ -1,0 +1,186 @@
+"""Whether a pair decodes losslessly: against `model.generate`, greedy token by token and sampled in distribution.
+
+    python -m eval.lossless_check --target T --draft D --questions prompts.jsonl
+
+Greedy: the share of answers that are the same token for token; for each other one where it parts, and whether the
+target's two candidates there are a numerical tie (their logits lie closer together than the same forward differs when
+its tokens are computed one by one or all at once). Sampled: both decode the first prompts many times; at every position
+the counts of tokens are compared by a chi-square test of homogeneity, with Bonferroni's correction over all of them.
+The exit status is 0 where nothing but ties differs and the samples are not told apart, else 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+import eagle_fsd
+from eagle_fsd.acceptance import RULES
+from eagle_fsd.api import encode_prompt
+from eagle_fsd.cli import exit_status, parse_tree
+from eagle_fsd.experiment import first_difference
+from eagle_fsd.methods import Method, engine, hf_generate
+from eagle_fsd.model import EagleModel
+from eval.environment import environment
+from eval.questions import load_questions
+
+LEAST_EXPECTED = 5  # rarer tokens of a position are counted together
+SIGNIFICANCE = 0.01
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Where a greedy answer parts from `model.generate`'s."""
+
+    question: int | str
+    position: int
+    theirs: int | None  # None: the answer has ended
+    ours: int | None
+    gap: float  # logit of theirs minus logit of ours, in a forward over the whole text
+    noise: float  # largest difference between two ways to compute those logits
+    tie: bool
+
+
+@torch.inference_mode()
+def explain(
+    model: EagleModel, prompt: list[int], theirs: list[int], ours: list[int], question: int | str
+) -> Difference:
+    """The first difference of two answers."""
+    at = first_difference(ours, theirs)
+    assert at is not None
+    tokens = [answer[at] if at < len(answer) else None for answer in (theirs, ours)]
+    if None in tokens:
+        return Difference(question, at, *tokens, gap=float("inf"), noise=0.0, tie=False)
+    ids = torch.tensor([prompt + theirs[:at]], device=model.target.device)
+    whole = model.target.model(ids, use_cache=False).logits[0, -1].float()
+    before = model.target.model(ids[:, :-1], use_cache=True)
+    step = model.target.model(ids[:, -1:], past_key_values=before.past_key_values).logits[0, -1].float()
+    gap = (whole[tokens[0]] - whole[tokens[1]]).item()
+    # Rounding grows with the logits' size, and the two ways show only one draw of it.
+    noise = max((whole - step).abs().max().item(), 4 * torch.finfo(model.target.dtype).eps * whole.abs().max().item())
+    return Difference(question, at, *tokens, gap=gap, noise=noise, tie=abs(gap) <= 2 * noise)
+
+
+def check_greedy(model: EagleModel, chats: dict, ours: Method, new_tokens: int) -> list[Difference]:
+    """The answers that differ, of a chat for each question."""
+    theirs, found = hf_generate(model), []
+    for question, chat in tqdm(chats.items(), desc="greedy", unit="prompt", disable=None):
+        first, second = theirs(chat, new_tokens).token_ids, ours(chat, new_tokens).token_ids
+        if first != second:
+            found.append(explain(model, encode_prompt(chat, model)[0], first, second, question))
+    return found
+
+
+def homogeneity(first: Sequence[object], second: Sequence[object]) -> float:
+    """p-value of a chi-square test that two samples come from one distribution; rare values are counted together."""
+    counts = [Counter(first), Counter(second)]
+    sizes = (len(first), len(second))
+    both = counts[0] + counts[1]
+    share = min(sizes) / sum(sizes)
+    common = [value for value, count in both.items() if count * share >= LEAST_EXPECTED]
+    cells = [[count[value] for value in common] for count in counts]
+    rest = [size - sum(row) for size, row in zip(sizes, cells, strict=True)]
+    if sum(rest):
+        for row, left in zip(cells, rest, strict=True):
+            row.append(left)
+    observed = torch.tensor(cells, dtype=torch.float64)
+    if observed.shape[1] < 2:
+        return 1.0
+    expected = observed.sum(1, keepdim=True) * observed.sum(0, keepdim=True) / observed.sum()
+    statistic = ((observed - expected) ** 2 / expected).sum()
+    freedom = torch.tensor(observed.shape[1] - 1, dtype=torch.float64)
+    return torch.special.gammaincc(freedom / 2, statistic / 2).item()
+
+
+def check_sampling(
+    model: EagleModel, chats: Sequence[list], options: dict, temperature: float, samples: int, new_tokens: int
+) -> list[dict]:
+    """For each prompt and position the p-value of the two-sample test."""
+    rows = []
+    for number, chat in enumerate(chats):
+        drawn: list[list[list[int]]] = [[], []]
+        for seed in tqdm(range(samples), desc=f"samples of prompt {number + 1}", unit="answer", disable=None):
+            # Other seeds for the two, so that nothing is shared between them.
+            methods = (hf_generate(model, temperature=temperature, seed=seed),
+                       engine(model, temperature=temperature, seed=samples + seed, **options))
+            for texts, method in zip(drawn, methods, strict=True):
+                texts.append(method(chat, new_tokens).token_ids)
+        for position in range(new_tokens):
+            first, second = ([text[position] if position < len(text) else None for text in texts] for texts in drawn)
+            rows.append({"prompt": number, "position": position, "p": homogeneity(first, second)})
+    return rows
+
+
+def run(args: argparse.Namespace) -> bool:
+    """Print and store what was found; True where nothing speaks against losslessness."""
+    eagle_fsd.make_rule(args.acceptance, args.threshold)
+    questions = load_questions(args.questions, args.prompts, args.seed, args.prompts)
+    model = eagle_fsd.load(args.target, args.draft, dtype=args.dtype, device=args.device)
+    chats = {question.id: [{"role": "user", "content": question.turns[0]}] for question in questions}
+    options = {"acceptance": args.acceptance, "threshold": args.threshold, "tree": args.tree}
+    found = check_greedy(model, chats, engine(model, **options), args.max_new_tokens)
+    same = len(chats) - len(found)
+    print(f"greedy: {same} of {len(chats)} answers are those of model.generate, token for token")
+    for difference in found:
+        cause = "a numerical tie" if difference.tie else "NOT a tie"
+        print(f"  question {difference.question}: token {difference.position + 1} is {difference.ours} for "
+              f"{difference.theirs}, {cause} (gap {difference.gap:.3g}, rounding {difference.noise:.3g})")
+    fine = all(difference.tie for difference in found)
+    record = {"environment": environment(), "arguments": {k: str(v) for k, v in vars(args).items()},
+              "dtype": str(model.target.dtype), "prompts": len(chats), "identical": same,
+              "differences": [asdict(difference) for difference in found]}
+    if args.samples:
+        rows = check_sampling(model, list(chats.values())[: args.sampled_prompts], options, args.temperature,
+                              args.samples, args.sampled_tokens)
+        smallest = min(rows, key=lambda row: row["p"])
+        corrected = min(1.0, smallest["p"] * len(rows))
+        apart = corrected < SIGNIFICANCE
+        fine &= not apart
+        print(f"sampled: {args.samples} answers of each to {args.sampled_prompts} prompts at temperature "
+              f"{args.temperature:g} are {'TOLD APART' if apart else 'not told apart'} (smallest corrected p of "
+              f"{len(rows)} tests: {corrected:.3g})")
+        record["sampling"] = {"tests": rows, "corrected_p": corrected}
+    if args.out:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    return fine
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", help="directory or hub id (default: the bundled pair)")
+    parser.add_argument("--draft", help="directory or hub id of the target's draft head")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--device")
+    parser.add_argument("--questions", type=Path, help="JSON lines (default: tasks of the generator)")
+    parser.add_argument("--prompts", type=int, default=50)
+    parser.add_argument("--max-new-tokens", type=int, default=128)
+    parser.add_argument("--acceptance", choices=RULES, default="exact", help="to see the check fail, take another")
+    parser.add_argument("--threshold", type=float)
+    parser.add_argument("--tree", type=parse_tree, metavar="N,DEPTH,K[,T]")
+    parser.add_argument("--temperature", type=float, default=1.0)
+    parser.add_argument("--samples", type=int, default=200, help="answers to each sampled prompt; 0: none")
+    parser.add_argument("--sampled-prompts", type=int, default=3)
+    parser.add_argument("--sampled-tokens", type=int, default=12)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--out", type=Path, help="JSON file for what was found")
+    return parser
+
+
+def main() -> int:
+    args = build_parser().parse_args()
+    fine = []
+    status = exit_status("eval.lossless_check", lambda: fine.append(run(args)), (ValueError, TypeError, OSError))
+    return status or int(not fine[0])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,74 @@
+"""The lossless check passes a lossless pair, and sees what is not."""
+
+import json
+import random
+import sys
+
+import pytest
+import torch
+from tiny import save_pair, tiny_pair
+
+from eval.lossless_check import explain, homogeneity, main
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("check")
+    save_pair(folder)
+    lines = (json.dumps({"prompt": a + b}) for a in "abcde" for b in "fg")
+    (folder / "prompts.jsonl").write_text("\n".join(lines))
+    return folder
+
+
+def check(place, monkeypatch, *more: str) -> int:
+    monkeypatch.setattr(sys, "argv", [
+        "eval.lossless_check", "--target", str(place / "target"), "--draft", str(place / "head"), "--questions",
+        str(place / "prompts.jsonl"), "--max-new-tokens", "12", "--tree", "8,3,3", "--device", "cpu",
+        "--out", str(place / "found.json"), "--sampled-tokens", "4", *more,
+    ])
+    return main()
+
+
+def test_exact_passes_and_its_samples_are_not_told_apart(place, monkeypatch, capsys):
+    assert check(place, monkeypatch, "--samples", "80", "--sampled-prompts", "1") == 0
+    assert "10 of 10 answers are those of model.generate" in capsys.readouterr().out
+    record = json.loads((place / "found.json").read_text())
+    assert record["identical"] == 10 and len(record["sampling"]["tests"]) == 4
+
+
+def test_a_lossy_rule_is_found_out(place, monkeypatch, capsys):
+    lossy = ("--acceptance", "fsd", "--threshold", "0.6")
+    assert check(place, monkeypatch, *lossy, "--samples", "0") == 1
+    assert "NOT a tie" in capsys.readouterr().out
+    # Rules that only sampling tells apart: greedy lenience is exact.
+    sampled = ("--acceptance", "lenience", "--threshold", "3", "--samples", "80", "--sampled-prompts", "1")
+    assert check(place, monkeypatch, *sampled) == 1
+    assert "10 of 10" in (said := capsys.readouterr().out) and "TOLD APART" in said
+
+
+def test_ties_are_known_as_such():
+    pair = tiny_pair()
+    weights = pair.target.lm_head.weight
+    prompt = [3, 1, 4, 1, 5]
+    best = pair.target.model(torch.tensor([prompt])).logits[0, -1].topk(3).indices.tolist()
+    found = explain(pair, prompt, [best[0], 9], [best[1], 9], "q")
+    assert (found.position, found.theirs, found.ours, found.tie) == (0, best[0], best[1], False) and found.gap > 0
+    with torch.no_grad():
+        weights[best[2]] = weights[best[0]] * (1 + 1e-7)
+    assert explain(pair, prompt, [best[0]], [best[2]], "q").tie
+    shorter = explain(pair, prompt, [best[0], 7], [best[0]], "q")
+    assert (shorter.position, shorter.ours, shorter.tie) == (1, None, False)
+
+
+def test_homogeneity_is_calibrated_and_has_power():
+    rng = random.Random(1)
+
+    def sample(weights, count=300):
+        return rng.choices(range(len(weights)), weights, k=count)
+
+    even, other = [5, 3, 2, 1, 0.1, 0.1], [4, 4, 2, 1, 0.1, 0.1]
+    same = [homogeneity(sample(even), sample(even)) for _ in range(400)]
+    assert 0.02 < sum(p < 0.05 for p in same) / 400 < 0.09
+    assert sum(homogeneity(sample(even), sample(other)) < 0.05 for _ in range(100)) > 40
+    assert homogeneity([1] * 50, [1] * 50) == 1.0
+    assert homogeneity([1] * 50, [2] * 50) < 1e-6
