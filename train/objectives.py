@@ -42,6 +42,8 @@ class Objective:
         divergence: Div(p, q) itself.
         gate_divergence: Div of both; a name that `eagle_fsd.generate(divergence=...)` takes.
         aligned_steps: how often the head is fed its own features, the first step included.
+        aligned_from: share of the run before which only the first step is taken: the later ones cost several times as
+            much, and teach little while the first is bad.
         step_decay: weight of step s is step_decay ** (s - 1).
         noise: features are read with uniform noise of +- this much, times 512 / length of the document.
     """
@@ -58,6 +60,7 @@ class Objective:
     gate_threshold: float = 0.1
     gate_softness: float = 0.05
     aligned_steps: int = 1
+    aligned_from: float = 0.0
     step_decay: float = 1.0
     noise: float = 0.0
 
@@ -69,6 +72,8 @@ class Objective:
             raise ValueError(f"objective: one of {', '.join(TERMS)} must have a weight above 0")
         for name in ("aligned_steps", "top_k_tokens"):
             check_count(f"objective: {name}", getattr(self, name))
+        if not 0 <= self.aligned_from < 1:
+            raise ValueError(f"objective: aligned_from must lie in [0, 1), got {self.aligned_from!r}")
         if not 0 < self.step_decay <= 1:
             raise ValueError(f"objective: step_decay must lie in (0, 1], got {self.step_decay!r}")
         if not self.gate_softness > 0:
@@ -79,15 +84,18 @@ class Objective:
 TERMS = ("regression", "soft_ce", "top_k", "tv", "overlap", "gate", "divergence")
 
 # Objectives by name. A new one is one line here; a new term is a field above and a line in `term_sums`.
+# `plain` is the reference: each of the others but `soft_ce` differs from it in one thing.
 OBJECTIVES: dict[str, Objective] = {
     "eagle": Objective(regression=1.0, soft_ce=0.1, noise=0.1),
+    "plain": Objective(regression=1.0, soft_ce=0.1),
     "soft_ce": Objective(soft_ce=1.0, regression=0.1),
-    "aligned": Objective(soft_ce=1.0, regression=0.1, aligned_steps=3, step_decay=0.8),
+    "aligned": Objective(regression=1.0, soft_ce=0.1, aligned_steps=3),
+    "late": Objective(regression=1.0, soft_ce=0.1, aligned_steps=2, aligned_from=0.7),
     "hass": Objective(regression=1.0, soft_ce=0.1, top_k=1.0, aligned_steps=3),
-    "tv": Objective(soft_ce=0.1, tv=1.0, aligned_steps=3, step_decay=0.8),
-    "overlap": Objective(overlap=1.0, aligned_steps=3, step_decay=0.8),
-    "gate": Objective(soft_ce=0.5, gate=1.0, aligned_steps=3, step_decay=0.8),
-    "divergence": Objective(soft_ce=0.5, divergence=2.0, aligned_steps=3, step_decay=0.8),
+    "tv": Objective(regression=1.0, soft_ce=0.1, tv=1.0),
+    "overlap": Objective(regression=1.0, soft_ce=0.1, overlap=1.0),
+    "gate": Objective(regression=1.0, soft_ce=0.1, gate=1.0),
+    "divergence": Objective(regression=1.0, soft_ce=0.1, divergence=2.0),
 }
 
 
@@ -177,7 +185,12 @@ class AlignedLoss(nn.Module):
         super().__init__()
         self.head = head
         self.objective = objective
+        self.steps = objective.aligned_steps
         self._logits = [logits]  # in a list: not registered, neither trained nor saved
+
+    def start(self, progress: float) -> None:
+        """Say how far the run has come, 0 to 1, before a forward: see `aligned_from`."""
+        self.steps = self.objective.aligned_steps if progress >= self.objective.aligned_from else 1
 
     def forward(
         self,
@@ -201,7 +214,7 @@ class AlignedLoss(nn.Module):
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else inputs.dtype
         needs_mask = self.head.config._attn_implementation == "eager"  # sdpa is causal by itself, without a mask
         cache, loss, agreement = DynamicCache(), target_logits.new_zeros(()), []
-        for step in range(1, objective.aligned_steps + 1):
+        for step in range(1, self.steps + 1):
             mask = None
             if step > 1 or needs_mask:
                 mask = additive(aligned_mask(length, step, tokens.device), dtype)

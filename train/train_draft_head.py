@@ -206,7 +206,9 @@ class Run:
         batch, parts = self.schedule.batch(step), accelerator.num_processes * accelerator.gradient_accumulation_steps
         # Every process knows the whole batch, and so by how many positions the sum has to be divided.
         count = max(1, self.documents.learnable(batch))
-        sums = torch.zeros(1 + config.objective.aligned_steps, device=accelerator.device)
+        loss_module = accelerator.unwrap_model(self.model)
+        loss_module.start(step / self.steps)
+        sums = torch.zeros(1 + loss_module.steps, device=accelerator.device)
         mine = shares(batch, parts)[accelerator.process_index :: accelerator.num_processes]
         for indices in mine:
             with accelerator.accumulate(self.model):
