@@ -22,7 +22,7 @@ from accelerate import PartialState
 
 import eagle_fsd
 from eagle_fsd.calibrate import DIALS
-from eagle_fsd.calibration import drop_bound
+from eagle_fsd.calibration import drop_bound, predict
 from eagle_fsd.cli import exit_status, parse_tree
 from eagle_fsd.experiment import EXACT, Experiment, paired, settings_of, summarise
 from eagle_fsd.files import append_lines, read_lines
@@ -173,9 +173,22 @@ def rows_of(args: argparse.Namespace, runs: dict[tuple, Experiment], speeds: dic
             "drop": (lost - gained) / count, "drop_interval": accuracy_interval(drops, drops.shape[1]),
             # Seeds of one question are not independent: the bound counts every question once.
             "drop_bound": drop_bound(round(lost / len(own)), round(gained / len(own)), count // len(own)),
-            **speeds.get(name, {}),
+            "predicted": None, **speeds.get(name, {}),
         })
+        if name in own[0].rules:
+            rows[-1]["predicted"] = predict([trace for run in own for trace in run.traces(name)])
     return rows
+
+
+def prediction_errors(rows: list[dict]) -> dict[str, dict[str, float]]:
+    """By setting, how far tau and KL per token predicted from the lossless pass lie above the real ones, relatively."""
+    errors: dict[str, dict[str, float]] = {"tau": {}, "kl": {}}
+    for row in rows:
+        if row["predicted"] is not None:
+            errors["tau"][row["setting"]] = row["predicted"]["tau"] / row["tau"] - 1
+            if row["kl_per_token"]:
+                errors["kl"][row["setting"]] = row["predicted"]["cost"] / row["kl_per_token"] - 1
+    return errors
 
 
 def report(args: argparse.Namespace, runs: dict[tuple, Experiment]) -> None:
@@ -192,6 +205,7 @@ def report(args: argparse.Namespace, runs: dict[tuple, Experiment]) -> None:
         row["front"] = row["setting"] in pareto(rows)
     record = {
         "environment": environment(), "arguments": {name: str(value) for name, value in vars(args).items()},
+        "prediction_errors": prediction_errors(rows),
         "questions": len(own.questions), "seeds": args.seeds, "temperature": args.temperature, "tree": repr(own.tree),
         "dtype": str(own.model.target.dtype), "headline": headline(rows),
         "baselines_over_bare_calls": slower, "rows": rows, "baselines": baselines,
