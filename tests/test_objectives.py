@@ -142,6 +142,21 @@ def test_the_loss_is_a_sum_that_splits_over_documents(pair):
     assert documents.learnable(range(3)) == 7 + 4 + 2
 
 
+def test_later_steps_begin_where_the_objective_says(pair):
+    target, head = pair
+    tokens = torch.randint(3, 32, (2, 9), generator=torch.Generator().manual_seed(0))
+    learned = torch.ones(2, 9, dtype=torch.bool)
+    features = target.decoder(tokens).last_hidden_state.detach()
+    late = Objective(regression=1.0, soft_ce=0.1, aligned_steps=2, aligned_from=0.7)
+    losses = {name: AlignedLoss(head, objective, target.logits) for name, objective in (
+        ("late", late), ("one", OBJECTIVES["plain"]), ("two", Objective(regression=1.0, soft_ce=0.1, aligned_steps=2)))}
+    for progress, same in ((0.0, "one"), (0.699, "one"), (0.7, "two"), (1.0, "two")):
+        losses["late"].start(progress)
+        for ours, theirs in zip(losses["late"](features, tokens, learned), losses[same](features, tokens, learned),
+                                strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+
+
 def test_padding_changes_nothing(pair):
     target, head = pair
     tokens = torch.randint(3, 32, (1, 9), generator=torch.Generator().manual_seed(0))
@@ -172,6 +187,7 @@ def test_only_the_head_is_trained_and_saved(pair):
         ({}, "one of regression"),
         ({"tv": 1.0, "aligned_steps": 0}, "aligned_steps"),
         ({"tv": 1.0, "step_decay": 1.5}, "step_decay"),
+        ({"tv": 1.0, "aligned_from": 1.0}, "aligned_from must lie in"),
         ({"gate": 1.0, "gate_divergence": "cosine"}, "unknown divergence 'cosine'"),
         ({"gate": 1.0, "gate_softness": 0.0}, "gate_softness"),
         ({"tv": float("nan")}, "tv must be at least 0"),
