@@ -95,6 +95,12 @@ def test_the_run_says_what_it_measured(place, finished):
     assert len(list((place / "whole" / "states").iterdir())) == 2  # keep=2
 
 
+def test_later_steps_begin_on_the_way(place):
+    run(place, "late", steps=4, objective={"name": "late", "aligned_from": 0.5}, evaluate=False)
+    records = [json.loads(line) for line in (place / "late" / "train.jsonl").read_text().splitlines()]
+    assert [len(record["top1"]) for record in records] == [1, 1, 2, 2]
+
+
 def test_a_finished_run_trains_no_further(place, finished):
     before = (place / "whole" / "train.jsonl").read_text()
     run(place, "whole")
