@@ -66,6 +66,24 @@ def table(rows: list[dict], baselines: list[dict]) -> str:
     return "\n".join(lines)
 
 
+def short_table(record: dict) -> str:
+    """Baselines, lossless decoding and the settings on the Pareto front."""
+    lines = ["| setting | accuracy | bound of the loss | s/answer | time of exact | tokens/s | vs model.generate | tau "
+             "| tokens/answer |", "|---" * 9 + "|"]
+    for row in record["baselines"]:
+        tau = "" if row["timed_tau"] is None else f"{row['timed_tau']:.2f}"
+        lines.append(f"| {row['setting']} | | | {row['seconds_per_answer']:.3f} | {row['time_of_exact']:.2f} | "
+                     f"{row['tokens_per_second']:.0f} | {row['speedup']:.2f}x | {tau} | {row['timed_tokens']:.0f} |")
+    for row in record["rows"]:
+        if "time_of_exact" in row and (row["front"] or "threshold" not in row):
+            lines.append(
+                f"| {row['setting']} | {100 * row['accuracy']:.1f}% | {100 * row['drop_bound']:.1f} | "
+                f"{row['seconds_per_answer']:.3f} | {row['time_of_exact']:.2f} | {row['tokens_per_second']:.0f} | "
+                f"{row['speedup']:.2f}x | {row['tau']:.2f} | {row['tokens_per_answer']:.0f} |"
+            )
+    return "\n".join(lines)
+
+
 def plot(record: dict, out: Path) -> list[Path]:
     """Two pictures beside `out`: the frontier, and tau and answer length against each rule's threshold.
 

@@ -9,9 +9,11 @@ import json
 from pathlib import Path
 
 from eval.benchmark import table
+from eval.plots import short_table
 
 ROOT = Path(__file__).parents[1]
-RESULTS = ROOT / "eval" / "results" / "benchmark.json"
+RESULTS = ROOT / "eval" / "results"
+SWEEPS = ("sweep-greedy", "sweep-sampled")
 BEGIN, END = "<!-- results: python -m eval.report -->", "<!-- end of results -->"
 
 
@@ -49,6 +51,32 @@ target forward; "= greedy" is the share of answers that are the target's own, to
   ({100 * cycle['outside_forwards_share']:.1f}%) of it outside the models' forwards. In ms: {parts}."""
 
 
+def sweep_section(name: str, record: dict) -> str:
+    """What a sweep has shown, its picture and its front."""
+    about = record["environment"]
+    what = "Greedy" if record["temperature"] == 0 else f"Temperature {record['temperature']:g}"
+    seeds = f", {len(record['seeds'])} seeds" if len(record["seeds"]) > 1 else ""
+    timed = next(row["timed"] for row in record["rows"] if "timed" in row)
+    return f"""**{what}, {record['questions']} tasks{seeds}** (`{about['command']}`, commit {about['commit']}, {timed} of the
+tasks timed, interleaved). {record['headline']}
+
+![Accuracy against time per answer](eval/results/{name}-frontier.png)
+
+{short_table(record)}
+
+All settings: [eval/results/{name}.md](eval/results/{name}.md)."""
+
+
+def results() -> str:
+    """All stored results, as they stand in the README."""
+    parts = [section(json.loads((RESULTS / "benchmark.json").read_text(encoding="utf-8")))]
+    for name in SWEEPS:
+        path = RESULTS / f"{name}.json"
+        if path.exists():
+            parts.append(sweep_section(name, json.loads(path.read_text(encoding="utf-8"))))
+    return "\n\n".join(parts)
+
+
 def insert(readme: str, text: str) -> str:
     """The README with the text between its marks.
 
@@ -63,8 +91,7 @@ def insert(readme: str, text: str) -> str:
 
 def main() -> None:
     readme = ROOT / "README.md"
-    record = json.loads(RESULTS.read_text(encoding="utf-8"))
-    readme.write_text(insert(readme.read_text(encoding="utf-8"), section(record)), encoding="utf-8")
+    readme.write_text(insert(readme.read_text(encoding="utf-8"), results()), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -104,9 +104,8 @@ def test_result_file(model, tmp_path, monkeypatch, capsys):
 
 
 def test_the_readme_shows_the_stored_results():
-    record = json.loads(report.RESULTS.read_text(encoding="utf-8"))
     readme = (report.ROOT / "README.md").read_text(encoding="utf-8")
-    assert report.insert(readme, report.section(record)) == readme, "run python -m eval.report"
+    assert report.insert(readme, report.results()) == readme, "run python -m eval.report"
 
 
 def test_a_readme_without_marks_is_refused():

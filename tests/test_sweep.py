@@ -7,6 +7,7 @@ import pytest
 from tiny import save_pair
 
 from eval import plots, sweep
+from eval.report import sweep_section
 from eval.sweep import build_parser, check, run
 
 TASKS = [{"prompt": a + b, "answer": "x"} for a in "abcdef" for b in "gh"]
@@ -43,6 +44,8 @@ def test_a_greedy_sweep_writes_table_and_pictures(place):
         assert row["time_of_exact_interval"][0] <= row["time_of_exact"] <= row["time_of_exact_interval"][1]
         assert row["logprob_per_token"] <= exact["logprob_per_token"] + 1e-6 or row["setting"] == "exact"
     assert rows["fsd 0.3"]["tau"] > exact["tau"] and rows["fsd 0.3"]["regret_per_token"] > 0
+    section = sweep_section("out", record)
+    assert record["headline"] in section and "| exact |" in section and "| prompt lookup |" in section
     for name in ("out-frontier.png", "out-dials.png"):
         assert (place / "greedy" / name).read_bytes().startswith(b"\x89PNG")
     assert record["headline"] in (place / "greedy" / "out.md").read_text()
