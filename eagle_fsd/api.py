@@ -16,6 +16,7 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from .acceptance import Rule, make_rule
+from .calibration import read_calibrations
 from .checkpoint import load_head
 from .config import TreeConfig
 from .draft import DraftHead
@@ -71,8 +72,8 @@ def generate(
         stop_token_ids: further tokens that end it.
         acceptance: a rule's name (exact, fsd, fsd_paper, tilt, typical, lenience, relaxed), a rule object, or a
             function from a `Verification` to log-weights [B, N, V].
-        threshold: the rule's dial. None: the value that the head is calibrated with for fsd, else 0 (lossless for fsd,
-            tilt and lenience).
+        threshold: the rule's dial. None: for fsd the value of the strictest promise about accuracy that the head is
+            calibrated for at this target, dtype, temperature and tree, else 0 (lossless for fsd, tilt and lenience).
         divergence: for the rules that gate on one: kl, reverse_kl, js, tv, js_fsd_code, or a form on the target's
             top k tokens such as js_top32.
         quality: a promise that the head is calibrated for (`eagle-fsd calibrate`), such as "accuracy_drop<=1%"; it
@@ -96,11 +97,13 @@ def generate(
     ids, batched = encode_prompt(prompt, model)
     room = check_length(len(ids), max_new_tokens, model)
     if quality is None:
-        rule = resolve_rule(acceptance, threshold, divergence, model)
+        rule = resolve_rule(acceptance, threshold, divergence, model, temperature=temperature, tree=tree)
     elif acceptance != "fsd" or threshold is not None:
         raise ValueError(f"quality={quality!r} chooses the rule and its threshold: leave acceptance and threshold out")
     else:
-        rule = make_rule(**model.calibrated(quality, temperature).options)
+        rule = make_rule(**model.calibrated(quality, temperature, tree).options)
+        if top_k or top_p < 1 or repetition_penalty != 1:
+            log.warning("%s was calibrated without top_k, top_p and repetition_penalty: it may not hold", quality)
     eos_ids = end_tokens(model)
     processors = build_processors(
         temperature=temperature, top_k=top_k, top_p=top_p, repetition_penalty=repetition_penalty,
@@ -212,12 +215,15 @@ def check_length(prompt_length: int, max_new_tokens: int, model: EagleModel) -> 
     return min(max_new_tokens, limit - prompt_length)
 
 
-def resolve_rule(acceptance: object, threshold: float | None, divergence: str | None, model: EagleModel) -> Rule:
+def resolve_rule(
+    acceptance: object, threshold: float | None, divergence: str | None, model: EagleModel, *, temperature: float,
+    tree: TreeConfig | None,
+) -> Rule:
     """The rule of these options; without a threshold the head's calibrated one, else the lossless end."""
     if not isinstance(acceptance, str):
         return make_rule(acceptance, threshold=threshold)
     if threshold is None and acceptance == "fsd":
-        threshold = model.threshold
+        threshold = model.default_threshold(divergence, temperature, tree)
         if threshold is None:
             log.info("no threshold given and none calibrated for this head: decoding losslessly (threshold 0)")
     gated = acceptance in ("fsd", "fsd_paper")
@@ -333,12 +339,15 @@ def custom_generate(
     if streamer is None:
         streamer = streamer_of_caller()
     pair = EagleModel.from_parts(model, draft if isinstance(draft, DraftHead) else load_head(draft))
+    if not isinstance(draft, DraftHead):
+        pair.calibrations = read_calibrations(draft)
     criteria, eos_ids, max_length = split_criteria(stopping_criteria or StoppingCriteriaList())
     ids = _check_ids(input_ids[0].tolist(), pair)
     if seed is not None:
         require_integer("seed", seed, 0)
     limit = (max_length if max_length is not None else generation_config.max_length) - len(ids)
-    rule = resolve_rule(acceptance, threshold, divergence, pair)
+    temperature = (generation_config.temperature or 1.0) if generation_config.do_sample else 0.0
+    rule = resolve_rule(acceptance, threshold, divergence, pair, temperature=temperature, tree=tree)
     settings = Settings(
         rule=rule,
         tree=check_tree(pair.default_tree if tree is None else tree, pair),

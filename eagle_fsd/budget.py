@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from .acceptance import Decision, Rule, Verification, make_rule, walk
 
-EXACT = make_rule("exact")
+EXACT_RULE = make_rule("exact")
 
 # The text repeats itself when it ends in this many copies of a span, together of at least so many tokens.
 COPIES, REPEATED_TOKENS, LONGEST_SPAN = 3, 12, 32
@@ -73,4 +73,4 @@ class Budget:
                 self.spent += cost
                 return decision
             self.ended = "budget"
-        return EXACT(verification)
+        return EXACT_RULE(verification)

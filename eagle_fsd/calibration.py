@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from .acceptance import Decision, Rule, Verification, Walk, walk
-from .budget import EXACT, cycle_cost
+from .budget import EXACT_RULE, cycle_cost
 from .files import save_atomically
 
 CONFIDENCE = 0.95  # one-sided, of every promise about quality
@@ -68,16 +68,19 @@ def parse_promise(text: str) -> Promise:
 
 
 def fewest_answers(margin: float, confidence: float = CONFIDENCE) -> int:
-    """How many answers are needed to tell, if not one of them is lost, that the loss is at most `margin`."""
-    z = statistics.NormalDist().inv_cdf(confidence)
-    return math.ceil(z * z * (1 - margin) / margin)
+    """How many answers are needed to tell, if not one of them is lost, that the loss is at most `margin`.
+
+    From (1 - margin)^n <= 1 - confidence, which below a few hundred asks for more than the score test.
+    """
+    return math.ceil(math.log(1 - confidence) / math.log1p(-margin))
 
 
-def drop_is_within(lost: int, gained: int, count: int, margin: float, confidence: float = CONFIDENCE) -> bool:
+def drop_is_within(lost: float, gained: float, count: int, margin: float, confidence: float = CONFIDENCE) -> bool:
     """Whether paired answers show that accuracy fell by at most `margin` (Tango, Stat. Med. 17, 1998, score test).
 
     Args:
         lost: answers that are right losslessly and wrong with the rule. gained: the reverse. count: all pairs.
+            lost and gained may be fractions: means over seeds of the same questions.
     """
     if count < 1 or not 0 < margin < 1:
         raise ValueError(f"count must be at least 1 and margin in (0, 1), got {count} and {margin}")
@@ -88,7 +91,7 @@ def drop_is_within(lost: int, gained: int, count: int, margin: float, confidence
     return (lost - gained - count * margin) / spread <= -statistics.NormalDist().inv_cdf(confidence)
 
 
-def drop_bound(lost: int, gained: int, count: int, confidence: float = CONFIDENCE) -> float:
+def drop_bound(lost: float, gained: float, count: int, confidence: float = CONFIDENCE) -> float:
     """Upper bound of the accuracy drop: the smallest margin that `drop_is_within` accepts."""
     low, high = 0.0, 1.0
     for _ in range(50):
@@ -128,8 +131,8 @@ class Trace:
     """What one setting would have done in the cycles of one lossless answer."""
 
     lengths: list[int] = field(default_factory=list)  # accepted draft tokens
-    costs: list[float] = field(default_factory=list)  # nats, see `cycle_cost`; NaN where not known
-    diverges: bool = False  # whether any cycle would have emitted other tokens
+    costs: list[float | None] = field(default_factory=list)  # nats, see `cycle_cost`; None where not known
+    diverges: bool = False  # whether any cycle would have emitted other tokens, or fewer at a time
 
 
 def emitted(verification: Verification, walked: Walk, stop_ids: Collection[int] = ()) -> list[int]:
@@ -152,7 +155,7 @@ class Observer:
         self.traces = {name: Trace() for name in rules}
 
     def __call__(self, verification: Verification) -> Decision:
-        exact = EXACT(verification)
+        exact = EXACT_RULE(verification)
         said = emitted(verification, walk(verification, exact), self.stop_ids)
         for name, rule in self.rules.items():
             decision = rule(verification)
@@ -160,20 +163,22 @@ class Observer:
             trace = self.traces[name]
             trace.lengths.append(walked.length.item())
             known = verification.greedy or decision.kl is not None
-            trace.costs.append(cycle_cost(verification, decision) if known else math.nan)
+            trace.costs.append(cycle_cost(verification, decision) if known else None)
             trace.diverges |= emitted(verification, walked, self.stop_ids) != said
         return exact
 
 
-def predict(traces: Sequence[Trace]) -> dict[str, float]:
+def predict(traces: Sequence[Trace]) -> dict[str, float | None]:
     """What the traces of all answers say about a setting, without generating.
 
     Returns:
-        tau: mean over the lossless cycles. cost: nats per emitted token. diverging: share of answers.
+        tau: mean over the lossless cycles. cost: nats per emitted token, None where not known. diverging: share of
+        answers that change, at most.
     """
-    tau = statistics.fmean(length + 1 for trace in traces for length in trace.lengths)
-    cost = statistics.fmean(cost for trace in traces for cost in trace.costs)
-    return {"tau": tau, "cost": cost / tau, "diverging": statistics.fmean(trace.diverges for trace in traces)}
+    lengths = [length + 1 for trace in traces for length in trace.lengths] or [1]
+    costs = [cost for trace in traces for cost in trace.costs]
+    return {"tau": statistics.fmean(lengths), "cost": None if None in costs else sum(costs) / sum(lengths),
+            "diverging": statistics.fmean(trace.diverges for trace in traces)}
 
 
 # Results -----------------------------------------------------------------------------------------------------
@@ -186,8 +191,10 @@ class Calibration:
     promise: str
     options: dict[str, Any]  # of `make_rule`
     temperature: float
-    target: str
+    target: str  # digest
+    head: str  # digest
     dtype: str
+    tree: str
     prompts: str  # the file, or what it was
     answers: int
     measured: dict[str, float]
@@ -209,20 +216,13 @@ def read_calibrations(head: str | Path) -> list[Calibration]:
     try:
         return [Calibration(**entry) for entry in json.loads(path.read_text(encoding="utf-8"))["calibrations"]]
     except (ValueError, TypeError, KeyError) as error:
-        raise ValueError(f"{path} cannot be read ({error}); calibrate again") from error
-
-
-def default_threshold(calibrations: Sequence[Calibration]) -> float | None:
-    """The safest threshold of fsd that keeps a promise about quality, where there is one."""
-    found = [entry.options.get("threshold", 0.0) for entry in calibrations
-             if entry.options["rule"] == "fsd" and not entry.promise.startswith("speedup")]
-    return min(found, default=None)
+        raise ValueError(f"{path} cannot be read ({error}); delete it and calibrate again") from error
 
 
 def store_calibration(head: str | Path, calibration: Calibration) -> Path:
-    """Add one to those beside a head, in place of one for the same promise, target, dtype and temperature."""
+    """Add one to those beside a head, in place of one for the same promise and circumstances."""
     def key(entry: Calibration) -> tuple:
-        return entry.promise, entry.target, entry.dtype, entry.temperature
+        return entry.promise, entry.target, entry.head, entry.dtype, entry.temperature, entry.tree
 
     kept = [entry for entry in read_calibrations(head) if key(entry) != key(calibration)]
     record = {"calibrations": [asdict(entry) for entry in [*kept, calibration]]}

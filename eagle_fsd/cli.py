@@ -1,4 +1,4 @@
-"""Command line: `eagle-fsd generate|demo|inspect|export`."""
+"""Command line: `eagle-fsd generate|demo|calibrate|inspect|export`."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ from . import __version__
 from .acceptance import RULES, make_rule
 from .api import generate
 from .calibrate import DIALS, calibrate, check_promise
-from .calibration import parse_promise, store_calibration
+from .calibration import parse_promise, read_calibrations, store_calibration
 from .config import TreeConfig
+from .experiment import fingerprint
 from .export import LAYOUTS, export_head, inspect_head
 from .generation import Receipt
 from .grading import extract_result
@@ -190,23 +191,24 @@ def run_calibrate(args: argparse.Namespace) -> None:
     questions = read_questions(args.prompts)[: args.limit]
     dials = {rule: args.thresholds or DIALS[rule] for rule in args.acceptance}
     options = {"divergence": args.divergence} if args.divergence else {}
-    for rule, thresholds in dials.items():
-        for threshold in thresholds:
-            make_rule(rule, threshold, **options)
-    check_promise(promise, questions, args.temperature, args.acceptance)
+    rules = {rule: [make_rule(rule, t, **options) for t in thresholds] for rule, thresholds in dials.items()}
+    check_promise(promise, questions, args.temperature, rules)
     out = args.out or Path(args.draft or demo_directory("demo-draft"))
     if not out.is_dir():
         raise ValueError(f"{out} is no directory to store calibration.json in: give --out")
+    read_calibrations(out)
+    record = args.log or out / f"calibration-{fingerprint(questions)}-{args.temperature:g}.log.jsonl"
     model = load(**{name: getattr(args, name) for name in MODEL_OPTIONS})
     found = calibrate(
-        model, questions, promise, args.log or out / "calibration.log.jsonl", dials=dials, options=options,
+        model, questions, promise, record, dials=dials, options=options,
         temperature=args.temperature, max_new_tokens=args.max_new_tokens, seed=args.seed, tree=args.tree,
         timed=args.timed, prompts=str(args.prompts), run_code=args.run_code, report=print,
     )
     path = store_calibration(out, found)
     chosen = ", ".join(f"{name} {value}" for name, value in found.options.items())
     print(f"{found.promise}: {chosen}; {found.measured['speedup']:.2f}x model.generate, "
-          f"{found.measured['time_of_exact']:.3f} of exact's time per answer; stored in {path}")
+          f"{found.measured['time_of_exact']:.3f} of exact's time per answer; stored in {path}"
+          + (f" (load with calibration={str(out)!r})" if args.out else ""))
 
 
 def run_inspect(args: argparse.Namespace) -> None:

@@ -7,11 +7,11 @@ and several processes can share the work.
 
 from __future__ import annotations
 
-import functools
+import hashlib
 import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, astuple
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -28,8 +28,9 @@ from .grading import is_right
 from .methods import engine
 from .model import EagleModel
 from .questions import Question, converse
+from .target import weights_digest
 
-EXACT = "exact"
+EXACT = "exact"  # the setting that is always there
 LOW = -math.log(0.2)  # regret of a token with a fifth of the best one's probability
 GRAM = 4
 
@@ -81,16 +82,22 @@ def describe(outputs: Sequence[Output], reference: Sequence[int] | None = None) 
     }
 
 
+def fingerprint(questions: Iterable[Question]) -> str:
+    """A hash of the questions, by which a file of answers knows what it answers."""
+    return hashlib.sha256(repr([astuple(question) for question in questions]).encode()).hexdigest()[:16]
+
+
 class Experiment:
     """Questions answered under settings.
 
     Args:
         settings: arguments of `make_rule` by name, `threshold` among them; lossless decoding ("exact") is always there.
-        log: JSON lines file of finished records.
+        log: JSON lines file of finished records, begun for these questions, models and options.
         share: (number, count): this process does every count-th question, and writes to the same file as the others.
+            The first one has to begin the file before the others come.
 
     Raises:
-        ValueError: the file was begun with other settings, or a question is bad.
+        ValueError: the file was begun for something else, or a setting is bad.
     """
 
     def __init__(
@@ -98,30 +105,47 @@ class Experiment:
         temperature: float = 0.0, max_new_tokens: int = 256, seed: int = 0, tree: TreeConfig | None = None,
         run_code: bool = False, share: tuple[int, int] = (0, 1),
     ) -> None:
+        assert model.draft is not None
+        if EXACT in settings:
+            raise ValueError(f"a setting cannot be called {EXACT!r}: that is lossless decoding, which is always there")
         self.model, self.questions, self.log, self.share = model, list(questions), log, share
         self.rules = {name: make_rule(**options) for name, options in settings.items()}
         self.temperature, self.max_new_tokens, self.seed = temperature, max_new_tokens, seed
         self.tree, self.run_code = model.default_tree if tree is None else tree, run_code
         self.records: dict[tuple[str, int | str], dict[str, Any]] = {}
-        about = {"temperature": temperature, "max_new_tokens": max_new_tokens, "seed": seed, "tree": repr(self.tree)}
-        begun, *finished = read_lines(log) or [None]
+        about = {
+            "questions": fingerprint(questions), "target": model.target.digest(), "head": weights_digest(model.draft),
+            "dtype": str(model.target.dtype), "temperature": temperature, "max_new_tokens": max_new_tokens,
+            "seed": seed, "tree": repr(self.tree),
+        }
+        begun, *finished = read_lines(log, repair=share[0] == 0) or [None]
         if begun is None:
             log.parent.mkdir(parents=True, exist_ok=True)
             append_lines(log, [about])
         elif begun != about:
-            raise ValueError(f"{log} was begun with other settings, {begun}; delete it or choose another file")
+            changed = [name for name, value in about.items() if begun.get(name) != value]
+            raise ValueError(f"{log} was begun with other {', '.join(changed)}; delete it or choose another file")
         for record in finished:
-            self.records[record["setting"], record["question"]] = record
+            self._take(record)
 
-    @functools.cached_property
-    def numbers(self) -> dict[int | str, int]:
-        return {question.id: number for number, question in enumerate(self.questions)}
+    def _take(self, record: dict) -> None:
+        """Keep a record in memory, unless it is of a rule that has changed its meaning."""
+        name, key = record["setting"], (record["setting"], record["question"])
+        if name == EXACT:
+            before = self.records.get(key, {"traces": {}})["traces"]
+            record["traces"] = {**before, **{
+                name: trace for name, trace in record["traces"].items() if trace["rule"] == repr(self.rules.get(name))
+            }}
+        elif record["rule"] != repr(self.rules.get(name)):
+            return
+        self.records[key] = record
+
+    def _keep(self, record: dict) -> None:
+        append_lines(self.log, [record])
+        self._take(record)
 
     def _converse(self, question: Question, acceptance: Callable | Rule) -> list[Output]:
-        answer = engine(
-            self.model, acceptance=acceptance, tree=self.tree, temperature=self.temperature,
-            seed=self.seed * 1_000_003 + self.numbers[question.id],
-        )
+        answer = engine(self.model, acceptance=acceptance, tree=self.tree, temperature=self.temperature, seed=self.seed)
         answers = converse(lambda chat: answer(chat, self.max_new_tokens), question.turns)
         return [answer.output for answer in answers]
 
@@ -132,54 +156,59 @@ class Experiment:
         return {"setting": setting, "question": question.id, "correct": right if right is None else right and complete,
                 **describe(outputs, reference), "text": text}
 
-    def _keep(self, record: dict) -> dict:
-        append_lines(self.log, [record])
-        self.records[record["setting"], record["question"]] = record
-        return record
-
-    @property
-    def mine(self) -> list[Question]:
-        return self.questions[self.share[0] :: self.share[1]]
-
     def observe(self) -> None:
         """The lossless pass: every question's exact answer, with the traces of all settings."""
-        for question in tqdm(self._missing(EXACT), desc="lossless pass", unit="question", disable=None):
+        def is_missing(question: Question) -> bool:
+            record = self.records.get((EXACT, question.id))
+            return record is None or not self.rules.keys() <= record["traces"].keys()
+
+        missing = [question for question in self._mine if is_missing(question)]
+        for question in tqdm(missing, desc="lossless pass", unit="question", disable=None):
             observer = Observer(self.rules, end_tokens(self.model))
             outputs = self._converse(question, observer)
             tokens = [token for output in outputs for token in output.token_ids]
-            record = self._record(EXACT, question, outputs, tokens)
-            self._keep({**record, "kl": 0.0 if self.temperature else None, "token_ids": tokens,
-                        "traces": {name: asdict(trace) for name, trace in observer.traces.items()}})
-
-    def _missing(self, setting: str) -> list[Question]:
-        def is_missing(question: Question) -> bool:
-            record = self.records.get((setting, question.id))
-            return record is None or setting == EXACT and not self.rules.keys() <= record["traces"].keys()
-
-        return [question for question in self.mine if is_missing(question)]
+            traces = {name: {**asdict(trace), "rule": repr(self.rules[name])}
+                      for name, trace in observer.traces.items()}
+            self._keep({**self._record(EXACT, question, outputs, tokens), "kl": 0.0 if self.temperature else None,
+                        "token_ids": tokens, "traces": traces})
 
     def answer(self, setting: str) -> None:
-        """A setting's answers where they differ from the lossless ones; after `observe`."""
+        """A setting's answers where they may differ from the lossless ones; after `observe`."""
         rule = self.rules[setting]
-        for question in tqdm(self._missing(setting), desc=setting, unit="question", disable=None):
-            exact = self.records[EXACT, question.id]
-            trace = Trace(**exact["traces"][setting])
-            if not trace.diverges:
-                continue
+        missing = [question for question in self._mine if self._is_missing(setting, question)]
+        for question in tqdm(missing, desc=setting, unit="question", disable=None):
             meter = Meter(rule)
             outputs = self._converse(question, meter)
-            record = self._record(setting, question, outputs, exact["token_ids"])
-            self._keep({**record, "kl": meter.kl if self._knows_kl(rule) else None})
+            record = self._record(setting, question, outputs, self.records[EXACT, question.id]["token_ids"])
+            self._keep({**record, "rule": repr(rule), "kl": meter.kl if self._knows_kl(rule) else None})
+
+    @property
+    def _mine(self) -> list[Question]:
+        return self.questions[self.share[0] :: self.share[1]]
+
+    def _is_missing(self, setting: str, question: Question) -> bool:
+        exact = self.records.get((EXACT, question.id))
+        if exact is None or setting != EXACT and setting not in exact["traces"]:
+            return True
+        return (setting, question.id) not in self.records and exact["traces"][setting]["diverges"]
 
     def _knows_kl(self, rule: Rule) -> bool:
         return self.temperature > 0 and rule.knows_kl
 
     def traces(self, setting: str) -> list[Trace]:
-        """Of the questions that have been observed."""
-        return [Trace(**record["traces"][setting]) for (name, _), record in self.records.items() if name == EXACT]
+        """What the setting would have done in each lossless answer."""
+        found = [self.records[EXACT, question.id]["traces"][setting] for question in self.questions]
+        return [Trace(trace["lengths"], trace["costs"], trace["diverges"]) for trace in found]
 
     def results(self, setting: str) -> list[dict[str, Any]]:
-        """A setting's records in the order of the questions, those that equal the lossless ones included."""
+        """A setting's records in the order of the questions, those that equal the lossless ones included.
+
+        Raises:
+            ValueError: some are not there yet.
+        """
+        missing = sum(self._is_missing(setting, question) for question in self.questions)
+        if missing:
+            raise ValueError(f"{missing} answers of {setting} are missing in {self.log}: finish them first")
         found = []
         for question in self.questions:
             record = self.records.get((setting, question.id))
@@ -189,11 +218,6 @@ class Experiment:
                 record = {**exact, "setting": setting, "kl": kl}
             found.append(record)
         return found
-
-    def reload(self) -> None:
-        """Read what other processes have added."""
-        for record in read_lines(self.log)[1:]:
-            self.records[record["setting"], record["question"]] = record
 
 
 def summarise(records: Iterable[dict[str, Any]]) -> dict[str, Any]:
@@ -213,7 +237,8 @@ def summarise(records: Iterable[dict[str, Any]]) -> dict[str, Any]:
         "low_per_thousand": 1000 * sum(r["low"] for r in records) / tokens,
         "logprob_per_token": sum(r["logprob"] for r in records) / tokens,
         "regret_per_token": sum(r["regret"] for r in records) / tokens,
-        "kl_per_token": None if None in kl else sum(kl) / tokens,
+        # Of all tokens that the cycles emitted, those behind an end included, as the KL is.
+        "kl_per_token": None if None in kl else sum(kl) / max(1, cycles + sum(r["accepted"] for r in records)),
         "differing": len(parted) / len(records),
         "median_first_difference": statistics.median(parted) if parted else None,
         "repetition": statistics.fmean(r["repetition"] for r in records),
@@ -228,6 +253,12 @@ def paired(records: Sequence[dict[str, Any]], reference: Sequence[dict[str, Any]
     return (sum(theirs and not ours for theirs, ours in pairs), sum(ours and not theirs for theirs, ours in pairs),
             len(pairs))
 
+
+
+def spread(questions: Sequence[Question], count: int) -> list[Question]:
+    """At most `count` of the questions, evenly spaced: files are often sorted by category."""
+    count = min(count, len(questions))
+    return [questions[number * len(questions) // count] for number in range(count)]
 
 
 def settings_of(rules: Mapping[str, Sequence[float]], **options: object) -> dict[str, dict[str, Any]]:

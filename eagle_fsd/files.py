@@ -8,9 +8,11 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 
-def read_lines(path: Path) -> list:
-    """The values of a JSON lines file, none where it does not exist. What an interruption has left of a last line is
-    taken away, so that the file can be added to.
+def read_lines(path: Path, repair: bool = True) -> list:
+    """The values of a JSON lines file, none where it does not exist; a last line that was cut off does not count.
+
+    Args:
+        repair: take such a line away from the file, so that it can be added to; not while others are writing.
 
     Raises:
         ValueError: a complete line that is no JSON.
@@ -18,7 +20,7 @@ def read_lines(path: Path) -> list:
     if not path.exists():
         return []
     whole, _, cut_off = path.read_bytes().rpartition(b"\n")
-    if cut_off:
+    if cut_off and repair:
         os.truncate(path, path.stat().st_size - len(cut_off))
     return [json.loads(line) for line in whole.decode().split("\n")] if whole else []
 

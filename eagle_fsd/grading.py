@@ -62,15 +62,28 @@ def is_right(question: Question, text: str, *, run_code: bool = False) -> bool |
     if question.category == "humaneval":
         if not run_code:
             raise ValueError("grading HumanEval runs generated programs; allow it with --run-code")
-        return None if question.tests is None else passes(question.turns[-1] + cut_program(text), question.tests)
+        return None if question.tests is None else passes(program_of(question, text), question.tests)
     if question.answer is None:
         return None
-    if question.category == "gsm8k":
+    if question.category == "gsm8k" and final_number(question.answer) is not None:
         return final_number(text) == final_number(question.answer)
     if question.category == "json":
         return same_json(extract_result(text) or "", question.answer)
     stated = extract_result(text)
     return (text.strip() if stated is None else stated) == question.answer.strip()
+
+
+def program_of(question: Question, text: str) -> str:
+    """The program that an answer gives: the prompt with its completion, or a fenced block that has the function."""
+    prompt = question.turns[-1]
+    fenced = re.findall(r"```(?:[Pp]y\w*)?\n(.*?)```", text, flags=re.DOTALL)
+    asked = re.findall(r"^def (\w+)", prompt, flags=re.MULTILINE)
+    if fenced:
+        whole = next((block for block in reversed(fenced) if asked and f"def {asked[-1]}" in block), None)
+        if whole is not None:
+            return prompt[: prompt.index(f"def {asked[-1]}")] + whole  # with the prompt's imports and helpers
+        text = fenced[-1]
+    return prompt + cut_program(text)
 
 
 def cut_program(text: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import statistics
 import time
+import zlib
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
@@ -32,18 +33,27 @@ class Answer:
 Method = Callable[[object, int], Answer]  # (prompt, max_new_tokens)
 
 
+def prompt_seed(seed: int, prompt: object) -> int:
+    """A seed for one prompt, so that prompts of one length do not share their noise."""
+    return seed + (zlib.crc32(repr(prompt).encode()) << 16)
+
+
 def hf_generate(
     model: EagleModel, *, temperature: float = 0.0, seed: int = 0, assistant: PreTrainedModel | None = None,
     **options: object,
 ) -> Method:
     """`model.generate` with its own defaults: the users' baseline.
 
+    When sampling, top-k and top-p are off, as in our engine: `transformers` would keep the 50 best tokens.
+
     Args:
-        seed: of torch's global generator, set before each sampled answer.
+        seed: of torch's global generator, set before each sampled answer, together with the prompt.
         assistant: a smaller model of the same tokenizer, for assisted decoding.
         options: others of `model.generate`, such as `prompt_lookup_num_tokens=10`.
     """
-    sampling = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
+    sampling: dict[str, object] = {"do_sample": False}
+    if temperature:
+        sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
     if assistant is not None:
         options["assistant_model"] = assistant
 
@@ -51,7 +61,7 @@ def hf_generate(
         started = time.perf_counter()
         ids = torch.tensor([encode_prompt(prompt, model)[0]], device=model.target.device)
         if temperature:
-            torch.manual_seed(seed)
+            torch.manual_seed(prompt_seed(seed, prompt))
         sequence = model.target.model.generate(
             ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_new_tokens, **sampling, **options
         )
@@ -84,31 +94,36 @@ def bare_generate(target: str | Path, dtype: torch.dtype, device: torch.device, 
 
 
 def engine(model: EagleModel, *, plain: bool = False, **options: object) -> Method:
-    """`eagle_fsd.generate` with these options; `plain`: the same engine without a draft head."""
+    """`eagle_fsd.generate` with these options; `plain`: the same engine without a draft head.
+
+    A `seed` among the options goes together with the prompt.
+    """
     used = EagleModel(model.target, None, model.tokenizer) if plain else model
 
     def answer(prompt: object, max_new_tokens: int) -> Answer:
         started = time.perf_counter()
-        output = generate(prompt, used, max_new_tokens=max_new_tokens, **options)
+        given = {**options, "seed": prompt_seed(options["seed"], prompt)} if "seed" in options else options
+        output = generate(prompt, used, max_new_tokens=max_new_tokens, **given)
         return Answer(time.perf_counter() - started, output.token_ids, output.text, output)
 
     return answer
 
 
 def interleaved(
-    methods: Mapping[Hashable, Method], prompts: Sequence, max_new_tokens: int, repeats: int, *, warm_up: int = 2
+    methods: Mapping[Hashable, Method], prompts: Sequence, max_new_tokens: int, repeats: int, *, warm_up: int = 2,
+    start: int = 0,
 ) -> dict[Hashable, list[Answer]]:
     """Each method's answers, with the median time of `repeats` runs.
 
     Every prompt is answered by every method before the next one, in an order that rotates, so that a slow moment of the
-    machine meets all alike; the first `warm_up` prompts are run once unmeasured.
+    machine meets all alike; the first `warm_up` prompts are run once unmeasured. `start`: where in the rotation.
     """
     names = list(methods)
     for prompt in prompts[:warm_up]:
         for name in names:
             methods[name](prompt, 32)
     answers: dict[Hashable, list[Answer]] = defaultdict(list)
-    for number, prompt in enumerate(tqdm(prompts, desc="timing", unit="prompt", disable=None)):
+    for number, prompt in enumerate(tqdm(prompts, desc="timing", unit="prompt", disable=None), start):
         runs: dict[Hashable, list[Answer]] = defaultdict(list)
         for repeat in range(repeats):
             shift = (number + repeat) % len(names)

@@ -12,11 +12,11 @@ from weakref import WeakSet
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from .calibration import Calibration, default_threshold, parse_promise, read_calibrations
+from .calibration import Calibration, parse_promise, read_calibrations
 from .checkpoint import load_head
 from .config import CPU_TREE, GPU_TREE, TreeConfig
 from .draft import DraftHead
-from .target import TargetModel
+from .target import TargetModel, weights_digest
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +34,6 @@ class EagleModel:
     draft: DraftHead | None
     tokenizer: PreTrainedTokenizerBase | None = None
     calibrations: Sequence[Calibration] = ()  # those stored beside the head
-    threshold: float | None = None  # of fsd where none is given, where the head is calibrated
 
     @classmethod
     def from_parts(
@@ -51,10 +50,15 @@ class EagleModel:
             fit_head(draft, adapter)
         return cls(adapter, draft, tokenizer)
 
-    def calibrated(self, promise: str, temperature: float) -> Calibration:
+    def _circumstances(self, temperature: float, tree: TreeConfig | None) -> dict[str, object]:
+        assert self.draft is not None
+        return {"target": self.target.digest(), "head": weights_digest(self.draft), "dtype": str(self.target.dtype),
+                "temperature": float(temperature), "tree": repr(tree or self.default_tree)}
+
+    def calibrated(self, promise: str, temperature: float, tree: TreeConfig | None = None) -> Calibration:
         """The stored calibration for a promise such as "accuracy_drop<=1%".
 
-        One for another target, dtype or temperature is taken with a warning where there is no better one.
+        One for another target, head, dtype, temperature or tree is taken with a warning where there is no better one.
 
         Raises:
             ValueError: there is none for the promise.
@@ -64,7 +68,7 @@ class EagleModel:
         if not known:
             stored = ", ".join(sorted({entry.promise for entry in self.calibrations})) or "none"
             raise ValueError(f"the head is not calibrated for {wanted} (calibrated: {stored}); run eagle-fsd calibrate")
-        ours = {"target": self.target.digest(), "dtype": str(self.target.dtype), "temperature": float(temperature)}
+        ours = self._circumstances(temperature, tree)
 
         def differing(entry: Calibration) -> list[str]:
             return [name for name, value in ours.items() if getattr(entry, name) != value]
@@ -74,6 +78,22 @@ class EagleModel:
             log.warning("%s was calibrated with %s %s, not %s: the promise may not hold", wanted, name,
                         getattr(best, name), ours[name])
         return best
+
+    def default_threshold(self, divergence: str | None, temperature: float, tree: TreeConfig | None) -> float | None:
+        """That of fsd where none is given: of the strictest promise about accuracy that was calibrated under the very
+        same circumstances; None where there is none."""
+        if not self.calibrations or self.draft is None:
+            return None
+        ours = self._circumstances(temperature, tree)
+        found = [entry for entry in self.calibrations if entry.promise.startswith("accuracy_drop")
+                 and entry.options["rule"] in ("fsd", "exact")
+                 and all(getattr(entry, name) == value for name, value in ours.items())]
+        strictest = min(found, key=lambda entry: parse_promise(entry.promise).limit, default=None)
+        if strictest is None:
+            return None
+        options = {"threshold": 0.0, "divergence": "js", **strictest.options}
+        usual = options.keys() <= {"rule", "threshold", "divergence"} and options["divergence"] in (divergence, None)
+        return options["threshold"] if options["rule"] == "exact" or usual else None
 
     @property
     def default_tree(self) -> TreeConfig:
@@ -115,6 +135,7 @@ def load(
     device_map: str | dict | None = None,
     attn_implementation: str | None = None,
     trust_remote_code: bool = False,
+    calibration: str | Path | None = None,
 ) -> EagleModel:
     """Load a target and its draft head.
 
@@ -125,6 +146,7 @@ def load(
         device_map: placement by accelerate, instead of `device`; the head goes where the output layer is.
         attn_implementation: "sdpa" or "eager"; default: sdpa where the model has it.
         trust_remote_code: allow a target to run code from its repository.
+        calibration: directory of `calibration.json` (see `eagle-fsd calibrate`); None: the head's.
 
     Raises:
         ValueError: only one of the two given, a head that does not fit, an unsupported target or attention.
@@ -143,8 +165,7 @@ def load(
         trust_remote_code=trust_remote_code,
     )
     pair = EagleModel.from_parts(model, head, tokenizer)
-    pair.calibrations = read_calibrations(draft)
-    pair.threshold = default_threshold(pair.calibrations)
+    pair.calibrations = read_calibrations(draft if calibration is None else calibration)
     return pair
 
 

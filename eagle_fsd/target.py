@@ -106,11 +106,8 @@ class TargetModel:
         return self.embed_tokens if self.device == device else copy_to(self.embed_tokens, device)
 
     def digest(self) -> str:
-        """What tells one target from another, whatever dtype it is loaded in: its shape and a sample of its output
-        weights."""
-        weights = self.lm_head.weight.detach().flatten()
-        sample = weights[:: max(1, weights.numel() // 997)].to(torch.bfloat16).double()
-        return f"{type(self.model).__name__}/{self.hidden_size}/{self.vocab_size}/{sample.sum().item():.9g}"
+        """What tells one target from another, whatever dtype it is loaded in: its shape and a sample of its weights."""
+        return f"{type(self.model).__name__}/{self.hidden_size}/{self.vocab_size}/{weights_digest(self.model)}"
 
     def new_cache(self, capacity: int) -> TreeCache:
         """An empty cache for `capacity` positions."""
@@ -144,6 +141,16 @@ class TargetModel:
     def logits(self, features: Tensor) -> Tensor:
         """Raw next-token logits [..., V] in float32."""
         return output_logits(self.lm_head, features, self.softcap)
+
+
+def weights_digest(module: nn.Module) -> str:
+    """A number from a few of each parameter's values in bf16; those that are offloaded do not count."""
+    total = 0.0
+    for number, weight in enumerate(module.parameters(), 1):
+        if not weight.is_meta:
+            values = weight.detach().flatten()[:: max(1, weight.numel() // 97)]
+            total += values.to(torch.bfloat16).double().sum().item() / number
+    return f"{total:.9g}"
 
 
 def output_logits(lm_head: nn.Module, features: Tensor, softcap: float | None) -> Tensor:

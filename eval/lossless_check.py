@@ -3,10 +3,12 @@
     python -m eval.lossless_check --target T --draft D --questions prompts.jsonl
 
 Greedy: the share of answers that are the same token for token; for each other one where it parts, and whether the
-target's two candidates there are a numerical tie (their logits lie closer together than the same forward differs when
-its tokens are computed one by one or all at once). Sampled: both decode the first prompts many times; at every position
-the counts of tokens are compared by a chi-square test of homogeneity, with Bonferroni's correction over all of them.
-The exit status is 0 where nothing but ties differs and the samples are not told apart, else 1.
+target's two candidates there are a numerical tie: their logits lie no further apart than their gap changes between a
+forward over the whole text and one over its last token, plus the rounding of the logits themselves.
+
+Sampled: both decode the first prompts many times; at every position the counts of tokens are compared by a chi-square
+test of homogeneity, with Bonferroni's correction over all of them. The exit status is 0 where nothing but ties differs
+and the samples are not told apart, else 1.
 """
 
 from __future__ import annotations
@@ -45,7 +47,7 @@ class Difference:
     theirs: int | None  # None: the answer has ended
     ours: int | None
     gap: float  # logit of theirs minus logit of ours, in a forward over the whole text
-    noise: float  # largest difference between two ways to compute those logits
+    noise: float  # by how much the gap differs between two ways to compute it, and the rounding of its logits
     tie: bool
 
 
@@ -63,10 +65,10 @@ def explain(
     whole = model.target.model(ids, use_cache=False).logits[0, -1].float()
     before = model.target.model(ids[:, :-1], use_cache=True)
     step = model.target.model(ids[:, -1:], past_key_values=before.past_key_values).logits[0, -1].float()
-    gap = (whole[tokens[0]] - whole[tokens[1]]).item()
-    # Rounding grows with the logits' size, and the two ways show only one draw of it.
-    noise = max((whole - step).abs().max().item(), 4 * torch.finfo(model.target.dtype).eps * whole.abs().max().item())
-    return Difference(question, at, *tokens, gap=gap, noise=noise, tie=abs(gap) <= 2 * noise)
+    gap, other_gap = ((logits[tokens[0]] - logits[tokens[1]]).item() for logits in (whole, step))
+    # What the two ways differ by, and the rounding of the two logits themselves.
+    noise = abs(gap - other_gap) + torch.finfo(model.target.dtype).eps * whole[tokens].abs().max().item()
+    return Difference(question, at, *tokens, gap=gap, noise=noise, tie=abs(gap) <= noise)
 
 
 def check_greedy(model: EagleModel, chats: dict, ours: Method, new_tokens: int) -> list[Difference]:

@@ -40,18 +40,19 @@ def temperature_of(question: Question, temperature: str | float) -> float:
     return CATEGORY_TEMPERATURES.get(question.category, 0.0) if temperature == "category" else float(temperature)
 
 
-def method_of(model: eagle_fsd.EagleModel, temperature: float, args: argparse.Namespace) -> Method:
+def method_of(model: eagle_fsd.EagleModel, temperature: float, seed: int, args: argparse.Namespace) -> Method:
     if args.baseline:
-        return hf_generate(model, temperature=temperature, seed=args.seed)
-    return engine(model, temperature=temperature, seed=args.seed, tree=args.tree, acceptance=args.acceptance,
+        return hf_generate(model, temperature=temperature, seed=seed)
+    return engine(model, temperature=temperature, seed=seed, tree=args.tree, acceptance=args.acceptance,
                   threshold=args.threshold, divergence=args.divergence)
 
 
 def answer_question(model: eagle_fsd.EagleModel, question: Question, args: argparse.Namespace) -> dict:
     """FastChat's record of one question, with the target's forwards as idxs and the tokens of each."""
-    method, choices = method_of(model, temperature_of(question, args.temperature), args), []
+    choices = []
     for index in range(args.num_choices):
-        answers = converse(lambda chat: method(chat, args.max_new_tokens), question.turns)
+        method = method_of(model, temperature_of(question, args.temperature), args.seed + index, args)
+        answers = converse(lambda chat, method=method: method(chat, args.max_new_tokens), question.turns)
         counts = [len(answer.token_ids) for answer in answers]
         lengths = [answer.output.stats.accepted_lengths if answer.output else None for answer in answers]
         choices.append({
@@ -72,8 +73,8 @@ def read_answers(path: Path) -> dict[int | str, dict]:
 def settings(args: argparse.Namespace) -> dict:
     """What a resumed file must have in common."""
     names = ("target", "draft", "baseline", "acceptance", "threshold", "divergence", "temperature", "max_new_tokens",
-             "seed", "num_choices")
-    return {**{name: getattr(args, name) for name in names}, "tree": repr(args.tree)}
+             "seed", "num_choices", "dtype")
+    return {**{name: getattr(args, name) for name in names}, "tree": repr(args.tree), "questions": str(args.questions)}
 
 
 def run(args: argparse.Namespace) -> None:
@@ -100,7 +101,7 @@ def run(args: argparse.Namespace) -> None:
     missing = [question for question in questions if question.id not in done]
     mine = missing[state.process_index :: state.num_processes]
     for _ in range(args.warm_up if mine else 0):
-        method_of(model, 0.0, args)([{"role": "user", "content": mine[0].turns[0]}], args.max_new_tokens)
+        method_of(model, 0.0, args.seed, args)([{"role": "user", "content": mine[0].turns[0]}], args.max_new_tokens)
     bar = tqdm(mine, desc=args.model_id, unit="question", disable=None if state.is_main_process else True)
     for question in bar:
         append_lines(args.answers, [answer_question(model, question, args)])

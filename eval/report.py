@@ -57,8 +57,8 @@ def sweep_section(name: str, record: dict) -> str:
     what = "Greedy" if record["temperature"] == 0 else f"Temperature {record['temperature']:g}"
     seeds = f", {len(record['seeds'])} seeds" if len(record["seeds"]) > 1 else ""
     timed = next(row["timed"] for row in record["rows"] if "timed" in row)
-    return f"""**{what}, {record['questions']} tasks{seeds}** (`{about['command']}`, commit {about['commit']}, {timed} of the
-tasks timed, interleaved). {record['headline']}
+    return f"""**{what}, {record['questions']} tasks{seeds}** (`{about['command']}`, commit {about['commit']},
+{timed} of the tasks timed, interleaved). {record['headline']}
 
 ![Accuracy against time per answer](eval/results/{name}-frontier.png)
 

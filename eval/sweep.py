@@ -21,13 +21,15 @@ import numpy as np
 from accelerate import PartialState
 
 import eagle_fsd
-from eagle_fsd.calibrate import DIALS
+from eagle_fsd.acceptance import make_rule
+from eagle_fsd.calibrate import DIALS, family_confidence
 from eagle_fsd.calibration import drop_bound, predict
 from eagle_fsd.cli import exit_status, parse_tree
-from eagle_fsd.experiment import EXACT, Experiment, paired, settings_of, summarise
+from eagle_fsd.experiment import EXACT, Experiment, paired, settings_of, spread, summarise
 from eagle_fsd.files import append_lines, read_lines
-from eagle_fsd.methods import Method, bare_generate, engine, hf_generate, interleaved
+from eagle_fsd.methods import Answer, Method, bare_generate, engine, hf_generate, interleaved
 from eagle_fsd.model import demo_directory, load_target
+from eagle_fsd.questions import converse
 from eval.environment import environment
 from eval.plots import headline, pareto, plot, table
 from eval.questions import load_questions
@@ -35,7 +37,6 @@ from eval.questions import load_questions
 BASELINE, LOOKUP, ASSISTED, PLAIN = "model.generate", "prompt lookup", "assisted", "plain"
 BARE = {BASELINE: "model.generate, bare call", LOOKUP: "prompt lookup, bare call"}  # greedy only
 STAGES = ("answers", "times", "report")
-LOSSLESS_GREEDY = ("lenience",)  # rules that are exact when greedy
 RESAMPLES = 2000
 
 
@@ -49,12 +50,14 @@ def chosen_settings(args: argparse.Namespace) -> dict[str, dict]:
     if args.settings:
         pairs = [name.rsplit(" ", 1) for name in args.settings]
         return {f"{rule} {float(t):g}": {"rule": rule, "threshold": float(t)} for rule, t in pairs}
-    rules = [rule for rule in args.rules if args.temperature > 0 or rule not in LOSSLESS_GREEDY]
-    settings = settings_of({rule: DIALS[rule] for rule in rules})
+    settings = settings_of({rule: DIALS[rule] for rule in args.rules})
     if args.head_guard is not None:
         guarded = settings_of({"fsd": DIALS["fsd"]}, head_guard=args.head_guard)
         settings |= {f"{name} guarded": options for name, options in guarded.items()}
-    return settings
+    greedy = args.temperature == 0  # a rule that is exact throughout has nothing to show
+    losses = {rule for rule in args.rules if not all(
+        make_rule(**options).is_lossless(greedy) for options in settings.values() if options["rule"] == rule)}
+    return {name: options for name, options in settings.items() if options["rule"] in losses}
 
 
 def experiments(args: argparse.Namespace, model: eagle_fsd.EagleModel, questions: list) -> dict[tuple, Experiment]:
@@ -65,12 +68,13 @@ def experiments(args: argparse.Namespace, model: eagle_fsd.EagleModel, questions
     for temperature in (args.temperature, *args.cooler):
         for seed in args.seeds if temperature else [0]:
             log = args.work / f"answers-{temperature:g}-{seed}.jsonl"
-            state.wait_for_everyone()  # the first process begins the file
-            found[temperature, seed] = Experiment(
-                model, questions, chosen_settings(args) if temperature == args.temperature else {}, log,
-                temperature=temperature, max_new_tokens=args.max_new_tokens, seed=seed, tree=args.tree,
-                run_code=args.run_code, share=share,
-            )
+            with state.main_process_first():  # which begins the file
+                found[temperature, seed] = Experiment(
+                    model, questions, chosen_settings(args) if temperature == args.temperature else {}, log,
+                    temperature=temperature, max_new_tokens=args.max_new_tokens, seed=seed, tree=args.tree,
+                    run_code=args.run_code, share=share,
+                )
+    state.wait_for_everyone()
     return found
 
 
@@ -100,48 +104,63 @@ def timed_methods(args: argparse.Namespace, model: eagle_fsd.EagleModel) -> dict
         methods[cooler(temperature)] = engine(
             model, acceptance=EXACT, tree=args.tree, temperature=temperature, seed=args.seeds[0])
     for name, options in chosen_settings(args).items():
-        methods[name] = engine(model, acceptance=eagle_fsd.make_rule(**options), tree=args.tree, **sampling)
+        methods[name] = engine(model, acceptance=make_rule(**options), tree=args.tree, **sampling)
     return methods
 
 
-def time_methods(args: argparse.Namespace, model: eagle_fsd.EagleModel, questions: list) -> None:
-    """Add a line per question: seconds, tokens and cycles of each method, on the question's first turn."""
-    path = args.work / f"times-{args.temperature:g}.jsonl"
-    methods = timed_methods(args, model)
+def conversation(method: Method) -> Method:
+    """The method on all turns of a question, as one answer."""
+    def answer(turns: object, max_new_tokens: int) -> Answer:
+        answers = converse(lambda chat: method(chat, max_new_tokens), turns)
+        tokens = [token for each in answers for token in each.token_ids]
+        return Answer(sum(each.seconds for each in answers), tokens, answers[-1].text)
+
+    return answer
+
+
+def times_path(own: Experiment) -> Path:
+    """The file of an experiment's times, beside its answers."""
+    return own.log.with_name(f"times-{own.log.stem}.jsonl")
+
+
+def time_methods(args: argparse.Namespace, own: Experiment) -> None:
+    """Add a line per question: seconds and tokens of each method, with the seeds of the first experiment's answers."""
+    path = times_path(own)
+    methods = {name: conversation(method) for name, method in timed_methods(args, own.model).items()}
     done = {line["question"] for line in read_lines(path) if line["methods"].keys() >= methods.keys()}
-    for question in [q for q in questions[: args.timed] if q.id not in done]:
-        chat = [{"role": "user", "content": question.turns[0]}]
-        answers = interleaved(methods, [chat], args.max_new_tokens, args.repeats, warm_up=not done)
-        done.add(question.id)
-        append_lines(path, [{"question": question.id, "methods": {
-            name: {"seconds": a.seconds, "tokens": len(a.token_ids),
-                   "lengths": a.output.stats.accepted_lengths if a.output else []} for name, (a,) in answers.items()
-        }}])
+    warm_up = 2
+    for number, question in enumerate(spread(own.questions, args.timed)):
+        if question.id not in done:
+            answers = interleaved(methods, [question.turns], args.max_new_tokens, args.repeats, warm_up=warm_up,
+                                  start=number)
+            warm_up = 0
+            append_lines(path, [{"question": question.id, "methods": {
+                name: {"seconds": a.seconds, "tokens": len(a.token_ids)} for name, (a,) in answers.items()}}])
 
 
-def times(args: argparse.Namespace, names: Sequence[str]) -> dict[str, dict]:
+def timed_questions(own: Experiment, names: Sequence[str]) -> dict[int | str, dict]:
+    """By question, the seconds and tokens of each method; of a question that was timed twice the last."""
+    known = {question.id for question in own.questions}
+    return {line["question"]: line["methods"] for line in read_lines(times_path(own))
+            if line["methods"].keys() >= set(names) and line["question"] in known}
+
+
+def times(lines: Sequence[dict], names: Sequence[str]) -> dict[str, dict]:
     """Speed of each method over the timed questions, with 95% bootstrap intervals of its ratios."""
-    path = args.work / f"times-{args.temperature:g}.jsonl"
-    lines = [line["methods"] for line in read_lines(path) if line["methods"].keys() >= set(names)]
     if not lines:
         return {}
     seconds = {name: np.array([line[name]["seconds"] for line in lines]) for name in names}
     tokens = {name: np.array([line[name]["tokens"] for line in lines]) for name in names}
     picks = np.random.default_rng(0).integers(0, len(lines), (RESAMPLES, len(lines)))
-
-    def with_interval(above: np.ndarray, below: np.ndarray) -> tuple[float, list[float]]:
-        resampled = above[picks].sum(1) / below[picks].sum(1)
-        return above.sum() / below.sum(), np.percentile(resampled, [2.5, 97.5]).tolist()
-
     rows = {}
     for name in names:
-        ratio, interval = with_interval(seconds[name], seconds[EXACT])
+        resampled = seconds[name][picks].sum(1) / seconds[EXACT][picks].sum(1)
         rate = tokens[name].sum() / seconds[name].sum()
-        lengths = [length for line in lines for length in line[name]["lengths"]]
         rows[name] = {
             "seconds_per_answer": seconds[name].mean(), "tokens_per_second": rate, "timed": len(lines),
-            "time_of_exact": ratio, "time_of_exact_interval": interval, "timed_tokens": tokens[name].mean(),
-            "timed_tau": float(np.mean(lengths)) + 1 if lengths else None,
+            "time_of_exact": seconds[name].sum() / seconds[EXACT].sum(),
+            "time_of_exact_interval": np.percentile(resampled, [2.5, 97.5]).tolist(),
+            "timed_tokens": tokens[name].mean(),
             "speedup": rate / (tokens[BASELINE].sum() / seconds[BASELINE].sum()),
         }
     return rows
@@ -161,23 +180,42 @@ def rows_of(args: argparse.Namespace, runs: dict[tuple, Experiment], speeds: dic
     for temperature in args.cooler:
         found = [run.results(EXACT) for (t, _), run in runs.items() if t == temperature]
         groups[cooler(temperature)] = found * (len(own) // len(found))
+    confidence = family_confidence(len({options["rule"] for options in chosen_settings(args).values()}))
     rows = []
     for name, given in groups.items():
         pairs = [paired(ours, theirs) for ours, theirs in zip(given, exact, strict=True)]
         lost, gained, count = (sum(column) for column in zip(*pairs, strict=True))
         drops = np.array([[theirs["correct"] - ours["correct"] for ours, theirs in zip(a, b, strict=True)]
                           for a, b in zip(given, exact, strict=True)], float)
+        temperature = next((t for t in args.cooler if name == cooler(t)), args.temperature)
         rows.append({
-            "setting": name, **(own[0].rules[name].__dict__ if name in own[0].rules else {}),
+            "setting": name, "temperature": temperature,
+            **(own[0].rules[name].__dict__ if name in own[0].rules else {}),
             **summarise([record for records in given for record in records]), "lost": lost, "gained": gained,
             "drop": (lost - gained) / count, "drop_interval": accuracy_interval(drops, drops.shape[1]),
             # Seeds of one question are not independent: the bound counts every question once.
-            "drop_bound": drop_bound(round(lost / len(own)), round(gained / len(own)), count // len(own)),
+            "drop_bound": drop_bound(lost / len(own), gained / len(own), count // len(own)),
+            "family_bound": drop_bound(lost / len(own), gained / len(own), count // len(own), confidence),
             "predicted": None, **speeds.get(name, {}),
         })
         if name in own[0].rules:
             rows[-1]["predicted"] = predict([trace for run in own for trace in run.traces(name)])
     return rows
+
+
+def match_temperatures(rows: list[dict]) -> None:
+    """Beside each fuzzy setting, lossless decoding at the temperature with its log-probability per token.
+
+    Interpolated between the temperatures that were run; outside of them the nearest.
+    """
+    lossless = sorted((row for row in rows if row["setting"].startswith(EXACT)), key=lambda r: r["logprob_per_token"])
+    if len(lossless) < 2:
+        return
+    known = [row["logprob_per_token"] for row in lossless]
+    for row in rows:
+        if "threshold" in row:
+            row["matched"] = {value: float(np.interp(row["logprob_per_token"], known, [r[value] for r in lossless]))
+                              for value in ("temperature", "accuracy", "time_of_exact") if value in lossless[0]}
 
 
 def prediction_errors(rows: list[dict]) -> dict[str, dict[str, float]]:
@@ -186,7 +224,7 @@ def prediction_errors(rows: list[dict]) -> dict[str, dict[str, float]]:
     for row in rows:
         if row["predicted"] is not None:
             errors["tau"][row["setting"]] = row["predicted"]["tau"] / row["tau"] - 1
-            if row["kl_per_token"]:
+            if row["kl_per_token"] and row["predicted"]["cost"] is not None:
                 errors["kl"][row["setting"]] = row["predicted"]["cost"] / row["kl_per_token"] - 1
     return errors
 
@@ -196,13 +234,16 @@ def report(args: argparse.Namespace, runs: dict[tuple, Experiment]) -> None:
     bare = list(BARE.values()) if args.temperature == 0 else []
     baselines = [BASELINE, LOOKUP, *bare, *([ASSISTED] if args.assistant else []), PLAIN]
     names = [*baselines, EXACT, *map(cooler, args.cooler), *own.rules]
-    speeds = times(args, names)
+    timed = timed_questions(own, names)
+    speeds = times(list(timed.values()), names)
     rows = rows_of(args, runs, speeds)
     baselines = [{"setting": name, **speeds[name]} for name in baselines if name in speeds]
     slower = {name: speeds[name]["seconds_per_answer"] / speeds[other]["seconds_per_answer"]
               for name, other in BARE.items() if other in speeds}
+    match_temperatures(rows)
+    front = pareto(rows)
     for row in rows:
-        row["front"] = row["setting"] in pareto(rows)
+        row["front"] = row["setting"] in front
     record = {
         "environment": environment(), "arguments": {name: str(value) for name, value in vars(args).items()},
         "prediction_errors": prediction_errors(rows),
@@ -226,16 +267,20 @@ def check(args: argparse.Namespace) -> argparse.Namespace:
     for name in ("tasks", "timed", "repeats", "max_new_tokens"):
         if getattr(args, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
+    if args.cooler is None:
+        args.cooler = [args.temperature * share for share in (0.75, 0.5, 0.25, 0)] if args.temperature else []
     if args.temperature < 0 or any(not 0 <= t < args.temperature for t in args.cooler):
         raise ValueError(f"--temperature must be at least 0 and --cooler below it, got {args.temperature} and "
                          f"{args.cooler}")
     if args.temperature == 0 and len(args.seeds) > 1:
         raise ValueError(f"greedy decoding has no seeds, got {args.seeds}")
+    if PartialState().num_processes > 1 and args.stage != ["answers"]:
+        raise ValueError("several processes can only share --stage answers; times and report are for one process")
     for name in args.settings or []:
         if len(name.rsplit(" ", 1)) != 2:
             raise ValueError(f'--settings takes a rule and a threshold, such as "fsd 0.1", got {name!r}')
     for options in chosen_settings(args).values():
-        eagle_fsd.make_rule(**options)
+        make_rule(**options)
     return args
 
 
@@ -249,7 +294,7 @@ def run(args: argparse.Namespace) -> None:
     if "answers" in args.stage:
         answer(runs)
     if "times" in args.stage:
-        time_methods(args, model, questions)
+        time_methods(args, next(iter(runs.values())))
     if "report" in args.stage:
         report(args, experiments(args, model, questions))
 
@@ -268,7 +313,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--settings", nargs="+", help='only these, such as "fsd 0.1" "tilt 0.5"')
     parser.add_argument("--head-guard", type=float, help="try fsd with this head guard as well")
     parser.add_argument("--temperature", type=float, default=0.0)
-    parser.add_argument("--cooler", type=float, nargs="*", default=[], help="lossless at these temperatures as well")
+    parser.add_argument("--cooler", type=float, nargs="*", help="lossless at these as well (default: four lower ones)")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--max-new-tokens", type=int, default=256)
     parser.add_argument("--tree", type=parse_tree, metavar="N,DEPTH,K[,T]")

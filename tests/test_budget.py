@@ -45,26 +45,37 @@ def test_without_a_budget_left_decoding_is_exact(pair, rule, options):
     assert all(receipt.source != "fuzzy" for receipt in spent.receipts)
 
 
+def kl_by_hand(verification, decision) -> float:
+    """KL of a cycle's law, node by node down the tree, from the log-weights that were walked."""
+    drawn, own = decision.log_weights[0].double().softmax(-1), verification.warped_logits[0].double().softmax(-1)
+    parents, tokens = verification.tree.parents[0].tolist(), verification.tree.tokens[0].tolist()
+    reach = [1.0]
+    for node in range(1, len(parents)):
+        reach.append(reach[parents[node]] * drawn[parents[node], tokens[node]].item())
+    node_kl = torch.where(drawn > 0, drawn * (drawn / own).log(), 0.0).sum(-1)
+    return sum(r * k for r, k in zip(reach, node_kl.tolist(), strict=True))
+
+
 @pytest.mark.parametrize(("rule", "limit"), [(make_rule("fsd", 0.3), 9.0), (make_rule("tilt", 0.3), 0.15)], ids=str)
 def test_a_thousand_sampled_requests_stay_within_their_kl(pair, rule, limit, monkeypatch):
-    """Summed over the decisions that were really walked, each computed anew from its log-weights."""
-    laws = []
+    """500 for each rule, summed over the decisions that were really walked."""
+    spent = []
 
     def record(verification, decision):
-        if decision.log_weights is not verification.warped_logits:
-            laws.append(decision.kl().item())
+        spent.append(kl_by_hand(verification, decision))
         return walk(verification, decision)
 
     walk = generation.walk
     monkeypatch.setattr(generation, "walk", record)
     endings = []
     for seed in range(500):
-        laws.clear()
+        spent.clear()
         output = eagle_fsd.generate(
             PROMPT, pair, max_new_tokens=12, tree=TREE, acceptance=rule, budget=limit, seed=seed, **SAMPLED
         )
-        assert sum(laws) <= limit
-        assert output.stats.budget_spent == pytest.approx(sum(laws))
+        assert sum(spent) <= limit + 1e-5
+        assert output.stats.budget_spent <= limit
+        assert output.stats.budget_spent == pytest.approx(sum(spent), abs=1e-4)
         endings.append(output.stats.exact_because)
         if output.stats.exact_from is not None:
             assert all(receipt.source != "fuzzy" for receipt in output.receipts[output.stats.exact_from :])

@@ -223,11 +223,13 @@ def test_load_takes_the_attention_that_a_model_has(saved, tmp_path):
     assert eagle_fsd.generate(PROMPT, pair, max_new_tokens=8).token_ids == expected.tolist()
 
 
-def test_load_reads_the_calibrated_threshold(saved, tmp_path):
+def test_load_reads_the_calibrations(saved, tmp_path):
     save_target(tiny_target(), tmp_path / "target")
     options = {"rule": "fsd", "threshold": 0.25}
-    store_calibration(saved, Calibration("accuracy_drop<=1%", options, 0.0, "t", "torch.float32", "p", 300, {}, []))
-    assert eagle_fsd.load(tmp_path / "target", saved, device="cpu").threshold == 0.25
+    entry = Calibration("accuracy_drop<=1%", options, 0.0, "t", "h", "torch.float32", "tree", "p", 300, {}, [])
+    store_calibration(saved, entry)
+    assert eagle_fsd.load(tmp_path / "target", saved, device="cpu").calibrations == [entry]
+    assert eagle_fsd.load(tmp_path / "target", saved, device="cpu", calibration=tmp_path).calibrations == []
 
 
 @pytest.mark.parametrize("option", [{"hidden_size": 32}, {"vocab_size": 40}], ids=str)

@@ -13,6 +13,7 @@ from transformers.generation.streamers import BaseStreamer
 
 import eagle_fsd
 from eagle_fsd import Decision, TreeConfig, make_rule
+from eagle_fsd.calibration import Calibration
 from eagle_fsd.divergence import get_divergence
 from eagle_fsd.model import EagleModel
 
@@ -292,11 +293,22 @@ def test_without_a_threshold_decoding_is_lossless_and_says_so(pair, caplog):
 
 
 def test_without_a_threshold_the_calibrated_one_is_used(pair, caplog):
-    pair.threshold = 0.3
+    circumstances = pair._circumstances(0.0, None)
+    pair.calibrations = [
+        Calibration(promise, {"rule": "fsd", "threshold": threshold}, prompts="p", answers=300, measured={}, curve=[],
+                    **circumstances)
+        for promise, threshold in (("accuracy_drop<=5%", 0.6), ("accuracy_drop<=1%", 0.3), ("diverging<=1%", 0.1))
+    ]
     with caplog.at_level(logging.INFO, logger="eagle_fsd"):
-        output = generate(pair, threshold=None)
+        output = generate(pair, threshold=None, tree=None)
     assert "lossless" not in caplog.text
-    assert output.token_ids == generate(pair, threshold=0.3).token_ids != generate(pair).token_ids
+    assert output.token_ids == generate(pair, threshold=0.3, tree=None).token_ids
+    assert output.token_ids != generate(pair, tree=None).token_ids
+    # Only where it was calibrated: not for another divergence, temperature or tree.
+    for options in ({"divergence": "tv"}, {"temperature": 1.0, "seed": 3}, {"tree": TreeConfig(6, 3, 2)}):
+        given = {"tree": None, **options}
+        assert generate(pair, threshold=None, **given).token_ids == generate(pair, threshold=0.0, **given).token_ids
+    pair.calibrations = []
 
 
 def test_a_tree_larger_than_can_be_scored_is_clamped_with_a_warning(pair, caplog):

@@ -40,6 +40,25 @@ def test_answers(category, answer, text, right):
     assert is_right(Question(1, category, ("q",), answer), text) is right
 
 
+@pytest.mark.parametrize(
+    ("answer", "right"),
+    [
+        ("    return a + b\n", True),
+        ("Sure:\n```python\ndef add(a, b):\n    return a + b\n```\nThat adds.", True),
+        ("```\n    return a + b\n```", True),
+        ("```python\ndef add(a, b):\n    return a - b\n```", False),
+        ("I cannot.", False),
+    ],
+)
+def test_programs_in_completions_and_fences(answer, right):
+    assert is_right(PROBLEM, answer, run_code=True) is right
+
+
+def test_answers_that_are_no_numbers_are_compared_as_text():
+    question = Question(1, "gsm8k", ("q",), "yes")
+    assert is_right(question, "yes") is True and is_right(question, "I do not know") is False
+
+
 PROBLEM = Question("HumanEval/x", "humaneval", ("def add(a, b):\n",), tests="assert add(2, 3) == 5\n")
 
 

@@ -56,6 +56,9 @@ def test_ties_are_known_as_such():
     with torch.no_grad():
         weights[best[2]] = weights[best[0]] * (1 + 1e-7)
     assert explain(pair, prompt, [best[0]], [best[2]], "q").tie
+    half = tiny_pair()
+    half.target.model.to(torch.bfloat16)
+    assert not explain(half, prompt, [best[0]], [best[1]], "q").tie  # half a nat is no rounding
     shorter = explain(pair, prompt, [best[0], 7], [best[0]], "q")
     assert (shorter.position, shorter.ours, shorter.tie) == (1, None, False)
 

@@ -2,7 +2,7 @@
 
 import random
 
-from eval.splits import choose, losses, try_splits
+from eval.splits import choose, losses, time_of_exact, try_splits
 
 
 def record(count: int, drops: dict[str, float], seed: int = 0) -> dict:
@@ -12,18 +12,26 @@ def record(count: int, drops: dict[str, float], seed: int = 0) -> dict:
     settings = {}
     for number, (name, drop) in enumerate(drops.items()):
         rule, threshold = name.split()
-        settings[name] = {"rule": rule, "threshold": float(threshold), "time_of_exact": 0.9 - number / 50,
+        settings[name] = {"rule": rule, "threshold": float(threshold), "seconds": [0.9 - number / 50] * count,
                           "correct": [c and int(rng.random() >= drop) for c in exact]}
-    return {"exact": exact, "settings": settings}
+    return {"exact": exact, "settings": settings, "timed": list(range(count)), "exact_seconds": [1.0] * count}
 
 
 def test_the_fastest_setting_that_is_shown_to_be_harmless_is_chosen():
     found = record(2000, {"fsd 0.1": 0.0, "fsd 0.2": 0.001, "fsd 0.3": 0.2, "fsd 0.4": 0.0})
     assert choose(found, range(1000), 0.01) == "fsd 0.2"  # nothing is tried behind 0.3
-    found["settings"]["fsd 0.1"]["time_of_exact"] = 0.5
+    found["settings"]["fsd 0.1"]["seconds"] = [0.5] * 2000
     assert choose(found, range(1000), 0.01) == "fsd 0.1"
     assert choose(record(2000, {"fsd 0.1": 0.2}), range(1000), 0.01) == "exact"
     assert choose(record(2000, {"fsd 0.1": 0.0}), range(100), 0.01) == "exact"  # too few to tell
+
+
+def test_times_are_those_of_the_half():
+    found = record(8, {"fsd 0.1": 0.0})
+    found["settings"]["fsd 0.1"]["seconds"] = [0.5] * 4 + [1.5] * 4
+    assert time_of_exact(found, "fsd 0.1", {0, 1, 2, 3}) == 0.5
+    assert time_of_exact(found, "fsd 0.1", {0, 7}) == 1.0
+    assert time_of_exact(found, "exact", {0}) == 1.0
 
 
 def test_losses_are_paired():

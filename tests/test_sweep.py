@@ -6,18 +6,26 @@ import math
 import pytest
 from tiny import save_pair
 
-from eval import plots, sweep
+import eagle_fsd
+from eval import plots, splits, sweep
 from eval.report import sweep_section
 from eval.sweep import build_parser, check, run
 
-TASKS = [{"prompt": a + b, "answer": "x"} for a in "abcdef" for b in "gh"]
+PROMPTS = [a + b for a in "abcdef" for b in "gh"]
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
+    """A tiny pair, and questions of which all but one have the lossless answer as their reference."""
     folder = tmp_path_factory.mktemp("sweep")
     save_pair(folder)
-    (folder / "tasks.jsonl").write_text("\n".join(map(json.dumps, TASKS)))
+    model = eagle_fsd.load(folder / "target", folder / "head", device="cpu")
+    tasks = []
+    for prompt in PROMPTS:
+        chat = [{"role": "user", "content": prompt}]
+        text = eagle_fsd.generate(chat, model, acceptance="exact", max_new_tokens=8).text
+        tasks.append({"prompt": prompt, "answer": text if prompt != "ag" else "x"})
+    (folder / "tasks.jsonl").write_text("\n".join(map(json.dumps, tasks)))
     return folder
 
 
@@ -43,6 +51,11 @@ def test_a_greedy_sweep_writes_table_and_pictures(place):
         assert row["answers"] == 12 and row["timed"] == 2 and row["kl_per_token"] is None
         assert row["time_of_exact_interval"][0] <= row["time_of_exact"] <= row["time_of_exact_interval"][1]
         assert row["logprob_per_token"] <= exact["logprob_per_token"] + 1e-6 or row["setting"] == "exact"
+    assert exact["accuracy"] == pytest.approx(11 / 12)
+    fuzzy = rows["fsd 0.3"]
+    assert fuzzy["lost"] > 0 and fuzzy["drop"] == pytest.approx((fuzzy["lost"] - fuzzy["gained"]) / 12)
+    assert fuzzy["family_bound"] > fuzzy["drop_bound"] > fuzzy["drop"]
+    assert fuzzy["predicted"]["diverging"] >= fuzzy["differing"]
     assert rows["fsd 0.3"]["tau"] > exact["tau"] and rows["fsd 0.3"]["regret_per_token"] > 0
     section = sweep_section("out", record)
     assert record["headline"] in section and "| exact |" in section and "| prompt lookup |" in section
@@ -59,6 +72,8 @@ def test_stages_go_on_where_they_were(place, monkeypatch):
     files = {path.name: path.read_bytes() for path in (place / "stages").iterdir()}
     run(options(place, "stages", *settings, "--stage", "answers", "times"))
     assert files == {path.name: path.read_bytes() for path in (place / "stages").iterdir()}
+    with pytest.raises(ValueError, match="answers of fsd 0.5 are missing"):
+        run(options(place, "stages", "--settings", "fsd 0.5", "--stage", "report"))
     monkeypatch.setattr(sweep, "answer", lambda runs: pytest.fail("answered again"))
     run(options(place, "stages", *settings, "--stage", "report"))
     assert (place / "stages" / "out.json").exists()
@@ -71,6 +86,8 @@ def test_sampling_with_seeds_and_lower_temperatures(place):
     assert list(rows) == ["exact", "fsd 0.3", "tilt 0.5", "exact at temperature 0.5", "exact at temperature 0"]
     assert all(row["answers"] == 24 for row in rows.values())
     assert rows["exact"]["kl_per_token"] == 0 < rows["tilt 0.5"]["kl_per_token"] < rows["fsd 0.3"]["kl_per_token"]
+    assert rows["fsd 0.3"]["matched"].keys() == {"temperature", "accuracy", "time_of_exact"}
+    assert 0 <= rows["fsd 0.3"]["matched"]["temperature"] <= 0.9
     assert rows["exact at temperature 0"]["logprob_per_token"] > rows["exact"]["logprob_per_token"]
 
 
@@ -90,9 +107,43 @@ def test_bad_options_are_refused(place, more, message):
         options(place, "bad", *more)
 
 
+def test_the_order_of_the_timed_methods_rotates(place, monkeypatch):
+    orders = []
+    interleaved = sweep.interleaved
+
+    def watch(methods, prompts, *args, warm_up, start):
+        timed = {name: lambda *a, name=name, m=m: orders[-1].append(name) or m(*a) for name, m in methods.items()}
+        orders.append([])
+        return interleaved(timed, prompts, *args, warm_up=0, start=start)
+
+    monkeypatch.setattr(sweep, "interleaved", watch)
+    run(options(place, "order", "--settings", "fsd 0.3", "--stage", "answers", "times"))
+    assert len(orders) == 2 and orders[1] == orders[0][1:] + orders[0][:1]
+
+
+def test_a_rule_that_is_exact_when_greedy_is_left_out(place):
+    assert {s["rule"] for s in sweep.chosen_settings(options(place, "x")).values()} == {
+        "fsd", "tilt", "relaxed", "typical", "fsd_paper"}
+    sampled = options(place, "x", "--temperature", "0.8")
+    assert "lenience 1" in sweep.chosen_settings(sampled) and sampled.cooler == pytest.approx([0.6, 0.4, 0.2, 0])
+
+
+def test_splits_of_a_sweeps_answers(place, monkeypatch, capsys):
+    given = ("--settings", "fsd 0.05", "fsd 0.3", "--timed", "12")
+    run(options(place, "splits", *given, "--stage", "answers", "times"))
+    args = options(place, "splits", *given)
+    args.promise, args.out = "accuracy_drop<=10%", place / "splits.json"
+    splits.run(args)
+    assert "splits of 12 answers" in capsys.readouterr().out
+    record = json.loads(args.out.read_text())
+    assert len(record["exact"]) == len(record["timed"]) == 12 and sum(record["exact"]) == 11
+    assert {row["setting"] for row in record["splits"]} == {"exact"}  # six answers show nothing
+    assert record["splits"] == splits.try_splits(record, 0.1)
+
+
 def row(setting, accuracy, time, bound=0.05, **more):
     return {"setting": setting, "accuracy": accuracy, "time_of_exact": time, "time_of_exact_interval": [time, time],
-            "drop": 0.9 - accuracy, "drop_bound": bound, **more}
+            "drop": 0.9 - accuracy, "family_bound": bound, **more}
 
 
 def test_the_front_and_the_headline():
@@ -101,6 +152,6 @@ def test_the_front_and_the_headline():
     assert plots.pareto(rows) == ["fsd 0.1", "fsd 0.3"]
     assert "`fsd 0.1` takes 0.95 of `exact`'s time" in plots.headline(rows)
     assert plots.headline(rows).startswith("At equal accuracy")
-    rows[1]["drop_bound"] = math.inf
+    rows[1]["family_bound"] = math.inf
     assert plots.headline(rows).startswith("No setting is shown to lose at most one point")
     assert "`fsd 0.3` takes 0.70" in plots.headline(rows)
