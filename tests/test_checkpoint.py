@@ -206,7 +206,7 @@ def test_load_joins_a_target_its_tokenizer_and_its_head(saved, tmp_path, tokeniz
     target = tiny_target()
     save_target(target, tmp_path / "target", tokenizer)
     pair = eagle_fsd.load(tmp_path / "target", saved, device="cpu")
-    assert isinstance(pair.tokenizer, PreTrainedTokenizerFast) and pair.threshold is None
+    assert isinstance(pair.tokenizer, PreTrainedTokenizerFast) and pair.calibrations == []
     output = eagle_fsd.generate(PROMPT, pair, max_new_tokens=12)
     expected = target.generate(torch.tensor([PROMPT]), max_new_tokens=12, do_sample=False)[0, len(PROMPT) :]
     assert output.token_ids == expected.tolist()

@@ -62,6 +62,7 @@ class Objective:
     aligned_steps: int = 1
     aligned_from: float = 0.0
     step_decay: float = 1.0
+    beta: float = 1.0
     noise: float = 0.0
 
     def __post_init__(self) -> None:
@@ -131,7 +132,8 @@ def term_sums(
     log_q = draft_logits.log_softmax(-1)
     total = draft_logits.new_zeros(())
     if objective.regression:
-        distance = nn.functional.smooth_l1_loss(predicted.float(), wanted.float(), reduction="none")
+        distance = nn.functional.smooth_l1_loss(
+            predicted.float(), wanted.float(), reduction="none", beta=objective.beta)
         total = total + objective.regression * distance.mean(-1).sum()
     if objective.soft_ce:
         total = total - objective.soft_ce * (p * log_q).sum()
