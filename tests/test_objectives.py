@@ -150,11 +150,28 @@ def test_later_steps_begin_where_the_objective_says(pair):
     late = Objective(regression=1.0, soft_ce=0.1, aligned_steps=2, aligned_from=0.7)
     losses = {name: AlignedLoss(head, objective, target.logits) for name, objective in (
         ("late", late), ("one", OBJECTIVES["plain"]), ("two", Objective(regression=1.0, soft_ce=0.1, aligned_steps=2)))}
-    for progress, same in ((0.0, "one"), (0.699, "one"), (0.7, "two"), (1.0, "two")):
-        losses["late"].start(progress)
+    for step, same in ((0, "one"), (699, "one"), (700, "two"), (999, "two")):
+        losses["late"].start(step, 1000)
         for ours, theirs in zip(losses["late"](features, tokens, learned), losses[same](features, tokens, learned),
                                 strict=True):
             torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+
+
+def test_a_part_of_the_logits_counts_for_all_of_them(pair):
+    """The mean over all residues is the loss without a stride."""
+    target, head = pair
+    tokens = torch.randint(3, 32, (2, 14), generator=torch.Generator().manual_seed(0))
+    learned = torch.arange(14) >= torch.tensor([[3], [6]])
+    features = target.decoder(tokens).last_hidden_state.detach()
+    whole, agreed = AlignedLoss(head, OBJECTIVES["plain"], target.logits)(features, tokens, learned)
+    sparse = AlignedLoss(head, Objective(regression=1.0, soft_ce=0.1, logit_stride=3), target.logits)
+    parts = []
+    for step in range(3):
+        sparse.start(step, 100)
+        parts.append(sparse(features, tokens, learned))
+    assert len({loss.item() for loss, _ in parts}) == 3
+    torch.testing.assert_close(sum(loss for loss, _ in parts) / 3, whole)
+    torch.testing.assert_close(sum(count for _, count in parts) / 3, agreed.float())
 
 
 def test_padding_changes_nothing(pair):
@@ -188,6 +205,7 @@ def test_only_the_head_is_trained_and_saved(pair):
         ({"tv": 1.0, "aligned_steps": 0}, "aligned_steps"),
         ({"tv": 1.0, "step_decay": 1.5}, "step_decay"),
         ({"tv": 1.0, "aligned_from": 1.0}, "aligned_from must lie in"),
+        ({"tv": 1.0, "logit_stride": 0}, "logit_stride"),
         ({"gate": 1.0, "gate_divergence": "cosine"}, "unknown divergence 'cosine'"),
         ({"gate": 1.0, "gate_softness": 0.0}, "gate_softness"),
         ({"tv": float("nan")}, "tv must be at least 0"),

@@ -58,15 +58,15 @@ PRESETS = {
         stages=(Stage(4, 5400, lr=2e-3), Stage(4, 500, lr=1.5e-3), Stage(8, 1100, lr=1.5e-3, decay=0.5),
                 Stage(24, 200, lr=5e-4, decay=0.8, warmup=10, batch=4096)),
         answers=2048,
-        head={"objective": "aligned", "steps": 1500, "batch_tokens": 4096, "lr": 1.5e-3, "warmup": 50,
-              "head": {"intermediate_size": 768}, "tree": [16, 5, 3, 0.5], "eval_every": 250, "save_every": 100},
+        head={"objective": "sparse", "steps": 8000, "batch_tokens": 4096, "lr": 5e-3, "warmup": 100,
+              "head": {"intermediate_size": 768}, "tree": [16, 5, 3, 0.5], "eval_every": 2000, "save_every": 500},
     ),
     "gpu": Preset(
         vocab_size=4096, hidden=256, intermediate=704, heads=8, kv_heads=2,
         documents=2_000_000, python_share=0.1, practice=("list", "table") * 2,
         stages=(Stage(6, 8000, lr=3e-3, batch=65_536), Stage(24, 8000, lr=2e-3, decay=0.7, batch=65_536)),
         answers=50_000,
-        head={"objective": "aligned", "steps": 12_000, "batch_tokens": 65_536, "lr": 1e-3, "warmup": 200,
+        head={"objective": "sparse", "steps": 12_000, "batch_tokens": 65_536, "lr": 1e-3, "warmup": 200,
               "head": {"intermediate_size": 1024}, "eval_every": 1000, "save_every": 1000},
     ),
 }

@@ -44,6 +44,8 @@ class Objective:
         aligned_steps: how often the head is fed its own features, the first step included.
         aligned_from: share of the run before which only the first step is taken: the later ones cost several times as
             much, and teach little while the first is bad.
+        logit_stride: the terms on distributions are taken at every so-manieth position only, another residue in each
+            step, and weigh as much more. The output layer is most of a step's cost; the regression does not need it.
         step_decay: weight of step s is step_decay ** (s - 1).
         noise: features are read with uniform noise of +- this much, times 512 / length of the document.
     """
@@ -62,7 +64,7 @@ class Objective:
     aligned_steps: int = 1
     aligned_from: float = 0.0
     step_decay: float = 1.0
-    beta: float = 1.0
+    logit_stride: int = 1
     noise: float = 0.0
 
     def __post_init__(self) -> None:
@@ -71,7 +73,7 @@ class Objective:
                 raise ValueError(f"objective: {name} must be at least 0, got {getattr(self, name)!r}")
         if not any(getattr(self, name) for name in TERMS):
             raise ValueError(f"objective: one of {', '.join(TERMS)} must have a weight above 0")
-        for name in ("aligned_steps", "top_k_tokens"):
+        for name in ("aligned_steps", "logit_stride", "top_k_tokens"):
             check_count(f"objective: {name}", getattr(self, name))
         if not 0 <= self.aligned_from < 1:
             raise ValueError(f"objective: aligned_from must lie in [0, 1), got {self.aligned_from!r}")
@@ -89,6 +91,7 @@ TERMS = ("regression", "soft_ce", "top_k", "tv", "overlap", "gate", "divergence"
 OBJECTIVES: dict[str, Objective] = {
     "eagle": Objective(regression=1.0, soft_ce=0.1, noise=0.1),
     "plain": Objective(regression=1.0, soft_ce=0.1),
+    "sparse": Objective(regression=1.0, soft_ce=0.1, logit_stride=4),
     "soft_ce": Objective(soft_ce=1.0, regression=0.1),
     "aligned": Objective(regression=1.0, soft_ce=0.1, aligned_steps=3),
     "late": Objective(regression=1.0, soft_ce=0.1, aligned_steps=2, aligned_from=0.7),
@@ -124,17 +127,13 @@ def term_sums(
     objective: Objective,
     predicted: Tensor,  # [M, D]
     wanted: Tensor,  # [M, D]
-    draft_logits: Tensor,  # [M, V]
-    target_logits: Tensor,  # [M, V]
-    p: Tensor,  # [M, V], softmax of target_logits
+    draft_logits: Tensor,  # [M / logit_stride, V]
+    target_logits: Tensor,  # [M / logit_stride, V]
+    p: Tensor,  # [M / logit_stride, V], softmax of target_logits
 ) -> Tensor:
     """Weighted sum of the objective's terms over the M positions, a scalar."""
     log_q = draft_logits.log_softmax(-1)
     total = draft_logits.new_zeros(())
-    if objective.regression:
-        distance = nn.functional.smooth_l1_loss(
-            predicted.float(), wanted.float(), reduction="none", beta=objective.beta)
-        total = total + objective.regression * distance.mean(-1).sum()
     if objective.soft_ce:
         total = total - objective.soft_ce * (p * log_q).sum()
     if objective.top_k:
@@ -154,6 +153,10 @@ def term_sums(
         if objective.gate:
             passes = torch.sigmoid((gap - objective.gate_threshold) / objective.gate_softness)
             total = total + objective.gate * passes.sum()
+    total = total * objective.logit_stride
+    if objective.regression:
+        distance = nn.functional.smooth_l1_loss(predicted.float(), wanted.float(), reduction="none")
+        total = total + objective.regression * distance.mean(-1).sum()
     return total
 
 
@@ -187,12 +190,13 @@ class AlignedLoss(nn.Module):
         super().__init__()
         self.head = head
         self.objective = objective
-        self.steps = objective.aligned_steps
+        self.start(0, 1)
         self._logits = [logits]  # in a list: not registered, neither trained nor saved
 
-    def start(self, progress: float) -> None:
-        """Say how far the run has come, 0 to 1, before a forward: see `aligned_from`."""
-        self.steps = self.objective.aligned_steps if progress >= self.objective.aligned_from else 1
+    def start(self, step: int, steps: int) -> None:
+        """Say how far the run has come before a forward: see `aligned_from` and `logit_stride`."""
+        self.steps = self.objective.aligned_steps if step / steps >= self.objective.aligned_from else 1
+        self.residue = step % self.objective.logit_stride
 
     def forward(
         self,
@@ -201,7 +205,10 @@ class AlignedLoss(nn.Module):
         learned: Tensor,  # [B, T] bool
         noise: Tensor | None = None,  # [B, T, D], added to what the head reads
     ) -> tuple[Tensor, Tensor]:
-        """Sums over learned positions: the loss, and per aligned step how often q's best token is p's [steps]."""
+        """Sums over learned positions: the loss, and per aligned step how often q's best token is p's [steps].
+
+        With a `logit_stride` the latter are estimates from a part of the positions.
+        """
         logits_of, objective = self._logits[0], self.objective
         # Position i pairs feature i with token i + 1 and predicts feature i + 1, whose logits are for token i + 2.
         read = features if noise is None else features + noise
@@ -209,8 +216,9 @@ class AlignedLoss(nn.Module):
         wanted, chosen = features[:, 1:-1], learned[:, 2:]
         first, length = inputs[:, :1], inputs.shape[1]
         positions = torch.arange(length, device=tokens.device)[None]
+        compared = chosen & (positions % objective.logit_stride == self.residue)
         with torch.no_grad():
-            target_logits = logits_of(wanted[chosen]).float()  # [M, V]
+            target_logits = logits_of(wanted[compared]).float()
             p, best = target_logits.softmax(-1), target_logits.argmax(-1)
         kind = tokens.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else inputs.dtype
@@ -221,10 +229,10 @@ class AlignedLoss(nn.Module):
             if step > 1 or needs_mask:
                 mask = additive(aligned_mask(length, step, tokens.device), dtype)
             predicted = self.head(inputs, following, positions, mask, cache)
-            draft_logits = logits_of(predicted[chosen]).float()
+            draft_logits = logits_of(predicted[compared]).float()
             terms = term_sums(objective, predicted[chosen], wanted[chosen], draft_logits, target_logits, p)
             loss = loss + objective.step_decay ** (step - 1) * terms
-            agreement.append((draft_logits.argmax(-1) == best).sum().detach())
+            agreement.append((draft_logits.argmax(-1) == best).sum().detach() * objective.logit_stride)
             # The next step's input at i is this step's prediction for i, made at i - 1; position 0 has none.
             inputs = torch.cat([first.to(predicted.dtype), predicted[:, :-1]], 1)
         return loss, torch.stack(agreement)

@@ -207,7 +207,7 @@ class Run:
         # Every process knows the whole batch, and so by how many positions the sum has to be divided.
         count = max(1, self.documents.learnable(batch))
         loss_module = accelerator.unwrap_model(self.model)
-        loss_module.start(step / self.steps)
+        loss_module.start(step, self.steps)
         sums = torch.zeros(1 + loss_module.steps, device=accelerator.device)
         mine = shares(batch, parts)[accelerator.process_index :: accelerator.num_processes]
         for indices in mine:
