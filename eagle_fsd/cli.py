@@ -25,7 +25,7 @@ from .export import LAYOUTS, export_head, inspect_head
 from .generation import Receipt
 from .grading import extract_result
 from .methods import Answer, engine, hf_generate, interleaved
-from .model import demo_directory, load
+from .model import EagleModel, demo_directory, load
 from .questions import read_questions
 
 COLOURS = {"target": "", "exact": "\033[32m", "fuzzy": "\033[33m"}
@@ -82,11 +82,11 @@ def parse_tree(text: str) -> TreeConfig:
         ) from error
 
 
-def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="eagle-fsd", description="EAGLE-2 decoding with fuzzy acceptance.")
-    parser.add_argument("--version", action="version", version=__version__)
-    commands = parser.add_subparsers(dest="command", required=True)
+MODEL_OPTIONS = ("target", "draft", "dtype", "device", "device_map", "attn_implementation", "trust_remote_code")
 
+
+def model_options() -> argparse.ArgumentParser:
+    """The options of every command that loads a pair; a parent for its parser."""
     models = argparse.ArgumentParser(add_help=False)
     models.add_argument("--target", help="directory or hub id (default: the bundled pair)")
     models.add_argument("--draft", help="directory or hub id of the target's draft head")
@@ -95,6 +95,20 @@ def build_parser() -> argparse.ArgumentParser:
     models.add_argument("--device-map")
     models.add_argument("--attn-implementation", choices=("sdpa", "eager"))
     models.add_argument("--trust-remote-code", action="store_true")
+    return models
+
+
+def load_pair(args: argparse.Namespace) -> EagleModel:
+    """The pair that `model_options` ask for."""
+    return load(**{name: getattr(args, name) for name in MODEL_OPTIONS})
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="eagle-fsd", description="EAGLE-2 decoding with fuzzy acceptance.")
+    parser.add_argument("--version", action="version", version=__version__)
+    commands = parser.add_subparsers(dest="command", required=True)
+
+    models = model_options()
 
     one = commands.add_parser("generate", parents=[models], help="answer one prompt")
     one.add_argument("prompt", help="text, or - to read it from standard input")
@@ -156,7 +170,6 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-MODEL_OPTIONS = ("target", "draft", "dtype", "device", "device_map", "attn_implementation", "trust_remote_code")
 GENERATE_OPTIONS = (
     "max_new_tokens", "temperature", "top_p", "top_k", "repetition_penalty", "min_new_tokens", "ignore_eos", "seed",
     "stop", "stop_token_ids", "acceptance", "threshold", "divergence", "quality", "budget",
@@ -165,7 +178,7 @@ GENERATE_OPTIONS = (
 
 
 def run_generate(args: argparse.Namespace) -> None:
-    model = load(**{name: getattr(args, name) for name in MODEL_OPTIONS})
+    model = load_pair(args)
     text = sys.stdin.read() if args.prompt == "-" else args.prompt
     prompt = [{"role": "user", "content": text}] if args.chat else text
     options = {name: getattr(args, name) for name in GENERATE_OPTIONS}
@@ -198,7 +211,7 @@ def run_calibrate(args: argparse.Namespace) -> None:
         raise ValueError(f"{out} is no directory to store calibration.json in: give --out")
     read_calibrations(out)
     record = args.log or out / f"calibration-{fingerprint(questions)}-{args.temperature:g}.log.jsonl"
-    model = load(**{name: getattr(args, name) for name in MODEL_OPTIONS})
+    model = load_pair(args)
     found = calibrate(
         model, questions, promise, record, dials=dials, options=options,
         temperature=args.temperature, max_new_tokens=args.max_new_tokens, seed=args.seed, tree=args.tree,
@@ -230,7 +243,7 @@ def run_export(args: argparse.Namespace) -> None:
 def run_demo(args: argparse.Namespace) -> None:
     if args.repeats < 1:
         raise ValueError(f"--repeats must be at least 1, got {args.repeats}")
-    model = load(**{name: getattr(args, name) for name in MODEL_OPTIONS})
+    model = load_pair(args)
     entries = json.loads(DEMO_PROMPTS.read_text(encoding="utf-8"))
     threads = torch.get_num_threads()
     print(f"{type(model.target.model).__name__} on {model.target.device}, {model.target.dtype}, {threads} threads; "

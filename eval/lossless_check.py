@@ -27,7 +27,7 @@ from tqdm import tqdm
 import eagle_fsd
 from eagle_fsd.acceptance import RULES
 from eagle_fsd.api import encode_prompt
-from eagle_fsd.cli import exit_status, parse_tree
+from eagle_fsd.cli import exit_status, load_pair, model_options, parse_tree
 from eagle_fsd.experiment import first_difference
 from eagle_fsd.methods import Method, engine, hf_generate
 from eagle_fsd.model import EagleModel
@@ -125,7 +125,7 @@ def run(args: argparse.Namespace) -> bool:
     """Print and store what was found; True where nothing speaks against losslessness."""
     eagle_fsd.make_rule(args.acceptance, args.threshold)
     questions = load_questions(args.questions, args.prompts, args.seed, args.prompts)
-    model = eagle_fsd.load(args.target, args.draft, dtype=args.dtype, device=args.device)
+    model = load_pair(args)
     chats = {question.id: [{"role": "user", "content": question.turns[0]}] for question in questions}
     options = {"acceptance": args.acceptance, "threshold": args.threshold, "tree": args.tree}
     found = check_greedy(model, chats, engine(model, **options), args.max_new_tokens)
@@ -157,11 +157,8 @@ def run(args: argparse.Namespace) -> bool:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--target", help="directory or hub id (default: the bundled pair)")
-    parser.add_argument("--draft", help="directory or hub id of the target's draft head")
-    parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--device")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, parents=[model_options()])
     parser.add_argument("--questions", type=Path, help="JSON lines (default: tasks of the generator)")
     parser.add_argument("--prompts", type=int, default=50)
     parser.add_argument("--max-new-tokens", type=int, default=128)

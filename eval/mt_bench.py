@@ -24,7 +24,7 @@ from tqdm import tqdm
 
 import eagle_fsd
 from eagle_fsd.acceptance import RULES
-from eagle_fsd.cli import exit_status, parse_tree
+from eagle_fsd.cli import exit_status, load_pair, model_options, parse_tree
 from eagle_fsd.files import append_lines, read_lines, write_lines
 from eagle_fsd.methods import Method, engine, hf_generate
 from eagle_fsd.questions import Question, converse
@@ -89,7 +89,9 @@ def run(args: argparse.Namespace) -> None:
     if about.exists() and json.loads(about.read_text())["settings"] != settings(args):
         raise ValueError(f"{args.answers} was begun with other settings ({about}); choose another file or delete it")
     state.wait_for_everyone()
-    model = eagle_fsd.load(args.target, args.draft, dtype=args.dtype, device=args.device or state.device)
+    if args.device_map is None:
+        args.device = args.device or state.device
+    model = load_pair(args)
     if state.is_main_process:
         args.answers.parent.mkdir(parents=True, exist_ok=True)
         record = {"environment": environment(), "settings": settings(args), "processes": state.num_processes,
@@ -112,11 +114,8 @@ def run(args: argparse.Namespace) -> None:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--target", help="directory or hub id (default: the bundled pair)")
-    parser.add_argument("--draft", help="directory or hub id of the target's draft head")
-    parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--device")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, parents=[model_options()])
     parser.add_argument("--questions", type=Path, help="JSON lines: MT-Bench, Spec-Bench, HumanEval, GSM8K, prompts")
     parser.add_argument("--generated", type=int, default=80, help="without --questions: this many generated tasks")
     parser.add_argument("--answers", type=Path, required=True, help="file that the answers are added to")

@@ -15,10 +15,9 @@ import random
 import sys
 from collections.abc import Collection, Mapping, Sequence
 
-import eagle_fsd
 from eagle_fsd.calibrate import family_confidence
 from eagle_fsd.calibration import drop_is_within, fixed_sequence, parse_promise
-from eagle_fsd.cli import exit_status
+from eagle_fsd.cli import exit_status, load_pair
 from eagle_fsd.experiment import EXACT
 from eval.environment import environment
 from eval.questions import load_questions
@@ -82,7 +81,7 @@ def logged(args: argparse.Namespace) -> dict:
         ValueError: answers or times are missing.
     """
     questions = load_questions(args.questions, args.tasks, args.task_seed, args.tasks)
-    model = eagle_fsd.load(args.target, args.draft, dtype=args.dtype, device=args.device)
+    model = load_pair(args)
     args.tree = args.tree or model.default_tree
     own = next(iter(experiments(args, model, questions).values()))
     number = {question.id: at for at, question in enumerate(own.questions)}

@@ -22,9 +22,9 @@ from accelerate import PartialState
 
 import eagle_fsd
 from eagle_fsd.acceptance import make_rule
-from eagle_fsd.calibrate import DIALS, family_confidence
+from eagle_fsd.calibrate import BASELINE, DIALS, family_confidence
 from eagle_fsd.calibration import drop_bound, predict
-from eagle_fsd.cli import exit_status, parse_tree
+from eagle_fsd.cli import exit_status, load_pair, model_options, parse_tree
 from eagle_fsd.experiment import EXACT, Experiment, paired, settings_of, spread, summarise
 from eagle_fsd.files import append_lines, read_lines
 from eagle_fsd.methods import Answer, Method, bare_generate, engine, hf_generate, interleaved
@@ -34,7 +34,7 @@ from eval.environment import environment
 from eval.plots import headline, pareto, plot, table
 from eval.questions import load_questions
 
-BASELINE, LOOKUP, ASSISTED, PLAIN = "model.generate", "prompt lookup", "assisted", "plain"
+LOOKUP, ASSISTED, PLAIN = "prompt lookup", "assisted", "plain"
 BARE = {BASELINE: "model.generate, bare call", LOOKUP: "prompt lookup, bare call"}  # greedy only
 STAGES = ("answers", "times", "report")
 RESAMPLES = 2000
@@ -288,7 +288,7 @@ def run(args: argparse.Namespace) -> None:
     questions = load_questions(args.questions, args.tasks, args.task_seed, args.tasks)
     if any(question.answer is None and question.tests is None for question in questions):
         raise ValueError("a sweep needs questions with answers to compare with")
-    model = eagle_fsd.load(args.target, args.draft, dtype=args.dtype, device=args.device)
+    model = load_pair(args)
     args.tree = args.tree or model.default_tree
     runs = experiments(args, model, questions)
     if "answers" in args.stage:
@@ -300,11 +300,8 @@ def run(args: argparse.Namespace) -> None:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--target", help="directory or hub id (default: the bundled pair)")
-    parser.add_argument("--draft", help="directory or hub id of the target's draft head")
-    parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--device")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, parents=[model_options()])
     parser.add_argument("--assistant", help="a smaller model of the same tokenizer, for assisted decoding")
     parser.add_argument("--questions", type=Path, help="JSON lines with answers (default: tasks of the generator)")
     parser.add_argument("--tasks", type=int, default=300, help="how many questions")
