@@ -64,8 +64,8 @@ def describe(outputs: Sequence[Output], reference: Sequence[int] | None = None) 
     """What one conversation's answers are like, their turns joined.
 
     Returns:
-        tokens; cycles and accepted (draft tokens); fuzzy: tokens that only the rule accepted; low: tokens below a fifth
-        of the target's best probability; logprob and regret: sums in nats under the target; repetition; cut_off:
+        tokens; cycles and accepted (draft tokens); fuzzy_tokens: (token, regret in nats) of those that only the rule
+        accepted; low: tokens below a fifth of the target's best probability; logprob and regret: sums in nats under the target; repetition; cut_off:
         whether any turn ended at the length limit; differs_at: first token that differs from `reference`.
     """
     tokens = [token for output in outputs for token in output.token_ids]
@@ -73,7 +73,8 @@ def describe(outputs: Sequence[Output], reference: Sequence[int] | None = None) 
     lengths = [length for output in outputs for length in output.stats.accepted_lengths]
     return {
         "tokens": len(tokens), "cycles": len(lengths), "accepted": sum(lengths),
-        "fuzzy": sum(receipt.source == "fuzzy" for receipt in receipts),
+        "fuzzy_tokens": [(token, round(receipt.regret, 4)) for token, receipt in zip(tokens, receipts, strict=True)
+                         if receipt.source == "fuzzy"],
         "low": sum(receipt.regret > LOW for receipt in receipts),
         "logprob": sum(receipt.logprob for receipt in receipts),
         "regret": sum(receipt.regret for receipt in receipts),
@@ -233,7 +234,7 @@ def summarise(records: Iterable[dict[str, Any]]) -> dict[str, Any]:
         "tau": sum(r["accepted"] for r in records) / cycles + 1 if cycles else 1.0,
         "tokens_per_answer": tokens / len(records),
         "cycles_per_answer": cycles / len(records),
-        "fuzzy_share": sum(r["fuzzy"] for r in records) / tokens,
+        "fuzzy_share": sum(len(r["fuzzy_tokens"]) for r in records) / tokens,
         "low_per_thousand": 1000 * sum(r["low"] for r in records) / tokens,
         "logprob_per_token": sum(r["logprob"] for r in records) / tokens,
         "regret_per_token": sum(r["regret"] for r in records) / tokens,

@@ -31,6 +31,7 @@ from eagle_fsd.methods import Answer, Method, bare_generate, engine, hf_generate
 from eagle_fsd.model import demo_directory, load_target
 from eagle_fsd.questions import converse
 from eval.environment import environment
+from eval.harm import harm, harm_table, merged
 from eval.plots import headline, pareto, plot, table
 from eval.questions import load_questions
 
@@ -218,6 +219,14 @@ def match_temperatures(rows: list[dict]) -> None:
                               for value in ("temperature", "accuracy", "time_of_exact") if value in lossless[0]}
 
 
+def harm_rows(args: argparse.Namespace, runs: dict[tuple, Experiment]) -> list[dict]:
+    """What each setting's fuzzy tokens did to right answers, over all seeds."""
+    own = [run for (temperature, _), run in runs.items() if temperature == args.temperature]
+    tokenizer = own[0].model.tokenizer
+    return [row for name in own[0].rules
+            for row in merged([harm(run, name, lambda token: tokenizer.decode([token])) for run in own])]
+
+
 def prediction_errors(rows: list[dict]) -> dict[str, dict[str, float]]:
     """By setting, how far tau and KL per token predicted from the lossless pass lie above the real ones, relatively."""
     errors: dict[str, dict[str, float]] = {"tau": {}, "kl": {}}
@@ -249,13 +258,14 @@ def report(args: argparse.Namespace, runs: dict[tuple, Experiment]) -> None:
         "prediction_errors": prediction_errors(rows),
         "questions": len(own.questions), "seeds": args.seeds, "temperature": args.temperature, "tree": repr(own.tree),
         "dtype": str(own.model.target.dtype), "headline": headline(rows),
-        "baselines_over_bare_calls": slower, "rows": rows, "baselines": baselines,
+        "baselines_over_bare_calls": slower, "rows": rows, "baselines": baselines, "harm": harm_rows(args, runs),
     }
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.with_suffix(".json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     args.out.with_suffix(".md").write_text(
         f"# {args.out.name}\n\n`{record['environment']['command']}` at {record['environment']['commit']}\n\n"
-        f"{record['headline']}\n\n{table(rows, baselines)}\n", encoding="utf-8")
+        f"{record['headline']}\n\n{table(rows, baselines)}\n\n"
+        f"## Right answers that fuzzy tokens cost\n\n{harm_table(record['harm'])}\n", encoding="utf-8")
     plot(record, args.out)
     print(record["headline"])
     for name, ratio in slower.items():

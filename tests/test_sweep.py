@@ -57,6 +57,12 @@ def test_a_greedy_sweep_writes_table_and_pictures(place):
     assert fuzzy["family_bound"] > fuzzy["drop_bound"] > fuzzy["drop"]
     assert fuzzy["predicted"]["diverging"] >= fuzzy["differing"]
     assert rows["fsd 0.3"]["tau"] > exact["tau"] and rows["fsd 0.3"]["regret_per_token"] > 0
+    harmful = [row for row in record["harm"] if row["setting"] == "fsd 0.3"]
+    assert [row["kind"] for row in harmful] == ["digit", "word", "other"]
+    right = round(fuzzy["fuzzy_share"] * 12 * fuzzy["tokens_per_answer"])  # of all answers, the wrong one's included
+    assert 0 < sum(row["tokens"] for row in harmful) <= right
+    assert max(row["lost"] for row in harmful) <= fuzzy["lost"] <= sum(row["lost"] for row in harmful)
+    assert all(row["alone_lost"] <= row["alone"] <= row["answers"] for row in harmful)
     section = sweep_section("out", record)
     assert record["headline"] in section and "| exact |" in section and "| prompt lookup |" in section
     for name in ("out-frontier.png", "out-dials.png"):
