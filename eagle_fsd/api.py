@@ -16,6 +16,7 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from .acceptance import Rule, make_rule
+from .autotree import Choice
 from .calibration import read_calibrations
 from .checkpoint import load_head
 from .config import TreeConfig
@@ -25,6 +26,8 @@ from .model import EagleModel, bundled_pair
 from .sampling import build_processors, require_integer
 
 log = logging.getLogger(__name__)
+
+NO_TREE = TreeConfig(2, 1, 1)  # of a request that is decoded plainly: room for one token
 
 # What `model.generate` prepares for a forward and the decode loop works out itself.
 RECOMPUTED = ("attention_mask", "cache_position", "logits_to_keep", "past_key_values", "position_ids", "use_cache")
@@ -81,7 +84,7 @@ def generate(
         budget: nats that fuzzy acceptance may cost in this answer: summed KL to the target when sampling, summed
             log-probability regret when greedy (see `eagle_fsd.budget`). When it is spent, or when the text starts to
             repeat, decoding is exact for the rest; `out.stats` says where. 0: exact; inf: only repetition counts.
-        tree: size of the draft tree; None: a default for the device.
+        tree: size of the draft tree; None: as the model was loaded for (`load(tree=)`).
         logits_processor, stopping_criteria, streamer: those of `transformers`. Processors see each node's own path;
             a streamer with a method `on_receipts(receipts)` gets the receipts of each cycle before its tokens.
 
@@ -113,9 +116,14 @@ def generate(
     if seed is None:
         seed = random.SystemRandom().getrandbits(48)
     require_integer("seed", seed, 0)
+    if tree is None and model.trees is not None and model.draft is not None:
+        choice = model.trees.of(rule, temperature)
+    else:
+        choice = Choice(check_tree(model.default_tree if tree is None else tree, model), 0.0, 0.0)
     settings = Settings(
         rule=rule,
-        tree=check_tree(model.default_tree if tree is None else tree, model),
+        tree=choice.tree or NO_TREE,
+        break_even=choice.break_even,
         processors=processors,
         greedy=temperature == 0,
         seed=int(seed) % 2**63,
@@ -129,9 +137,11 @@ def generate(
     if streamer is not None:
         streamer.put(torch.tensor([ids]))
     output = run(
-        model.target, model.draft, ids, settings, streamer=streamer,
+        model.target, model.draft if choice.tree else None, ids, settings, streamer=streamer,
         stop_check=(lambda new: any(s in decode(model, new) for s in stops)) if stops else None,
     )
+    if choice.tree is None:
+        output.stats.plain_because = "no tree is expected to be faster than plain decoding"
     if model.tokenizer is not None:
         output.text = decode(model, output.token_ids)
         found = [at for s in stops if (at := output.text.find(s)) >= 0]

@@ -197,7 +197,7 @@ def calibrate(
     return Calibration(
         promise=str(promise), options=settings.get(chosen, {"rule": EXACT}), temperature=float(temperature),
         target=model.target.digest(), head=weights_digest(model.draft), dtype=str(model.target.dtype),
-        tree=repr(experiment.tree), prompts=prompts, answers=len(questions),
+        tree=model.tree_name(tree), prompts=prompts, answers=len(questions),
         measured={name: value for name, value in measured.items() if value is not None}, curve=list(curve.values()),
     )
 

@@ -1,4 +1,4 @@
-"""Command line: `eagle-fsd generate|demo|calibrate|inspect|export`."""
+"""Command line: `eagle-fsd generate|demo|calibrate|tune|inspect|export`."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from transformers.generation.streamers import BaseStreamer
 from . import __version__
 from .acceptance import RULES, make_rule
 from .api import generate
+from .autotree import choose, describe, read_logs, store_log
 from .calibrate import DIALS, calibrate, check_promise
 from .calibration import parse_promise, read_calibrations, store_calibration
 from .config import TreeConfig
@@ -24,9 +25,11 @@ from .experiment import fingerprint
 from .export import LAYOUTS, export_head, inspect_head
 from .generation import Receipt
 from .grading import extract_result
+from .latency import known_latency
 from .methods import Answer, engine, hf_generate, interleaved
 from .model import EagleModel, demo_directory, load
 from .questions import read_questions
+from .tune import log_cycles
 
 COLOURS = {"target": "", "exact": "\033[32m", "fuzzy": "\033[33m"}
 RESET, BOLD, DIM = "\033[0m", "\033[1m", "\033[2m"
@@ -151,6 +154,21 @@ def build_parser() -> argparse.ArgumentParser:
     tune.add_argument("--log", type=Path, help="file of the answers; the same command goes on with it")
     tune.add_argument("--out", type=Path, help="directory for calibration.json (default: the head's)")
 
+    logs = commands.add_parser(
+        "tune", parents=[models], help='log cycles on your prompts, for tree="auto" to choose by',
+        description="Answers the prompts with a wide draft tree and notes which nodes were accepted. From this log, "
+        "stored beside the head, and the machine's latency the fastest tree is chosen whenever the pair is loaded. One "
+        "log per rule, threshold and temperature; a request takes the nearest.")
+    logs.add_argument("--prompts", type=Path, required=True, help="JSON lines: MT-Bench, GSM8K, HumanEval, prompts")
+    logs.add_argument("--acceptance", choices=RULES, default="exact")
+    logs.add_argument("--threshold", type=float)
+    logs.add_argument("--divergence", help="that fsd gates on")
+    logs.add_argument("--temperature", type=float, default=0.0)
+    logs.add_argument("--max-new-tokens", type=int, default=256)
+    logs.add_argument("--limit", type=int, default=48, help="use only the first prompts (default: %(default)s)")
+    logs.add_argument("--seed", type=int, default=0)
+    logs.add_argument("--out", type=Path, help="directory for tree.json (default: the head's)")
+
     inspect = commands.add_parser("inspect", help="say what a draft head is, what it fits, and who can serve it")
     inspect.add_argument("head", help="directory or hub id")
     inspect.add_argument("--target", help="directory or hub id to check the head against")
@@ -206,9 +224,7 @@ def run_calibrate(args: argparse.Namespace) -> None:
     options = {"divergence": args.divergence} if args.divergence else {}
     rules = {rule: [make_rule(rule, t, **options) for t in thresholds] for rule, thresholds in dials.items()}
     check_promise(promise, questions, args.temperature, rules)
-    out = args.out or Path(args.draft or demo_directory("demo-draft"))
-    if not out.is_dir():
-        raise ValueError(f"{out} is no directory to store calibration.json in: give --out")
+    out = head_directory(args, "calibration.json")
     read_calibrations(out)
     record = args.log or out / f"calibration-{fingerprint(questions)}-{args.temperature:g}.log.jsonl"
     model = load_pair(args)
@@ -222,6 +238,31 @@ def run_calibrate(args: argparse.Namespace) -> None:
     print(f"{found.promise}: {chosen}; {found.measured['speedup']:.2f}x model.generate, "
           f"{found.measured['time_of_exact']:.3f} of exact's time per answer; stored in {path}"
           + (f" (load with calibration={str(out)!r})" if args.out else ""))
+
+
+def run_tune(args: argparse.Namespace) -> None:
+    rule = make_rule(args.acceptance, args.threshold, args.divergence)
+    if args.limit < 1:
+        raise ValueError(f"--limit must be at least 1, got {args.limit}")
+    questions = read_questions(args.prompts)[: args.limit]
+    out = head_directory(args, "tree.json")
+    read_logs(out)
+    model = load_pair(args)
+    found = log_cycles(model, questions, rule, args.temperature, max_new_tokens=args.max_new_tokens, seed=args.seed)
+    path = store_log(out, found)
+    assert model.draft is not None
+    choice = choose(found.cycles, known_latency(model.target, model.draft),
+                    stopping=model.target.output_device.type == "cpu")
+    what = "no draft tree" if choice.tree is None else describe(choice.tree)
+    print(f"{len(found.cycles)} cycles stored in {path}. On this machine: {what}; {choice.rate:.1f} tokens/s expected")
+
+
+def head_directory(args: argparse.Namespace, file: str) -> Path:
+    """Where a file about the head goes: --out, else beside the head."""
+    out = args.out or Path(args.draft or demo_directory("demo-draft"))
+    if not out.is_dir():
+        raise ValueError(f"{out} is no directory to store {file} in: give --out")
+    return out
 
 
 def run_inspect(args: argparse.Namespace) -> None:
@@ -247,7 +288,7 @@ def run_demo(args: argparse.Namespace) -> None:
     entries = json.loads(DEMO_PROMPTS.read_text(encoding="utf-8"))
     threads = torch.get_num_threads()
     print(f"{type(model.target.model).__name__} on {model.target.device}, {model.target.dtype}, {threads} threads; "
-          f"greedy decoding. Tree: {model.default_tree}\n")
+          f"greedy decoding. Tree: {model.describe_tree(None)}\n")
     colour = use_colour()
     legend = {source: f"{COLOURS[source]}{source}{RESET}" if colour else source for source in COLOURS}
     print(f"Token sources: {legend['exact']} = drafted, and the target's own choice; {legend['fuzzy']} = drafted and "
@@ -290,7 +331,7 @@ def print_table(answers: dict[str, list[Answer]], results: list[str | None]) -> 
 
 COMMANDS = {
     "generate": run_generate, "demo": run_demo, "calibrate": run_calibrate, "inspect": run_inspect,
-    "export": run_export,
+    "export": run_export, "tune": run_tune,
 }
 
 

@@ -7,6 +7,29 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
+class Confidence:
+    """How likely a drafted token is to be accepted behind an accepted parent, given the draft's probability of it.
+
+    Piecewise linear from log-probability to log-probability, for a parent's best child and for its other children.
+
+    Args:
+        knots: draft log-probabilities, ascending (>= 2). first, others: log acceptance probabilities at the knots, not
+            descending, at most 0.
+    """
+
+    knots: tuple[float, ...]
+    first: tuple[float, ...]
+    others: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        if not 2 <= len(self.knots) == len(self.first) == len(self.others):
+            raise ValueError("Confidence needs at least two knots, and as many values for first and others")
+        for name, values in (("knots", self.knots), ("first", self.first), ("others", self.others)):
+            if list(values) != sorted(values) or not all(map(math.isfinite, values)) or values[-1] > 0:
+                raise ValueError(f"Confidence.{name} must ascend to at most 0, got {values}")
+
+
+@dataclass(frozen=True)
 class TreeConfig:
     """Size and shape limits of the draft tree (EAGLE-2, arXiv 2406.16858, section 4).
 
@@ -16,6 +39,10 @@ class TreeConfig:
         top_k: children scored per expanded node, and nodes expanded per level (>= 1).
         draft_temperature: the draft's logits are divided by it before the log-softmax that ranks nodes; 1 is the
             published behaviour. Below 1 the tree becomes deeper and narrower, which pays when decoding is greedy.
+        confidence: what ranks nodes instead, fitted to what was accepted; None: the draft's log-probability.
+        least_reach: no further level is drafted where the acceptance probabilities of the nodes that it would start
+            from sum up to less than this; at the first level nothing is drafted then. 0: always to the full depth.
+        least_probability: nodes less likely to be accepted are left out. 0: always `total_tokens` nodes.
 
     Raises:
         TypeError, ValueError: a value of the wrong type or range.
@@ -25,6 +52,9 @@ class TreeConfig:
     depth: int = 8
     top_k: int = 10
     draft_temperature: float = 1.0
+    confidence: Confidence | None = None
+    least_reach: float = 0.0
+    least_probability: float = 0.0
 
     def __post_init__(self) -> None:
         for name, least in (("total_tokens", 2), ("depth", 1), ("top_k", 1)):
@@ -35,6 +65,11 @@ class TreeConfig:
                 raise ValueError(f"TreeConfig.{name} must be at least {least}, got {value}")
         if not (isinstance(self.draft_temperature, (int, float)) and 0 < self.draft_temperature < math.inf):
             raise ValueError(f"TreeConfig.draft_temperature must be a positive number, got {self.draft_temperature!r}")
+        for name in ("least_reach", "least_probability"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"TreeConfig.{name} must be at least 0, got {getattr(self, name)!r}")
+        if not (self.confidence is None or isinstance(self.confidence, Confidence)):
+            raise TypeError(f"TreeConfig.confidence must be a Confidence or None, got {self.confidence!r}")
 
     @property
     def scored_nodes(self) -> int:

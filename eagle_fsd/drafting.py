@@ -9,15 +9,18 @@ number is thus smaller than its child's, and its cumulative log-probability is n
 
 from __future__ import annotations
 
+import functools
+import math
+
 import torch
 from torch import Tensor
 
 from .attention import tree_mask
 from .cache import TreeCache
-from .config import TreeConfig
+from .config import Confidence, TreeConfig
 from .draft import DraftHead
 from .target import TargetModel
-from .tree import DraftTree, ancestors_of
+from .tree import DraftTree, ancestors_of, root_only
 
 
 def extend_draft(
@@ -47,7 +50,8 @@ def draft_tree(
 ) -> tuple[DraftTree, Tensor]:
     """One draft tree per row, and the draft's raw logits [B, E, V] of its expanded nodes.
 
-    The draft's cache is left holding the accepted tokens only.
+    The draft's cache is left holding the accepted tokens only. With `least_reach` or `least_probability` a tree may be
+    shallower or smaller than `config` says, down to the root alone; both wait for the device once per level.
     """
     k = config.top_k
     predicted = extend_draft(head, features, tokens, cache)  # [B, 1, D]
@@ -66,6 +70,9 @@ def draft_tree(
     visible = self_visible  # [B, K, keys]: which expanded nodes each frontier node sees
     expanded = [torch.arange(k, device=device).expand(batch, -1)]  # scored numbers of each level's expanded nodes
 
+    if not _worth_a_level(frontier_scores, config):
+        return root_only(root), logits
+
     for level in range(2, config.depth + 1):
         positions = torch.full((batch, k), base + level - 2, device=device)
         mask = tree_mask(visible, base, head.dtype)
@@ -79,6 +86,8 @@ def draft_tree(
         levels.append(child_tokens)
         if level < config.depth:
             frontier_scores, best = child_scores.topk(k)
+            if not _worth_a_level(frontier_scores, config):
+                break
             parents = best // k  # [B, K], ranks within the level above
             expanded.append(best + k + (level - 2) * k * k)
             frontier_tokens = child_tokens.gather(1, best)
@@ -86,22 +95,51 @@ def draft_tree(
             inherited = visible.gather(1, parents[..., None].expand_as(visible))
             visible = torch.cat([inherited, self_visible], -1)
     cache.truncate(base)
-    tree = rerank(root, torch.cat(levels, 1), torch.cat(scores, 1), torch.stack(expanded, 1), config)
+    tree = rerank(root, torch.cat(levels, 1), torch.cat(scores, 1), torch.stack(expanded, 1), len(levels), config)
     return tree, torch.cat(draft_logits, 1)
 
 
 def _best_children(logits: Tensor, config: TreeConfig) -> tuple[Tensor, Tensor]:
-    """Log-probabilities and tokens [B, *, K] of the K best children of each node."""
+    """Scores and tokens [B, *, K] of the K best children of each node: what a step adds to a path's score."""
     logits = logits if config.draft_temperature == 1 else logits / config.draft_temperature
     best, tokens = logits.topk(config.top_k)
-    return best - logits.logsumexp(-1, keepdim=True), tokens
+    log_probs = best - logits.logsumexp(-1, keepdim=True)
+    return (log_probs if config.confidence is None else apply_confidence(config.confidence, log_probs)), tokens
+
+
+def apply_confidence(
+    confidence: Confidence,
+    log_probs: Tensor,  # [..., K], the children of each node in descending order
+) -> Tensor:  # [..., K]
+    """Log acceptance probabilities; linear between the knots, constant outside."""
+    knots, first, others = _knots(confidence, log_probs.device)
+    right = torch.bucketize(log_probs, knots).clamp(1, len(knots) - 1)
+    left = right - 1
+    share = ((log_probs - knots[left]) / (knots[right] - knots[left])).clamp(0, 1)
+    is_first = torch.arange(log_probs.shape[-1], device=log_probs.device) == 0
+    low, high = torch.where(is_first, first[left], others[left]), torch.where(is_first, first[right], others[right])
+    return torch.lerp(low, high, share)
+
+
+@functools.lru_cache(maxsize=64)
+def _knots(confidence: Confidence, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    values = (confidence.knots, confidence.first, confidence.others)
+    with torch.inference_mode(False):
+        knots, first, others = (torch.tensor(each, device=device) for each in values)
+    return knots, first, others
+
+
+def _worth_a_level(scores: Tensor, config: TreeConfig) -> bool:
+    """Whether any row's nodes [B, K] of this level are likely enough to be accepted to draft behind them."""
+    return not config.least_reach or scores.exp().sum(1).amax().item() >= config.least_reach
 
 
 def rerank(
     root: Tensor,  # [B]
     tokens: Tensor,  # [B, S]
     scores: Tensor,  # [B, S], cumulative log-probabilities
-    expanded: Tensor,  # [B, depth - 1, K], scored numbers of the expanded nodes below the root ([B, 1, K] at depth 1)
+    expanded: Tensor,  # [B, depth - 1, K] or more levels, scored numbers of the expanded nodes below the root
+    depth: int,  # levels that were scored
     config: TreeConfig,
 ) -> DraftTree:
     """The best N - 1 scored nodes and the root, as a tree.
@@ -110,8 +148,15 @@ def rerank(
     parent's, the stable sort takes the parent first.
     """
     k, batch, device = config.top_k, len(root), root.device
-    order = scores.sort(dim=1, descending=True, stable=True).indices
-    kept = order[:, : config.nodes - 1].sort(1).values  # [B, N - 1], in the order of scored numbers
+    sorted_scores, order = scores.sort(dim=1, descending=True, stable=True)
+    count = min(config.total_tokens - 1, scores.shape[1])
+    if config.least_probability:
+        likely = (sorted_scores >= math.log(config.least_probability)).sum(1).amax().item()
+        if not likely:
+            return root_only(root)
+        count = min(count, likely)
+    kept = order[:, :count].sort(1).values  # [B, N - 1], in the order of scored numbers
+    expanded = expanded[:, : max(1, depth - 1)]
 
     # The parent of scored node j >= K at level l is expanded node (j - K) // K of levels 1, 2, ...
     rank = (kept - k).div(k, rounding_mode="floor")  # negative for children of the root
@@ -122,7 +167,7 @@ def rerank(
 
     # Draft rows: 0 is the root's, 1 + r that of expanded node r; at depth 1 only the root was expanded.
     rows = torch.zeros_like(scores, dtype=torch.long)
-    if config.depth > 1:
+    if depth > 1:
         expanded_rows = torch.arange(1, expanded[0].numel() + 1, device=device).expand(batch, -1)
         rows.scatter_(1, expanded.flatten(1), expanded_rows)
 
@@ -135,8 +180,8 @@ def rerank(
         tokens=with_root(tokens.gather(1, kept), root),
         parents=parents,
         depths=with_root(depths, 0),
-        ancestors=ancestors_of(parents, config.depth),
+        ancestors=ancestors_of(parents, depth),
         draft_rows=with_root(rows.gather(1, kept), 0),
         scores=with_root(scores.gather(1, kept), 0),
-        max_depth=config.depth,
+        max_depth=depth,
     )

@@ -64,16 +64,17 @@ def describe(outputs: Sequence[Output], reference: Sequence[int] | None = None) 
     """What one conversation's answers are like, their turns joined.
 
     Returns:
-        tokens; cycles and accepted (draft tokens); fuzzy_tokens: (token, regret in nats) of those that only the rule
-        accepted; low: tokens below a fifth of the target's best probability; logprob and regret: sums in nats under the target; repetition; cut_off:
-        whether any turn ended at the length limit; differs_at: first token that differs from `reference`.
+        tokens; cycles and accepted (draft tokens); fuzzy_tokens: [token, regret in nats] of those that only the rule
+        accepted; low: tokens below a fifth of the target's best probability; logprob and regret: sums in nats under the
+        target; repetition; cut_off: whether any turn ended at the length limit; differs_at: first token that differs
+        from `reference`.
     """
     tokens = [token for output in outputs for token in output.token_ids]
     receipts = [receipt for output in outputs for receipt in output.receipts]
     lengths = [length for output in outputs for length in output.stats.accepted_lengths]
     return {
         "tokens": len(tokens), "cycles": len(lengths), "accepted": sum(lengths),
-        "fuzzy_tokens": [(token, round(receipt.regret, 4)) for token, receipt in zip(tokens, receipts, strict=True)
+        "fuzzy_tokens": [[token, round(receipt.regret, 4)] for token, receipt in zip(tokens, receipts, strict=True)
                          if receipt.source == "fuzzy"],
         "low": sum(receipt.regret > LOW for receipt in receipts),
         "logprob": sum(receipt.logprob for receipt in receipts),
@@ -112,12 +113,12 @@ class Experiment:
         self.model, self.questions, self.log, self.share = model, list(questions), log, share
         self.rules = {name: make_rule(**options) for name, options in settings.items()}
         self.temperature, self.max_new_tokens, self.seed = temperature, max_new_tokens, seed
-        self.tree, self.run_code = model.default_tree if tree is None else tree, run_code
+        self.tree, self.run_code = tree, run_code
         self.records: dict[tuple[str, int | str], dict[str, Any]] = {}
         about = {
             "questions": fingerprint(questions), "target": model.target.digest(), "head": weights_digest(model.draft),
             "dtype": str(model.target.dtype), "temperature": temperature, "max_new_tokens": max_new_tokens,
-            "seed": seed, "tree": repr(self.tree),
+            "seed": seed, "tree": model.describe_tree(tree, temperature),
         }
         begun, *finished = read_lines(log, repair=share[0] == 0) or [None]
         if begun is None:

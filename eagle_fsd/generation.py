@@ -49,6 +49,7 @@ class Stats:
 
     With a budget, `budget_spent` is what fuzzy acceptance has cost in nats, and `exact_from` the number of new tokens
     after which decoding returned to exact, with the reason in `exact_because`: "budget" or "repetition".
+    `undrafted` counts verify forwards without a draft tree; `plain_because` says why a whole request had none.
     """
 
     new_tokens: int = 0
@@ -59,6 +60,8 @@ class Stats:
     budget_spent: float | None = None
     exact_from: int | None = None
     exact_because: str | None = None
+    undrafted: int = 0
+    plain_because: str | None = None
 
     @property
     def mean_accepted_length(self) -> float:
@@ -86,6 +89,7 @@ class Settings:
     stop_ids: frozenset[int] = frozenset()
     criteria: StoppingCriteriaList = field(default_factory=StoppingCriteriaList)
     budget: float | None = None  # nats, see `Budget`
+    break_even: float = 0.0  # tokens that a drafted cycle must emit to be worth its time; 0: drafting is never paused
 
 
 class Cycle(NamedTuple):
@@ -93,6 +97,36 @@ class Cycle(NamedTuple):
 
     tokens: list[int]
     receipts: list[Receipt]
+    drafted: bool = False
+
+
+LONGEST_PAUSE = 64  # cycles without drafting
+MEMORY = 8  # drafted cycles that decide about a pause
+
+
+class Pause:
+    """Stops drafting for a while where it does not pay, and tries again: ever more rarely, as long as it fails."""
+
+    def __init__(self, break_even: float) -> None:
+        self.break_even = break_even
+        self.mean = 2 * break_even  # of the tokens that drafted cycles emitted, the newest weighing most
+        self.left, self.length = 0, MEMORY // 2
+
+    def drafts(self) -> bool:
+        """Whether the next cycle drafts."""
+        self.left -= 1
+        return self.left < 0
+
+    def learn(self, emitted: int) -> None:
+        """Take note of what a drafted cycle emitted."""
+        if not self.break_even:
+            return
+        self.mean += (emitted - self.mean) / MEMORY
+        if self.mean < self.break_even:
+            self.length = min(2 * self.length, LONGEST_PAUSE)
+            self.left, self.mean = self.length, self.break_even  # one more failure pauses again
+        elif self.mean > 1.5 * self.break_even:
+            self.length = MEMORY // 2
 
 
 class Decoder:
@@ -109,6 +143,7 @@ class Decoder:
         self.tokens = list(prompt)  # all emitted tokens; the last one is the root once decoding has begun
         self.prompt_length = len(self.tokens)
         self.budget = None if settings.budget is None else Budget(settings.budget)
+        self.pause = Pause(settings.break_even)
         self.seeds = torch.tensor([settings.seed], device=self.device)
         tree = settings.tree
         room = len(prompt) + settings.max_new_tokens
@@ -135,7 +170,8 @@ class Decoder:
     def step(self) -> Cycle:
         """One cycle; emits the accepted draft tokens and one token of the target."""
         length = self.cache.length  # L; the root is the token at this position
-        tree, draft_logits = self._draft()
+        drafts = self.head is not None and self.pause.drafts()
+        tree, draft_logits = self._draft() if drafts else self._plain()
         features = self.target.verify(tree.tokens, tree.depths + length, tree.ancestors, self.cache)  # [1, N, D]
         logits = self.target.logits(features)
         warped = warp_tree(self.settings.processors, self.tokens[:-1], tree, logits)
@@ -148,17 +184,25 @@ class Decoder:
         walked = walk(verification, decision)
         path, emitted, receipts = read_walk(verification, decision.divergence, walked)
         self.cache.commit(length, length + path)
-        self.next_features, self.next_tokens = features[:, path], torch.tensor([emitted], device=self.device)
+        next_features, next_tokens = features[:, path], torch.tensor([emitted], device=self.device)
+        if drafts:
+            self.pause.learn(len(emitted))
+        elif self.head is not None:  # the draft has yet to read what came before
+            next_features = torch.cat([self.next_features, next_features], 1)
+            next_tokens = torch.cat([self.next_tokens, next_tokens], 1)
+        self.next_features, self.next_tokens = next_features, next_tokens
         self.tokens += emitted
-        return Cycle(emitted, receipts)
+        return Cycle(emitted, receipts, tree.max_depth > 0)
 
     def _draft(self) -> tuple[DraftTree, Tensor]:
-        if self.head is None:
-            root = root_only(self.next_tokens[:, -1])
-            return root, self.next_features.new_zeros(1, 1, self.target.vocab_size)
+        assert self.head is not None
         return draft_tree(
             self.head, self.target, self.next_features, self.next_tokens, self.draft_cache, self.settings.tree
         )
+
+    def _plain(self) -> tuple[DraftTree, Tensor]:
+        root = root_only(self.next_tokens[:, -1])
+        return root, self.next_features.new_zeros(1, 1, self.target.vocab_size)
 
     def _noise(self, tree: DraftTree, length: int) -> Tensor:
         """[1, N, V] Gumbel noise for the token after each node, keyed by seed and that token's absolute position."""
@@ -258,6 +302,7 @@ def run(
             stats.exact_from, stats.exact_because = len(new), decoder.budget.ended
         stats.accepted_lengths.append(len(cycle.tokens) - 1)
         stats.target_forwards += 1
+        stats.undrafted += not cycle.drafted
     stats.decode_seconds = time.perf_counter() - started - stats.prefill_seconds
     stats.new_tokens = len(new)
     stats.budget_spent = None if decoder.budget is None else decoder.budget.spent

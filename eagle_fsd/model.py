@@ -12,10 +12,13 @@ from weakref import WeakSet
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from .acceptance import make_rule
+from .autotree import AutoTree, describe, read_logs
 from .calibration import Calibration, parse_promise, read_calibrations
 from .checkpoint import load_head
 from .config import CPU_TREE, GPU_TREE, TreeConfig
 from .draft import DraftHead
+from .latency import known_latency
 from .target import TargetModel, weights_digest
 
 log = logging.getLogger(__name__)
@@ -34,6 +37,8 @@ class EagleModel:
     draft: DraftHead | None
     tokenizer: PreTrainedTokenizerBase | None = None
     calibrations: Sequence[Calibration] = ()  # those stored beside the head
+    tree: TreeConfig | None = None  # of requests that give none
+    trees: AutoTree | None = None  # what chooses the tree where none is given; None: `default_tree`
 
     @classmethod
     def from_parts(
@@ -53,7 +58,18 @@ class EagleModel:
     def _circumstances(self, temperature: float, tree: TreeConfig | None) -> dict[str, object]:
         assert self.draft is not None
         return {"target": self.target.digest(), "head": weights_digest(self.draft), "dtype": str(self.target.dtype),
-                "temperature": float(temperature), "tree": repr(tree or self.default_tree)}
+                "temperature": float(temperature), "tree": self.tree_name(tree)}
+
+    def tree_name(self, tree: TreeConfig | None) -> str:
+        """What results under a tree are known by: a chosen one differs from machine to machine."""
+        return "auto" if tree is None and self.trees is not None else repr(tree or self.default_tree)
+
+    def describe_tree(self, tree: TreeConfig | None, temperature: float = 0.0) -> str:
+        """For records: the tree of `exact`, a chosen one too."""
+        if tree is not None or self.trees is None:
+            return repr(tree or self.default_tree)
+        chosen = self.trees.of(make_rule("exact"), temperature).tree
+        return "auto: " + ("no draft tree" if chosen is None else describe(chosen))
 
     def calibrated(self, promise: str, temperature: float, tree: TreeConfig | None = None) -> Calibration:
         """The stored calibration for a promise such as "accuracy_drop<=1%".
@@ -97,7 +113,9 @@ class EagleModel:
 
     @property
     def default_tree(self) -> TreeConfig:
-        """The tree used where none is given: by the device, never deeper or wider than the vocabulary allows."""
+        """The tree used where none is given or chosen: by the device."""
+        if self.tree is not None:
+            return self.tree
         return GPU_TREE if self.target.device.type == "cuda" else CPU_TREE
 
 
@@ -136,6 +154,7 @@ def load(
     attn_implementation: str | None = None,
     trust_remote_code: bool = False,
     calibration: str | Path | None = None,
+    tree: TreeConfig | str | None = "auto",
 ) -> EagleModel:
     """Load a target and its draft head.
 
@@ -147,6 +166,9 @@ def load(
         attn_implementation: "sdpa" or "eager"; default: sdpa where the model has it.
         trust_remote_code: allow a target to run code from its repository.
         calibration: directory of `calibration.json` (see `eagle-fsd calibrate`); None: the head's.
+        tree: where `generate` is given none: "auto", the one that emits the most tokens per second on this machine,
+            where the head has logs to choose it by (`eagle-fsd tune`), else a default for the device; None: that
+            default; or a `TreeConfig`. "auto" measures the models' latency once and keeps it (`eagle_fsd.latency`).
 
     Raises:
         ValueError: only one of the two given, a head that does not fit, an unsupported target or attention.
@@ -166,6 +188,15 @@ def load(
     )
     pair = EagleModel.from_parts(model, head, tokenizer)
     pair.calibrations = read_calibrations(draft if calibration is None else calibration)
+    if tree == "auto":
+        logs = read_logs(draft)
+        if logs:
+            latency = known_latency(pair.target, head)
+            pair.trees = AutoTree(logs, latency, stopping=pair.target.output_device.type == "cpu")
+        else:
+            log.info("no log to choose a tree by: taking %s (eagle-fsd tune makes one)", pair.default_tree)
+    elif tree is not None:
+        pair.tree = tree
     return pair
 
 

@@ -30,7 +30,7 @@ BASELINE = "model.generate"
 
 
 def methods_of(
-    model: eagle_fsd.EagleModel, tree: eagle_fsd.TreeConfig, fsd: list[float], tilt: list[float]
+    model: eagle_fsd.EagleModel, tree: eagle_fsd.TreeConfig | None, fsd: list[float], tilt: list[float]
 ) -> dict[str, Method]:
     """The compared methods by name."""
     methods = {
@@ -120,12 +120,11 @@ def main() -> None:
         parser.error(f"--tasks and --repeats must be at least 1, got {args.tasks} and {args.repeats}")
     torch.set_num_threads(args.threads)
     model = eagle_fsd.load(args.target, args.draft)
-    tree = args.tree or model.default_tree
-    methods = methods_of(model, tree, args.fsd, args.tilt)
+    methods = methods_of(model, args.tree, args.fsd, args.tilt)
     questions = list(tasks("heldout", seed=args.seed, count=args.tasks))
     record = {
-        "environment": environment(), "tree": repr(tree), "dtype": str(model.target.dtype), "seed": args.seed,
-        "repeats": args.repeats, "task_count": args.tasks, "python_count": args.python,
+        "environment": environment(), "tree": model.describe_tree(args.tree), "dtype": str(model.target.dtype),
+        "seed": args.seed, "repeats": args.repeats, "task_count": args.tasks, "python_count": args.python,
         "python_tokens": args.python_tokens, "accuracy_tasks": args.accuracy_tasks, "unseen_tasks": args.unseen_tasks,
     }
 
@@ -140,7 +139,7 @@ def main() -> None:
         record["python"] = summarise(answers, None)
         print(f"\nPython prefixes ({args.python})\n\n{table(record['python'])}")
 
-    record["profile"] = profile(model, [t.messages for t in questions[:30]], 128, acceptance="exact", tree=tree)
+    record["profile"] = profile(model, [t.messages for t in questions[:30]], 128, acceptance="exact", tree=args.tree)
     print("\nMilliseconds per cycle:", json.dumps(record["profile"], indent=1))
     if args.accuracy_tasks:
         record["accuracy"] = family_accuracy(

@@ -82,7 +82,6 @@ def logged(args: argparse.Namespace) -> dict:
     """
     questions = load_questions(args.questions, args.tasks, args.task_seed, args.tasks)
     model = load_pair(args)
-    args.tree = args.tree or model.default_tree
     own = next(iter(experiments(args, model, questions).values()))
     number = {question.id: at for at, question in enumerate(own.questions)}
     timed = timed_questions(own, [EXACT, *own.rules])

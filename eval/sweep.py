@@ -256,7 +256,8 @@ def report(args: argparse.Namespace, runs: dict[tuple, Experiment]) -> None:
     record = {
         "environment": environment(), "arguments": {name: str(value) for name, value in vars(args).items()},
         "prediction_errors": prediction_errors(rows),
-        "questions": len(own.questions), "seeds": args.seeds, "temperature": args.temperature, "tree": repr(own.tree),
+        "questions": len(own.questions), "seeds": args.seeds, "temperature": args.temperature,
+        "tree": own.model.describe_tree(args.tree, args.temperature),
         "dtype": str(own.model.target.dtype), "headline": headline(rows),
         "baselines_over_bare_calls": slower, "rows": rows, "baselines": baselines, "harm": harm_rows(args, runs),
     }
@@ -299,7 +300,6 @@ def run(args: argparse.Namespace) -> None:
     if any(question.answer is None and question.tests is None for question in questions):
         raise ValueError("a sweep needs questions with answers to compare with")
     model = load_pair(args)
-    args.tree = args.tree or model.default_tree
     runs = experiments(args, model, questions)
     if "answers" in args.stage:
         answer(runs)

@@ -117,6 +117,7 @@ def test_rows_of_a_batch_are_independent():
 TOKENS = [[10, 11, 12, 13, 14, 15, 16, 17, 18, 19]]
 SCORES = [[-0.5, -1.0, -0.6, -3.0, -1.0, -2.5, -0.9, -2.0, -1.0, -4.0]]
 EXPANDED = [[[0, 1], [2, 4]]]
+DEPTH = 3
 
 
 @pytest.mark.parametrize(
@@ -132,7 +133,7 @@ EXPANDED = [[[0, 1], [2, 4]]]
 )
 def test_rerank_on_the_picture(total, tokens, parents, depths, rows):
     config = TreeConfig(total, 3, 2)
-    tree = rerank(torch.tensor([9]), torch.tensor(TOKENS), torch.tensor(SCORES), torch.tensor(EXPANDED), config)
+    tree = rerank(torch.tensor([9]), torch.tensor(TOKENS), torch.tensor(SCORES), torch.tensor(EXPANDED), DEPTH, config)
     assert tree.tokens.tolist() == [tokens]
     assert tree.parents.tolist() == [parents]
     assert tree.depths.tolist() == [depths]
@@ -143,7 +144,7 @@ def test_rerank_on_the_picture(total, tokens, parents, depths, rows):
 
 def test_ancestors_on_the_picture():
     config = TreeConfig(7, 3, 2)
-    tree = rerank(torch.tensor([9]), torch.tensor(TOKENS), torch.tensor(SCORES), torch.tensor(EXPANDED), config)
+    tree = rerank(torch.tensor([9]), torch.tensor(TOKENS), torch.tensor(SCORES), torch.tensor(EXPANDED), DEPTH, config)
     assert tree.ancestors.int().tolist() == [
         [
             [1, 0, 0, 0, 0, 0, 0],  # root

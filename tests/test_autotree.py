@@ -1,0 +1,261 @@
+"""tree="auto": the confidence, the replay of logged cycles, the choice, stopping and pauses."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from tiny import PROMPT, save_pair, tiny_pair
+from transformers import LogitsProcessorList
+
+import eagle_fsd
+from eagle_fsd.acceptance import make_rule
+from eagle_fsd.autotree import (
+    WIDE,
+    AutoTree,
+    Cycle,
+    CycleLog,
+    Replay,
+    TreeLog,
+    choose,
+    fit_confidence,
+    read_logs,
+    store_log,
+)
+from eagle_fsd.config import Confidence, TreeConfig
+from eagle_fsd.drafting import apply_confidence
+from eagle_fsd.generation import Decoder, Pause, Settings
+from eagle_fsd.latency import Latency, between, known_latency, measure
+
+FREE = Latency({1: 1.0}, {k: 0.0 for k in (1, 2, 3, 4)}, 0.0, 0.0, 1.0)  # drafting costs nothing
+DEAR = Latency({1: 1.0, 2: 9.0}, {k: 9.0 for k in (1, 2, 3, 4)}, 9.0, 0.0, 1.0)
+
+
+def prompts(count: int) -> list[list[int]]:
+    return torch.randint(32, (count, 8), generator=torch.Generator().manual_seed(3)).tolist()
+
+
+def logged(model, tree: TreeConfig, count: int = 12, tokens: int = 30) -> list[Cycle]:
+    noted = CycleLog(make_rule("exact"))
+    for prompt in prompts(count):
+        eagle_fsd.generate(prompt, model, acceptance=noted, tree=tree, max_new_tokens=tokens)
+    return noted.cycles
+
+
+@pytest.fixture(scope="module")
+def pair():
+    return tiny_pair()
+
+
+@pytest.fixture(scope="module")
+def cycles(pair):
+    return logged(pair, WIDE, count=24)
+
+
+def test_a_logged_cycle_is_the_tree_and_what_became_of_it(cycles):
+    for cycle in cycles[:20]:
+        assert len(cycle.parents) == WIDE.total_tokens - 1
+        assert all(parent < node for node, parent in enumerate(cycle.parents))
+        for node, parent in enumerate(cycle.parents):
+            siblings = [n for n, other in enumerate(cycle.parents) if other == parent]
+            assert sorted(cycle.ranks[n] for n in siblings) == list(range(len(siblings)))
+            better = [n for n in siblings if cycle.ranks[n] < cycle.ranks[node]]
+            assert all(cycle.log_probs[n] >= cycle.log_probs[node] for n in better)
+        taken = [node for node, kept in enumerate(cycle.accepted) if kept]
+        assert [cycle.parents[node] for node in taken] == [-1, *taken[:-1]][: len(taken)]  # one path from the root
+
+
+@pytest.mark.parametrize("shape", [(2, 1, 1), (5, 4, 1), (8, 3, 3), (12, 5, 2), (16, 6, 4)], ids=str)
+def test_a_replay_equals_decoding_with_the_smaller_tree(pair, shape):
+    """In the first cycle after a prompt both see the same state."""
+    wide, small = TreeConfig(64, 12, 4), TreeConfig(*shape)
+    for prompt in prompts(20):
+        noted = CycleLog(make_rule("exact"))
+        eagle_fsd.generate(prompt, pair, acceptance=noted, tree=wide, max_new_tokens=14)
+        real = eagle_fsd.generate(prompt, pair, acceptance="exact", tree=small, max_new_tokens=14)
+        replay = Replay(noted.cycles[:1], None, small.top_k)
+        assert replay.emitted(small) == 1 + real.stats.accepted_lengths[0]
+
+
+def test_isotonic_fit_finds_the_rates():
+    """Edges that are accepted as often as a rising function of their probability says."""
+    random = np.random.default_rng(0)
+    made = []
+    for _ in range(6000):
+        probability = random.uniform(0.05, 0.95)
+        first, second = random.random() < probability**2, random.random() < (1 - probability) / 4
+        made.append(Cycle([-1, -1], [0, 1], [math.log(probability), math.log(1 - probability)],
+                          [first, second and not first]))
+    fitted = fit_confidence(made)
+    for probability in (0.2, 0.5, 0.8):
+        found = apply_confidence(fitted, torch.tensor([[math.log(probability), math.log(1 - probability)]])).exp()[0]
+        assert found[0].item() == pytest.approx(probability**2, abs=0.05)
+        assert found[1].item() == pytest.approx((1 - probability) / 4 * (1 - probability**2), abs=0.05)
+    assert fit_confidence(made[:20]) is None
+
+
+def test_confidence_is_linear_between_knots_and_constant_outside():
+    confidence = Confidence((-4.0, -2.0, 0.0), (-3.0, -1.0, -0.5), (-6.0, -5.0, -4.0))
+    found = apply_confidence(confidence, torch.tensor([[-1.0, -1.0], [-9.0, -9.0], [0.0, -3.0]]))
+    assert found.tolist() == [[-0.75, -4.5], [-3.0, -6.0], [-0.5, -5.5]]
+
+
+@pytest.mark.parametrize("knots", [((0.0,), (0.0,), (0.0,)), ((0, -1), (-1, 0), (-1, 0)), ((-1, 0), (0, -1), (-1, 0)),
+                                   ((-1, 0), (-1, 0.5), (-1, 0)), ((-1, 0), (-1, 0), (-math.inf, 0))])
+def test_bad_confidences_are_refused(knots):
+    with pytest.raises(ValueError, match="Confidence"):
+        Confidence(*knots)
+
+
+def test_the_choice_depends_on_what_drafting_costs(cycles):
+    free, dear = choose(cycles, FREE), choose(cycles, DEAR)
+    assert free.tree is not None and free.tree.total_tokens > 16 and free.rate > 1.5
+    assert dear.tree is None and dear.break_even > 1
+    middling = choose(cycles, Latency({1: 1.0, 64: 5.0}, {k: 0.1 * k for k in (1, 2, 3, 4)}, 0.1, 0.0, 1.0))
+    assert middling.tree is not None and middling.tree.total_tokens < free.tree.total_tokens
+    assert middling.tree.confidence is not None
+    fixed = choose(cycles, FREE, stopping=False).tree
+    assert fixed is not None and fixed.least_reach == fixed.least_probability == 0
+
+
+def test_stopping_rules_shrink_the_tree_and_change_no_token(pair):
+    loose = TreeConfig(24, 6, 3)
+    for options in ({"least_reach": 0.5}, {"least_probability": 0.2}, {"least_reach": 0.3, "least_probability": 0.1}):
+        tree = TreeConfig(24, 6, 3, **options)
+        for prompt in prompts(4):
+            seen = []
+
+            def rule(verification, seen=seen):
+                seen.append(verification.tree)
+                return make_rule("exact")(verification)
+
+            found = eagle_fsd.generate(prompt, pair, acceptance=rule, tree=tree, max_new_tokens=30)
+            plain = eagle_fsd.generate(prompt, pair, acceptance="exact", tree=loose, max_new_tokens=30)
+            assert found.token_ids == plain.token_ids
+            assert found.stats.undrafted == sum(tree.max_depth == 0 for tree in seen)
+            assert len({tree.tokens.shape[1] for tree in seen}) > 1
+            if "least_probability" in options:
+                assert all(t.scores.exp().min() >= options["least_probability"] - 1e-6 for t in seen)
+
+
+def test_replayed_stopping_equals_real_stopping(pair):
+    tree = TreeConfig(24, 6, 3, least_reach=0.4, least_probability=0.05)
+    for prompt in prompts(20):
+        noted, seen = CycleLog(make_rule("exact")), []
+
+        def rule(verification, seen=seen):
+            seen.append(verification.tree)
+            return make_rule("exact")(verification)
+
+        eagle_fsd.generate(prompt, pair, acceptance=noted, tree=TreeConfig(64, 12, 4), max_new_tokens=14)
+        real = eagle_fsd.generate(prompt, pair, acceptance=rule, tree=tree, max_new_tokens=14)
+        replay = Replay(noted.cycles[:1], None, tree.top_k)
+        tokens, verified, levels = replay._run(tree, np.array([tree.total_tokens]))
+        assert tokens.item() == 1 + real.stats.accepted_lengths[0]
+        assert verified.item() == seen[0].tokens.shape[1]
+        assert levels.item() == max(1, seen[0].max_depth) or verified.item() < tree.total_tokens
+
+
+def test_a_pause_comes_when_drafting_does_not_pay_and_grows():
+    pause, drafted = Pause(break_even=2.0), []
+    for _ in range(400):
+        drafted.append(pause.drafts())
+        if drafted[-1]:
+            pause.learn(1)
+    assert drafted[:6] == [True] * 6 and sum(drafted) < 20  # soon found out, then tried now and then
+    assert sum(drafted[200:]) >= 2
+    pause = Pause(break_even=2.0)
+    for _ in range(50):
+        assert pause.drafts()
+        pause.learn(3)
+    never = Pause(0.0)
+    for _ in range(50):
+        assert never.drafts()
+        never.learn(1)
+
+
+def test_decoding_with_pauses_gives_the_same_tokens(pair):
+    """The draft reads what it missed: afterwards it drafts as if there had been no pause."""
+    def decode(break_even: float) -> tuple[list[int], list[bool]]:
+        settings = Settings(make_rule("exact"), TreeConfig(8, 3, 2), LogitsProcessorList(), True, 0, 80,
+                            break_even=break_even)
+        decoder = Decoder(pair.target, pair.draft, PROMPT, settings)
+        decoder.prefill()
+        drafted = []
+        while len(decoder.tokens) < len(PROMPT) + 70:
+            drafted.append(decoder.step().drafted)
+        assert decoder.next_features.shape[1] == decoder.next_tokens.shape[1]
+        held = decoder.draft_cache.length + decoder.next_tokens.shape[1]
+        assert held == len(decoder.tokens) - 1
+        return decoder.tokens[: len(PROMPT) + 70], drafted
+
+    with torch.inference_mode():
+        steady, paused = decode(0.0), decode(3.9)
+    assert steady[0] == paused[0] and all(steady[1]) and not all(paused[1]) and any(paused[1][10:])
+
+
+def test_latencies_are_measured_and_kept(pair, tmp_path, monkeypatch):
+    monkeypatch.setenv("EAGLE_FSD_CACHE", str(tmp_path))
+    first = known_latency(pair.target, pair.draft)
+    assert all(value > 0 for value in (*first.verify.values(), first.first_level, first.plain))
+    assert first.verify[64] > 0.5 * first.verify[1]
+    assert first.cycle(16, 4, 2) >= first.cycle(16, 1, 2) > 0
+    monkeypatch.setattr("eagle_fsd.latency.measure", lambda *_: pytest.fail("measured again"))
+    assert known_latency(pair.target, pair.draft) == first
+    (tmp_path / "latency.json").write_text("{broken")
+    monkeypatch.setattr("eagle_fsd.latency.measure", lambda *_: FREE)
+    assert known_latency(pair.target, pair.draft) == FREE
+
+
+def test_latency_is_linear_between_measurements():
+    assert [between({2: 1.0, 4: 3.0, 8: 5.0}, at) for at in (1, 2, 3, 4, 6, 8, 10)] == [1, 1, 2, 3, 4, 5, 6]
+
+
+def test_a_target_without_room_is_refused():
+    small = tiny_pair(max_position_embeddings=40)
+    with pytest.raises(ValueError, match="40 positions"):
+        measure(small.target, small.draft)
+
+
+def test_logs_are_kept_beside_the_head(cycles, tmp_path):
+    assert read_logs(tmp_path) == []
+    store_log(tmp_path, TreeLog("Exact()", 0.0, cycles[:5]))
+    store_log(tmp_path, TreeLog("Exact()", 0.7, cycles[5:7]))
+    store_log(tmp_path, TreeLog("Exact()", 0.0, cycles[:3]))
+    found = {entry.temperature: entry for entry in read_logs(tmp_path)}
+    assert (len(found[0.0].cycles), len(found[0.7].cycles)) == (3, 2)
+    for ours, stored in zip(cycles[:3], found[0.0].cycles, strict=True):
+        assert (stored.parents, stored.ranks, stored.accepted) == (ours.parents, ours.ranks, ours.accepted)
+        assert stored.log_probs == pytest.approx(ours.log_probs, abs=1e-3)
+    (tmp_path / "tree.json").write_text(json.dumps({"logs": [{"rule": 1}]}))
+    with pytest.raises(ValueError, match="tree.json cannot be read"):
+        read_logs(tmp_path)
+
+
+def test_auto_takes_the_nearest_log(cycles):
+    exact, fuzzy = repr(make_rule("exact")), make_rule("fsd", 0.2)
+    trees = AutoTree([TreeLog(exact, 0.0, cycles), TreeLog(repr(fuzzy), 0.0, cycles[:40]),
+                      TreeLog(exact, 0.7, cycles[40:80])], FREE, stopping=True)
+    assert trees.of(fuzzy, 0.0) is trees.of(fuzzy, 0.0) is not trees.of(make_rule("exact"), 0.0)
+    assert trees.of(make_rule("tilt", 0.5), 0.0) is trees.of(make_rule("exact"), 0.0)
+    assert trees.of(fuzzy, 0.9) is trees.of(make_rule("exact"), 0.7)
+
+
+def test_a_loaded_pair_chooses_its_tree(tmp_path, monkeypatch, cycles):
+    monkeypatch.setenv("EAGLE_FSD_CACHE", str(tmp_path / "cache"))
+    save_pair(tmp_path)
+    places = (tmp_path / "target", tmp_path / "head")
+    assert eagle_fsd.load(*places, device="cpu").trees is None  # no log, nothing is measured
+    assert not (tmp_path / "cache").exists()
+    store_log(tmp_path / "head", TreeLog(repr(make_rule("exact")), 0.0, cycles))
+    fixed = eagle_fsd.load(*places, device="cpu", tree=TreeConfig(8, 3, 2))
+    assert fixed.trees is None and fixed.default_tree == TreeConfig(8, 3, 2)
+    monkeypatch.setattr("eagle_fsd.latency.measure", lambda *_: FREE)
+    model = eagle_fsd.load(*places, device="cpu")
+    plain = eagle_fsd.generate(PROMPT, fixed, acceptance="exact", max_new_tokens=40)
+    assert eagle_fsd.generate(PROMPT, model, acceptance="exact", max_new_tokens=40).token_ids == plain.token_ids
+    model.trees = AutoTree(model.trees.logs, DEAR, stopping=True)
+    found = eagle_fsd.generate(PROMPT, model, acceptance="exact", max_new_tokens=40)
+    assert found.token_ids == plain.token_ids and "plain decoding" in found.stats.plain_because
+    assert found.stats.undrafted == found.stats.target_forwards == 39
