@@ -267,7 +267,7 @@ def store_log(head: str | Path, found: TreeLog) -> Path:
 
 
 def _packed(cycle: Cycle) -> list:
-    return [cycle.parents, cycle.ranks, [round(value, 3) for value in cycle.log_probs],
+    return [cycle.parents, cycle.ranks, [round(value, 2) for value in cycle.log_probs],
             [node for node, taken in enumerate(cycle.accepted) if taken]]
 
 

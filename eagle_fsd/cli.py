@@ -159,7 +159,7 @@ def build_parser() -> argparse.ArgumentParser:
         description="Answers the prompts with a wide draft tree and notes which nodes were accepted. From this log, "
         "stored beside the head, and the machine's latency the fastest tree is chosen whenever the pair is loaded. One "
         "log per rule, threshold and temperature; a request takes the nearest.")
-    logs.add_argument("--prompts", type=Path, required=True, help="JSON lines: MT-Bench, GSM8K, HumanEval, prompts")
+    logs.add_argument("--prompts", type=Path, required=True, help="JSON lines as for calibrate; first turns count")
     logs.add_argument("--acceptance", choices=RULES, default="exact")
     logs.add_argument("--threshold", type=float)
     logs.add_argument("--divergence", help="that fsd gates on")
@@ -244,11 +244,12 @@ def run_tune(args: argparse.Namespace) -> None:
     rule = make_rule(args.acceptance, args.threshold, args.divergence)
     if args.limit < 1:
         raise ValueError(f"--limit must be at least 1, got {args.limit}")
-    questions = read_questions(args.prompts)[: args.limit]
+    prompts = [[{"role": "user", "content": question.turns[0]}]
+               for question in read_questions(args.prompts)[: args.limit]]
     out = head_directory(args, "tree.json")
     read_logs(out)
     model = load_pair(args)
-    found = log_cycles(model, questions, rule, args.temperature, max_new_tokens=args.max_new_tokens, seed=args.seed)
+    found = log_cycles(model, prompts, rule, args.temperature, max_new_tokens=args.max_new_tokens, seed=args.seed)
     path = store_log(out, found)
     assert model.draft is not None
     choice = choose(found.cycles, known_latency(model.target, model.draft),

@@ -11,22 +11,21 @@ from .autotree import WIDE, CycleLog, TreeLog
 from .config import TreeConfig
 from .methods import engine
 from .model import EagleModel
-from .questions import Question, converse
 
 
 def log_cycles(
-    model: EagleModel, questions: Sequence[Question], rule: Rule, temperature: float = 0.0, *,
-    max_new_tokens: int = 256, seed: int = 0, wide: TreeConfig = WIDE,
+    model: EagleModel, prompts: Sequence, rule: Rule, temperature: float = 0.0, *, max_new_tokens: int = 256,
+    seed: int = 0, wide: TreeConfig = WIDE,
 ) -> TreeLog:
-    """Answer the questions by a rule with a wide tree, and note every cycle.
+    """Answer prompts (texts, chats or token ids) by a rule with a wide tree, and note every cycle.
 
     Raises:
         ValueError: not one draft tree was verified.
     """
     noted = CycleLog(rule)
     answer = engine(model, acceptance=noted, tree=wide, temperature=temperature, seed=seed)
-    for question in tqdm(questions, desc="logging cycles", unit="prompt", disable=None):
-        converse(lambda chat: answer(chat, max_new_tokens), question.turns)
+    for prompt in tqdm(prompts, desc="logging cycles", unit="prompt", disable=None):
+        answer(prompt, max_new_tokens)
     if not noted.cycles:
-        raise ValueError(f"{len(questions)} prompts gave no cycle to log: longer answers are needed")
+        raise ValueError(f"{len(prompts)} prompts gave no cycle to log: longer answers are needed")
     return TreeLog(repr(rule), float(temperature), noted.cycles)

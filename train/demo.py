@@ -19,12 +19,16 @@ from pathlib import Path
 import torch
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+import eagle_fsd
+from eagle_fsd.acceptance import make_rule
+from eagle_fsd.autotree import store_log
 from eagle_fsd.checkpoint import load_head, save_head
 from eagle_fsd.model import load_target
 from eagle_fsd.target import TargetModel
+from eagle_fsd.tune import log_cycles
 from train.answers import greedy_answers, render
 from train.config import make_config
-from train.corpus import encode_answers, train_tokenizer, training_documents
+from train.corpus import encode_answers, python_prefixes, train_tokenizer, training_documents
 from train.data import Documents
 from train.features import write_features
 from train.target import Stage, build_target, grow, train_stage
@@ -142,6 +146,14 @@ def train_draft(preset: Preset, work: Path, target: Path, device: str) -> Path:
     }), cpu=device == "cpu")
 
 
+def log_trees(target: Path, head: Path, device: str) -> None:
+    """Cycles on held-out tasks and source beside the head, for `tree="auto"` to choose by."""
+    model = eagle_fsd.load(target, head, device=device, tree=None)
+    prompts = [*(task.messages for task in tasks("heldout", seed=98, count=24)), *python_prefixes(300)[-6:]]
+    for temperature in (0.0, 0.7):
+        store_log(head, log_cycles(model, prompts, make_rule("exact"), temperature, max_new_tokens=128))
+
+
 def save_target(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, directory: Path) -> None:
     """An ordinary HF directory in bf16, in shards of at most 15 MB."""
     model.generation_config = GenerationConfig(
@@ -179,6 +191,7 @@ def main() -> None:
     save_head(load_head(head), args.out / "demo-draft", dtype=torch.bfloat16)
     shutil.copy(head / "README.md", args.out / "demo-draft")
     save_target(model, tokenizer, args.out / "demo-target")
+    log_trees(args.out / "demo-target", args.out / "demo-draft", args.device)
 
 
 if __name__ == "__main__":
