@@ -22,12 +22,11 @@ from .checkpoint import load_head
 from .config import TreeConfig
 from .draft import DraftHead
 from .generation import Output, Settings, run
+from .latency import NO_TREE
 from .model import EagleModel, bundled_pair
 from .sampling import build_processors, require_integer
 
 log = logging.getLogger(__name__)
-
-NO_TREE = TreeConfig(2, 1, 1)  # of a request that is decoded plainly: room for one token
 
 # What `model.generate` prepares for a forward and the decode loop works out itself.
 RECOMPUTED = ("attention_mask", "cache_position", "logits_to_keep", "past_key_values", "position_ids", "use_cache")
@@ -119,11 +118,11 @@ def generate(
     if tree is None and model.trees is not None and model.draft is not None:
         choice = model.trees.of(rule, temperature)
     else:
-        choice = Choice(check_tree(model.default_tree if tree is None else tree, model), 0.0, 0.0)
+        choice = Choice(check_tree(model.default_tree if tree is None else tree, model))
     settings = Settings(
         rule=rule,
         tree=choice.tree or NO_TREE,
-        break_even=choice.break_even,
+        cost=choice.cost,
         processors=processors,
         greedy=temperature == 0,
         seed=int(seed) % 2**63,

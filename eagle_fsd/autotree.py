@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -29,8 +29,8 @@ WIDE = TreeConfig(total_tokens=64, depth=16, top_k=4, draft_temperature=0.5)  # 
 BINS = 24
 LEAST_EDGES = 200  # to fit a confidence to
 NODES = (2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 64)
-REACHES = (0.0, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6)
-PROBABILITIES = (0.0, 0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3)
+REACHES = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6)
+PROBABILITIES = (0.01, 0.03, 0.06, 0.1, 0.15, 0.2, 0.3)
 
 
 @dataclass
@@ -178,12 +178,13 @@ def _scored(cycle: Cycle, knots: list[np.ndarray] | None, top_k: int) -> tuple[n
 class Choice:
     """The chosen tree; None where plain decoding is faster.
 
-    rate: tokens per second expected with it. break_even: tokens that a drafted cycle must emit to be worth its time.
+    rate: tokens per second expected with it. cost: of a cycle with so many nodes and levels, in cycles without
+    drafting; None where nothing is known.
     """
 
     tree: TreeConfig | None
-    rate: float
-    break_even: float
+    rate: float = 0.0
+    cost: Callable[[int, int], float] | None = None
 
 
 def choose(cycles: Sequence[Cycle], latency: Latency, *, stopping: bool = True) -> Choice:
@@ -210,14 +211,14 @@ def choose(cycles: Sequence[Cycle], latency: Latency, *, stopping: bool = True) 
 
     rate, tree = best_shape(base)
     if stopping:
-        candidates = [replace(tree, depth=WIDE.depth, total_tokens=max(NODES), least_reach=reach, least_probability=p)
-                      for reach in REACHES for p in PROBABILITIES]
+        candidates = [replace(base, depth=WIDE.depth, total_tokens=max(NODES), top_k=top_k, least_reach=reach,
+                              least_probability=p) for top_k in replays for reach in REACHES for p in PROBABILITIES]
         start = max(candidates, key=lambda c: replays[c.top_k].rate(c, latency)[0])
         rate, tree = max((rate, tree), best_shape(start), key=lambda each: each[0])
     log.info("tree for %d logged cycles: %s, %.1f tokens/s expected, %.1f plainly", len(cycles),
              describe(tree), rate, 1 / latency.plain)
-    tau = replays[tree.top_k].emitted(tree)
-    return Choice(tree if rate * latency.plain > 1 else None, rate, tau / rate / latency.plain)
+    return Choice(tree if rate * latency.plain > 1 else None, rate,
+                  lambda nodes, levels: latency.cycle(nodes, levels, tree.top_k) / latency.plain)
 
 
 def describe(tree: TreeConfig) -> str:

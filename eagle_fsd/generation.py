@@ -7,7 +7,7 @@ V vocabulary.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -89,7 +89,7 @@ class Settings:
     stop_ids: frozenset[int] = frozenset()
     criteria: StoppingCriteriaList = field(default_factory=StoppingCriteriaList)
     budget: float | None = None  # nats, see `Budget`
-    break_even: float = 0.0  # tokens that a drafted cycle must emit to be worth its time; 0: drafting is never paused
+    cost: Callable[[int, int], float] | None = None  # see `Pause`
 
 
 class Cycle(NamedTuple):
@@ -105,11 +105,15 @@ MEMORY = 8  # drafted cycles that decide about a pause
 
 
 class Pause:
-    """Stops drafting for a while where it does not pay, and tries again: ever more rarely, as long as it fails."""
+    """Stops drafting for a while where it does not pay, and tries again: ever more rarely, as long as it fails.
 
-    def __init__(self, break_even: float) -> None:
-        self.break_even = break_even
-        self.mean = 2 * break_even  # of the tokens that drafted cycles emitted, the newest weighing most
+    Args:
+        cost: of a cycle with so many nodes and levels, in cycles without drafting; None: drafting never stops.
+    """
+
+    def __init__(self, cost: Callable[[int, int], float] | None) -> None:
+        self.cost = cost
+        self.gain = 1.0  # running mean of what a drafted cycle emits beyond its cost
         self.left, self.length = 0, MEMORY // 2
 
     def drafts(self) -> bool:
@@ -117,15 +121,15 @@ class Pause:
         self.left -= 1
         return self.left < 0
 
-    def learn(self, emitted: int) -> None:
-        """Take note of what a drafted cycle emitted."""
-        if not self.break_even:
+    def learn(self, emitted: int, nodes: int, levels: int) -> None:
+        """Take note of a drafted cycle."""
+        if self.cost is None:
             return
-        self.mean += (emitted - self.mean) / MEMORY
-        if self.mean < self.break_even:
+        self.gain += (emitted - self.cost(nodes, max(1, levels)) - self.gain) / MEMORY
+        if self.gain < 0:
             self.length = min(2 * self.length, LONGEST_PAUSE)
-            self.left, self.mean = self.length, self.break_even  # one more failure pauses again
-        elif self.mean > 1.5 * self.break_even:
+            self.left, self.gain = self.length, 0.0  # one more failure pauses again
+        elif self.gain > 0.5:
             self.length = MEMORY // 2
 
 
@@ -143,7 +147,7 @@ class Decoder:
         self.tokens = list(prompt)  # all emitted tokens; the last one is the root once decoding has begun
         self.prompt_length = len(self.tokens)
         self.budget = None if settings.budget is None else Budget(settings.budget)
-        self.pause = Pause(settings.break_even)
+        self.pause = Pause(settings.cost)
         self.seeds = torch.tensor([settings.seed], device=self.device)
         tree = settings.tree
         room = len(prompt) + settings.max_new_tokens
@@ -186,7 +190,7 @@ class Decoder:
         self.cache.commit(length, length + path)
         next_features, next_tokens = features[:, path], torch.tensor([emitted], device=self.device)
         if drafts:
-            self.pause.learn(len(emitted))
+            self.pause.learn(len(emitted), tree.tokens.shape[1], tree.max_depth)
         elif self.head is not None:  # the draft has yet to read what came before
             next_features = torch.cat([self.next_features, next_features], 1)
             next_tokens = torch.cat([self.next_tokens, next_tokens], 1)

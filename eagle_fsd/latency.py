@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
+import math
 import os
-import statistics
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -18,39 +19,36 @@ import transformers
 from .acceptance import make_rule
 from .config import TreeConfig
 from .draft import DraftHead
-from .drafting import draft_tree
 from .files import save_atomically
 from .generation import Decoder, Settings
 from .target import TargetModel, weights_digest
-from .tree import ancestors_of
 
 log = logging.getLogger(__name__)
 
-NODES = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+NODES = (2, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 TOP_K = (1, 2, 3, 4, 6, 8, 10)
+SHORT, LONG, WIDE = 6, 14, 4  # levels, and top_k, of the measured trees
+NO_TREE = TreeConfig(2, 1, 1)  # of a request that is decoded plainly: room for one token
 CONTEXT = 256  # tokens before the measured cycles
-REPEATS = 7
+ROUNDS = 9
 
 
 @dataclass(frozen=True)
 class Latency:
-    """Seconds of the parts of a cycle; linear between what was measured.
+    """Seconds of a decode cycle; linear between what was measured.
 
     Args:
-        verify: target forward with output layer, by nodes. level: a draft level after the first, by top_k. first_level:
-            reading the accepted tokens and drafting the first level. rest: everything else in a cycle with a tree.
-        plain: a whole cycle without drafting.
+        base: of a cycle that drafts one level, by nodes verified. level: of each further level, by top_k.
+        plain: of a cycle without drafting.
     """
 
-    verify: Mapping[int, float]
+    base: Mapping[int, float]
     level: Mapping[int, float]
-    first_level: float
-    rest: float
     plain: float
 
     def cycle(self, nodes: float, levels: float, top_k: int) -> float:
         """Seconds of a cycle that drafts so many levels (at least 1) and verifies so many nodes."""
-        return self.first_level + (levels - 1) * between(self.level, top_k) + between(self.verify, nodes) + self.rest
+        return between(self.base, nodes) + (levels - 1) * between(self.level, top_k)
 
 
 def between(measured: Mapping[int, float], at: float) -> float:
@@ -66,60 +64,46 @@ def between(measured: Mapping[int, float], at: float) -> float:
 
 @torch.inference_mode()
 def measure(target: TargetModel, head: DraftHead) -> Latency:
-    """Run the parts of a cycle behind a context of random tokens: a few seconds for a small model."""
-    room = max(NODES) + 1
-    context = min(CONTEXT, (target.max_positions or CONTEXT + room) - room - 16)
-    if context < 1:
+    """Run whole cycles behind a context of random tokens: some seconds for a small model.
+
+    Whole ones, because a part that is repeated alone finds its weights in the processor's cache and looks too cheap.
+    """
+    room = max(NODES) + LONG
+    context = min(CONTEXT, (target.max_positions or CONTEXT + room) - room)
+    if context < 4:
         raise ValueError(f"a target with {target.max_positions} positions has no room to measure its latency in")
     prompt = torch.randint(target.vocab_size, (context,), generator=torch.Generator().manual_seed(0)).tolist()
 
-    def decoder(tree: TreeConfig | None) -> Decoder:
-        settings = Settings(make_rule("exact"), tree or TreeConfig(2, 1, 1), transformers.LogitsProcessorList(), True,
-                            0, 2 * room)
-        started = Decoder(target, head if tree else None, prompt, settings)
-        started.prefill()
-        return started
+    def cycle(tree: TreeConfig | None) -> Callable[[], object]:
+        settings = Settings(make_rule("exact"), tree or NO_TREE, transformers.LogitsProcessorList(), True, 0, room)
+        return _same_cycle(Decoder(target, head if tree else None, prompt, settings))
 
-    width = min(max(TOP_K), target.vocab_size)
-    drafting = decoder(TreeConfig(room, 2, width))
-
-    def verify(nodes: int) -> None:
-        target.logits(target.verify(*_chain(nodes, context, target), drafting.cache))
-        drafting.cache.truncate(context)
-
-    def draft(top_k: int, depth: int) -> None:
-        draft_tree(head, target, drafting.next_features, drafting.next_tokens, drafting.draft_cache,
-                   TreeConfig(16, depth, top_k))
-
-    draft(1, 1)  # reads the prompt
-    held = drafting.draft_cache.length
-    drafting.next_features, drafting.next_tokens = drafting.next_features[:, -3:], drafting.next_tokens[:, -3:]
-
-    def draft_again(top_k: int, depth: int) -> float:
-        def once() -> None:
-            drafting.draft_cache.truncate(held - 3)
-            draft(top_k, depth)
-
-        return _seconds(once, target)
-
-    widths = [top_k for top_k in TOP_K if top_k <= width]
-    verified = {nodes: _seconds(lambda n=nodes: verify(n), target) for nodes in NODES}
-    short = {top_k: draft_again(top_k, 2) for top_k in widths}
-    level = {top_k: max(0.0, (draft_again(top_k, 6) - short[top_k]) / 4) for top_k in widths}
-    first_level = draft_again(min(3, width), 1)
-    tree = TreeConfig(8, 4, min(3, width))
-    whole = _seconds(_step(decoder(tree)), target)
-    shown = Latency(verified, level, first_level, 0.0, 0.0).cycle(tree.nodes, tree.depth, tree.top_k)
-    return Latency(verified, level, first_level, max(0.0, whole - shown), _seconds(_step(decoder(None)), target))
+    widths = [top_k for top_k in TOP_K if top_k <= target.vocab_size]
+    wide = max(width for width in widths if width <= WIDE)
+    nodes = [count for count in NODES if count <= TreeConfig(count, SHORT, wide).nodes]
+    parts = {
+        **{("nodes", count): cycle(TreeConfig(count, SHORT, wide)) for count in nodes},
+        **{("short", top_k): cycle(TreeConfig(SHORT, SHORT, top_k)) for top_k in widths},
+        **{("long", top_k): cycle(TreeConfig(SHORT, LONG, top_k)) for top_k in widths},
+        ("root", 1): cycle(TreeConfig(2, 1, 1, least_reach=2.0)), ("plain", 1): cycle(None),
+    }
+    seconds = _fastest(parts, target)
+    steps = (max(0.0, seconds["long", k] - seconds["short", k]) / (LONG - SHORT) for k in widths)
+    level = dict(zip(widths, itertools.accumulate(steps, max), strict=True))
+    further = (SHORT - 1) * level[wide]
+    sizes = itertools.accumulate((seconds["nodes", count] - further for count in nodes), max,
+                                 initial=seconds["root", 1])
+    return Latency(dict(zip([1, *nodes], sizes, strict=True)), level, seconds["plain", 1])
 
 
-def _step(decoder: Decoder) -> Callable[[], object]:
-    """A cycle from the same state each time."""
+def _same_cycle(decoder: Decoder) -> Callable[[], object]:
+    """A cycle from the same state each time, behind three tokens that the draft has yet to read."""
+    decoder.prefill()
     length = decoder.cache.length
     features, tokens, said = decoder.next_features[:, -3:], decoder.next_tokens[:, -3:], list(decoder.tokens)
 
     def once() -> None:
-        decoder.step()  # the first one reads the whole prompt, the others its last three tokens
+        decoder.step()  # the first one reads the whole prompt
         decoder.cache.truncate(length)
         decoder.tokens, decoder.next_features, decoder.next_tokens = list(said), features, tokens
         if decoder.head is not None:
@@ -128,28 +112,23 @@ def _step(decoder: Decoder) -> Callable[[], object]:
     return once
 
 
-def _chain(nodes: int, prefix: int, target: TargetModel) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Tokens, positions and ancestors of a tree of one branch."""
-    index = torch.arange(nodes, device=target.device)[None]
-    return index % target.vocab_size, index + prefix, ancestors_of((index - 1).clamp(min=0), nodes)
+def _fastest(parts: Mapping[Hashable, Callable[[], object]], target: TargetModel) -> dict[Hashable, float]:
+    """Seconds of each part: the shortest of several rounds, since other work on the machine only ever adds to it."""
+    found = dict.fromkeys(parts, math.inf)
+    for number in range(ROUNDS + 1):
+        for name, work in parts.items():
+            started = _now(target)
+            work()
+            taken = _now(target) - started
+            if number:  # the first round warms up
+                found[name] = min(found[name], taken)
+    return found
 
 
-def _seconds(work: Callable[[], object], target: TargetModel) -> float:
-    """Median of a few runs after a warm-up."""
-    def wait() -> None:
-        if target.device.type == "cuda":
-            torch.cuda.synchronize(target.device)
-
-    work()
-    work()
-    taken = []
-    for _ in range(REPEATS):
-        wait()
-        started = time.perf_counter()
-        work()
-        wait()
-        taken.append(time.perf_counter() - started)
-    return statistics.median(taken)
+def _now(target: TargetModel) -> float:
+    if target.device.type == "cuda":
+        torch.cuda.synchronize(target.device)
+    return time.perf_counter()
 
 
 # On disk -----------------------------------------------------------------------------------------------------
@@ -181,7 +160,7 @@ def known_latency(target: TargetModel, head: DraftHead) -> Latency:
         stored = {}
     if key in stored:
         entry = stored[key]
-        numbers = {name: {int(at): value for at, value in entry[name].items()} for name in ("verify", "level")}
+        numbers = {name: {int(at): value for at, value in entry[name].items()} for name in ("base", "level")}
         return Latency(**{**entry, **numbers})
     log.info("measuring how long cycles take with trees of several sizes")
     latency = measure(target, head)

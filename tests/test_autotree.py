@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -29,8 +30,8 @@ from eagle_fsd.drafting import apply_confidence
 from eagle_fsd.generation import Decoder, Pause, Settings
 from eagle_fsd.latency import Latency, between, known_latency, measure
 
-FREE = Latency({1: 1.0}, {k: 0.0 for k in (1, 2, 3, 4)}, 0.0, 0.0, 1.0)  # drafting costs nothing
-DEAR = Latency({1: 1.0, 2: 9.0}, {k: 9.0 for k in (1, 2, 3, 4)}, 9.0, 0.0, 1.0)
+FREE = Latency({1: 1.0}, {k: 0.0 for k in (1, 2, 3, 4)}, 1.0)  # drafting costs nothing
+DEAR = Latency({1: 10.0, 2: 18.0}, {k: 9.0 for k in (1, 2, 3, 4)}, 1.0)
 
 
 def prompts(count: int) -> list[list[int]]:
@@ -112,8 +113,8 @@ def test_bad_confidences_are_refused(knots):
 def test_the_choice_depends_on_what_drafting_costs(cycles):
     free, dear = choose(cycles, FREE), choose(cycles, DEAR)
     assert free.tree is not None and free.tree.total_tokens > 16 and free.rate > 1.5
-    assert dear.tree is None and dear.break_even > 1
-    middling = choose(cycles, Latency({1: 1.0, 64: 5.0}, {k: 0.1 * k for k in (1, 2, 3, 4)}, 0.1, 0.0, 1.0))
+    assert dear.tree is None and dear.cost(2, 1) == 18
+    middling = choose(cycles, Latency({1: 1.1, 64: 5.1}, {k: 0.1 * k for k in (1, 2, 3, 4)}, 1.0))
     assert middling.tree is not None and middling.tree.total_tokens < free.tree.total_tokens
     assert middling.tree.confidence is not None
     fixed = choose(cycles, FREE, stopping=False).tree
@@ -159,28 +160,28 @@ def test_replayed_stopping_equals_real_stopping(pair):
 
 
 def test_a_pause_comes_when_drafting_does_not_pay_and_grows():
-    pause, drafted = Pause(break_even=2.0), []
+    pause, drafted = Pause(lambda nodes, levels: nodes / 4), []
     for _ in range(400):
         drafted.append(pause.drafts())
         if drafted[-1]:
-            pause.learn(1)
+            pause.learn(1, 8, 3)
     assert drafted[:6] == [True] * 6 and sum(drafted) < 20  # soon found out, then tried now and then
     assert sum(drafted[200:]) >= 2
-    pause = Pause(break_even=2.0)
-    for _ in range(50):
+    pause = Pause(lambda nodes, levels: nodes / 4)
+    for nodes, emitted in [(8, 3)] * 50 + [(2, 1)] * 50:
         assert pause.drafts()
-        pause.learn(3)
-    never = Pause(0.0)
+        pause.learn(emitted, nodes, 1)
+    never = Pause(None)
     for _ in range(50):
         assert never.drafts()
-        never.learn(1)
+        never.learn(1, 8, 3)
 
 
 def test_decoding_with_pauses_gives_the_same_tokens(pair):
     """The draft reads what it missed: afterwards it drafts as if there had been no pause."""
-    def decode(break_even: float) -> tuple[list[int], list[bool]]:
+    def decode(cost: Callable | None) -> tuple[list[int], list[bool]]:
         settings = Settings(make_rule("exact"), TreeConfig(8, 3, 2), LogitsProcessorList(), True, 0, 80,
-                            break_even=break_even)
+                            cost=cost)
         decoder = Decoder(pair.target, pair.draft, PROMPT, settings)
         decoder.prefill()
         drafted = []
@@ -192,15 +193,15 @@ def test_decoding_with_pauses_gives_the_same_tokens(pair):
         return decoder.tokens[: len(PROMPT) + 70], drafted
 
     with torch.inference_mode():
-        steady, paused = decode(0.0), decode(3.9)
+        steady, paused = decode(None), decode(lambda nodes, levels: 3.9)
     assert steady[0] == paused[0] and all(steady[1]) and not all(paused[1]) and any(paused[1][10:])
 
 
 def test_latencies_are_measured_and_kept(pair, tmp_path, monkeypatch):
     monkeypatch.setenv("EAGLE_FSD_CACHE", str(tmp_path))
     first = known_latency(pair.target, pair.draft)
-    assert all(value > 0 for value in (*first.verify.values(), first.first_level, first.plain))
-    assert first.verify[64] > 0.5 * first.verify[1]
+    assert list(first.base.values()) == sorted(first.base.values()) and first.plain > 0
+    assert first.base.keys() == {1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64}
     assert first.cycle(16, 4, 2) >= first.cycle(16, 1, 2) > 0
     monkeypatch.setattr("eagle_fsd.latency.measure", lambda *_: pytest.fail("measured again"))
     assert known_latency(pair.target, pair.draft) == first
