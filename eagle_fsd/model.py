@@ -67,7 +67,8 @@ class EagleModel:
     def describe_tree(self, tree: TreeConfig | None, temperature: float = 0.0) -> str:
         """For records: the tree of `exact`, a chosen one too."""
         if tree is not None or self.trees is None:
-            return repr(tree or self.default_tree)
+            given = tree or self.default_tree
+            return repr(given) if given.confidence is None else describe(given)
         chosen = self.trees.of(make_rule("exact"), temperature).tree
         return "auto: " + ("no draft tree" if chosen is None else describe(chosen))
 

@@ -21,7 +21,7 @@ from eagle_fsd.cli import exit_status, load_pair
 from eagle_fsd.experiment import EXACT
 from eval.environment import environment
 from eval.questions import load_questions
-from eval.sweep import build_parser, check, experiments, timed_questions
+from eval.sweep import build_parser, check, experiments, kept_tree, timed_questions
 
 SPLITS = 20
 
@@ -82,6 +82,7 @@ def logged(args: argparse.Namespace) -> dict:
     """
     questions = load_questions(args.questions, args.tasks, args.task_seed, args.tasks)
     model = load_pair(args)
+    args.tree = args.tree or kept_tree(args, model)
     own = next(iter(experiments(args, model, questions).values()))
     number = {question.id: at for at, question in enumerate(own.questions)}
     timed = timed_questions(own, [EXACT, *own.rules])

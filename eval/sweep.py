@@ -15,6 +15,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -25,8 +26,9 @@ from eagle_fsd.acceptance import make_rule
 from eagle_fsd.calibrate import BASELINE, DIALS, family_confidence
 from eagle_fsd.calibration import drop_bound, predict
 from eagle_fsd.cli import exit_status, load_pair, model_options, parse_tree
+from eagle_fsd.config import Confidence, TreeConfig
 from eagle_fsd.experiment import EXACT, Experiment, paired, settings_of, spread, summarise
-from eagle_fsd.files import append_lines, read_lines
+from eagle_fsd.files import append_lines, read_lines, save_atomically
 from eagle_fsd.methods import Answer, Method, bare_generate, engine, hf_generate, interleaved
 from eagle_fsd.model import demo_directory, load_target
 from eagle_fsd.questions import converse
@@ -59,6 +61,21 @@ def chosen_settings(args: argparse.Namespace) -> dict[str, dict]:
     losses = {rule for rule in args.rules if not all(
         make_rule(**options).is_lossless(greedy) for options in settings.values() if options["rule"] == rule)}
     return {name: options for name, options in settings.items() if options["rule"] in losses}
+
+
+def kept_tree(args: argparse.Namespace, model: eagle_fsd.EagleModel) -> TreeConfig:
+    """The tree of all stages and processes: one that was chosen for this machine is kept in the work folder."""
+    path = args.work / "tree.json"
+    if path.exists():
+        stored = json.loads(path.read_text(encoding="utf-8"))
+        if stored["confidence"]:
+            stored["confidence"] = Confidence(**{name: tuple(values) for name, values in stored["confidence"].items()})
+        return TreeConfig(**stored)
+    chosen = model.trees.of(make_rule(EXACT), args.temperature).tree if model.trees else None
+    tree = chosen or model.default_tree
+    args.work.mkdir(parents=True, exist_ok=True)
+    save_atomically(path, lambda part: part.write_text(json.dumps(asdict(tree)), encoding="utf-8"))
+    return tree
 
 
 def experiments(args: argparse.Namespace, model: eagle_fsd.EagleModel, questions: list) -> dict[tuple, Experiment]:
@@ -300,6 +317,8 @@ def run(args: argparse.Namespace) -> None:
     if any(question.answer is None and question.tests is None for question in questions):
         raise ValueError("a sweep needs questions with answers to compare with")
     model = load_pair(args)
+    with PartialState().main_process_first():
+        args.tree = args.tree or kept_tree(args, model)
     runs = experiments(args, model, questions)
     if "answers" in args.stage:
         answer(runs)
