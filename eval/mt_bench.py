@@ -95,7 +95,8 @@ def run(args: argparse.Namespace) -> None:
     if state.is_main_process:
         args.answers.parent.mkdir(parents=True, exist_ok=True)
         record = {"environment": environment(), "settings": settings(args), "processes": state.num_processes,
-                  "dtype": str(model.target.dtype), "device": str(model.target.device)}
+                  "dtype": str(model.target.dtype), "device": str(model.target.device),
+                  "tree": None if args.baseline else model.describe_tree(args.tree)}
         about.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     done = read_answers(args.answers) if state.is_main_process else {}
     state.wait_for_everyone()

@@ -7,6 +7,7 @@ import pytest
 from tiny import save_pair
 
 import eagle_fsd
+from eagle_fsd.config import Confidence, TreeConfig
 from eval import plots, splits, sweep
 from eval.report import sweep_section
 from eval.sweep import build_parser, check, run
@@ -161,3 +162,15 @@ def test_the_front_and_the_headline():
     rows[1]["family_bound"] = math.inf
     assert plots.headline(rows).startswith("No setting is shown to lose at most one point")
     assert "`fsd 0.3` takes 0.70" in plots.headline(rows)
+
+
+def test_a_chosen_tree_is_kept_for_all_stages(place):
+    args = options(place, "kept")
+    args.tree = None
+    model = eagle_fsd.load(place / "target", place / "head", device="cpu")
+    fitted = TreeConfig(8, 3, 2, confidence=Confidence((-2.0, 0.0), (-1.0, 0.0), (-3.0, -1.0)), least_reach=0.25)
+    model.tree = fitted
+    assert sweep.kept_tree(args, model) == fitted
+    model.tree = TreeConfig(4, 2, 2)  # as on another machine, or with another number of threads
+    again = sweep.kept_tree(args, model)
+    assert again == fitted and hash(again) == hash(fitted)
