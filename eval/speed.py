@@ -1,14 +1,15 @@
 """Speed-up of one answers file over another, with bootstrap intervals.
 
-    python -m eval.speed fsd.jsonl plain.jsonl
+    python -m eval.speed fsd.jsonl plain.jsonl [--out eval/results/mt-bench-fsd]
 
 Speed is new tokens over wall time, summed over the questions that both files answer; intervals are 95% percentiles over
-resampled questions. tau = tokens per target forward.
+resampled questions. tau = tokens per target forward; "same" is the share of questions whose answers are the baseline's.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,12 +68,15 @@ def speed_rows(method: dict, baseline: dict, seed: int = 0) -> list[dict]:
         everything = np.arange(len(ids))
         resampled = rng.integers(0, len(ids), (RESAMPLES, len(ids)))
         low, high = np.percentile(ours.speed(resampled) / theirs.speed(resampled), [2.5, 97.5])
+        same = [[choice["turns"] for choice in method[i]["choices"]] ==
+                [choice["turns"] for choice in baseline[i]["choices"]] for i in ids]
         rows.append({
             "category": name, "questions": len(ids), "tokens_per_second": float(ours.speed(everything)),
             "baseline_tokens_per_second": float(theirs.speed(everything)), "tau": float(ours.tau()),
             "speedup": float(ours.speed(everything) / theirs.speed(everything)), "low": float(low), "high": float(high),
             "seconds_per_question": float(ours.seconds.mean()), "tokens_per_question": float(ours.tokens.mean()),
             "baseline_seconds_per_question": float(theirs.seconds.mean()),
+            "baseline_tokens_per_question": float(theirs.tokens.mean()), "same": sum(same) / len(same),
         })
     return rows
 
@@ -80,29 +84,45 @@ def speed_rows(method: dict, baseline: dict, seed: int = 0) -> list[dict]:
 def table(rows: list[dict]) -> str:
     """The rows in Markdown."""
     lines = ["| category | questions | tokens/s | baseline | speed-up (95%) | tau | s/question | baseline | "
-             "tokens/question |", "|---|---|---|---|---|---|---|---|---|"]
+             "tokens/question | baseline | same |", "|---" * 11 + "|"]
     for row in rows:
         interval = f"{row['low']:.2f} to {row['high']:.2f}"
         lines.append(
             f"| {row['category']} | {row['questions']} | {row['tokens_per_second']:.1f} | "
             f"{row['baseline_tokens_per_second']:.1f} | {row['speedup']:.2f}x ({interval}) | "
             f"{row['tau']:.2f} | {row['seconds_per_question']:.2f} | {row['baseline_seconds_per_question']:.2f} | "
-            f"{row['tokens_per_question']:.0f} |"
+            f"{row['tokens_per_question']:.0f} | {row['baseline_tokens_per_question']:.0f} | {100 * row['same']:.0f}% |"
         )
     return "\n".join(lines)
+
+
+def store(args: argparse.Namespace, rows: list[dict]) -> None:
+    """The rows, and the environments and settings that `eval.mt_bench` noted beside both files."""
+    about = {name: json.loads(path.with_suffix(".meta.json").read_text(encoding="utf-8"))
+             for name, path in (("method", args.method), ("baseline", args.baseline))
+             if path.with_suffix(".meta.json").is_file()}
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    args.out.with_suffix(".json").write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n", encoding="utf-8")
+    made = "\n".join(f"- {name}: `{found['environment']['command']}` at {found['environment']['commit']}"
+                     for name, found in about.items())
+    args.out.with_suffix(".md").write_text(f"# {args.out.name}\n\n{made}\n\n{table(rows)}\n", encoding="utf-8")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("method", type=Path, help="answers of eval.mt_bench")
     parser.add_argument("baseline", type=Path, help="answers to compare with")
+    parser.add_argument("--out", type=Path, help="write this .json and .md, with how the answers were made")
     args = parser.parse_args()
 
     def work() -> None:
         for path in (args.method, args.baseline):
             if not path.is_file():
                 raise ValueError(f"{path} does not exist")
-        print(table(speed_rows(read_answers(args.method), read_answers(args.baseline))))
+        rows = speed_rows(read_answers(args.method), read_answers(args.baseline))
+        print(table(rows))
+        if args.out is not None:
+            store(args, rows)
 
     return exit_status("eval.speed", work, (ValueError,))
 

@@ -1,5 +1,6 @@
 """The MT-Bench command and its speeds: formats, both turns, resuming, FastChat's file, intervals."""
 
+import argparse
 import json
 import os
 
@@ -11,7 +12,7 @@ from eagle_fsd.questions import Question, read_questions
 from eval import mt_bench
 from eval.mt_bench import build_parser, check, read_answers, run, temperature_of
 from eval.questions import generated
-from eval.speed import speed_rows, table
+from eval.speed import speed_rows, store, table
 
 QUESTIONS = [
     {"question_id": 81, "category": "writing", "turns": ["hi", "and"]},
@@ -161,7 +162,7 @@ def answers(speeds: list[float], seed: int = 0) -> dict:
     """Answers of 100 tokens in 25 forwards, at the given speeds."""
     return {
         i: {"category": "odd" if i % 2 else "even", "choices": [
-            {"new_tokens": [60, 41], "wall_time": [60 / s, 41 / s], "accept_lengths": [4] * 25}]}
+            {"turns": ["a", "b"], "new_tokens": [60, 41], "wall_time": [60 / s, 41 / s], "accept_lengths": [4] * 25}]}
         for i, s in enumerate(speeds)
     }
 
@@ -185,3 +186,18 @@ def test_a_method_against_itself_is_exactly_one():
 def test_files_without_a_common_question_are_an_error():
     with pytest.raises(ValueError, match="no question in common"):
         speed_rows(answers([1.0]), {9: answers([1.0])[0]})
+
+
+def test_speeds_are_stored_with_how_the_answers_were_made(tmp_path):
+    for name, speed in (("fast", 200.0), ("plain", 100.0)):
+        records = [{**record, "question_id": i} for i, record in answers([speed] * 4).items()]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, records)))
+        about = {"environment": {"command": f"made {name}", "commit": "abc"}, "settings": {}}
+        (tmp_path / f"{name}.meta.json").write_text(json.dumps(about))
+    args = argparse.Namespace(method=tmp_path / "fast.jsonl", baseline=tmp_path / "plain.jsonl", out=tmp_path / "out")
+    rows = speed_rows(read_answers(args.method), read_answers(args.baseline))
+    store(args, rows)
+    record = json.loads((tmp_path / "out.json").read_text())
+    assert record["rows"] == rows and record["method"]["environment"]["command"] == "made fast"
+    assert rows[-1]["speedup"] == pytest.approx(2) and rows[-1]["same"] == 1
+    assert "`made plain` at abc" in (tmp_path / "out.md").read_text()
