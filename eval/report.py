@@ -14,6 +14,7 @@ from eval.plots import short_table
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "eval" / "results"
 SWEEPS = ("sweep-greedy", "sweep-sampled")
+MT_BENCH = ("mt-bench-exact", "mt-bench-fsd")
 BEGIN, END = "<!-- results: python -m eval.report -->", "<!-- end of results -->"
 
 
@@ -67,9 +68,35 @@ def sweep_section(name: str, record: dict) -> str:
 All settings: [eval/results/{name}.md](eval/results/{name}.md)."""
 
 
+def mt_bench_section(records: list[dict]) -> str:
+    """Speed on MT-Bench's questions; the methods took turns of about a minute."""
+    baseline, rows = records[0]["baseline"], [record["rows"][-1] for record in records]
+    given = baseline["settings"]
+    lines = ["| method | questions | tokens/s | vs model.generate (95%) | tau | s/question | tokens/question "
+             "| = model.generate |", "|---" * 8 + "|",
+             f"| model.generate | {rows[0]['questions']} | {rows[0]['baseline_tokens_per_second']:.0f} | | 1 | "
+             f"{rows[0]['baseline_seconds_per_question']:.2f} | {rows[0]['baseline_tokens_per_question']:.0f} | |"]
+    for record, row in zip(records, rows, strict=True):
+        used = record["method"]["settings"]
+        name = used["acceptance"] + ("" if used["threshold"] is None else f" {used['threshold']:g}")
+        interval = f"{row['low']:.2f} to {row['high']:.2f}"
+        lines.append(f"| {name} | {row['questions']} | {row['tokens_per_second']:.0f} | {row['speedup']:.2f}x "
+                     f"({interval}) | {row['tau']:.2f} | {row['seconds_per_question']:.2f} | "
+                     f"{row['tokens_per_question']:.0f} | {100 * row['same']:.0f}% |")
+    table_text = "\n".join(lines)
+    return f"""**MT-Bench's questions**, both turns, greedy, at most {given['max_new_tokens']} tokens a turn
+(`eval.mt_bench`, commit {baseline['environment']['commit']}). The demo target cannot answer them, so this is speed on
+text that it was not made for, and says nothing about what the fuzzy rule costs:
+
+{table_text}"""
+
+
 def results() -> str:
     """All stored results, as they stand in the README."""
     parts = [section(json.loads((RESULTS / "benchmark.json").read_text(encoding="utf-8")))]
+    stored = [RESULTS / f"{name}.json" for name in MT_BENCH]
+    if all(path.exists() for path in stored):
+        parts.append(mt_bench_section([json.loads(path.read_text(encoding="utf-8")) for path in stored]))
     for name in SWEEPS:
         path = RESULTS / f"{name}.json"
         if path.exists():
