@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 import transformers
+from tqdm import tqdm
 
 from .acceptance import make_rule
 from .config import TreeConfig
@@ -26,11 +27,12 @@ from .target import TargetModel, weights_digest
 log = logging.getLogger(__name__)
 
 NODES = (2, 4, 6, 8, 12, 16, 24, 32, 48, 64)
-TOP_K = (1, 2, 3, 4, 6, 8, 10)
+TOP_K = (1, 2, 3, 4)
 SHORT, LONG, WIDE = 6, 14, 4  # levels, and top_k, of the measured trees
 NO_TREE = TreeConfig(2, 1, 1)  # of a request that is decoded plainly: room for one token
 CONTEXT = 256  # tokens before the measured cycles
 ROUNDS = 9
+ENOUGH = 20.0  # seconds, after which no further round is begun
 
 
 @dataclass(frozen=True)
@@ -113,15 +115,20 @@ def _same_cycle(decoder: Decoder) -> Callable[[], object]:
 
 
 def _fastest(parts: Mapping[Hashable, Callable[[], object]], target: TargetModel) -> dict[Hashable, float]:
-    """Seconds of each part: the shortest of several rounds, since other work on the machine only ever adds to it."""
-    found = dict.fromkeys(parts, math.inf)
-    for number in range(ROUNDS + 1):
+    """Seconds of each part: the shortest of several rounds, since other work on the machine only ever adds to it.
+
+    The first round warms up; with a slow model there are fewer.
+    """
+    found, begun = dict.fromkeys(parts, math.inf), time.perf_counter()
+    for number in tqdm(range(ROUNDS + 1), desc="measuring cycles", unit="round", leave=False, disable=None):
         for name, work in parts.items():
             started = _now(target)
             work()
             taken = _now(target) - started
-            if number:  # the first round warms up
+            if number:
                 found[name] = min(found[name], taken)
+        if number and time.perf_counter() - begun > ENOUGH:
+            break
     return found
 
 
