@@ -66,8 +66,9 @@ def draft_tree(
     scores.append(frontier_scores)
     levels.append(frontier_tokens)
     frontier_features = predicted.expand(-1, k, -1)
-    self_visible = torch.eye(k, dtype=torch.bool, device=device).expand(batch, -1, -1)
-    visible = self_visible  # [B, K, keys]: which expanded nodes each frontier node sees
+    itself = tree_mask(torch.eye(k, dtype=torch.bool, device=device).expand(batch, -1, -1), 0, head.dtype)
+    prefix = itself.new_zeros(batch, 1, k, base)
+    visible = itself  # [B, 1, K, keys]: which expanded nodes each frontier node sees
     expanded = [torch.arange(k, device=device).expand(batch, -1)]  # scored numbers of each level's expanded nodes
 
     if not _worth_a_level(frontier_scores, config):
@@ -75,7 +76,7 @@ def draft_tree(
 
     for level in range(2, config.depth + 1):
         positions = torch.full((batch, k), base + level - 2, device=device)
-        mask = tree_mask(visible, base, head.dtype)
+        mask = torch.cat([prefix, visible], -1)
         predicted = head(frontier_features, frontier_tokens, positions, mask, cache)  # [B, K, D]
         logits = target.logits(predicted)
         draft_logits.append(logits)
@@ -92,8 +93,8 @@ def draft_tree(
             expanded.append(best + k + (level - 2) * k * k)
             frontier_tokens = child_tokens.gather(1, best)
             frontier_features = predicted.gather(1, parents[..., None].expand_as(predicted))
-            inherited = visible.gather(1, parents[..., None].expand_as(visible))
-            visible = torch.cat([inherited, self_visible], -1)
+            inherited = visible.gather(2, parents[:, None, :, None].expand_as(visible))
+            visible = torch.cat([inherited, itself], -1)
     cache.truncate(base)
     tree = rerank(root, torch.cat(levels, 1), torch.cat(scores, 1), torch.stack(expanded, 1), len(levels), config)
     return tree, torch.cat(draft_logits, 1)
@@ -112,26 +113,30 @@ def apply_confidence(
     log_probs: Tensor,  # [..., K], the children of each node in descending order
 ) -> Tensor:  # [..., K]
     """Log acceptance probabilities; linear between the knots, constant outside."""
-    knots, first, others = _knots(confidence, log_probs.device)
-    right = torch.bucketize(log_probs, knots).clamp(1, len(knots) - 1)
-    left = right - 1
-    share = ((log_probs - knots[left]) / (knots[right] - knots[left])).clamp(0, 1)
-    is_first = torch.arange(log_probs.shape[-1], device=log_probs.device) == 0
-    low, high = torch.where(is_first, first[left], others[left]), torch.where(is_first, first[right], others[right])
-    return torch.lerp(low, high, share)
+    knots, rows, slopes, offsets = _lines(confidence, log_probs.shape[-1], log_probs.device)
+    line = torch.bucketize(log_probs, knots) + rows
+    return slopes[line] * log_probs + offsets[line]
 
 
 @functools.lru_cache(maxsize=64)
-def _knots(confidence: Confidence, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    values = (confidence.knots, confidence.first, confidence.others)
-    with torch.inference_mode(False):
-        knots, first, others = (torch.tensor(each, device=device) for each in values)
-    return knots, first, others
+def _lines(confidence: Confidence, children: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Knots; per child where its lines begin; slope and offset of the line left of each knot and right of the last."""
+    knots = torch.tensor(confidence.knots, dtype=torch.float64)
+    slopes, offsets = [], []
+    for values in (confidence.first, confidence.others):
+        heights = torch.tensor(values, dtype=torch.float64)
+        slope = torch.nn.functional.pad(heights.diff() / knots.diff(), (1, 1))
+        slopes.append(slope)
+        offsets.append(torch.cat([heights[:1], heights]) - slope * torch.cat([knots[:1], knots]))
+    rows = torch.tensor([0] + [len(knots) + 1] * (children - 1))
+    tables = (knots.float(), rows, torch.cat(slopes).float(), torch.cat(offsets).float())
+    knots, rows, slope, offset = (each.to(device) for each in tables)
+    return knots, rows, slope, offset
 
 
 def _worth_a_level(scores: Tensor, config: TreeConfig) -> bool:
     """Whether any row's nodes [B, K] of this level are likely enough to be accepted to draft behind them."""
-    return not config.least_reach or scores.exp().sum(1).amax().item() >= config.least_reach
+    return not config.least_reach or scores.logsumexp(1).amax().item() >= math.log(config.least_reach)
 
 
 def rerank(

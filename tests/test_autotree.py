@@ -104,7 +104,8 @@ def test_confidence_is_linear_between_knots_and_constant_outside():
 
 
 @pytest.mark.parametrize("knots", [((0.0,), (0.0,), (0.0,)), ((0, -1), (-1, 0), (-1, 0)), ((-1, 0), (0, -1), (-1, 0)),
-                                   ((-1, 0), (-1, 0.5), (-1, 0)), ((-1, 0), (-1, 0), (-math.inf, 0))])
+                                   ((-1, 0), (-1, 0.5), (-1, 0)), ((-1, 0), (-1, 0), (-math.inf, 0)),
+                                   ((-1, -1), (-1, 0), (-1, 0))])
 def test_bad_confidences_are_refused(knots):
     with pytest.raises(ValueError, match="Confidence"):
         Confidence(*knots)
