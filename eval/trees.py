@@ -98,7 +98,8 @@ def compare(model: eagle_fsd.EagleModel, args: argparse.Namespace) -> dict:
 
 
 def run(args: argparse.Namespace) -> None:
-    torch.set_num_threads(args.threads)
+    if args.threads:
+        torch.set_num_threads(args.threads)
     model = load_pair(args)
     if model.trees is None:
         raise ValueError("this head has no log to choose a tree by: run eagle-fsd tune first")
@@ -124,7 +125,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--prompts", type=int, default=24, help="fresh ones for the winner")
     parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument("--draft-temperature", type=float, default=0.5, help="of the fixed trees")
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--threads", type=int, help="of torch (default: as it comes)")
     parser.add_argument("--out", type=Path, default=Path("eval/results/trees"))
     return parser
 
