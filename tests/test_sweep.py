@@ -174,3 +174,18 @@ def test_a_chosen_tree_is_kept_for_all_stages(place):
     model.tree = TreeConfig(4, 2, 2)  # as on another machine, or with another number of threads
     again = sweep.kept_tree(args, model)
     assert again == fitted and hash(again) == hash(fitted)
+
+
+def test_corrections_are_learned_from_the_other_thresholds():
+    """Real gains are the predicted ones to the power 0.5, real nats 0.8 of the predicted: corrected exactly."""
+    rows = [{"setting": "exact", "tau": 4.0, "temperature": 0.0, "predicted": None}]
+    for threshold, gain in ((0.1, 1.1), (0.2, 1.3), (0.4, 1.6)):
+        rows.append({"setting": f"fsd {threshold:g}", "threshold": threshold, "temperature": 0.0,
+                     "tau": 4 * gain**0.5, "regret_per_token": 0.8 * threshold, "kl_per_token": None,
+                     "predicted": {"tau": 4 * gain, "cost": threshold}})
+    rows.append({**rows[1], "setting": "tilt 1", "threshold": 1.0})  # alone of its rule: as it was
+    errors = sweep.prediction_errors(rows)
+    for quantity in ("tau", "nats"):
+        assert errors[quantity]["fsd 0.2"]["raw"] > 0.1
+        assert errors[quantity]["fsd 0.2"]["corrected"] == pytest.approx(0)
+        assert errors[quantity]["tilt 1"]["corrected"] == errors[quantity]["tilt 1"]["raw"]
