@@ -9,6 +9,7 @@ from tiny import save_pair
 import eagle_fsd
 from eagle_fsd.config import Confidence, TreeConfig
 from eval import plots, splits, sweep
+from eval.predictions import prediction_errors
 from eval.report import sweep_section
 from eval.sweep import build_parser, check, run
 
@@ -184,7 +185,7 @@ def test_corrections_are_learned_from_the_other_thresholds():
                      "tau": 4 * gain**0.5, "regret_per_token": 0.8 * threshold, "kl_per_token": None,
                      "predicted": {"tau": 4 * gain, "cost": threshold}})
     rows.append({**rows[1], "setting": "tilt 1", "threshold": 1.0})  # alone of its rule: as it was
-    errors = sweep.prediction_errors(rows)
+    errors = prediction_errors(rows)
     for quantity in ("tau", "nats"):
         assert errors[quantity]["fsd 0.2"]["raw"] > 0.1
         assert errors[quantity]["fsd 0.2"]["corrected"] == pytest.approx(0)
