@@ -47,5 +47,6 @@ def prediction_text(errors: dict[str, dict[str, dict[str, float]]]) -> str:
             worst = {kind: max(abs(error[kind]) for error in found.values()) for kind in ("raw", "corrected")}
             far = sum(abs(error["corrected"]) > 0.05 for error in found.values())
             lines.append(f"- {quantity}: {len(found)} settings predicted from the lossless pass; largest error "
-                         f"{100 * worst['raw']:.1f}%, corrected {100 * worst['corrected']:.1f}%; {far} are still more than 5% off")
+                         f"{100 * worst['raw']:.1f}%, corrected {100 * worst['corrected']:.1f}%; {far} are still "
+                         "more than 5% off")
     return "\n".join(lines)
