@@ -6,8 +6,9 @@
 
 One line per question: question_id, answer_id, model_id, choices [{index, turns, idxs, new_tokens, wall_time}], tstamp;
 idxs counts the target's forwards of each turn, and accept_lengths (as Spec-Bench writes it) the tokens of each. A run
-that was stopped goes on with the questions that are missing. `accelerate launch -m eval.mt_bench ...` splits the
-questions over processes (timings are then only comparable with runs on as many).
+that was stopped goes on with the questions that are missing. `torchrun --nproc_per_node 2 -m eval.mt_bench ...` or
+`accelerate launch` on several GPUs splits the questions over processes (timings are then only comparable with runs on
+as many).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The frontier: what every rule costs and buys at several thresholds, on tasks whose answers can be checked.
 
     python -m eval.sweep --tasks 300 --work runs/sweep --out eval/results/sweep-greedy
-    accelerate launch --cpu --num_processes 2 -m eval.sweep ... --stage answers     # any number of processes
+    torchrun --nproc_per_node 2 -m eval.sweep ... --stage answers                   # any number of processes
     python -m eval.sweep ... --stage times                                          # alone on the machine
 
 Stage `answers` answers all questions losslessly, and again under every setting that changes the answer (see

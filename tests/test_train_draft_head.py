@@ -165,12 +165,12 @@ def free_port() -> int:
 
 def test_two_processes_are_one(place, finished, tmp_path):
     result = subprocess.run(
-        [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2", "--num_machines", "1",
-         "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", str(free_port()),
+        [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", str(free_port()),
          *command(place, "two", tmp_path)],
         env=ENVIRONMENT, capture_output=True, text=True, cwd=tmp_path,
     )
     assert result.returncode == 0, result.stderr[-3000:]
+    assert "2 process(es) on cpu" in result.stderr
     np.testing.assert_allclose(losses(place / "two"), losses(place / "whole"), atol=1e-4)
     one, two = (load_file(place / name / "head" / "model.safetensors") for name in ("whole", "two"))
     assert all(torch.allclose(one[name], two[name], atol=1e-3) for name in one)

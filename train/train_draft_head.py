@@ -420,6 +420,8 @@ def train(config: TrainingConfig, *, cpu: bool = False) -> Path:
     run.check_evaluation()
     run.resume()
     main = accelerator.is_main_process
+    if main:
+        log.info("%d process(es) on %s", accelerator.num_processes, accelerator.device.type)
     logs = Logs(output, run.step, main)
     if accelerator.log_with:
         accelerator.init_trackers("eagle_fsd", config={k: str(v) for k, v in comparable(config).items()})
