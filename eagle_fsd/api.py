@@ -115,10 +115,7 @@ def generate(
     if seed is None:
         seed = random.SystemRandom().getrandbits(48)
     require_integer("seed", seed, 0)
-    if tree is None and model.trees is not None and model.draft is not None:
-        choice = model.trees.of(rule, temperature)
-    else:
-        choice = Choice(check_tree(model.default_tree if tree is None else tree, model))
+    choice = resolve_tree(tree, rule, temperature, model)
     settings = Settings(
         rule=rule,
         tree=choice.tree or NO_TREE,
@@ -252,10 +249,17 @@ def check_budget(budget: float | None, rule: Rule, greedy: bool) -> float | None
     return float(budget)
 
 
+def resolve_tree(tree: TreeConfig | None, rule: Rule, temperature: float, model: EagleModel) -> Choice:
+    """The tree given, else the one chosen for the rule and temperature, else the model's default."""
+    if tree is None and model.trees is not None and model.draft is not None:
+        return model.trees.of(rule, temperature)
+    return Choice(check_tree(model.default_tree if tree is None else tree, model))
+
+
 def check_tree(tree: TreeConfig, model: EagleModel) -> TreeConfig:
     """The tree, with a warning where it asks for more nodes than can be scored."""
     if not isinstance(tree, TreeConfig):
-        raise TypeError(f"tree must be a TreeConfig, got {tree!r}")
+        raise TypeError(f"tree must be a TreeConfig or None (what load(tree=...) said), got {tree!r}")
     if tree.top_k > model.target.vocab_size:
         raise ValueError(f"TreeConfig.top_k {tree.top_k} exceeds the vocabulary ({model.target.vocab_size} tokens)")
     if tree.total_tokens > tree.nodes:
@@ -359,7 +363,7 @@ def custom_generate(
     rule = resolve_rule(acceptance, threshold, divergence, pair, temperature=temperature, tree=tree)
     settings = Settings(
         rule=rule,
-        tree=check_tree(pair.default_tree if tree is None else tree, pair),
+        tree=resolve_tree(tree, rule, temperature, pair).tree or NO_TREE,
         processors=logits_processor or LogitsProcessorList(),
         greedy=not generation_config.do_sample,
         # Without a seed the noise follows torch's global generator, as model.generate does.

@@ -8,7 +8,6 @@ temperature, not to a machine, and is stored beside the head; a latency belongs 
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 from collections.abc import Callable, Sequence
@@ -19,7 +18,7 @@ import numpy as np
 
 from .acceptance import Decision, Rule, Verification, walk
 from .config import Confidence, TreeConfig
-from .files import save_atomically
+from .files import read_entries, write_entries
 from .latency import Latency, between
 
 log = logging.getLogger(__name__)
@@ -125,14 +124,10 @@ class Replay:
         """Tokens per second for each number of nodes (default: the tree's own)."""
         counts = np.array(nodes or [tree.total_tokens])
         flat = np.array([latency.cycle(size, 1, self.top_k) for size in range(max(counts) + 1)])
-        tokens, verified, levels = self._run(tree, counts)
+        tokens, verified, levels = self.run(tree, counts)
         return tokens.sum(0) / (flat[verified] + between(latency.level, self.top_k) * (levels - 1)[:, None]).sum(0)
 
-    def emitted(self, tree: TreeConfig) -> float:
-        """Tokens per cycle."""
-        return self._run(tree, np.array([tree.total_tokens]))[0].mean()
-
-    def _run(self, tree: TreeConfig, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def run(self, tree: TreeConfig, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Tokens and verified nodes [cycles, counts], and drafted levels [cycles]."""
         tokens, verified, levels = [], [], []
         least = math.log(tree.least_probability) if tree.least_probability else -math.inf
@@ -246,25 +241,18 @@ def read_logs(head: str | Path) -> list[TreeLog]:
     Raises:
         ValueError: the file is damaged.
     """
-    path = Path(head) / FILE
-    if not path.is_file():
-        return []
-    try:
-        entries = json.loads(path.read_text(encoding="utf-8"))["logs"]
-        return [TreeLog(entry["rule"], entry["temperature"], [_unpacked(*each) for each in entry["cycles"]])
-                for entry in entries]
-    except (ValueError, TypeError, KeyError) as error:
-        raise ValueError(f"{path} cannot be read ({error}); delete it and run eagle-fsd tune again") from error
+    def build(entry: dict) -> TreeLog:
+        return TreeLog(entry["rule"], entry["temperature"], [_unpacked(*each) for each in entry["cycles"]])
+
+    return read_entries(Path(head) / FILE, "logs", build, "eagle-fsd tune")
 
 
 def store_log(head: str | Path, found: TreeLog) -> Path:
     """Add one to those beside a head, in place of one for the same rule and temperature."""
     kept = [entry for entry in read_logs(head) if (entry.rule, entry.temperature) != (found.rule, found.temperature)]
-    record = {"logs": [{"rule": entry.rule, "temperature": entry.temperature,
-                        "cycles": [_packed(cycle) for cycle in entry.cycles]} for entry in [*kept, found]]}
-    path = Path(head) / FILE
-    save_atomically(path, lambda part: part.write_text(json.dumps(record, separators=(",", ":")), encoding="utf-8"))
-    return path
+    return write_entries(Path(head) / FILE, "logs", [
+        {"rule": entry.rule, "temperature": entry.temperature, "cycles": [_packed(cycle) for cycle in entry.cycles]}
+        for entry in [*kept, found]])
 
 
 def _packed(cycle: Cycle) -> list:

@@ -8,7 +8,6 @@ answer, cycle by cycle; only the others have to be generated again to know what 
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import statistics
@@ -19,7 +18,7 @@ from typing import Any
 
 from .acceptance import Decision, Rule, Verification, Walk, walk
 from .budget import EXACT_RULE, cycle_cost
-from .files import save_atomically
+from .files import read_entries, write_entries
 
 CONFIDENCE = 0.95  # one-sided, of every promise about quality
 
@@ -210,13 +209,7 @@ def read_calibrations(head: str | Path) -> list[Calibration]:
     Raises:
         ValueError: the file is damaged.
     """
-    path = Path(head) / FILE
-    if not path.is_file():
-        return []
-    try:
-        return [Calibration(**entry) for entry in json.loads(path.read_text(encoding="utf-8"))["calibrations"]]
-    except (ValueError, TypeError, KeyError) as error:
-        raise ValueError(f"{path} cannot be read ({error}); delete it and calibrate again") from error
+    return read_entries(Path(head) / FILE, "calibrations", lambda entry: Calibration(**entry), "eagle-fsd calibrate")
 
 
 def store_calibration(head: str | Path, calibration: Calibration) -> Path:
@@ -225,7 +218,4 @@ def store_calibration(head: str | Path, calibration: Calibration) -> Path:
         return entry.promise, entry.target, entry.head, entry.dtype, entry.temperature, entry.tree
 
     kept = [entry for entry in read_calibrations(head) if key(entry) != key(calibration)]
-    record = {"calibrations": [asdict(entry) for entry in [*kept, calibration]]}
-    path = Path(head) / FILE
-    save_atomically(path, lambda part: part.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8"))
-    return path
+    return write_entries(Path(head) / FILE, "calibrations", [asdict(entry) for entry in [*kept, calibration]])

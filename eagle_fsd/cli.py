@@ -101,6 +101,19 @@ def model_options() -> argparse.ArgumentParser:
     return models
 
 
+def measuring_options() -> argparse.ArgumentParser:
+    """The options of every command that answers a file of prompts; a parent for its parser."""
+    options = argparse.ArgumentParser(add_help=False)
+    options.add_argument("--prompts", type=Path, required=True,
+                         help="JSON lines: prompts with or without answers, MT-Bench, GSM8K, HumanEval")
+    options.add_argument("--divergence", help="that fsd gates on")
+    options.add_argument("--temperature", type=float, default=0.0)
+    options.add_argument("--max-new-tokens", type=int, default=256)
+    options.add_argument("--seed", type=int, default=0)
+    options.add_argument("--out", type=Path, help="directory for what is found (default: the head's)")
+    return options
+
+
 def load_pair(args: argparse.Namespace) -> EagleModel:
     """The pair that `model_options` ask for."""
     return load(**{name: getattr(args, name) for name in MODEL_OPTIONS})
@@ -111,7 +124,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True)
 
-    models = model_options()
+    models, measuring = model_options(), measuring_options()
 
     one = commands.add_parser("generate", parents=[models], help="answer one prompt")
     one.add_argument("prompt", help="text, or - to read it from standard input")
@@ -134,40 +147,28 @@ def build_parser() -> argparse.ArgumentParser:
     one.add_argument("--tree", type=parse_tree, metavar="N,DEPTH,K[,T]")
     one.add_argument("--stats", action="store_true", help="print tau, tokens/s and token sources to standard error")
 
-    tune = commands.add_parser(
-        "calibrate", parents=[models], help="find the fastest setting that keeps a promise on your prompts",
+    calibration = commands.add_parser(
+        "calibrate", parents=[models, measuring], help="find the fastest setting that keeps a promise on your prompts",
         description="Promises: accuracy_drop<=1%% (prompts with answers), diverging<=1%% (answers that differ from the "
         "lossless ones), kl<=0.02 (nats per token, sampling), speedup>=2.5 (over model.generate). The result is stored "
         'beside the head; generate(quality="accuracy_drop<=1%%") uses it.')
-    tune.add_argument("--prompts", type=Path, required=True, help="JSON lines: prompts with answers, GSM8K, HumanEval")
-    tune.add_argument("--budget", required=True, metavar="PROMISE")
-    tune.add_argument("--acceptance", choices=DIALS, nargs="+", default=["fsd"], help="rules to choose from")
-    tune.add_argument("--thresholds", type=float, nargs="+", help="to try (default: some for each rule)")
-    tune.add_argument("--divergence", help="that fsd gates on")
-    tune.add_argument("--temperature", type=float, default=0.0)
-    tune.add_argument("--max-new-tokens", type=int, default=256)
-    tune.add_argument("--tree", type=parse_tree, metavar="N,DEPTH,K[,T]")
-    tune.add_argument("--limit", type=int, help="use only the first prompts")
-    tune.add_argument("--timed", type=int, default=24, help="prompts that speed is measured on")
-    tune.add_argument("--seed", type=int, default=0)
-    tune.add_argument("--run-code", action="store_true", help="allow programs of HumanEval answers to be run")
-    tune.add_argument("--log", type=Path, help="file of the answers; the same command goes on with it")
-    tune.add_argument("--out", type=Path, help="directory for calibration.json (default: the head's)")
+    calibration.add_argument("--budget", required=True, metavar="PROMISE")
+    calibration.add_argument("--acceptance", choices=DIALS, nargs="+", default=["fsd"], help="rules to choose from")
+    calibration.add_argument("--thresholds", type=float, nargs="+", help="to try (default: some for each rule)")
+    calibration.add_argument("--tree", type=parse_tree, metavar="N,DEPTH,K[,T]")
+    calibration.add_argument("--limit", type=int, help="use only the first prompts")
+    calibration.add_argument("--timed", type=int, default=24, help="prompts that speed is measured on")
+    calibration.add_argument("--run-code", action="store_true", help="allow programs of HumanEval answers to be run")
+    calibration.add_argument("--log", type=Path, help="file of the answers; the same command goes on with it")
 
-    logs = commands.add_parser(
-        "tune", parents=[models], help='log cycles on your prompts, for tree="auto" to choose by',
-        description="Answers the prompts with a wide draft tree and notes which nodes were accepted. From this log, "
+    tuning = commands.add_parser(
+        "tune", parents=[models, measuring], help='log cycles on your prompts, for tree="auto" to choose by',
+        description="Answers the prompts' first turns with a wide draft tree and notes which nodes were accepted. From this log, "
         "stored beside the head, and the machine's latency the fastest tree is chosen whenever the pair is loaded. One "
         "log per rule, threshold and temperature; a request takes the nearest.")
-    logs.add_argument("--prompts", type=Path, required=True, help="JSON lines as for calibrate; first turns count")
-    logs.add_argument("--acceptance", choices=RULES, default="exact")
-    logs.add_argument("--threshold", type=float)
-    logs.add_argument("--divergence", help="that fsd gates on")
-    logs.add_argument("--temperature", type=float, default=0.0)
-    logs.add_argument("--max-new-tokens", type=int, default=256)
-    logs.add_argument("--limit", type=int, default=48, help="use only the first prompts (default: %(default)s)")
-    logs.add_argument("--seed", type=int, default=0)
-    logs.add_argument("--out", type=Path, help="directory for tree.json (default: the head's)")
+    tuning.add_argument("--acceptance", choices=RULES, default="exact")
+    tuning.add_argument("--threshold", type=float)
+    tuning.add_argument("--limit", type=int, default=48, help="use only the first prompts (default: %(default)s)")
 
     inspect = commands.add_parser("inspect", help="say what a draft head is, what it fits, and who can serve it")
     inspect.add_argument("head", help="directory or hub id")

@@ -6,6 +6,9 @@ import json
 import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import TypeVar
+
+T = TypeVar("T")
 
 
 def read_lines(path: Path, repair: bool = True) -> list:
@@ -39,6 +42,27 @@ def write_lines(path: Path, values: Iterable) -> None:
     """Replace the file by these values, a line each."""
     text = "".join(json.dumps(value) + "\n" for value in values)
     save_atomically(path, lambda part: part.write_text(text, encoding="utf-8"))
+
+
+def read_entries(path: Path, name: str, build: Callable[[dict], T], command: str) -> list[T]:
+    """The entries of a JSON file {name: [...]}, none where it does not exist.
+
+    Raises:
+        ValueError: the file is damaged; `command` makes it anew.
+    """
+    if not path.is_file():
+        return []
+    try:
+        return [build(entry) for entry in json.loads(path.read_text(encoding="utf-8"))[name]]
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(f"{path} cannot be read ({error}); delete it and run {command} again") from error
+
+
+def write_entries(path: Path, name: str, entries: Iterable[dict]) -> Path:
+    """Replace the file's entries, one per line; returns the path."""
+    lines = ",\n".join(json.dumps(entry, separators=(",", ":")) for entry in entries)
+    save_atomically(path, lambda part: part.write_text(f'{{"{name}": [\n{lines}\n]}}\n', encoding="utf-8"))
+    return path
 
 
 def save_atomically(path: Path, write: Callable[[Path], object]) -> None:

@@ -172,7 +172,7 @@ def load(
             default; or a `TreeConfig`. "auto" measures the models' latency once and keeps it (`eagle_fsd.latency`).
 
     Raises:
-        ValueError: only one of the two given, a head that does not fit, an unsupported target or attention.
+        ValueError: only one of the two given, a bad `tree`, a head that does not fit, an unsupported target or attention.
         OSError: a target that `transformers` cannot find.
     """
     if (target is None) != (draft is None):
@@ -180,6 +180,8 @@ def load(
         raise ValueError(f"{missing}= is missing: give both target and draft, or neither for the bundled pair")
     if device is not None and device_map is not None:
         raise ValueError(f"give device ({device!r}) or device_map ({device_map!r}), not both")
+    if not (tree is None or tree == "auto" or isinstance(tree, TreeConfig)):
+        raise ValueError(f'tree must be "auto", a TreeConfig or None, got {tree!r}')
     if target is None or draft is None:
         target, draft = demo_directory("demo-target"), demo_directory("demo-draft")
     head = load_head(draft)  # the smaller one first: its errors come before the long work

@@ -128,29 +128,37 @@ def main() -> None:
         "python_tokens": args.python_tokens, "accuracy_tasks": args.accuracy_tasks, "unseen_tasks": args.unseen_tasks,
     }
 
+    def store() -> None:
+        """After every stage: what has been measured is not lost with a later one."""
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+
     answers = interleaved(methods, [t.messages for t in questions], args.max_new_tokens, args.repeats)
     correct = {name: [is_correct(t, a.text) for t, a in zip(questions, given, strict=True)]
                for name, given in answers.items()}
     record["tasks"] = summarise(answers, correct)
+    store()
     print(f"\nHeld-out tasks ({args.tasks})\n\n{table(record['tasks'])}")
 
     if args.python:
         answers = interleaved(methods, python_prefixes(args.python), args.python_tokens, args.repeats)
         record["python"] = summarise(answers, None)
+        store()
         print(f"\nPython prefixes ({args.python})\n\n{table(record['python'])}")
 
     record["profile"] = profile(model, [t.messages for t in questions[:30]], 128, acceptance="exact", tree=args.tree)
+    store()
     print("\nMilliseconds per cycle:", json.dumps(record["profile"], indent=1))
     if args.accuracy_tasks:
         record["accuracy"] = family_accuracy(
             methods["exact"], args.accuracy_tasks, args.max_new_tokens, seed=args.seed + 1, unseen_wording=False)
+        store()
         print("\nAccuracy, greedy:", json.dumps(record["accuracy"], indent=1))
     if args.unseen_tasks:
         record["accuracy_unseen_wordings"] = family_accuracy(
             methods["exact"], args.unseen_tasks, args.max_new_tokens, seed=args.seed + 2, unseen_wording=True)
         print("\nAccuracy, wordings never trained on:", json.dumps(record["accuracy_unseen_wordings"], indent=1))
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps(record, indent=1) + "\n")
+    store()
     args.out.with_suffix(".md").write_text(
         f"# {args.out.stem}\n\n`{record['environment']['command']}` at {record['environment']['commit']}\n\n"
         f"## Held-out tasks\n\n{table(record['tasks'])}\n"

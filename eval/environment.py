@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -24,7 +26,7 @@ def environment() -> dict:
         processor = names[0] if names else processor
     return {
         "commit": git("rev-parse", "--short", "HEAD") + ("+changes" if git("status", "--porcelain", "-uno") else ""),
-        "command": "python -m " + " ".join([_module_name(), *sys.argv[1:]]),
+        "command": "python -m " + " ".join([_module_name(), *map(shown, sys.argv[1:])]),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
@@ -32,6 +34,17 @@ def environment() -> dict:
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "threads": torch.get_num_threads(),
     }
+
+
+def shown(value: object) -> str:
+    """A setting as text; an absolute path relative to the repository, so that no record names a machine's folders."""
+    text = str(value)
+    return os.path.relpath(text, Path(__file__).parents[1]) if os.path.isabs(text) else text
+
+
+def shown_settings(settings: Mapping[str, object]) -> dict[str, str]:
+    """Every setting as `shown`."""
+    return {name: shown(value) for name, value in settings.items()}
 
 
 def _module_name() -> str:

@@ -31,7 +31,7 @@ from eagle_fsd.cli import exit_status, load_pair, model_options, parse_tree
 from eagle_fsd.experiment import first_difference
 from eagle_fsd.methods import Method, engine, hf_generate
 from eagle_fsd.model import EagleModel
-from eval.environment import environment
+from eval.environment import environment, shown_settings
 from eval.questions import load_questions
 
 LEAST_EXPECTED = 5  # rarer tokens of a position are counted together
@@ -136,7 +136,7 @@ def run(args: argparse.Namespace) -> bool:
         print(f"  question {difference.question}: token {difference.position + 1} is {difference.ours} for "
               f"{difference.theirs}, {cause} (gap {difference.gap:.3g}, rounding {difference.noise:.3g})")
     fine = all(difference.tie for difference in found)
-    record = {"environment": environment(), "arguments": {k: str(v) for k, v in vars(args).items()},
+    record = {"environment": environment(), "arguments": shown_settings(vars(args)),
               "dtype": str(model.target.dtype), "prompts": len(chats), "identical": same,
               "differences": [asdict(difference) for difference in found]}
     if args.samples:

@@ -29,7 +29,7 @@ from eagle_fsd.cli import exit_status, load_pair, model_options, parse_tree
 from eagle_fsd.files import append_lines, read_lines, write_lines
 from eagle_fsd.methods import Method, engine, hf_generate
 from eagle_fsd.questions import Question, converse
-from eval.environment import environment
+from eval.environment import environment, shown, shown_settings
 from eval.questions import load_questions
 
 # Sampling temperatures by category, as FastChat's judge sets them; other categories are greedy.
@@ -75,7 +75,9 @@ def settings(args: argparse.Namespace) -> dict:
     """What a resumed file must have in common."""
     names = ("target", "draft", "baseline", "acceptance", "threshold", "divergence", "temperature", "max_new_tokens",
              "seed", "num_choices", "dtype")
-    return {**{name: getattr(args, name) for name in names}, "tree": repr(args.tree), "questions": str(args.questions)}
+    found = {name: getattr(args, name) for name in names}
+    paths = shown_settings({name: found[name] for name in ("target", "draft") if found[name] is not None})
+    return {**found, **paths, "tree": repr(args.tree), "questions": shown(args.questions)}
 
 
 def run(args: argparse.Namespace) -> None:

@@ -69,7 +69,7 @@ All settings: [eval/results/{name}.md](eval/results/{name}.md)."""
 
 
 def mt_bench_section(records: list[dict]) -> str:
-    """Speed on MT-Bench's questions; the methods took turns of about a minute."""
+    """Speed on MT-Bench's questions."""
     baseline, rows = records[0]["baseline"], [record["rows"][-1] for record in records]
     given = baseline["settings"]
     lines = ["| method | questions | tokens/s | vs model.generate (95%) | tau | s/question | tokens/question "

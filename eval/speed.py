@@ -17,9 +17,8 @@ from pathlib import Path
 import numpy as np
 
 from eagle_fsd.cli import exit_status
+from eval.bootstrap import interval
 from eval.mt_bench import read_answers
-
-RESAMPLES = 2000
 
 
 @dataclass(frozen=True)
@@ -40,7 +39,7 @@ class Totals:
         return cls(total("new_tokens"), total("wall_time"), np.array([sum(n) for n in lengths], float),
                    np.array([len(n) for n in lengths], float))
 
-    def speed(self, chosen: np.ndarray) -> np.ndarray:
+    def speed(self, chosen: np.ndarray | slice) -> np.ndarray:
         """Tokens per second of the chosen questions [..., n]."""
         return self.tokens[chosen].sum(-1) / self.seconds[chosen].sum(-1)
 
@@ -62,18 +61,21 @@ def speed_rows(method: dict, baseline: dict, seed: int = 0) -> list[dict]:
     for i in common:
         categories.setdefault(method[i].get("category", "all questions"), []).append(i)
     groups = {**categories, "all": common} if len(categories) > 1 else {"all": common}
-    rng, rows = np.random.default_rng(seed), []
+    rows = []
     for name, ids in groups.items():
         ours, theirs = Totals.of([method[i] for i in ids]), Totals.of([baseline[i] for i in ids])
-        everything = np.arange(len(ids))
-        resampled = rng.integers(0, len(ids), (RESAMPLES, len(ids)))
-        low, high = np.percentile(ours.speed(resampled) / theirs.speed(resampled), [2.5, 97.5])
+        everything = slice(None)
+
+        def speedup(chosen: np.ndarray | slice, ours: Totals = ours, theirs: Totals = theirs) -> np.ndarray:
+            return ours.speed(chosen) / theirs.speed(chosen)
+
+        low, high = interval(len(ids), speedup, seed)
         same = [[choice["turns"] for choice in method[i]["choices"]] ==
                 [choice["turns"] for choice in baseline[i]["choices"]] for i in ids]
         rows.append({
             "category": name, "questions": len(ids), "tokens_per_second": float(ours.speed(everything)),
             "baseline_tokens_per_second": float(theirs.speed(everything)), "tau": float(ours.tau()),
-            "speedup": float(ours.speed(everything) / theirs.speed(everything)), "low": float(low), "high": float(high),
+            "speedup": float(speedup(everything)), "low": low, "high": high,
             "seconds_per_question": float(ours.seconds.mean()), "tokens_per_question": float(ours.tokens.mean()),
             "baseline_seconds_per_question": float(theirs.seconds.mean()),
             "baseline_tokens_per_question": float(theirs.tokens.mean()), "same": sum(same) / len(same),
@@ -86,10 +88,10 @@ def table(rows: list[dict]) -> str:
     lines = ["| category | questions | tokens/s | baseline | speed-up (95%) | tau | s/question | baseline | "
              "tokens/question | baseline | same |", "|---" * 11 + "|"]
     for row in rows:
-        interval = f"{row['low']:.2f} to {row['high']:.2f}"
+        ends = f"{row['low']:.2f} to {row['high']:.2f}"
         lines.append(
             f"| {row['category']} | {row['questions']} | {row['tokens_per_second']:.1f} | "
-            f"{row['baseline_tokens_per_second']:.1f} | {row['speedup']:.2f}x ({interval}) | "
+            f"{row['baseline_tokens_per_second']:.1f} | {row['speedup']:.2f}x ({ends}) | "
             f"{row['tau']:.2f} | {row['seconds_per_question']:.2f} | {row['baseline_seconds_per_question']:.2f} | "
             f"{row['tokens_per_question']:.0f} | {row['baseline_tokens_per_question']:.0f} | {100 * row['same']:.0f}% |"
         )

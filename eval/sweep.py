@@ -32,7 +32,8 @@ from eagle_fsd.files import append_lines, read_lines, save_atomically
 from eagle_fsd.methods import Answer, Method, bare_generate, engine, hf_generate, interleaved
 from eagle_fsd.model import demo_directory, load_target
 from eagle_fsd.questions import converse
-from eval.environment import environment
+from eval.bootstrap import interval
+from eval.environment import environment, shown_settings
 from eval.harm import harm, harm_table, merged
 from eval.plots import headline, pareto, plot, table
 from eval.predictions import prediction_errors, prediction_text
@@ -41,7 +42,6 @@ from eval.questions import load_questions
 LOOKUP, ASSISTED, PLAIN = "prompt lookup", "assisted", "plain"
 BARE = {BASELINE: "model.generate, bare call", LOOKUP: "prompt lookup, bare call"}  # greedy only
 STAGES = ("answers", "times", "report")
-RESAMPLES = 2000
 
 
 def cooler(temperature: float) -> str:
@@ -170,15 +170,16 @@ def times(lines: Sequence[dict], names: Sequence[str]) -> dict[str, dict]:
         return {}
     seconds = {name: np.array([line[name]["seconds"] for line in lines]) for name in names}
     tokens = {name: np.array([line[name]["tokens"] for line in lines]) for name in names}
-    picks = np.random.default_rng(0).integers(0, len(lines), (RESAMPLES, len(lines)))
     rows = {}
     for name in names:
-        resampled = seconds[name][picks].sum(1) / seconds[EXACT][picks].sum(1)
+        def time_of_exact(picks: np.ndarray | slice, ours: np.ndarray = seconds[name]) -> np.ndarray:
+            return ours[picks].sum(-1) / seconds[EXACT][picks].sum(-1)
+
         rate = tokens[name].sum() / seconds[name].sum()
         rows[name] = {
             "seconds_per_answer": seconds[name].mean(), "tokens_per_second": rate, "timed": len(lines),
-            "time_of_exact": seconds[name].sum() / seconds[EXACT].sum(),
-            "time_of_exact_interval": np.percentile(resampled, [2.5, 97.5]).tolist(),
+            "time_of_exact": time_of_exact(slice(None)),
+            "time_of_exact_interval": interval(len(lines), time_of_exact),
             "timed_tokens": tokens[name].mean(),
             "speedup": rate / (tokens[BASELINE].sum() / seconds[BASELINE].sum()),
         }
@@ -187,8 +188,7 @@ def times(lines: Sequence[dict], names: Sequence[str]) -> dict[str, dict]:
 
 def accuracy_interval(drops: np.ndarray, questions: int) -> list[float]:
     """95% bootstrap interval of a mean of paired differences [seeds, questions], over questions."""
-    picks = np.random.default_rng(0).integers(0, questions, (RESAMPLES, questions))
-    return np.percentile(drops.mean(0)[picks].mean(1), [2.5, 97.5]).tolist()
+    return interval(questions, lambda picks: drops.mean(0)[picks].mean(1))
 
 
 def rows_of(args: argparse.Namespace, runs: dict[tuple, Experiment], speeds: dict[str, dict]) -> list[dict]:
@@ -261,7 +261,7 @@ def report(args: argparse.Namespace, runs: dict[tuple, Experiment]) -> None:
     for row in rows:
         row["front"] = row["setting"] in front
     record = {
-        "environment": environment(), "arguments": {name: str(value) for name, value in vars(args).items()},
+        "environment": environment(), "arguments": shown_settings(vars(args)),
         "prediction_errors": prediction_errors(rows),
         "questions": len(own.questions), "seeds": args.seeds, "temperature": args.temperature,
         "tree": own.model.describe_tree(args.tree, args.temperature),

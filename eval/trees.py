@@ -24,13 +24,13 @@ import eagle_fsd
 from eagle_fsd.cli import exit_status, load_pair, model_options
 from eagle_fsd.config import TreeConfig
 from eagle_fsd.methods import Answer, Method, engine, interleaved
+from eval.bootstrap import interval
 from eval.environment import environment
 from train.corpus import python_prefixes
 from train.tasks import tasks
 
 NODES, DEPTHS, TOP_KS = (6, 10, 16, 24, 40), (4, 8, 14), (1, 2, 4)
 KINDS = ("tasks", "python", "random")
-RESAMPLES = 2000
 
 
 def name_of(tree: TreeConfig) -> str:
@@ -40,7 +40,6 @@ def name_of(tree: TreeConfig) -> str:
 def row_of(name: str, given: Sequence[Answer], reference: Sequence[Answer]) -> dict:
     """Speed of one method, and its time over another's with a 95% bootstrap interval over prompts."""
     ours, theirs = (np.array([answer.seconds for answer in each]) for each in (given, reference))
-    picks = np.random.default_rng(0).integers(0, len(ours), (RESAMPLES, len(ours)))
     lengths = [length + 1 for answer in given if answer.output for length in answer.output.stats.accepted_lengths]
     undrafted = [answer.output.stats.undrafted / max(1, answer.output.stats.target_forwards)
                  for answer in given if answer.output]
@@ -48,7 +47,7 @@ def row_of(name: str, given: Sequence[Answer], reference: Sequence[Answer]) -> d
         "method": name, "tokens_per_second": sum(len(answer.token_ids) for answer in given) / ours.sum(),
         "seconds_per_answer": ours.mean(), "tau": statistics.fmean(lengths), "undrafted": statistics.fmean(undrafted),
         "time": ours.sum() / theirs.sum(),
-        "interval": np.percentile(ours[picks].sum(1) / theirs[picks].sum(1), [2.5, 97.5]).tolist(),
+        "interval": interval(len(ours), lambda picks: ours[picks].sum(1) / theirs[picks].sum(1)),
     }
 
 
@@ -66,7 +65,10 @@ def prompts_of(kind: str, count: int, seed: int, vocabulary: int) -> list:
     if kind == "tasks":
         return [task.messages for task in tasks("heldout", seed=seed, count=count)]
     if kind == "python":
-        return python_prefixes(100)[seed * count : (seed + 1) * count]
+        prefixes = python_prefixes(100)[seed % 2 :: 2]  # an even and an odd seed share none; the demo's log has later ones
+        if count > len(prefixes):
+            raise ValueError(f"there are {len(prefixes)} Python prefixes for a seed, {count} were asked for")
+        return prefixes[:count]
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(vocabulary, (count, 64), generator=generator).tolist()
 

@@ -245,9 +245,11 @@ def test_load_refuses_a_head_of_another_target(saved, tmp_path, option):
         ({"target": "somewhere"}, "draft= is missing"),
         ({"draft": "somewhere"}, "target= is missing"),
         ({"target": "a", "draft": "b", "device": "cpu", "device_map": "auto"}, "not both"),
+        ({"tree": "wide"}, 'tree must be "auto", a TreeConfig or None, got .wide.'),
+        ({"tree": 16}, "tree must be"),
     ],
     ids=str,
 )
-def test_load_refuses_half_a_pair(options, message):
+def test_load_refuses_bad_options(options, message):
     with pytest.raises(ValueError, match=message):
         eagle_fsd.load(**options)

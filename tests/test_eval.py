@@ -9,6 +9,7 @@ from tiny import PROMPT, tiny_pair, tiny_tokenizer
 import eagle_fsd
 from eagle_fsd.methods import Answer, engine, hf_generate, interleaved
 from eval import benchmark, report
+from eval.environment import environment, shown
 from eval.profile import FORWARDS, Clock, profile
 
 TREE = eagle_fsd.TreeConfig(8, 3, 2)
@@ -111,3 +112,10 @@ def test_the_readme_shows_the_stored_results():
 def test_a_readme_without_marks_is_refused():
     with pytest.raises(ValueError, match="once each"):
         report.insert("# eagle_fsd", "text")
+
+
+def test_records_name_no_folder_of_a_machine(monkeypatch):
+    assert shown(report.ROOT / "runs" / "x") == "runs/x" and shown("a/b") == "a/b" and shown(3) == "3"
+    assert shown(report.ROOT.parent / "shared") == "../shared"
+    monkeypatch.setattr("sys.argv", [str(report.ROOT / "eval" / "x.py"), "--out", str(report.ROOT / "runs")])
+    assert environment()["command"] == "python -m eval.x --out runs"

@@ -10,7 +10,8 @@ from eagle_fsd.acceptance import make_rule
 from eagle_fsd.autotree import store_log
 from eagle_fsd.tune import log_cycles
 from eval import trees
-from eval.trees import build_parser, main, run
+from eval.trees import KINDS, build_parser, main, prompts_of, run
+from train.corpus import python_prefixes
 
 
 def test_the_grid_its_winner_and_random_tokens(tmp_path, monkeypatch, capsys):
@@ -37,3 +38,18 @@ def test_the_grid_its_winner_and_random_tokens(tmp_path, monkeypatch, capsys):
     assert [row["method"] for row in found["random"]["confirmed"]] == ["auto", "plain"]
     assert found["random"]["confirmed"][1]["time"] == pytest.approx(1)
     assert "## tasks: the grid" in (tmp_path / "out.md").read_text()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_prompts_of_two_seeds_differ(kind):
+    first, second = (prompts_of(kind, 20, seed, 50) for seed in (5, 6))
+    assert len(first) == len(second) == 20
+    assert not [prompt for prompt in first if prompt in second]
+
+
+def test_python_prompts_are_not_those_of_the_log():
+    logged = python_prefixes(300)[-6:]
+    prompts = prompts_of("python", 50, 5, 50) + prompts_of("python", 50, 6, 50)
+    assert len(prompts) == 100 and not set(prompts) & set(logged)
+    with pytest.raises(ValueError, match="51 were asked for"):
+        prompts_of("python", 51, 5, 50)

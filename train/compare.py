@@ -28,7 +28,7 @@ from eagle_fsd.files import append_lines, read_lines
 from eagle_fsd.methods import Answer, engine, interleaved
 from eagle_fsd.model import load_target
 from eagle_fsd.target import TargetModel
-from eval.environment import environment
+from eval.environment import environment, shown_settings
 from train.config import make_config
 from train.data import Documents
 from train.demo import keep_freed_memory
@@ -188,7 +188,7 @@ def main() -> None:
     model, _ = load_target(args.target, dtype="bfloat16", device=args.device)
     write_features(TargetModel(model, check=False), Documents.load(args.data), args.work / "features")
     rows = compare(args)
-    record = {"environment": environment(), "arguments": {k: str(v) for k, v in vars(args).items()}, "rows": rows}
+    record = {"environment": environment(), "arguments": shown_settings(vars(args)), "rows": rows}
     args.out.with_suffix(".json").write_text(json.dumps(record, indent=1) + "\n")
     args.out.with_suffix(".md").write_text(table(rows) + "\n")
     print(table(rows))
