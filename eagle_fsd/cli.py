@@ -163,9 +163,9 @@ def build_parser() -> argparse.ArgumentParser:
 
     tuning = commands.add_parser(
         "tune", parents=[models, measuring], help='log cycles on your prompts, for tree="auto" to choose by',
-        description="Answers the prompts' first turns with a wide draft tree and notes which nodes were accepted. From this log, "
-        "stored beside the head, and the machine's latency the fastest tree is chosen whenever the pair is loaded. One "
-        "log per rule, threshold and temperature; a request takes the nearest.")
+        description="Answers the prompts' first turns with a wide draft tree and notes which nodes were accepted. From "
+        "this log, stored beside the head, and the machine's latency the fastest tree is chosen whenever the pair is "
+        "loaded. One log per rule, threshold and temperature; a request takes the nearest.")
     tuning.add_argument("--acceptance", choices=RULES, default="exact")
     tuning.add_argument("--threshold", type=float)
     tuning.add_argument("--limit", type=int, default=48, help="use only the first prompts (default: %(default)s)")

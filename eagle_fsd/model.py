@@ -172,7 +172,8 @@ def load(
             default; or a `TreeConfig`. "auto" measures the models' latency once and keeps it (`eagle_fsd.latency`).
 
     Raises:
-        ValueError: only one of the two given, a bad `tree`, a head that does not fit, an unsupported target or attention.
+        ValueError: only one of the two given, a bad `tree`, a head that does not fit, an unsupported target or
+            attention.
         OSError: a target that `transformers` cannot find.
     """
     if (target is None) != (draft is None):

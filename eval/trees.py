@@ -65,7 +65,7 @@ def prompts_of(kind: str, count: int, seed: int, vocabulary: int) -> list:
     if kind == "tasks":
         return [task.messages for task in tasks("heldout", seed=seed, count=count)]
     if kind == "python":
-        prefixes = python_prefixes(100)[seed % 2 :: 2]  # an even and an odd seed share none; the demo's log has later ones
+        prefixes = python_prefixes(100)[seed % 2 :: 2]  # none that two seeds share, none of the demo head's log
         if count > len(prefixes):
             raise ValueError(f"there are {len(prefixes)} Python prefixes for a seed, {count} were asked for")
         return prefixes[:count]
