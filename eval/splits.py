@@ -3,8 +3,8 @@
     python -m eval.splits --tasks 2000 --work runs/confirm --out eval/results/splits.json    # options of the sweep
 
 In each split a setting is chosen on one half, as `eagle-fsd calibrate` does (each rule's thresholds from the smallest
-on until one fails; of those that pass the fastest), and its loss and time are looked at on the other half. What is
-needed for that is kept in OUT, so that it can be repeated without the answers.
+on until one fails; of those that pass and are surely faster than `exact` the fastest), and its loss and time are looked
+at on the other half. What is needed for that is kept in OUT, so that it can be repeated without the answers.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ import argparse
 import json
 import random
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 
 from eagle_fsd.calibrate import family_confidence
-from eagle_fsd.calibration import drop_is_within, fixed_sequence, parse_promise
+from eagle_fsd.calibration import drop_is_within, fixed_sequence, mean_bound, parse_promise
 from eagle_fsd.cli import exit_status, load_pair
-from eagle_fsd.experiment import EXACT
+from eagle_fsd.experiment import EXACT, paired
 from eval.environment import environment
 from eval.questions import load_questions
 from eval.sweep import build_parser, check, experiments, kept_tree, timed_questions
@@ -28,36 +28,41 @@ SPLITS = 20
 
 def choose(record: Mapping, half: Collection[int], margin: float) -> str:
     """The fastest setting whose loss on these answers is shown to be at most `margin`; `exact` where none is faster."""
-    settings, exact = record["settings"], record["exact"]
+    settings = record["settings"]
     rules = sorted({row["rule"] for row in settings.values()})
     confidence = family_confidence(len(rules))
 
     def passes(name: str) -> bool:
-        lost, gained = losses(settings[name]["correct"], exact, half)
-        return drop_is_within(lost, gained, len(half), margin, confidence)
+        lost, gained, count = paired(*of_half(record, name, half))
+        return drop_is_within(lost, gained, count, margin, confidence)
 
     passed = []
     for rule in rules:
         family = sorted((name for name in settings if settings[name]["rule"] == rule),
                         key=lambda name: settings[name]["threshold"])
         passed += fixed_sequence(family, passes)
-    best = min(passed, key=lambda name: time_of_exact(record, name, half), default=EXACT)
-    return best if time_of_exact(record, best, half) < 1 else EXACT
+    faster = [name for name in passed if mean_bound([ours - exact for ours, exact in timed(record, name, half)]) < 0]
+    return min(faster, key=lambda name: time_of_exact(record, name, half), default=EXACT)
 
 
-def losses(correct: Sequence[int], exact: Sequence[int], chosen: Collection[int]) -> tuple[int, int]:
-    """(lost, gained) among the chosen answers."""
-    return (sum(exact[i] > correct[i] for i in chosen), sum(exact[i] < correct[i] for i in chosen))
+def of_half(record: Mapping, name: str, half: Collection[int]) -> tuple[list[dict], list[dict]]:
+    """A setting's and `exact`'s records of the answers in the half."""
+    return tuple([{"correct": bool(correct[i])} for i in half]
+                 for correct in (record["settings"][name]["correct"], record["exact"]))
+
+
+def timed(record: Mapping, name: str, half: Collection[int]) -> list[tuple[float, float]]:
+    """(seconds of the setting, seconds of `exact`) of the questions in the half that were timed."""
+    pairs = zip(record["timed"], record["settings"][name]["seconds"], record["exact_seconds"], strict=True)
+    return [(ours, exact) for question, ours, exact in pairs if question in half]
 
 
 def time_of_exact(record: Mapping, name: str, half: Collection[int]) -> float:
     """Of those questions in the half that were timed."""
     if name == EXACT:
         return 1.0
-    inside = [number for number, question in enumerate(record["timed"]) if question in half]
-    seconds = [sum(times[number] for number in inside)
-               for times in (record["settings"][name]["seconds"], record["exact_seconds"])]
-    return seconds[0] / seconds[1]
+    ours, exact = (sum(column) for column in zip(*timed(record, name, half), strict=True))
+    return ours / exact
 
 
 def try_splits(record: Mapping, margin: float, splits: int = SPLITS, seed: int = 0) -> list[dict]:
@@ -67,8 +72,7 @@ def try_splits(record: Mapping, margin: float, splits: int = SPLITS, seed: int =
         order = random.Random(f"{seed}/{number}").sample(range(count), count)
         first, second = set(order[: count // 2]), set(order[count // 2 :])
         name = choose(record, first, margin)
-        lost, gained = (0, 0) if name == EXACT else losses(
-            record["settings"][name]["correct"], record["exact"], second)
+        lost, gained = (0, 0) if name == EXACT else paired(*of_half(record, name, second))[:2]
         rows.append({"setting": name, "time_of_exact": time_of_exact(record, name, second),
                      "drop": (lost - gained) / len(second)})
     return rows

@@ -2,7 +2,8 @@
 
 import random
 
-from eval.splits import choose, losses, time_of_exact, try_splits
+from eagle_fsd.experiment import paired
+from eval.splits import choose, of_half, time_of_exact, try_splits
 
 
 def record(count: int, drops: dict[str, float], seed: int = 0) -> dict:
@@ -35,8 +36,16 @@ def test_times_are_those_of_the_half():
 
 
 def test_losses_are_paired():
-    assert losses([1, 0, 1, 0], [1, 1, 0, 0], range(4)) == (1, 1)
-    assert losses([1, 0, 1, 0], [1, 1, 0, 0], [1, 3]) == (1, 0)
+    found = {"exact": [1, 1, 0, 0], "settings": {"fsd 0.1": {"correct": [1, 0, 1, 0]}}}
+    assert paired(*of_half(found, "fsd 0.1", range(4))) == (1, 1, 4)
+    assert paired(*of_half(found, "fsd 0.1", [1, 3])) == (1, 0, 2)
+
+
+def test_a_setting_that_may_be_slower_is_not_chosen():
+    found = record(2000, {"fsd 0.1": 0.0})
+    found["settings"]["fsd 0.1"]["seconds"] = [0.5, 1.45] * 20
+    found |= {"timed": list(range(40)), "exact_seconds": [1.0] * 40}
+    assert time_of_exact(found, "fsd 0.1", range(1000)) < 1 and choose(found, range(1000), 0.01) == "exact"
 
 
 def test_a_setting_just_beyond_the_margin_is_seldom_chosen():
