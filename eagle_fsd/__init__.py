@@ -2,21 +2,24 @@
 
 from .acceptance import RULES, Decision, Verification, make_rule
 from .api import custom_generate, generate
+from .chat import Chat
 from .checkpoint import load_head, save_head
 from .config import TreeConfig
 from .draft import DraftHead
-from .generation import Output, Receipt, Stats
+from .generation import Output, Receipt, Session, Stats
 from .model import EagleModel, load
 
 __version__ = "0.1.0"
 
 __all__ = [
     "RULES",
+    "Chat",
     "Decision",
     "DraftHead",
     "EagleModel",
     "Output",
     "Receipt",
+    "Session",
     "Stats",
     "TreeConfig",
     "Verification",

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import random
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from numbers import Integral, Real
 
 import torch
@@ -21,8 +23,7 @@ from .calibration import read_calibrations
 from .checkpoint import load_head
 from .config import TreeConfig
 from .draft import DraftHead
-from .generation import Output, Settings, run
-from .latency import NO_TREE
+from .generation import Output, Session, Settings, run
 from .model import EagleModel, bundled_pair
 from .sampling import build_processors, require_integer
 
@@ -33,6 +34,34 @@ RECOMPUTED = ("attention_mask", "cache_position", "logits_to_keep", "past_key_va
 EXTRA_OUTPUTS = ("output_attentions", "output_hidden_states", "output_logits", "output_scores")
 
 
+@contextmanager
+def ending(streamer: BaseStreamer | None) -> Iterator[None]:
+    """Ends the streamer also where decoding fails: who reads it in another thread would wait for ever.
+
+    Raises:
+        TypeError: it is no streamer.
+    """
+    if streamer is not None and not (hasattr(streamer, "put") and hasattr(streamer, "end")):
+        raise TypeError(f"a streamer has methods put and end, as those of transformers, got {streamer!r}")
+    try:
+        yield
+    finally:
+        if streamer is not None:
+            streamer.end()
+
+
+def ends_streamer(function: Callable) -> Callable:
+    """The function, inside `ending` for its keyword `streamer`."""
+
+    @functools.wraps(function)
+    def wrapped(*args, streamer: BaseStreamer | None = None, **options):
+        with ending(streamer):
+            return function(*args, streamer=streamer, **options)
+
+    return wrapped
+
+
+@ends_streamer
 def generate(
     prompt: str | list | Tensor,
     model: EagleModel | None = None,
@@ -56,6 +85,7 @@ def generate(
     logits_processor: Sequence[LogitsProcessor] | None = None,
     stopping_criteria: Sequence | None = None,
     streamer: BaseStreamer | None = None,
+    session: Session | None = None,
 ) -> Output:
     """Generate an answer with EAGLE-2 draft trees and fuzzy acceptance.
 
@@ -85,7 +115,10 @@ def generate(
             repeat, decoding is exact for the rest; `out.stats` says where. 0: exact; inf: only repetition counts.
         tree: size of the draft tree; None: as the model was loaded for (`load(tree=)`).
         logits_processor, stopping_criteria, streamer: those of `transformers`. Processors see each node's own path;
-            a streamer with a method `on_receipts(receipts)` gets the receipts of each cycle before its tokens.
+            a streamer with a method `on_receipts(receipts)` gets the receipts of each cycle before its tokens, and
+            every streamer is ended also where this call raises. Stop strings are streamed like all other text.
+        session: a `Session` that several calls share: what the caches hold of the prompt since the last call is not
+            processed again. `Chat` is made of it.
 
     Returns:
         `Output` with text, token_ids, finish_reason, seed, stats and receipts; for a batch, a list of them.
@@ -118,7 +151,7 @@ def generate(
     choice = resolve_tree(tree, rule, temperature, model)
     settings = Settings(
         rule=rule,
-        tree=choice.tree or NO_TREE,
+        tree=choice.tree,
         cost=choice.cost,
         processors=processors,
         greedy=temperature == 0,
@@ -130,10 +163,13 @@ def generate(
         budget=check_budget(budget, rule, greedy=temperature == 0),
     )
     stops = check_stop_strings(stop, model)
+    if session is not None and not isinstance(session, Session):
+        raise TypeError(f"session must be a Session or None, got {session!r}")
     if streamer is not None:
         streamer.put(torch.tensor([ids]))
+    drafting = choice.tree is not None or session is not None  # a later call may draft
     output = run(
-        model.target, model.draft if choice.tree else None, ids, settings, streamer=streamer,
+        model.target, model.draft if drafting else None, ids, settings, streamer=streamer, session=session,
         stop_check=(lambda new: any(s in decode(model, new) for s in stops)) if stops else None,
     )
     if choice.tree is None:
@@ -363,7 +399,7 @@ def custom_generate(
     rule = resolve_rule(acceptance, threshold, divergence, pair, temperature=temperature, tree=tree)
     settings = Settings(
         rule=rule,
-        tree=resolve_tree(tree, rule, temperature, pair).tree or NO_TREE,
+        tree=resolve_tree(tree, rule, temperature, pair).tree,
         processors=logits_processor or LogitsProcessorList(),
         greedy=not generation_config.do_sample,
         # Without a seed the noise follows torch's global generator, as model.generate does.
@@ -373,7 +409,8 @@ def custom_generate(
         criteria=criteria,
         budget=check_budget(budget, rule, greedy=not generation_config.do_sample),
     )
-    output = run(pair.target, pair.draft, ids, settings, streamer=streamer)
+    with ending(streamer):
+        output = run(pair.target, pair.draft, ids, settings, streamer=streamer)
     sequences = torch.cat([input_ids, input_ids.new_tensor([output.token_ids])], 1)
     return GenerateDecoderOnlyOutput(sequences=sequences) if generation_config.return_dict_in_generate else sequences
 

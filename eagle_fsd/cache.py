@@ -98,6 +98,17 @@ class TreeCache(Cache):
         for layer in self.layers:
             layer.length = length + count
 
+    def with_room(self, capacity: int) -> TreeCache:
+        """This cache where it has such a capacity, else a new one, at least twice as large, that holds the same."""
+        if capacity <= self.capacity:
+            return self
+        larger = TreeCache([layer.layer_device for layer in self.layers], max(capacity, 2 * self.capacity))
+        for number, layer in enumerate(self.layers):
+            if layer.is_initialized:
+                held = slice(0, layer.length)
+                larger.update(layer.keys[:, :, held], layer.values[:, :, held], number)
+        return larger
+
     def truncate(self, length: int) -> None:
         """Forget all positions from `length` on."""
         for layer in self.layers:

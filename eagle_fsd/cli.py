@@ -1,18 +1,15 @@
-"""Command line: `eagle-fsd generate|demo|calibrate|tune|inspect|export`."""
+"""Command line: `eagle-fsd generate|chat|demo|calibrate|tune|inspect|export`."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
-from transformers import PreTrainedTokenizerBase
-from transformers.generation.streamers import BaseStreamer
 
 from . import __version__
 from .acceptance import RULES, make_rule
@@ -20,58 +17,20 @@ from .api import generate
 from .autotree import choose, describe, read_logs, store_log
 from .calibrate import DIALS, calibrate, check_promise
 from .calibration import parse_promise, read_calibrations, store_calibration
+from .chat_cli import OPTIONS, add_chat_options, talk
 from .config import TreeConfig
 from .experiment import fingerprint
 from .export import LAYOUTS, export_head, inspect_head
-from .generation import Receipt
 from .grading import extract_result
 from .latency import known_latency
 from .methods import Answer, engine, hf_generate, interleaved
 from .model import EagleModel, demo_directory, load
 from .questions import read_questions
+from .terminal import BOLD, COLOURS, DIM, RESET, SourceStreamer, describe_output, use_colour
 from .tune import log_cycles
 
-COLOURS = {"target": "", "exact": "\033[32m", "fuzzy": "\033[33m"}
-RESET, BOLD, DIM = "\033[0m", "\033[1m", "\033[2m"
 DEMO_PROMPTS = Path(__file__).with_name("demo_prompts.json")
 DEMO_THRESHOLD = 0.3
-
-
-class SourceStreamer(BaseStreamer):
-    """Writes tokens as they come, coloured by where they come from."""
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, colour: bool) -> None:
-        self.tokenizer = tokenizer
-        self.colour = colour
-        self.ids: list[int] = []
-        self.written = 0
-        self.sources: list[str] = []
-        self.is_prompt = True
-
-    def on_receipts(self, receipts: Sequence[Receipt]) -> None:
-        self.sources = [receipt.source for receipt in receipts]
-
-    def put(self, value: torch.Tensor) -> None:
-        if self.is_prompt:
-            self.is_prompt = False
-            return
-        for token, source in zip(value.tolist(), self.sources, strict=True):
-            self.ids.append(token)
-            text = self.tokenizer.decode(self.ids, skip_special_tokens=True)
-            if text.endswith("\ufffd"):  # in the middle of a character
-                continue
-            piece, self.written = text[self.written :], len(text)
-            colour = COLOURS[source] if self.colour else ""
-            sys.stdout.write(f"{colour}{piece}{RESET}" if colour else piece)
-        sys.stdout.flush()
-
-    def end(self) -> None:
-        sys.stdout.write("\n")
-
-
-def use_colour() -> bool:
-    """On a terminal, unless NO_COLOR is set; FORCE_COLOR overrides."""
-    return bool(os.environ.get("FORCE_COLOR")) or (sys.stdout.isatty() and not os.environ.get("NO_COLOR"))
 
 
 def parse_tree(text: str) -> TreeConfig:
@@ -147,6 +106,10 @@ def build_parser() -> argparse.ArgumentParser:
     one.add_argument("--tree", type=parse_tree, metavar="N,DEPTH,K[,T]")
     one.add_argument("--stats", action="store_true", help="print tau, tokens/s and token sources to standard error")
 
+    chat = commands.add_parser("chat", parents=[models], help="talk in the terminal; only new tokens are processed")
+    add_chat_options(chat)
+    chat.add_argument("--tree", type=parse_tree, metavar="N,DEPTH,K[,T]")
+
     calibration = commands.add_parser(
         "calibrate", parents=[models, measuring], help="find the fastest setting that keeps a promise on your prompts",
         description="Promises: accuracy_drop<=1%% (prompts with answers), diverging<=1%% (answers that differ from the "
@@ -207,13 +170,11 @@ def run_generate(args: argparse.Namespace) -> None:
     else:
         output = generate(prompt, model, **options, streamer=SourceStreamer(model.tokenizer, use_colour()))
     if args.stats:
-        stats, sources = output.stats, [receipt.source for receipt in output.receipts]
-        print(
-            f"{stats.new_tokens} tokens, {stats.tokens_per_second:.1f} tokens/s, tau {stats.mean_accepted_length:.2f} "
-            f"(tokens per target forward), {sources.count('target')} target, {sources.count('exact')} exact, "
-            f"{sources.count('fuzzy')} fuzzy, ended by {output.finish_reason}, seed {output.seed}",
-            file=sys.stderr,
-        )
+        print(describe_output(output), file=sys.stderr)
+
+
+def run_chat(args: argparse.Namespace) -> None:
+    talk(load_pair(args), args.system, tree=args.tree, **{name: getattr(args, name) for name in OPTIONS})
 
 
 def run_calibrate(args: argparse.Namespace) -> None:
@@ -332,8 +293,8 @@ def print_table(answers: dict[str, list[Answer]], results: list[str | None]) -> 
 
 
 COMMANDS = {
-    "generate": run_generate, "demo": run_demo, "calibrate": run_calibrate, "inspect": run_inspect,
-    "export": run_export, "tune": run_tune,
+    "generate": run_generate, "chat": run_chat, "demo": run_demo, "calibrate": run_calibrate,
+    "inspect": run_inspect, "export": run_export, "tune": run_tune,
 }
 
 

@@ -62,6 +62,7 @@ class Stats:
     exact_because: str | None = None
     undrafted: int = 0
     plain_because: str | None = None
+    prefill_tokens: int = 0  # positions that the prefill processed: the prompt without what a `Session` held of it
 
     @property
     def mean_accepted_length(self) -> float:
@@ -80,7 +81,7 @@ class Settings:
     """One request, checked and resolved."""
 
     rule: Rule
-    tree: TreeConfig
+    tree: TreeConfig | None  # None: no drafting
     processors: LogitsProcessorList
     greedy: bool
     seed: int
@@ -136,11 +137,16 @@ class Pause:
 class Decoder:
     """One request being decoded: holds both caches and the tokens, and advances cycle by cycle.
 
-    Without a head it decodes plainly, one token per forward, with the same engine and the same noise.
+    Without a head or a tree it decodes plainly, one token per forward, with the same engine and the same noise.
+
+    Args:
+        earlier: the decoder of an earlier request to the same models; its caches are taken over, with as much of what
+            they hold as is the beginning of this prompt. It cannot go on itself.
     """
 
     def __init__(
-        self, target: TargetModel, head: DraftHead | None, prompt: Sequence[int], settings: Settings
+        self, target: TargetModel, head: DraftHead | None, prompt: Sequence[int], settings: Settings,
+        earlier: Decoder | None = None,
     ) -> None:
         self.target, self.head, self.settings = target, head, settings
         self.device = target.output_device  # trees, logits and features live there
@@ -149,15 +155,41 @@ class Decoder:
         self.budget = None if settings.budget is None else Budget(settings.budget)
         self.pause = Pause(settings.cost)
         self.seeds = torch.tensor([settings.seed], device=self.device)
-        tree = settings.tree
-        room = len(prompt) + settings.max_new_tokens
-        self.cache = target.new_cache(room + tree.nodes)
+        nodes, drafted = (settings.tree.nodes, settings.tree.depth * settings.tree.top_k) if settings.tree else (1, 0)
+        room = len(prompt) + settings.max_new_tokens + nodes
+        self.next_features: Tensor | None = None  # of the positions that the draft has not read
+        if earlier is not None:
+            self._take_over(earlier, room, room + drafted)
+            return
+        self.cache = target.new_cache(room)
         if head is not None:
-            self.draft_cache = head.new_cache(room + tree.nodes + tree.depth * tree.top_k)
+            self.draft_cache = head.new_cache(room + drafted)
+
+    def _take_over(self, earlier: Decoder, room: int, draft_room: int) -> None:
+        """Go on with the caches of an earlier request.
+
+        Of the positions that the prompts share, the draft needs the last one's feature again: it reads each feature
+        with the token after it, and that token is new. Where it had read the feature already (a prompt that departs
+        from the earlier one before its last cycle), the target processes that position once more.
+        """
+        if earlier.target is not self.target or earlier.head is not self.head:
+            raise ValueError("the session was begun with another model: one Session per model")
+        held = earlier.tokens[: earlier.cache.length]
+        kept = shared_prefix(held, self.tokens[:-1])  # the last token's logits are wanted
+        if self.head is not None:
+            read = earlier.draft_cache.length
+            if read < kept:
+                self.next_features = earlier.next_features[:, : kept - read]
+            else:
+                kept = max(0, kept - 1)
+                earlier.draft_cache.truncate(kept)
+            self.draft_cache = earlier.draft_cache.with_room(draft_room)
+        earlier.cache.truncate(kept)
+        self.cache = earlier.cache.with_room(room)
 
     def prefill(self) -> Cycle:
-        """The target reads the prompt and draws the first token."""
-        prompt = torch.tensor([self.tokens], device=self.device)
+        """The target reads what its cache does not hold of the prompt, and draws the first token."""
+        prompt = torch.tensor([self.tokens[self.cache.length :]], device=self.device)
         features = self.target.prefill(prompt.to(self.target.device), self.cache).to(self.device)  # [1, L, D]
         raw = self.target.logits(features[:, -1:])  # [1, 1, V]
         root = root_only(prompt[:, -1])
@@ -166,15 +198,18 @@ class Decoder:
         logprobs = raw.log_softmax(-1)[0, 0]
         token = choice.item()
         self.tokens.append(token)
+        if self.next_features is not None:
+            features = torch.cat([self.next_features, features], 1)
         # The draft reads each feature with the token after it.
-        self.next_features, self.next_tokens = features, torch.cat([prompt[:, 1:], choice], 1)
+        next_tokens = torch.tensor([self.tokens[-features.shape[1] :]], device=self.device)
+        self.next_features, self.next_tokens = features, next_tokens
         logprob = logprobs[token].item()
         return Cycle([token], [Receipt("target", None, logprob, logprobs.amax().item() - logprob)])
 
     def step(self) -> Cycle:
         """One cycle; emits the accepted draft tokens and one token of the target."""
         length = self.cache.length  # L; the root is the token at this position
-        drafts = self.head is not None and self.pause.drafts()
+        drafts = self.head is not None and self.settings.tree is not None and self.pause.drafts()
         tree, draft_logits = self._draft() if drafts else self._plain()
         features = self.target.verify(tree.tokens, tree.depths + length, tree.ancestors, self.cache)  # [1, N, D]
         logits = self.target.logits(features)
@@ -199,7 +234,7 @@ class Decoder:
         return Cycle(emitted, receipts, tree.max_depth > 0)
 
     def _draft(self) -> tuple[DraftTree, Tensor]:
-        assert self.head is not None
+        assert self.head is not None and self.settings.tree is not None
         return draft_tree(
             self.head, self.target, self.next_features, self.next_tokens, self.draft_cache, self.settings.tree
         )
@@ -213,6 +248,22 @@ class Decoder:
         levels = torch.arange(tree.max_depth + 1, device=self.device) + length + 1
         noise = gumbel_noise(self.seeds, levels[None], self.target.vocab_size)  # [1, levels, V]
         return noise[0, tree.depths]
+
+
+def shared_prefix(first: Sequence[int], second: Sequence[int]) -> int:
+    """How many tokens both begin with."""
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((at for at, (one, other) in pairs if one != other), min(len(first), len(second)))
+
+
+@dataclass(eq=False)
+class Session:
+    """Keeps the caches of one request for the next, which then processes only what its prompt adds.
+
+    For requests to one model, one after the other. The text does not depend on it. After an error it is empty.
+    """
+
+    decoder: Decoder | None = None  # of the last request
 
 
 def read_walk(
@@ -277,16 +328,22 @@ def run(
     *,
     stop_check=None,
     streamer: BaseStreamer | None = None,
+    session: Session | None = None,
 ) -> Output:
-    """Decode one prompt to its end.
+    """Decode one prompt to its end. Ending the streamer is up to the caller.
 
     Args:
         stop_check: function of the new tokens so far; True ends the answer with reason "stop".
         streamer: gets each cycle's tokens [n] on the CPU; before, their receipts, where it has `on_receipts`.
+        session: that of earlier requests to these models.
     """
     stats, receipts, reason = Stats(), [], "length"
     started = time.perf_counter()
-    decoder = Decoder(target, head, prompt, settings)
+    earlier = None
+    if session is not None:  # empty until the end: an error may leave caches in the middle of a cycle
+        earlier, session.decoder = session.decoder, None
+    decoder = Decoder(target, head, prompt, settings, earlier)
+    stats.prefill_tokens = len(prompt) - decoder.cache.length
     cycle = decoder.prefill()
     stats.prefill_seconds = time.perf_counter() - started
     new: list[int] = []
@@ -310,8 +367,8 @@ def run(
     stats.decode_seconds = time.perf_counter() - started - stats.prefill_seconds
     stats.new_tokens = len(new)
     stats.budget_spent = None if decoder.budget is None else decoder.budget.spent
-    if streamer is not None:
-        streamer.end()
+    if session is not None:
+        session.decoder = decoder
     return Output(new, reason, settings.seed, stats, receipts)
 
 

@@ -29,7 +29,6 @@ log = logging.getLogger(__name__)
 NODES = (2, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 TOP_K = (1, 2, 3, 4)
 SHORT, LONG, WIDE = 6, 14, 4  # levels, and top_k, of the measured trees
-NO_TREE = TreeConfig(2, 1, 1)  # of a request that is decoded plainly: room for one token
 CONTEXT = 256  # tokens before the measured cycles
 ROUNDS = 9
 ENOUGH = 20.0  # seconds, after which no further round is begun
@@ -77,7 +76,7 @@ def measure(target: TargetModel, head: DraftHead) -> Latency:
     prompt = torch.randint(target.vocab_size, (context,), generator=torch.Generator().manual_seed(0)).tolist()
 
     def cycle(tree: TreeConfig | None) -> Callable[[], object]:
-        settings = Settings(make_rule("exact"), tree or NO_TREE, transformers.LogitsProcessorList(), True, 0, room)
+        settings = Settings(make_rule("exact"), tree, transformers.LogitsProcessorList(), True, 0, room)
         return _same_cycle(Decoder(target, head if tree else None, prompt, settings))
 
     widths = [top_k for top_k in TOP_K if top_k <= target.vocab_size]

@@ -62,6 +62,26 @@ def test_truncate_forgets_the_rest():
     assert_holds(cache, expected)
 
 
+@pytest.mark.parametrize("lengths", [(3, 0), (3, 4)], ids=str)
+def test_more_room_holds_the_same(lengths):
+    """Also in a cache of layers unlike each other, or where the last layer has seen nothing yet."""
+    cache, expected = TreeCache([CPU] * 2, 7), []
+    for layer, length in enumerate(lengths):
+        states = random_states(length, heads=1 + layer)
+        if length:
+            cache.update(*states, layer)
+        expected.append(states)
+    assert cache.with_room(7) is cache
+    assert cache.with_room(8).capacity == 14
+    larger = cache.with_room(20)
+    assert larger.capacity == 20 and [layer.length for layer in larger.layers] == list(lengths)
+    for layer, (keys, values) in enumerate(expected):
+        more = random_states(5, heads=1 + layer)
+        for held, old, new in zip(larger.update(*more, layer), (keys, values), more, strict=True):
+            assert torch.equal(held, torch.cat([old, new], 2))
+    assert [layer.length for layer in cache.layers] == list(lengths)
+
+
 @pytest.mark.parametrize(
     "shapes", [[(2, 4), (1, 8), (2, 4), (1, 8)], [(2, 4), (2, 4), (2, 8)], [(3, 2), (1, 2), (2, 2)]], ids=str
 )

@@ -82,10 +82,10 @@ def tiny_pair(family: str = "llama", seed: int = 0, tokenizer=None, **options) -
     return EagleModel.from_parts(target, tiny_head(target, seed), tokenizer)
 
 
-def tiny_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per character, after a <s>: four special ones, then the letters, a space and a full stop."""
+def tiny_tokenizer(letters: str = "abcdefghijklmnopqrstuvwxyz .") -> PreTrainedTokenizerFast:
+    """One token per character, after a <s>: four special ones, then 28 letters."""
     special = ["<s>", "</s>", "<user>", "<bot>"]
-    vocabulary = {token: index for index, token in enumerate([*special, *"abcdefghijklmnopqrstuvwxyz", " ", "."])}
+    vocabulary = {token: index for index, token in enumerate([*special, *letters])}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.decoder = decoders.Fuse()
     tokenizer.add_special_tokens(special)
@@ -100,13 +100,27 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def save_pair(folder) -> None:
-    """A tiny pair in `folder`/target and `folder`/head, with a tokenizer whose chat template knows assistants."""
-    model, tokenizer = tiny_pair(), tiny_tokenizer()
-    tokenizer.chat_template = (
-        "<s>{% for m in messages %}{% if m.role == 'assistant' %}<bot>{% else %}<user>{% endif %}{{ m.content }}"
-        "{% endfor %}{% if add_generation_prompt %}<bot>{% endif %}"
-    )
+CHAT_TEMPLATE = (
+    "<s>{% for m in messages %}{% if m.role == 'assistant' %}<bot>{% else %}<user>{% endif %}{{ m.content }}"
+    "{% endfor %}{% if add_generation_prompt %}<bot>{% endif %}"
+)
+
+
+def tiny_chat_pair(family: str = "llama", **options) -> EagleModel:
+    """A tiny pair whose chat template knows assistants, and whose greedy answers have no special tokens."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = CHAT_TEMPLATE
+    model = tiny_pair(family, tokenizer=tokenizer, **options)
+    with torch.no_grad():
+        model.target.lm_head.weight[:4] = 0
+    return model
+
+
+def save_pair(folder, model: EagleModel | None = None) -> None:
+    """A pair in `folder`/target and `folder`/head, the former with its tokenizer; None: a tiny one that can chat."""
+    if model is None:
+        model = tiny_pair(tokenizer=tiny_tokenizer())
+        model.tokenizer.chat_template = CHAT_TEMPLATE
     model.target.model.save_pretrained(folder / "target")
-    tokenizer.save_pretrained(folder / "target")
+    model.tokenizer.save_pretrained(folder / "target")
     save_head(model.draft, folder / "head")

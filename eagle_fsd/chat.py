@@ -1,0 +1,72 @@
+"""`Chat`: a conversation that keeps the caches of target and draft between its turns."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .api import generate
+from .generation import Output, Session
+from .model import EagleModel, bundled_pair
+
+
+class Chat:
+    """A conversation whose turns process only what is new in them.
+
+    Every turn is what `generate(messages)` gives: the whole conversation is put through the chat template and
+    tokenised, and the caches are used as far as its tokens are those that they hold.
+
+    Args:
+        model: from `load`; None: the bundled demo pair.
+        system: text of a system message.
+        options: those of `generate`, for every turn.
+
+    Attributes:
+        messages: the conversation as `generate` takes it. It may be edited between turns.
+        options: may be changed between turns.
+
+    Raises:
+        ValueError: the model has no tokenizer, or one without a chat template.
+    """
+
+    def __init__(self, model: EagleModel | None = None, *, system: str | None = None, **options: object) -> None:
+        self.model = bundled_pair() if model is None else model
+        if getattr(self.model.tokenizer, "chat_template", None) is None:
+            raise ValueError("a chat needs a tokenizer with a chat template, and this model has none")
+        self.options = options
+        self._system = [] if system is None else [{"role": "system", "content": system}]
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin a new conversation."""
+        self.messages = list(self._system)
+        self.session = Session()
+        self._stopped = False
+
+    def send(self, text: str, **options: object) -> Output:
+        """Say something; returns the answer and adds both to `messages`.
+
+        Args:
+            options: those of `generate` for this turn, on top of the chat's own.
+
+        Raises:
+            ValueError, TypeError: as `generate`, for a conversation that has become too long as well; the
+                conversation is then as it was before.
+        """
+        messages = [*self.messages, {"role": "user", "content": text}]
+        options = {**self.options, **options}
+        criteria = [*(options.pop("stopping_criteria", None) or []), self._is_stopped]
+        self._stopped = False
+        output = generate(messages, self.model, session=self.session, stopping_criteria=criteria, **options)
+        self.messages = [*messages, {"role": "assistant", "content": output.text}]
+        return output
+
+    def stop(self) -> None:
+        """End the answer that is being written after its current cycle: from another thread or a signal handler.
+
+        What is there by then stays in the conversation.
+        """
+        self._stopped = True
+
+    def _is_stopped(self, input_ids: Tensor, scores: object, **kwargs: object) -> Tensor:
+        return torch.full((len(input_ids),), self._stopped)
