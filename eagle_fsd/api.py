@@ -260,8 +260,9 @@ def check_tree(tree: TreeConfig, model: EagleModel) -> TreeConfig:
     """The tree, with a warning where it asks for more nodes than can be scored."""
     if not isinstance(tree, TreeConfig):
         raise TypeError(f"tree must be a TreeConfig or None (what load(tree=...) said), got {tree!r}")
-    if tree.top_k > model.target.vocab_size:
-        raise ValueError(f"TreeConfig.top_k {tree.top_k} exceeds the vocabulary ({model.target.vocab_size} tokens)")
+    vocabulary = model.target.vocab_size if model.draft is None else model.draft.draft_vocab_size
+    if tree.top_k > vocabulary:
+        raise ValueError(f"TreeConfig.top_k {tree.top_k} exceeds the draft's vocabulary ({vocabulary} tokens)")
     if tree.total_tokens > tree.nodes:
         log.warning(
             "TreeConfig.total_tokens lowered from %d to %d: depth %d with top_k %d scores no more nodes",
