@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -208,10 +208,7 @@ class Eagle3Head(DraftHead):
         Raises:
             ValueError: a target without those layers.
         """
-        layers = tuple(self._layer_ids or (2, count // 2, count - 3))
-        if len(set(layers)) < len(layers) or min(layers) < 0 or max(layers) >= count:
-            raise ValueError(f"the draft head reads what enters layers {layers}; the target has {count} layers, from 0")
-        return tuple(sorted(layers))
+        return check_layers(self._layer_ids or (2, count // 2, count - 3), count)
 
     @property
     def target_tokens(self) -> Tensor:
@@ -244,3 +241,14 @@ class Eagle3Head(DraftHead):
             return own
         nothing = own.new_full((*own.shape[:-1], self.config.vocab_size), -math.inf)
         return nothing.index_copy_(-1, self.target_tokens, own)
+
+
+def check_layers(layers: Sequence[int], count: int) -> tuple[int, ...]:
+    """Layers by depth.
+
+    Raises:
+        ValueError: a target of `count` layers has not all of them, or one is named twice.
+    """
+    if len(set(layers)) < len(layers) or not all(0 <= layer < count for layer in layers):
+        raise ValueError(f"features of what enters layers {tuple(layers)} are wanted; the target has {count}, from 0")
+    return tuple(sorted(layers))

@@ -344,14 +344,14 @@ def test_layers_are_read_from_where_they_are_named(target, tmp_path, layout):
     assert load_head(write(tmp_path / "b", random_head(), "layers", **by_output)).target_layers(LAYERS) == (2, 4, 5)
     four = load_head(write(tmp_path / "c", random_head(eagle_aux_hidden_state_layer_ids=[1, 2, 3, 5]), layout))
     assert EagleModel.from_parts(target, four).target.feature_size == 5 * HIDDEN
-    with pytest.raises(ValueError, match=r"enters layers \(0, 3, 7\); the target has 7 layers"):
+    with pytest.raises(ValueError, match=r"enters layers \(0, 3, 7\) are wanted; the target has 7"):
         named.target_layers(7)
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"num_hidden_layers": 2}, r"enters layers \(2, 1, -1\); the target has 2 layers"),
+        ({"num_hidden_layers": 2}, r"enters layers \(2, 1, -1\) are wanted; the target has 2"),
         ({"num_hidden_layers": LAYERS, "hidden_size": 32}, "hidden size is 16, the target's is 32"),
         ({"num_hidden_layers": LAYERS, "vocab_size": 40}, "vocabulary size is 32, the target's is 40"),
     ],
@@ -406,6 +406,6 @@ def test_inspect_says_what_it_is_and_export_refuses(target, tmp_path, capsys):
     for words in ("EAGLE-3", "21 of them", "layers 2, n/2, n-3", "the head fits"):
         assert words in shown
     tiny_target().save_pretrained(tmp_path / "shallow")
-    assert "the target has 2 layers" in inspect_head(tmp_path / "head", tmp_path / "shallow").target_problems[0]
+    assert "the target has 2, from 0" in inspect_head(tmp_path / "head", tmp_path / "shallow").target_problems[0]
     with pytest.raises(ValueError, match="is an EAGLE-3 head; only EAGLE-1/2 heads are exported"):
         export_head(tmp_path / "head", "vllm", tmp_path / "out")
