@@ -227,13 +227,24 @@ def resolve_rule(
 ) -> Rule:
     """The rule of these options; without a threshold the head's calibrated one, else the lossless end."""
     if not isinstance(acceptance, str):
-        return make_rule(acceptance, threshold=threshold)
+        return warn_of_infinity(make_rule(acceptance, threshold=threshold), model)
     if threshold is None and acceptance == "fsd":
         threshold = model.default_threshold(divergence, temperature, tree)
         if threshold is None:
             log.info("no threshold given and none calibrated for this head: decoding losslessly (threshold 0)")
     gated = acceptance in ("fsd", "fsd_paper")
-    return make_rule(acceptance, threshold=threshold, divergence=divergence if gated else None)
+    rule = make_rule(acceptance, threshold=threshold, divergence=divergence if gated else None)
+    return warn_of_infinity(rule, model)
+
+
+def warn_of_infinity(rule: Rule, model: EagleModel) -> Rule:
+    """The rule, with a warning where its divergence is infinite because the draft cannot name every token."""
+    divergence = getattr(rule, "divergence", None)
+    if divergence in ("kl", "js_fsd_code") and model.draft is not None:
+        if rule.threshold > 0 and model.draft.draft_vocab_size < model.target.vocab_size:
+            log.warning("%s is infinite with a draft that names %d of %d tokens: nothing passes; take js, tv or "
+                        "reverse_kl", divergence, model.draft.draft_vocab_size, model.target.vocab_size)
+    return rule
 
 
 def check_budget(budget: float | None, rule: Rule, greedy: bool) -> float | None:

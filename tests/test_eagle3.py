@@ -272,6 +272,15 @@ def test_a_divergence_over_the_draft_vocabulary_has_one_bucket_for_the_rest(name
         assert math.isinf(computed) is (name in ("kl", "js_fsd_code"))
 
 
+def test_a_divergence_that_is_always_infinite_is_warned_of(target, caplog):
+    options = {"acceptance": "fsd", "threshold": 0.5, "divergence": "kl"}
+    whole = EagleModel.from_parts(target, good_head(target))
+    assert any(receipt.source == "fuzzy" for receipt in generate(whole, **options).receipts) and not caplog.records
+    reduced = EagleModel.from_parts(target, good_head(target, NAMED))
+    assert not any(receipt.source == "fuzzy" for receipt in generate(reduced, **options).receipts)
+    assert "kl is infinite with a draft that names 21 of 32 tokens" in caplog.text
+
+
 # Files ------------------------------------------------------------------------------------------------------------
 
 
