@@ -102,10 +102,14 @@ LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 
 
 def _read_fields(path: str) -> dict:
-    """What `config.json` holds, flat: the kinds of `speculators` keep the fields of the layer apart from their own."""
+    """What `config.json` holds, flat: the kinds of `speculators` keep the fields of the layer apart from their own.
+
+    Raises:
+        ValueError: not JSON, or a kind of `speculators` that is not read.
+    """
     try:
         fields = json.loads(Path(path).read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         raise ValueError(f"{path} is no Llama config: {error}") from error
     if not isinstance(fields, dict):
         raise ValueError(f"{path} is no Llama config: it holds a {type(fields).__name__}")
