@@ -263,13 +263,24 @@ def resolve_rule(
 ) -> Rule:
     """The rule of these options; without a threshold the head's calibrated one, else the lossless end."""
     if not isinstance(acceptance, str):
-        return make_rule(acceptance, threshold=threshold)
+        return warn_of_infinity(make_rule(acceptance, threshold=threshold), model)
     if threshold is None and acceptance == "fsd":
         threshold = model.default_threshold(divergence, temperature, tree)
         if threshold is None:
             log.info("no threshold given and none calibrated for this head: decoding losslessly (threshold 0)")
     gated = acceptance in ("fsd", "fsd_paper")
-    return make_rule(acceptance, threshold=threshold, divergence=divergence if gated else None)
+    rule = make_rule(acceptance, threshold=threshold, divergence=divergence if gated else None)
+    return warn_of_infinity(rule, model)
+
+
+def warn_of_infinity(rule: Rule, model: EagleModel) -> Rule:
+    """The rule, with a warning where its divergence is infinite because the draft cannot name every token."""
+    divergence = getattr(rule, "divergence", None)
+    if divergence in ("kl", "js_fsd_code") and model.draft is not None:
+        if rule.threshold > 0 and model.draft.draft_vocab_size < model.target.vocab_size:
+            log.warning("%s is infinite with a draft that names %d of %d tokens: nothing passes; take js, tv or "
+                        "reverse_kl", divergence, model.draft.draft_vocab_size, model.target.vocab_size)
+    return rule
 
 
 def check_budget(budget: float | None, rule: Rule, greedy: bool) -> float | None:
@@ -296,8 +307,9 @@ def check_tree(tree: TreeConfig, model: EagleModel) -> TreeConfig:
     """The tree, with a warning where it asks for more nodes than can be scored."""
     if not isinstance(tree, TreeConfig):
         raise TypeError(f"tree must be a TreeConfig or None (what load(tree=...) said), got {tree!r}")
-    if tree.top_k > model.target.vocab_size:
-        raise ValueError(f"TreeConfig.top_k {tree.top_k} exceeds the vocabulary ({model.target.vocab_size} tokens)")
+    vocabulary = model.target.vocab_size if model.draft is None else model.draft.draft_vocab_size
+    if tree.top_k > vocabulary:
+        raise ValueError(f"TreeConfig.top_k {tree.top_k} exceeds the draft's vocabulary ({vocabulary} tokens)")
     if tree.total_tokens > tree.nodes:
         log.warning(
             "TreeConfig.total_tokens lowered from %d to %d: depth %d with top_k %d scores no more nodes",

@@ -1,5 +1,8 @@
-"""Draft heads in the layout published with EAGLE-1 and EAGLE-2: a directory or hub repository with `config.json`
-and `model.safetensors` or `pytorch_model.bin`.
+"""Draft heads in the published layouts: a directory or hub repository with `config.json` and `model.safetensors` or
+`pytorch_model.bin`. Those of EAGLE-1/2 are written in the same layout; those of EAGLE-3 are read in the layouts of its
+authors (`midlayer.*`), of SpecForge and of `speculators` (`layers.0.*`) and written in the first.
+
+D hidden size, R draft vocabulary, V vocabulary of the target.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from torch import Tensor
 from transformers import LlamaConfig
 from transformers.utils import cached_file
 
-from .draft import DraftHead
+from .draft import DraftHead, Eagle3Head
 
 log = logging.getLogger(__name__)
 
@@ -42,27 +45,23 @@ def _read_weights(path: str) -> dict[str, Tensor]:
 
 
 def load_head(source: str | Path) -> DraftHead:
-    """A draft head from a directory or hub id, in float32 on the CPU.
+    """A draft head from a directory or hub id, in float32 on the CPU; an `Eagle3Head` where the files hold one.
 
     Where the file has no embeddings, `shares_embeddings` is True and the target's must be given
     (`head.share_embeddings(...)`; `eagle_fsd.load` does it).
 
     Raises:
-        ValueError: not a head of this kind: files missing or damaged, keys missing, unknown or of the wrong shape.
+        ValueError: not a head of this kind: files missing or damaged, keys missing, unknown or of the wrong shape, or a
+            variant that is not read.
     """
     source = str(source)
     config_path = _fetch(source, "config.json")
     if config_path is None:
         raise ValueError(f"{source!r} has no config.json; a draft head needs config.json and {' or '.join(WEIGHTS)}")
-    try:
-        fields = json.loads(Path(config_path).read_text(encoding="utf-8"))
-        has_bias = fields.pop("bias", True)  # a missing key means true in the published code
-        # Published configs carry the target's `head_dim`-free Llama fields; null entries stand for defaults.
-        config = LlamaConfig(**{k: v for k, v in fields.items() if v is not None})
-    except Exception as error:  # not JSON, or one of the config classes' own errors
-        raise ValueError(f"{config_path} is no Llama config: {error}") from error
+    fields = _read_fields(config_path)
+    config = _llama_config(fields, config_path)
     if config.num_hidden_layers != 1:
-        raise ValueError(f"{source!r} has {config.num_hidden_layers} layers, an EAGLE-1/2 draft head has 1")
+        raise ValueError(f"{source!r} has {config.num_hidden_layers} layers, a draft head has 1")
     weights_path = next((path for name in WEIGHTS if (path := _fetch(source, name))), None)
     if weights_path is None:
         raise ValueError(f"{source!r} has no weights; one of {', '.join(WEIGHTS)} is needed")
@@ -70,23 +69,124 @@ def load_head(source: str | Path) -> DraftHead:
     if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
         raise ValueError(f"{weights_path} holds no dictionary of tensors")
 
-    if "fc.bias" not in state and has_bias:
-        log.info("%s has no fc.bias although its config says so; loading it without one", source)
-    head = DraftHead(config, bias="fc.bias" in state)
+    if "draft_vocab_size" in fields or any(name.endswith("hidden_norm.weight") for name in state):
+        head = Eagle3Head(config, bias="fc.bias" in state)
+        state = _eagle3_state(head, state, weights_path)
+        kind = "EAGLE-3"
+    else:
+        if "fc.bias" not in state and fields.get("bias", True):  # a missing key means true in the published code
+            log.info("%s has no fc.bias although its config says so; loading it without one", source)
+        head = DraftHead(config, bias="fc.bias" in state)
+        kind = "EAGLE-1/2"
     missing, unknown = _compare_keys(head, state)
     if missing == {"embed_tokens.weight"}:
         missing = set()
         head.share_embeddings(None)
     if missing or unknown:
         raise ValueError(
-            f"{weights_path} is no EAGLE-1/2 draft head: missing {sorted(missing) or 'nothing'}, "
+            f"{weights_path} is no {kind} draft head: missing {sorted(missing) or 'nothing'}, "
             f"unknown {sorted(unknown) or 'nothing'}"
         )
+    floating = {name: value.float() if value.is_floating_point() else value for name, value in state.items()}
     try:
-        head.load_state_dict({name: value.float() for name, value in state.items()}, strict=False)
+        head.load_state_dict(floating, strict=False)
     except RuntimeError as error:
         raise ValueError(f"{weights_path} does not fit its config.json: {error}") from error
     return head.eval()
+
+
+# Fields of config.json that change what an EAGLE-3 head computes without a key of their own in the weights.
+VARIANTS = ("norm_output", "fc_norm", "use_aux_norm", "norm_before_fc", "parallel_drafting")
+LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3")  # layers that compute what Llama's does, where their keys are its
+LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
+
+
+def _read_fields(path: str) -> dict:
+    """What `config.json` holds, flat: the kinds of `speculators` keep the fields of the layer apart from their own.
+
+    Raises:
+        ValueError: not JSON, or a kind of `speculators` that is not read.
+    """
+    try:
+        fields = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} is no Llama config: {error}") from error
+    if not isinstance(fields, dict):
+        raise ValueError(f"{path} is no Llama config: it holds a {type(fields).__name__}")
+    kind = fields.get("speculators_model_type", "eagle3")
+    if kind != "eagle3":
+        raise ValueError(f"{path} is of the speculators kind {kind!r}; of those only eagle3 is read")
+    if "speculators_model_type" not in fields:
+        return fields
+    layer = fields.get("transformer_layer_config")
+    if not isinstance(layer, dict):
+        raise ValueError(f"{path} is of the kind eagle3 and has no transformer_layer_config")
+    if fields.get("norm_before_residual") is None:
+        raise ValueError(f"{path} does not say norm_before_residual, and programs differ in what that means: add it")
+    own = ("draft_vocab_size", "norm_before_residual", "target_hidden_size", LAYER_IDS, *VARIANTS)
+    return {**layer, **{name: fields.get(name) for name in own}}
+
+
+def _llama_config(fields: dict, path: str) -> LlamaConfig:
+    """The config of a head's layer, with the target's layers counted as `Eagle3Head` counts them.
+
+    Raises:
+        ValueError: no Llama config, or a variant that is not read.
+    """
+    nested = fields.get("eagle_config") or {}  # of SGLang, SpecForge and ModelOpt
+    if not isinstance(nested, dict):
+        raise ValueError(f"{path}: eagle_config must hold fields by name, got {nested!r}")
+    for name in ("draft_vocab_size", "target_hidden_size"):
+        size = fields.get(name)
+        if size is not None and (type(size) is not int or size < 1):
+            raise ValueError(f"{path}: {name} must be a whole number of at least 1, got {size!r}")
+    variant = next((name for name in VARIANTS if fields.get(name) or nested.get(name)), None)
+    if variant is not None:
+        raise ValueError(f"{path} is of a variant of EAGLE-3 that is not read: it has {variant}")
+    layer = fields.get("model_type") or "llama"
+    if "draft_vocab_size" in fields and layer not in LLAMA_LIKE:
+        raise ValueError(f"{path} has a layer of type {layer!r}; read are {', '.join(LLAMA_LIKE)}")
+    layers, shift = fields.get(LAYER_IDS), 0
+    if layers is None:  # there the layers are named whose output is read, elsewhere those that it enters
+        layers, shift = nested.get(LAYER_IDS), 1
+    if layers is not None:
+        if not isinstance(layers, list) or not layers or not all(type(number) is int for number in layers):
+            raise ValueError(f"{path}: {LAYER_IDS} must be a list of layer numbers, got {layers!r}")
+        layers = [number + shift for number in layers]
+    # Published configs carry the target's `head_dim`-free Llama fields; null entries stand for defaults.
+    given = {**fields, LAYER_IDS: layers}
+    given = {name: value for name, value in given.items() if name not in ("bias", "model_type") and value is not None}
+    try:
+        return LlamaConfig(**given)
+    except Exception as error:  # one of the config classes' own errors
+        raise ValueError(f"{path} is no Llama config: {error}") from error
+
+
+def _eagle3_state(head: Eagle3Head, state: dict[str, Tensor], path: str) -> dict[str, Tensor]:
+    """The tensors under our names, without what says a thing twice.
+
+    Raises:
+        ValueError: draft tokens that stand for no token of the target, or two for one.
+    """
+    state = {
+        "layers.0." + name.removeprefix("midlayer.") if name.startswith("midlayer.") else name: value
+        for name, value in state.items() if name != "t2d"  # the tokens of d2t, as a mask
+    }
+    named, vocabulary = head.draft_vocab_size, head.config.vocab_size
+    offsets = state.get("d2t")
+    if head.d2t is None:
+        if offsets is not None and offsets.any():
+            raise ValueError(f"{path} has offsets in d2t, although its draft vocabulary is the whole one")
+        state.pop("d2t", None)
+        return state
+    if offsets is None:
+        raise ValueError(f"{path} has no d2t, which says what its {named} tokens stand for among {vocabulary}")
+    if offsets.is_floating_point() or tuple(offsets.shape) != (named,):
+        raise ValueError(f"{path}: d2t must be integers [{named}], got {offsets.dtype} {list(offsets.shape)}")
+    tokens = torch.arange(named) + offsets
+    if tokens.min() < 0 or tokens.max() >= vocabulary or len(tokens.unique()) < named:
+        raise ValueError(f"{path}: d2t must name {named} different tokens of {vocabulary}, as offsets")
+    return state
 
 
 def _compare_keys(head: DraftHead, state: dict[str, Tensor]) -> tuple[set[str], set[str]]:
@@ -99,7 +199,7 @@ CONFIG_FIELDS = (
     "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads", "head_dim", "hidden_act", "max_position_embeddings", "rms_norm_eps", "rope_parameters",
     "initializer_range", "attention_bias", "mlp_bias", "qkv_bias", "tie_word_embeddings", "bos_token_id",
-    "eos_token_id", "pad_token_id",
+    "eos_token_id", "pad_token_id", "draft_vocab_size", "target_hidden_size", "norm_before_residual", LAYER_IDS,
 )
 
 
@@ -118,7 +218,7 @@ def save_head(
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     state = {
-        name: value.detach().to("cpu", dtype or value.dtype).contiguous()
+        name: value.detach().to("cpu", dtype if dtype and value.is_floating_point() else value.dtype).contiguous()
         for name, value in head.state_dict().items()
     }
     given = head.config.to_dict()
@@ -129,7 +229,16 @@ def save_head(
     if rope.get("rope_type", "default") != "default":
         fields["rope_scaling"] = rope
     fields["torch_dtype"] = str(state["fc.weight"].dtype).removeprefix("torch.")
-    fields |= {"architectures": ["LlamaForCausalLM"], "bias": head.fc.bias is not None, **extra}
+    fields |= {"architectures": ["LlamaForCausalLM"], "bias": head.fc.bias is not None}
+    if isinstance(head, Eagle3Head):
+        state = {name.replace("layers.0.", "midlayer."): value for name, value in state.items()}
+        if head.d2t is not None:
+            state["t2d"] = torch.zeros(head.config.vocab_size, dtype=torch.bool)
+            state["t2d"][head.target_tokens.cpu()] = True
+        fields |= {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": head.draft_vocab_size}
+        if LAYER_IDS in fields:
+            fields["eagle_config"] = {LAYER_IDS: [number - 1 for number in fields[LAYER_IDS]]}
+    fields |= extra
     (directory / "config.json").write_text(json.dumps(fields, indent=1, sort_keys=True) + "\n", encoding="utf-8")
     path = directory / file
     if file.endswith(".bin"):

@@ -1,16 +1,21 @@
-"""The draft head of EAGLE-1/2: one transformer layer that predicts the target's next feature.
+"""Draft heads: one transformer layer that drafts the target's next token from what the target computed.
 
-B batch, T tokens, D hidden size.
+EAGLE-1/2 heads predict the target's next feature, which the target's own output layer turns into logits. EAGLE-3 heads
+read features of several target layers, predict a hidden state of their own and have their own output layer.
+
+B batch, T tokens, D hidden size, F width of the target's features, V vocabulary of the target, R the draft's own.
 """
 
 from __future__ import annotations
 
 import copy
+import math
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding
 
 from .cache import TreeCache
 
@@ -30,14 +35,18 @@ class DraftHead(nn.Module):
         super().__init__()
         self.config = config = copy.deepcopy(config)
         config._attn_implementation = "sdpa"
-        config.attention_bias = getattr(config, "qkv_bias", False)  # the stock layer's own field covers o as well
         self.embed_tokens: nn.Module = nn.Embedding(config.vocab_size, config.hidden_size)
+        self._build(config, bias)
+        self.rotary_emb = LlamaRotaryEmbedding(config)
+
+    def _build(self, config: LlamaConfig, bias: bool) -> None:
+        """Everything between the embeddings and the logits."""
+        config.attention_bias = getattr(config, "qkv_bias", False)  # the stock layer's own field covers o as well
         self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=bias)
         layer = LlamaDecoderLayer(config, layer_idx=0)
         layer.input_layernorm = nn.Identity()
         layer.self_attn.o_proj = nn.Linear(layer.self_attn.o_proj.in_features, config.hidden_size, bias=False)
         self.layers = nn.ModuleList([layer])
-        self.rotary_emb = LlamaRotaryEmbedding(config)
 
     def share_embeddings(self, embed_tokens: nn.Module | None) -> None:
         """Use the target's embeddings in place of the head's own, which published files may leave out.
@@ -67,13 +76,34 @@ class DraftHead(nn.Module):
     def dtype(self) -> torch.dtype:
         return self.fc.weight.dtype
 
+    @property
+    def target_hidden_size(self) -> int:
+        """That of the targets it fits."""
+        return self.config.hidden_size
+
+    @property
+    def draft_vocab_size(self) -> int:
+        """R: how many of the target's tokens it can name."""
+        return self.config.vocab_size
+
+    def target_layers(self, count: int) -> tuple[int, ...]:
+        """Layers of a target of `count` layers whose entering hidden states it reads; the last feature always comes."""
+        return ()
+
     def new_cache(self, capacity: int) -> TreeCache:
         """An empty cache for `capacity` positions."""
         return TreeCache([self.device], capacity)
 
+    def read(
+        self,
+        features: Tensor,  # [..., F] of the target, see `TargetModel`
+    ) -> Tensor:  # [..., D]
+        """What `forward` takes in the place of its own predictions."""
+        return features
+
     def forward(
         self,
-        features: Tensor,  # [B, T, D], of the position before each token
+        features: Tensor,  # [B, T, D], of the position before each token: `read` from the target, or predicted
         tokens: Tensor,  # [B, T]
         positions: Tensor,  # [B, T], of the features
         mask: Tensor | None = None,  # [B, 1, T, keys] additive; None: causal over these T, or one T
@@ -85,3 +115,140 @@ class DraftHead(nn.Module):
             hidden, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=cache is not None,
             position_embeddings=self.rotary_emb(hidden, positions),
         )
+
+    def own_logits(
+        self,
+        predicted: Tensor,  # [..., D]
+        output: Callable[[Tensor], Tensor],  # the target's output layer, [..., D] -> [..., V]
+    ) -> Tensor:  # [..., R] float32
+        """Logits over the tokens that the head can name."""
+        return output(predicted)
+
+    def narrow(
+        self,
+        values: Tensor,  # [..., V]
+    ) -> Tensor:  # [..., R]
+        """The values of the tokens that the head can name, in the order of `own_logits`."""
+        return values
+
+    def logits(
+        self,
+        predicted: Tensor,  # [..., D]
+        output: Callable[[Tensor], Tensor],  # as in `own_logits`
+    ) -> Tensor:  # [..., V] float32
+        """Logits over the target's vocabulary, -inf for tokens that the head cannot name."""
+        return self.own_logits(predicted, output)
+
+
+class Eagle3Layer(LlamaDecoderLayer):
+    """A stock Llama layer whose attention reads [embedding, hidden state], each under a norm of its own."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__(config, layer_idx=0)
+        self.hidden_norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.norm_before_residual: bool = getattr(config, "norm_before_residual", False)
+        for name in ("q_proj", "k_proj", "v_proj"):
+            stock = getattr(self.self_attn, name)
+            wide = nn.Linear(2 * config.hidden_size, stock.out_features, bias=stock.bias is not None)
+            setattr(self.self_attn, name, wide)
+
+    def forward(
+        self,
+        hidden: Tensor,  # [B, T, D]
+        embeddings: Tensor,  # [B, T, D]
+        **attention: object,  # keywords of the stock attention
+    ) -> Tensor:  # [B, T, D]
+        normed = self.hidden_norm(hidden)
+        residual = normed if self.norm_before_residual else hidden
+        hidden = residual + self.self_attn(torch.cat([self.input_layernorm(embeddings), normed], -1), **attention)[0]
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+
+
+class Eagle3Head(DraftHead):
+    """EAGLE-3 (arXiv 2503.01840, section 3): features of several target layers in, logits of its own out.
+
+    `fc` joins the target's features once; from then on the head goes on from its own hidden states, before `norm`.
+
+    Args:
+        config: as for `DraftHead`, with further fields: `draft_vocab_size` (R; default: the whole vocabulary),
+            `eagle_aux_hidden_state_layer_ids` (the target layers whose entering hidden states are read; default 2,
+            half and the third from the end), `target_hidden_size` (default: the head's own) and
+            `norm_before_residual` (default false: `hidden_norm` is only for attention).
+        bias: whether `fc` has a bias.
+    """
+
+    def _build(self, config: LlamaConfig, bias: bool) -> None:
+        size, named = config.hidden_size, getattr(config, "draft_vocab_size", None) or config.vocab_size
+        if named > config.vocab_size:
+            raise ValueError(f"draft_vocab_size {named} exceeds vocab_size {config.vocab_size}")
+        layers = len(self._layer_ids) if self._layer_ids else 3
+        self.fc = nn.Linear(layers * self.target_hidden_size, size, bias=bias)
+        self.layers = nn.ModuleList([Eagle3Layer(config)])
+        self.norm = LlamaRMSNorm(size, eps=config.rms_norm_eps)
+        self.lm_head = nn.Linear(size, named, bias=False)
+        # Draft token i is the target's i + d2t[i]; None: all tokens, under their own numbers.
+        offsets = torch.zeros(named, dtype=torch.long) if named < config.vocab_size else None
+        self.register_buffer("d2t", offsets)
+
+    @property
+    def _layer_ids(self) -> list[int] | None:
+        return getattr(self.config, "eagle_aux_hidden_state_layer_ids", None)
+
+    @property
+    def target_hidden_size(self) -> int:
+        return getattr(self.config, "target_hidden_size", None) or self.config.hidden_size
+
+    @property
+    def draft_vocab_size(self) -> int:
+        return self.lm_head.out_features
+
+    def target_layers(self, count: int) -> tuple[int, ...]:
+        """See `DraftHead`.
+
+        Raises:
+            ValueError: a target without those layers.
+        """
+        return check_layers(self._layer_ids or (2, count // 2, count - 3), count)
+
+    @property
+    def target_tokens(self) -> Tensor:
+        """[R] long: the target's number of each token that the head can name."""
+        own = torch.arange(self.draft_vocab_size, device=self.device)
+        return own if self.d2t is None else own + self.d2t
+
+    def read(self, features: Tensor) -> Tensor:
+        return self.fc(features[..., : self.fc.in_features])
+
+    def forward(
+        self, features: Tensor, tokens: Tensor, positions: Tensor, mask: Tensor | None = None,
+        cache: TreeCache | None = None,
+    ) -> Tensor:
+        """The layer's hidden states [B, T, D], see `DraftHead`."""
+        return self.layers[0](
+            features, self.embed_tokens(tokens).to(features.dtype), attention_mask=mask, past_key_values=cache,
+            position_embeddings=self.rotary_emb(features, positions),
+        )
+
+    def own_logits(self, predicted: Tensor, output: Callable[[Tensor], Tensor]) -> Tensor:
+        return self.lm_head(self.norm(predicted)).float()
+
+    def narrow(self, values: Tensor) -> Tensor:
+        return values if self.d2t is None else values[..., self.target_tokens]
+
+    def logits(self, predicted: Tensor, output: Callable[[Tensor], Tensor]) -> Tensor:
+        own = self.own_logits(predicted, output)
+        if self.d2t is None:
+            return own
+        nothing = own.new_full((*own.shape[:-1], self.config.vocab_size), -math.inf)
+        return nothing.index_copy_(-1, self.target_tokens, own)
+
+
+def check_layers(layers: Sequence[int], count: int) -> tuple[int, ...]:
+    """Layers by depth.
+
+    Raises:
+        ValueError: a target of `count` layers has not all of them, or one is named twice.
+    """
+    if len(set(layers)) < len(layers) or not all(0 <= layer < count for layer in layers):
+        raise ValueError(f"features of what enters layers {tuple(layers)} are wanted; the target has {count}, from 0")
+    return tuple(sorted(layers))

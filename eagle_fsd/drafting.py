@@ -1,7 +1,8 @@
 """Growing the draft tree: expansion by confidence, then reranking (EAGLE-2, arXiv 2406.16858, section 4).
 
 B batch, T tokens accepted in the last cycle, K children per node and nodes per level, N nodes verified,
-E = 1 + K * (depth - 1) expanded nodes, S = K + (depth - 1) * K * K scored nodes, D hidden size, V vocabulary.
+E = 1 + K * (depth - 1) expanded nodes, S = K + (depth - 1) * K * K scored nodes, D hidden size, F width of the
+target's features, V vocabulary.
 
 Scored nodes are numbered level by level; within a level by the rank of the parent, then by their own rank. A parent's
 number is thus smaller than its child's, and its cumulative log-probability is not lower.
@@ -25,7 +26,7 @@ from .tree import DraftTree, ancestors_of, root_only
 
 def extend_draft(
     head: DraftHead,
-    features: Tensor,  # [B, T, D] of the target
+    features: Tensor,  # [B, T, F] of the target
     tokens: Tensor,  # [B, T], each the token after its feature
     cache: TreeCache,
 ) -> Tensor:  # [B, 1, D]
@@ -37,13 +38,13 @@ def extend_draft(
     if prefix and count > 1:
         causal = torch.ones(batch, count, count, dtype=torch.bool, device=tokens.device).tril()
         mask = tree_mask(causal, prefix, head.dtype)
-    return head(features, tokens, positions, mask, cache)[:, -1:]
+    return head(head.read(features), tokens, positions, mask, cache)[:, -1:]
 
 
 def draft_tree(
     head: DraftHead,
     target: TargetModel,
-    features: Tensor,  # [B, T, D] of the target, of the positions before `tokens`
+    features: Tensor,  # [B, T, F] of the target, of the positions before `tokens`
     tokens: Tensor,  # [B, T], the last one being the root
     cache: TreeCache,
     config: TreeConfig,
@@ -59,7 +60,7 @@ def draft_tree(
     batch, device = len(root), root.device
 
     # Level 1: the root's K best children are all scored and all expanded.
-    logits = target.logits(predicted)  # [B, 1, V]
+    logits = head.logits(predicted, target.logits)  # [B, 1, V]
     draft_logits, scores, levels = [logits], [], []
     frontier_scores, frontier_tokens = _best_children(logits, config)
     frontier_scores, frontier_tokens = frontier_scores[:, 0], frontier_tokens[:, 0]  # [B, K]
@@ -78,7 +79,7 @@ def draft_tree(
         positions = torch.full((batch, k), base + level - 2, device=device)
         mask = torch.cat([prefix, visible], -1)
         predicted = head(frontier_features, frontier_tokens, positions, mask, cache)  # [B, K, D]
-        logits = target.logits(predicted)
+        logits = head.logits(predicted, target.logits)
         draft_logits.append(logits)
         child_scores, child_tokens = _best_children(logits, config)
         child_scores = (child_scores + frontier_scores[..., None]).flatten(1)  # [B, K * K], cumulative

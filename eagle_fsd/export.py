@@ -14,8 +14,8 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from .checkpoint import load_head, save_head
-from .draft import DraftHead
+from .checkpoint import LAYER_IDS, load_head, save_head
+from .draft import DraftHead, Eagle3Head
 
 
 @dataclass(frozen=True)
@@ -70,11 +70,14 @@ def export_head(
         target: where the embeddings come from, for a consumer that wants them in a head without its own.
 
     Raises:
-        ValueError: an unknown consumer, a trained bias that the consumer would drop, or missing embeddings.
+        ValueError: an unknown consumer, an EAGLE-3 head, a trained bias that the consumer would drop, or missing
+            embeddings.
     """
     if to not in LAYOUTS:
         raise ValueError(f"unknown format {to!r}; accepted: {', '.join(LAYOUTS)}")
     layout, head = LAYOUTS[to], load_head(source)
+    if isinstance(head, Eagle3Head):
+        raise ValueError(f"{source} is an EAGLE-3 head; only EAGLE-1/2 heads are exported")
     if layout.bias == "never":
         if has_trained_bias(head):
             raise ValueError(f"{source} has a trained fc.bias, which {to} would drop; train the head without one")
@@ -95,7 +98,7 @@ def export_head(
 @dataclass(frozen=True)
 class Inspection:
     """What `inspect_head` finds: `facts` by name, whether the target fits (None: none given), and what is wrong with
-    the head for each server as it is (nothing: it can be served unchanged)."""
+    the head for each server as it is (nothing: it can be served unchanged; not judged for EAGLE-3 heads)."""
 
     facts: dict[str, str]
     target_problems: list[str] | None
@@ -114,10 +117,13 @@ def inspect_head(
     config = head.config
     count = sum(p.numel() for name, p in head.named_parameters() if not name.startswith("embed_tokens"))
     bias = "none" if head.fc.bias is None else "trained" if has_trained_bias(head) else "all zero"
+    eagle3 = isinstance(head, Eagle3Head)
     facts = {
-        "kind": "EAGLE-1/2 (one layer; features and embeddings in, features out)",
+        "kind": "EAGLE-3 (one layer; features of several target layers and embeddings in, logits out)" if eagle3
+        else "EAGLE-1/2 (one layer; features and embeddings in, features out)",
         "hidden size": str(config.hidden_size),
         "vocabulary": str(config.vocab_size),
+        **(_eagle3_facts(head) if eagle3 else {}),
         "attention": f"{config.num_attention_heads} heads, {config.num_key_value_heads} key/value",
         "intermediate size": str(config.intermediate_size),
         "positions": str(config.max_position_embeddings),
@@ -125,22 +131,37 @@ def inspect_head(
         "q/k/v bias": "yes" if config.attention_bias else "no",
         "embeddings": "the target's" if head.shares_embeddings else "its own",
         "parameters": f"{count / 1e6:.2f} M without embeddings",
-        "fits": f"targets of hidden size {config.hidden_size} and vocabulary {config.vocab_size}",
+        "fits": f"targets of hidden size {head.target_hidden_size} and vocabulary {config.vocab_size}",
     }
     architectures = getattr(config, "architectures", None) or ["none"]
-    problems = {
+    problems = {} if eagle3 else {
         name: layout_problems(head, layout, architectures[0], Path(source)) for name, layout in LAYOUTS.items()
     }
     fit = None if target is None else target_problems(head, target, trust_remote_code)
     return Inspection(facts, fit, problems)
 
 
+def _eagle3_facts(head: Eagle3Head) -> dict[str, str]:
+    layers = getattr(head.config, LAYER_IDS, None)
+    before = getattr(head.config, "norm_before_residual", False)
+    return {
+        "draft vocabulary": f"{head.draft_vocab_size} of them" if head.d2t is not None else "all of them",
+        "reads": f"what enters layers {', '.join(map(str, layers or ('2', 'n/2', 'n-3')))} of the target's n",
+        "residual": "after hidden_norm" if before else "before hidden_norm",
+    }
+
+
 def target_problems(head: DraftHead, target: str | Path, trust_remote_code: bool) -> list[str]:
     """Why a head does not fit a target, judged by the target's config."""
     config = AutoConfig.from_pretrained(target, trust_remote_code=trust_remote_code).get_text_config(decoder=True)
-    pairs = (("hidden size", head.config.hidden_size, config.hidden_size),
+    pairs = (("hidden size", head.target_hidden_size, config.hidden_size),
              ("vocabulary", head.config.vocab_size, config.vocab_size))
-    return [f"{what}: head {ours}, target {theirs}" for what, ours, theirs in pairs if ours != theirs]
+    problems = [f"{what}: head {ours}, target {theirs}" for what, ours, theirs in pairs if ours != theirs]
+    try:
+        head.target_layers(config.num_hidden_layers)
+    except ValueError as error:
+        problems.append(str(error))
+    return problems
 
 
 def layout_problems(head: DraftHead, layout: Layout, architecture: str, source: Path) -> list[str]:

@@ -79,7 +79,7 @@ def measure(target: TargetModel, head: DraftHead) -> Latency:
         settings = Settings(make_rule("exact"), tree, transformers.LogitsProcessorList(), True, 0, room)
         return _same_cycle(Decoder(target, head if tree else None, prompt, settings))
 
-    widths = [top_k for top_k in TOP_K if top_k <= target.vocab_size]
+    widths = [top_k for top_k in TOP_K if top_k <= head.draft_vocab_size]
     wide = max(width for width in widths if width <= WIDE)
     nodes = [count for count in NODES if count <= TreeConfig(count, SHORT, wide).nodes]
     parts = {

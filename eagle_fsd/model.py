@@ -121,17 +121,23 @@ class EagleModel:
 
 
 def fit_head(draft: DraftHead, target: TargetModel) -> None:
-    """Check that the head was made for such a target, then move it there.
+    """Check that the head was made for such a target, move it there and have the target hand out what it reads.
 
     Raises:
-        ValueError: hidden size or vocabulary differ.
+        ValueError: hidden size, vocabulary or layers differ.
     """
-    ours = (draft.config.hidden_size, draft.config.vocab_size)
+    ours = (draft.target_hidden_size, draft.config.vocab_size)
     wanted = (target.hidden_size, target.vocab_size)
     for what, have, want in zip(("hidden size", "vocabulary size"), ours, wanted, strict=True):
         if have != want:
             raise ValueError(f"the draft head does not fit the target: its {what} is {have}, the target's is {want}")
+    target.layers = draft.target_layers(len(target.decoder.layers))
     if draft.shares_embeddings:
+        if draft.config.hidden_size != target.hidden_size:
+            raise ValueError(
+                f"the draft head has no embeddings, and the target's are of size {target.hidden_size}, not "
+                f"{draft.config.hidden_size}"
+            )
         draft.share_embeddings(target.embeddings_on(target.output_device))
     draft.to(device=target.output_device, dtype=target.dtype).eval()
 

@@ -1,6 +1,6 @@
 """Adapter over any causal LM of `transformers`: features, logits, caches and tree masks.
 
-B batch, N tokens of a forward, L prefix length, D hidden size, V vocabulary.
+B batch, N tokens of a forward, L prefix length, D hidden size, F width of the features, V vocabulary.
 """
 
 from __future__ import annotations
@@ -20,6 +20,9 @@ MASKED_IMPLEMENTATIONS = ("sdpa", "eager")  # those that take an arbitrary 4D ma
 
 class TargetModel:
     """A stock causal LM seen as the method sees it: `features` = last hidden state, `logits` = head(features).
+
+    With `layers` set, the hidden states that enter those layers come before the last one, in order of depth: the
+    features are then F = D * (layers + 1) wide. An EAGLE-3 head reads the first part; `logits` reads the last D.
 
     Args:
         check: compare our logits with the model's own on a few tokens; skip it for a model that has passed.
@@ -44,6 +47,7 @@ class TargetModel:
         self.vocab_size: int = self.lm_head.weight.shape[0]
         self.softcap: float | None = getattr(self.config, "final_logit_softcapping", None)
         self.max_positions: int | None = getattr(self.config, "max_position_embeddings", None)
+        self.layers: tuple[int, ...] = ()
         self._check_attention(name)
         if check:
             self._check_logits(name)
@@ -114,9 +118,32 @@ class TargetModel:
         devices = [next(layer.parameters()).device for layer in self.decoder.layers]
         return TreeCache(devices, capacity)
 
+    @property
+    def feature_size(self) -> int:
+        """F."""
+        return self.hidden_size * (len(self.layers) + 1)
+
+    def features(
+        self,
+        tokens: Tensor,  # [B, N]
+        **options: object,  # keywords of the stock decoder
+    ) -> Tensor:  # [B, N, F]
+        """One forward through the decoder."""
+        entering: list[Tensor] = []
+        hooks = [
+            self.decoder.layers[number].register_forward_pre_hook(lambda layer, inputs: entering.append(inputs[0]))
+            for number in self.layers
+        ]
+        try:
+            last = self.decoder(input_ids=tokens, **options).last_hidden_state
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return torch.cat([*(states.to(last.device) for states in entering), last], -1) if entering else last
+
     def prefill(self, tokens: Tensor, cache: TreeCache) -> Tensor:
-        """Features [B, N, D] of a prompt [B, N], through the model's own causal mask."""
-        return self.decoder(input_ids=tokens, past_key_values=cache, use_cache=True).last_hidden_state
+        """Features [B, N, F] of a prompt [B, N], through the model's own causal mask."""
+        return self.features(tokens, past_key_values=cache, use_cache=True)
 
     def verify(
         self,
@@ -124,7 +151,7 @@ class TargetModel:
         positions: Tensor,  # [B, N]
         ancestors: Tensor,  # [B, N, N] bool
         cache: TreeCache,
-    ) -> Tensor:  # [B, N, D]
+    ) -> Tensor:  # [B, N, F]
         """Features of tree nodes; their keys and values are appended to the cache in node order."""
         prefix = cache.length
         mask = tree_mask(ancestors, prefix, self.dtype)
@@ -134,13 +161,13 @@ class TargetModel:
             committed = torch.arange(prefix, device=positions.device).expand(len(positions), -1)
             windowed = apply_window(mask, positions, torch.cat([committed, positions], 1), self.window)
             mask = {"full_attention": mask, "sliding_attention": windowed} if self.mask_by_type else windowed
-        return self.decoder(
-            input_ids=tokens, position_ids=positions, attention_mask=mask, past_key_values=cache, use_cache=True
-        ).last_hidden_state
+        return self.features(
+            tokens, position_ids=positions, attention_mask=mask, past_key_values=cache, use_cache=True
+        )
 
     def logits(self, features: Tensor) -> Tensor:
-        """Raw next-token logits [..., V] in float32."""
-        return output_logits(self.lm_head, features, self.softcap)
+        """Raw next-token logits [..., V] in float32, from features [..., F] or last hidden states [..., D]."""
+        return output_logits(self.lm_head, features[..., -self.hidden_size :], self.softcap)
 
 
 def weights_digest(module: nn.Module) -> str:

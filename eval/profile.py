@@ -18,7 +18,6 @@ import eagle_fsd
 from eagle_fsd import generation
 from eagle_fsd.acceptance import Rule
 from eagle_fsd.cache import TreeCache
-from eagle_fsd.draft import DraftHead
 from eagle_fsd.generation import Decoder
 from eagle_fsd.target import TargetModel
 
@@ -65,7 +64,8 @@ def timed_parts(model: eagle_fsd.EagleModel) -> Iterator[Clock]:
     parts = [
         (Decoder, "step", CYCLE),
         (generation, "draft_tree", "tree_building"),
-        (DraftHead, "forward", "draft_forward"),
+        (type(model.draft), "forward", "draft_forward"),
+        (type(model.draft), "own_logits", "head"),
         (TargetModel, "verify", "verify_inputs"),
         (type(model.target.decoder), "forward", "target_forward"),
         (TargetModel, "logits", "head"),

@@ -307,7 +307,7 @@ def test_overrides_replace_what_the_file_says(tmp_path):
 
 @pytest.mark.parametrize("path", sorted((ROOT / "train" / "configs").glob("*.yaml")), ids=lambda path: path.name)
 def test_ready_configurations_are_read(path):
-    if path.name in ("head.yaml", "eagle2.yaml"):
+    if path.name in ("head.yaml", "eagle2.yaml", "eagle3.yaml"):
         assert read_config(path, ["target=t", "data=d", "output=o"]).tree == (60, 8, 10)
     else:
         from accelerate.commands.config.config_args import load_config_from_file

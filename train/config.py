@@ -32,8 +32,8 @@ class TrainingConfig:
         target_dtype: of the target when features are made online and for evaluation.
         device_map: placement of a large target, such as "auto".
         init_from: a head to continue from (directory or hub id); None: a new one.
-        head: fields of a new head's Llama config that differ from the target's, such as intermediate_size, and
-            `bias` of its fc.
+        head: fields of a new head's Llama config that differ from the target's, such as intermediate_size, `bias` of
+            its fc, and `kind`: "eagle2" (the default) or "eagle3", which takes draft_vocab_size too.
         objective: name in train.objectives.OBJECTIVES, or a mapping of its fields (`name` says what to start from).
         steps: optimiser steps; None: as many as `epochs` take.
         batch_tokens: tokens of one optimiser step over all processes, padding included.

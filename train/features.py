@@ -4,7 +4,8 @@
 
 writes the shards. An interrupted run continues; the disk space needed is said, and checked, first.
 
-B batch, T tokens of a row, D hidden size.
+B batch, T tokens of a row, D hidden size, F width of the features: D, and with `--layers`, for EAGLE-3 heads, D more
+for each (see `TargetModel`).
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from eagle_fsd.cli import exit_status
+from eagle_fsd.draft import check_layers
 from eagle_fsd.files import save_atomically
 from eagle_fsd.model import load_target
 from eagle_fsd.target import TargetModel, copy_to, output_logits
@@ -51,8 +53,9 @@ class TargetEnds(nn.Module):
         return cls(target.embeddings_on(device), output, target.softcap)
 
     def logits(self, features: Tensor) -> Tensor:
-        """As `TargetModel.logits`: [..., D] -> [..., V] float32."""
-        return output_logits(self.lm_head, features.to(self.lm_head.weight.dtype), self.softcap)
+        """As `TargetModel.logits`: [..., F] or [..., D] -> [..., V] float32."""
+        last = features[..., -self.lm_head.weight.shape[1] :]
+        return output_logits(self.lm_head, last.to(self.lm_head.weight.dtype), self.softcap)
 
 
 class OnlineFeatures:
@@ -63,8 +66,8 @@ class OnlineFeatures:
 
     @torch.no_grad()
     def __call__(self, indices: np.ndarray, tokens: Tensor) -> Tensor:
-        """Features [B, T, D] of a padded batch [B, T]; what stands at padding is not to be read."""
-        return self.target.decoder(input_ids=tokens.to(self.target.device), use_cache=False).last_hidden_state
+        """Features [B, T, F] of a padded batch [B, T]; what stands at padding is not to be read."""
+        return self.target.features(tokens.to(self.target.device), use_cache=False)
 
 
 @dataclass
@@ -106,8 +109,8 @@ class OfflineFeatures:
         return TargetEnds(embed, head, self.index["softcap"])
 
     def __call__(self, indices: np.ndarray, tokens: Tensor) -> Tensor:
-        """Features [B, T, D] of a padded batch [B, T], 0 at padding."""
-        rows = torch.zeros(*tokens.shape, self.index["hidden_size"], dtype=DTYPES[self.index["dtype"]])
+        """Features [B, T, F] of a padded batch [B, T], 0 at padding."""
+        rows = torch.zeros(*tokens.shape, self.index["feature_size"], dtype=DTYPES[self.index["dtype"]])
         for row, document in enumerate(indices):
             shard = int(np.searchsorted(self.first, document, side="right")) - 1
             if shard not in self._open:
@@ -132,9 +135,9 @@ def read_index(directory: Path) -> dict:
 
 
 def bytes_needed(documents: Documents, target: TargetModel) -> int:
-    """Disk space of all shards: tokens x hidden size x bytes per value (and the target's two ends)."""
+    """Disk space of all shards: tokens x F x bytes per value (and the target's two ends)."""
     width = torch.empty(0, dtype=target.dtype).element_size()
-    return (len(documents.tokens) * target.hidden_size + 2 * target.vocab_size * target.hidden_size) * width
+    return (len(documents.tokens) * target.feature_size + 2 * target.vocab_size * target.hidden_size) * width
 
 
 def write_features(
@@ -147,11 +150,12 @@ def write_features(
         ValueError: not enough room on the disk (said before anything is written), or a folder that was begun for
             another dataset or target.
     """
-    row_bytes = target.hidden_size * torch.empty(0, dtype=target.dtype).element_size()
+    row_bytes = target.feature_size * torch.empty(0, dtype=target.dtype).element_size()
     first = shard_starts(documents.ends, max(1, shard_bytes // row_bytes))
     index = {
         "dataset": documents.digest(), "target": target.digest(), "dtype": str(target.dtype),
-        "hidden_size": target.hidden_size, "softcap": target.softcap, "first_documents": first,
+        "feature_size": target.feature_size, "layers": list(target.layers), "softcap": target.softcap,
+        "first_documents": first,
     }
     directory.mkdir(parents=True, exist_ok=True)
     if (directory / "index.json").exists() and read_index(directory) != index:
@@ -186,11 +190,11 @@ def shard_starts(ends: np.ndarray, per_shard: int) -> list[int]:
 
 
 def shard_features(online: OnlineFeatures, documents: Documents, rows: np.ndarray, batch_tokens: int) -> Tensor:
-    """[tokens, D] features of consecutive documents, computed in batches of documents of like length."""
+    """[tokens, F] features of consecutive documents, computed in batches of documents of like length."""
     lengths = documents.lengths
     start = int(documents.ends[rows[0]] - lengths[rows[0]])
     total = int(documents.ends[rows[-1]]) - start
-    features = torch.empty(total, online.target.hidden_size, dtype=online.target.dtype)
+    features = torch.empty(total, online.target.feature_size, dtype=online.target.dtype)
     order = rows[np.argsort(lengths[rows], kind="stable")]
     for batch in split_rows(order, lengths, batch_tokens):
         tokens, _ = documents.collate(batch)
@@ -206,6 +210,8 @@ def main() -> int:
     parser.add_argument("--target", required=True, help="directory or hub id")
     parser.add_argument("--data", required=True, type=Path, help="dataset of train.prepare_data")
     parser.add_argument("--out", required=True, type=Path)
+    parser.add_argument("--layers", type=int, nargs="*", default=[],
+                        help="whose entering states are kept too; EAGLE-3 heads read 2, half, third from the end")
     parser.add_argument("--dtype", default="bfloat16", help="of target and features (default: %(default)s)")
     parser.add_argument("--device")
     parser.add_argument("--device-map", help="placement of a large target by accelerate, such as auto")
@@ -218,7 +224,9 @@ def main() -> int:
         documents = Documents.load(args.data)
         model, _ = load_target(args.target, dtype=args.dtype, device=args.device, device_map=args.device_map,
                                trust_remote_code=args.trust_remote_code)
-        write_features(TargetModel(model, check=False), documents, args.out, batch_tokens=args.batch_tokens)
+        target = TargetModel(model, check=False)
+        target.layers = check_layers(args.layers, len(target.decoder.layers))
+        write_features(target, documents, args.out, batch_tokens=args.batch_tokens)
 
     return exit_status("train.features", work, (ValueError, OSError))
 

@@ -1,12 +1,16 @@
 """What a draft head is trained to minimise.
 
-B batch, T tokens of a row, M learned positions, D hidden size, V vocabulary. p is the target's next-token
-distribution, q the head's.
+B batch, T tokens of a row, M learned positions, D hidden size, F width of what the target hands out (`TargetModel`),
+V vocabulary, R the head's own (V where it names all tokens). p is the target's next-token distribution, q the head's.
 
 The head is trained as it is used: in step 1 it reads the target's features; in step s its input at each position is
 its own prediction of step s - 1 for the position before, and its attention sees, of the last s - 1 positions, the keys
 of the step that the decoder would have run there (a diagonal of the step's keys), and the target's features further
-back. One step is the published EAGLE-1/2 training; several are HASS (arXiv 2408.15766, section 3.2).
+back. One step is the published EAGLE-1/2 training; several are HASS (arXiv 2408.15766, section 3.2), and without the
+regression of features the training of EAGLE-3 heads (arXiv 2503.01840, section 3.2).
+
+Terms are sums over the R tokens that the head can name: p does not sum to 1 over them where it has mass elsewhere, so
+that a position counts the less the less of it the head can name. `gate` and `divergence` compare p given those tokens.
 """
 
 from __future__ import annotations
@@ -18,7 +22,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from eagle_fsd.divergence import get_divergence
-from eagle_fsd.draft import DraftHead
+from eagle_fsd.draft import DraftHead, Eagle3Head
 
 
 def check_count(name: str, value: object) -> None:
@@ -87,7 +91,7 @@ class Objective:
 TERMS = ("regression", "soft_ce", "top_k", "tv", "overlap", "gate", "divergence")
 
 # Objectives by name. A new one is one line here; a new term is a field above and a line in `term_sums`.
-# `plain` is the reference: each of the others but `soft_ce` differs from it in one thing.
+# `plain` is the reference: each of the others but `soft_ce` and `eagle3` differs from it in one thing.
 OBJECTIVES: dict[str, Objective] = {
     "eagle": Objective(regression=1.0, soft_ce=0.1, noise=0.1),
     "plain": Objective(regression=1.0, soft_ce=0.1),
@@ -100,6 +104,7 @@ OBJECTIVES: dict[str, Objective] = {
     "overlap": Objective(regression=1.0, soft_ce=0.1, overlap=1.0),
     "gate": Objective(regression=1.0, soft_ce=0.1, gate=1.0),
     "divergence": Objective(regression=1.0, soft_ce=0.1, divergence=2.0),
+    "eagle3": Objective(soft_ce=1.0, aligned_steps=7, step_decay=0.8),
 }
 
 
@@ -127,9 +132,9 @@ def term_sums(
     objective: Objective,
     predicted: Tensor,  # [M, D]
     wanted: Tensor,  # [M, D]
-    draft_logits: Tensor,  # [M / logit_stride, V]
-    target_logits: Tensor,  # [M / logit_stride, V]
-    p: Tensor,  # [M / logit_stride, V], softmax of target_logits
+    draft_logits: Tensor,  # [M / logit_stride, R]
+    target_logits: Tensor,  # [M / logit_stride, R]
+    p: Tensor,  # [M / logit_stride, R], the target's probabilities
 ) -> Tensor:
     """Weighted sum of the objective's terms over the M positions, a scalar."""
     log_q = draft_logits.log_softmax(-1)
@@ -184,10 +189,17 @@ class AlignedLoss(nn.Module):
     Args:
         logits: the target's frozen output layer, features [..., D] -> logits [..., V] float32. It is not a part of
             this module.
+
+    Raises:
+        ValueError: regression of features that the head does not predict.
     """
 
     def __init__(self, head: DraftHead, objective: Objective, logits) -> None:
         super().__init__()
+        if objective.regression and isinstance(head, Eagle3Head):
+            raise ValueError(
+                f"objective: an EAGLE-3 head predicts no features, regression must be 0, got {objective.regression!r}"
+            )
         self.head = head
         self.objective = objective
         self.start(0, 1)
@@ -200,10 +212,10 @@ class AlignedLoss(nn.Module):
 
     def forward(
         self,
-        features: Tensor,  # [B, T, D] of the target
+        features: Tensor,  # [B, T, F] of the target
         tokens: Tensor,  # [B, T]
         learned: Tensor,  # [B, T] bool
-        noise: Tensor | None = None,  # [B, T, D], added to what the head reads
+        noise: Tensor | None = None,  # [B, T, F], added to what the head reads
     ) -> tuple[Tensor, Tensor]:
         """Sums over learned positions: the loss, and per aligned step how often q's best token is p's [steps].
 
@@ -212,14 +224,15 @@ class AlignedLoss(nn.Module):
         logits_of, objective = self._logits[0], self.objective
         # Position i pairs feature i with token i + 1 and predicts feature i + 1, whose logits are for token i + 2.
         read = features if noise is None else features + noise
-        inputs, following = read[:, :-2], tokens[:, 1:-1]
+        inputs, following = self.head.read(read[:, :-2]), tokens[:, 1:-1]
         wanted, chosen = features[:, 1:-1], learned[:, 2:]
         first, length = inputs[:, :1], inputs.shape[1]
         positions = torch.arange(length, device=tokens.device)[None]
         compared = chosen & (positions % objective.logit_stride == self.residue)
         with torch.no_grad():
             target_logits = logits_of(wanted[compared]).float()
-            p, best = target_logits.softmax(-1), target_logits.argmax(-1)
+            p, best = self.head.narrow(target_logits.softmax(-1)), target_logits.amax(-1, keepdim=True)
+            target_logits = self.head.narrow(target_logits)
         kind = tokens.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else inputs.dtype
         needs_mask = self.head.config._attn_implementation == "eager"  # sdpa is causal by itself, without a mask
@@ -229,10 +242,11 @@ class AlignedLoss(nn.Module):
             if step > 1 or needs_mask:
                 mask = additive(aligned_mask(length, step, tokens.device), dtype)
             predicted = self.head(inputs, following, positions, mask, cache)
-            draft_logits = logits_of(predicted[compared]).float()
+            draft_logits = self.head.own_logits(predicted[compared], logits_of).float()
             terms = term_sums(objective, predicted[chosen], wanted[chosen], draft_logits, target_logits, p)
             loss = loss + objective.step_decay ** (step - 1) * terms
-            agreement.append((draft_logits.argmax(-1) == best).sum().detach() * objective.logit_stride)
+            drafted = target_logits.gather(-1, draft_logits.argmax(-1, keepdim=True))
+            agreement.append((drafted == best).sum().detach() * objective.logit_stride)
             # The next step's input at i is this step's prediction for i, made at i - 1; position 0 has none.
             inputs = torch.cat([first.to(predicted.dtype), predicted[:, :-1]], 1)
         return loss, torch.stack(agreement)

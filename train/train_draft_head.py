@@ -24,16 +24,17 @@ import numpy as np
 import torch
 from torch import Tensor
 from tqdm import tqdm
-from transformers import AutoConfig, LlamaConfig
+from transformers import AutoConfig, LlamaConfig, PreTrainedConfig
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # launched as a file, this folder's parent is not on the path
 
 from accelerate import Accelerator, DistributedType, InitProcessGroupKwargs  # noqa: E402
 from accelerate.tracking import get_available_trackers  # noqa: E402
 
-from eagle_fsd.checkpoint import load_head, save_head  # noqa: E402
+from eagle_fsd.acceptance.base import check_choice  # noqa: E402
+from eagle_fsd.checkpoint import LAYER_IDS, load_head, save_head  # noqa: E402
 from eagle_fsd.cli import exit_status  # noqa: E402
-from eagle_fsd.draft import DraftHead  # noqa: E402
+from eagle_fsd.draft import DraftHead, Eagle3Head  # noqa: E402
 from eagle_fsd.files import append_lines, read_lines, write_lines  # noqa: E402
 from eagle_fsd.model import load_target  # noqa: E402
 from eagle_fsd.target import TargetModel  # noqa: E402
@@ -47,27 +48,48 @@ from train.objectives import AlignedLoss  # noqa: E402
 log = logging.getLogger("train.train_draft_head")
 
 
+KINDS = {"eagle2": DraftHead, "eagle3": Eagle3Head}
+
+
+def text_config(config: TrainingConfig) -> PreTrainedConfig:
+    """The target's, of its language model."""
+    target = AutoConfig.from_pretrained(config.target, trust_remote_code=config.trust_remote_code)
+    return target.get_text_config(decoder=True)
+
+
 def new_head(config: TrainingConfig) -> DraftHead:
     """A freshly initialised head: one Llama layer of the target's shape, changed by `config.head`.
 
     Raises:
-        ValueError: a field of `config.head` that is no field of a Llama config.
+        ValueError: a kind that there is not, or a field of `config.head` that is no field of a Llama config.
     """
-    text = AutoConfig.from_pretrained(config.target, trust_remote_code=config.trust_remote_code)
-    text = text.get_text_config(decoder=True)
-    options = dict(config.head)
-    bias = options.pop("bias", False)
+    text, options = text_config(config), dict(config.head)
+    bias, kind = options.pop("bias", False), options.pop("kind", "eagle2")
+    check_choice("head: kind", kind, tuple(KINDS))
     shape = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim",
              "max_position_embeddings", "rms_norm_eps", "rope_parameters", "bos_token_id", "eos_token_id",
              "pad_token_id")
     fields = {name: getattr(text, name) for name in shape if getattr(text, name, None) is not None}
-    known = {*LlamaConfig().to_dict(), "qkv_bias", "head_dim"}
+    own = {"draft_vocab_size", "norm_before_residual", LAYER_IDS} if kind == "eagle3" else {"qkv_bias"}
+    known = {*LlamaConfig().to_dict(), "head_dim", *own}
     unknown = options.keys() - known
     if unknown:
-        raise ValueError(f"head has no setting {sorted(unknown)[0]!r}; it takes bias and the fields of a LlamaConfig")
+        raise ValueError(
+            f"head has no setting {sorted(unknown)[0]!r}; it takes kind, bias and the fields of a LlamaConfig"
+        )
     fields |= {"num_hidden_layers": 1, "hidden_act": "silu", "tie_word_embeddings": False, **options}
     torch.manual_seed(config.seed)
-    return DraftHead(LlamaConfig(**fields), bias=bias)
+    return KINDS[kind](LlamaConfig(**fields), bias=bias)
+
+
+def start_output(head: Eagle3Head, documents: Documents, ends: TargetEnds) -> None:
+    """Let a new head name the tokens that are learned most often, with the target's own output layer to start from."""
+    if head.d2t is not None:
+        counts = np.bincount(documents.tokens[documents.learned], minlength=head.config.vocab_size)
+        commonest = np.sort(np.argsort(-counts, kind="stable")[: head.draft_vocab_size])
+        head.d2t.copy_(torch.from_numpy(commonest) - torch.arange(head.draft_vocab_size))
+    with torch.no_grad():
+        head.lm_head.weight.copy_(ends.lm_head.weight[head.target_tokens.to(ends.lm_head.weight.device)])
 
 
 def learning_rate(config: TrainingConfig, step: int, steps: int) -> float:
@@ -136,8 +158,12 @@ class Run:
         if highest >= head.config.vocab_size:
             raise ValueError(f"{config.data} has token {highest}, the head's vocabulary ends before "
                              f"{head.config.vocab_size}: it was prepared for another target")
+        self.layers = head.target_layers(text_config(config).num_hidden_layers)
         if config.features is not None:
             self.features = OfflineFeatures(Path(config.features), self.documents)
+            if tuple(self.features.index["layers"]) != self.layers:
+                raise ValueError(f"the head reads what enters layers {list(self.layers)}, {config.features} holds "
+                                 f"{self.features.index['layers']} (--layers of train.features)")
         self._load_target()
         if config.features is None:
             self.features, self.ends = OnlineFeatures(self.target), TargetEnds.of(self.target, accelerator.device)
@@ -148,9 +174,11 @@ class Run:
             raise ValueError(f"the head is made for vocabulary and hidden size "
                              f"{(head.config.vocab_size, head.config.hidden_size)}, the target's are {wanted}")
         head.share_embeddings(self.ends.embed_tokens)
+        if isinstance(head, Eagle3Head) and not config.init_from:
+            start_output(head, self.documents, self.ends)
         if accelerator.device.type == "cpu":
             head.config._attn_implementation = "eager"  # its backward takes half of the time that sdpa's takes there
-        self.head_config, self.head_bias = head.config, head.fc.bias is not None
+        self.head_kind, self.head_config, self.head_bias = type(head), head.config, head.fc.bias is not None
         optimizer = torch.optim.AdamW(
             head.parameters(), lr=config.lr, betas=config.betas, weight_decay=config.weight_decay
         )
@@ -173,6 +201,7 @@ class Run:
         )
         model.requires_grad_(False)
         self.target = TargetModel(model)
+        self.target.layers = self.layers
         if config.features is not None and self.features.index["target"] != self.target.digest():
             raise ValueError(f"{config.features} holds features of another target than {config.target}")
 
@@ -255,7 +284,7 @@ class Run:
         state = self.accelerator.get_state_dict(self.model)
         if not self.accelerator.is_main_process:
             return None
-        head = DraftHead(self.head_config, bias=self.head_bias)
+        head = self.head_kind(self.head_config, bias=self.head_bias)
         head.config._attn_implementation = "sdpa"
         share = self.ends.embed_tokens if self.target is None else self.target.embeddings_on(self.target.output_device)
         head.share_embeddings(share)

@@ -1,0 +1,420 @@
+"""EAGLE-3 heads: reading them, decoding with them, and what the rules see. V = 32 vocabulary, D = 16 hidden size."""
+
+import json
+import math
+
+import pytest
+import torch
+from reference_acceptance import divergence as reference_divergence
+from reference_eagle import rotate
+from safetensors.torch import load_file, save_file
+from tiny import FAMILIES, HIDDEN, PROMPT, SIZES, VOCAB, tiny_target
+from transformers import LlamaConfig
+
+import eagle_fsd
+from eagle_fsd import TreeConfig, load_head, save_head
+from eagle_fsd.cli import main
+from eagle_fsd.divergence import DIVERGENCES, get_divergence
+from eagle_fsd.draft import Eagle3Head
+from eagle_fsd.drafting import draft_tree
+from eagle_fsd.export import export_head, inspect_head
+from eagle_fsd.model import EagleModel
+from eagle_fsd.target import TargetModel
+
+LAYERS = 8  # of the targets, so that the default layers exist: 2, 4 and 5
+NAMED = [1, 2, 3, 5, 6, 7, 8, 9, 12, 13, 14, 17, 19, 20, 22, 23, 24, 26, 28, 30, 31]  # a reduced draft vocabulary
+NEW = 16
+WIDE = TreeConfig(16, 5, 4)
+
+
+def deep_target(family: str = "llama", layers: int = LAYERS, **options):
+    """A tiny target whose many layers add little each, so that a head can follow it."""
+    model = tiny_target(family, num_hidden_layers=layers, **options)
+    with torch.no_grad():
+        for layer in model.get_decoder().layers:
+            layer.self_attn.o_proj.weight.mul_(0.5)
+    return model
+
+
+@pytest.fixture(scope="module")
+def target():
+    return deep_target()
+
+
+def random_head(named=None, seed: int = 0, **options) -> Eagle3Head:
+    """A head of random weights; `named`: the tokens of its vocabulary, None for all."""
+    torch.manual_seed(seed)
+    sizes = SIZES | {"num_hidden_layers": 1, "draft_vocab_size": None if named is None else len(named)}
+    head = Eagle3Head(LlamaConfig(**sizes | options))
+    with torch.no_grad():
+        for weight in head.parameters():
+            weight.normal_(std=0.3) if weight.dim() > 1 else weight.normal_(1.0, 0.2)
+        if named is not None:
+            head.d2t.copy_(torch.tensor(named) - torch.arange(len(named)))
+    return head.eval()
+
+
+def good_head(target, named=None, **options) -> Eagle3Head:
+    """A head whose attention carries the last token's embedding to the output layer, as the tiny targets do."""
+    head = random_head(named, num_key_value_heads=4, **options)
+    attention = head.layers[0].self_attn
+    with torch.no_grad():
+        head.embed_tokens.weight.copy_(target.get_input_embeddings().weight)
+        for projection, scale in ((attention.q_proj, 2.0), (attention.k_proj, 2.0), (attention.v_proj, 1.0)):
+            projection.weight.normal_(std=0.02)[:, :HIDDEN] += scale * torch.eye(HIDDEN)
+        attention.o_proj.weight.normal_(std=0.05).add_(torch.eye(HIDDEN))
+        head.fc.weight.normal_(std=0.02)
+        head.layers[0].mlp.down_proj.weight.mul_(0.1)
+        head.norm.weight.fill_(1)
+        rows = slice(None) if named is None else torch.tensor(named)
+        head.lm_head.weight.copy_(target.get_output_embeddings().weight[rows])
+    return head
+
+
+def write(folder, head: Eagle3Head, layout: str, *, embeddings: bool = True, **changes):
+    """The head's files as others publish them: `midlayer`, `layers` (flat configs) or `speculators`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    prefix = "midlayer." if layout == "midlayer" else "layers.0."
+    state = {name.replace("layers.0.", prefix): value.clone() for name, value in head.state_dict().items()}
+    if not embeddings:
+        del state["embed_tokens.weight"]
+    if head.d2t is not None:
+        state["t2d"] = torch.zeros(VOCAB, dtype=torch.bool).index_fill(0, head.target_tokens, True)
+    elif layout == "midlayer":
+        state["d2t"], state["t2d"] = torch.zeros(VOCAB, dtype=torch.long), torch.ones(VOCAB, dtype=torch.bool)
+    save_file(state, folder / "model.safetensors")
+    own = {name: getattr(head.config, name, None) for name in (
+        "norm_before_residual", "eagle_aux_hidden_state_layer_ids", "target_hidden_size")}
+    own = {name: value for name, value in own.items() if value is not None}
+    own["draft_vocab_size"] = head.draft_vocab_size
+    layer = {name: getattr(head.config, name) for name in SIZES} | {"model_type": "llama"}
+    if layout == "speculators":
+        own |= {"norm_before_residual": own.get("norm_before_residual", False)}
+        config = {"speculators_model_type": "eagle3", "architectures": ["Eagle3Speculator"],
+                  "transformer_layer_config": layer, "speculators_config": {"algorithm": "eagle3"}, **own}
+    else:
+        config = {"architectures": ["LlamaForCausalLMEagle3"], **layer, **own}
+    (folder / "config.json").write_text(json.dumps(config | changes))
+    return folder
+
+
+def generate(pair, **options):
+    options = {"max_new_tokens": NEW, "tree": WIDE, "acceptance": "exact"} | options
+    return eagle_fsd.generate(PROMPT, pair, **options)
+
+
+# The head's forward, slow and obvious --------------------------------------------------------------------------
+
+
+def scaled(vector, norm, epsilon):
+    return vector / (vector.pow(2).mean() + epsilon).sqrt() * norm.weight
+
+
+def hidden_by_hand(head, features, tokens):
+    """The hidden state [D] of the last of T tokens, from T features: [3 D] of the target, or [D] of the head itself."""
+    config, layer = head.config, head.layers[0]
+    attention, eps, theta = layer.self_attn, config.rms_norm_eps, config.rope_parameters["rope_theta"]
+    hidden = [head.fc.weight @ x if len(x) == head.fc.in_features else x for x in features]
+    normed = [scaled(x, layer.hidden_norm, eps) for x in hidden]
+    inputs = [
+        torch.cat([scaled(head.embed_tokens.weight[token], layer.input_layernorm, eps), x])
+        for token, x in zip(tokens, normed, strict=True)
+    ]
+    last, group = len(inputs) - 1, config.num_attention_heads // config.num_key_value_heads
+    queries = (attention.q_proj.weight @ inputs[last]).view(config.num_attention_heads, -1)
+    keys = [(attention.k_proj.weight @ x).view(config.num_key_value_heads, -1) for x in inputs]
+    values = [(attention.v_proj.weight @ x).view(config.num_key_value_heads, -1) for x in inputs]
+    mixed = []
+    for number, query in enumerate(queries):
+        products = [rotate(query, last, theta) @ rotate(key[number // group], j, theta) for j, key in enumerate(keys)]
+        weights = (torch.stack(products) / math.sqrt(len(query))).softmax(0)
+        mixed.append(sum(weight * value[number // group] for weight, value in zip(weights, values, strict=True)))
+    residual = normed[last] if getattr(config, "norm_before_residual", False) else hidden[last]
+    middle = residual + attention.o_proj.weight @ torch.cat(mixed)
+    inner, mlp = scaled(middle, layer.post_attention_layernorm, eps), layer.mlp
+    gated = torch.nn.functional.silu(mlp.gate_proj.weight @ inner) * (mlp.up_proj.weight @ inner)
+    return middle + mlp.down_proj.weight @ gated
+
+
+def logits_by_hand(head, hidden):
+    """[V], -inf for tokens that the head cannot name."""
+    own = head.lm_head.weight @ scaled(hidden, head.norm, head.config.rms_norm_eps)
+    logits = torch.full((VOCAB,), -math.inf)
+    for number, logit in enumerate(own.tolist()):
+        logits[number if head.d2t is None else number + head.d2t[number].item()] = logit
+    return logits
+
+
+def states_by_hand(model, tokens, layers):
+    """[T, D] entering each layer, and last, from the stock model."""
+    output = model.get_decoder()(input_ids=torch.tensor([tokens]), output_hidden_states=True, use_cache=False)
+    return [output.hidden_states[number][0] for number in layers], output.last_hidden_state[0]
+
+
+@pytest.mark.parametrize("before", [False, True])
+@pytest.mark.parametrize("named", [None, NAMED], ids=["whole", "reduced"])
+@torch.no_grad()
+def test_drafted_trees_are_those_of_the_definition(target, named, before):
+    head = random_head(named, norm_before_residual=before)
+    pair = EagleModel.from_parts(target, head)
+    cache, draft_cache = pair.target.new_cache(40), head.new_cache(80)
+    features = pair.target.prefill(torch.tensor([PROMPT[:-1]]), cache)
+    tokens = torch.tensor([PROMPT[1:]])
+    tree, logits = draft_tree(head, pair.target, features, tokens, draft_cache, TreeConfig(12, 3, 3))
+    states, _ = states_by_hand(target, PROMPT[:-1], (2, 4, 5))
+    read = list(torch.cat(states, -1))
+    for node in range(12):
+        path, hidden = tree.ancestors[0, node].nonzero()[1:, 0].tolist(), []
+        for depth in range(len(path) + 1):
+            tokens = PROMPT[1:] + [tree.tokens[0, n].item() for n in path[:depth]]
+            hidden.append(hidden_by_hand(head, read + hidden, tokens))
+        if len(path) < 3:  # an expanded node, or one whose row is another's
+            expected = logits_by_hand(head, hidden[-1])
+            if (tree.parents[0] == node)[1:].any():
+                torch.testing.assert_close(logits[0, tree.draft_rows[0, node]], expected, rtol=1e-4, atol=1e-4)
+        if path:
+            step = logits_by_hand(head, hidden[-2]).log_softmax(-1)[tree.tokens[0, node]]
+            above = tree.scores[0, tree.parents[0, node]]
+            torch.testing.assert_close(tree.scores[0, node] - above, step, rtol=1e-4, atol=1e-4)
+
+
+# What the target hands out ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.no_grad()
+def test_features_are_the_states_that_enter_the_layers(family):
+    model = deep_target(family, 3)
+    pair = TargetModel(model)
+    pair.layers = (0, 2)
+    states, last = states_by_hand(model, PROMPT, (0, 2))
+    features = pair.prefill(torch.tensor([PROMPT]), pair.new_cache(20))[0]
+    assert features.shape == (len(PROMPT), pair.feature_size)
+    torch.testing.assert_close(features, torch.cat([*states, last], -1))
+    torch.testing.assert_close(pair.logits(features), pair.logits(last))
+
+
+# Lossless decoding ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", ["midlayer", "layers", "speculators"])
+@pytest.mark.parametrize("named", [None, NAMED], ids=["whole", "reduced"])
+def test_published_layouts_load_and_decode_losslessly(target, tmp_path, layout, named):
+    head = good_head(target, named)
+    target.save_pretrained(tmp_path / "target")
+    write(tmp_path / "head", head, layout, embeddings=layout != "layers")
+    pair = eagle_fsd.load(tmp_path / "target", tmp_path / "head", device="cpu")
+    assert isinstance(pair.draft, Eagle3Head) and pair.target.layers == (2, 4, 5)
+    assert pair.draft.shares_embeddings is (layout == "layers")
+    expected = target.generate(torch.tensor([PROMPT]), max_new_tokens=NEW, do_sample=False)[0, len(PROMPT) :].tolist()
+    written = EagleModel.from_parts(target, head)
+    for tree in (WIDE, TreeConfig(6, 5, 1)):
+        output = generate(pair, tree=tree)
+        assert output.token_ids == expected and sum(output.stats.accepted_lengths) > 1
+        assert output.stats.accepted_lengths == generate(written, tree=tree).stats.accepted_lengths
+    same = target.generate(torch.tensor([PROMPT]), max_new_tokens=NEW, do_sample=False,
+                           custom_generate=eagle_fsd.custom_generate, draft=str(tmp_path / "head"))
+    assert same[0, len(PROMPT) :].tolist() == expected
+
+
+@pytest.mark.parametrize("family", ["qwen3", "mistral-window", "gemma2"])
+def test_other_families_decode_losslessly(family):
+    model = deep_target(family, 3)
+    pair = EagleModel.from_parts(model, good_head(model, NAMED, eagle_aux_hidden_state_layer_ids=[0, 1, 2]))
+    expected = model.generate(torch.tensor([PROMPT]), max_new_tokens=NEW, do_sample=False)[0, len(PROMPT) :].tolist()
+    output = generate(pair)
+    assert output.token_ids == expected and sum(output.stats.accepted_lengths) > 0
+
+
+def test_sampled_tokens_are_those_of_plain_decoding_with_the_same_seed(target):
+    plain, accepted = EagleModel.from_parts(target, None), 0
+    pair = EagleModel.from_parts(target, good_head(target, NAMED))
+    for seed in range(2):
+        options = {"seed": seed, "temperature": 1.0, "top_p": 0.9}
+        expected = generate(plain, **options).token_ids
+        for rule in ("exact", "fsd", "tilt", "lenience"):
+            output = generate(pair, acceptance=rule, **options)
+            assert output.token_ids == expected
+            accepted += sum(output.stats.accepted_lengths)
+    assert accepted > 12
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("rule", [name for name in eagle_fsd.RULES if name != "exact"])
+def test_every_rule_decodes_with_a_reduced_vocabulary(target, rule, temperature):
+    pair = EagleModel.from_parts(target, good_head(target, NAMED))
+    output = generate(pair, acceptance=rule, threshold=0.5, temperature=temperature, seed=1)
+    assert len(output.token_ids) == NEW
+    for receipt in output.receipts:
+        assert receipt.divergence is None or 0 <= receipt.divergence <= math.log(2)
+    drafted = [token for token, receipt in zip(output.token_ids, output.receipts, strict=True)
+               if receipt.source != "target"]
+    assert drafted and set(drafted) <= set(NAMED)
+
+
+# The divergence, with all that the draft cannot name in one bucket ------------------------------------------------
+
+
+@pytest.mark.parametrize("name", DIVERGENCES)
+def test_a_divergence_over_the_draft_vocabulary_has_one_bucket_for_the_rest(name):
+    generator = torch.Generator().manual_seed(0)
+    ids, measure = torch.tensor(NAMED), get_divergence(name)
+    for _ in range(20):
+        target_logits, own = 2 * torch.randn(VOCAB, generator=generator), 2 * torch.randn(len(ids), generator=generator)
+        draft_logits = torch.full((VOCAB,), -math.inf).index_copy(0, ids, own)
+        rest = torch.full((VOCAB,), -math.inf).index_fill(0, ids, 0)
+        bucket = target_logits.masked_fill(rest == 0, -math.inf).logsumexp(0, keepdim=True)
+        expected = reference_divergence(
+            name, torch.cat([target_logits[ids], bucket]).tolist(), [*own.tolist(), -math.inf]
+        )
+        computed = measure(target_logits, draft_logits).item()
+        assert computed == pytest.approx(expected, rel=1e-4, abs=1e-6)
+        assert math.isinf(computed) is (name in ("kl", "js_fsd_code"))
+
+
+def test_a_divergence_that_is_always_infinite_is_warned_of(target, caplog):
+    options = {"acceptance": "fsd", "threshold": 0.5, "divergence": "kl"}
+    whole = EagleModel.from_parts(target, good_head(target))
+    assert any(receipt.source == "fuzzy" for receipt in generate(whole, **options).receipts) and not caplog.records
+    reduced = EagleModel.from_parts(target, good_head(target, NAMED))
+    assert not any(receipt.source == "fuzzy" for receipt in generate(reduced, **options).receipts)
+    assert "kl is infinite with a draft that names 21 of 32 tokens" in caplog.text
+
+
+# Files ------------------------------------------------------------------------------------------------------------
+
+
+def rewrite(folder, change):
+    config, state = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
+    change(config, state)
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(state, folder / "model.safetensors")
+
+
+def configure(**fields):
+    return lambda config, state: config.update(fields)
+
+
+def put(name, value):
+    return lambda config, state: state.update({name: value})
+
+
+def drop(name):
+    return lambda config, state: state.pop(name)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (drop("d2t"), "no d2t, which says what its 21 tokens stand for among 32"),
+        (put("d2t", torch.zeros(20, dtype=torch.long)), r"d2t must be integers \[21\], got torch.int64 \[20\]"),
+        (put("d2t", torch.zeros(21)), "d2t must be integers"),
+        (put("d2t", torch.full((21,), 12)), "d2t must name 21 different tokens of 32"),
+        (put("d2t", -torch.arange(21)), "d2t must name 21 different"),
+        (drop("midlayer.hidden_norm.weight"), "no EAGLE-3 draft head: missing .*hidden_norm"),
+        (drop("lm_head.weight"), "missing .*lm_head"),
+        (put("midlayer.self_attn.q_norm.weight", torch.ones(4)), "unknown .*q_norm"),
+        (put("fc.weight", torch.zeros(HIDDEN, 2 * HIDDEN)), "(?s)does not fit its config.json: .*fc.weight"),
+        (put("lm_head.weight", torch.zeros(20, HIDDEN)), "(?s)does not fit its config.json: .*lm_head"),
+        (put("midlayer.self_attn.k_proj.weight", torch.zeros(8, HIDDEN)), "(?s)does not fit .*k_proj"),
+        (configure(draft_vocab_size=33), "draft_vocab_size 33 exceeds vocab_size 32"),
+        (configure(draft_vocab_size="many"), "draft_vocab_size must be a whole number"),
+        (configure(num_hidden_layers=2), "has 2 layers"),
+        (configure(norm_output=True), "variant of EAGLE-3 that is not read: it has norm_output"),
+        (configure(eagle_config={"norm_before_fc": True}), "it has norm_before_fc"),
+        (configure(model_type="llama4_text"), "layer of type 'llama4_text'; read are llama"),
+        (configure(eagle_aux_hidden_state_layer_ids="last"), "must be a list of layer numbers, got 'last'"),
+        (configure(eagle_config=[1]), "eagle_config must hold fields by name"),
+        (configure(speculators_model_type="eagle"), "speculators kind 'eagle'; of those only eagle3"),
+        (configure(speculators_model_type="eagle3"), "no transformer_layer_config"),
+        (configure(speculators_model_type="eagle3", transformer_layer_config={}), "does not say norm_before_residual"),
+    ],
+)
+def test_files_that_do_not_fit_are_refused(tmp_path, change, message):
+    folder = write(tmp_path, random_head(NAMED), "midlayer")
+    rewrite(folder, change)
+    with pytest.raises(ValueError, match=message):
+        load_head(folder)
+
+
+def test_a_whole_vocabulary_needs_no_d2t_and_takes_no_offsets(tmp_path):
+    folder = write(tmp_path, random_head(), "layers")
+    assert "d2t" not in load_file(folder / "model.safetensors") and load_head(folder).d2t is None
+    rewrite(folder, put("d2t", torch.ones(VOCAB, dtype=torch.long)))
+    with pytest.raises(ValueError, match="offsets in d2t, although its draft vocabulary is the whole one"):
+        load_head(folder)
+
+
+@pytest.mark.parametrize("layout", ["midlayer", "speculators"])
+def test_layers_are_read_from_where_they_are_named(target, tmp_path, layout):
+    named = load_head(write(tmp_path / "a", random_head(eagle_aux_hidden_state_layer_ids=[0, 3, 7]), layout))
+    assert named.target_layers(LAYERS) == (0, 3, 7)
+    by_output = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3, 4]}}
+    assert load_head(write(tmp_path / "b", random_head(), "layers", **by_output)).target_layers(LAYERS) == (2, 4, 5)
+    four = load_head(write(tmp_path / "c", random_head(eagle_aux_hidden_state_layer_ids=[1, 2, 3, 5]), layout))
+    assert EagleModel.from_parts(target, four).target.feature_size == 5 * HIDDEN
+    with pytest.raises(ValueError, match=r"enters layers \(0, 3, 7\) are wanted; the target has 7"):
+        named.target_layers(7)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_hidden_layers": 2}, r"enters layers \(2, 1, -1\) are wanted; the target has 2"),
+        ({"num_hidden_layers": LAYERS, "hidden_size": 32}, "hidden size is 16, the target's is 32"),
+        ({"num_hidden_layers": LAYERS, "vocab_size": 40}, "vocabulary size is 32, the target's is 40"),
+    ],
+    ids=str,
+)
+def test_heads_of_another_target_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        EagleModel.from_parts(tiny_target(**options), random_head(NAMED))
+
+
+def test_a_head_of_its_own_size_reads_a_wider_target(tmp_path):
+    model = deep_target(hidden_size=32)
+    head = load_head(write(tmp_path, random_head(NAMED, target_hidden_size=32), "midlayer"))
+    output = generate(EagleModel.from_parts(model, head))
+    expected = model.generate(torch.tensor([PROMPT]), max_new_tokens=NEW, do_sample=False)[0, len(PROMPT) :]
+    assert output.token_ids == expected.tolist()
+    head.share_embeddings(None)
+    with pytest.raises(ValueError, match="no embeddings, and the target's are of size 32, not 16"):
+        EagleModel.from_parts(model, head)
+
+
+def test_a_tree_wider_than_the_draft_vocabulary_is_refused(target):
+    pair = EagleModel.from_parts(target, random_head(NAMED))
+    with pytest.raises(ValueError, match="top_k 22 exceeds the draft's vocabulary .21 tokens"):
+        generate(pair, tree=TreeConfig(24, 2, 22))
+
+
+@pytest.mark.parametrize("options", [{}, {"norm_before_residual": True, "eagle_aux_hidden_state_layer_ids": [1, 2, 6]}])
+@pytest.mark.parametrize("named", [None, NAMED], ids=["whole", "reduced"])
+def test_saved_heads_load_again(tmp_path, named, options):
+    head = random_head(named, **options)
+    save_head(head, tmp_path, dtype=torch.bfloat16)
+    config, state = json.loads((tmp_path / "config.json").read_text()), load_file(tmp_path / "model.safetensors")
+    assert "midlayer.hidden_norm.weight" in state and config["architectures"] == ["LlamaForCausalLMEagle3"]
+    if named is not None:
+        assert state["d2t"].dtype == torch.long and state["t2d"].nonzero()[:, 0].tolist() == named
+    if options:
+        assert config["eagle_config"] == {"eagle_aux_hidden_state_layer_ids": [0, 1, 5]}
+    loaded = load_head(tmp_path)
+    assert loaded.state_dict().keys() == head.state_dict().keys()
+    for name, value in loaded.state_dict().items():
+        torch.testing.assert_close(value, head.state_dict()[name], rtol=1e-2, atol=1e-2)
+    assert loaded.target_layers(LAYERS) == head.target_layers(LAYERS)
+    assert getattr(loaded.config, "norm_before_residual", False) is bool(options)
+
+
+def test_inspect_says_what_it_is_and_export_refuses(target, tmp_path, capsys):
+    write(tmp_path / "head", random_head(NAMED), "midlayer")
+    target.save_pretrained(tmp_path / "target")
+    assert main(["inspect", str(tmp_path / "head"), "--target", str(tmp_path / "target")]) == 0
+    shown = capsys.readouterr().out
+    for words in ("EAGLE-3", "21 of them", "layers 2, n/2, n-3", "the head fits"):
+        assert words in shown
+    tiny_target().save_pretrained(tmp_path / "shallow")
+    assert "the target has 2, from 0" in inspect_head(tmp_path / "head", tmp_path / "shallow").target_problems[0]
+    with pytest.raises(ValueError, match="is an EAGLE-3 head; only EAGLE-1/2 heads are exported"):
+        export_head(tmp_path / "head", "vllm", tmp_path / "out")
