@@ -63,9 +63,9 @@ def test_it_is_registered():
 @pytest.mark.parametrize(
     "options",
     [
-        {"max_gen_toks": 30},
-        {"max_gen_toks": 30, "until": ["a", "st"]},
-        {"max_gen_toks": 30, "until": "e"},
+        {"max_gen_toks": 16},
+        {"max_gen_toks": 16, "until": ["a", "st"]},
+        {"max_gen_toks": 16, "until": "e"},
         {"max_gen_toks": 20, "repetition_penalty": 1.5},
         {"max_gen_toks": 20, "no_repeat_ngram_size": 2},
         {"max_new_tokens": 7},
@@ -96,7 +96,7 @@ def test_log_likelihoods_are_the_target_s_alone(hf, exact):
 
 def test_a_fuzzy_rule_is_applied(place, exact):
     found = ours(place, acceptance="fsd", threshold=0.6)
-    asked = generations({"max_gen_toks": 30})
+    asked = generations({"max_gen_toks": 16})
     assert found.generate_until(asked, disable_tqdm=True) != exact.generate_until(asked, disable_tqdm=True)
 
 
@@ -111,8 +111,10 @@ def test_sampling_follows_the_seed_of_the_harness(exact):
 
 
 def test_a_run_goes_on_with_the_harness_own_cache(exact, tmp_path, monkeypatch):
-    asked, cached = generations({"max_gen_toks": 10}), CachingLM(exact, str(tmp_path / "cache.db"))
+    asked = generations({"max_gen_toks": 10})
     expected = exact.generate_until(asked, disable_tqdm=True)
+    monkeypatch.setattr(exact, "cache_hook", exact.cache_hook)  # to have it back after the test
+    cached = CachingLM(exact, str(tmp_path / "cache.db"))
     stop, real = 3, exact._model_generate
 
     def break_off(*args, **kwargs):
@@ -140,6 +142,7 @@ def test_the_check_compares_answer_by_answer(place, tmp_path, monkeypatch, capsy
     gsm8k = tmp_path / "gsm8k.jsonl"
     gsm8k.write_text('{"question": "how many?", "answer": "three.\\n#### 3"}\n')
     out = tmp_path / "found.json"
+    monkeypatch.setattr("lm_eval.evaluator.add_env_info", lambda results: None)  # asks pip and the system, for seconds
     monkeypatch.setattr(sys, "argv", [
         "eval.lm_eval_check", "--target", str(place / "target"), "--draft", str(place / "head"), "--limit", "1",
         "--gsm8k", str(gsm8k), "--max-gen-toks", "20", "--threshold", "0.6", "--out", str(out),
