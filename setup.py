@@ -18,16 +18,20 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     python_requires=">=3.10",
-    packages=["eagle_fsd", "eagle_fsd.acceptance", "eagle_fsd.checkpoints"],
+    packages=["eagle_fsd", "eagle_fsd.acceptance", "eagle_fsd.checkpoints", "eagle_fsd.lm_eval"],
     package_dir={"eagle_fsd.checkpoints": "checkpoints"},
     package_data={
-        "eagle_fsd": ["demo_prompts.json"],
+        "eagle_fsd": ["demo_prompts.json", "heads.json"],
         "eagle_fsd.checkpoints": ["*/*.json", "*/*.safetensors", "*/*.jinja", "*/*.md", "*.md"],
     },
     install_requires=["torch>=2.9", "transformers>=5.17,<6", "safetensors>=0.5", "accelerate>=1.1", "tqdm>=4.66"],
     extras_require={
         "eval": ["matplotlib>=3.8"],
+        "lm_eval": ["lm_eval>=0.4.13,<0.5"],
         "dev": ["matplotlib>=3.8", "pytest>=8", "hypothesis>=6.100", "ruff>=0.8"],
     },
-    entry_points={"console_scripts": ["eagle-fsd=eagle_fsd.cli:main"]},
+    entry_points={
+        "console_scripts": ["eagle-fsd=eagle_fsd.cli:main"],
+        "lm_eval.models": ["eagle_fsd=eagle_fsd.lm_eval.model:EagleLM"],  # read by versions after 0.4.13
+    },
 )

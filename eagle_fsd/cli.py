@@ -1,8 +1,9 @@
-"""Command line: `eagle-fsd generate|chat|demo|calibrate|tune|inspect|export`."""
+"""Command line: `eagle-fsd generate|chat|demo|heads|calibrate|tune|inspect|export`."""
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 import sys
@@ -22,6 +23,7 @@ from .config import TreeConfig
 from .experiment import fingerprint
 from .export import LAYOUTS, export_head, inspect_head
 from .grading import extract_result
+from .heads import find_head, known_heads
 from .latency import known_latency
 from .methods import Answer, engine, hf_generate, interleaved
 from .model import EagleModel, demo_directory, load
@@ -51,7 +53,7 @@ def model_options() -> argparse.ArgumentParser:
     """The options of every command that loads a pair; a parent for its parser."""
     models = argparse.ArgumentParser(add_help=False)
     models.add_argument("--target", help="directory or hub id (default: the bundled pair)")
-    models.add_argument("--draft", help="directory or hub id of the target's draft head")
+    models.add_argument("--draft", help="directory or hub id of its draft head (default: the known one, see heads)")
     models.add_argument("--dtype", default="auto")
     models.add_argument("--device")
     models.add_argument("--device-map")
@@ -145,6 +147,9 @@ def build_parser() -> argparse.ArgumentParser:
     export.add_argument("--target", help="where embeddings come from, for formats that want them in the file")
     export.add_argument("--trust-remote-code", action="store_true")
 
+    heads = commands.add_parser("heads", help="list the published heads that are known, with kind, licence and source")
+    heads.add_argument("--target", help="only those of targets whose id contains this")
+
     demo = commands.add_parser("demo", parents=[models], help="compare plain, exact and fuzzy decoding")
     demo.add_argument("--threshold", type=float, default=DEMO_THRESHOLD, help="of fsd (default: %(default)s)")
     demo.add_argument("--max-new-tokens", type=int, default=200)
@@ -222,7 +227,8 @@ def run_tune(args: argparse.Namespace) -> None:
 
 def head_directory(args: argparse.Namespace, file: str) -> Path:
     """Where a file about the head goes: --out, else beside the head."""
-    out = args.out or Path(args.draft or demo_directory("demo-draft"))
+    head = args.draft or (find_head(args.target).head if args.target else demo_directory("demo-draft"))
+    out = args.out or Path(head)
     if not out.is_dir():
         raise ValueError(f"{out} is no directory to store {file} in: give --out")
     return out
@@ -242,6 +248,18 @@ def run_inspect(args: argparse.Namespace) -> None:
 def run_export(args: argparse.Namespace) -> None:
     path = export_head(args.head, args.to, args.out, target=args.target, trust_remote_code=args.trust_remote_code)
     print(f"{path} and config.json written for {args.to}")
+
+
+def run_heads(args: argparse.Namespace) -> None:
+    wanted = (args.target or "").casefold()
+    found = [head for head in known_heads() if wanted in head.target.casefold()]
+    if not found:
+        raise ValueError(f"no head is known for a target whose id contains {args.target!r}")
+    for target, heads in itertools.groupby(found, key=lambda head: head.target):
+        print(target)
+        for head in heads:
+            print(f"  {head.head}: {head.kind}, licence {head.licence}{', preferred' if head.preferred else ''}; "
+                  f"{head.source} ({head.looked_up})")
 
 
 def run_demo(args: argparse.Namespace) -> None:
@@ -293,8 +311,8 @@ def print_table(answers: dict[str, list[Answer]], results: list[str | None]) -> 
 
 
 COMMANDS = {
-    "generate": run_generate, "chat": run_chat, "demo": run_demo, "calibrate": run_calibrate,
-    "inspect": run_inspect, "export": run_export, "tune": run_tune,
+    "generate": run_generate, "chat": run_chat, "demo": run_demo, "heads": run_heads, "calibrate": run_calibrate,
+    "tune": run_tune, "inspect": run_inspect, "export": run_export,
 }
 
 

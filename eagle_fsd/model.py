@@ -18,6 +18,7 @@ from .calibration import Calibration, parse_promise, read_calibrations
 from .checkpoint import load_head
 from .config import CPU_TREE, GPU_TREE, TreeConfig
 from .draft import DraftHead
+from .heads import find_head
 from .latency import known_latency
 from .target import TargetModel, weights_digest
 
@@ -166,7 +167,8 @@ def load(
     """Load a target and its draft head.
 
     Args:
-        target, draft: directories or hub ids; both None: the bundled demo pair.
+        target, draft: directories or hub ids; both None: the bundled demo pair. A hub id as target without a draft
+            takes the head that is known for it (`eagle-fsd heads`) and says so in a warning.
         dtype: "auto" (float32 on a CPU, the checkpoint's own elsewhere), a torch dtype or its name.
         device: where to put both models; default: CUDA where available, else the CPU.
         device_map: placement by accelerate, instead of `device`; the head goes where the output layer is.
@@ -178,19 +180,24 @@ def load(
             default; or a `TreeConfig`. "auto" measures the models' latency once and keeps it (`eagle_fsd.latency`).
 
     Raises:
-        ValueError: only one of the two given, a bad `tree`, a head that does not fit, an unsupported target or
-            attention.
+        ValueError: a draft without a target, a target whose head is not known, a bad `tree`, a head that does not
+            fit, an unsupported target or attention.
         OSError: a target that `transformers` cannot find.
     """
-    if (target is None) != (draft is None):
-        missing = "draft" if draft is None else "target"
-        raise ValueError(f"{missing}= is missing: give both target and draft, or neither for the bundled pair")
+    if target is None and draft is not None:
+        raise ValueError("target= is missing: give both target and draft, or neither for the bundled pair")
     if device is not None and device_map is not None:
         raise ValueError(f"give device ({device!r}) or device_map ({device_map!r}), not both")
     if not (tree is None or tree == "auto" or isinstance(tree, TreeConfig)):
         raise ValueError(f'tree must be "auto", a TreeConfig or None, got {tree!r}')
-    if target is None or draft is None:
+    if target is None:
         target, draft = demo_directory("demo-target"), demo_directory("demo-draft")
+    elif draft is None:
+        known = find_head(target)
+        draft = known.head
+        log.warning("no draft given: taking %s, the head known for %s (%s, licence %s)", draft, known.target,
+                    known.kind, known.licence)
+    assert draft is not None
     head = load_head(draft)  # the smaller one first: its errors come before the long work
     model, tokenizer = load_target(
         target, dtype=dtype, device=device, device_map=device_map, attn_implementation=attn_implementation,

@@ -242,7 +242,7 @@ def test_load_refuses_a_head_of_another_target(saved, tmp_path, option):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"target": "somewhere"}, "draft= is missing"),
+        ({"target": "somewhere"}, "draft= is missing, and no head is known for .somewhere."),
         ({"draft": "somewhere"}, "target= is missing"),
         ({"target": "a", "draft": "b", "device": "cpu", "device_map": "auto"}, "not both"),
         ({"tree": "wide"}, 'tree must be "auto", a TreeConfig or None, got .wide.'),

@@ -7,7 +7,7 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "eagle_fsd"
 LAYERS = [
-    {"attention", "cache", "config", "divergence", "files", "noise", "questions", "tree"},
+    {"attention", "cache", "config", "divergence", "files", "heads", "noise", "questions", "tree"},
     {"acceptance", "draft", "grading", "sampling", "target"},
     {"budget", "checkpoint", "drafting"},
     {"calibration"},
@@ -19,7 +19,7 @@ LAYERS = [
     {"chat", "methods"},
     {"experiment", "tune"},
     {"calibrate", "chat_cli"},
-    {"cli"},
+    {"cli", "lm_eval"},
     {"__init__", "__main__"},
 ]
 PROGRAMS = {"chat_cli", "cli"}

@@ -1,0 +1,74 @@
+"""The harness' `hf` model with another decoder: its tokenisation, prompts, stop handling, cache and scoring stay."""
+
+from __future__ import annotations
+
+from lm_eval.api.instance import Instance
+from lm_eval.api.registry import register_model
+from lm_eval.models.huggingface import HFLM
+from torch import Tensor
+
+from ..acceptance import make_rule
+from ..api import custom_generate, resolve_rule, resolve_tree
+from ..config import TreeConfig
+from ..model import load
+from .arguments import sort_arguments
+
+SMALLEST = TreeConfig(2, 1, 1)  # where plain decoding would be faster: `custom_generate` always drafts
+
+
+@register_model("eagle_fsd")
+class EagleLM(HFLM):
+    """Generates with draft trees; log-likelihoods are the target's alone, as `hf` computes them.
+
+    Args:
+        given: `--model_args`, `--device` and `--batch_size`; see `arguments`.
+
+    Raises:
+        ValueError, TypeError: an unknown argument or a bad value.
+    """
+
+    def __init__(self, **given: object) -> None:
+        arguments = sort_arguments(given)
+        self.pair = load(**arguments.loading)
+        self.decoding = arguments.decoding
+        self.decoding_at: dict[float, dict[str, object]] = {}  # by temperature
+        super().__init__(
+            self.pair.target.model, trust_remote_code=arguments.loading.get("trust_remote_code", False),
+            **arguments.harness,
+        )
+        limit = self.pair.target.max_positions
+        if limit is not None and self.max_length > limit:
+            raise ValueError(f"max_length {self.max_length} exceeds the target's {limit} positions")
+
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
+        """One request at a time: the batch size is that of log-likelihoods."""
+        batch_size, self.batch_size_per_gpu = self.batch_size_per_gpu, 1
+        try:
+            return super().generate_until(requests, disable_tqdm)
+        finally:
+            self.batch_size_per_gpu = batch_size
+
+    def _model_generate(self, context: Tensor, max_length: int, stop: list[str], **generation_kwargs) -> Tensor:
+        """The call that `hf` would make, decoded by `custom_generate`: [1, L] -> [1, L + new tokens]."""
+        sampled = generation_kwargs.get("do_sample")
+        options = self._options(float(generation_kwargs.get("temperature", 0.0)) if sampled else 0.0)
+        return super()._model_generate(
+            context, max_length, stop, custom_generate=custom_generate, draft=self.pair.draft, **options,
+            **generation_kwargs,
+        )
+
+    def _options(self, temperature: float) -> dict[str, object]:
+        """Rule, tree and budget of `custom_generate`: those that `eagle_fsd.generate` would take."""
+        if temperature not in self.decoding_at:
+            given = {"acceptance": "fsd", "threshold": None, "divergence": None, "quality": None, "budget": None}
+            given |= self.decoding
+            if given["quality"] is not None:
+                rule = make_rule(**self.pair.calibrated(given["quality"], temperature).options)
+            else:
+                rule = resolve_rule(given["acceptance"], given["threshold"], given["divergence"] or "js", self.pair,
+                                    temperature=temperature, tree=None)
+            self.decoding_at[temperature] = {
+                "acceptance": rule, "budget": given["budget"],
+                "tree": resolve_tree(None, rule, temperature, self.pair).tree or SMALLEST,
+            }
+        return self.decoding_at[temperature]
