@@ -35,12 +35,14 @@ class Receipt(NamedTuple):
     divergence: between target and draft at the token's position, where the rule computed it; else None.
     logprob: the token's log-probability (nats) under the target, before temperature and other processors.
     regret: that of the target's best token there minus `logprob`: 0 for the best token itself.
+    exact_because: why the rule no longer decided, see `Stats`; None where it did, or there was no budget.
     """
 
     source: str
     divergence: float | None
     logprob: float
     regret: float
+    exact_because: str | None = None
 
 
 @dataclass
@@ -222,6 +224,8 @@ class Decoder:
             decision = self.budget.decide(self.settings.rule, verification, self.tokens[self.prompt_length :])
         walked = walk(verification, decision)
         path, emitted, receipts = read_walk(verification, decision.divergence, walked)
+        if self.budget is not None and self.budget.ended:
+            receipts = [receipt._replace(exact_because=self.budget.ended) for receipt in receipts]
         self.cache.commit(length, length + path)
         next_features, next_tokens = features[:, path], torch.tensor([emitted], device=self.device)
         if drafts:

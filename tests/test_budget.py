@@ -97,6 +97,8 @@ def test_greedy_regret_stays_within_the_limit_and_is_used(pair, rule):
     at = limited.stats.exact_from
     assert all(receipt.regret == 0 for receipt in limited.receipts[at:])
     assert limited.token_ids[:at] == free.token_ids[:at]
+    assert [receipt.exact_because for receipt in limited.receipts] == [None] * at + ["budget"] * (36 - at)
+    assert not any(receipt.exact_because for receipt in free.receipts)
 
 
 def test_regrets_are_those_of_the_targets_own_forward(pair):
