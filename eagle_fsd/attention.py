@@ -34,3 +34,14 @@ def apply_window(
     """The same mask for sliding-window layers: a key is seen iff query position - key position < window."""
     distance = query_positions[:, None, :, None] - key_positions[:, None, None, :]
     return mask.masked_fill(distance >= window, torch.finfo(mask.dtype).min)
+
+
+def apply_chunks(
+    mask: Tensor,  # [B, 1, N, L + M], as of `tree_mask`
+    query_positions: Tensor,  # [B, N]
+    key_positions: Tensor,  # [B, L + M]
+    chunk: int,
+) -> Tensor:
+    """The same mask for layers of chunked attention: a key is seen iff it is in the query's chunk of positions."""
+    elsewhere = (query_positions // chunk)[:, None, :, None] != (key_positions // chunk)[:, None, None, :]
+    return mask.masked_fill(elsewhere, torch.finfo(mask.dtype).min)

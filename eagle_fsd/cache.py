@@ -44,8 +44,8 @@ class TreeCacheLayer(CacheLayerMixin):
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.length + query_length, 0
 
-    def get_seq_length(self) -> int:
-        return self.length
+    def get_seq_length(self) -> int | Tensor:
+        return self.length + self.cache.skew
 
     def get_max_length(self) -> int:
         return self.cache.capacity
@@ -62,14 +62,19 @@ class TreeCache(Cache):
     def __init__(self, devices: list[torch.device], capacity: int) -> None:
         super().__init__(layers=[TreeCacheLayer(self, device) for device in devices])
         self.capacity = capacity
+        # For models that take rows for positions: [N], by how much they differ in the forward of a tree.
+        self.skew: Tensor | int = 0
         self._unallocated = Counter(devices)  # layers of each device that have no storage yet
         self._storages: dict[tuple, tuple[Tensor, int]] = {}  # storage [layers, 2, B, H, C, D] and layers handed out
 
     def allocate(self, device: torch.device, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
         """Storage for one more layer of these key and value shapes: two [B, H, C, D]."""
         batch, heads, _, size = key_states.shape
-        if value_states.shape != key_states.shape:
-            raise ValueError(f"keys {tuple(key_states.shape)} and values {tuple(value_states.shape)} differ in shape")
+        if value_states.shape != key_states.shape:  # latent attention (DeepSeek): nothing to share
+            both = [states.new_empty(batch, states.shape[1], self.capacity, states.shape[3])
+                    for states in (key_states, value_states)]
+            self._storages |= {(device, len(self._storages) + i): (storage, 1) for i, storage in enumerate(both)}
+            return both[0], both[1]
         key = (device, batch, heads, size, key_states.dtype)
         storage, used = self._storages.get(key, (None, 0))
         if storage is None or used == len(storage):

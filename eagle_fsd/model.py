@@ -132,7 +132,7 @@ def fit_head(draft: DraftHead, target: TargetModel) -> None:
     for what, have, want in zip(("hidden size", "vocabulary size"), ours, wanted, strict=True):
         if have != want:
             raise ValueError(f"the draft head does not fit the target: its {what} is {have}, the target's is {want}")
-    target.layers = draft.target_layers(len(target.decoder.layers))
+    target.layers = draft.target_layers(len(target.decoder_layers))
     if draft.shares_embeddings:
         if draft.config.hidden_size != target.hidden_size:
             raise ValueError(

@@ -12,10 +12,11 @@ from accelerate.hooks import remove_hook_from_module
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from .attention import apply_window, tree_mask
+from .attention import apply_chunks, apply_window, tree_mask
 from .cache import TreeCache
 
 MASKED_IMPLEMENTATIONS = ("sdpa", "eager")  # those that take an arbitrary 4D mask
+ATTENTION_KINDS = ("full_attention", "sliding_attention", "chunked_attention")  # layers whose cache is rows of keys
 
 
 class TargetModel:
@@ -38,27 +39,31 @@ class TargetModel:
         name = type(model).__name__
         if getattr(model.config, "is_encoder_decoder", False) or model.get_output_embeddings() is None:
             raise ValueError(f"{name} is not supported: a decoder-only causal LM with an output head is needed")
-        self.decoder: nn.Module = model.get_decoder()
-        if not hasattr(self.decoder, "layers"):
-            raise ValueError(f"{name} is not supported: its decoder has no list of layers to place a cache for")
+        decoder = model.get_decoder()
+        self.decoder: nn.Module = getattr(model, "model", decoder) if decoder is model else decoder  # Llama-4: itself
         self.lm_head: nn.Module = model.get_output_embeddings()
         self.embed_tokens: nn.Module = model.get_input_embeddings()
         self.hidden_size: int = self.config.hidden_size
         self.vocab_size: int = self.lm_head.weight.shape[0]
-        self.softcap: float | None = getattr(self.config, "final_logit_softcapping", None)
-        self.max_positions: int | None = getattr(self.config, "max_position_embeddings", None)
+        # Granite divides its logits, Cohere multiplies them, Gemma-2 caps them; all before the sampling temperature.
+        config = self.config
+        self.scale: float = (getattr(config, "logit_scale", None) or 1) / (getattr(config, "logits_scaling", None) or 1)
+        self.softcap: float | None = getattr(config, "final_logit_softcapping", None)
+        self.max_positions: int | None = getattr(config, "max_position_embeddings", None)
         self.layers: tuple[int, ...] = ()
         self._check_attention(name)
+        self.decoder_layers = self._find_layers(name)
         if check:
             self._check_logits(name)
 
     def _check_attention(self, name: str) -> None:
-        kinds = set(getattr(self.config, "layer_types", None) or [])
-        unknown = kinds - {"full_attention", "sliding_attention"}
-        if unknown or getattr(self.model, "_is_stateful", False):
+        # GPT-Neo says it in another field.
+        kinds = set(getattr(self.config, "layer_types", None) or getattr(self.config, "attention_layers", None) or [])
+        unknown = kinds - set(ATTENTION_KINDS)
+        if unknown or (getattr(self.model, "_is_stateful", False) and not kinds):
             raise ValueError(
-                f"{name} is not supported: layers of type {', '.join(sorted(unknown)) or 'recurrent state'} keep a "
-                "state that cannot be rolled back to an accepted path; full or sliding attention is needed"
+                f"{name} is not supported: it has layers of type {', '.join(sorted(unknown)) or 'recurrent state'}; "
+                "only those of full, sliding or chunked attention can verify a tree and be rolled back to a path of it"
             )
         implementation = self.config._attn_implementation
         if implementation not in MASKED_IMPLEMENTATIONS:
@@ -68,27 +73,43 @@ class TargetModel:
             )
         window = getattr(self.config, "sliding_window", None)
         self.window: int | None = window if not kinds or "sliding_attention" in kinds else None
+        self.chunk: int | None = self.config.attention_chunk_size if "chunked_attention" in kinds else None
         # Models with layer_types take one mask per type; the others (Llama, Mistral, Mixtral) take one for all.
-        self.mask_by_type = "sliding_attention" in kinds
+        self.mask_by_type = bool(kinds - {"full_attention"})
+        # Llama-4 counts positions itself to scale queries: from the length of the cache, as if the tree were a chain.
+        self.counts_positions = bool(getattr(self.config, "attn_temperature_tuning", False))
+
+    def _find_layers(self, name: str) -> nn.ModuleList:
+        """The decoder's list of layers, whatever it is called."""
+        for module in self.decoder.children():
+            if isinstance(module, nn.ModuleList) and len(module) == self.config.num_hidden_layers:
+                return module
+        raise ValueError(f"{name} is not supported: its decoder has no list of layers to place a cache for")
 
     @torch.inference_mode()
     def _check_logits(self, name: str) -> None:
         """Refuse models whose head, masks or positions do more than we know of: our logits must be the model's own."""
-        tokens = torch.arange(4, device=self.device)[None] % self.vocab_size
-        stock = self.model(input_ids=tokens, use_cache=False).logits.float().to(self.output_device)
-        cache, chain = self.new_cache(4), torch.ones(1, 2, 2, dtype=torch.bool, device=self.device).tril()
+        # Two tokens, then a tree 0 - 1 - 2, 0 - 3 - 4: its second branch is at other positions than its rows.
+        tokens = torch.arange(7, device=self.device)[None] % self.vocab_size
+        branches = torch.stack([tokens[0, [0, 1, 2, 3, 4]], tokens[0, [0, 1, 2, 5, 6]]])
+        stock = self.model(input_ids=branches, use_cache=False).logits.float().to(self.output_device)
+        stock = torch.cat([stock[0], stock[1, 3:]])
+        ancestors = torch.tensor(
+            [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 1, 1, 0, 0], [1, 0, 0, 1, 0], [1, 0, 0, 1, 1]], device=self.device
+        ).bool()[None]
+        cache = self.new_cache(7)
         try:
             features = [
                 self.prefill(tokens[:, :2], cache),
-                self.verify(tokens[:, 2:], torch.tensor([[2, 3]], device=self.device), chain, cache),
+                self.verify(tokens[:, 2:], torch.tensor([[2, 3, 4, 3, 4]], device=self.device), ancestors, cache),
             ]
         except (AttributeError, IndexError, TypeError, ValueError) as error:
             raise ValueError(f"{name} is not supported: it cannot verify a tree ({error})") from error
-        ours = self.logits(torch.cat(features, 1))
+        ours = self.logits(torch.cat(features, 1))[0]
         if not torch.allclose(stock, ours, rtol=1e-3, atol=1e-3 * stock.abs().max().item()):
             raise ValueError(
-                f"{name} is not supported: its logits are not lm_head(last hidden state) with a softcap, or depend on "
-                "more than the positions and keys that a tree mask shows"
+                f"{name} is not supported: its logits are not lm_head(last hidden state) with a scale and a softcap, "
+                "or depend on more than the positions and keys that a tree mask shows"
             )
 
     @property
@@ -115,7 +136,7 @@ class TargetModel:
 
     def new_cache(self, capacity: int) -> TreeCache:
         """An empty cache for `capacity` positions."""
-        devices = [next(layer.parameters()).device for layer in self.decoder.layers]
+        devices = [next(layer.parameters()).device for layer in self.decoder_layers]
         return TreeCache(devices, capacity)
 
     @property
@@ -131,7 +152,7 @@ class TargetModel:
         """One forward through the decoder."""
         entering: list[Tensor] = []
         hooks = [
-            self.decoder.layers[number].register_forward_pre_hook(lambda layer, inputs: entering.append(inputs[0]))
+            self.decoder_layers[number].register_forward_pre_hook(lambda layer, inputs: entering.append(inputs[0]))
             for number in self.layers
         ]
         try:
@@ -157,17 +178,29 @@ class TargetModel:
         mask = tree_mask(ancestors, prefix, self.dtype)
         if self.max_positions is not None:  # nodes beyond the last position are never emitted, but have to be embedded
             positions = positions.clamp_max(self.max_positions - 1)
-        if self.window is not None:
+        if self.window is not None or self.chunk is not None:
             committed = torch.arange(prefix, device=positions.device).expand(len(positions), -1)
-            windowed = apply_window(mask, positions, torch.cat([committed, positions], 1), self.window)
-            mask = {"full_attention": mask, "sliding_attention": windowed} if self.mask_by_type else windowed
-        return self.features(
+            mask = self._masks(mask, positions, torch.cat([committed, positions], 1))
+        if self.counts_positions:
+            cache.skew = positions[0] - torch.arange(prefix, prefix + len(positions[0]), device=positions.device)
+        features = self.features(
             tokens, position_ids=positions, attention_mask=mask, past_key_values=cache, use_cache=True
         )
+        cache.skew = 0
+        return features
+
+    def _masks(self, mask: Tensor, positions: Tensor, key_positions: Tensor) -> Tensor | dict[str, Tensor]:
+        """The tree mask as windows and chunks of layers narrow it; one for each type of layer that the model has."""
+        masks = {"full_attention": mask}
+        if self.window is not None:
+            masks["sliding_attention"] = apply_window(mask, positions, key_positions, self.window)
+        if self.chunk is not None:
+            masks["chunked_attention"] = apply_chunks(mask, positions, key_positions, self.chunk)
+        return masks if self.mask_by_type else masks["sliding_attention"]
 
     def logits(self, features: Tensor) -> Tensor:
         """Raw next-token logits [..., V] in float32, from features [..., F] or last hidden states [..., D]."""
-        return output_logits(self.lm_head, features[..., -self.hidden_size :], self.softcap)
+        return output_logits(self.lm_head, features[..., -self.hidden_size :], self.scale, self.softcap)
 
 
 def weights_digest(module: nn.Module) -> str:
@@ -180,9 +213,11 @@ def weights_digest(module: nn.Module) -> str:
     return f"{total:.9g}"
 
 
-def output_logits(lm_head: nn.Module, features: Tensor, softcap: float | None) -> Tensor:
-    """[..., D] -> [..., V] in float32, capped where the target caps its logits."""
+def output_logits(lm_head: nn.Module, features: Tensor, scale: float, softcap: float | None) -> Tensor:
+    """[..., D] -> [..., V] in float32, scaled and capped as the target scales and caps its logits."""
     logits = lm_head(features).float()
+    if scale != 1:
+        logits = logits * scale
     return logits if softcap is None else torch.tanh(logits / softcap) * softcap
 
 

@@ -5,6 +5,10 @@ from tiny import tiny_pair, tiny_tokenizer
 torch.set_num_threads(1)
 
 
+def pytest_addoption(parser):
+    parser.addoption("--write-tables", action="store_true", help="write docs/families.md from what the tests find")
+
+
 @pytest.fixture(scope="session")
 def tokenizer():
     return tiny_tokenizer()

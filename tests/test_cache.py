@@ -108,7 +108,15 @@ def test_storage_is_allocated_once_and_never_exceeded():
     assert cache.layers[0].get_max_length() == 6
 
 
-def test_keys_and_values_of_different_shapes_are_refused():
-    cache = TreeCache([CPU], 6)
-    with pytest.raises(ValueError, match="differ in shape"):
-        cache.update(random_states(2, size=4)[0], random_states(2, size=3)[0], 0)
+def test_keys_and_values_of_different_shapes():
+    """As in latent attention; the layer between them has its storage as always."""
+    cache, expected = TreeCache([CPU] * 3, 9), []
+    for layer, size in enumerate((3, 4, 3)):
+        prefix, tree = [[random_states(n)[0], random_states(n, size=size)[0]] for n in (3, 4)]
+        cache.update(*prefix, layer)
+        cache.update(*tree, layer)
+        expected.append([torch.cat([p, t[:, :, [1, 3]]], 2) for p, t in zip(prefix, tree, strict=True)])
+    cache.commit(3, torch.tensor([4, 6]))
+    for (keys, values), layer in zip(expected, cache.layers, strict=True):
+        assert torch.equal(layer.keys[:, :, : cache.length], keys)
+        assert torch.equal(layer.values[:, :, : cache.length], values)

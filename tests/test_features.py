@@ -49,11 +49,14 @@ def test_the_targets_ends_come_along(target, tmp_path):
     torch.testing.assert_close(ends.embed_tokens(torch.arange(32)), target.embed_tokens(torch.arange(32)))
 
 
-def test_softcapped_targets_keep_their_cap(tmp_path):
-    gemma = TargetModel(tiny_target("gemma2", attention="eager"))
-    ends = write(gemma, tmp_path).ends()
-    features = 40 * torch.randn(3, 16)
-    torch.testing.assert_close(ends.logits(features), gemma.logits(features))
+@pytest.mark.parametrize("family", ["gemma2", "gemma3_text", "granite", "phi"])
+def test_the_ends_of_targets_that_scale_cap_or_shift(family, tmp_path):
+    target = TargetModel(tiny_target(family, attention="eager"))
+    if target.lm_head.bias is not None:
+        torch.nn.init.normal_(target.lm_head.bias)
+    ends, features, tokens = write(target, tmp_path).ends(), 40 * torch.randn(3, 16), torch.arange(32)
+    torch.testing.assert_close(ends.logits(features), target.logits(features))
+    torch.testing.assert_close(ends.embed_tokens(tokens), target.embed_tokens(tokens))
 
 
 def test_an_interrupted_run_continues_with_the_missing_shards(target, tmp_path, monkeypatch):

@@ -6,14 +6,10 @@ V = 32 vocabulary, D = 16 hidden size.
 import torch
 from tokenizers import Tokenizer, decoders, models, processors
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
-    Gemma2Config,
     LlamaConfig,
-    MistralConfig,
-    MixtralConfig,
     PreTrainedTokenizerFast,
-    Qwen2Config,
-    Qwen3Config,
 )
 
 from eagle_fsd.checkpoint import save_head
@@ -36,29 +32,122 @@ SIZES = {
     "eos_token_id": None,
     "pad_token_id": None,
 }
+MOE = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+ROUTED = {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
+LATENT = {"num_key_value_heads": 4, "q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4,
+          "v_head_dim": 6}
+WINDOW = {"sliding_window": 8}
+TYPES = {"layer_types": ["sliding_attention", "full_attention"]}
+SHORT_ROPE = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
+# Options of stock configs beside SIZES; the model type is the family's name where it is not given.
 FAMILIES = {
-    "llama": (LlamaConfig, {}),
-    "qwen2": (Qwen2Config, {}),
-    "qwen3": (Qwen3Config, {"head_dim": 8}),
-    "mistral": (MistralConfig, {"sliding_window": None}),
-    "mistral-window": (MistralConfig, {"sliding_window": 8}),
-    "mixtral": (MixtralConfig, {"num_local_experts": 4, "sliding_window": None}),
-    "gemma2": (Gemma2Config, {"head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 8}),
+    "llama": {},
+    "llama4_text": MOE | {"attention_chunk_size": 8, "no_rope_layers": [1, 0], "floor_scale": 4, "head_dim": 8,
+                          "attn_scale": 0.5, "intermediate_size_mlp": 24},
+    "mistral": {"sliding_window": None},
+    "mistral-window": {"model_type": "mistral"} | WINDOW,
+    "ministral": {"head_dim": 8} | WINDOW | TYPES,
+    "ministral3": {"sliding_window": None, "head_dim": 8,
+                   "rope_parameters": SHORT_ROPE | {"llama_4_scaling_beta": 0.5, "mscale_all_dim": 1.0, "mscale": 1.0}},
+    "mixtral": MOE | {"sliding_window": None},
+    "qwen2": {},
+    "qwen2-window": {"model_type": "qwen2", "use_sliding_window": True} | WINDOW | TYPES,
+    "qwen2_moe": MOE | {"shared_expert_intermediate_size": 24},
+    "qwen3": {"head_dim": 8},
+    "qwen3_moe": MOE | {"head_dim": 8},
+    "gemma": {"head_dim": 8},
+    "gemma2": {"head_dim": 8, "query_pre_attn_scalar": 8} | WINDOW,
+    "gemma3_text": {"head_dim": 8, "query_pre_attn_scalar": 8} | WINDOW | TYPES,
+    "gemma4_text": {"head_dim": 8, "global_head_dim": 8, "hidden_size_per_layer_input": 8,
+                    "vocab_size_per_layer_input": VOCAB} | WINDOW | TYPES,
+    "phi": {},
+    "phi3": WINDOW,
+    "phimoe": MOE | {"sliding_window": None},
+    "olmo": {},
+    "olmo2": {},
+    "olmo3": WINDOW | TYPES,
+    "olmoe": MOE,
+    "glm": {"head_dim": 8},
+    "glm4": {"head_dim": 8},
+    "glm4_moe": MOE | ROUTED | {"head_dim": 8},
+    "gpt_oss": MOE | {"head_dim": 8} | WINDOW | TYPES,
+    "granite": {"logits_scaling": 3.0, "embedding_multiplier": 2.0, "residual_multiplier": 0.7,
+                "attention_multiplier": 0.4},
+    "granitemoe": MOE | {"logits_scaling": 3.0, "embedding_multiplier": 2.0},
+    "granitemoehybrid": MOE | {"logits_scaling": 3.0, "shared_intermediate_size": 24, "mamba_n_heads": 4,
+                               "mamba_d_head": 8, "layer_types": ["full_attention"] * 2},
+    "cohere": {"logit_scale": 0.5},
+    "cohere2": {"logit_scale": 0.5} | WINDOW | TYPES,
+    "smollm3": {"no_rope_layers": [1, 0]},
+    "starcoder2": {"sliding_window": None},
+    "starcoder2-window": {"model_type": "starcoder2"} | WINDOW,
+    "stablelm": {"partial_rotary_factor": 0.5},
+    "nemotron": {},
+    "exaone4": WINDOW | TYPES,
+    "ernie4_5": {"head_dim": 8},
+    "hunyuan_v1_dense": {"head_dim": 8},
+    "seed_oss": {"head_dim": 8},
+    "apertus": {},
+    "arcee": {},
+    "nanochat": {},
+    "deepseek_v2": MOE | ROUTED | LATENT,
+    "deepseek_v3": MOE | ROUTED | LATENT,
+    "glm4_moe_lite": MOE | ROUTED | LATENT,
+    "falcon": {"num_kv_heads": 2, "new_decoder_architecture": True},
+    "gpt2": {"n_inner": 24},
+    "gpt_bigcode": {"n_inner": 24},
+    "gptj": {"rotary_dim": 4},
+    "gpt_neox": {},
+    "opt": {"ffn_dim": 24, "word_embed_proj_dim": HIDDEN},
 }
+
+MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 4}
+LINEAR = {"layer_types": ["linear_attention", "full_attention"], "head_dim": 8}
+# What cannot verify a tree: state-space and linear layers, convolutions; positions that are the rows of the mask.
+REFUSED = {
+    "mamba": {"state_size": 4},
+    "mamba2": {"state_size": 4, "num_heads": 4, "head_dim": 8, "n_groups": 1},
+    "falcon_mamba": {"state_size": 4},
+    "rwkv": {},
+    "xlstm": {"num_heads": 2},
+    "recurrent_gemma": {"lru_width": 16, "num_hidden_layers": 3},
+    "jamba": {"use_mamba_kernels": False, "attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 4,
+              "num_experts": 1, "num_experts_per_tok": 1},
+    "bamba": MAMBA,
+    "granitemoehybrid-mamba": MOE | MAMBA | {"model_type": "granitemoehybrid", "shared_intermediate_size": 24,
+                                             "layer_types": ["linear_attention", "full_attention"]},
+    "nemotron_h": {},
+    "qwen3_next": MOE | LINEAR,
+    "qwen3_5_text": LINEAR,
+    "minimax": MOE | LINEAR,
+    "olmo_hybrid": {},
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
+    "deepseek_v32": MOE | ROUTED | LATENT | {"index_head_dim": 8, "index_n_heads": 2, "index_topk": 8},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 8},
+    "bloom": {},
+    "mpt": {"d_model": HIDDEN, "n_heads": 4, "n_layers": 2, "expansion_ratio": 2},
+    "falcon-alibi": {"model_type": "falcon", "alibi": True},
+    "trocr": {"d_model": HIDDEN, "decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 24},
+    "hyperclovax": {"logits_scaling": 2.0},
+}
+
+
+def tiny_config(family: str, **options):
+    """The family's own configuration class at a tiny size."""
+    options = SIZES | (FAMILIES | REFUSED)[family] | options
+    return AutoConfig.for_model(options.pop("model_type", family), **options)
 
 
 def tiny_target(family: str = "llama", seed: int = 0, attention: str = "eager", **options):
     """A random causal LM of the family in float32."""
-    config_class, own = FAMILIES[family]
-    config = config_class(**SIZES | own | options)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
+    model = AutoModelForCausalLM.from_config(tiny_config(family, **options), attn_implementation=attention).eval()
     torch.manual_seed(seed)
     with torch.no_grad():
         for _, weight in sorted(model.named_parameters()):
             if weight.dim() > 1:
                 weight.normal_(std=0.2)
         # Large embeddings outweigh what the layers add, large outputs make distributions peaked.
-        model.get_input_embeddings().weight.normal_(std=1.0 if family == "gemma2" else 2.0)
+        model.get_input_embeddings().weight.normal_(std=1.0 if family.startswith("gemma") else 2.0)
         model.get_output_embeddings().weight.normal_(std=0.5)
     return model
 

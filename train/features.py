@@ -41,21 +41,21 @@ DTYPES = {"torch.float32": torch.float32, "torch.bfloat16": torch.bfloat16, "tor
 class TargetEnds(nn.Module):
     """The two parts of a target that head training needs beside its features: embeddings and output layer."""
 
-    def __init__(self, embed_tokens: nn.Module, lm_head: nn.Module, softcap: float | None) -> None:
+    def __init__(self, embed_tokens: nn.Module, lm_head: nn.Module, scale: float, softcap: float | None) -> None:
         super().__init__()
-        self.embed_tokens, self.lm_head, self.softcap = embed_tokens, lm_head, softcap
+        self.embed_tokens, self.lm_head, self.scale, self.softcap = embed_tokens, lm_head, scale, softcap
         self.requires_grad_(False)
 
     @classmethod
     def of(cls, target: TargetModel, device: torch.device) -> TargetEnds:
         """Those of a target, shared with it; copies where they live on another device than the head."""
         output = target.lm_head if target.output_device == device else copy_to(target.lm_head, device)
-        return cls(target.embeddings_on(device), output, target.softcap)
+        return cls(target.embeddings_on(device), output, target.scale, target.softcap)
 
     def logits(self, features: Tensor) -> Tensor:
         """As `TargetModel.logits`: [..., F] or [..., D] -> [..., V] float32."""
         last = features[..., -self.lm_head.weight.shape[1] :]
-        return output_logits(self.lm_head, last.to(self.lm_head.weight.dtype), self.softcap)
+        return output_logits(self.lm_head, last.to(self.lm_head.weight.dtype), self.scale, self.softcap)
 
 
 class OnlineFeatures:
@@ -102,11 +102,13 @@ class OfflineFeatures:
     def ends(self) -> TargetEnds:
         """The target's embeddings and output layer, stored beside the features."""
         with safe_open(self.directory / "target_ends.safetensors", "pt") as file:
-            embeddings, output = file.get_tensor("embed_tokens"), file.get_tensor("lm_head")
-        embed = nn.Embedding.from_pretrained(embeddings)
-        head = nn.Linear(output.shape[1], output.shape[0], bias=False, dtype=output.dtype)
+            stored = {name: file.get_tensor(name) for name in file.keys()}
+        embed, output = nn.Embedding.from_pretrained(stored["embed_tokens"]), stored["lm_head"]
+        head = nn.Linear(output.shape[1], output.shape[0], bias="lm_head_bias" in stored, dtype=output.dtype)
         head.weight = nn.Parameter(output, requires_grad=False)
-        return TargetEnds(embed, head, self.index["softcap"])
+        if head.bias is not None:
+            head.bias = nn.Parameter(stored["lm_head_bias"], requires_grad=False)
+        return TargetEnds(embed, head, self.index["scale"], self.index["softcap"])
 
     def __call__(self, indices: np.ndarray, tokens: Tensor) -> Tensor:
         """Features [B, T, F] of a padded batch [B, T], 0 at padding."""
@@ -154,8 +156,8 @@ def write_features(
     first = shard_starts(documents.ends, max(1, shard_bytes // row_bytes))
     index = {
         "dataset": documents.digest(), "target": target.digest(), "dtype": str(target.dtype),
-        "feature_size": target.feature_size, "layers": list(target.layers), "softcap": target.softcap,
-        "first_documents": first,
+        "feature_size": target.feature_size, "layers": list(target.layers), "scale": target.scale,
+        "softcap": target.softcap, "first_documents": first,
     }
     directory.mkdir(parents=True, exist_ok=True)
     if (directory / "index.json").exists() and read_index(directory) != index:
@@ -166,7 +168,11 @@ def write_features(
     if needed > free:
         raise ValueError(f"features need {needed / 1e9:.2f} GB more, {directory} has {free / 1e9:.2f} GB free")
     save_atomically(directory / "index.json", lambda path: path.write_text(json.dumps(index), encoding="utf-8"))
-    ends_state = {"embed_tokens": target.embed_tokens.weight, "lm_head": target.lm_head.weight}
+    every = torch.arange(len(target.embed_tokens.weight), device=target.device)
+    # As the module gives them: Gemma scales them there.
+    ends_state = {"embed_tokens": target.embed_tokens(every), "lm_head": target.lm_head.weight}
+    if target.lm_head.bias is not None:
+        ends_state["lm_head_bias"] = target.lm_head.bias
     save_atomically(directory / "target_ends.safetensors", lambda path: save_file(
         {name: value.detach().cpu().contiguous().clone() for name, value in ends_state.items()}, path
     ))
@@ -225,7 +231,7 @@ def main() -> int:
         model, _ = load_target(args.target, dtype=args.dtype, device=args.device, device_map=args.device_map,
                                trust_remote_code=args.trust_remote_code)
         target = TargetModel(model, check=False)
-        target.layers = check_layers(args.layers, len(target.decoder.layers))
+        target.layers = check_layers(args.layers, len(target.decoder_layers))
         write_features(target, documents, args.out, batch_tokens=args.batch_tokens)
 
     return exit_status("train.features", work, (ValueError, OSError))
