@@ -6,6 +6,7 @@ V vocabulary.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -165,6 +166,7 @@ class Decoder:
         choice = (warped if self.settings.greedy else warped + self._noise(root, len(self.tokens) - 1)).argmax(-1)
         logprobs = raw.log_softmax(-1)[0, 0]
         token = choice.item()
+        require_drawable(warped[0, 0, token].item())
         self.tokens.append(token)
         # The draft reads each feature with the token after it.
         self.next_features, self.next_tokens = features, torch.cat([prompt[:, 1:], choice], 1)
@@ -215,12 +217,22 @@ class Decoder:
         return noise[0, tree.depths]
 
 
+def require_drawable(logit: float) -> None:
+    """Raise where the token drawn has no probability: no other had any either, or a NaN came out on top."""
+    if not logit > -math.inf:
+        raise ValueError(f"no token can be drawn: after the logits processors the best logit is {logit}")
+
+
 def read_walk(
     verification: Verification,
     divergence: Tensor | None,  # [1, N]
     walked,
 ) -> tuple[Tensor, list[int], list[Receipt]]:
-    """The accepted path as node indices [A + 1], the emitted tokens and their receipts: the cycle's one host copy."""
+    """The accepted path as node indices [A + 1], the emitted tokens and their receipts: the cycle's one host copy.
+
+    Raises:
+        ValueError: a token without probability was drawn.
+    """
     tree, logits = verification.tree, verification.target_logits
     last = walked.last[:, None]
     final = walked.choice.gather(1, last)  # [1, 1]
@@ -233,6 +245,7 @@ def read_walk(
     regrets = logits.amax(-1)[0, step_from[0]] - taken
     nothing = torch.full_like(logprobs, torch.nan)
     gate = nothing if divergence is None else divergence[0, step_from[0]]
+    warped = verification.warped_logits[0, step_from[0], step_to[0]]
     columns = torch.stack([
         torch.nn.functional.pad(walked.accepted[0], (0, 1), value=True).double(),
         step_to[0].double(),
@@ -240,10 +253,13 @@ def read_walk(
         gate.double(),
         logprobs.double(),
         regrets.double(),
+        warped.double(),
     ]).tolist()
-    on_path, tokens, exact, gates, logprobs, regrets = columns
+    on_path, tokens, exact, gates, logprobs, regrets, drawn = columns
     path = [i for i, kept in enumerate(on_path[:-1]) if kept]  # by level: from the root down
     steps = [*path[1:], len(on_path) - 1]
+    for i in steps:
+        require_drawable(drawn[i])
     receipts = [
         Receipt(
             "target" if i == steps[-1] else "exact" if exact[i] else "fuzzy",
@@ -327,8 +343,24 @@ def cut(
         so_far = new + emitted[:count]
         if stop_check is not None and stop_check(so_far):
             return count, "stop"
-        if settings.criteria and bool(settings.criteria(torch.tensor([prompt + so_far]), None).all()):
+        if settings.criteria and criteria_met(settings.criteria, prompt + so_far):
             return count, "stop"
         if len(so_far) == settings.max_new_tokens:
             return count, "length"
     return len(emitted), None
+
+
+def criteria_met(criteria: StoppingCriteriaList, tokens: list[int]) -> bool:
+    """Whether any of the criteria ends an answer of these tokens, the prompt included.
+
+    Raises:
+        TypeError: a criterion that answers neither with a bool nor with a tensor of one.
+    """
+    ids = torch.tensor([tokens])
+    for criterion in criteria:
+        found = criterion(ids, None)
+        if not (isinstance(found, bool) or isinstance(found, Tensor) and found.numel() == 1):
+            raise TypeError(f"a stopping criterion must return a bool or a tensor of one, got {found!r}")
+        if found:
+            return True
+    return False

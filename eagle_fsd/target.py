@@ -26,7 +26,8 @@ class TargetModel:
 
     Raises:
         ValueError: a model that cannot be verified with a tree: no rollback of its cache, an attention
-            implementation without arbitrary masks, or logits that are not the model's own when computed our way.
+            implementation without arbitrary masks, or logits that are not the model's own when computed our way; or
+            one with weights that are not finite.
     """
 
     def __init__(self, model: PreTrainedModel, *, check: bool = True) -> None:
@@ -46,6 +47,7 @@ class TargetModel:
         self.max_positions: int | None = getattr(self.config, "max_position_embeddings", None)
         self._check_attention(name)
         if check:
+            self._check_weights(name)
             self._check_logits(name)
 
     def _check_attention(self, name: str) -> None:
@@ -68,10 +70,21 @@ class TargetModel:
         self.mask_by_type = "sliding_attention" in kinds
 
     @torch.inference_mode()
+    def _check_weights(self, name: str) -> None:
+        """Refuse damaged weights; a finite sum, which is quicker to take, already shows that all are finite."""
+        for parameter, weight in self.model.named_parameters():
+            if weight.is_meta or not weight.is_floating_point() or weight.element_size() == 1:
+                continue
+            if not weight.sum(dtype=torch.float32).isfinite() and not weight.isfinite().all():
+                raise ValueError(f"{name} is damaged: its {parameter} holds values that are not finite")
+
+    @torch.inference_mode()
     def _check_logits(self, name: str) -> None:
         """Refuse models whose head, masks or positions do more than we know of: our logits must be the model's own."""
         tokens = torch.arange(4, device=self.device)[None] % self.vocab_size
         stock = self.model(input_ids=tokens, use_cache=False).logits.float().to(self.output_device)
+        if not stock.isfinite().all():
+            raise ValueError(f"{name} is not supported: its logits are not finite in {self.dtype}")
         cache, chain = self.new_cache(4), torch.ones(1, 2, 2, dtype=torch.bool, device=self.device).tril()
         try:
             features = [
