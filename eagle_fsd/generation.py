@@ -31,11 +31,12 @@ from .tree import DraftTree, root_only
 class Receipt(NamedTuple):
     """How one token came to be.
 
-    source: "target" (drawn by the target after the accepted path), "exact" (a draft token that the target itself
-        would have drawn there) or "fuzzy" (one that only the rule accepted).
-    divergence: between target and draft at the token's position, where the rule computed it; else None.
-    logprob: the token's log-probability (nats) under the target, before temperature and other processors.
-    regret: that of the target's best token there minus `logprob`: 0 for the best token itself.
+    Args:
+        source: "target" (drawn by the target after the accepted path), "exact" (a draft token that the target
+            itself would have drawn there) or "fuzzy" (one that only the rule accepted).
+        divergence: between target and draft at the token's position, where the rule computed it; else None.
+        logprob: the token's log-probability (nats) under the target, before temperature and other processors.
+        regret: that of the target's best token there minus `logprob`: 0 for the best token itself.
     """
 
     source: str
