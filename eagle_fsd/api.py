@@ -22,10 +22,11 @@ from .autotree import Choice
 from .calibration import read_calibrations
 from .checkpoint import load_head
 from .config import TreeConfig
+from .divergence import get_divergence
 from .draft import DraftHead
 from .generation import Output, Session, Settings, run
 from .model import EagleModel, bundled_pair
-from .sampling import build_processors, require_integer
+from .sampling import build_processors, check_functions, require_integer
 
 log = logging.getLogger(__name__)
 
@@ -41,8 +42,7 @@ def ending(streamer: BaseStreamer | None) -> Iterator[None]:
     Raises:
         TypeError: it is no streamer.
     """
-    if streamer is not None and not (hasattr(streamer, "put") and hasattr(streamer, "end")):
-        raise TypeError(f"a streamer has methods put and end, as those of transformers, got {streamer!r}")
+    check_streamer(streamer)
     try:
         yield
     finally:
@@ -124,7 +124,12 @@ def generate(
         `Output` with text, token_ids, finish_reason, seed, stats and receipts; for a batch, a list of them.
 
     Raises:
-        ValueError, TypeError: a bad option, or a prompt that is empty, too long or of no accepted form.
+        ValueError, TypeError: a bad option, or a prompt that is empty, too long or of no accepted form, before any
+            forward; while decoding, a rule, processor or criterion that returns something else than it must, or
+            processors that leave no token to draw.
+
+    What a rule, processor, criterion or streamer raises itself is passed on. No error changes the model: the next call
+    gives what it would have given without.
     """
     model = bundled_pair() if model is None else model
     if not isinstance(model, EagleModel):
@@ -145,9 +150,10 @@ def generate(
         min_new_tokens=min_new_tokens, prompt_length=len(ids), eos_ids=sorted(eos_ids), custom=logits_processor,
         device=model.target.device,
     )
-    if seed is None:
-        seed = random.SystemRandom().getrandbits(48)
-    require_integer("seed", seed, 0)
+    seed = random.SystemRandom().getrandbits(48) if seed is None else check_seed(seed)
+    if not isinstance(ignore_eos, bool):
+        raise TypeError(f"ignore_eos must be a bool, got {ignore_eos!r}")
+    check_functions("stopping_criteria", stopping_criteria)
     choice = resolve_tree(tree, rule, temperature, model)
     settings = Settings(
         rule=rule,
@@ -155,7 +161,7 @@ def generate(
         cost=choice.cost,
         processors=processors,
         greedy=temperature == 0,
-        seed=int(seed) % 2**63,
+        seed=seed,
         max_new_tokens=room,
         eos_ids=frozenset() if ignore_eos else eos_ids,
         stop_ids=check_stop_ids(stop_token_ids, model),
@@ -192,15 +198,19 @@ def encode_prompt(prompt: object, model: EagleModel) -> tuple[list[int], bool]:
         ValueError, TypeError: see `generate`.
     """
     if isinstance(prompt, Tensor):
-        if prompt.is_floating_point() or prompt.dtype == torch.bool or prompt.dim() not in (1, 2):
+        integers = not (prompt.is_floating_point() or prompt.is_complex() or prompt.dtype == torch.bool)
+        if not integers or prompt.is_meta or prompt.dim() not in (1, 2):
             raise ValueError(f"a prompt tensor must be integer [L] or [1, L], got {prompt.dtype} {list(prompt.shape)}")
         return _encode_tensor(prompt, model)
     if isinstance(prompt, (list, tuple)) and prompt and isinstance(prompt[0], (str, list, tuple, Tensor)):
         if len(prompt) > 1:
             raise ValueError(f"batches are not supported yet: one prompt at a time, got {len(prompt)}")
-        return encode_prompt(prompt[0], model)[0], True
+        ids, nested = encode_prompt(prompt[0], model)
+        if nested:
+            raise TypeError("a batch must hold prompts, not further batches")
+        return ids, True
     if isinstance(prompt, str):
-        ids = _need_tokenizer(model)(prompt)["input_ids"]
+        ids = _need_tokenizer(model)(_encodable("the prompt", prompt))["input_ids"]
     elif isinstance(prompt, (list, tuple)) and all(isinstance(message, dict) for message in prompt) and prompt:
         ids = _encode_chat(list(prompt), model)
     elif isinstance(prompt, (list, tuple)):
@@ -233,15 +243,27 @@ def _need_tokenizer(model: EagleModel):
     return model.tokenizer
 
 
+def _encodable(what: str, text: str) -> str:
+    """The text, refused where a lone surrogate in it cannot be encoded."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{what} is no valid text: a lone surrogate {text[error.start]!r} at {error.start}") from error
+    return text
+
+
 def _encode_chat(messages: list[dict], model: EagleModel) -> list[int]:
     tokenizer = _need_tokenizer(model)
     for message in messages:
-        if not {"role", "content"} <= set(message) or not isinstance(message["content"], str):
-            raise ValueError(f'a chat message needs "role" and a text as "content", got {message!r}')
+        if not (isinstance(message.get("role"), str) and isinstance(message.get("content"), str)):
+            raise ValueError(f'a chat message needs "role" and "content", both text, got {message!r}')
     if tokenizer.chat_template is None:
         raise ValueError("the tokenizer has no chat template: give the prompt as text or token ids")
-    rendered = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    return tokenizer(rendered, add_special_tokens=False)["input_ids"]
+    try:
+        rendered = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    except Exception as error:  # templates raise for roles or an order that they do not know
+        raise ValueError(f"the tokenizer's chat template refuses the chat: {error}") from error
+    return tokenizer(_encodable("the chat", rendered), add_special_tokens=False)["input_ids"]
 
 
 def check_length(prompt_length: int, max_new_tokens: int, model: EagleModel) -> int:
@@ -262,6 +284,8 @@ def resolve_rule(
     tree: TreeConfig | None,
 ) -> Rule:
     """The rule of these options; without a threshold the head's calibrated one, else the lossless end."""
+    if divergence is not None:
+        get_divergence(divergence)  # a wrong one is refused even where the rule does not gate on it
     if not isinstance(acceptance, str):
         return warn_of_infinity(make_rule(acceptance, threshold=threshold), model)
     if threshold is None and acceptance == "fsd":
@@ -281,6 +305,20 @@ def warn_of_infinity(rule: Rule, model: EagleModel) -> Rule:
             log.warning("%s is infinite with a draft that names %d of %d tokens: nothing passes; take js, tv or "
                         "reverse_kl", divergence, model.draft.draft_vocab_size, model.target.vocab_size)
     return rule
+
+
+def check_seed(seed: object) -> int:
+    require_integer("seed", seed, 0)
+    if seed >= 2**63:
+        raise ValueError(f"seed must be below 2**63, got {seed}")
+    return int(seed)
+
+
+def check_streamer(streamer: object) -> None:
+    """Raise unless it is None or has the methods of the streamers of `transformers`."""
+    if streamer is not None and not (callable(getattr(streamer, "put", None))
+                                     and callable(getattr(streamer, "end", None))):
+        raise TypeError(f"streamer must have the methods put and end, got {streamer!r}")
 
 
 def check_budget(budget: float | None, rule: Rule, greedy: bool) -> float | None:
@@ -319,10 +357,13 @@ def check_tree(tree: TreeConfig, model: EagleModel) -> TreeConfig:
 
 
 def check_stop_strings(stop: str | Sequence[str] | None, model: EagleModel) -> list[str]:
+    if not (stop is None or isinstance(stop, (str, list, tuple))):
+        raise TypeError(f"stop must be a string or a list of strings, got {stop!r}")
     stops = [stop] if isinstance(stop, str) else list(stop or [])
     for string in stops:
         if not isinstance(string, str) or not string:
             raise ValueError(f"stop must hold non-empty strings, got {string!r}")
+        _encodable("stop", string)
     if stops:
         _need_tokenizer(model)
     return stops
@@ -331,7 +372,7 @@ def check_stop_strings(stop: str | Sequence[str] | None, model: EagleModel) -> l
 def check_stop_ids(stop_token_ids: Sequence[int] | None, model: EagleModel) -> frozenset[int]:
     if stop_token_ids is None:
         return frozenset()
-    if not isinstance(stop_token_ids, Iterable) or isinstance(stop_token_ids, str):
+    if not isinstance(stop_token_ids, Iterable) or isinstance(stop_token_ids, (str, bytes)):
         raise TypeError(f"stop_token_ids must be a sequence of token ids, got {stop_token_ids!r}")
     ids = list(stop_token_ids)
     for token in ids:
@@ -381,7 +422,8 @@ def custom_generate(
         ValueError, TypeError: a batch, padding, beams, inputs other than tokens, outputs other than tokens, or a bad
             option.
     """
-    assert generation_config is not None
+    if generation_config is None:
+        raise TypeError("custom_generate is called by generate: model.generate(..., custom_generate=custom_generate)")
     if draft is None:
         raise ValueError("draft= is missing: a DraftHead or the directory or hub id of one")
     if generation_config.num_beams > 1:
@@ -405,7 +447,7 @@ def custom_generate(
     criteria, eos_ids, max_length = split_criteria(stopping_criteria or StoppingCriteriaList())
     ids = _check_ids(input_ids[0].tolist(), pair)
     if seed is not None:
-        require_integer("seed", seed, 0)
+        seed = check_seed(seed)
     limit = (max_length if max_length is not None else generation_config.max_length) - len(ids)
     temperature = (generation_config.temperature or 1.0) if generation_config.do_sample else 0.0
     rule = resolve_rule(acceptance, threshold, divergence, pair, temperature=temperature, tree=tree)

@@ -242,7 +242,9 @@ def read_logs(head: str | Path) -> list[TreeLog]:
         ValueError: the file is damaged.
     """
     def build(entry: dict) -> TreeLog:
-        return TreeLog(entry["rule"], entry["temperature"], [_unpacked(*each) for each in entry["cycles"]])
+        if not entry["cycles"]:
+            raise ValueError("a log without cycles")
+        return TreeLog(entry["rule"], float(entry["temperature"]), [_unpacked(*each) for each in entry["cycles"]])
 
     return read_entries(Path(head) / FILE, "logs", build, "eagle-fsd tune")
 
@@ -261,7 +263,12 @@ def _packed(cycle: Cycle) -> list:
 
 
 def _unpacked(parents: list[int], ranks: list[int], log_probs: list[float], taken: list[int]) -> Cycle:
-    return Cycle(parents, ranks, log_probs, [node in taken for node in range(len(parents))])
+    count = len(parents)
+    if not 0 < count == len(ranks) == len(log_probs) or not all(-1 <= p < node for node, p in enumerate(parents)):
+        raise ValueError("a cycle needs as many parents, ranks and log-probabilities, and parents before children")
+    if not all(map(math.isfinite, log_probs)):
+        raise ValueError("log-probabilities must be finite")
+    return Cycle(parents, ranks, log_probs, [node in taken for node in range(count)])
 
 
 class AutoTree:

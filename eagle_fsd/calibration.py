@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .acceptance import Decision, Rule, Verification, Walk, walk
+from .acceptance import Decision, Rule, Verification, Walk, make_rule, walk
 from .budget import EXACT_RULE, cycle_cost
 from .files import read_entries, write_entries
 
@@ -209,7 +209,13 @@ def read_calibrations(head: str | Path) -> list[Calibration]:
     Raises:
         ValueError: the file is damaged.
     """
-    return read_entries(Path(head) / FILE, "calibrations", lambda entry: Calibration(**entry), "eagle-fsd calibrate")
+    def build(entry: dict) -> Calibration:
+        found = Calibration(**entry)
+        parse_promise(found.promise)
+        make_rule(**found.options)
+        return found
+
+    return read_entries(Path(head) / FILE, "calibrations", build, "eagle-fsd calibrate")
 
 
 def store_calibration(head: str | Path, calibration: Calibration) -> Path:

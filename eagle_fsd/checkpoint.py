@@ -25,6 +25,24 @@ log = logging.getLogger(__name__)
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 
 
+def check_source(name: str, source: object) -> str:
+    """A directory or hub id as text.
+
+    Raises:
+        TypeError: neither text nor a path.
+        ValueError: a file, or a path at which there is nothing.
+    """
+    if not isinstance(source, (str, Path)):
+        raise TypeError(f"{name} must be a directory or a hub id, got {source!r}")
+    text, path = str(source), Path(source)
+    if path.is_file():
+        raise ValueError(f"{name} must be a directory or a hub id, {text!r} is a file")
+    is_path = isinstance(source, Path) or path.is_absolute() or text.startswith(".")
+    if not text or is_path and not path.is_dir():
+        raise ValueError(f"{name} must be a directory or a hub id, there is no directory {text!r}")
+    return text
+
+
 def _fetch(source: str, filename: str) -> str | None:
     """Local path of a file of a directory or hub repository; None where it has no such file."""
     if Path(source).is_dir():
@@ -44,17 +62,27 @@ def _read_weights(path: str) -> dict[str, Tensor]:
         raise ValueError(f"{path} was refused, since it holds more than tensors or is damaged: {error}") from error
 
 
+def _require_finite(state: dict[str, Tensor], path: str) -> None:
+    for name, value in state.items():
+        if value.is_floating_point() and not value.isfinite().all():
+            raise ValueError(f"{path} is damaged: {name} holds values that are not finite")
+
+
 def load_head(source: str | Path) -> DraftHead:
     """A draft head from a directory or hub id, in float32 on the CPU; an `Eagle3Head` where the files hold one.
 
     Where the file has no embeddings, `shares_embeddings` is True and the target's must be given
     (`head.share_embeddings(...)`; `eagle_fsd.load` does it).
 
+    A changed bit among a file's numbers goes unnoticed unless a number is no longer finite: the format has no checksum.
+
     Raises:
-        ValueError: not a head of this kind: files missing or damaged, keys missing, unknown or of the wrong shape, or a
-            variant that is not read.
+        TypeError: `source` is neither text nor a path.
+        ValueError: not a head of this kind: files missing or damaged, keys missing, unknown or of the wrong shape,
+            numbers that are not finite, or a variant that is not read.
+        OSError: a hub id that cannot be found or fetched.
     """
-    source = str(source)
+    source = check_source("a draft head", source)
     config_path = _fetch(source, "config.json")
     if config_path is None:
         raise ValueError(f"{source!r} has no config.json; a draft head needs config.json and {' or '.join(WEIGHTS)}")
@@ -69,15 +97,17 @@ def load_head(source: str | Path) -> DraftHead:
     if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
         raise ValueError(f"{weights_path} holds no dictionary of tensors")
 
-    if "draft_vocab_size" in fields or any(name.endswith("hidden_norm.weight") for name in state):
-        head = Eagle3Head(config, bias="fc.bias" in state)
+    _require_finite(state, weights_path)
+    is_eagle3 = "draft_vocab_size" in fields or any(name.endswith("hidden_norm.weight") for name in state)
+    try:
+        head = (Eagle3Head if is_eagle3 else DraftHead)(config, bias="fc.bias" in state)
+    except (ArithmeticError, MemoryError, RuntimeError) as error:  # sizes that no head can have
+        raise ValueError(f"{config_path} describes no head that can be made: {error}") from error
+    if isinstance(head, Eagle3Head):
         state = _eagle3_state(head, state, weights_path)
-        kind = "EAGLE-3"
-    else:
-        if "fc.bias" not in state and fields.get("bias", True):  # a missing key means true in the published code
-            log.info("%s has no fc.bias although its config says so; loading it without one", source)
-        head = DraftHead(config, bias="fc.bias" in state)
-        kind = "EAGLE-1/2"
+    elif "fc.bias" not in state and fields.get("bias", True):  # a missing key means true in the published code
+        log.info("%s has no fc.bias although its config says so; loading it without one", source)
+    kind = "EAGLE-3" if is_eagle3 else "EAGLE-1/2"
     missing, unknown = _compare_keys(head, state)
     if missing == {"embed_tokens.weight"}:
         missing = set()
@@ -214,7 +244,20 @@ def save_head(
         dtype: type of the stored weights; None keeps the head's.
         file: one of WEIGHTS.
         extra: goes into config.json.
+
+    Raises:
+        TypeError: not a head, `dtype` is no torch dtype, or an `extra` that JSON does not know.
+        ValueError: `file` is not in WEIGHTS, or a dtype that is not of floating point.
+        OSError: `directory` cannot be written.
     """
+    if not isinstance(head, DraftHead):
+        raise TypeError(f"save_head writes a DraftHead, got {type(head).__name__}")
+    if file not in WEIGHTS:
+        raise ValueError(f"file must be one of {', '.join(WEIGHTS)}, got {file!r}")
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        raise TypeError(f"dtype must be a torch dtype or None, got {dtype!r}")
+    if dtype is not None and not dtype.is_floating_point:
+        raise ValueError(f"dtype must be of floating point, got {dtype}")
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     state = {

@@ -9,6 +9,7 @@ import statistics
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 
@@ -80,8 +81,15 @@ def load_pair(args: argparse.Namespace) -> EagleModel:
     return load(**{name: getattr(args, name) for name in MODEL_OPTIONS})
 
 
+class Parser(argparse.ArgumentParser):
+    """Says in one line what is wrong, without the usage."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}\n")
+
+
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="eagle-fsd", description="EAGLE-2 decoding with fuzzy acceptance.")
+    parser = Parser(prog="eagle-fsd", description="EAGLE-2 decoding with fuzzy acceptance.")
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True)
 
@@ -334,7 +342,7 @@ def exit_status(
     except BrokenPipeError:
         return 0
     except errors as error:
-        print(f"{program}: {error}", file=sys.stderr)
+        print(f"{program}: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     return 0
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from numbers import Real
 
 
 @dataclass(frozen=True)
@@ -31,14 +32,18 @@ class Confidence:
                 raise ValueError(f"Confidence.{name} must ascend to at most 0, got {values}")
 
 
+def _is_number(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
 @dataclass(frozen=True)
 class TreeConfig:
     """Size and shape limits of the draft tree (EAGLE-2, arXiv 2406.16858, section 4).
 
     Args:
-        total_tokens: nodes verified per cycle, the root included (>= 2), as in the published code.
-        depth: levels below the root (>= 1). The published code counts forwards after the first: its d is our d + 1.
-        top_k: children scored per expanded node, and nodes expanded per level (>= 1).
+        total_tokens: nodes verified per cycle, the root included (2 to 4096), as in the published code.
+        depth: levels below the root (1 to 256). The published code counts forwards after the first: its d is our d + 1.
+        top_k: children scored per expanded node, and nodes expanded per level (1 to 256).
         draft_temperature: the draft's logits are divided by it before the log-softmax that ranks nodes; 1 is the
             published behaviour. Below 1 the tree becomes deeper and narrower, which pays when decoding is greedy.
         confidence: what ranks nodes instead, fitted to what was accepted; None: the draft's log-probability.
@@ -59,17 +64,20 @@ class TreeConfig:
     least_probability: float = 0.0
 
     def __post_init__(self) -> None:
-        for name, least in (("total_tokens", 2), ("depth", 1), ("top_k", 1)):
+        for name, least, most in (("total_tokens", 2, 4096), ("depth", 1, 256), ("top_k", 1, 256)):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int):
                 raise TypeError(f"TreeConfig.{name} must be an int, got {value!r}")
             if value < least:
                 raise ValueError(f"TreeConfig.{name} must be at least {least}, got {value}")
-        if not (isinstance(self.draft_temperature, (int, float)) and 0 < self.draft_temperature < math.inf):
+            if value > most:  # beyond any use, and memory would run out in the middle of an answer
+                raise ValueError(f"TreeConfig.{name} must be at most {most}, got {value}")
+        if not (_is_number(self.draft_temperature) and 0 < self.draft_temperature < math.inf):
             raise ValueError(f"TreeConfig.draft_temperature must be a positive number, got {self.draft_temperature!r}")
         for name in ("least_reach", "least_probability"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ValueError(f"TreeConfig.{name} must be at least 0, got {getattr(self, name)!r}")
+            value = getattr(self, name)
+            if not (_is_number(value) and 0 <= value < math.inf):
+                raise ValueError(f"TreeConfig.{name} must be a number of at least 0, got {value!r}")
         if not (self.confidence is None or isinstance(self.confidence, Confidence)):
             raise TypeError(f"TreeConfig.confidence must be a Confidence or None, got {self.confidence!r}")
 

@@ -29,10 +29,18 @@ class DraftHead(nn.Module):
         config: a Llama config with `num_hidden_layers=1`, of the target's hidden size and vocabulary; its field
             `qkv_bias` (default false) gives q, k and v a bias, as in the published code.
         bias: whether `fc` has a bias.
+
+    Raises:
+        TypeError: `config` is no Llama config.
+        ValueError: a config of more than one layer.
     """
 
     def __init__(self, config: LlamaConfig, *, bias: bool = False) -> None:
         super().__init__()
+        if not isinstance(config, LlamaConfig):
+            raise TypeError(f"a draft head is made from a LlamaConfig, got {type(config).__name__}")
+        if config.num_hidden_layers != 1:
+            raise ValueError(f"a draft head has 1 layer, the config has {config.num_hidden_layers}")
         self.config = config = copy.deepcopy(config)
         config._attn_implementation = "sdpa"
         self.embed_tokens: nn.Module = nn.Embedding(config.vocab_size, config.hidden_size)

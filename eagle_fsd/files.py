@@ -54,7 +54,7 @@ def read_entries(path: Path, name: str, build: Callable[[dict], T], command: str
         return []
     try:
         return [build(entry) for entry in json.loads(path.read_text(encoding="utf-8"))[name]]
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise ValueError(f"{path} cannot be read ({error}); delete it and run {command} again") from error
 
 

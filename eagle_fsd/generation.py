@@ -6,6 +6,7 @@ V vocabulary.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -30,12 +31,13 @@ from .tree import DraftTree, root_only
 class Receipt(NamedTuple):
     """How one token came to be.
 
-    source: "target" (drawn by the target after the accepted path), "exact" (a draft token that the target itself
-        would have drawn there) or "fuzzy" (one that only the rule accepted).
-    divergence: between target and draft at the token's position, where the rule computed it; else None.
-    logprob: the token's log-probability (nats) under the target, before temperature and other processors.
-    regret: that of the target's best token there minus `logprob`: 0 for the best token itself.
-    exact_because: why the rule no longer decided, see `Stats`; None where it did, or there was no budget.
+    Args:
+        source: "target" (drawn by the target after the accepted path), "exact" (a draft token that the target
+            itself would have drawn there) or "fuzzy" (one that only the rule accepted).
+        divergence: between target and draft at the token's position, where the rule computed it; else None.
+        logprob: the token's log-probability (nats) under the target, before temperature and other processors.
+        regret: that of the target's best token there minus `logprob`: 0 for the best token itself.
+        exact_because: why the rule no longer decided, see `Stats`; None where it did, or there was no budget.
     """
 
     source: str
@@ -199,6 +201,7 @@ class Decoder:
         choice = (warped if self.settings.greedy else warped + self._noise(root, len(self.tokens) - 1)).argmax(-1)
         logprobs = raw.log_softmax(-1)[0, 0]
         token = choice.item()
+        require_drawable(warped[0, 0, token].item())
         self.tokens.append(token)
         if self.next_features is not None:
             features = torch.cat([self.next_features, features], 1)
@@ -254,6 +257,12 @@ class Decoder:
         return noise[0, tree.depths]
 
 
+def require_drawable(logit: float) -> None:
+    """Raise where the token drawn has no probability: no other had any either, or a NaN came out on top."""
+    if not logit > -math.inf:
+        raise ValueError(f"no token can be drawn: after the logits processors the best logit is {logit}")
+
+
 def shared_prefix(first: Sequence[int], second: Sequence[int]) -> int:
     """How many tokens both begin with."""
     pairs = enumerate(zip(first, second, strict=False))
@@ -275,7 +284,11 @@ def read_walk(
     divergence: Tensor | None,  # [1, N]
     walked,
 ) -> tuple[Tensor, list[int], list[Receipt]]:
-    """The accepted path as node indices [A + 1], the emitted tokens and their receipts: the cycle's one host copy."""
+    """The accepted path as node indices [A + 1], the emitted tokens and their receipts: the cycle's one host copy.
+
+    Raises:
+        ValueError: a token without probability was drawn.
+    """
     tree, logits = verification.tree, verification.target_logits
     last = walked.last[:, None]
     final = walked.choice.gather(1, last)  # [1, 1]
@@ -288,6 +301,7 @@ def read_walk(
     regrets = logits.amax(-1)[0, step_from[0]] - taken
     nothing = torch.full_like(logprobs, torch.nan)
     gate = nothing if divergence is None else divergence[0, step_from[0]]
+    warped = verification.warped_logits[0, step_from[0], step_to[0]]
     columns = torch.stack([
         torch.nn.functional.pad(walked.accepted[0], (0, 1), value=True).double(),
         step_to[0].double(),
@@ -295,10 +309,13 @@ def read_walk(
         gate.double(),
         logprobs.double(),
         regrets.double(),
+        warped.double(),
     ]).tolist()
-    on_path, tokens, exact, gates, logprobs, regrets = columns
+    on_path, tokens, exact, gates, logprobs, regrets, drawn = columns
     path = [i for i, kept in enumerate(on_path[:-1]) if kept]  # by level: from the root down
     steps = [*path[1:], len(on_path) - 1]
+    for i in steps:
+        require_drawable(drawn[i])
     receipts = [
         Receipt(
             "target" if i == steps[-1] else "exact" if exact[i] else "fuzzy",
@@ -388,8 +405,24 @@ def cut(
         so_far = new + emitted[:count]
         if stop_check is not None and stop_check(so_far):
             return count, "stop"
-        if settings.criteria and bool(settings.criteria(torch.tensor([prompt + so_far]), None).all()):
+        if settings.criteria and criteria_met(settings.criteria, prompt + so_far):
             return count, "stop"
         if len(so_far) == settings.max_new_tokens:
             return count, "length"
     return len(emitted), None
+
+
+def criteria_met(criteria: StoppingCriteriaList, tokens: list[int]) -> bool:
+    """Whether any of the criteria ends an answer of these tokens, the prompt included.
+
+    Raises:
+        TypeError: a criterion that answers neither with a bool nor with a tensor of one.
+    """
+    ids = torch.tensor([tokens])
+    for criterion in criteria:
+        found = criterion(ids, None)
+        if not (isinstance(found, bool) or isinstance(found, Tensor) and found.numel() == 1):
+            raise TypeError(f"a stopping criterion must return a bool or a tensor of one, got {found!r}")
+        if found:
+            return True
+    return False

@@ -15,12 +15,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from .acceptance import make_rule
 from .autotree import AutoTree, describe, read_logs
 from .calibration import Calibration, parse_promise, read_calibrations
-from .checkpoint import load_head
+from .checkpoint import check_source, load_head
 from .config import CPU_TREE, GPU_TREE, TreeConfig
 from .draft import DraftHead
 from .heads import find_head
 from .latency import known_latency
-from .target import TargetModel, weights_digest
+from .target import MASKED_IMPLEMENTATIONS, TargetModel, weights_digest
 
 log = logging.getLogger(__name__)
 
@@ -48,8 +48,13 @@ class EagleModel:
         """Join a causal LM and a head; the head is moved to the target's last device and dtype.
 
         Raises:
+            TypeError: a part of the wrong type.
             ValueError: an unsupported target, or a head of another hidden size or vocabulary.
         """
+        for name, part, kind in (("target", target, PreTrainedModel), ("draft", draft, torch.nn.Module),
+                                 ("tokenizer", tokenizer, PreTrainedTokenizerBase)):
+            if not isinstance(part, kind) and (part is not None or name == "target"):
+                raise TypeError(f"{name} must be a {kind.__name__}, got {type(part).__name__}")
         adapter = TargetModel(target, check=target not in _checked)
         _checked.add(target)
         if draft is not None:
@@ -180,9 +185,11 @@ def load(
             default; or a `TreeConfig`. "auto" measures the models' latency once and keeps it (`eagle_fsd.latency`).
 
     Raises:
-        ValueError: a draft without a target, a target whose head is not known, a bad `tree`, a head that does not
-            fit, an unsupported target or attention.
-        OSError: a target that `transformers` cannot find.
+        TypeError: an argument of the wrong type.
+        ValueError: a draft without a target, a target whose head is not known, a bad option, damaged or missing files,
+            a head that does not fit, an unsupported target or attention. A changed bit among a file's numbers goes
+            unnoticed unless a number is no longer finite: the format has no checksum.
+        OSError: a hub id that cannot be found or fetched, or a target's broken config.
     """
     if target is None and draft is not None:
         raise ValueError("target= is missing: give both target and draft, or neither for the bundled pair")
@@ -193,20 +200,24 @@ def load(
     if target is None:
         target, draft = demo_directory("demo-target"), demo_directory("demo-draft")
     elif draft is None:
-        known = find_head(target)
+        known = find_head(check_source("target", target))
         draft = known.head
         log.warning("no draft given: taking %s, the head known for %s (%s, licence %s)", draft, known.target,
                     known.kind, known.licence)
     assert draft is not None
+    target = check_source("target", target)
     head = load_head(draft)  # the smaller one first: its errors come before the long work
+    beside = Path(check_source("calibration", draft if calibration is None else calibration))
+    if calibration is not None and not beside.is_dir():
+        raise ValueError(f"calibration must be a directory, there is none at {str(beside)!r}")
+    calibrations, logs = read_calibrations(beside), read_logs(draft) if tree == "auto" else []
     model, tokenizer = load_target(
         target, dtype=dtype, device=device, device_map=device_map, attn_implementation=attn_implementation,
         trust_remote_code=trust_remote_code,
     )
     pair = EagleModel.from_parts(model, head, tokenizer)
-    pair.calibrations = read_calibrations(draft if calibration is None else calibration)
+    pair.calibrations = calibrations
     if tree == "auto":
-        logs = read_logs(draft)
         if logs:
             latency = known_latency(pair.target, head)
             pair.trees = AutoTree(logs, latency, stopping=pair.target.output_device.type == "cpu")
@@ -215,6 +226,28 @@ def load(
     elif tree is not None:
         pair.tree = tree
     return pair
+
+
+def check_dtype(dtype: object) -> None:
+    """Raise unless it is "auto", None, or a floating torch dtype or its name."""
+    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if dtype not in ("auto", None) and not (isinstance(found, torch.dtype) and found.is_floating_point):
+        raise ValueError(f'dtype must be "auto", a floating torch dtype or its name such as "bfloat16", got {dtype!r}')
+
+
+def check_device(device: object) -> torch.device:
+    """The device, default CUDA where available, else the CPU.
+
+    Raises:
+        ValueError: one that torch does not know, or cannot use here.
+    """
+    try:
+        place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        torch.zeros(1, device=place).item()
+    except Exception as error:  # torch raises an AssertionError where it was built without CUDA
+        reason = str(error).partition("\n")[0]
+        raise ValueError(f"device {device!r} cannot be used here: {reason}") from error
+    return place
 
 
 def load_target(
@@ -226,19 +259,35 @@ def load_target(
     attn_implementation: str | None = None,
     trust_remote_code: bool = False,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
-    """A causal LM and its tokenizer, placed as `load` places them; None where it has no tokenizer that loads."""
-    place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    """A causal LM and its tokenizer, placed as `load` places them; None where it has no tokenizer that loads.
+
+    Raises:
+        ValueError, TypeError, OSError: see `load`.
+    """
+    target = check_source("target", target)
+    check_dtype(dtype)
+    if attn_implementation not in (None, *MASKED_IMPLEMENTATIONS):
+        accepted = ", ".join(MASKED_IMPLEMENTATIONS)
+        raise ValueError(f"attn_implementation must be None or one of {accepted}, got {attn_implementation!r}")
+    place = check_device(device)
     if dtype == "auto" and device_map is None and place.type == "cpu":
         dtype = torch.float32
-    model = AutoModelForCausalLM.from_pretrained(
-        target, dtype=dtype, device_map=device_map, attn_implementation=attn_implementation,
-        trust_remote_code=trust_remote_code,
-    )
+    try:
+        model, loaded = AutoModelForCausalLM.from_pretrained(
+            target, dtype=dtype, device_map=device_map, attn_implementation=attn_implementation,
+            trust_remote_code=trust_remote_code, output_loading_info=True,
+        )
+    except (OSError, ValueError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # what damaged files and unknown devices end in
+        raise ValueError(f"{target} cannot be loaded as a causal LM: {type(error).__name__}: {error}") from error
+    if loaded["missing_keys"]:  # transformers would go on with random numbers
+        raise ValueError(f"{target} lacks weights: {', '.join(sorted(loaded['missing_keys']))}")
     if device_map is None:
         model.to(place)
     try:
         tokenizer = AutoTokenizer.from_pretrained(target, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # whatever a broken tokenizer file raises
         log.warning("%s has no tokenizer that loads (%s); prompts must be token ids", target, error)
         tokenizer = None
     return model, tokenizer

@@ -37,6 +37,20 @@ CONTEXT_FREE = (
 )
 
 
+LEAST_TEMPERATURE = 1e-6  # below, quotients leave the range of float32
+
+
+def check_functions(name: str, given: object) -> None:
+    """Raise unless `given` is None or a list of functions."""
+    if given is None:
+        return
+    if not isinstance(given, (list, tuple)):
+        raise TypeError(f"{name} must be a list, got {given!r}")
+    for each in given:
+        if isinstance(each, type) or not callable(each):
+            raise TypeError(f"{name} must hold functions or objects that can be called, got {each!r}")
+
+
 def require_integer(name: str, value: object, least: int) -> None:
     """Raise for an option that is no integer of at least `least`."""
     if isinstance(value, bool) or not isinstance(value, Integral):
@@ -62,8 +76,10 @@ def build_processors(
     Raises:
         TypeError, ValueError: an option of the wrong type or range.
     """
+    check_functions("logits_processor", custom)
     for name, value, accepted, valid in (
-        ("temperature", temperature, "a number >= 0 (0 = greedy)", lambda x: 0 <= x < math.inf),
+        ("temperature", temperature, f"0 (greedy) or a number >= {LEAST_TEMPERATURE:g}",
+         lambda x: x == 0 or LEAST_TEMPERATURE <= x < math.inf),
         ("top_p", top_p, "a number in (0, 1]", lambda x: 0 < x <= 1),
         ("repetition_penalty", repetition_penalty, "a positive number", lambda x: 0 < x < math.inf),
     ):
@@ -95,7 +111,11 @@ def warp_tree(
     tree: DraftTree,
     logits: Tensor,  # [B, N, V] float32
 ) -> Tensor:  # [B, N, V]
-    """Processed logits of every node, each with its own path as context."""
+    """Processed logits of every node, each with its own path as context.
+
+    Raises:
+        ValueError: a processor that returns something other than scores for each node.
+    """
     if not processors:
         return logits
     if all(type(processor) in CONTEXT_FREE for processor in processors):
@@ -109,5 +129,9 @@ def warp_tree(
             break
         path_nodes = tree.ancestors[0, nodes].nonzero()[:, 1].view(len(nodes), depth + 1)
         contexts = torch.cat([before.expand(len(nodes), -1), tree.tokens[0][path_nodes]], 1)
-        warped[0, nodes] = processors(contexts, logits[0, nodes])  # a copy: indexed by a tensor
+        processed = processors(contexts, logits[0, nodes])  # a copy: indexed by a tensor
+        if not isinstance(processed, Tensor) or processed.shape != (len(nodes), logits.shape[-1]):
+            got = list(processed.shape) if isinstance(processed, Tensor) else repr(processed)
+            raise ValueError(f"logits processors must return scores {[len(nodes), logits.shape[-1]]}, got {got}")
+        warped[0, nodes] = processed.float()
     return warped

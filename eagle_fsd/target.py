@@ -30,7 +30,8 @@ class TargetModel:
 
     Raises:
         ValueError: a model that cannot be verified with a tree: no rollback of its cache, an attention
-            implementation without arbitrary masks, or logits that are not the model's own when computed our way.
+            implementation without arbitrary masks, or logits that are not the model's own when computed our way; or
+            one with weights that are not finite.
     """
 
     def __init__(self, model: PreTrainedModel, *, check: bool = True) -> None:
@@ -54,6 +55,7 @@ class TargetModel:
         self._check_attention(name)
         self.decoder_layers = self._find_layers(name)
         if check:
+            self._check_weights(name)
             self._check_logits(name)
 
     def _check_attention(self, name: str) -> None:
@@ -87,12 +89,23 @@ class TargetModel:
         raise ValueError(f"{name} is not supported: its decoder has no list of layers to place a cache for")
 
     @torch.inference_mode()
+    def _check_weights(self, name: str) -> None:
+        """Refuse damaged weights; a finite sum, which is quicker to take, already shows that all are finite."""
+        for parameter, weight in self.model.named_parameters():
+            if weight.is_meta or not weight.is_floating_point() or weight.element_size() == 1:
+                continue
+            if not weight.sum(dtype=torch.float32).isfinite() and not weight.isfinite().all():
+                raise ValueError(f"{name} is damaged: its {parameter} holds values that are not finite")
+
+    @torch.inference_mode()
     def _check_logits(self, name: str) -> None:
         """Refuse models whose head, masks or positions do more than we know of: our logits must be the model's own."""
         # Two tokens, then a tree 0 - 1 - 2, 0 - 3 - 4: its second branch is at other positions than its rows.
         tokens = torch.arange(7, device=self.device)[None] % self.vocab_size
         branches = torch.stack([tokens[0, [0, 1, 2, 3, 4]], tokens[0, [0, 1, 2, 5, 6]]])
         stock = self.model(input_ids=branches, use_cache=False).logits.float().to(self.output_device)
+        if not stock.isfinite().all():
+            raise ValueError(f"{name} is not supported: its logits are not finite in {self.dtype}")
         stock = torch.cat([stock[0], stock[1, 3:]])
         ancestors = torch.tensor(
             [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 1, 1, 0, 0], [1, 0, 0, 1, 0], [1, 0, 0, 1, 1]], device=self.device

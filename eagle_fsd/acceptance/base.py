@@ -187,12 +187,33 @@ class Verification:
 
 @dataclass(frozen=True, eq=False)
 class Decision:
-    """What a rule returns."""
+    """What a rule returns.
+
+    Raises:
+        TypeError, ValueError: a part of the wrong type or shape.
+    """
 
     log_weights: Tensor  # [B, N, V] float32, up to a constant per node
     divergence: Tensor | None = None  # [B, N], for rules that gate on one; NaN at leaves
     kl: Callable[[], Tensor] | None = None  # -> [B], see `cycle_kl`; sampling, for rules that know it
     stop: Tensor | None = None  # [B, N] bool, nodes at which the walk ends even if a child is drawn
+
+    def __post_init__(self) -> None:
+        weights = self.log_weights
+        if not (isinstance(weights, Tensor) and weights.is_floating_point() and weights.dim() == 3):
+            raise TypeError(f"Decision.log_weights must be a float tensor [B, N, V], got {_described(weights)}")
+        for name, value in (("divergence", self.divergence), ("stop", self.stop)):
+            if value is not None and not (isinstance(value, Tensor) and value.shape == weights.shape[:2]):
+                wanted = f"a tensor {list(weights.shape[:2])}"
+                raise ValueError(f"Decision.{name} must be None or {wanted}, got {_described(value)}")
+        if self.stop is not None and self.stop.dtype != torch.bool:
+            raise TypeError(f"Decision.stop must be a bool tensor, got {_described(self.stop)}")
+        if not (self.kl is None or callable(self.kl)):
+            raise TypeError(f"Decision.kl must be None or a function without arguments, got {self.kl!r}")
+
+
+def _described(value: object) -> str:
+    return f"{value.dtype} {list(value.shape)}" if isinstance(value, Tensor) else repr(value)
 
 
 @dataclass(frozen=True, eq=False)
@@ -379,12 +400,17 @@ class Custom(Rule):
 
     def decide(self, verification: Verification) -> Decision:
         result = self.function(verification)
+        expected = verification.warped_logits.shape
+        if isinstance(result, Tensor) and result.shape != expected:
+            raise ValueError(f"a rule must return log-weights of shape {list(expected)}, got {list(result.shape)}")
         decision = Decision(result) if isinstance(result, Tensor) else result
         if not isinstance(decision, Decision):
             got = type(result).__name__
             raise TypeError(f"a rule returns a Decision or a Tensor of log-weights, got {got}")
-        expected = verification.warped_logits.shape
         if decision.log_weights.shape != expected:
             got = list(decision.log_weights.shape)
             raise ValueError(f"a rule must return log-weights of shape {list(expected)}, got {got}")
+        best, possible = decision.log_weights.amax(-1), verification.warped_logits.amax(-1) > -math.inf
+        if not (best.isfinite() | ~possible).all():  # where processors leave no token, a rule has none to choose
+            raise ValueError("a rule must return log-weights below inf, not NaN, and above -inf somewhere at each node")
         return decision

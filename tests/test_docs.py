@@ -1,0 +1,60 @@
+"""The pages say what the code does: the API page is the docstrings', and the guides' code runs."""
+
+import importlib.util
+import re
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+from tiny import tiny_pair, tiny_tokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import eagle_fsd
+from docs import api_reference
+from eagle_fsd.cli import build_parser
+
+DOCS = Path(__file__).parents[1] / "docs"
+GUIDES = ["from_generate.md", "from_eagle.md", "from_servers.md", "fuzzy.md"]
+
+
+def blocks(guide, *languages):
+    text = (DOCS / guide).read_text(encoding="utf-8")
+    return [code for language, code in re.findall(r"```(\w+)\n(.*?)```", text, re.DOTALL) if language in languages]
+
+
+def test_the_api_page_is_what_the_docstrings_say():
+    assert api_reference.PAGE.read_text(encoding="utf-8") == api_reference.page(), "run python -m docs.api_reference"
+
+
+@pytest.mark.parametrize("guide", GUIDES)
+def test_python_in_the_guides_runs(guide, monkeypatch):
+    """On a tiny pair, whatever pair the guide names."""
+    pair = tiny_pair(tokenizer=tiny_tokenizer())
+    monkeypatch.setattr(eagle_fsd, "load", lambda *args, **options: pair)
+    monkeypatch.setattr(eagle_fsd, "load_head", lambda source: pair.draft)
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda name: pair.target.model)
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda name: pair.tokenizer)
+    names = {}
+    for code in blocks(guide, "python"):
+        exec(compile(code, guide, "exec"), names)
+    assert names
+
+
+@pytest.mark.parametrize("guide", GUIDES)
+def test_commands_in_the_guides_are_known(guide):
+    """Shell syntax; our commands' arguments, and that our modules exist. Other programs are not run."""
+    for code in blocks(guide, "bash", "sh"):
+        subprocess.run(["bash", "-n"], input=code, text=True, check=True)
+        for line in code.replace("\\\n", " ").splitlines():
+            words = shlex.split(line, comments=True)
+            if words[:1] == ["eagle-fsd"]:
+                build_parser().parse_args(words[1:])
+            elif words[:2] == ["python", "-m"] and words[2].split(".")[0] in ("eval", "train"):
+                assert importlib.util.find_spec(words[2]), line
+
+
+@pytest.mark.parametrize("guide", GUIDES)
+def test_links_of_the_guides_lead_somewhere(guide):
+    for link in re.findall(r"\]\(([^)#]+)\)", (DOCS / guide).read_text(encoding="utf-8")):
+        assert (DOCS / link).exists(), link
