@@ -67,12 +67,14 @@ def assert_turn(chat, text, **options):
     ],
     ids=str,
 )
-@pytest.mark.parametrize("turn", [{}, {"threshold": 0.3}, {"temperature": 0.8, "acceptance": "tilt"}], ids=str)
-def test_turns_are_those_of_requests_of_their_own(family, options, turn):
+def test_turns_are_those_of_requests_of_their_own(family, options):
     chat = Chat(tiny_chat_pair(family, **options), **OPTIONS)
-    outputs = [assert_turn(chat, text, **{**turn, "seed": seed}) for seed, text in enumerate(SAID)]
-    assert sum(sum(output.stats.accepted_lengths) for output in outputs) > 0
-    assert len(chat.messages) == 6
+    turns = {}, {}, {}, {"threshold": 0.3}, {"temperature": 0.8, "acceptance": "tilt", "threshold": 0.5}
+    for seed, turn in enumerate(turns):
+        output = assert_turn(chat, SAID[seed % 3], **{**turn, "seed": seed})
+        assert output.stats.prefill_tokens <= len("<s><user>hello there.<bot>") - 11 + 1
+    assert sum(output.stats.accepted_lengths) > 0
+    assert len(chat.messages) == 10
 
 
 @pytest.mark.parametrize("end", [None, "inside a path"])

@@ -81,7 +81,7 @@ class InTerminal:
         self.errors.close()
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def model():
     """Sampled answers end with a full stop; greedy ones find no end."""
     model = tiny_chat_pair(max_position_embeddings=4096)
@@ -256,9 +256,9 @@ def test_a_second_interrupt_ends_the_program(model, monkeypatch, capsys):
     assert terminal.chat.messages == [] and terminal.last is None
 
 
-def test_wrong_options_end_the_program_before_anything_is_said(model, write):
+def test_wrong_options_end_the_program_before_anything_is_said(model, write, monkeypatch):
     with pytest.raises(ValueError, match="temperature"):
         write("hello", temperature=-1.0)
-    model.tokenizer.chat_template = None
+    monkeypatch.setattr(model.tokenizer, "chat_template", None)
     with pytest.raises(ValueError, match="chat template"):
         write("hello")
