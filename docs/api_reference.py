@@ -18,8 +18,8 @@ from eagle_fsd.cli import build_parser
 
 PAGE = Path(__file__).with_name("api.md")
 ORDER = (
-    "load", "generate", "custom_generate", "Output", "Stats", "Receipt", "TreeConfig", "EagleModel", "make_rule",
-    "RULES", "Verification", "Decision", "load_head", "save_head", "DraftHead",
+    "load", "generate", "custom_generate", "Chat", "Session", "Output", "Stats", "Receipt", "TreeConfig", "EagleModel",
+    "make_rule", "RULES", "Verification", "Decision", "load_head", "save_head", "DraftHead",
 )
 SECTION = re.compile(r"(Args|Returns|Raises):")
 ITEM = re.compile(r"([\w, ]+): ")

@@ -139,7 +139,7 @@ def _read_fields(path: str) -> dict:
     """
     try:
         fields = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} is no Llama config: {error}") from error
     if not isinstance(fields, dict):
         raise ValueError(f"{path} is no Llama config: it holds a {type(fields).__name__}")

@@ -20,11 +20,13 @@ from transformers import LlamaConfig
 import eagle_fsd
 from eagle_fsd import (
     RULES,
+    Chat,
     Decision,
     DraftHead,
     EagleModel,
     Output,
     Receipt,
+    Session,
     Stats,
     TreeConfig,
     Verification,
@@ -79,6 +81,14 @@ class World:
 
     def load(self, target=None, head=None, **options):
         return load(target or self.folder / "target", head or self.folder / "head", **{"device": "cpu"} | options)
+
+    def chat(self, **options):
+        return Chat(self.pair, **{"max_new_tokens": 4} | options)
+
+    def other_session(self):
+        session = Session()
+        self.generate(model=tiny_pair(), session=session)
+        return self.generate(session=session)
 
     def head(self, change):
         return load_head(self.copy("head", change))
@@ -351,6 +361,13 @@ CASES = [
     ("Verification", "an unknown divergence", lambda w: w.rule(lambda v: v.divergence("l2")), ValueError, "accepted"),
     ("Verification", "nothing", lambda w: Verification(), TypeError, "missing"),
     # results
+    ("Chat", "no tokenizer", lambda w: Chat(tiny_pair()), ValueError, "a tokenizer with a chat template"),
+    ("Chat", "a number as system text", lambda w: w.chat(system=5).send("a"), ValueError, '"content", both text'),
+    ("Chat", "a number as message", lambda w: w.chat().send(5), ValueError, '"content", both text'),
+    ("Chat", "a message that is too long", lambda w: w.chat().send("a" * 500), ValueError, "the target takes at most"),
+    ("Chat", "an option of another name", lambda w: w.chat(speed=2).send("a"), TypeError, "speed"),
+    ("Session", "another model's", lambda w: w.other_session(), ValueError, "one Session per model"),
+    ("Session", "text", lambda w: w.generate(session="mine"), TypeError, "session must be a Session or None"),
     ("Output", "nothing", lambda w: Output(), TypeError, "missing"),
     ("Stats", "an unknown field", lambda w: Stats(tokens=5), TypeError, "tokens"),
     ("Receipt", "too little", lambda w: Receipt("exact"), TypeError, "missing"),
@@ -488,7 +505,8 @@ COMMANDS = [
     (["generate", "hi", "--tree", "16,5,four"], "is no tree"),
     (["generate", "hi", "--acceptance", "best"], "invalid choice: 'best'"),
     (["generate", "hi", "--speed", "2"], "unrecognized arguments: --speed"),
-    (["generate", "hi", "--target", "/no/such"], "draft= is missing"),
+    (["generate", "hi", "--target", "/no/such"], "there is no directory '/no/such'"),
+    (["generate", "hi", "--target", "some/model"], "no head is known for 'some/model'"),
     (["generate", "hi", "--target", "/no/such", "--draft", "/no/such"], "there is no directory '/no/such'"),
     (["generate", "hi", "--device", "abacus"], "device 'abacus' cannot be used here"),
     (["generate", "hi", "--dtype", "float99"], "dtype must be"),
