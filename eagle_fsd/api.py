@@ -26,7 +26,7 @@ from .divergence import get_divergence
 from .draft import DraftHead
 from .generation import Output, Session, Settings, run
 from .model import EagleModel, bundled_pair
-from .sampling import build_processors, check_functions, require_integer
+from .sampling import build_processors, check_functions, check_processors, require_integer
 
 log = logging.getLogger(__name__)
 
@@ -70,6 +70,7 @@ def generate(
     temperature: float = 0.0,
     top_p: float = 1.0,
     top_k: int = 0,
+    min_p: float = 0.0,
     repetition_penalty: float = 1.0,
     min_new_tokens: int = 0,
     ignore_eos: bool = False,
@@ -95,7 +96,7 @@ def generate(
             batches of more than one are refused for now.
         model: from `load`; None: the bundled demo pair.
         max_new_tokens: never exceeded; lowered where the target has fewer positions left.
-        temperature: 0 is greedy; otherwise sampling, with top_p and top_k (0: off).
+        temperature: 0 is greedy; otherwise sampling, with top_p, top_k (0: off) and min_p (0: off).
         repetition_penalty, min_new_tokens: as in `model.generate`.
         ignore_eos: go on past end tokens.
         seed: of the sampling noise; None draws one, reported in `out.seed`. With one seed, plain decoding, `exact`
@@ -114,9 +115,10 @@ def generate(
             log-probability regret when greedy (see `eagle_fsd.budget`). When it is spent, or when the text starts to
             repeat, decoding is exact for the rest; `out.stats` says where. 0: exact; inf: only repetition counts.
         tree: size of the draft tree; None: as the model was loaded for (`load(tree=)`).
-        logits_processor, stopping_criteria, streamer: those of `transformers`. Processors see each node's own path;
-            a streamer with a method `on_receipts(receipts)` gets the receipts of each cycle before its tokens, and
-            every streamer is ended also where this call raises. Stop strings are streamed like all other text.
+        logits_processor, stopping_criteria, streamer: those of `transformers`. Processors see each node's own path and
+            must be functions of it and the scores (docs/processors.md). A streamer with a method
+            `on_receipts(receipts)` gets the receipts of each cycle before its tokens, and every streamer is ended also
+            where this call raises. Stop strings are streamed like all other text.
         session: a `Session` that several calls share: what the caches hold of the prompt since the last call is not
             processed again. `Chat` is made of it.
 
@@ -142,11 +144,13 @@ def generate(
         raise ValueError(f"quality={quality!r} chooses the rule and its threshold: leave acceptance and threshold out")
     else:
         rule = make_rule(**model.calibrated(quality, temperature, tree).options)
-        if top_k or top_p < 1 or repetition_penalty != 1:
-            log.warning("%s was calibrated without top_k, top_p and repetition_penalty: it may not hold", quality)
+        if top_k or top_p < 1 or min_p or repetition_penalty != 1:
+            log.warning(
+                "%s was calibrated without top_k, top_p, min_p and repetition_penalty: it may not hold", quality
+            )
     eos_ids = end_tokens(model)
     processors = build_processors(
-        temperature=temperature, top_k=top_k, top_p=top_p, repetition_penalty=repetition_penalty,
+        temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty,
         min_new_tokens=min_new_tokens, prompt_length=len(ids), eos_ids=sorted(eos_ids), custom=logits_processor,
         device=model.target.device,
     )
@@ -269,7 +273,7 @@ def _encode_chat(messages: list[dict], model: EagleModel) -> list[int]:
 def check_length(prompt_length: int, max_new_tokens: int, model: EagleModel) -> int:
     """`max_new_tokens`, or the number of positions left where that is smaller."""
     require_integer("max_new_tokens", max_new_tokens, 1)
-    limit = model.target.max_positions
+    limit = model.target.limit_of(prompt_length)
     if limit is None:
         return max_new_tokens
     if prompt_length >= limit:
@@ -454,7 +458,7 @@ def custom_generate(
     settings = Settings(
         rule=rule,
         tree=resolve_tree(tree, rule, temperature, pair).tree,
-        processors=logits_processor or LogitsProcessorList(),
+        processors=check_processors(logits_processor),
         greedy=not generation_config.do_sample,
         # Without a seed the noise follows torch's global generator, as model.generate does.
         seed=torch.randint(2**62, ()).item() if seed is None else seed,

@@ -180,6 +180,8 @@ class Decoder:
             raise ValueError("the session was begun with another model: one Session per model")
         held = earlier.tokens[: earlier.cache.length]
         kept = shared_prefix(held, self.tokens[:-1])  # the last token's logits are wanted
+        if self.target.limit_of(len(self.tokens)) != self.target.limit_of(len(earlier.tokens)):
+            kept = 0  # the keys of a short text and those of a long one differ
         if self.head is not None:
             read = earlier.draft_cache.length
             if read < kept:

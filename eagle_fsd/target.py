@@ -51,6 +51,10 @@ class TargetModel:
         self.scale: float = (getattr(config, "logit_scale", None) or 1) / (getattr(config, "logits_scaling", None) or 1)
         self.softcap: float | None = getattr(config, "final_logit_softcapping", None)
         self.max_positions: int | None = getattr(config, "max_position_embeddings", None)
+        rope = getattr(config, "rope_parameters", None) or {}
+        self.short_positions: int | None = (
+            rope["original_max_position_embeddings"] if rope.get("rope_type") == "longrope" else None
+        )
         self.layers: tuple[int, ...] = ()
         self._check_attention(name)
         self.decoder_layers = self._find_layers(name)
@@ -147,6 +151,15 @@ class TargetModel:
         """What tells one target from another, whatever dtype it is loaded in: its shape and a sample of its weights."""
         return f"{type(self.model).__name__}/{self.hidden_size}/{self.vocab_size}/{weights_digest(self.model)}"
 
+    def limit_of(self, length: int) -> int | None:
+        """Positions that a text of this length may grow to; None: any number.
+
+        With the rotary embedding of Phi-3 a long text has other keys than a short one, from its first token on: a cache
+        serves texts that stay short, and those that begin long.
+        """
+        short = self.short_positions is not None and length <= self.short_positions
+        return self.short_positions if short else self.max_positions
+
     def new_cache(self, capacity: int) -> TreeCache:
         """An empty cache for `capacity` positions."""
         devices = [next(layer.parameters()).device for layer in self.decoder_layers]
@@ -189,8 +202,9 @@ class TargetModel:
         """Features of tree nodes; their keys and values are appended to the cache in node order."""
         prefix = cache.length
         mask = tree_mask(ancestors, prefix, self.dtype)
-        if self.max_positions is not None:  # nodes beyond the last position are never emitted, but have to be embedded
-            positions = positions.clamp_max(self.max_positions - 1)
+        limit = self.limit_of(prefix)
+        if limit is not None:  # nodes beyond the last position are never emitted, but have to be embedded
+            positions = positions.clamp_max(limit - 1)
         if self.window is not None or self.chunk is not None:
             committed = torch.arange(prefix, device=positions.device).expand(len(positions), -1)
             mask = self._masks(mask, positions, torch.cat([committed, positions], 1))

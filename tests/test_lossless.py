@@ -181,6 +181,18 @@ def test_models_with_an_encoder_are_refused():
         EagleModel.from_parts(tiny_t5(), None)
 
 
+def test_texts_stay_on_their_side_of_a_change_of_rotary_frequencies():
+    """Where a text becomes long, `model.generate` computes all of it anew; ours ends there."""
+    short = len(PROMPT) + 10
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0, 1.0], "long_factor": [4.0, 5.0],
+            "original_max_position_embeddings": short}
+    pair = tiny_pair("phi3", sliding_window=None, rope_parameters=rope, original_max_position_embeddings=short)
+    output = generate(pair)
+    assert len(output.token_ids) == 10 and sum(output.stats.accepted_lengths) > 0
+    assert output.token_ids == stock_greedy(pair.target.model)[:10]
+    assert generate(pair, PROMPT * 3).token_ids == stock_greedy(pair.target.model, PROMPT * 3)
+
+
 @pytest.mark.parametrize("attention", ["flex_attention", "flash_attention_2"])
 def test_attention_without_arbitrary_masks_is_refused(attention):
     model = tiny_target()

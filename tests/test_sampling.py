@@ -6,6 +6,7 @@ from random_trees import tree_from_parents
 from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.generation.logits_process import (
     MinNewTokensLengthLogitsProcessor,
+    MinPLogitsWarper,
     NoRepeatNGramLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
     TemperatureLogitsWarper,
@@ -40,6 +41,16 @@ class LastToken(TemperatureLogitsWarper):
         return scores / (1 + input_ids[:, -1:])
 
 
+def is_possible(node, warped):
+    """Whether no token of the path has been ruled out at the node before it."""
+    parents, tokens = TREE.parents[0], TREE.tokens[0]
+    steps = []
+    while node:
+        steps.append(warped[0, parents[node], tokens[node]] > -torch.inf)
+        node = parents[node]
+    return all(steps)
+
+
 @pytest.mark.parametrize(
     "processors",
     [
@@ -62,12 +73,27 @@ def test_every_node_is_processed_with_its_own_path(processors):
         expected = raw[0, node : node + 1].clone()
         for processor in processors:
             expected = processor(torch.tensor([CONTEXT + path]), expected)
-        assert torch.equal(warped[0, node], expected[0])
+        assert torch.equal(warped[0, node], expected[0]) or not is_possible(node, warped)
+
+
+def test_what_lies_below_an_impossible_token_is_not_asked_about():
+    asked = []
+
+    def no_three_after_one(input_ids, scores):
+        asked.append(input_ids[0, len(CONTEXT) :].tolist())
+        if asked[-1] == [1]:
+            scores[0, 3] = -torch.inf
+        return scores
+
+    logits = torch.randn(1, 6, 11)
+    warped = warp_tree(LogitsProcessorList([no_three_after_one]), CONTEXT, TREE, logits)
+    assert asked == [[1], [1, 5], [1, 5, 1]]
+    assert torch.equal(warped[0, 1:], logits[0, 1:])
 
 
 def build(**options):
     defaults = {
-        "temperature": 1.0, "top_k": 0, "top_p": 1.0, "repetition_penalty": 1.0, "min_new_tokens": 0,
+        "temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0, "min_new_tokens": 0,
         "prompt_length": 3, "eos_ids": [2], "custom": None, "device": torch.device("cpu"),
     }
     return [type(processor) for processor in build_processors(**defaults | options)]
@@ -76,9 +102,9 @@ def build(**options):
 def test_options_become_processors_in_the_order_of_transformers():
     own = OnlyAfterThree()
     assert build() == []
-    assert build(temperature=0.0, top_k=5, top_p=0.5) == []  # greedy: no warpers
+    assert build(temperature=0.0, top_k=5, top_p=0.5, min_p=0.1) == []  # greedy: no warpers
     assert build(min_new_tokens=4, eos_ids=[]) == []
-    every = {"temperature": 0.7, "top_k": 5, "top_p": 0.5, "repetition_penalty": 1.1, "min_new_tokens": 4}
+    every = {"temperature": 0.7, "top_k": 5, "top_p": 0.5, "min_p": 0.1, "repetition_penalty": 1.1, "min_new_tokens": 4}
     assert build(**every, custom=[own]) == [
         RepetitionPenaltyLogitsProcessor,
         MinNewTokensLengthLogitsProcessor,
@@ -86,4 +112,5 @@ def test_options_become_processors_in_the_order_of_transformers():
         TemperatureLogitsWarper,
         TopKLogitsWarper,
         TopPLogitsWarper,
+        MinPLogitsWarper,
     ]
