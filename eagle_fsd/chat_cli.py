@@ -30,8 +30,8 @@ HELP = """\
 /reset            begin a new conversation
 /help             this list
 /quit             end, as Ctrl-D; Ctrl-C stops an answer, twice ends""".format(rules=", ".join(RULES))
-OPTIONS = ("max_new_tokens", "temperature", "top_p", "top_k", "repetition_penalty", "seed", "acceptance", "threshold",
-           "divergence")
+OPTIONS = ("max_new_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "acceptance",
+           "threshold", "divergence")
 
 
 def add_chat_options(parser: argparse.ArgumentParser) -> None:
@@ -41,6 +41,7 @@ def add_chat_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--top-p", type=float, default=1.0)
     parser.add_argument("--top-k", type=int, default=0)
+    parser.add_argument("--min-p", type=float, default=0.0)
     parser.add_argument("--repetition-penalty", type=float, default=1.0)
     parser.add_argument("--seed", type=int)
     parser.add_argument("--acceptance", choices=RULES, default="fsd")

@@ -102,6 +102,7 @@ def build_parser() -> argparse.ArgumentParser:
     one.add_argument("--temperature", type=float, default=0.0)
     one.add_argument("--top-p", type=float, default=1.0)
     one.add_argument("--top-k", type=int, default=0)
+    one.add_argument("--min-p", type=float, default=0.0)
     one.add_argument("--repetition-penalty", type=float, default=1.0)
     one.add_argument("--min-new-tokens", type=int, default=0)
     one.add_argument("--ignore-eos", action="store_true")
@@ -166,9 +167,8 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 GENERATE_OPTIONS = (
-    "max_new_tokens", "temperature", "top_p", "top_k", "repetition_penalty", "min_new_tokens", "ignore_eos", "seed",
-    "stop", "stop_token_ids", "acceptance", "threshold", "divergence", "quality", "budget",
-    "tree",
+    "max_new_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "min_new_tokens", "ignore_eos",
+    "seed", "stop", "stop_token_ids", "acceptance", "threshold", "divergence", "quality", "budget", "tree",
 )
 
 

@@ -102,6 +102,7 @@ class Cycle(NamedTuple):
 
     tokens: list[int]
     receipts: list[Receipt]
+    logits: list[float]  # of the tokens, after processors
     drafted: bool = False
 
 
@@ -203,7 +204,6 @@ class Decoder:
         choice = (warped if self.settings.greedy else warped + self._noise(root, len(self.tokens) - 1)).argmax(-1)
         logprobs = raw.log_softmax(-1)[0, 0]
         token = choice.item()
-        require_drawable(warped[0, 0, token].item())
         self.tokens.append(token)
         if self.next_features is not None:
             features = torch.cat([self.next_features, features], 1)
@@ -211,7 +211,8 @@ class Decoder:
         next_tokens = torch.tensor([self.tokens[-features.shape[1] :]], device=self.device)
         self.next_features, self.next_tokens = features, next_tokens
         logprob = logprobs[token].item()
-        return Cycle([token], [Receipt("target", None, logprob, logprobs.amax().item() - logprob)])
+        receipt = Receipt("target", None, logprob, logprobs.amax().item() - logprob)
+        return Cycle([token], [receipt], [warped[0, 0, token].item()])
 
     def step(self) -> Cycle:
         """One cycle; emits the accepted draft tokens and one token of the target."""
@@ -228,7 +229,7 @@ class Decoder:
         else:
             decision = self.budget.decide(self.settings.rule, verification, self.tokens[self.prompt_length :])
         walked = walk(verification, decision)
-        path, emitted, receipts = read_walk(verification, decision.divergence, walked)
+        path, emitted, receipts, drawn = read_walk(verification, decision.divergence, walked)
         if self.budget is not None and self.budget.ended:
             receipts = [receipt._replace(exact_because=self.budget.ended) for receipt in receipts]
         self.cache.commit(length, length + path)
@@ -240,7 +241,7 @@ class Decoder:
             next_tokens = torch.cat([self.next_tokens, next_tokens], 1)
         self.next_features, self.next_tokens = next_features, next_tokens
         self.tokens += emitted
-        return Cycle(emitted, receipts, tree.max_depth > 0)
+        return Cycle(emitted, receipts, drawn, tree.max_depth > 0)
 
     def _draft(self) -> tuple[DraftTree, Tensor]:
         assert self.head is not None and self.settings.tree is not None
@@ -285,12 +286,9 @@ def read_walk(
     verification: Verification,
     divergence: Tensor | None,  # [1, N]
     walked,
-) -> tuple[Tensor, list[int], list[Receipt]]:
-    """The accepted path as node indices [A + 1], the emitted tokens and their receipts: the cycle's one host copy.
-
-    Raises:
-        ValueError: a token without probability was drawn.
-    """
+) -> tuple[Tensor, list[int], list[Receipt], list[float]]:
+    """The accepted path as node indices [A + 1], the emitted tokens, their receipts and their processed logits: the
+    cycle's one host copy."""
     tree, logits = verification.tree, verification.target_logits
     last = walked.last[:, None]
     final = walked.choice.gather(1, last)  # [1, 1]
@@ -316,8 +314,6 @@ def read_walk(
     on_path, tokens, exact, gates, logprobs, regrets, drawn = columns
     path = [i for i, kept in enumerate(on_path[:-1]) if kept]  # by level: from the root down
     steps = [*path[1:], len(on_path) - 1]
-    for i in steps:
-        require_drawable(drawn[i])
     receipts = [
         Receipt(
             "target" if i == steps[-1] else "exact" if exact[i] else "fuzzy",
@@ -327,7 +323,8 @@ def read_walk(
         )
         for i in steps
     ]
-    return torch.tensor(path, device=logits.device), [int(tokens[i]) for i in steps], receipts
+    emitted = [int(tokens[i]) for i in steps]
+    return torch.tensor(path, device=logits.device), emitted, receipts, [drawn[i] for i in steps]
 
 
 @dataclass
@@ -372,6 +369,8 @@ def run(
     new: list[int] = []
     while True:
         kept, ended = cut(cycle.tokens, list(prompt), new, settings, stop_check)
+        for logit in cycle.logits[:kept]:  # behind an end a processor may have nothing to say
+            require_drawable(logit)
         new += cycle.tokens[:kept]
         receipts += cycle.receipts[:kept]
         if streamer is not None:

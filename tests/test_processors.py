@@ -177,8 +177,8 @@ WATERMARK = SynthIDTextWatermarkLogitsProcessor(
     [
         ([WATERMARK], ValueError, "SynthIDText.* keeps a state from call to call"),
         ([UnbatchedClassifierFreeGuidanceLogitsProcessor(1.5, None)], ValueError, "Unbatched.* keeps a state"),
-        ([5], TypeError, "functions of input_ids and scores, got 5"),
-        (Grammar(), TypeError, "must be a list of processors, got a Grammar alone"),
+        ([5], TypeError, "must hold functions or objects that can be called, got 5"),
+        (Grammar(), TypeError, "logits_processor must be a list, got .*Grammar"),
     ],
     ids=["watermark", "guidance", "number", "alone"],
 )
