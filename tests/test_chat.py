@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny import CHAT_TEMPLATE, HIDDEN, tiny_chat_pair, tiny_pair
+from tiny import CHAT_TEMPLATE, HIDDEN, PROMPT, tiny_chat_pair, tiny_pair
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 from transformers.generation.streamers import BaseStreamer
@@ -302,3 +302,18 @@ def test_the_examples_of_the_docs_run(model, monkeypatch, capsys, example):
     monkeypatch.setattr(eagle_fsd, "load", lambda: model)
     exec(compile(example, "docs/chat.md", "exec"), {})
     assert re.search("[a-z ]{8}", capsys.readouterr().out)
+
+
+def test_a_text_that_becomes_long_is_read_anew():
+    """Phi-3's rotary embedding gives a long text other keys than a short one."""
+    short = len(PROMPT) + 10
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0, 1.0], "long_factor": [4.0, 5.0],
+            "original_max_position_embeddings": short}
+    pair = tiny_pair("phi3", sliding_window=None, rope_parameters=rope, original_max_position_embeddings=short)
+    session, options = Session(), {"acceptance": "exact", "tree": TreeConfig(8, 3, 2), "max_new_tokens": 8}
+    begun = eagle_fsd.generate(PROMPT, pair, session=session, **options)
+    longer = PROMPT + begun.token_ids + PROMPT
+    assert len(longer) > short
+    output = eagle_fsd.generate(longer, pair, session=session, **options)
+    assert output.stats.prefill_tokens == len(longer)
+    assert output.token_ids == eagle_fsd.generate(longer, pair, **options).token_ids
