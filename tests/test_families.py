@@ -94,9 +94,9 @@ def read_table(text: str, kind: str) -> dict[tuple[str, ...], set[str]]:
 
 def with_table(text: str, kind: str, rows: dict[tuple[str, ...], set[str]]) -> str:
     before, rest = text.split(f"<!-- {kind} -->")
-    order = [*FAMILIES, *REFUSED]
+    order = {family: number for number, family in enumerate([*FAMILIES, *REFUSED])}
     lines = [HEADINGS[kind], ["---"] * len(HEADINGS[kind])]
-    lines += [[*row, ", ".join(sorted(rows[row]))] for row in sorted(rows, key=lambda row: order.index(row[0]))]
+    lines += sorted(([*row, ", ".join(sorted(rows[row]))] for row in rows), key=lambda row: (order[row[0]], row[-1]))
     table = "\n".join("| " + " | ".join(line) + " |" for line in lines)
     return f"{before}<!-- {kind} -->\n{table}\n<!-- end -->{rest.split('<!-- end -->', 1)[1]}"
 
