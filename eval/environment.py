@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 import transformers
+from accelerate import PartialState
 
 
 def environment() -> dict:
@@ -34,6 +35,11 @@ def environment() -> dict:
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "threads": torch.get_num_threads(),
     }
+
+
+def processes(device: str | None = None) -> PartialState:
+    """This process among those that share the work. `torchrun` does not say that they are to work on the CPU."""
+    return PartialState(cpu=str(device) == "cpu" or not torch.cuda.is_available())
 
 
 def shown(value: object) -> str:

@@ -20,7 +20,6 @@ import time
 import uuid
 from pathlib import Path
 
-from accelerate import PartialState
 from tqdm import tqdm
 
 import eagle_fsd
@@ -29,7 +28,7 @@ from eagle_fsd.cli import exit_status, load_pair, model_options, parse_tree
 from eagle_fsd.files import append_lines, read_lines, write_lines
 from eagle_fsd.methods import Method, engine, hf_generate
 from eagle_fsd.questions import Question, converse
-from eval.environment import environment, shown, shown_settings
+from eval.environment import environment, processes, shown, shown_settings
 from eval.questions import load_questions
 
 # Sampling temperatures by category, as FastChat's judge sets them; other categories are greedy.
@@ -87,7 +86,7 @@ def run(args: argparse.Namespace) -> None:
         ValueError: bad questions or options, or a file that was begun with other settings.
     """
     questions = load_questions(args.questions, args.generated, args.seed, args.limit)
-    state = PartialState(cpu=args.device == "cpu")
+    state = processes(args.device)
     about = args.answers.with_suffix(".meta.json")
     if about.exists() and json.loads(about.read_text())["settings"] != settings(args):
         raise ValueError(f"{args.answers} was begun with other settings ({about}); choose another file or delete it")

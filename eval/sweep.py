@@ -19,7 +19,6 @@ from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
-from accelerate import PartialState
 
 import eagle_fsd
 from eagle_fsd.acceptance import make_rule
@@ -33,7 +32,7 @@ from eagle_fsd.methods import Answer, Method, bare_generate, engine, hf_generate
 from eagle_fsd.model import demo_directory, load_target
 from eagle_fsd.questions import converse
 from eval.bootstrap import interval
-from eval.environment import environment, shown_settings
+from eval.environment import environment, processes, shown_settings
 from eval.harm import harm, harm_table, merged
 from eval.plots import headline, pareto, plot, table
 from eval.predictions import prediction_errors, prediction_text
@@ -81,7 +80,7 @@ def kept_tree(args: argparse.Namespace, model: eagle_fsd.EagleModel) -> TreeConf
 
 def experiments(args: argparse.Namespace, model: eagle_fsd.EagleModel, questions: list) -> dict[tuple, Experiment]:
     """By (temperature, seed): the sweep's own, and lossless ones at lower temperatures."""
-    state = PartialState(cpu=model.target.device.type == "cpu")
+    state = processes(model.target.device)
     share = (state.process_index, state.num_processes)
     found = {}
     for temperature in (args.temperature, *args.cooler):
@@ -293,7 +292,7 @@ def check(args: argparse.Namespace) -> argparse.Namespace:
                          f"{args.cooler}")
     if args.temperature == 0 and len(args.seeds) > 1:
         raise ValueError(f"greedy decoding has no seeds, got {args.seeds}")
-    if PartialState().num_processes > 1 and args.stage != ["answers"]:
+    if processes(args.device).num_processes > 1 and args.stage != ["answers"]:
         raise ValueError("several processes can only share --stage answers; times and report are for one process")
     for name in args.settings or []:
         if len(name.rsplit(" ", 1)) != 2:
@@ -308,7 +307,7 @@ def run(args: argparse.Namespace) -> None:
     if any(question.answer is None and question.tests is None for question in questions):
         raise ValueError("a sweep needs questions with answers to compare with")
     model = load_pair(args)
-    with PartialState().main_process_first():
+    with processes(args.device).main_process_first():
         args.tree = args.tree or kept_tree(args, model)
     runs = experiments(args, model, questions)
     if "answers" in args.stage:

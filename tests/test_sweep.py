@@ -2,6 +2,11 @@
 
 import json
 import math
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 from tiny import save_pair
@@ -190,3 +195,21 @@ def test_corrections_are_learned_from_the_other_thresholds():
         assert errors[quantity]["fsd 0.2"]["raw"] > 0.1
         assert errors[quantity]["fsd 0.2"]["corrected"] == pytest.approx(0)
         assert errors[quantity]["tilt 1"]["corrected"] == errors[quantity]["tilt 1"]["raw"]
+
+
+def test_processes_share_the_questions(place):
+    """Started as the documentation says; each answer is made once."""
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port = probe.getsockname()[1]
+    arguments = ["--target", place / "target", "--draft", place / "head", "--questions", place / "tasks.jsonl",
+                 "--work", place / "shared", "--out", place / "shared" / "out", "--tree", "8,3,3",
+                 "--max-new-tokens", "8", "--settings", "tilt 1", "--stage", "answers"]
+    found = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", str(port),
+         "-m", "eval.sweep", *map(str, arguments)],
+        cwd=Path(__file__).parents[1], env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
+    assert found.returncode == 0, found.stderr[-2000:]
+    records = [json.loads(line) for line in (place / "shared" / "answers-0-0.jsonl").read_text().splitlines()[1:]]
+    answered = [(record["setting"], record["question"]) for record in records]
+    assert len(answered) == len(set(answered)) and sum(name == "exact" for name, _ in answered) == len(PROMPTS)
