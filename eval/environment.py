@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import shlex
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -27,7 +28,7 @@ def environment() -> dict:
         processor = names[0] if names else processor
     return {
         "commit": git("rev-parse", "--short", "HEAD") + ("+changes" if git("status", "--porcelain", "-uno") else ""),
-        "command": "python -m " + " ".join([_module_name(), *map(shown, sys.argv[1:])]),
+        "command": "python -m " + shlex.join([_module_name(), *map(shown, sys.argv[1:])]),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,

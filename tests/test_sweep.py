@@ -156,7 +156,7 @@ def test_splits_of_a_sweeps_answers(place, monkeypatch, capsys):
 
 def row(setting, accuracy, time, bound=0.05, **more):
     return {"setting": setting, "accuracy": accuracy, "time_of_exact": time, "time_of_exact_interval": [time, time],
-            "drop": 0.9 - accuracy, "family_bound": bound, **more}
+            "drop": 0.9 - accuracy, "family_bound": bound, "cycles_per_answer": 10 * accuracy, **more}
 
 
 def test_the_front_and_the_headline():
@@ -165,9 +165,10 @@ def test_the_front_and_the_headline():
     assert plots.pareto(rows) == ["fsd 0.1", "fsd 0.3"]
     assert "`fsd 0.1` takes 0.95 of `exact`'s time" in plots.headline(rows)
     assert plots.headline(rows).startswith("At equal accuracy")
+    assert "it takes 1.000 of `exact`'s forwards" in plots.headline(rows)
     rows[1]["family_bound"] = math.inf
     assert plots.headline(rows).startswith("No setting is shown to lose at most one point")
-    assert "`fsd 0.3` takes 0.70" in plots.headline(rows)
+    assert "`fsd 0.3` takes 0.70" in plots.headline(rows) and "0.889 of `exact`'s forwards" in plots.headline(rows)
 
 
 def test_a_chosen_tree_is_kept_for_all_stages(place):
