@@ -1,6 +1,8 @@
 """Choosing on one half and looking at the other."""
 
+import json
 import random
+from pathlib import Path
 
 from eagle_fsd.experiment import paired
 from eval.splits import choose, of_half, time_of_exact, try_splits
@@ -54,3 +56,11 @@ def test_a_setting_just_beyond_the_margin_is_seldom_chosen():
     assert sum(row["drop"] > 0.01 for row in rows) <= len(rows) / 20
     harmless = try_splits(record(2000, {"fsd 0.1": 0.0005}), 0.01)
     assert all(row["setting"] == "fsd 0.1" and row["drop"] <= 0.01 for row in harmless)
+
+
+def test_on_the_demo_pairs_answers_the_promise_is_kept():
+    """1,000 answers of the stored sweep, in 20 random halves."""
+    stored = json.loads((Path(__file__).parents[1] / "eval" / "results" / "splits.json").read_text())
+    rows = try_splits(stored, 0.01)
+    assert rows == stored["splits"] and len(rows) == 20 and len(stored["exact"]) == 1000
+    assert sum(row["drop"] <= 0.01 for row in rows) >= 19
