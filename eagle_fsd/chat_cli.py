@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import math
 import os
 import signal
@@ -30,23 +29,6 @@ HELP = """\
 /reset            begin a new conversation
 /help             this list
 /quit             end, as Ctrl-D; Ctrl-C stops an answer, twice ends""".format(rules=", ".join(RULES))
-OPTIONS = ("max_new_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "acceptance",
-           "threshold", "divergence")
-
-
-def add_chat_options(parser: argparse.ArgumentParser) -> None:
-    """The options of `eagle-fsd chat`, but for the model's and the tree."""
-    parser.add_argument("--system", help="text of a system message")
-    parser.add_argument("--max-new-tokens", type=int, default=512, help="of each answer (default: %(default)s)")
-    parser.add_argument("--temperature", type=float, default=0.0)
-    parser.add_argument("--top-p", type=float, default=1.0)
-    parser.add_argument("--top-k", type=int, default=0)
-    parser.add_argument("--min-p", type=float, default=0.0)
-    parser.add_argument("--repetition-penalty", type=float, default=1.0)
-    parser.add_argument("--seed", type=int)
-    parser.add_argument("--acceptance", choices=RULES, default="fsd")
-    parser.add_argument("--threshold", type=float)
-    parser.add_argument("--divergence", default="js")
 
 
 class LiveStreamer(SourceStreamer):

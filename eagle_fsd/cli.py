@@ -19,7 +19,7 @@ from .api import generate
 from .autotree import choose, describe, read_logs, store_log
 from .calibrate import DIALS, calibrate, check_promise
 from .calibration import parse_promise, read_calibrations, store_calibration
-from .chat_cli import OPTIONS, add_chat_options, talk
+from .chat_cli import talk
 from .config import TreeConfig
 from .experiment import fingerprint
 from .export import LAYOUTS, export_head, inspect_head
@@ -63,6 +63,24 @@ def model_options() -> argparse.ArgumentParser:
     return models
 
 
+def decoding_options(max_new_tokens: int) -> argparse.ArgumentParser:
+    """The options of every command that answers what is typed; a parent for its parser."""
+    options = argparse.ArgumentParser(add_help=False)
+    options.add_argument("--max-new-tokens", type=int, default=max_new_tokens,
+                         help="of each answer (default: %(default)s)")
+    options.add_argument("--temperature", type=float, default=0.0)
+    options.add_argument("--top-p", type=float, default=1.0)
+    options.add_argument("--top-k", type=int, default=0)
+    options.add_argument("--min-p", type=float, default=0.0)
+    options.add_argument("--repetition-penalty", type=float, default=1.0)
+    options.add_argument("--seed", type=int)
+    options.add_argument("--acceptance", choices=RULES, default="fsd")
+    options.add_argument("--threshold", type=float)
+    options.add_argument("--divergence", default="js")
+    options.add_argument("--tree", type=parse_tree, metavar="N,DEPTH,K[,T]")
+    return options
+
+
 def measuring_options() -> argparse.ArgumentParser:
     """The options of every command that answers a file of prompts; a parent for its parser."""
     options = argparse.ArgumentParser(add_help=False)
@@ -95,31 +113,22 @@ def build_parser() -> argparse.ArgumentParser:
 
     models, measuring = model_options(), measuring_options()
 
-    one = commands.add_parser("generate", parents=[models], help="answer one prompt")
+    one = commands.add_parser(
+        "generate", parents=[models, decoding_options(max_new_tokens=256)], help="answer one prompt")
     one.add_argument("prompt", help="text, or - to read it from standard input")
     one.add_argument("--chat", action="store_true", help="put the prompt through the chat template")
-    one.add_argument("--max-new-tokens", type=int, default=256)
-    one.add_argument("--temperature", type=float, default=0.0)
-    one.add_argument("--top-p", type=float, default=1.0)
-    one.add_argument("--top-k", type=int, default=0)
-    one.add_argument("--min-p", type=float, default=0.0)
-    one.add_argument("--repetition-penalty", type=float, default=1.0)
     one.add_argument("--min-new-tokens", type=int, default=0)
     one.add_argument("--ignore-eos", action="store_true")
-    one.add_argument("--seed", type=int)
     one.add_argument("--stop", action="append", help="may be given several times")
     one.add_argument("--stop-token-ids", type=int, nargs="*")
-    one.add_argument("--acceptance", choices=RULES, default="fsd")
-    one.add_argument("--threshold", type=float)
-    one.add_argument("--divergence", default="js")
     one.add_argument("--quality", metavar="PROMISE", help='a calibrated one, such as "accuracy_drop<=1%%"')
     one.add_argument("--budget", type=float, metavar="NATS", help="what fuzzy acceptance may cost in this answer")
-    one.add_argument("--tree", type=parse_tree, metavar="N,DEPTH,K[,T]")
     one.add_argument("--stats", action="store_true", help="print tau, tokens/s and token sources to standard error")
 
-    chat = commands.add_parser("chat", parents=[models], help="talk in the terminal; only new tokens are processed")
-    add_chat_options(chat)
-    chat.add_argument("--tree", type=parse_tree, metavar="N,DEPTH,K[,T]")
+    chat = commands.add_parser(
+        "chat", parents=[models, decoding_options(max_new_tokens=512)],
+        help="talk in the terminal; only new tokens are processed")
+    chat.add_argument("--system", help="text of a system message")
 
     calibration = commands.add_parser(
         "calibrate", parents=[models, measuring], help="find the fastest setting that keeps a promise on your prompts",
@@ -166,10 +175,11 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-GENERATE_OPTIONS = (
-    "max_new_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "min_new_tokens", "ignore_eos",
-    "seed", "stop", "stop_token_ids", "acceptance", "threshold", "divergence", "quality", "budget", "tree",
+DECODING_OPTIONS = (
+    "max_new_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "acceptance", "threshold",
+    "divergence", "tree",
 )
+GENERATE_OPTIONS = (*DECODING_OPTIONS, "min_new_tokens", "ignore_eos", "stop", "stop_token_ids", "quality", "budget")
 
 
 def run_generate(args: argparse.Namespace) -> None:
@@ -187,7 +197,7 @@ def run_generate(args: argparse.Namespace) -> None:
 
 
 def run_chat(args: argparse.Namespace) -> None:
-    talk(load_pair(args), args.system, tree=args.tree, **{name: getattr(args, name) for name in OPTIONS})
+    talk(load_pair(args), args.system, **{name: getattr(args, name) for name in DECODING_OPTIONS})
 
 
 def run_calibrate(args: argparse.Namespace) -> None:

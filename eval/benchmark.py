@@ -19,7 +19,7 @@ import torch
 from tqdm import tqdm
 
 import eagle_fsd
-from eagle_fsd.cli import parse_tree
+from eagle_fsd.cli import load_pair, model_options, parse_tree
 from eagle_fsd.methods import Answer, Method, engine, hf_generate, interleaved
 from eval.environment import environment
 from eval.profile import profile
@@ -99,9 +99,8 @@ def family_accuracy(method: Method, count: int, max_new_tokens: int, *, seed: in
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--target")
-    parser.add_argument("--draft")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, parents=[model_options()])
     parser.add_argument("--tasks", type=int, default=100, help="held-out tasks, timed")
     parser.add_argument("--python", type=int, default=40, help="Python prefixes, timed")
     parser.add_argument("--accuracy-tasks", type=int, default=500, help="held-out tasks for accuracy per family")
@@ -119,7 +118,7 @@ def main() -> None:
     if args.tasks < 1 or args.repeats < 1:
         parser.error(f"--tasks and --repeats must be at least 1, got {args.tasks} and {args.repeats}")
     torch.set_num_threads(args.threads)
-    model = eagle_fsd.load(args.target, args.draft)
+    model = load_pair(args)
     methods = methods_of(model, args.tree, args.fsd, args.tilt)
     questions = list(tasks("heldout", seed=args.seed, count=args.tasks))
     record = {
