@@ -77,7 +77,7 @@ def measure(target: TargetModel, head: DraftHead) -> Latency:
 
     def cycle(tree: TreeConfig | None) -> Callable[[], object]:
         settings = Settings(make_rule("exact"), tree, transformers.LogitsProcessorList(), True, 0, room)
-        return _same_cycle(Decoder(target, head if tree else None, prompt, settings))
+        return same_cycle(Decoder(target, head if tree else None, prompt, settings))
 
     widths = [top_k for top_k in TOP_K if top_k <= head.draft_vocab_size]
     wide = max(width for width in widths if width <= WIDE)
@@ -97,7 +97,7 @@ def measure(target: TargetModel, head: DraftHead) -> Latency:
     return Latency(dict(zip([1, *nodes], sizes, strict=True)), level, seconds["plain", 1])
 
 
-def _same_cycle(decoder: Decoder) -> Callable[[], object]:
+def same_cycle(decoder: Decoder) -> Callable[[], object]:
     """A cycle from the same state each time, behind three tokens that the draft has yet to read."""
     decoder.prefill()
     length = decoder.cache.length
