@@ -91,6 +91,11 @@ class TreeCache(Cache):
         """Positions held."""
         return self.layers[0].length
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the storage."""
+        return sum(storage.nbytes for storage, _ in self._storages.values())
+
     def commit(
         self,
         length: int,

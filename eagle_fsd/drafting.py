@@ -20,7 +20,7 @@ from .attention import tree_mask
 from .cache import TreeCache
 from .config import Confidence, TreeConfig
 from .draft import DraftHead
-from .target import TargetModel
+from .target import TargetModel, prefill_rows
 from .tree import DraftTree, ancestors_of, root_only
 
 
@@ -31,6 +31,11 @@ def extend_draft(
     cache: TreeCache,
 ) -> Tensor:  # [B, 1, D]
     """Feed the accepted tokens with the target's features; returns the predicted feature of the last one."""
+    rows = prefill_rows(tokens.device)
+    last = (tokens.shape[1] - 1) // rows * rows
+    for start in range(0, last, rows):  # a prompt is read in parts
+        extend_draft(head, features[:, start : start + rows], tokens[:, start : start + rows], cache)
+    features, tokens = features[:, last:], tokens[:, last:]
     batch, count, _ = features.shape
     prefix = cache.length
     positions = torch.arange(prefix, prefix + count, device=tokens.device).expand(batch, -1)

@@ -16,6 +16,7 @@ from .attention import apply_chunks, apply_window, tree_mask
 from .cache import TreeCache
 
 MASKED_IMPLEMENTATIONS = ("sdpa", "eager")  # those that take an arbitrary 4D mask
+PREFILL = {"cpu": 256, "cuda": 2048}  # positions of a prompt per forward: what is computed for them is large
 ATTENTION_KINDS = ("full_attention", "sliding_attention", "chunked_attention")  # layers whose cache is rows of keys
 
 
@@ -55,6 +56,8 @@ class TargetModel:
         self.short_positions: int | None = (
             rope["original_max_position_embeddings"] if rope.get("rope_type") == "longrope" else None
         )
+        # With these, keys depend on how many positions a forward reaches.
+        self.reads_in_parts: bool = rope.get("rope_type") not in ("longrope", "dynamic")
         self.layers: tuple[int, ...] = ()
         self._check_attention(name)
         self.decoder_layers = self._find_layers(name)
@@ -189,8 +192,10 @@ class TargetModel:
         return torch.cat([*(states.to(last.device) for states in entering), last], -1) if entering else last
 
     def prefill(self, tokens: Tensor, cache: TreeCache) -> Tensor:
-        """Features [B, N, F] of a prompt [B, N], through the model's own causal mask."""
-        return self.features(tokens, past_key_values=cache, use_cache=True)
+        """Features [B, N, F] of a prompt [B, N], through the model's own causal mask; a long one in parts."""
+        rows = prefill_rows(self.device) if self.reads_in_parts else tokens.shape[1]
+        parts = [self.features(part, past_key_values=cache, use_cache=True) for part in tokens.split(rows, 1)]
+        return torch.cat(parts, 1) if len(parts) > 1 else parts[0]
 
     def verify(
         self,
@@ -228,6 +233,11 @@ class TargetModel:
     def logits(self, features: Tensor) -> Tensor:
         """Raw next-token logits [..., V] in float32, from features [..., F] or last hidden states [..., D]."""
         return output_logits(self.lm_head, features[..., -self.hidden_size :], self.scale, self.softcap)
+
+
+def prefill_rows(device: torch.device) -> int:
+    """How many positions of a prompt are read in one forward."""
+    return PREFILL.get(device.type, PREFILL["cuda"])
 
 
 def weights_digest(module: nn.Module) -> str:
