@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import logging
 import random
@@ -490,13 +491,13 @@ def custom_generate(
         "tree": resolve_tree(tree, rule, temperature, pair).tree,
         "greedy": greedy,
         "eos_ids": eos_ids,
-        "criteria": criteria,
         "budget": check_budget(budget, rule, greedy=greedy),
     }
     processors = check_processors(logits_processor)
     settings = [Settings(
         **shared, processors=processors_of_row(processors, number), seed=seeds[number],
         max_new_tokens=check_length(len(ids), limit, pair), padding=input_ids[number, : padding[number]].tolist(),
+        criteria=criteria_of_row(criteria, number, len(prompts)),
     ) for number, ids in enumerate(prompts)]
     answers: dict[int, list[int]] = {}
     with ending(streamer):
@@ -507,6 +508,24 @@ def custom_generate(
     new = pad_tokens([answers[number] for number in range(len(prompts))], generation_config.pad_token_id)
     sequences = torch.cat([input_ids, input_ids.new_tensor(new)], 1)
     return GenerateDecoderOnlyOutput(sequences=sequences) if generation_config.return_dict_in_generate else sequences
+
+
+def criteria_of_row(criteria: StoppingCriteriaList, row: int, rows: int) -> StoppingCriteriaList:
+    """Criteria made for a batch as those of one row: each a copy that finds the row in every place of its batch, since
+    some keep count of their rows."""
+    if rows == 1:
+        return criteria
+
+    def of_row(criterion: Callable) -> Callable:
+        own = copy.deepcopy(criterion)
+
+        def met(ids: Tensor, scores: object) -> object:
+            found = own(ids.expand(rows, -1), scores)
+            return found[row] if isinstance(found, Tensor) and found.numel() == rows else found
+
+        return met
+
+    return StoppingCriteriaList([of_row(criterion) for criterion in criteria])
 
 
 def left_padding(input_ids: Tensor, mask: Tensor | None) -> list[int]:

@@ -188,6 +188,26 @@ def test_custom_generate_pads_as_generate_does(options):
     assert torch.equal(ours, target.generate(**inputs, **options))
 
 
+def test_criteria_that_keep_count_of_their_rows():
+    """Such as those of lm-evaluation-harness: one state for each row, met when every row has met it."""
+    class AnyOf:
+        def __init__(self, tokens, rows):
+            self.tokens, self.done = set(tokens), [False] * rows
+
+        def __call__(self, input_ids, scores):
+            for row, done in enumerate(self.done):
+                self.done[row] = done or input_ids[row, -1].item() in self.tokens
+            return all(self.done)
+
+    pair, inputs = tiny_pair(), padded(PROMPTS, pad=0)
+    options = {"do_sample": False, "max_new_tokens": 20, "pad_token_id": 0}
+    ours = pair.target.model.generate(
+        **inputs, custom_generate=eagle_fsd.custom_generate, draft=pair.draft, threshold=0.0,
+        stopping_criteria=[AnyOf([2, 4, 9], len(PROMPTS))], **options)
+    expected = pair.target.model.generate(**inputs, eos_token_id=[2, 4, 9], **options)
+    assert torch.equal(ours, expected)
+
+
 # The cache -------------------------------------------------------------------------------------------------------
 
 
