@@ -98,9 +98,9 @@ class DraftHead(nn.Module):
         """Layers of a target of `count` layers whose entering hidden states it reads; the last feature always comes."""
         return ()
 
-    def new_cache(self, capacity: int) -> TreeCache:
-        """An empty cache for `capacity` positions."""
-        return TreeCache([self.device], capacity)
+    def new_cache(self, capacity: int, batch: int = 1) -> TreeCache:
+        """An empty cache for `capacity` positions of each sequence of a batch."""
+        return TreeCache([self.device], capacity, batch)
 
     def read(
         self,
@@ -216,7 +216,7 @@ class Eagle3Head(DraftHead):
         Raises:
             ValueError: a target without those layers.
         """
-        return check_layers(self._layer_ids or (2, count // 2, count - 3), count)
+        return check_layers(self._layer_ids or default_layers(count), count)
 
     @property
     def target_tokens(self) -> Tensor:
@@ -249,6 +249,11 @@ class Eagle3Head(DraftHead):
             return own
         nothing = own.new_full((*own.shape[:-1], self.config.vocab_size), -math.inf)
         return nothing.index_copy_(-1, self.target_tokens, own)
+
+
+def default_layers(count: int) -> tuple[int, ...]:
+    """Layers that EAGLE-3 heads read in a target of `count` layers where they do not say which."""
+    return (2, count // 2, count - 3)
 
 
 def check_layers(layers: Sequence[int], count: int) -> tuple[int, ...]:

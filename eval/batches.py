@@ -43,7 +43,7 @@ def padded_generate(model: EagleModel) -> BatchMethod:
 
     def answer(prompts: Sequence, max_new_tokens: int) -> BatchAnswer:
         started = time.perf_counter()
-        encoded = [encode_prompt(prompt, model)[0] for prompt in prompts]
+        encoded = [encode_prompt(prompt, model) for prompt in prompts]
         longest, device = max(map(len, encoded)), model.target.device
         ids = torch.tensor([[0] * (longest - len(row)) + row for row in encoded], device=device)
         mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in encoded], device=device)
@@ -93,7 +93,7 @@ def prompts_of_length(model: EagleModel, length: int | None, count: int, seed: i
     pieces: list[list[int]] = []
     left: list[int] = []
     for text in python_texts("heldout"):
-        left += encode_prompt(text, model)[0]
+        left += encode_prompt(text, model)
         while len(left) >= length and len(pieces) < count:
             pieces.append(left[:length])
             left = left[length:]

@@ -250,12 +250,9 @@ class Study:
 
     def batches(self) -> dict:
         methods = batches.batch_methods(self.model, None, self.size.thresholds[-1:])
-        try:
-            return {"rows": batches.by_size(
-                self.model, methods, self.size.batch_sizes, [None], prompts=max(self.size.batch_sizes),
-                max_new_tokens=self.size.new_tokens, repeats=1, seed=3)}
-        except ValueError as error:  # an engine that takes one sequence at a time
-            return {"rows": [], "left_out": str(error)}
+        return {"rows": batches.by_size(
+            self.model, methods, self.size.batch_sizes, [None], prompts=max(self.size.batch_sizes),
+            max_new_tokens=self.size.new_tokens, repeats=1, seed=3)}
 
     def within(self, methods: Mapping[str, Method], prompts: Sequence) -> dict[str, list[Answer]]:
         """Every method's answers to as many prompts as fit, at least two."""
@@ -316,7 +313,6 @@ def page(study: Study) -> str:
     """The results in Markdown."""
     found, spent = study.state["results"], study.state["seconds"]
     seconds = ", ".join(f"{name} {taken:.0f}" for name, taken in spent.items())
-    batch = batches.table(found["batches"]["rows"]) if found["batches"]["rows"] else found["batches"]["left_out"]
     return "\n\n".join([
         f"Target: {found['target']['parameters'] / 1e6:.1f}M parameters, {found['target']['layers']} layers, hidden "
         f"size {found['target']['hidden_size']}, {found['text']['tokens'] / 1e6:.1f}M tokens of text; steps "
@@ -324,7 +320,8 @@ def page(study: Study) -> str:
         f"{study.size.new_tokens} new tokens. Seconds per stage, {sum(spent.values()):.0f} in all: {seconds}.",
         "## Held-out tasks", benchmark.table(found["tasks"]["rows"]),
         "## Python prefixes", benchmark.table(found["python"]["rows"]),
-        "## Accuracy of other tasks", accuracy_table(found["accuracy"]["rows"]), "## Batches of tasks", batch])
+        "## Accuracy of other tasks", accuracy_table(found["accuracy"]["rows"]), "## Batches of tasks",
+        batches.table(found["batches"]["rows"])])
 
 
 def run(args: argparse.Namespace) -> bool:

@@ -76,7 +76,7 @@ def timed_parts(model: eagle_fsd.EagleModel, *, nested: bool = True) -> Iterator
         (TargetModel, "verify", "verify_inputs"),
         (type(model.target.decoder), "forward", "target_forward"),
         (TargetModel, "logits", "head"),
-        (generation, "warp_tree", "accept"),
+        (generation, "warp_trees", "accept"),
         (Rule, "__call__", "accept"),
         (generation, "walk", "accept"),
         (generation, "read_walk", "accept"),

@@ -184,7 +184,7 @@ def measure(
     def cycle(tree: TreeConfig | None) -> Callable[[], object]:
         room = tree.nodes if tree else 1
         settings = Settings(make_rule("exact"), tree, LogitsProcessorList(), True, 0, room)
-        return same_cycle(Decoder(target, head if tree else None, prompt, settings))
+        return same_cycle(Decoder(target, head if tree else None, [prompt], [settings]))
 
     cycles = {"plain": cycle(None), **{name: cycle(shape) for name, shape in trees.items()}}
     whole: dict[str, list[float]] = defaultdict(list)

@@ -40,7 +40,7 @@ def test_toy_study_from_nothing_to_its_tables(tmp_path, monkeypatch, capsys):
     assert exact["same_as_greedy"] == 1
     assert [row["method"] for row in found["accuracy"]["rows"]] == ["exact", "fsd 0.3"]
     assert found["accuracy"]["rows"][0]["prompts"] >= 2 and found["accuracy"]["rows"][0]["time"] == 1
-    assert found["batches"]["rows"] or "one prompt at a time" in found["batches"]["left_out"]
+    assert [row["batch_size"] for row in found["batches"]["rows"]] == [1] * 4 + [2] * 4
     assert "## Held-out tasks" in (tmp_path / "study.md").read_text()
 
     for stage in Study.STAGES:  # a second call has nothing left to do

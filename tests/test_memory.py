@@ -93,10 +93,24 @@ def test_the_draft_reads_in_parts(length, parts_of_five):
     head = tiny_head(tiny_target())
     features, tokens = torch.randn(1, length, 16), torch.tensor([(PROMPT * 2)[:length]])
     cache = head.new_cache(30)
-    got = extend_draft(head, features, tokens, cache)
+    got = extend_draft(head, list(features), list(tokens), cache)
     whole = head(features, tokens, torch.arange(length)[None])[:, -1:]
     torch.testing.assert_close(got, whole, rtol=1e-4, atol=1e-5)
     assert cache.length == length
+
+
+@torch.inference_mode()
+def test_ragged_rows_are_read_in_parts(parts_of_five):
+    head = tiny_head(tiny_target())
+    lengths = (1, 13, 6)
+    features = [torch.randn(length, 16) for length in lengths]
+    tokens = [torch.tensor((PROMPT * 2)[:length]) for length in lengths]
+    cache = head.new_cache(30, 3)
+    got = extend_draft(head, features, tokens, cache)
+    for row, length in enumerate(lengths):
+        alone = head(features[row][None], tokens[row][None], torch.arange(length)[None])[0, -1:]
+        torch.testing.assert_close(got[row], alone, rtol=1e-4, atol=1e-5)
+    assert cache.lengths == list(lengths)
 
 
 def test_parts_do_not_change_the_text(parts_of_five):
