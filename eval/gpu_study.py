@@ -1,6 +1,6 @@
 """A pair trained and measured from nothing on one GPU in about 25 minutes, without a download.
 
-    until python -m eval.gpu_study --minutes 8; do :; done       # exit status 1: not finished, the same command goes on
+    while python -m eval.gpu_study --minutes 8; test $? = 75; do :; done     # 75: not finished as yet
     python -m eval.gpu_study --size toy --device cpu --work runs/toy --out runs/toy/study     # seconds on a CPU
 
 The target (150M parameters) learns the Python source that is installed on the machine and the verifiable tasks, the
@@ -53,6 +53,7 @@ from train.tasks import is_correct, tasks
 
 log = logging.getLogger("eval.gpu_study")
 
+UNFINISHED = 75  # exit status
 TRIAL = (3, 8, 28)  # steps of the trials that a step's time is told from; the first warms up
 
 
@@ -358,7 +359,7 @@ def main() -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
     finished: list[bool] = []
     status = exit_status("eval.gpu_study", lambda: finished.append(run(args)), (ValueError, TypeError, OSError))
-    return status or int(not all(finished))
+    return status or (0 if all(finished) else UNFINISHED)
 
 
 if __name__ == "__main__":

@@ -45,8 +45,8 @@ def row_of(name: str, given: Sequence[Answer], reference: Sequence[Answer]) -> d
                  for answer in given if answer.output]
     return {
         "method": name, "tokens_per_second": sum(len(answer.token_ids) for answer in given) / ours.sum(),
-        "seconds_per_answer": ours.mean(), "tau": statistics.fmean(lengths), "undrafted": statistics.fmean(undrafted),
-        "time": ours.sum() / theirs.sum(),
+        "seconds_per_answer": ours.mean(), "tau": statistics.fmean(lengths or [1]),
+        "undrafted": statistics.fmean(undrafted), "time": ours.sum() / theirs.sum(),
         "interval": interval(len(ours), lambda picks: ours[picks].sum(1) / theirs[picks].sum(1)),
     }
 

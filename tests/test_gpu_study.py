@@ -71,6 +71,13 @@ def test_calls_go_on_where_the_last_one_stopped(tmp_path, monkeypatch):
     assert call(1000) and len(calls) == 1 + len(Study.STAGES)
 
 
+def test_an_unfinished_study_says_so(tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu_study, "keep_freed_memory", lambda: None)
+    monkeypatch.setattr(Study, "run", lambda self, seconds: False)
+    monkeypatch.setattr(sys, "argv", ["eval/gpu_study.py", "--device", "cpu", "--work", str(tmp_path / "work")])
+    assert gpu_study.main() == gpu_study.UNFINISHED
+
+
 def test_work_is_interrupted_when_its_time_is_up():
     with pytest.raises(TimeIsUp), interrupted_after(0):
         while True:
