@@ -48,8 +48,10 @@ def draft_tree(
     tokens: Tensor,  # [B, T], the last one being the root
     cache: TreeCache,
     config: TreeConfig,
+    keep_logits: bool = True,
 ) -> tuple[DraftTree, Tensor]:
-    """One draft tree per row, and the draft's raw logits [B, E, V] of its expanded nodes.
+    """One draft tree per row, and the draft's raw logits [B, E, V] of its expanded nodes; [B, 0, V] without
+    `keep_logits`: with large vocabularies it takes long to put them together.
 
     The draft's cache is left holding the accepted tokens only. With `least_reach` or `least_probability` a tree may be
     shallower or smaller than `config` says, down to the root alone; both wait for the device once per level.
@@ -73,14 +75,15 @@ def draft_tree(
     expanded = [torch.arange(k, device=device).expand(batch, -1)]  # scored numbers of each level's expanded nodes
 
     if not _worth_a_level(frontier_scores, config):
-        return root_only(root), head.widen(logits)
+        return root_only(root), head.widen(logits[:, : int(keep_logits)])
 
     for level in range(2, config.depth + 1):
         positions = torch.full((batch, k), base + level - 2, device=device)
         mask = torch.cat([prefix, visible], -1)
         predicted = head(frontier_features, frontier_tokens, positions, mask, cache)  # [B, K, D]
         logits = head.own_logits(predicted, target.logits)
-        draft_logits.append(logits)
+        if keep_logits:
+            draft_logits.append(logits)
         child_scores, child_tokens = _best_children(head, logits, config)
         child_scores = (child_scores + frontier_scores[..., None]).flatten(1)  # [B, K * K], cumulative
         child_tokens = child_tokens.flatten(1)
@@ -98,7 +101,7 @@ def draft_tree(
             visible = torch.cat([inherited, itself], -1)
     cache.truncate(base)
     tree = rerank(root, torch.cat(levels, 1), torch.cat(scores, 1), torch.stack(expanded, 1), len(levels), config)
-    return tree, head.widen(torch.cat(draft_logits, 1))
+    return tree, head.widen(torch.cat(draft_logits, 1) if keep_logits else logits[:, :0])
 
 
 def _best_children(head: DraftHead, logits: Tensor, config: TreeConfig) -> tuple[Tensor, Tensor]:

@@ -245,8 +245,10 @@ class Decoder:
 
     def _draft(self) -> tuple[DraftTree, Tensor]:
         assert self.head is not None and self.settings.tree is not None
+        rule = self.settings.rule
         return draft_tree(
-            self.head, self.target, self.next_features, self.next_tokens, self.draft_cache, self.settings.tree
+            self.head, self.target, self.next_features, self.next_tokens, self.draft_cache, self.settings.tree,
+            keep_logits=rule.reads_draft and not rule.is_lossless(self.settings.greedy),
         )
 
     def _plain(self) -> tuple[DraftTree, Tensor]:
