@@ -118,6 +118,6 @@ def _text_tokens(source: str, tokenizer: PreTrainedTokenizerBase) -> Iterator[np
         texts = [row.text] if row.messages is None else [m["content"] for m in row.messages if m["role"] == "assistant"]
         for text in texts:
             if text:
-                yield np.asarray(tokenizer(text, add_special_tokens=False)["input_ids"], np.int64)
+                yield np.asarray(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], np.int64)
     if bad:
         log.warning("%s: %d rows left out, %s", source, bad.total(), dict(bad.most_common()))
