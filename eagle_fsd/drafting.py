@@ -1,6 +1,6 @@
 """Growing the draft tree: expansion by confidence, then reranking (EAGLE-2, arXiv 2406.16858, section 4).
 
-B batch, T tokens accepted in the last cycle, K children per node and nodes per level, N nodes verified,
+B batch, T tokens accepted in the last cycle (of each row), K children per node and nodes per level, N nodes verified,
 E = 1 + K * (depth - 1) expanded nodes, S = K + (depth - 1) * K * K scored nodes, D hidden size, F width of the
 target's features, V vocabulary, R the draft's.
 
@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from .attention import tree_mask
 from .cache import TreeCache
@@ -26,26 +28,32 @@ from .tree import DraftTree, ancestors_of, root_only
 
 def extend_draft(
     head: DraftHead,
-    features: Tensor,  # [B, T, F] of the target
-    tokens: Tensor,  # [B, T], each the token after its feature
+    features: Sequence[Tensor],  # B x [T, F] of the target, T of each row
+    tokens: Sequence[Tensor],  # B x [T], each the token after its feature
     cache: TreeCache,
 ) -> Tensor:  # [B, 1, D]
-    """Feed the accepted tokens with the target's features; returns the predicted feature of the last one."""
-    batch, count, _ = features.shape
-    prefix = cache.length
-    positions = torch.arange(prefix, prefix + count, device=tokens.device).expand(batch, -1)
-    mask = None
-    if prefix and count > 1:
-        causal = torch.ones(batch, count, count, dtype=torch.bool, device=tokens.device).tril()
-        mask = tree_mask(causal, prefix, head.dtype)
-    return head(head.read(features), tokens, positions, mask, cache)[:, -1:]
+    """Feed the accepted tokens with the target's features; returns the predicted feature of each row's last one."""
+    counts = [len(each) for each in tokens]
+    lengths, prefix, device = cache.lengths, cache.length, tokens[0].device
+    read, fed = pad_sequence(list(features), True), pad_sequence(list(tokens), True)  # [B, T, F], [B, T]
+    batch, count = fed.shape
+    ahead = torch.arange(count, device=device)
+    positions = torch.tensor(lengths, device=device)[:, None] + ahead
+    prefix_visible, mask = cache.visible(device), None
+    if (prefix and count > 1) or prefix_visible is not None:
+        causal = (ahead[:, None] >= ahead).expand(batch, -1, -1)
+        mask = tree_mask(causal, prefix, head.dtype, prefix_visible)
+    predicted = head(head.read(read), fed, positions, mask, cache)
+    cache.commit(lengths, [range(prefix, prefix + own) for own in counts])
+    last = torch.tensor(counts, device=device) - 1
+    return predicted.gather(1, last[:, None, None].expand(-1, -1, predicted.shape[-1]))
 
 
 def draft_tree(
     head: DraftHead,
     target: TargetModel,
-    features: Tensor,  # [B, T, F] of the target, of the positions before `tokens`
-    tokens: Tensor,  # [B, T], the last one being the root
+    features: Sequence[Tensor],  # B x [T, F] of the target, of the positions before `tokens`
+    tokens: Sequence[Tensor],  # B x [T], the last one being the root
     cache: TreeCache,
     config: TreeConfig,
     keep_logits: bool = True,
@@ -58,8 +66,9 @@ def draft_tree(
     """
     k = config.top_k
     predicted = extend_draft(head, features, tokens, cache)  # [B, 1, D]
-    base, root = cache.length, tokens[:, -1]
+    base, root = cache.length, torch.stack([each[-1] for each in tokens])
     batch, device = len(root), root.device
+    starts = torch.tensor(cache.lengths, device=device)[:, None]
 
     # Level 1: the root's K best children are all scored and all expanded.
     logits = head.own_logits(predicted, target.logits)  # [B, 1, R]
@@ -70,7 +79,7 @@ def draft_tree(
     levels.append(frontier_tokens)
     frontier_features = predicted.expand(-1, k, -1)
     itself = tree_mask(torch.eye(k, dtype=torch.bool, device=device).expand(batch, -1, -1), 0, head.dtype)
-    prefix = itself.new_zeros(batch, 1, k, base)
+    prefix = tree_mask(itself.new_zeros(batch, k, 0, dtype=torch.bool), base, head.dtype, cache.visible(device))
     visible = itself  # [B, 1, K, keys]: which expanded nodes each frontier node sees
     expanded = [torch.arange(k, device=device).expand(batch, -1)]  # scored numbers of each level's expanded nodes
 
@@ -78,7 +87,7 @@ def draft_tree(
         return root_only(root), head.widen(logits[:, : int(keep_logits)])
 
     for level in range(2, config.depth + 1):
-        positions = torch.full((batch, k), base + level - 2, device=device)
+        positions = (starts + level - 2).expand(-1, k)
         mask = torch.cat([prefix, visible], -1)
         predicted = head(frontier_features, frontier_tokens, positions, mask, cache)  # [B, K, D]
         logits = head.own_logits(predicted, target.logits)
@@ -140,8 +149,8 @@ def _lines(confidence: Confidence, children: int, device: torch.device) -> tuple
 
 
 def _worth_a_level(scores: Tensor, config: TreeConfig) -> bool:
-    """Whether any row's nodes [B, K] of this level are likely enough to be accepted to draft behind them."""
-    return not config.least_reach or scores.logsumexp(1).amax().item() >= math.log(config.least_reach)
+    """Whether nodes [B, K] of this level are likely enough to be accepted, over the rows, to draft behind them."""
+    return not config.least_reach or scores.exp().sum(1).mean().item() >= config.least_reach
 
 
 def rerank(
@@ -161,10 +170,10 @@ def rerank(
     sorted_scores, order = scores.sort(dim=1, descending=True, stable=True)
     count = min(config.total_tokens - 1, scores.shape[1])
     if config.least_probability:
-        likely = (sorted_scores >= math.log(config.least_probability)).sum(1).amax().item()
+        likely = (sorted_scores >= math.log(config.least_probability)).sum().item()
         if not likely:
             return root_only(root)
-        count = min(count, likely)
+        count = min(count, math.ceil(likely / batch))
     kept = order[:, :count].sort(1).values  # [B, N - 1], in the order of scored numbers
     expanded = expanded[:, : max(1, depth - 1)]
 

@@ -6,7 +6,7 @@ B batch, N tokens of a forward, L prefix length, D hidden size, F width of the f
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -162,10 +162,22 @@ class TargetModel:
         short = self.short_positions is not None and length <= self.short_positions
         return self.short_positions if short else self.max_positions
 
-    def new_cache(self, capacity: int) -> TreeCache:
-        """An empty cache for `capacity` positions."""
+    def batches(self, lengths: Sequence[int]) -> list[list[int]]:
+        """Which texts of these lengths can be decoded together, as lists of their numbers.
+
+        Apart are those that `limit_of` tells apart, and all where the model counts positions itself.
+        """
+        if self.counts_positions:
+            return [[number] for number in range(len(lengths))]
+        groups: dict[int | None, list[int]] = {}
+        for number, length in enumerate(lengths):
+            groups.setdefault(self.limit_of(length), []).append(number)
+        return list(groups.values())
+
+    def new_cache(self, capacity: int, batch: int = 1) -> TreeCache:
+        """An empty cache for `capacity` positions of each sequence of a batch."""
         devices = [next(layer.parameters()).device for layer in self.decoder_layers]
-        return TreeCache(devices, capacity)
+        return TreeCache(devices, capacity, batch)
 
     @property
     def feature_size(self) -> int:
@@ -203,7 +215,7 @@ class TargetModel:
     ) -> Tensor:  # [B, N, F]
         """Features of tree nodes; their keys and values are appended to the cache in node order."""
         prefix = cache.length
-        mask = tree_mask(ancestors, prefix, self.dtype)
+        mask = tree_mask(ancestors, prefix, self.dtype, cache.visible(ancestors.device))
         limit = self.limit_of(prefix)
         if limit is not None:  # nodes beyond the last position are never emitted, but have to be embedded
             positions = positions.clamp_max(limit - 1)

@@ -110,7 +110,7 @@ def test_rows_of_a_batch_are_independent():
     pair, config = tiny_pair(), TreeConfig(16, 5, 4)
     prompts = [PROMPT, PROMPT[::-1]]
     features = torch.stack([reference_eagle.forward(pair.target.model, prompt[:-1])[0] for prompt in prompts])
-    cache = pair.draft.new_cache(len(PROMPT) + 20)
+    cache = pair.draft.new_cache(len(PROMPT) + 20, batch=2)
     tokens = torch.tensor([prompt[1:] for prompt in prompts])
     tree, draft_logits = draft_tree(pair.draft, pair.target, features, tokens, cache, config)
     for row, prompt in enumerate(prompts):
@@ -179,13 +179,13 @@ def test_greedy_cycles_equal_the_reference(family, shape):
     pair, config = tiny_pair(family), TreeConfig(*shape)
     rule = make_rule(lambda verification: verification.warped_logits)  # exact, but the draft's logits are kept
     settings = Settings(rule, config, LogitsProcessorList(), greedy=True, seed=0, max_new_tokens=60)
-    decoder = Decoder(pair.target, pair.draft, PROMPT, settings)
+    decoder = Decoder(pair.target, pair.draft, [PROMPT], [settings])
     trees, draft = [], decoder._draft
     decoder._draft = lambda: trees.append(draft()) or trees[-1]
     first, cycles = reference_eagle.decode(pair.target.model, pair.draft, PROMPT, config, cycles=6)
-    assert decoder.prefill().tokens == [first]
+    assert decoder.prefill()[0].tokens == [first]
     for reference, path, token in cycles:
-        assert decoder.step().tokens == [*path, token]
+        assert decoder.step()[0].tokens == [*path, token]
         assert_same_tree(*trees[-1], reference, config)
-    assert decoder.tokens[len(PROMPT) :] == [first] + [t for _, path, token in cycles for t in (*path, token)]
+    assert decoder.rows[0].tokens[len(PROMPT) :] == [first] + [t for _, path, token in cycles for t in (*path, token)]
     assert sum(len(path) for _, path, _ in cycles) > 0

@@ -226,6 +226,17 @@ def test_sampling_draws_what_plain_decoding_draws_with_the_same_seed():
     assert accepted > 12
 
 
+@pytest.mark.parametrize("rule", ["exact", "fsd"])
+def test_batches_decode_as_single_prompts_do(rule):
+    pair, prompts = limited(), [PROMPT, PROMPT[:4], PROMPT[3:]]
+    options = {"max_new_tokens": NEW, "tree": WIDE, "acceptance": rule, "threshold": 0.5 if rule == "fsd" else None}
+    together = eagle_fsd.generate(prompts, pair, **options)
+    for prompt, output in zip(prompts, together, strict=True):
+        alone = eagle_fsd.generate(prompt, pair, **options)
+        assert output.token_ids == alone.token_ids
+        assert output.stats.accepted_lengths == alone.stats.accepted_lengths
+
+
 def test_inside_the_targets_own_generate():
     pair = limited()
     tokens = pair.target.model.generate(
