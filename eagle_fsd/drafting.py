@@ -2,7 +2,7 @@
 
 B batch, T tokens accepted in the last cycle (of each row), K children per node and nodes per level, N nodes verified,
 E = 1 + K * (depth - 1) expanded nodes, S = K + (depth - 1) * K * K scored nodes, D hidden size, F width of the
-target's features, V vocabulary.
+target's features, V vocabulary, R the draft's.
 
 Scored nodes are numbered level by level; within a level by the rank of the parent, then by their own rank. A parent's
 number is thus smaller than its child's, and its cumulative log-probability is not lower.
@@ -63,8 +63,10 @@ def draft_tree(
     tokens: Sequence[Tensor],  # B x [T], the last one being the root
     cache: TreeCache,
     config: TreeConfig,
+    keep_logits: bool = True,
 ) -> tuple[DraftTree, Tensor]:
-    """One draft tree per row, and the draft's raw logits [B, E, V] of its expanded nodes.
+    """One draft tree per row, and the draft's raw logits [B, E, V] of its expanded nodes; [B, 0, V] without
+    `keep_logits`: with large vocabularies it takes long to put them together.
 
     The draft's cache is left holding the accepted tokens only. With `least_reach` or `least_probability` a tree may be
     shallower or smaller than `config` says, down to the root alone; both wait for the device once per level.
@@ -76,9 +78,9 @@ def draft_tree(
     starts = torch.tensor(cache.lengths, device=device)[:, None]
 
     # Level 1: the root's K best children are all scored and all expanded.
-    logits = head.logits(predicted, target.logits)  # [B, 1, V]
+    logits = head.own_logits(predicted, target.logits)  # [B, 1, R]
     draft_logits, scores, levels = [logits], [], []
-    frontier_scores, frontier_tokens = _best_children(logits, config)
+    frontier_scores, frontier_tokens = _best_children(head, logits, config)
     frontier_scores, frontier_tokens = frontier_scores[:, 0], frontier_tokens[:, 0]  # [B, K]
     scores.append(frontier_scores)
     levels.append(frontier_tokens)
@@ -89,15 +91,16 @@ def draft_tree(
     expanded = [torch.arange(k, device=device).expand(batch, -1)]  # scored numbers of each level's expanded nodes
 
     if not _worth_a_level(frontier_scores, config):
-        return root_only(root), logits
+        return root_only(root), head.widen(logits[:, : int(keep_logits)])
 
     for level in range(2, config.depth + 1):
         positions = (starts + level - 2).expand(-1, k)
         mask = torch.cat([prefix, visible], -1)
         predicted = head(frontier_features, frontier_tokens, positions, mask, cache)  # [B, K, D]
-        logits = head.logits(predicted, target.logits)
-        draft_logits.append(logits)
-        child_scores, child_tokens = _best_children(logits, config)
+        logits = head.own_logits(predicted, target.logits)
+        if keep_logits:
+            draft_logits.append(logits)
+        child_scores, child_tokens = _best_children(head, logits, config)
         child_scores = (child_scores + frontier_scores[..., None]).flatten(1)  # [B, K * K], cumulative
         child_tokens = child_tokens.flatten(1)
         scores.append(child_scores)
@@ -114,15 +117,16 @@ def draft_tree(
             visible = torch.cat([inherited, itself], -1)
     cache.truncate(base)
     tree = rerank(root, torch.cat(levels, 1), torch.cat(scores, 1), torch.stack(expanded, 1), len(levels), config)
-    return tree, torch.cat(draft_logits, 1)
+    return tree, head.widen(torch.cat(draft_logits, 1) if keep_logits else logits[:, :0])
 
 
-def _best_children(logits: Tensor, config: TreeConfig) -> tuple[Tensor, Tensor]:
+def _best_children(head: DraftHead, logits: Tensor, config: TreeConfig) -> tuple[Tensor, Tensor]:
     """Scores and tokens [B, *, K] of the K best children of each node: what a step adds to a path's score."""
     logits = logits if config.draft_temperature == 1 else logits / config.draft_temperature
     best, tokens = logits.topk(config.top_k)
     log_probs = best - logits.logsumexp(-1, keepdim=True)
-    return (log_probs if config.confidence is None else apply_confidence(config.confidence, log_probs)), tokens
+    scores = log_probs if config.confidence is None else apply_confidence(config.confidence, log_probs)
+    return scores, head.named(tokens)
 
 
 def apply_confidence(

@@ -319,9 +319,10 @@ class Decoder:
             self.tree, self.pause.cost = choice.tree, choice.cost
 
     def _draft(self) -> tuple[DraftTree, Tensor]:
-        unread = [row.unread(self.device) for row in self.rows]
+        rule, unread = self.settings.rule, [row.unread(self.device) for row in self.rows]
         return draft_tree(
-            self.head, self.target, [row.features for row in self.rows], unread, self.draft_cache, self.tree
+            self.head, self.target, [row.features for row in self.rows], unread, self.draft_cache, self.tree,
+            keep_logits=rule.reads_draft and not rule.is_lossless(self.settings.greedy),
         )
 
     def _plain(self) -> tuple[DraftTree, Tensor]:

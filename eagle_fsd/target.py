@@ -6,7 +6,8 @@ B batch, N tokens of a forward, L prefix length, D hidden size, F width of the f
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from accelerate.hooks import remove_hook_from_module
@@ -247,6 +248,44 @@ class TargetModel:
         """Raw next-token logits [..., V] in float32, from features [..., F] or last hidden states [..., D]."""
         return output_logits(self.lm_head, features[..., -self.hidden_size :], self.scale, self.softcap)
 
+    @torch.no_grad()
+    def output_rows(
+        self,
+        tokens: Tensor,  # [R] long
+    ) -> OutputRows | None:
+        """`logits` of some tokens only, from a copy of their rows; None where the output layer cannot be split so."""
+        weight = self.lm_head.weight
+        if type(weight) is not nn.Parameter or weight.is_meta or not weight.is_floating_point():
+            return None  # quantised, sharded or offloaded
+        bias = getattr(self.lm_head, "bias", None)
+        rows = OutputRows(weight, weight[tokens], None if bias is None else bias[tokens], self.scale, self.softcap)
+        sample = torch.linspace(-1, 2, self.hidden_size, device=weight.device).to(self.dtype)
+        whole = self.logits(sample)[tokens]
+        return rows if torch.allclose(rows(sample), whole, rtol=1e-2, atol=1e-2 * whole.abs().max().item()) else None
+
+
+@dataclass(frozen=True, eq=False)
+class OutputRows:
+    """Some tokens' part of a target's output layer: [..., D] -> [..., R] in float32, scaled and capped as the target's.
+
+    Args:
+        source: the weight that the rows were copied from, by which it is known what they belong to.
+    """
+
+    source: Tensor  # [V, D]
+    weight: Tensor  # [R, D]
+    bias: Tensor | None  # [R]
+    scale: float
+    softcap: float | None
+
+    def __call__(self, features: Tensor) -> Tensor:
+        return output_logits(lambda x: nn.functional.linear(x, self.weight, self.bias), features, self.scale,
+                             self.softcap)
+
+    def belong_to(self, target: TargetModel) -> bool:
+        weight = target.lm_head.weight
+        return self.source is weight and (self.weight.device, self.weight.dtype) == (weight.device, weight.dtype)
+
 
 def prefill_rows(device: torch.device) -> int:
     """How many positions of a prompt are read in one forward."""
@@ -254,16 +293,20 @@ def prefill_rows(device: torch.device) -> int:
 
 
 def weights_digest(module: nn.Module) -> str:
-    """A number from a few of each parameter's values in bf16; those that are offloaded do not count."""
+    """A number from a few of each parameter's values in bf16, and a head's draft vocabulary; those that are offloaded
+    do not count."""
     total = 0.0
     for number, weight in enumerate(module.parameters(), 1):
         if not weight.is_meta:
             values = weight.detach().flatten()[:: max(1, weight.numel() // 97)]
             total += values.to(torch.bfloat16).double().sum().item() / number
-    return f"{total:.9g}"
+    tokens = getattr(module, "token_map", None)
+    return f"{total:.9g}" + ("" if tokens is None else f"/{len(tokens)}-{tokens.sum().item()}")
 
 
-def output_logits(lm_head: nn.Module, features: Tensor, scale: float, softcap: float | None) -> Tensor:
+def output_logits(
+    lm_head: Callable[[Tensor], Tensor], features: Tensor, scale: float, softcap: float | None
+) -> Tensor:
     """[..., D] -> [..., V] in float32, scaled and capped as the target scales and caps its logits."""
     logits = lm_head(features).float()
     if scale != 1:

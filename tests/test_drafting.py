@@ -63,6 +63,20 @@ def test_trees_equal_the_reference(shape, seed):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("least_reach", [0.0, 2.0])
+def test_trees_are_the_same_where_logits_are_not_kept(least_reach):
+    pair, config = tiny_pair(), TreeConfig(16, 5, 4, least_reach=least_reach)
+    features = reference_eagle.forward(pair.target.model, PROMPT[:-1])[0][None]
+    tokens = torch.tensor([PROMPT[1:]])
+    (kept, logits), (tree, nothing) = (
+        draft_tree(pair.draft, pair.target, features, tokens, pair.draft.new_cache(60), config, keep_logits=keep)
+        for keep in (True, False)
+    )
+    assert torch.equal(tree.tokens, kept.tokens) and torch.equal(tree.scores, kept.scores)
+    assert logits.shape == (1, 1 if least_reach else 17, 32) and nothing.shape == (1, 0, 32)
+
+
+@torch.no_grad()
 def test_wide_trees_are_no_chains():
     (tree, _), _ = draft_both(tiny_pair(), PROMPT, TreeConfig(16, 5, 4))
     assert len(set(tree.depths[0].tolist())) > 3
@@ -163,7 +177,8 @@ def test_ancestors_on_the_picture():
 @pytest.mark.parametrize("shape", [(5, 3, 2), (16, 5, 4), (4, 1, 3)], ids=str)
 def test_greedy_cycles_equal_the_reference(family, shape):
     pair, config = tiny_pair(family), TreeConfig(*shape)
-    settings = Settings(make_rule("exact"), config, LogitsProcessorList(), greedy=True, seed=0, max_new_tokens=60)
+    rule = make_rule(lambda verification: verification.warped_logits)  # exact, but the draft's logits are kept
+    settings = Settings(rule, config, LogitsProcessorList(), greedy=True, seed=0, max_new_tokens=60)
     decoder = Decoder(pair.target, pair.draft, [PROMPT], [settings])
     trees, draft = [], decoder._draft
     decoder._draft = lambda: trees.append(draft()) or trees[-1]

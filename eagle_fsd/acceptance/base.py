@@ -278,6 +278,7 @@ class Rule(ABC):
 
     name: ClassVar[str]
     threshold_limit: ClassVar[tuple[float, bool]] = (math.inf, False)  # upper end, and whether it is accepted
+    reads_draft: ClassVar[bool] = True  # whether it looks at the draft's distribution, and not at the tree alone
     knows_kl: ClassVar[bool] = True  # whether decisions carry the KL of their law when sampling
 
     threshold: float = 0.0
