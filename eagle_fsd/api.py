@@ -26,6 +26,7 @@ from .divergence import get_divergence
 from .draft import DraftHead
 from .generation import Output, Session, Settings, run
 from .model import EagleModel, bundled_pair
+from .parallel import of_first
 from .sampling import build_processors, check_functions, check_processors, require_integer
 
 log = logging.getLogger(__name__)
@@ -154,7 +155,7 @@ def generate(
         min_new_tokens=min_new_tokens, prompt_length=len(ids), eos_ids=sorted(eos_ids), custom=logits_processor,
         device=model.target.device,
     )
-    seed = random.SystemRandom().getrandbits(48) if seed is None else check_seed(seed)
+    seed = of_first(model.target.group, random_seed) if seed is None else check_seed(seed)
     if not isinstance(ignore_eos, bool):
         raise TypeError(f"ignore_eos must be a bool, got {ignore_eos!r}")
     check_functions("stopping_criteria", stopping_criteria)
@@ -169,7 +170,7 @@ def generate(
         max_new_tokens=room,
         eos_ids=frozenset() if ignore_eos else eos_ids,
         stop_ids=check_stop_ids(stop_token_ids, model),
-        criteria=StoppingCriteriaList(stopping_criteria or []),
+        criteria=agreed_criteria(stopping_criteria, model),
         budget=check_budget(budget, rule, greedy=temperature == 0),
     )
     stops = check_stop_strings(stop, model)
@@ -309,6 +310,10 @@ def warn_of_infinity(rule: Rule, model: EagleModel) -> Rule:
             log.warning("%s is infinite with a draft that names %d of %d tokens: nothing passes; take js, tv or "
                         "reverse_kl", divergence, model.draft.draft_vocab_size, model.target.vocab_size)
     return rule
+
+
+def random_seed() -> int:
+    return random.SystemRandom().getrandbits(48)
 
 
 def check_seed(seed: object) -> int:
@@ -461,16 +466,26 @@ def custom_generate(
         processors=check_processors(logits_processor),
         greedy=not generation_config.do_sample,
         # Without a seed the noise follows torch's global generator, as model.generate does.
-        seed=torch.randint(2**62, ()).item() if seed is None else seed,
+        seed=of_first(pair.target.group, lambda: torch.randint(2**62, ()).item()) if seed is None else seed,
         max_new_tokens=check_length(len(ids), limit, pair),
         eos_ids=eos_ids,
-        criteria=criteria,
+        criteria=agreed_criteria(criteria, pair),
         budget=check_budget(budget, rule, greedy=not generation_config.do_sample),
     )
     with ending(streamer):
         output = run(pair.target, pair.draft, ids, settings, streamer=streamer)
     sequences = torch.cat([input_ids, input_ids.new_tensor([output.token_ids])], 1)
     return GenerateDecoderOnlyOutput(sequences=sequences) if generation_config.return_dict_in_generate else sequences
+
+
+def agreed_criteria(criteria: Sequence[Callable] | None, model: EagleModel) -> StoppingCriteriaList:
+    """Criteria that say in all processes what they say in the first: some go by a clock, or by Ctrl-C."""
+    group = model.target.group
+
+    def agreed(criterion: Callable) -> Callable:
+        return lambda ids, scores: of_first(group, lambda: criterion(ids, scores))
+
+    return StoppingCriteriaList(criteria or [] if group is None else map(agreed, criteria or []))
 
 
 def streamer_of_caller() -> BaseStreamer | None:

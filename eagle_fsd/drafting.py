@@ -14,12 +14,14 @@ import functools
 import math
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from .attention import tree_mask
 from .cache import TreeCache
 from .config import Confidence, TreeConfig
 from .draft import DraftHead
+from .parallel import tensor_of_first
 from .target import TargetModel
 from .tree import DraftTree, ancestors_of, root_only
 
@@ -62,7 +64,7 @@ def draft_tree(
     # Level 1: the root's K best children are all scored and all expanded.
     logits = head.logits(predicted, target.logits)  # [B, 1, V]
     draft_logits, scores, levels = [logits], [], []
-    frontier_scores, frontier_tokens = _best_children(logits, config)
+    frontier_scores, frontier_tokens = _best_children(logits, config, target.group)
     frontier_scores, frontier_tokens = frontier_scores[:, 0], frontier_tokens[:, 0]  # [B, K]
     scores.append(frontier_scores)
     levels.append(frontier_tokens)
@@ -81,7 +83,7 @@ def draft_tree(
         predicted = head(frontier_features, frontier_tokens, positions, mask, cache)  # [B, K, D]
         logits = head.logits(predicted, target.logits)
         draft_logits.append(logits)
-        child_scores, child_tokens = _best_children(logits, config)
+        child_scores, child_tokens = _best_children(logits, config, target.group)
         child_scores = (child_scores + frontier_scores[..., None]).flatten(1)  # [B, K * K], cumulative
         child_tokens = child_tokens.flatten(1)
         scores.append(child_scores)
@@ -101,12 +103,15 @@ def draft_tree(
     return tree, torch.cat(draft_logits, 1)
 
 
-def _best_children(logits: Tensor, config: TreeConfig) -> tuple[Tensor, Tensor]:
+def _best_children(
+    logits: Tensor, config: TreeConfig, group: dist.ProcessGroup | None
+) -> tuple[Tensor, Tensor]:
     """Scores and tokens [B, *, K] of the K best children of each node: what a step adds to a path's score."""
     logits = logits if config.draft_temperature == 1 else logits / config.draft_temperature
     best, tokens = logits.topk(config.top_k)
     log_probs = best - logits.logsumexp(-1, keepdim=True)
-    return (log_probs if config.confidence is None else apply_confidence(config.confidence, log_probs)), tokens
+    scores = log_probs if config.confidence is None else apply_confidence(config.confidence, log_probs)
+    return tensor_of_first(group, scores), tensor_of_first(group, tokens)
 
 
 def apply_confidence(

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from transformers import LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
@@ -23,6 +24,7 @@ from .config import TreeConfig
 from .draft import DraftHead
 from .drafting import draft_tree
 from .noise import gumbel_noise
+from .parallel import tensor_of_first
 from .sampling import warp_tree
 from .target import TargetModel
 from .tree import DraftTree, root_only
@@ -203,7 +205,7 @@ class Decoder:
         warped = warp_tree(self.settings.processors, self.tokens[:-1], root, raw)
         choice = (warped if self.settings.greedy else warped + self._noise(root, len(self.tokens) - 1)).argmax(-1)
         logprobs = raw.log_softmax(-1)[0, 0]
-        token = choice.item()
+        token = tensor_of_first(self.target.group, choice).item()
         self.tokens.append(token)
         if self.next_features is not None:
             features = torch.cat([self.next_features, features], 1)
@@ -229,7 +231,7 @@ class Decoder:
         else:
             decision = self.budget.decide(self.settings.rule, verification, self.tokens[self.prompt_length :])
         walked = walk(verification, decision)
-        path, emitted, receipts, drawn = read_walk(verification, decision.divergence, walked)
+        path, emitted, receipts, drawn = read_walk(verification, decision.divergence, walked, self.target.group)
         if self.budget is not None and self.budget.ended:
             receipts = [receipt._replace(exact_because=self.budget.ended) for receipt in receipts]
         self.cache.commit(length, length + path)
@@ -286,6 +288,7 @@ def read_walk(
     verification: Verification,
     divergence: Tensor | None,  # [1, N]
     walked,
+    group: dist.ProcessGroup | None = None,  # processes that all go by the first one's walk
 ) -> tuple[Tensor, list[int], list[Receipt], list[float]]:
     """The accepted path as node indices [A + 1], the emitted tokens, their receipts and their processed logits: the
     cycle's one host copy."""
@@ -302,7 +305,7 @@ def read_walk(
     nothing = torch.full_like(logprobs, torch.nan)
     gate = nothing if divergence is None else divergence[0, step_from[0]]
     warped = verification.warped_logits[0, step_from[0], step_to[0]]
-    columns = torch.stack([
+    columns = tensor_of_first(group, torch.stack([
         torch.nn.functional.pad(walked.accepted[0], (0, 1), value=True).double(),
         step_to[0].double(),
         torch.nn.functional.pad(verification.is_exact[0], (0, 1)).double(),
@@ -310,7 +313,7 @@ def read_walk(
         logprobs.double(),
         regrets.double(),
         warped.double(),
-    ]).tolist()
+    ])).tolist()
     on_path, tokens, exact, gates, logprobs, regrets, drawn = columns
     path = [i for i, kept in enumerate(on_path[:-1]) if kept]  # by level: from the root down
     steps = [*path[1:], len(on_path) - 1]

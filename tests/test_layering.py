@@ -7,7 +7,7 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "eagle_fsd"
 LAYERS = [
-    {"attention", "cache", "config", "divergence", "files", "heads", "noise", "questions", "tree"},
+    {"attention", "cache", "config", "divergence", "files", "heads", "noise", "parallel", "questions", "tree"},
     {"acceptance", "draft", "grading", "sampling", "target"},
     {"budget", "checkpoint", "drafting"},
     {"calibration"},
