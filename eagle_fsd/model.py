@@ -288,15 +288,16 @@ def load_target(
         accepted = ", ".join(MASKED_IMPLEMENTATIONS)
         raise ValueError(f"attn_implementation must be None or one of {accepted}, got {attn_implementation!r}")
     check_placement(device, device_map, tp_plan)
-    parallel = loading_options(tp_plan)
+    options = loading_options(tp_plan)
     place = check_device(device)
     if dtype == "auto" and device_map is None and place.type == "cpu":
         dtype = torch.float32
+    if quantization_config is not None:  # None would take a saved one away
+        options["quantization_config"] = quantization_config
     try:
         model, loaded = AutoModelForCausalLM.from_pretrained(
             target, dtype=dtype, device_map=device_map, attn_implementation=attn_implementation,
-            trust_remote_code=trust_remote_code, quantization_config=quantization_config, output_loading_info=True,
-            **parallel,
+            trust_remote_code=trust_remote_code, output_loading_info=True, **options,
         )
     except (OSError, ValueError, MemoryError, torch.OutOfMemoryError):
         raise
@@ -304,7 +305,7 @@ def load_target(
         raise ValueError(f"{target} cannot be loaded as a causal LM: {type(error).__name__}: {error}") from error
     if loaded["missing_keys"]:  # transformers would go on with random numbers
         raise ValueError(f"{target} lacks weights: {', '.join(sorted(loaded['missing_keys']))}")
-    if device_map is None and not parallel:
+    if device_map is None and "distributed_config" not in options:
         model.to(place)
     try:
         tokenizer = AutoTokenizer.from_pretrained(target, trust_remote_code=trust_remote_code)

@@ -89,7 +89,7 @@ def command() -> Iterator[None]:
 
 
 def plain_parts(weight: Tensor) -> Iterator[Tensor]:
-    """The plain tensors that a weight consists of: a process' shard of it, or the numbers and scales of a quantised one."""
+    """The plain tensors that make up a weight: a process' shard, or the numbers and scales of a quantised one."""
     if is_traceable_wrapper_subclass(weight):
         parts = (getattr(weight, name) for name in weight.__tensor_flatten__()[0])
         for part in parts:
