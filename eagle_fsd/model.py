@@ -11,6 +11,7 @@ from weakref import WeakSet
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from .acceptance import make_rule
 from .autotree import AutoTree, describe, read_logs
@@ -284,6 +285,8 @@ def load_target(
     """
     target = check_source("target", target)
     check_dtype(dtype)
+    if not (quantization_config is None or isinstance(quantization_config, (dict, QuantizationConfigMixin))):
+        raise TypeError(f"quantization_config must be one of transformers or None, got {quantization_config!r}")
     if attn_implementation not in (None, *MASKED_IMPLEMENTATIONS):
         accepted = ", ".join(MASKED_IMPLEMENTATIONS)
         raise ValueError(f"attn_implementation must be None or one of {accepted}, got {attn_implementation!r}")

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from .attention import apply_chunks, apply_window, tree_mask
 from .cache import TreeCache
-from .parallel import group_of, plain_parts, whole
+from .parallel import group_of, of_first, plain_parts, whole
 
 log = logging.getLogger(__name__)
 
@@ -73,7 +73,8 @@ class TargetModel:
             self._check_weights(name)
             self._check_logits(name)
         if self.group is not None and model not in _sharded_digests:
-            _sharded_digests[model] = weights_digest(model)
+            sample = weights_digest(model)
+            _sharded_digests[model] = of_first(self.group, lambda: sample)
 
     def _check_attention(self, name: str) -> None:
         # GPT-Neo says it in another field.
@@ -123,11 +124,11 @@ class TargetModel:
         branches = torch.stack([tokens[0, [0, 1, 2, 3, 4]], tokens[0, [0, 1, 2, 5, 6]]])
         try:
             stock = self.model(input_ids=branches, use_cache=False).logits.float().to(self.output_device)
-        except RuntimeError as error:
+        except (AttributeError, RuntimeError) as error:
             if self.group is None:
                 raise
-            raise ValueError(f"{name} cannot be shared by {self.group.size()} processes, as if its heads cannot be "
-                             f"divided by that: {error}") from error
+            raise ValueError(f"{name} cannot be shared by {self.group.size()} processes: its heads are not divisible by "
+                             f"that, or its quantisation cannot be sharded ({error})") from error
         if not stock.isfinite().all():
             raise ValueError(f"{name} is not supported: its logits are not finite in {self.dtype}")
         stock = torch.cat([stock[0], stock[1, 3:]])

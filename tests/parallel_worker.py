@@ -7,11 +7,13 @@ import json
 import os
 import sys
 from dataclasses import asdict
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from tiny import PROMPT
+from transformers import TorchAoConfig
 
 import eagle_fsd
 from eagle_fsd import Chat, TreeConfig, latency
@@ -99,6 +101,9 @@ def main(folder: Path) -> None:
     found["eagle3"] = answers(load("eagle3", tree=None))
     for name in ("qwen3", "gemma2", "mixtral"):
         found[name] = answers(load(name, tree=None))
+    if find_spec("torchao"):
+        from torchao.quantization import Int8WeightOnlyConfig
+        found["torchao"] = answers(load("qwen3", tree=None, quantization_config=TorchAoConfig(Int8WeightOnlyConfig())))
     found["one head"] = refusal(folder / "one head" / "target", folder / "llama" / "head", tp_plan="auto")
     found["gpt2"] = refusal(folder / "gpt2" / "target", folder / "llama" / "head", tp_plan="auto")
     demo = eagle_fsd.load(*json.loads((folder / "demo.json").read_text()), tp_plan="auto")

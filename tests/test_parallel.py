@@ -11,6 +11,7 @@ import torch
 from parallel_worker import CASES, DEMO, answer, answers, chat
 from test_eagle3 import deep_target, good_head
 from tiny import PROMPT, save_pair, tiny_chat_pair, tiny_pair, tiny_target, tiny_tokenizer
+from transformers import TorchAoConfig
 
 import eagle_fsd
 from eagle_fsd import EagleModel
@@ -122,6 +123,15 @@ def test_the_chosen_tree(pairs, found):
 
 def test_the_bundled_pair(found):
     assert found[0]["demo"] == eagle_fsd.generate(model=eagle_fsd.load(tree=None), **DEMO).token_ids
+
+
+def test_quantised_shards(pairs, found):
+    pytest.importorskip("torchao", reason="torchao is not installed")
+    from torchao.quantization import Int8WeightOnlyConfig
+
+    places = [pairs[0] / "qwen3" / name for name in ("target", "head")]
+    config = TorchAoConfig(Int8WeightOnlyConfig())
+    assert found[0]["torchao"] == answers(eagle_fsd.load(*places, tree=None, quantization_config=config))
 
 
 def test_targets_that_cannot_be_shared(found):
