@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import logging
 import random
@@ -27,7 +28,7 @@ from .draft import DraftHead
 from .generation import Output, Session, Settings, run
 from .model import EagleModel, bundled_pair
 from .parallel import of_first
-from .sampling import build_processors, check_functions, check_processors, require_integer
+from .sampling import build_processors, check_functions, check_processors, processors_of_row, require_integer
 
 log = logging.getLogger(__name__)
 
@@ -75,7 +76,7 @@ def generate(
     repetition_penalty: float = 1.0,
     min_new_tokens: int = 0,
     ignore_eos: bool = False,
-    seed: int | None = None,
+    seed: int | Sequence[int] | None = None,
     stop: str | Sequence[str] | None = None,
     stop_token_ids: Sequence[int] | None = None,
     acceptance: str | Rule | Callable = "fsd",
@@ -93,15 +94,16 @@ def generate(
 
     Args:
         prompt: text (tokenised as it is), a chat (list of {"role", "content"}, put through the tokenizer's chat
-            template), or token ids (list of int, or tensor [L] or [1, L]). A list of such prompts is a batch;
-            batches of more than one are refused for now.
+            template), or token ids (list of int, or tensor [L] or [1, L]). A list of such prompts is a batch: they are
+            decoded together, each as it would be alone (docs/batches.md).
         model: from `load`; None: the bundled demo pair.
         max_new_tokens: never exceeded; lowered where the target has fewer positions left.
         temperature: 0 is greedy; otherwise sampling, with top_p, top_k (0: off) and min_p (0: off).
         repetition_penalty, min_new_tokens: as in `model.generate`.
         ignore_eos: go on past end tokens.
         seed: of the sampling noise; None draws one, reported in `out.seed`. With one seed, plain decoding, `exact`
-            and any rule at its lossless end give the same tokens.
+            and any rule at its lossless end give the same tokens. For a batch a list of seeds, one for each prompt; one
+            seed is that of the first prompt, and those after it get the numbers that follow.
         stop: strings that end the answer; not part of `out.text`.
         stop_token_ids: further tokens that end it.
         acceptance: a rule's name (exact, fsd, fsd_paper, tilt, typical, lenience, relaxed), a rule object, or a
@@ -137,8 +139,8 @@ def generate(
     model = bundled_pair() if model is None else model
     if not isinstance(model, EagleModel):
         raise TypeError(f"model must come from eagle_fsd.load, got {type(model).__name__}")
-    ids, batched = encode_prompt(prompt, model)
-    room = check_length(len(ids), max_new_tokens, model)
+    prompts, batched = encode_prompts(prompt, model)
+    rooms = [check_length(len(ids), max_new_tokens, model) for ids in prompts]
     if quality is None:
         rule = resolve_rule(acceptance, threshold, divergence, model, temperature=temperature, tree=tree)
     elif acceptance != "fsd" or threshold is not None:
@@ -150,70 +152,93 @@ def generate(
                 "%s was calibrated without top_k, top_p, min_p and repetition_penalty: it may not hold", quality
             )
     eos_ids = end_tokens(model)
-    processors = build_processors(
+    processors = [build_processors(
         temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty,
         min_new_tokens=min_new_tokens, prompt_length=len(ids), eos_ids=sorted(eos_ids), custom=logits_processor,
         device=model.target.device,
-    )
-    seed = of_first(model.target.group, random_seed) if seed is None else check_seed(seed)
+    ) for ids in prompts]
+    seeds = of_first(model.target.group, lambda: check_seeds(seed, len(prompts)))
     if not isinstance(ignore_eos, bool):
         raise TypeError(f"ignore_eos must be a bool, got {ignore_eos!r}")
     check_functions("stopping_criteria", stopping_criteria)
-    choice = resolve_tree(tree, rule, temperature, model)
-    settings = Settings(
-        rule=rule,
-        tree=choice.tree,
-        cost=choice.cost,
-        processors=processors,
-        greedy=temperature == 0,
-        seed=seed,
-        max_new_tokens=room,
-        eos_ids=frozenset() if ignore_eos else eos_ids,
-        stop_ids=check_stop_ids(stop_token_ids, model),
-        criteria=agreed_criteria(stopping_criteria, model),
-        budget=check_budget(budget, rule, greedy=temperature == 0),
-    )
     stops = check_stop_strings(stop, model)
     if session is not None and not isinstance(session, Session):
         raise TypeError(f"session must be a Session or None, got {session!r}")
+    if len(prompts) > 1 and (session is not None or streamer is not None):
+        name = "a session" if session is not None else "a streamer"
+        raise ValueError(f"{name} serves one prompt at a time, got a batch of {len(prompts)}")
+    shared = {
+        "rule": rule,
+        "greedy": temperature == 0,
+        "eos_ids": frozenset() if ignore_eos else eos_ids,
+        "stop_ids": check_stop_ids(stop_token_ids, model),
+        "criteria": agreed_criteria(stopping_criteria or [], model),
+        "budget": check_budget(budget, rule, greedy=temperature == 0),
+    }
+    together = [(numbers, resolve_tree(tree, rule, temperature, model, len(numbers)))
+                for numbers in model.target.batches([len(ids) for ids in prompts])]
+    of_rows = functools.partial(resolve_tree, tree, rule, temperature, model)
     if streamer is not None:
-        streamer.put(torch.tensor([ids]))
-    drafting = choice.tree is not None or session is not None  # a later call may draft
-    output = run(
-        model.target, model.draft if drafting else None, ids, settings, streamer=streamer, session=session,
-        stop_check=(lambda new: any(s in decode(model, new) for s in stops)) if stops else None,
-    )
-    if choice.tree is None:
-        output.stats.plain_because = "no tree is expected to be faster than plain decoding"
-    if model.tokenizer is not None:
-        output.text = decode(model, output.token_ids)
-        found = [at for s in stops if (at := output.text.find(s)) >= 0]
-        output.text = output.text[: min(found)] if found else output.text
-    return [output] if batched else output
+        streamer.put(torch.tensor(prompts))
+    outputs: list[Output] = [None] * len(prompts)
+    for numbers, choice in together:
+        settings = [Settings(
+            **shared, tree=choice.tree, cost=choice.cost, processors=processors[number], seed=seeds[number],
+            max_new_tokens=rooms[number],
+            choose=of_rows if tree is None and len(numbers) > 1 else None,
+        ) for number in numbers]
+        drafting = choice.tree is not None or session is not None  # a later call may draft
+        answers = run(
+            model.target, model.draft if drafting else None, [prompts[number] for number in numbers], settings,
+            streamer=streamer, session=session,
+            stop_check=(lambda new: any(s in decode(model, new) for s in stops)) if stops else None,
+        )
+        for number, output in zip(numbers, answers, strict=True):
+            if choice.tree is None:
+                output.stats.plain_because = "no tree is expected to be faster than plain decoding"
+            if model.tokenizer is not None:
+                output.text = decode(model, output.token_ids)
+                found = [at for s in stops if (at := output.text.find(s)) >= 0]
+                output.text = output.text[: min(found)] if found else output.text
+            outputs[number] = output
+    return outputs if batched else outputs[0]
 
 
 def decode(model: EagleModel, ids: list[int]) -> str:
     return model.tokenizer.decode(ids, skip_special_tokens=True)
 
 
-def encode_prompt(prompt: object, model: EagleModel) -> tuple[list[int], bool]:
-    """Token ids of a prompt, and whether it came as a batch (of one).
+def encode_prompts(prompt: object, model: EagleModel) -> tuple[list[list[int]], bool]:
+    """Token ids of each prompt, and whether they came as a batch.
+
+    Raises:
+        ValueError, TypeError: see `generate`.
+    """
+    if not (isinstance(prompt, (list, tuple)) and prompt and isinstance(prompt[0], (str, list, tuple, Tensor))):
+        return [encode_prompt(prompt, model)], False
+    prompts = []
+    for number, each in enumerate(prompt):
+        try:
+            prompts.append(encode_prompt(each, model))
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"prompt {number} of {len(prompt)}: {error}") from error
+    return prompts, True
+
+
+def encode_prompt(prompt: object, model: EagleModel) -> list[int]:
+    """Token ids of a single prompt.
 
     Raises:
         ValueError, TypeError: see `generate`.
     """
     if isinstance(prompt, Tensor):
         integers = not (prompt.is_floating_point() or prompt.is_complex() or prompt.dtype == torch.bool)
-        if not integers or prompt.is_meta or prompt.dim() not in (1, 2):
-            raise ValueError(f"a prompt tensor must be integer [L] or [1, L], got {prompt.dtype} {list(prompt.shape)}")
-        return _encode_tensor(prompt, model)
-    if isinstance(prompt, (list, tuple)) and prompt and isinstance(prompt[0], (str, list, tuple, Tensor)):
-        if len(prompt) > 1:
-            raise ValueError(f"batches are not supported yet: one prompt at a time, got {len(prompt)}")
-        ids, nested = encode_prompt(prompt[0], model)
-        if nested:
-            raise TypeError("a batch must hold prompts, not further batches")
-        return ids, True
+        if not integers or prompt.is_meta or prompt.dim() not in (1, 2) or (prompt.dim() == 2 and len(prompt) != 1):
+            raise ValueError(
+                f"a prompt tensor must be integer [L] or [1, L] (a batch is a list of prompts, without padding), got "
+                f"{prompt.dtype} {list(prompt.shape)}"
+            )
+        return _check_ids(prompt.flatten().tolist(), model)
     if isinstance(prompt, str):
         ids = _need_tokenizer(model)(_encodable("the prompt", prompt))["input_ids"]
     elif isinstance(prompt, (list, tuple)) and all(isinstance(message, dict) for message in prompt) and prompt:
@@ -224,13 +249,7 @@ def encode_prompt(prompt: object, model: EagleModel) -> tuple[list[int], bool]:
         ids = [int(token) for token in prompt]
     else:
         raise TypeError(f"a prompt must be text, a chat, or token ids, got {type(prompt).__name__}")
-    return _check_ids(ids, model), False
-
-
-def _encode_tensor(prompt: Tensor, model: EagleModel) -> tuple[list[int], bool]:
-    if prompt.dim() == 2 and prompt.shape[0] != 1:
-        raise ValueError(f"batches are not supported yet: a prompt tensor is [L] or [1, L], got {list(prompt.shape)}")
-    return _check_ids(prompt.flatten().tolist(), model), False
+    return _check_ids(ids, model)
 
 
 def _check_ids(ids: list[int], model: EagleModel) -> list[int]:
@@ -312,15 +331,22 @@ def warn_of_infinity(rule: Rule, model: EagleModel) -> Rule:
     return rule
 
 
-def random_seed() -> int:
-    return random.SystemRandom().getrandbits(48)
-
-
 def check_seed(seed: object) -> int:
     require_integer("seed", seed, 0)
     if seed >= 2**63:
         raise ValueError(f"seed must be below 2**63, got {seed}")
     return int(seed)
+
+
+def check_seeds(seed: object, count: int) -> list[int]:
+    """One for each prompt, drawn where none is given."""
+    if seed is None:
+        return [random.SystemRandom().getrandbits(48) for _ in range(count)]
+    if isinstance(seed, (list, tuple)):
+        if len(seed) != count:
+            raise ValueError(f"a list of seeds needs one for each prompt: {count}, got {len(seed)}")
+        return [check_seed(each) for each in seed]
+    return [check_seed(check_seed(seed) + number) for number in range(count)]
 
 
 def check_streamer(streamer: object) -> None:
@@ -343,10 +369,12 @@ def check_budget(budget: float | None, rule: Rule, greedy: bool) -> float | None
     return float(budget)
 
 
-def resolve_tree(tree: TreeConfig | None, rule: Rule, temperature: float, model: EagleModel) -> Choice:
-    """The tree given, else the one chosen for the rule and temperature, else the model's default."""
+def resolve_tree(
+    tree: TreeConfig | None, rule: Rule, temperature: float, model: EagleModel, rows: int = 1
+) -> Choice:
+    """The tree given, else the one chosen for the rule, temperature and batch, else the model's default."""
     if tree is None and model.trees is not None and model.draft is not None:
-        return model.trees.of(rule, temperature)
+        return model.trees.of(rule, temperature, rows)
     return Choice(check_tree(model.default_tree if tree is None else tree, model))
 
 
@@ -410,7 +438,7 @@ def custom_generate(
     divergence: str = "js",
     budget: float | None = None,
     tree: TreeConfig | None = None,
-    seed: int | None = None,
+    seed: int | Sequence[int] | None = None,
     **model_kwargs,
 ) -> Tensor | GenerateDecoderOnlyOutput:
     """Decode inside the target's own `generate`:
@@ -425,10 +453,11 @@ def custom_generate(
         acceptance, threshold, divergence, budget, tree, seed: as in `eagle_fsd.generate`.
 
     Returns:
-        sequences [1, prompt + new tokens], or an output object where the config asks for a dict.
+        sequences [B, prompt + new tokens], a short one with pad tokens behind its end, or an output object where the
+        config asks for a dict. Prompts may be padded on the left.
 
     Raises:
-        ValueError, TypeError: a batch, padding, beams, inputs other than tokens, outputs other than tokens, or a bad
+        ValueError, TypeError: padding elsewhere, beams, inputs other than tokens, outputs other than tokens, or a bad
             option.
     """
     if generation_config is None:
@@ -437,11 +466,7 @@ def custom_generate(
         raise ValueError("draft= is missing: a DraftHead or the directory or hub id of one")
     if generation_config.num_beams > 1:
         raise ValueError(f"num_beams must be 1 with custom_generate, got {generation_config.num_beams}")
-    if input_ids.shape[0] != 1:
-        raise ValueError(f"batches are not supported yet: input_ids must be [1, L], got {list(input_ids.shape)}")
-    mask = model_kwargs.get("attention_mask")  # newer versions of transformers pass None for all ones
-    if mask is not None and not bool((mask == 1).all()):
-        raise ValueError("padded inputs are not supported: the attention mask must be all ones")
+    padding = left_padding(input_ids, model_kwargs.get("attention_mask"))
     foreign = [name for name, value in model_kwargs.items() if value is not None and name not in RECOMPUTED]
     if foreign:
         raise ValueError(f"only input_ids are supported with custom_generate, got {', '.join(foreign)}")
@@ -454,38 +479,92 @@ def custom_generate(
     if not isinstance(draft, DraftHead):
         pair.calibrations = read_calibrations(draft)
     criteria, eos_ids, max_length = split_criteria(stopping_criteria or StoppingCriteriaList())
-    ids = _check_ids(input_ids[0].tolist(), pair)
-    if seed is not None:
-        seed = check_seed(seed)
-    limit = (max_length if max_length is not None else generation_config.max_length) - len(ids)
-    temperature = (generation_config.temperature or 1.0) if generation_config.do_sample else 0.0
+    criteria = agreed_criteria(criteria, pair)
+    prompts = [_check_ids(row[count:].tolist(), pair) for row, count in zip(input_ids, padding, strict=True)]
+    limit = (max_length if max_length is not None else generation_config.max_length) - input_ids.shape[1]
+    greedy = not generation_config.do_sample
+    # Without a seed the noise follows torch's global generator, as model.generate does.
+    drawn = of_first(pair.target.group, lambda: torch.randint(2**62, (len(prompts),)).tolist())
+    seeds = drawn if seed is None else check_seeds(seed, len(prompts))
+    temperature = 0.0 if greedy else generation_config.temperature or 1.0
     rule = resolve_rule(acceptance, threshold, divergence, pair, temperature=temperature, tree=tree)
-    settings = Settings(
-        rule=rule,
-        tree=resolve_tree(tree, rule, temperature, pair).tree,
-        processors=check_processors(logits_processor),
-        greedy=not generation_config.do_sample,
-        # Without a seed the noise follows torch's global generator, as model.generate does.
-        seed=of_first(pair.target.group, lambda: torch.randint(2**62, ()).item()) if seed is None else seed,
-        max_new_tokens=check_length(len(ids), limit, pair),
-        eos_ids=eos_ids,
-        criteria=agreed_criteria(criteria, pair),
-        budget=check_budget(budget, rule, greedy=not generation_config.do_sample),
-    )
+    shared = {
+        "rule": rule,
+        "tree": resolve_tree(tree, rule, temperature, pair).tree,
+        "greedy": greedy,
+        "eos_ids": eos_ids,
+        "budget": check_budget(budget, rule, greedy=greedy),
+    }
+    processors = check_processors(logits_processor)
+    settings = [Settings(
+        **shared, processors=processors_of_row(processors, number), seed=seeds[number],
+        max_new_tokens=check_length(len(ids), limit, pair), padding=input_ids[number, : padding[number]].tolist(),
+        criteria=criteria_of_row(criteria, number, len(prompts)),
+    ) for number, ids in enumerate(prompts)]
+    answers: dict[int, list[int]] = {}
     with ending(streamer):
-        output = run(pair.target, pair.draft, ids, settings, streamer=streamer)
-    sequences = torch.cat([input_ids, input_ids.new_tensor([output.token_ids])], 1)
+        for numbers in pair.target.batches([len(ids) for ids in prompts]):
+            outputs = run(pair.target, pair.draft, [prompts[number] for number in numbers],
+                          [settings[number] for number in numbers], streamer=streamer)
+            answers |= {number: output.token_ids for number, output in zip(numbers, outputs, strict=True)}
+    new = pad_tokens([answers[number] for number in range(len(prompts))], generation_config.pad_token_id)
+    sequences = torch.cat([input_ids, input_ids.new_tensor(new)], 1)
     return GenerateDecoderOnlyOutput(sequences=sequences) if generation_config.return_dict_in_generate else sequences
 
 
-def agreed_criteria(criteria: Sequence[Callable] | None, model: EagleModel) -> StoppingCriteriaList:
+def agreed_criteria(criteria: Sequence[Callable], model: EagleModel) -> StoppingCriteriaList:
     """Criteria that say in all processes what they say in the first: some go by a clock, or by Ctrl-C."""
     group = model.target.group
 
     def agreed(criterion: Callable) -> Callable:
         return lambda ids, scores: of_first(group, lambda: criterion(ids, scores))
 
-    return StoppingCriteriaList(criteria or [] if group is None else map(agreed, criteria or []))
+    return StoppingCriteriaList(criteria if group is None else map(agreed, criteria))
+
+
+def criteria_of_row(criteria: StoppingCriteriaList, row: int, rows: int) -> StoppingCriteriaList:
+    """Criteria made for a batch as those of one row: each a copy that finds the row in every place of its batch, since
+    some keep count of their rows."""
+    if rows == 1:
+        return criteria
+
+    def of_row(criterion: Callable) -> Callable:
+        own = copy.deepcopy(criterion)
+
+        def met(ids: Tensor, scores: object) -> object:
+            found = own(ids.expand(rows, -1), scores)
+            return found[row] if isinstance(found, Tensor) and found.numel() == rows else found
+
+        return met
+
+    return StoppingCriteriaList([of_row(criterion) for criterion in criteria])
+
+
+def left_padding(input_ids: Tensor, mask: Tensor | None) -> list[int]:
+    """How many pad tokens each row of input_ids [B, L] begins with.
+
+    Raises:
+        ValueError: an attention mask [B, L] with zeros elsewhere.
+    """
+    if mask is None:  # newer versions of transformers pass None for all ones
+        return [0] * len(input_ids)
+    counts = (mask == 0).sum(-1)
+    expected = torch.arange(mask.shape[-1], device=mask.device) >= counts[..., None]
+    if mask.shape != input_ids.shape or not torch.equal(mask == 1, expected):
+        raise ValueError("prompts may be padded on the left only: the attention mask must be zeros, then ones")
+    return counts.tolist()
+
+
+def pad_tokens(rows: list[list[int]], pad: int | None) -> list[list[int]]:
+    """The rows at the length of the longest.
+
+    Raises:
+        ValueError: they differ in length and there is no pad token.
+    """
+    longest = max(map(len, rows))
+    if pad is None and any(len(row) < longest for row in rows):
+        raise ValueError("a batch whose answers differ in length needs a pad_token_id in the generation config")
+    return [row + [pad] * (longest - len(row)) for row in rows]
 
 
 def streamer_of_caller() -> BaseStreamer | None:

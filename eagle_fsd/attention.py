@@ -1,4 +1,4 @@
-"""Tree attention masks: each node sees the committed prefix, its ancestors and itself.
+"""Tree attention masks: each node sees the committed prefix of its sequence, its ancestors and itself.
 
 B batch, L prefix length, N nodes (queries).
 """
@@ -13,14 +13,18 @@ def tree_mask(
     visible: Tensor,  # [B, N, M] bool, over the last M keys: ancestors or self
     prefix: int,
     dtype: torch.dtype,
+    prefix_visible: Tensor | None = None,  # [B, L] bool; None: the whole prefix
 ) -> Tensor:  # [B, 1, N, L + M]
-    """Additive attention mask (0 or the lowest finite number): the whole prefix plus the visible nodes.
+    """Additive attention mask (0 or the lowest finite number): the prefix plus the visible nodes.
 
     Additive rather than boolean: both stock kernels take it, and none has to convert it in every layer.
     """
     batch, nodes, keys = visible.shape
     mask = torch.full((batch, 1, nodes, prefix + keys), torch.finfo(dtype).min, dtype=dtype, device=visible.device)
-    mask[..., :prefix] = 0
+    if prefix_visible is None:
+        mask[..., :prefix] = 0
+    else:
+        mask[..., :prefix].masked_fill_(prefix_visible[:, None, None], 0)
     mask[:, 0, :, prefix:].masked_fill_(visible, 0)
     return mask
 

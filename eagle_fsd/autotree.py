@@ -10,16 +10,16 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
 from .acceptance import Decision, Rule, Verification, walk
-from .config import Confidence, TreeConfig
+from .config import Choice, Confidence, TreeConfig
 from .files import read_entries, write_entries
-from .latency import Latency, between
+from .latency import Latency
 
 log = logging.getLogger(__name__)
 
@@ -120,12 +120,13 @@ class Replay:
         self.top_k = top_k
         self.cycles = [_scored(cycle, knots, top_k) for cycle in cycles]
 
-    def rate(self, tree: TreeConfig, latency: Latency, nodes: Sequence[int] = ()) -> np.ndarray:
-        """Tokens per second for each number of nodes (default: the tree's own)."""
+    def rate(self, tree: TreeConfig, latency: Latency, nodes: Sequence[int] = (), rows: int = 1) -> np.ndarray:
+        """Tokens per second and row, for each number of nodes (default: the tree's own)."""
         counts = np.array(nodes or [tree.total_tokens])
-        flat = np.array([latency.cycle(size, 1, self.top_k) for size in range(max(counts) + 1)])
+        flat = np.array([latency.cycle(size, 1, self.top_k, rows) for size in range(max(counts) + 1)])
+        level = latency.cycle(1, 2, self.top_k, rows) - flat[1]
         tokens, verified, levels = self.run(tree, counts)
-        return tokens.sum(0) / (flat[verified] + between(latency.level, self.top_k) * (levels - 1)[:, None]).sum(0)
+        return tokens.sum(0) / (flat[verified] + level * (levels - 1)[:, None]).sum(0)
 
     def run(self, tree: TreeConfig, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Tokens and verified nodes [cycles, counts], and drafted levels [cycles]."""
@@ -169,26 +170,14 @@ def _scored(cycle: Cycle, knots: list[np.ndarray] | None, top_k: int) -> tuple[n
     return depths[order], scores[order], np.array(cycle.accepted, float)[order], np.array([*reach, *[0.0] * WIDE.depth])
 
 
-@dataclass(frozen=True)
-class Choice:
-    """The chosen tree; None where plain decoding is faster.
-
-    rate: tokens per second expected with it. cost: of a cycle with so many nodes and levels, in cycles without
-    drafting; None where nothing is known.
-    """
-
-    tree: TreeConfig | None
-    rate: float = 0.0
-    cost: Callable[[int, int], float] | None = None
-
-
-def choose(cycles: Sequence[Cycle], latency: Latency, *, stopping: bool = True) -> Choice:
+def choose(cycles: Sequence[Cycle], latency: Latency, *, stopping: bool = True, rows: int = 1) -> Choice:
     """The tree with the most tokens per second on these cycles.
 
     Shape first, then the stopping rules, then the shape again.
 
     Args:
         stopping: whether a cycle may draft less than the whole tree, which waits for the device at every level.
+        rows: sequences of the batch.
     """
     confidence = fit_confidence(cycles)
     replays = {top_k: Replay(cycles, confidence, top_k) for top_k in sorted(latency.level) if top_k <= WIDE.top_k}
@@ -199,7 +188,7 @@ def choose(cycles: Sequence[Cycle], latency: Latency, *, stopping: bool = True) 
         for top_k, replay in replays.items():
             for depth in range(1, WIDE.depth + 1):
                 tree = replace(start, depth=depth, top_k=top_k)
-                rates = replay.rate(tree, latency, NODES)
+                rates = replay.rate(tree, latency, NODES, rows)
                 at = int(rates.argmax())
                 found.append((float(rates[at]), replace(tree, total_tokens=NODES[at])))
         return max(found, key=lambda each: each[0])
@@ -208,12 +197,13 @@ def choose(cycles: Sequence[Cycle], latency: Latency, *, stopping: bool = True) 
     if stopping:
         candidates = [replace(base, depth=WIDE.depth, total_tokens=max(NODES), top_k=top_k, least_reach=reach,
                               least_probability=p) for top_k in replays for reach in REACHES for p in PROBABILITIES]
-        start = max(candidates, key=lambda c: replays[c.top_k].rate(c, latency)[0])
+        start = max(candidates, key=lambda c: replays[c.top_k].rate(c, latency, rows=rows)[0])
         rate, tree = max((rate, tree), best_shape(start), key=lambda each: each[0])
-    log.info("tree for %d logged cycles: %s, %.1f tokens/s expected, %.1f plainly", len(cycles),
-             describe(tree), rate, 1 / latency.plain)
-    return Choice(tree if rate * latency.plain > 1 else None, rate,
-                  lambda nodes, levels: latency.cycle(nodes, levels, tree.top_k) / latency.plain)
+    plain = latency.plain_cycle(rows)
+    log.info("tree for %d logged cycles in batches of %d: %s, %.1f tokens/s expected, %.1f plainly", len(cycles), rows,
+             describe(tree), rows * rate, rows / plain)
+    return Choice(tree if rate * plain > 1 else None, rate,
+                  lambda nodes, levels: latency.cycle(nodes, levels, tree.top_k, rows) / plain)
 
 
 def describe(tree: TreeConfig) -> str:
@@ -276,18 +266,19 @@ class AutoTree:
 
     def __init__(self, logs: Sequence[TreeLog], latency: Latency, *, stopping: bool) -> None:
         self.logs, self.latency, self.stopping = logs, latency, stopping
-        self._chosen: dict[int, Choice] = {}
+        self._chosen: dict[tuple[int, int], Choice] = {}
 
-    def of(self, rule: Rule, temperature: float) -> Choice:
+    def of(self, rule: Rule, temperature: float, rows: int = 1) -> Choice:
         """For a rule at a temperature: by its own log, else by one of `exact` (which accepts least) at the nearest
-        temperature, else by the nearest of all."""
-        ours = repr(rule)
+        temperature, else by the nearest of all. A batch gets that of the next power of two."""
+        ours, rows = repr(rule), 1 << (rows - 1).bit_length()
 
         def distance(entry: TreeLog) -> tuple:
             return ((entry.temperature == 0) != (temperature == 0), abs(entry.temperature - temperature),
                     entry.rule != ours, not entry.rule.startswith("Exact"))
 
         nearest = min(range(len(self.logs)), key=lambda number: distance(self.logs[number]))
-        if nearest not in self._chosen:
-            self._chosen[nearest] = choose(self.logs[nearest].cycles, self.latency, stopping=self.stopping)
-        return self._chosen[nearest]
+        if (nearest, rows) not in self._chosen:
+            cycles = self.logs[nearest].cycles
+            self._chosen[nearest, rows] = choose(cycles, self.latency, stopping=self.stopping, rows=rows)
+        return self._chosen[nearest, rows]

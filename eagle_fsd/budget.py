@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import torch
+
 from .acceptance import Decision, Rule, Verification, make_rule, walk
 
 EXACT_RULE = make_rule("exact")
@@ -42,6 +44,27 @@ def cycle_cost(verification: Verification, decision: Decision) -> float:
     last = walked.last[0]
     stop = best[0, last] - verification.warped_logits[0, last, walked.choice[0, last]]
     return (regrets.where(on_path, regrets.new_zeros(())).sum() + stop).item()
+
+
+def decide_rows(
+    budgets: Sequence[Budget], rule: Rule, verification: Verification, new_tokens: Sequence[Sequence[int]]
+) -> Decision:
+    """The decision of each row, under its own budget, as one."""
+    if len(budgets) == 1:
+        return budgets[0].decide(rule, verification, new_tokens[0])
+    rows = enumerate(zip(budgets, new_tokens, strict=True))
+    decisions = [budget.decide(rule, verification.row(at), new) for at, (budget, new) in rows]
+
+    def joined(name: str, nothing: float) -> torch.Tensor | None:
+        """A part that some rows may have and others not."""
+        parts = [getattr(decision, name) for decision in decisions]
+        some = next((part for part in parts if part is not None), None)
+        if some is None:
+            return None
+        return torch.cat([torch.full_like(some, nothing) if part is None else part for part in parts])
+
+    log_weights = torch.cat([decision.log_weights for decision in decisions])
+    return Decision(log_weights, joined("divergence", math.nan), stop=joined("stop", 0))
 
 
 class Budget:

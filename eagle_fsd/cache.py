@@ -1,12 +1,18 @@
-"""Preallocated key/value caches whose accepted rows are kept by gather.
+"""Preallocated key/value caches of ragged sequences, whose accepted positions are kept by gather.
 
 All contact with the cache classes of `transformers` is in this file.
-B batch, H key/value heads, C capacity, D head size, N rows appended for a tree, A rows kept of them.
+B sequences, H key/value heads, C capacity, D head size, N positions appended for a tree.
+
+Position j of sequence b lies at place j of its row. A forward appends its keys for all rows at one place, the length of
+the longest sequence; a shorter one has stale places before them, which a mask must hide, and gets what it keeps moved
+to its own end.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -36,10 +42,11 @@ class TreeCacheLayer(CacheLayerMixin):
             self.lazy_initialization(key_states, value_states)
         start, end = self.length, self.length + key_states.shape[-2]
         assert end <= self.cache.capacity, f"{end} positions exceed the capacity of {self.cache.capacity}"
-        self.keys[:, :, start:end] = key_states
-        self.values[:, :, start:end] = value_states
+        rows = self.cache.rows
+        self.keys[rows, :, start:end] = key_states
+        self.values[rows, :, start:end] = value_states
         self.length = end
-        return self.keys[:, :, :end], self.values[:, :, :end]
+        return self.keys[rows, :, :end], self.values[rows, :, :end]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.length + query_length, 0
@@ -57,30 +64,37 @@ class TreeCache(Cache):
     """A cache of fixed capacity for a model whose layers are placed on `devices` (one entry per layer).
 
     The layers of a device share one storage tensor, so that a commit is one gather and one copy per device.
+
+    Args:
+        capacity: positions of each sequence. batch: sequences.
     """
 
-    def __init__(self, devices: list[torch.device], capacity: int) -> None:
+    def __init__(self, devices: list[torch.device], capacity: int, batch: int = 1) -> None:
         super().__init__(layers=[TreeCacheLayer(self, device) for device in devices])
         self.capacity = capacity
+        self.batch = batch
+        self.rows = slice(0, batch)  # those that a forward reads and writes
         # For models that take rows for positions: [N], by how much they differ in the forward of a tree.
         self.skew: Tensor | int = 0
+        self._lengths: list[int] | None = None  # of the sequences; None: all are as long as the cache
         self._unallocated = Counter(devices)  # layers of each device that have no storage yet
         self._storages: dict[tuple, tuple[Tensor, int]] = {}  # storage [layers, 2, B, H, C, D] and layers handed out
 
     def allocate(self, device: torch.device, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
         """Storage for one more layer of these key and value shapes: two [B, H, C, D]."""
-        batch, heads, _, size = key_states.shape
+        _, heads, _, size = key_states.shape
+        new = key_states.new_empty if self.batch == 1 else key_states.new_zeros  # stale places must hold no NaN
         if value_states.shape != key_states.shape:  # latent attention (DeepSeek): nothing to share
-            both = [states.new_empty(batch, states.shape[1], self.capacity, states.shape[3])
+            both = [new(self.batch, states.shape[1], self.capacity, states.shape[3])
                     for states in (key_states, value_states)]
             self._storages |= {(device, len(self._storages) + i): (storage, 1) for i, storage in enumerate(both)}
             return both[0], both[1]
-        key = (device, batch, heads, size, key_states.dtype)
+        key = (device, heads, size, key_states.dtype)
         storage, used = self._storages.get(key, (None, 0))
         if storage is None or used == len(storage):
             # Nearly always all layers of a device are alike; others get what is left, one by one.
             count = self._unallocated[device] if not any(k[0] == device for k in self._storages) else 1
-            storage, used = key_states.new_empty(count, 2, batch, heads, self.capacity, size), 0
+            storage, used = new(count, 2, self.batch, heads, self.capacity, size), 0
             key = (*key, len(self._storages)) if key in self._storages else key
         self._unallocated[device] -= 1
         self._storages[key] = (storage, used + 1)
@@ -88,33 +102,81 @@ class TreeCache(Cache):
 
     @property
     def length(self) -> int:
-        """Positions held."""
+        """Where the next forward's keys go: the length of the longest sequence."""
         return self.layers[0].length
+
+    @property
+    def lengths(self) -> list[int]:
+        """Positions held of each sequence."""
+        count = self.rows.stop - self.rows.start
+        return [self.length] * count if self._lengths is None else list(self._lengths)
+
+    def visible(self, device: torch.device) -> Tensor | None:
+        """[B, length] bool: the places that hold a position of their sequence; None: all do."""
+        if self._lengths is None:
+            return None
+        places = torch.arange(self.length, device=device)
+        return places < torch.tensor(self._lengths, device=device)[:, None]
+
+    def _settle(self, lengths: Sequence[int]) -> None:
+        """Take note of what each sequence holds."""
+        for layer in self.layers:
+            layer.length = max(lengths)
+        self._lengths = list(lengths) if min(lengths) < max(lengths) else None
+
+    @contextmanager
+    def one_row(self, row: int) -> Iterator[None]:
+        """Within, the cache is that of one sequence, for a forward that goes on with it alone."""
+        lengths = self.lengths
+        batch, self.rows, self._lengths = self.rows, slice(row, row + 1), None
+        for layer in self.layers:
+            layer.length = lengths[row]
+        try:
+            yield
+        finally:
+            lengths[row] = self.length
+            self.rows = batch
+            self._settle(lengths)
 
     def commit(
         self,
-        length: int,
-        rows: Tensor,  # [A] long, absolute positions >= length, ascending
+        lengths: Sequence[int],  # of the sequences before the last forward
+        kept: Sequence[Sequence[int]],  # places >= that, ascending, of what each keeps of the forward
     ) -> None:
-        """Keep the first `length` positions followed by `rows`; everything else is forgotten."""
-        count = len(rows)
+        """Keep the first `lengths[b]` positions of each sequence followed by those at `kept[b]`; forget the rest."""
+        moves = [(row, place, length + count) for row, (length, places) in enumerate(zip(lengths, kept, strict=True))
+                 for count, place in enumerate(places) if place != length + count]
+        if moves:
+            for device in {key[0] for key in self._storages}:
+                row, source, target = torch.tensor(moves).to(device).unbind(1)
+                for key, (storage, _) in self._storages.items():
+                    if key[0] == device:
+                        places = storage.transpose(-3, -2)  # [..., B, C, H, D]
+                        places[..., row, target, :, :] = places[..., row, source, :, :]
+        self._settle([length + len(places) for length, places in zip(lengths, kept, strict=True)])
+
+    def truncate(self, length: int) -> None:
+        """Forget all places from `length` on."""
+        self._settle([min(held, length) for held in self.lengths])
+
+    def keep_rows(self, rows: Sequence[int]) -> None:
+        """Keep these sequences, in this ascending order, and forget the others."""
+        lengths = [self.lengths[row] for row in rows]
         for storage, _ in self._storages.values():
-            storage[..., length : length + count, :] = storage.index_select(-2, rows.to(storage.device))
-        for layer in self.layers:
-            layer.length = length + count
+            for place, row in enumerate(rows):
+                if place != row:
+                    held = storage[..., row, :, : lengths[place], :]
+                    storage[..., place, :, : lengths[place], :] = held
+        self.rows = slice(0, len(rows))
+        self._settle(lengths)
 
     def with_room(self, capacity: int) -> TreeCache:
         """This cache where it has such a capacity, else a new one, at least twice as large, that holds the same."""
         if capacity <= self.capacity:
             return self
-        larger = TreeCache([layer.layer_device for layer in self.layers], max(capacity, 2 * self.capacity))
+        larger = TreeCache([layer.layer_device for layer in self.layers], max(capacity, 2 * self.capacity), self.batch)
         for number, layer in enumerate(self.layers):
             if layer.is_initialized:
                 held = slice(0, layer.length)
                 larger.update(layer.keys[:, :, held], layer.values[:, :, held], number)
         return larger
-
-    def truncate(self, length: int) -> None:
-        """Forget all positions from `length` on."""
-        for layer in self.layers:
-            layer.length = length

@@ -1,6 +1,7 @@
 """Draft heads in the published layouts: a directory or hub repository with `config.json` and `model.safetensors` or
 `pytorch_model.bin`. Those of EAGLE-1/2 are written in the same layout; those of EAGLE-3 are read in the layouts of its
-authors (`midlayer.*`), of SpecForge and of `speculators` (`layers.0.*`) and written in the first.
+authors (`midlayer.*`), of SpecForge and of `speculators` (`layers.0.*`) and written in the first. The draft vocabulary
+of an EAGLE-1/2 head lies beside its weights, in a file that SGLang takes as --speculative-token-map.
 
 D hidden size, R draft vocabulary, V vocabulary of the target.
 """
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 from pathlib import Path
 
 import torch
@@ -19,10 +21,12 @@ from transformers import LlamaConfig
 from transformers.utils import cached_file
 
 from .draft import DraftHead, Eagle3Head
+from .files import save_atomically
 
 log = logging.getLogger(__name__)
 
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")
+TOKEN_MAP = "token_map.pt"  # a list of token ids, as FR-Spec (arXiv 2502.14856) publishes them
 
 
 def check_source(name: str, source: object) -> str:
@@ -62,6 +66,32 @@ def _read_weights(path: str) -> dict[str, Tensor]:
         raise ValueError(f"{path} was refused, since it holds more than tensors or is damaged: {error}") from error
 
 
+def read_token_map(path: str | Path) -> Tensor:
+    """[R] long: the tokens of a file of FR-Spec's kind.
+
+    Raises:
+        ValueError: not such a file.
+    """
+    held = _read_weights(str(path))
+    try:
+        tokens = torch.as_tensor(held)
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise ValueError(f"{path} holds no list of token ids: {error}") from error
+    if tokens.is_floating_point() or tokens.is_complex() or tokens.dtype == torch.bool:
+        raise ValueError(f"{path} holds no list of token ids but {tokens.dtype}")
+    return tokens.long()
+
+
+def save_token_map(
+    directory: str | Path,
+    tokens: Tensor,  # [R] long
+) -> Path:
+    """Put a draft vocabulary beside a head's weights; returns its path."""
+    path = Path(directory) / TOKEN_MAP
+    save_atomically(path, lambda part: torch.save(tokens.tolist(), part))
+    return path
+
+
 def _require_finite(state: dict[str, Tensor], path: str) -> None:
     for name, value in state.items():
         if value.is_floating_point() and not value.isfinite().all():
@@ -73,6 +103,8 @@ def load_head(source: str | Path) -> DraftHead:
 
     Where the file has no embeddings, `shares_embeddings` is True and the target's must be given
     (`head.share_embeddings(...)`; `eagle_fsd.load` does it).
+
+    An EAGLE-1/2 head drafts the tokens of the `token_map.pt` beside its weights, where there is one, and no others.
 
     A changed bit among a file's numbers goes unnoticed unless a number is no longer finite: the format has no checksum.
 
@@ -122,7 +154,23 @@ def load_head(source: str | Path) -> DraftHead:
         head.load_state_dict(floating, strict=False)
     except RuntimeError as error:
         raise ValueError(f"{weights_path} does not fit its config.json: {error}") from error
+    token_map = _fetch(source, TOKEN_MAP)
+    if token_map and is_eagle3:
+        log.warning("%s is not used: an EAGLE-3 head has a draft vocabulary of its own", token_map)
+    elif token_map:
+        try:
+            head.limit_vocabulary(read_token_map(token_map))
+        except ValueError as error:
+            raise ValueError(f"{token_map} cannot be used: {error}") from error
     return head.eval()
+
+
+def copy_head(source: str | Path, directory: str | Path) -> None:
+    """Copy the files of a head, and nothing that lies beside them."""
+    Path(directory).mkdir(parents=True, exist_ok=True)
+    weights = next(name for name in WEIGHTS if _fetch(str(source), name))
+    for name in ("config.json", weights):
+        shutil.copyfile(_fetch(str(source), name), Path(directory) / name)
 
 
 # Fields of config.json that change what an EAGLE-3 head computes without a key of their own in the weights.
@@ -237,10 +285,10 @@ def save_head(
     head: DraftHead, directory: str | Path, *, dtype: torch.dtype | None = None, file: str = "model.safetensors",
     **extra: object,
 ) -> Path:
-    """Write a head in the published layout; returns the path of the weights.
+    """Write a head in the published layout, with its draft vocabulary; returns the path of the weights.
 
     Args:
-        directory: created where it does not exist.
+        directory: created where it does not exist; a `token_map.pt` in it goes where the head has no draft vocabulary.
         dtype: type of the stored weights; None keeps the head's.
         file: one of WEIGHTS.
         extra: goes into config.json.
@@ -288,4 +336,8 @@ def save_head(
         torch.save(state, path)
     else:
         save_file(state, path, metadata={"format": "pt"})
+    if head.token_map is None:
+        (directory / TOKEN_MAP).unlink(missing_ok=True)
+    else:
+        save_token_map(directory, head.token_map)
     return path

@@ -1,4 +1,4 @@
-"""Command line: `eagle-fsd generate|chat|demo|heads|calibrate|tune|inspect|export`."""
+"""Command line: `eagle-fsd generate|chat|demo|heads|calibrate|tune|inspect|export|vocab`."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import NoReturn
 
 import torch
+from transformers import AutoTokenizer
 
 from . import __version__
 from .acceptance import RULES, make_rule
@@ -21,7 +22,9 @@ from .autotree import choose, describe, read_logs, store_log
 from .calibrate import DIALS, calibrate, check_promise
 from .calibration import parse_promise, read_calibrations, store_calibration
 from .chat_cli import talk
+from .checkpoint import TOKEN_MAP, copy_head, load_head, save_token_map
 from .config import TreeConfig
+from .draft import Eagle3Head
 from .experiment import fingerprint
 from .export import LAYOUTS, export_head, inspect_head
 from .grading import extract_result
@@ -33,6 +36,7 @@ from .parallel import RANK, command, of_first
 from .questions import read_questions
 from .terminal import BOLD, COLOURS, DIM, RESET, SourceStreamer, describe_output, use_colour
 from .tune import log_cycles
+from .vocabulary import count_tokens
 
 DEMO_PROMPTS = Path(__file__).with_name("demo_prompts.json")
 DEMO_THRESHOLD = 0.3
@@ -174,6 +178,22 @@ def build_parser() -> argparse.ArgumentParser:
     export.add_argument("--target", help="where embeddings come from, for formats that want them in the file")
     export.add_argument("--trust-remote-code", action="store_true")
 
+    vocab = commands.add_parser(
+        "vocab", help="let an EAGLE-1/2 head draft only the tokens that are frequent in your text",
+        description="Counts the tokens of answers, says which share of them the most frequent ones make up (measured "
+        "on every tenth block of text, which is not counted for that), and writes token_map.pt beside the head. The "
+        "draft's output layer then costs as many rows; what is generated losslessly stays the same. Delete the file to "
+        "draft all tokens again.")
+    vocab.add_argument("head", help="directory or hub id")
+    vocab.add_argument("--data", nargs="+", required=True,
+                       help="ShareGPT, messages or text files, or datasets of train.prepare_data")
+    vocab.add_argument("--target", help="directory or hub id, for its tokenizer; not needed for such datasets")
+    size = vocab.add_mutually_exclusive_group()
+    size.add_argument("--size", type=int, help="tokens to draft (default: only say what sizes would cover)")
+    size.add_argument("--coverage", type=float, help="as many tokens as make up this share of the text, such as 0.99")
+    vocab.add_argument("--out", type=Path, help="directory for a copy of the head with the file (default: the head's)")
+    vocab.add_argument("--trust-remote-code", action="store_true")
+
     heads = commands.add_parser("heads", help="list the published heads that are known, with kind, licence and source")
     heads.add_argument("--target", help="only those of targets whose id contains this")
 
@@ -275,6 +295,33 @@ def run_inspect(args: argparse.Namespace) -> None:
 def run_export(args: argparse.Namespace) -> None:
     path = export_head(args.head, args.to, args.out, target=args.target, trust_remote_code=args.trust_remote_code)
     print(f"{path} and config.json written for {args.to}")
+    if path.with_name(TOKEN_MAP).is_file():
+        print(f"its draft vocabulary: --speculative-token-map {path.with_name(TOKEN_MAP)}")
+
+
+def run_vocab(args: argparse.Namespace) -> None:
+    head = load_head(args.head)
+    if isinstance(head, Eagle3Head):
+        raise ValueError(f"{args.head} is an EAGLE-3 head, whose output layer has a draft vocabulary already")
+    if args.out is None and not Path(args.head).is_dir():
+        raise ValueError(f"{args.head} is no directory to store {TOKEN_MAP} in: give --out")
+    tokenizer = None if args.target is None else AutoTokenizer.from_pretrained(
+        args.target, trust_remote_code=args.trust_remote_code)
+    counts = count_tokens(args.data, head.config.vocab_size, tokenizer)
+    size = counts.size_for(args.coverage) if args.coverage is not None else args.size
+    tokens = None if size is None else torch.from_numpy(counts.commonest(size))
+    coverage, total = counts.coverage(), len(counts.counted)
+    shown = {total >> power for power in range(7)} | {size or total}
+    print(f"{counts.counted.sum() + counts.kept_back.sum()} tokens of text, "
+          f"{((counts.counted + counts.kept_back) > 0).sum()} different ones, {len(counts.special)} special ones\n\n"
+          f"{'size':>8}{'coverage':>11}")
+    for each in sorted(shown, reverse=True):
+        print(f"{each:>8}{coverage[each - 1]:>11.3%}{'  <' if each == size else ''}")
+    if tokens is not None:
+        if args.out is not None:
+            copy_head(args.head, args.out)
+        print(f"\n{save_token_map(args.out or args.head, tokens)}: {size} of {total} tokens are drafted. "
+              "Run eagle-fsd tune and calibrate again where you have")
 
 
 def run_heads(args: argparse.Namespace) -> None:
@@ -339,7 +386,7 @@ def print_table(answers: dict[str, list[Answer]], results: list[str | None]) -> 
 
 COMMANDS = {
     "generate": run_generate, "chat": run_chat, "demo": run_demo, "heads": run_heads, "calibrate": run_calibrate,
-    "tune": run_tune, "inspect": run_inspect, "export": run_export,
+    "tune": run_tune, "inspect": run_inspect, "export": run_export, "vocab": run_vocab,
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from numbers import Real
 
@@ -90,6 +91,19 @@ class TreeConfig:
     def nodes(self) -> int:
         """Nodes verified per cycle: `total_tokens`, or fewer where fewer can be scored."""
         return min(self.total_tokens, self.scored_nodes + 1)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A chosen tree; None where plain decoding is faster.
+
+    rate: tokens per second expected with it for each sequence. cost: of a cycle with so many nodes and levels, in
+    cycles without drafting; None where nothing is known.
+    """
+
+    tree: TreeConfig | None
+    rate: float = 0.0
+    cost: Callable[[int, int], float] | None = None
 
 
 # Without `tree=`: the published tree where verifying 60 nodes costs hardly more than one, a small one on a CPU.

@@ -46,6 +46,8 @@ class DraftHead(nn.Module):
         self.embed_tokens: nn.Module = nn.Embedding(config.vocab_size, config.hidden_size)
         self._build(config, bias)
         self.rotary_emb = LlamaRotaryEmbedding(config)
+        self.register_buffer("token_map", None, persistent=False)  # [R] long, ascending; see `limit_vocabulary`
+        self.output_rows: Callable[[Tensor], Tensor] | None = None  # [..., D] -> [..., R], of the target's output layer
 
     def _build(self, config: LlamaConfig, bias: bool) -> None:
         """Everything between the embeddings and the logits."""
@@ -92,15 +94,47 @@ class DraftHead(nn.Module):
     @property
     def draft_vocab_size(self) -> int:
         """R: how many of the target's tokens it can name."""
-        return self.config.vocab_size
+        return self.config.vocab_size if self.token_map is None else len(self.token_map)
+
+    @property
+    def target_tokens(self) -> Tensor:
+        """[R] long: the target's number of each token that the head can name."""
+        return torch.arange(self.config.vocab_size, device=self.device) if self.token_map is None else self.token_map
+
+    def limit_vocabulary(
+        self,
+        tokens: Tensor | None,  # [R] integers, in any order; None: all that the target has
+    ) -> None:
+        """Draft these tokens of the target only, at the cost of R rows of its output layer (FR-Spec, arXiv 2502.14856).
+
+        For a head that is joined with a target already, `EagleModel.from_parts` has to join them again.
+
+        Raises:
+            TypeError: no tensor of integers.
+            ValueError: no tokens, one named twice, or one that the target has not.
+        """
+        if tokens is not None:
+            if not isinstance(tokens, Tensor) or tokens.is_floating_point() or tokens.dtype == torch.bool:
+                got = tokens.dtype if isinstance(tokens, Tensor) else type(tokens).__name__
+                raise TypeError(f"a draft vocabulary is a tensor of integers, got {got}")
+            given, tokens = tokens, tokens.unique().long().to(self.device)  # unique: in order
+            if given.dim() != 1 or not 0 < len(tokens) == len(given):
+                raise ValueError("a draft vocabulary is [R] different tokens, got "
+                                 f"{len(tokens)} different ones in {list(given.shape)}")
+            lowest, highest, count = tokens[0].item(), tokens[-1].item(), self.config.vocab_size
+            if lowest < 0 or highest >= count:
+                wrong = lowest if lowest < 0 else highest
+                raise ValueError(f"draft token {wrong} is none of the target's, which are 0 to {count - 1}")
+            tokens = None if len(tokens) == count else tokens
+        self.token_map, self.output_rows = tokens, None
 
     def target_layers(self, count: int) -> tuple[int, ...]:
         """Layers of a target of `count` layers whose entering hidden states it reads; the last feature always comes."""
         return ()
 
-    def new_cache(self, capacity: int) -> TreeCache:
-        """An empty cache for `capacity` positions."""
-        return TreeCache([self.device], capacity)
+    def new_cache(self, capacity: int, batch: int = 1) -> TreeCache:
+        """An empty cache for `capacity` positions of each sequence of a batch."""
+        return TreeCache([self.device], capacity, batch)
 
     def read(
         self,
@@ -130,14 +164,31 @@ class DraftHead(nn.Module):
         output: Callable[[Tensor], Tensor],  # the target's output layer, [..., D] -> [..., V]
     ) -> Tensor:  # [..., R] float32
         """Logits over the tokens that the head can name."""
-        return output(predicted)
+        return self.narrow(output(predicted)) if self.output_rows is None else self.output_rows(predicted)
 
     def narrow(
         self,
         values: Tensor,  # [..., V]
     ) -> Tensor:  # [..., R]
         """The values of the tokens that the head can name, in the order of `own_logits`."""
-        return values
+        return values if self.draft_vocab_size == self.config.vocab_size else values[..., self.target_tokens]
+
+    def widen(
+        self,
+        own: Tensor,  # [..., R]
+    ) -> Tensor:  # [..., V]
+        """`own_logits` over the target's vocabulary, -inf for tokens that the head cannot name."""
+        if self.draft_vocab_size == self.config.vocab_size:
+            return own
+        nothing = own.new_full((*own.shape[:-1], self.config.vocab_size), -math.inf)
+        return nothing.index_copy_(-1, self.target_tokens, own)
+
+    def named(
+        self,
+        numbers: Tensor,  # [...] long, places in `own_logits`
+    ) -> Tensor:  # [...] long
+        """The target's tokens."""
+        return numbers if self.draft_vocab_size == self.config.vocab_size else self.target_tokens[numbers]
 
     def logits(
         self,
@@ -145,7 +196,7 @@ class DraftHead(nn.Module):
         output: Callable[[Tensor], Tensor],  # as in `own_logits`
     ) -> Tensor:  # [..., V] float32
         """Logits over the target's vocabulary, -inf for tokens that the head cannot name."""
-        return self.own_logits(predicted, output)
+        return self.widen(self.own_logits(predicted, output))
 
 
 class Eagle3Layer(LlamaDecoderLayer):
@@ -216,13 +267,16 @@ class Eagle3Head(DraftHead):
         Raises:
             ValueError: a target without those layers.
         """
-        return check_layers(self._layer_ids or (2, count // 2, count - 3), count)
+        return check_layers(self._layer_ids or default_layers(count), count)
 
     @property
     def target_tokens(self) -> Tensor:
-        """[R] long: the target's number of each token that the head can name."""
         own = torch.arange(self.draft_vocab_size, device=self.device)
         return own if self.d2t is None else own + self.d2t
+
+    def limit_vocabulary(self, tokens: Tensor | None) -> None:
+        """Raises ValueError: the head was trained with the vocabulary that it has."""
+        raise ValueError("an EAGLE-3 head has its own output layer: its draft vocabulary cannot be changed")
 
     def read(self, features: Tensor) -> Tensor:
         return self.fc(features[..., : self.fc.in_features])
@@ -240,15 +294,10 @@ class Eagle3Head(DraftHead):
     def own_logits(self, predicted: Tensor, output: Callable[[Tensor], Tensor]) -> Tensor:
         return self.lm_head(self.norm(predicted)).float()
 
-    def narrow(self, values: Tensor) -> Tensor:
-        return values if self.d2t is None else values[..., self.target_tokens]
 
-    def logits(self, predicted: Tensor, output: Callable[[Tensor], Tensor]) -> Tensor:
-        own = self.own_logits(predicted, output)
-        if self.d2t is None:
-            return own
-        nothing = own.new_full((*own.shape[:-1], self.config.vocab_size), -math.inf)
-        return nothing.index_copy_(-1, self.target_tokens, own)
+def default_layers(count: int) -> tuple[int, ...]:
+    """Layers that EAGLE-3 heads read in a target of `count` layers where they do not say which."""
+    return (2, count // 2, count - 3)
 
 
 def check_layers(layers: Sequence[int], count: int) -> tuple[int, ...]:

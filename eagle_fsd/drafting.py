@@ -1,8 +1,8 @@
 """Growing the draft tree: expansion by confidence, then reranking (EAGLE-2, arXiv 2406.16858, section 4).
 
-B batch, T tokens accepted in the last cycle, K children per node and nodes per level, N nodes verified,
+B batch, T tokens accepted in the last cycle (of each row), K children per node and nodes per level, N nodes verified,
 E = 1 + K * (depth - 1) expanded nodes, S = K + (depth - 1) * K * K scored nodes, D hidden size, F width of the
-target's features, V vocabulary.
+target's features, V vocabulary, R the draft's.
 
 Scored nodes are numbered level by level; within a level by the rank of the parent, then by their own rank. A parent's
 number is thus smaller than its child's, and its cumulative log-probability is not lower.
@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from .attention import tree_mask
 from .cache import TreeCache
@@ -28,62 +30,72 @@ from .tree import DraftTree, ancestors_of, root_only
 
 def extend_draft(
     head: DraftHead,
-    features: Tensor,  # [B, T, F] of the target
-    tokens: Tensor,  # [B, T], each the token after its feature
+    features: Sequence[Tensor],  # B x [T, F] of the target, T of each row
+    tokens: Sequence[Tensor],  # B x [T], each the token after its feature
     cache: TreeCache,
 ) -> Tensor:  # [B, 1, D]
-    """Feed the accepted tokens with the target's features; returns the predicted feature of the last one."""
-    batch, count, _ = features.shape
-    prefix = cache.length
-    positions = torch.arange(prefix, prefix + count, device=tokens.device).expand(batch, -1)
-    mask = None
-    if prefix and count > 1:
-        causal = torch.ones(batch, count, count, dtype=torch.bool, device=tokens.device).tril()
-        mask = tree_mask(causal, prefix, head.dtype)
-    return head(head.read(features), tokens, positions, mask, cache)[:, -1:]
+    """Feed the accepted tokens with the target's features; returns the predicted feature of each row's last one."""
+    counts = [len(each) for each in tokens]
+    lengths, prefix, device = cache.lengths, cache.length, tokens[0].device
+    read, fed = pad_sequence(list(features), True), pad_sequence(list(tokens), True)  # [B, T, F], [B, T]
+    batch, count = fed.shape
+    ahead = torch.arange(count, device=device)
+    positions = torch.tensor(lengths, device=device)[:, None] + ahead
+    prefix_visible, mask = cache.visible(device), None
+    if (prefix and count > 1) or prefix_visible is not None:
+        causal = (ahead[:, None] >= ahead).expand(batch, -1, -1)
+        mask = tree_mask(causal, prefix, head.dtype, prefix_visible)
+    predicted = head(head.read(read), fed, positions, mask, cache)
+    cache.commit(lengths, [range(prefix, prefix + own) for own in counts])
+    last = torch.tensor(counts, device=device) - 1
+    return predicted.gather(1, last[:, None, None].expand(-1, -1, predicted.shape[-1]))
 
 
 def draft_tree(
     head: DraftHead,
     target: TargetModel,
-    features: Tensor,  # [B, T, F] of the target, of the positions before `tokens`
-    tokens: Tensor,  # [B, T], the last one being the root
+    features: Sequence[Tensor],  # B x [T, F] of the target, of the positions before `tokens`
+    tokens: Sequence[Tensor],  # B x [T], the last one being the root
     cache: TreeCache,
     config: TreeConfig,
+    keep_logits: bool = True,
 ) -> tuple[DraftTree, Tensor]:
-    """One draft tree per row, and the draft's raw logits [B, E, V] of its expanded nodes.
+    """One draft tree per row, and the draft's raw logits [B, E, V] of its expanded nodes; [B, 0, V] without
+    `keep_logits`: with large vocabularies it takes long to put them together.
 
     The draft's cache is left holding the accepted tokens only. With `least_reach` or `least_probability` a tree may be
     shallower or smaller than `config` says, down to the root alone; both wait for the device once per level.
     """
     k = config.top_k
     predicted = extend_draft(head, features, tokens, cache)  # [B, 1, D]
-    base, root = cache.length, tokens[:, -1]
+    base, root = cache.length, torch.stack([each[-1] for each in tokens])
     batch, device = len(root), root.device
+    starts = torch.tensor(cache.lengths, device=device)[:, None]
 
     # Level 1: the root's K best children are all scored and all expanded.
-    logits = head.logits(predicted, target.logits)  # [B, 1, V]
+    logits = head.own_logits(predicted, target.logits)  # [B, 1, R]
     draft_logits, scores, levels = [logits], [], []
-    frontier_scores, frontier_tokens = _best_children(logits, config, target.group)
+    frontier_scores, frontier_tokens = _best_children(head, logits, config, target.group)
     frontier_scores, frontier_tokens = frontier_scores[:, 0], frontier_tokens[:, 0]  # [B, K]
     scores.append(frontier_scores)
     levels.append(frontier_tokens)
     frontier_features = predicted.expand(-1, k, -1)
     itself = tree_mask(torch.eye(k, dtype=torch.bool, device=device).expand(batch, -1, -1), 0, head.dtype)
-    prefix = itself.new_zeros(batch, 1, k, base)
+    prefix = tree_mask(itself.new_zeros(batch, k, 0, dtype=torch.bool), base, head.dtype, cache.visible(device))
     visible = itself  # [B, 1, K, keys]: which expanded nodes each frontier node sees
     expanded = [torch.arange(k, device=device).expand(batch, -1)]  # scored numbers of each level's expanded nodes
 
     if not _worth_a_level(frontier_scores, config):
-        return root_only(root), logits
+        return root_only(root), head.widen(logits[:, : int(keep_logits)])
 
     for level in range(2, config.depth + 1):
-        positions = torch.full((batch, k), base + level - 2, device=device)
+        positions = (starts + level - 2).expand(-1, k)
         mask = torch.cat([prefix, visible], -1)
         predicted = head(frontier_features, frontier_tokens, positions, mask, cache)  # [B, K, D]
-        logits = head.logits(predicted, target.logits)
-        draft_logits.append(logits)
-        child_scores, child_tokens = _best_children(logits, config, target.group)
+        logits = head.own_logits(predicted, target.logits)
+        if keep_logits:
+            draft_logits.append(logits)
+        child_scores, child_tokens = _best_children(head, logits, config, target.group)
         child_scores = (child_scores + frontier_scores[..., None]).flatten(1)  # [B, K * K], cumulative
         child_tokens = child_tokens.flatten(1)
         scores.append(child_scores)
@@ -100,18 +112,18 @@ def draft_tree(
             visible = torch.cat([inherited, itself], -1)
     cache.truncate(base)
     tree = rerank(root, torch.cat(levels, 1), torch.cat(scores, 1), torch.stack(expanded, 1), len(levels), config)
-    return tree, torch.cat(draft_logits, 1)
+    return tree, head.widen(torch.cat(draft_logits, 1) if keep_logits else logits[:, :0])
 
 
 def _best_children(
-    logits: Tensor, config: TreeConfig, group: dist.ProcessGroup | None
+    head: DraftHead, logits: Tensor, config: TreeConfig, group: dist.ProcessGroup | None
 ) -> tuple[Tensor, Tensor]:
     """Scores and tokens [B, *, K] of the K best children of each node: what a step adds to a path's score."""
     logits = logits if config.draft_temperature == 1 else logits / config.draft_temperature
     best, tokens = logits.topk(config.top_k)
     log_probs = best - logits.logsumexp(-1, keepdim=True)
     scores = log_probs if config.confidence is None else apply_confidence(config.confidence, log_probs)
-    return tensor_of_first(group, scores), tensor_of_first(group, tokens)
+    return tensor_of_first(group, scores), tensor_of_first(group, head.named(tokens))
 
 
 def apply_confidence(
@@ -141,8 +153,8 @@ def _lines(confidence: Confidence, children: int, device: torch.device) -> tuple
 
 
 def _worth_a_level(scores: Tensor, config: TreeConfig) -> bool:
-    """Whether any row's nodes [B, K] of this level are likely enough to be accepted to draft behind them."""
-    return not config.least_reach or scores.logsumexp(1).amax().item() >= math.log(config.least_reach)
+    """Whether nodes [B, K] of this level are likely enough to be accepted, over the rows, to draft behind them."""
+    return not config.least_reach or scores.exp().sum(1).mean().item() >= config.least_reach
 
 
 def rerank(
@@ -162,10 +174,10 @@ def rerank(
     sorted_scores, order = scores.sort(dim=1, descending=True, stable=True)
     count = min(config.total_tokens - 1, scores.shape[1])
     if config.least_probability:
-        likely = (sorted_scores >= math.log(config.least_probability)).sum(1).amax().item()
+        likely = (sorted_scores >= math.log(config.least_probability)).sum().item()
         if not likely:
             return root_only(root)
-        count = min(count, likely)
+        count = min(count, math.ceil(likely / batch))
     kept = order[:, :count].sort(1).values  # [B, N - 1], in the order of scored numbers
     expanded = expanded[:, : max(1, depth - 1)]
 

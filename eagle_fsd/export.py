@@ -6,6 +6,7 @@ what they do with the bias of `fc`. The servers themselves are not run here.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,8 +15,10 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from .checkpoint import LAYER_IDS, load_head, save_head
+from .checkpoint import LAYER_IDS, TOKEN_MAP, load_head, save_head
 from .draft import DraftHead, Eagle3Head
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -28,18 +31,20 @@ class Layout:
             "never" ignores the file's without a word.
         file: name of the weights file.
         embeddings: whether the file must hold the token embeddings (the target's are used otherwise).
+        token_map: whether it can draft a reduced vocabulary.
     """
 
     architecture: str
     bias: str
     file: str
     embeddings: bool
+    token_map: bool
 
 
 LAYOUTS: dict[str, Layout] = {
-    "eagle": Layout("LlamaForCausalLM", "any", "pytorch_model.bin", embeddings=True),
-    "sglang": Layout("LlamaForCausalLMEagle", "always", "model.safetensors", embeddings=False),
-    "vllm": Layout("LlamaForCausalLM", "never", "model.safetensors", embeddings=False),
+    "eagle": Layout("LlamaForCausalLM", "any", "pytorch_model.bin", embeddings=True, token_map=False),
+    "sglang": Layout("LlamaForCausalLMEagle", "always", "model.safetensors", embeddings=False, token_map=True),
+    "vllm": Layout("LlamaForCausalLM", "never", "model.safetensors", embeddings=False, token_map=False),
 }
 
 
@@ -64,6 +69,8 @@ def export_head(
     dtype: torch.dtype = torch.bfloat16, trust_remote_code: bool = False,
 ) -> Path:
     """Write a head as a consumer loads it; returns the path of the weights.
+
+    A reduced draft vocabulary goes with it where the consumer can use one, and is left out with a warning elsewhere.
 
     Args:
         source: a head that `load_head` reads. to: a name in LAYOUTS.
@@ -92,6 +99,9 @@ def export_head(
         if tuple(embeddings.shape) != wanted:
             raise ValueError(f"the embeddings of {target} are {tuple(embeddings.shape)}, the head needs {wanted}")
         head.own_embeddings(embeddings.float())
+    if head.token_map is not None and not layout.token_map:
+        log.warning("%s drafts all %d tokens: it takes no reduced vocabulary", to, head.config.vocab_size)
+        head.limit_vocabulary(None)
     return save_head(head, directory, dtype=dtype, file=layout.file, architectures=[layout.architecture])
 
 
@@ -123,6 +133,8 @@ def inspect_head(
         else "EAGLE-1/2 (one layer; features and embeddings in, features out)",
         "hidden size": str(config.hidden_size),
         "vocabulary": str(config.vocab_size),
+        "draft vocabulary": "all of them" if head.draft_vocab_size == config.vocab_size
+        else f"{head.draft_vocab_size} of them" + ("" if eagle3 else f", in {TOKEN_MAP}; vLLM drafts all"),
         **(_eagle3_facts(head) if eagle3 else {}),
         "attention": f"{config.num_attention_heads} heads, {config.num_key_value_heads} key/value",
         "intermediate size": str(config.intermediate_size),
@@ -145,7 +157,6 @@ def _eagle3_facts(head: Eagle3Head) -> dict[str, str]:
     layers = getattr(head.config, LAYER_IDS, None)
     before = getattr(head.config, "norm_before_residual", False)
     return {
-        "draft vocabulary": f"{head.draft_vocab_size} of them" if head.d2t is not None else "all of them",
         "reads": f"what enters layers {', '.join(map(str, layers or ('2', 'n/2', 'n-3')))} of the target's n",
         "residual": "after hidden_norm" if before else "before hidden_norm",
     }

@@ -1,7 +1,7 @@
 """The decode loop: draft, verify, accept, commit; with stopping, streaming, statistics and receipts.
 
-B batch (1 for now), L committed positions, N tree nodes, A accepted draft tokens of a cycle, D hidden size,
-V vocabulary.
+B sequences of a batch, L committed positions of one, N tree nodes, A accepted draft tokens of a cycle, T positions that
+the draft has not read, D hidden size, F width of the target's features, V vocabulary.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from torch import Tensor
 from transformers import LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
-from .acceptance import Rule, Verification, walk
-from .budget import Budget
-from .config import TreeConfig
+from .acceptance import Decision, Rule, Verification, Walk, walk
+from .budget import Budget, decide_rows
+from .config import Choice, TreeConfig
 from .draft import DraftHead
-from .drafting import draft_tree
+from .drafting import draft_tree, extend_draft
 from .noise import gumbel_noise
 from .parallel import tensor_of_first
-from .sampling import warp_tree
+from .sampling import warp_tree, warp_trees
 from .target import TargetModel
 from .tree import DraftTree, root_only
 
@@ -52,6 +52,8 @@ class Receipt(NamedTuple):
 @dataclass
 class Stats:
     """What a request cost. `accepted_lengths` counts accepted draft tokens per verify cycle, before any cut.
+
+    The seconds of a request in a batch are those that it waited: they pass for all its requests at once.
 
     With a budget, `budget_spent` is what fuzzy acceptance has cost in nats, and `exact_from` the number of new tokens
     after which decoding returned to exact, with the reason in `exact_because`: "budget" or "repetition".
@@ -84,7 +86,7 @@ class Stats:
 
 @dataclass(frozen=True)
 class Settings:
-    """One request, checked and resolved."""
+    """One request, checked and resolved. The requests of a batch differ in processors, seed and `max_new_tokens`."""
 
     rule: Rule
     tree: TreeConfig | None  # None: no drafting
@@ -97,10 +99,12 @@ class Settings:
     criteria: StoppingCriteriaList = field(default_factory=StoppingCriteriaList)
     budget: float | None = None  # nats, see `Budget`
     cost: Callable[[int, int], float] | None = None  # see `Pause`
+    choose: Callable[[int], Choice] | None = None  # tree and cost of fewer sequences, as others end; None: the same
+    padding: Sequence[int] = ()  # before the prompt, for processors and criteria, which see it in `model.generate`
 
 
 class Cycle(NamedTuple):
-    """What one forward of the target emitted; the first one is the prefill's single token."""
+    """What one forward of the target emitted for a sequence; the first one is the prefill's single token."""
 
     tokens: list[int]
     receipts: list[Receipt]
@@ -141,36 +145,94 @@ class Pause:
             self.length = MEMORY // 2
 
 
+class Row:
+    """One sequence of a batch: what is known of its text, and the answer so far."""
+
+    def __init__(self, prompt: Sequence[int], settings: Settings) -> None:
+        self.settings = settings
+        self.prompt = list(prompt)
+        self.padding = list(settings.padding)
+        self.tokens = list(prompt)  # prompt and all emitted tokens; the last one is the root once decoding has begun
+        self.features: Tensor | None = None  # [T, F] of the positions before the last T tokens: the draft's next input
+        self.budget = None if settings.budget is None else Budget(settings.budget)
+        self.new: list[int] = []  # the answer
+        self.receipts: list[Receipt] = []
+        self.stats = Stats()
+        self.reason: str | None = None  # why it ended
+
+    @property
+    def context(self) -> list[int]:
+        """What processors see of the text before the root."""
+        return [*self.padding, *self.tokens[:-1]]
+
+    def unread(self, device: torch.device) -> Tensor:
+        """[T] tokens that the draft has not read, each the one after its feature."""
+        assert self.features is not None
+        return torch.tensor(self.tokens[-len(self.features) :], device=device)
+
+    def take(self, cycle: Cycle, stop_check: Callable | None, streamer: BaseStreamer | None) -> None:
+        """Add what a cycle emitted to the answer, as far as it belongs to it."""
+        kept, self.reason = cut(cycle.tokens, self.padding + self.prompt, self.new, self.settings, stop_check)
+        for logit in cycle.logits[:kept]:  # behind an end a processor may have nothing to say
+            require_drawable(logit)
+        self.new += cycle.tokens[:kept]
+        self.receipts += cycle.receipts[:kept]
+        if streamer is not None:
+            if hasattr(streamer, "on_receipts"):
+                streamer.on_receipts(cycle.receipts[:kept])
+            streamer.put(torch.tensor(cycle.tokens[:kept]))
+
+    def count(self, cycle: Cycle) -> Cycle:
+        """Note what a verify forward did; returns the cycle, its receipts with why the rule no longer decided."""
+        if self.budget is not None and self.budget.ended:
+            receipts = [receipt._replace(exact_because=self.budget.ended) for receipt in cycle.receipts]
+            cycle = cycle._replace(receipts=receipts)
+            if self.stats.exact_because is None:
+                self.stats.exact_from, self.stats.exact_because = len(self.new), self.budget.ended
+        self.stats.accepted_lengths.append(len(cycle.tokens) - 1)
+        self.stats.target_forwards += 1
+        self.stats.undrafted += not cycle.drafted
+        return cycle
+
+    def output(self) -> Output:
+        """The answer, ended."""
+        assert self.reason is not None
+        self.stats.new_tokens = len(self.new)
+        self.stats.budget_spent = None if self.budget is None else self.budget.spent
+        return Output(self.new, self.reason, self.settings.seed, self.stats, self.receipts)
+
+
 class Decoder:
-    """One request being decoded: holds both caches and the tokens, and advances cycle by cycle.
+    """Requests being decoded together: holds both caches and the rows, and advances cycle by cycle.
 
     Without a head or a tree it decodes plainly, one token per forward, with the same engine and the same noise.
 
     Args:
-        earlier: the decoder of an earlier request to the same models; its caches are taken over, with as much of what
-            they hold as is the beginning of this prompt. It cannot go on itself.
+        earlier: the decoder of an earlier request to the same models, for a single request; its caches are taken over,
+            with as much of what they hold as is the beginning of this prompt. It cannot go on itself.
     """
 
     def __init__(
-        self, target: TargetModel, head: DraftHead | None, prompt: Sequence[int], settings: Settings,
-        earlier: Decoder | None = None,
+        self, target: TargetModel, head: DraftHead | None, prompts: Sequence[Sequence[int]],
+        settings: Sequence[Settings], earlier: Decoder | None = None,
     ) -> None:
-        self.target, self.head, self.settings = target, head, settings
+        self.target, self.head, self.settings = target, head, settings[0]
         self.device = target.output_device  # trees, logits and features live there
-        self.tokens = list(prompt)  # all emitted tokens; the last one is the root once decoding has begun
-        self.prompt_length = len(self.tokens)
-        self.budget = None if settings.budget is None else Budget(settings.budget)
-        self.pause = Pause(settings.cost)
-        self.seeds = torch.tensor([settings.seed], device=self.device)
-        nodes, drafted = (settings.tree.nodes, settings.tree.depth * settings.tree.top_k) if settings.tree else (1, 0)
-        room = len(prompt) + settings.max_new_tokens + nodes
-        self.next_features: Tensor | None = None  # of the positions that the draft has not read
+        self.rows = [Row(prompt, own) for prompt, own in zip(prompts, settings, strict=True)]
+        self.seeds = torch.tensor([own.seed for own in settings], device=self.device)
+        self.tree, self.pause = self.settings.tree, Pause(self.settings.cost)
+        trees = [self.tree]
+        if self.settings.choose is not None:
+            trees += [self.settings.choose(count).tree for count in range(1, len(self.rows))]
+        nodes = max(tree.nodes if tree else 1 for tree in trees)
+        drafted = max(tree.depth * tree.top_k if tree else 0 for tree in trees)
+        room = max(len(row.prompt) + row.settings.max_new_tokens for row in self.rows) + nodes
         if earlier is not None:
             self._take_over(earlier, room, room + drafted)
             return
-        self.cache = target.new_cache(room)
+        self.cache = target.new_cache(room, len(self.rows))
         if head is not None:
-            self.draft_cache = head.new_cache(room + drafted)
+            self.draft_cache = head.new_cache(room + drafted, len(self.rows))
 
     def _take_over(self, earlier: Decoder, room: int, draft_room: int) -> None:
         """Go on with the caches of an earlier request.
@@ -181,14 +243,15 @@ class Decoder:
         """
         if earlier.target is not self.target or earlier.head is not self.head:
             raise ValueError("the session was begun with another model: one Session per model")
-        held = earlier.tokens[: earlier.cache.length]
-        kept = shared_prefix(held, self.tokens[:-1])  # the last token's logits are wanted
-        if self.target.limit_of(len(self.tokens)) != self.target.limit_of(len(earlier.tokens)):
+        (row,), (before,) = self.rows, earlier.rows
+        held = before.tokens[: earlier.cache.length]
+        kept = shared_prefix(held, row.tokens[:-1])  # the last token's logits are wanted
+        if self.target.limit_of(len(row.tokens)) != self.target.limit_of(len(before.tokens)):
             kept = 0  # the keys of a short text and those of a long one differ
         if self.head is not None:
             read = earlier.draft_cache.length
             if read < kept:
-                self.next_features = earlier.next_features[:, : kept - read]
+                row.features = before.features[: kept - read]
             else:
                 kept = max(0, kept - 1)
                 earlier.draft_cache.truncate(kept)
@@ -196,70 +259,90 @@ class Decoder:
         earlier.cache.truncate(kept)
         self.cache = earlier.cache.with_room(room)
 
-    def prefill(self) -> Cycle:
-        """The target reads what its cache does not hold of the prompt, and draws the first token."""
-        prompt = torch.tensor([self.tokens[self.cache.length :]], device=self.device)
-        features = self.target.prefill(prompt.to(self.target.device), self.cache).to(self.device)  # [1, L, D]
+    def prefill(self) -> list[Cycle]:
+        """The target reads each prompt as far as its cache does not hold it, and draws the first token."""
+        return [self._prefill(number, row) for number, row in enumerate(self.rows)]
+
+    def _prefill(self, number: int, row: Row) -> Cycle:
+        with self.cache.one_row(number):
+            prompt = torch.tensor([row.tokens[self.cache.length :]], device=self.device)
+            features = self.target.prefill(prompt.to(self.target.device), self.cache).to(self.device)  # [1, L, F]
+        row.stats.prefill_tokens = prompt.shape[1]
         raw = self.target.logits(features[:, -1:])  # [1, 1, V]
         root = root_only(prompt[:, -1])
-        warped = warp_tree(self.settings.processors, self.tokens[:-1], root, raw)
-        choice = (warped if self.settings.greedy else warped + self._noise(root, len(self.tokens) - 1)).argmax(-1)
+        warped = warp_tree(row.settings.processors, row.context, root, raw)
+        noise = 0 if self.settings.greedy else self._noise(root, [len(row.tokens) - 1], self.seeds[number, None])
+        token = tensor_of_first(self.target.group, (warped + noise).argmax(-1)).item()
         logprobs = raw.log_softmax(-1)[0, 0]
-        token = tensor_of_first(self.target.group, choice).item()
-        self.tokens.append(token)
-        if self.next_features is not None:
-            features = torch.cat([self.next_features, features], 1)
-        # The draft reads each feature with the token after it.
-        next_tokens = torch.tensor([self.tokens[-features.shape[1] :]], device=self.device)
-        self.next_features, self.next_tokens = features, next_tokens
         logprob = logprobs[token].item()
+        row.tokens.append(token)
+        row.features = features[0] if row.features is None else torch.cat([row.features, features[0]])
+        if self.head is not None and self.tree is not None and len(row.features) > 1:
+            with self.draft_cache.one_row(number):
+                extend_draft(self.head, [row.features[:-1]], [row.unread(self.device)[:-1]], self.draft_cache)
+            row.features = row.features[-1:].clone()
         receipt = Receipt("target", None, logprob, logprobs.amax().item() - logprob)
         return Cycle([token], [receipt], [warped[0, 0, token].item()])
 
-    def step(self) -> Cycle:
-        """One cycle; emits the accepted draft tokens and one token of the target."""
-        length = self.cache.length  # L; the root is the token at this position
-        drafts = self.head is not None and self.settings.tree is not None and self.pause.drafts()
+    def step(self) -> list[Cycle]:
+        """One cycle; each row emits its accepted draft tokens and one token of the target."""
+        lengths, place = self.cache.lengths, self.cache.length  # L of each row: the root is the token there
+        drafts = self.head is not None and self.tree is not None and self.pause.drafts()
         tree, draft_logits = self._draft() if drafts else self._plain()
-        features = self.target.verify(tree.tokens, tree.depths + length, tree.ancestors, self.cache)  # [1, N, D]
+        positions = tree.depths + torch.tensor(lengths, device=self.device)[:, None]
+        features = self.target.verify(tree.tokens, positions, tree.ancestors, self.cache)  # [B, N, F]
         logits = self.target.logits(features)
-        warped = warp_tree(self.settings.processors, self.tokens[:-1], tree, logits)
-        noise = None if self.settings.greedy else self._noise(tree, length)
+        processors = [row.settings.processors for row in self.rows]
+        warped = warp_trees(processors, [row.context for row in self.rows], tree, logits)
+        noise = None if self.settings.greedy else self._noise(tree, lengths, self.seeds)
         verification = Verification(tree, logits, warped, draft_logits, noise)
-        if self.budget is None:
-            decision = self.settings.rule(verification)
-        else:
-            decision = self.budget.decide(self.settings.rule, verification, self.tokens[self.prompt_length :])
+        decision = self._decide(verification)
         walked = walk(verification, decision)
-        path, emitted, receipts, drawn = read_walk(verification, decision.divergence, walked, self.target.group)
-        if self.budget is not None and self.budget.ended:
-            receipts = [receipt._replace(exact_because=self.budget.ended) for receipt in receipts]
-        self.cache.commit(length, length + path)
-        next_features, next_tokens = features[:, path], torch.tensor([emitted], device=self.device)
+        paths, cycles = read_walk(verification, decision.divergence, walked, self.target.group)
+        self.cache.commit(lengths, [[place + node for node in path] for path in paths])
         if drafts:
-            self.pause.learn(len(emitted), tree.tokens.shape[1], tree.max_depth)
-        elif self.head is not None:  # the draft has yet to read what came before
-            next_features = torch.cat([self.next_features, next_features], 1)
-            next_tokens = torch.cat([self.next_tokens, next_tokens], 1)
-        self.next_features, self.next_tokens = next_features, next_tokens
-        self.tokens += emitted
-        return Cycle(emitted, receipts, drawn, tree.max_depth > 0)
+            emitted = sum(len(cycle.tokens) for cycle in cycles) / len(cycles)
+            self.pause.learn(emitted, tree.tokens.shape[1], tree.max_depth)
+        for number, (row, path, cycle) in enumerate(zip(self.rows, paths, cycles, strict=True)):
+            own = features[number, path]  # [A + 1, F]
+            row.features = own if drafts or self.head is None else torch.cat([row.features, own])
+            row.tokens += cycle.tokens
+        return cycles
+
+    def keep(self, numbers: Sequence[int]) -> None:
+        """Go on with these rows only, ascending."""
+        self.rows = [self.rows[number] for number in numbers]
+        self.seeds = self.seeds[list(numbers)]
+        self.cache.keep_rows(numbers)
+        if self.head is not None:
+            self.draft_cache.keep_rows(numbers)
+        if self.settings.choose is not None and self.tree is not None:
+            choice = self.settings.choose(len(numbers))
+            self.tree, self.pause.cost = choice.tree, choice.cost
 
     def _draft(self) -> tuple[DraftTree, Tensor]:
-        assert self.head is not None and self.settings.tree is not None
+        rule, unread = self.settings.rule, [row.unread(self.device) for row in self.rows]
         return draft_tree(
-            self.head, self.target, self.next_features, self.next_tokens, self.draft_cache, self.settings.tree
+            self.head, self.target, [row.features for row in self.rows], unread, self.draft_cache, self.tree,
+            keep_logits=rule.reads_draft and not rule.is_lossless(self.settings.greedy),
         )
 
     def _plain(self) -> tuple[DraftTree, Tensor]:
-        root = root_only(self.next_tokens[:, -1])
-        return root, self.next_features.new_zeros(1, 1, self.target.vocab_size)
+        root = root_only(torch.tensor([row.tokens[-1] for row in self.rows], device=self.device))
+        return root, torch.zeros(len(self.rows), 1, self.target.vocab_size, device=self.device)
 
-    def _noise(self, tree: DraftTree, length: int) -> Tensor:
-        """[1, N, V] Gumbel noise for the token after each node, keyed by seed and that token's absolute position."""
-        levels = torch.arange(tree.max_depth + 1, device=self.device) + length + 1
-        noise = gumbel_noise(self.seeds, levels[None], self.target.vocab_size)  # [1, levels, V]
-        return noise[0, tree.depths]
+    def _decide(self, verification: Verification) -> Decision:
+        if self.settings.budget is None:
+            return self.settings.rule(verification)
+        new_tokens = [row.tokens[len(row.prompt) :] for row in self.rows]
+        return decide_rows([row.budget for row in self.rows], self.settings.rule, verification, new_tokens)
+
+    def _noise(self, tree: DraftTree, lengths: Sequence[int], seeds: Tensor) -> Tensor:
+        """[B, N, V] Gumbel noise for the token after each node, keyed by seed and that token's absolute position."""
+        levels = torch.arange(1, tree.max_depth + 2, device=self.device)
+        positions = torch.tensor(lengths, device=self.device)[:, None] + levels
+        noise = gumbel_noise(seeds, positions, self.target.vocab_size)  # [B, levels, V]
+        return noise[torch.arange(len(seeds), device=self.device)[:, None], tree.depths]
 
 
 def require_drawable(logit: float) -> None:
@@ -286,48 +369,45 @@ class Session:
 
 def read_walk(
     verification: Verification,
-    divergence: Tensor | None,  # [1, N]
-    walked,
+    divergence: Tensor | None,  # [B, N]
+    walked: Walk,
     group: dist.ProcessGroup | None = None,  # processes that all go by the first one's walk
-) -> tuple[Tensor, list[int], list[Receipt], list[float]]:
-    """The accepted path as node indices [A + 1], the emitted tokens, their receipts and their processed logits: the
-    cycle's one host copy."""
+) -> tuple[list[list[int]], list[Cycle]]:
+    """Of each row the accepted path as node indices (A + 1) and what it emits: the cycle's one host copy."""
     tree, logits = verification.tree, verification.target_logits
     last = walked.last[:, None]
-    final = walked.choice.gather(1, last)  # [1, 1]
-    # Row i is the step into node i; the last column is the step out of the path's end.
-    step_from = torch.cat([tree.parents, last], 1)
+    final = walked.choice.gather(1, last)  # [B, 1]
+    # Column i is the step into node i; the last one is the step out of the path's end.
+    step_from = torch.cat([tree.parents, last], 1)  # [B, N + 1]
     step_to = torch.cat([tree.tokens, final], 1)
-    normaliser = logits.logsumexp(-1)
-    taken = logits[0, step_from[0], step_to[0]]
-    logprobs = taken - normaliser[0, step_from[0]]
-    regrets = logits.amax(-1)[0, step_from[0]] - taken
-    nothing = torch.full_like(logprobs, torch.nan)
-    gate = nothing if divergence is None else divergence[0, step_from[0]]
-    warped = verification.warped_logits[0, step_from[0], step_to[0]]
+    step = step_from * logits.shape[-1] + step_to
+    taken = logits.flatten(1).gather(1, step)
+    nothing = torch.full_like(taken, torch.nan)
     columns = tensor_of_first(group, torch.stack([
-        torch.nn.functional.pad(walked.accepted[0], (0, 1), value=True).double(),
-        step_to[0].double(),
-        torch.nn.functional.pad(verification.is_exact[0], (0, 1)).double(),
-        gate.double(),
-        logprobs.double(),
-        regrets.double(),
-        warped.double(),
-    ])).tolist()
-    on_path, tokens, exact, gates, logprobs, regrets, drawn = columns
-    path = [i for i, kept in enumerate(on_path[:-1]) if kept]  # by level: from the root down
-    steps = [*path[1:], len(on_path) - 1]
-    receipts = [
-        Receipt(
-            "target" if i == steps[-1] else "exact" if exact[i] else "fuzzy",
-            None if gates[i] != gates[i] else gates[i],
-            logprobs[i],
-            regrets[i],
-        )
-        for i in steps
-    ]
-    emitted = [int(tokens[i]) for i in steps]
-    return torch.tensor(path, device=logits.device), emitted, receipts, [drawn[i] for i in steps]
+        torch.nn.functional.pad(walked.accepted, (0, 1), value=True).double(),
+        step_to.double(),
+        torch.nn.functional.pad(verification.is_exact, (0, 1)).double(),
+        (nothing if divergence is None else divergence.gather(1, step_from)).double(),
+        (taken - logits.logsumexp(-1).gather(1, step_from)).double(),  # log-probability
+        (logits.amax(-1).gather(1, step_from) - taken).double(),  # regret
+        verification.warped_logits.flatten(1).gather(1, step).double(),
+    ], 1)).tolist()  # [B, 7, N + 1]
+    paths, cycles = [], []
+    for on_path, tokens, exact, gates, logprobs, regrets, drawn in columns:
+        path = [i for i, kept in enumerate(on_path[:-1]) if kept]  # by level: from the root down
+        steps = [*path[1:], len(on_path) - 1]
+        receipts = [
+            Receipt(
+                "target" if i == steps[-1] else "exact" if exact[i] else "fuzzy",
+                None if gates[i] != gates[i] else gates[i],
+                logprobs[i],
+                regrets[i],
+            )
+            for i in steps
+        ]
+        paths.append(path)
+        cycles.append(Cycle([int(tokens[i]) for i in steps], receipts, [drawn[i] for i in steps], tree.max_depth > 0))
+    return paths, cycles
 
 
 @dataclass
@@ -346,55 +426,43 @@ class Output:
 def run(
     target: TargetModel,
     head: DraftHead | None,
-    prompt: Sequence[int],
-    settings: Settings,
+    prompts: Sequence[Sequence[int]],
+    settings: Sequence[Settings],
     *,
-    stop_check=None,
+    stop_check: Callable | None = None,
     streamer: BaseStreamer | None = None,
     session: Session | None = None,
-) -> Output:
-    """Decode one prompt to its end. Ending the streamer is up to the caller.
+) -> list[Output]:
+    """Decode prompts together to their ends. Ending the streamer is up to the caller.
 
     Args:
         stop_check: function of the new tokens so far; True ends the answer with reason "stop".
         streamer: gets each cycle's tokens [n] on the CPU; before, their receipts, where it has `on_receipts`.
-        session: that of earlier requests to these models.
+        session: that of earlier requests to these models. It and the streamer serve a single prompt.
     """
-    stats, receipts, reason = Stats(), [], "length"
     started = time.perf_counter()
     earlier = None
     if session is not None:  # empty until the end: an error may leave caches in the middle of a cycle
         earlier, session.decoder = session.decoder, None
-    decoder = Decoder(target, head, prompt, settings, earlier)
-    stats.prefill_tokens = len(prompt) - decoder.cache.length
-    cycle = decoder.prefill()
-    stats.prefill_seconds = time.perf_counter() - started
-    new: list[int] = []
+    decoder = Decoder(target, head, prompts, settings, earlier)
+    rows = list(decoder.rows)
+    cycles = decoder.prefill()
+    prefilled = time.perf_counter()
     while True:
-        kept, ended = cut(cycle.tokens, list(prompt), new, settings, stop_check)
-        for logit in cycle.logits[:kept]:  # behind an end a processor may have nothing to say
-            require_drawable(logit)
-        new += cycle.tokens[:kept]
-        receipts += cycle.receipts[:kept]
-        if streamer is not None:
-            if hasattr(streamer, "on_receipts"):
-                streamer.on_receipts(cycle.receipts[:kept])
-            streamer.put(torch.tensor(cycle.tokens[:kept]))
-        if ended:
-            reason = ended
+        for row, cycle in zip(decoder.rows, cycles, strict=True):
+            row.take(cycle, stop_check, streamer)
+            if row.reason is not None:
+                row.stats.prefill_seconds = prefilled - started
+                row.stats.decode_seconds = time.perf_counter() - prefilled
+        going = [number for number, row in enumerate(decoder.rows) if row.reason is None]
+        if not going:
             break
-        cycle = decoder.step()
-        if decoder.budget is not None and decoder.budget.ended and stats.exact_because is None:
-            stats.exact_from, stats.exact_because = len(new), decoder.budget.ended
-        stats.accepted_lengths.append(len(cycle.tokens) - 1)
-        stats.target_forwards += 1
-        stats.undrafted += not cycle.drafted
-    stats.decode_seconds = time.perf_counter() - started - stats.prefill_seconds
-    stats.new_tokens = len(new)
-    stats.budget_spent = None if decoder.budget is None else decoder.budget.spent
+        if len(going) < len(decoder.rows):
+            decoder.keep(going)
+        cycles = [row.count(cycle) for row, cycle in zip(decoder.rows, decoder.step(), strict=True)]
     if session is not None:
         session.decoder = decoder
-    return Output(new, reason, settings.seed, stats, receipts)
+    return [row.output() for row in rows]
 
 
 def cut(

@@ -48,9 +48,16 @@ class Latency:
     level: Mapping[int, float]
     plain: float
 
-    def cycle(self, nodes: float, levels: float, top_k: int) -> float:
-        """Seconds of a cycle that drafts so many levels (at least 1) and verifies so many nodes."""
-        return between(self.base, nodes) + (levels - 1) * between(self.level, top_k)
+    def cycle(self, nodes: float, levels: float, top_k: int, rows: int = 1) -> float:
+        """Seconds of a cycle that drafts so many levels (at least 1) and verifies so many nodes for each of the rows.
+
+        Rows count like nodes: what they do not share, keys and values of their prefixes, is little beside the weights.
+        """
+        return between(self.base, nodes * rows) + (levels - 1) * between(self.level, top_k * rows)
+
+    def plain_cycle(self, rows: int = 1) -> float:
+        """Seconds of a cycle without drafting."""
+        return self.plain + between(self.base, rows) - between(self.base, 1)
 
 
 def between(measured: Mapping[int, float], at: float) -> float:
@@ -78,7 +85,7 @@ def measure(target: TargetModel, head: DraftHead) -> Latency:
 
     def cycle(tree: TreeConfig | None) -> Callable[[], object]:
         settings = Settings(make_rule("exact"), tree, transformers.LogitsProcessorList(), True, 0, room)
-        return _same_cycle(Decoder(target, head if tree else None, prompt, settings))
+        return _same_cycle(Decoder(target, head if tree else None, [prompt], [settings]))
 
     widths = [top_k for top_k in TOP_K if top_k <= head.draft_vocab_size]
     wide = max(width for width in widths if width <= WIDE)
@@ -101,15 +108,15 @@ def measure(target: TargetModel, head: DraftHead) -> Latency:
 def _same_cycle(decoder: Decoder) -> Callable[[], object]:
     """A cycle from the same state each time, behind three tokens that the draft has yet to read."""
     decoder.prefill()
-    length = decoder.cache.length
-    features, tokens, said = decoder.next_features[:, -3:], decoder.next_tokens[:, -3:], list(decoder.tokens)
+    (row,), length = decoder.rows, decoder.cache.length
+    features, said = row.features[-1:].expand(3, -1), list(row.tokens)  # what they hold takes no time
 
     def once() -> None:
-        decoder.step()  # the first one reads the whole prompt
-        decoder.cache.truncate(length)
-        decoder.tokens, decoder.next_features, decoder.next_tokens = list(said), features, tokens
         if decoder.head is not None:
             decoder.draft_cache.truncate(length - 3)
+        row.features, row.tokens = features, list(said)
+        decoder.step()
+        decoder.cache.truncate(length)
 
     return once
 

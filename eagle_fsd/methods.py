@@ -59,7 +59,7 @@ def hf_generate(
 
     def answer(prompt: object, max_new_tokens: int) -> Answer:
         started = time.perf_counter()
-        ids = torch.tensor([encode_prompt(prompt, model)[0]], device=model.target.device)
+        ids = torch.tensor([encode_prompt(prompt, model)], device=model.target.device)
         if temperature:
             torch.manual_seed(prompt_seed(seed, prompt))
         sequence = model.target.model.generate(

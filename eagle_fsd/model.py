@@ -148,6 +148,11 @@ def fit_head(draft: DraftHead, target: TargetModel) -> None:
             )
         draft.share_embeddings(target.embeddings_on(target.output_device))
     draft.to(device=target.output_device, dtype=target.dtype).eval()
+    if draft.token_map is not None and not (draft.output_rows and draft.output_rows.belong_to(target)):
+        draft.output_rows = target.output_rows(draft.token_map)
+        if draft.output_rows is None:
+            log.warning("the draft names %d of %d tokens, but the target's output layer has no plain rows to take: it "
+                        "is computed whole", draft.draft_vocab_size, target.vocab_size)
 
 
 def demo_directory(name: str) -> str:

@@ -60,12 +60,28 @@ def is_first(group: dist.ProcessGroup | None) -> bool:
 
 
 def of_first(group: dist.ProcessGroup | None, make: Callable[[], T]) -> T:
-    """What `make` returns in the first process; the others do not call it."""
+    """What `make` returns or raises in the first process; the others do not call it."""
     if group is None:
         return make()
-    box = [make() if is_first(group) else None]
+    box = [None, None]
+    if is_first(group):
+        try:
+            box[0] = make()
+        except Exception as error:  # the others wait for an answer
+            box[1] = error
     dist.broadcast_object_list(box, group=group, group_src=0)
+    if box[1] is not None:
+        raise box[1]
     return box[0]
+
+
+def of_all(group: dist.ProcessGroup | None, value: T) -> list[T]:
+    """The values of all processes."""
+    if group is None:
+        return [value]
+    values: list = [None] * group.size()
+    dist.all_gather_object(values, value, group=group)
+    return values
 
 
 def tensor_of_first(group: dist.ProcessGroup | None, value: Tensor) -> Tensor:

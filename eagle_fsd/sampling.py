@@ -142,6 +142,37 @@ def build_processors(
     return processors
 
 
+def warp_trees(
+    processors: Sequence[LogitsProcessorList],  # of each row
+    contexts: Sequence[Sequence[int]],  # of each row
+    tree: DraftTree,
+    logits: Tensor,  # [B, N, V] float32
+) -> Tensor:  # [B, N, V]
+    """`warp_tree` for each row; one call for all where no processor looks at the tokens before.
+
+    The rows' processors are of the same kinds: those of one `generate` call.
+    """
+    if len(logits) == 1 or is_context_free(processors[0]):
+        return warp_tree(processors[0], contexts[0], tree, logits)
+    rows = enumerate(zip(processors, contexts, strict=True))
+    return torch.cat([warp_tree(own, context, tree.row(at), logits[at : at + 1]) for at, (own, context) in rows])
+
+
+def processors_of_row(processors: LogitsProcessorList, row: int) -> LogitsProcessorList:
+    """Those of one row, from processors that `model.generate` made for a padded batch."""
+    own = LogitsProcessorList()
+    for processor in processors:
+        ignored = getattr(processor, "prompt_ignore_length", None)  # the padding of each row
+        if isinstance(processor, RepetitionPenaltyLogitsProcessor) and isinstance(ignored, Tensor):
+            processor = RepetitionPenaltyLogitsProcessor(processor.penalty, int(ignored[row]))
+        own.append(processor)
+    return own
+
+
+def is_context_free(processors: LogitsProcessorList) -> bool:
+    return all(type(processor) in CONTEXT_FREE for processor in processors)
+
+
 def warp_tree(
     processors: LogitsProcessorList,
     context: Sequence[int],  # the L emitted tokens before the root
@@ -158,7 +189,7 @@ def warp_tree(
     """
     if not processors:
         return logits
-    if all(type(processor) in CONTEXT_FREE for processor in processors):
+    if is_context_free(processors):
         return processors(None, logits.flatten(0, 1).clone()).view_as(logits)
     assert len(logits) == 1, "contexts of different lengths need one call per row"
     warped = logits.clone()

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import copy
 import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
 import torch
@@ -17,7 +19,7 @@ from transformers import PreTrainedModel
 
 from .attention import apply_chunks, apply_window, tree_mask
 from .cache import TreeCache
-from .parallel import group_of, of_first, plain_parts, whole
+from .parallel import group_of, of_all, of_first, plain_parts, whole
 
 log = logging.getLogger(__name__)
 
@@ -109,12 +111,16 @@ class TargetModel:
     @torch.inference_mode()
     def _check_weights(self, name: str) -> None:
         """Refuse damaged weights; a finite sum, which is quicker to take, already shows that all are finite."""
+        damaged = None
         for parameter, weight in self.model.named_parameters():
             for part in plain_parts(weight):
                 if part.is_meta or not part.is_floating_point() or part.element_size() == 1:
                     continue
                 if not part.sum(dtype=torch.float32).isfinite() and not part.isfinite().all():
-                    raise ValueError(f"{name} is damaged: its {parameter} holds values that are not finite")
+                    damaged = damaged or parameter
+        damaged = next(filter(None, of_all(self.group, damaged)), None)
+        if damaged is not None:
+            raise ValueError(f"{name} is damaged: its {damaged} holds values that are not finite")
 
     @torch.inference_mode()
     def _check_logits(self, name: str) -> None:
@@ -127,8 +133,8 @@ class TargetModel:
         except (AttributeError, RuntimeError) as error:
             if self.group is None:
                 raise
-            raise ValueError(f"{name} cannot be shared by {self.group.size()} processes: its heads are not divisible by "
-                             f"that, or its quantisation cannot be sharded ({error})") from error
+            raise ValueError(f"{name} cannot be shared by {self.group.size()} processes: its heads are not divisible "
+                             f"by that, or its quantisation cannot be sharded ({error})") from error
         if not stock.isfinite().all():
             raise ValueError(f"{name} is not supported: its logits are not finite in {self.dtype}")
         stock = torch.cat([stock[0], stock[1, 3:]])
@@ -189,9 +195,21 @@ class TargetModel:
         short = self.short_positions is not None and length <= self.short_positions
         return self.short_positions if short else self.max_positions
 
-    def new_cache(self, capacity: int) -> TreeCache:
-        """An empty cache for `capacity` positions."""
-        return TreeCache([device_of(layer) for layer in self.decoder_layers], capacity)
+    def batches(self, lengths: Sequence[int]) -> list[list[int]]:
+        """Which texts of these lengths can be decoded together, as lists of their numbers.
+
+        Apart are those that `limit_of` tells apart, and all where the model counts positions itself.
+        """
+        if self.counts_positions:
+            return [[number] for number in range(len(lengths))]
+        groups: dict[int | None, list[int]] = {}
+        for number, length in enumerate(lengths):
+            groups.setdefault(self.limit_of(length), []).append(number)
+        return list(groups.values())
+
+    def new_cache(self, capacity: int, batch: int = 1) -> TreeCache:
+        """An empty cache for `capacity` positions of each sequence of a batch."""
+        return TreeCache([device_of(layer) for layer in self.decoder_layers], capacity, batch)
 
     @property
     def feature_size(self) -> int:
@@ -229,7 +247,7 @@ class TargetModel:
     ) -> Tensor:  # [B, N, F]
         """Features of tree nodes; their keys and values are appended to the cache in node order."""
         prefix = cache.length
-        mask = tree_mask(ancestors, prefix, self.dtype)
+        mask = tree_mask(ancestors, prefix, self.dtype, cache.visible(ancestors.device))
         limit = self.limit_of(prefix)
         if limit is not None:  # nodes beyond the last position are never emitted, but have to be embedded
             positions = positions.clamp_max(limit - 1)
@@ -257,19 +275,61 @@ class TargetModel:
         """Raw next-token logits [..., V] in float32, from features [..., F] or last hidden states [..., D]."""
         return output_logits(self.lm_head, features[..., -self.hidden_size :], self.scale, self.softcap)
 
+    @torch.no_grad()
+    def output_rows(
+        self,
+        tokens: Tensor,  # [R] long
+    ) -> OutputRows | None:
+        """`logits` of some tokens only, from a copy of their rows; None where the output layer cannot be split so."""
+        weight = self.lm_head.weight
+        if type(weight) is not nn.Parameter or weight.is_meta or not weight.is_floating_point():
+            return None  # quantised, sharded or offloaded
+        bias = getattr(self.lm_head, "bias", None)
+        rows = OutputRows(weight, weight[tokens], None if bias is None else bias[tokens], self.scale, self.softcap)
+        sample = torch.linspace(-1, 2, self.hidden_size, device=weight.device).to(self.dtype)
+        whole = self.logits(sample)[tokens]
+        return rows if torch.allclose(rows(sample), whole, rtol=1e-2, atol=1e-2 * whole.abs().max().item()) else None
+
+
+@dataclass(frozen=True, eq=False)
+class OutputRows:
+    """Some tokens' part of a target's output layer: [..., D] -> [..., R] in float32, scaled and capped as the target's.
+
+    Args:
+        source: the weight that the rows were copied from, by which it is known what they belong to.
+    """
+
+    source: Tensor  # [V, D]
+    weight: Tensor  # [R, D]
+    bias: Tensor | None  # [R]
+    scale: float
+    softcap: float | None
+
+    def __call__(self, features: Tensor) -> Tensor:
+        return output_logits(lambda x: nn.functional.linear(x, self.weight, self.bias), features, self.scale,
+                             self.softcap)
+
+    def belong_to(self, target: TargetModel) -> bool:
+        weight = target.lm_head.weight
+        return self.source is weight and (self.weight.device, self.weight.dtype) == (weight.device, weight.dtype)
+
 
 def weights_digest(module: nn.Module) -> str:
-    """A number from a few of each parameter's values in bf16; those that are offloaded do not count."""
+    """A number from a few of each parameter's values in bf16, and a head's draft vocabulary; those that are offloaded
+    do not count."""
     total = 0.0
     for number, weight in enumerate(module.parameters(), 1):
         for part in plain_parts(whole(weight.detach())):
             if not part.is_meta:
                 values = part.flatten()[:: max(1, part.numel() // 97)]
                 total += values.to(torch.bfloat16).double().sum().item() / number
-    return f"{total:.9g}"
+    tokens = getattr(module, "token_map", None)
+    return f"{total:.9g}" + ("" if tokens is None else f"/{len(tokens)}-{tokens.sum().item()}")
 
 
-def output_logits(lm_head: nn.Module, features: Tensor, scale: float, softcap: float | None) -> Tensor:
+def output_logits(
+    lm_head: Callable[[Tensor], Tensor], features: Tensor, scale: float, softcap: float | None
+) -> Tensor:
     """[..., D] -> [..., V] in float32, scaled and capped as the target scales and caps its logits."""
     logits = lm_head(features).float()
     if scale != 1:
@@ -281,7 +341,8 @@ def device_of(module: nn.Module) -> torch.device:
     """Where a module computes: where its weights are, or where accelerate brings those that it keeps elsewhere."""
     first = next(each for each in module.modules() if any(True for _ in each.parameters(recurse=False)))
     weight = next(first.parameters(recurse=False))
-    return torch.device(first._hf_hook.execution_device) if weight.is_meta else weight.device
+    hook = getattr(first, "_hf_hook", None)
+    return torch.device(hook.execution_device) if weight.is_meta and hook is not None else weight.device
 
 
 def copy_to(module: nn.Module, device: torch.device) -> nn.Module:

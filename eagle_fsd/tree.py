@@ -1,5 +1,7 @@
 """Draft trees. B batch, N nodes (root included)."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +22,11 @@ class DraftTree:
     draft_rows: Tensor  # [B, N] long, row of draft_logits that predicts the node's children; leaves: any
     scores: Tensor  # [B, N] float, cumulative draft log-probability (root 0)
     max_depth: int  # levels below the root
+
+    def row(self, row: int) -> DraftTree:
+        """That of one sequence of the batch, as a batch of one."""
+        parts = (self.tokens, self.parents, self.depths, self.ancestors, self.draft_rows, self.scores)
+        return DraftTree(*(part[row : row + 1] for part in parts), max_depth=self.max_depth)
 
 
 def ancestors_of(

@@ -77,7 +77,7 @@ def check_greedy(model: EagleModel, chats: dict, ours: Method, new_tokens: int) 
     for question, chat in tqdm(chats.items(), desc="greedy", unit="prompt", disable=None):
         first, second = theirs(chat, new_tokens).token_ids, ours(chat, new_tokens).token_ids
         if first != second:
-            found.append(explain(model, encode_prompt(chat, model)[0], first, second, question))
+            found.append(explain(model, encode_prompt(chat, model), first, second, question))
     return found
 
 

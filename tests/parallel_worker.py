@@ -30,6 +30,7 @@ CASES = {
     "stops at a level": {"acceptance": "exact", "tree": TreeConfig(16, 5, 4, least_reach=0.5, least_probability=0.05)},
 }
 DEMO = {"prompt": [{"role": "user", "content": "What is 7 * 8?"}], "max_new_tokens": 32, "acceptance": "exact"}
+BATCH = [PROMPT, [7], PROMPT[:5]]
 TURNS = ("abc", "de f")
 
 
@@ -39,8 +40,10 @@ def answer(model, prompt=PROMPT, **options):
 
 
 def answers(model) -> dict[str, list[int]]:
-    """The tokens of each case."""
-    return {name: answer(model, **options).token_ids for name, options in CASES.items()}
+    """The tokens of each case, and those of a batch."""
+    rows = answer(model, BATCH, temperature=0.8, seed=7, threshold=0.2)
+    return {**{name: answer(model, **options).token_ids for name, options in CASES.items()},
+            "batch": [output.token_ids for output in rows]}
 
 
 def chat(model) -> list[list[int]]:
@@ -105,6 +108,7 @@ def main(folder: Path) -> None:
         from torchao.quantization import Int8WeightOnlyConfig
         found["torchao"] = answers(load("qwen3", tree=None, quantization_config=TorchAoConfig(Int8WeightOnlyConfig())))
     found["one head"] = refusal(folder / "one head" / "target", folder / "llama" / "head", tp_plan="auto")
+    found["damaged"] = refusal(folder / "damaged" / "target", folder / "llama" / "head", tp_plan="auto")
     found["gpt2"] = refusal(folder / "gpt2" / "target", folder / "llama" / "head", tp_plan="auto")
     demo = eagle_fsd.load(*json.loads((folder / "demo.json").read_text()), tp_plan="auto")
     found["demo"] = eagle_fsd.generate(model=demo, **DEMO).token_ids

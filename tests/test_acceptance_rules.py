@@ -135,6 +135,17 @@ def test_inputs_are_left_alone(name):
                 assert torch.equal(getattr(verification, field), getattr(untouched, field))
 
 
+@pytest.mark.parametrize("name", RULES)
+def test_what_says_that_it_does_not_read_the_draft_decides_without_it(name):
+    for greedy in (True, False):
+        verification = random_verification(6, greedy)
+        blind = replace(verification, draft_logits=verification.draft_logits[:, :0])
+        for rule in all_rules(name):
+            if not rule.reads_draft or rule.is_lossless(greedy):
+                assert torch.equal(rule(blind).log_weights, rule(verification).log_weights), rule
+    assert RULES[name].reads_draft is (name in ("fsd", "fsd_paper"))
+
+
 # --- the lossless end ---------------------------------------------------------------------------
 
 LOSSLESS_AT_ZERO = {  # rule: (greedy, sampling)

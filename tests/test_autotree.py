@@ -187,15 +187,14 @@ def test_decoding_with_pauses_gives_the_same_tokens(pair):
     def decode(cost: Callable | None) -> tuple[list[int], list[bool]]:
         settings = Settings(make_rule("exact"), TreeConfig(8, 3, 2), LogitsProcessorList(), True, 0, 80,
                             cost=cost)
-        decoder = Decoder(pair.target, pair.draft, PROMPT, settings)
+        decoder = Decoder(pair.target, pair.draft, [PROMPT], [settings])
+        (row,) = decoder.rows
         decoder.prefill()
         drafted = []
-        while len(decoder.tokens) < len(PROMPT) + 70:
-            drafted.append(decoder.step().drafted)
-        assert decoder.next_features.shape[1] == decoder.next_tokens.shape[1]
-        held = decoder.draft_cache.length + decoder.next_tokens.shape[1]
-        assert held == len(decoder.tokens) - 1
-        return decoder.tokens[: len(PROMPT) + 70], drafted
+        while len(row.tokens) < len(PROMPT) + 70:
+            drafted.append(decoder.step()[0].drafted)
+        assert decoder.draft_cache.length + len(row.features) == len(row.tokens) - 1
+        return row.tokens[: len(PROMPT) + 70], drafted
 
     with torch.inference_mode():
         steady, paused = decode(None), decode(lambda nodes, levels: 3.9)

@@ -44,7 +44,7 @@ def test_commit_keeps_the_accepted_rows(rows):
         cache.update(*prefix, layer)
         cache.update(*tree, layer)
         expected.append([torch.cat([p, t[:, :, rows]], 2) for p, t in zip(prefix, tree, strict=True)])
-    cache.commit(4, torch.tensor(rows, dtype=torch.long) + 4)
+    cache.commit([4], [[4 + row for row in rows]])
     assert_holds(cache, expected)
     more = random_states(2)
     keys, values = cache.update(*more, 1)
@@ -86,13 +86,13 @@ def test_more_room_holds_the_same(lengths):
     "shapes", [[(2, 4), (1, 8), (2, 4), (1, 8)], [(2, 4), (2, 4), (2, 8)], [(3, 2), (1, 2), (2, 2)]], ids=str
 )
 def test_layers_of_different_shapes(shapes):
-    cache, expected = TreeCache([CPU] * len(shapes), 12), []
+    cache, expected = TreeCache([CPU] * len(shapes), 12, batch=2), []
     for layer, (heads, size) in enumerate(shapes):
         prefix, tree = random_states(3, heads, size, batch=2), random_states(5, heads, size, batch=2)
         cache.update(*prefix, layer)
         cache.update(*tree, layer)
         expected.append([torch.cat([p, t[:, :, [1, 4]]], 2) for p, t in zip(prefix, tree, strict=True)])
-    cache.commit(3, torch.tensor([4, 7]))
+    cache.commit([3, 3], [[4, 7]] * 2)
     assert_holds(cache, expected)
 
 
@@ -116,7 +116,7 @@ def test_keys_and_values_of_different_shapes():
         cache.update(*prefix, layer)
         cache.update(*tree, layer)
         expected.append([torch.cat([p, t[:, :, [1, 3]]], 2) for p, t in zip(prefix, tree, strict=True)])
-    cache.commit(3, torch.tensor([4, 6]))
+    cache.commit([3], [[4, 6]])
     for (keys, values), layer in zip(expected, cache.layers, strict=True):
         assert torch.equal(layer.keys[:, :, : cache.length], keys)
         assert torch.equal(layer.values[:, :, : cache.length], values)

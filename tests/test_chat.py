@@ -88,7 +88,7 @@ def test_a_turn_processes_only_its_new_tokens(model, processed, end):
     held = 0
     for text in SAID:
         processed.clear()
-        prompt = encode_prompt([*chat.messages, {"role": "user", "content": text}], model)[0]
+        prompt = encode_prompt([*chat.messages, {"role": "user", "content": text}], model)
         output = chat.send(text)
         assert len(output.token_ids) == len(output.text)  # no special tokens, which the template would leave out
         assert processed[0] == output.stats.prefill_tokens == len(prompt) - held
@@ -112,7 +112,8 @@ def test_the_draft_reads_only_what_is_new_either(model, monkeypatch):
     before, held = chat.session.decoder.draft_cache.length, chat.session.decoder.cache.length
     read.clear()
     second = chat.send(SAID[1])
-    assert read[0] == held - before + second.stats.prefill_tokens  # of the last cycle, and the new ones
+    # Of the last cycle, and the new ones; the last of them comes with the first token of the answer.
+    assert read[:2] == [held - before + second.stats.prefill_tokens - 1, 1]
     assert held - before == first.stats.accepted_lengths[-1] + 1
 
 
@@ -134,7 +135,7 @@ def test_a_template_that_shortens_earlier_answers(model):
     chat, before = Chat(model, **OPTIONS), []
     for text in SAID:
         output = assert_turn(chat, text)
-        prompt = encode_prompt(chat.messages[:-1], model)[0]
+        prompt = encode_prompt(chat.messages[:-1], model)
         shared = len(os.path.commonprefix([before, prompt]))
         # One more, whose feature the draft has read with another token behind it.
         assert output.stats.prefill_tokens == len(prompt) - max(0, shared - 1)
@@ -155,7 +156,7 @@ def test_text_that_is_tokenised_differently(model):
     chat = Chat(model, **OPTIONS)
     first, second, _ = (assert_turn(chat, text.replace(".", "")) for text in SAID)
     assert pair in first.text and 31 not in first.token_ids
-    prompt = encode_prompt(chat.messages[:3], model)[0]
+    prompt = encode_prompt(chat.messages[:3], model)
     assert 31 in prompt and len(SAID[1]) < second.stats.prefill_tokens < len(prompt) - 12
 
 
@@ -176,7 +177,7 @@ def test_turns_without_a_draft_tree(model):
     class Trees:
         chosen = Choice(None)
 
-        def of(self, rule, temperature):
+        def of(self, rule, temperature, rows):
             return self.chosen
 
     model.trees = Trees()
@@ -278,7 +279,7 @@ def test_caches_grow_with_the_conversation(model):
         assert_turn(chat, f"{'abcdef'[number]}.")
         capacities.append(chat.session.decoder.cache.capacity)
     assert set(capacities) == {25, 50, 100} and chat.session.decoder.draft_cache.length > 30
-    assert chat.session.decoder.next_features.shape[-1] == HIDDEN
+    assert chat.session.decoder.rows[0].features.shape[-1] == HIDDEN
 
 
 def test_models_that_cannot_chat(model):

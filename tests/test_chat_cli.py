@@ -115,7 +115,7 @@ def test_a_conversation_in_a_terminal(model, tmp_path):
         for source, colour in (("exact", "\x1b[32m"), ("fuzzy", "\x1b[33m")):
             assert (colour in written) == (source in sources)
         # The last token of an answer is in the cache only if it was drafted.
-        prompt = len(encode_prompt(messages, model)[0])
+        prompt = len(encode_prompt(messages, model))
         count = int(re.search("processed: ([0-9]+),", processed)[1])
         new = prompt - said if said else prompt
         assert count == new or said and count == new + 1

@@ -140,10 +140,8 @@ def test_the_head_may_be_a_directory(pair, ours, tmp_path):
     ("options", "error", "message"),
     [
         ({"draft": None}, ValueError, "draft= is missing"),
-        ({"input_ids": IDS.repeat(2, 1)}, ValueError, "batches are not supported yet"),
-        ({"num_return_sequences": 2, "do_sample": True}, ValueError, "batches are not supported yet"),
         ({"num_beams": 2}, ValueError, "num_beams"),
-        ({"attention_mask": torch.tensor([[0] + [1] * (len(PROMPT) - 1)])}, ValueError, "padded"),
+        ({"attention_mask": torch.tensor([[1, 0] + [1] * (len(PROMPT) - 2)])}, ValueError, "padded on the left only"),
         ({"input_ids": None, "inputs_embeds": torch.zeros(1, 3, 16)}, ValueError, "inputs_embeds"),
         ({"return_dict_in_generate": True, "output_scores": True}, ValueError, "output_scores"),
         ({"acceptance": "greedy"}, ValueError, "greedy"),

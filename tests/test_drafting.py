@@ -63,6 +63,20 @@ def test_trees_equal_the_reference(shape, seed):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("least_reach", [0.0, 2.0])
+def test_trees_are_the_same_where_logits_are_not_kept(least_reach):
+    pair, config = tiny_pair(), TreeConfig(16, 5, 4, least_reach=least_reach)
+    features = reference_eagle.forward(pair.target.model, PROMPT[:-1])[0][None]
+    tokens = torch.tensor([PROMPT[1:]])
+    (kept, logits), (tree, nothing) = (
+        draft_tree(pair.draft, pair.target, features, tokens, pair.draft.new_cache(60), config, keep_logits=keep)
+        for keep in (True, False)
+    )
+    assert torch.equal(tree.tokens, kept.tokens) and torch.equal(tree.scores, kept.scores)
+    assert logits.shape == (1, 1 if least_reach else 17, 32) and nothing.shape == (1, 0, 32)
+
+
+@torch.no_grad()
 def test_wide_trees_are_no_chains():
     (tree, _), _ = draft_both(tiny_pair(), PROMPT, TreeConfig(16, 5, 4))
     assert len(set(tree.depths[0].tolist())) > 3
@@ -96,7 +110,7 @@ def test_rows_of_a_batch_are_independent():
     pair, config = tiny_pair(), TreeConfig(16, 5, 4)
     prompts = [PROMPT, PROMPT[::-1]]
     features = torch.stack([reference_eagle.forward(pair.target.model, prompt[:-1])[0] for prompt in prompts])
-    cache = pair.draft.new_cache(len(PROMPT) + 20)
+    cache = pair.draft.new_cache(len(PROMPT) + 20, batch=2)
     tokens = torch.tensor([prompt[1:] for prompt in prompts])
     tree, draft_logits = draft_tree(pair.draft, pair.target, features, tokens, cache, config)
     for row, prompt in enumerate(prompts):
@@ -163,14 +177,15 @@ def test_ancestors_on_the_picture():
 @pytest.mark.parametrize("shape", [(5, 3, 2), (16, 5, 4), (4, 1, 3)], ids=str)
 def test_greedy_cycles_equal_the_reference(family, shape):
     pair, config = tiny_pair(family), TreeConfig(*shape)
-    settings = Settings(make_rule("exact"), config, LogitsProcessorList(), greedy=True, seed=0, max_new_tokens=60)
-    decoder = Decoder(pair.target, pair.draft, PROMPT, settings)
+    rule = make_rule(lambda verification: verification.warped_logits)  # exact, but the draft's logits are kept
+    settings = Settings(rule, config, LogitsProcessorList(), greedy=True, seed=0, max_new_tokens=60)
+    decoder = Decoder(pair.target, pair.draft, [PROMPT], [settings])
     trees, draft = [], decoder._draft
     decoder._draft = lambda: trees.append(draft()) or trees[-1]
     first, cycles = reference_eagle.decode(pair.target.model, pair.draft, PROMPT, config, cycles=6)
-    assert decoder.prefill().tokens == [first]
+    assert decoder.prefill()[0].tokens == [first]
     for reference, path, token in cycles:
-        assert decoder.step().tokens == [*path, token]
+        assert decoder.step()[0].tokens == [*path, token]
         assert_same_tree(*trees[-1], reference, config)
-    assert decoder.tokens[len(PROMPT) :] == [first] + [t for _, path, token in cycles for t in (*path, token)]
+    assert decoder.rows[0].tokens[len(PROMPT) :] == [first] + [t for _, path, token in cycles for t in (*path, token)]
     assert sum(len(path) for _, path, _ in cycles) > 0

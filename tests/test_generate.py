@@ -102,12 +102,6 @@ def test_a_batch_of_one_gives_a_list_of_one(pair, batch, ids):
     assert prompt_given(pair, batch) == (ids, True)
 
 
-@pytest.mark.parametrize("batch", [["a", "b"], [[1], [2]], torch.tensor([[1], [2]]), [[1, 2], "a"]], ids=str)
-def test_larger_batches_are_refused(pair, batch):
-    with pytest.raises(ValueError, match="batches are not supported yet"):
-        generate(pair, batch)
-
-
 def test_without_a_tokenizer_only_ids_work():
     pair = tiny_pair()
     output = generate(pair)

@@ -7,8 +7,9 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "eagle_fsd"
 LAYERS = [
-    {"attention", "cache", "config", "divergence", "files", "heads", "noise", "parallel", "questions", "tree"},
-    {"acceptance", "draft", "grading", "sampling", "target"},
+    {"attention", "cache", "config", "conversations", "divergence", "files", "heads", "noise", "parallel", "questions",
+     "tree"},
+    {"acceptance", "draft", "grading", "sampling", "target", "vocabulary"},
     {"budget", "checkpoint", "drafting"},
     {"calibration"},
     {"export", "generation"},

@@ -84,7 +84,7 @@ def test_arguments_of_hf_mean_the_same(place):
     expected = stock.generate_until(generations({"max_gen_toks": 20}), disable_tqdm=True)
     model = ours(place, **options)
     assert model.generate_until(generations({"max_gen_toks": 20}), disable_tqdm=True) == expected
-    assert model.batch_size == 3  # for log-likelihoods
+    assert model.batch_size == 3
 
 
 def test_log_likelihoods_are_the_target_s_alone(hf, exact):

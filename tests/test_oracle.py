@@ -30,12 +30,12 @@ def decode(pair, prompt, run, spy):
     """New tokens and accepted lengths of one recorded run; `spy(tree)` sees every drafted tree."""
     tree = eagle_fsd.TreeConfig(run["total_token"], run["depth"] + 1, run["top_k"])
     settings = Settings(make_rule("exact"), tree, LogitsProcessorList(), greedy=True, seed=0, max_new_tokens=200)
-    decoder = Decoder(pair.target, pair.draft, prompt["prompt_ids"], settings)
+    decoder = Decoder(pair.target, pair.draft, [prompt["prompt_ids"]], [settings])
     draft = decoder._draft
     decoder._draft = lambda: spy(draft())
-    tokens, lengths = decoder.prefill().tokens, []
+    tokens, lengths = decoder.prefill()[0].tokens, []
     while len(lengths) < len(run["accept_lengths"]):
-        emitted = decoder.step().tokens
+        emitted = decoder.step()[0].tokens
         tokens += emitted
         lengths.append(len(emitted) - 1)
     return tokens, lengths

@@ -54,6 +54,10 @@ def pairs(tmp_path_factory):
     for name, pair in pairs.items():
         save(folder / name, pair)
     tiny_target(num_key_value_heads=1).save_pretrained(folder / "one head" / "target")
+    damaged = tiny_target()
+    with torch.no_grad():
+        damaged.lm_head.weight[-1, -1] = torch.nan  # in the second one's half
+    damaged.save_pretrained(folder / "damaged" / "target")
     tiny_target("gpt2").save_pretrained(folder / "gpt2" / "target")
     log = log_cycles(pairs["llama"], [[3, 4, 5], [6, 7]], make_rule("exact"), max_new_tokens=40)
     store_log(folder / "llama" / "head", log)
@@ -75,6 +79,10 @@ def test_the_processes_find_the_same(found):
     first, second = (dict(each) for each in found)
     assert first.pop("criterion calls") == 7 and second.pop("criterion calls") == 0
     assert first == second
+
+
+def test_batches(pairs, found):
+    assert found[0]["answers"]["batch"] == answers(pairs[1]["llama"])["batch"]
 
 
 def test_each_holds_half_of_the_weights(found):
@@ -136,6 +144,7 @@ def test_quantised_shards(pairs, found):
 
 def test_targets_that_cannot_be_shared(found):
     assert "LlamaForCausalLM cannot be shared by 2 processes" in found[0]["one head"]
+    assert "lm_head.weight holds values that are not finite" in found[0]["damaged"]
     assert "GPT2LMHeadModel" in found[0]["gpt2"] and "plan" in found[0]["gpt2"]
 
 

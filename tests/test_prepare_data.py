@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from tiny import tiny_pair, tiny_tokenizer
 
-from train.conversations import BadRow, Row, check_messages, read_rows
+from eagle_fsd.conversations import BadRow, Row, check_messages, read_rows
 from train.data import Documents
 from train.prepare_data import build_parser, encode_row, pack, prepare, regenerate, run
 

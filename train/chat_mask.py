@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from train.conversations import BadRow
+from eagle_fsd.conversations import BadRow
 
 # What a template may put between the generation prompt and an answer: an empty block of thoughts.
 BEFORE_ANSWER = re.compile(r"\s*(<think>\s*</think>\s*)?")

@@ -3,7 +3,7 @@
     python -m train.compare --work runs/compare --seconds 60
 
 Every objective trains for the same time with each of three learning rates; its best rate is run with two more seeds
-for tau; fuzzy rules are decoded with the first head.
+for tau; fuzzy rules are decoded with the first head. Objectives whose names begin with `eagle3` train EAGLE-3 heads.
 The time is turned into a number of steps by a first measurement of seconds per step (features from disk), which has to
 be alone on the machine, as the last one of tokens/s; what lies between may be disturbed. tau is measured by real
 greedy decoding of held-out tasks, accuracy for `fsd` on more of them. Finished runs are kept in `results.jsonl` and
@@ -24,6 +24,7 @@ from tqdm import tqdm
 
 import eagle_fsd
 from eagle_fsd.config import TreeConfig
+from eagle_fsd.draft import default_layers
 from eagle_fsd.files import append_lines, read_lines
 from eagle_fsd.methods import Answer, engine, interleaved
 from eagle_fsd.model import load_target
@@ -40,7 +41,6 @@ from train.train_draft_head import train
 log = logging.getLogger("train.compare")
 
 RATES = (3e-3, 8e-3, 2e-2)
-SEEDS = (0, 1, 2)
 RULES: dict[str, dict] = {  # name in the records -> options of eagle_fsd.generate
     "exact": {"acceptance": "exact"},
     "fsd 0.1": {"acceptance": "fsd", "threshold": 0.1},
@@ -52,13 +52,34 @@ NEW_TOKENS = 256
 
 def run_settings(args: argparse.Namespace, objective: str, lr: float, seed: int, steps: int, output: Path) -> dict:
     published = objective == "eagle"
+    head = {"intermediate_size": args.intermediate_size}
+    if of_eagle3(objective):
+        head |= {"kind": "eagle3", "draft_vocab_size": args.draft_vocab_size}
     return {
         "target": args.target, "data": args.data, "eval_data": str(args.eval_data), "output": output,
-        "features": str(args.work / "features"), "objective": objective, "lr": lr, "seed": seed, "steps": steps,
-        "batch_tokens": args.batch_tokens, "warmup": max(1, steps // 20), "clip": "value" if published else "norm",
-        "target_dtype": "float32", "head": {"intermediate_size": args.intermediate_size}, "tree": list(TREE),
+        "features": str(features_folder(args, objective)), "objective": objective, "lr": lr, "seed": seed,
+        "steps": steps, "batch_tokens": args.batch_tokens, "warmup": max(1, steps // 20),
+        "clip": "value" if published else "norm", "target_dtype": "float32", "head": head, "tree": list(TREE),
         "save_every": 10**6, "evaluate": False, "tracker": "none",
     }
+
+
+def of_eagle3(objective: str) -> bool:
+    """Whether it trains the other kind of head, which reads features of its own."""
+    return objective.startswith("eagle3")
+
+
+def features_folder(args: argparse.Namespace, objective: str) -> Path:
+    return args.work / ("features-eagle3" if of_eagle3(objective) else "features")
+
+
+def prepare_features(args: argparse.Namespace) -> None:
+    """What the heads of these objectives read, written once."""
+    model, _ = load_target(args.target, dtype="bfloat16", device=args.device)
+    target, documents = TargetModel(model, check=False), Documents.load(args.data)
+    for wide in {of_eagle3(objective) for objective in args.objectives}:
+        target.layers = default_layers(len(target.decoder_layers)) if wide else ()
+        write_features(target, documents, features_folder(args, "eagle3" if wide else "eagle"))
 
 
 def seconds_per_step(args: argparse.Namespace, objective: str) -> float:
@@ -114,7 +135,7 @@ def tau(answers: list[Answer]) -> float:
 def speeds(args: argparse.Namespace, rows: list[dict]) -> None:
     """Add tokens/s and seconds per answer of each objective's first head to its row, all interleaved."""
     heads = {row["objective"]: eagle_fsd.load(
-        args.target, head_folder(args, row["objective"], row["lr"], SEEDS[0]) / "head", device=args.device
+        args.target, head_folder(args, row["objective"], row["lr"], 0) / "head", device=args.device
     ) for row in rows}
     methods = {(name, rule): engine(model, tree=TreeConfig(*TREE), **options)
                for name, model in heads.items() for rule, options in RULES.items()}
@@ -134,15 +155,15 @@ def compare(args: argparse.Namespace) -> list[dict]:
         log.info("%s: %.3f s/step", objective, seconds_per_step(args, objective))
     rows = []
     for objective in args.objectives:
-        tried = {lr: measured(args, objective, lr, SEEDS[0], ("exact",)) for lr in RATES}
+        tried = {lr: measured(args, objective, lr, 0, ("exact",)) for lr in args.rates}
         best = max(tried, key=lambda lr: tried[lr]["tau exact"])
-        first = measured(args, objective, best, SEEDS[0], tuple(RULES))
-        runs = [first, *(measured(args, objective, best, seed, ("exact",)) for seed in SEEDS[1:])]
-        numbers = {name: [run[name] for run in runs] for name in runs[1] if isinstance(runs[1][name], float)}
+        first = measured(args, objective, best, 0, tuple(RULES))
+        runs = [first, *(measured(args, objective, best, seed, ("exact",)) for seed in range(1, args.seeds))]
+        numbers = {name: [run[name] for run in runs] for name in runs[-1] if isinstance(runs[-1][name], float)}
         rows.append({"objective": objective, "steps": runs[0]["steps"],
                      "rates": {f"{lr:g}": run["tau exact"] for lr, run in tried.items()},
                      **first, **{name: statistics.fmean(values) for name, values in numbers.items()}, "lr": best,
-                     "sd tau exact": statistics.stdev(numbers["tau exact"])})
+                     "sd tau exact": statistics.stdev(numbers["tau exact"]) if len(runs) > 1 else None})
         log.info("%s: tau %.3f at lr %g", objective, rows[-1]["tau exact"], best)
     speeds(args, rows)
     return rows
@@ -161,8 +182,9 @@ def table(rows: list[dict], baseline: str = "eagle") -> str:
             f"{row[f'tau {rule}']:.2f} | {row[f'tokens/s {rule}']:.0f} | {row[f'seconds {rule}']:.2f} | "
             f"{row[f'length {rule}']:.0f} | {100 * row[f'accuracy {rule}']:.0f}%" for rule in fuzzy
         )
+        spread = "one seed" if row["sd tau exact"] is None else f"{row['sd tau exact']:.3f}"
         lines.append(f"| {row['objective']} | {row['lr']:g} | {row['seconds_per_step']:.2f} | {row['steps']} | "
-                     f"{row['tau exact']:.3f} ({row['sd tau exact']:.3f}) | {gain} | {row['tokens/s exact']:.0f} | "
+                     f"{row['tau exact']:.3f} ({spread}) | {gain} | {row['tokens/s exact']:.0f} | "
                      f"{cells} |")
     return "\n".join(lines)
 
@@ -173,11 +195,14 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=Path("runs/compare"))
     parser.add_argument("--data", type=Path, default=Path("runs/demo/head-text"))
     parser.add_argument("--eval-data", type=Path, default=Path("runs/demo/head-eval"))
-    ours = [name for name in OBJECTIVES if name != "eagle3"]  # that of another kind of head
+    ours = [name for name in OBJECTIVES if not of_eagle3(name)]
     parser.add_argument("--objectives", nargs="+", choices=OBJECTIVES, default=ours)
     parser.add_argument("--seconds", type=float, default=60.0, help="training time of each run")
     parser.add_argument("--batch-tokens", type=int, default=4096)
     parser.add_argument("--intermediate-size", type=int, default=768)
+    parser.add_argument("--rates", type=float, nargs="+", default=RATES, help="learning rates that are tried")
+    parser.add_argument("--seeds", type=int, default=3, help="runs with the best of them")
+    parser.add_argument("--draft-vocab-size", type=int, help="of EAGLE-3 heads; default: all of the target's tokens")
     parser.add_argument("--prompts", type=int, default=32, help="held-out tasks that tau is measured on")
     parser.add_argument("--tasks", type=int, default=64, help="held-out tasks that accuracy is measured on")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -186,8 +211,7 @@ def main() -> None:
     keep_freed_memory()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
     args.work.mkdir(parents=True, exist_ok=True)
-    model, _ = load_target(args.target, dtype="bfloat16", device=args.device)
-    write_features(TargetModel(model, check=False), Documents.load(args.data), args.work / "features")
+    prepare_features(args)
     rows = compare(args)
     record = {"environment": environment(), "arguments": shown_settings(vars(args)), "rows": rows}
     args.out.with_suffix(".json").write_text(json.dumps(record, indent=1) + "\n")

@@ -61,8 +61,8 @@ def text_cycles(
         verification = Verification(drafted, logits, logits, draft_logits)
         yield verification
         on_text = verification.on_whole_path(drafted.tokens == expected[0, root + drafted.depths])
-        path = on_text[0].nonzero()[:, 0]
-        cache.commit(root, root + path)
+        path = on_text[0].nonzero()[:, 0].tolist()
+        cache.commit([root], [[root + node for node in path]])
         features = node_features[:, path]
         tokens = ids[:, root + 1 : root + 1 + len(path)]
         root += len(path)

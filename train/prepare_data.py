@@ -24,10 +24,10 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 import eagle_fsd
 from eagle_fsd.cli import exit_status
+from eagle_fsd.conversations import FORMATS, BadRow, Row, read_rows
 from eagle_fsd.files import append_lines, read_lines
 from eagle_fsd.model import EagleModel, load_target
 from train.chat_mask import check_tokenizer, encode_conversation, render
-from train.conversations import FORMATS, BadRow, Row, read_rows
 from train.data import Documents
 
 log = logging.getLogger("train.prepare_data")

@@ -42,6 +42,14 @@ class Verification:
     def greedy(self) -> bool:
         return self.noise is None
 
+    def row(self, row: int) -> "Verification":
+        """One sequence of the batch, as a batch of one."""
+        here = slice(row, row + 1)
+        noise = None if self.noise is None else self.noise[here]
+        return Verification(
+            self.tree.row(row), self.target_logits[here], self.warped_logits[here], self.draft_logits[here], noise
+        )
+
     @cached_property
     def noisy_logits(self) -> Tensor:
         """[B, N, V] warped logits plus noise: the order in which the target itself prefers tokens."""
@@ -270,6 +278,7 @@ class Rule(ABC):
 
     name: ClassVar[str]
     threshold_limit: ClassVar[tuple[float, bool]] = (math.inf, False)  # upper end, and whether it is accepted
+    reads_draft: ClassVar[bool] = True  # whether it looks at the draft's distribution, and not at the tree alone
     knows_kl: ClassVar[bool] = True  # whether decisions carry the KL of their law when sampling
 
     threshold: float = 0.0

@@ -16,6 +16,7 @@ class Exact(Rule):
     """
 
     name: ClassVar[str] = "exact"
+    reads_draft: ClassVar[bool] = False
     threshold_limit: ClassVar[tuple[float, bool]] = (0.0, True)
 
     def is_lossless(self, greedy: bool) -> bool:

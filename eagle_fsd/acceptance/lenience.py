@@ -24,6 +24,7 @@ class Lenience(FuzzyRule):
     """
 
     name: ClassVar[str] = "lenience"
+    reads_draft: ClassVar[bool] = False
 
     @property
     def knows_kl(self) -> bool:

@@ -20,6 +20,7 @@ class Relaxed(FuzzyRule):
     """
 
     name: ClassVar[str] = "relaxed"
+    reads_draft: ClassVar[bool] = False
     siblings: ClassVar[tuple[str, ...]] = ("target", "longest")
 
     top: int = field(default=10, kw_only=True)

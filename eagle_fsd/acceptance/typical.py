@@ -21,6 +21,7 @@ class Typical(FuzzyRule):
     """
 
     name: ClassVar[str] = "typical"
+    reads_draft: ClassVar[bool] = False
     threshold_limit: ClassVar[tuple[float, bool]] = (1.0, False)
     siblings: ClassVar[tuple[str, ...]] = ("target", "longest")
 

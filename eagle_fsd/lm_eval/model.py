@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from lm_eval.api.instance import Instance
 from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
 from torch import Tensor
@@ -40,16 +39,8 @@ class EagleLM(HFLM):
         if limit is not None and self.max_length > limit:
             raise ValueError(f"max_length {self.max_length} exceeds the target's {limit} positions")
 
-    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """One request at a time: the batch size is that of log-likelihoods."""
-        batch_size, self.batch_size_per_gpu = self.batch_size_per_gpu, 1
-        try:
-            return super().generate_until(requests, disable_tqdm)
-        finally:
-            self.batch_size_per_gpu = batch_size
-
     def _model_generate(self, context: Tensor, max_length: int, stop: list[str], **generation_kwargs) -> Tensor:
-        """The call that `hf` would make, decoded by `custom_generate`: [1, L] -> [1, L + new tokens]."""
+        """The call that `hf` would make, decoded by `custom_generate`: [B, L] -> [B, L + new tokens]."""
         sampled = generation_kwargs.get("do_sample")
         options = self._options(float(generation_kwargs.get("temperature", 0.0)) if sampled else 0.0)
         return super()._model_generate(
