@@ -7,7 +7,8 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "eagle_fsd"
 LAYERS = [
-    {"attention", "cache", "config", "conversations", "divergence", "files", "heads", "noise", "questions", "tree"},
+    {"attention", "cache", "config", "conversations", "divergence", "files", "heads", "noise", "parallel", "questions",
+     "tree"},
     {"acceptance", "draft", "grading", "sampling", "target", "vocabulary"},
     {"budget", "checkpoint", "drafting"},
     {"calibration"},
