@@ -200,7 +200,7 @@ def compile_forwards(
                 graph.compiles = False
             return True
         except Exception as error:  # whatever tracing, code generation or the C++ compiler end in
-            reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+            reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
             target.decoder = stock
             if head is not None:
                 del head.forward

@@ -18,7 +18,13 @@ from eagle_fsd.latency import circumstances
 
 TREES = [TreeConfig(16, 5, 4), TreeConfig(6, 5, 1), TreeConfig(4, 1, 3), TreeConfig(2, 1, 1), None]
 PROMPTS = [PROMPT, PROMPT[:1], PROMPT * 3]
-FAMILIES = ["llama", "qwen3", "mistral-window", "ministral"]
+FAMILIES = ["llama", "ministral"]  # the latter takes one mask for each type of layer
+
+
+@pytest.fixture(autouse=True)
+def quiet(monkeypatch):
+    """Without what torch traces for itself, which pytest would gather as logs, slowly."""
+    monkeypatch.setattr(logging.getLogger("torch.__trace"), "disabled", True)
 
 
 class Counting:
@@ -66,14 +72,15 @@ def test_tokens_are_the_same_and_trees_of_all_sizes_share_the_graphs(family):
 def test_batches_have_graphs_of_their_own_or_run_uncompiled(batches):
     pair, backend = tiny_pair(attention="sdpa"), Counting()
     options = {"max_new_tokens": 12, "tree": TREES[0], "acceptance": "exact"}
-    expected = eagle_fsd.generate(PROMPTS, pair, **options)
+    prompts = [PROMPT, PROMPT]  # rows that end together: one left alone would have a graph
+    expected = eagle_fsd.generate(prompts, pair, **options)
     compile_forwards(pair.target, pair.draft, batches=batches, backend=backend)
     graphs, before = 8 if batches else 4, backend.runs
     assert backend.graphs == graphs
-    found = eagle_fsd.generate(PROMPTS, pair, **options)
+    found = eagle_fsd.generate(prompts, pair, **options)
     assert [each.token_ids for each in found] == [each.token_ids for each in expected]
     assert backend.graphs == graphs
-    assert (backend.runs > before + 3) == batches  # the last row may be left alone for some cycles
+    assert (backend.runs > before) == batches
 
 
 def test_two_models_do_not_share_graphs():
@@ -125,20 +132,17 @@ def wrong(module, inputs):
 def test_what_fails_stays_as_it_is_with_the_reason_in_the_log(backend, reason, caplog):
     pair = tiny_pair(attention="sdpa")
     expected, stock = answers(pair, acceptance="exact")[0].token_ids, pair.target.decoder
-    with caplog.at_level(logging.WARNING):
-        assert not compile_forwards(pair.target, pair.draft, backend=backend)
+    assert not compile_forwards(pair.target, pair.draft, backend=backend)
     assert "LlamaForCausalLM runs uncompiled" in caplog.text and reason in caplog.text
     assert pair.target.decoder is stock and "forward" not in vars(pair.draft)
     assert answers(pair, acceptance="exact")[0].token_ids == expected
 
 
-@pytest.mark.parametrize("family", ["llama4_text", "mixtral"])
-def test_families_that_cannot_be_traced_or_can(family, caplog):
-    """Either way they answer as before."""
+@pytest.mark.parametrize(("family", "compiled"), [("llama4_text", False), ("mixtral", True)])
+def test_other_families_answer_as_before(family, compiled):
     pair = tiny_pair(family)
     expected = answers(pair, [PROMPT], acceptance="exact")
-    done = compile_forwards(pair.target, pair.draft, backend=Counting())
-    assert done == (not caplog.text)
+    assert compile_forwards(pair.target, pair.draft, backend=Counting()) == compiled
     assert [a.token_ids for a in answers(pair, [PROMPT], acceptance="exact")] == [a.token_ids for a in expected]
 
 

@@ -183,7 +183,8 @@ class Verification:
     def divergence(self, name: str) -> Tensor:
         """[B, N]: target-draft divergence at nodes with children; at leaves NaN, which passes no gate."""
         measure = get_divergence(name)
-        if not self.target_logits.is_cpu:  # to skip the leaves would be to wait for the device
+        # To skip the leaves would be to wait for the device.
+        if torch.compiler.is_compiling() or not self.target_logits.is_cpu:
             values = measure(self.target_logits, self.node_draft_logits)
             return torch.where(self.has_children, values, math.nan)
         rows, nodes = self.has_children.nonzero(as_tuple=True)
