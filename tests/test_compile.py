@@ -54,7 +54,8 @@ def test_acceptance(name, options, greedy):
     rule = make_rule(name, **options)
 
     def accept(tree, depth, target_logits, warped_logits, draft_logits, noise):
-        verification = Verification(DraftTree(**tree, max_depth=depth), target_logits, warped_logits, draft_logits, noise)
+        tree = DraftTree(**tree, max_depth=depth)
+        verification = Verification(tree, target_logits, warped_logits, draft_logits, noise)
         return walk(verification, rule(verification))
 
     accept_compiled = compiled(accept)

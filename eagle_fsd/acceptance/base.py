@@ -13,7 +13,6 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cached_property
 from numbers import Real
 from typing import ClassVar
 
@@ -22,6 +21,20 @@ from torch import Tensor
 
 from ..divergence import get_divergence
 from ..tree import DraftTree
+
+
+class cached_property:
+    """`functools.cached_property` without its lock (before Python 3.12), which `torch.compile` cannot trace."""
+
+    def __init__(self, function: Callable) -> None:
+        self.function, self.__doc__ = function, function.__doc__
+
+    def __get__(self, instance: object, owner: type | None = None) -> object:
+        if instance is None:
+            return self
+        value = self.function(instance)
+        object.__setattr__(instance, self.function.__name__, value)  # found before this from now on
+        return value
 
 
 @dataclass(frozen=True, eq=False)
