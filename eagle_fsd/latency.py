@@ -18,6 +18,7 @@ import transformers
 from tqdm import tqdm
 
 from .acceptance import make_rule
+from .compiled import is_compiled
 from .config import TreeConfig
 from .draft import DraftHead
 from .files import save_atomically
@@ -161,6 +162,7 @@ def circumstances(target: TargetModel, head: DraftHead) -> str:
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else threads
     processes = [] if target.group is None else [f"{target.group.size()} processes"]
     return "; ".join([
+        *(["compiled"] if is_compiled(target) else []),
         target.digest(), weights_digest(head), str(target.dtype), name, *processes,
         target.config._attn_implementation, f"torch {torch.__version__}", f"transformers {transformers.__version__}",
     ])

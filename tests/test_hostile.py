@@ -419,6 +419,7 @@ CASES = [
     ("EagleModel", "a target with NaN", lambda w: EagleModel.from_parts(spoiled_target(), None), ValueError,
      "lm_head.weight holds values that are not finite"),
     # load
+    ("load", "text as compile", lambda w: load(compile="yes"), TypeError, "compile must be a bool, got 'yes'"),
     ("load", "only a target", lambda w: load("somewhere"), ValueError, "draft= is missing"),
     ("load", "a number as target", lambda w: w.load(5), TypeError, "target must be a directory or a hub id, got 5"),
     ("load", "no such target", lambda w: w.load("/no/such/target"), ValueError, "there is no directory '/no/such"),
