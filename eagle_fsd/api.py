@@ -27,6 +27,7 @@ from .divergence import get_divergence
 from .draft import DraftHead
 from .generation import Output, Session, Settings, run
 from .model import EagleModel, bundled_pair
+from .parallel import of_first
 from .sampling import build_processors, check_functions, check_processors, processors_of_row, require_integer
 
 log = logging.getLogger(__name__)
@@ -156,7 +157,7 @@ def generate(
         min_new_tokens=min_new_tokens, prompt_length=len(ids), eos_ids=sorted(eos_ids), custom=logits_processor,
         device=model.target.device,
     ) for ids in prompts]
-    seeds = check_seeds(seed, len(prompts))
+    seeds = of_first(model.target.group, lambda: check_seeds(seed, len(prompts)))
     if not isinstance(ignore_eos, bool):
         raise TypeError(f"ignore_eos must be a bool, got {ignore_eos!r}")
     check_functions("stopping_criteria", stopping_criteria)
@@ -171,7 +172,7 @@ def generate(
         "greedy": temperature == 0,
         "eos_ids": frozenset() if ignore_eos else eos_ids,
         "stop_ids": check_stop_ids(stop_token_ids, model),
-        "criteria": StoppingCriteriaList(stopping_criteria or []),
+        "criteria": agreed_criteria(stopping_criteria or [], model),
         "budget": check_budget(budget, rule, greedy=temperature == 0),
     }
     together = [(numbers, resolve_tree(tree, rule, temperature, model, len(numbers)))
@@ -478,11 +479,12 @@ def custom_generate(
     if not isinstance(draft, DraftHead):
         pair.calibrations = read_calibrations(draft)
     criteria, eos_ids, max_length = split_criteria(stopping_criteria or StoppingCriteriaList())
+    criteria = agreed_criteria(criteria, pair)
     prompts = [_check_ids(row[count:].tolist(), pair) for row, count in zip(input_ids, padding, strict=True)]
     limit = (max_length if max_length is not None else generation_config.max_length) - input_ids.shape[1]
     greedy = not generation_config.do_sample
     # Without a seed the noise follows torch's global generator, as model.generate does.
-    drawn = torch.randint(2**62, (len(prompts),)).tolist()
+    drawn = of_first(pair.target.group, lambda: torch.randint(2**62, (len(prompts),)).tolist())
     seeds = drawn if seed is None else check_seeds(seed, len(prompts))
     temperature = 0.0 if greedy else generation_config.temperature or 1.0
     rule = resolve_rule(acceptance, threshold, divergence, pair, temperature=temperature, tree=tree)
@@ -508,6 +510,16 @@ def custom_generate(
     new = pad_tokens([answers[number] for number in range(len(prompts))], generation_config.pad_token_id)
     sequences = torch.cat([input_ids, input_ids.new_tensor(new)], 1)
     return GenerateDecoderOnlyOutput(sequences=sequences) if generation_config.return_dict_in_generate else sequences
+
+
+def agreed_criteria(criteria: Sequence[Callable], model: EagleModel) -> StoppingCriteriaList:
+    """Criteria that say in all processes what they say in the first: some go by a clock, or by Ctrl-C."""
+    group = model.target.group
+
+    def agreed(criterion: Callable) -> Callable:
+        return lambda ids, scores: of_first(group, lambda: criterion(ids, scores))
+
+    return StoppingCriteriaList(criteria if group is None else map(agreed, criteria))
 
 
 def criteria_of_row(criteria: StoppingCriteriaList, row: int, rows: int) -> StoppingCriteriaList:

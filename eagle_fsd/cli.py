@@ -8,6 +8,7 @@ import json
 import statistics
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import NoReturn
 
@@ -31,6 +32,7 @@ from .heads import find_head, known_heads
 from .latency import known_latency
 from .methods import Answer, engine, hf_generate, interleaved
 from .model import EagleModel, demo_directory, load
+from .parallel import RANK, command, of_first
 from .questions import read_questions
 from .terminal import BOLD, COLOURS, DIM, RESET, SourceStreamer, describe_output, use_colour
 from .tune import log_cycles
@@ -51,7 +53,8 @@ def parse_tree(text: str) -> TreeConfig:
         ) from error
 
 
-MODEL_OPTIONS = ("target", "draft", "dtype", "device", "device_map", "attn_implementation", "trust_remote_code")
+MODEL_OPTIONS = ("target", "draft", "dtype", "device", "device_map", "attn_implementation", "trust_remote_code",
+                 "compile")
 
 
 def model_options() -> argparse.ArgumentParser:
@@ -64,7 +67,13 @@ def model_options() -> argparse.ArgumentParser:
     models.add_argument("--device-map")
     models.add_argument("--attn-implementation", choices=("sdpa", "eager"))
     models.add_argument("--trust-remote-code", action="store_true")
+    models.add_argument("--compile", action="store_true", help="compile the models' forwards first")
     return models
+
+
+def add_tp_plan(parser: argparse.ArgumentParser) -> None:
+    """For commands whose processes decide nothing by time and write nothing twice."""
+    parser.add_argument("--tp-plan", choices=("auto",), help="shard the target over the processes of torchrun")
 
 
 def decoding_options(max_new_tokens: int) -> argparse.ArgumentParser:
@@ -100,7 +109,7 @@ def measuring_options() -> argparse.ArgumentParser:
 
 def load_pair(args: argparse.Namespace) -> EagleModel:
     """The pair that `model_options` ask for."""
-    return load(**{name: getattr(args, name) for name in MODEL_OPTIONS})
+    return load(**{name: getattr(args, name) for name in MODEL_OPTIONS}, tp_plan=getattr(args, "tp_plan", None))
 
 
 class Parser(argparse.ArgumentParser):
@@ -119,6 +128,7 @@ def build_parser() -> argparse.ArgumentParser:
 
     one = commands.add_parser(
         "generate", parents=[models, decoding_options(max_new_tokens=256)], help="answer one prompt")
+    add_tp_plan(one)
     one.add_argument("prompt", help="text, or - to read it from standard input")
     one.add_argument("--chat", action="store_true", help="put the prompt through the chat template")
     one.add_argument("--min-new-tokens", type=int, default=0)
@@ -153,6 +163,7 @@ def build_parser() -> argparse.ArgumentParser:
         description="Answers the prompts' first turns with a wide draft tree and notes which nodes were accepted. From "
         "this log, stored beside the head, and the machine's latency the fastest tree is chosen whenever the pair is "
         "loaded. One log per rule, threshold and temperature; a request takes the nearest.")
+    add_tp_plan(tuning)
     tuning.add_argument("--acceptance", choices=RULES, default="exact")
     tuning.add_argument("--threshold", type=float)
     tuning.add_argument("--limit", type=int, default=48, help="use only the first prompts (default: %(default)s)")
@@ -204,7 +215,7 @@ GENERATE_OPTIONS = (*DECODING_OPTIONS, "min_new_tokens", "ignore_eos", "stop", "
 
 def run_generate(args: argparse.Namespace) -> None:
     model = load_pair(args)
-    text = sys.stdin.read() if args.prompt == "-" else args.prompt
+    text = of_first(model.target.group, sys.stdin.read) if args.prompt == "-" else args.prompt
     prompt = [{"role": "user", "content": text}] if args.chat else text
     options = {name: getattr(args, name) for name in GENERATE_OPTIONS}
     if args.stop:  # the stop string is not part of the answer, so nothing is shown before the end
@@ -255,7 +266,7 @@ def run_tune(args: argparse.Namespace) -> None:
     read_logs(out)
     model = load_pair(args)
     found = log_cycles(model, prompts, rule, args.temperature, max_new_tokens=args.max_new_tokens, seed=args.seed)
-    path = store_log(out, found)
+    path = of_first(model.target.group, lambda: store_log(out, found))
     assert model.draft is not None
     choice = choose(found.cycles, known_latency(model.target, model.draft),
                     stopping=model.target.output_device.type == "cpu")
@@ -406,7 +417,13 @@ def exit_status(
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = build_parser().parse_args(argv)
-    return exit_status("eagle-fsd", lambda: COMMANDS[args.command](args), (ValueError, TypeError, OSError))
+    program = "eagle-fsd" if RANK == 0 else f"eagle-fsd, process {RANK}"
+
+    def work() -> None:
+        with command() if getattr(args, "tp_plan", None) else nullcontext():
+            COMMANDS[args.command](args)
+
+    return exit_status(program, work, (ValueError, TypeError, OSError))
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ import math
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
@@ -22,6 +23,7 @@ from .attention import tree_mask
 from .cache import TreeCache
 from .config import Confidence, TreeConfig
 from .draft import DraftHead
+from .parallel import tensor_of_first
 from .target import TargetModel, prefill_rows
 from .tree import DraftTree, ancestors_of, root_only
 
@@ -80,7 +82,7 @@ def draft_tree(
     # Level 1: the root's K best children are all scored and all expanded.
     logits = head.own_logits(predicted, target.logits)  # [B, 1, R]
     draft_logits, scores, levels = [logits], [], []
-    frontier_scores, frontier_tokens = _best_children(head, logits, config)
+    frontier_scores, frontier_tokens = _best_children(head, logits, config, target.group)
     frontier_scores, frontier_tokens = frontier_scores[:, 0], frontier_tokens[:, 0]  # [B, K]
     scores.append(frontier_scores)
     levels.append(frontier_tokens)
@@ -100,7 +102,7 @@ def draft_tree(
         logits = head.own_logits(predicted, target.logits)
         if keep_logits:
             draft_logits.append(logits)
-        child_scores, child_tokens = _best_children(head, logits, config)
+        child_scores, child_tokens = _best_children(head, logits, config, target.group)
         child_scores = (child_scores + frontier_scores[..., None]).flatten(1)  # [B, K * K], cumulative
         child_tokens = child_tokens.flatten(1)
         scores.append(child_scores)
@@ -120,13 +122,15 @@ def draft_tree(
     return tree, head.widen(torch.cat(draft_logits, 1) if keep_logits else logits[:, :0])
 
 
-def _best_children(head: DraftHead, logits: Tensor, config: TreeConfig) -> tuple[Tensor, Tensor]:
+def _best_children(
+    head: DraftHead, logits: Tensor, config: TreeConfig, group: dist.ProcessGroup | None
+) -> tuple[Tensor, Tensor]:
     """Scores and tokens [B, *, K] of the K best children of each node: what a step adds to a path's score."""
     logits = logits if config.draft_temperature == 1 else logits / config.draft_temperature
     best, tokens = logits.topk(config.top_k)
     log_probs = best - logits.logsumexp(-1, keepdim=True)
     scores = log_probs if config.confidence is None else apply_confidence(config.confidence, log_probs)
-    return scores, head.named(tokens)
+    return tensor_of_first(group, scores), tensor_of_first(group, head.named(tokens))
 
 
 def apply_confidence(

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from transformers import LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
@@ -23,6 +24,7 @@ from .config import Choice, TreeConfig
 from .draft import DraftHead
 from .drafting import draft_tree, extend_draft
 from .noise import gumbel_noise
+from .parallel import tensor_of_first
 from .sampling import warp_tree, warp_trees
 from .target import TargetModel
 from .tree import DraftTree, root_only
@@ -270,7 +272,7 @@ class Decoder:
         root = root_only(prompt[:, -1])
         warped = warp_tree(row.settings.processors, row.context, root, raw)
         noise = 0 if self.settings.greedy else self._noise(root, [len(row.tokens) - 1], self.seeds[number, None])
-        token = (warped + noise).argmax(-1).item()
+        token = tensor_of_first(self.target.group, (warped + noise).argmax(-1)).item()
         logprobs = raw.log_softmax(-1)[0, 0]
         logprob = logprobs[token].item()
         row.tokens.append(token)
@@ -296,7 +298,7 @@ class Decoder:
         verification = Verification(tree, logits, warped, draft_logits, noise)
         decision = self._decide(verification)
         walked = walk(verification, decision)
-        paths, cycles = read_walk(verification, decision.divergence, walked)
+        paths, cycles = read_walk(verification, decision.divergence, walked, self.target.group)
         self.cache.commit(lengths, [[place + node for node in path] for path in paths])
         if drafts:
             emitted = sum(len(cycle.tokens) for cycle in cycles) / len(cycles)
@@ -369,6 +371,7 @@ def read_walk(
     verification: Verification,
     divergence: Tensor | None,  # [B, N]
     walked: Walk,
+    group: dist.ProcessGroup | None = None,  # processes that all go by the first one's walk
 ) -> tuple[list[list[int]], list[Cycle]]:
     """Of each row the accepted path as node indices (A + 1) and what it emits: the cycle's one host copy."""
     tree, logits = verification.tree, verification.target_logits
@@ -380,7 +383,7 @@ def read_walk(
     step = step_from * logits.shape[-1] + step_to
     taken = logits.flatten(1).gather(1, step)
     nothing = torch.full_like(taken, torch.nan)
-    columns = torch.stack([
+    columns = tensor_of_first(group, torch.stack([
         torch.nn.functional.pad(walked.accepted, (0, 1), value=True).double(),
         step_to.double(),
         torch.nn.functional.pad(verification.is_exact, (0, 1)).double(),
@@ -388,7 +391,7 @@ def read_walk(
         (taken - logits.logsumexp(-1).gather(1, step_from)).double(),  # log-probability
         (logits.amax(-1).gather(1, step_from) - taken).double(),  # regret
         verification.warped_logits.flatten(1).gather(1, step).double(),
-    ], 1).tolist()  # [B, 7, N + 1]
+    ], 1)).tolist()  # [B, 7, N + 1]
     paths, cycles = [], []
     for on_path, tokens, exact, gates, logprobs, regrets, drawn in columns:
         path = [i for i, kept in enumerate(on_path[:-1]) if kept]  # by level: from the root down

@@ -18,10 +18,12 @@ import transformers
 from tqdm import tqdm
 
 from .acceptance import make_rule
+from .compiled import is_compiled
 from .config import TreeConfig
 from .draft import DraftHead
 from .files import save_atomically
 from .generation import Decoder, Settings
+from .parallel import is_first, of_first
 from .target import TargetModel, weights_digest
 
 log = logging.getLogger(__name__)
@@ -133,7 +135,7 @@ def _fastest(parts: Mapping[Hashable, Callable[[], object]], target: TargetModel
             taken = _now(target) - started
             if number:
                 found[name] = min(found[name], taken)
-        if number and time.perf_counter() - begun > ENOUGH:
+        if number and of_first(target.group, lambda: time.perf_counter() - begun > ENOUGH):
             break
     return found
 
@@ -158,25 +160,34 @@ def circumstances(target: TargetModel, head: DraftHead) -> str:
     device = target.output_device
     threads = f"{device}, {torch.get_num_threads()} threads"
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else threads
+    processes = [] if target.group is None else [f"{target.group.size()} processes"]
     return "; ".join([
-        target.digest(), weights_digest(head), str(target.dtype), name, target.config._attn_implementation,
-        f"torch {torch.__version__}", f"transformers {transformers.__version__}",
+        *(["compiled"] if is_compiled(target) else []),
+        target.digest(), weights_digest(head), str(target.dtype), name, *processes,
+        target.config._attn_implementation, f"torch {torch.__version__}", f"transformers {transformers.__version__}",
     ])
 
 
 def known_latency(target: TargetModel, head: DraftHead) -> Latency:
     """From the cache on disk, else measured and kept there."""
     key, path = circumstances(target, head), cache_directory() / "latency.json"
-    try:
-        stored = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        stored = {}
+
+    def read() -> dict:
+        try:
+            return json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return {}
+
+    key, stored = of_first(target.group, lambda: (key, read()))
     if key in stored:
         entry = stored[key]
         numbers = {name: {int(at): value for at, value in entry[name].items()} for name in ("base", "level")}
         return Latency(**{**entry, **numbers})
     log.info("measuring how long cycles take with trees of several sizes")
-    latency = measure(target, head)
+    measured = measure(target, head)
+    latency = of_first(target.group, lambda: measured)
+    if not is_first(target.group):
+        return latency
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         text = json.dumps({**stored, key: asdict(latency)}, indent=1)

@@ -11,15 +11,18 @@ from weakref import WeakSet
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from .acceptance import make_rule
 from .autotree import AutoTree, describe, read_logs
 from .calibration import Calibration, parse_promise, read_calibrations
 from .checkpoint import check_source, load_head
+from .compiled import compile_forwards
 from .config import CPU_TREE, GPU_TREE, TreeConfig
 from .draft import DraftHead
 from .heads import find_head
 from .latency import known_latency
+from .parallel import loading_options
 from .target import MASKED_IMPLEMENTATIONS, TargetModel, weights_digest
 
 log = logging.getLogger(__name__)
@@ -60,6 +63,26 @@ class EagleModel:
         if draft is not None:
             fit_head(draft, adapter)
         return cls(adapter, draft, tokenizer)
+
+    def compile(self, *, batches: bool = False, warm_up: bool = True) -> bool:
+        """Compile the models' forwards of trees, in place; what cannot be stays as it is, and the log says why.
+
+        The models must not be changed afterwards, but for the values of their weights. `load(compile=True)` does the
+        same before it measures latencies.
+
+        Args:
+            batches: also for lists of prompts, which need graphs of their own; without, they run uncompiled.
+            warm_up: compile now (a minute or two for a small model, less the second time; shown as a progress bar) and
+                check the result. False: compile unchecked in the middle of the first answers.
+
+        Returns:
+            Whether the target is compiled now.
+        """
+        done = compile_forwards(self.target, self.draft, batches=batches, warm_up=warm_up)
+        if done and self.trees is not None and self.draft is not None:
+            latency = known_latency(self.target, self.draft)
+            self.trees = AutoTree(self.trees.logs, latency, stopping=self.trees.stopping)
+        return done
 
     def _circumstances(self, temperature: float, tree: TreeConfig | None) -> dict[str, object]:
         assert self.draft is not None
@@ -169,10 +192,13 @@ def load(
     dtype: str | torch.dtype = "auto",
     device: str | torch.device | None = None,
     device_map: str | dict | None = None,
+    tp_plan: str | dict[str, str] | None = None,
+    quantization_config: object | None = None,
     attn_implementation: str | None = None,
     trust_remote_code: bool = False,
     calibration: str | Path | None = None,
     tree: TreeConfig | str | None = "auto",
+    compile: bool = False,
 ) -> EagleModel:
     """Load a target and its draft head.
 
@@ -182,12 +208,19 @@ def load(
         dtype: "auto" (float32 on a CPU, the checkpoint's own elsewhere), a torch dtype or its name.
         device: where to put both models; default: CUDA where available, else the CPU.
         device_map: placement by accelerate, instead of `device`; the head goes where the output layer is.
+        tp_plan: "auto" shards the target's weights over the processes of `torchrun`, by the model's own plan for tensor
+            parallelism, or with rules on top of it (docs/large_targets.md). Every process loads, calls and gets the
+            same.
+        quantization_config: one of `transformers`, to quantise the target with while it is loaded. A checkpoint that
+            was saved quantised needs none.
         attn_implementation: "sdpa" or "eager"; default: sdpa where the model has it.
         trust_remote_code: allow a target to run code from its repository.
         calibration: directory of `calibration.json` (see `eagle-fsd calibrate`); None: the head's.
         tree: where `generate` is given none: "auto", the one that emits the most tokens per second on this machine,
             where the head has logs to choose it by (`eagle-fsd tune`), else a default for the device; None: that
             default; or a `TreeConfig`. "auto" measures the models' latency once and keeps it (`eagle_fsd.latency`).
+        compile: compile the models' forwards first, see `EagleModel.compile`: pays on a CPU with a small target, whose
+            forwards are half overhead.
 
     Raises:
         TypeError: an argument of the wrong type.
@@ -198,10 +231,11 @@ def load(
     """
     if target is None and draft is not None:
         raise ValueError("target= is missing: give both target and draft, or neither for the bundled pair")
-    if device is not None and device_map is not None:
-        raise ValueError(f"give device ({device!r}) or device_map ({device_map!r}), not both")
+    check_placement(device, device_map, tp_plan)
     if not (tree is None or tree == "auto" or isinstance(tree, TreeConfig)):
         raise ValueError(f'tree must be "auto", a TreeConfig or None, got {tree!r}')
+    if not isinstance(compile, bool):
+        raise TypeError(f"compile must be a bool, got {compile!r}")
     if target is None:
         target, draft = demo_directory("demo-target"), demo_directory("demo-draft")
     elif draft is None:
@@ -217,11 +251,14 @@ def load(
         raise ValueError(f"calibration must be a directory, there is none at {str(beside)!r}")
     calibrations, logs = read_calibrations(beside), read_logs(draft) if tree == "auto" else []
     model, tokenizer = load_target(
-        target, dtype=dtype, device=device, device_map=device_map, attn_implementation=attn_implementation,
+        target, dtype=dtype, device=device, device_map=device_map, tp_plan=tp_plan,
+        quantization_config=quantization_config, attn_implementation=attn_implementation,
         trust_remote_code=trust_remote_code,
     )
     pair = EagleModel.from_parts(model, head, tokenizer)
     pair.calibrations = calibrations
+    if compile:
+        pair.compile()
     if tree == "auto":
         if logs:
             latency = known_latency(pair.target, head)
@@ -238,6 +275,14 @@ def check_dtype(dtype: object) -> None:
     found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     if dtype not in ("auto", None) and not (isinstance(found, torch.dtype) and found.is_floating_point):
         raise ValueError(f'dtype must be "auto", a floating torch dtype or its name such as "bfloat16", got {dtype!r}')
+
+
+def check_placement(device: object, device_map: object, tp_plan: object) -> None:
+    """Raise where the target's place is given twice."""
+    given = {name: value for name, value in
+             (("device", device), ("device_map", device_map), ("tp_plan", tp_plan)) if value is not None}
+    if len(given) > 1:
+        raise ValueError(f"give {' or '.join(f'{name} ({value!r})' for name, value in given.items())}, not both")
 
 
 def check_device(device: object) -> torch.device:
@@ -261,6 +306,8 @@ def load_target(
     dtype: str | torch.dtype = "auto",
     device: str | torch.device | None = None,
     device_map: str | dict | None = None,
+    tp_plan: str | dict[str, str] | None = None,
+    quantization_config: object | None = None,
     attn_implementation: str | None = None,
     trust_remote_code: bool = False,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
@@ -271,16 +318,22 @@ def load_target(
     """
     target = check_source("target", target)
     check_dtype(dtype)
+    if not (quantization_config is None or isinstance(quantization_config, (dict, QuantizationConfigMixin))):
+        raise TypeError(f"quantization_config must be one of transformers or None, got {quantization_config!r}")
     if attn_implementation not in (None, *MASKED_IMPLEMENTATIONS):
         accepted = ", ".join(MASKED_IMPLEMENTATIONS)
         raise ValueError(f"attn_implementation must be None or one of {accepted}, got {attn_implementation!r}")
+    check_placement(device, device_map, tp_plan)
+    options = loading_options(tp_plan)
     place = check_device(device)
     if dtype == "auto" and device_map is None and place.type == "cpu":
         dtype = torch.float32
+    if quantization_config is not None:  # None would take a saved one away
+        options["quantization_config"] = quantization_config
     try:
         model, loaded = AutoModelForCausalLM.from_pretrained(
             target, dtype=dtype, device_map=device_map, attn_implementation=attn_implementation,
-            trust_remote_code=trust_remote_code, output_loading_info=True,
+            trust_remote_code=trust_remote_code, output_loading_info=True, **options,
         )
     except (OSError, ValueError, MemoryError, torch.OutOfMemoryError):
         raise
@@ -288,7 +341,7 @@ def load_target(
         raise ValueError(f"{target} cannot be loaded as a causal LM: {type(error).__name__}: {error}") from error
     if loaded["missing_keys"]:  # transformers would go on with random numbers
         raise ValueError(f"{target} lacks weights: {', '.join(sorted(loaded['missing_keys']))}")
-    if device_map is None:
+    if device_map is None and "distributed_config" not in options:
         model.to(place)
     try:
         tokenizer = AutoTokenizer.from_pretrained(target, trust_remote_code=trust_remote_code)

@@ -6,20 +6,29 @@ B batch, N tokens of a forward, L prefix length, D hidden size, F width of the f
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 import torch
 from accelerate.hooks import remove_hook_from_module
+from accelerate.utils import align_module_device
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from .attention import apply_chunks, apply_window, tree_mask
 from .cache import TreeCache
+from .parallel import group_of, of_all, of_first, plain_parts, whole
+
+log = logging.getLogger(__name__)
 
 MASKED_IMPLEMENTATIONS = ("sdpa", "eager")  # those that take an arbitrary 4D mask
 PREFILL = {"cpu": 256, "cuda": 2048}  # positions of a prompt per forward: what is computed for them is large
 ATTENTION_KINDS = ("full_attention", "sliding_attention", "chunked_attention")  # layers whose cache is rows of keys
+ACTIVATION_ROUNDING = 0.05  # of the largest logit: what rounded activations may change, see `_check_logits`
+
+_sharded_digests: WeakKeyDictionary[PreTrainedModel, str] = WeakKeyDictionary()  # which take all processes to compute
 
 
 class TargetModel:
@@ -48,7 +57,9 @@ class TargetModel:
         self.lm_head: nn.Module = model.get_output_embeddings()
         self.embed_tokens: nn.Module = model.get_input_embeddings()
         self.hidden_size: int = self.config.hidden_size
-        self.vocab_size: int = self.lm_head.weight.shape[0]
+        # A packed weight does not have the shape of what it stands for.
+        self.vocab_size: int = getattr(self.lm_head, "out_features", self.lm_head.weight.shape[0])
+        self.group = group_of(model)  # processes that share the weights
         # Granite divides its logits, Cohere multiplies them, Gemma-2 caps them; all before the sampling temperature.
         config = self.config
         self.scale: float = (getattr(config, "logit_scale", None) or 1) / (getattr(config, "logits_scaling", None) or 1)
@@ -66,6 +77,9 @@ class TargetModel:
         if check:
             self._check_weights(name)
             self._check_logits(name)
+        if self.group is not None and model not in _sharded_digests:
+            sample = weights_digest(model)
+            _sharded_digests[model] = of_first(self.group, lambda: sample)
 
     def _check_attention(self, name: str) -> None:
         # GPT-Neo says it in another field.
@@ -100,11 +114,16 @@ class TargetModel:
     @torch.inference_mode()
     def _check_weights(self, name: str) -> None:
         """Refuse damaged weights; a finite sum, which is quicker to take, already shows that all are finite."""
+        damaged = None
         for parameter, weight in self.model.named_parameters():
-            if weight.is_meta or not weight.is_floating_point() or weight.element_size() == 1:
-                continue
-            if not weight.sum(dtype=torch.float32).isfinite() and not weight.isfinite().all():
-                raise ValueError(f"{name} is damaged: its {parameter} holds values that are not finite")
+            for part in plain_parts(weight):
+                if part.is_meta or not part.is_floating_point() or part.element_size() == 1:
+                    continue
+                if not part.sum(dtype=torch.float32).isfinite() and not part.isfinite().all():
+                    damaged = damaged or parameter
+        damaged = next(filter(None, of_all(self.group, damaged)), None)
+        if damaged is not None:
+            raise ValueError(f"{name} is damaged: its {damaged} holds values that are not finite")
 
     @torch.inference_mode()
     def _check_logits(self, name: str) -> None:
@@ -112,7 +131,13 @@ class TargetModel:
         # Two tokens, then a tree 0 - 1 - 2, 0 - 3 - 4: its second branch is at other positions than its rows.
         tokens = torch.arange(7, device=self.device)[None] % self.vocab_size
         branches = torch.stack([tokens[0, [0, 1, 2, 3, 4]], tokens[0, [0, 1, 2, 5, 6]]])
-        stock = self.model(input_ids=branches, use_cache=False).logits.float().to(self.output_device)
+        try:
+            stock = self.model(input_ids=branches, use_cache=False).logits.float().to(self.output_device)
+        except (AttributeError, RuntimeError) as error:
+            if self.group is None:
+                raise
+            raise ValueError(f"{name} cannot be shared by {self.group.size()} processes: its heads are not divisible "
+                             f"by that, or its quantisation cannot be sharded ({error})") from error
         if not stock.isfinite().all():
             raise ValueError(f"{name} is not supported: its logits are not finite in {self.dtype}")
         stock = torch.cat([stock[0], stock[1, 3:]])
@@ -128,21 +153,28 @@ class TargetModel:
         except (AttributeError, IndexError, TypeError, ValueError) as error:
             raise ValueError(f"{name} is not supported: it cannot verify a tree ({error})") from error
         ours = self.logits(torch.cat(features, 1))[0]
-        if not torch.allclose(stock, ours, rtol=1e-3, atol=1e-3 * stock.abs().max().item()):
+        largest = stock.abs().max().item()
+        if torch.allclose(stock, ours, rtol=1e-3, atol=1e-3 * largest):
+            return
+        error = (stock - ours).abs().max().item() / largest
+        if not (getattr(self.model, "is_quantized", False) and error <= ACTIVATION_ROUNDING):
             raise ValueError(
                 f"{name} is not supported: its logits are not lm_head(last hidden state) with a scale and a softcap, "
                 "or depend on more than the positions and keys that a tree mask shows"
             )
+        log.warning("%s is quantised so that its logits change with the tokens beside them, by up to %.1f%% of the "
+                    "largest: where its best two are closer, the text may not be that of plain decoding", name,
+                    100 * error)
 
     @property
     def device(self) -> torch.device:
         """Where tokens go in."""
-        return self.embed_tokens.weight.device
+        return device_of(self.embed_tokens)
 
     @property
     def output_device(self) -> torch.device:
         """Where features and logits come out, and the head lives; with a `device_map` often another one."""
-        return self.lm_head.weight.device
+        return device_of(self.lm_head)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -154,7 +186,8 @@ class TargetModel:
 
     def digest(self) -> str:
         """What tells one target from another, whatever dtype it is loaded in: its shape and a sample of its weights."""
-        return f"{type(self.model).__name__}/{self.hidden_size}/{self.vocab_size}/{weights_digest(self.model)}"
+        sample = _sharded_digests.get(self.model) or weights_digest(self.model)
+        return f"{type(self.model).__name__}/{self.hidden_size}/{self.vocab_size}/{sample}"
 
     def limit_of(self, length: int) -> int | None:
         """Positions that a text of this length may grow to; None: any number.
@@ -179,8 +212,7 @@ class TargetModel:
 
     def new_cache(self, capacity: int, batch: int = 1) -> TreeCache:
         """An empty cache for `capacity` positions of each sequence of a batch."""
-        devices = [next(layer.parameters()).device for layer in self.decoder_layers]
-        return TreeCache(devices, capacity, batch)
+        return TreeCache([device_of(layer) for layer in self.decoder_layers], capacity, batch)
 
     @property
     def feature_size(self) -> int:
@@ -297,9 +329,10 @@ def weights_digest(module: nn.Module) -> str:
     do not count."""
     total = 0.0
     for number, weight in enumerate(module.parameters(), 1):
-        if not weight.is_meta:
-            values = weight.detach().flatten()[:: max(1, weight.numel() // 97)]
-            total += values.to(torch.bfloat16).double().sum().item() / number
+        for part in plain_parts(whole(weight.detach())):
+            if not part.is_meta:
+                values = part.flatten()[:: max(1, part.numel() // 97)]
+                total += values.to(torch.bfloat16).double().sum().item() / number
     tokens = getattr(module, "token_map", None)
     return f"{total:.9g}" + ("" if tokens is None else f"/{len(tokens)}-{tokens.sum().item()}")
 
@@ -314,6 +347,17 @@ def output_logits(
     return logits if softcap is None else torch.tanh(logits / softcap) * softcap
 
 
+def device_of(module: nn.Module) -> torch.device:
+    """Where a module computes: where its weights are, or where accelerate brings those that it keeps elsewhere."""
+    first = next(each for each in module.modules() if any(True for _ in each.parameters(recurse=False)))
+    weight = next(first.parameters(recurse=False))
+    hook = getattr(first, "_hf_hook", None)
+    return torch.device(hook.execution_device) if weight.is_meta and hook is not None else weight.device
+
+
 def copy_to(module: nn.Module, device: torch.device) -> nn.Module:
     """A copy on another device, without the hooks that accelerate placed it with."""
-    return remove_hook_from_module(copy.deepcopy(module)).to(device)
+    hook = getattr(module, "_hf_hook", None)  # may hold all weights that are kept elsewhere: not to be copied
+    with align_module_device(module):
+        copied = copy.deepcopy(module, {id(hook): hook})
+    return remove_hook_from_module(copied).to(device)

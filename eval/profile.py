@@ -71,7 +71,7 @@ def timed_parts(model: eagle_fsd.EagleModel, *, nested: bool = True) -> Iterator
     parts = [
         (Decoder, "step", CYCLE),
         (generation, "draft_tree", "tree_building"),
-        (type(model.draft), "forward", "draft_forward"),
+        (model.draft, "forward", "draft_forward"),  # the instance: a compiled head has a forward of its own
         (type(model.draft), "own_logits", "head"),
         (TargetModel, "verify", "verify_inputs"),
         (type(model.target.decoder), "forward", "target_forward"),

@@ -7,9 +7,10 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "eagle_fsd"
 LAYERS = [
-    {"attention", "cache", "config", "conversations", "divergence", "files", "heads", "noise", "questions", "tree"},
+    {"attention", "cache", "config", "conversations", "divergence", "files", "heads", "noise", "parallel", "questions",
+     "tree"},
     {"acceptance", "draft", "grading", "sampling", "target", "vocabulary"},
-    {"budget", "checkpoint", "drafting"},
+    {"budget", "checkpoint", "compiled", "drafting"},
     {"calibration"},
     {"export", "generation"},
     {"latency", "terminal"},
