@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from weakref import WeakSet
 
@@ -20,6 +21,7 @@ from .checkpoint import check_source, load_head
 from .compiled import compile_forwards
 from .config import CPU_TREE, GPU_TREE, TreeConfig
 from .draft import DraftHead
+from .generation import Pause
 from .heads import find_head
 from .latency import known_latency
 from .parallel import loading_options
@@ -43,6 +45,8 @@ class EagleModel:
     calibrations: Sequence[Calibration] = ()  # those stored beside the head
     tree: TreeConfig | None = None  # of requests that give none
     trees: AutoTree | None = None  # what chooses the tree where none is given; None: `default_tree`
+    # Where drafting has not paid lately, by temperature, for requests whose text does not depend on it.
+    pauses: defaultdict[float, Pause] = field(default_factory=lambda: defaultdict(Pause), repr=False)
 
     @classmethod
     def from_parts(
@@ -217,8 +221,9 @@ def load(
         trust_remote_code: allow a target to run code from its repository.
         calibration: directory of `calibration.json` (see `eagle-fsd calibrate`); None: the head's.
         tree: where `generate` is given none: "auto", the one that emits the most tokens per second on this machine,
-            where the head has logs to choose it by (`eagle-fsd tune`), else a default for the device; None: that
-            default; or a `TreeConfig`. "auto" measures the models' latency once and keeps it (`eagle_fsd.latency`).
+            where the head has logs to choose it by (`eagle-fsd tune`), else a default for the device; drafting pauses
+            where it does not pay. The models' latency is measured once for it and kept (`eagle_fsd.latency`). None:
+            that default, without pauses; or a `TreeConfig`.
         compile: compile the models' forwards first, see `EagleModel.compile`: pays on a CPU with a small target, whose
             forwards are half overhead.
 
@@ -260,11 +265,10 @@ def load(
     if compile:
         pair.compile()
     if tree == "auto":
-        if logs:
-            latency = known_latency(pair.target, head)
-            pair.trees = AutoTree(logs, latency, stopping=pair.target.output_device.type == "cpu")
-        else:
+        if not logs:
             log.info("no log to choose a tree by: taking %s (eagle-fsd tune makes one)", pair.default_tree)
+        stopping = pair.target.output_device.type == "cpu"
+        pair.trees = AutoTree(logs, known_latency(pair.target, head), stopping=stopping, default=pair.default_tree)
     elif tree is not None:
         pair.tree = tree
     return pair
