@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from .attention import SPLIT
 from .cache import TreeCache
 from .draft import DraftHead
 from .target import TargetModel
@@ -155,6 +156,8 @@ def why_not(target: TargetModel) -> str | None:
         return "its head reads hidden states of several layers"
     if target.counts_positions:
         return "it counts positions itself"
+    if target.config._attn_implementation == SPLIT:  # numbers by layer, which a graph would take for constants
+        return "its attention is split"
     if target.group is not None:
         return "several processes share it"
     devices = {parameter.device for parameter in target.model.parameters()}

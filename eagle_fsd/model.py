@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from .acceptance import make_rule
+from .attention import GROUPED, IMPLEMENTATIONS, STOCK
 from .autotree import AutoTree, describe, read_logs
 from .calibration import Calibration, parse_promise, read_calibrations
 from .checkpoint import check_source, load_head
@@ -23,9 +24,9 @@ from .config import CPU_TREE, GPU_TREE, TreeConfig
 from .draft import DraftHead
 from .generation import Pause
 from .heads import find_head
-from .latency import known_latency
+from .latency import known_latency, use_fastest_attention
 from .parallel import loading_options
-from .target import MASKED_IMPLEMENTATIONS, TargetModel, weights_digest
+from .target import TargetModel, weights_digest
 
 log = logging.getLogger(__name__)
 
@@ -217,7 +218,8 @@ def load(
             same.
         quantization_config: one of `transformers`, to quantise the target with while it is loaded. A checkpoint that
             was saved quantised needs none.
-        attn_implementation: "sdpa" or "eager"; default: sdpa where the model has it.
+        attn_implementation: "sdpa", "eager", "grouped", "split", or "auto": the fastest here, measured once; see
+            docs/attention.md. Default: sdpa where the model has it, on a CPU without its copies ("grouped").
         trust_remote_code: allow a target to run code from its repository.
         calibration: directory of `calibration.json` (see `eagle-fsd calibrate`); None: the head's.
         tree: where `generate` is given none: "auto", the one that emits the most tokens per second on this machine,
@@ -236,6 +238,9 @@ def load(
     """
     if target is None and draft is not None:
         raise ValueError("target= is missing: give both target and draft, or neither for the bundled pair")
+    if attn_implementation not in (None, "auto", *IMPLEMENTATIONS):
+        accepted = ", ".join(IMPLEMENTATIONS)
+        raise ValueError(f"attn_implementation must be None, auto or one of {accepted}, got {attn_implementation!r}")
     check_placement(device, device_map, tp_plan)
     if not (tree is None or tree == "auto" or isinstance(tree, TreeConfig)):
         raise ValueError(f'tree must be "auto", a TreeConfig or None, got {tree!r}')
@@ -257,10 +262,12 @@ def load(
     calibrations, logs = read_calibrations(beside), read_logs(draft) if tree == "auto" else []
     model, tokenizer = load_target(
         target, dtype=dtype, device=device, device_map=device_map, tp_plan=tp_plan,
-        quantization_config=quantization_config, attn_implementation=attn_implementation,
+        quantization_config=quantization_config,
+        attn_implementation=attn_implementation if attn_implementation in STOCK else None,
         trust_remote_code=trust_remote_code,
     )
     pair = EagleModel.from_parts(model, head, tokenizer)
+    _set_attention(pair.target, attn_implementation)
     pair.calibrations = calibrations
     if compile:
         pair.compile()
@@ -272,6 +279,21 @@ def load(
     elif tree is not None:
         pair.tree = tree
     return pair
+
+
+def _set_attention(target: TargetModel, wanted: str | None) -> None:
+    """Switch the target to the attention that `load` was asked for; where it cannot serve it, say why not."""
+    config, level = target.config, logging.WARNING
+    if wanted is None and target.device.type == "cpu" and config._attn_implementation == "sdpa":
+        shared = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        wanted, level = GROUPED if shared < config.num_attention_heads else None, logging.INFO
+    if wanted == "auto":
+        use_fastest_attention(target)
+    elif wanted not in (None, *STOCK):
+        try:
+            target.use_attention(wanted)
+        except ValueError as error:
+            log.log(level, "%s", error)
 
 
 def check_dtype(dtype: object) -> None:
@@ -324,8 +346,8 @@ def load_target(
     check_dtype(dtype)
     if not (quantization_config is None or isinstance(quantization_config, (dict, QuantizationConfigMixin))):
         raise TypeError(f"quantization_config must be one of transformers or None, got {quantization_config!r}")
-    if attn_implementation not in (None, *MASKED_IMPLEMENTATIONS):
-        accepted = ", ".join(MASKED_IMPLEMENTATIONS)
+    if attn_implementation not in (None, *STOCK):
+        accepted = ", ".join(STOCK)
         raise ValueError(f"attn_implementation must be None or one of {accepted}, got {attn_implementation!r}")
     check_placement(device, device_map, tp_plan)
     options = loading_options(tp_plan)
