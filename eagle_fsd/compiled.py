@@ -151,6 +151,8 @@ def is_compiled(target: TargetModel) -> bool:
 
 def why_not(target: TargetModel) -> str | None:
     """Why the forwards of this target cannot be compiled; None: they may."""
+    if target.group is not None:
+        return "its weights are shared by several processes"
     if target.layers:
         return "its head reads hidden states of several layers"
     if target.counts_positions:
@@ -180,11 +182,11 @@ def compile_forwards(
     Returns:
         Whether the target is compiled now.
     """
-    for module in (target.decoder, head):
-        if module is not None:
-            lay_out_weights(module)
     if is_compiled(target):
         return True
+    if target.group is None:
+        for module in filter(None, (target.decoder, head)):
+            lay_out_weights(module)
     stock, reason = target.decoder, why_not(target)
     if reason is None:
         target.decoder = CompiledDecoder(stock, backend)
@@ -216,8 +218,10 @@ def lay_out_weights(module: nn.Module) -> None:
     For float32 on CPUs: a product with 4 to 16 tokens then takes 0.6 to 0.9 of its time, with 1 or 2 the same.
     """
     for layer in module.modules():
-        weight = layer.weight if type(layer) is nn.Linear else None
-        if weight is not None and weight.dtype == torch.float32 and weight.is_cpu and weight.is_contiguous():
+        if type(layer) is not nn.Linear or type(layer.weight.data) is not Tensor:  # quantised ones are of other types
+            continue
+        weight = layer.weight
+        if weight.dtype == torch.float32 and weight.is_cpu and weight.is_contiguous():
             weight.data = weight.data.t().contiguous().t()
 
 
