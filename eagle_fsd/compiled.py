@@ -35,19 +35,20 @@ class CacheView:
         self,
         keys: Sequence[Tensor],  # per layer [B, H, C, D]
         values: Sequence[Tensor],
-        start: int,  # L
+        places: Tensor,  # [N], L to L + N - 1
+        end: int,  # L + N
     ) -> None:
-        self.keys, self.values, self.start = keys, values, start
+        self.keys, self.values, self.places, self.end = keys, values, places, end
 
     def update(self, key_states: Tensor, value_states: Tensor, layer: int, *args, **kwargs) -> tuple[Tensor, Tensor]:
         """Append [B, H, N, D] keys and values; returns those of all places."""
-        keys, values, end = self.keys[layer], self.values[layer], self.start + key_states.shape[-2]
-        keys[:, :, self.start : end] = key_states
-        values[:, :, self.start : end] = value_states
-        return keys[:, :, :end], values[:, :, :end]
+        keys, values = self.keys[layer], self.values[layer]
+        keys.index_copy_(2, self.places, key_states)
+        values.index_copy_(2, self.places, value_states)
+        return keys[:, :, : self.end], values[:, :, : self.end]
 
     def get_seq_length(self, *args) -> int:
-        return self.start
+        return self.end - len(self.places)
 
 
 def _on_inputs(guards: Sequence) -> list[bool]:
@@ -70,8 +71,8 @@ class Graph:
     """
 
     def __init__(self, forward: Callable[..., Tensor], backend: str) -> None:
-        def run(keys: Sequence[Tensor], values: Sequence[Tensor], start: int, arguments: dict) -> Tensor:
-            return forward(CacheView(keys, values, start), **arguments)
+        def run(keys: list[Tensor], values: list[Tensor], places: Tensor, end: int, arguments: dict) -> Tensor:
+            return forward(CacheView(keys, values, places, end), **arguments)
 
         # Graphs are kept by code object: a shared one would mix up models, with the guards on them gone.
         run.__code__ = run.__code__.replace(co_name="run_compiled")
@@ -81,15 +82,16 @@ class Graph:
 
     def __call__(self, cache: TreeCache, count: int, **arguments: object) -> Tensor:
         """`forward` of these keywords, with `count` tokens appended to the cache."""
-        start, rows = cache.length, cache.rows
-        assert start + count <= cache.capacity, f"{start + count} positions exceed the capacity of {cache.capacity}"
+        end, rows = cache.length + count, cache.rows
+        assert end <= cache.capacity, f"{end} positions exceed the capacity of {cache.capacity}"
         keys, values = [layer.keys for layer in cache.layers], [layer.values for layer in cache.layers]
         if rows != slice(0, cache.batch):
             keys, values = [held[rows] for held in keys], [held[rows] for held in values]
         with torch.compiler.set_stance("default" if self.compiles else "eager_on_recompile"):
-            result = self._run(keys, values, start, _copied(arguments))
+            places = torch.arange(cache.length, end, device=keys[0].device)
+            result = self._run(keys, values, places, end, _copied(arguments))
         for layer in cache.layers:
-            layer.length = start + count
+            layer.length = end
         return result
 
 
