@@ -77,7 +77,7 @@ class EagleModel:
 
         Args:
             batches: also for lists of prompts, which need graphs of their own; without, they run uncompiled.
-            warm_up: compile now (a minute or two for a small model, less the second time; shown as a progress bar) and
+            warm_up: compile now (minutes for 24 layers on two cores, less the second time; with a progress bar) and
                 check the result. False: compile unchecked in the middle of the first answers.
 
         Returns:
