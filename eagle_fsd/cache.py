@@ -106,6 +106,11 @@ class TreeCache(Cache):
         return self.layers[0].length
 
     @property
+    def nbytes(self) -> int:
+        """Bytes of the storage."""
+        return sum(storage.nbytes for storage, _ in self._storages.values())
+
+    @property
     def lengths(self) -> list[int]:
         """Positions held of each sequence."""
         count = self.rows.stop - self.rows.start

@@ -53,7 +53,8 @@ def parse_tree(text: str) -> TreeConfig:
         ) from error
 
 
-MODEL_OPTIONS = ("target", "draft", "dtype", "device", "device_map", "attn_implementation", "trust_remote_code")
+MODEL_OPTIONS = ("target", "draft", "dtype", "device", "device_map", "attn_implementation", "trust_remote_code",
+                 "compile")
 
 
 def model_options() -> argparse.ArgumentParser:
@@ -66,6 +67,7 @@ def model_options() -> argparse.ArgumentParser:
     models.add_argument("--device-map")
     models.add_argument("--attn-implementation", choices=("sdpa", "eager"))
     models.add_argument("--trust-remote-code", action="store_true")
+    models.add_argument("--compile", action="store_true", help="compile the models' forwards first")
     return models
 
 

@@ -58,6 +58,15 @@ class DraftHead(nn.Module):
         layer.self_attn.o_proj = nn.Linear(layer.self_attn.o_proj.in_features, config.hidden_size, bias=False)
         self.layers = nn.ModuleList([layer])
 
+    def _apply(self, fn: Callable, recurse: bool = True) -> DraftHead:
+        """As of every module, but rotary frequencies stay float32, as `from_pretrained` leaves the target's: rounded to
+        bfloat16 they turn a position of some hundreds by another angle."""
+        before = {name: buffer for name, buffer in self.rotary_emb.named_buffers() if not buffer.is_meta}
+        super()._apply(fn, recurse)
+        for name, buffer in before.items():
+            setattr(self.rotary_emb, name, buffer.to(self.rotary_emb.get_buffer(name).device))
+        return self
+
     def share_embeddings(self, embed_tokens: nn.Module | None) -> None:
         """Use the target's embeddings in place of the head's own, which published files may leave out.
 

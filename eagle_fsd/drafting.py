@@ -24,7 +24,7 @@ from .cache import TreeCache
 from .config import Confidence, TreeConfig
 from .draft import DraftHead
 from .parallel import tensor_of_first
-from .target import TargetModel
+from .target import TargetModel, prefill_rows
 from .tree import DraftTree, ancestors_of, root_only
 
 
@@ -35,6 +35,13 @@ def extend_draft(
     cache: TreeCache,
 ) -> Tensor:  # [B, 1, D]
     """Feed the accepted tokens with the target's features; returns the predicted feature of each row's last one."""
+    rows = prefill_rows(tokens[0].device)
+    while max(map(len, tokens)) > rows:  # a prompt is read in parts
+        parts = [min(rows, len(each) - 1) for each in tokens]
+        extend_draft(head, [each[:part] for each, part in zip(features, parts, strict=True)],
+                     [each[:part] for each, part in zip(tokens, parts, strict=True)], cache)
+        features = [each[part:] for each, part in zip(features, parts, strict=True)]
+        tokens = [each[part:] for each, part in zip(tokens, parts, strict=True)]
     counts = [len(each) for each in tokens]
     lengths, prefix, device = cache.lengths, cache.length, tokens[0].device
     read, fed = pad_sequence(list(features), True), pad_sequence(list(tokens), True)  # [B, T, F], [B, T]
@@ -47,7 +54,7 @@ def extend_draft(
         mask = tree_mask(causal, prefix, head.dtype, prefix_visible)
     predicted = head(head.read(read), fed, positions, mask, cache)
     cache.commit(lengths, [range(prefix, prefix + own) for own in counts])
-    last = torch.tensor(counts, device=device) - 1
+    last = (torch.tensor(counts, device=device) - 1).clamp_min(0)
     return predicted.gather(1, last[:, None, None].expand(-1, -1, predicted.shape[-1]))
 
 

@@ -18,6 +18,7 @@ import transformers
 from tqdm import tqdm
 
 from .acceptance import make_rule
+from .compiled import is_compiled
 from .config import TreeConfig
 from .draft import DraftHead
 from .files import save_atomically
@@ -85,7 +86,7 @@ def measure(target: TargetModel, head: DraftHead) -> Latency:
 
     def cycle(tree: TreeConfig | None) -> Callable[[], object]:
         settings = Settings(make_rule("exact"), tree, transformers.LogitsProcessorList(), True, 0, room)
-        return _same_cycle(Decoder(target, head if tree else None, [prompt], [settings]))
+        return same_cycle(Decoder(target, head if tree else None, [prompt], [settings]))
 
     widths = [top_k for top_k in TOP_K if top_k <= head.draft_vocab_size]
     wide = max(width for width in widths if width <= WIDE)
@@ -105,7 +106,7 @@ def measure(target: TargetModel, head: DraftHead) -> Latency:
     return Latency(dict(zip([1, *nodes], sizes, strict=True)), level, seconds["plain", 1])
 
 
-def _same_cycle(decoder: Decoder) -> Callable[[], object]:
+def same_cycle(decoder: Decoder) -> Callable[[], object]:
     """A cycle from the same state each time, behind three tokens that the draft has yet to read."""
     decoder.prefill()
     (row,), length = decoder.rows, decoder.cache.length
@@ -161,6 +162,7 @@ def circumstances(target: TargetModel, head: DraftHead) -> str:
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else threads
     processes = [] if target.group is None else [f"{target.group.size()} processes"]
     return "; ".join([
+        *(["compiled"] if is_compiled(target) else []),
         target.digest(), weights_digest(head), str(target.dtype), name, *processes,
         target.config._attn_implementation, f"torch {torch.__version__}", f"transformers {transformers.__version__}",
     ])

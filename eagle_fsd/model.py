@@ -17,6 +17,7 @@ from .acceptance import make_rule
 from .autotree import AutoTree, describe, read_logs
 from .calibration import Calibration, parse_promise, read_calibrations
 from .checkpoint import check_source, load_head
+from .compiled import compile_forwards
 from .config import CPU_TREE, GPU_TREE, TreeConfig
 from .draft import DraftHead
 from .heads import find_head
@@ -62,6 +63,26 @@ class EagleModel:
         if draft is not None:
             fit_head(draft, adapter)
         return cls(adapter, draft, tokenizer)
+
+    def compile(self, *, batches: bool = False, warm_up: bool = True) -> bool:
+        """Compile the models' forwards of trees, in place; what cannot be stays as it is, and the log says why.
+
+        The models must not be changed afterwards, but for the values of their weights. `load(compile=True)` does the
+        same before it measures latencies.
+
+        Args:
+            batches: also for lists of prompts, which need graphs of their own; without, they run uncompiled.
+            warm_up: compile now (a minute or two for a small model, less the second time; shown as a progress bar) and
+                check the result. False: compile unchecked in the middle of the first answers.
+
+        Returns:
+            Whether the target is compiled now.
+        """
+        done = compile_forwards(self.target, self.draft, batches=batches, warm_up=warm_up)
+        if done and self.trees is not None and self.draft is not None:
+            latency = known_latency(self.target, self.draft)
+            self.trees = AutoTree(self.trees.logs, latency, stopping=self.trees.stopping)
+        return done
 
     def _circumstances(self, temperature: float, tree: TreeConfig | None) -> dict[str, object]:
         assert self.draft is not None
@@ -177,6 +198,7 @@ def load(
     trust_remote_code: bool = False,
     calibration: str | Path | None = None,
     tree: TreeConfig | str | None = "auto",
+    compile: bool = False,
 ) -> EagleModel:
     """Load a target and its draft head.
 
@@ -197,6 +219,8 @@ def load(
         tree: where `generate` is given none: "auto", the one that emits the most tokens per second on this machine,
             where the head has logs to choose it by (`eagle-fsd tune`), else a default for the device; None: that
             default; or a `TreeConfig`. "auto" measures the models' latency once and keeps it (`eagle_fsd.latency`).
+        compile: compile the models' forwards first, see `EagleModel.compile`: pays on a CPU with a small target, whose
+            forwards are half overhead.
 
     Raises:
         TypeError: an argument of the wrong type.
@@ -210,6 +234,8 @@ def load(
     check_placement(device, device_map, tp_plan)
     if not (tree is None or tree == "auto" or isinstance(tree, TreeConfig)):
         raise ValueError(f'tree must be "auto", a TreeConfig or None, got {tree!r}')
+    if not isinstance(compile, bool):
+        raise TypeError(f"compile must be a bool, got {compile!r}")
     if target is None:
         target, draft = demo_directory("demo-target"), demo_directory("demo-draft")
     elif draft is None:
@@ -231,6 +257,8 @@ def load(
     )
     pair = EagleModel.from_parts(model, head, tokenizer)
     pair.calibrations = calibrations
+    if compile:
+        pair.compile()
     if tree == "auto":
         if logs:
             latency = known_latency(pair.target, head)

@@ -24,6 +24,7 @@ from .parallel import group_of, of_all, of_first, plain_parts, whole
 log = logging.getLogger(__name__)
 
 MASKED_IMPLEMENTATIONS = ("sdpa", "eager")  # those that take an arbitrary 4D mask
+PREFILL = {"cpu": 256, "cuda": 2048}  # positions of a prompt per forward: what is computed for them is large
 ATTENTION_KINDS = ("full_attention", "sliding_attention", "chunked_attention")  # layers whose cache is rows of keys
 ACTIVATION_ROUNDING = 0.05  # of the largest logit: what rounded activations may change, see `_check_logits`
 
@@ -68,6 +69,8 @@ class TargetModel:
         self.short_positions: int | None = (
             rope["original_max_position_embeddings"] if rope.get("rope_type") == "longrope" else None
         )
+        # With these, keys depend on how many positions a forward reaches.
+        self.reads_in_parts: bool = rope.get("rope_type") not in ("longrope", "dynamic")
         self.layers: tuple[int, ...] = ()
         self._check_attention(name)
         self.decoder_layers = self._find_layers(name)
@@ -235,8 +238,10 @@ class TargetModel:
         return torch.cat([*(states.to(last.device) for states in entering), last], -1) if entering else last
 
     def prefill(self, tokens: Tensor, cache: TreeCache) -> Tensor:
-        """Features [B, N, F] of a prompt [B, N], through the model's own causal mask."""
-        return self.features(tokens, past_key_values=cache, use_cache=True)
+        """Features [B, N, F] of a prompt [B, N], through the model's own causal mask; a long one in parts."""
+        rows = prefill_rows(self.device) if self.reads_in_parts else tokens.shape[1]
+        parts = [self.features(part, past_key_values=cache, use_cache=True) for part in tokens.split(rows, 1)]
+        return torch.cat(parts, 1) if len(parts) > 1 else parts[0]
 
     def verify(
         self,
@@ -312,6 +317,11 @@ class OutputRows:
     def belong_to(self, target: TargetModel) -> bool:
         weight = target.lm_head.weight
         return self.source is weight and (self.weight.device, self.weight.dtype) == (weight.device, weight.dtype)
+
+
+def prefill_rows(device: torch.device) -> int:
+    """How many positions of a prompt are read in one forward."""
+    return PREFILL.get(device.type, PREFILL["cuda"])
 
 
 def weights_digest(module: nn.Module) -> str:

@@ -1,6 +1,9 @@
 """Speed and quality on held-out tasks and Python prefixes, all methods interleaved in one run.
 
     python -m eval.benchmark --tasks 100 --python 40 --accuracy-tasks 500 --out eval/results/benchmark.json
+    python -m eval.benchmark --batch-sizes 1 2 4 8                         # batches of held-out tasks: eval.batches
+    python -m eval.benchmark --batch-sizes 1 4 --prompt-lengths 64 512 2048
+    python -m eval.benchmark --step --shape llama-3.1-8b                   # one cycle, random weights: eval.step
 
 Every prompt is answered by every method before the next one, in an order that rotates; the first prompts are run
 once unmeasured. Speed is a ratio of tokens/s over the same prompts; `--repeats` measures each answer several times
@@ -12,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 from collections import defaultdict
 from pathlib import Path
 
@@ -21,12 +25,13 @@ from tqdm import tqdm
 import eagle_fsd
 from eagle_fsd.cli import load_pair, model_options, parse_tree
 from eagle_fsd.methods import Answer, Method, engine, hf_generate, interleaved
-from eval.environment import environment
+from eval import batches, step
+from eval.environment import environment, write_record
 from eval.profile import profile
 from train.corpus import python_prefixes
 from train.tasks import is_correct, tasks
 
-BASELINE = "model.generate"
+BASELINE, LOOKUP = "model.generate", "prompt lookup"
 
 
 def methods_of(
@@ -35,6 +40,7 @@ def methods_of(
     """The compared methods by name."""
     methods = {
         BASELINE: hf_generate(model),
+        LOOKUP: hf_generate(model, prompt_lookup_num_tokens=10),
         "plain": engine(model, plain=True, acceptance="exact"),
         "exact": engine(model, acceptance="exact", tree=tree),
     }
@@ -59,7 +65,7 @@ def summarise(answers: dict[str, list[Answer]], correct: dict[str, list[bool]] |
             "tokens_per_second": rate(name),
             "speedup": rate(name) / rate(BASELINE),
             "speedup_over_plain": rate(name) / rate("plain"),
-            "tau": sum(lengths) / len(lengths) + 1 if lengths else 1.0,
+            "tau": None if name == LOOKUP else sum(lengths) / len(lengths) + 1 if lengths else 1.0,
             "seconds_per_answer": statistics.mean(a.seconds for a in given),
             "tokens_per_answer": statistics.mean(len(a.token_ids) for a in given),
             "accuracy": statistics.mean(correct[name]) if correct else None,
@@ -78,9 +84,10 @@ def table(rows: list[dict]) -> str:
     ]
     for row in rows:
         accuracy = "" if row["accuracy"] is None else f"{100 * row['accuracy']:.1f}%"
+        tau = "" if row["tau"] is None else f"{row['tau']:.2f}"
         lines.append(
             f"| {row['method']} | {row['tokens_per_second']:.0f} | {row['speedup']:.2f}x | "
-            f"{row['speedup_over_plain']:.2f}x | {row['tau']:.2f} | {row['seconds_per_answer']:.3f} | "
+            f"{row['speedup_over_plain']:.2f}x | {tau} | {row['seconds_per_answer']:.3f} | "
             f"{row['tokens_per_answer']:.0f} | {accuracy} | {100 * row['same_as_greedy']:.0f}% | "
             f"{100 * row['fuzzy_share']:.1f}% |"
         )
@@ -98,7 +105,7 @@ def family_accuracy(method: Method, count: int, max_new_tokens: int, *, seed: in
     return {family: statistics.mean(right) for family, right in results.items()}
 
 
-def main() -> None:
+def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, parents=[model_options()])
     parser.add_argument("--tasks", type=int, default=100, help="held-out tasks, timed")
@@ -113,12 +120,42 @@ def main() -> None:
     parser.add_argument("--tree", type=parse_tree)
     parser.add_argument("--fsd", type=float, nargs="*", default=[0.1, 0.3, 0.5])
     parser.add_argument("--tilt", type=float, nargs="*", default=[0.5, 2.0])
-    parser.add_argument("--out", type=Path, default=Path("eval/results/benchmark.json"))
+    parser.add_argument("--batch-sizes", type=int, nargs="+", help="compare by batch size instead")
+    parser.add_argument("--prompt-lengths", type=int, nargs="+",
+                        help="compare by tokens of the prompt instead, on pieces of Python source")
+    parser.add_argument("--batch-prompts", type=int, default=16, help="prompts that every batch size answers")
+    parser.add_argument("--out", type=Path, help="JSON file (default: eval/results/benchmark.json or batches.json)")
+    return parser
+
+
+def main() -> None:
+    if "--step" in sys.argv[1:]:
+        sys.exit(step.main([argument for argument in sys.argv[1:] if argument != "--step"]))
+    parser = build_parser()
     args = parser.parse_args()
     if args.tasks < 1 or args.repeats < 1:
         parser.error(f"--tasks and --repeats must be at least 1, got {args.tasks} and {args.repeats}")
+    by_batch = bool(args.batch_sizes or args.prompt_lengths)
+    args.out = args.out or Path("eval/results") / ("batches.json" if by_batch else "benchmark.json")
     torch.set_num_threads(args.threads)
     model = load_pair(args)
+    (run_batches if by_batch else run_tables)(args, model)
+
+
+def run_batches(args: argparse.Namespace, model: eagle_fsd.EagleModel) -> None:
+    """Every batch size at every prompt length."""
+    rows = batches.by_size(
+        model, batches.batch_methods(model, args.tree, args.fsd), args.batch_sizes or [1],
+        args.prompt_lengths or [None], prompts=args.batch_prompts, max_new_tokens=args.max_new_tokens,
+        repeats=args.repeats, seed=args.seed)
+    record = {"tree": model.describe_tree(args.tree), "dtype": str(model.target.dtype), "seed": args.seed,
+              "repeats": args.repeats, "prompts": args.batch_prompts, "max_new_tokens": args.max_new_tokens,
+              "rows": rows}
+    print(write_record(args.out, record, batches.table(rows)))
+
+
+def run_tables(args: argparse.Namespace, model: eagle_fsd.EagleModel) -> None:
+    """The tables of one prompt after the other, the profile and accuracy."""
     methods = methods_of(model, args.tree, args.fsd, args.tilt)
     questions = list(tasks("heldout", seed=args.seed, count=args.tasks))
     record = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import shlex
@@ -36,6 +37,17 @@ def environment() -> dict:
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "threads": torch.get_num_threads(),
     }
+
+
+def write_record(out: Path, record: Mapping[str, object], text: str) -> str:
+    """Write `out` as JSON with how it was made, and beside it the same as a Markdown page, which is returned."""
+    about = environment()
+    page = f"# {out.stem}\n\n`{about['command']}` at {about['commit']}, {about['gpu'] or about['processor']}, " \
+           f"{about['threads']} threads, torch {about['torch']}, transformers {about['transformers']}\n\n{text}\n"
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.with_suffix(".json").write_text(json.dumps({"environment": about, **record}, indent=1) + "\n", encoding="utf-8")
+    out.with_suffix(".md").write_text(page, encoding="utf-8")
+    return page
 
 
 def processes(device: str | None = None) -> PartialState:

@@ -27,15 +27,22 @@ CYCLE = "other"  # what is left of a cycle
 
 
 class Clock:
-    """Exclusive seconds per part: time inside a nested part counts for that one only."""
+    """Exclusive seconds per part: time inside a nested part counts for that one only.
 
-    def __init__(self) -> None:
+    Args:
+        nested: whether parts within a part are timed; without, all of it counts for the outer one.
+    """
+
+    def __init__(self, nested: bool = True) -> None:
+        self.nested = nested
         self.seconds: dict[str, float] = defaultdict(float)
         self._stack: list[list] = []
 
     def wrap(self, part: str, function: Callable) -> Callable:
         def timed(*args, **kwargs):
             if not self._stack and part != CYCLE:  # the prefill's forwards belong to no cycle
+                return function(*args, **kwargs)
+            if not self.nested and len(self._stack) > 1:
                 return function(*args, **kwargs)
             self._stack.append([0.0])
             started = _now()
@@ -58,18 +65,18 @@ def _now() -> float:
 
 
 @contextmanager
-def timed_parts(model: eagle_fsd.EagleModel) -> Iterator[Clock]:
-    """Within this context every decode cycle's parts are added up in the returned clock."""
-    clock = Clock()
+def timed_parts(model: eagle_fsd.EagleModel, *, nested: bool = True) -> Iterator[Clock]:
+    """Within this context every decode cycle's parts are added up in the returned clock; `nested`: see `Clock`."""
+    clock = Clock(nested)
     parts = [
         (Decoder, "step", CYCLE),
         (generation, "draft_tree", "tree_building"),
-        (type(model.draft), "forward", "draft_forward"),
+        (model.draft, "forward", "draft_forward"),  # the instance: a compiled head has a forward of its own
         (type(model.draft), "own_logits", "head"),
         (TargetModel, "verify", "verify_inputs"),
         (type(model.target.decoder), "forward", "target_forward"),
         (TargetModel, "logits", "head"),
-        (generation, "warp_tree", "accept"),
+        (generation, "warp_trees", "accept"),
         (Rule, "__call__", "accept"),
         (generation, "walk", "accept"),
         (generation, "read_walk", "accept"),

@@ -3,18 +3,18 @@
     python -m eval.trees --out eval/results/trees
 
 Every method answers every prompt in turn (interleaved). The grid's winner is chosen on the first prompts and measured
-again, beside `auto`, on others, since the fastest of many is partly lucky. Also: prompts that no head can know (random
-tokens), on which `auto` should cost no more than plain decoding. Alone on the machine.
+again, beside `auto`, on others, since the fastest of many is partly lucky. Alone on the machine. What `auto` costs
+where a head is useless: eval.useless_head.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -25,12 +25,12 @@ from eagle_fsd.cli import exit_status, load_pair, model_options
 from eagle_fsd.config import TreeConfig
 from eagle_fsd.methods import Answer, Method, engine, interleaved
 from eval.bootstrap import interval
-from eval.environment import environment
+from eval.environment import write_record
 from train.corpus import python_prefixes
 from train.tasks import tasks
 
 NODES, DEPTHS, TOP_KS = (6, 10, 16, 24, 40), (4, 8, 14), (1, 2, 4)
-KINDS = ("tasks", "python", "random")
+KINDS = ("tasks", "python")
 
 
 def name_of(tree: TreeConfig) -> str:
@@ -45,8 +45,8 @@ def row_of(name: str, given: Sequence[Answer], reference: Sequence[Answer]) -> d
                  for answer in given if answer.output]
     return {
         "method": name, "tokens_per_second": sum(len(answer.token_ids) for answer in given) / ours.sum(),
-        "seconds_per_answer": ours.mean(), "tau": statistics.fmean(lengths), "undrafted": statistics.fmean(undrafted),
-        "time": ours.sum() / theirs.sum(),
+        "seconds_per_answer": ours.mean(), "tau": statistics.fmean(lengths or [1]),
+        "undrafted": statistics.fmean(undrafted), "time": ours.sum() / theirs.sum(),
         "interval": interval(len(ours), lambda picks: ours[picks].sum(1) / theirs[picks].sum(1)),
     }
 
@@ -60,42 +60,39 @@ def table(rows: Sequence[Mapping], reference: str) -> str:
     return "\n".join(lines)
 
 
-def prompts_of(kind: str, count: int, seed: int, vocabulary: int) -> list:
-    """Prompts of one kind: tasks, python or random tokens."""
+def prompts_of(kind: str, count: int, seed: int) -> list:
+    """Prompts of one kind: tasks or python."""
     if kind == "tasks":
         return [task.messages for task in tasks("heldout", seed=seed, count=count)]
-    if kind == "python":
-        prefixes = python_prefixes(100)[seed % 2 :: 2]  # none that two seeds share, none of the demo head's log
-        if count > len(prefixes):
-            raise ValueError(f"there are {len(prefixes)} Python prefixes for a seed, {count} were asked for")
-        return prefixes[:count]
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(vocabulary, (count, 64), generator=generator).tolist()
+    prefixes = python_prefixes(100)[seed % 2 :: 2]  # none that two seeds share, none of the demo head's log
+    if count > len(prefixes):
+        raise ValueError(f"there are {len(prefixes)} Python prefixes for a seed, {count} were asked for")
+    return prefixes[:count]
+
+
+def grid_trees(draft_temperature: float) -> list[TreeConfig]:
+    """All shapes of the grid. Where fewer nodes can be scored than it says, with as many as can; none of them twice."""
+    shapes = (TreeConfig(*shape, draft_temperature) for shape in itertools.product(NODES, DEPTHS, TOP_KS))
+    return list(dict.fromkeys(replace(tree, total_tokens=tree.nodes) for tree in shapes))
 
 
 def compare(model: eagle_fsd.EagleModel, args: argparse.Namespace) -> dict:
-    """The grid, its winner on fresh prompts, and random tokens."""
+    """Per kind of prompts the grid, its winner, and both `auto` and plain decoding beside it on fresh prompts."""
     auto = {"auto": engine(model, acceptance="exact")}
     plain = {"plain": engine(model, plain=True, acceptance="exact")}
-    grid: dict[str, Method] = {}
-    for shape in itertools.product(NODES, DEPTHS, TOP_KS):
-        tree = TreeConfig(*shape, draft_temperature=args.draft_temperature)
-        if tree.nodes == tree.total_tokens:  # others would be smaller trees of another name
-            grid[name_of(tree)] = engine(model, acceptance="exact", tree=tree)
+    grid: dict[str, Method] = {name_of(tree): engine(model, acceptance="exact", tree=tree)
+                               for tree in grid_trees(args.draft_temperature)}
     found = {}
     for kind in args.kinds:
-        def measure(methods: dict, count: int, seed: int, repeats: int, reference: str, kind: str = kind) -> list[dict]:
-            prompts = prompts_of(kind, count, seed, model.target.vocab_size)
-            answers = interleaved(methods, prompts, args.max_new_tokens, repeats)
-            return [row_of(name, given, answers[reference]) for name, given in answers.items()]
+        def measure(methods: dict, count: int, seed: int, repeats: int, kind: str = kind) -> list[dict]:
+            answers = interleaved(methods, prompts_of(kind, count, seed), args.max_new_tokens, repeats)
+            return [row_of(name, given, answers["auto"]) for name, given in answers.items()]
 
-        if kind == "random":
-            found[kind] = {"confirmed": measure({**auto, **plain}, args.prompts, 7, 3, "plain")}
-            continue
-        rows = measure({**auto, **grid}, args.grid_prompts, 5, 1, "auto")
+        rows = measure({**auto, **grid}, args.grid_prompts, 5, 1)
         best = min(rows[1:], key=lambda row: row["seconds_per_answer"])["method"]
-        found[kind] = {"grid": rows, "best": best, "confirmed": measure(
-            {**auto, best: grid[best], **plain}, args.prompts, 6, 2, "auto")}
+        confirmed = measure({**auto, best: grid[best], **plain}, args.prompts, 6, 2)
+        found[kind] = {"grid": rows, "best": best, "confirmed": confirmed,
+                       "best_is_faster_by": 1 / confirmed[1]["time"] - 1}
     return found
 
 
@@ -106,17 +103,15 @@ def run(args: argparse.Namespace) -> None:
     if model.trees is None:
         raise ValueError("this head has no log to choose a tree by: run eagle-fsd tune first")
     found = compare(model, args)
-    record = {"environment": environment(), "tree": model.describe_tree(None), "results": found}
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.with_suffix(".json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    text = f"# {args.out.name}\n\n`{record['environment']['command']}` at {record['environment']['commit']}\n\n" \
-           f"Chosen: {record['tree']}\n"
+    tree = model.describe_tree(None)
+    sections = [f"Chosen: {tree}"]
     for kind, result in found.items():
-        text += f"\n## {kind}: fresh prompts\n\n{table(result['confirmed'], 'plain' if kind == 'random' else 'auto')}\n"
-        if "grid" in result:
-            text += f"\n## {kind}: the grid (nodes, depth, top_k)\n\n{table(result['grid'], 'auto')}\n"
-    args.out.with_suffix(".md").write_text(text, encoding="utf-8")
-    print(text)
+        sections += [
+            f"## {kind}: fresh prompts",
+            f"The best of the grid, {result['best']}, against auto: {100 * result['best_is_faster_by']:+.1f}% speed.",
+            table(result["confirmed"], "auto"), f"## {kind}: the grid (nodes, depth, top_k)",
+            table(result["grid"], "auto")]
+    print(write_record(args.out.with_suffix(".json"), {"tree": tree, "results": found}, "\n\n".join(sections)))
 
 
 def build_parser() -> argparse.ArgumentParser:

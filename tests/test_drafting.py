@@ -3,7 +3,7 @@
 import pytest
 import reference_eagle
 import torch
-from tiny import PROMPT, tiny_pair
+from tiny import PROMPT, tiny_head, tiny_pair, tiny_target
 from transformers import LogitsProcessorList
 
 from eagle_fsd.acceptance import make_rule
@@ -189,3 +189,15 @@ def test_greedy_cycles_equal_the_reference(family, shape):
         assert_same_tree(*trees[-1], reference, config)
     assert decoder.rows[0].tokens[len(PROMPT) :] == [first] + [t for _, path, token in cycles for t in (*path, token)]
     assert sum(len(path) for _, path, _ in cycles) > 0
+
+
+def test_rotary_frequencies_stay_float32_as_the_targets():
+    head = tiny_head(tiny_target())
+    exact = head.rotary_emb.inv_freq.clone()
+    head.to(torch.bfloat16)
+    assert head.dtype == torch.bfloat16 and torch.equal(head.rotary_emb.inv_freq, exact)
+    hidden, positions = torch.zeros(1, 1, 16), torch.tensor([[3001]])
+    for got, wanted in zip(head.rotary_emb(hidden, positions), tiny_head(tiny_target()).rotary_emb(hidden, positions),
+                           strict=True):
+        assert torch.equal(got, wanted)
+    assert head.to("meta").rotary_emb.inv_freq.is_meta

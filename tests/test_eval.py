@@ -38,10 +38,11 @@ def test_summary_adds_up(model):
     answers = interleaved(methods, [PROMPT, PROMPT[:5]], 16, repeats=2)
     rows = benchmark.summarise(answers, {name: [True, False] for name in methods})
     by_name = {row["method"]: row for row in rows}
-    assert list(by_name) == ["model.generate", "plain", "exact", "fsd 0.3"]
+    assert list(by_name) == ["model.generate", "prompt lookup", "plain", "exact", "fsd 0.3"]
     assert by_name["model.generate"]["speedup"] == 1 and by_name["plain"]["speedup_over_plain"] == 1
     assert by_name["exact"]["same_as_greedy"] == 1 and by_name["exact"]["fuzzy_share"] == 0
-    assert by_name["exact"]["tau"] > 1
+    assert by_name["exact"]["tau"] > 1 and by_name["plain"]["tau"] == by_name["model.generate"]["tau"] == 1
+    assert by_name["prompt lookup"]["tau"] is None and by_name["prompt lookup"]["same_as_greedy"] == 1
     assert all(row["accuracy"] == 0.5 for row in rows)
     assert benchmark.table(rows).count("\n") == 1 + len(rows)
 
@@ -75,7 +76,7 @@ def test_profile_splits_a_cycle(model):
 
 
 def test_command_writes_a_result_that_says_how_it_was_made(model, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(eagle_fsd, "load", lambda *args: model)
+    monkeypatch.setattr(benchmark, "load_pair", lambda args: model)
     out = tmp_path / "results" / "run.json"
     monkeypatch.setattr(sys, "argv", [
         "eval/benchmark.py", "--tasks", "0", "--python", "0", "--accuracy-tasks", "8", "--unseen-tasks", "8",
@@ -88,7 +89,7 @@ def test_command_writes_a_result_that_says_how_it_was_made(model, tmp_path, monk
 
 
 def test_result_file(model, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(eagle_fsd, "load", lambda *args: model)
+    monkeypatch.setattr(benchmark, "load_pair", lambda args: model)
     monkeypatch.setattr(benchmark, "python_prefixes", lambda count: ["abc"] * count)
     out = tmp_path / "results" / "run.json"
     monkeypatch.setattr(sys, "argv", [
@@ -100,7 +101,8 @@ def test_result_file(model, tmp_path, monkeypatch, capsys):
     record = json.loads(out.read_text())
     assert record["environment"]["torch"] and record["environment"]["command"].startswith("python -m eval.benchmark")
     assert record["accuracy"]["all"] == 0  # a random model solves nothing
-    assert [row["method"] for row in record["tasks"]] == ["model.generate", "plain", "exact", "fsd 0.3"]
+    assert [row["method"] for row in record["tasks"]] == [
+        "model.generate", "prompt lookup", "plain", "exact", "fsd 0.3"]
     assert "| exact |" in out.with_suffix(".md").read_text()
 
 

@@ -339,7 +339,8 @@ CASES = [
     ("custom_generate", "beams", lambda w: w.inside(num_beams=2), ValueError, "num_beams must be 1"),
     ("custom_generate", "padding on the right",
      lambda w: w.inside(attention_mask=torch.tensor([[1] * (len(PROMPT) - 1) + [0]])), ValueError, "on the left only"),
-    ("custom_generate", "padding", lambda w: w.inside(attention_mask=(IDS != 3).long()), ValueError, "padded on the left only"),
+    ("custom_generate", "padding", lambda w: w.inside(attention_mask=(IDS != 3).long()), ValueError,
+     "padded on the left only"),
     ("custom_generate", "a mask of ones", lambda w: w.inside(attention_mask=torch.ones_like(IDS)).shape[1] == 24, True,
      ""),
     ("custom_generate", "a huge seed", lambda w: w.inside(seed=2**70), ValueError, r"below 2\*\*63"),
@@ -419,6 +420,7 @@ CASES = [
     ("EagleModel", "a target with NaN", lambda w: EagleModel.from_parts(spoiled_target(), None), ValueError,
      "lm_head.weight holds values that are not finite"),
     # load
+    ("load", "text as compile", lambda w: load(compile="yes"), TypeError, "compile must be a bool, got 'yes'"),
     ("load", "only a target", lambda w: load("somewhere"), ValueError, "draft= is missing"),
     ("load", "a number as target", lambda w: w.load(5), TypeError, "target must be a directory or a hub id, got 5"),
     ("load", "no such target", lambda w: w.load("/no/such/target"), ValueError, "there is no directory '/no/such"),

@@ -10,7 +10,7 @@ LAYERS = [
     {"attention", "cache", "config", "conversations", "divergence", "files", "heads", "noise", "parallel", "questions",
      "tree"},
     {"acceptance", "draft", "grading", "sampling", "target", "vocabulary"},
-    {"budget", "checkpoint", "drafting"},
+    {"budget", "checkpoint", "compiled", "drafting"},
     {"calibration"},
     {"export", "generation"},
     {"latency", "terminal"},

@@ -39,9 +39,14 @@ def python_files(split: str) -> list[Path]:
     return [f for f, held in zip(files, heldout, strict=True) if held == (split == "heldout")]
 
 
-def python_texts(split: str) -> Iterator[str]:
-    """The readable, mostly ASCII files of a split."""
-    for file in python_files(split):
+def installed_files() -> list[Path]:
+    """Source files of the installed packages, for training only."""
+    return sorted(Path(sysconfig.get_paths()["purelib"]).rglob("*.py"))
+
+
+def python_texts(split: str, *, installed: bool = False) -> Iterator[str]:
+    """The readable, mostly ASCII files of a split; `installed`: of the installed packages too."""
+    for file in [*python_files(split), *(installed_files() if installed else [])]:
         try:
             text = file.read_text(encoding="utf-8")
         except (UnicodeDecodeError, OSError):
@@ -63,10 +68,10 @@ def python_prefixes(count: int, *, characters: int = 300) -> list[str]:
     return prefixes[:count]
 
 
-def train_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
-    """Byte-level BPE on training tasks and source; every digit is a token of its own."""
+def train_tokenizer(vocab_size: int, questions: int = 20_000) -> PreTrainedTokenizerFast:
+    """Byte-level BPE on so many training tasks and source; every digit is a token of its own."""
     def texts() -> Iterator[str]:
-        for task in tasks("train", seed=-1, count=20_000):
+        for task in tasks("train", seed=-1, count=questions):
             yield from (m["content"] for m in task.messages)
             yield task.answer
         for i, text in enumerate(python_texts("train")):
@@ -112,14 +117,16 @@ def encode_answers(
 
 
 def training_documents(
-    tokenizer: PreTrainedTokenizerFast, count: int, *, python_share: float, seed: int, practice: Sequence[str] = ()
+    tokenizer: PreTrainedTokenizerFast, count: int, *, python_share: float, seed: int, practice: Sequence[str] = (),
+    installed: bool = False,
 ) -> Documents:
     """`count` documents: task conversations, and pieces of source as `python_share` of the documents.
 
     Args:
         practice: task families that get further turns beside the one that each family has.
+        installed: take source of the installed packages too.
     """
-    pieces = source_pieces(tokenizer, round(count * python_share), seed)
+    pieces = source_pieces(tokenizer, round(count * python_share), seed, installed=installed)
     questions = tasks("train", seed=seed, count=count - len(pieces), families=(*FAMILIES, *practice))
     documents = pieces
     with tqdm(total=count, initial=len(pieces), desc="text", unit="document", disable=None) as bar:
@@ -130,19 +137,21 @@ def training_documents(
 
 
 def source_pieces(
-    tokenizer: PreTrainedTokenizerFast, count: int, seed: int, length: int = 256
+    tokenizer: PreTrainedTokenizerFast, count: int, seed: int, length: int = 256, *, installed: bool = False
 ) -> list[tuple[list[int], list[bool]]]:
     """`count` random pieces of the training source, each of at most `length` tokens, learned from the first on."""
-    files = list(python_texts("train"))
+    files = list(python_texts("train", installed=installed))
     rng = random.Random(seed)
     rng.shuffle(files)
     pieces: list[tuple[list[int], list[bool]]] = []
-    for text in itertools.cycle(files):
-        if len(pieces) >= count:
-            break
-        ids = tokenizer(text, add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id]
-        body = length - 1
-        cut = [ids[i : i + body] for i in range(0, len(ids), body)]
-        pieces += [([tokenizer.bos_token_id, *piece], [False] + [True] * len(piece)) for piece in cut]
+    endless = itertools.cycle(files)
+    while len(pieces) < count:
+        for ids in tokenizer(list(itertools.islice(endless, 64)), add_special_tokens=False)["input_ids"]:
+            if len(pieces) >= count:
+                break
+            ids = [*ids, tokenizer.eos_token_id]
+            body = length - 1
+            cut = [ids[i : i + body] for i in range(0, len(ids), body)]
+            pieces += [([tokenizer.bos_token_id, *piece], [False] + [True] * len(piece)) for piece in cut]
     rng.shuffle(pieces)
     return pieces[:count]

@@ -13,6 +13,7 @@ import logging
 import os
 import shutil
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -53,6 +54,9 @@ class Preset:
     stages: tuple[Stage, ...]
     answers: int  # the target's own, for the head; beside them three times as many documents of fresh text
     head: dict  # settings of train.config.TrainingConfig
+    installed: bool = False  # source of the installed packages too
+    questions: int = 20_000  # tasks that the tokenizer is trained on
+    answer_batch: int = 64  # answers generated at once
 
 
 PRESETS = {
@@ -88,11 +92,11 @@ def target_config(preset: Preset, layers: int, tokenizer: PreTrainedTokenizerFas
 def make_text(preset: Preset, work: Path) -> tuple[PreTrainedTokenizerFast, Documents]:
     """The tokenizer and the training text, made once."""
     if not (work / "tokenizer").exists():
-        train_tokenizer(preset.vocab_size).save_pretrained(work / "tokenizer")
+        train_tokenizer(preset.vocab_size, preset.questions).save_pretrained(work / "tokenizer")
     tokenizer = PreTrainedTokenizerFast.from_pretrained(work / "tokenizer")
     if not (work / "text").exists():
         documents = training_documents(tokenizer, preset.documents, python_share=preset.python_share, seed=1,
-                                       practice=preset.practice)
+                                       practice=preset.practice, installed=preset.installed)
         documents.save(work / "text")
     return tokenizer, Documents.load(work / "text")
 
@@ -112,46 +116,55 @@ def train_target(preset: Preset, work: Path, device: str) -> tuple[LlamaForCausa
                 model, stage, documents, seed=number, checkpoint=work / f"target-stage{number}.pt",
                 device=device,
             )
-            model.save_pretrained(done)
+            part = done.with_name(done.name + ".part")
+            model.save_pretrained(part)
+            part.rename(done)
     return model.eval(), tokenizer
 
 
 def own_answers(
-    split: str, count: int, model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, checkpoint: Path
+    split: str, count: int, model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, checkpoint: Path, batch: int
 ) -> Documents:
     """The target's own greedy answers to tasks of a split."""
     prompts = render(tokenizer, list(tasks(split, seed=99, count=count)))
-    answers = greedy_answers(model, tokenizer, prompts, checkpoint=checkpoint)
+    answers = greedy_answers(model, tokenizer, prompts, batch=batch, checkpoint=checkpoint)
     return Documents.of(encode_answers(tokenizer, prompts, [answer + "<|end|>" for answer in answers]))
 
 
 def head_text(preset: Preset, work: Path, model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
     """The head's text, `head-text` and `head-eval` in the work folder, made once."""
+    batch = preset.answer_batch
     if not (work / "head-eval").exists():
-        own_answers("heldout", 64, model, tokenizer, work / "answers-heldout.jsonl").save(work / "head-eval")
+        own_answers("heldout", 64, model, tokenizer, work / "answers-heldout.jsonl", batch).save(work / "head-eval")
     if not (work / "head-text").exists():
-        own = own_answers("train", preset.answers, model, tokenizer, work / "answers.jsonl")
-        fresh = training_documents(tokenizer, 3 * preset.answers, python_share=3 * preset.python_share, seed=2)
+        own = own_answers("train", preset.answers, model, tokenizer, work / "answers.jsonl", batch)
+        fresh = training_documents(tokenizer, 3 * preset.answers, python_share=3 * preset.python_share, seed=2,
+                                   installed=preset.installed)
         own.joined(fresh).save(work / "head-text")
 
 
-def train_draft(preset: Preset, work: Path, target: Path, device: str) -> Path:
-    """The demo head, which shares the target's embeddings; returns its folder."""
+def train_draft(preset: Preset, work: Path, target: Path, device: str, output: Path | None = None) -> Path:
+    """The demo head, which shares the target's embeddings; returns its folder, in `output` (default: work / head)."""
     model, _ = load_target(target, dtype="bfloat16", device=device)
     write_features(TargetModel(model, check=False), Documents.load(work / "head-text"), work / "features")
     return train(make_config({
-        "target": target, "data": work / "head-text", "eval_data": str(work / "head-eval"), "output": work / "head",
-        "features": str(work / "features"), "target_dtype": "float32" if device == "cpu" else "bfloat16",
-        "tracker": "none", **preset.head,
+        "target": target, "data": work / "head-text", "eval_data": str(work / "head-eval"),
+        "output": output or work / "head", "features": str(work / "features"),
+        "target_dtype": "float32" if device == "cpu" else "bfloat16", "tracker": "none", **preset.head,
     }), cpu=device == "cpu")
 
 
-def log_trees(target: Path, head: Path, device: str) -> None:
-    """Cycles on held-out tasks and source beside the head, for `tree="auto"` to choose by."""
+def log_trees(
+    target: Path, head: Path, device: str, *, count: int = 30, temperatures: Sequence[float] = (0.0, 0.7),
+    max_new_tokens: int = 128,
+) -> None:
+    """Cycles on held-out tasks and source, a fifth of `count`, beside the head: for `tree="auto"` to choose by."""
     model = eagle_fsd.load(target, head, device=device, tree=None)
-    prompts = [*(task.messages for task in tasks("heldout", seed=98, count=24)), *python_prefixes(300)[-6:]]
-    for temperature in (0.0, 0.7):
-        store_log(head, log_cycles(model, prompts, make_rule("exact"), temperature, max_new_tokens=128))
+    source = count // 5
+    prompts = [*(task.messages for task in tasks("heldout", seed=98, count=count - source)),
+               *(python_prefixes(300)[-source:] if source else [])]
+    for temperature in temperatures:
+        store_log(head, log_cycles(model, prompts, make_rule("exact"), temperature, max_new_tokens=max_new_tokens))
 
 
 def save_target(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, directory: Path) -> None:

@@ -13,7 +13,6 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cached_property
 from numbers import Real
 from typing import ClassVar
 
@@ -22,6 +21,20 @@ from torch import Tensor
 
 from ..divergence import get_divergence
 from ..tree import DraftTree
+
+
+class cached_property:
+    """`functools.cached_property` without its lock (before Python 3.12), which `torch.compile` cannot trace."""
+
+    def __init__(self, function: Callable) -> None:
+        self.function, self.__doc__ = function, function.__doc__
+
+    def __get__(self, instance: object, owner: type | None = None) -> object:
+        if instance is None:
+            return self
+        value = self.function(instance)
+        object.__setattr__(instance, self.function.__name__, value)  # found before this from now on
+        return value
 
 
 @dataclass(frozen=True, eq=False)
@@ -183,7 +196,8 @@ class Verification:
     def divergence(self, name: str) -> Tensor:
         """[B, N]: target-draft divergence at nodes with children; at leaves NaN, which passes no gate."""
         measure = get_divergence(name)
-        if not self.target_logits.is_cpu:  # to skip the leaves would be to wait for the device
+        # To skip the leaves would be to wait for the device.
+        if torch.compiler.is_compiling() or not self.target_logits.is_cpu:
             values = measure(self.target_logits, self.node_draft_logits)
             return torch.where(self.has_children, values, math.nan)
         rows, nodes = self.has_children.nonzero(as_tuple=True)
