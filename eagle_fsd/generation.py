@@ -113,7 +113,7 @@ class Cycle(NamedTuple):
     drafted: bool = False
 
 
-LONGEST_PAUSE = 128  # cycles without drafting
+SHORTEST_PAUSE, LONGEST_PAUSE = 16, 128  # cycles without drafting
 MEMORY = 8  # drafted cycles that decide about a pause
 
 
@@ -125,11 +125,11 @@ class Pause:
 
     def __init__(self) -> None:
         self.gain = 1.0  # running mean of what a drafted cycle emits beyond its cost
-        self.left, self.length = 0, MEMORY // 2
+        self.left, self.length = 0, SHORTEST_PAUSE // 2
 
     def begin(self) -> None:
-        """A new request: try at once. After failures one more pauses again; no success is trusted for long."""
-        self.left, self.gain = 0, min(self.gain, 1.0)
+        """A new request: try at once, and not too rarely. No success is trusted for long."""
+        self.left, self.length, self.gain = 0, min(self.length, LONGEST_PAUSE // 4), min(self.gain, 1.0)
 
     def drafts(self) -> bool:
         """Whether the next cycle drafts."""
@@ -139,11 +139,10 @@ class Pause:
     def learn(self, gain: float) -> None:
         """Take note of a drafted cycle: tokens emitted, less its cost in cycles without drafting."""
         self.gain += (gain - self.gain) / MEMORY
-        if self.gain < 0:
-            self.length = min(2 * self.length, LONGEST_PAUSE)
-            self.left, self.gain = self.length, 0.0  # one more failure pauses again
-        elif self.gain > 0.5:
-            self.length = MEMORY // 2
+        if gain > 0:
+            self.length = max(self.length // 2, SHORTEST_PAUSE // 2)
+        elif self.gain < 0:
+            self.left = self.length = min(2 * self.length, LONGEST_PAUSE)
 
 
 class Row:
