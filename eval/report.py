@@ -68,6 +68,27 @@ def sweep_section(name: str, record: dict) -> str:
 All settings: [eval/results/{name}.md](eval/results/{name}.md)."""
 
 
+def batches_section(record: dict) -> str:
+    """Lossless decoding by batch size."""
+    about, rows = record["environment"], record["rows"]
+    sizes = sorted({row["batch_size"] for row in rows})
+    lines = ["| batch | model.generate, tokens/s | plain | exact | exact vs model.generate | vs plain | tau |",
+             "|---" * 7 + "|"]
+    for size in sizes:
+        stock, plain, exact = (row_of([row for row in rows if row["batch_size"] == size], name)
+                               for name in ("model.generate", "plain", "exact"))
+        lines.append(f"| {size} | {stock['tokens_per_second']:.0f} | {plain['tokens_per_second']:.0f} | "
+                     f"{exact['tokens_per_second']:.0f} | {exact['speedup']:.2f}x | "
+                     f"{exact['speedup_over_plain']:.2f}x | {exact['tau']:.2f} |")
+    table_text = "\n".join(lines)
+    same = min(row["same_as_plain"] for row in rows if row["method"] in ("model.generate", "exact"))
+    return f"""**Batches** of ragged prompts (`{about['command']}`, commit {about['commit']}, {record['prompts']} held-out
+tasks at every size, {record['repeats']} runs each, `model.generate` padded on the left; {100 * same:.0f}% of the rows
+are those of plain decoding):
+
+{table_text}"""
+
+
 def mt_bench_section(records: list[dict]) -> str:
     """Speed on MT-Bench's questions."""
     baseline, rows = records[0]["baseline"], [record["rows"][-1] for record in records]
@@ -94,6 +115,9 @@ text that it was not made for, and says nothing about what the fuzzy rule costs:
 def results() -> str:
     """All stored results, as they stand in the README."""
     parts = [section(json.loads((RESULTS / "benchmark.json").read_text(encoding="utf-8")))]
+    batches = RESULTS / "batches.json"
+    if batches.exists():
+        parts.append(batches_section(json.loads(batches.read_text(encoding="utf-8"))))
     stored = [RESULTS / f"{name}.json" for name in MT_BENCH]
     if all(path.exists() for path in stored):
         parts.append(mt_bench_section([json.loads(path.read_text(encoding="utf-8")) for path in stored]))
