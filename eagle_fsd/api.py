@@ -477,11 +477,17 @@ def custom_generate(
         raise ValueError(f"custom_generate returns sequences only, not {', '.join(wanted)}")
     if streamer is None:
         streamer = streamer_of_caller()
+    if streamer is not None and len(input_ids) > 1:
+        raise ValueError(f"a streamer serves one prompt at a time, got a batch of {len(input_ids)}")
+    # Where a model has no pad token, `generate` takes its first end token and notes that here only.
+    pad = getattr(generation_config, "_pad_token_tensor", None)
+    pad = generation_config.pad_token_id if pad is None else pad.item()
+    if pad is None and len(input_ids) > 1:
+        raise ValueError("a batch, whose answers may differ in length, needs a pad_token_id in the generation config")
     pair = EagleModel.from_parts(model, draft if isinstance(draft, DraftHead) else load_head(draft))
     if not isinstance(draft, DraftHead):
         pair.calibrations = read_calibrations(draft)
     criteria, eos_ids, max_length = split_criteria(stopping_criteria or StoppingCriteriaList())
-    criteria = agreed_criteria(criteria, pair)
     prompts = [_check_ids(row[count:].tolist(), pair) for row, count in zip(input_ids, padding, strict=True)]
     limit = (max_length if max_length is not None else generation_config.max_length) - input_ids.shape[1]
     greedy = not generation_config.do_sample
@@ -501,7 +507,7 @@ def custom_generate(
     settings = [Settings(
         **shared, processors=processors_of_row(processors, number), seed=seeds[number],
         max_new_tokens=check_length(len(ids), limit, pair), padding=input_ids[number, : padding[number]].tolist(),
-        criteria=criteria_of_row(criteria, number, len(prompts)),
+        criteria=agreed_criteria(criteria_of_row(criteria, number, len(prompts)), pair),
     ) for number, ids in enumerate(prompts)]
     answers: dict[int, list[int]] = {}
     with ending(streamer):
@@ -509,7 +515,7 @@ def custom_generate(
             outputs = run(pair.target, pair.draft, [prompts[number] for number in numbers],
                           [settings[number] for number in numbers], streamer=streamer)
             answers |= {number: output.token_ids for number, output in zip(numbers, outputs, strict=True)}
-    new = pad_tokens([answers[number] for number in range(len(prompts))], generation_config.pad_token_id)
+    new = pad_tokens([answers[number] for number in range(len(prompts))], pad)
     sequences = torch.cat([input_ids, input_ids.new_tensor(new)], 1)
     return GenerateDecoderOnlyOutput(sequences=sequences) if generation_config.return_dict_in_generate else sequences
 
@@ -525,13 +531,18 @@ def agreed_criteria(criteria: Sequence[Callable], model: EagleModel) -> Stopping
 
 
 def criteria_of_row(criteria: StoppingCriteriaList, row: int, rows: int) -> StoppingCriteriaList:
-    """Criteria made for a batch as those of one row: each a copy that finds the row in every place of its batch, since
-    some keep count of their rows."""
+    """Criteria made for a batch as those of one row.
+
+    Some keep count of their rows in a list or tensor: each row gets a copy of that, and is shown in every place.
+    """
     if rows == 1:
         return criteria
 
     def of_row(criterion: Callable) -> Callable:
-        own = copy.deepcopy(criterion)
+        own = copy.copy(criterion)
+        for name, value in vars(own).items() if hasattr(own, "__dict__") else ():
+            if isinstance(value, (list, dict, set, Tensor)):  # not a tokenizer, or a flag that is set from outside
+                setattr(own, name, copy.copy(value) if not isinstance(value, Tensor) else value.clone())
 
         def met(ids: Tensor, scores: object) -> object:
             found = own(ids.expand(rows, -1), scores)
@@ -558,14 +569,8 @@ def left_padding(input_ids: Tensor, mask: Tensor | None) -> list[int]:
 
 
 def pad_tokens(rows: list[list[int]], pad: int | None) -> list[list[int]]:
-    """The rows at the length of the longest.
-
-    Raises:
-        ValueError: they differ in length and there is no pad token.
-    """
+    """The rows at the length of the longest."""
     longest = max(map(len, rows))
-    if pad is None and any(len(row) < longest for row in rows):
-        raise ValueError("a batch whose answers differ in length needs a pad_token_id in the generation config")
     return [row + [pad] * (longest - len(row)) for row in rows]
 
 

@@ -111,9 +111,10 @@ def _fits(cache: TreeCache | None, mask: object) -> bool:
 class CompiledDecoder(nn.Module):
     """A stock decoder whose forwards of trees are compiled; all others, such as the prefill, stay as they are."""
 
-    def __init__(self, decoder: nn.Module, backend: str = "inductor") -> None:
+    def __init__(self, decoder: nn.Module, backend: str = "inductor", *, batches: bool = False) -> None:
         super().__init__()
         self.decoder = decoder
+        self.batches = batches  # whether there are graphs for several sequences
         self.graph = Graph(self._last_hidden_state, backend)
 
     def _last_hidden_state(self, cache: CacheView, **options: object) -> Tensor:
@@ -188,13 +189,17 @@ def compile_forwards(
         Whether the target is compiled now.
     """
     if is_compiled(target):
-        return True
+        if target.decoder.batches or not batches:
+            return True
+        target.decoder = target.decoder.decoder  # once more, with graphs for both
+        if head is not None:
+            del head.forward
     if target.group is None:
         for module in filter(None, (target.decoder, head)):
             lay_out_weights(module)
     stock, reason = target.decoder, why_not(target)
     if reason is None:
-        target.decoder = CompiledDecoder(stock, backend)
+        target.decoder = CompiledDecoder(stock, backend, batches=batches)
         graphs = [target.decoder.graph]
         if head is not None:
             head.forward = CompiledHead(head, backend)
@@ -208,11 +213,13 @@ def compile_forwards(
             for graph in graphs:
                 graph.compiles = False
             return True
-        except Exception as error:  # whatever tracing, code generation or the C++ compiler end in
-            reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        except BaseException as error:  # whatever tracing, code generation or the C++ compiler end in, or Ctrl-C
             target.decoder = stock
             if head is not None:
                 del head.forward
+            if not isinstance(error, Exception):
+                raise
+            reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
     log.warning("%s runs uncompiled: %s", type(target.model).__name__, reason)
     return False
 

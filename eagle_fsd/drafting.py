@@ -92,7 +92,7 @@ def draft_tree(
     visible = itself  # [B, 1, K, keys]: which expanded nodes each frontier node sees
     expanded = [torch.arange(k, device=device).expand(batch, -1)]  # scored numbers of each level's expanded nodes
 
-    if not _worth_a_level(frontier_scores, config):
+    if not _worth_a_level(frontier_scores, config, target.group):
         return root_only(root), head.widen(logits[:, : int(keep_logits)])
 
     for level in range(2, config.depth + 1):
@@ -109,7 +109,7 @@ def draft_tree(
         levels.append(child_tokens)
         if level < config.depth:
             frontier_scores, best = child_scores.topk(k)
-            if not _worth_a_level(frontier_scores, config):
+            if not _worth_a_level(frontier_scores, config, target.group):
                 break
             parents = best // k  # [B, K], ranks within the level above
             expanded.append(best + k + (level - 2) * k * k)
@@ -159,9 +159,11 @@ def _lines(confidence: Confidence, children: int, device: torch.device) -> tuple
     return knots, rows, slope, offset
 
 
-def _worth_a_level(scores: Tensor, config: TreeConfig) -> bool:
+def _worth_a_level(scores: Tensor, config: TreeConfig, group: dist.ProcessGroup | None) -> bool:
     """Whether nodes [B, K] of this level are likely enough to be accepted, over the rows, to draft behind them."""
-    return not config.least_reach or scores.exp().sum(1).mean().item() >= config.least_reach
+    if not config.least_reach:
+        return True
+    return tensor_of_first(group, scores.exp().sum()).item() >= config.least_reach * len(scores)
 
 
 def rerank(

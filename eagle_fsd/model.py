@@ -6,7 +6,7 @@ import functools
 import logging
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from weakref import WeakSet
 
@@ -86,7 +86,8 @@ class EagleModel:
         done = compile_forwards(self.target, self.draft, batches=batches, warm_up=warm_up)
         if done and self.trees is not None and self.draft is not None:
             latency = known_latency(self.target, self.draft)
-            self.trees = AutoTree(self.trees.logs, latency, stopping=self.trees.stopping)
+            self.trees = AutoTree(
+                self.trees.logs, latency, stopping=self.trees.stopping, default=self.trees.default)
         return done
 
     def _circumstances(self, temperature: float, tree: TreeConfig | None) -> dict[str, object]:
@@ -275,7 +276,8 @@ def load(
         if not logs:
             log.info("no log to choose a tree by: taking %s (eagle-fsd tune makes one)", pair.default_tree)
         stopping = pair.target.output_device.type == "cpu"
-        pair.trees = AutoTree(logs, known_latency(pair.target, head), stopping=stopping, default=pair.default_tree)
+        default = replace(pair.default_tree, top_k=min(pair.default_tree.top_k, head.draft_vocab_size))
+        pair.trees = AutoTree(logs, known_latency(pair.target, head), stopping=stopping, default=default)
     elif tree is not None:
         pair.tree = tree
     return pair

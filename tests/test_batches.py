@@ -1,9 +1,12 @@
 """Several ragged prompts at once: every row is what it would be alone."""
 
+import threading
+
 import pytest
 import torch
 from tiny import PROMPT, VOCAB, tiny_head, tiny_pair, tiny_target, tiny_tokenizer
 from transformers import LogitsProcessor
+from transformers.generation.streamers import BaseStreamer
 
 import eagle_fsd
 from eagle_fsd.cache import TreeCache
@@ -188,11 +191,26 @@ def test_custom_generate_pads_as_generate_does(options):
     assert torch.equal(ours, target.generate(**inputs, **options))
 
 
+def test_custom_generate_without_a_pad_token():
+    """`generate` pads with the first end token then; without one there is nothing to pad with."""
+    pair, inputs = tiny_pair(), padded(PROMPTS, pad=0)
+    options = {"do_sample": False, "max_new_tokens": 20}
+    ours = {"custom_generate": eagle_fsd.custom_generate, "draft": pair.draft, "threshold": 0.0}
+    target = pair.target.model
+    expected = target.generate(**inputs, eos_token_id=[2, 4, 9], **options)
+    assert torch.equal(target.generate(**inputs, eos_token_id=[2, 4, 9], **options, **ours), expected)
+    with pytest.raises(ValueError, match="pad_token_id"):
+        target.generate(**inputs, **options, **ours)
+    with pytest.raises(ValueError, match="a streamer serves one prompt"):
+        target.generate(**inputs, **options, **ours, streamer=BaseStreamer())
+
+
 def test_criteria_that_keep_count_of_their_rows():
     """Such as those of lm-evaluation-harness: one state for each row, met when every row has met it."""
     class AnyOf:
         def __init__(self, tokens, rows):
             self.tokens, self.done = set(tokens), [False] * rows
+            self.lock = threading.Lock()  # which cannot be copied
 
         def __call__(self, input_ids, scores):
             for row, done in enumerate(self.done):

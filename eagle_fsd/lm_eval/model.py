@@ -30,7 +30,7 @@ class EagleLM(HFLM):
         arguments = sort_arguments(given)
         self.pair = load(**arguments.loading)
         self.decoding = arguments.decoding
-        self.decoding_at: dict[float, dict[str, object]] = {}  # by temperature
+        self.decoding_at: dict[tuple[float, int], dict[str, object]] = {}  # by temperature and rows of the batch
         super().__init__(
             self.pair.target.model, trust_remote_code=arguments.loading.get("trust_remote_code", False),
             **arguments.harness,
@@ -42,15 +42,16 @@ class EagleLM(HFLM):
     def _model_generate(self, context: Tensor, max_length: int, stop: list[str], **generation_kwargs) -> Tensor:
         """The call that `hf` would make, decoded by `custom_generate`: [B, L] -> [B, L + new tokens]."""
         sampled = generation_kwargs.get("do_sample")
-        options = self._options(float(generation_kwargs.get("temperature", 0.0)) if sampled else 0.0)
+        temperature = float(generation_kwargs.get("temperature", 0.0)) if sampled else 0.0
+        options = self._options(temperature, len(context))
         return super()._model_generate(
             context, max_length, stop, custom_generate=custom_generate, draft=self.pair.draft, **options,
             **generation_kwargs,
         )
 
-    def _options(self, temperature: float) -> dict[str, object]:
+    def _options(self, temperature: float, rows: int) -> dict[str, object]:
         """Rule, tree and budget of `custom_generate`: those that `eagle_fsd.generate` would take."""
-        if temperature not in self.decoding_at:
+        if (temperature, rows) not in self.decoding_at:
             given = {"acceptance": "fsd", "threshold": None, "divergence": None, "quality": None, "budget": None}
             given |= self.decoding
             if given["quality"] is not None:
@@ -58,8 +59,8 @@ class EagleLM(HFLM):
             else:
                 rule = resolve_rule(given["acceptance"], given["threshold"], given["divergence"] or "js", self.pair,
                                     temperature=temperature, tree=None)
-            self.decoding_at[temperature] = {
+            self.decoding_at[temperature, rows] = {
                 "acceptance": rule, "budget": given["budget"],
-                "tree": resolve_tree(None, rule, temperature, self.pair).tree or SMALLEST,
+                "tree": resolve_tree(None, rule, temperature, self.pair, rows).tree or SMALLEST,
             }
-        return self.decoding_at[temperature]
+        return self.decoding_at[temperature, rows]
