@@ -201,8 +201,16 @@ def test_custom_generate_without_a_pad_token():
     assert torch.equal(target.generate(**inputs, eos_token_id=[2, 4, 9], **options, **ours), expected)
     with pytest.raises(ValueError, match="pad_token_id"):
         target.generate(**inputs, **options, **ours)
+
+    class Streamer(BaseStreamer):
+        def put(self, value):
+            pass
+
+        def end(self):
+            pass
+
     with pytest.raises(ValueError, match="a streamer serves one prompt"):
-        target.generate(**inputs, **options, **ours, streamer=BaseStreamer())
+        target.generate(**inputs, **options, **ours, streamer=Streamer())
 
 
 def test_criteria_that_keep_count_of_their_rows():
