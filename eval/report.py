@@ -83,8 +83,8 @@ def batches_section(record: dict) -> str:
     table_text = "\n".join(lines)
     same = min(row["same_as_plain"] for row in rows if row["method"] in ("model.generate", "exact"))
     return f"""**Batches** of ragged prompts (`{about['command']}`, commit {about['commit']},
-{record['prompts']} tasks at every size, {record['repeats']} runs each, `model.generate` padded on the left; {100 * same:.0f}% of the rows are those
-of plain decoding):
+{record['prompts']} tasks at every size, {record['repeats']} runs each, `model.generate` padded on the left;
+{100 * same:.0f}% of the rows are those of plain decoding):
 
 {table_text}"""
 
