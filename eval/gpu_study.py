@@ -16,6 +16,7 @@ import argparse
 import json
 import logging
 import shutil
+import signal
 import statistics
 import sys
 import threading
@@ -114,6 +115,9 @@ def interrupted_after(seconds: float) -> Iterator[None]:
 
     timer = threading.Timer(max(0.0, seconds), interrupt)
     timer.daemon = True
+    ignored = signal.getsignal(signal.SIGINT) == signal.SIG_IGN  # as in what a shell starts in the background
+    if ignored:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         try:
             timer.start()
@@ -125,6 +129,9 @@ def interrupted_after(seconds: float) -> Iterator[None]:
         if passed.is_set():
             raise TimeIsUp from None
         raise
+    finally:
+        if ignored:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def steps_within(seconds: float, trial: Callable[[int], object]) -> int:

@@ -2,7 +2,9 @@
 
 import functools
 import json
+import signal
 import sys
+import time
 
 import pytest
 import torch
@@ -86,6 +88,17 @@ def test_work_is_interrupted_when_its_time_is_up():
         pass
     with pytest.raises(KeyboardInterrupt), interrupted_after(60):  # a real one stays what it is
         raise KeyboardInterrupt
+
+
+def test_work_in_the_background_is_interrupted_too():
+    """A shell starts it with SIGINT ignored."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with pytest.raises(TimeIsUp), interrupted_after(0):
+            time.sleep(60)
+        assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_steps_that_fit(monkeypatch):
