@@ -174,7 +174,7 @@ def test_the_front_and_the_headline():
 def test_a_chosen_tree_is_kept_for_all_stages(place):
     args = options(place, "kept")
     args.tree = None
-    model = eagle_fsd.load(place / "target", place / "head", device="cpu")
+    model = eagle_fsd.load(place / "target", place / "head", device="cpu", tree=None)
     fitted = TreeConfig(8, 3, 2, confidence=Confidence((-2.0, 0.0), (-1.0, 0.0), (-3.0, -1.0)), least_reach=0.25)
     model.tree = fitted
     assert sweep.kept_tree(args, model) == fitted
