@@ -530,7 +530,7 @@ def test_auto_measures_once(folder, monkeypatch):
 
 def test_auto_takes_the_fastest_that_agrees(folder, monkeypatch):
     monkeypatch.setattr(latency, "_fastest", lambda parts, target: {"sdpa": 2.0, GROUPED: 3.0, SPLIT: 1.0})
-    assert chosen(load(folder, attn_implementation="auto")) == SPLIT
+    assert chosen(load(folder, attn_implementation="auto", tree=None)) == SPLIT
 
 
 def test_auto_leaves_out_what_does_not_agree(monkeypatch):
