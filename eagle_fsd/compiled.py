@@ -217,7 +217,8 @@ def lay_out_weights(module: nn.Module) -> None:
     """
     for layer in module.modules():
         weight = layer.weight if type(layer) is nn.Linear else None
-        if weight is not None and weight.dtype == torch.float32 and weight.is_cpu and weight.is_contiguous():
+        plain = type(weight) is nn.Parameter  # not sharded or quantised
+        if plain and weight.dtype == torch.float32 and weight.is_cpu and weight.is_contiguous():
             weight.data = weight.data.t().contiguous().t()
 
 
