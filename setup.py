@@ -27,6 +27,7 @@ setup(
     install_requires=["torch>=2.9", "transformers>=5.17,<6", "safetensors>=0.5", "accelerate>=1.1", "tqdm>=4.66"],
     extras_require={
         "eval": ["matplotlib>=3.8"],
+        "flash": ["flash-attn-4>=4.0.0b36; platform_system == 'Linux'"],  # or 2, or 3: docs/attention.md
         "lm_eval": ["lm_eval>=0.4.13,<0.5"],
         "dev": ["matplotlib>=3.8", "pytest>=8", "hypothesis>=6.100", "ruff>=0.8"],
     },

@@ -186,6 +186,8 @@ def generate(
             **shared, tree=choice.tree, cost=choice.cost, processors=processors[number], seed=seeds[number],
             max_new_tokens=rooms[number],
             choose=of_rows if tree is None and len(numbers) > 1 else None,
+            # Texts of a fuzzy rule depend on where drafting pauses, and must not depend on earlier requests.
+            pause=model.pauses[temperature] if rule.is_lossless(temperature == 0) else None,
         ) for number in numbers]
         drafting = choice.tree is not None or session is not None  # a later call may draft
         answers = run(

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
 from .acceptance import Decision, Rule, Verification, walk
-from .config import Choice, Confidence, TreeConfig
+from .config import CPU_TREE, Choice, Confidence, TreeConfig
 from .files import read_entries, write_entries
 from .latency import Latency
 
@@ -202,8 +202,13 @@ def choose(cycles: Sequence[Cycle], latency: Latency, *, stopping: bool = True, 
     plain = latency.plain_cycle(rows)
     log.info("tree for %d logged cycles in batches of %d: %s, %.1f tokens/s expected, %.1f plainly", len(cycles), rows,
              describe(tree), rows * rate, rows / plain)
-    return Choice(tree if rate * plain > 1 else None, rate,
-                  lambda nodes, levels: latency.cycle(nodes, levels, tree.top_k, rows) / plain)
+    return Choice(tree if rate * plain > 1 else None, rate, cost_of(tree, latency, rows))
+
+
+def cost_of(tree: TreeConfig, latency: Latency, rows: int) -> Callable[[int, int], float]:
+    """Of cycles of a batch with such a tree, by nodes and levels, in cycles without drafting: see `Choice`."""
+    plain = latency.plain_cycle(rows)
+    return lambda nodes, levels: latency.cycle(nodes, levels, tree.top_k, rows) / plain
 
 
 def describe(tree: TreeConfig) -> str:
@@ -262,16 +267,24 @@ def _unpacked(parents: list[int], ranks: list[int], log_probs: list[float], take
 
 
 class AutoTree:
-    """Chooses the tree of a request, from the logs beside a head and this machine's latency."""
+    """Chooses the tree of a request, from the logs beside a head and this machine's latency.
 
-    def __init__(self, logs: Sequence[TreeLog], latency: Latency, *, stopping: bool) -> None:
-        self.logs, self.latency, self.stopping = logs, latency, stopping
+    Args:
+        default: the tree where there are no logs.
+    """
+
+    def __init__(
+        self, logs: Sequence[TreeLog], latency: Latency, *, stopping: bool, default: TreeConfig = CPU_TREE
+    ) -> None:
+        self.logs, self.latency, self.stopping, self.default = logs, latency, stopping, default
         self._chosen: dict[tuple[int, int], Choice] = {}
 
     def of(self, rule: Rule, temperature: float, rows: int = 1) -> Choice:
         """For a rule at a temperature: by its own log, else by one of `exact` (which accepts least) at the nearest
         temperature, else by the nearest of all. A batch gets that of the next power of two."""
         ours, rows = repr(rule), 1 << (rows - 1).bit_length()
+        if not self.logs:
+            return Choice(self.default, cost=cost_of(self.default, self.latency, rows))
 
         def distance(entry: TreeLog) -> tuple:
             return ((entry.temperature == 0) != (temperature == 0), abs(entry.temperature - temperature),

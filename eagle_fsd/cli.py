@@ -18,6 +18,7 @@ from transformers import AutoTokenizer
 from . import __version__
 from .acceptance import RULES, make_rule
 from .api import generate
+from .attention import IMPLEMENTATIONS
 from .autotree import choose, describe, read_logs, store_log
 from .calibrate import DIALS, calibrate, check_promise
 from .calibration import parse_promise, read_calibrations, store_calibration
@@ -65,7 +66,7 @@ def model_options() -> argparse.ArgumentParser:
     models.add_argument("--dtype", default="auto")
     models.add_argument("--device")
     models.add_argument("--device-map")
-    models.add_argument("--attn-implementation", choices=("sdpa", "eager"))
+    models.add_argument("--attn-implementation", choices=("auto", *IMPLEMENTATIONS))
     models.add_argument("--trust-remote-code", action="store_true")
     models.add_argument("--compile", action="store_true", help="compile the models' forwards first")
     return models

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from .attention import SPLIT
 from .cache import TreeCache
 from .draft import DraftHead
 from .target import TargetModel
@@ -35,19 +36,20 @@ class CacheView:
         self,
         keys: Sequence[Tensor],  # per layer [B, H, C, D]
         values: Sequence[Tensor],
-        start: int,  # L
+        places: Tensor,  # [N], L to L + N - 1
+        end: int,  # L + N
     ) -> None:
-        self.keys, self.values, self.start = keys, values, start
+        self.keys, self.values, self.places, self.end = keys, values, places, end
 
     def update(self, key_states: Tensor, value_states: Tensor, layer: int, *args, **kwargs) -> tuple[Tensor, Tensor]:
         """Append [B, H, N, D] keys and values; returns those of all places."""
-        keys, values, end = self.keys[layer], self.values[layer], self.start + key_states.shape[-2]
-        keys[:, :, self.start : end] = key_states
-        values[:, :, self.start : end] = value_states
-        return keys[:, :, :end], values[:, :, :end]
+        keys, values = self.keys[layer], self.values[layer]
+        keys.index_copy_(2, self.places, key_states)
+        values.index_copy_(2, self.places, value_states)
+        return keys[:, :, : self.end], values[:, :, : self.end]
 
     def get_seq_length(self, *args) -> int:
-        return self.start
+        return self.end - len(self.places)
 
 
 def _on_inputs(guards: Sequence) -> list[bool]:
@@ -70,8 +72,8 @@ class Graph:
     """
 
     def __init__(self, forward: Callable[..., Tensor], backend: str) -> None:
-        def run(keys: Sequence[Tensor], values: Sequence[Tensor], start: int, arguments: dict) -> Tensor:
-            return forward(CacheView(keys, values, start), **arguments)
+        def run(keys: list[Tensor], values: list[Tensor], places: Tensor, end: int, arguments: dict) -> Tensor:
+            return forward(CacheView(keys, values, places, end), **arguments)
 
         # Graphs are kept by code object: a shared one would mix up models, with the guards on them gone.
         run.__code__ = run.__code__.replace(co_name="run_compiled")
@@ -81,15 +83,16 @@ class Graph:
 
     def __call__(self, cache: TreeCache, count: int, **arguments: object) -> Tensor:
         """`forward` of these keywords, with `count` tokens appended to the cache."""
-        start, rows = cache.length, cache.rows
-        assert start + count <= cache.capacity, f"{start + count} positions exceed the capacity of {cache.capacity}"
+        end, rows = cache.length + count, cache.rows
+        assert end <= cache.capacity, f"{end} positions exceed the capacity of {cache.capacity}"
         keys, values = [layer.keys for layer in cache.layers], [layer.values for layer in cache.layers]
         if rows != slice(0, cache.batch):
             keys, values = [held[rows] for held in keys], [held[rows] for held in values]
         with torch.compiler.set_stance("default" if self.compiles else "eager_on_recompile"):
-            result = self._run(keys, values, start, _copied(arguments))
+            places = torch.arange(cache.length, end, device=keys[0].device)
+            result = self._run(keys, values, places, end, _copied(arguments))
         for layer in cache.layers:
-            layer.length = start + count
+            layer.length = end
         return result
 
 
@@ -151,10 +154,14 @@ def is_compiled(target: TargetModel) -> bool:
 
 def why_not(target: TargetModel) -> str | None:
     """Why the forwards of this target cannot be compiled; None: they may."""
+    if target.group is not None:
+        return "its weights are shared by several processes"
     if target.layers:
         return "its head reads hidden states of several layers"
     if target.counts_positions:
         return "it counts positions itself"
+    if target.config._attn_implementation == SPLIT:  # numbers by layer, which a graph would take for constants
+        return "its attention is split"
     if target.group is not None:
         return "several processes share it"
     devices = {parameter.device for parameter in target.model.parameters()}
@@ -180,11 +187,11 @@ def compile_forwards(
     Returns:
         Whether the target is compiled now.
     """
-    for module in (target.decoder, head):
-        if module is not None:
-            lay_out_weights(module)
     if is_compiled(target):
         return True
+    if target.group is None:
+        for module in filter(None, (target.decoder, head)):
+            lay_out_weights(module)
     stock, reason = target.decoder, why_not(target)
     if reason is None:
         target.decoder = CompiledDecoder(stock, backend)
@@ -216,9 +223,10 @@ def lay_out_weights(module: nn.Module) -> None:
     For float32 on CPUs: a product with 4 to 16 tokens then takes 0.6 to 0.9 of its time, with 1 or 2 the same.
     """
     for layer in module.modules():
-        weight = layer.weight if type(layer) is nn.Linear else None
-        plain = type(weight) is nn.Parameter  # not sharded or quantised
-        if plain and weight.dtype == torch.float32 and weight.is_cpu and weight.is_contiguous():
+        if type(layer) is not nn.Linear or type(layer.weight.data) is not Tensor:  # quantised ones are of other types
+            continue
+        weight = layer.weight
+        if weight.dtype == torch.float32 and weight.is_cpu and weight.is_contiguous():
             weight.data = weight.data.t().contiguous().t()
 
 

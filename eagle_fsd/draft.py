@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding
 
+from .attention import GROUPED
 from .cache import TreeCache
 
 
@@ -42,7 +43,7 @@ class DraftHead(nn.Module):
         if config.num_hidden_layers != 1:
             raise ValueError(f"a draft head has 1 layer, the config has {config.num_hidden_layers}")
         self.config = config = copy.deepcopy(config)
-        config._attn_implementation = "sdpa"
+        config._attn_implementation = GROUPED
         self.embed_tokens: nn.Module = nn.Embedding(config.vocab_size, config.hidden_size)
         self._build(config, bias)
         self.rotary_emb = LlamaRotaryEmbedding(config)

@@ -98,7 +98,8 @@ class Settings:
     stop_ids: frozenset[int] = frozenset()
     criteria: StoppingCriteriaList = field(default_factory=StoppingCriteriaList)
     budget: float | None = None  # nats, see `Budget`
-    cost: Callable[[int, int], float] | None = None  # see `Pause`
+    cost: Callable[[int, int], float] | None = None  # see `Choice`; None: drafting never pauses
+    pause: Pause | None = None  # of earlier requests; None: one of its own
     choose: Callable[[int], Choice] | None = None  # tree and cost of fewer sequences, as others end; None: the same
     padding: Sequence[int] = ()  # before the prompt, for processors and criteria, which see it in `model.generate`
 
@@ -112,37 +113,36 @@ class Cycle(NamedTuple):
     drafted: bool = False
 
 
-LONGEST_PAUSE = 64  # cycles without drafting
+SHORTEST_PAUSE, LONGEST_PAUSE = 16, 128  # cycles without drafting
 MEMORY = 8  # drafted cycles that decide about a pause
 
 
 class Pause:
     """Stops drafting for a while where it does not pay, and tries again: ever more rarely, as long as it fails.
 
-    Args:
-        cost: of a cycle with so many nodes and levels, in cycles without drafting; None: drafting never stops.
+    Requests may share one, so that each begins with what the last one learned.
     """
 
-    def __init__(self, cost: Callable[[int, int], float] | None) -> None:
-        self.cost = cost
+    def __init__(self) -> None:
         self.gain = 1.0  # running mean of what a drafted cycle emits beyond its cost
-        self.left, self.length = 0, MEMORY // 2
+        self.left, self.length = 0, SHORTEST_PAUSE // 2
+
+    def begin(self) -> None:
+        """A new request: try at once, and not too rarely. No success is trusted for long."""
+        self.left, self.length, self.gain = 0, min(self.length, LONGEST_PAUSE // 4), min(self.gain, 1.0)
 
     def drafts(self) -> bool:
         """Whether the next cycle drafts."""
         self.left -= 1
         return self.left < 0
 
-    def learn(self, emitted: int, nodes: int, levels: int) -> None:
-        """Take note of a drafted cycle."""
-        if self.cost is None:
-            return
-        self.gain += (emitted - self.cost(nodes, max(1, levels)) - self.gain) / MEMORY
-        if self.gain < 0:
-            self.length = min(2 * self.length, LONGEST_PAUSE)
-            self.left, self.gain = self.length, 0.0  # one more failure pauses again
-        elif self.gain > 0.5:
-            self.length = MEMORY // 2
+    def learn(self, gain: float) -> None:
+        """Take note of a drafted cycle: tokens emitted, less its cost in cycles without drafting."""
+        self.gain += (gain - self.gain) / MEMORY
+        if gain > 0:
+            self.length = max(self.length // 2, SHORTEST_PAUSE // 2)
+        elif self.gain < 0:
+            self.left = self.length = min(2 * self.length, LONGEST_PAUSE)
 
 
 class Row:
@@ -220,7 +220,9 @@ class Decoder:
         self.device = target.output_device  # trees, logits and features live there
         self.rows = [Row(prompt, own) for prompt, own in zip(prompts, settings, strict=True)]
         self.seeds = torch.tensor([own.seed for own in settings], device=self.device)
-        self.tree, self.pause = self.settings.tree, Pause(self.settings.cost)
+        self.tree, self.cost = self.settings.tree, self.settings.cost
+        self.pause = self.settings.pause or Pause()
+        self.pause.begin()
         trees = [self.tree]
         if self.settings.choose is not None:
             trees += [self.settings.choose(count).tree for count in range(1, len(self.rows))]
@@ -300,9 +302,9 @@ class Decoder:
         walked = walk(verification, decision)
         paths, cycles = read_walk(verification, decision.divergence, walked, self.target.group)
         self.cache.commit(lengths, [[place + node for node in path] for path in paths])
-        if drafts:
+        if drafts and self.cost is not None:
             emitted = sum(len(cycle.tokens) for cycle in cycles) / len(cycles)
-            self.pause.learn(emitted, tree.tokens.shape[1], tree.max_depth)
+            self.pause.learn(emitted - self.cost(tree.tokens.shape[1], max(1, tree.max_depth)))
         for number, (row, path, cycle) in enumerate(zip(self.rows, paths, cycles, strict=True)):
             own = features[number, path]  # [A + 1, F]
             row.features = own if drafts or self.head is None else torch.cat([row.features, own])
@@ -318,7 +320,7 @@ class Decoder:
             self.draft_cache.keep_rows(numbers)
         if self.settings.choose is not None and self.tree is not None:
             choice = self.settings.choose(len(numbers))
-            self.tree, self.pause.cost = choice.tree, choice.cost
+            self.tree, self.cost = choice.tree, choice.cost
 
     def _draft(self) -> tuple[DraftTree, Tensor]:
         rule, unread = self.settings.rule, [row.unread(self.device) for row in self.rows]

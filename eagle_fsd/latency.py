@@ -18,6 +18,7 @@ import transformers
 from tqdm import tqdm
 
 from .acceptance import make_rule
+from .attention import GROUPED, SPLIT, find_flash
 from .compiled import is_compiled
 from .config import TreeConfig
 from .draft import DraftHead
@@ -32,6 +33,7 @@ NODES = (2, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 TOP_K = (1, 2, 3, 4)
 SHORT, LONG, WIDE = 6, 14, 4  # levels, and top_k, of the measured trees
 CONTEXT = 256  # tokens before the measured cycles
+LONG_CONTEXT = 1024  # tokens before the tree that attention implementations are compared with
 ROUNDS = 9
 ENOUGH = 20.0  # seconds, after which no further round is begun
 
@@ -155,7 +157,7 @@ def cache_directory() -> Path:
     return Path(given) if given else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "eagle_fsd"
 
 
-def circumstances(target: TargetModel, head: DraftHead) -> str:
+def circumstances(target: TargetModel, head: DraftHead | None) -> str:
     """What a latency depends on, as one string."""
     device = target.output_device
     threads = f"{device}, {torch.get_num_threads()} threads"
@@ -163,7 +165,7 @@ def circumstances(target: TargetModel, head: DraftHead) -> str:
     processes = [] if target.group is None else [f"{target.group.size()} processes"]
     return "; ".join([
         *(["compiled"] if is_compiled(target) else []),
-        target.digest(), weights_digest(head), str(target.dtype), name, *processes,
+        target.digest(), "no head" if head is None else weights_digest(head), str(target.dtype), name, *processes,
         target.config._attn_implementation, f"torch {torch.__version__}", f"transformers {transformers.__version__}",
     ])
 
@@ -171,14 +173,7 @@ def circumstances(target: TargetModel, head: DraftHead) -> str:
 def known_latency(target: TargetModel, head: DraftHead) -> Latency:
     """From the cache on disk, else measured and kept there."""
     key, path = circumstances(target, head), cache_directory() / "latency.json"
-
-    def read() -> dict:
-        try:
-            return json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            return {}
-
-    key, stored = of_first(target.group, lambda: (key, read()))
+    key, stored = of_first(target.group, lambda: (key, _kept(path)))
     if key in stored:
         entry = stored[key]
         numbers = {name: {int(at): value for at, value in entry[name].items()} for name in ("base", "level")}
@@ -186,12 +181,79 @@ def known_latency(target: TargetModel, head: DraftHead) -> Latency:
     log.info("measuring how long cycles take with trees of several sizes")
     measured = measure(target, head)
     latency = of_first(target.group, lambda: measured)
-    if not is_first(target.group):
-        return latency
+    if is_first(target.group):
+        _keep(path, key, asdict(latency))
+    return latency
+
+
+def _kept(path: Path) -> dict:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+
+
+def _keep(path: Path, key: str, value: object) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        text = json.dumps({**stored, key: asdict(latency)}, indent=1)
+        text = json.dumps({**_kept(path), key: value}, indent=1)
         save_atomically(path, lambda part: part.write_text(text, encoding="utf-8"))
     except OSError as error:
         log.warning("%s cannot be written (%s): latencies are measured again next time", path, error)
-    return latency
+
+
+# Attention ---------------------------------------------------------------------------------------------------
+
+
+def use_fastest_attention(target: TargetModel) -> None:
+    """Switch to the attention implementation that verifies a tree fastest, of those that agree with the present one.
+
+    The choice is kept on disk like the latencies; that it agrees is checked at every load.
+    """
+    flash = find_flash(target.device)
+    key, path = f"{circumstances(target, None)}; {flash and flash[0]}", cache_directory() / "attention.json"
+    chosen = of_first(target.group, lambda: _kept(path).get(key))
+    if chosen is None:
+        seconds = measure_attention(target)
+        chosen = of_first(target.group, lambda: min(seconds, key=seconds.__getitem__))
+        log.info("attention %s is the fastest: %s", chosen, seconds)
+        if is_first(target.group):
+            _keep(path, key, chosen)
+    try:
+        target.use_attention(chosen)
+    except ValueError as error:
+        log.warning("%s", error)
+
+
+@torch.inference_mode()
+def measure_attention(target: TargetModel) -> dict[str, float]:
+    """Seconds that verifying a tree takes with the present implementation and with those of ours that agree with it."""
+    present, nodes = target.config._attn_implementation, 32
+    context = min(LONG_CONTEXT, (target.max_positions or LONG_CONTEXT + nodes) - nodes)
+    tokens = torch.randint(target.vocab_size, (1, context + nodes), generator=torch.Generator().manual_seed(0))
+    tokens = tokens.to(target.device)
+    cache = target.new_cache(context + nodes)
+    target.prefill(tokens[:, :context], cache)
+    ancestors = torch.eye(nodes, dtype=torch.bool, device=target.device)[None].clone()
+    ancestors[:, :, 0] = True
+    positions = context + ancestors.sum(-1) - 1
+
+    def verify(implementation: str) -> Callable[[], object]:
+        def once() -> None:
+            target.model.set_attn_implementation(implementation)
+            target.verify(tokens[:, context:], positions, ancestors, cache)
+            cache.truncate(context)
+
+        return once
+
+    parts = {present: verify(present)}
+    for implementation in (GROUPED, SPLIT) if target.device.type == "cpu" else (SPLIT,):
+        try:
+            target.use_attention(implementation)
+            parts[implementation] = verify(implementation)
+        except ValueError as error:
+            log.info("%s", error)
+    try:
+        return _fastest(parts, target)
+    finally:
+        target.model.set_attn_implementation(present)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from weakref import WeakSet
 
@@ -14,16 +15,18 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from .acceptance import make_rule
+from .attention import GROUPED, IMPLEMENTATIONS, STOCK
 from .autotree import AutoTree, describe, read_logs
 from .calibration import Calibration, parse_promise, read_calibrations
 from .checkpoint import check_source, load_head
 from .compiled import compile_forwards
 from .config import CPU_TREE, GPU_TREE, TreeConfig
 from .draft import DraftHead
+from .generation import Pause
 from .heads import find_head
-from .latency import known_latency
+from .latency import known_latency, use_fastest_attention
 from .parallel import loading_options
-from .target import MASKED_IMPLEMENTATIONS, TargetModel, weights_digest
+from .target import TargetModel, weights_digest
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +46,8 @@ class EagleModel:
     calibrations: Sequence[Calibration] = ()  # those stored beside the head
     tree: TreeConfig | None = None  # of requests that give none
     trees: AutoTree | None = None  # what chooses the tree where none is given; None: `default_tree`
+    # Where drafting has not paid lately, by temperature, for requests whose text does not depend on it.
+    pauses: defaultdict[float, Pause] = field(default_factory=lambda: defaultdict(Pause), repr=False)
 
     @classmethod
     def from_parts(
@@ -72,7 +77,7 @@ class EagleModel:
 
         Args:
             batches: also for lists of prompts, which need graphs of their own; without, they run uncompiled.
-            warm_up: compile now (a minute or two for a small model, less the second time; shown as a progress bar) and
+            warm_up: compile now (minutes for 24 layers on two cores, less the second time; with a progress bar) and
                 check the result. False: compile unchecked in the middle of the first answers.
 
         Returns:
@@ -213,12 +218,14 @@ def load(
             same.
         quantization_config: one of `transformers`, to quantise the target with while it is loaded. A checkpoint that
             was saved quantised needs none.
-        attn_implementation: "sdpa" or "eager"; default: sdpa where the model has it.
+        attn_implementation: "sdpa", "eager", "grouped", "split", or "auto": the fastest here, measured once; see
+            docs/attention.md. Default: sdpa where the model has it, on a CPU without its copies ("grouped").
         trust_remote_code: allow a target to run code from its repository.
         calibration: directory of `calibration.json` (see `eagle-fsd calibrate`); None: the head's.
         tree: where `generate` is given none: "auto", the one that emits the most tokens per second on this machine,
-            where the head has logs to choose it by (`eagle-fsd tune`), else a default for the device; None: that
-            default; or a `TreeConfig`. "auto" measures the models' latency once and keeps it (`eagle_fsd.latency`).
+            where the head has logs to choose it by (`eagle-fsd tune`), else a default for the device; drafting pauses
+            where it does not pay. The models' latency is measured once for it and kept (`eagle_fsd.latency`). None:
+            that default, without pauses; or a `TreeConfig`.
         compile: compile the models' forwards first, see `EagleModel.compile`: pays on a CPU with a small target, whose
             forwards are half overhead.
 
@@ -231,6 +238,9 @@ def load(
     """
     if target is None and draft is not None:
         raise ValueError("target= is missing: give both target and draft, or neither for the bundled pair")
+    if attn_implementation not in (None, "auto", *IMPLEMENTATIONS):
+        accepted = ", ".join(IMPLEMENTATIONS)
+        raise ValueError(f"attn_implementation must be None, auto or one of {accepted}, got {attn_implementation!r}")
     check_placement(device, device_map, tp_plan)
     if not (tree is None or tree == "auto" or isinstance(tree, TreeConfig)):
         raise ValueError(f'tree must be "auto", a TreeConfig or None, got {tree!r}')
@@ -252,22 +262,38 @@ def load(
     calibrations, logs = read_calibrations(beside), read_logs(draft) if tree == "auto" else []
     model, tokenizer = load_target(
         target, dtype=dtype, device=device, device_map=device_map, tp_plan=tp_plan,
-        quantization_config=quantization_config, attn_implementation=attn_implementation,
+        quantization_config=quantization_config,
+        attn_implementation=attn_implementation if attn_implementation in STOCK else None,
         trust_remote_code=trust_remote_code,
     )
     pair = EagleModel.from_parts(model, head, tokenizer)
+    _set_attention(pair.target, attn_implementation)
     pair.calibrations = calibrations
     if compile:
         pair.compile()
     if tree == "auto":
-        if logs:
-            latency = known_latency(pair.target, head)
-            pair.trees = AutoTree(logs, latency, stopping=pair.target.output_device.type == "cpu")
-        else:
+        if not logs:
             log.info("no log to choose a tree by: taking %s (eagle-fsd tune makes one)", pair.default_tree)
+        stopping = pair.target.output_device.type == "cpu"
+        pair.trees = AutoTree(logs, known_latency(pair.target, head), stopping=stopping, default=pair.default_tree)
     elif tree is not None:
         pair.tree = tree
     return pair
+
+
+def _set_attention(target: TargetModel, wanted: str | None) -> None:
+    """Switch the target to the attention that `load` was asked for; where it cannot serve it, say why not."""
+    config, level = target.config, logging.WARNING
+    if wanted is None and target.device.type == "cpu" and config._attn_implementation == "sdpa":
+        shared = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        wanted, level = GROUPED if shared < config.num_attention_heads else None, logging.INFO
+    if wanted == "auto":
+        use_fastest_attention(target)
+    elif wanted not in (None, *STOCK):
+        try:
+            target.use_attention(wanted)
+        except ValueError as error:
+            log.log(level, "%s", error)
 
 
 def check_dtype(dtype: object) -> None:
@@ -320,8 +346,8 @@ def load_target(
     check_dtype(dtype)
     if not (quantization_config is None or isinstance(quantization_config, (dict, QuantizationConfigMixin))):
         raise TypeError(f"quantization_config must be one of transformers or None, got {quantization_config!r}")
-    if attn_implementation not in (None, *MASKED_IMPLEMENTATIONS):
-        accepted = ", ".join(MASKED_IMPLEMENTATIONS)
+    if attn_implementation not in (None, *STOCK):
+        accepted = ", ".join(STOCK)
         raise ValueError(f"attn_implementation must be None or one of {accepted}, got {attn_implementation!r}")
     check_placement(device, device_map, tp_plan)
     options = loading_options(tp_plan)

@@ -17,16 +17,17 @@ from accelerate.utils import align_module_device
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from .attention import apply_chunks, apply_window, tree_mask
+from .attention import IMPLEMENTATIONS, SPLIT, tree_masks
 from .cache import TreeCache
 from .parallel import group_of, of_all, of_first, plain_parts, whole
 
 log = logging.getLogger(__name__)
 
-MASKED_IMPLEMENTATIONS = ("sdpa", "eager")  # those that take an arbitrary 4D mask
+FULL = (torch.float32, torch.float64)
+PARITY, HALF_PARITY = 1e-4, 2e-2  # how far features may differ between attention implementations, of their size
 PREFILL = {"cpu": 256, "cuda": 2048}  # positions of a prompt per forward: what is computed for them is large
 ATTENTION_KINDS = ("full_attention", "sliding_attention", "chunked_attention")  # layers whose cache is rows of keys
-ACTIVATION_ROUNDING = 0.05  # of the largest logit: what rounded activations may change, see `_check_logits`
+ROUNDING = 0.05  # of the largest logit: what half precision or quantised activations may change, see `_check_logits`
 
 _sharded_digests: WeakKeyDictionary[PreTrainedModel, str] = WeakKeyDictionary()  # which take all processes to compute
 
@@ -77,6 +78,9 @@ class TargetModel:
         if check:
             self._check_weights(name)
             self._check_logits(name)
+            if self.config._attn_implementation == SPLIT:  # not every class passes on all that it needs
+                self.model.set_attn_implementation("eager")
+                self.use_attention(SPLIT)
         if self.group is not None and model not in _sharded_digests:
             sample = weights_digest(model)
             _sharded_digests[model] = of_first(self.group, lambda: sample)
@@ -91,16 +95,18 @@ class TargetModel:
                 "only those of full, sliding or chunked attention can verify a tree and be rolled back to a path of it"
             )
         implementation = self.config._attn_implementation
-        if implementation not in MASKED_IMPLEMENTATIONS:
+        if implementation not in IMPLEMENTATIONS:
             raise ValueError(
                 f"attention implementation {implementation!r} takes no tree mask; "
-                f"accepted: {', '.join(MASKED_IMPLEMENTATIONS)} (attn_implementation= of load())"
+                f"accepted: {', '.join(IMPLEMENTATIONS)} (attn_implementation= of load())"
             )
         window = getattr(self.config, "sliding_window", None)
         self.window: int | None = window if not kinds or "sliding_attention" in kinds else None
         self.chunk: int | None = self.config.attention_chunk_size if "chunked_attention" in kinds else None
         # Models with layer_types take one mask per type; the others (Llama, Mistral, Mixtral) take one for all.
         self.mask_by_type = bool(kinds - {"full_attention"})
+        only = "full_attention" if self.window is None else "sliding_attention"
+        self.kinds: list[str] = self.config.layer_types if self.mask_by_type else [only] * self.config.num_hidden_layers
         # Llama-4 counts positions itself to scale queries: from the length of the cache, as if the tree were a chain.
         self.counts_positions = bool(getattr(self.config, "attn_temperature_tuning", False))
 
@@ -156,15 +162,52 @@ class TargetModel:
         largest = stock.abs().max().item()
         if torch.allclose(stock, ours, rtol=1e-3, atol=1e-3 * largest):
             return
-        error = (stock - ours).abs().max().item() / largest
-        if not (getattr(self.model, "is_quantized", False) and error <= ACTIVATION_ROUNDING):
+        error, quantised = (stock - ours).abs().max().item() / largest, getattr(self.model, "is_quantized", False)
+        if not ((quantised or self.dtype not in FULL) and error <= ROUNDING):
             raise ValueError(
                 f"{name} is not supported: its logits are not lm_head(last hidden state) with a scale and a softcap, "
                 "or depend on more than the positions and keys that a tree mask shows"
             )
-        log.warning("%s is quantised so that its logits change with the tokens beside them, by up to %.1f%% of the "
-                    "largest: where its best two are closer, the text may not be that of plain decoding", name,
-                    100 * error)
+        if quantised:
+            log.warning("%s is quantised so that its logits change with the tokens beside them, by up to %.1f%% of the "
+                        "largest: where its best two are closer, the text may not be that of plain decoding", name,
+                        100 * error)
+
+    def use_attention(self, implementation: str) -> None:
+        """Switch to another attention implementation if it gives a tree the same features.
+
+        Raises:
+            ValueError: it does not, or the model's class does not take implementations by name; nothing has changed.
+        """
+        before = self.config._attn_implementation
+        try:
+            expected = self._tree_of_two_rows()
+            self.model.set_attn_implementation(implementation)
+            if self.config._attn_implementation != implementation:
+                raise ValueError("its class does not choose its attention by name")
+            found = self._tree_of_two_rows()
+            difference = ((found - expected).norm() / expected.norm()).item()
+            if not difference <= (PARITY if self.dtype in FULL else HALF_PARITY):
+                raise ValueError(f"the features of a tree differ by {difference:.1g} of their size")
+        except Exception as error:  # kernels raise anything
+            self.model.set_attn_implementation(before)
+            model = type(self.model).__name__
+            raise ValueError(f"{model} stays with attention {before}, {implementation} fails: {error}") from error
+
+    @torch.inference_mode()
+    def _tree_of_two_rows(self) -> Tensor:
+        """[2, 5, D] float32: features of a tree behind 9 tokens in one row and behind the first 5 in the other."""
+        cache, lengths = self.new_cache(14, 2), torch.tensor([9, 5], device=self.device)
+        tokens = (torch.arange(28, device=self.device).view(2, 14) * 7 + 1) % self.vocab_size
+        self.prefill(tokens[:, :9], cache)
+        parents = torch.tensor([[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 0, 1, 0, 0], [1, 1, 0, 1, 0], [1, 1, 0, 1, 1]])
+        ancestors = parents.bool().to(self.device).expand(2, -1, -1)
+        positions = lengths[:, None] + ancestors.sum(-1) - 1
+        if self.counts_positions:
+            cache.skew = positions[0] - torch.arange(9, 14, device=self.device)
+        seen = self.masks(ancestors, positions, 9, torch.arange(9, device=self.device) < lengths[:, None])
+        features = self.features(tokens[:, 9:], position_ids=positions, past_key_values=cache, use_cache=True, **seen)
+        return features[..., -self.hidden_size :].float()
 
     @property
     def device(self) -> torch.device:
@@ -252,29 +295,31 @@ class TargetModel:
     ) -> Tensor:  # [B, N, F]
         """Features of tree nodes; their keys and values are appended to the cache in node order."""
         prefix = cache.length
-        mask = tree_mask(ancestors, prefix, self.dtype, cache.visible(ancestors.device))
         limit = self.limit_of(prefix)
         if limit is not None:  # nodes beyond the last position are never emitted, but have to be embedded
             positions = positions.clamp_max(limit - 1)
-        if self.window is not None or self.chunk is not None:
-            committed = torch.arange(prefix, device=positions.device).expand(len(positions), -1)
-            mask = self._masks(mask, positions, torch.cat([committed, positions], 1))
+        seen = self.masks(ancestors, positions, prefix, cache.visible(ancestors.device))
         if self.counts_positions:
             cache.skew = positions[0] - torch.arange(prefix, prefix + len(positions[0]), device=positions.device)
-        features = self.features(
-            tokens, position_ids=positions, attention_mask=mask, past_key_values=cache, use_cache=True
-        )
+        features = self.features(tokens, position_ids=positions, past_key_values=cache, use_cache=True, **seen)
         cache.skew = 0
         return features
 
-    def _masks(self, mask: Tensor, positions: Tensor, key_positions: Tensor) -> Tensor | dict[str, Tensor]:
-        """The tree mask as windows and chunks of layers narrow it; one for each type of layer that the model has."""
-        masks = {"full_attention": mask}
-        if self.window is not None:
-            masks["sliding_attention"] = apply_window(mask, positions, key_positions, self.window)
-        if self.chunk is not None:
-            masks["chunked_attention"] = apply_chunks(mask, positions, key_positions, self.chunk)
-        return masks if self.mask_by_type else masks["sliding_attention"]
+    def masks(
+        self,
+        ancestors: Tensor,  # [B, N, N] bool
+        positions: Tensor,  # [B, N]
+        prefix: int,  # L, keys before the tree
+        prefix_visible: Tensor | None = None,  # [B, L] bool: what rows hold, the first ones of each; None: all
+    ) -> dict[str, object]:
+        """What a forward of the decoder must be told for its tokens to see their ancestors: its keywords."""
+        masks, kept = tree_masks(
+            self.config._attn_implementation, ancestors, positions, prefix, self.dtype, self.kinds,
+            window=self.window, chunk=self.chunk, prefix_visible=prefix_visible,
+            lengths=None if prefix_visible is None else prefix_visible.sum(1),
+        )
+        seen: dict[str, object] = {"attention_mask": masks if self.mask_by_type else masks[self.kinds[0]]}
+        return seen if kept is None else seen | {"tree_prefix": kept}
 
     def logits(self, features: Tensor) -> Tensor:
         """Raw next-token logits [..., V] in float32, from features [..., F] or last hidden states [..., D]."""

@@ -101,6 +101,8 @@ def run(args: argparse.Namespace) -> None:
         device = check_device(args.device)
         dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
         model = build(SHAPES[args.shape], dtype, device, attn_implementation=args.attn_implementation)
+        if args.compile:
+            model.compile()
     else:
         model = load_pair(args)
     tree = args.tree or (model.default_tree if model.trees is None else None)

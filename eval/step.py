@@ -259,6 +259,7 @@ def run(args: argparse.Namespace) -> None:
     if args.threads:
         torch.set_num_threads(args.threads)
     pair = build(SHAPES[args.shape], dtype, device, layers=args.layers, attn_implementation=args.attn_implementation)
+    compiled = args.compile and pair.compile()
     machine = measure_machine(dtype, device)
     phases, whole = measure(pair, args.tree, args.nodes, args.context, args.rounds)
     rows = rows_of(pair, machine, args.tree, args.nodes, args.context, phases, whole)
@@ -266,13 +267,14 @@ def run(args: argparse.Namespace) -> None:
     record = {
         "shape": args.shape, "layers": len(target.decoder_layers), "dtype": str(dtype), "device": device.type,
         "attention": target.config._attn_implementation, "context": args.context, "tree": repr(args.tree),
-        "rounds": args.rounds, "copy_gigabytes_per_second": machine.copy / 1e9,
+        "rounds": args.rounds, "compiled": compiled, "copy_gigabytes_per_second": machine.copy / 1e9,
         "matrix_teraoperations_per_second": machine.matrix / 1e12, "rows": rows, "phases": phases, "whole": whole,
     }
     print(write_record(args.out or Path(f"eval/results/step-{args.shape}.json"), record, f"""\
-{args.shape}, {record['layers']} layers, {dtype}, {record['attention']}, {args.context} tokens of context, tree of
-{args.tree.nodes} nodes, depth {args.tree.depth}, top_k {args.tree.top_k}; medians of {args.rounds}. Copy
-{machine.copy / 1e9:.1f} GB/s, matrix products {machine.matrix / 1e12:.2f} TFLOP/s, both measured here.
+{args.shape}, {record['layers']} layers, {dtype}, {record['attention']}{", compiled" if compiled else ""},
+{args.context} tokens of context, tree of {args.tree.nodes} nodes, depth {args.tree.depth}, top_k {args.tree.top_k};
+medians of {args.rounds}. Copy {machine.copy / 1e9:.1f} GB/s, matrix products {machine.matrix / 1e12:.2f} TFLOP/s,
+both measured here.
 
 {table_of(rows)}"""))
 
@@ -305,6 +307,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--dtype", default="auto", help="auto: float32 on a CPU, else bfloat16")
     parser.add_argument("--device")
     parser.add_argument("--attn-implementation")
+    parser.add_argument("--compile", action="store_true", help="the forwards, as load(compile=True) does")
     parser.add_argument("--threads", type=int, help="of torch (default: as it comes)")
     parser.add_argument("--out", type=Path, help="JSON file (default: eval/results/step-SHAPE.json)")
     return parser

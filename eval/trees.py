@@ -100,7 +100,7 @@ def run(args: argparse.Namespace) -> None:
     if args.threads:
         torch.set_num_threads(args.threads)
     model = load_pair(args)
-    if model.trees is None:
+    if model.trees is None or not model.trees.logs:
         raise ValueError("this head has no log to choose a tree by: run eagle-fsd tune first")
     found = compare(model, args)
     tree = model.describe_tree(None)

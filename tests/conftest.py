@@ -9,6 +9,14 @@ def pytest_addoption(parser):
     parser.addoption("--write-tables", action="store_true", help="write docs/families.md from what the tests find")
 
 
+@pytest.fixture(scope="session", autouse=True)
+def latencies(tmp_path_factory):
+    """Latencies that are measured here are not kept for the user."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("EAGLE_FSD_CACHE", str(tmp_path_factory.mktemp("latencies")))
+        yield
+
+
 @pytest.fixture(scope="session")
 def tokenizer():
     return tiny_tokenizer()

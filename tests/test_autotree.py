@@ -165,21 +165,53 @@ def test_replayed_stopping_equals_real_stopping(pair):
 
 
 def test_a_pause_comes_when_drafting_does_not_pay_and_grows():
-    pause, drafted = Pause(lambda nodes, levels: nodes / 4), []
+    pause, drafted = Pause(), []
     for _ in range(400):
         drafted.append(pause.drafts())
         if drafted[-1]:
-            pause.learn(1, 8, 3)
+            pause.learn(-1)
     assert drafted[:6] == [True] * 6 and sum(drafted) < 20  # soon found out, then tried now and then
     assert sum(drafted[200:]) >= 2
-    pause = Pause(lambda nodes, levels: nodes / 4)
-    for nodes, emitted in [(8, 3)] * 50 + [(2, 1)] * 50:
+    pause = Pause()
+    for gain in [1] * 50 + [0.5] * 50 + [-1, 2] * 50:  # it pays on average
         assert pause.drafts()
-        pause.learn(emitted, nodes, 1)
-    never = Pause(None)
-    for _ in range(50):
-        assert never.drafts()
-        never.learn(1, 8, 3)
+        pause.learn(gain)
+
+
+def test_the_next_request_knows_that_drafting_did_not_pay():
+    """It tries once, and goes on as long as that pays."""
+    pause = Pause()
+    for _ in range(60):
+        if pause.drafts():
+            pause.learn(-1)
+    for _ in range(3):
+        pause.begin()
+        assert pause.drafts()
+        pause.learn(-1)
+        assert not any(pause.drafts() for _ in range(60))
+    pause.begin()
+    for _ in range(30):
+        assert pause.drafts()
+        pause.learn(2)
+    pause.begin()  # success is not trusted for long
+    drafted = []
+    for _ in range(12):
+        drafted.append(pause.drafts())
+        if drafted[-1]:
+            pause.learn(-1)
+    assert drafted == [True] * 6 + [False] * 6
+
+
+def test_requests_share_what_they_learn_only_where_texts_do_not_depend_on_it(pair):
+    pair.trees = AutoTree([], Latency({1: 1.0, 16: 9.0}, {1: 1.0}, 1.0), stopping=True)  # drafting never pays
+
+    def drafted(**options):
+        output = eagle_fsd.generate(PROMPT, pair, max_new_tokens=40, **options)
+        return output.stats.target_forwards - output.stats.undrafted
+    plain = eagle_fsd.generate(PROMPT, pair, max_new_tokens=40, acceptance="exact", tree=TreeConfig(2, 1, 1)).token_ids
+    assert drafted(acceptance="exact") > drafted(acceptance="exact") > 0
+    assert eagle_fsd.generate(PROMPT, pair, max_new_tokens=40, acceptance="exact").token_ids == plain
+    assert drafted(threshold=0.3) == drafted(threshold=0.3) > drafted(threshold=0.0)
 
 
 def test_decoding_with_pauses_gives_the_same_tokens(pair):
@@ -252,12 +284,13 @@ def test_a_loaded_pair_chooses_its_tree(tmp_path, monkeypatch, cycles):
     monkeypatch.setenv("EAGLE_FSD_CACHE", str(tmp_path / "cache"))
     save_pair(tmp_path)
     places = (tmp_path / "target", tmp_path / "head")
-    assert eagle_fsd.load(*places, device="cpu").trees is None  # no log, nothing is measured
-    assert not (tmp_path / "cache").exists()
+    monkeypatch.setattr("eagle_fsd.latency.measure", lambda *_: FREE)
+    unknown = eagle_fsd.load(*places, device="cpu")
+    choice = unknown.trees.of(make_rule("exact"), 0.0)
+    assert choice.tree == unknown.default_tree and choice.cost(16, 6) > 0  # no log: the default, which may pause
     store_log(tmp_path / "head", TreeLog(repr(make_rule("exact")), 0.0, cycles))
     fixed = eagle_fsd.load(*places, device="cpu", tree=TreeConfig(8, 3, 2))
     assert fixed.trees is None and fixed.default_tree == TreeConfig(8, 3, 2)
-    monkeypatch.setattr("eagle_fsd.latency.measure", lambda *_: FREE)
     model = eagle_fsd.load(*places, device="cpu")
     plain = eagle_fsd.generate(PROMPT, fixed, acceptance="exact", max_new_tokens=40)
     assert eagle_fsd.generate(PROMPT, model, acceptance="exact", max_new_tokens=40).token_ids == plain.token_ids

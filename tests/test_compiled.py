@@ -146,11 +146,16 @@ def test_other_families_answer_as_before(family, compiled):
     assert [a.token_ids for a in answers(pair, [PROMPT], acceptance="exact")] == [a.token_ids for a in expected]
 
 
-def test_layers_that_an_eagle3_head_reads_are_not_compiled(caplog):
+@pytest.mark.parametrize(("name", "value", "reason"), [
+    ("layers", (1,), "reads hidden states of several layers"),
+    ("group", object(), "shared by several processes"),
+    ("counts_positions", True, "counts positions itself"),
+])
+def test_what_is_not_tried(name, value, reason, caplog):
     pair = tiny_pair()
-    pair.target.layers = (1,)
+    setattr(pair.target, name, value)
     assert not compile_forwards(pair.target, None, backend=Counting())
-    assert "reads hidden states of several layers" in caplog.text
+    assert reason in caplog.text
 
 
 def test_laying_out_weights_keeps_shapes_values_and_files(tmp_path):

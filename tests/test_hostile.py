@@ -455,7 +455,7 @@ CASES = [
      "quantization_config must be one of transformers or None, got 'int8'"),
     ("load", "an unknown quantisation", lambda w: w.load(quantization_config={"quant_method": "magic"}), ValueError,
      "magic"),
-    ("load", "an unknown attention", lambda w: w.load(attn_implementation="flash"), ValueError, "sdpa, eager, got 'fl"),
+    ("load", "an unknown attention", lambda w: w.load(attn_implementation="flash"), ValueError, "split, got 'fl"),
     ("load", "a tree as tuple", lambda w: w.load(tree=(16, 5, 4)), ValueError, "tree must be"),
     ("load", "calibrations nowhere", lambda w: w.load(calibration="/no/such"), ValueError, "there is no directory"),
     ("load", "broken calibrations", lambda w: w.beside_head("calibration.json", "{"), ValueError, "cannot be read"),
