@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, 
 
 import eagle_fsd
 from eagle_fsd import DraftHead, EagleModel, TreeConfig
+from eagle_fsd.compiled import lay_out_weights
 from eagle_fsd.target import TargetModel, copy_to, device_of
 
 TREE = TreeConfig(16, 5, 4)
@@ -144,6 +145,14 @@ def test_quantised_weights_are_lossless(wide, tmp_path, method):
     again = eagle_fsd.load(tmp_path, wide / "head", tree=None)
     assert type(again.target.decoder_layers[0].self_attn.q_proj.weight) is not torch.nn.Parameter
     assert answer(again).token_ids == found.token_ids
+
+
+def test_the_layout_of_quantised_weights_stays(wide):
+    config = torchao("Int8WeightOnlyConfig")
+    model = eagle_fsd.load(wide / "target", wide / "head", tree=None, quantization_config=config)
+    before = answer(model).token_ids
+    lay_out_weights(model.target.decoder)
+    assert answer(model).token_ids == before
 
 
 @pytest.mark.parametrize("method", WEIGHTS_ONLY | ACTIVATIONS_TOO)
