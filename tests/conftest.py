@@ -1,5 +1,6 @@
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 from tiny import tiny_pair, tiny_tokenizer
 
 torch.set_num_threads(1)
@@ -15,6 +16,13 @@ def latencies(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("EAGLE_FSD_CACHE", str(tmp_path_factory.mktemp("latencies")))
         yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def accelerate_state():
+    """Accelerate keeps the precision of the first training in a process for all later ones."""
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 @pytest.fixture(scope="session")
