@@ -34,3 +34,9 @@ def tokenizer():
 def pair(tokenizer):
     """A fresh Llama pair with a tokenizer; tests may change it."""
     return tiny_pair(tokenizer=tokenizer)
+
+
+@pytest.fixture(scope="module")
+def model():
+    """A pair for long texts, shared by the tests of a module."""
+    return tiny_pair(tokenizer=tiny_tokenizer(), max_position_embeddings=2048)

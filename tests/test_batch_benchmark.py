@@ -4,7 +4,7 @@ import json
 import sys
 
 import pytest
-from tiny import PROMPT, tiny_pair, tiny_tokenizer
+from tiny import PROMPT
 
 import eagle_fsd
 from eagle_fsd.methods import hf_generate
@@ -13,11 +13,6 @@ from eval.batches import batch_engine, padded_generate, until_end
 
 RAGGED = [PROMPT, PROMPT[:3], PROMPT[2:9]]
 TREE = eagle_fsd.TreeConfig(8, 3, 2)
-
-
-@pytest.fixture(scope="module")
-def model():
-    return tiny_pair(tokenizer=tiny_tokenizer(), max_position_embeddings=2048)
 
 
 def test_padded_rows_are_those_alone(model):

@@ -4,7 +4,7 @@ import json
 import sys
 
 import pytest
-from tiny import PROMPT, tiny_pair, tiny_tokenizer
+from tiny import PROMPT
 
 import eagle_fsd
 from eagle_fsd.methods import Answer, engine, hf_generate, interleaved
@@ -13,11 +13,6 @@ from eval.environment import environment, shown
 from eval.profile import FORWARDS, Clock, profile
 
 TREE = eagle_fsd.TreeConfig(8, 3, 2)
-
-
-@pytest.fixture(scope="module")
-def model():
-    return tiny_pair(tokenizer=tiny_tokenizer(), max_position_embeddings=2048)
 
 
 def test_methods_give_the_same_greedy_answer(model):

@@ -12,6 +12,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+import eagle_fsd
 from eagle_fsd.checkpoint import save_head
 from eagle_fsd.draft import DraftHead
 from eagle_fsd.model import EagleModel
@@ -213,3 +214,19 @@ def save_pair(folder, model: EagleModel | None = None) -> None:
     model.target.model.save_pretrained(folder / "target")
     model.tokenizer.save_pretrained(folder / "target")
     save_head(model.draft, folder / "head")
+
+
+def accepted_while_sampling(pair: EagleModel, seeds: range, **options) -> int:
+    """Drafted tokens that were accepted, over rules that sample losslessly at their default dial.
+
+    Every output is checked to be that of plain decoding with the same seed.
+    """
+    plain, accepted = EagleModel.from_parts(pair.target.model, None), 0
+    for seed in seeds:
+        settings = {"seed": seed, "temperature": 1.0, "top_p": 0.9, **options}
+        expected = eagle_fsd.generate(PROMPT, plain, acceptance="exact", **settings).token_ids
+        for rule in ("exact", "fsd", "tilt", "lenience"):
+            output = eagle_fsd.generate(PROMPT, pair, acceptance=rule, **settings)
+            assert output.token_ids == expected
+            accepted += sum(output.stats.accepted_lengths)
+    return accepted
