@@ -111,12 +111,11 @@ def tree_mask(
     Additive rather than boolean: both stock kernels take it, and none has to convert it in every layer.
     """
     batch, nodes, keys = visible.shape
-    mask = torch.full((batch, 1, nodes, prefix + keys), torch.finfo(dtype).min, dtype=dtype, device=visible.device)
-    if prefix_visible is None:
-        mask[..., :prefix] = 0
-    else:
-        mask[..., :prefix].masked_fill_(prefix_visible[:, None, None], 0)
-    mask[:, 0, :, prefix:].masked_fill_(visible, 0)
+    lowest = torch.finfo(dtype).min
+    mask = torch.zeros(batch, 1, nodes, prefix + keys, dtype=dtype, device=visible.device)
+    if prefix_visible is not None:
+        mask[..., :prefix].masked_fill_(~prefix_visible[:, None, None], lowest)
+    mask[..., prefix:].masked_fill_(~visible[:, None], lowest)
     return mask
 
 

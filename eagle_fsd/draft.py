@@ -107,6 +107,11 @@ class DraftHead(nn.Module):
         return self.config.vocab_size if self.token_map is None else len(self.token_map)
 
     @property
+    def names_all(self) -> bool:
+        """Whether it can name every token of the target, under the target's numbers."""
+        return self.token_map is None
+
+    @property
     def target_tokens(self) -> Tensor:
         """[R] long: the target's number of each token that the head can name."""
         return torch.arange(self.config.vocab_size, device=self.device) if self.token_map is None else self.token_map
@@ -181,14 +186,14 @@ class DraftHead(nn.Module):
         values: Tensor,  # [..., V]
     ) -> Tensor:  # [..., R]
         """The values of the tokens that the head can name, in the order of `own_logits`."""
-        return values if self.draft_vocab_size == self.config.vocab_size else values[..., self.target_tokens]
+        return values if self.names_all else values[..., self.target_tokens]
 
     def widen(
         self,
         own: Tensor,  # [..., R]
     ) -> Tensor:  # [..., V]
         """`own_logits` over the target's vocabulary, -inf for tokens that the head cannot name."""
-        if self.draft_vocab_size == self.config.vocab_size:
+        if self.names_all:
             return own
         nothing = own.new_full((*own.shape[:-1], self.config.vocab_size), -math.inf)
         return nothing.index_copy_(-1, self.target_tokens, own)
@@ -198,7 +203,7 @@ class DraftHead(nn.Module):
         numbers: Tensor,  # [...] long, places in `own_logits`
     ) -> Tensor:  # [...] long
         """The target's tokens."""
-        return numbers if self.draft_vocab_size == self.config.vocab_size else self.target_tokens[numbers]
+        return numbers if self.names_all else self.target_tokens[numbers]
 
     def logits(
         self,
@@ -270,6 +275,10 @@ class Eagle3Head(DraftHead):
     @property
     def draft_vocab_size(self) -> int:
         return self.lm_head.out_features
+
+    @property
+    def names_all(self) -> bool:
+        return self.d2t is None
 
     def target_layers(self, count: int) -> tuple[int, ...]:
         """See `DraftHead`.

@@ -1,11 +1,12 @@
 """Growing the draft tree: expansion by confidence, then reranking (EAGLE-2, arXiv 2406.16858, section 4).
 
 B batch, T tokens accepted in the last cycle (of each row), K children per node and nodes per level, N nodes verified,
-E = 1 + K * (depth - 1) expanded nodes, S = K + (depth - 1) * K * K scored nodes, D hidden size, F width of the
+E = 1 + K * (depth - 1) expanded nodes, S = 1 + K + (depth - 1) * K * K scored nodes, D hidden size, F width of the
 target's features, V vocabulary, R the draft's.
 
-Scored nodes are numbered level by level; within a level by the rank of the parent, then by their own rank. A parent's
-number is thus smaller than its child's, and its cumulative log-probability is not lower.
+Scored nodes are numbered level by level from the root, 0, on; within a level by the rank of the parent, then by their
+own rank. A parent's number is thus smaller than its child's, and its cumulative log-probability is not lower. Expanded
+nodes are numbered in the same order; expanded node e has children 1 + e * K to K + e * K.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -44,7 +46,7 @@ def extend_draft(
         tokens = [each[part:] for each, part in zip(tokens, parts, strict=True)]
     counts = [len(each) for each in tokens]
     lengths, prefix, device = cache.lengths, cache.length, tokens[0].device
-    read, fed = pad_sequence(list(features), True), pad_sequence(list(tokens), True)  # [B, T, F], [B, T]
+    read, fed = _padded(features), _padded(tokens)  # [B, T, F], [B, T]
     batch, count = fed.shape
     ahead = torch.arange(count, device=device)
     positions = torch.tensor(lengths, device=device)[:, None] + ahead
@@ -54,8 +56,14 @@ def extend_draft(
         mask = tree_mask(causal, prefix, head.dtype, prefix_visible)
     predicted = head(head.read(read), fed, positions, mask, cache)
     cache.commit(lengths, [range(prefix, prefix + own) for own in counts])
-    last = (torch.tensor(counts, device=device) - 1).clamp_min(0)
+    if min(counts) == count:
+        return predicted[:, -1:]
+    last = torch.tensor(counts, device=device) - 1
     return predicted.gather(1, last[:, None, None].expand(-1, -1, predicted.shape[-1]))
+
+
+def _padded(rows: Sequence[Tensor]) -> Tensor:
+    return rows[0][None] if len(rows) == 1 else pad_sequence(list(rows), batch_first=True)
 
 
 def draft_tree(
@@ -73,79 +81,86 @@ def draft_tree(
     The draft's cache is left holding the accepted tokens only. With `least_reach` or `least_probability` a tree may be
     shallower or smaller than `config` says, down to the root alone; both wait for the device once per level.
     """
-    k = config.top_k
+    k, depth = config.top_k, config.depth
     predicted = extend_draft(head, features, tokens, cache)  # [B, 1, D]
     base, root = cache.length, torch.stack([each[-1] for each in tokens])
     batch, device = len(root), root.device
-    starts = torch.tensor(cache.lengths, device=device)[:, None]
+    lines = None if config.confidence is None else confidence_lines(config.confidence, k, device)
 
     # Level 1: the root's K best children are all scored and all expanded.
     logits = head.own_logits(predicted, target.logits)  # [B, 1, R]
-    draft_logits, scores, levels = [logits], [], []
-    frontier_scores, frontier_tokens = _best_children(head, logits, config, target.group)
-    frontier_scores, frontier_tokens = frontier_scores[:, 0], frontier_tokens[:, 0]  # [B, K]
-    scores.append(frontier_scores)
-    levels.append(frontier_tokens)
-    frontier_features = predicted.expand(-1, k, -1)
-    itself = tree_mask(torch.eye(k, dtype=torch.bool, device=device).expand(batch, -1, -1), 0, head.dtype)
-    prefix = tree_mask(itself.new_zeros(batch, k, 0, dtype=torch.bool), base, head.dtype, cache.visible(device))
-    visible = itself  # [B, 1, K, keys]: which expanded nodes each frontier node sees
-    expanded = [torch.arange(k, device=device).expand(batch, -1)]  # scored numbers of each level's expanded nodes
-
-    if not _worth_a_level(frontier_scores, config, target.group):
+    draft_logits = [logits]
+    child_scores, child_tokens = _best_children(head, logits, config, lines, target.group)
+    frontier_scores, frontier_tokens = child_scores[:, 0], child_tokens[:, 0]  # [B, K]
+    if not _worth_a_level(frontier_scores, config):
         return root_only(root), head.widen(logits[:, : int(keep_logits)])
+    scores = [torch.zeros_like(frontier_scores[:, :1]), frontier_scores]
+    levels = [root[:, None], frontier_tokens]
+    expanded = [torch.arange(1 + (k if depth > 1 else 0), device=device).expand(batch, -1)]  # their scored numbers
+    frontier_features = predicted.expand(-1, k, -1)
+    positions = torch.tensor(cache.lengths, device=device)[:, None].expand(-1, k)
+    itself = torch.eye(k, dtype=torch.bool, device=device).expand(batch, -1, -1)
+    mask = tree_mask(itself, base, head.dtype, cache.visible(device))  # [B, 1, K, keys]
+    itself = mask[..., base:]
 
-    for level in range(2, config.depth + 1):
-        positions = (starts + level - 2).expand(-1, k)
-        mask = torch.cat([prefix, visible], -1)
+    for level in range(2, depth + 1):
         predicted = head(frontier_features, frontier_tokens, positions, mask, cache)  # [B, K, D]
         logits = head.own_logits(predicted, target.logits)
         if keep_logits:
             draft_logits.append(logits)
-        child_scores, child_tokens = _best_children(head, logits, config, target.group)
+        child_scores, child_tokens = _best_children(head, logits, config, lines, target.group)
         child_scores = (child_scores + frontier_scores[..., None]).flatten(1)  # [B, K * K], cumulative
         child_tokens = child_tokens.flatten(1)
         scores.append(child_scores)
         levels.append(child_tokens)
-        if level < config.depth:
+        if level < depth:
             frontier_scores, best = child_scores.topk(k)
-            if not _worth_a_level(frontier_scores, config, target.group):
+            if not _worth_a_level(frontier_scores, config):
                 break
+            expanded.append(best + (1 + k + (level - 2) * k * k))
             parents = best // k  # [B, K], ranks within the level above
-            expanded.append(best + k + (level - 2) * k * k)
             frontier_tokens = child_tokens.gather(1, best)
             frontier_features = predicted.gather(1, parents[..., None].expand_as(predicted))
-            inherited = visible.gather(2, parents[:, None, :, None].expand_as(visible))
-            visible = torch.cat([inherited, itself], -1)
+            positions = positions + 1
+            inherited = mask.gather(2, parents[:, None, :, None].expand_as(mask))
+            mask = torch.cat([inherited, itself], -1)
     cache.truncate(base)
-    tree = rerank(root, torch.cat(levels, 1), torch.cat(scores, 1), torch.stack(expanded, 1), len(levels), config)
+    tree = rerank(torch.cat(levels, 1), torch.cat(scores, 1), torch.cat(expanded, 1), len(levels) - 1, config)
     return tree, head.widen(torch.cat(draft_logits, 1) if keep_logits else logits[:, :0])
 
 
 def _best_children(
-    head: DraftHead, logits: Tensor, config: TreeConfig, group: dist.ProcessGroup | None
+    head: DraftHead, logits: Tensor, config: TreeConfig, lines: Lines | None, group: dist.ProcessGroup | None
 ) -> tuple[Tensor, Tensor]:
     """Scores and tokens [B, *, K] of the K best children of each node: what a step adds to a path's score."""
     logits = logits if config.draft_temperature == 1 else logits / config.draft_temperature
-    best, tokens = logits.topk(config.top_k)
-    log_probs = best - logits.logsumexp(-1, keepdim=True)
-    scores = log_probs if config.confidence is None else apply_confidence(config.confidence, log_probs)
+    scores, tokens = logits.log_softmax(-1).topk(config.top_k)
+    if lines is not None:
+        scores = apply_confidence(lines, scores)
     return tensor_of_first(group, scores), tensor_of_first(group, head.named(tokens))
 
 
+class Lines(NamedTuple):
+    """A `Confidence` of M knots as lines y = slope * x + offset, for each child those left of a knot and the last."""
+
+    knots: Tensor  # [M]
+    first: Tensor  # [K], where a child's lines begin
+    slopes: Tensor  # [2 * (M + 1)]
+    offsets: Tensor  # [2 * (M + 1)]
+
+
 def apply_confidence(
-    confidence: Confidence,
+    lines: Lines,
     log_probs: Tensor,  # [..., K], the children of each node in descending order
 ) -> Tensor:  # [..., K]
     """Log acceptance probabilities; linear between the knots, constant outside."""
-    knots, rows, slopes, offsets = _lines(confidence, log_probs.shape[-1], log_probs.device)
-    line = torch.bucketize(log_probs, knots) + rows
-    return slopes[line] * log_probs + offsets[line]
+    line = torch.bucketize(log_probs, lines.knots) + lines.first
+    return torch.addcmul(lines.offsets.take(line), lines.slopes.take(line), log_probs)
 
 
 @functools.lru_cache(maxsize=64)
-def _lines(confidence: Confidence, children: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Knots; per child where its lines begin; slope and offset of the line left of each knot and right of the last."""
+def confidence_lines(confidence: Confidence, children: int, device: torch.device) -> Lines:
+    """The lines of K = `children` children."""
     knots = torch.tensor(confidence.knots, dtype=torch.float64)
     slopes, offsets = [], []
     for values in (confidence.first, confidence.others):
@@ -153,67 +168,51 @@ def _lines(confidence: Confidence, children: int, device: torch.device) -> tuple
         slope = torch.nn.functional.pad(heights.diff() / knots.diff(), (1, 1))
         slopes.append(slope)
         offsets.append(torch.cat([heights[:1], heights]) - slope * torch.cat([knots[:1], knots]))
-    rows = torch.tensor([0] + [len(knots) + 1] * (children - 1))
-    tables = (knots.float(), rows, torch.cat(slopes).float(), torch.cat(offsets).float())
-    knots, rows, slope, offset = (each.to(device) for each in tables)
-    return knots, rows, slope, offset
+    first = torch.tensor([0] + [len(knots) + 1] * (children - 1))
+    tables = (knots.float(), first, torch.cat(slopes).float(), torch.cat(offsets).float())
+    return Lines(*(each.to(device) for each in tables))
 
 
-def _worth_a_level(scores: Tensor, config: TreeConfig, group: dist.ProcessGroup | None) -> bool:
+def _worth_a_level(scores: Tensor, config: TreeConfig) -> bool:
     """Whether nodes [B, K] of this level are likely enough to be accepted, over the rows, to draft behind them."""
     if not config.least_reach:
         return True
-    return tensor_of_first(group, scores.exp().sum()).item() >= config.least_reach * len(scores)
+    return sum(map(math.exp, scores.flatten().tolist())) >= config.least_reach * len(scores)
 
 
 def rerank(
-    root: Tensor,  # [B]
-    tokens: Tensor,  # [B, S]
-    scores: Tensor,  # [B, S], cumulative log-probabilities
-    expanded: Tensor,  # [B, depth - 1, K] or more levels, scored numbers of the expanded nodes below the root
-    depth: int,  # levels that were scored
+    tokens: Tensor,  # [B, S], the root's first
+    scores: Tensor,  # [B, S], cumulative log-probabilities, 0 for the root
+    expanded: Tensor,  # [B, E], scored numbers of the expanded nodes, the root's first
+    depth: int,  # levels below the root that were scored
     config: TreeConfig,
 ) -> DraftTree:
-    """The best N - 1 scored nodes and the root, as a tree.
+    """The N best scored nodes as a tree.
 
     A cumulative log-probability never grows along a path, so the best nodes are connected; where one rounds to its
-    parent's, the stable sort takes the parent first.
+    parent's, the stable sort takes the parent first. What a broken head makes NaN comes last, the root stays.
     """
-    k, batch, device = config.top_k, len(root), root.device
-    sorted_scores, order = scores.sort(dim=1, descending=True, stable=True)
-    count = min(config.total_tokens - 1, scores.shape[1])
+    k, batch = config.top_k, len(tokens)
+    comparable = scores.nan_to_num(nan=-math.inf, neginf=-math.inf)
+    sorted_scores, order = comparable.sort(dim=1, descending=True, stable=True)
+    count = min(config.total_tokens, scores.shape[1])
     if config.least_probability:
         likely = (sorted_scores >= math.log(config.least_probability)).sum().item()
-        if not likely:
-            return root_only(root)
         count = min(count, math.ceil(likely / batch))
-    kept = order[:, :count].sort(1).values  # [B, N - 1], in the order of scored numbers
-    expanded = expanded[:, : max(1, depth - 1)]
-
-    # The parent of scored node j >= K at level l is expanded node (j - K) // K of levels 1, 2, ...
-    rank = (kept - k).div(k, rounding_mode="floor")  # negative for children of the root
-    parent_number = expanded.flatten(1).gather(1, rank.clamp(min=0))
-    parents = torch.searchsorted(kept, parent_number) + 1  # node index of that scored number
-    parents = torch.where(rank < 0, 0, parents)
-    depths = torch.where(rank < 0, 1, rank.div(k, rounding_mode="floor") + 2)
-
-    # Draft rows: 0 is the root's, 1 + r that of expanded node r; at depth 1 only the root was expanded.
-    rows = torch.zeros_like(scores, dtype=torch.long)
-    if depth > 1:
-        expanded_rows = torch.arange(1, expanded[0].numel() + 1, device=device).expand(batch, -1)
-        rows.scatter_(1, expanded.flatten(1), expanded_rows)
-
-    def with_root(values: Tensor, root_value: Tensor | int) -> Tensor:
-        column = root_value[:, None] if isinstance(root_value, Tensor) else values.new_full((batch, 1), root_value)
-        return torch.cat([column, values], 1)
-
-    parents = with_root(parents, 0)
+        if count == 1:
+            return root_only(tokens[:, 0])
+    kept = order[:, :count].sort(1).values  # [B, N], in the order of scored numbers
+    parent = ((kept - 1) // k).clamp_min(0)  # as expanded node; the root is its own
+    parents = torch.searchsorted(kept, expanded.gather(1, parent))
+    depths = ((parent - 1) // k + 2).minimum(kept)  # 0 for the root, scored node 0
+    rows = torch.arange(expanded.shape[1], device=tokens.device).expand(batch, -1)
+    draft_rows = torch.zeros_like(tokens).scatter_(1, expanded, rows)
     return DraftTree(
-        tokens=with_root(tokens.gather(1, kept), root),
+        tokens=tokens.gather(1, kept),
         parents=parents,
-        depths=with_root(depths, 0),
+        depths=depths,
         ancestors=ancestors_of(parents, depth),
-        draft_rows=with_root(rows.gather(1, kept), 0),
-        scores=with_root(scores.gather(1, kept), 0),
+        draft_rows=draft_rows.gather(1, kept),
+        scores=scores.gather(1, kept),
         max_depth=depth,
     )

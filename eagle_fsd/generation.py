@@ -390,7 +390,7 @@ def read_walk(
         step_to.double(),
         torch.nn.functional.pad(verification.is_exact, (0, 1)).double(),
         (nothing if divergence is None else divergence.gather(1, step_from)).double(),
-        (taken - logits.logsumexp(-1).gather(1, step_from)).double(),  # log-probability
+        logits.log_softmax(-1).flatten(1).gather(1, step).double(),  # log-probability
         (logits.amax(-1).gather(1, step_from) - taken).double(),  # regret
         verification.warped_logits.flatten(1).gather(1, step).double(),
     ], 1)).tolist()  # [B, 7, N + 1]

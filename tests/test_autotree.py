@@ -26,7 +26,7 @@ from eagle_fsd.autotree import (
 )
 from eagle_fsd.cli import main
 from eagle_fsd.config import Confidence, TreeConfig
-from eagle_fsd.drafting import apply_confidence
+from eagle_fsd.drafting import apply_confidence, confidence_lines
 from eagle_fsd.generation import Decoder, Pause, Settings
 from eagle_fsd.latency import Latency, between, known_latency, measure
 
@@ -90,7 +90,7 @@ def test_isotonic_fit_finds_the_rates():
         first, second = random.random() < probability**2, random.random() < (1 - probability) / 4
         made.append(Cycle([-1, -1], [0, 1], [math.log(probability), math.log(1 - probability)],
                           [first, second and not first]))
-    fitted = fit_confidence(made)
+    fitted = confidence_lines(fit_confidence(made), 2, torch.device("cpu"))
     for probability in (0.2, 0.5, 0.8):
         found = apply_confidence(fitted, torch.tensor([[math.log(probability), math.log(1 - probability)]])).exp()[0]
         assert found[0].item() == pytest.approx(probability**2, abs=0.05)
@@ -100,7 +100,8 @@ def test_isotonic_fit_finds_the_rates():
 
 def test_confidence_is_linear_between_knots_and_constant_outside():
     confidence = Confidence((-4.0, -2.0, 0.0), (-3.0, -1.0, -0.5), (-6.0, -5.0, -4.0))
-    found = apply_confidence(confidence, torch.tensor([[-1.0, -1.0], [-9.0, -9.0], [0.0, -3.0]]))
+    lines = confidence_lines(confidence, 2, torch.device("cpu"))
+    found = apply_confidence(lines, torch.tensor([[-1.0, -1.0], [-9.0, -9.0], [0.0, -3.0]]))
     assert found.tolist() == [[-0.75, -4.5], [-3.0, -6.0], [-0.5, -5.5]]
 
 

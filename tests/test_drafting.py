@@ -1,15 +1,19 @@
 """Drafting against the one-node-at-a-time reference, and the rerank on a tree drawn by hand. V = 32."""
 
+import math
+
 import pytest
 import reference_eagle
 import torch
 from tiny import PROMPT, tiny_head, tiny_pair, tiny_target
 from transformers import LogitsProcessorList
 
+import eagle_fsd
 from eagle_fsd.acceptance import make_rule
 from eagle_fsd.config import TreeConfig
 from eagle_fsd.drafting import draft_tree, rerank
 from eagle_fsd.generation import Decoder, Settings
+from eagle_fsd.model import EagleModel
 
 SHAPES = [(2, 1, 1), (5, 3, 2), (16, 5, 4), (60, 8, 10), (4, 1, 3), (9, 1, 3), (99, 3, 3), (12, 6, 1)]
 
@@ -120,17 +124,17 @@ def test_rows_of_a_batch_are_independent():
 
 #   K = 2, depth 3. Scored nodes by number: token (cumulative log-probability); brackets: expanded.
 #
-#                        root 9
+#                     [0: root 9 (0)]
 #               /                    \
-#        [0: a (-0.5)]            [1: b (-1.0)]                    level 1
+#        [1: a (-0.5)]            [2: b (-1.0)]                    level 1
 #         /         \              /         \
-#  [2: c (-0.6)]  3: d (-3)  [4: e (-1.0)]  5: f (-2.5)            level 2; e was certain after b
+#  [3: c (-0.6)]  4: d (-3)  [5: e (-1.0)]  6: f (-2.5)            level 2; e was certain after b
 #    /      \                  /      \
-#  6: g     7: h             8: i     9: j                         level 3; i was certain after e
+#  7: g     8: h             9: i    10: j                         level 3; i was certain after e
 #  (-0.9)   (-2)             (-1.0)   (-4)
-TOKENS = [[10, 11, 12, 13, 14, 15, 16, 17, 18, 19]]
-SCORES = [[-0.5, -1.0, -0.6, -3.0, -1.0, -2.5, -0.9, -2.0, -1.0, -4.0]]
-EXPANDED = [[[0, 1], [2, 4]]]
+TOKENS = [[9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19]]
+SCORES = [[0.0, -0.5, -1.0, -0.6, -3.0, -1.0, -2.5, -0.9, -2.0, -1.0, -4.0]]
+EXPANDED = [[0, 1, 2, 3, 5]]
 DEPTH = 3
 
 
@@ -147,7 +151,7 @@ DEPTH = 3
 )
 def test_rerank_on_the_picture(total, tokens, parents, depths, rows):
     config = TreeConfig(total, 3, 2)
-    tree = rerank(torch.tensor([9]), torch.tensor(TOKENS), torch.tensor(SCORES), torch.tensor(EXPANDED), DEPTH, config)
+    tree = rerank(torch.tensor(TOKENS), torch.tensor(SCORES), torch.tensor(EXPANDED), DEPTH, config)
     assert tree.tokens.tolist() == [tokens]
     assert tree.parents.tolist() == [parents]
     assert tree.depths.tolist() == [depths]
@@ -158,7 +162,7 @@ def test_rerank_on_the_picture(total, tokens, parents, depths, rows):
 
 def test_ancestors_on_the_picture():
     config = TreeConfig(7, 3, 2)
-    tree = rerank(torch.tensor([9]), torch.tensor(TOKENS), torch.tensor(SCORES), torch.tensor(EXPANDED), DEPTH, config)
+    tree = rerank(torch.tensor(TOKENS), torch.tensor(SCORES), torch.tensor(EXPANDED), DEPTH, config)
     assert tree.ancestors.int().tolist() == [
         [
             [1, 0, 0, 0, 0, 0, 0],  # root
@@ -189,6 +193,16 @@ def test_greedy_cycles_equal_the_reference(family, shape):
         assert_same_tree(*trees[-1], reference, config)
     assert decoder.rows[0].tokens[len(PROMPT) :] == [first] + [t for _, path, token in cycles for t in (*path, token)]
     assert sum(len(path) for _, path, _ in cycles) > 0
+
+
+@pytest.mark.parametrize("options", [{}, {"least_reach": 0.1}, {"least_probability": 0.01}], ids=str)
+def test_a_head_of_nans_costs_acceptance_only(options):
+    pair = tiny_pair()
+    plain = eagle_fsd.generate(PROMPT, EagleModel.from_parts(pair.target.model, None), max_new_tokens=12)
+    pair.draft.fc.weight.data.fill_(math.nan)
+    tree = TreeConfig(5, 3, 2, **options)
+    output = eagle_fsd.generate(PROMPT, pair, acceptance="exact", tree=tree, max_new_tokens=12)
+    assert output.token_ids == plain.token_ids
 
 
 def test_rotary_frequencies_stay_float32_as_the_targets():
