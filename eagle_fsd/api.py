@@ -192,7 +192,7 @@ def generate(
         drafting = choice.tree is not None or session is not None  # a later call may draft
         answers = run(
             model.target, model.draft if drafting else None, [prompts[number] for number in numbers], settings,
-            streamer=streamer, session=session,
+            streamer=streamer, session=session, graphs=model.graphs,
             stop_check=(lambda new: any(s in decode(model, new) for s in stops)) if stops else None,
         )
         for number, output in zip(numbers, answers, strict=True):

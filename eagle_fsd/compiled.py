@@ -155,16 +155,19 @@ def is_compiled(target: TargetModel) -> bool:
 
 def why_not(target: TargetModel) -> str | None:
     """Why the forwards of this target cannot be compiled; None: they may."""
-    if target.group is not None:
-        return "its weights are shared by several processes"
     if target.layers:
         return "its head reads hidden states of several layers"
-    if target.counts_positions:
-        return "it counts positions itself"
     if target.config._attn_implementation == SPLIT:  # numbers by layer, which a graph would take for constants
         return "its attention is split"
+    return why_not_together(target)
+
+
+def why_not_together(target: TargetModel) -> str | None:
+    """Why a forward of this target cannot be one piece of work, compiled or as a CUDA graph; None: it may."""
     if target.group is not None:
-        return "several processes share it"
+        return "its weights are shared by several processes"
+    if target.counts_positions:
+        return "it counts positions itself"
     devices = {parameter.device for parameter in target.model.parameters()}
     if len(devices) > 1 or any(hasattr(module, "_hf_hook") for module in target.model.modules()):
         return "it is spread over several devices"

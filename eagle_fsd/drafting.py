@@ -81,9 +81,22 @@ def draft_tree(
     The draft's cache is left holding the accepted tokens only. With `least_reach` or `least_probability` a tree may be
     shallower or smaller than `config` says, down to the root alone; both wait for the device once per level.
     """
-    k, depth = config.top_k, config.depth
-    predicted = extend_draft(head, features, tokens, cache)  # [B, 1, D]
-    base, root = cache.length, torch.stack([each[-1] for each in tokens])
+    predicted = extend_draft(head, features, tokens, cache)
+    root = torch.stack([each[-1] for each in tokens])
+    return grow_tree(head, target, predicted, root, cache, config, keep_logits)
+
+
+def grow_tree(
+    head: DraftHead,
+    target: TargetModel,
+    predicted: Tensor,  # [B, 1, D] features of the root
+    root: Tensor,  # [B]
+    cache: TreeCache,  # of what comes before the root's children
+    config: TreeConfig,
+    keep_logits: bool = True,
+) -> tuple[DraftTree, Tensor]:
+    """`draft_tree`, once the accepted tokens have been read."""
+    k, depth, base = config.top_k, config.depth, cache.length
     batch, device = len(root), root.device
     lines = None if config.confidence is None else confidence_lines(config.confidence, k, device)
 
@@ -98,7 +111,7 @@ def draft_tree(
     levels = [root[:, None], frontier_tokens]
     expanded = [torch.arange(1 + (k if depth > 1 else 0), device=device).expand(batch, -1)]  # their scored numbers
     frontier_features = predicted.expand(-1, k, -1)
-    positions = torch.tensor(cache.lengths, device=device)[:, None].expand(-1, k)
+    positions = cache.starts(device)[:, None].expand(-1, k)
     itself = torch.eye(k, dtype=torch.bool, device=device).expand(batch, -1, -1)
     mask = tree_mask(itself, base, head.dtype, cache.visible(device))  # [B, 1, K, keys]
     itself = mask[..., base:]

@@ -23,6 +23,7 @@ from .budget import Budget, decide_rows
 from .config import Choice, TreeConfig
 from .draft import DraftHead
 from .drafting import draft_tree, extend_draft
+from .graphs import GraphCycles
 from .noise import gumbel_noise
 from .parallel import tensor_of_first
 from .sampling import warp_tree, warp_trees
@@ -210,11 +211,12 @@ class Decoder:
     Args:
         earlier: the decoder of an earlier request to the same models, for a single request; its caches are taken over,
             with as much of what they hold as is the beginning of this prompt. It cannot go on itself.
+        graphs: caches and cycles of static shapes, for a single request; what they do not serve runs without.
     """
 
     def __init__(
         self, target: TargetModel, head: DraftHead | None, prompts: Sequence[Sequence[int]],
-        settings: Sequence[Settings], earlier: Decoder | None = None,
+        settings: Sequence[Settings], earlier: Decoder | None = None, graphs: GraphCycles | None = None,
     ) -> None:
         self.target, self.head, self.settings = target, head, settings[0]
         self.device = target.output_device  # trees, logits and features live there
@@ -223,14 +225,20 @@ class Decoder:
         self.tree, self.cost = self.settings.tree, self.settings.cost
         self.pause = self.settings.pause or Pause()
         self.pause.begin()
+        self.graphs: GraphCycles | None = None
         trees = [self.tree]
         if self.settings.choose is not None:
             trees += [self.settings.choose(count).tree for count in range(1, len(self.rows))]
         nodes = max(tree.nodes if tree else 1 for tree in trees)
         drafted = max(tree.depth * tree.top_k if tree else 0 for tree in trees)
-        room = max(len(row.prompt) + row.settings.max_new_tokens for row in self.rows) + nodes
+        longest = max(len(row.prompt) + row.settings.max_new_tokens for row in self.rows)
+        room = longest + nodes
         if earlier is not None:
             self._take_over(earlier, room, room + drafted)
+            return
+        if graphs is not None and len(self.rows) == 1 and graphs.serve(longest, trees):
+            self.graphs = graphs
+            self.cache, self.draft_cache = graphs.reset()
             return
         self.cache = target.new_cache(room, len(self.rows))
         if head is not None:
@@ -290,10 +298,14 @@ class Decoder:
         """One cycle; each row emits its accepted draft tokens and one token of the target."""
         lengths, place = self.cache.lengths, self.cache.length  # L of each row: the root is the token there
         drafts = self.head is not None and self.tree is not None and self.pause.drafts()
-        tree, draft_logits = self._draft() if drafts else self._plain()
-        positions = tree.depths + torch.tensor(lengths, device=self.device)[:, None]
-        features = self.target.verify(tree.tokens, positions, tree.ancestors, self.cache)  # [B, N, F]
-        logits = self.target.logits(features)
+        forwards = None if self.graphs is None else self._replay(self.graphs, drafts)
+        if forwards is None:
+            tree, draft_logits = self._draft() if drafts else self._plain()
+            positions = tree.depths + torch.tensor(lengths, device=self.device)[:, None]
+            features = self.target.verify(tree.tokens, positions, tree.ancestors, self.cache)  # [B, N, F]
+            logits = self.target.logits(features)
+        else:
+            place, tree, draft_logits, features, logits = forwards
         processors = [row.settings.processors for row in self.rows]
         warped = warp_trees(processors, [row.context for row in self.rows], tree, logits)
         noise = None if self.settings.greedy else self._noise(tree, lengths, self.seeds)
@@ -322,12 +334,47 @@ class Decoder:
             choice = self.settings.choose(len(numbers))
             self.tree, self.cost = choice.tree, choice.cost
 
+    @property
+    def _keep_logits(self) -> bool:
+        return self.settings.rule.reads_draft and not self.settings.rule.is_lossless(self.settings.greedy)
+
     def _draft(self) -> tuple[DraftTree, Tensor]:
-        rule, unread = self.settings.rule, [row.unread(self.device) for row in self.rows]
+        unread = [row.unread(self.device) for row in self.rows]
         return draft_tree(
             self.head, self.target, [row.features for row in self.rows], unread, self.draft_cache, self.tree,
-            keep_logits=rule.reads_draft and not rule.is_lossless(self.settings.greedy),
+            keep_logits=self._keep_logits,
         )
+
+    def _replay(
+        self, graphs: GraphCycles, drafts: bool
+    ) -> tuple[int, DraftTree, Tensor, Tensor, Tensor] | None:
+        """Draft and verify by graphs: where the nodes' keys lie, tree, draft's logits, features and logits.
+
+        None where they cannot be captured: nothing is lost then, and all goes on without.
+        """
+        (row,), length = self.rows, self.cache.length
+        read = self.draft_cache.length if self.draft_cache is not None else 0
+        try:
+            cycle = graphs.of(self.tree if drafts else None, drafts and self._keep_logits, length)
+            if drafts:
+                unread = row.unread(self.device)
+                before = len(unread) - cycle.most  # what was emitted without drafting
+                if before > 0:
+                    extend_draft(self.head, [row.features[:before]], [unread[:before]], self.draft_cache)
+                    row.features, unread, read = row.features[before:], unread[before:], self.draft_cache.length
+                tree, draft_logits = cycle.draft(row.features, unread, read, length)
+                self.draft_cache.commit([read], [range(cycle.place, cycle.place + len(unread))])
+            else:
+                tree = cycle.begin(row.tokens[-1], length)
+                draft_logits = torch.zeros(1, 1, self.target.vocab_size, device=self.device)
+            return cycle.place, tree, draft_logits, *cycle.verify()
+        except RuntimeError as error:  # of a capture; errors of the device itself come again without graphs
+            graphs.fail(error)
+            self.graphs = None
+            self.cache.commit([length], [[]])
+            if self.draft_cache is not None:
+                self.draft_cache.commit([read], [[]])
+            return None
 
     def _plain(self) -> tuple[DraftTree, Tensor]:
         root = root_only(torch.tensor([row.tokens[-1] for row in self.rows], device=self.device))
@@ -434,6 +481,7 @@ def run(
     stop_check: Callable | None = None,
     streamer: BaseStreamer | None = None,
     session: Session | None = None,
+    graphs: GraphCycles | None = None,
 ) -> list[Output]:
     """Decode prompts together to their ends. Ending the streamer is up to the caller.
 
@@ -441,12 +489,25 @@ def run(
         stop_check: function of the new tokens so far; True ends the answer with reason "stop".
         streamer: gets each cycle's tokens [n] on the CPU; before, their receipts, where it has `on_receipts`.
         session: that of earlier requests to these models. It and the streamer serve a single prompt.
+        graphs: see `Decoder`; in use by another request, or with a session, which keeps its caches, they are left.
     """
+    if graphs is not None and session is None and graphs.in_use.acquire(blocking=False):
+        try:
+            return _run(target, head, prompts, settings, stop_check, streamer, None, graphs)
+        finally:
+            graphs.in_use.release()
+    return _run(target, head, prompts, settings, stop_check, streamer, session, None)
+
+
+def _run(
+    target: TargetModel, head: DraftHead | None, prompts: Sequence[Sequence[int]], settings: Sequence[Settings],
+    stop_check: Callable | None, streamer: BaseStreamer | None, session: Session | None, graphs: GraphCycles | None,
+) -> list[Output]:
     started = time.perf_counter()
     earlier = None
     if session is not None:  # empty until the end: an error may leave caches in the middle of a cycle
         earlier, session.decoder = session.decoder, None
-    decoder = Decoder(target, head, prompts, settings, earlier)
+    decoder = Decoder(target, head, prompts, settings, earlier, graphs)
     rows = list(decoder.rows)
     cycles = decoder.prefill()
     prefilled = time.perf_counter()

@@ -24,6 +24,7 @@ from .config import TreeConfig
 from .draft import DraftHead
 from .files import save_atomically
 from .generation import Decoder, Settings
+from .graphs import GraphCycles
 from .parallel import is_first, of_first
 from .target import TargetModel, weights_digest
 
@@ -75,7 +76,7 @@ def between(measured: Mapping[int, float], at: float) -> float:
 
 
 @torch.inference_mode()
-def measure(target: TargetModel, head: DraftHead) -> Latency:
+def measure(target: TargetModel, head: DraftHead, graphs: GraphCycles | None = None) -> Latency:
     """Run whole cycles behind a context of random tokens: some seconds for a small model.
 
     Whole ones, because a part that is repeated alone finds its weights in the processor's cache and looks too cheap.
@@ -88,7 +89,7 @@ def measure(target: TargetModel, head: DraftHead) -> Latency:
 
     def cycle(tree: TreeConfig | None) -> Callable[[], object]:
         settings = Settings(make_rule("exact"), tree, transformers.LogitsProcessorList(), True, 0, room)
-        return same_cycle(Decoder(target, head if tree else None, [prompt], [settings]))
+        return same_cycle(Decoder(target, head if tree else None, [prompt], [settings], graphs=graphs))
 
     widths = [top_k for top_k in TOP_K if top_k <= head.draft_vocab_size]
     wide = max(width for width in widths if width <= WIDE)
@@ -97,14 +98,16 @@ def measure(target: TargetModel, head: DraftHead) -> Latency:
         **{("nodes", count): cycle(TreeConfig(count, SHORT, wide)) for count in nodes},
         **{("short", top_k): cycle(TreeConfig(SHORT, SHORT, top_k)) for top_k in widths},
         **{("long", top_k): cycle(TreeConfig(SHORT, LONG, top_k)) for top_k in widths},
-        ("root", 1): cycle(TreeConfig(2, 1, 1, least_reach=2.0)), ("plain", 1): cycle(None),
+        ("plain", 1): cycle(None),
     }
+    if graphs is None:  # with graphs nothing stops at the root
+        parts["root", 1] = cycle(TreeConfig(2, 1, 1, least_reach=2.0))
     seconds = _fastest(parts, target)
     steps = (max(0.0, seconds["long", k] - seconds["short", k]) / (LONG - SHORT) for k in widths)
     level = dict(zip(widths, itertools.accumulate(steps, max), strict=True))
     further = (SHORT - 1) * level[wide]
     sizes = itertools.accumulate((seconds["nodes", count] - further for count in nodes), max,
-                                 initial=seconds["root", 1])
+                                 initial=seconds["plain" if graphs else "root", 1])
     return Latency(dict(zip([1, *nodes], sizes, strict=True)), level, seconds["plain", 1])
 
 
@@ -157,29 +160,29 @@ def cache_directory() -> Path:
     return Path(given) if given else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "eagle_fsd"
 
 
-def circumstances(target: TargetModel, head: DraftHead | None) -> str:
+def circumstances(target: TargetModel, head: DraftHead | None, graphs: GraphCycles | None = None) -> str:
     """What a latency depends on, as one string."""
     device = target.output_device
     threads = f"{device}, {torch.get_num_threads()} threads"
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else threads
     processes = [] if target.group is None else [f"{target.group.size()} processes"]
     return "; ".join([
-        *(["compiled"] if is_compiled(target) else []),
+        *(["compiled"] if is_compiled(target) else []), *(["graphs"] if graphs else []),
         target.digest(), "no head" if head is None else weights_digest(head), str(target.dtype), name, *processes,
         target.config._attn_implementation, f"torch {torch.__version__}", f"transformers {transformers.__version__}",
     ])
 
 
-def known_latency(target: TargetModel, head: DraftHead) -> Latency:
+def known_latency(target: TargetModel, head: DraftHead, graphs: GraphCycles | None = None) -> Latency:
     """From the cache on disk, else measured and kept there."""
-    key, path = circumstances(target, head), cache_directory() / "latency.json"
+    key, path = circumstances(target, head, graphs), cache_directory() / "latency.json"
     key, stored = of_first(target.group, lambda: (key, _kept(path)))
     if key in stored:
         entry = stored[key]
         numbers = {name: {int(at): value for at, value in entry[name].items()} for name in ("base", "level")}
         return Latency(**{**entry, **numbers})
     log.info("measuring how long cycles take with trees of several sizes")
-    measured = measure(target, head)
+    measured = measure(target, head, graphs)
     latency = of_first(target.group, lambda: measured)
     if is_first(target.group):
         _keep(path, key, asdict(latency))

@@ -19,10 +19,11 @@ from .attention import GROUPED, IMPLEMENTATIONS, STOCK
 from .autotree import AutoTree, describe, read_logs
 from .calibration import Calibration, parse_promise, read_calibrations
 from .checkpoint import check_source, load_head
-from .compiled import compile_forwards
+from .compiled import compile_forwards, why_not_together
 from .config import CPU_TREE, GPU_TREE, TreeConfig
 from .draft import DraftHead
 from .generation import Pause
+from .graphs import GraphCycles
 from .heads import find_head
 from .latency import known_latency, use_fastest_attention
 from .parallel import loading_options
@@ -48,6 +49,7 @@ class EagleModel:
     trees: AutoTree | None = None  # what chooses the tree where none is given; None: `default_tree`
     # Where drafting has not paid lately, by temperature, for requests whose text does not depend on it.
     pauses: defaultdict[float, Pause] = field(default_factory=lambda: defaultdict(Pause), repr=False)
+    graphs: GraphCycles | None = field(default=None, repr=False)  # CUDA graphs for single prompts, see `compile`
 
     @classmethod
     def from_parts(
@@ -69,26 +71,53 @@ class EagleModel:
             fit_head(draft, adapter)
         return cls(adapter, draft, tokenizer)
 
-    def compile(self, *, batches: bool = False, warm_up: bool = True) -> bool:
-        """Compile the models' forwards of trees, in place; what cannot be stays as it is, and the log says why.
+    def compile(self, *, batches: bool = False, warm_up: bool = True, max_length: int = 4096) -> bool:
+        """Take the framework's overhead from the cycles; what cannot be stays as it is, and the log says why.
 
+        On a CPU the forwards of trees are compiled, in place. On CUDA drafting and verifying are captured as graphs,
+        for single prompts without a `Session`, per tree and for texts of up to 256, 384, 512, 768 tokens and so on.
         The models must not be changed afterwards, but for the values of their weights. `load(compile=True)` does the
         same before it measures latencies.
 
         Args:
-            batches: also for lists of prompts, which need graphs of their own; without, they run uncompiled.
-            warm_up: compile now (minutes for 24 layers on two cores, less the second time; with a progress bar) and
-                check the result. False: compile unchecked in the middle of the first answers.
+            batches: on a CPU: also for lists of prompts, which need graphs of their own; without, they run uncompiled.
+            warm_up: compile now (minutes for 24 layers on two cores, less the second time; with a progress bar), or
+                capture the graphs of the usual tree, and check the result. False: in the middle of the first answers,
+                unchecked.
+            max_length: on CUDA: longest text, prompt and answer, that graphs serve; their caches are of that size.
 
         Returns:
-            Whether the target is compiled now.
+            Whether the target is compiled, or has graphs, now.
+
+        Raises:
+            ValueError: a bad `max_length`.
         """
-        done = compile_forwards(self.target, self.draft, batches=batches, warm_up=warm_up)
+        if max_length < 1:
+            raise ValueError(f"max_length must be at least 1, got {max_length!r}")
+        on_cuda = self.target.device.type == "cuda"
+        if on_cuda:
+            done = self._use_graphs(min(max_length, self.target.max_positions or max_length))
+        else:
+            done = compile_forwards(self.target, self.draft, batches=batches, warm_up=warm_up)
         if done and self.trees is not None and self.draft is not None:
-            latency = known_latency(self.target, self.draft)
+            latency = known_latency(self.target, self.draft, self.graphs)
             self.trees = AutoTree(
                 self.trees.logs, latency, stopping=self.trees.stopping, default=self.trees.default)
-        return done
+        return done and (not (on_cuda and warm_up) or self.warm_up_graphs())
+
+    def _use_graphs(self, max_length: int) -> bool:
+        reason = why_not_together(self.target)
+        if reason is not None:
+            log.warning("%s runs without CUDA graphs: %s", type(self.target.model).__name__, reason)
+            return False
+        self.graphs = GraphCycles(self.target, self.draft, max_length)
+        return True
+
+    def warm_up_graphs(self) -> bool:
+        """Capture the graphs of greedy `exact` decoding, with a progress bar; whether they are there now."""
+        assert self.graphs is not None
+        usual = self.default_tree if self.trees is None else self.trees.of(make_rule("exact"), 0.0).tree
+        return self.graphs.warm_up([None] if self.draft is None or usual is None else [usual, None])
 
     def _circumstances(self, temperature: float, tree: TreeConfig | None) -> dict[str, object]:
         assert self.draft is not None
@@ -227,8 +256,8 @@ def load(
             where the head has logs to choose it by (`eagle-fsd tune`), else a default for the device; drafting pauses
             where it does not pay. The models' latency is measured once for it and kept (`eagle_fsd.latency`). None:
             that default, without pauses; or a `TreeConfig`.
-        compile: compile the models' forwards first, see `EagleModel.compile`: pays on a CPU with a small target, whose
-            forwards are half overhead.
+        compile: compile the models' forwards first, or capture them as CUDA graphs, see `EagleModel.compile`: pays with
+            a small target, whose forwards are half overhead.
 
     Raises:
         TypeError: an argument of the wrong type.
@@ -271,15 +300,18 @@ def load(
     _set_attention(pair.target, attn_implementation)
     pair.calibrations = calibrations
     if compile:
-        pair.compile()
+        pair.compile(warm_up=pair.target.device.type != "cuda")
     if tree == "auto":
         if not logs:
             log.info("no log to choose a tree by: taking %s (eagle-fsd tune makes one)", pair.default_tree)
         stopping = pair.target.output_device.type == "cpu"
         default = replace(pair.default_tree, top_k=min(pair.default_tree.top_k, head.draft_vocab_size))
-        pair.trees = AutoTree(logs, known_latency(pair.target, head), stopping=stopping, default=default)
+        latency = known_latency(pair.target, head, pair.graphs)
+        pair.trees = AutoTree(logs, latency, stopping=stopping, default=default)
     elif tree is not None:
         pair.tree = tree
+    if pair.graphs is not None:
+        pair.warm_up_graphs()
     return pair
 
 

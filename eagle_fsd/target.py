@@ -253,9 +253,9 @@ class TargetModel:
             groups.setdefault(self.limit_of(length), []).append(number)
         return list(groups.values())
 
-    def new_cache(self, capacity: int, batch: int = 1) -> TreeCache:
-        """An empty cache for `capacity` positions of each sequence of a batch."""
-        return TreeCache([device_of(layer) for layer in self.decoder_layers], capacity, batch)
+    def new_cache(self, capacity: int, batch: int = 1, **options: bool) -> TreeCache:
+        """An empty cache for `capacity` positions of each sequence of a batch; `options` are those of `TreeCache`."""
+        return TreeCache([device_of(layer) for layer in self.decoder_layers], capacity, batch, **options)
 
     @property
     def feature_size(self) -> int:

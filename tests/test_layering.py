@@ -11,7 +11,7 @@ LAYERS = [
      "tree"},
     {"acceptance", "draft", "grading", "sampling", "target", "vocabulary"},
     {"budget", "checkpoint", "compiled", "drafting"},
-    {"calibration"},
+    {"calibration", "graphs"},
     {"export", "generation"},
     {"latency", "terminal"},
     {"autotree"},

@@ -87,8 +87,14 @@ class Objective:
             raise ValueError(f"objective: gate_softness must be above 0, got {self.gate_softness!r}")
         get_divergence(self.gate_divergence)
 
+    @property
+    def learns_logits(self) -> bool:
+        """Whether any term is on distributions."""
+        return any(getattr(self, name) for name in ON_LOGITS)
 
-TERMS = ("regression", "soft_ce", "top_k", "tv", "overlap", "gate", "divergence")
+
+ON_LOGITS = ("soft_ce", "top_k", "tv", "overlap", "gate", "divergence")
+TERMS = ("regression", *ON_LOGITS)
 
 # Objectives by name. A new one is one line here; a new term is a field above and a line in `term_sums`.
 # `plain` is the reference: each of the others but `soft_ce` and `eagle3*` differs from it in one thing.
@@ -243,7 +249,8 @@ class AlignedLoss(nn.Module):
             if step > 1 or needs_mask:
                 mask = additive(aligned_mask(length, step, tokens.device), dtype)
             predicted = self.head(inputs, following, positions, mask, cache)
-            draft_logits = self.head.own_logits(predicted[compared], logits_of).float()
+            with torch.set_grad_enabled(torch.is_grad_enabled() and objective.learns_logits):
+                draft_logits = self.head.own_logits(predicted[compared], logits_of).float()
             terms = term_sums(objective, predicted[chosen], wanted[chosen], draft_logits, target_logits, p)
             loss = loss + objective.step_decay ** (step - 1) * terms
             drafted = target_logits.gather(-1, draft_logits.argmax(-1, keepdim=True))
