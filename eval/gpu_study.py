@@ -341,6 +341,7 @@ def run(args: argparse.Namespace) -> bool:
     device = check_device(args.device)
     args.work.mkdir(parents=True, exist_ok=True)
     options = {name: getattr(args, name) for name in MODEL_OPTIONS if name not in ("target", "draft", "device")}
+    options["compile"] |= device.type == "cuda"  # graphs, for plain decoding as for drafting
     study = Study(SIZES[args.size], args.work, str(device), options)
     if not study.run(60 * args.minutes):
         log.info("not finished: the same command goes on")

@@ -19,6 +19,7 @@ from eagle_fsd import generation
 from eagle_fsd.acceptance import Rule
 from eagle_fsd.cache import TreeCache
 from eagle_fsd.generation import Decoder
+from eagle_fsd.graphs import StaticCycle
 from eagle_fsd.target import TargetModel
 
 FORWARDS = ("draft_forward", "target_forward", "head")  # the models' own work: draft layer, target, lm_head
@@ -71,6 +72,8 @@ def timed_parts(model: eagle_fsd.EagleModel, *, nested: bool = True) -> Iterator
     parts = [
         (Decoder, "step", CYCLE),
         (generation, "draft_tree", "tree_building"),
+        (StaticCycle, "draft", "draft_forward"),  # as one graph: tree building too
+        (StaticCycle, "verify", "target_forward"),  # with lm_head
         (model.draft, "forward", "draft_forward"),  # the instance: a compiled head has a forward of its own
         (type(model.draft), "own_logits", "head"),
         (TargetModel, "verify", "verify_inputs"),

@@ -43,8 +43,8 @@ from eval.environment import write_record
 from eval.profile import CYCLE, timed_parts
 
 SIZES = {"cuda": (2**30, 8192), "cpu": (2**28, 1024)}  # bytes copied and side of the matrices that rates are taken with
-PHASES = {"draft": ("tree_building",), "verify": ("verify_inputs", "head"), "accept": ("accept",),
-          "commit": ("commit",), "other": (CYCLE,)}
+PHASES = {"draft": ("tree_building", "draft_forward"), "verify": ("verify_inputs", "head", "target_forward"),
+          "accept": ("accept",), "commit": ("commit",), "other": (CYCLE,)}
 
 
 @dataclass(frozen=True)
@@ -184,7 +184,7 @@ def measure(
     def cycle(tree: TreeConfig | None) -> Callable[[], object]:
         room = tree.nodes if tree else 1
         settings = Settings(make_rule("exact"), tree, LogitsProcessorList(), True, 0, room)
-        return same_cycle(Decoder(target, head if tree else None, [prompt], [settings]))
+        return same_cycle(Decoder(target, head if tree else None, [prompt], [settings], graphs=pair.graphs))
 
     cycles = {"plain": cycle(None), **{name: cycle(shape) for name, shape in trees.items()}}
     whole: dict[str, list[float]] = defaultdict(list)
@@ -259,7 +259,8 @@ def run(args: argparse.Namespace) -> None:
     if args.threads:
         torch.set_num_threads(args.threads)
     pair = build(SHAPES[args.shape], dtype, device, layers=args.layers, attn_implementation=args.attn_implementation)
-    compiled = args.compile and pair.compile()
+    longest = args.context + max(args.tree.nodes, *args.nodes)
+    compiled = args.compile and pair.compile(max_length=longest, warm_up=device.type == "cpu")
     machine = measure_machine(dtype, device)
     phases, whole = measure(pair, args.tree, args.nodes, args.context, args.rounds)
     rows = rows_of(pair, machine, args.tree, args.nodes, args.context, phases, whole)
@@ -307,7 +308,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--dtype", default="auto", help="auto: float32 on a CPU, else bfloat16")
     parser.add_argument("--device")
     parser.add_argument("--attn-implementation")
-    parser.add_argument("--compile", action="store_true", help="the forwards, as load(compile=True) does")
+    parser.add_argument("--compile", action="store_true", help="as load(compile=True) does: forwards, or CUDA graphs")
     parser.add_argument("--threads", type=int, help="of torch (default: as it comes)")
     parser.add_argument("--out", type=Path, help="JSON file (default: eval/results/step-SHAPE.json)")
     return parser

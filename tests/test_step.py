@@ -7,6 +7,8 @@ import torch
 from torch import nn
 from transformers import LlamaConfig
 
+from eagle_fsd import TreeConfig
+from eagle_fsd.graphs import GraphCycles
 from eval import benchmark, step
 from eval.profile import CYCLE, Clock
 from eval.step import SHAPES, Machine, Work, build, bushy
@@ -99,3 +101,17 @@ def test_a_phase_holds_what_is_within_it(monkeypatch):
     forward = clock.wrap("draft_forward", lambda: None)
     clock.wrap(CYCLE, clock.wrap("tree_building", forward))()
     assert clock.seconds == {"tree_building": 5.0, CYCLE: 5.0}
+
+
+@pytest.mark.parametrize("static", [False, True])
+def test_every_phase_of_a_cycle_is_timed(static):
+    pair = build(SHAPES["tiny"], torch.float32, torch.device("cpu"), layers=1)
+    if static:
+        pair.graphs = GraphCycles(pair.target, pair.draft, 40, capture=False)
+    phases, whole = step.measure(pair, TreeConfig(8, 4, 2), [4], context=12, rounds=3)
+    assert bool(pair.graphs and pair.graphs.cycles) == static
+    for name in ("cycle", "shallow", "verify 4"):
+        parts = phases[name]
+        assert min(parts.values()) > 0 and parts["verify"] > parts["other"]
+        assert sum(parts.values()) == pytest.approx(whole[name], rel=0.8)
+    assert phases["cycle"]["draft"] > phases["shallow"]["draft"]

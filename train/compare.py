@@ -4,8 +4,9 @@
 
 Every objective trains for the same time with each of three learning rates; its best rate is run with two more seeds
 for tau; fuzzy rules are decoded with the first head. Objectives whose names begin with `eagle3` train EAGLE-3 heads.
-The time is turned into a number of steps by a first measurement of seconds per step (features from disk), which has to
-be alone on the machine, as the last one of tokens/s; what lies between may be disturbed. tau is measured by real
+The time is turned into a number of steps by a first measurement of seconds per step (features from disk; all objectives
+in turn, the median of three rounds after one that warms up), which has to be alone on the machine, as the last one of
+tokens/s; what lies between may be disturbed. tau is measured by real
 greedy decoding of held-out tasks, accuracy for `fsd` on more of them. Finished runs are kept in `results.jsonl` and
 not repeated.
 """
@@ -13,6 +14,7 @@ not repeated.
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import json
 import logging
@@ -48,6 +50,7 @@ RULES: dict[str, dict] = {  # name in the records -> options of eagle_fsd.genera
 }
 TREE = (16, 5, 3, 0.5)
 NEW_TOKENS = 256
+ROUNDS = 3  # of timings that count
 
 
 def run_settings(args: argparse.Namespace, objective: str, lr: float, seed: int, steps: int, output: Path) -> dict:
@@ -82,9 +85,9 @@ def prepare_features(args: argparse.Namespace) -> None:
         write_features(target, documents, features_folder(args, "eagle3" if wide else "eagle"))
 
 
-def seconds_per_step(args: argparse.Namespace, objective: str) -> float:
-    """Measured over a short run, without its start and its evaluation; once per work folder."""
-    output = args.work / "timing" / objective
+def timing(args: argparse.Namespace, objective: str, number: int) -> float:
+    """Seconds per step of a short run, without its start and its evaluation."""
+    output = args.work / "timing" / f"{objective}-{number}"
     if not (output / "head").exists():
         train(make_config(run_settings(args, objective, 1e-3, 0, 24, output)), cpu=args.device == "cpu")
     lines = read_lines(output / "train.jsonl")
@@ -93,18 +96,34 @@ def seconds_per_step(args: argparse.Namespace, objective: str) -> float:
     return (seconds[-1] - seconds[3]) / (len(lines) - 4)
 
 
+def measure_steps(args: argparse.Namespace) -> dict[str, float]:
+    """Seconds per step of each objective, all under the same conditions; once per work folder."""
+    path = args.work / "steps.jsonl"
+    known = {line["objective"]: line["seconds"] for line in read_lines(path)}
+    wanted = [objective for objective in args.objectives if objective not in known]
+    found = {objective: [] for objective in wanted}
+    for number in range(ROUNDS + 1):  # the first work of a process is slower: memory is yet to be claimed
+        for objective in wanted:
+            seconds = timing(args, objective, number)
+            found[objective] += [seconds] if number else []
+    append_lines(path, [{"objective": objective, "seconds": statistics.median(rounds), "rounds": rounds}
+                        for objective, rounds in found.items()])
+    return known | {objective: statistics.median(rounds) for objective, rounds in found.items()}
+
+
 def head_folder(args: argparse.Namespace, objective: str, lr: float, seed: int) -> Path:
     return args.work / f"{objective}-{lr:g}-{seed}"
 
 
-def measured(args: argparse.Namespace, objective: str, lr: float, seed: int, rules: tuple[str, ...]) -> dict:
+def measured(
+    args: argparse.Namespace, per_step: float, objective: str, lr: float, seed: int, rules: tuple[str, ...]
+) -> dict:
     """The record of one run and these rules, made where it is not there yet."""
     path = args.work / "results.jsonl"
     wanted = {"objective": objective, "lr": lr, "seed": seed, "rules": list(rules)}
     for record in read_lines(path):
         if all(record[name] == value for name, value in wanted.items()):
             return record
-    per_step = seconds_per_step(args, objective)
     steps = max(20, round(args.seconds / per_step))
     settings = run_settings(args, objective, lr, seed, steps, head_folder(args, objective, lr, seed))
     head = train(make_config(settings), cpu=args.device == "cpu")
@@ -151,14 +170,14 @@ def speeds(args: argparse.Namespace, rows: list[dict]) -> None:
 
 def compare(args: argparse.Namespace) -> list[dict]:
     """One row per objective: its best rate, means over seeds."""
-    for objective in args.objectives:  # one after the other, under the same conditions
-        log.info("%s: %.3f s/step", objective, seconds_per_step(args, objective))
-    rows = []
+    paces, rows = measure_steps(args), []
     for objective in args.objectives:
-        tried = {lr: measured(args, objective, lr, 0, ("exact",)) for lr in args.rates}
+        log.info("%s: %.3f s/step", objective, paces[objective])
+        one = functools.partial(measured, args, paces[objective], objective)
+        tried = {lr: one(lr, 0, ("exact",)) for lr in args.rates}
         best = max(tried, key=lambda lr: tried[lr]["tau exact"])
-        first = measured(args, objective, best, 0, tuple(RULES))
-        runs = [first, *(measured(args, objective, best, seed, ("exact",)) for seed in range(1, args.seeds))]
+        first = one(best, 0, tuple(RULES))
+        runs = [first, *(one(best, seed, ("exact",)) for seed in range(1, args.seeds))]
         numbers = {name: [run[name] for run in runs] for name in runs[-1] if isinstance(runs[-1][name], float)}
         rows.append({"objective": objective, "steps": runs[0]["steps"],
                      "rates": {f"{lr:g}": run["tau exact"] for lr, run in tried.items()},

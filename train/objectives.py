@@ -50,6 +50,7 @@ class Objective:
             much, and teach little while the first is bad.
         logit_stride: the terms on distributions are taken at every so-manieth position only, another residue in each
             step, and weigh as much more. The output layer is most of a step's cost; the regression does not need it.
+            Without such terms the positions are only those that the accuracy is told from.
         step_decay: weight of step s is step_decay ** (s - 1).
         noise: features are read with uniform noise of +- this much, times 512 / length of the document.
     """
@@ -102,6 +103,8 @@ OBJECTIVES: dict[str, Objective] = {
     "eagle": Objective(regression=1.0, soft_ce=0.1, noise=0.1),
     "plain": Objective(regression=1.0, soft_ce=0.1),
     "sparse": Objective(regression=1.0, soft_ce=0.1, logit_stride=4),
+    "features": Objective(regression=1.0, logit_stride=8),
+    "features_ce": Objective(regression=1.0, soft_ce=0.01, logit_stride=4),
     "soft_ce": Objective(soft_ce=1.0, regression=0.1),
     "aligned": Objective(regression=1.0, soft_ce=0.1, aligned_steps=3),
     "late": Objective(regression=1.0, soft_ce=0.1, aligned_steps=2, aligned_from=0.7),
