@@ -182,21 +182,23 @@ def generate(
         streamer.put(torch.tensor(prompts))
     outputs: list[Output] = [None] * len(prompts)
     for numbers, choice in together:
+        choose = of_rows if tree is None and len(numbers) > 1 else None
         settings = [Settings(
             **shared, tree=choice.tree, cost=choice.cost, processors=processors[number], seed=seeds[number],
             max_new_tokens=rooms[number],
-            choose=of_rows if tree is None and len(numbers) > 1 else None,
+            choose=choose,
             # Texts of a fuzzy rule depend on where drafting pauses, and must not depend on earlier requests.
             pause=model.pauses[temperature] if rule.is_lossless(temperature == 0) else None,
         ) for number in numbers]
-        drafting = choice.tree is not None or session is not None  # a later call may draft
+        later = [] if choose is None else [choose(count).tree for count in range(1, len(numbers))]
+        drafting = any([choice.tree, *later]) or session is not None  # as rows end, or in a later call
         answers = run(
             model.target, model.draft if drafting else None, [prompts[number] for number in numbers], settings,
             streamer=streamer, session=session, graphs=model.graphs,
             stop_check=(lambda new: any(s in decode(model, new) for s in stops)) if stops else None,
         )
         for number, output in zip(numbers, answers, strict=True):
-            if choice.tree is None:
+            if choice.tree is None and output.stats.undrafted == output.stats.target_forwards:
                 output.stats.plain_because = "no tree is expected to be faster than plain decoding"
             if model.tokenizer is not None:
                 output.text = decode(model, output.token_ids)

@@ -330,7 +330,7 @@ class Decoder:
         self.cache.keep_rows(numbers)
         if self.head is not None:
             self.draft_cache.keep_rows(numbers)
-        if self.settings.choose is not None and self.tree is not None:
+        if self.settings.choose is not None:
             choice = self.settings.choose(len(numbers))
             self.tree, self.cost = choice.tree, choice.cost
 
@@ -437,7 +437,7 @@ def read_walk(
         step_to.double(),
         torch.nn.functional.pad(verification.is_exact, (0, 1)).double(),
         (nothing if divergence is None else divergence.gather(1, step_from)).double(),
-        logits.log_softmax(-1).flatten(1).gather(1, step).double(),  # log-probability
+        (taken - logits.logsumexp(-1).gather(1, step_from)).double(),  # log-probability
         (logits.amax(-1).gather(1, step_from) - taken).double(),  # regret
         verification.warped_logits.flatten(1).gather(1, step).double(),
     ], 1)).tolist()  # [B, 7, N + 1]

@@ -148,6 +148,24 @@ def test_trees_follow_the_size_of_the_batch():
     assert {1, 2, 3, 5} <= set(asked)
 
 
+def test_a_batch_that_begins_plainly_drafts_once_rows_have_left():
+    class Trees:
+        def of(self, rule, temperature, rows=1):
+            return Choice(TREE if rows < 3 else None)
+
+    pair, prompts = tiny_pair(), [PROMPT, PROMPT[:3], PROMPT[2:9]]
+    expected = [eagle_fsd.generate(prompt, pair, max_new_tokens=count, acceptance="exact").token_ids
+                for prompt, count in zip(prompts, (40, 40, 8), strict=True)]
+    pair.trees = Trees()
+    ends = expected[2][-1]
+    found = eagle_fsd.generate(prompts, pair, max_new_tokens=40, acceptance="exact", stop_token_ids=[ends])
+    drafted = [output.stats.target_forwards - output.stats.undrafted for output in found]
+    for output, ids in zip(found, expected, strict=True):
+        assert output.token_ids == ids[: len(output.token_ids)]
+    assert any(drafted) and any(sum(output.stats.accepted_lengths) for output in found)
+    assert all((output.stats.plain_because is None) == bool(count) for output, count in zip(found, drafted, strict=True))
+
+
 @pytest.mark.parametrize(
     ("prompts", "options", "error", "message"),
     [
