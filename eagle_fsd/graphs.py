@@ -19,6 +19,7 @@ from tqdm import tqdm
 
 from .attention import tree_mask
 from .cache import TreeCache
+from .compiled import why_not_together
 from .config import TreeConfig
 from .draft import DraftHead
 from .drafting import grow_tree
@@ -38,6 +39,13 @@ def bucket_of(length: int) -> int:
     while bucket < length:
         bucket = bucket * 3 // 2 if bucket & (bucket - 1) == 0 else bucket * 4 // 3
     return bucket
+
+
+def why_no_graphs(target: TargetModel) -> str | None:
+    """Why cycles with this target have no graphs; None: they may."""
+    if target.short_positions is not None:
+        return "the keys of its short texts and those of its long ones differ"
+    return why_not_together(target)
 
 
 class Phase:
@@ -107,7 +115,7 @@ class StaticCycle:
         count = len(tokens)
         self.features[0, :count] = features
         self.tokens[0, :count] = tokens
-        self.numbers.copy_(torch.tensor([count, read, length]))
+        self.numbers.copy_(torch.tensor([count, read, length]), non_blocking=True)
         self.tree, draft_logits = self.drafting()
         return self.tree, draft_logits
 
@@ -118,7 +126,7 @@ class StaticCycle:
     ) -> DraftTree:
         """The root alone."""
         self.tokens.fill_(token)
-        self.numbers.copy_(torch.tensor([1, 0, length]))
+        self.numbers.copy_(torch.tensor([1, 0, length]), non_blocking=True)
         self.tree, = self.drafting()
         return self.tree
 

@@ -19,11 +19,11 @@ from .attention import GROUPED, IMPLEMENTATIONS, STOCK
 from .autotree import AutoTree, describe, read_logs
 from .calibration import Calibration, parse_promise, read_calibrations
 from .checkpoint import check_source, load_head
-from .compiled import compile_forwards, why_not_together
+from .compiled import compile_forwards
 from .config import CPU_TREE, GPU_TREE, TreeConfig
 from .draft import DraftHead
 from .generation import Pause
-from .graphs import GraphCycles
+from .graphs import GraphCycles, why_no_graphs
 from .heads import find_head
 from .latency import known_latency, use_fastest_attention
 from .parallel import loading_options
@@ -106,7 +106,7 @@ class EagleModel:
         return done and (not (on_cuda and warm_up) or self.warm_up_graphs())
 
     def _use_graphs(self, max_length: int) -> bool:
-        reason = why_not_together(self.target)
+        reason = why_no_graphs(self.target)
         if reason is not None:
             log.warning("%s runs without CUDA graphs: %s", type(self.target.model).__name__, reason)
             return False
