@@ -271,20 +271,24 @@ class AutoTree:
 
     Args:
         default: the tree where there are no logs.
+        single: latency of single prompts where they run otherwise, as CUDA graphs.
     """
 
     def __init__(
-        self, logs: Sequence[TreeLog], latency: Latency, *, stopping: bool, default: TreeConfig = CPU_TREE
+        self, logs: Sequence[TreeLog], latency: Latency, *, stopping: bool, default: TreeConfig = CPU_TREE,
+        single: Latency | None = None,
     ) -> None:
         self.logs, self.latency, self.stopping, self.default = logs, latency, stopping, default
+        self.single = single or latency
         self._chosen: dict[tuple[int, int], Choice] = {}
 
     def of(self, rule: Rule, temperature: float, rows: int = 1) -> Choice:
         """For a rule at a temperature: by its own log, else by one of `exact` (which accepts least) at the nearest
         temperature, else by the nearest of all. A batch gets that of the next power of two."""
         ours, rows = repr(rule), 1 << (rows - 1).bit_length()
+        latency = self.single if rows == 1 else self.latency
         if not self.logs:
-            return Choice(self.default, cost=cost_of(self.default, self.latency, rows))
+            return Choice(self.default, cost=cost_of(self.default, latency, rows))
 
         def distance(entry: TreeLog) -> tuple:
             return ((entry.temperature == 0) != (temperature == 0), abs(entry.temperature - temperature),
@@ -293,5 +297,5 @@ class AutoTree:
         nearest = min(range(len(self.logs)), key=lambda number: distance(self.logs[number]))
         if (nearest, rows) not in self._chosen:
             cycles = self.logs[nearest].cycles
-            self._chosen[nearest, rows] = choose(cycles, self.latency, stopping=self.stopping, rows=rows)
+            self._chosen[nearest, rows] = choose(cycles, latency, stopping=self.stopping, rows=rows)
         return self._chosen[nearest, rows]

@@ -176,7 +176,7 @@ class TreeCache(Cache):
                  for count, place in enumerate(places) if place != length + count]
         if moves:
             for device in {key[0] for key in self._storages}:
-                row, source, target = torch.tensor(moves).to(device).unbind(1)
+                row, source, target = torch.tensor(moves).to(device, non_blocking=True).unbind(1)
                 for key, (storage, _) in self._storages.items():
                     if key[0] == device:
                         places = storage.transpose(-3, -2)  # [..., B, C, H, D]
@@ -191,6 +191,12 @@ class TreeCache(Cache):
                 layer.length = length
             return
         self._settle([min(held, length) for held in self.lengths])
+
+    def clear(self) -> None:
+        """Forget all, also what a broken forward may have left."""
+        for storage, _ in self._storages.values():
+            storage.zero_()
+        self._settle([0] * self.batch)
 
     def keep_rows(self, rows: Sequence[int]) -> None:
         """Keep these sequences, in this ascending order, and forget the others."""

@@ -139,7 +139,7 @@ def grow_tree(
             mask = torch.cat([inherited, itself], -1)
     cache.truncate(base)
     tree = rerank(torch.cat(levels, 1), torch.cat(scores, 1), torch.cat(expanded, 1), len(levels) - 1, config)
-    return tree, head.widen(torch.cat(draft_logits, 1) if keep_logits else logits[:, :0])
+    return tree, head.widen(torch.cat(draft_logits, 1) if keep_logits else logits[:, :0].clone())
 
 
 def _best_children(
@@ -207,12 +207,13 @@ def rerank(
     """
     k, batch = config.top_k, len(tokens)
     comparable = scores.nan_to_num(nan=-math.inf, neginf=-math.inf)
+    comparable[:, 0] = math.inf  # a sum of confidences can round to above 0
     sorted_scores, order = comparable.sort(dim=1, descending=True, stable=True)
     count = min(config.total_tokens, scores.shape[1])
     if config.least_probability:
         likely = (sorted_scores >= math.log(config.least_probability)).sum().item()
         count = min(count, math.ceil(likely / batch))
-        if count == 1:
+        if count <= 1:
             return root_only(tokens[:, 0])
     kept = order[:, :count].sort(1).values  # [B, N], in the order of scored numbers
     parent = ((kept - 1) // k).clamp_min(0)  # as expanded node; the root is its own

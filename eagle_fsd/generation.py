@@ -298,14 +298,15 @@ class Decoder:
         """One cycle; each row emits its accepted draft tokens and one token of the target."""
         lengths, place = self.cache.lengths, self.cache.length  # L of each row: the root is the token there
         drafts = self.head is not None and self.tree is not None and self.pause.drafts()
-        forwards = None if self.graphs is None else self._replay(self.graphs, drafts)
+        graphs = self.graphs if self.graphs and self.graphs.failed is None else None
+        forwards = None if graphs is None else self._replay(graphs, drafts)
         if forwards is None:
             tree, draft_logits = self._draft() if drafts else self._plain()
             positions = tree.depths + torch.tensor(lengths, device=self.device)[:, None]
             features = self.target.verify(tree.tokens, positions, tree.ancestors, self.cache)  # [B, N, F]
-            logits = self.target.logits(features)
         else:
-            place, tree, draft_logits, features, logits = forwards
+            place, tree, draft_logits, features = forwards
+        logits = self.target.logits(features)
         processors = [row.settings.processors for row in self.rows]
         warped = warp_trees(processors, [row.context for row in self.rows], tree, logits)
         noise = None if self.settings.greedy else self._noise(tree, lengths, self.seeds)
@@ -345,10 +346,8 @@ class Decoder:
             keep_logits=self._keep_logits,
         )
 
-    def _replay(
-        self, graphs: GraphCycles, drafts: bool
-    ) -> tuple[int, DraftTree, Tensor, Tensor, Tensor] | None:
-        """Draft and verify by graphs: where the nodes' keys lie, tree, draft's logits, features and logits.
+    def _replay(self, graphs: GraphCycles, drafts: bool) -> tuple[int, DraftTree, Tensor, Tensor] | None:
+        """Draft and verify by graphs: where the nodes' keys lie, tree, draft's logits and features.
 
         None where they cannot be captured: nothing is lost then, and all goes on without.
         """
@@ -367,10 +366,9 @@ class Decoder:
             else:
                 tree = cycle.begin(row.tokens[-1], length)
                 draft_logits = torch.zeros(1, 1, self.target.vocab_size, device=self.device)
-            return cycle.place, tree, draft_logits, *cycle.verify()
+            return cycle.place, tree, draft_logits, cycle.verify()
         except RuntimeError as error:  # of a capture; errors of the device itself come again without graphs
             graphs.fail(error)
-            self.graphs = None
             self.cache.commit([length], [[]])
             if self.draft_cache is not None:
                 self.draft_cache.commit([read], [[]])
@@ -491,7 +489,7 @@ def run(
         session: that of earlier requests to these models. It and the streamer serve a single prompt.
         graphs: see `Decoder`; in use by another request, or with a session, which keeps its caches, they are left.
     """
-    if graphs is not None and session is None and graphs.in_use.acquire(blocking=False):
+    if graphs is not None and session is None and len(prompts) == 1 and graphs.in_use.acquire(blocking=False):
         try:
             return _run(target, head, prompts, settings, stop_check, streamer, None, graphs)
         finally:

@@ -2,7 +2,7 @@
 
 A graph repeats its kernels at the addresses and shapes of its capture. So the models have one pair of caches for all
 requests, pinned (`TreeCache.pin`) behind a *bucket*: a number of places that the text has not outgrown. What the text
-really holds is a number on the device, and so are the tokens that the draft has yet to read, T of at most depth + 1.
+really holds is a number on the device, and so is how many tokens the draft has yet to read, T of at most depth + 1.
 
 L length of the text, N nodes, F width of the target's features, D hidden size, V vocabulary. One sequence.
 """
@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -22,7 +24,7 @@ from .cache import TreeCache
 from .compiled import why_not_together
 from .config import TreeConfig
 from .draft import DraftHead
-from .drafting import grow_tree
+from .drafting import confidence_lines, grow_tree
 from .target import TargetModel
 from .tree import DraftTree, root_only
 
@@ -30,7 +32,10 @@ log = logging.getLogger(__name__)
 
 LEAST = 256  # places of the smallest bucket
 MOST_NODES = 256  # places behind the largest: of a tree, or of what a draft keeps of its own
-PARITY = 2e-2  # of the features' size, between a graph and its function
+MOST_CYCLES = 64  # that are kept
+PARITY = 2e-2  # of the results' size, between a graph and its function
+
+T = TypeVar("T")
 
 
 def bucket_of(length: int) -> int:
@@ -43,66 +48,82 @@ def bucket_of(length: int) -> int:
 
 def why_no_graphs(target: TargetModel) -> str | None:
     """Why cycles with this target have no graphs; None: they may."""
-    if target.short_positions is not None:
-        return "the keys of its short texts and those of its long ones differ"
+    if target.short_positions is not None or not target.reads_in_parts:
+        return "its rotary embedding depends on the length of the text"
     return why_not_together(target)
 
 
 class Phase:
-    """A function of tensors that stay where they are, with its results where they were the last time.
+    """A function of tensors that stay where they are, with its result where it was the last time.
 
     Args:
         function: without arguments; to run it again changes nothing.
-        pool: the memory that graphs share; None: there is no graph, the function is called each time.
+        graphs: whose memory and stream the capture uses.
     """
 
-    def __init__(self, function: Callable[[], tuple], pool: object | None) -> None:
-        self.function, self.pool = function, pool
+    def __init__(self, function: Callable[[], T], graphs: GraphCycles) -> None:
+        self.function, self.graphs = function, graphs
         self.graph: torch.cuda.CUDAGraph | None = None
-        self.result: tuple = ()
 
-    def __call__(self) -> tuple:
-        if self.pool is None:
+    def __call__(self) -> T:
+        if self.graphs.stream is None:
             return self.function()
         if self.graph is None:
-            self.capture()
-        assert self.graph is not None
+            self.capture(self.graphs.stream)
         self.graph.replay()
         return self.result
 
-    def capture(self) -> None:
-        """Run the function twice apart, as graphs want it, and capture it."""
-        aside = torch.cuda.Stream()
-        aside.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(aside):
-            for _ in range(2):
-                self.function()
-        torch.cuda.current_stream().wait_stream(aside)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self.pool):
-            self.result = self.function()
+    def capture(self, stream: torch.cuda.Stream) -> None:
+        """Run the function twice apart, as graphs want it, and capture it.
+
+        Raises:
+            RuntimeError: it waits for the device, or cannot be captured.
+        """
+        before = torch.cuda.current_stream(stream.device)
+        with torch.cuda.stream(before):  # a capture that fails would leave its own stream behind
+            stream.wait_stream(before)
+            with torch.cuda.stream(stream):
+                self.function()  # what is made once, such as a cache's storage, is made here
+                with waits_refused():  # a failed capture leaves more behind than an error
+                    self.function()
+            before.wait_stream(stream)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=self.graphs.pool, stream=stream, capture_error_mode="thread_local"):
+                self.result = self.function()
         self.graph = graph
+
+
+@contextmanager
+def waits_refused() -> Iterator[None]:
+    """Within, what waits for the device raises RuntimeError."""
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
 
 
 class StaticCycle:
     """The two phases of a cycle with one tree behind one bucket.
 
     Args:
-        tree: None: no drafting, the tree is the root.
+        config: None: no drafting, the tree is the root.
+        place: of the first node's keys, the end of the bucket.
         keep_logits: whether the draft's logits are wanted, see `draft_tree`.
     """
 
-    def __init__(
-        self, cycles: GraphCycles, tree: TreeConfig | None, place: int, keep_logits: bool, pool: object | None
-    ) -> None:
-        self.cycles, self.config, self.place, self.keep_logits = cycles, tree, place, keep_logits
-        self.most = 1 if tree is None else tree.depth + 1  # T
-        device, target = cycles.target.output_device, cycles.target
+    def __init__(self, graphs: GraphCycles, config: TreeConfig | None, place: int, keep_logits: bool) -> None:
+        self.graphs, self.config, self.place, self.keep_logits = graphs, config, place, keep_logits
+        self.most = 1 if config is None else config.depth + 1  # T
+        target, device = graphs.target, graphs.target.output_device
         self.features = torch.zeros(1, self.most, target.feature_size, dtype=target.dtype, device=device)
         self.tokens = torch.zeros(1, self.most, dtype=torch.long, device=device)
         self.numbers = torch.ones(3, dtype=torch.long, device=device)  # of tokens: to read, read by draft, by target
-        self.drafting = Phase(self._draft, pool)
-        self.verifying = Phase(self._verify, pool)
+        self.tree = root_only(self.tokens[:, 0])  # without drafting: it shows what `tokens` holds
+        self.drafting, self.verifying = Phase(self._draft, graphs), Phase(self._verify, graphs)
+        # Graphs read these without holding them.
+        self.lines = config and config.confidence and confidence_lines(config.confidence, config.top_k, device)
 
     def draft(
         self,
@@ -113,7 +134,7 @@ class StaticCycle:
     ) -> tuple[DraftTree, Tensor]:
         """The draft tree, and the draft's logits [1, E or 0, V]; the draft's cache must be told what it keeps."""
         count = len(tokens)
-        self.features[0, :count] = features
+        self.features.zero_()[0, :count] = features  # no NaN may be left in what is hidden
         self.tokens[0, :count] = tokens
         self.numbers.copy_(torch.tensor([count, read, length]), non_blocking=True)
         self.tree, draft_logits = self.drafting()
@@ -127,20 +148,17 @@ class StaticCycle:
         """The root alone."""
         self.tokens.fill_(token)
         self.numbers.copy_(torch.tensor([1, 0, length]), non_blocking=True)
-        self.tree, = self.drafting()
         return self.tree
 
-    def verify(self) -> tuple[Tensor, Tensor]:
-        """Features [1, N, F] and logits [1, N, V] of the tree; the cache must be told which nodes to keep."""
+    def verify(self) -> Tensor:
+        """Features [1, N, F] of the tree; the cache must be told which nodes to keep."""
         return self.verifying()
 
     def _held(self, count: Tensor) -> Tensor:
         return (torch.arange(self.place, device=count.device) < count)[None]
 
-    def _draft(self) -> tuple:
-        if self.config is None:
-            return (root_only(self.tokens[:, 0]),)
-        head, cache = self.cycles.head, self.cycles.draft_cache
+    def _draft(self) -> tuple[DraftTree, Tensor]:
+        head, cache = self.graphs.head, self.graphs.draft_cache
         count, read = self.numbers[0:1], self.numbers[1:2]
         ahead = torch.arange(self.most, device=count.device)
         held, positions = self._held(read), read[:, None] + ahead
@@ -151,13 +169,12 @@ class StaticCycle:
         last = (count - 1)[:, None]
         predicted = predicted.gather(1, last[..., None].expand(-1, -1, predicted.shape[-1]))
         root = self.tokens.gather(1, last)[:, 0]
-        return grow_tree(head, self.cycles.target, predicted, root, cache, self.config, self.keep_logits)
+        return grow_tree(head, self.graphs.target, predicted, root, cache, self.config, self.keep_logits)
 
-    def _verify(self) -> tuple:
-        target, tree, cache, length = self.cycles.target, self.tree, self.cycles.cache, self.numbers[2:3]
+    def _verify(self) -> Tensor:
+        tree, cache, length = self.tree, self.graphs.cache, self.numbers[2:3]
         cache.pin(length, self._held(length))
-        features = target.verify(tree.tokens, tree.depths + length[:, None], tree.ancestors, cache)
-        return features, target.logits(features)
+        return self.graphs.target.verify(tree.tokens, tree.depths + length[:, None], tree.ancestors, cache)
 
 
 class GraphCycles:
@@ -170,76 +187,105 @@ class GraphCycles:
 
     def __init__(self, target: TargetModel, head: DraftHead | None, max_length: int, *, capture: bool = True) -> None:
         self.target, self.head, self.max_length = target, head, max_length
+        self.reserved = _reserved(target.output_device)  # before
         room = bucket_of(max_length) + MOST_NODES
         self.cache = target.new_cache(room, stale=True)
         self.draft_cache = None if head is None else head.new_cache(room, stale=True)
+        self.stream = torch.cuda.Stream(target.output_device) if capture else None  # one: each claims memory for good
         self.pool = torch.cuda.graph_pool_handle() if capture else None
         self.cycles: dict[tuple, StaticCycle] = {}
         self.in_use = threading.Lock()
         self.failed: str | None = None  # why there are no more graphs
 
     def serve(self, length: int, trees: Sequence[TreeConfig | None]) -> bool:
-        """Whether a text that grows to this length can be decoded so, with these trees.
-
-        Trees that stop early wait for the device at each level, which no graph can.
-        """
-        def fits(tree: TreeConfig) -> bool:
-            needed = max(tree.nodes, tree.depth + 1 + tree.top_k * tree.depth)
-            return needed <= MOST_NODES and not tree.least_reach and not tree.least_probability
-
-        return self.failed is None and length <= self.max_length and all(tree is None or fits(tree) for tree in trees)
+        """Whether a text that grows to this length can be decoded so, with these trees."""
+        if self.failed is None and length > self.max_length:
+            log.info("a text of up to %d tokens runs without CUDA graphs: they serve %d", length, self.max_length)
+        return self.failed is None and length <= self.max_length and all(map(fits, trees))
 
     def of(self, tree: TreeConfig | None, keep_logits: bool, length: int) -> StaticCycle:
         """The cycle for a text of this length."""
         key = (tree, keep_logits, bucket_of(length))
         if key not in self.cycles:
-            self.cycles[key] = StaticCycle(self, tree, key[2], keep_logits, self.pool)
+            if len(self.cycles) == MOST_CYCLES:
+                del self.cycles[next(iter(self.cycles))]
+            self.cycles[key] = StaticCycle(self, tree, key[2], keep_logits)
         return self.cycles[key]
 
-    def fail(self, error: Exception) -> None:
+    def fail(self, error: BaseException) -> None:
         """Note that something cannot be captured: what follows runs without graphs."""
+        while error.__context__ is not None:  # that of a capture says no more than that there was one
+            error = error.__context__
         self.failed = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         self.cycles.clear()
         log.warning("%s runs without CUDA graphs: %s", type(self.target.model).__name__, self.failed)
 
     @torch.inference_mode()
-    def warm_up(self, trees: Sequence[TreeConfig | None]) -> bool:
-        """Capture the cycles of these trees for all lengths, with a progress bar; says what memory they take.
+    def warm_up(self, kinds: Sequence[tuple[TreeConfig | None, bool]]) -> bool:
+        """Capture the cycles of these trees, with or without the draft's logits, for all lengths.
+
+        It shows progress, and the log says what memory they take.
 
         Returns:
             Whether they could be captured, and give what the functions give.
         """
-        buckets = sorted({bucket_of(length) for length in range(1, self.max_length + 1, LEAST // 2)}
-                         | {bucket_of(self.max_length)})
-        device, before = self.target.device, _reserved(self.target.device)
-        work = [(tree, bucket) for bucket in reversed(buckets) for tree in trees]  # the largest takes the most memory
+        if self.failed is not None:
+            return False
+        buckets = sorted({bucket_of(length) for length in range(1, self.max_length + 1)}, reverse=True)
+        work = [(*kind, bucket) for bucket in buckets for kind in kinds if fits(kind[0])]  # the most memory first
         try:
-            for tree, bucket in tqdm(work, desc="capturing graphs", unit="graph", leave=False, disable=None):
-                cycle = self.of(tree, False, bucket)
-                if tree is None:
-                    cycle.begin(0, bucket // 2)
-                else:
-                    cycle.draft(cycle.features[0], cycle.tokens[0], bucket // 2, bucket // 2)
-                wanted = cycle.verifying.function()[0].clone()
-                difference = ((cycle.verify()[0] - wanted).float().norm() / wanted.float().norm()).item()
-                if not difference <= PARITY:
-                    raise ValueError(f"features of a graph differ by {difference:.1g} of their size")
+            for tree, keep_logits, bucket in tqdm(
+                work, desc="capturing graphs", unit="graph", leave=False, disable=None
+            ):
+                self._check(self.of(tree, keep_logits, bucket))
         except Exception as error:  # whatever cannot be captured ends in
             self.fail(error)
             return False
         finally:
             self.reset()
-        held = sum(cache.nbytes for cache in (self.cache, self.draft_cache) if cache is not None)
-        log.info("%d CUDA graphs take %.0f MB, the caches for %d tokens %.0f MB", 2 * len(self.cycles),
-                 (_reserved(device) - before - held) / 1e6, self.max_length, held / 1e6)
+        caches = sum(cache.nbytes for cache in (self.cache, self.draft_cache) if cache is not None)
+        graphs = _reserved(self.target.output_device) - self.reserved - caches
+        log.info("CUDA graphs of %d cycles take %.0f MB, the caches for %d tokens %.0f MB", len(self.cycles),
+                 graphs / 1e6, self.max_length, caches / 1e6)
         return True
+
+    def _check(self, cycle: StaticCycle) -> None:
+        """Capture both phases, and compare them with their functions on other inputs."""
+        for text in (1, 2):
+            length, noise = cycle.place // 2 + text, torch.Generator().manual_seed(text)
+            tokens = torch.randint(self.target.vocab_size, (cycle.most,), generator=noise).to(cycle.tokens.device)
+            if cycle.config is None:
+                cycle.begin(int(tokens[0]), length)
+            else:
+                features = torch.randn(cycle.features[0].shape, generator=noise).to(cycle.features)
+                drafted = cycle.draft(features, tokens, length - len(tokens), length)[0].scores
+                _require_same("drafting", drafted, cycle.drafting.function()[0].scores)
+            _require_same("verifying", cycle.verify(), cycle.verifying.function())
 
     def reset(self) -> tuple[TreeCache, TreeCache | None]:
         """Both caches, empty."""
         for cache in (self.cache, self.draft_cache):
             if cache is not None:
-                cache.commit([0], [[]])
+                cache.clear()
         return self.cache, self.draft_cache
+
+
+def fits(tree: TreeConfig | None) -> bool:
+    """Whether there can be graphs of a tree: not of one that stops early, waiting for the device at each level.
+
+    Behind the bucket lie its nodes, or in the draft's cache what it reads, then the frontier of each level.
+    """
+    if tree is None:
+        return True
+    needed = max(tree.nodes, tree.depth + 1 + tree.top_k * tree.depth)
+    return needed <= MOST_NODES and not tree.least_reach and not tree.least_probability
+
+
+def _require_same(phase: str, found: Tensor, wanted: Tensor) -> None:
+    """Raise where a graph does not give what its function gives."""
+    difference = ((found - wanted).float().norm() / wanted.float().norm()).item()
+    if not difference <= PARITY:
+        raise ValueError(f"{phase} by a graph differs by {difference:.1g} of the size")
 
 
 def _reserved(device: torch.device) -> int:

@@ -95,10 +95,10 @@ def measure(target: TargetModel, head: DraftHead, graphs: GraphCycles | None = N
     wide = max(width for width in widths if width <= WIDE)
     nodes = [count for count in NODES if count <= TreeConfig(count, SHORT, wide).nodes]
     parts = {
+        ("plain", 1): cycle(None),  # first: with graphs all share their caches, and this one leaves the draft's empty
         **{("nodes", count): cycle(TreeConfig(count, SHORT, wide)) for count in nodes},
         **{("short", top_k): cycle(TreeConfig(SHORT, SHORT, top_k)) for top_k in widths},
         **{("long", top_k): cycle(TreeConfig(SHORT, LONG, top_k)) for top_k in widths},
-        ("plain", 1): cycle(None),
     }
     if graphs is None:  # with graphs nothing stops at the root
         parts["root", 1] = cycle(TreeConfig(2, 1, 1, least_reach=2.0))
@@ -174,7 +174,13 @@ def circumstances(target: TargetModel, head: DraftHead | None, graphs: GraphCycl
 
 
 def known_latency(target: TargetModel, head: DraftHead, graphs: GraphCycles | None = None) -> Latency:
-    """From the cache on disk, else measured and kept there."""
+    """From the cache on disk, else measured and kept there.
+
+    Args:
+        graphs: of single prompts, where they serve the measured text; else it is that of ordinary cycles.
+    """
+    if graphs is not None and not graphs.serve(CONTEXT + max(NODES) + LONG, []):
+        graphs = None
     key, path = circumstances(target, head, graphs), cache_directory() / "latency.json"
     key, stored = of_first(target.group, lambda: (key, _kept(path)))
     if key in stored:
@@ -183,6 +189,10 @@ def known_latency(target: TargetModel, head: DraftHead, graphs: GraphCycles | No
         return Latency(**{**entry, **numbers})
     log.info("measuring how long cycles take with trees of several sizes")
     measured = measure(target, head, graphs)
+    if graphs is not None:
+        graphs.cycles.clear()  # those of the measured trees
+        if graphs.failed is not None:
+            return known_latency(target, head)
     latency = of_first(target.group, lambda: measured)
     if is_first(target.group):
         _keep(path, key, asdict(latency))

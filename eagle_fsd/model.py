@@ -16,7 +16,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from .acceptance import make_rule
 from .attention import GROUPED, IMPLEMENTATIONS, STOCK
-from .autotree import AutoTree, describe, read_logs
+from .autotree import AutoTree, TreeLog, describe, read_logs
 from .calibration import Calibration, parse_promise, read_calibrations
 from .checkpoint import check_source, load_head
 from .compiled import compile_forwards
@@ -94,30 +94,49 @@ class EagleModel:
         """
         if max_length < 1:
             raise ValueError(f"max_length must be at least 1, got {max_length!r}")
-        on_cuda = self.target.device.type == "cuda"
-        if on_cuda:
-            done = self._use_graphs(min(max_length, self.target.max_positions or max_length))
-        else:
+        if self.target.device.type != "cuda":
             done = compile_forwards(self.target, self.draft, batches=batches, warm_up=warm_up)
-        if done and self.trees is not None and self.draft is not None:
-            latency = known_latency(self.target, self.draft, self.graphs)
-            self.trees = AutoTree(
-                self.trees.logs, latency, stopping=self.trees.stopping, default=self.trees.default)
-        return done and (not (on_cuda and warm_up) or self.warm_up_graphs())
-
-    def _use_graphs(self, max_length: int) -> bool:
+            self._measure_again()
+            return done
+        self.graphs = None
         reason = why_no_graphs(self.target)
-        if reason is not None:
-            log.warning("%s runs without CUDA graphs: %s", type(self.target.model).__name__, reason)
-            return False
-        self.graphs = GraphCycles(self.target, self.draft, max_length)
-        return True
+        if reason is None:
+            self.graphs = GraphCycles(self.target, self.draft, min(max_length, self.target.max_positions or max_length))
+            self._measure_again()
+            return not warm_up or self.warm_up_graphs()
+        log.warning("%s runs without CUDA graphs: %s", type(self.target.model).__name__, reason)
+        return False
+
+    def _measure_again(self) -> None:
+        """Have the tree chosen by the present latencies."""
+        if self.trees is not None and self.draft is not None:
+            self.choose_trees(self.trees.logs, stopping=self.trees.stopping, default=self.trees.default)
+
+    def choose_trees(self, logs: Sequence[TreeLog], *, stopping: bool, default: TreeConfig) -> None:
+        """Have the tree chosen by these logs, see `AutoTree`, and the models' latencies, which are measured."""
+        assert self.draft is not None
+        latency = known_latency(self.target, self.draft)
+        single = None if self.graphs is None else known_latency(self.target, self.draft, self.graphs)
+        self.trees = AutoTree(logs, latency, stopping=stopping, default=default, single=single)
 
     def warm_up_graphs(self) -> bool:
-        """Capture the graphs of greedy `exact` decoding, with a progress bar; whether they are there now."""
+        """Capture the graphs of greedy decoding, lossless and at the calibrated threshold, with a progress bar.
+
+        Returns:
+            Whether they are there now; else everything runs without.
+        """
         assert self.graphs is not None
-        usual = self.default_tree if self.trees is None else self.trees.of(make_rule("exact"), 0.0).tree
-        return self.graphs.warm_up([None] if self.draft is None or usual is None else [usual, None])
+        kinds: list[tuple[TreeConfig | None, bool]] = [(None, False)]
+        if self.draft is not None:
+            for threshold in {0.0, self.default_threshold("js", 0.0, None) or 0.0}:
+                rule = make_rule("fsd", threshold=threshold)
+                tree = self.default_tree if self.trees is None else self.trees.of(rule, 0.0).tree
+                kinds += [(tree, threshold > 0)] if tree is not None else []
+        if self.graphs.warm_up(kinds):
+            return True
+        self.graphs = None
+        self._measure_again()
+        return False
 
     def _circumstances(self, temperature: float, tree: TreeConfig | None) -> dict[str, object]:
         assert self.draft is not None
@@ -306,8 +325,7 @@ def load(
             log.info("no log to choose a tree by: taking %s (eagle-fsd tune makes one)", pair.default_tree)
         stopping = pair.target.output_device.type == "cpu"
         default = replace(pair.default_tree, top_k=min(pair.default_tree.top_k, head.draft_vocab_size))
-        latency = known_latency(pair.target, head, pair.graphs)
-        pair.trees = AutoTree(logs, latency, stopping=stopping, default=default)
+        pair.choose_trees(logs, stopping=stopping, default=default)
     elif tree is not None:
         pair.tree = tree
     if pair.graphs is not None:

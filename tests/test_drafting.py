@@ -160,6 +160,16 @@ def test_rerank_on_the_picture(total, tokens, parents, depths, rows):
     assert tree.scores.tolist() == [[0.0, *(pytest.approx(by_token[token]) for token in tokens[1:])]]
 
 
+def test_the_root_stays_whatever_the_scores():
+    """A sum of confidences can round to above 0, and nothing is as likely as the least probability can say."""
+    above = torch.tensor(SCORES) + torch.tensor([0.0] + [9.0] * 10)
+    config = TreeConfig(3, 3, 2)
+    assert rerank(torch.tensor(TOKENS), above, torch.tensor(EXPANDED), DEPTH, config).tokens[0, 0] == 9
+    none = rerank(torch.tensor(TOKENS), torch.tensor(SCORES), torch.tensor(EXPANDED), DEPTH,
+                  TreeConfig(3, 3, 2, least_probability=1.5))
+    assert none.tokens.tolist() == [[9]] and none.max_depth == 0
+
+
 def test_ancestors_on_the_picture():
     config = TreeConfig(7, 3, 2)
     tree = rerank(torch.tensor(TOKENS), torch.tensor(SCORES), torch.tensor(EXPANDED), DEPTH, config)
