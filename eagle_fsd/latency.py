@@ -261,11 +261,16 @@ def measure_attention(target: TargetModel) -> dict[str, float]:
 
     parts = {present: verify(present)}
     for implementation in (GROUPED, SPLIT) if target.device.type == "cpu" else (SPLIT,):
+        refused = None
         try:
             target.use_attention(implementation)
-            parts[implementation] = verify(implementation)
         except ValueError as error:
-            log.info("%s", error)
+            refused = str(error)
+        refused = of_first(target.group, lambda said=refused: said)  # all processes time the same ones
+        if refused is None:
+            parts[implementation] = verify(implementation)
+        else:
+            log.info("%s", refused)
     try:
         return _fastest(parts, target)
     finally:
