@@ -58,7 +58,7 @@ def extend_draft(
     cache.commit(lengths, [range(prefix, prefix + own) for own in counts])
     if min(counts) == count:
         return predicted[:, -1:]
-    last = torch.tensor(counts, device=device) - 1
+    last = (torch.tensor(counts, device=device) - 1).clamp_min(0)  # of a prompt in parts a short row may have none left
     return predicted.gather(1, last[:, None, None].expand(-1, -1, predicted.shape[-1]))
 
 
