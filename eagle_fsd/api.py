@@ -184,8 +184,9 @@ def generate(
     for numbers, choice in together:
         choose = of_rows if tree is None and len(numbers) > 1 else None
         settings = [Settings(
-            **shared, tree=choice.tree, cost=choice.cost, hard=choice.hard, choose=choose,
-            processors=processors[number], seed=seeds[number], max_new_tokens=rooms[number],
+            **shared, tree=choice.tree, cost=choice.cost, processors=processors[number], seed=seeds[number],
+            max_new_tokens=rooms[number],
+            choose=choose,
             # Texts of a fuzzy rule depend on where drafting pauses, and must not depend on earlier requests.
             pause=model.pauses[temperature] if rule.is_lossless(temperature == 0) else None,
         ) for number in numbers]

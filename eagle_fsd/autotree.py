@@ -17,9 +17,8 @@ from pathlib import Path
 import numpy as np
 
 from .acceptance import Decision, Rule, Verification, walk
-from .config import CPU_TREE, Choice, Confidence, HardText, TreeConfig
+from .config import CPU_TREE, Choice, Confidence, TreeConfig
 from .files import read_entries, write_entries
-from .generation import GUESSES
 from .latency import Latency
 
 log = logging.getLogger(__name__)
@@ -30,8 +29,6 @@ BINS = 24
 LEAST_EDGES = 200  # to fit a confidence to
 NODES = (2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 64)
 REACHES = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6)
-HARD = 0.4  # share of the logged cycles that count as hard text
-WORTH = 0.98  # of the time that one tree takes, at most: else two are not worth it
 PROBABILITIES = (0.01, 0.03, 0.06, 0.1, 0.15, 0.2, 0.3)
 
 
@@ -174,64 +171,13 @@ def _scored(cycle: Cycle, knots: list[np.ndarray] | None, top_k: int) -> tuple[n
 
 
 def choose(cycles: Sequence[Cycle], latency: Latency, *, stopping: bool = True, rows: int = 1) -> Choice:
-    """The tree with the most tokens per second on these cycles; and for hard text one of its own, where that pays.
+    """The tree with the most tokens per second on these cycles.
+
+    Shape first, then the stopping rules, then the shape again.
 
     Args:
         stopping: whether a cycle may draft less than the whole tree, which waits for the device at every level.
-        rows: sequences of the batch; only a single one has another tree for hard text.
-    """
-    whole = choose_one(cycles, latency, stopping=stopping, rows=rows)
-    if rows > 1:
-        return whole
-    right = np.array([_guessed(cycle) for cycle in cycles])
-    lately, usual = _running(right), float(right.mean())
-    bound = float(np.quantile(lately, HARD))
-    parts = [[cycle for cycle, share in zip(cycles, lately, strict=True) if (share < bound) == hard]
-             for hard in (True, False)]
-    if not all(parts):
-        return whole
-    hard, easy = (choose_one(part, latency, stopping=stopping) for part in parts)
-    if hard.tree is None or easy.tree is None:
-        return whole
-    seconds = [_seconds(parts, choices, latency) for choices in ((hard, easy), (whole, whole))]
-    if seconds[0] > WORTH * seconds[1]:
-        return whole
-    log.info("text whose first guesses are right in less than %.2f of the cycles gets a tree of its own: %s", bound,
-             describe(hard.tree))
-    return replace(easy, rate=1 / seconds[0], hard=HardText(hard, bound, usual))
-
-
-def _guessed(cycle: Cycle) -> bool:
-    """Whether the draft's best token after the root was accepted."""
-    return any(taken for parent, rank, taken in zip(cycle.parents, cycle.ranks, cycle.accepted, strict=True)
-               if parent < 0 and rank == 0)
-
-
-def _running(values: np.ndarray) -> np.ndarray:
-    """Before each value the running mean of those before, as decoding keeps it."""
-    means, mean = [], values.mean()
-    for value in values:
-        means.append(mean)
-        mean += (value - mean) / GUESSES
-    return np.array(means)
-
-
-def _seconds(parts: Sequence[Sequence[Cycle]], choices: Sequence[Choice], latency: Latency) -> float:
-    """Per token, of parts of the cycles with the tree chosen for each."""
-    tokens = seconds = 0.0
-    for part, choice in zip(parts, choices, strict=True):
-        if choice.tree is None:
-            return math.inf
-        replay = Replay(part, choice.tree.confidence, choice.tree.top_k)
-        emitted = float(replay.run(choice.tree, np.array([choice.tree.total_tokens]))[0].sum())
-        tokens, seconds = tokens + emitted, seconds + emitted / float(replay.rate(choice.tree, latency)[0])
-    return seconds / tokens
-
-
-def choose_one(cycles: Sequence[Cycle], latency: Latency, *, stopping: bool = True, rows: int = 1) -> Choice:
-    """The one tree with the most tokens per second on these cycles, see `choose`.
-
-    Shape first, then the stopping rules, then the shape again.
+        rows: sequences of the batch.
     """
     confidence = fit_confidence(cycles)
     replays = {top_k: Replay(cycles, confidence, top_k) for top_k in sorted(latency.level) if top_k <= WIDE.top_k}

@@ -98,23 +98,12 @@ class Choice:
     """A chosen tree; None where plain decoding is faster.
 
     rate: tokens per second expected with it for each sequence. cost: of a cycle with so many nodes and levels, in
-    cycles without drafting; None where nothing is known. hard: what hard text gets instead.
+    cycles without drafting; None where nothing is known.
     """
 
     tree: TreeConfig | None
     rate: float = 0.0
     cost: Callable[[int, int], float] | None = None
-    hard: HardText | None = None
-
-
-@dataclass(frozen=True)
-class HardText:
-    """The tree of text on which the draft's first guess after the root has lately been accepted in a share of cycles
-    below `bound`. usual: where the running mean of that share begins."""
-
-    choice: Choice
-    bound: float
-    usual: float
 
 
 # Without `tree=`: the published tree where verifying 60 nodes costs hardly more than one, a small one on a CPU.

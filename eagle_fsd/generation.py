@@ -20,7 +20,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from .acceptance import Decision, Rule, Verification, Walk, walk
 from .budget import Budget, decide_rows
-from .config import Choice, HardText, TreeConfig
+from .config import Choice, TreeConfig
 from .draft import DraftHead
 from .drafting import draft_tree, extend_draft
 from .graphs import GraphCycles
@@ -101,7 +101,6 @@ class Settings:
     budget: float | None = None  # nats, see `Budget`
     cost: Callable[[int, int], float] | None = None  # see `Choice`; None: drafting never pauses
     pause: Pause | None = None  # of earlier requests; None: one of its own
-    hard: HardText | None = None  # another tree and cost, for hard text
     choose: Callable[[int], Choice] | None = None  # tree and cost of fewer sequences, as others end; None: the same
     padding: Sequence[int] = ()  # before the prompt, for processors and criteria, which see it in `model.generate`
 
@@ -117,7 +116,6 @@ class Cycle(NamedTuple):
 
 SHORTEST_PAUSE, LONGEST_PAUSE = 16, 128  # cycles without drafting
 MEMORY = 8  # drafted cycles that decide about a pause
-GUESSES = 16  # and about the kind of text
 
 
 class Pause:
@@ -224,12 +222,11 @@ class Decoder:
         self.device = target.output_device  # trees, logits and features live there
         self.rows = [Row(prompt, own) for prompt, own in zip(prompts, settings, strict=True)]
         self.seeds = torch.tensor([own.seed for own in settings], device=self.device)
-        self.usual = Choice(self.settings.tree, cost=self.settings.cost, hard=self.settings.hard)
-        self._take(self.usual)
+        self.tree, self.cost = self.settings.tree, self.settings.cost
         self.pause = self.settings.pause or Pause()
         self.pause.begin()
         self.graphs: GraphCycles | None = None
-        trees = [self.tree] + ([] if self.usual.hard is None else [self.usual.hard.choice.tree])
+        trees = [self.tree]
         if self.settings.choose is not None:
             trees += [self.settings.choose(count).tree for count in range(1, len(self.rows))]
         nodes = max(tree.nodes if tree else 1 for tree in trees)
@@ -321,8 +318,6 @@ class Decoder:
         if drafts and self.cost is not None:
             emitted = sum(len(cycle.tokens) for cycle in cycles) / len(cycles)
             self.pause.learn(emitted - self.cost(tree.tokens.shape[1], max(1, tree.max_depth)))
-        if self.usual.hard is not None and tree.max_depth > 0:  # node 1 is the draft's first guess
-            self._adapt(self.usual.hard, sum(1 in path for path in paths) / len(paths))
         for number, (row, path, cycle) in enumerate(zip(self.rows, paths, cycles, strict=True)):
             own = features[number, path]  # [A + 1, F]
             row.features = own if drafts or self.head is None else torch.cat([row.features, own])
@@ -337,19 +332,8 @@ class Decoder:
         if self.head is not None:
             self.draft_cache.keep_rows(numbers)
         if self.settings.choose is not None:
-            self.usual = self.settings.choose(len(numbers))
-            self._take(self.usual)
-
-    def _take(self, choice: Choice) -> None:
-        """Draft such trees from now on."""
-        self.tree, self.cost = choice.tree, choice.cost
-        self.right = 1.0 if choice.hard is None else choice.hard.usual  # share of right first guesses, a running mean
-
-    def _adapt(self, hard: HardText, right: float) -> None:
-        """Take the tree for hard text, or the usual one, by how often the draft's first guess has been right lately."""
-        self.right += (right - self.right) / GUESSES
-        choice = hard.choice if self.right < hard.bound else self.usual
-        self.tree, self.cost = choice.tree, choice.cost
+            choice = self.settings.choose(len(numbers))
+            self.tree, self.cost = choice.tree, choice.cost
 
     @property
     def _keep_logits(self) -> bool:

@@ -20,7 +20,7 @@ from .autotree import AutoTree, TreeLog, describe, read_logs
 from .calibration import Calibration, parse_promise, read_calibrations
 from .checkpoint import check_source, load_head
 from .compiled import compile_forwards
-from .config import CPU_TREE, GPU_TREE, Choice, TreeConfig
+from .config import CPU_TREE, GPU_TREE, TreeConfig
 from .draft import DraftHead
 from .generation import Pause
 from .graphs import GraphCycles, why_no_graphs
@@ -130,9 +130,8 @@ class EagleModel:
         if self.draft is not None:
             for threshold in {0.0, self.default_threshold("js", 0.0, None) or 0.0}:
                 rule = make_rule("fsd", threshold=threshold)
-                chosen = Choice(self.default_tree) if self.trees is None else self.trees.of(rule, 0.0)
-                trees = [chosen.tree] + ([chosen.hard.choice.tree] if chosen.hard else [])
-                kinds += [(tree, threshold > 0) for tree in trees if tree is not None]
+                tree = self.default_tree if self.trees is None else self.trees.of(rule, 0.0).tree
+                kinds += [(tree, threshold > 0)] if tree is not None else []
         if self.graphs.warm_up(kinds):
             return True
         self.graphs = None
@@ -153,9 +152,8 @@ class EagleModel:
         if tree is not None or self.trees is None:
             given = tree or self.default_tree
             return repr(given) if given.confidence is None else describe(given)
-        chosen = self.trees.of(make_rule("exact"), temperature)
-        hard = "" if chosen.hard is None else f"; for hard text {describe(chosen.hard.choice.tree)}"
-        return "auto: " + ("no draft tree" if chosen.tree is None else describe(chosen.tree)) + hard
+        chosen = self.trees.of(make_rule("exact"), temperature).tree
+        return "auto: " + ("no draft tree" if chosen is None else describe(chosen))
 
     def calibrated(self, promise: str, temperature: float, tree: TreeConfig | None = None) -> Calibration:
         """The stored calibration for a promise such as "accuracy_drop<=1%".

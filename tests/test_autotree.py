@@ -20,17 +20,15 @@ from eagle_fsd.autotree import (
     Replay,
     TreeLog,
     choose,
-    choose_one,
     fit_confidence,
     read_logs,
     store_log,
 )
 from eagle_fsd.cli import main
-from eagle_fsd.config import Choice, Confidence, HardText, TreeConfig
+from eagle_fsd.config import Confidence, TreeConfig
 from eagle_fsd.drafting import apply_confidence, confidence_lines
-from eagle_fsd.generation import GUESSES, Decoder, Pause, Settings
+from eagle_fsd.generation import Decoder, Pause, Settings
 from eagle_fsd.latency import Latency, between, known_latency, measure
-from eagle_fsd.model import EagleModel
 
 FREE = Latency({1: 1.0}, {k: 0.0 for k in (1, 2, 3, 4)}, 1.0)  # drafting costs nothing
 DEAR = Latency({1: 10.0, 2: 18.0}, {k: 9.0 for k in (1, 2, 3, 4)}, 1.0)
@@ -124,62 +122,6 @@ def test_the_choice_depends_on_what_drafting_costs(cycles):
     assert middling.tree.confidence is not None
     fixed = choose(cycles, FREE, stopping=False).tree
     assert fixed is not None and fixed.least_reach == fixed.least_probability == 0
-
-
-def chain_cycles(count, chance, depth, seed):
-    """A path of first guesses, accepted with this chance each, beside second ones for where they were not."""
-    random, made = np.random.default_rng(seed), []
-    for _ in range(count):
-        parents, ranks, log_probs, accepted, alive, above = [], [], [], [], True, -1
-        for level in range(depth):
-            first = alive and random.random() < chance
-            second = alive and not first and random.random() < 0.7
-            parents += [above, above]
-            ranks += [0, 1]
-            log_probs += [math.log(chance) - random.random() / 10, math.log(1 - chance + 0.01)]
-            accepted += [first, second]
-            above, alive = 2 * level, first
-        made.append(Cycle(parents, ranks, log_probs, accepted))
-    return made
-
-
-def test_hard_text_gets_a_tree_of_its_own_where_that_pays():
-    easy, hard = chain_cycles(120, 0.97, 12, 0), chain_cycles(120, 0.4, 12, 1)
-    latency = Latency({1: 1.0, 4: 1.1, 8: 1.3, 64: 6.0}, {1: 0.06, 2: 0.08, 4: 0.1}, 0.95)
-    both, options = [*easy, *hard], {"stopping": False}
-    found = choose(both, latency, **options)
-    assert found.hard is not None and found.hard.choice.tree.depth < found.tree.depth
-    assert 0.4 < found.hard.bound < 0.97 and found.hard.usual == pytest.approx(0.69, abs=0.05)
-    assert found.rate > choose_one(both, latency, **options).rate
-    for alike in (easy, hard):
-        assert choose(alike, latency, **options).hard is None
-    assert choose(both, latency, rows=4, **options).hard is None
-    for kind, chosen in ((easy, found), (hard, found.hard.choice)):
-        assert abs(chosen.tree.depth - choose_one(kind, latency, **options).tree.depth) <= 1
-
-
-@torch.inference_mode()
-def test_the_tree_follows_the_first_guesses(pair):
-    """Over a whole answer, as a running mean by hand says."""
-    easy, hard = TreeConfig(6, 4, 2), TreeConfig(4, 1, 3)
-    kinds = HardText(Choice(hard), bound=0.6, usual=0.7)
-    settings = Settings(make_rule("exact"), easy, LogitsProcessorList(), True, 0, 60, hard=kinds)
-    decoder = Decoder(pair.target, pair.draft, [PROMPT], [settings])
-    decoder.prefill()
-    mean, used = 0.7, set()
-    for _ in range(20):
-        expected = hard if mean < 0.6 else easy
-        trees, draft = [], decoder._draft
-        decoder._draft = lambda draft=draft, trees=trees: trees.append(draft()) or trees[-1]
-        (cycle,) = decoder.step()
-        decoder._draft = draft
-        assert trees[0][0].max_depth == expected.depth and trees[0][0].tokens.shape[1] == expected.nodes
-        right = cycle.tokens[0] == trees[0][0].tokens[0, 1].item()
-        mean += (right - mean) / GUESSES
-        used.add(expected.depth)
-    assert used == {1, 4}
-    plain = eagle_fsd.generate(PROMPT, EagleModel.from_parts(pair.target.model, None), max_new_tokens=60)
-    assert decoder.rows[0].tokens[len(PROMPT):][:60] == plain.token_ids[: len(decoder.rows[0].tokens) - len(PROMPT)]
 
 
 def test_stopping_rules_shrink_the_tree_and_change_no_token(pair):
