@@ -98,7 +98,7 @@ ON_LOGITS = ("soft_ce", "top_k", "tv", "overlap", "gate", "divergence")
 TERMS = ("regression", *ON_LOGITS)
 
 # Objectives by name. A new one is one line here; a new term is a field above and a line in `term_sums`.
-# `plain` is the reference: each of the others but `soft_ce` and `eagle3*` differs from it in one thing.
+# `plain` is the reference: each of the others but `soft_ce`, `features_ce` and `eagle3*` differs in one thing.
 OBJECTIVES: dict[str, Objective] = {
     "eagle": Objective(regression=1.0, soft_ce=0.1, noise=0.1),
     "plain": Objective(regression=1.0, soft_ce=0.1),
