@@ -48,7 +48,7 @@ def bucket_of(length: int) -> int:
 
 def why_no_graphs(target: TargetModel) -> str | None:
     """Why cycles with this target have no graphs; None: they may."""
-    if target.short_positions is not None or not target.reads_in_parts:
+    if not target.reads_in_parts:
         return "its rotary embedding depends on the length of the text"
     return why_not_together(target)
 
