@@ -130,7 +130,7 @@ class Pause:
 
     def begin(self) -> None:
         """A new request: try at once, and not too rarely. No success is trusted for long."""
-        self.left, self.length, self.gain = 0, min(self.length, LONGEST_PAUSE // 4), min(self.gain, 1.0)
+        self.left, self.length, self.gain = 0, min(self.length, LONGEST_PAUSE // 2), min(self.gain, 1.0)
 
     def drafts(self) -> bool:
         """Whether the next cycle drafts."""

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 from eval.benchmark import table
@@ -32,8 +33,9 @@ def section(record: dict) -> str:
     exact, python = row_of(record["tasks"], "exact"), row_of(record["python"], "exact")
     parts = ", ".join(f"{name.replace('_', ' ')} {ms:.2f}" for name, ms in cycle["ms_per_cycle"].items())
     return f"""`{about['command']}` on {about['threads']} threads of an {about['processor']}, {record['dtype']}, torch
-{about['torch']}, transformers {about['transformers']}, greedy, {record['tree']}, commit {about['commit']}; stored in
-`eval/results/`. Methods are interleaved; each time is the median of {record['repeats']} runs. tau counts tokens per
+{about['torch']}, transformers {about['transformers']}, greedy, {record['tree']}, commit {about['commit']} ("+changes": the work tree
+had uncommitted edits); stored in `eval/results/`. Tables are of several commits and two machines, the AMD one half as fast:
+compare within a table only. Methods are interleaved; each time is the median of {record['repeats']} runs. tau counts tokens per
 target forward; "= greedy" is the share of answers that are the target's own, token for token.
 
 {record['task_count']} held-out tasks, so that one task is {100 / record['task_count']:.1f} points of accuracy:
@@ -52,14 +54,22 @@ target forward; "= greedy" is the share of answers that are the target's own, to
   ({100 * cycle['outside_forwards_share']:.1f}%) of it outside the models' forwards. In ms: {parts}."""
 
 
+def command_of(about: dict) -> str:
+    """What makes all of a sweep, not only the report of a work folder."""
+    return re.sub(r" --stage \w+", "", about["command"])
+
+
 def sweep_section(name: str, record: dict) -> str:
     """What a sweep has shown, its picture and its front."""
     about = record["environment"]
     what = "Greedy" if record["temperature"] == 0 else f"Temperature {record['temperature']:g}"
     seeds = f", {len(record['seeds'])} seeds" if len(record["seeds"]) > 1 else ""
     timed = next(row["timed"] for row in record["rows"] if "timed" in row)
-    return f"""**{what}, {record['questions']} tasks{seeds}** (`{about['command']}`, commit {about['commit']},
-{timed} of the tasks timed, interleaved). {record['headline']}
+    exact = next(row for row in record["rows"] if row.get("setting") == "exact")
+    return f"""**{what}, {record['questions']} tasks{seeds}** (`{command_of(about)}`, {about['processor']}, commit {about['commit']},
+{timed} of the tasks timed, interleaved). {record['headline']} Such a sentence goes by bounds that are corrected for the choice
+among settings, the table shows each setting's own; {record['questions']} tasks are too few for one point: `exact` against itself
+has {100 * exact['family_bound']:.1f}.
 
 ![Accuracy against time per answer](eval/results/{name}-frontier.png)
 
@@ -82,7 +92,7 @@ def batches_section(record: dict) -> str:
                      f"{exact['speedup_over_plain']:.2f}x | {exact['tau']:.2f} |")
     table_text = "\n".join(lines)
     same = min(row["same_as_plain"] for row in rows if row["method"] in ("model.generate", "exact"))
-    return f"""**Batches** of ragged prompts (`{about['command']}`, commit {about['commit']},
+    return f"""**Batches** of ragged prompts (`{about['command']}`, {about['processor']}, commit {about['commit']},
 {record['prompts']} tasks at every size, {record['repeats']} runs each, `model.generate` padded on the left;
 {100 * same:.0f}% of the rows are those of plain decoding):
 
@@ -106,7 +116,7 @@ def mt_bench_section(records: list[dict]) -> str:
                      f"{row['tokens_per_question']:.0f} | {100 * row['same']:.0f}% |")
     table_text = "\n".join(lines)
     return f"""**MT-Bench's questions**, both turns, greedy, at most {given['max_new_tokens']} tokens a turn
-(`eval.mt_bench`, commit {baseline['environment']['commit']}). The demo target cannot answer them, so this is speed on
+(`eval.mt_bench`, {baseline['environment']['processor']}, commit {baseline['environment']['commit']}). The demo target cannot answer them, so this is speed on
 text that it was not made for, and says nothing about what the fuzzy rule costs:
 
 {table_text}"""

@@ -29,7 +29,7 @@ from eagle_fsd.config import TreeConfig
 from eagle_fsd.draft import default_layers
 from eagle_fsd.files import append_lines, read_lines
 from eagle_fsd.methods import Answer, engine, interleaved
-from eagle_fsd.model import load_target
+from eagle_fsd.model import EagleModel, load_target
 from eagle_fsd.target import TargetModel
 from eval.environment import environment, shown_settings
 from train.config import make_config
@@ -48,7 +48,7 @@ RULES: dict[str, dict] = {  # name in the records -> options of eagle_fsd.genera
     "fsd 0.1": {"acceptance": "fsd", "threshold": 0.1},
     "fsd 0.3": {"acceptance": "fsd", "threshold": 0.3},
 }
-TREE = (16, 5, 3, 0.5)
+TREE = (32, 16, 2, 0.5)  # the shape that `auto` takes for this pair; one of 5 levels would hide all beyond a tau of 6
 NEW_TOKENS = 256
 ROUNDS = 3  # of timings that count
 
@@ -134,10 +134,15 @@ def measured(
     return record
 
 
+def load(args: argparse.Namespace, head: Path) -> EagleModel:
+    """The pair, with one tree for all heads."""
+    return eagle_fsd.load(args.target, head, device=args.device, tree=TreeConfig(*TREE))
+
+
 def decode(args: argparse.Namespace, head: Path, rule: str) -> dict:
     """tau, length and accuracy of one rule of RULES by real decoding; `exact` on fewer tasks, its accuracy is known."""
     count = args.prompts if rule == "exact" else args.tasks
-    answer = engine(eagle_fsd.load(args.target, head, device=args.device), tree=TreeConfig(*TREE), **RULES[rule])
+    answer = engine(load(args, head), **RULES[rule])
     chosen = list(tasks("heldout", seed=11, count=count))
     answers = [answer(task.messages, NEW_TOKENS) for task in tqdm(chosen, desc=rule, unit="task", disable=None)]
     return {
@@ -153,10 +158,8 @@ def tau(answers: list[Answer]) -> float:
 
 def speeds(args: argparse.Namespace, rows: list[dict]) -> None:
     """Add tokens/s and seconds per answer of each objective's first head to its row, all interleaved."""
-    heads = {row["objective"]: eagle_fsd.load(
-        args.target, head_folder(args, row["objective"], row["lr"], 0) / "head", device=args.device
-    ) for row in rows}
-    methods = {(name, rule): engine(model, tree=TreeConfig(*TREE), **options)
+    heads = {row["objective"]: load(args, head_folder(args, row["objective"], row["lr"], 0) / "head") for row in rows}
+    methods = {(name, rule): engine(model, **options)
                for name, model in heads.items() for rule, options in RULES.items()}
     prompts = [task.messages for task in tasks("heldout", seed=11, count=args.prompts)]
     answers = interleaved(methods, prompts, NEW_TOKENS, repeats=1)
