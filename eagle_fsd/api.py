@@ -13,17 +13,24 @@ from numbers import Integral, Real
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedModel,
+    StoppingCriteriaList,
+    TemperatureLogitsWarper,
+)
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from .acceptance import Rule, make_rule
 from .autotree import Choice
+from .calibration import FILE as CALIBRATIONS
 from .calibration import read_calibrations
-from .checkpoint import load_head
+from .checkpoint import load_head, place_of
 from .config import TreeConfig
-from .divergence import get_divergence
 from .draft import DraftHead
 from .generation import Output, Session, Settings, run
 from .model import EagleModel, bundled_pair
@@ -81,7 +88,7 @@ def generate(
     stop_token_ids: Sequence[int] | None = None,
     acceptance: str | Rule | Callable = "fsd",
     threshold: float | None = None,
-    divergence: str = "js",
+    divergence: str | None = None,
     quality: str | None = None,
     budget: float | None = None,
     tree: TreeConfig | None = None,
@@ -109,9 +116,10 @@ def generate(
         acceptance: a rule's name (exact, fsd, fsd_paper, tilt, typical, lenience, relaxed), a rule object, or a
             function from a `Verification` to log-weights [B, N, V].
         threshold: the rule's dial. None: for fsd the value of the strictest promise about accuracy that the head is
-            calibrated for at this target, dtype, temperature and tree, else 0 (lossless for fsd, tilt and lenience).
-        divergence: for the rules that gate on one: kl, reverse_kl, js, tv, js_fsd_code, or a form on the target's
-            top k tokens such as js_top32.
+            calibrated for at this target, dtype, temperature and tree, where nothing else shapes the distribution
+            (top_p, top_k, min_p, repetition_penalty, logits_processor); else 0 (lossless for fsd, tilt and lenience).
+        divergence: for the rules that gate on one, default js: kl, reverse_kl, js, tv, js_fsd_code, or a form on the
+            target's top k tokens such as js_top32.
         quality: a promise that the head is calibrated for (`eagle-fsd calibrate`), such as "accuracy_drop<=1%"; it
             chooses rule and threshold.
         budget: nats that fuzzy acceptance may cost in this answer: summed KL to the target when sampling, summed
@@ -141,22 +149,22 @@ def generate(
         raise TypeError(f"model must come from eagle_fsd.load, got {type(model).__name__}")
     prompts, batched = encode_prompts(prompt, model)
     rooms = [check_length(len(ids), max_new_tokens, model) for ids in prompts]
-    if quality is None:
-        rule = resolve_rule(acceptance, threshold, divergence, model, temperature=temperature, tree=tree)
-    elif acceptance != "fsd" or threshold is not None:
-        raise ValueError(f"quality={quality!r} chooses the rule and its threshold: leave acceptance and threshold out")
-    else:
-        rule = make_rule(**model.calibrated(quality, temperature, tree).options)
-        if top_k or top_p < 1 or min_p or repetition_penalty != 1:
-            log.warning(
-                "%s was calibrated without top_k, top_p, min_p and repetition_penalty: it may not hold", quality
-            )
     eos_ids = end_tokens(model)
     processors = [build_processors(
         temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty,
         min_new_tokens=min_new_tokens, prompt_length=len(ids), eos_ids=sorted(eos_ids), custom=logits_processor,
         device=model.target.device,
     ) for ids in prompts]
+    shaped = bool(top_k or top_p < 1 or min_p or repetition_penalty != 1 or logits_processor)
+    if quality is None:
+        rule = resolve_rule(acceptance, threshold, divergence, model, temperature=temperature, tree=tree, shaped=shaped)
+    elif acceptance != "fsd" or threshold is not None or divergence is not None:
+        raise ValueError(f"quality={quality!r} chooses the rule: leave acceptance, threshold and divergence out")
+    else:
+        rule = make_rule(**model.calibrated(quality, temperature, tree).options)
+        if shaped:
+            log.warning("%s was calibrated without top_k, top_p, min_p, repetition_penalty and processors of your own: "
+                        "it may not hold", quality)
     seeds = of_first(model.target.group, lambda: check_seeds(seed, len(prompts)))
     if not isinstance(ignore_eos, bool):
         raise TypeError(f"ignore_eos must be a bool, got {ignore_eos!r}")
@@ -309,20 +317,18 @@ def check_length(prompt_length: int, max_new_tokens: int, model: EagleModel) -> 
 
 def resolve_rule(
     acceptance: object, threshold: float | None, divergence: str | None, model: EagleModel, *, temperature: float,
-    tree: TreeConfig | None,
+    tree: TreeConfig | None, shaped: bool = False,
 ) -> Rule:
-    """The rule of these options; without a threshold the head's calibrated one, else the lossless end."""
-    if divergence is not None:
-        get_divergence(divergence)  # a wrong one is refused even where the rule does not gate on it
-    if not isinstance(acceptance, str):
-        return warn_of_infinity(make_rule(acceptance, threshold=threshold), model)
-    if threshold is None and acceptance == "fsd":
-        threshold = model.default_threshold(divergence, temperature, tree)
+    """The rule of these options; without a threshold the head's calibrated one, else the lossless end.
+
+    Args:
+        shaped: whether more than the temperature shapes the distribution: no threshold was calibrated for that.
+    """
+    if threshold is None and acceptance == "fsd" and not shaped:
+        threshold = model.default_threshold(divergence or "js", temperature, tree)
         if threshold is None:
             log.info("no threshold given and none calibrated for this head: decoding losslessly (threshold 0)")
-    gated = acceptance in ("fsd", "fsd_paper")
-    rule = make_rule(acceptance, threshold=threshold, divergence=divergence if gated else None)
-    return warn_of_infinity(rule, model)
+    return warn_of_infinity(make_rule(acceptance, threshold=threshold, divergence=divergence), model)
 
 
 def warn_of_infinity(rule: Rule, model: EagleModel) -> Rule:
@@ -439,7 +445,7 @@ def custom_generate(
     draft: DraftHead | str | None = None,
     acceptance: str | Rule | Callable = "fsd",
     threshold: float | None = None,
-    divergence: str = "js",
+    divergence: str | None = None,
     budget: float | None = None,
     tree: TreeConfig | None = None,
     seed: int | Sequence[int] | None = None,
@@ -488,7 +494,8 @@ def custom_generate(
         raise ValueError("a batch, whose answers may differ in length, needs a pad_token_id in the generation config")
     pair = EagleModel.from_parts(model, draft if isinstance(draft, DraftHead) else load_head(draft))
     if not isinstance(draft, DraftHead):
-        pair.calibrations = read_calibrations(draft)
+        beside = place_of(draft, CALIBRATIONS)
+        pair.calibrations = [] if beside is None else read_calibrations(beside)
     criteria, eos_ids, max_length = split_criteria(stopping_criteria or StoppingCriteriaList())
     prompts = [_check_ids(row[count:].tolist(), pair) for row, count in zip(input_ids, padding, strict=True)]
     limit = (max_length if max_length is not None else generation_config.max_length) - input_ids.shape[1]
@@ -497,7 +504,9 @@ def custom_generate(
     drawn = of_first(pair.target.group, lambda: torch.randint(2**62, (len(prompts),)).tolist())
     seeds = drawn if seed is None else check_seeds(seed, len(prompts))
     temperature = 0.0 if greedy else generation_config.temperature or 1.0
-    rule = resolve_rule(acceptance, threshold, divergence, pair, temperature=temperature, tree=tree)
+    processors = check_processors(logits_processor)
+    shaped = any(not isinstance(each, TemperatureLogitsWarper) for each in processors)
+    rule = resolve_rule(acceptance, threshold, divergence, pair, temperature=temperature, tree=tree, shaped=shaped)
     shared = {
         "rule": rule,
         "tree": resolve_tree(tree, rule, temperature, pair).tree,
@@ -505,7 +514,6 @@ def custom_generate(
         "eos_ids": eos_ids,
         "budget": check_budget(budget, rule, greedy=greedy),
     }
-    processors = check_processors(logits_processor)
     settings = [Settings(
         **shared, processors=processors_of_row(processors, number), seed=seeds[number],
         max_new_tokens=check_length(len(ids), limit, pair), padding=input_ids[number, : padding[number]].tolist(),

@@ -283,8 +283,8 @@ class AutoTree:
         self._chosen: dict[tuple[int, int], Choice] = {}
 
     def of(self, rule: Rule, temperature: float, rows: int = 1) -> Choice:
-        """For a rule at a temperature: by its own log, else by one of `exact` (which accepts least) at the nearest
-        temperature, else by the nearest of all. A batch gets that of the next power of two."""
+        """For a rule at a temperature: greedy logs for greedy decoding, of those at the nearest temperature its own,
+        else that of `exact` (which accepts least), else any. A batch gets that of the next power of two."""
         ours, rows = repr(rule), 1 << (rows - 1).bit_length()
         latency = self.single if rows == 1 else self.latency
         if not self.logs:

@@ -133,7 +133,7 @@ class Terminal:
         print(self.change(threshold=as_number("/threshold", value)))
 
     def rule(self, name: str) -> None:
-        print(self.change(acceptance=name, threshold=None))
+        print(self.change(acceptance=name, threshold=None, divergence=None))
 
     def temperature(self, value: str) -> None:
         print(self.change(temperature=as_number("/temperature", value)))

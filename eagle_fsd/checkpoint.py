@@ -55,6 +55,12 @@ def _fetch(source: str, filename: str) -> str | None:
     return cached_file(source, filename, _raise_exceptions_for_missing_entries=False)
 
 
+def place_of(source: str | Path, filename: str) -> Path | None:
+    """The local directory that holds a file of a directory or hub repository; None where it has no such file."""
+    path = _fetch(str(source), filename)
+    return None if path is None else Path(path).parent
+
+
 def _read_weights(path: str) -> dict[str, Tensor]:
     try:
         if path.endswith(".safetensors"):
@@ -330,12 +336,14 @@ def save_head(
         if LAYER_IDS in fields:
             fields["eagle_config"] = {LAYER_IDS: [number - 1 for number in fields[LAYER_IDS]]}
     fields |= extra
-    (directory / "config.json").write_text(json.dumps(fields, indent=1, sort_keys=True) + "\n", encoding="utf-8")
-    path = directory / file
+    text, path = json.dumps(fields, indent=1, sort_keys=True) + "\n", directory / file
     if file.endswith(".bin"):
-        torch.save(state, path)
+        save_atomically(path, lambda part: torch.save(state, part))
     else:
-        save_file(state, path, metadata={"format": "pt"})
+        save_atomically(path, lambda part: save_file(state, part, metadata={"format": "pt"}))
+    save_atomically(directory / "config.json", lambda part: part.write_text(text, encoding="utf-8"))
+    for other in set(WEIGHTS) - {file}:  # another head's
+        (directory / other).unlink(missing_ok=True)
     if head.token_map is None:
         (directory / TOKEN_MAP).unlink(missing_ok=True)
     else:

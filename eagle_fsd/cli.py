@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import os
 import statistics
 import sys
 from collections.abc import Callable, Sequence
@@ -90,7 +91,7 @@ def decoding_options(max_new_tokens: int) -> argparse.ArgumentParser:
     options.add_argument("--seed", type=int)
     options.add_argument("--acceptance", choices=RULES, default="fsd")
     options.add_argument("--threshold", type=float)
-    options.add_argument("--divergence", default="js")
+    options.add_argument("--divergence", help="that fsd and fsd_paper gate on (default: js)")
     options.add_argument("--tree", type=parse_tree, metavar="N,DEPTH,K[,T]")
     return options
 
@@ -236,6 +237,7 @@ def run_calibrate(args: argparse.Namespace) -> None:
     if (args.thresholds or args.divergence) and len(args.acceptance) > 1:
         raise ValueError("--thresholds and --divergence are those of one rule: give one --acceptance")
     promise = parse_promise(args.budget)
+    require_limit(args.limit)
     questions = read_questions(args.prompts)[: args.limit]
     dials = {rule: args.thresholds or DIALS[rule] for rule in args.acceptance}
     options = {"divergence": args.divergence} if args.divergence else {}
@@ -253,14 +255,12 @@ def run_calibrate(args: argparse.Namespace) -> None:
     path = store_calibration(out, found)
     chosen = ", ".join(f"{name} {value}" for name, value in found.options.items())
     print(f"{found.promise}: {chosen}; {found.measured['speedup']:.2f}x model.generate, "
-          f"{found.measured['time_of_exact']:.3f} of exact's time per answer; stored in {path}"
-          + (f" (load with calibration={str(out)!r})" if args.out else ""))
+          f"{found.measured['time_of_exact']:.3f} of exact's time per answer; stored in {path}{where_to_load(args)}")
 
 
 def run_tune(args: argparse.Namespace) -> None:
     rule = make_rule(args.acceptance, args.threshold, args.divergence)
-    if args.limit < 1:
-        raise ValueError(f"--limit must be at least 1, got {args.limit}")
+    require_limit(args.limit)
     prompts = [[{"role": "user", "content": question.turns[0]}]
                for question in read_questions(args.prompts)[: args.limit]]
     out = head_directory(args, "tree.json")
@@ -272,7 +272,17 @@ def run_tune(args: argparse.Namespace) -> None:
     choice = choose(found.cycles, known_latency(model.target, model.draft),
                     stopping=model.target.output_device.type == "cpu")
     what = "no draft tree" if choice.tree is None else describe(choice.tree)
-    print(f"{len(found.cycles)} cycles stored in {path}. On this machine: {what}; {choice.rate:.1f} tokens/s expected")
+    print(f"{len(found.cycles)} cycles stored in {path}{where_to_load(args)}. On this machine: {what}; "
+          f"{choice.rate:.1f} tokens/s expected")
+
+
+def where_to_load(args: argparse.Namespace) -> str:
+    return f" (load with calibration={str(args.out)!r})" if args.out else ""
+
+
+def require_limit(limit: int | None) -> None:
+    if limit is not None and limit < 1:
+        raise ValueError(f"--limit must be at least 1, got {limit}")
 
 
 def head_directory(args: argparse.Namespace, file: str) -> Path:
@@ -281,6 +291,8 @@ def head_directory(args: argparse.Namespace, file: str) -> Path:
     out = args.out or Path(head)
     if not out.is_dir():
         raise ValueError(f"{out} is no directory to store {file} in: give --out")
+    if not os.access(out, os.W_OK):
+        raise ValueError(f"{out} cannot be written, where {file} would go: give --out")
     return out
 
 
@@ -308,6 +320,8 @@ def run_vocab(args: argparse.Namespace) -> None:
         raise ValueError(f"{args.head} is an EAGLE-3 head, whose output layer has a draft vocabulary already")
     if args.out is None and not Path(args.head).is_dir():
         raise ValueError(f"{args.head} is no directory to store {TOKEN_MAP} in: give --out")
+    if args.out is not None and args.out.resolve() == Path(args.head).resolve():
+        raise ValueError(f"--out {args.out} is the head's own directory: leave it out to store {TOKEN_MAP} there")
     tokenizer = None if args.target is None else AutoTokenizer.from_pretrained(
         args.target, trust_remote_code=args.trust_remote_code)
     counts = count_tokens(args.data, head.config.vocab_size, tokenizer)

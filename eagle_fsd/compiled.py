@@ -20,11 +20,10 @@ from tqdm import tqdm
 from .attention import SPLIT
 from .cache import TreeCache
 from .draft import DraftHead
-from .target import TargetModel
+from .target import FULL, HALF_PARITY, PARITY, TargetModel
 
 log = logging.getLogger(__name__)
 
-PARITY, HALF_PARITY = 1e-4, 2e-2  # of the features' size, between compiled and stock
 # Of the warm-up. Numbers that no model has, since a graph asks sizes that were equal to be so again.
 PREFIX, NODES, BATCH, CAPACITY = 37, 29, 13, 97
 
@@ -64,7 +63,8 @@ def _on_inputs(guards: Sequence) -> list[bool]:
 class Graph:
     """A forward that appends to a cache, compiled.
 
-    It compiles only within `warm_up`; in between, what no graph fits runs uncompiled.
+    It compiles while `compiles` is set: while warming up, or always where there is no warm-up. What no graph fits runs
+    uncompiled otherwise.
 
     Args:
         forward: function of a cache and of keywords.
@@ -256,7 +256,7 @@ def _warm_up(target: TargetModel, head: DraftHead | None, batches: Sequence[int]
         progress.set_postfix_str(f"{name}, {batch} x {nodes}")
         stock, compiled = forward(target, head, batch, nodes)
         difference = ((compiled - stock).float().norm() / stock.float().norm()).item()
-        if not difference <= (PARITY if target.dtype in (torch.float32, torch.float64) else HALF_PARITY):
+        if not difference <= (PARITY if target.dtype in FULL else HALF_PARITY):
             raise ValueError(f"compiled features of the {name} differ by {difference:.1g} of their size")
 
 

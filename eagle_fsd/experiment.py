@@ -19,7 +19,7 @@ from typing import Any
 from tqdm import tqdm
 
 from .acceptance import Decision, Rule, Verification, make_rule
-from .api import end_tokens
+from .api import check_length, encode_prompt, end_tokens, resolve_tree
 from .calibration import Observer, Trace
 from .config import TreeConfig
 from .files import append_lines, read_lines
@@ -99,7 +99,8 @@ class Experiment:
             The first one has to begin the file before the others come.
 
     Raises:
-        ValueError: the file was begun for something else, or a setting is bad.
+        ValueError: the file was begun for something else; a setting is bad; a question is too long for the target; or
+            the tree is chosen, and not the same for all settings: their texts would tell nothing about one another.
     """
 
     def __init__(
@@ -114,6 +115,17 @@ class Experiment:
         self.rules = {name: make_rule(**options) for name, options in settings.items()}
         self.temperature, self.max_new_tokens, self.seed = temperature, max_new_tokens, seed
         self.tree, self.run_code = tree, run_code
+        for question in questions:
+            try:
+                ids = encode_prompt([{"role": "user", "content": question.turns[0]}], model)
+                check_length(len(ids), 1, model)
+            except ValueError as error:
+                raise ValueError(f"question {question.id}: {error}") from error
+        chosen = {resolve_tree(tree, rule, temperature, model).tree
+                  for rule in (make_rule("exact"), *self.rules.values())}
+        if len(chosen) > 1:
+            raise ValueError("the head has logs of several rules, by which tree=\"auto\" takes different trees for the "
+                             "rules under test: give one tree")
         self.records: dict[tuple[str, int | str], dict[str, Any]] = {}
         about = {
             "questions": fingerprint(questions), "target": model.target.digest(), "head": weights_digest(model.draft),

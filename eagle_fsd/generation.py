@@ -149,8 +149,8 @@ class Pause:
 class Row:
     """One sequence of a batch: what is known of its text, and the answer so far."""
 
-    def __init__(self, prompt: Sequence[int], settings: Settings) -> None:
-        self.settings = settings
+    def __init__(self, prompt: Sequence[int], settings: Settings, device: torch.device) -> None:
+        self.settings, self.device = settings, device
         self.prompt = list(prompt)
         self.padding = list(settings.padding)
         self.tokens = list(prompt)  # prompt and all emitted tokens; the last one is the root once decoding has begun
@@ -173,7 +173,8 @@ class Row:
 
     def take(self, cycle: Cycle, stop_check: Callable | None, streamer: BaseStreamer | None) -> None:
         """Add what a cycle emitted to the answer, as far as it belongs to it."""
-        kept, self.reason = cut(cycle.tokens, self.padding + self.prompt, self.new, self.settings, stop_check)
+        kept, self.reason = cut(
+            cycle.tokens, self.padding + self.prompt, self.new, self.settings, stop_check, self.device)
         for logit in cycle.logits[:kept]:  # behind an end a processor may have nothing to say
             require_drawable(logit)
         self.new += cycle.tokens[:kept]
@@ -220,7 +221,7 @@ class Decoder:
     ) -> None:
         self.target, self.head, self.settings = target, head, settings[0]
         self.device = target.output_device  # trees, logits and features live there
-        self.rows = [Row(prompt, own) for prompt, own in zip(prompts, settings, strict=True)]
+        self.rows = [Row(prompt, own, target.device) for prompt, own in zip(prompts, settings, strict=True)]
         self.seeds = torch.tensor([own.seed for own in settings], device=self.device)
         self.tree, self.cost = self.settings.tree, self.settings.cost
         self.pause = self.settings.pause or Pause()
@@ -527,7 +528,7 @@ def _run(
 
 
 def cut(
-    emitted: list[int], prompt: list[int], new: list[int], settings: Settings, stop_check
+    emitted: list[int], prompt: list[int], new: list[int], settings: Settings, stop_check, device: torch.device
 ) -> tuple[int, str | None]:
     """How many of the emitted tokens belong to the answer, and why it ends with them (None: it goes on)."""
     for count, token in enumerate(emitted, 1):
@@ -538,20 +539,20 @@ def cut(
         so_far = new + emitted[:count]
         if stop_check is not None and stop_check(so_far):
             return count, "stop"
-        if settings.criteria and criteria_met(settings.criteria, prompt + so_far):
+        if settings.criteria and criteria_met(settings.criteria, prompt + so_far, device):
             return count, "stop"
         if len(so_far) == settings.max_new_tokens:
             return count, "length"
     return len(emitted), None
 
 
-def criteria_met(criteria: StoppingCriteriaList, tokens: list[int]) -> bool:
-    """Whether any of the criteria ends an answer of these tokens, the prompt included.
+def criteria_met(criteria: StoppingCriteriaList, tokens: list[int], device: torch.device) -> bool:
+    """Whether any of the criteria ends an answer of these tokens, the prompt included; they see them on this device.
 
     Raises:
         TypeError: a criterion that answers neither with a bool nor with a tensor of one.
     """
-    ids = torch.tensor([tokens])
+    ids = torch.tensor([tokens], device=device)
     for criterion in criteria:
         found = criterion(ids, None)
         if not (isinstance(found, bool) or isinstance(found, Tensor) and found.numel() == 1):

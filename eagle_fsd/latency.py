@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import logging
 import math
 import os
+import platform
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Hashable, Mapping
@@ -135,9 +137,9 @@ def _fastest(parts: Mapping[Hashable, Callable[[], object]], target: TargetModel
     found, begun = dict.fromkeys(parts, math.inf), time.perf_counter()
     for number in tqdm(range(ROUNDS + 1), desc="measuring cycles", unit="round", leave=False, disable=None):
         for name, work in parts.items():
-            started = _now(target)
+            started = now(target.device)
             work()
-            taken = _now(target) - started
+            taken = now(target.device) - started
             if number:
                 found[name] = min(found[name], taken)
         if number and of_first(target.group, lambda: time.perf_counter() - begun > ENOUGH):
@@ -145,9 +147,10 @@ def _fastest(parts: Mapping[Hashable, Callable[[], object]], target: TargetModel
     return found
 
 
-def _now(target: TargetModel) -> float:
-    if target.device.type == "cuda":
-        torch.cuda.synchronize(target.device)
+def now(device: torch.device) -> float:
+    """Seconds of a clock, once the device has done its work."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
     return time.perf_counter()
 
 
@@ -160,10 +163,19 @@ def cache_directory() -> Path:
     return Path(given) if given else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "eagle_fsd"
 
 
+@functools.lru_cache(maxsize=1)
+def processor_name() -> str:
+    """As the system calls it."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.exists() else []
+    names = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor() or platform.machine())
+
+
 def circumstances(target: TargetModel, head: DraftHead | None, graphs: GraphCycles | None = None) -> str:
     """What a latency depends on, as one string."""
     device = target.output_device
-    threads = f"{device}, {torch.get_num_threads()} threads"
+    threads = f"{device}, {processor_name()}, {torch.get_num_threads()} threads"
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else threads
     processes = [] if target.group is None else [f"{target.group.size()} processes"]
     return "; ".join([

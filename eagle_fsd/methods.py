@@ -10,10 +10,11 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 
 from .api import encode_prompt, generate
 from .generation import Output
@@ -42,9 +43,10 @@ def hf_generate(
     model: EagleModel, *, temperature: float = 0.0, seed: int = 0, assistant: PreTrainedModel | None = None,
     **options: object,
 ) -> Method:
-    """`model.generate` with its own defaults: the users' baseline.
+    """`model.generate`, the users' baseline, told to do what our engine does.
 
-    When sampling, top-k and top-p are off, as in our engine: `transformers` would keep the 50 best tokens.
+    Of the checkpoint's generation config only the special tokens are taken, since the engine reads no more of it (many
+    have a repetition penalty). When sampling, top-k and top-p are off: `transformers` would keep the 50 best tokens.
 
     Args:
         seed: of torch's global generator, set before each sampled answer, together with the prompt.
@@ -56,15 +58,19 @@ def hf_generate(
         sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
     if assistant is not None:
         options["assistant_model"] = assistant
+    stock = model.target.model
+    config = GenerationConfig(**{
+        name: getattr(stock.generation_config, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")})
 
     def answer(prompt: object, max_new_tokens: int) -> Answer:
         started = time.perf_counter()
         ids = torch.tensor([encode_prompt(prompt, model)], device=model.target.device)
         if temperature:
             torch.manual_seed(prompt_seed(seed, prompt))
-        sequence = model.target.model.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_new_tokens, **sampling, **options
-        )
+        with patch.object(stock, "generation_config", config):  # `generate` reads it even where it is given another
+            sequence = stock.generate(
+                ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_new_tokens, **sampling, **options
+            )
         new = sequence[0, ids.shape[1] :].tolist()
         seconds = time.perf_counter() - started
         return Answer(seconds, new, model.tokenizer.decode(new, skip_special_tokens=True))

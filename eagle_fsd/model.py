@@ -16,9 +16,11 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from .acceptance import make_rule
 from .attention import GROUPED, IMPLEMENTATIONS, STOCK
+from .autotree import FILE as LOGS
 from .autotree import AutoTree, TreeLog, describe, read_logs
+from .calibration import FILE as CALIBRATIONS
 from .calibration import Calibration, parse_promise, read_calibrations
-from .checkpoint import check_source, load_head
+from .checkpoint import check_source, load_head, place_of
 from .compiled import compile_forwards
 from .config import CPU_TREE, GPU_TREE, TreeConfig
 from .draft import DraftHead
@@ -270,7 +272,8 @@ def load(
         attn_implementation: "sdpa", "eager", "grouped", "split", or "auto": the fastest here, measured once; see
             docs/attention.md. Default: sdpa where the model has it, on a CPU without its copies ("grouped").
         trust_remote_code: allow a target to run code from its repository.
-        calibration: directory of `calibration.json` (see `eagle-fsd calibrate`); None: the head's.
+        calibration: directory of `calibration.json` (`eagle-fsd calibrate --out`) and, before the head's own, of
+            `tree.json` (`eagle-fsd tune --out`); None: the head's.
         tree: where `generate` is given none: "auto", the one that emits the most tokens per second on this machine,
             where the head has logs to choose it by (`eagle-fsd tune`), else a default for the device; drafting pauses
             where it does not pay. The models' latency is measured once for it and kept (`eagle_fsd.latency`). None:
@@ -305,10 +308,12 @@ def load(
     assert draft is not None
     target = check_source("target", target)
     head = load_head(draft)  # the smaller one first: its errors come before the long work
-    beside = Path(check_source("calibration", draft if calibration is None else calibration))
-    if calibration is not None and not beside.is_dir():
-        raise ValueError(f"calibration must be a directory, there is none at {str(beside)!r}")
-    calibrations, logs = read_calibrations(beside), read_logs(draft) if tree == "auto" else []
+    beside = check_source("calibration", draft if calibration is None else calibration)
+    if calibration is not None and not Path(beside).is_dir():
+        raise ValueError(f"calibration must be a directory, there is none at {beside!r}")
+    calibrated, logged = place_of(beside, CALIBRATIONS), place_of(beside, LOGS) or place_of(draft, LOGS)
+    calibrations = [] if calibrated is None else read_calibrations(calibrated)
+    logs = [] if logged is None or tree != "auto" else read_logs(logged)
     model, tokenizer = load_target(
         target, dtype=dtype, device=device, device_map=device_map, tp_plan=tp_plan,
         quantization_config=quantization_config,

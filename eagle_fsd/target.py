@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
@@ -24,7 +25,7 @@ from .parallel import group_of, of_all, of_first, plain_parts, whole
 log = logging.getLogger(__name__)
 
 FULL = (torch.float32, torch.float64)
-PARITY, HALF_PARITY = 1e-4, 2e-2  # how far features may differ between attention implementations, of their size
+PARITY, HALF_PARITY = 1e-4, 2e-2  # how far features may differ between attentions or compiled, of their size
 PREFILL = {"cpu": 256, "cuda": 2048}  # positions of a prompt per forward: what is computed for them is large
 ATTENTION_KINDS = ("full_attention", "sliding_attention", "chunked_attention")  # layers whose cache is rows of keys
 ROUNDING = 0.05  # of the largest logit: what half precision or quantised activations may change, see `_check_logits`
@@ -73,6 +74,7 @@ class TargetModel:
         # With these, keys depend on how many positions a forward reaches.
         self.reads_in_parts: bool = rope.get("rope_type") not in ("longrope", "dynamic")
         self.layers: tuple[int, ...] = ()
+        self._hooking = threading.Lock()
         self._check_attention(name)
         self.decoder_layers = self._find_layers(name)
         if check:
@@ -268,17 +270,20 @@ class TargetModel:
         **options: object,  # keywords of the stock decoder
     ) -> Tensor:  # [B, N, F]
         """One forward through the decoder."""
+        if not self.layers:
+            return self.decoder(input_ids=tokens, **options).last_hidden_state
         entering: list[Tensor] = []
-        hooks = [
-            self.decoder_layers[number].register_forward_pre_hook(lambda layer, inputs: entering.append(inputs[0]))
-            for number in self.layers
-        ]
-        try:
-            last = self.decoder(input_ids=tokens, **options).last_hidden_state
-        finally:
-            for hook in hooks:
-                hook.remove()
-        return torch.cat([*(states.to(last.device) for states in entering), last], -1) if entering else last
+        with self._hooking:  # hooks are the modules', and would hear the forwards of other threads
+            hooks = [
+                self.decoder_layers[number].register_forward_pre_hook(lambda layer, inputs: entering.append(inputs[0]))
+                for number in self.layers
+            ]
+            try:
+                last = self.decoder(input_ids=tokens, **options).last_hidden_state
+            finally:
+                for hook in hooks:
+                    hook.remove()
+        return torch.cat([*(states.to(last.device) for states in entering), last], -1)
 
     def prefill(self, tokens: Tensor, cache: TreeCache) -> Tensor:
         """Features [B, N, F] of a prompt [B, N], through the model's own causal mask; a long one in parts."""
@@ -376,7 +381,12 @@ def weights_digest(module: nn.Module) -> str:
     for number, weight in enumerate(module.parameters(), 1):
         for part in plain_parts(whole(weight.detach())):
             if not part.is_meta:
-                values = part.flatten()[:: max(1, part.numel() // 97)]
+                step = max(1, part.numel() // 97)
+                if part.is_contiguous():
+                    values = part.flatten()[::step]
+                else:  # to flatten one that lies otherwise would be to copy it
+                    places = torch.arange(0, part.numel(), step, device=part.device)
+                    values = part[torch.unravel_index(places, part.shape)]
                 total += values.to(torch.bfloat16).double().sum().item() / number
     tokens = getattr(module, "token_map", None)
     return f"{total:.9g}" + ("" if tokens is None else f"/{len(tokens)}-{tokens.sum().item()}")

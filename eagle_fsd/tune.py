@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from tqdm import tqdm
 
 from .acceptance import Rule
+from .api import check_length, encode_prompts
 from .autotree import WIDE, CycleLog, TreeLog
 from .config import TreeConfig
 from .methods import engine
@@ -20,8 +21,11 @@ def log_cycles(
     """Answer prompts (texts, chats or token ids) by a rule with a wide tree, and note every cycle.
 
     Raises:
-        ValueError: not one draft tree was verified.
+        ValueError: a prompt that is too long or otherwise bad, before anything is generated; or not one draft tree was
+            verified.
     """
+    for ids in encode_prompts(list(prompts), model)[0]:
+        check_length(len(ids), 1, model)
     noted = CycleLog(rule)
     answer = engine(model, acceptance=noted, tree=wide, temperature=temperature, seed=seed)
     for prompt in tqdm(prompts, desc="logging cycles", unit="prompt", disable=None):

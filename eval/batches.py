@@ -16,13 +16,12 @@ import torch
 
 import eagle_fsd
 from eagle_fsd.api import encode_prompt, end_tokens
+from eagle_fsd.calibrate import BASELINE
 from eagle_fsd.generation import Output
 from eagle_fsd.methods import interleaved
 from eagle_fsd.model import EagleModel
 from train.corpus import python_texts
 from train.tasks import tasks
-
-BASELINE = "model.generate"
 
 
 @dataclass(frozen=True)

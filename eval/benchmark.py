@@ -23,6 +23,7 @@ import torch
 from tqdm import tqdm
 
 import eagle_fsd
+from eagle_fsd.calibrate import BASELINE
 from eagle_fsd.cli import load_pair, model_options, parse_tree
 from eagle_fsd.methods import Answer, Method, engine, hf_generate, interleaved
 from eval import batches, step
@@ -31,7 +32,7 @@ from eval.profile import profile
 from train.corpus import python_prefixes
 from train.tasks import is_correct, tasks
 
-BASELINE, LOOKUP = "model.generate", "prompt lookup"
+LOOKUP = "prompt lookup"
 
 
 def methods_of(

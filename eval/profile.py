@@ -6,7 +6,6 @@ wrappers wait for the device, which makes the parts add up and the whole slower 
 
 from __future__ import annotations
 
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -20,6 +19,7 @@ from eagle_fsd.acceptance import Rule
 from eagle_fsd.cache import TreeCache
 from eagle_fsd.generation import Decoder
 from eagle_fsd.graphs import StaticCycle
+from eagle_fsd.latency import now
 from eagle_fsd.target import TargetModel
 
 FORWARDS = ("draft_forward", "target_forward", "head")  # the models' own work: draft layer, target, lm_head
@@ -31,11 +31,12 @@ class Clock:
     """Exclusive seconds per part: time inside a nested part counts for that one only.
 
     Args:
+        device: of the models.
         nested: whether parts within a part are timed; without, all of it counts for the outer one.
     """
 
-    def __init__(self, nested: bool = True) -> None:
-        self.nested = nested
+    def __init__(self, device: torch.device, nested: bool = True) -> None:
+        self.device, self.nested = device, nested
         self.seconds: dict[str, float] = defaultdict(float)
         self._stack: list[list] = []
 
@@ -46,11 +47,11 @@ class Clock:
             if not self.nested and len(self._stack) > 1:
                 return function(*args, **kwargs)
             self._stack.append([0.0])
-            started = _now()
+            started = now(self.device)
             try:
                 return function(*args, **kwargs)
             finally:
-                spent = _now() - started
+                spent = now(self.device) - started
                 inner = self._stack.pop()[0]
                 self.seconds[part] += spent - inner
                 if self._stack:
@@ -59,16 +60,10 @@ class Clock:
         return timed
 
 
-def _now() -> float:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return time.perf_counter()
-
-
 @contextmanager
 def timed_parts(model: eagle_fsd.EagleModel, *, nested: bool = True) -> Iterator[Clock]:
     """Within this context every decode cycle's parts are added up in the returned clock; `nested`: see `Clock`."""
-    clock = Clock(nested)
+    clock = Clock(model.target.output_device, nested)
     parts = [
         (Decoder, "step", CYCLE),
         (generation, "draft_tree", "tree_building"),

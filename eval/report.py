@@ -33,10 +33,11 @@ def section(record: dict) -> str:
     exact, python = row_of(record["tasks"], "exact"), row_of(record["python"], "exact")
     parts = ", ".join(f"{name.replace('_', ' ')} {ms:.2f}" for name, ms in cycle["ms_per_cycle"].items())
     return f"""`{about['command']}` on {about['threads']} threads of an {about['processor']}, {record['dtype']}, torch
-{about['torch']}, transformers {about['transformers']}, greedy, {record['tree']}, commit {about['commit']} ("+changes": the work tree
-had uncommitted edits); stored in `eval/results/`. Tables are of several commits and two machines, the AMD one half as fast:
-compare within a table only. Methods are interleaved; each time is the median of {record['repeats']} runs. tau counts tokens per
-target forward; "= greedy" is the share of answers that are the target's own, token for token.
+{about['torch']}, transformers {about['transformers']}, greedy, {record['tree']}, commit {about['commit']}; stored
+in `eval/results/`. Tables are of several commits ("+changes": with uncommitted edits) and two machines, the AMD one
+half as fast: compare within a table only. Methods are interleaved; each time is the median of
+{record['repeats']} runs. tau counts tokens per target forward; "= greedy" is the share of answers that
+are the target's own, token for token.
 
 {record['task_count']} held-out tasks, so that one task is {100 / record['task_count']:.1f} points of accuracy:
 
@@ -65,11 +66,11 @@ def sweep_section(name: str, record: dict) -> str:
     what = "Greedy" if record["temperature"] == 0 else f"Temperature {record['temperature']:g}"
     seeds = f", {len(record['seeds'])} seeds" if len(record["seeds"]) > 1 else ""
     timed = next(row["timed"] for row in record["rows"] if "timed" in row)
-    exact = next(row for row in record["rows"] if row.get("setting") == "exact")
-    return f"""**{what}, {record['questions']} tasks{seeds}** (`{command_of(about)}`, {about['processor']}, commit {about['commit']},
-{timed} of the tasks timed, interleaved). {record['headline']} Such a sentence goes by bounds that are corrected for the choice
-among settings, the table shows each setting's own; {record['questions']} tasks are too few for one point: `exact` against itself
-has {100 * exact['family_bound']:.1f}.
+    least = 100 * next(row for row in record["rows"] if row["setting"] == "exact")["family_bound"]
+    return f"""**{what}, {record['questions']} tasks{seeds}** (`{command_of(about)}`, {about['processor']},
+commit {about['commit']}, {timed} of the tasks timed, interleaved). {record['headline']} Such a sentence goes
+by bounds that are corrected for the choice among settings, the table shows each setting's own;
+{record['questions']} tasks are too few for one point: `exact` against itself has {least:.1f}.
 
 ![Accuracy against time per answer](eval/results/{name}-frontier.png)
 
@@ -102,7 +103,7 @@ def batches_section(record: dict) -> str:
 def mt_bench_section(records: list[dict]) -> str:
     """Speed on MT-Bench's questions."""
     baseline, rows = records[0]["baseline"], [record["rows"][-1] for record in records]
-    given = baseline["settings"]
+    given, about = baseline["settings"], baseline["environment"]
     lines = ["| method | questions | tokens/s | vs model.generate (95%) | tau | s/question | tokens/question "
              "| = model.generate |", "|---" * 8 + "|",
              f"| model.generate | {rows[0]['questions']} | {rows[0]['baseline_tokens_per_second']:.0f} | | 1 | "
@@ -116,8 +117,8 @@ def mt_bench_section(records: list[dict]) -> str:
                      f"{row['tokens_per_question']:.0f} | {100 * row['same']:.0f}% |")
     table_text = "\n".join(lines)
     return f"""**MT-Bench's questions**, both turns, greedy, at most {given['max_new_tokens']} tokens a turn
-(`eval.mt_bench`, {baseline['environment']['processor']}, commit {baseline['environment']['commit']}). The demo target cannot answer them, so this is speed on
-text that it was not made for, and says nothing about what the fuzzy rule costs:
+(`eval.mt_bench`, {about['processor']}, commit {about['commit']}). The demo target cannot answer them, so this is
+speed on text that it was not made for, and says nothing about what the fuzzy rule costs:
 
 {table_text}"""
 

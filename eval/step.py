@@ -20,7 +20,6 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -36,7 +35,7 @@ from eagle_fsd.cli import exit_status, parse_tree
 from eagle_fsd.config import GPU_TREE, TreeConfig
 from eagle_fsd.draft import DraftHead
 from eagle_fsd.generation import Decoder, Settings
-from eagle_fsd.latency import same_cycle
+from eagle_fsd.latency import now, same_cycle
 from eagle_fsd.model import EagleModel, check_device, check_dtype, fit_head
 from eagle_fsd.target import TargetModel
 from eval.environment import write_record
@@ -111,12 +110,6 @@ class Machine:
     def floor(self, moved: float, operations: float) -> tuple[float, float]:
         """Milliseconds that so many bytes and so many operations take."""
         return 1000 * moved / self.copy, 1000 * operations / self.matrix
-
-
-def now(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
 
 
 def fastest(work: Callable[[], object], device: torch.device, times: int = 7) -> float:

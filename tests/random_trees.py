@@ -130,3 +130,8 @@ def emitted(verification: Verification, walked, row: int = 0) -> list[int]:
     """Tokens a row emits: those of its accepted nodes below the root, then one more."""
     nodes = walked.accepted[row].nonzero()[1:, 0]  # ordered by level, so along the path
     return [*verification.tree.tokens[row, nodes].tolist(), int(walked.choice[row, walked.last[row]])]
+
+
+def fuzzy_nodes(verification, walked):
+    """[B, N] bool: accepted nodes whose token the target itself would not have drawn there."""
+    return walked.accepted & verification.is_child & ~verification.is_exact

@@ -4,10 +4,10 @@ import math
 
 import pytest
 import torch
-from random_trees import random_verification
+from random_trees import fuzzy_nodes, random_verification
 from reference_acceptance import Reference
 
-from eagle_fsd.acceptance import RULES, fuzzy_nodes, make_rule, walk
+from eagle_fsd.acceptance import RULES, make_rule, walk
 
 GUARDS = [{}, {"head_guard": 0.0}, {"head_guard": 0.5}, {"head_guard": 0.9}, {"head_guard": 1.0}]
 SIBLINGS = [{"sibling": "target"}, {"sibling": "longest"}]

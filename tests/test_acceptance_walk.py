@@ -4,10 +4,10 @@ import math
 
 import pytest
 import torch
-from random_trees import emitted, random_verification, tree_from_parents
+from random_trees import emitted, fuzzy_nodes, random_verification, tree_from_parents
 from reference_acceptance import Reference
 
-from eagle_fsd.acceptance import RULES, Decision, Verification, fuzzy_nodes, make_rule, walk
+from eagle_fsd.acceptance import RULES, Decision, Verification, make_rule, walk
 
 VOCAB = 11
 

@@ -26,10 +26,12 @@ from eagle_fsd.calibration import (
     store_calibration,
 )
 from eagle_fsd.cli import main
+from eagle_fsd.config import Choice
 from eagle_fsd.experiment import Experiment, first_difference, paired, repetition, settings_of, spread, summarise
 from eagle_fsd.methods import prompt_seed
 from eagle_fsd.questions import Question
 from eagle_fsd.target import weights_digest
+from eagle_fsd.tune import log_cycles
 
 TREE = eagle_fsd.TreeConfig(8, 3, 3)
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
@@ -236,6 +238,28 @@ def test_an_experiment_goes_on_where_it_was(pair, tmp_path, monkeypatch):
         experiment(pair, log, seed=1)
 
 
+def test_questions_that_are_too_long_are_refused_at_once(pair, tmp_path):
+    asked = [*questions(2), Question("long", "none", ("a " * 500,))]
+    with pytest.raises(ValueError, match="question long: the prompt has .* tokens, the target takes at most"):
+        Experiment(pair, asked, SETTINGS, tmp_path / "log.jsonl", max_new_tokens=10, tree=TREE)
+    with pytest.raises(ValueError, match="the prompt has .* tokens"):
+        log_cycles(pair, ["a", "a " * 500], make_rule("exact"))
+
+
+def test_one_tree_serves_all_settings_of_an_experiment(pair, tmp_path):
+    class Trees:
+        def of(self, rule, temperature, rows=1):
+            return Choice(TREE if rule.name == "exact" else eagle_fsd.TreeConfig(4, 2, 2))
+
+    pair.trees = Trees()
+    try:
+        with pytest.raises(ValueError, match="different trees for the rules under test: give one tree"):
+            Experiment(pair, questions(2), SETTINGS, tmp_path / "log.jsonl")
+    finally:
+        pair.trees = None
+    Experiment(pair, questions(2), SETTINGS, tmp_path / "log.jsonl")
+
+
 def test_answers_to_something_else_are_not_taken(pair, tmp_path):
     log = tmp_path / "log.jsonl"
     first = experiment(pair, log)
@@ -400,7 +424,7 @@ def test_quality_uses_the_calibration(pair, caplog):
         "target another", "dtype torch.bfloat16", "head a head", "tree a tree", "without top_k"))
     with pytest.raises(ValueError, match=r"not calibrated for kl<=0.5 \(calibrated: accuracy_drop<=1%\)"):
         eagle_fsd.generate(PROMPT, pair, quality="kl<=0.5", **options)
-    with pytest.raises(ValueError, match="chooses the rule and its threshold"):
+    with pytest.raises(ValueError, match="chooses the rule: leave acceptance"):
         eagle_fsd.generate(PROMPT, pair, quality="accuracy_drop<=1%", threshold=0.1, **options)
     pair.calibrations = []
 

@@ -1,5 +1,6 @@
 """Reading and writing heads in the published layout. V = 32, D = 16."""
 
+import dataclasses
 import json
 import pickle
 from pathlib import Path
@@ -12,9 +13,12 @@ from transformers import PreTrainedTokenizerFast
 
 import eagle_fsd
 from eagle_fsd import load_head, save_head
+from eagle_fsd.acceptance import make_rule
+from eagle_fsd.autotree import store_log
 from eagle_fsd.calibration import Calibration, store_calibration
 from eagle_fsd.draft import DraftHead
 from eagle_fsd.model import EagleModel
+from eagle_fsd.tune import log_cycles
 
 KEYS = {
     "embed_tokens.weight",
@@ -93,6 +97,14 @@ def test_pickled_weights(saved, head):
     torch.save(load_file(saved / "model.safetensors"), saved / "pytorch_model.bin")
     (saved / "model.safetensors").unlink()
     assert torch.equal(predicted(load_head(saved)), predicted(head))
+
+
+def test_a_head_replaces_one_in_the_other_format(saved, head):
+    changed = tiny_head(tiny_target(), seed=5)
+    save_head(changed, saved, file="pytorch_model.bin")
+    assert torch.equal(predicted(load_head(saved)), predicted(changed))
+    assert not torch.equal(predicted(changed), predicted(head))
+    assert sorted(path.name for path in saved.iterdir()) == ["config.json", "pytorch_model.bin"]
 
 
 class Exploit:
@@ -230,6 +242,24 @@ def test_load_reads_the_calibrations(saved, tmp_path):
     store_calibration(saved, entry)
     assert eagle_fsd.load(tmp_path / "target", saved, device="cpu").calibrations == [entry]
     assert eagle_fsd.load(tmp_path / "target", saved, device="cpu", calibration=tmp_path).calibrations == []
+
+
+def test_load_reads_the_logs_of_the_calibration_directory_first(saved, tmp_path):
+    """Where `eagle-fsd tune --out` has put them."""
+    save_target(tiny_target(), tmp_path / "target")
+    (tmp_path / "tuned").mkdir()
+    pair = eagle_fsd.load(tmp_path / "target", saved, device="cpu", tree=None)
+    found = log_cycles(pair, [PROMPT], make_rule("exact"), max_new_tokens=8)
+    store_log(tmp_path / "tuned", found)
+
+    def logs(**options):
+        pair = eagle_fsd.load(tmp_path / "target", saved, device="cpu", **options)
+        return [log.temperature for log in pair.trees.logs]
+
+    assert logs() == [] and logs(calibration=tmp_path / "tuned") == [0.0]
+    store_log(saved, dataclasses.replace(found, temperature=0.5))
+    assert logs(calibration=tmp_path / "tuned") == [0.0]
+    assert logs(calibration=tmp_path) == [0.5]  # none there: the head's
 
 
 @pytest.mark.parametrize("option", [{"hidden_size": 32}, {"vocab_size": 40}], ids=str)

@@ -15,6 +15,7 @@ import eagle_fsd
 from eagle_fsd import EagleModel, TreeConfig
 from eagle_fsd.compiled import CompiledDecoder, compile_forwards, is_compiled, lay_out_weights
 from eagle_fsd.latency import circumstances
+from eagle_fsd.target import weights_digest
 
 TREES = [TreeConfig(16, 5, 4), TreeConfig(6, 5, 1), TreeConfig(4, 1, 3), TreeConfig(2, 1, 1), None]
 PROMPTS = [PROMPT, PROMPT[:1], PROMPT * 3]
@@ -161,7 +162,9 @@ def test_what_is_not_tried(name, value, reason, caplog):
 def test_laying_out_weights_keeps_shapes_values_and_files(tmp_path):
     model = tiny_target()
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    digest = weights_digest(model)
     lay_out_weights(model.model)
+    assert weights_digest(model) == digest
     assert model.model.layers[0].mlp.up_proj.weight.stride() == (1, 24)
     assert not any(torch.equal(weight, before[name]) is False for name, weight in model.state_dict().items())
     model.save_pretrained(tmp_path)

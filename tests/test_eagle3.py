@@ -2,6 +2,7 @@
 
 import json
 import math
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -410,3 +411,18 @@ def test_inspect_says_what_it_is_and_export_refuses(target, tmp_path, capsys):
     assert "the target has 2, from 0" in inspect_head(tmp_path / "head", tmp_path / "shallow").target_problems[0]
     with pytest.raises(ValueError, match="is an EAGLE-3 head; only EAGLE-1/2 heads are exported"):
         export_head(tmp_path / "head", "vllm", tmp_path / "out")
+
+
+def test_threads_read_their_own_features():
+    target = TargetModel(deep_target())
+    target.layers = (2, 4, 5)
+    texts = torch.randint(VOCAB, (2, 1, 12), generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        expected = [target.features(text) for text in texts]
+
+    def same(number):
+        with torch.inference_mode():
+            return all(torch.equal(target.features(texts[number]), expected[number]) for _ in range(40))
+
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(same, range(2))) == [True, True]

@@ -4,6 +4,7 @@ import json
 import sys
 
 import pytest
+import torch
 from tiny import PROMPT
 
 import eagle_fsd
@@ -20,6 +21,16 @@ def test_methods_give_the_same_greedy_answer(model):
     for method in (engine(model, plain=True, acceptance="exact"), engine(model, acceptance="exact", tree=TREE)):
         assert method(PROMPT, 20).token_ids == baseline.token_ids
         assert method(PROMPT, 20).text == baseline.text
+
+
+def test_the_baseline_leaves_out_what_our_engine_does_not_read(model, monkeypatch):
+    """Many checkpoints have a repetition penalty."""
+    expected = hf_generate(model)(PROMPT, 20).token_ids
+    stock = model.target.model
+    monkeypatch.setattr(stock.generation_config, "repetition_penalty", 1.5)
+    penalised = stock.generate(torch.tensor([PROMPT]), max_new_tokens=20, do_sample=False)[0, len(PROMPT) :].tolist()
+    assert hf_generate(model)(PROMPT, 20).token_ids == expected != penalised
+    assert stock.generation_config.repetition_penalty == 1.5
 
 
 def test_plain_decoding_emits_one_token_per_forward(model):
@@ -54,8 +65,8 @@ def test_median_time_and_first_answer_are_kept():
 
 def test_clock_counts_nested_time_once(monkeypatch):
     ticks = iter([0.0, 1.0, 3.0, 10.0])
-    monkeypatch.setattr("eval.profile._now", lambda: next(ticks))
-    clock = Clock()
+    monkeypatch.setattr("eval.profile.now", lambda device: next(ticks))
+    clock = Clock(torch.device("cpu"))
     inner = clock.wrap("inner", lambda: None)
     outer = clock.wrap("other", inner)
     outer()

@@ -256,6 +256,8 @@ def test_rule_objects(pair):
     by_name = generate(pair, threshold=0.3, divergence="tv")
     assert generate(pair, acceptance=make_rule("fsd", 0.3, "tv"), threshold=None).token_ids == by_name.token_ids
     assert generate(pair, acceptance=make_rule("fsd", 0.9, "tv"), threshold=0.3).token_ids == by_name.token_ids
+    rule = make_rule("fsd", 0.3)
+    assert generate(pair, acceptance=rule, threshold=None, divergence="tv").token_ids == by_name.token_ids
 
 
 @pytest.mark.parametrize("rule", ["fsd_paper", "tilt", "typical", "lenience", "relaxed"])
@@ -302,6 +304,11 @@ def test_without_a_threshold_the_calibrated_one_is_used(pair, caplog):
     for options in ({"divergence": "tv"}, {"temperature": 1.0, "seed": 3}, {"tree": TreeConfig(6, 3, 2)}):
         given = {"tree": None, **options}
         assert generate(pair, threshold=None, **given).token_ids == generate(pair, threshold=0.0, **given).token_ids
+    # Nor where more than the temperature shapes the distribution.
+    for options in ({"repetition_penalty": 1.1}, {"logits_processor": [lambda ids, scores: scores * 1.1]}):
+        given = {"tree": None, **options}
+        assert generate(pair, threshold=None, **given).token_ids == generate(pair, threshold=0.0, **given).token_ids
+        assert generate(pair, threshold=0.3, **given).token_ids != generate(pair, threshold=0.0, **given).token_ids
     pair.calibrations = []
 
 

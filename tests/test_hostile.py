@@ -282,7 +282,7 @@ CASES = [
     ("generate", "an unknown rule", lambda w: w.generate(acceptance="best"), ValueError, "'best'; accepted: exact"),
     ("generate", "an unknown divergence", lambda w: w.generate(divergence="l2"), ValueError, "'l2'; accepted: kl"),
     ("generate", "an unknown divergence, not gated on",
-     lambda w: w.generate(acceptance="tilt", divergence="l2"), ValueError, "'l2'; accepted: kl"),
+     lambda w: w.generate(acceptance="tilt", divergence="js"), ValueError, "has no option 'divergence'"),
     ("generate", "a NaN budget", lambda w: w.generate(budget=NAN), ValueError, "budget .*got nan"),
     ("generate", "a budget as text", lambda w: w.generate(budget="1"), TypeError, "a number of nats"),
     ("generate", "a promise of another form", lambda w: w.generate(quality="fast", threshold=None), ValueError,

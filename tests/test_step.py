@@ -96,8 +96,8 @@ def test_on_cuda(tmp_path):
 
 def test_a_phase_holds_what_is_within_it(monkeypatch):
     ticks = iter([0.0, 1.0, 6.0, 10.0])  # the cycle, the phase within it; a forward within the phase is not timed
-    monkeypatch.setattr("eval.profile._now", lambda: next(ticks))
-    clock = Clock(nested=False)
+    monkeypatch.setattr("eval.profile.now", lambda device: next(ticks))
+    clock = Clock(torch.device("cpu"), nested=False)
     forward = clock.wrap("draft_forward", lambda: None)
     clock.wrap(CYCLE, clock.wrap("tree_building", forward))()
     assert clock.seconds == {"tree_building": 5.0, CYCLE: 5.0}

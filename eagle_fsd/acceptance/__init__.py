@@ -7,7 +7,7 @@ turns the decision into the accepted path. A new rule is one file and one line i
 from collections.abc import Callable
 from dataclasses import fields, replace
 
-from .base import Custom, Decision, FuzzyRule, Rule, Verification, Walk, fuzzy_nodes, walk
+from .base import Custom, Decision, FuzzyRule, Rule, Verification, Walk, walk
 from .exact import Exact
 from .fsd import FSD
 from .fsd_paper import FSDPaper
@@ -34,7 +34,6 @@ __all__ = [
     "Rule",
     "Verification",
     "Walk",
-    "fuzzy_nodes",
     "make_rule",
     "walk",
 ]

@@ -264,11 +264,6 @@ def walk(verification: Verification, decision: Decision) -> Walk:
     return Walk(choice, accepted, last, length)
 
 
-def fuzzy_nodes(verification: Verification, walked: Walk) -> Tensor:
-    """[B, N] bool: accepted nodes whose token the target itself would not have drawn there; for receipts."""
-    return walked.accepted & verification.is_child & ~verification.is_exact
-
-
 def check_interval(label: str, value: object, upper: float, closed: bool) -> None:
     """Raise unless 0 <= value <= upper (or < upper)."""
     if isinstance(value, bool) or not isinstance(value, Real):
@@ -392,8 +387,7 @@ def restrict(
     The exact choice, where it is a child, stays eligible beside the fuzzy steps. Among eligible siblings:
 
     - "target": the one the target prefers under this noise. An argmax over a subset is the overall argmax if
-    the
-      subset contains it, so exact steps stay what they were and only would-be stops change.
+      the subset contains it, so exact steps stay what they were and only would-be stops change.
     - "draft": the exact choice, else the draft's most probable.
     - "longest": one that opens the longest path of eligible steps; of those the one the target prefers.
     """

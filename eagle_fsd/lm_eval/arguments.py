@@ -81,7 +81,9 @@ def parse_tree(tree: object) -> TreeConfig | str | None:
     Raises:
         ValueError: no such tree.
     """
-    if tree is None or tree == "auto" or isinstance(tree, TreeConfig):
+    if tree in (None, "none"):
+        return None
+    if tree == "auto" or isinstance(tree, TreeConfig):
         return tree
     try:
         return TreeConfig(*tree)

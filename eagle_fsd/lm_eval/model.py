@@ -57,7 +57,7 @@ class EagleLM(HFLM):
             if given["quality"] is not None:
                 rule = make_rule(**self.pair.calibrated(given["quality"], temperature).options)
             else:
-                rule = resolve_rule(given["acceptance"], given["threshold"], given["divergence"] or "js", self.pair,
+                rule = resolve_rule(given["acceptance"], given["threshold"], given["divergence"], self.pair,
                                     temperature=temperature, tree=None)
             self.decoding_at[temperature, rows] = {
                 "acceptance": rule, "budget": given["budget"],
