@@ -145,6 +145,26 @@ def test_interrupted_it_saves_and_resumes(place, finished, monkeypatch):
     assert losses(place / "interrupted") == losses(place / "whole")
 
 
+def test_a_worse_head_does_not_replace_the_best_after_a_resume(place, monkeypatch):
+    taus, step = iter([3.0, 2.0]), script.Run.train_step
+
+    def die(self):
+        if self.step == 5:
+            raise RuntimeError("killed")
+        return step(self)
+
+    monkeypatch.setattr(script, "estimate_tau", lambda *args: dict.fromkeys(args[4], next(taus)))
+    changes = {"steps": 8, "eval_every": 4}  # saved and evaluated at the same step
+    with monkeypatch.context() as context:
+        context.setattr(script.Run, "train_step", die)
+        with pytest.raises(RuntimeError):
+            run(place, "best", **changes)
+    run(place, "best", **changes)
+    estimate = json.loads((place / "best" / "best" / "estimate.json").read_text())
+    assert estimate["step"] == 4 and estimate["tau"]["exact"] == 3
+    assert [json.loads(line)["step"] for line in (place / "best" / "eval.jsonl").read_text().splitlines()] == [4, 8]
+
+
 def test_offline_features_give_the_online_curve(place, finished):
     model, _ = load_target(place / "target", dtype="float32")
     write_features(TargetModel(model), Documents.load(place / "data"), place / "features")
