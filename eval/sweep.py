@@ -32,7 +32,7 @@ from eagle_fsd.methods import Answer, Method, bare_generate, engine, hf_generate
 from eagle_fsd.model import demo_directory, load_target
 from eagle_fsd.questions import converse
 from eval.bootstrap import interval
-from eval.environment import environment, processes, shown_settings
+from eval.environment import environment, processes, record_path, shown_settings
 from eval.harm import harm, harm_table, merged
 from eval.plots import headline, pareto, plot, table
 from eval.predictions import prediction_errors, prediction_text
@@ -268,13 +268,14 @@ def report(args: argparse.Namespace, runs: dict[tuple, Experiment]) -> None:
         "baselines_over_bare_calls": slower, "rows": rows, "baselines": baselines, "harm": harm_rows(args, runs),
     }
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.with_suffix(".json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    args.out.with_suffix(".md").write_text(
-        f"# {args.out.name}\n\n`{record['environment']['command']}` at {record['environment']['commit']}\n\n"
+    record_path(args.out, ".json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    out, about = record_path(args.out, ""), record["environment"]
+    record_path(args.out, ".md").write_text(
+        f"# {out.name}\n\n`{about['command']}` at {about['commit']}\n\n"
         f"{record['headline']}\n\n{table(rows, baselines)}\n\n"
         f"## Right answers that fuzzy tokens cost\n\n{harm_table(record['harm'])}\n\n"
         f"## Predictions\n\n{prediction_text(record['prediction_errors'])}\n", encoding="utf-8")
-    plot(record, args.out)
+    plot(record, out)
     print(record["headline"])
     for name, ratio in slower.items():
         print(f"{name} takes {ratio:.3f} of a bare call's time" + (": NOT A FAIR BASELINE" if ratio > 1.05 else ""))

@@ -111,7 +111,7 @@ def run(args: argparse.Namespace) -> None:
             f"The best of the grid, {result['best']}, against auto: {100 * result['best_is_faster_by']:+.1f}% speed.",
             table(result["confirmed"], "auto"), f"## {kind}: the grid (nodes, depth, top_k)",
             table(result["grid"], "auto")]
-    print(write_record(args.out.with_suffix(".json"), {"tree": tree, "results": found}, "\n\n".join(sections)))
+    print(write_record(args.out, {"tree": tree, "results": found}, "\n\n".join(sections)))
 
 
 def build_parser() -> argparse.ArgumentParser:

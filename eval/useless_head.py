@@ -87,7 +87,7 @@ def run(args: argparse.Namespace) -> None:
     sections = []
     for name, result in results.items():
         sections += [f"## {name}", f"Tree: {result['tree']}", table(result["rows"], "plain")]
-    print(write_record(args.out.with_suffix(".json"), {"results": results}, "\n\n".join(sections)))
+    print(write_record(args.out, {"results": results}, "\n\n".join(sections)))
 
 
 def build_parser() -> argparse.ArgumentParser:
