@@ -28,6 +28,7 @@ from eagle_fsd.methods import Answer, Method, engine, hf_generate, interleaved
 from eval import batches, step
 from eval.environment import environment, record_path, write_record
 from eval.profile import profile
+from eval.questions import check_counts
 from train.corpus import python_prefixes
 from train.tasks import is_correct, tasks
 
@@ -133,8 +134,11 @@ def main() -> None:
         sys.exit(step.main([argument for argument in sys.argv[1:] if argument != "--step"]))
     parser = build_parser()
     args = parser.parse_args()
-    if args.tasks < 1 or args.repeats < 1:
-        parser.error(f"--tasks and --repeats must be at least 1, got {args.tasks} and {args.repeats}")
+    try:
+        check_counts(args, "tasks", "repeats", "batch_prompts")
+        check_counts(args, "python", "accuracy_tasks", "unseen_tasks", least=0)
+    except ValueError as error:
+        parser.error(str(error))
     by_batch = bool(args.batch_sizes or args.prompt_lengths)
     args.out = args.out or Path("eval/results") / ("batches.json" if by_batch else "benchmark.json")
     torch.set_num_threads(args.threads)

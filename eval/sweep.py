@@ -36,7 +36,7 @@ from eval.environment import environment, processes, record_path, shown_settings
 from eval.harm import harm, harm_table, merged
 from eval.plots import headline, pareto, plot, table
 from eval.predictions import prediction_errors, prediction_text
-from eval.questions import load_questions
+from eval.questions import check_counts, load_questions
 
 LOOKUP, ASSISTED, PLAIN = "prompt lookup", "assisted", "plain"
 BARE = {BASELINE: "model.generate, bare call", LOOKUP: "prompt lookup, bare call"}  # greedy only
@@ -283,9 +283,7 @@ def report(args: argparse.Namespace, runs: dict[tuple, Experiment]) -> None:
 
 
 def check(args: argparse.Namespace) -> argparse.Namespace:
-    for name in ("tasks", "timed", "repeats", "max_new_tokens"):
-        if getattr(args, name) < 1:
-            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
+    check_counts(args, "tasks", "timed", "repeats", "max_new_tokens")
     if args.cooler is None:
         args.cooler = [args.temperature * share for share in (0.75, 0.5, 0.25, 0)] if args.temperature else []
     if args.temperature < 0 or any(not 0 <= t < args.temperature for t in args.cooler):

@@ -26,6 +26,7 @@ from eagle_fsd.config import TreeConfig
 from eagle_fsd.methods import Answer, Method, engine, interleaved
 from eval.bootstrap import interval
 from eval.environment import write_record
+from eval.questions import check_counts
 from train.corpus import python_prefixes
 from train.tasks import tasks
 
@@ -97,6 +98,7 @@ def compare(model: eagle_fsd.EagleModel, args: argparse.Namespace) -> dict:
 
 
 def run(args: argparse.Namespace) -> None:
+    check_counts(args, "grid_prompts", "prompts")
     if args.threads:
         torch.set_num_threads(args.threads)
     model = load_pair(args)
