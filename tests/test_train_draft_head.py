@@ -304,6 +304,10 @@ def test_noise_belongs_to_the_document_and_fades_with_length():
         ({"objective": "best"}, "unknown objective 'best'"),
         ({"tree": [60]}, "tree must be"),
         ({"mixed_precision": "fp8"}, "mixed_precision must be one of no, bf16"),
+        ({"betas": [0.9]}, r"betas must be two numbers .*, got \(0.9,\)"),
+        ({"betas": [0.9, 1.0]}, "betas must be two numbers of at least 0 and below 1"),
+        ({"head": "eagle3"}, "head must be a mapping of settings, got 'eagle3'"),
+        ({"warmup": -1}, "warmup must be a whole number of at least 0, got -1"),
     ],
 )
 def test_bad_settings_are_refused(place, changes, match):
@@ -321,6 +325,8 @@ def test_overrides_replace_what_the_file_says(tmp_path):
     path.write_text("target: t\ndata: d\noutput: o\nlr: 3e-5\nobjective: {name: hass, aligned_steps: 2}\n")
     config = read_config(path, ["steps=7", "lr=1e-3", "tree=[8,3,2]"])
     assert (config.steps, config.lr, config.tree, config.objective.aligned_steps) == (7, 1e-3, (8, 3, 2), 2)
+    assert [read_config(path, [f"mixed_precision={given}"]).mixed_precision for given in ("no", "'no'", "bf16")] == [
+        "no", "no", "bf16"]
     with pytest.raises(ValueError, match="name=value"):
         read_config(path, ["steps"])
 
