@@ -158,6 +158,13 @@ def test_formats_are_recognised(tmp_path, name):
     assert read_questions(tmp_path / "q.jsonl") == [expected]
 
 
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+def test_only_line_ends_end_a_line(tmp_path, end):
+    lines = [json.dumps({"prompt": prompt}, ensure_ascii=False) for prompt in ("a\u2028b", "c\x85d")]
+    (tmp_path / "q.jsonl").write_bytes(end.join([*lines, ""]).encode())
+    assert [question.turns for question in read_questions(tmp_path / "q.jsonl")] == [("a\u2028b",), ("c\x85d",)]
+
+
 @pytest.mark.parametrize(
     ("text", "match"),
     [("", "no question"), ("[1]", "line 1: not a JSON object"), ('{"x": 1}', "line 1: no known format"),
