@@ -29,11 +29,12 @@ def read_lines(path: Path, repair: bool = True) -> list:
 
 
 def append_lines(path: Path, values: Iterable) -> None:
-    """Add lines in one write, so that processes can share the file."""
-    text = "".join(json.dumps(value) + "\n" for value in values)
+    """Add lines in one write, so that processes can share the file; in several where the system takes only a part."""
+    left = "".join(json.dumps(value) + "\n" for value in values).encode()
     handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     try:
-        os.write(handle, text.encode())
+        while left:
+            left = left[os.write(handle, left) :]
     finally:
         os.close(handle)
 

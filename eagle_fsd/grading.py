@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import secrets
 import subprocess
 import sys
 import tempfile
@@ -16,13 +17,17 @@ NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 # What a HumanEval program may use.
 SECONDS, MEMORY_BYTES, FILE_BYTES = 10, 1 << 30, 1 << 20
 
-# Runs in the child before the program: from here on it can use no more than the limits.
+# Runs in the child before the program: from here on it can use no more than the limits. What comes on standard input
+# is written to a file at the end, which a program that exits before its tests are through does not reach.
 LIMITED = """
 import resource, runpy, sys
+from os import write
+proof = sys.stdin.buffer.read()
 for limit, value in ((resource.RLIMIT_CPU, {seconds}), (resource.RLIMIT_AS, {memory}), (resource.RLIMIT_FSIZE, {file}),
                      (resource.RLIMIT_NPROC, 0), (resource.RLIMIT_NOFILE, 16), (resource.RLIMIT_CORE, 0)):
     resource.setrlimit(limit, (value, value))
 runpy.run_path("program.py", run_name="__main__")
+write({place}, proof)
 """
 
 
@@ -36,7 +41,7 @@ def same_json(text: str, wanted: str) -> bool:
     """Whether `text` is JSON of the wanted value."""
     try:
         return json.loads(text) == json.loads(wanted)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):
         return False
 
 
@@ -93,19 +98,22 @@ def cut_program(text: str) -> str:
 
 
 def passes(program: str, tests: str) -> bool:
-    """Whether a program passes its tests: in a subprocess with an empty environment and directory, limited in processor
-    and wall time, memory, file size, open files and (unless the user is root) to no further processes. POSIX only.
+    """Whether a program passes its tests and gets to their end: in a subprocess with an empty environment and
+    directory, limited in processor and wall time, memory, file size, open files and (unless the user is root) to no
+    further processes. POSIX only.
 
     The limits stop accidents; they are no jail for hostile code (files that the user can read, it can read).
     """
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile() as end:
         Path(folder, "program.py").write_text(f"{program}\n\n{tests}\n", encoding="utf-8")
-        starter = LIMITED.format(seconds=SECONDS, memory=MEMORY_BYTES, file=FILE_BYTES)
+        starter = LIMITED.format(seconds=SECONDS, memory=MEMORY_BYTES, file=FILE_BYTES, place=end.fileno())
+        proof = secrets.token_bytes()
         try:
             finished = subprocess.run(
                 [sys.executable, "-I", "-S", "-c", starter], cwd=folder, env={}, timeout=SECONDS + 5,
-                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+                input=proof, pass_fds=[end.fileno()], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
             )
         except subprocess.TimeoutExpired:
             return False
-        return finished.returncode == 0
+        end.seek(0)
+        return finished.returncode == 0 and end.read() == proof

@@ -54,7 +54,7 @@ def read_questions(path: Path) -> list[Question]:
         ValueError: a line that is no JSON object or of no known format, an id that occurs twice, or no question.
     """
     questions = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):  # \u2028 does not end a line here
         if line.strip():
             try:
                 questions.append(as_question(json.loads(line), number))

@@ -27,8 +27,9 @@ from eagle_fsd.calibrate import BASELINE
 from eagle_fsd.cli import load_pair, model_options, parse_tree
 from eagle_fsd.methods import Answer, Method, engine, hf_generate, interleaved
 from eval import batches, step
-from eval.environment import environment, write_record
+from eval.environment import environment, record_path, write_record
 from eval.profile import profile
+from eval.questions import check_counts
 from train.corpus import python_prefixes
 from train.tasks import is_correct, tasks
 
@@ -134,8 +135,11 @@ def main() -> None:
         sys.exit(step.main([argument for argument in sys.argv[1:] if argument != "--step"]))
     parser = build_parser()
     args = parser.parse_args()
-    if args.tasks < 1 or args.repeats < 1:
-        parser.error(f"--tasks and --repeats must be at least 1, got {args.tasks} and {args.repeats}")
+    try:
+        check_counts(args, "tasks", "repeats", "batch_prompts")
+        check_counts(args, "python", "accuracy_tasks", "unseen_tasks", least=0)
+    except ValueError as error:
+        parser.error(str(error))
     by_batch = bool(args.batch_sizes or args.prompt_lengths)
     args.out = args.out or Path("eval/results") / ("batches.json" if by_batch else "benchmark.json")
     torch.set_num_threads(args.threads)
@@ -168,7 +172,7 @@ def run_tables(args: argparse.Namespace, model: eagle_fsd.EagleModel) -> None:
     def store() -> None:
         """After every stage: what has been measured is not lost with a later one."""
         args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        record_path(args.out, ".json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
     answers = interleaved(methods, [t.messages for t in questions], args.max_new_tokens, args.repeats)
     correct = {name: [is_correct(t, a.text) for t, a in zip(questions, given, strict=True)]
@@ -196,8 +200,9 @@ def run_tables(args: argparse.Namespace, model: eagle_fsd.EagleModel) -> None:
             methods["exact"], args.unseen_tasks, args.max_new_tokens, seed=args.seed + 2, unseen_wording=True)
         print("\nAccuracy, wordings never trained on:", json.dumps(record["accuracy_unseen_wordings"], indent=1))
     store()
-    args.out.with_suffix(".md").write_text(
-        f"# {args.out.stem}\n\n`{record['environment']['command']}` at {record['environment']['commit']}\n\n"
+    about = record["environment"]
+    record_path(args.out, ".md").write_text(
+        f"# {record_path(args.out, '').name}\n\n`{about['command']}` at {about['commit']}\n\n"
         f"## Held-out tasks\n\n{table(record['tasks'])}\n"
         + (f"\n## Python prefixes\n\n{table(record['python'])}\n" if args.python else ""))
 

@@ -41,13 +41,19 @@ def environment() -> dict:
 
 def write_record(out: Path, record: Mapping[str, object], text: str) -> str:
     """Write `out` as JSON with how it was made, and beside it the same as a Markdown page, which is returned."""
-    about = environment()
-    page = f"# {out.stem}\n\n`{about['command']}` at {about['commit']}, {about['gpu'] or about['processor']}, " \
+    about, name = environment(), record_path(out, "").name
+    page = f"# {name}\n\n`{about['command']}` at {about['commit']}, {about['gpu'] or about['processor']}, " \
            f"{about['threads']} threads, torch {about['torch']}, transformers {about['transformers']}\n\n{text}\n"
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.with_suffix(".json").write_text(json.dumps({"environment": about, **record}, indent=1) + "\n", encoding="utf-8")
-    out.with_suffix(".md").write_text(page, encoding="utf-8")
+    whole = json.dumps({"environment": about, **record}, indent=1) + "\n"
+    record_path(out, ".json").write_text(whole, encoding="utf-8")
+    record_path(out, ".md").write_text(page, encoding="utf-8")
     return page
+
+
+def record_path(out: Path, suffix: str) -> Path:
+    """`out` with this suffix. Any other dot than that of .json, .jsonl and .md belongs to the name: sweep-t0.7."""
+    return out.with_name((out.stem if out.suffix in (".json", ".jsonl", ".md") else out.name) + suffix)
 
 
 def processes(device: str | None = None) -> PartialState:

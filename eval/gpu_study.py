@@ -347,7 +347,7 @@ def run(args: argparse.Namespace) -> bool:
         log.info("not finished: the same command goes on")
         return False
     record = {"size": args.size, "load": options, **study.state}
-    print(write_record(args.out.with_suffix(".json"), record, page(study)))
+    print(write_record(args.out, record, page(study)))
     return True
 
 

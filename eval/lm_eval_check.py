@@ -132,6 +132,7 @@ def main() -> int:
         record = run(args)
         print(table(record))
         if args.out:
+            args.out.parent.mkdir(parents=True, exist_ok=True)
             args.out.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
         same = not any(found["models"]["exact"]["differs_from_hf"] for found in record["tasks"].values())
 

@@ -32,7 +32,7 @@ from eagle_fsd.experiment import first_difference
 from eagle_fsd.methods import Method, engine, hf_generate
 from eagle_fsd.model import EagleModel
 from eval.environment import environment, shown_settings
-from eval.questions import load_questions
+from eval.questions import check_counts, load_questions
 
 LEAST_EXPECTED = 5  # rarer tokens of a position are counted together
 SIGNIFICANCE = 0.01
@@ -124,6 +124,8 @@ def check_sampling(
 def run(args: argparse.Namespace) -> bool:
     """Print and store what was found; True where nothing speaks against losslessness."""
     eagle_fsd.make_rule(args.acceptance, args.threshold)
+    check_counts(args, "prompts", "max_new_tokens", "sampled_prompts", "sampled_tokens")
+    check_counts(args, "samples", least=0)
     questions = load_questions(args.questions, args.prompts, args.seed, args.prompts)
     model = load_pair(args)
     chats = {question.id: [{"role": "user", "content": question.turns[0]}] for question in questions}

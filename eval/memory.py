@@ -117,7 +117,7 @@ def run(args: argparse.Namespace) -> None:
             f"(allowed: {100 * ALLOWED:.0f}%).{once}\n\n" + "\n".join(lines))
     record = {"shape": args.shape, "context": args.context, "new_tokens": args.new_tokens, "tree": repr(tree),
               "bytes": megabytes, "over": found.over, "allowed": ALLOWED, "cache_allocations": times}
-    print(write_record(args.out.with_suffix(".json"), record, text))
+    print(write_record(args.out, record, text))
     if found.over > ALLOWED:
         raise ValueError(f"the peak is {100 * found.over:.1f}% over weights and caches")
 

@@ -28,8 +28,8 @@ from eagle_fsd.cli import exit_status, load_pair, model_options, parse_tree
 from eagle_fsd.files import append_lines, read_lines, write_lines
 from eagle_fsd.methods import Method, engine, hf_generate
 from eagle_fsd.questions import Question, converse
-from eval.environment import environment, processes, shown, shown_settings
-from eval.questions import load_questions
+from eval.environment import environment, processes, record_path, shown, shown_settings
+from eval.questions import check_counts, load_questions
 
 # Sampling temperatures by category, as FastChat's judge sets them; other categories are greedy.
 CATEGORY_TEMPERATURES = {"writing": 0.7, "roleplay": 0.7, "stem": 0.1, "humanities": 0.1}
@@ -65,15 +65,18 @@ def answer_question(model: eagle_fsd.EagleModel, question: Question, args: argpa
             "model_id": args.model_id, "choices": choices, "tstamp": time.time()}
 
 
-def read_answers(path: Path) -> dict[int | str, dict]:
-    """Answer records by question."""
-    return {record["question_id"]: record for record in read_lines(path)}
+def read_answers(path: Path, repair: bool = False) -> dict[int | str, dict]:
+    """Answer records by question; `repair` as of `read_lines`."""
+    return {record["question_id"]: record for record in read_lines(path, repair)}
+
+
+LOADED = {"compile": False, "attn_implementation": None, "device_map": None}  # what files of before did not name
 
 
 def settings(args: argparse.Namespace) -> dict:
     """What a resumed file must have in common."""
     names = ("target", "draft", "baseline", "acceptance", "threshold", "divergence", "temperature", "max_new_tokens",
-             "seed", "num_choices", "dtype")
+             "seed", "num_choices", "dtype", *LOADED)
     found = {name: getattr(args, name) for name in names}
     paths = shown_settings({name: found[name] for name in ("target", "draft") if found[name] is not None})
     return {**found, **paths, "tree": repr(args.tree), "questions": shown(args.questions)}
@@ -87,8 +90,8 @@ def run(args: argparse.Namespace) -> None:
     """
     questions = load_questions(args.questions, args.generated, args.seed, args.limit)
     state = processes(args.device)
-    about = args.answers.with_suffix(".meta.json")
-    if about.exists() and json.loads(about.read_text())["settings"] != settings(args):
+    about = record_path(args.answers, ".meta.json")
+    if about.exists() and LOADED | json.loads(about.read_text())["settings"] != settings(args):
         raise ValueError(f"{args.answers} was begun with other settings ({about}); choose another file or delete it")
     state.wait_for_everyone()
     if args.device_map is None:
@@ -100,9 +103,10 @@ def run(args: argparse.Namespace) -> None:
                   "dtype": str(model.target.dtype), "device": str(model.target.device),
                   "tree": None if args.baseline else model.describe_tree(args.tree)}
         about.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    done = read_answers(args.answers) if state.is_main_process else {}
+        read_answers(args.answers, repair=True)
     state.wait_for_everyone()
-    done = done or read_answers(args.answers)
+    done = read_answers(args.answers)
+    state.wait_for_everyone()  # all share out the same questions: none answers before the others have read
     missing = [question for question in questions if question.id not in done]
     mine = missing[state.process_index :: state.num_processes]
     for _ in range(args.warm_up if mine else 0):
@@ -113,7 +117,8 @@ def run(args: argparse.Namespace) -> None:
     state.wait_for_everyone()
     if state.is_main_process:
         answers = read_answers(args.answers)
-        write_lines(args.answers, [answers[question.id] for question in questions if question.id in answers])
+        asked = {question.id: answers.pop(question.id) for question in questions if question.id in answers}
+        write_lines(args.answers, [*asked.values(), *answers.values()])  # those that were not asked now are kept
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -146,9 +151,7 @@ def check(args: argparse.Namespace) -> argparse.Namespace:
             valid = False
         if not valid:
             raise ValueError(f'--temperature must be a number of at least 0 or "category", got {args.temperature!r}')
-    for name in ("max_new_tokens", "num_choices", "generated"):
-        if getattr(args, name) < 1:
-            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
+    check_counts(args, "max_new_tokens", "num_choices", "generated", "limit")
     if not args.baseline:
         eagle_fsd.make_rule(args.acceptance, args.threshold)
     dial = "" if args.threshold is None else f"-{args.threshold:g}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 
 from eagle_fsd.questions import Question, read_questions
@@ -21,6 +22,16 @@ def load_questions(path: Path | None, count: int, seed: int, limit: int | None =
     """Those of a file, or `count` generated ones; at most `limit`.
 
     Raises:
-        ValueError: see `read_questions`.
+        ValueError: see `read_questions`; or `count` or `limit` is below 1.
     """
+    if count < 1 or limit is not None and limit < 1:
+        raise ValueError(f"at least one question has to be asked for, got {count if count < 1 else limit}")
     return (read_questions(path) if path else generated(count, seed))[:limit]
+
+
+def check_counts(args: argparse.Namespace, *names: str, least: int = 1) -> None:
+    """Raise ValueError for an option that is below `least`; one that was not given (None) is none."""
+    for name in names:
+        value = getattr(args, name)
+        if value is not None and value < least:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least {least}, got {value}")

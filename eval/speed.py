@@ -18,6 +18,7 @@ import numpy as np
 
 from eagle_fsd.cli import exit_status
 from eval.bootstrap import interval
+from eval.environment import record_path
 from eval.mt_bench import read_answers
 
 
@@ -100,14 +101,15 @@ def table(rows: list[dict]) -> str:
 
 def store(args: argparse.Namespace, rows: list[dict]) -> None:
     """The rows, and the environments and settings that `eval.mt_bench` noted beside both files."""
-    about = {name: json.loads(path.with_suffix(".meta.json").read_text(encoding="utf-8"))
-             for name, path in (("method", args.method), ("baseline", args.baseline))
-             if path.with_suffix(".meta.json").is_file()}
+    notes = {"method": record_path(args.method, ".meta.json"), "baseline": record_path(args.baseline, ".meta.json")}
+    about = {name: json.loads(path.read_text(encoding="utf-8")) for name, path in notes.items() if path.is_file()}
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.with_suffix(".json").write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n", encoding="utf-8")
+    text = json.dumps({**about, "rows": rows}, indent=1) + "\n"
+    record_path(args.out, ".json").write_text(text, encoding="utf-8")
     made = "\n".join(f"- {name}: `{found['environment']['command']}` at {found['environment']['commit']}"
                      for name, found in about.items())
-    args.out.with_suffix(".md").write_text(f"# {args.out.name}\n\n{made}\n\n{table(rows)}\n", encoding="utf-8")
+    page = f"# {record_path(args.out, '').name}\n\n{made}\n\n{table(rows)}\n"
+    record_path(args.out, ".md").write_text(page, encoding="utf-8")
 
 
 def main() -> int:

@@ -52,9 +52,16 @@ def of_half(record: Mapping, name: str, half: Collection[int]) -> tuple[list[dic
 
 
 def timed(record: Mapping, name: str, half: Collection[int]) -> list[tuple[float, float]]:
-    """(seconds of the setting, seconds of `exact`) of the questions in the half that were timed."""
+    """(seconds of the setting, seconds of `exact`) of the questions in the half that were timed.
+
+    Raises:
+        ValueError: there are none.
+    """
     pairs = zip(record["timed"], record["settings"][name]["seconds"], record["exact_seconds"], strict=True)
-    return [(ours, exact) for question, ours, exact in pairs if question in half]
+    found = [(ours, exact) for question, ours, exact in pairs if question in half]
+    if not found:
+        raise ValueError(f"a half has none of the {len(record['timed'])} timed questions: time more (--timed)")
+    return found
 
 
 def time_of_exact(record: Mapping, name: str, half: Collection[int]) -> float:
@@ -89,7 +96,7 @@ def logged(args: argparse.Namespace) -> dict:
     args.tree = args.tree or kept_tree(args, model)
     own = next(iter(experiments(args, model, questions).values()))
     number = {question.id: at for at, question in enumerate(own.questions)}
-    timed = timed_questions(own, [EXACT, *own.rules])
+    timed = timed_questions(args, own, [EXACT, *own.rules])
     if len(timed) < 4:
         raise ValueError(f"{len(timed)} questions were timed with all settings; at least 4 are needed")
 

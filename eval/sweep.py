@@ -32,11 +32,11 @@ from eagle_fsd.methods import Answer, Method, bare_generate, engine, hf_generate
 from eagle_fsd.model import demo_directory, load_target
 from eagle_fsd.questions import converse
 from eval.bootstrap import interval
-from eval.environment import environment, processes, shown_settings
+from eval.environment import environment, processes, record_path, shown_settings
 from eval.harm import harm, harm_table, merged
-from eval.plots import headline, pareto, plot, table
+from eval.plots import by_rule, headline, pareto, plot, table
 from eval.predictions import prediction_errors, prediction_text
-from eval.questions import load_questions
+from eval.questions import check_counts, load_questions
 
 LOOKUP, ASSISTED, PLAIN = "prompt lookup", "assisted", "plain"
 BARE = {BASELINE: "model.generate, bare call", LOOKUP: "prompt lookup, bare call"}  # greedy only
@@ -141,26 +141,55 @@ def times_path(own: Experiment) -> Path:
     return own.log.with_name(f"times-{own.log.stem}.jsonl")
 
 
+def times_about(args: argparse.Namespace, own: Experiment) -> dict:
+    """What all times of a file depend on, beside what its answers do; its first line."""
+    names = ("device_map", "attn_implementation", "compile", "assistant", "repeats")
+    return {"device": str(own.model.target.device), **{name: getattr(args, name) for name in names}}
+
+
+def read_times(args: argparse.Namespace, own: Experiment) -> list[dict]:
+    """The other lines of an experiment's times.
+
+    Raises:
+        ValueError: they were timed with the models loaded otherwise, or with other repeats.
+    """
+    about = times_about(args, own)
+    begun, *lines = read_lines(times_path(own)) or [about]
+    changed = [name for name, value in about.items() if name not in begun or begun[name] != value]
+    if changed:
+        raise ValueError(f"{times_path(own)} was begun with other {', '.join(changed)}; delete it or choose another "
+                         "--work")
+    return lines
+
+
 def time_methods(args: argparse.Namespace, own: Experiment) -> None:
     """Add a line per question: seconds and tokens of each method, with the seeds of the first experiment's answers."""
     path = times_path(own)
     methods = {name: conversation(method) for name, method in timed_methods(args, own.model).items()}
-    done = {line["question"] for line in read_lines(path) if line["methods"].keys() >= methods.keys()}
+    done = timed_questions(args, own, list(methods))
+    rules = {name: repr(rule) for name, rule in own.rules.items()}
+    if not read_lines(path):
+        append_lines(path, [times_about(args, own)])
     warm_up = 2
     for number, question in enumerate(spread(own.questions, args.timed)):
         if question.id not in done:
             answers = interleaved(methods, [question.turns], args.max_new_tokens, args.repeats, warm_up=warm_up,
                                   start=number)
             warm_up = 0
-            append_lines(path, [{"question": question.id, "methods": {
+            append_lines(path, [{"question": question.id, "rules": rules, "methods": {
                 name: {"seconds": a.seconds, "tokens": len(a.token_ids)} for name, (a,) in answers.items()}}])
 
 
-def timed_questions(own: Experiment, names: Sequence[str]) -> dict[int | str, dict]:
-    """By question, the seconds and tokens of each method; of a question that was timed twice the last."""
+def timed_questions(args: argparse.Namespace, own: Experiment, names: Sequence[str]) -> dict[int | str, dict]:
+    """By question, the seconds and tokens of each method; of a question that was timed twice the last.
+
+    A line does not count where a name meant another rule, as "fsd 0.1 guarded" does with another guard.
+    """
     known = {question.id for question in own.questions}
-    return {line["question"]: line["methods"] for line in read_lines(times_path(own))
-            if line["methods"].keys() >= set(names) and line["question"] in known}
+    meant = {name: repr(own.rules[name]) for name in names if name in own.rules}
+    return {line["question"]: line["methods"] for line in read_times(args, own)
+            if line["methods"].keys() >= set(names) and line["rules"].items() >= meant.items()
+            and line["question"] in known}
 
 
 def times(lines: Sequence[dict], names: Sequence[str]) -> dict[str, dict]:
@@ -198,7 +227,8 @@ def rows_of(args: argparse.Namespace, runs: dict[tuple, Experiment], speeds: dic
     for temperature in args.cooler:
         found = [run.results(EXACT) for (t, _), run in runs.items() if t == temperature]
         groups[cooler(temperature)] = found * (len(own) // len(found))
-    confidence = family_confidence(len({options["rule"] for options in chosen_settings(args).values()}))
+    tested = by_rule([{"setting": name, "threshold": rule.threshold} for name, rule in own[0].rules.items()])
+    confidence = family_confidence(len(tested))
     rows = []
     for name, given in groups.items():
         pairs = [paired(ours, theirs) for ours, theirs in zip(given, exact, strict=True)]
@@ -249,7 +279,7 @@ def report(args: argparse.Namespace, runs: dict[tuple, Experiment]) -> None:
     bare = list(BARE.values()) if args.temperature == 0 else []
     baselines = [BASELINE, LOOKUP, *bare, *([ASSISTED] if args.assistant else []), PLAIN]
     names = [*baselines, EXACT, *map(cooler, args.cooler), *own.rules]
-    timed = timed_questions(own, names)
+    timed = timed_questions(args, own, names)
     speeds = times(list(timed.values()), names)
     rows = rows_of(args, runs, speeds)
     baselines = [{"setting": name, **speeds[name]} for name in baselines if name in speeds]
@@ -268,13 +298,14 @@ def report(args: argparse.Namespace, runs: dict[tuple, Experiment]) -> None:
         "baselines_over_bare_calls": slower, "rows": rows, "baselines": baselines, "harm": harm_rows(args, runs),
     }
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.with_suffix(".json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    args.out.with_suffix(".md").write_text(
-        f"# {args.out.name}\n\n`{record['environment']['command']}` at {record['environment']['commit']}\n\n"
+    record_path(args.out, ".json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    out, about = record_path(args.out, ""), record["environment"]
+    record_path(args.out, ".md").write_text(
+        f"# {out.name}\n\n`{about['command']}` at {about['commit']}\n\n"
         f"{record['headline']}\n\n{table(rows, baselines)}\n\n"
         f"## Right answers that fuzzy tokens cost\n\n{harm_table(record['harm'])}\n\n"
         f"## Predictions\n\n{prediction_text(record['prediction_errors'])}\n", encoding="utf-8")
-    plot(record, args.out)
+    plot(record, out)
     print(record["headline"])
     for name, ratio in slower.items():
         print(f"{name} takes {ratio:.3f} of a bare call's time" + (": NOT A FAIR BASELINE" if ratio > 1.05 else ""))
@@ -282,9 +313,7 @@ def report(args: argparse.Namespace, runs: dict[tuple, Experiment]) -> None:
 
 
 def check(args: argparse.Namespace) -> argparse.Namespace:
-    for name in ("tasks", "timed", "repeats", "max_new_tokens"):
-        if getattr(args, name) < 1:
-            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
+    check_counts(args, "tasks", "timed", "repeats", "max_new_tokens")
     if args.cooler is None:
         args.cooler = [args.temperature * share for share in (0.75, 0.5, 0.25, 0)] if args.temperature else []
     if args.temperature < 0 or any(not 0 <= t < args.temperature for t in args.cooler):

@@ -26,6 +26,7 @@ from eagle_fsd.config import TreeConfig
 from eagle_fsd.methods import Answer, Method, engine, interleaved
 from eval.bootstrap import interval
 from eval.environment import write_record
+from eval.questions import check_counts
 from train.corpus import python_prefixes
 from train.tasks import tasks
 
@@ -97,6 +98,7 @@ def compare(model: eagle_fsd.EagleModel, args: argparse.Namespace) -> dict:
 
 
 def run(args: argparse.Namespace) -> None:
+    check_counts(args, "grid_prompts", "prompts")
     if args.threads:
         torch.set_num_threads(args.threads)
     model = load_pair(args)
@@ -111,7 +113,7 @@ def run(args: argparse.Namespace) -> None:
             f"The best of the grid, {result['best']}, against auto: {100 * result['best_is_faster_by']:+.1f}% speed.",
             table(result["confirmed"], "auto"), f"## {kind}: the grid (nodes, depth, top_k)",
             table(result["grid"], "auto")]
-    print(write_record(args.out.with_suffix(".json"), {"tree": tree, "results": found}, "\n\n".join(sections)))
+    print(write_record(args.out, {"tree": tree, "results": found}, "\n\n".join(sections)))
 
 
 def build_parser() -> argparse.ArgumentParser:

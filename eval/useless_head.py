@@ -27,6 +27,7 @@ from eagle_fsd.methods import engine, interleaved
 from eagle_fsd.model import EagleModel, demo_directory
 from eagle_fsd.tune import log_cycles
 from eval.environment import write_record
+from eval.questions import check_counts
 from eval.trees import prompts_of, row_of, table
 
 LOGS = {"the real head's log": "real", "a log of its own": "own", "no log": None}
@@ -56,8 +57,7 @@ def compare(model: EagleModel, prompts: list, args: argparse.Namespace) -> list[
 
 
 def run(args: argparse.Namespace) -> None:
-    if args.prompts < 1 or args.repeats < 1:
-        raise ValueError(f"--prompts and --repeats must be at least 1, got {args.prompts} and {args.repeats}")
+    check_counts(args, "prompts", "logged", "repeats")
     if args.threads:
         torch.set_num_threads(args.threads)
     model = load_pair(args)
@@ -87,7 +87,7 @@ def run(args: argparse.Namespace) -> None:
     sections = []
     for name, result in results.items():
         sections += [f"## {name}", f"Tree: {result['tree']}", table(result["rows"], "plain")]
-    print(write_record(args.out.with_suffix(".json"), {"results": results}, "\n\n".join(sections)))
+    print(write_record(args.out, {"results": results}, "\n\n".join(sections)))
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -51,6 +51,18 @@ def test_documents_are_joined_saved_and_mapped_back(tmp_path):
     }
 
 
+def test_only_a_dataset_is_replaced(tmp_path):
+    of([1, 5]).save(tmp_path / "data")
+    of([1, 6, 7]).save(tmp_path / "data")
+    assert len(Documents.load(tmp_path / "data").tokens) == 3
+    for name in ("data", "mine"):  # a dataset with something else in its folder, and a folder that is none
+        (tmp_path / name).mkdir(exist_ok=True)
+        (tmp_path / name / "notes.txt").write_text("keep")
+        with pytest.raises(ValueError, match="holds notes.txt"):
+            of([1, 5]).save(tmp_path / name)
+        assert (tmp_path / name / "notes.txt").read_text() == "keep"
+
+
 def test_large_vocabularies_keep_their_ids(tmp_path):
     documents = of([1, 151_000])
     documents.save(tmp_path / "text")

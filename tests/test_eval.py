@@ -10,7 +10,7 @@ from tiny import PROMPT
 import eagle_fsd
 from eagle_fsd.methods import Answer, engine, hf_generate, interleaved
 from eval import benchmark, report
-from eval.environment import environment, shown
+from eval.environment import environment, record_path, shown, write_record
 from eval.profile import FORWARDS, Clock, profile
 
 TREE = eagle_fsd.TreeConfig(8, 3, 2)
@@ -127,3 +127,12 @@ def test_records_name_no_folder_of_a_machine(monkeypatch):
     assert shown(report.ROOT.parent / "shared") == "../shared"
     monkeypatch.setattr("sys.argv", [str(report.ROOT / "eval" / "x.py"), "--out", str(report.ROOT / "runs")])
     assert environment()["command"] == "python -m eval.x --out runs"
+
+
+def test_a_dot_in_the_name_of_a_record_is_kept(tmp_path):
+    for name in ("sweep-t0.7", "sweep-t0.8.json"):
+        assert write_record(tmp_path / "new" / name, {"rows": []}, "text").startswith("# sweep-t0.")
+    assert sorted(path.name for path in (tmp_path / "new").iterdir()) == [
+        "sweep-t0.7.json", "sweep-t0.7.md", "sweep-t0.8.json", "sweep-t0.8.md"]
+    assert record_path(tmp_path / "fsd-0.2", ".meta.json").name == "fsd-0.2.meta.json"
+    assert record_path(tmp_path / "fsd-0.2.jsonl", ".meta.json").name == "fsd-0.2.meta.json"

@@ -1,5 +1,7 @@
 """Files that interrupted work can go on with."""
 
+import os
+
 import pytest
 
 from eagle_fsd.files import append_lines, read_lines, save_atomically, write_lines
@@ -16,6 +18,13 @@ def test_a_line_that_was_cut_off_is_taken_away(tmp_path):
         assert path.read_bytes() == whole
     append_lines(path, [4])
     assert read_lines(path) == [{"a": 1}, [2, "ü\u2028\x85"], 4]
+
+
+def test_all_is_written_where_the_system_takes_only_parts(tmp_path, monkeypatch):
+    write = os.write
+    monkeypatch.setattr(os, "write", lambda handle, data: write(handle, data[:5]))
+    append_lines(tmp_path / "record.jsonl", [{"a": 1}, "ü" * 9])
+    assert read_lines(tmp_path / "record.jsonl") == [{"a": 1}, "ü" * 9]
 
 
 def test_only_half_a_line(tmp_path):

@@ -30,6 +30,8 @@ def test_extract_result(text, result):
         ("gsm8k", "x\n#### 72", "She has 72 and 3.", False),
         ("json", '{"a": 1, "b": "x"}', 'So:\n#### {"b": "x", "a": 1}', True),
         ("json", '{"a": 1}', "#### {a: 1", False),
+        ("json", '{"a": 1}', "#### " + "[" * 100_000, False),
+        ("json", '{"a": 1}', "#### " + "1" * 5000, False),
         ("list", "3, 4", "These.\n#### 3, 4", True),
         ("prompts", "Paris", " Paris\n", True),
         ("prompts", "Paris", "It is Paris", False),
@@ -90,6 +92,12 @@ def test_completions_end_with_their_function():
 def test_limits_hold(program, monkeypatch):
     monkeypatch.setattr(grading, "SECONDS", 1)
     assert not passes(program, "")
+
+
+@pytest.mark.parametrize("leave", ["sys.exit(0)", "raise SystemExit", "os._exit(0)"])
+def test_a_program_that_leaves_before_its_tests_has_not_passed(leave):
+    assert not passes(f"import os, sys\nprint('passed')\n{leave}", "assert False")
+    assert not passes(f"import os, sys\ndef f():\n    {leave}", "assert f() == 3")
 
 
 def test_the_environment_and_directory_are_empty():

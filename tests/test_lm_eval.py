@@ -141,7 +141,7 @@ def test_what_cannot_be_decoded_is_refused(place, exact):
 def test_the_check_compares_answer_by_answer(place, tmp_path, monkeypatch, capsys):
     gsm8k = tmp_path / "gsm8k.jsonl"
     gsm8k.write_text('{"question": "how many?", "answer": "three.\\n#### 3"}\n')
-    out = tmp_path / "found.json"
+    out = tmp_path / "new" / "found.json"
     monkeypatch.setattr("lm_eval.evaluator.add_env_info", lambda results: None)  # asks pip and the system, for seconds
     monkeypatch.setattr(sys, "argv", [
         "eval.lm_eval_check", "--target", str(place / "target"), "--draft", str(place / "head"), "--limit", "1",

@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from tiny import save_pair
 from eagle_fsd.questions import Question, read_questions
 from eval import mt_bench
 from eval.mt_bench import build_parser, check, read_answers, run, temperature_of
-from eval.questions import generated
+from eval.questions import generated, load_questions
 from eval.speed import speed_rows, store, table
 
 QUESTIONS = [
@@ -84,8 +85,34 @@ def test_a_stopped_run_answers_only_what_is_missing(place, monkeypatch):
 
 def test_other_settings_do_not_continue_a_file(place):
     run(options(place, "fsd.jsonl", "--threshold", "0.2", "--limit", "1"))
-    with pytest.raises(ValueError, match="begun with other settings"):
-        run(options(place, "fsd.jsonl", "--threshold", "0.3"))
+    about = place / "fsd.meta.json"
+    record = json.loads(about.read_text())
+    for name in mt_bench.LOADED:
+        del record["settings"][name]  # as older versions wrote it
+    about.write_text(json.dumps(record))
+    for more in (("--threshold", "0.3"), ("--threshold", "0.2", "--attn-implementation", "eager")):
+        with pytest.raises(ValueError, match="begun with other settings"):
+            run(options(place, "fsd.jsonl", *more))
+    run(options(place, "fsd.jsonl", "--threshold", "0.2", "--limit", "2"))
+    run(options(place, "fsd.jsonl", "--threshold", "0.2", "--limit", "1"))
+    assert list(read_answers(place / "fsd.jsonl")) == [81, 82]  # what is not asked now is kept
+
+
+def test_processes_answer_only_when_all_have_read_the_file(place, monkeypatch):
+    run(options(place, "shared.jsonl", "--acceptance", "exact", "--limit", "1"))
+    path = place / "shared.jsonl"
+    with path.open("a") as file:
+        file.write('{"question_id"')  # as the main process may be writing it
+    before, events = path.read_bytes(), []
+    second = SimpleNamespace(is_main_process=False, process_index=1, num_processes=2, device="cpu",
+                             wait_for_everyone=lambda: events.append("wait"))
+    read, answer = mt_bench.read_answers, mt_bench.answer_question
+    monkeypatch.setattr(mt_bench, "processes", lambda device: second)
+    monkeypatch.setattr(mt_bench, "read_answers", lambda *args: events.append("read") or read(*args))
+    monkeypatch.setattr(mt_bench, "answer_question", lambda m, q, a: events.append(q.id) or answer(m, q, a))
+    monkeypatch.setattr(mt_bench, "append_lines", lambda path, lines: None)
+    run(options(place, "shared.jsonl", "--acceptance", "exact"))
+    assert events[-4:] == ["read", "wait", 83, "wait"] and path.read_bytes() == before
 
 
 def test_sampling_follows_the_category_and_the_seed(place):
@@ -106,6 +133,7 @@ def test_sampling_follows_the_category_and_the_seed(place):
         (["--temperature", "hot"], "--temperature.*'hot'"),
         (["--temperature", "-1"], "--temperature.*'-1'"),
         (["--max-new-tokens", "0"], "--max-new-tokens.*0"),
+        (["--limit", "0"], "--limit must be at least 1, got 0"),
         (["--threshold", "-0.1"], "threshold"),
     ],
 )
@@ -130,6 +158,13 @@ def test_formats_are_recognised(tmp_path, name):
     assert read_questions(tmp_path / "q.jsonl") == [expected]
 
 
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+def test_only_line_ends_end_a_line(tmp_path, end):
+    lines = [json.dumps({"prompt": prompt}, ensure_ascii=False) for prompt in ("a\u2028b", "c\x85d")]
+    (tmp_path / "q.jsonl").write_bytes(end.join([*lines, ""]).encode())
+    assert [question.turns for question in read_questions(tmp_path / "q.jsonl")] == [("a\u2028b",), ("c\x85d",)]
+
+
 @pytest.mark.parametrize(
     ("text", "match"),
     [("", "no question"), ("[1]", "line 1: not a JSON object"), ('{"x": 1}', "line 1: no known format"),
@@ -150,6 +185,12 @@ def test_published_files_are_read(name, count):
     from pathlib import Path
 
     assert len(read_questions(Path("../shared/data") / f"{name}.jsonl")) == count
+
+
+@pytest.mark.parametrize(("count", "limit"), [(80, 0), (80, -1), (0, None)])
+def test_no_question_at_all_is_refused(count, limit):
+    with pytest.raises(ValueError, match="at least one question"):
+        load_questions(None, count, 0, limit)
 
 
 def test_generated_questions_ask_in_turns():

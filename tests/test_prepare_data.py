@@ -194,9 +194,12 @@ def test_the_command_writes_a_dataset_with_its_summary(tmp_path, model, tokenize
 
 
 @pytest.mark.parametrize(
-    ("option", "match"), [(["--max-length", "3"], "--max-length.*3"), (["--limit", "0"], "--limit.*0")]
+    ("option", "match"), [(["--max-length", "3"], "--max-length.*3"), (["--limit", "0"], "--limit.*0"),
+                          ([], "holds chat.json")]
 )
 def test_bad_options_are_refused_before_anything_is_loaded(tmp_path, option, match):
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "chat.json").write_text("[]")
     args = build_parser().parse_args(
         ["--target", "nowhere", "--data", "x.jsonl", "--out", str(tmp_path / "data"), *option]
     )

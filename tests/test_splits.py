@@ -4,6 +4,8 @@ import json
 import random
 from pathlib import Path
 
+import pytest
+
 from eagle_fsd.experiment import paired
 from eval.splits import choose, of_half, time_of_exact, try_splits
 
@@ -35,6 +37,13 @@ def test_times_are_those_of_the_half():
     assert time_of_exact(found, "fsd 0.1", {0, 1, 2, 3}) == 0.5
     assert time_of_exact(found, "fsd 0.1", {0, 7}) == 1.0
     assert time_of_exact(found, "exact", {0}) == 1.0
+
+
+def test_a_half_that_was_not_timed_is_refused():
+    found = record(8, {"fsd 0.1": 0.0}) | {"timed": [0], "exact_seconds": [1.0]}
+    found["settings"]["fsd 0.1"]["seconds"] = [0.5]
+    with pytest.raises(ValueError, match="none of the 1 timed questions"):
+        time_of_exact(found, "fsd 0.1", {1, 2})
 
 
 def test_losses_are_paired():

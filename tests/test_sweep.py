@@ -12,6 +12,8 @@ import pytest
 from tiny import save_pair
 
 import eagle_fsd
+from eagle_fsd.calibrate import family_confidence
+from eagle_fsd.calibration import drop_bound
 from eagle_fsd.config import Confidence, TreeConfig
 from eval import plots, splits, sweep
 from eval.predictions import prediction_errors
@@ -87,6 +89,8 @@ def test_stages_go_on_where_they_were(place, monkeypatch):
     assert files == {path.name: path.read_bytes() for path in (place / "stages").iterdir()}
     with pytest.raises(ValueError, match="answers of fsd 0.5 are missing"):
         run(options(place, "stages", "--settings", "fsd 0.5", "--stage", "report"))
+    with pytest.raises(ValueError, match="begun with other repeats"):
+        run(options(place, "stages", *settings, "--stage", "times", "--repeats", "2"))
     monkeypatch.setattr(sweep, "answer", lambda runs: pytest.fail("answered again"))
     run(options(place, "stages", *settings, "--stage", "report"))
     assert (place / "stages" / "out.json").exists()
@@ -152,6 +156,22 @@ def test_splits_of_a_sweeps_answers(place, monkeypatch, capsys):
     assert len(record["exact"]) == len(record["timed"]) == 12 and sum(record["exact"]) == 11
     assert {row["setting"] for row in record["splits"]} == {"exact"}  # six answers show nothing
     assert record["splits"] == splits.try_splits(record, 0.1)
+
+
+def test_another_guard_is_another_setting(place):
+    """Its times are not those of the name, and the guarded thresholds are a sequence of tests of their own."""
+    def sweep_of(*more: str):
+        args = options(place, "guard", "--rules", "fsd", "--timed", "1", "--stage", "answers", "times", "report", *more)
+        run(args)
+        found = json.loads((place / "guard" / "out.json").read_text())["rows"]
+        return found, (place / "guard" / "times-answers-0-0.jsonl").read_text().splitlines()
+
+    rows, lines = sweep_of("--head-guard", "0.5")
+    assert len(lines) == 2 and sweep_of("--head-guard", "0.5")[1] == lines
+    exact = next(row for row in rows if row["setting"] == "exact")
+    assert exact["family_bound"] == drop_bound(0, 0, 12, family_confidence(2)) > drop_bound(0, 0, 12)
+    other, lines = sweep_of("--head-guard", "0.9")
+    assert len(lines) == 3 and all("guard" not in row["setting"] or row["timed"] == 1 for row in other)
 
 
 def row(setting, accuracy, time, bound=0.05, **more):

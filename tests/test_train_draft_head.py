@@ -145,6 +145,26 @@ def test_interrupted_it_saves_and_resumes(place, finished, monkeypatch):
     assert losses(place / "interrupted") == losses(place / "whole")
 
 
+def test_a_worse_head_does_not_replace_the_best_after_a_resume(place, monkeypatch):
+    taus, step = iter([3.0, 2.0]), script.Run.train_step
+
+    def die(self):
+        if self.step == 5:
+            raise RuntimeError("killed")
+        return step(self)
+
+    monkeypatch.setattr(script, "estimate_tau", lambda *args: dict.fromkeys(args[4], next(taus)))
+    changes = {"steps": 8, "eval_every": 4}  # saved and evaluated at the same step
+    with monkeypatch.context() as context:
+        context.setattr(script.Run, "train_step", die)
+        with pytest.raises(RuntimeError):
+            run(place, "best", **changes)
+    run(place, "best", **changes)
+    estimate = json.loads((place / "best" / "best" / "estimate.json").read_text())
+    assert estimate["step"] == 4 and estimate["tau"]["exact"] == 3
+    assert [json.loads(line)["step"] for line in (place / "best" / "eval.jsonl").read_text().splitlines()] == [4, 8]
+
+
 def test_offline_features_give_the_online_curve(place, finished):
     model, _ = load_target(place / "target", dtype="float32")
     write_features(TargetModel(model), Documents.load(place / "data"), place / "features")
@@ -284,6 +304,10 @@ def test_noise_belongs_to_the_document_and_fades_with_length():
         ({"objective": "best"}, "unknown objective 'best'"),
         ({"tree": [60]}, "tree must be"),
         ({"mixed_precision": "fp8"}, "mixed_precision must be one of no, bf16"),
+        ({"betas": [0.9]}, r"betas must be two numbers .*, got \(0.9,\)"),
+        ({"betas": [0.9, 1.0]}, "betas must be two numbers of at least 0 and below 1"),
+        ({"head": "eagle3"}, "head must be a mapping of settings, got 'eagle3'"),
+        ({"warmup": -1}, "warmup must be a whole number of at least 0, got -1"),
     ],
 )
 def test_bad_settings_are_refused(place, changes, match):
@@ -301,6 +325,8 @@ def test_overrides_replace_what_the_file_says(tmp_path):
     path.write_text("target: t\ndata: d\noutput: o\nlr: 3e-5\nobjective: {name: hass, aligned_steps: 2}\n")
     config = read_config(path, ["steps=7", "lr=1e-3", "tree=[8,3,2]"])
     assert (config.steps, config.lr, config.tree, config.objective.aligned_steps) == (7, 1e-3, (8, 3, 2), 2)
+    assert [read_config(path, [f"mixed_precision={given}"]).mixed_precision for given in ("no", "'no'", "bf16")] == [
+        "no", "no", "bf16"]
     with pytest.raises(ValueError, match="name=value"):
         read_config(path, ["steps"])
 

@@ -8,7 +8,7 @@ The time is turned into a number of steps by a first measurement of seconds per 
 in turn, the median of three rounds after one that warms up), which has to be alone on the machine, as the last one of
 tokens/s; what lies between may be disturbed. tau is measured by real
 greedy decoding of held-out tasks, accuracy for `fsd` on more of them. Finished runs are kept in `results.jsonl` and
-not repeated.
+not repeated; `about.json` says what they depend on, and a work folder is not continued with anything else.
 """
 
 from __future__ import annotations
@@ -19,19 +19,21 @@ import itertools
 import json
 import logging
 import statistics
+import sys
 from pathlib import Path
 
 import torch
 from tqdm import tqdm
 
 import eagle_fsd
+from eagle_fsd.cli import exit_status
 from eagle_fsd.config import TreeConfig
 from eagle_fsd.draft import default_layers
-from eagle_fsd.files import append_lines, read_lines
+from eagle_fsd.files import append_lines, read_lines, save_atomically
 from eagle_fsd.methods import Answer, engine, interleaved
 from eagle_fsd.model import EagleModel, load_target
 from eagle_fsd.target import TargetModel
-from eval.environment import environment, shown_settings
+from eval.environment import shown_settings, write_record
 from train.config import make_config
 from train.data import Documents
 from train.demo import keep_freed_memory
@@ -51,6 +53,32 @@ RULES: dict[str, dict] = {  # name in the records -> options of eagle_fsd.genera
 TREE = (32, 16, 2, 0.5)  # the shape that `auto` takes for this pair; one of 5 levels would hide all beyond a tau of 6
 NEW_TOKENS = 256
 ROUNDS = 3  # of timings that count
+
+
+def begin(args: argparse.Namespace) -> None:
+    """Write into the work folder what its records depend on, before the first one.
+
+    Raises:
+        ValueError: it holds records of something else, or records of which nobody knows what they depend on.
+    """
+    paths = {name: getattr(args, name) for name in ("target", "data", "eval_data", "device")}
+    numbers = ("seconds", "batch_tokens", "intermediate_size", "draft_vocab_size", "prompts", "tasks")
+    about = {**shown_settings(paths), **{name: getattr(args, name) for name in numbers},
+             "tree": list(TREE), "new_tokens": NEW_TOKENS, "rules": RULES}
+    path = args.work / "about.json"
+    if path.exists():
+        begun = json.loads(path.read_text(encoding="utf-8"))
+        changed = [f"{name} {begun.get(name)!r} (now {value!r})" for name, value in about.items()
+                   if begun.get(name) != value]
+        if changed:
+            raise ValueError(f"{args.work} was begun with another {', '.join(changed)}; choose another --work")
+        return
+    found = [name for name in ("results.jsonl", "steps.jsonl", "timing") if (args.work / name).exists()]
+    if found:
+        raise ValueError(f"{args.work} holds {', '.join(found)} but no about.json to say what was measured (older "
+                         "versions wrote none): it cannot be continued; choose another --work")
+    args.work.mkdir(parents=True, exist_ok=True)
+    save_atomically(path, lambda part: part.write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8"))
 
 
 def run_settings(args: argparse.Namespace, objective: str, lr: float, seed: int, steps: int, output: Path) -> dict:
@@ -211,7 +239,14 @@ def table(rows: list[dict], baseline: str = "eagle") -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
+def run(args: argparse.Namespace) -> None:
+    begin(args)
+    prepare_features(args)
+    rows = compare(args)
+    print(write_record(args.out, {"arguments": shown_settings(vars(args)), "rows": rows}, table(rows)))
+
+
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", default="checkpoints/demo-target")
     parser.add_argument("--work", type=Path, default=Path("runs/compare"))
@@ -232,14 +267,9 @@ def main() -> None:
     args = parser.parse_args()
     keep_freed_memory()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
-    args.work.mkdir(parents=True, exist_ok=True)
-    prepare_features(args)
-    rows = compare(args)
-    record = {"environment": environment(), "arguments": shown_settings(vars(args)), "rows": rows}
-    args.out.with_suffix(".json").write_text(json.dumps(record, indent=1) + "\n")
-    args.out.with_suffix(".md").write_text(table(rows) + "\n")
-    print(table(rows))
+    return exit_status("train.compare", lambda: run(args), (ValueError, OSError),
+                       stopped="stopped; the same command goes on")
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

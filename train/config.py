@@ -97,6 +97,12 @@ class TrainingConfig:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
                 raise ValueError(f"{name} must be a number above 0, got {value!r}")
+        if isinstance(self.warmup, bool) or not isinstance(self.warmup, int) or self.warmup < 0:
+            raise ValueError(f"warmup must be a whole number of at least 0, got {self.warmup!r}")
+        if len(self.betas) != 2 or not all(isinstance(b, (int, float)) and 0 <= b < 1 for b in self.betas):
+            raise ValueError(f"betas must be two numbers of at least 0 and below 1, got {self.betas!r}")
+        if not isinstance(self.head, dict):
+            raise ValueError(f"head must be a mapping of settings, got {self.head!r}")
         for name, accepted in (
             ("target_dtype", DTYPES), ("clip", CLIPS), ("tracker", TRACKERS), ("mixed_precision", ("no", "bf16"))
         ):
@@ -131,6 +137,8 @@ def make_config(values: dict[str, Any]) -> TrainingConfig:
         if not isinstance(values.get(name), (str, Path)):
             raise ValueError(f"setting {name!r} is missing, or is no path")
     converted = {**values, **{name: str(values[name]) for name in ("target", "data", "output")}}
+    if values.get("mixed_precision") is False:  # an unquoted `no` in YAML
+        converted["mixed_precision"] = "no"
     if "objective" in values and not isinstance(values["objective"], Objective):
         converted["objective"] = make_objective(values["objective"])
     for name in ("betas", "eval_thresholds", "tree"):

@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 
 ARRAYS = ("tokens", "learned", "ends")
+FILES = {*(f"{name}.npy" for name in ARRAYS), "summary.json"}
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,12 @@ class Documents:
         return hasher.hexdigest()[:16]
 
     def save(self, directory: Path, summary: dict | None = None) -> None:
-        """Write the dataset; the folder appears when it is complete, in place of one that was there."""
+        """Write the dataset; the folder appears when it is complete, in place of a dataset that was there.
+
+        Raises:
+            ValueError: see `check_place`.
+        """
+        check_place(directory)
         part = directory.with_name(directory.name + ".part")
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir(parents=True)
@@ -131,6 +137,18 @@ class Documents:
         """[B] tokens of the given documents."""
         starts = np.where(indices > 0, self.ends[indices - 1], 0)
         return self.ends[indices] - starts
+
+
+def check_place(directory: Path) -> None:
+    """Raise ValueError where a dataset must not be put: something is there that is no dataset."""
+    if directory.is_dir():
+        found = {path.name for path in directory.iterdir()}
+        if not found or "ends.npy" in found and found <= FILES:
+            return
+        raise ValueError(f"{directory} exists and holds {min(found - FILES or found)}: only an empty folder or a "
+                         "dataset of train.prepare_data is replaced; choose another folder or empty it")
+    if directory.exists():
+        raise ValueError(f"{directory} is no folder")
 
 
 def split_rows(rows: np.ndarray, lengths: np.ndarray, size: int) -> list[np.ndarray]:

@@ -28,7 +28,7 @@ from eagle_fsd.conversations import FORMATS, BadRow, Row, read_rows
 from eagle_fsd.files import append_lines, read_lines
 from eagle_fsd.model import EagleModel, load_target
 from train.chat_mask import check_tokenizer, encode_conversation, render
-from train.data import Documents
+from train.data import Documents, check_place
 
 log = logging.getLogger("train.prepare_data")
 
@@ -208,6 +208,7 @@ def run(args: argparse.Namespace) -> dict:
     for source in args.data:
         if Path(source).suffix and "/" in source and not Path(source).exists():
             raise ValueError(f"{source} does not exist")
+    check_place(args.out)
     tokenizer = AutoTokenizer.from_pretrained(args.target, trust_remote_code=args.trust_remote_code)
     if args.chat_template:
         tokenizer.chat_template = args.chat_template.read_text(encoding="utf-8")

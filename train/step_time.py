@@ -9,7 +9,6 @@ and the head's forward and backward on the same batches, step by step in turn.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import tempfile
 import time
@@ -18,7 +17,7 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator
 
-from eval.environment import environment
+from eval.environment import write_record
 from train.config import make_config
 from train.train_draft_head import Logs, Run
 
@@ -74,12 +73,13 @@ def main() -> None:
             if number < 2:  # warm-up
                 whole, bare = [], []
     record = {
-        "environment": environment(), "objective": args.objective, "batch_tokens": args.batch_tokens,
+        "objective": args.objective, "batch_tokens": args.batch_tokens,
         "seconds_per_step": statistics.median(whole), "models_alone": statistics.median(bare),
         "ratio": sum(whole) / sum(bare),
     }
-    args.out.write_text(json.dumps(record, indent=1) + "\n")
-    print(json.dumps(record, indent=1))
+    print(write_record(args.out, record, (
+        f"{args.objective}, {args.batch_tokens} tokens: {record['seconds_per_step']:.3f} s/step, the models alone "
+        f"{record['models_alone']:.3f}; ratio of the sums {record['ratio']:.3f}")))
 
 
 if __name__ == "__main__":

@@ -336,7 +336,7 @@ class Run:
         accelerator.save_state(str(part))
         accelerator.wait_for_everyone()
         if accelerator.is_main_process:
-            record = {"step": self.step, "best_tau": self.best_tau, "config": comparable(self.config)}
+            record = {"step": self.step, "config": comparable(self.config)}
             (part / "run.json").write_text(json.dumps(record, indent=1) + "\n")
             part.rename(final)
             for old in saved_states(self.output)[: -self.config.keep]:
@@ -359,9 +359,11 @@ class Run:
                 f"{self.output} holds a run with another {', '.join(changed)}; choose another output or delete it"
             )
         self.accelerator.load_state(str(states[-1]))
-        self.step, self.best_tau = record["step"], record["best_tau"]
+        self.step = record["step"]
+        # A state is saved before its step is evaluated.
+        evaluated = read_lines(self.output / "eval.jsonl", repair=False)
+        self.best_tau = max((line["tau"]["exact"] for line in evaluated if line["step"] <= self.step), default=0.0)
         log.info("continuing at step %d", self.step)
-
 
     def _same_everywhere(self, value: int) -> None:
         """Raise unless all processes see the same states: several machines need a shared output folder."""
