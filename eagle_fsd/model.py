@@ -311,9 +311,10 @@ def load(
     beside = check_source("calibration", draft if calibration is None else calibration)
     if calibration is not None and not Path(beside).is_dir():
         raise ValueError(f"calibration must be a directory, there is none at {beside!r}")
-    calibrated, logged = place_of(beside, CALIBRATIONS), place_of(beside, LOGS) or place_of(draft, LOGS)
+    calibrated = place_of(beside, CALIBRATIONS)
     calibrations = [] if calibrated is None else read_calibrations(calibrated)
-    logs = [] if logged is None or tree != "auto" else read_logs(logged)
+    logged = [found for place in dict.fromkeys((beside, draft)) if (found := place_of(place, LOGS))]
+    logs = read_logs(logged[0]) if logged and tree == "auto" else []
     model, tokenizer = load_target(
         target, dtype=dtype, device=device, device_map=device_map, tp_plan=tp_plan,
         quantization_config=quantization_config,

@@ -130,7 +130,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--baseline", action="store_true", help="answer with model.generate")
     parser.add_argument("--acceptance", choices=RULES, default="fsd")
     parser.add_argument("--threshold", type=float)
-    parser.add_argument("--divergence", default="js")
+    parser.add_argument("--divergence", help="that fsd and fsd_paper gate on (default: js)")
     parser.add_argument("--tree", type=parse_tree, metavar="N,DEPTH,K[,T]")
     parser.add_argument("--temperature", default="0", help='a number, or "category": as FastChat (default: 0)')
     parser.add_argument("--max-new-tokens", type=int, default=1024)
