@@ -476,10 +476,10 @@ def custom_generate(
         raise ValueError("draft= is missing: a DraftHead or the directory or hub id of one")
     if generation_config.num_beams > 1:
         raise ValueError(f"num_beams must be 1 with custom_generate, got {generation_config.num_beams}")
-    padding = left_padding(input_ids, model_kwargs.get("attention_mask"))
     foreign = [name for name, value in model_kwargs.items() if value is not None and name not in RECOMPUTED]
     if foreign:
         raise ValueError(f"only input_ids are supported with custom_generate, got {', '.join(foreign)}")
+    padding = left_padding(input_ids, model_kwargs.get("attention_mask"))
     wanted = [name for name in EXTRA_OUTPUTS if getattr(generation_config, name, None)]
     if wanted:
         raise ValueError(f"custom_generate returns sequences only, not {', '.join(wanted)}")
