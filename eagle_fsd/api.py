@@ -27,9 +27,8 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from .acceptance import Rule, make_rule
 from .autotree import Choice
-from .calibration import FILE as CALIBRATIONS
 from .calibration import read_calibrations
-from .checkpoint import load_head, place_of
+from .checkpoint import load_head
 from .config import TreeConfig
 from .draft import DraftHead
 from .generation import Output, Session, Settings, run
@@ -193,8 +192,7 @@ def generate(
         choose = of_rows if tree is None and len(numbers) > 1 else None
         settings = [Settings(
             **shared, tree=choice.tree, cost=choice.cost, processors=processors[number], seed=seeds[number],
-            max_new_tokens=rooms[number],
-            choose=choose,
+            max_new_tokens=rooms[number], choose=choose,
             # Texts of a fuzzy rule depend on where drafting pauses, and must not depend on earlier requests.
             pause=model.pauses[temperature] if rule.is_lossless(temperature == 0) else None,
         ) for number in numbers]
@@ -494,8 +492,7 @@ def custom_generate(
         raise ValueError("a batch, whose answers may differ in length, needs a pad_token_id in the generation config")
     pair = EagleModel.from_parts(model, draft if isinstance(draft, DraftHead) else load_head(draft))
     if not isinstance(draft, DraftHead):
-        beside = place_of(draft, CALIBRATIONS)
-        pair.calibrations = [] if beside is None else read_calibrations(beside)
+        pair.calibrations = read_calibrations(draft)
     criteria, eos_ids, max_length = split_criteria(stopping_criteria or StoppingCriteriaList())
     prompts = [_check_ids(row[count:].tolist(), pair) for row, count in zip(input_ids, padding, strict=True)]
     limit = (max_length if max_length is not None else generation_config.max_length) - input_ids.shape[1]

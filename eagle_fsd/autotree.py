@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from .acceptance import Decision, Rule, Verification, walk
+from .checkpoint import fetch
 from .config import CPU_TREE, Choice, Confidence, TreeConfig
 from .files import read_entries, write_entries
 from .latency import Latency
@@ -231,7 +232,7 @@ class TreeLog:
 
 
 def read_logs(head: str | Path) -> list[TreeLog]:
-    """Those stored beside a head, none where there are none.
+    """Those stored beside a head, in a directory or hub repository; none where there are none.
 
     Raises:
         ValueError: the file is damaged.
@@ -241,7 +242,7 @@ def read_logs(head: str | Path) -> list[TreeLog]:
             raise ValueError("a log without cycles")
         return TreeLog(entry["rule"], float(entry["temperature"]), [_unpacked(*each) for each in entry["cycles"]])
 
-    return read_entries(Path(head) / FILE, "logs", build, "eagle-fsd tune")
+    return read_entries(fetch(str(head), FILE), "logs", build, "eagle-fsd tune")
 
 
 def store_log(head: str | Path, found: TreeLog) -> Path:

@@ -18,6 +18,7 @@ from typing import Any
 
 from .acceptance import Decision, Rule, Verification, Walk, make_rule, walk
 from .budget import EXACT_RULE, cycle_cost
+from .checkpoint import fetch
 from .files import read_entries, write_entries
 
 CONFIDENCE = 0.95  # one-sided, of every promise about quality
@@ -204,7 +205,7 @@ FILE = "calibration.json"
 
 
 def read_calibrations(head: str | Path) -> list[Calibration]:
-    """Those stored beside a head, none where there are none.
+    """Those stored beside a head, in a directory or hub repository; none where there are none.
 
     Raises:
         ValueError: the file is damaged.
@@ -215,7 +216,7 @@ def read_calibrations(head: str | Path) -> list[Calibration]:
         make_rule(**found.options)
         return found
 
-    return read_entries(Path(head) / FILE, "calibrations", build, "eagle-fsd calibrate")
+    return read_entries(fetch(str(head), FILE), "calibrations", build, "eagle-fsd calibrate")
 
 
 def store_calibration(head: str | Path, calibration: Calibration) -> Path:

@@ -47,18 +47,12 @@ def check_source(name: str, source: object) -> str:
     return text
 
 
-def _fetch(source: str, filename: str) -> str | None:
+def fetch(source: str, filename: str) -> str | None:
     """Local path of a file of a directory or hub repository; None where it has no such file."""
     if Path(source).is_dir():
         path = Path(source) / filename
         return str(path) if path.is_file() else None
     return cached_file(source, filename, _raise_exceptions_for_missing_entries=False)
-
-
-def place_of(source: str | Path, filename: str) -> Path | None:
-    """The local directory that holds a file of a directory or hub repository; None where it has no such file."""
-    path = _fetch(str(source), filename)
-    return None if path is None else Path(path).parent
 
 
 def _read_weights(path: str) -> dict[str, Tensor]:
@@ -121,14 +115,14 @@ def load_head(source: str | Path) -> DraftHead:
         OSError: a hub id that cannot be found or fetched.
     """
     source = check_source("a draft head", source)
-    config_path = _fetch(source, "config.json")
+    config_path = fetch(source, "config.json")
     if config_path is None:
         raise ValueError(f"{source!r} has no config.json; a draft head needs config.json and {' or '.join(WEIGHTS)}")
     fields = _read_fields(config_path)
     config = _llama_config(fields, config_path)
     if config.num_hidden_layers != 1:
         raise ValueError(f"{source!r} has {config.num_hidden_layers} layers, a draft head has 1")
-    weights_path = next((path for name in WEIGHTS if (path := _fetch(source, name))), None)
+    weights_path = next((path for name in WEIGHTS if (path := fetch(source, name))), None)
     if weights_path is None:
         raise ValueError(f"{source!r} has no weights; one of {', '.join(WEIGHTS)} is needed")
     state = _read_weights(weights_path)
@@ -160,7 +154,7 @@ def load_head(source: str | Path) -> DraftHead:
         head.load_state_dict(floating, strict=False)
     except RuntimeError as error:
         raise ValueError(f"{weights_path} does not fit its config.json: {error}") from error
-    token_map = _fetch(source, TOKEN_MAP)
+    token_map = fetch(source, TOKEN_MAP)
     if token_map and is_eagle3:
         log.warning("%s is not used: an EAGLE-3 head has a draft vocabulary of its own", token_map)
     elif token_map:
@@ -174,9 +168,9 @@ def load_head(source: str | Path) -> DraftHead:
 def copy_head(source: str | Path, directory: str | Path) -> None:
     """Copy the files of a head, and nothing that lies beside them."""
     Path(directory).mkdir(parents=True, exist_ok=True)
-    weights = next(name for name in WEIGHTS if _fetch(str(source), name))
+    weights = next(name for name in WEIGHTS if fetch(str(source), name))
     for name in ("config.json", weights):
-        shutil.copyfile(_fetch(str(source), name), Path(directory) / name)
+        shutil.copyfile(fetch(str(source), name), Path(directory) / name)
 
 
 # Fields of config.json that change what an EAGLE-3 head computes without a key of their own in the weights.

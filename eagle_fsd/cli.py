@@ -237,7 +237,7 @@ def run_calibrate(args: argparse.Namespace) -> None:
     if (args.thresholds or args.divergence) and len(args.acceptance) > 1:
         raise ValueError("--thresholds and --divergence are those of one rule: give one --acceptance")
     promise = parse_promise(args.budget)
-    require_limit(args.limit)
+    check_counts(args, "limit")
     questions = read_questions(args.prompts)[: args.limit]
     dials = {rule: args.thresholds or DIALS[rule] for rule in args.acceptance}
     options = {"divergence": args.divergence} if args.divergence else {}
@@ -260,7 +260,7 @@ def run_calibrate(args: argparse.Namespace) -> None:
 
 def run_tune(args: argparse.Namespace) -> None:
     rule = make_rule(args.acceptance, args.threshold, args.divergence)
-    require_limit(args.limit)
+    check_counts(args, "limit")
     prompts = [[{"role": "user", "content": question.turns[0]}]
                for question in read_questions(args.prompts)[: args.limit]]
     out = head_directory(args, "tree.json")
@@ -280,9 +280,12 @@ def where_to_load(args: argparse.Namespace) -> str:
     return f" (load with calibration={str(args.out)!r})" if args.out else ""
 
 
-def require_limit(limit: int | None) -> None:
-    if limit is not None and limit < 1:
-        raise ValueError(f"--limit must be at least 1, got {limit}")
+def check_counts(args: argparse.Namespace, *names: str, least: int = 1) -> None:
+    """Raise ValueError for an option that is below `least`; one that was not given (None) is none."""
+    for name in names:
+        value = getattr(args, name)
+        if value is not None and value < least:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least {least}, got {value}")
 
 
 def head_directory(args: argparse.Namespace, file: str) -> Path:
@@ -354,8 +357,7 @@ def run_heads(args: argparse.Namespace) -> None:
 
 
 def run_demo(args: argparse.Namespace) -> None:
-    if args.repeats < 1:
-        raise ValueError(f"--repeats must be at least 1, got {args.repeats}")
+    check_counts(args, "repeats")
     model = load_pair(args)
     entries = json.loads(DEMO_PROMPTS.read_text(encoding="utf-8"))
     threads = torch.get_num_threads()

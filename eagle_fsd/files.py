@@ -45,16 +45,16 @@ def write_lines(path: Path, values: Iterable) -> None:
     save_atomically(path, lambda part: part.write_text(text, encoding="utf-8"))
 
 
-def read_entries(path: Path, name: str, build: Callable[[dict], T], command: str) -> list[T]:
-    """The entries of a JSON file {name: [...]}, none where it does not exist.
+def read_entries(path: str | None, name: str, build: Callable[[dict], T], command: str) -> list[T]:
+    """The entries of a JSON file {name: [...]}, none where there is none (None).
 
     Raises:
         ValueError: the file is damaged; `command` makes it anew.
     """
-    if not path.is_file():
+    if path is None:
         return []
     try:
-        return [build(entry) for entry in json.loads(path.read_text(encoding="utf-8"))[name]]
+        return [build(entry) for entry in json.loads(Path(path).read_text(encoding="utf-8"))[name]]
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise ValueError(f"{path} cannot be read ({error}); delete it and run {command} again") from error
 

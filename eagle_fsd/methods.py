@@ -7,10 +7,10 @@ import statistics
 import time
 import zlib
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from unittest.mock import patch
 
 import torch
 from tqdm import tqdm
@@ -39,6 +39,21 @@ def prompt_seed(seed: int, prompt: object) -> int:
     return seed + (zlib.crc32(repr(prompt).encode()) << 16)
 
 
+@contextmanager
+def only_special_tokens(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
+    """The model, within with no more of its generation config than the special tokens, as our engine reads it.
+
+    `generate` goes by what the model has even where it is given another config.
+    """
+    own = model.generation_config
+    model.generation_config = GenerationConfig(
+        bos_token_id=own.bos_token_id, eos_token_id=own.eos_token_id, pad_token_id=own.pad_token_id)
+    try:
+        yield model
+    finally:
+        model.generation_config = own
+
+
 def hf_generate(
     model: EagleModel, *, temperature: float = 0.0, seed: int = 0, assistant: PreTrainedModel | None = None,
     **options: object,
@@ -58,16 +73,13 @@ def hf_generate(
         sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
     if assistant is not None:
         options["assistant_model"] = assistant
-    stock = model.target.model
-    config = GenerationConfig(**{
-        name: getattr(stock.generation_config, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")})
 
     def answer(prompt: object, max_new_tokens: int) -> Answer:
         started = time.perf_counter()
         ids = torch.tensor([encode_prompt(prompt, model)], device=model.target.device)
         if temperature:
             torch.manual_seed(prompt_seed(seed, prompt))
-        with patch.object(stock, "generation_config", config):  # `generate` reads it even where it is given another
+        with only_special_tokens(model.target.model) as stock:
             sequence = stock.generate(
                 ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_new_tokens, **sampling, **options
             )

@@ -16,11 +16,9 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from .acceptance import make_rule
 from .attention import GROUPED, IMPLEMENTATIONS, STOCK
-from .autotree import FILE as LOGS
 from .autotree import AutoTree, TreeLog, describe, read_logs
-from .calibration import FILE as CALIBRATIONS
 from .calibration import Calibration, parse_promise, read_calibrations
-from .checkpoint import check_source, load_head, place_of
+from .checkpoint import check_source, load_head
 from .compiled import compile_forwards
 from .config import CPU_TREE, GPU_TREE, TreeConfig
 from .draft import DraftHead
@@ -311,10 +309,9 @@ def load(
     beside = check_source("calibration", draft if calibration is None else calibration)
     if calibration is not None and not Path(beside).is_dir():
         raise ValueError(f"calibration must be a directory, there is none at {beside!r}")
-    calibrated = place_of(beside, CALIBRATIONS)
-    calibrations = [] if calibrated is None else read_calibrations(calibrated)
-    logged = [found for place in dict.fromkeys((beside, draft)) if (found := place_of(place, LOGS))]
-    logs = read_logs(logged[0]) if logged and tree == "auto" else []
+    calibrations = read_calibrations(beside)
+    places = dict.fromkeys((beside, draft)) if tree == "auto" else ()
+    logs = next((found for place in places if (found := read_logs(place))), [])
     model, tokenizer = load_target(
         target, dtype=dtype, device=device, device_map=device_map, tp_plan=tp_plan,
         quantization_config=quantization_config,

@@ -18,7 +18,7 @@ import eagle_fsd
 from eagle_fsd.api import encode_prompt, end_tokens
 from eagle_fsd.calibrate import BASELINE
 from eagle_fsd.generation import Output
-from eagle_fsd.methods import interleaved
+from eagle_fsd.methods import interleaved, only_special_tokens
 from eagle_fsd.model import EagleModel
 from train.corpus import python_texts
 from train.tasks import tasks
@@ -46,8 +46,8 @@ def padded_generate(model: EagleModel) -> BatchMethod:
         longest, device = max(map(len, encoded)), model.target.device
         ids = torch.tensor([[0] * (longest - len(row)) + row for row in encoded], device=device)
         mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in encoded], device=device)
-        sequences = model.target.model.generate(
-            ids, attention_mask=mask, max_new_tokens=max_new_tokens, do_sample=False)
+        with only_special_tokens(model.target.model) as stock:
+            sequences = stock.generate(ids, attention_mask=mask, max_new_tokens=max_new_tokens, do_sample=False)
         rows = [until_end(row, ends) for row in sequences[:, longest:].tolist()]
         return BatchAnswer(time.perf_counter() - started, rows)
 

@@ -24,12 +24,11 @@ from tqdm import tqdm
 
 import eagle_fsd
 from eagle_fsd.calibrate import BASELINE
-from eagle_fsd.cli import load_pair, model_options, parse_tree
+from eagle_fsd.cli import check_counts, load_pair, model_options, parse_tree
 from eagle_fsd.methods import Answer, Method, engine, hf_generate, interleaved
 from eval import batches, step
 from eval.environment import environment, record_path, write_record
 from eval.profile import profile
-from eval.questions import check_counts
 from train.corpus import python_prefixes
 from train.tasks import is_correct, tasks
 

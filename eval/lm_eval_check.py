@@ -16,7 +16,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from eagle_fsd.cli import exit_status
+from eagle_fsd.cli import check_counts, exit_status
 from eagle_fsd.model import demo_directory
 from eval.environment import environment, shown
 from train.tasks import tasks
@@ -121,8 +121,7 @@ def main() -> int:
 
     def work() -> None:
         nonlocal same
-        if args.limit < 1:
-            raise ValueError(f"--limit must be at least 1, got {args.limit}")
+        check_counts(args, "limit")
         if args.write:
             args.write.parent.mkdir(parents=True, exist_ok=True)
             write_tasks(args.write, args.limit)

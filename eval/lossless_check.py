@@ -27,12 +27,12 @@ from tqdm import tqdm
 import eagle_fsd
 from eagle_fsd.acceptance import RULES
 from eagle_fsd.api import encode_prompt
-from eagle_fsd.cli import exit_status, load_pair, model_options, parse_tree
+from eagle_fsd.cli import check_counts, exit_status, load_pair, model_options, parse_tree
 from eagle_fsd.experiment import first_difference
 from eagle_fsd.methods import Method, engine, hf_generate
 from eagle_fsd.model import EagleModel
 from eval.environment import environment, shown_settings
-from eval.questions import check_counts, load_questions
+from eval.questions import load_questions
 
 LEAST_EXPECTED = 5  # rarer tokens of a position are counted together
 SIGNIFICANCE = 0.01

@@ -24,12 +24,12 @@ from tqdm import tqdm
 
 import eagle_fsd
 from eagle_fsd.acceptance import RULES
-from eagle_fsd.cli import exit_status, load_pair, model_options, parse_tree
+from eagle_fsd.cli import check_counts, exit_status, load_pair, model_options, parse_tree
 from eagle_fsd.files import append_lines, read_lines, write_lines
 from eagle_fsd.methods import Method, engine, hf_generate
 from eagle_fsd.questions import Question, converse
 from eval.environment import environment, processes, record_path, shown, shown_settings
-from eval.questions import check_counts, load_questions
+from eval.questions import load_questions
 
 # Sampling temperatures by category, as FastChat's judge sets them; other categories are greedy.
 CATEGORY_TEMPERATURES = {"writing": 0.7, "roleplay": 0.7, "stem": 0.1, "humanities": 0.1}

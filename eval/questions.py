@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
 from eagle_fsd.questions import Question, read_questions
@@ -27,11 +26,3 @@ def load_questions(path: Path | None, count: int, seed: int, limit: int | None =
     if count < 1 or limit is not None and limit < 1:
         raise ValueError(f"at least one question has to be asked for, got {count if count < 1 else limit}")
     return (read_questions(path) if path else generated(count, seed))[:limit]
-
-
-def check_counts(args: argparse.Namespace, *names: str, least: int = 1) -> None:
-    """Raise ValueError for an option that is below `least`; one that was not given (None) is none."""
-    for name in names:
-        value = getattr(args, name)
-        if value is not None and value < least:
-            raise ValueError(f"--{name.replace('_', '-')} must be at least {least}, got {value}")

@@ -34,8 +34,8 @@ def section(record: dict) -> str:
     parts = ", ".join(f"{name.replace('_', ' ')} {ms:.2f}" for name, ms in cycle["ms_per_cycle"].items())
     return f"""`{about['command']}` on {about['threads']} threads of an {about['processor']}, {record['dtype']}, torch
 {about['torch']}, transformers {about['transformers']}, greedy, {record['tree']}, commit {about['commit']}; stored
-in `eval/results/`. Tables are of several commits ("+changes": with uncommitted edits) and two machines, the AMD one
-half as fast: compare within a table only. Methods are interleaved; each time is the median of
+in `eval/results/`. Tables are of several commits ("+changes": with uncommitted edits) and machines of different
+speed, which they name: compare within a table only. Methods are interleaved; each time is the median of
 {record['repeats']} runs. tau counts tokens per target forward; "= greedy" is the share of answers that
 are the target's own, token for token.
 

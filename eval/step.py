@@ -31,7 +31,7 @@ from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LogitsProcessorList
 
 from eagle_fsd.acceptance import make_rule
-from eagle_fsd.cli import exit_status, parse_tree
+from eagle_fsd.cli import check_counts, exit_status, parse_tree
 from eagle_fsd.config import GPU_TREE, TreeConfig
 from eagle_fsd.draft import DraftHead
 from eagle_fsd.generation import Decoder, Settings
@@ -244,7 +244,7 @@ def table_of(rows: Sequence[dict]) -> str:
 
 
 def run(args: argparse.Namespace) -> None:
-    check_counts(args)
+    check_measurable(args)
     device = check_device(args.device)
     check_dtype(args.dtype)
     dtype = {"auto": torch.float32 if device.type == "cpu" else torch.bfloat16}.get(args.dtype)
@@ -273,12 +273,10 @@ both measured here.
 {table_of(rows)}"""))
 
 
-def check_counts(args: argparse.Namespace) -> None:
+def check_measurable(args: argparse.Namespace) -> None:
     """Raise for what cannot be measured, before anything is built."""
-    for name, least in (("context", 4), ("rounds", 1), ("layers", 1)):
-        value = getattr(args, name)
-        if value is not None and value < least:
-            raise ValueError(f"--{name} must be at least {least}, got {value}")
+    check_counts(args, "context", least=4)
+    check_counts(args, "rounds", "layers")
     if args.tree.depth < 3:
         raise ValueError(f"the time of a level is told from trees of depth 3 or more, got {args.tree.depth}")
     if min(args.nodes) < 2:

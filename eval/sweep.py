@@ -24,7 +24,7 @@ import eagle_fsd
 from eagle_fsd.acceptance import make_rule
 from eagle_fsd.calibrate import BASELINE, DIALS, family_confidence
 from eagle_fsd.calibration import drop_bound, predict
-from eagle_fsd.cli import exit_status, load_pair, model_options, parse_tree
+from eagle_fsd.cli import check_counts, exit_status, load_pair, model_options, parse_tree
 from eagle_fsd.config import Confidence, TreeConfig
 from eagle_fsd.experiment import EXACT, Experiment, paired, settings_of, spread, summarise
 from eagle_fsd.files import append_lines, read_lines, save_atomically
@@ -36,7 +36,7 @@ from eval.environment import environment, processes, record_path, shown_settings
 from eval.harm import harm, harm_table, merged
 from eval.plots import by_rule, headline, pareto, plot, table
 from eval.predictions import prediction_errors, prediction_text
-from eval.questions import check_counts, load_questions
+from eval.questions import load_questions
 
 LOOKUP, ASSISTED, PLAIN = "prompt lookup", "assisted", "plain"
 BARE = {BASELINE: "model.generate, bare call", LOOKUP: "prompt lookup, bare call"}  # greedy only

@@ -21,12 +21,11 @@ import numpy as np
 import torch
 
 import eagle_fsd
-from eagle_fsd.cli import exit_status, load_pair, model_options
+from eagle_fsd.cli import check_counts, exit_status, load_pair, model_options
 from eagle_fsd.config import TreeConfig
 from eagle_fsd.methods import Answer, Method, engine, interleaved
 from eval.bootstrap import interval
 from eval.environment import write_record
-from eval.questions import check_counts
 from train.corpus import python_prefixes
 from train.tasks import tasks
 

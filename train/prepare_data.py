@@ -23,7 +23,7 @@ from tqdm import tqdm
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 import eagle_fsd
-from eagle_fsd.cli import exit_status
+from eagle_fsd.cli import check_counts, exit_status
 from eagle_fsd.conversations import FORMATS, BadRow, Row, read_rows
 from eagle_fsd.files import append_lines, read_lines
 from eagle_fsd.model import EagleModel, load_target
@@ -201,10 +201,8 @@ def build_parser() -> argparse.ArgumentParser:
 
 def run(args: argparse.Namespace) -> dict:
     """Prepare the dataset; returns its summary."""
-    if args.max_length < 8:
-        raise ValueError(f"--max-length must be at least 8, got {args.max_length}")
-    if args.limit is not None and args.limit < 1:
-        raise ValueError(f"--limit must be at least 1, got {args.limit}")
+    check_counts(args, "max_length", least=8)
+    check_counts(args, "limit")
     for source in args.data:
         if Path(source).suffix and "/" in source and not Path(source).exists():
             raise ValueError(f"{source} does not exist")
