@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from setuptools import setup
+from setuptools import find_packages, setup
 
 ROOT = Path(__file__).parent
 VERSION = next(
@@ -18,10 +18,11 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     python_requires=">=3.10",
-    packages=["eagle_fsd", "eagle_fsd.acceptance", "eagle_fsd.checkpoints", "eagle_fsd.lm_eval"],
+    packages=[*find_packages(include=["eagle_fsd*"]), "eagle_fsd.checkpoints"],
     package_dir={"eagle_fsd.checkpoints": "checkpoints"},
     package_data={
-        "eagle_fsd": ["demo_prompts.json", "heads.json"],
+        "eagle_fsd.cli": ["demo_prompts.json"],
+        "eagle_fsd.heads": ["catalogue.json"],
         "eagle_fsd.checkpoints": ["*/*.json", "*/*.safetensors", "*/*.jinja", "*/*.md", "*.md"],
     },
     install_requires=["torch>=2.9", "transformers>=5.17,<6", "safetensors>=0.5", "accelerate>=1.1", "tqdm>=4.66"],

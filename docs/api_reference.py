@@ -14,7 +14,7 @@ from dataclasses import fields
 from pathlib import Path
 
 import eagle_fsd
-from eagle_fsd.cli import build_parser
+from eagle_fsd.cli.app import build_parser
 
 PAGE = Path(__file__).with_name("api.md")
 ORDER = (

@@ -1,13 +1,15 @@
 """EAGLE-2 speculative decoding with fuzzy acceptance, on stock `transformers` models."""
 
 from .acceptance import RULES, Decision, Verification, make_rule
-from .api import custom_generate, generate
+from .api import generate
 from .chat import Chat
-from .checkpoint import load_head, save_head
-from .config import TreeConfig
-from .draft import DraftHead
-from .generation import Output, Receipt, Session, Stats
-from .model import EagleModel, load
+from .engine.decoder import Session
+from .engine.receipts import Output, Receipt, Stats
+from .heads.checkpoint import load_head, save_head
+from .heads.eagle import DraftHead
+from .hf import custom_generate
+from .pair import EagleModel, load
+from .trees.config import TreeConfig
 
 __version__ = "0.1.0"
 

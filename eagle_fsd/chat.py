@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from .api import generate
-from .generation import Output, Session
-from .model import EagleModel, bundled_pair
+from .engine.decoder import Session
+from .engine.receipts import Output
+from .pair import EagleModel, bundled_pair
 
 
 class Chat:

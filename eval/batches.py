@@ -15,13 +15,13 @@ from dataclasses import dataclass
 import torch
 
 import eagle_fsd
-from eagle_fsd.api import encode_prompt, end_tokens
-from eagle_fsd.calibrate import BASELINE
-from eagle_fsd.generation import Output
-from eagle_fsd.methods import interleaved, only_special_tokens
-from eagle_fsd.model import EagleModel
-from train.corpus import python_texts
-from train.tasks import tasks
+from eagle_fsd.engine.receipts import Output
+from eagle_fsd.experiments.methods import interleaved, only_special_tokens
+from eagle_fsd.experiments.search import BASELINE
+from eagle_fsd.pair import EagleModel
+from eagle_fsd.prompts import encode_prompt, end_tokens
+from train.demo.corpus import python_texts
+from train.demo.tasks import tasks
 
 
 @dataclass(frozen=True)

@@ -23,14 +23,15 @@ import torch
 from tqdm import tqdm
 
 import eagle_fsd
-from eagle_fsd.calibrate import BASELINE
-from eagle_fsd.cli import check_counts, load_pair, model_options, parse_tree
-from eagle_fsd.methods import Answer, Method, engine, hf_generate, interleaved
+from eagle_fsd.cli.app import load_pair, model_options, parse_tree
+from eagle_fsd.cli.exits import check_counts
+from eagle_fsd.experiments.methods import Answer, Method, engine, hf_generate, interleaved
+from eagle_fsd.experiments.records import environment, record_path, write_record
+from eagle_fsd.experiments.search import BASELINE
 from eval import batches, step
-from eval.environment import environment, record_path, write_record
 from eval.profile import profile
-from train.corpus import python_prefixes
-from train.tasks import is_correct, tasks
+from train.demo.corpus import python_prefixes
+from train.demo.tasks import is_correct, tasks
 
 LOOKUP = "prompt lookup"
 

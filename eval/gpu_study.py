@@ -30,15 +30,17 @@ from pathlib import Path
 import torch
 
 import eagle_fsd
-from eagle_fsd.cli import MODEL_OPTIONS, exit_status, model_options
+from eagle_fsd.cli.app import MODEL_OPTIONS, model_options
+from eagle_fsd.cli.exits import exit_status
+from eagle_fsd.data.documents import Documents
+from eagle_fsd.experiments.methods import Answer, Method, interleaved
+from eagle_fsd.experiments.records import write_record
 from eagle_fsd.files import save_atomically
-from eagle_fsd.methods import Answer, Method, interleaved
-from eagle_fsd.model import EagleModel, check_device
+from eagle_fsd.models.loading import check_device
+from eagle_fsd.pair import EagleModel
 from eval import batches, benchmark, trees
-from eval.environment import write_record
-from train.corpus import python_prefixes
-from train.data import Documents
-from train.demo import (
+from train.demo.corpus import python_prefixes
+from train.demo.demo import (
     Preset,
     head_text,
     keep_freed_memory,
@@ -49,8 +51,8 @@ from train.demo import (
     train_draft,
     train_target,
 )
-from train.target import Stage, build_target, train_stage
-from train.tasks import is_correct, tasks
+from train.demo.target import Stage, build_target, train_stage
+from train.demo.tasks import is_correct, tasks
 
 log = logging.getLogger("eval.gpu_study")
 

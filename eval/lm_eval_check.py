@@ -16,10 +16,10 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from eagle_fsd.cli import check_counts, exit_status
-from eagle_fsd.model import demo_directory
-from eval.environment import environment, shown
-from train.tasks import tasks
+from eagle_fsd.cli.exits import check_counts, exit_status
+from eagle_fsd.experiments.records import environment, shown
+from eagle_fsd.pair import demo_directory
+from train.demo.tasks import tasks
 
 TASKS = Path(__file__).parent / "lm_eval"
 

@@ -26,12 +26,13 @@ from tqdm import tqdm
 
 import eagle_fsd
 from eagle_fsd.acceptance import RULES
-from eagle_fsd.api import encode_prompt
-from eagle_fsd.cli import check_counts, exit_status, load_pair, model_options, parse_tree
-from eagle_fsd.experiment import first_difference
-from eagle_fsd.methods import Method, engine, hf_generate
-from eagle_fsd.model import EagleModel
-from eval.environment import environment, shown_settings
+from eagle_fsd.cli.app import load_pair, model_options, parse_tree
+from eagle_fsd.cli.exits import check_counts, exit_status
+from eagle_fsd.experiments.experiment import first_difference
+from eagle_fsd.experiments.methods import Method, engine, hf_generate
+from eagle_fsd.experiments.records import environment, shown_settings
+from eagle_fsd.pair import EagleModel
+from eagle_fsd.prompts import encode_prompt
 from eval.questions import load_questions
 
 LEAST_EXPECTED = 5  # rarer tokens of a position are counted together

@@ -21,11 +21,13 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from eagle_fsd.api import generate
-from eagle_fsd.cli import exit_status, load_pair, model_options, parse_tree
-from eagle_fsd.config import TreeConfig
-from eagle_fsd.generation import Session
-from eagle_fsd.model import EagleModel, check_device
-from eval.environment import write_record
+from eagle_fsd.cli.app import load_pair, model_options, parse_tree
+from eagle_fsd.cli.exits import exit_status
+from eagle_fsd.engine.decoder import Session
+from eagle_fsd.experiments.records import write_record
+from eagle_fsd.models.loading import check_device
+from eagle_fsd.pair import EagleModel
+from eagle_fsd.trees.config import TreeConfig
 from eval.step import SHAPES, build
 
 ALLOWED = 0.15  # over weights and caches

@@ -14,13 +14,13 @@ from unittest.mock import patch
 import torch
 
 import eagle_fsd
-from eagle_fsd import generation
 from eagle_fsd.acceptance import Rule
-from eagle_fsd.cache import TreeCache
-from eagle_fsd.generation import Decoder
-from eagle_fsd.graphs import StaticCycle
-from eagle_fsd.latency import now
-from eagle_fsd.target import TargetModel
+from eagle_fsd.engine import decoder
+from eagle_fsd.engine.decoder import Decoder
+from eagle_fsd.engine.graphs import StaticCycle
+from eagle_fsd.models.cache import TreeCache
+from eagle_fsd.models.target import TargetModel
+from eagle_fsd.tuning.measuring import now
 
 FORWARDS = ("draft_forward", "target_forward", "head")  # the models' own work: draft layer, target, lm_head
 
@@ -66,7 +66,7 @@ def timed_parts(model: eagle_fsd.EagleModel, *, nested: bool = True) -> Iterator
     clock = Clock(model.target.output_device, nested)
     parts = [
         (Decoder, "step", CYCLE),
-        (generation, "draft_tree", "tree_building"),
+        (decoder, "draft_tree", "tree_building"),
         (StaticCycle, "draft", "draft_forward"),  # as one graph: tree building too
         (StaticCycle, "verify", "target_forward"),  # with lm_head
         (model.draft, "forward", "draft_forward"),  # the instance: a compiled head has a forward of its own
@@ -74,10 +74,10 @@ def timed_parts(model: eagle_fsd.EagleModel, *, nested: bool = True) -> Iterator
         (TargetModel, "verify", "verify_inputs"),
         (type(model.target.decoder), "forward", "target_forward"),
         (TargetModel, "logits", "head"),
-        (generation, "warp_trees", "accept"),
+        (decoder, "warp_trees", "accept"),
         (Rule, "__call__", "accept"),
-        (generation, "walk", "accept"),
-        (generation, "read_walk", "accept"),
+        (decoder, "walk", "accept"),
+        (decoder, "read_walk", "accept"),
         (TreeCache, "commit", "commit"),
     ]
     with ExitStack() as patches:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from eagle_fsd.questions import Question, read_questions
-from train.tasks import tasks
+from eagle_fsd.data.questions import Question, read_questions
+from train.demo.tasks import tasks
 
 
 def generated(count: int, seed: int = 1) -> list[Question]:

@@ -16,10 +16,10 @@ from pathlib import Path
 
 import numpy as np
 
-from eagle_fsd.cli import exit_status
-from eval.bootstrap import interval
-from eval.environment import record_path
+from eagle_fsd.cli.exits import exit_status
+from eagle_fsd.experiments.records import record_path
 from eval.mt_bench import read_answers
+from eval.report.intervals import interval
 
 
 @dataclass(frozen=True)

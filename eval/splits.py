@@ -15,11 +15,13 @@ import random
 import sys
 from collections.abc import Collection, Mapping
 
-from eagle_fsd.calibrate import family_confidence
-from eagle_fsd.calibration import drop_is_within, fixed_sequence, mean_bound, parse_promise
-from eagle_fsd.cli import exit_status, load_pair
-from eagle_fsd.experiment import EXACT, paired
-from eval.environment import environment
+from eagle_fsd.cli.app import load_pair
+from eagle_fsd.cli.exits import exit_status
+from eagle_fsd.experiments.experiment import EXACT, paired
+from eagle_fsd.experiments.records import environment
+from eagle_fsd.experiments.search import family_confidence
+from eagle_fsd.quality.promises import parse_promise
+from eagle_fsd.quality.statistics import drop_is_within, fixed_sequence, mean_bound
 from eval.questions import load_questions
 from eval.sweep import build_parser, check, experiments, kept_tree, timed_questions
 

@@ -31,14 +31,17 @@ from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LogitsProcessorList
 
 from eagle_fsd.acceptance import make_rule
-from eagle_fsd.cli import check_counts, exit_status, parse_tree
-from eagle_fsd.config import GPU_TREE, TreeConfig
-from eagle_fsd.draft import DraftHead
-from eagle_fsd.generation import Decoder, Settings
-from eagle_fsd.latency import now, same_cycle
-from eagle_fsd.model import EagleModel, check_device, check_dtype, fit_head
-from eagle_fsd.target import TargetModel
-from eval.environment import write_record
+from eagle_fsd.cli.app import parse_tree
+from eagle_fsd.cli.exits import check_counts, exit_status
+from eagle_fsd.engine.decoder import Decoder
+from eagle_fsd.engine.request import Settings
+from eagle_fsd.experiments.records import write_record
+from eagle_fsd.heads.eagle import DraftHead
+from eagle_fsd.models.loading import check_device, check_dtype
+from eagle_fsd.models.target import TargetModel
+from eagle_fsd.pair import EagleModel, fit_head
+from eagle_fsd.trees.config import GPU_TREE, TreeConfig
+from eagle_fsd.tuning.measuring import now, same_cycle
 from eval.profile import CYCLE, timed_parts
 
 SIZES = {"cuda": (2**30, 8192), "cpu": (2**28, 1024)}  # bytes copied and side of the matrices that rates are taken with

@@ -22,21 +22,24 @@ import numpy as np
 
 import eagle_fsd
 from eagle_fsd.acceptance import make_rule
-from eagle_fsd.calibrate import BASELINE, DIALS, family_confidence
-from eagle_fsd.calibration import drop_bound, predict
-from eagle_fsd.cli import check_counts, exit_status, load_pair, model_options, parse_tree
-from eagle_fsd.config import Confidence, TreeConfig
-from eagle_fsd.experiment import EXACT, Experiment, paired, settings_of, spread, summarise
+from eagle_fsd.cli.app import load_pair, model_options, parse_tree
+from eagle_fsd.cli.exits import check_counts, exit_status
+from eagle_fsd.data.questions import converse
+from eagle_fsd.experiments.experiment import EXACT, Experiment, paired, settings_of, spread, summarise
+from eagle_fsd.experiments.methods import Answer, Method, bare_generate, engine, hf_generate, interleaved
+from eagle_fsd.experiments.records import environment, processes, record_path, shown_settings
+from eagle_fsd.experiments.search import BASELINE, DIALS, family_confidence
 from eagle_fsd.files import append_lines, read_lines, save_atomically
-from eagle_fsd.methods import Answer, Method, bare_generate, engine, hf_generate, interleaved
-from eagle_fsd.model import demo_directory, load_target
-from eagle_fsd.questions import converse
-from eval.bootstrap import interval
-from eval.environment import environment, processes, record_path, shown_settings
-from eval.harm import harm, harm_table, merged
-from eval.plots import by_rule, headline, pareto, plot, table
-from eval.predictions import prediction_errors, prediction_text
+from eagle_fsd.models.loading import load_target
+from eagle_fsd.pair import demo_directory
+from eagle_fsd.quality.statistics import drop_bound
+from eagle_fsd.quality.traces import predict
+from eagle_fsd.trees.config import Confidence, TreeConfig
 from eval.questions import load_questions
+from eval.report.harm import harm, harm_table, merged
+from eval.report.intervals import interval
+from eval.report.plots import by_rule, headline, pareto, plot, table
+from eval.report.predictions import prediction_errors, prediction_text
 
 LOOKUP, ASSISTED, PLAIN = "prompt lookup", "assisted", "plain"
 BARE = {BASELINE: "model.generate, bare call", LOOKUP: "prompt lookup, bare call"}  # greedy only

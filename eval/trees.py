@@ -21,13 +21,14 @@ import numpy as np
 import torch
 
 import eagle_fsd
-from eagle_fsd.cli import check_counts, exit_status, load_pair, model_options
-from eagle_fsd.config import TreeConfig
-from eagle_fsd.methods import Answer, Method, engine, interleaved
-from eval.bootstrap import interval
-from eval.environment import write_record
-from train.corpus import python_prefixes
-from train.tasks import tasks
+from eagle_fsd.cli.app import load_pair, model_options
+from eagle_fsd.cli.exits import check_counts, exit_status
+from eagle_fsd.experiments.methods import Answer, Method, engine, interleaved
+from eagle_fsd.experiments.records import write_record
+from eagle_fsd.trees.config import TreeConfig
+from eval.report.intervals import interval
+from train.demo.corpus import python_prefixes
+from train.demo.tasks import tasks
 
 NODES, DEPTHS, TOP_KS = (6, 10, 16, 24, 40), (4, 8, 14), (1, 2, 4)
 KINDS = ("tasks", "python")

@@ -20,13 +20,14 @@ from tempfile import TemporaryDirectory
 import torch
 
 from eagle_fsd.acceptance import make_rule
-from eagle_fsd.autotree import FILE, store_log
-from eagle_fsd.checkpoint import load_head, save_head
-from eagle_fsd.cli import check_counts, exit_status, load_pair, model_options
-from eagle_fsd.methods import engine, interleaved
-from eagle_fsd.model import EagleModel, demo_directory
-from eagle_fsd.tune import log_cycles
-from eval.environment import write_record
+from eagle_fsd.cli.app import load_pair, model_options
+from eagle_fsd.cli.exits import check_counts, exit_status
+from eagle_fsd.experiments.cycles import log_cycles
+from eagle_fsd.experiments.methods import engine, interleaved
+from eagle_fsd.experiments.records import write_record
+from eagle_fsd.heads.checkpoint import load_head, save_head
+from eagle_fsd.pair import EagleModel, demo_directory
+from eagle_fsd.tuning.logs import FILE, store_log
 from eval.trees import prompts_of, row_of, table
 
 LOGS = {"the real head's log": "real", "a log of its own": "own", "no log": None}

@@ -16,8 +16,9 @@ from tiny import PROMPT
 from transformers import TorchAoConfig
 
 import eagle_fsd
-from eagle_fsd import Chat, TreeConfig, latency
-from eagle_fsd.target import TargetModel
+from eagle_fsd import Chat, TreeConfig
+from eagle_fsd.models.target import TargetModel
+from eagle_fsd.tuning import measuring
 
 TREE = TreeConfig(16, 5, 4)
 CASES = {
@@ -73,7 +74,7 @@ class Disagreeing:
 
 def main(folder: Path) -> None:
     rank = int(os.environ["RANK"])
-    latency.ROUNDS = 1
+    measuring.ROUNDS = 1
 
     def load(name, **options):
         return eagle_fsd.load(folder / name / "target", folder / name / "head", tp_plan="auto", **options)

@@ -14,7 +14,7 @@ from random_trees import emitted, rows_of, tree_from_parents
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from eagle_fsd.acceptance import Verification, make_rule, walk
-from eagle_fsd.noise import gumbel_noise
+from eagle_fsd.engine.noise import gumbel_noise
 
 VOCAB = 6
 #                          root

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from random_trees import moved, random_verification, rows_of
 
 from eagle_fsd.acceptance import RULES, Custom, Decision, Verification, make_rule, walk
-from eagle_fsd.divergence import get_divergence
+from eagle_fsd.acceptance.divergence import get_divergence
 
 OPTIONS = {
     "exact": [{}],

@@ -15,19 +15,14 @@ from tiny import FAMILIES, PROMPT, VOCAB, save_pair, tiny_pair, tiny_target
 from transformers import CONFIG_MAPPING
 
 import eagle_fsd
-from eagle_fsd import attention, latency
-from eagle_fsd.attention import (
-    GROUPED,
-    IMPLEMENTATIONS,
-    SPLIT,
-    find_flash,
-    grouped_attention,
-    split_attention,
-    stock_attention,
-    tree_masks,
-)
-from eagle_fsd.target import TargetModel
-from eagle_fsd.tree import ancestors_of
+from eagle_fsd.models import flash as flash_module
+from eagle_fsd.models.attention import grouped_attention, split_attention, stock_attention
+from eagle_fsd.models.flash import find_flash
+from eagle_fsd.models.implementations import GROUPED, IMPLEMENTATIONS, SPLIT
+from eagle_fsd.models.masks import tree_masks
+from eagle_fsd.models.target import TargetModel
+from eagle_fsd.trees.tree import ancestors_of
+from eagle_fsd.tuning import machine, measuring
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 #       0
@@ -377,8 +372,8 @@ def install(monkeypatch):
     """Installs fake packages on a device of a given compute capability, and nothing else."""
 
     def install(capability, *names, **broken):
-        monkeypatch.setattr(attention, "_capability", lambda device: capability)
-        monkeypatch.setattr(attention, "_flash", {})
+        monkeypatch.setattr(flash_module, "_capability", lambda device: capability)
+        monkeypatch.setattr(flash_module, "_flash", {})
         for name in PACKAGES:
             monkeypatch.setitem(sys.modules, name, None)  # an import of it fails
         packages = {name: Package(name, *broken.get("functions", PACKAGES[name][1])) for name in names}
@@ -482,14 +477,14 @@ def test_a_broken_package_is_passed_over_and_said_so(install, monkeypatch, caplo
         return load(name)
 
     monkeypatch.setattr(importlib, "import_module", broken)
-    with caplog.at_level(logging.WARNING, "eagle_fsd.attention"):
+    with caplog.at_level(logging.WARNING, "eagle_fsd.models.flash"):
         assert find_flash(torch.device("cpu"))[0] == "flash_attn"
     assert "flash_attn_interface is not used: undefined symbol" in caplog.text
 
 
 def test_a_package_without_what_is_called_is_passed_over(install, caplog):
     install(8, "flash_attn", functions=["flash_attn_func"])
-    with caplog.at_level(logging.WARNING, "eagle_fsd.attention"):
+    with caplog.at_level(logging.WARNING, "eagle_fsd.models.flash"):
         assert find_flash(torch.device("cpu")) is None
     assert "flash_attn is not used: it has no flash_attn_with_kvcache" in caplog.text
 
@@ -524,20 +519,20 @@ def test_load_takes_attention_by_name(name, folder):
 def test_auto_measures_once(folder, monkeypatch):
     model = load(folder, attn_implementation="auto")
     assert chosen(model) in ("sdpa", GROUPED, SPLIT)
-    monkeypatch.setattr(latency, "measure_attention", lambda target: pytest.fail("measured again"))
+    monkeypatch.setattr(machine, "measure_attention", lambda target: pytest.fail("measured again"))
     assert chosen(load(folder, attn_implementation="auto")) == chosen(model)
 
 
 def test_auto_takes_the_fastest_that_agrees(folder, monkeypatch):
-    monkeypatch.setattr(latency, "_fastest", lambda parts, target: {"sdpa": 2.0, GROUPED: 3.0, SPLIT: 1.0})
+    monkeypatch.setattr(measuring, "fastest", lambda parts, target: {"sdpa": 2.0, GROUPED: 3.0, SPLIT: 1.0})
     assert chosen(load(folder, attn_implementation="auto", tree=None)) == SPLIT
 
 
 def test_auto_leaves_out_what_does_not_agree(monkeypatch):
     target = TargetModel(tiny_target("stablelm", attention="sdpa"))
     asked = []
-    monkeypatch.setattr(latency, "_fastest", lambda parts, target: asked.extend(parts) or dict.fromkeys(parts, 1.0))
-    latency.measure_attention(target)
+    monkeypatch.setattr(measuring, "fastest", lambda parts, target: asked.extend(parts) or dict.fromkeys(parts, 1.0))
+    measuring.measure_attention(target)
     assert asked == ["sdpa", GROUPED] and target.config._attn_implementation == "sdpa"
 
 
@@ -567,7 +562,7 @@ def test_cuda_kernels_agree(rows, flash, monkeypatch):
     if flash and find_flash(device) is None:
         pytest.skip("no flash-attn package is installed")
     if not flash:
-        monkeypatch.setattr(attention, "find_flash", lambda device: None)
+        monkeypatch.setattr(flash_module, "find_flash", lambda device: None)
     seen, positions = seen_by(300, rows)
     visible = torch.tensor([[first <= j < end for j in range(300)] for first, end in rows], device=device)
     lengths = torch.tensor([end for _, end in rows], device=device) if all(first == 0 for first, _ in rows) else None

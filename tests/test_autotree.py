@@ -12,23 +12,19 @@ from transformers import LogitsProcessorList
 
 import eagle_fsd
 from eagle_fsd.acceptance import make_rule
-from eagle_fsd.autotree import (
-    WIDE,
-    AutoTree,
-    Cycle,
-    CycleLog,
-    Replay,
-    TreeLog,
-    choose,
-    fit_confidence,
-    read_logs,
-    store_log,
-)
-from eagle_fsd.cli import main
-from eagle_fsd.config import Confidence, TreeConfig
-from eagle_fsd.drafting import apply_confidence, confidence_lines
-from eagle_fsd.generation import Decoder, Pause, Settings
-from eagle_fsd.latency import Latency, between, known_latency, measure
+from eagle_fsd.cli.app import main
+from eagle_fsd.engine.decoder import Decoder
+from eagle_fsd.engine.pause import Pause
+from eagle_fsd.engine.request import Settings
+from eagle_fsd.trees.confidence import apply_confidence, confidence_lines
+from eagle_fsd.trees.config import Confidence, TreeConfig
+from eagle_fsd.tuning.choice import AutoTree, choose
+from eagle_fsd.tuning.fitting import fit_confidence
+from eagle_fsd.tuning.latency import Latency, between
+from eagle_fsd.tuning.logs import LOGGED_TREE, CycleLog, LoggedCycle, TreeLog, read_logs, store_log
+from eagle_fsd.tuning.machine import known_latency
+from eagle_fsd.tuning.measuring import measure
+from eagle_fsd.tuning.replay import Replay
 
 FREE = Latency({1: 1.0}, {k: 0.0 for k in (1, 2, 3, 4)}, 1.0)  # drafting costs nothing
 DEAR = Latency({1: 10.0, 2: 18.0}, {k: 9.0 for k in (1, 2, 3, 4)}, 1.0)
@@ -38,7 +34,7 @@ def prompts(count: int) -> list[list[int]]:
     return torch.randint(32, (count, 8), generator=torch.Generator().manual_seed(3)).tolist()
 
 
-def logged(model, tree: TreeConfig, count: int = 12, tokens: int = 30) -> list[Cycle]:
+def logged(model, tree: TreeConfig, count: int = 12, tokens: int = 30) -> list[LoggedCycle]:
     noted = CycleLog(make_rule("exact"))
     for prompt in prompts(count):
         eagle_fsd.generate(prompt, model, acceptance=noted, tree=tree, max_new_tokens=tokens)
@@ -52,12 +48,12 @@ def pair():
 
 @pytest.fixture(scope="module")
 def cycles(pair):
-    return logged(pair, WIDE, count=24)
+    return logged(pair, LOGGED_TREE, count=24)
 
 
 def test_a_logged_cycle_is_the_tree_and_what_became_of_it(cycles):
     for cycle in cycles[:20]:
-        assert len(cycle.parents) == WIDE.total_tokens - 1
+        assert len(cycle.parents) == LOGGED_TREE.total_tokens - 1
         assert all(parent < node for node, parent in enumerate(cycle.parents))
         for node, parent in enumerate(cycle.parents):
             siblings = [n for n, other in enumerate(cycle.parents) if other == parent]
@@ -88,7 +84,7 @@ def test_isotonic_fit_finds_the_rates():
     for _ in range(6000):
         probability = random.uniform(0.05, 0.95)
         first, second = random.random() < probability**2, random.random() < (1 - probability) / 4
-        made.append(Cycle([-1, -1], [0, 1], [math.log(probability), math.log(1 - probability)],
+        made.append(LoggedCycle([-1, -1], [0, 1], [math.log(probability), math.log(1 - probability)],
                           [first, second and not first]))
     fitted = confidence_lines(fit_confidence(made), 2, torch.device("cpu"))
     for probability in (0.2, 0.5, 0.8):
@@ -240,10 +236,10 @@ def test_latencies_are_measured_and_kept(pair, tmp_path, monkeypatch):
     assert list(first.base.values()) == sorted(first.base.values()) and first.plain > 0
     assert first.base.keys() == {1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64}
     assert first.cycle(16, 4, 2) >= first.cycle(16, 1, 2) > 0
-    monkeypatch.setattr("eagle_fsd.latency.measure", lambda *_: pytest.fail("measured again"))
+    monkeypatch.setattr("eagle_fsd.tuning.machine.measure", lambda *_: pytest.fail("measured again"))
     assert known_latency(pair.target, pair.draft) == first
     (tmp_path / "latency.json").write_text("{broken")
-    monkeypatch.setattr("eagle_fsd.latency.measure", lambda *_: FREE)
+    monkeypatch.setattr("eagle_fsd.tuning.machine.measure", lambda *_: FREE)
     assert known_latency(pair.target, pair.draft) == FREE
 
 
@@ -285,7 +281,7 @@ def test_a_loaded_pair_chooses_its_tree(tmp_path, monkeypatch, cycles):
     monkeypatch.setenv("EAGLE_FSD_CACHE", str(tmp_path / "cache"))
     save_pair(tmp_path)
     places = (tmp_path / "target", tmp_path / "head")
-    monkeypatch.setattr("eagle_fsd.latency.measure", lambda *_: FREE)
+    monkeypatch.setattr("eagle_fsd.tuning.machine.measure", lambda *_: FREE)
     unknown = eagle_fsd.load(*places, device="cpu")
     choice = unknown.trees.of(make_rule("exact"), 0.0)
     assert choice.tree == unknown.default_tree and choice.cost(16, 6) > 0  # no log: the default, which may pause

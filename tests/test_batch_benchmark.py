@@ -7,7 +7,7 @@ import pytest
 from tiny import PROMPT
 
 import eagle_fsd
-from eagle_fsd.methods import hf_generate
+from eagle_fsd.experiments.methods import hf_generate
 from eval import batches, benchmark
 from eval.batches import batch_engine, padded_generate, until_end
 

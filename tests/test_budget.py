@@ -7,9 +7,9 @@ import torch
 from tiny import PROMPT, tiny_pair
 
 import eagle_fsd
-from eagle_fsd import generation
 from eagle_fsd.acceptance import make_rule
-from eagle_fsd.budget import repeats
+from eagle_fsd.acceptance.budget import repeats
+from eagle_fsd.engine import decoder
 
 TREE = eagle_fsd.TreeConfig(8, 3, 3)
 SAMPLED = {"temperature": 1.0}
@@ -65,8 +65,8 @@ def test_a_thousand_sampled_requests_stay_within_their_kl(pair, rule, limit, mon
         spent.append(kl_by_hand(verification, decision))
         return walk(verification, decision)
 
-    walk = generation.walk
-    monkeypatch.setattr(generation, "walk", record)
+    walk = decoder.walk
+    monkeypatch.setattr(decoder, "walk", record)
     endings = []
     for seed in range(500):
         spent.clear()

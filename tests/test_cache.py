@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from eagle_fsd.cache import TreeCache
+from eagle_fsd.models.cache import TreeCache
 
 CPU = torch.device("cpu")
 

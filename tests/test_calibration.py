@@ -10,28 +10,26 @@ from tiny import PROMPT, tiny_pair, tiny_tokenizer
 
 import eagle_fsd
 from eagle_fsd.acceptance import make_rule, walk
-from eagle_fsd.calibrate import calibrate, check_promise
-from eagle_fsd.calibration import (
-    Calibration,
-    Observer,
-    Promise,
-    drop_bound,
-    drop_is_within,
-    emitted,
-    fewest_answers,
-    fixed_sequence,
-    parse_promise,
-    predict,
-    read_calibrations,
-    store_calibration,
+from eagle_fsd.cli.app import main
+from eagle_fsd.data.questions import Question
+from eagle_fsd.experiments.cycles import log_cycles
+from eagle_fsd.experiments.experiment import (
+    Experiment,
+    first_difference,
+    paired,
+    repetition,
+    settings_of,
+    spread,
+    summarise,
 )
-from eagle_fsd.cli import main
-from eagle_fsd.config import Choice
-from eagle_fsd.experiment import Experiment, first_difference, paired, repetition, settings_of, spread, summarise
-from eagle_fsd.methods import prompt_seed
-from eagle_fsd.questions import Question
-from eagle_fsd.target import weights_digest
-from eagle_fsd.tune import log_cycles
+from eagle_fsd.experiments.methods import prompt_seed
+from eagle_fsd.experiments.search import calibrate, check_promise
+from eagle_fsd.models.placement import weights_digest
+from eagle_fsd.quality.calibrations import Calibration, read_calibrations, store_calibration
+from eagle_fsd.quality.promises import Promise, parse_promise
+from eagle_fsd.quality.statistics import drop_bound, drop_is_within, fewest_answers, fixed_sequence
+from eagle_fsd.quality.traces import Observer, emitted, predict
+from eagle_fsd.trees.config import Choice
 
 TREE = eagle_fsd.TreeConfig(8, 3, 3)
 LETTERS = "abcdefghijklmnopqrstuvwxyz"

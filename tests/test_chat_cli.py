@@ -13,10 +13,11 @@ import pytest
 from tiny import save_pair, tiny_chat_pair
 
 import eagle_fsd
-from eagle_fsd import TreeConfig, chat_cli
-from eagle_fsd.api import encode_prompt
+from eagle_fsd import TreeConfig
 from eagle_fsd.chat import Chat
-from eagle_fsd.chat_cli import HELP, LiveStreamer, Terminal, talk
+from eagle_fsd.cli import chat as chat_cli
+from eagle_fsd.cli.chat import HELP, LiveStreamer, Terminal, talk
+from eagle_fsd.prompts import encode_prompt
 
 TREE = TreeConfig(16, 5, 4)
 OPTIONS = {"max_new_tokens": 12, "temperature": 0.0, "acceptance": "fsd", "threshold": None, "divergence": "js",

@@ -7,8 +7,8 @@ import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from eagle_fsd.conversations import BadRow
-from train.chat_mask import answer_spans, encode_conversation
+from eagle_fsd.data.conversations import BadRow
+from train.data.chat_mask import answer_spans, encode_conversation
 
 # name: (template, special tokens, end token, rendering of CHAT with the learned parts in {braces}).
 LLAMA_3 = (

@@ -4,7 +4,7 @@ import pytest
 import torch
 from reference_acceptance import divergence as reference
 
-from eagle_fsd.divergence import DIVERGENCES, coarsen, get_divergence
+from eagle_fsd.acceptance.divergence import DIVERGENCES, coarsen, get_divergence
 
 NAMES = [*DIVERGENCES, *(f"{name}_top{k}" for name in DIVERGENCES for k in (1, 3, 11, 40))]
 

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import eagle_fsd
 from docs import api_reference
-from eagle_fsd.cli import build_parser
+from eagle_fsd.cli.app import build_parser
 
 DOCS = Path(__file__).parents[1] / "docs"
 GUIDES = ["from_generate.md", "from_eagle.md", "from_servers.md", "fuzzy.md"]

@@ -7,8 +7,8 @@ from tiny import tiny_pair
 
 import eagle_fsd
 from eagle_fsd.acceptance import make_rule
-from eagle_fsd.config import TreeConfig
-from train.data import Documents
+from eagle_fsd.data.documents import Documents
+from eagle_fsd.trees.config import TreeConfig
 from train.estimate import estimate_tau, last_answers
 
 TREE = TreeConfig(12, 4, 3)

@@ -8,10 +8,11 @@ import torch
 from tiny import PROMPT
 
 import eagle_fsd
-from eagle_fsd.methods import Answer, engine, hf_generate, interleaved
-from eval import benchmark, report
-from eval.environment import environment, record_path, shown, write_record
+from eagle_fsd.experiments.methods import Answer, engine, hf_generate, interleaved
+from eagle_fsd.experiments.records import environment, record_path, shown, write_record
+from eval import benchmark
 from eval.profile import FORWARDS, Clock, profile
+from eval.report import tables as report
 
 TREE = eagle_fsd.TreeConfig(8, 3, 2)
 

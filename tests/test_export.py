@@ -7,10 +7,11 @@ import torch
 from safetensors.torch import load_file
 from tiny import tiny_pair, tiny_target
 
-from eagle_fsd.checkpoint import load_head, save_head
-from eagle_fsd.cli import main
-from eagle_fsd.draft import DraftHead
-from eagle_fsd.export import LAYOUTS, export_head, inspect_head
+from eagle_fsd.cli.app import main
+from eagle_fsd.heads.checkpoint import load_head, save_head
+from eagle_fsd.heads.eagle import DraftHead
+from eagle_fsd.heads.export import LAYOUTS, export_head
+from eagle_fsd.heads.inspection import inspect_head
 
 TENSORS = {
     "fc.weight": (16, 32),

@@ -14,7 +14,7 @@ from tiny import FAMILIES, PROMPT, REFUSED, tiny_config, tiny_head, tiny_target
 from transformers import CONFIG_MAPPING
 
 import eagle_fsd
-from eagle_fsd.model import EagleModel
+from eagle_fsd.pair import EagleModel
 
 PAGE = Path(__file__).parents[1] / "docs" / "families.md"
 NEW = 16  # with the prompt more than three times the windows

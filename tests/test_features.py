@@ -8,9 +8,9 @@ import pytest
 import torch
 from tiny import tiny_target
 
-from eagle_fsd.target import TargetModel
+from eagle_fsd.data.documents import Documents
+from eagle_fsd.models.target import TargetModel
 from train import features as module
-from train.data import Documents
 from train.features import OfflineFeatures, OnlineFeatures, TargetEnds, shard_starts, write_features
 
 LENGTHS = [5, 9, 3, 12, 4, 7, 6]

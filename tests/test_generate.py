@@ -13,9 +13,9 @@ from transformers.generation.streamers import BaseStreamer
 
 import eagle_fsd
 from eagle_fsd import Decision, TreeConfig, make_rule
-from eagle_fsd.calibration import Calibration
-from eagle_fsd.divergence import get_divergence
-from eagle_fsd.model import EagleModel
+from eagle_fsd.acceptance.divergence import get_divergence
+from eagle_fsd.pair import EagleModel
+from eagle_fsd.quality.calibrations import Calibration
 
 TREE = TreeConfig(16, 5, 4)
 

@@ -8,12 +8,12 @@ import sys
 import pytest
 import torch
 
-from eagle_fsd.latency import Latency
+from eagle_fsd.tuning.latency import Latency
 from eval import gpu_study
 from eval.gpu_study import SIZES, Study, TimeIsUp, interrupted_after, steps_within
-from train import corpus
-from train.demo import target_config
-from train.target import build_target
+from train.demo import corpus
+from train.demo.demo import target_config
+from train.demo.target import build_target
 
 
 @pytest.fixture(autouse=True)
@@ -22,7 +22,8 @@ def little_source(tmp_path, monkeypatch):
     monkeypatch.setattr(corpus, "python_files", lambda split: files(split)[:60])
     monkeypatch.setattr(corpus, "installed_files", lambda: [])
     monkeypatch.setenv("EAGLE_FSD_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("eagle_fsd.latency.measure", lambda *_: Latency({1: 1e-3, 64: 2e-3}, {1: 1e-4, 4: 2e-4}, 1e-3))
+    latency = Latency({1: 1e-3, 64: 2e-3}, {1: 1e-4, 4: 2e-4}, 1e-3)
+    monkeypatch.setattr("eagle_fsd.tuning.machine.measure", lambda *_: latency)
 
 
 def test_toy_study_from_nothing_to_its_tables(tmp_path, monkeypatch, capsys):

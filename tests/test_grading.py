@@ -4,9 +4,9 @@ import os
 
 import pytest
 
-from eagle_fsd import grading
-from eagle_fsd.grading import cut_program, extract_result, final_number, is_right, passes
-from eagle_fsd.questions import Question
+from eagle_fsd.data.questions import Question
+from eagle_fsd.experiments import grading
+from eagle_fsd.experiments.grading import cut_program, extract_result, final_number, is_right, passes
 
 
 @pytest.mark.parametrize(

@@ -13,10 +13,15 @@ from transformers import LogitsProcessorList
 from transformers.generation.streamers import BaseStreamer
 
 import eagle_fsd
-from eagle_fsd import EagleModel, TreeConfig, graphs, make_rule
-from eagle_fsd.generation import Decoder, Pause, Settings
-from eagle_fsd.graphs import MOST_NODES, GraphCycles, bucket_of
-from eagle_fsd.latency import Latency, known_latency, measure
+from eagle_fsd import EagleModel, TreeConfig, make_rule
+from eagle_fsd.engine import graphs
+from eagle_fsd.engine.decoder import Decoder
+from eagle_fsd.engine.graphs import MOST_NODES, GraphCycles, bucket_of
+from eagle_fsd.engine.pause import Pause
+from eagle_fsd.engine.request import Settings
+from eagle_fsd.tuning.latency import Latency
+from eagle_fsd.tuning.machine import known_latency
+from eagle_fsd.tuning.measuring import measure
 
 TREES = [TreeConfig(16, 5, 4), TreeConfig(6, 5, 1), TreeConfig(4, 1, 3), None]
 NAMES = {"drafting": "_draft", "verifying": "_verify"}  # of the phases' functions
@@ -133,7 +138,7 @@ def test_a_request_inside_another_has_caches_of_its_own():
 @pytest.mark.parametrize("at", [0, 5])
 def test_a_failed_capture_goes_on_without(phase, at, monkeypatch, caplog):
     pair, calls = tiny_pair(), []
-    static, call = with_cycles(pair), graphs.Phase.__call__
+    static, call = with_cycles(pair), graphs.CapturedForward.__call__
 
     def failing(self):
         result = call(self)
@@ -143,7 +148,7 @@ def test_a_failed_capture_goes_on_without(phase, at, monkeypatch, caplog):
                 raise RuntimeError("operation not permitted\nwhen stream is capturing")
         return result
 
-    monkeypatch.setattr(graphs.Phase, "__call__", failing)
+    monkeypatch.setattr(graphs.CapturedForward, "__call__", failing)
     with caplog.at_level(logging.WARNING):
         same(pair, static, tree=TREES[0])
         same(pair, static, tree=TREES[0])
@@ -169,7 +174,7 @@ def test_a_graph_that_differs_is_not_used(phase, monkeypatch, caplog):
         result = self.function()
         return kept.setdefault(self, result) if self.function.__name__ == NAMES[phase] else result
 
-    monkeypatch.setattr(graphs.Phase, "__call__", once)
+    monkeypatch.setattr(graphs.CapturedForward, "__call__", once)
     assert not static.warm_up_graphs() and f"{phase} by a graph differs by" in caplog.text
     assert static.graphs is None
 
@@ -220,7 +225,7 @@ def test_latencies_with_graphs_are_those_of_single_prompts(monkeypatch):
         asked.append(cycles)
         return Latency({1: 1.0, 64: 1.0}, {1: 0.1 if cycles else 10.0, 4: 0.1 if cycles else 10.0}, 1.0)
 
-    monkeypatch.setattr("eagle_fsd.model.known_latency", known)
+    monkeypatch.setattr("eagle_fsd.pair.known_latency", known)
     pair.graphs = GraphCycles(pair.target, pair.draft, 600, capture=False)
     pair.choose_trees([], stopping=False, default=TREES[0])
     assert asked == [None, pair.graphs]
@@ -230,8 +235,8 @@ def test_latencies_with_graphs_are_those_of_single_prompts(monkeypatch):
 
 def test_measured_with_graphs_where_they_serve_the_text(monkeypatch):
     pair, measured = tiny_pair(max_position_embeddings=1024), []
-    monkeypatch.setattr("eagle_fsd.latency.ROUNDS", 1)
-    monkeypatch.setattr("eagle_fsd.latency.measure", lambda *parts: measured.append(parts) or measure(*parts))
+    monkeypatch.setattr("eagle_fsd.tuning.measuring.ROUNDS", 1)
+    monkeypatch.setattr("eagle_fsd.tuning.machine.measure", lambda *parts: measured.append(parts) or measure(*parts))
     for length, used in ((600, True), (300, False)):
         static = GraphCycles(pair.target, pair.draft, length, capture=False)
         latency = known_latency(pair.target, pair.draft, static)

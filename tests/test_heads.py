@@ -7,8 +7,10 @@ import re
 import pytest
 
 import eagle_fsd
-from eagle_fsd import cli, heads, model
-from eagle_fsd.heads import KINDS, Head, find_head, known_heads
+from eagle_fsd import pair as pairs
+from eagle_fsd.cli import app as cli
+from eagle_fsd.heads import catalogue as heads
+from eagle_fsd.heads.catalogue import KINDS, PublishedHead, find_head, known_heads
 
 LLAMA = "meta-llama/Llama-3.1-8B-Instruct"
 
@@ -43,10 +45,10 @@ def test_unknown_and_ambiguous_targets(tmp_path):
 
 def test_load_takes_the_known_head_and_says_so(pair, tokenizer, monkeypatch, caplog):
     asked = []
-    monkeypatch.setattr(model, "load_head", lambda draft: asked.append(draft) or pair.draft)
+    monkeypatch.setattr(pairs, "load_head", lambda draft: asked.append(draft) or pair.draft)
     parts = (pair.target.model, tokenizer)
-    monkeypatch.setattr(model, "load_target", lambda target, **_: asked.append(target) or parts)
-    monkeypatch.setattr(model, "read_calibrations", lambda head: asked.append(head) or [])
+    monkeypatch.setattr(pairs, "load_target", lambda target, **_: asked.append(target) or parts)
+    monkeypatch.setattr(pairs, "read_calibrations", lambda head: asked.append(head) or [])
     with caplog.at_level(logging.WARNING):
         loaded = eagle_fsd.load(LLAMA, tree=None)
     head = "yuhuili/EAGLE3-LLaMA3.1-Instruct-8B"
@@ -56,13 +58,13 @@ def test_load_takes_the_known_head_and_says_so(pair, tokenizer, monkeypatch, cap
 
 
 def test_nothing_is_loaded_for_an_unknown_target(monkeypatch):
-    monkeypatch.setattr(model, "load_head", lambda draft: pytest.fail("loaded"))
+    monkeypatch.setattr(pairs, "load_head", lambda draft: pytest.fail("loaded"))
     with pytest.raises(ValueError, match="no head is known for 'gpt2'"):
         eagle_fsd.load("gpt2")
 
 
 def test_the_command_line_lists_them(monkeypatch, capsys):
-    one = Head("them/Big-Model", "us/head", "eagle", "mit", "https://example.org", "2026-01-01")
+    one = PublishedHead("them/Big-Model", "us/head", "eagle", "mit", "https://example.org", "2026-01-01")
     other = dataclasses.replace(one, head="us/head-3", kind="eagle3", preferred=True)
     monkeypatch.setattr(cli, "known_heads", lambda: (one, other))
     assert cli.main(["heads", "--target", "big-MODEL"]) == 0

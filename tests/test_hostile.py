@@ -36,7 +36,7 @@ from eagle_fsd import (
     make_rule,
     save_head,
 )
-from eagle_fsd.cli import main
+from eagle_fsd.cli.app import main
 
 SECONDS = 60  # after which a test that hangs is ended with all stacks shown
 TREE = TreeConfig(16, 5, 4)

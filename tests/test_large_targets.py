@@ -9,8 +9,9 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, 
 
 import eagle_fsd
 from eagle_fsd import DraftHead, EagleModel, TreeConfig
-from eagle_fsd.compiled import lay_out_weights
-from eagle_fsd.target import TargetModel, copy_to, device_of
+from eagle_fsd.engine.compiled import lay_out_weights
+from eagle_fsd.models.placement import copy_to, device_of
+from eagle_fsd.models.target import TargetModel
 
 TREE = TreeConfig(16, 5, 4)
 PARTS = ("model.embed_tokens", "model.layers.0", "model.layers.1", "model.norm", "model.rotary_emb", "lm_head")

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from tiny import save_pair
 
-from eagle_fsd.questions import Question, read_questions
+from eagle_fsd.data.questions import Question, read_questions
 from eval import mt_bench
 from eval.mt_bench import build_parser, check, read_answers, run, temperature_of
 from eval.questions import generated, load_questions

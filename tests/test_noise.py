@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from eagle_fsd.noise import gumbel_noise
+from eagle_fsd.engine.noise import gumbel_noise
 
 EULER_GAMMA = 0.5772156649015329
 

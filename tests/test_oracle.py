@@ -10,7 +10,8 @@ from transformers import LogitsProcessorList
 
 import eagle_fsd
 from eagle_fsd.acceptance import make_rule
-from eagle_fsd.generation import Decoder, Settings
+from eagle_fsd.engine.decoder import Decoder
+from eagle_fsd.engine.request import Settings
 
 ORACLE = Path(os.environ.get("EAGLE_FSD_ORACLE", Path(__file__).parents[2] / "shared" / "oracle"))
 pytestmark = pytest.mark.skipif(not (ORACLE / "expected.json").exists(), reason=f"no recording in {ORACLE}")

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from tiny import tiny_pair, tiny_tokenizer
 
-from eagle_fsd.conversations import BadRow, Row, check_messages, read_rows
-from train.data import Documents
+from eagle_fsd.data.conversations import BadRow, Record, check_messages, read_rows
+from eagle_fsd.data.documents import Documents
 from train.prepare_data import build_parser, encode_row, pack, prepare, regenerate, run
 
 
@@ -48,8 +48,8 @@ def test_every_format_gives_the_same_messages(tmp_path):
 
 
 def test_text_files_and_text_records(tmp_path):
-    assert list(read_rows(write(tmp_path / "a.txt", ["one", "two"]))) == [Row(text="one\ntwo")]
-    assert list(read_rows(write(tmp_path / "b.jsonl", [{"text": "one"}]))) == [Row(text="one")]
+    assert list(read_rows(write(tmp_path / "a.txt", ["one", "two"]))) == [Record(text="one\ntwo")]
+    assert list(read_rows(write(tmp_path / "b.jsonl", [{"text": "one"}]))) == [Record(text="one")]
 
 
 def test_a_folder_of_the_datasets_library(tmp_path):
@@ -109,19 +109,19 @@ def test_bad_rows_are_counted_and_the_rest_is_learned(tmp_path, tokenizer):
 
 def test_nothing_usable_is_an_error(tokenizer):
     with pytest.raises(ValueError, match="none of 1 rows.*broken JSON"):
-        prepare([Row(reason="broken JSON")], tokenizer, max_length=24)
+        prepare([Record(reason="broken JSON")], tokenizer, max_length=24)
 
 
 def test_long_conversations_are_truncated_unless_nothing_is_left_to_learn(tokenizer):
-    row = Row(messages=chat("hi", "a" * 40))
+    row = Record(messages=chat("hi", "a" * 40))
     ((ids, learned),) = encode_row(row, tokenizer, 12, "truncate")
     assert len(ids) == len(learned) == 12 and learned[-1]
     with pytest.raises(BadRow, match="nothing to learn"):
-        encode_row(Row(messages=chat("a" * 40, "yes")), tokenizer, 12, "truncate")
+        encode_row(Record(messages=chat("a" * 40, "yes")), tokenizer, 12, "truncate")
 
 
 def test_plain_text_is_cut_into_documents_that_begin_alike(tokenizer):
-    pieces = encode_row(Row(text="abcdefghij"), tokenizer, 5, "truncate")
+    pieces = encode_row(Record(text="abcdefghij"), tokenizer, 5, "truncate")
     assert [len(ids) for ids, _ in pieces] == [5, 5, 4]  # a start token each, one end token in all
     assert all(ids[0] == tokenizer.bos_token_id and learned == [False] + [True] * (len(ids) - 1)
                for ids, learned in pieces)
@@ -141,7 +141,7 @@ def model(tokenizer):
 def test_regenerated_answers_are_the_targets_own_and_are_not_made_twice(tmp_path, model, tokenizer, monkeypatch):
     import eagle_fsd
 
-    rows = [Row(messages=chat("hi", "x", "and", "y")), Row(reason="broken JSON"), Row(messages=chat("b", "x"))]
+    rows = [Record(messages=chat("hi", "x", "and", "y")), Record(reason="broken JSON"), Record(messages=chat("b", "x"))]
     options = {"temperature": 0.0, "max_new_tokens": 6, "seed": 0}
     record = tmp_path / "answers.jsonl"
     made = list(regenerate(rows, model, record, **options))
@@ -166,14 +166,14 @@ def test_regenerated_answers_are_the_targets_own_and_are_not_made_twice(tmp_path
 
 
 def test_answers_of_other_settings_are_not_taken_over(tmp_path, model):
-    rows, record = [Row(messages=chat("hi", "x"))], tmp_path / "answers.jsonl"
+    rows, record = [Record(messages=chat("hi", "x"))], tmp_path / "answers.jsonl"
     list(regenerate(rows, model, record, temperature=0.0, max_new_tokens=4, seed=0))
     with pytest.raises(ValueError, match="begun with other settings"):
         list(regenerate(rows, model, record, temperature=0.0, max_new_tokens=5, seed=0))
 
 
 def test_conversations_that_cannot_be_answered_become_bad_rows(tmp_path, model):
-    rows = [Row(messages=chat("a" * 200, "x")), Row(messages=chat("hi", "x"))]
+    rows = [Record(messages=chat("a" * 200, "x")), Record(messages=chat("hi", "x"))]
     made = list(regenerate(rows, model, tmp_path / "a.jsonl", temperature=0.0, max_new_tokens=4, seed=0))
     assert made[0].reason == "prompt too long to answer" and made[1].messages is not None
 

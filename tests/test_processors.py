@@ -26,7 +26,7 @@ from transformers.generation.logits_process import (
 
 import eagle_fsd
 from eagle_fsd import RULES, TreeConfig, custom_generate, make_rule
-from eagle_fsd.model import EagleModel
+from eagle_fsd.pair import EagleModel
 
 NEW = 24
 TREES = [TreeConfig(16, 5, 4), TreeConfig(6, 5, 1)]

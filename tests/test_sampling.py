@@ -14,7 +14,7 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from eagle_fsd.sampling import build_processors, warp_tree
+from eagle_fsd.engine.sampling import build_processors, warp_tree
 
 CONTEXT = [5, 1, 5]  # before the root
 #        0: 1

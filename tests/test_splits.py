@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from eagle_fsd.experiment import paired
+from eagle_fsd.experiments.experiment import paired
 from eval.splits import choose, of_half, time_of_exact, try_splits
 
 

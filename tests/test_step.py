@@ -8,7 +8,7 @@ from torch import nn
 from transformers import LlamaConfig
 
 from eagle_fsd import TreeConfig
-from eagle_fsd.graphs import GraphCycles
+from eagle_fsd.engine.graphs import GraphCycles
 from eval import benchmark, step
 from eval.profile import CYCLE, Clock
 from eval.step import SHAPES, Machine, Work, build, bushy

@@ -12,12 +12,13 @@ import pytest
 from tiny import save_pair
 
 import eagle_fsd
-from eagle_fsd.calibrate import family_confidence
-from eagle_fsd.calibration import drop_bound
-from eagle_fsd.config import Confidence, TreeConfig
-from eval import plots, splits, sweep
-from eval.predictions import prediction_errors
-from eval.report import sweep_section
+from eagle_fsd.experiments.search import family_confidence
+from eagle_fsd.quality.statistics import drop_bound
+from eagle_fsd.trees.config import Confidence, TreeConfig
+from eval import splits, sweep
+from eval.report import plots
+from eval.report.predictions import prediction_errors
+from eval.report.tables import sweep_section
 from eval.sweep import build_parser, check, run
 
 PROMPTS = [a + b for a in "abcdef" for b in "gh"]

@@ -7,9 +7,9 @@ import statistics
 
 import pytest
 
-from eagle_fsd.grading import extract_result
-from train import tasks as generator
-from train.tasks import FAMILIES, PHRASES, QUESTIONS, Task, is_correct, make_task, split_of, tasks
+from eagle_fsd.experiments.grading import extract_result
+from train.demo import tasks as generator
+from train.demo.tasks import FAMILIES, PHRASES, QUESTIONS, Task, is_correct, make_task, split_of, tasks
 
 
 def test_same_arguments_give_the_same_tasks():

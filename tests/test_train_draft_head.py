@@ -16,12 +16,12 @@ from safetensors.torch import load_file
 from tiny import tiny_target
 
 import eagle_fsd
-from eagle_fsd.checkpoint import load_head
-from eagle_fsd.model import load_target
-from eagle_fsd.target import TargetModel
+from eagle_fsd.data.documents import Documents
+from eagle_fsd.heads.checkpoint import load_head
+from eagle_fsd.models.loading import load_target
+from eagle_fsd.models.target import TargetModel
 from train import train_draft_head as script
 from train.config import make_config, read_config
-from train.data import Documents
 from train.features import write_features
 from train.train_draft_head import Schedule, feature_noise, learning_rate, shares, train
 
@@ -237,7 +237,7 @@ dist.destroy_process_group()
 def test_sharded_training_saves_a_head_that_loads(tmp_path):
     from tiny import tiny_pair
 
-    from eagle_fsd.checkpoint import save_head
+    from eagle_fsd.heads.checkpoint import save_head
 
     output = tmp_path / "state.pt"
     program = tmp_path / "sharded.py"

@@ -8,11 +8,12 @@ import torch
 from tiny import PROMPT, tiny_target
 
 import eagle_fsd
-from eagle_fsd.draft import Eagle3Head
-from eagle_fsd.model import EagleModel, load_target
-from eagle_fsd.target import TargetModel
+from eagle_fsd.data.documents import Documents
+from eagle_fsd.heads.eagle3 import Eagle3Head
+from eagle_fsd.models.loading import load_target
+from eagle_fsd.models.target import TargetModel
+from eagle_fsd.pair import EagleModel
 from train.config import make_config
-from train.data import Documents
 from train.features import write_features
 from train.objectives import OBJECTIVES, AlignedLoss, Objective
 from train.train_draft_head import new_head, train

@@ -5,11 +5,11 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from train import corpus
-from train.corpus import encode_tasks, python_prefixes, train_tokenizer, training_documents
-from train.data import Documents
-from train.target import Stage, build_target, grow, train_stage
-from train.tasks import tasks
+from eagle_fsd.data.documents import Documents
+from train.demo import corpus
+from train.demo.corpus import encode_tasks, python_prefixes, train_tokenizer, training_documents
+from train.demo.target import Stage, build_target, grow, train_stage
+from train.demo.tasks import tasks
 
 VOCAB = 50
 

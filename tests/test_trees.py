@@ -8,13 +8,13 @@ from tiny import save_pair
 
 import eagle_fsd
 from eagle_fsd.acceptance import make_rule
-from eagle_fsd.autotree import store_log
-from eagle_fsd.checkpoint import load_head
-from eagle_fsd.latency import Latency
-from eagle_fsd.tune import log_cycles
+from eagle_fsd.experiments.cycles import log_cycles
+from eagle_fsd.heads.checkpoint import load_head
+from eagle_fsd.tuning.latency import Latency
+from eagle_fsd.tuning.logs import store_log
 from eval import trees, useless_head
 from eval.trees import KINDS, build_parser, main, prompts_of, run
-from train.corpus import python_prefixes
+from train.demo.corpus import python_prefixes
 
 
 def test_the_grid_and_its_winner(tmp_path, monkeypatch, capsys):
@@ -61,7 +61,8 @@ def test_python_prompts_are_not_those_of_the_log():
 def test_heads_that_know_nothing(tmp_path, monkeypatch):
     monkeypatch.setenv("EAGLE_FSD_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(useless_head, "prompts_of", lambda kind, count, seed: [[seed, n] for n in range(count)])
-    monkeypatch.setattr("eagle_fsd.latency.measure", lambda *_: Latency({1: 1e-3, 64: 4e-3}, {1: 1e-3, 4: 2e-3}, 1e-3))
+    latency = Latency({1: 1e-3, 64: 4e-3}, {1: 1e-3, 4: 2e-3}, 1e-3)
+    monkeypatch.setattr("eagle_fsd.tuning.machine.measure", lambda *_: latency)
     save_pair(tmp_path)
     options = useless_head.build_parser().parse_args([
         "--target", str(tmp_path / "target"), "--draft", str(tmp_path / "head"), "--device", "cpu", "--prompts", "2",

@@ -27,14 +27,15 @@ from tiny import (
 import eagle_fsd
 from eagle_fsd import RULES, TreeConfig, load_head, make_rule, save_head
 from eagle_fsd.acceptance import walk
-from eagle_fsd.checkpoint import TOKEN_MAP
-from eagle_fsd.cli import main
-from eagle_fsd.drafting import draft_tree
-from eagle_fsd.export import export_head, inspect_head
-from eagle_fsd.model import EagleModel
-from eagle_fsd.target import weights_digest
-from eagle_fsd.vocabulary import BLOCK, TokenCounts, count_tokens
-from train.data import Documents
+from eagle_fsd.cli.app import main
+from eagle_fsd.data.documents import Documents
+from eagle_fsd.heads.export import export_head
+from eagle_fsd.heads.inspection import inspect_head
+from eagle_fsd.heads.token_map import TOKEN_MAP
+from eagle_fsd.heads.vocabulary import BLOCK, TokenCounts, count_tokens
+from eagle_fsd.models.placement import weights_digest
+from eagle_fsd.pair import EagleModel
+from eagle_fsd.trees.growth import draft_tree
 
 NAMED = [1, 2, 3, 5, 6, 7, 8, 9, 12, 13, 14, 17, 19, 20, 22, 23, 24, 26, 28, 30, 31]
 OUTSIDE = sorted({*range(VOCAB)} - {*NAMED})
@@ -157,7 +158,7 @@ def test_rows_are_copied_once_per_target():
     rows = pair.draft.output_rows
     assert EagleModel.from_parts(pair.target.model, pair.draft).draft.output_rows is rows
     other = EagleModel.from_parts(tiny_target(seed=1), pair.draft)
-    assert pair.draft.output_rows is not rows and pair.draft.output_rows.belong_to(other.target)
+    assert pair.draft.output_rows is not rows and pair.draft.output_rows.belong_to(other.target.lm_head.weight)
     other.target.model.bfloat16()
     half = EagleModel.from_parts(other.target.model, pair.draft)
     assert half.draft.output_rows.weight.dtype == torch.bfloat16
@@ -290,7 +291,8 @@ def test_saved_heads_keep_their_vocabulary(tmp_path):
     assert torch.load(tmp_path / "head" / TOKEN_MAP, weights_only=True) == NAMED  # what SGLang reads
     pair.target.model.save_pretrained(tmp_path / "target")
     loaded = eagle_fsd.load(tmp_path / "target", tmp_path / "head", device="cpu")
-    assert loaded.draft.target_tokens.tolist() == NAMED and loaded.draft.output_rows.belong_to(loaded.target)
+    assert loaded.draft.target_tokens.tolist() == NAMED
+    assert loaded.draft.output_rows.belong_to(loaded.target.lm_head.weight)
     assert generate(loaded).stats.accepted_lengths == generate(pair).stats.accepted_lengths
     pair.draft.limit_vocabulary(None)
     save_head(pair.draft, tmp_path / "head")

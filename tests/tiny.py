@@ -13,9 +13,9 @@ from transformers import (
 )
 
 import eagle_fsd
-from eagle_fsd.checkpoint import save_head
-from eagle_fsd.draft import DraftHead
-from eagle_fsd.model import EagleModel
+from eagle_fsd.heads.checkpoint import save_head
+from eagle_fsd.heads.eagle import DraftHead
+from eagle_fsd.pair import EagleModel
 
 VOCAB, HIDDEN = 32, 16
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8]

@@ -15,12 +15,12 @@ from tqdm import tqdm
 
 import eagle_fsd
 from eagle_fsd.acceptance import Rule
-from eagle_fsd.config import TreeConfig
-from eagle_fsd.draft import DraftHead
-from eagle_fsd.model import EagleModel
-from eagle_fsd.target import TargetModel
+from eagle_fsd.data.documents import Documents
+from eagle_fsd.heads.eagle import DraftHead
+from eagle_fsd.models.target import TargetModel
+from eagle_fsd.pair import EagleModel
+from eagle_fsd.trees.config import TreeConfig
 from train.config import TrainingConfig
-from train.data import Documents
 from train.estimate import last_answers
 
 

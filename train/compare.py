@@ -26,20 +26,21 @@ import torch
 from tqdm import tqdm
 
 import eagle_fsd
-from eagle_fsd.cli import exit_status
-from eagle_fsd.config import TreeConfig
-from eagle_fsd.draft import default_layers
+from eagle_fsd.cli.exits import exit_status
+from eagle_fsd.data.documents import Documents
+from eagle_fsd.experiments.methods import Answer, engine, interleaved
+from eagle_fsd.experiments.records import shown_settings, write_record
 from eagle_fsd.files import append_lines, read_lines, save_atomically
-from eagle_fsd.methods import Answer, engine, interleaved
-from eagle_fsd.model import EagleModel, load_target
-from eagle_fsd.target import TargetModel
-from eval.environment import shown_settings, write_record
+from eagle_fsd.heads.eagle3 import default_layers
+from eagle_fsd.models.loading import load_target
+from eagle_fsd.models.target import TargetModel
+from eagle_fsd.pair import EagleModel
+from eagle_fsd.trees.config import TreeConfig
 from train.config import make_config
-from train.data import Documents
-from train.demo import keep_freed_memory
+from train.demo.demo import keep_freed_memory
+from train.demo.tasks import is_correct, tasks
 from train.features import write_features
 from train.objectives import OBJECTIVES
-from train.tasks import is_correct, tasks
 from train.train_draft_head import train
 
 log = logging.getLogger("train.compare")

@@ -16,11 +16,11 @@ from torch import Tensor
 from tqdm import tqdm
 
 from eagle_fsd.acceptance import Rule, Verification, walk
-from eagle_fsd.config import TreeConfig
-from eagle_fsd.draft import DraftHead
-from eagle_fsd.drafting import draft_tree
-from eagle_fsd.target import TargetModel
-from train.data import Documents
+from eagle_fsd.data.documents import Documents
+from eagle_fsd.heads.eagle import DraftHead
+from eagle_fsd.models.target import TargetModel
+from eagle_fsd.trees.config import TreeConfig
+from eagle_fsd.trees.growth import draft_tree
 
 
 def last_answers(documents: Documents, indices: Iterable[int]) -> Iterator[tuple[list[int], list[int]]]:

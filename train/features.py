@@ -25,12 +25,14 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from eagle_fsd.cli import exit_status
-from eagle_fsd.draft import check_layers
+from eagle_fsd.cli.exits import exit_status
+from eagle_fsd.data.documents import Documents, split_rows
 from eagle_fsd.files import save_atomically
-from eagle_fsd.model import load_target
-from eagle_fsd.target import TargetModel, copy_to, output_logits
-from train.data import Documents, split_rows
+from eagle_fsd.heads.eagle3 import check_layers
+from eagle_fsd.models.loading import load_target
+from eagle_fsd.models.output import output_logits
+from eagle_fsd.models.placement import copy_to
+from eagle_fsd.models.target import TargetModel
 
 log = logging.getLogger(__name__)
 

@@ -21,8 +21,9 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
-from eagle_fsd.divergence import get_divergence
-from eagle_fsd.draft import DraftHead, Eagle3Head
+from eagle_fsd.acceptance.divergence import get_divergence
+from eagle_fsd.heads.eagle import DraftHead
+from eagle_fsd.heads.eagle3 import Eagle3Head
 
 
 def check_count(name: str, value: object) -> None:

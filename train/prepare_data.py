@@ -23,12 +23,13 @@ from tqdm import tqdm
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 import eagle_fsd
-from eagle_fsd.cli import check_counts, exit_status
-from eagle_fsd.conversations import FORMATS, BadRow, Row, read_rows
+from eagle_fsd.cli.exits import check_counts, exit_status
+from eagle_fsd.data.conversations import FORMATS, BadRow, Record, read_rows
+from eagle_fsd.data.documents import Documents, check_place
 from eagle_fsd.files import append_lines, read_lines
-from eagle_fsd.model import EagleModel, load_target
-from train.chat_mask import check_tokenizer, encode_conversation, render
-from train.data import Documents, check_place
+from eagle_fsd.models.loading import load_target
+from eagle_fsd.pair import EagleModel
+from train.data.chat_mask import check_tokenizer, encode_conversation, render
 
 log = logging.getLogger("train.prepare_data")
 
@@ -36,7 +37,7 @@ LONG = ("truncate", "drop")
 
 
 def encode_row(
-    row: Row, tokenizer: PreTrainedTokenizerBase, max_length: int, long: str
+    row: Record, tokenizer: PreTrainedTokenizerBase, max_length: int, long: str
 ) -> list[tuple[list[int], list[bool]]]:
     """The documents of a row: one per conversation; plain text is cut into as many as it takes.
 
@@ -79,7 +80,7 @@ def pack(
 
 
 def prepare(
-    rows: Iterable[Row], tokenizer: PreTrainedTokenizerBase, *, max_length: int, long: str = "truncate",
+    rows: Iterable[Record], tokenizer: PreTrainedTokenizerBase, *, max_length: int, long: str = "truncate",
     packed: bool = False,
 ) -> tuple[Documents, dict]:
     """The dataset of `rows` and its summary: how many rows there were, and how many were bad, by reason.
@@ -111,9 +112,9 @@ def prepare(
 
 
 def regenerate(
-    rows: Iterable[Row], model: EagleModel, record: Path, *, temperature: float, max_new_tokens: int, seed: int,
+    rows: Iterable[Record], model: EagleModel, record: Path, *, temperature: float, max_new_tokens: int, seed: int,
     about: dict | None = None,
-) -> Iterator[Row]:
+) -> Iterator[Record]:
     """The rows with every answer replaced by the target's own, turn by turn, decoded losslessly.
 
     Args:
@@ -142,7 +143,7 @@ def regenerate(
             append_lines(record, [[number, done[number]]])
         answered = done.pop(number)
         if isinstance(answered, str):
-            yield Row(reason=answered)
+            yield Record(reason=answered)
         else:
             yield dataclasses.replace(row, messages=answered)
 
@@ -213,11 +214,11 @@ def run(args: argparse.Namespace) -> dict:
     if args.regenerate or (args.format != "text" and tokenizer.chat_template):
         check_tokenizer(tokenizer)
 
-    def all_rows() -> Iterator[Row]:
+    def all_rows() -> Iterator[Record]:
         for source in args.data:
             yield from read_rows(source, args.format, args.split)
 
-    rows: Iterable[Row] = all_rows()
+    rows: Iterable[Record] = all_rows()
     if args.limit:
         rows = (row for _, row in zip(range(args.limit), rows, strict=False))
     summary = {"target": args.target, "data": args.data, "regenerated": args.regenerate}

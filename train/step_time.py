@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator
 
-from eval.environment import write_record
+from eagle_fsd.experiments.records import write_record
 from train.config import make_config
 from train.train_draft_head import Logs, Run
 

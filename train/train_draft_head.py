@@ -31,16 +31,18 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # launched as a file, this f
 from accelerate import Accelerator, DistributedType, InitProcessGroupKwargs  # noqa: E402
 from accelerate.tracking import get_available_trackers  # noqa: E402
 
-from eagle_fsd.acceptance.base import check_choice  # noqa: E402
-from eagle_fsd.checkpoint import LAYER_IDS, load_head, save_head  # noqa: E402
-from eagle_fsd.cli import exit_status  # noqa: E402
-from eagle_fsd.draft import DraftHead, Eagle3Head  # noqa: E402
+from eagle_fsd.acceptance.rule import check_choice  # noqa: E402
+from eagle_fsd.cli.exits import exit_status  # noqa: E402
+from eagle_fsd.data.documents import Documents  # noqa: E402
 from eagle_fsd.files import append_lines, read_lines, write_lines  # noqa: E402
-from eagle_fsd.model import load_target  # noqa: E402
-from eagle_fsd.target import TargetModel  # noqa: E402
+from eagle_fsd.heads.checkpoint import load_head, save_head  # noqa: E402
+from eagle_fsd.heads.eagle import DraftHead  # noqa: E402
+from eagle_fsd.heads.eagle3 import Eagle3Head  # noqa: E402
+from eagle_fsd.heads.layouts import LAYER_IDS  # noqa: E402
+from eagle_fsd.models.loading import load_target  # noqa: E402
+from eagle_fsd.models.target import TargetModel  # noqa: E402
 from train.card import measure, write_card  # noqa: E402
 from train.config import TrainingConfig, read_config  # noqa: E402
-from train.data import Documents  # noqa: E402
 from train.estimate import estimate_tau, last_answers  # noqa: E402
 from train.features import OfflineFeatures, OnlineFeatures, TargetEnds  # noqa: E402
 from train.objectives import AlignedLoss  # noqa: E402

@@ -7,14 +7,16 @@ turns the decision into the accepted path. A new rule is one file and one line i
 from collections.abc import Callable
 from dataclasses import fields, replace
 
-from .base import Custom, Decision, FuzzyRule, Rule, Verification, Walk, walk
+from .decision import Decision, Walk, walk
 from .exact import Exact
 from .fsd import FSD
 from .fsd_paper import FSDPaper
 from .lenience import Lenience
 from .relaxed import Relaxed
+from .rule import Custom, FuzzyRule, Rule
 from .tilt import Tilt
 from .typical import Typical
+from .verification import Verification
 
 RULES: dict[str, type[Rule]] = {
     "exact": Exact,

@@ -3,7 +3,9 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from .base import Decision, Rule, Verification
+from .decision import Decision
+from .rule import Rule
+from .verification import Verification
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,10 @@ import math
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from ..divergence import get_divergence
-from .base import Decision, FuzzyRule, Verification, check_choice, restrict
+from .decision import Decision
+from .divergence import get_divergence
+from .rule import FuzzyRule, check_choice, restrict
+from .verification import Verification
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ..divergence import get_divergence
-from .base import Decision, FuzzyRule, Verification, cycle_kl
+from .decision import Decision
+from .divergence import get_divergence
+from .rule import FuzzyRule, cycle_kl
+from .verification import Verification
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,9 @@ from typing import ClassVar
 
 import torch
 
-from .base import Decision, FuzzyRule, Verification, cycle_kl
+from .decision import Decision
+from .rule import FuzzyRule, cycle_kl
+from .verification import Verification
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,9 @@
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from .base import Decision, FuzzyRule, Verification, check_choice, restrict
+from .decision import Decision
+from .rule import FuzzyRule, check_choice, restrict
+from .verification import Verification
 
 
 @dataclass(frozen=True)

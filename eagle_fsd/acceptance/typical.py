@@ -4,7 +4,9 @@ import math
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from .base import Decision, FuzzyRule, Verification, check_choice, restrict
+from .decision import Decision
+from .rule import FuzzyRule, check_choice, restrict
+from .verification import Verification
 
 EPSILON = 0.09  # Medusa's posterior threshold
 DELTA = 0.3  # and posterior alpha, sqrt(EPSILON)

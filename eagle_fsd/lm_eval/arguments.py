@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..acceptance import make_rule
-from ..api import check_budget
-from ..calibration import parse_promise
-from ..config import TreeConfig
+from ..quality.promises import parse_promise
+from ..settings import check_budget
+from ..trees.config import TreeConfig
 
 LOADING = (
     "target", "draft", "dtype", "device", "device_map", "attn_implementation", "trust_remote_code", "calibration",

@@ -7,9 +7,10 @@ from lm_eval.models.huggingface import HFLM
 from torch import Tensor
 
 from ..acceptance import make_rule
-from ..api import custom_generate, resolve_rule, resolve_tree
-from ..config import TreeConfig
-from ..model import load
+from ..hf import custom_generate
+from ..pair import load
+from ..settings import resolve_rule, resolve_tree
+from ..trees.config import TreeConfig
 from .arguments import sort_arguments
 
 SMALLEST = TreeConfig(2, 1, 1)  # where plain decoding would be faster: `custom_generate` always drafts

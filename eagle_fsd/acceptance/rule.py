@@ -1,0 +1,186 @@
+"""What all rules share: the dial and its checks, guards, and the laws of restricted steps.
+
+B batch, N tree nodes verified (root included), V vocabulary.
+"""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from numbers import Real
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from .decision import Decision
+from .verification import Verification
+
+
+def check_interval(label: str, value: object, upper: float, closed: bool) -> None:
+    """Raise unless 0 <= value <= upper (or < upper)."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{label} must be a number, got {value!r}")
+    if not (0 <= value < upper or (closed and value == upper)):
+        raise ValueError(f"{label} must lie in [0, {upper:g}{']' if closed else ')'}, got {value!r}")
+
+
+def check_choice(label: str, value: object, accepted: tuple[str, ...]) -> None:
+    if value not in accepted:
+        raise ValueError(f"{label} must be one of {', '.join(accepted)}, got {value!r}")
+
+
+@dataclass(frozen=True)
+class Rule(ABC):
+    """An acceptance rule with its dial; a larger threshold accepts more.
+
+    Subclasses say where they are lossless and decide elsewhere, so that a lossless setting is the target's
+    own choice by construction, whatever a divergence or a probability rounds to.
+    """
+
+    name: ClassVar[str]
+    threshold_limit: ClassVar[tuple[float, bool]] = (math.inf, False)  # upper end, and whether it is accepted
+    reads_draft: ClassVar[bool] = True  # whether it looks at the draft's distribution, and not at the tree alone
+    knows_kl: ClassVar[bool] = True  # whether decisions carry the KL of their law when sampling
+
+    threshold: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_interval(f"threshold of rule {self.name!r}", self.threshold, *self.threshold_limit)
+
+    @abstractmethod
+    def is_lossless(self, greedy: bool) -> bool:
+        """Whether this setting draws exactly what the target draws with the same noise."""
+
+    @abstractmethod
+    def decide(self, verification: Verification) -> Decision:
+        """The decision where the rule is not lossless."""
+
+    def __call__(self, verification: Verification) -> Decision:
+        if self.is_lossless(verification.greedy):
+            warped_logits = verification.warped_logits
+            return Decision(warped_logits, kl=lambda: warped_logits.new_zeros(len(warped_logits)))
+        return self.decide(verification)
+
+
+@dataclass(frozen=True)
+class FuzzyRule(Rule):
+    """A rule that takes fuzzy steps.
+
+    Args:
+        head_guard: alpha in [0, 1]; a fuzzy step needs target probability >= (1 - alpha) * the target's best.
+            None: no guard. Exact steps are never guarded.
+    """
+
+    head_guard: float | None = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.head_guard is not None:
+            check_interval("head_guard", self.head_guard, 1.0, True)
+
+    def candidates(self, verification: Verification) -> Tensor:
+        """[B, N] bool: children that a fuzzy step may take: warped mass above 0 and inside the head guard."""
+        candidates = verification.is_child & (verification.step_logits > -math.inf)
+        if self.head_guard is not None:
+            candidates &= verification.in_head(self.head_guard)
+        return candidates
+
+
+def cycle_kl(
+    verification: Verification,
+    log_probs: Tensor,  # [B, N, V], the law of the token drawn at each node, averaged over the noise
+    descends: Tensor | None = None,  # [B, N] bool, whether drawing the node's token leads to it; None: always
+) -> Tensor:  # [B]
+    """KL in nats of the law of a cycle's tokens to the target's own, given the tree and all tokens before.
+
+    By the chain rule it is the mean, over the nodes that the walk reaches, of the KL of the token drawn there;
+    and the KL of a whole answer is the expected sum over its cycles.
+    """
+    target = verification.warped_logits.log_softmax(-1)
+    excess = torch.where(log_probs > -math.inf, log_probs - target, 0.0)
+    node_kl = (log_probs.exp() * excess).sum(-1)
+    steps = verification.of_step(log_probs)
+    if descends is not None:
+        steps = torch.where(descends, steps, -math.inf)
+    steps = torch.where(verification.is_child, steps, 0.0).clamp_min(-1e6)  # a path sum of -inf and 0 is NaN
+    return (verification.path_sum(steps).exp() * node_kl).sum(-1).clamp_min(0.0)
+
+
+def restricted_law(
+    verification: Verification,
+    fuzzy: Tensor,  # [B, N] bool
+) -> Tensor:  # [B, N, V]
+    """Log-probabilities of the choice among the fuzzy steps and the exact one, where it is a child.
+
+    At a node with fuzzy steps F of target mass m and other children of mass c, the exact choice is one of those with
+    probability c, and is taken; else the target's preference within F is, whatever the target chose:
+    p(x) (1 - c) / m for x in F.
+    """
+    log_probs = verification.warped_logits.log_softmax(-1)
+    steps = verification.of_step(log_probs)
+    nothing = torch.full_like(log_probs, -math.inf)
+    inside = verification.set_children(nothing, torch.where(fuzzy, steps, -math.inf)).logsumexp(-1)  # log m
+    other = verification.set_children(nothing, torch.where(fuzzy, -math.inf, steps)).logsumexp(-1).exp()  # c
+    lift = torch.log1p(-other.clamp_max(1.0)) - inside
+    restricted = verification.any_child(fuzzy)
+    law = torch.where(restricted[..., None], nothing, log_probs)
+    lifted = torch.where(fuzzy, steps + verification.of_parent(lift), steps)
+    return verification.set_children(law, lifted)
+
+
+def restrict(
+    verification: Verification,
+    fuzzy: Tensor,  # [B, N] bool, fuzzy steps that may be taken
+    sibling: str,
+    divergence: Tensor | None = None,  # [B, N], that the rule gated on
+) -> Decision:
+    """The decision to descend wherever a fuzzy step may be taken; elsewhere the target's own.
+
+    The exact choice, where it is a child, stays eligible beside the fuzzy steps. Among eligible siblings:
+
+    - "target": the one the target prefers under this noise. An argmax over a subset is the overall argmax if
+      the subset contains it, so exact steps stay what they were and only would-be stops change.
+    - "draft": the exact choice, else the draft's most probable.
+    - "longest": one that opens the longest path of eligible steps; of those the one the target prefers.
+    """
+    if sibling == "draft":
+        scores = torch.where(fuzzy, verification.tree.scores, -math.inf)
+        fuzzy = fuzzy & (scores == verification.of_parent(verification.best_child(scores)))
+    eligible = fuzzy | verification.is_exact
+    if sibling == "longest":
+        never = -(verification.tree.max_depth + 1.0)
+        eligible = verification.best_paths(torch.where(eligible, 1.0, never))
+    log_weights = verification.keep_only(eligible & verification.of_parent(verification.any_child(fuzzy)))
+    if verification.greedy or sibling == "longest":  # what lies below decides there, and with it the noise
+        return Decision(log_weights, divergence)
+    return Decision(log_weights, divergence, lambda: cycle_kl(verification, restricted_law(verification, fuzzy)))
+
+
+@dataclass(frozen=True)
+class Custom(Rule):
+    """A user's function as a rule: from a `Verification` to a `Decision` or to log-weights [B, N, V]."""
+
+    name: ClassVar[str] = "custom"
+
+    function: Callable[[Verification], Decision | Tensor] = field(kw_only=True)
+
+    def is_lossless(self, greedy: bool) -> bool:
+        return False
+
+    def decide(self, verification: Verification) -> Decision:
+        result = self.function(verification)
+        expected = verification.warped_logits.shape
+        if isinstance(result, Tensor) and result.shape != expected:
+            raise ValueError(f"a rule must return log-weights of shape {list(expected)}, got {list(result.shape)}")
+        decision = Decision(result) if isinstance(result, Tensor) else result
+        if not isinstance(decision, Decision):
+            got = type(result).__name__
+            raise TypeError(f"a rule returns a Decision or a Tensor of log-weights, got {got}")
+        if decision.log_weights.shape != expected:
+            got = list(decision.log_weights.shape)
+            raise ValueError(f"a rule must return log-weights of shape {list(expected)}, got {got}")
+        best, possible = decision.log_weights.amax(-1), verification.warped_logits.amax(-1) > -math.inf
+        if not (best.isfinite() | ~possible).all():  # where processors leave no token, a rule has none to choose
+            raise ValueError("a rule must return log-weights below inf, not NaN, and above -inf somewhere at each node")
+        return decision

@@ -1,0 +1,190 @@
+"""`eagle-fsd chat`: a conversation in the terminal."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from ..acceptance import RULES
+from ..chat import Chat
+from ..engine.receipts import Output
+from ..pair import EagleModel
+from ..settings import resolve_rule
+from .terminal import DIM, RESET, SourceStreamer, describe_output, use_colour
+
+PROMPT = "> "
+HELP = """\
+/threshold 0.3    of the acceptance rule: how far from the target's own choice the text may go
+/rule tilt        acceptance rule (with its default threshold): {rules}
+/temperature 0.7  0 is greedy
+/stats            the last answer: tau, tokens/s, token sources, prompt tokens processed
+/reset            begin a new conversation
+/help             this list
+/quit             end, as Ctrl-D; Ctrl-C stops an answer, twice ends""".format(rules=", ".join(RULES))
+
+
+class LiveStreamer(SourceStreamer):
+    """Shows the speed in the terminal's title while the text is written."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, colour: bool) -> None:
+        super().__init__(tokenizer, colour)
+        self.live = on_terminal()
+        self.started = time.perf_counter()
+
+    def put(self, value: torch.Tensor) -> None:
+        super().put(value)
+        if self.live and self.ids:
+            sys.stdout.write(f"\033]2;{len(self.ids) / (time.perf_counter() - self.started):.0f} tokens/s\a")
+            sys.stdout.flush()
+
+
+def on_terminal() -> bool:
+    """Whether standard output takes control sequences."""
+    return sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb"
+
+
+@contextmanager
+def kept_title() -> Iterator[None]:
+    """Puts the terminal's title back afterwards."""
+    try:
+        sys.stdout.write("\033[22;2t" if on_terminal() else "")
+        yield
+    finally:
+        sys.stdout.write("\033[23;2t" if on_terminal() else "")
+        sys.stdout.flush()
+
+
+@contextmanager
+def stopping(chat: Chat) -> Iterator[None]:
+    """The first Ctrl-C ends the answer after its current cycle, a second one the program."""
+    def leave(number: int, frame: object) -> None:
+        sys.exit(130)
+
+    def stop(number: int, frame: object) -> None:
+        chat.stop()
+        signal.signal(signal.SIGINT, leave)
+
+    before = signal.signal(signal.SIGINT, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+class Terminal:
+    """What is typed, and what it does: says something or is one of `HELP`'s commands."""
+
+    def __init__(self, chat: Chat) -> None:
+        self.chat = chat
+        self.colour = use_colour()
+        self.last: Output | None = None
+        self.commands: dict[str, Callable[..., None]] = {
+            "/threshold": self.threshold, "/rule": self.rule, "/temperature": self.temperature,
+            "/stats": self.stats, "/reset": self.reset, "/help": self.help,
+        }
+        self.change()
+
+    def obey(self, line: str) -> None:
+        """Carry out a line; what is wrong with it is said and changes nothing."""
+        try:
+            if not line.startswith("/"):
+                self.answer(line)
+                return
+            name, *values = line.split()
+            if name not in self.commands:
+                raise ValueError(f"unknown command {name}; /help lists those that there are")
+            wanted = name in ("/threshold", "/rule", "/temperature")
+            if len(values) != wanted:
+                raise ValueError(f"{name} takes {'one value' if wanted else 'no value'}, got {len(values)}")
+            self.commands[name](*values)
+        except (ValueError, TypeError) as error:
+            print(error if line.startswith("/") else f"{error}; /reset begins a new conversation")
+
+    def answer(self, text: str) -> None:
+        streamer = LiveStreamer(self.chat.model.tokenizer, self.colour)
+        with stopping(self.chat):
+            self.last = self.chat.send(text, streamer=streamer)
+        if sys.stdout.isatty():
+            stats, why = self.last.stats, self.last.finish_reason
+            line = (f"[{stats.new_tokens} tokens, {stats.tokens_per_second:.1f} tokens/s, "
+                    f"tau {stats.mean_accepted_length:.2f}{'' if why == 'eos' else f', ended by {why}'}]")
+            print(f"{DIM}{line}{RESET}" if self.colour else line)
+
+    def change(self, **changed: object) -> str:
+        """Take on options if they are right together; returns the rule that they give."""
+        options = {**self.chat.options, **changed}
+        temperature = options["temperature"]
+        if not 0 <= temperature < math.inf:
+            raise ValueError(f"temperature must be a number >= 0 (0 = greedy), got {temperature:g}")
+        rule = resolve_rule(options["acceptance"], options["threshold"], options["divergence"], self.chat.model,
+                            temperature=temperature, tree=options["tree"])
+        self.chat.options = options
+        return f"{rule}, temperature {temperature:g}"
+
+    def threshold(self, value: str) -> None:
+        print(self.change(threshold=as_number("/threshold", value)))
+
+    def rule(self, name: str) -> None:
+        print(self.change(acceptance=name, threshold=None, divergence=None))
+
+    def temperature(self, value: str) -> None:
+        print(self.change(temperature=as_number("/temperature", value)))
+
+    def stats(self) -> None:
+        if self.last is None:
+            raise ValueError("nothing has been answered yet")
+        print(describe_output(self.last))
+        decoder, limit = self.chat.session.decoder, self.chat.model.target.max_positions
+        print(f"prompt tokens processed: {self.last.stats.prefill_tokens}, "
+              f"positions in the caches: {decoder.cache.length if decoder else 0}"
+              + (f" of at most {limit}" if limit else ""))
+
+    def reset(self) -> None:
+        self.chat.reset()
+        self.last = None
+        print("a new conversation")
+
+    def help(self) -> None:
+        print(HELP)
+
+
+def as_number(command: str, value: str) -> float:
+    try:
+        return float(value)
+    except ValueError:
+        raise ValueError(f"{command} takes a number, got {value!r}") from None
+
+
+def talk(model: EagleModel, system: str | None = None, **options: object) -> None:
+    """Read lines and answer them until Ctrl-D or /quit.
+
+    Raises:
+        ValueError, TypeError: a wrong option, or a model without a chat template.
+    """
+    with suppress(ImportError):
+        import readline  # noqa: F401  (gives input() line editing and a history)
+    terminal = Terminal(Chat(model, system=system, **options))
+    print("/help lists the commands; Ctrl-C stops an answer, Ctrl-D ends")
+    with kept_title():
+        while True:
+            try:
+                line = input(PROMPT).strip()
+                if line == "/quit":
+                    return
+                if line:
+                    terminal.obey(line)
+            except KeyboardInterrupt:
+                print("\n(Ctrl-D or /quit ends)")
+            except EOFError:
+                print()
+                return
+            except UnicodeDecodeError as error:
+                print(f"that is no text: {error}")

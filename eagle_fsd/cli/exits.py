@@ -1,0 +1,38 @@
+"""How commands end: exit statuses, and one line for what a user can get wrong."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+
+
+def check_counts(args: argparse.Namespace, *names: str, least: int = 1) -> None:
+    """Raise ValueError for an option that is below `least`; one that was not given (None) is none."""
+    for name in names:
+        value = getattr(args, name)
+        if value is not None and value < least:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least {least}, got {value}")
+
+
+def exit_status(
+    program: str, work: Callable[[], object], errors: tuple[type[Exception], ...], stopped: str | None = None
+) -> int:
+    """The exit status of a command: 0; 2 with one line for what a user can get wrong; 130 after Ctrl-C.
+
+    Args:
+        errors: what a user can get wrong; everything else is shown with its traceback.
+        stopped: what to say after Ctrl-C.
+    """
+    try:
+        work()
+    except KeyboardInterrupt:
+        if stopped:
+            print(stopped, file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        return 0
+    except errors as error:
+        print(f"{program}: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    return 0

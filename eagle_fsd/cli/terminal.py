@@ -1,0 +1,68 @@
+"""What the command line writes while an answer is made, and about it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+import torch
+from transformers import PreTrainedTokenizerBase
+from transformers.generation.streamers import BaseStreamer
+
+from ..engine.receipts import Output, Receipt
+
+COLOURS = {"target": "", "exact": "\033[32m", "fuzzy": "\033[33m"}
+RESET, BOLD, DIM = "\033[0m", "\033[1m", "\033[2m"
+
+
+class SourceStreamer(BaseStreamer):
+    """Writes tokens as they come, coloured by where they come from."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, colour: bool) -> None:
+        self.tokenizer = tokenizer
+        self.colour = colour
+        self.ids: list[int] = []
+        self.written = 0
+        self.sources: list[str] = []
+        self.is_prompt = True
+
+    def on_receipts(self, receipts: Sequence[Receipt]) -> None:
+        self.sources = [receipt.source for receipt in receipts]
+
+    def put(self, value: torch.Tensor) -> None:
+        if self.is_prompt:
+            self.is_prompt = False
+            return
+        for token, source in zip(value.tolist(), self.sources, strict=True):
+            self.ids.append(token)
+            text = self.tokenizer.decode(self.ids, skip_special_tokens=True)
+            if text.endswith("\ufffd"):  # in the middle of a character
+                continue
+            self._write(text, source)
+        sys.stdout.flush()
+
+    def end(self) -> None:
+        if self.ids:
+            self._write(self.tokenizer.decode(self.ids, skip_special_tokens=True), self.sources[-1])
+            sys.stdout.write("\n")
+
+    def _write(self, text: str, source: str) -> None:
+        piece, self.written = text[self.written :], len(text)
+        colour = COLOURS[source] if self.colour else ""
+        sys.stdout.write(f"{colour}{piece}{RESET}" if colour and piece else piece)
+
+
+def use_colour() -> bool:
+    """On a terminal, unless NO_COLOR is set; FORCE_COLOR overrides."""
+    return bool(os.environ.get("FORCE_COLOR")) or (sys.stdout.isatty() and not os.environ.get("NO_COLOR"))
+
+
+def describe_output(output: Output) -> str:
+    """One line: length, speed, tau, token sources and the end."""
+    stats, sources = output.stats, [receipt.source for receipt in output.receipts]
+    return (
+        f"{stats.new_tokens} tokens, {stats.tokens_per_second:.1f} tokens/s, tau {stats.mean_accepted_length:.2f} "
+        f"(tokens per target forward), {sources.count('target')} target, {sources.count('exact')} exact, "
+        f"{sources.count('fuzzy')} fuzzy, ended by {output.finish_reason}, seed {output.seed}"
+    )

@@ -1,0 +1,1 @@
+"""What is read: question files, conversations, tokenised datasets."""

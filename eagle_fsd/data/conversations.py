@@ -1,0 +1,158 @@
+"""Reading conversations: ShareGPT and OpenAI-style JSON or JSONL, plain text, and anything that `datasets` opens.
+
+Readers yield one `Row` per record. What is wrong with a record is said in the row and never raised: data from the
+web always holds some bad rows, and a run must neither stop at them nor learn them silently.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+FORMATS = ("auto", "sharegpt", "messages", "text")
+# ShareGPT dumps name the roles in several ways.
+ROLES = {
+    "human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant",
+    "bard": "assistant", "model": "assistant", "assistant": "assistant", "system": "system",
+}
+
+
+class BadRow(ValueError):
+    """A record that cannot be learned from; its message is the reason that is counted."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """One record: chat messages, or plain text, or the reason why it is neither."""
+
+    messages: list[dict[str, str]] | None = None
+    text: str | None = None
+    reason: str | None = None
+
+
+def check_messages(messages: list[dict[str, Any]]) -> list[dict[str, str]]:
+    """The messages as `transformers` wants them; turns after the last answer are cut off.
+
+    Raises:
+        BadRow: no messages, an unknown role, content that is no text or empty, or roles out of order: an optional
+            system turn, then user and assistant in turn.
+    """
+    if not isinstance(messages, list) or not messages:
+        raise BadRow("no messages")
+    checked = []
+    for message in messages:
+        if not isinstance(message, dict):
+            raise BadRow("a message is not an object")
+        role = message.get("role", message.get("from"))
+        content = message.get("content", message.get("value"))
+        if not isinstance(role, str) or role.lower() not in ROLES:
+            raise BadRow("unknown role")
+        if not isinstance(content, str):
+            raise BadRow("content is not a string")
+        if not content.strip():
+            raise BadRow("empty message")
+        try:
+            content.encode("utf-8")
+        except UnicodeEncodeError:
+            raise BadRow("text is not valid Unicode") from None
+        checked.append({"role": ROLES[role.lower()], "content": content})
+    turns = [m["role"] for m in checked]
+    turns = turns[1:] if turns[0] == "system" else turns
+    if any(role != ("user", "assistant")[i % 2] for i, role in enumerate(turns)):
+        raise BadRow("roles out of order")
+    if "assistant" not in turns:
+        raise BadRow("no answer to learn")
+    return checked if checked[-1]["role"] == "assistant" else checked[:-1]
+
+
+def as_row(record: Any, kind: str) -> Record:
+    """A parsed record in the given format ("auto" looks at its keys)."""
+    if isinstance(record, list):
+        record = {"messages": record}
+    if not isinstance(record, dict):
+        return Record(reason="not an object")
+    keys = {"sharegpt": ("conversations",), "messages": ("messages",), "text": ("text",)}.get(
+        kind, ("conversations", "messages", "conversation", "text")
+    )
+    key = next((k for k in keys if k in record), None)
+    if key is None:
+        return Record(reason=f"no key {' or '.join(keys)}")
+    if key == "text":
+        text = record["text"]
+        return Record(text=text) if isinstance(text, str) and text.strip() else Record(reason="empty text")
+    try:
+        return Record(messages=check_messages(record[key]))
+    except BadRow as error:
+        return Record(reason=str(error))
+
+
+def read_rows(source: str, kind: str = "auto", split: str = "train") -> Iterator[Record]:
+    """The rows of a file, or of a dataset that the `datasets` package opens by name or from a folder.
+
+    Args:
+        kind: one of FORMATS; with "auto", `.txt` and `.md` files are plain text and records tell by their keys.
+        split: of a `datasets` dataset.
+
+    Raises:
+        ValueError: an unknown format, nothing to read, or a JSON array that is broken as a whole.
+        ImportError: `source` is no file and `datasets` is not installed.
+    """
+    if kind not in FORMATS:
+        raise ValueError(f"unknown format {kind!r}; accepted: {', '.join(FORMATS)}")
+    path = Path(source)
+    if path.is_file():
+        yield from _read_file(path, kind)
+    else:
+        yield from (as_row(record, kind) for record in _open_dataset(source, split))
+
+
+def _read_file(path: Path, kind: str) -> Iterator[Record]:
+    if path.suffix in (".txt", ".md") or (kind == "text" and path.suffix not in (".json", ".jsonl")):
+        text = path.read_text(encoding="utf-8", errors="replace")
+        yield Record(text=text) if text.strip() else Record(reason="empty text")
+        return
+    with path.open(encoding="utf-8-sig", errors="replace") as file:
+        first = next((line for line in file if line.strip()), "")
+        file.seek(0)
+        if first.lstrip().startswith("[") and not _is_list_of_messages(first):
+            try:
+                records = json.load(file)
+            except (json.JSONDecodeError, RecursionError) as error:
+                raise ValueError(f"{path} is neither a JSON array nor JSON lines: {error}") from error
+            yield from (as_row(record, kind) for record in records)
+            return
+        for line in file:
+            if line.strip():
+                try:
+                    record = json.loads(line)
+                except (json.JSONDecodeError, RecursionError):
+                    yield Record(reason="broken JSON")
+                else:
+                    yield as_row(record, kind)
+
+
+def _is_list_of_messages(line: str) -> bool:
+    """Whether a line that begins with `[` is one conversation as a bare list, not the beginning of an array."""
+    try:
+        found = json.loads(line)
+    except (json.JSONDecodeError, RecursionError):
+        return False
+    return bool(found) and isinstance(found[0], dict) and bool({"role", "from"} & found[0].keys())
+
+
+def _open_dataset(source: str, split: str) -> Any:
+    try:
+        import datasets
+    except ImportError as error:
+        raise ImportError(
+            f"{source!r} is no file, and opening it as a dataset needs the package `datasets` (pip install datasets)"
+        ) from error
+    path = Path(source)
+    if (path / "state.json").is_file():
+        return datasets.load_from_disk(source)
+    if (path / "dataset_dict.json").is_file():
+        return datasets.load_from_disk(source)[split]
+    return datasets.load_dataset(source, split=split)

@@ -1,0 +1,88 @@
+"""Question files: MT-Bench, Spec-Bench, HumanEval, GSM8K, and any prompt/answer file."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Question:
+    """One question of one or more user turns; `answer` is the reference and `tests` a program's, if any."""
+
+    id: int | str
+    category: str
+    turns: tuple[str, ...]
+    answer: str | None = None
+    tests: str | None = None
+
+
+def converse(answer: Callable[[list[dict[str, str]]], T], turns: Sequence[str]) -> list[T]:
+    """Answers to the turns of a conversation, each with the ones before in its chat.
+
+    A conversation that has outgrown the target ends with the turns it has.
+
+    Args:
+        answer: from a chat to an answer, whose `text` goes into the following chats.
+    """
+    chat, answers = [], []
+    for turn in turns:
+        chat.append({"role": "user", "content": turn})
+        try:
+            answers.append(answer(chat))
+        except ValueError as error:
+            if not answers:
+                raise
+            log.warning("turn %d of %d is left out: %s", len(answers) + 1, len(turns), error)
+            break
+        chat.append({"role": "assistant", "content": answers[-1].text})
+    return answers
+
+
+def read_questions(path: Path) -> list[Question]:
+    """The questions of a JSON lines file; each line tells its format by its keys.
+
+    Raises:
+        ValueError: a line that is no JSON object or of no known format, an id that occurs twice, or no question.
+    """
+    questions = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):  # \u2028 does not end a line here
+        if line.strip():
+            try:
+                questions.append(as_question(json.loads(line), number))
+            except (ValueError, TypeError, KeyError) as error:
+                raise ValueError(f"{path}, line {number}: {error}") from error
+    if not questions:
+        raise ValueError(f"{path} holds no question")
+    ids = [question.id for question in questions]
+    twice = next((i for i in ids if ids.count(i) > 1), None)
+    if twice is not None:
+        raise ValueError(f"{path}: question {twice!r} occurs twice")
+    return questions
+
+
+def as_question(record: dict, number: int) -> Question:
+    """A parsed line as a question; `number` is its id where it has none."""
+    if not isinstance(record, dict):
+        raise ValueError("not a JSON object")
+    if "turns" in record:  # MT-Bench, Spec-Bench
+        turns = record["turns"]
+        if not turns or not all(isinstance(turn, str) for turn in turns):
+            raise ValueError(f"turns must be a list of strings, got {turns!r}")
+        return Question(record.get("question_id", number), record.get("category", "all"), tuple(turns))
+    if "task_id" in record and "prompt" in record:  # HumanEval
+        tests = f"{record['test']}\ncheck({record['entry_point']})\n" if "test" in record else None
+        return Question(record["task_id"], "humaneval", (record["prompt"],), record.get("canonical_solution"), tests)
+    for asked, category in (("question", "gsm8k"), ("prompt", "prompts")):
+        if isinstance(record.get(asked), str):
+            given = record.get("answer")
+            return Question(record.get("question_id", number), record.get("category", category), (record[asked],),
+                            None if given is None else str(given))
+    raise ValueError("no known format: turns, task_id with prompt, question or prompt is needed")

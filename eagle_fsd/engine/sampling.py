@@ -1,0 +1,223 @@
+"""Logits processing: the processors and warpers of `transformers`, applied to the nodes of a tree.
+
+B batch, N nodes, L length of the emitted context (prompt and tokens before the root), V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from numbers import Integral, Real
+
+import torch
+from torch import Tensor
+from transformers import LogitsProcessor, LogitsProcessorList
+from transformers.generation.logits_process import (
+    EpsilonLogitsWarper,
+    EtaLogitsWarper,
+    ExponentialDecayLengthPenalty,
+    ForcedBOSTokenLogitsProcessor,
+    ForcedEOSTokenLogitsProcessor,
+    InfNanRemoveLogitsProcessor,
+    LogitNormalization,
+    MinLengthLogitsProcessor,
+    MinNewTokensLengthLogitsProcessor,
+    MinPLogitsWarper,
+    NoBadWordsLogitsProcessor,
+    NoRepeatNGramLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+    SuppressTokensAtBeginLogitsProcessor,
+    SuppressTokensLogitsProcessor,
+    SynthIDTextWatermarkLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    TypicalLogitsWarper,
+    UnbatchedClassifierFreeGuidanceLogitsProcessor,
+)
+
+from ..trees.tree import DraftTree
+
+# Processors whose result does not depend on the tokens before: one call serves all nodes.
+CONTEXT_FREE = (
+    TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper, TypicalLogitsWarper,
+    EpsilonLogitsWarper, EtaLogitsWarper, SuppressTokensLogitsProcessor, InfNanRemoveLogitsProcessor,
+    LogitNormalization,
+)
+# Those that treat the rows of a batch alike: one call serves the nodes of a level. All others are called with one row,
+# as in plain decoding: some index by the row, or hold tensors of one row.
+ROW_WISE = (
+    *CONTEXT_FREE, RepetitionPenaltyLogitsProcessor, NoRepeatNGramLogitsProcessor, SequenceBiasLogitsProcessor,
+    NoBadWordsLogitsProcessor, MinLengthLogitsProcessor, MinNewTokensLengthLogitsProcessor,
+    ForcedBOSTokenLogitsProcessor, ForcedEOSTokenLogitsProcessor, ExponentialDecayLengthPenalty,
+    SuppressTokensAtBeginLogitsProcessor,
+)
+# Those that remember their calls, which plain decoding makes in the order of the text.
+STATEFUL = (SynthIDTextWatermarkLogitsProcessor, UnbatchedClassifierFreeGuidanceLogitsProcessor)
+
+LEAST_TEMPERATURE = 1e-6  # below, quotients leave the range of float32
+
+
+def check_functions(name: str, given: object) -> None:
+    """Raise unless `given` is None or a list of functions."""
+    if given is None:
+        return
+    if not isinstance(given, (list, tuple)):
+        raise TypeError(f"{name} must be a list, got {given!r}")
+    for each in given:
+        if isinstance(each, type) or not callable(each):
+            raise TypeError(f"{name} must hold functions or objects that can be called, got {each!r}")
+
+
+def require_integer(name: str, value: object, least: int) -> None:
+    """Raise for an option that is no integer of at least `least`."""
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise TypeError(f"{name} must be an int, got {value!r}")
+    if value < least:
+        raise ValueError(f"{name} must be at least {least}, got {value}")
+
+
+def check_processors(processors: Sequence[LogitsProcessor] | None) -> LogitsProcessorList:
+    """The processors, refused where one cannot be a function of the tokens and scores that it is called with."""
+    check_functions("logits_processor", processors)
+    checked = LogitsProcessorList(processors or [])
+    for processor in checked:
+        if isinstance(processor, STATEFUL):
+            raise ValueError(
+                f"{type(processor).__name__} is not supported: it keeps a state from call to call, and a tree asks for "
+                "several continuations at once; a processor must be a function of input_ids and scores"
+            )
+    return checked
+
+
+def build_processors(
+    *,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    min_p: float,
+    repetition_penalty: float,
+    min_new_tokens: int,
+    prompt_length: int,
+    eos_ids: Sequence[int],
+    custom: Sequence[LogitsProcessor] | None,
+    device: torch.device,
+) -> LogitsProcessorList:
+    """The processors of these options in the order of `model.generate`; temperature 0 means greedy, no warpers.
+
+    Raises:
+        TypeError, ValueError: an option of the wrong type or range.
+    """
+    custom = check_processors(custom)
+    for name, value, accepted, valid in (
+        ("temperature", temperature, f"0 (greedy) or a number >= {LEAST_TEMPERATURE:g}",
+         lambda x: x == 0 or LEAST_TEMPERATURE <= x < math.inf),
+        ("top_p", top_p, "a number in (0, 1]", lambda x: 0 < x <= 1),
+        ("min_p", min_p, "a number in [0, 1]", lambda x: 0 <= x <= 1),
+        ("repetition_penalty", repetition_penalty, "a positive number", lambda x: 0 < x < math.inf),
+    ):
+        if isinstance(value, bool) or not isinstance(value, Real) or not valid(value):
+            raise ValueError(f"{name} must be {accepted}, got {value!r}")
+    require_integer("top_k", top_k, 0)
+    require_integer("min_new_tokens", min_new_tokens, 0)
+    processors = LogitsProcessorList()
+    if repetition_penalty != 1:
+        processors.append(RepetitionPenaltyLogitsProcessor(float(repetition_penalty)))
+    if min_new_tokens and eos_ids:
+        processors.append(
+            MinNewTokensLengthLogitsProcessor(prompt_length, min_new_tokens, list(eos_ids), device=device)
+        )
+    processors.extend(custom)
+    if temperature > 0:
+        if temperature != 1:
+            processors.append(TemperatureLogitsWarper(float(temperature)))
+        if top_k:
+            processors.append(TopKLogitsWarper(top_k))
+        if top_p < 1:
+            processors.append(TopPLogitsWarper(float(top_p)))
+        if min_p > 0:
+            processors.append(MinPLogitsWarper(float(min_p)))
+    return processors
+
+
+def warp_trees(
+    processors: Sequence[LogitsProcessorList],  # of each row
+    contexts: Sequence[Sequence[int]],  # of each row
+    tree: DraftTree,
+    logits: Tensor,  # [B, N, V] float32
+) -> Tensor:  # [B, N, V]
+    """`warp_tree` for each row; one call for all where no processor looks at the tokens before.
+
+    The rows' processors are of the same kinds: those of one `generate` call.
+    """
+    if len(logits) == 1 or is_context_free(processors[0]):
+        return warp_tree(processors[0], contexts[0], tree, logits)
+    rows = enumerate(zip(processors, contexts, strict=True))
+    return torch.cat([warp_tree(own, context, tree.row(at), logits[at : at + 1]) for at, (own, context) in rows])
+
+
+def processors_of_row(processors: LogitsProcessorList, row: int) -> LogitsProcessorList:
+    """Those of one row, from processors that `model.generate` made for a padded batch."""
+    own = LogitsProcessorList()
+    for processor in processors:
+        ignored = getattr(processor, "prompt_ignore_length", None)  # the padding of each row
+        if isinstance(processor, RepetitionPenaltyLogitsProcessor) and isinstance(ignored, Tensor):
+            processor = RepetitionPenaltyLogitsProcessor(processor.penalty, int(ignored[row]))
+        own.append(processor)
+    return own
+
+
+def is_context_free(processors: LogitsProcessorList) -> bool:
+    return all(type(processor) in CONTEXT_FREE for processor in processors)
+
+
+def warp_tree(
+    processors: LogitsProcessorList,
+    context: Sequence[int],  # the L emitted tokens before the root
+    tree: DraftTree,
+    logits: Tensor,  # [B, N, V] float32
+) -> Tensor:  # [B, N, V]
+    """Processed logits of every node, each with its own path as context.
+
+    A node whose token is impossible at its parent (-inf there) is never reached: its logits stay as they are, so that
+    no processor is asked about a text that it, or another one, has ruled out.
+
+    Raises:
+        ValueError: a processor that returns something other than scores for each node.
+    """
+    if not processors:
+        return logits
+    if is_context_free(processors):
+        return processors(None, logits.flatten(0, 1).clone()).view_as(logits)
+    assert len(logits) == 1, "contexts of different lengths need one call per row"
+    warped = logits.clone()
+    reachable = torch.ones_like(tree.depths[0], dtype=torch.bool)
+    before = torch.tensor(context, dtype=torch.long, device=logits.device)
+    for depth in range(tree.max_depth + 1):  # nodes of one level have contexts of one length
+        nodes = (tree.depths[0] == depth).nonzero()[:, 0]
+        if depth:
+            parents = tree.parents[0, nodes]
+            reachable[nodes] = reachable[parents] & (warped[0, parents, tree.tokens[0, nodes]] > -math.inf)
+            nodes = nodes[reachable[nodes]]
+        if not len(nodes):
+            break
+        path_nodes = tree.ancestors[0, nodes].nonzero()[:, 1].view(len(nodes), depth + 1)
+        contexts = torch.cat([before.expand(len(nodes), -1), tree.tokens[0][path_nodes]], 1)
+        scores = logits[0, nodes]  # a copy: indexed by a tensor
+        for processor in processors:
+            if type(processor) in ROW_WISE:
+                scores = _processed(processor, contexts, scores)
+            else:
+                rows = zip(contexts.split(1), scores.split(1), strict=True)
+                scores = torch.cat([_processed(processor, context, row) for context, row in rows])
+        warped[0, nodes] = scores
+    return warped
+
+
+def _processed(processor: LogitsProcessor, contexts: Tensor, scores: Tensor) -> Tensor:
+    processed = processor(contexts, scores)
+    if not isinstance(processed, Tensor) or processed.shape != scores.shape:
+        got = list(processed.shape) if isinstance(processed, Tensor) else repr(processed)
+        raise ValueError(f"logits processors must return scores {list(scores.shape)}, got {got}")
+    return processed.float()

@@ -1,0 +1,1 @@
+"""Answers to question files under many settings: methods compared, grading, the search for a setting."""

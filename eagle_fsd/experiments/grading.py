@@ -1,0 +1,117 @@
+"""Whether an answer is right: generated tasks, GSM8K, HumanEval, and any file of prompts with answers."""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from ..data.questions import Question
+
+NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
+# What a HumanEval program may use.
+SECONDS, MEMORY_BYTES, FILE_BYTES = 10, 1 << 30, 1 << 20
+# Runs in the child before the program: from here on it can use no more than the limits. What comes on standard input
+# is written to a file at the end, which a program that exits before its tests are through does not reach.
+LIMITED = """
+import resource, runpy, sys
+from os import write
+proof = sys.stdin.buffer.read()
+for limit, value in ((resource.RLIMIT_CPU, {seconds}), (resource.RLIMIT_AS, {memory}), (resource.RLIMIT_FSIZE, {file}),
+                     (resource.RLIMIT_NPROC, 0), (resource.RLIMIT_NOFILE, 16), (resource.RLIMIT_CORE, 0)):
+    resource.setrlimit(limit, (value, value))
+runpy.run_path("program.py", run_name="__main__")
+write({place}, proof)
+"""
+
+
+def extract_result(text: str) -> str | None:
+    """The last `#### result` line of an answer, or None where it has none."""
+    found = re.findall(r"^#### (.+)$", text, flags=re.MULTILINE)
+    return found[-1].strip() if found else None
+
+
+def same_json(text: str, wanted: str) -> bool:
+    """Whether `text` is JSON of the wanted value."""
+    try:
+        return json.loads(text) == json.loads(wanted)
+    except (ValueError, RecursionError):
+        return False
+
+
+def final_number(text: str) -> str | None:
+    """The number that an answer ends with, as GSM8K counts it: behind the last `####`, else the last in the text."""
+    marked = extract_result(text)
+    found = NUMBER.findall(marked if marked is not None else text)
+    if not found:
+        return None
+    number = float((found[0] if marked is not None else found[-1]).replace(",", ""))
+    return str(int(number)) if number.is_integer() else str(number)
+
+
+def is_right(question: Question, text: str, *, run_code: bool = False) -> bool | None:
+    """Whether `text` answers the question; None where the set has no answer to compare with.
+
+    Args:
+        run_code: allow programs of HumanEval to be run (in a limited subprocess).
+
+    Raises:
+        ValueError: a HumanEval question without leave to run code.
+    """
+    if question.category == "humaneval":
+        if not run_code:
+            raise ValueError("grading HumanEval runs generated programs; allow it with --run-code")
+        return None if question.tests is None else passes(program_of(question, text), question.tests)
+    if question.answer is None:
+        return None
+    if question.category == "gsm8k" and final_number(question.answer) is not None:
+        return final_number(text) == final_number(question.answer)
+    if question.category == "json":
+        return same_json(extract_result(text) or "", question.answer)
+    stated = extract_result(text)
+    return (text.strip() if stated is None else stated) == question.answer.strip()
+
+
+def program_of(question: Question, text: str) -> str:
+    """The program that an answer gives: the prompt with its completion, or a fenced block that has the function."""
+    prompt = question.turns[-1]
+    fenced = re.findall(r"```(?:[Pp]y\w*)?\n(.*?)```", text, flags=re.DOTALL)
+    asked = re.findall(r"^def (\w+)", prompt, flags=re.MULTILINE)
+    if fenced:
+        whole = next((block for block in reversed(fenced) if asked and f"def {asked[-1]}" in block), None)
+        if whole is not None:
+            return prompt[: prompt.index(f"def {asked[-1]}")] + whole  # with the prompt's imports and helpers
+        text = fenced[-1]
+    return prompt + cut_program(text)
+
+
+def cut_program(text: str) -> str:
+    """A completion up to where the function it continues has ended (as HumanEval's authors stop it)."""
+    ends = [at for stop in ("\nclass ", "\ndef ", "\n#", "\nif ", "\nprint") if (at := text.find(stop)) >= 0]
+    return text[: min(ends)] if ends else text
+
+
+def passes(program: str, tests: str) -> bool:
+    """Whether a program passes its tests and gets to their end: in a subprocess with an empty environment and
+    directory, limited in processor and wall time, memory, file size, open files and (unless the user is root) to no
+    further processes. POSIX only.
+
+    The limits stop accidents; they are no jail for hostile code (files that the user can read, it can read).
+    """
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile() as end:
+        Path(folder, "program.py").write_text(f"{program}\n\n{tests}\n", encoding="utf-8")
+        starter = LIMITED.format(seconds=SECONDS, memory=MEMORY_BYTES, file=FILE_BYTES, place=end.fileno())
+        proof = secrets.token_bytes()
+        try:
+            finished = subprocess.run(
+                [sys.executable, "-I", "-S", "-c", starter], cwd=folder, env={}, timeout=SECONDS + 5,
+                input=proof, pass_fds=[end.fileno()], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+            )
+        except subprocess.TimeoutExpired:
+            return False
+        end.seek(0)
+        return finished.returncode == 0 and end.read() == proof

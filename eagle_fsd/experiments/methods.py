@@ -1,0 +1,154 @@
+"""Decoding methods under comparison: each turns a prompt into an answer and says what it took."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import time
+import zlib
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
+
+from ..api import generate
+from ..engine.receipts import Output
+from ..pair import EagleModel
+from ..prompts import encode_prompt
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One answer; `output` carries stats and receipts where our engine made it."""
+
+    seconds: float  # prompt included
+    token_ids: list[int]
+    text: str
+    output: Output | None = None
+
+
+Method = Callable[[object, int], Answer]  # (prompt, max_new_tokens)
+
+
+def prompt_seed(seed: int, prompt: object) -> int:
+    """A seed for one prompt, so that prompts of one length do not share their noise."""
+    return seed + (zlib.crc32(repr(prompt).encode()) << 16)
+
+
+@contextmanager
+def only_special_tokens(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
+    """The model, within with no more of its generation config than the special tokens, as our engine reads it.
+
+    `generate` goes by what the model has even where it is given another config.
+    """
+    own = model.generation_config
+    model.generation_config = GenerationConfig(
+        bos_token_id=own.bos_token_id, eos_token_id=own.eos_token_id, pad_token_id=own.pad_token_id)
+    try:
+        yield model
+    finally:
+        model.generation_config = own
+
+
+def hf_generate(
+    model: EagleModel, *, temperature: float = 0.0, seed: int = 0, assistant: PreTrainedModel | None = None,
+    **options: object,
+) -> Method:
+    """`model.generate`, the users' baseline, told to do what our engine does.
+
+    Of the checkpoint's generation config only the special tokens are taken, since the engine reads no more of it (many
+    have a repetition penalty). When sampling, top-k and top-p are off: `transformers` would keep the 50 best tokens.
+
+    Args:
+        seed: of torch's global generator, set before each sampled answer, together with the prompt.
+        assistant: a smaller model of the same tokenizer, for assisted decoding.
+        options: others of `model.generate`, such as `prompt_lookup_num_tokens=10`.
+    """
+    sampling: dict[str, object] = {"do_sample": False}
+    if temperature:
+        sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
+    if assistant is not None:
+        options["assistant_model"] = assistant
+
+    def answer(prompt: object, max_new_tokens: int) -> Answer:
+        started = time.perf_counter()
+        ids = torch.tensor([encode_prompt(prompt, model)], device=model.target.device)
+        if temperature:
+            torch.manual_seed(prompt_seed(seed, prompt))
+        with only_special_tokens(model.target.model) as stock:
+            sequence = stock.generate(
+                ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_new_tokens, **sampling, **options
+            )
+        new = sequence[0, ids.shape[1] :].tolist()
+        seconds = time.perf_counter() - started
+        return Answer(seconds, new, model.tokenizer.decode(new, skip_special_tokens=True))
+
+    return answer
+
+
+def bare_generate(target: str | Path, dtype: torch.dtype, device: torch.device, **options: object) -> Method:
+    """What a user of `transformers` writes: `AutoModelForCausalLM`, the tokenizer's chat template and `generate`.
+
+    All with their defaults, to see that `hf_generate` is no slower.
+    """
+    model = AutoModelForCausalLM.from_pretrained(target, dtype=dtype).to(device)
+    tokenizer = AutoTokenizer.from_pretrained(target)
+
+    def answer(chat: object, max_new_tokens: int) -> Answer:
+        started = time.perf_counter()
+        inputs = tokenizer.apply_chat_template(
+            chat, add_generation_prompt=True, return_tensors="pt", return_dict=True
+        ).to(device)
+        sequence = model.generate(**inputs, max_new_tokens=max_new_tokens, do_sample=False, **options)
+        new = sequence[0, inputs["input_ids"].shape[1] :].tolist()
+        text = tokenizer.decode(new, skip_special_tokens=True)
+        return Answer(time.perf_counter() - started, new, text)
+
+    return answer
+
+
+def engine(model: EagleModel, *, plain: bool = False, **options: object) -> Method:
+    """`eagle_fsd.generate` with these options; `plain`: the same engine without a draft head.
+
+    A `seed` among the options goes together with the prompt.
+    """
+    used = EagleModel(model.target, None, model.tokenizer) if plain else model
+
+    def answer(prompt: object, max_new_tokens: int) -> Answer:
+        started = time.perf_counter()
+        given = {**options, "seed": prompt_seed(options["seed"], prompt)} if "seed" in options else options
+        output = generate(prompt, used, max_new_tokens=max_new_tokens, **given)
+        return Answer(time.perf_counter() - started, output.token_ids, output.text, output)
+
+    return answer
+
+
+def interleaved(
+    methods: Mapping[Hashable, Method], prompts: Sequence, max_new_tokens: int, repeats: int, *, warm_up: int = 2,
+    start: int = 0,
+) -> dict[Hashable, list[Answer]]:
+    """Each method's answers, with the median time of `repeats` runs.
+
+    Every prompt is answered by every method before the next one, in an order that rotates, so that a slow moment of the
+    machine meets all alike; the first `warm_up` prompts are run once unmeasured. `start`: where in the rotation.
+    """
+    names = list(methods)
+    for prompt in prompts[:warm_up]:
+        for name in names:
+            methods[name](prompt, 32)
+    answers: dict[Hashable, list[Answer]] = defaultdict(list)
+    for number, prompt in enumerate(tqdm(prompts, desc="timing", unit="prompt", disable=None), start):
+        runs: dict[Hashable, list[Answer]] = defaultdict(list)
+        for repeat in range(repeats):
+            shift = (number + repeat) % len(names)
+            for name in names[shift:] + names[:shift]:
+                runs[name].append(methods[name](prompt, max_new_tokens))
+        for name, measured in runs.items():
+            seconds = statistics.median(answer.seconds for answer in measured)
+            answers[name].append(dataclasses.replace(measured[0], seconds=seconds))
+    return answers

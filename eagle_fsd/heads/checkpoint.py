@@ -1,0 +1,187 @@
+"""Draft heads in the published layouts: a directory or hub repository with `config.json` and `model.safetensors` or
+`pytorch_model.bin`. Those of EAGLE-1/2 are written in the same layout; those of EAGLE-3 are read in the layouts of its
+authors (`midlayer.*`), of SpecForge and of `speculators` (`layers.0.*`) and written in the first. The draft vocabulary
+of an EAGLE-1/2 head lies beside its weights, in a file that SGLang takes as --speculative-token-map.
+
+D hidden size, R draft vocabulary, V vocabulary of the target.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from ..files import save_atomically
+from ..sources import check_source, fetch
+from .eagle import DraftHead
+from .eagle3 import Eagle3Head
+from .layouts import LAYER_IDS, eagle3_state, llama_config, read_fields
+from .token_map import TOKEN_MAP, read_token_map, read_weights, save_token_map
+
+log = logging.getLogger(__name__)
+WEIGHTS = ("model.safetensors", "pytorch_model.bin")
+
+
+def _require_finite(state: dict[str, Tensor], path: str) -> None:
+    for name, value in state.items():
+        if value.is_floating_point() and not value.isfinite().all():
+            raise ValueError(f"{path} is damaged: {name} holds values that are not finite")
+
+
+def load_head(source: str | Path) -> DraftHead:
+    """A draft head from a directory or hub id, in float32 on the CPU; an `Eagle3Head` where the files hold one.
+
+    Where the file has no embeddings, `shares_embeddings` is True and the target's must be given
+    (`head.share_embeddings(...)`; `eagle_fsd.load` does it).
+
+    An EAGLE-1/2 head drafts the tokens of the `token_map.pt` beside its weights, where there is one, and no others.
+
+    A changed bit among a file's numbers goes unnoticed unless a number is no longer finite: the format has no checksum.
+
+    Raises:
+        TypeError: `source` is neither text nor a path.
+        ValueError: not a head of this kind: files missing or damaged, keys missing, unknown or of the wrong shape,
+            numbers that are not finite, or a variant that is not read.
+        OSError: a hub id that cannot be found or fetched.
+    """
+    source = check_source("a draft head", source)
+    config_path = fetch(source, "config.json")
+    if config_path is None:
+        raise ValueError(f"{source!r} has no config.json; a draft head needs config.json and {' or '.join(WEIGHTS)}")
+    fields = read_fields(config_path)
+    config = llama_config(fields, config_path)
+    if config.num_hidden_layers != 1:
+        raise ValueError(f"{source!r} has {config.num_hidden_layers} layers, a draft head has 1")
+    weights_path = next((path for name in WEIGHTS if (path := fetch(source, name))), None)
+    if weights_path is None:
+        raise ValueError(f"{source!r} has no weights; one of {', '.join(WEIGHTS)} is needed")
+    state = read_weights(weights_path)
+    if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
+        raise ValueError(f"{weights_path} holds no dictionary of tensors")
+
+    _require_finite(state, weights_path)
+    is_eagle3 = "draft_vocab_size" in fields or any(name.endswith("hidden_norm.weight") for name in state)
+    try:
+        head = (Eagle3Head if is_eagle3 else DraftHead)(config, bias="fc.bias" in state)
+    except (ArithmeticError, MemoryError, RuntimeError) as error:  # sizes that no head can have
+        raise ValueError(f"{config_path} describes no head that can be made: {error}") from error
+    if isinstance(head, Eagle3Head):
+        state = eagle3_state(head, state, weights_path)
+    elif "fc.bias" not in state and fields.get("bias", True):  # a missing key means true in the published code
+        log.info("%s has no fc.bias although its config says so; loading it without one", source)
+    kind = "EAGLE-3" if is_eagle3 else "EAGLE-1/2"
+    missing, unknown = _compare_keys(head, state)
+    if missing == {"embed_tokens.weight"}:
+        missing = set()
+        head.share_embeddings(None)
+    if missing or unknown:
+        raise ValueError(
+            f"{weights_path} is no {kind} draft head: missing {sorted(missing) or 'nothing'}, "
+            f"unknown {sorted(unknown) or 'nothing'}"
+        )
+    floating = {name: value.float() if value.is_floating_point() else value for name, value in state.items()}
+    try:
+        head.load_state_dict(floating, strict=False)
+    except RuntimeError as error:
+        raise ValueError(f"{weights_path} does not fit its config.json: {error}") from error
+    token_map = fetch(source, TOKEN_MAP)
+    if token_map and is_eagle3:
+        log.warning("%s is not used: an EAGLE-3 head has a draft vocabulary of its own", token_map)
+    elif token_map:
+        try:
+            head.limit_vocabulary(read_token_map(token_map))
+        except ValueError as error:
+            raise ValueError(f"{token_map} cannot be used: {error}") from error
+    return head.eval()
+
+
+def copy_head(source: str | Path, directory: str | Path) -> None:
+    """Copy the files of a head, and nothing that lies beside them."""
+    Path(directory).mkdir(parents=True, exist_ok=True)
+    weights = next(name for name in WEIGHTS if fetch(str(source), name))
+    for name in ("config.json", weights):
+        shutil.copyfile(fetch(str(source), name), Path(directory) / name)
+
+
+def _compare_keys(head: DraftHead, state: dict[str, Tensor]) -> tuple[set[str], set[str]]:
+    expected = set(head.state_dict())
+    return expected - state.keys(), state.keys() - expected
+
+
+# What consumers of heads read from config.json; the rest of a Llama config has no meaning for a head.
+CONFIG_FIELDS = (
+    "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "head_dim", "hidden_act", "max_position_embeddings", "rms_norm_eps", "rope_parameters",
+    "initializer_range", "attention_bias", "mlp_bias", "qkv_bias", "tie_word_embeddings", "bos_token_id",
+    "eos_token_id", "pad_token_id", "draft_vocab_size", "target_hidden_size", "norm_before_residual", LAYER_IDS,
+)
+
+
+def save_head(
+    head: DraftHead, directory: str | Path, *, dtype: torch.dtype | None = None, file: str = "model.safetensors",
+    **extra: object,
+) -> Path:
+    """Write a head in the published layout, with its draft vocabulary; returns the path of the weights.
+
+    Args:
+        directory: created where it does not exist; a `token_map.pt` in it goes where the head has no draft vocabulary.
+        dtype: type of the stored weights; None keeps the head's.
+        file: one of WEIGHTS.
+        extra: goes into config.json.
+
+    Raises:
+        TypeError: not a head, `dtype` is no torch dtype, or an `extra` that JSON does not know.
+        ValueError: `file` is not in WEIGHTS, or a dtype that is not of floating point.
+        OSError: `directory` cannot be written.
+    """
+    if not isinstance(head, DraftHead):
+        raise TypeError(f"save_head writes a DraftHead, got {type(head).__name__}")
+    if file not in WEIGHTS:
+        raise ValueError(f"file must be one of {', '.join(WEIGHTS)}, got {file!r}")
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        raise TypeError(f"dtype must be a torch dtype or None, got {dtype!r}")
+    if dtype is not None and not dtype.is_floating_point:
+        raise ValueError(f"dtype must be of floating point, got {dtype}")
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    state = {
+        name: value.detach().to("cpu", dtype if dtype and value.is_floating_point() else value.dtype).contiguous()
+        for name, value in head.state_dict().items()
+    }
+    given = head.config.to_dict()
+    fields = {name: given[name] for name in CONFIG_FIELDS if given.get(name) is not None}
+    # Consumers on transformers 4 read the rotary embedding by older names.
+    rope = dict(head.config.rope_parameters)
+    fields["rope_theta"] = rope.pop("rope_theta")
+    if rope.get("rope_type", "default") != "default":
+        fields["rope_scaling"] = rope
+    fields["torch_dtype"] = str(state["fc.weight"].dtype).removeprefix("torch.")
+    fields |= {"architectures": ["LlamaForCausalLM"], "bias": head.fc.bias is not None}
+    if isinstance(head, Eagle3Head):
+        state = {name.replace("layers.0.", "midlayer."): value for name, value in state.items()}
+        if head.d2t is not None:
+            state["t2d"] = torch.zeros(head.config.vocab_size, dtype=torch.bool)
+            state["t2d"][head.target_tokens.cpu()] = True
+        fields |= {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": head.draft_vocab_size}
+        if LAYER_IDS in fields:
+            fields["eagle_config"] = {LAYER_IDS: [number - 1 for number in fields[LAYER_IDS]]}
+    fields |= extra
+    text, path = json.dumps(fields, indent=1, sort_keys=True) + "\n", directory / file
+    if file.endswith(".bin"):
+        save_atomically(path, lambda part: torch.save(state, part))
+    else:
+        save_atomically(path, lambda part: save_file(state, part, metadata={"format": "pt"}))
+    save_atomically(directory / "config.json", lambda part: part.write_text(text, encoding="utf-8"))
+    for other in set(WEIGHTS) - {file}:  # another head's
+        (directory / other).unlink(missing_ok=True)
+    if head.token_map is None:
+        (directory / TOKEN_MAP).unlink(missing_ok=True)
+    else:
+        save_token_map(directory, head.token_map)
+    return path

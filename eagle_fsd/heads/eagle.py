@@ -1,0 +1,214 @@
+"""Draft heads: one transformer layer that drafts the target's next token from what the target computed.
+
+EAGLE-1/2 heads predict the target's next feature, which the target's own output layer turns into logits.
+
+B batch, T tokens, D hidden size, F width of the target's features, V vocabulary of the target, R the draft's own.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
+
+from ..models import attention as _registered  # noqa: F401  (its functions are chosen by name)
+from ..models.cache import TreeCache
+from ..models.implementations import GROUPED
+
+
+class DraftHead(nn.Module):
+    """`fc` over [embedding, feature] and one stock Llama layer without input norm (arXiv 2401.15077, section 4.1).
+
+    The feature of position i is paired with the token of position i + 1, at rotary position i.
+
+    Args:
+        config: a Llama config with `num_hidden_layers=1`, of the target's hidden size and vocabulary; its field
+            `qkv_bias` (default false) gives q, k and v a bias, as in the published code.
+        bias: whether `fc` has a bias.
+
+    Raises:
+        TypeError: `config` is no Llama config.
+        ValueError: a config of more than one layer.
+    """
+
+    def __init__(self, config: LlamaConfig, *, bias: bool = False) -> None:
+        super().__init__()
+        if not isinstance(config, LlamaConfig):
+            raise TypeError(f"a draft head is made from a LlamaConfig, got {type(config).__name__}")
+        if config.num_hidden_layers != 1:
+            raise ValueError(f"a draft head has 1 layer, the config has {config.num_hidden_layers}")
+        self.config = config = copy.deepcopy(config)
+        config._attn_implementation = GROUPED
+        self.embed_tokens: nn.Module = nn.Embedding(config.vocab_size, config.hidden_size)
+        self._build(config, bias)
+        self.rotary_emb = LlamaRotaryEmbedding(config)
+        self.register_buffer("token_map", None, persistent=False)  # [R] long, ascending; see `limit_vocabulary`
+        self.output_rows: Callable[[Tensor], Tensor] | None = None  # [..., D] -> [..., R], of the target's output layer
+
+    def _build(self, config: LlamaConfig, bias: bool) -> None:
+        """Everything between the embeddings and the logits."""
+        config.attention_bias = getattr(config, "qkv_bias", False)  # the stock layer's own field covers o as well
+        self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=bias)
+        layer = LlamaDecoderLayer(config, layer_idx=0)
+        layer.input_layernorm = nn.Identity()
+        layer.self_attn.o_proj = nn.Linear(layer.self_attn.o_proj.in_features, config.hidden_size, bias=False)
+        self.layers = nn.ModuleList([layer])
+
+    def _apply(self, fn: Callable, recurse: bool = True) -> DraftHead:
+        """As of every module, but rotary frequencies stay float32, as `from_pretrained` leaves the target's: rounded to
+        bfloat16 they turn a position of some hundreds by another angle."""
+        before = {name: buffer for name, buffer in self.rotary_emb.named_buffers() if not buffer.is_meta}
+        super()._apply(fn, recurse)
+        for name, buffer in before.items():
+            setattr(self.rotary_emb, name, buffer.to(self.rotary_emb.get_buffer(name).device))
+        return self
+
+    def share_embeddings(self, embed_tokens: nn.Module | None) -> None:
+        """Use the target's embeddings in place of the head's own, which published files may leave out.
+
+        They are no part of the head then: not moved, trained, sharded or saved with it. None: they are yet to be given.
+        """
+        self._modules.pop("embed_tokens", None)
+        self.__dict__["embed_tokens"] = embed_tokens  # past nn.Module, which would register them
+
+    def own_embeddings(
+        self,
+        weight: Tensor,  # [V, D]
+    ) -> None:
+        """Embeddings of the head's own, saved with it, in place of shared ones."""
+        self.__dict__.pop("embed_tokens", None)
+        self.embed_tokens = nn.Embedding.from_pretrained(weight)
+
+    @property
+    def shares_embeddings(self) -> bool:
+        return "embed_tokens" not in self._modules
+
+    @property
+    def device(self) -> torch.device:
+        return self.fc.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.fc.weight.dtype
+
+    @property
+    def target_hidden_size(self) -> int:
+        """That of the targets it fits."""
+        return self.config.hidden_size
+
+    @property
+    def draft_vocab_size(self) -> int:
+        """R: how many of the target's tokens it can name."""
+        return self.config.vocab_size if self.token_map is None else len(self.token_map)
+
+    @property
+    def names_all(self) -> bool:
+        """Whether it can name every token of the target, under the target's numbers."""
+        return self.token_map is None
+
+    @property
+    def target_tokens(self) -> Tensor:
+        """[R] long: the target's number of each token that the head can name."""
+        return torch.arange(self.config.vocab_size, device=self.device) if self.token_map is None else self.token_map
+
+    def limit_vocabulary(
+        self,
+        tokens: Tensor | None,  # [R] integers, in any order; None: all that the target has
+    ) -> None:
+        """Draft these tokens of the target only, at the cost of R rows of its output layer (FR-Spec, arXiv 2502.14856).
+
+        For a head that is joined with a target already, `EagleModel.from_parts` has to join them again.
+
+        Raises:
+            TypeError: no tensor of integers.
+            ValueError: no tokens, one named twice, or one that the target has not.
+        """
+        if tokens is not None:
+            if not isinstance(tokens, Tensor) or tokens.is_floating_point() or tokens.dtype == torch.bool:
+                got = tokens.dtype if isinstance(tokens, Tensor) else type(tokens).__name__
+                raise TypeError(f"a draft vocabulary is a tensor of integers, got {got}")
+            given, tokens = tokens, tokens.unique().long().to(self.device)  # unique: in order
+            if given.dim() != 1 or not 0 < len(tokens) == len(given):
+                raise ValueError("a draft vocabulary is [R] different tokens, got "
+                                 f"{len(tokens)} different ones in {list(given.shape)}")
+            lowest, highest, count = tokens[0].item(), tokens[-1].item(), self.config.vocab_size
+            if lowest < 0 or highest >= count:
+                wrong = lowest if lowest < 0 else highest
+                raise ValueError(f"draft token {wrong} is none of the target's, which are 0 to {count - 1}")
+            tokens = None if len(tokens) == count else tokens
+        self.token_map, self.output_rows = tokens, None
+
+    def target_layers(self, count: int) -> tuple[int, ...]:
+        """Layers of a target of `count` layers whose entering hidden states it reads; the last feature always comes."""
+        return ()
+
+    def new_cache(self, capacity: int, batch: int = 1, **options: bool) -> TreeCache:
+        """An empty cache for `capacity` positions of each sequence of a batch; `options` are those of `TreeCache`."""
+        return TreeCache([self.device], capacity, batch, **options)
+
+    def read(
+        self,
+        features: Tensor,  # [..., F] of the target, see `TargetModel`
+    ) -> Tensor:  # [..., D]
+        """What `forward` takes in the place of its own predictions."""
+        return features
+
+    def forward(
+        self,
+        features: Tensor,  # [B, T, D], of the position before each token: `read` from the target, or predicted
+        tokens: Tensor,  # [B, T]
+        positions: Tensor,  # [B, T], of the features
+        mask: Tensor | None = None,  # [B, 1, T, keys] additive; None: causal over these T, or one T
+        cache: TreeCache | None = None,
+    ) -> Tensor:  # [B, T, D]
+        """Predicted features of the tokens' own positions."""
+        hidden = self.fc(torch.cat([self.embed_tokens(tokens).to(features.dtype), features], -1))
+        return self.layers[0](
+            hidden, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=cache is not None,
+            position_embeddings=self.rotary_emb(hidden, positions),
+        )
+
+    def own_logits(
+        self,
+        predicted: Tensor,  # [..., D]
+        output: Callable[[Tensor], Tensor],  # the target's output layer, [..., D] -> [..., V]
+    ) -> Tensor:  # [..., R] float32
+        """Logits over the tokens that the head can name."""
+        return self.narrow(output(predicted)) if self.output_rows is None else self.output_rows(predicted)
+
+    def narrow(
+        self,
+        values: Tensor,  # [..., V]
+    ) -> Tensor:  # [..., R]
+        """The values of the tokens that the head can name, in the order of `own_logits`."""
+        return values if self.names_all else values[..., self.target_tokens]
+
+    def widen(
+        self,
+        own: Tensor,  # [..., R]
+    ) -> Tensor:  # [..., V]
+        """`own_logits` over the target's vocabulary, -inf for tokens that the head cannot name."""
+        if self.names_all:
+            return own
+        nothing = own.new_full((*own.shape[:-1], self.config.vocab_size), -math.inf)
+        return nothing.index_copy_(-1, self.target_tokens, own)
+
+    def named(
+        self,
+        numbers: Tensor,  # [...] long, places in `own_logits`
+    ) -> Tensor:  # [...] long
+        """The target's tokens."""
+        return numbers if self.names_all else self.target_tokens[numbers]
+
+    def logits(
+        self,
+        predicted: Tensor,  # [..., D]
+        output: Callable[[Tensor], Tensor],  # as in `own_logits`
+    ) -> Tensor:  # [..., V] float32
+        """Logits over the target's vocabulary, -inf for tokens that the head cannot name."""
+        return self.widen(self.own_logits(predicted, output))

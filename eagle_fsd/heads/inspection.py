@@ -1,0 +1,101 @@
+"""What a draft head is, whether it fits a target, and what would be wrong with it for each server."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from transformers import AutoConfig
+
+from .checkpoint import load_head
+from .eagle import DraftHead
+from .eagle3 import Eagle3Head
+from .export import LAYOUTS, Layout, has_trained_bias
+from .layouts import LAYER_IDS
+from .token_map import TOKEN_MAP
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """What `inspect_head` finds: `facts` by name, whether the target fits (None: none given), and what is wrong with
+    the head for each server as it is (nothing: it can be served unchanged; not judged for EAGLE-3 heads)."""
+
+    facts: dict[str, str]
+    target_problems: list[str] | None
+    server_problems: dict[str, list[str]]
+
+
+def inspect_head(
+    source: str | Path, target: str | Path | None = None, *, trust_remote_code: bool = False
+) -> Inspection:
+    """What a head is, whether it fits a target, and what would be wrong with it for each server.
+
+    Raises:
+        ValueError: not a head.
+    """
+    head = load_head(source)
+    config = head.config
+    count = sum(p.numel() for name, p in head.named_parameters() if not name.startswith("embed_tokens"))
+    bias = "none" if head.fc.bias is None else "trained" if has_trained_bias(head) else "all zero"
+    eagle3 = isinstance(head, Eagle3Head)
+    facts = {
+        "kind": "EAGLE-3 (one layer; features of several target layers and embeddings in, logits out)" if eagle3
+        else "EAGLE-1/2 (one layer; features and embeddings in, features out)",
+        "hidden size": str(config.hidden_size),
+        "vocabulary": str(config.vocab_size),
+        "draft vocabulary": "all of them" if head.draft_vocab_size == config.vocab_size
+        else f"{head.draft_vocab_size} of them" + ("" if eagle3 else f", in {TOKEN_MAP}; vLLM drafts all"),
+        **(_eagle3_facts(head) if eagle3 else {}),
+        "attention": f"{config.num_attention_heads} heads, {config.num_key_value_heads} key/value",
+        "intermediate size": str(config.intermediate_size),
+        "positions": str(config.max_position_embeddings),
+        "fc bias": bias,
+        "q/k/v bias": "yes" if config.attention_bias else "no",
+        "embeddings": "the target's" if head.shares_embeddings else "its own",
+        "parameters": f"{count / 1e6:.2f} M without embeddings",
+        "fits": f"targets of hidden size {head.target_hidden_size} and vocabulary {config.vocab_size}",
+    }
+    architectures = getattr(config, "architectures", None) or ["none"]
+    problems = {} if eagle3 else {
+        name: layout_problems(head, layout, architectures[0], Path(source)) for name, layout in LAYOUTS.items()
+    }
+    fit = None if target is None else target_problems(head, target, trust_remote_code)
+    return Inspection(facts, fit, problems)
+
+
+def _eagle3_facts(head: Eagle3Head) -> dict[str, str]:
+    layers = getattr(head.config, LAYER_IDS, None)
+    before = getattr(head.config, "norm_before_residual", False)
+    return {
+        "reads": f"what enters layers {', '.join(map(str, layers or ('2', 'n/2', 'n-3')))} of the target's n",
+        "residual": "after hidden_norm" if before else "before hidden_norm",
+    }
+
+
+def target_problems(head: DraftHead, target: str | Path, trust_remote_code: bool) -> list[str]:
+    """Why a head does not fit a target, judged by the target's config."""
+    config = AutoConfig.from_pretrained(target, trust_remote_code=trust_remote_code).get_text_config(decoder=True)
+    pairs = (("hidden size", head.target_hidden_size, config.hidden_size),
+             ("vocabulary", head.config.vocab_size, config.vocab_size))
+    problems = [f"{what}: head {ours}, target {theirs}" for what, ours, theirs in pairs if ours != theirs]
+    try:
+        head.target_layers(config.num_hidden_layers)
+    except ValueError as error:
+        problems.append(str(error))
+    return problems
+
+
+def layout_problems(head: DraftHead, layout: Layout, architecture: str, source: Path) -> list[str]:
+    """What a consumer would get wrong with the head's files as they are."""
+    problems = []
+    if architecture != layout.architecture:
+        problems.append(f"config.json names the architecture {architecture}, wanted is {layout.architecture}")
+    if layout.bias == "never" and has_trained_bias(head):
+        problems.append("its trained fc.bias would be dropped without a word")
+    if layout.bias == "always" and head.fc.bias is None:
+        problems.append("it has no fc.bias, and one left at random would be used")
+    if layout.embeddings and head.shares_embeddings:
+        problems.append("the file has no embed_tokens.weight")
+    if source.is_dir() and not (source / layout.file).is_file():
+        problems.append(f"there is no {layout.file}")
+    return problems

@@ -1,0 +1,198 @@
+"""`custom_generate`: our decoding inside the target's own `model.generate`."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from transformers import (
+    GenerationConfig,
+    LogitsProcessorList,
+    PreTrainedModel,
+    StoppingCriteriaList,
+    TemperatureLogitsWarper,
+)
+from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
+from transformers.generation.streamers import BaseStreamer
+from transformers.generation.utils import GenerateDecoderOnlyOutput
+
+from .acceptance import Rule
+from .engine.loop import run
+from .engine.request import Settings
+from .engine.sampling import check_processors, processors_of_row
+from .heads.checkpoint import load_head
+from .heads.eagle import DraftHead
+from .models.parallel import of_first
+from .pair import EagleModel
+from .prompts import check_ids, check_length
+from .quality.calibrations import read_calibrations
+from .settings import agreed_criteria, check_budget, check_seeds, ending, resolve_rule, resolve_tree
+from .trees.config import TreeConfig
+
+# What `model.generate` prepares for a forward and the decode loop works out itself.
+RECOMPUTED = ("attention_mask", "cache_position", "logits_to_keep", "past_key_values", "position_ids", "use_cache")
+EXTRA_OUTPUTS = ("output_attentions", "output_hidden_states", "output_logits", "output_scores")
+
+
+def custom_generate(
+    model: PreTrainedModel,
+    input_ids: Tensor,
+    logits_processor: LogitsProcessorList | None = None,
+    stopping_criteria: StoppingCriteriaList | None = None,
+    generation_config: GenerationConfig | None = None,
+    synced_gpus: bool = False,
+    streamer: BaseStreamer | None = None,
+    draft: DraftHead | str | None = None,
+    acceptance: str | Rule | Callable = "fsd",
+    threshold: float | None = None,
+    divergence: str | None = None,
+    budget: float | None = None,
+    tree: TreeConfig | None = None,
+    seed: int | Sequence[int] | None = None,
+    **model_kwargs,
+) -> Tensor | GenerateDecoderOnlyOutput:
+    """Decode inside the target's own `generate`:
+
+        target.generate(**inputs, custom_generate=eagle_fsd.custom_generate, draft=head, threshold=0.2)
+
+    Generation config, logits processors, stopping criteria and streamer are those that `generate` prepared. It keeps
+    its `tokenizer` from callables: for stop strings pass a `StopStringCriteria` in `stopping_criteria`.
+
+    Args:
+        draft: a `DraftHead` (from `load_head`) or where to load one from.
+        acceptance, threshold, divergence, budget, tree, seed: as in `eagle_fsd.generate`.
+
+    Returns:
+        sequences [B, prompt + new tokens], a short one with pad tokens behind its end, or an output object where the
+        config asks for a dict. Prompts may be padded on the left.
+
+    Raises:
+        ValueError, TypeError: padding elsewhere, beams, inputs other than tokens, outputs other than tokens, or a bad
+            option.
+    """
+    if generation_config is None:
+        raise TypeError("custom_generate is called by generate: model.generate(..., custom_generate=custom_generate)")
+    if draft is None:
+        raise ValueError("draft= is missing: a DraftHead or the directory or hub id of one")
+    if generation_config.num_beams > 1:
+        raise ValueError(f"num_beams must be 1 with custom_generate, got {generation_config.num_beams}")
+    foreign = [name for name, value in model_kwargs.items() if value is not None and name not in RECOMPUTED]
+    if foreign:
+        raise ValueError(f"only input_ids are supported with custom_generate, got {', '.join(foreign)}")
+    padding = left_padding(input_ids, model_kwargs.get("attention_mask"))
+    wanted = [name for name in EXTRA_OUTPUTS if getattr(generation_config, name, None)]
+    if wanted:
+        raise ValueError(f"custom_generate returns sequences only, not {', '.join(wanted)}")
+    if streamer is None:
+        streamer = streamer_of_caller()
+    if streamer is not None and len(input_ids) > 1:
+        raise ValueError(f"a streamer serves one prompt at a time, got a batch of {len(input_ids)}")
+    # Where a model has no pad token, `generate` takes its first end token and notes that here only.
+    pad = getattr(generation_config, "_pad_token_tensor", None)
+    pad = generation_config.pad_token_id if pad is None else pad.item()
+    if pad is None and len(input_ids) > 1:
+        raise ValueError("a batch, whose answers may differ in length, needs a pad_token_id in the generation config")
+    pair = EagleModel.from_parts(model, draft if isinstance(draft, DraftHead) else load_head(draft))
+    if not isinstance(draft, DraftHead):
+        pair.calibrations = read_calibrations(draft)
+    criteria, eos_ids, max_length = split_criteria(stopping_criteria or StoppingCriteriaList())
+    prompts = [check_ids(row[count:].tolist(), pair) for row, count in zip(input_ids, padding, strict=True)]
+    limit = (max_length if max_length is not None else generation_config.max_length) - input_ids.shape[1]
+    greedy = not generation_config.do_sample
+    # Without a seed the noise follows torch's global generator, as model.generate does.
+    drawn = of_first(pair.target.group, lambda: torch.randint(2**62, (len(prompts),)).tolist())
+    seeds = drawn if seed is None else check_seeds(seed, len(prompts))
+    temperature = 0.0 if greedy else generation_config.temperature or 1.0
+    processors = check_processors(logits_processor)
+    shaped = any(not isinstance(each, TemperatureLogitsWarper) for each in processors)
+    rule = resolve_rule(acceptance, threshold, divergence, pair, temperature=temperature, tree=tree, shaped=shaped)
+    shared = {
+        "rule": rule,
+        "tree": resolve_tree(tree, rule, temperature, pair).tree,
+        "greedy": greedy,
+        "eos_ids": eos_ids,
+        "budget": check_budget(budget, rule, greedy=greedy),
+    }
+    settings = [Settings(
+        **shared, processors=processors_of_row(processors, number), seed=seeds[number],
+        max_new_tokens=check_length(len(ids), limit, pair), padding=input_ids[number, : padding[number]].tolist(),
+        criteria=agreed_criteria(criteria_of_row(criteria, number, len(prompts)), pair),
+    ) for number, ids in enumerate(prompts)]
+    answers: dict[int, list[int]] = {}
+    with ending(streamer):
+        for numbers in pair.target.batches([len(ids) for ids in prompts]):
+            outputs = run(pair.target, pair.draft, [prompts[number] for number in numbers],
+                          [settings[number] for number in numbers], streamer=streamer)
+            answers |= {number: output.token_ids for number, output in zip(numbers, outputs, strict=True)}
+    new = pad_tokens([answers[number] for number in range(len(prompts))], pad)
+    sequences = torch.cat([input_ids, input_ids.new_tensor(new)], 1)
+    return GenerateDecoderOnlyOutput(sequences=sequences) if generation_config.return_dict_in_generate else sequences
+
+
+def criteria_of_row(criteria: StoppingCriteriaList, row: int, rows: int) -> StoppingCriteriaList:
+    """Criteria made for a batch as those of one row.
+
+    Some keep count of their rows in a list or tensor: each row gets a copy of that, and is shown in every place.
+    """
+    if rows == 1:
+        return criteria
+
+    def of_row(criterion: Callable) -> Callable:
+        own = copy.copy(criterion)
+        for name, value in vars(own).items() if hasattr(own, "__dict__") else ():
+            if isinstance(value, (list, dict, set, Tensor)):  # not a tokenizer, or a flag that is set from outside
+                setattr(own, name, copy.copy(value) if not isinstance(value, Tensor) else value.clone())
+
+        def met(ids: Tensor, scores: object) -> object:
+            found = own(ids.expand(rows, -1), scores)
+            return found[row] if isinstance(found, Tensor) and found.numel() == rows else found
+
+        return met
+
+    return StoppingCriteriaList([of_row(criterion) for criterion in criteria])
+
+
+def left_padding(input_ids: Tensor, mask: Tensor | None) -> list[int]:
+    """How many pad tokens each row of input_ids [B, L] begins with.
+
+    Raises:
+        ValueError: an attention mask [B, L] with zeros elsewhere.
+    """
+    if mask is None:  # newer versions of transformers pass None for all ones
+        return [0] * len(input_ids)
+    counts = (mask == 0).sum(-1)
+    expected = torch.arange(mask.shape[-1], device=mask.device) >= counts[..., None]
+    if mask.shape != input_ids.shape or not torch.equal(mask == 1, expected):
+        raise ValueError("prompts may be padded on the left only: the attention mask must be zeros, then ones")
+    return counts.tolist()
+
+
+def pad_tokens(rows: list[list[int]], pad: int | None) -> list[list[int]]:
+    """The rows at the length of the longest."""
+    longest = max(map(len, rows))
+    return [row + [pad] * (longest - len(row)) for row in rows]
+
+
+def streamer_of_caller() -> BaseStreamer | None:
+    """The streamer of the `generate` call that `custom_generate` runs in.
+
+    `transformers` 5.17 to 5.23 gives it the prompt but does not hand it on to a callable.
+    """
+    caller = sys._getframe(2)
+    return caller.f_locals.get("streamer") if caller.f_code.co_name == "generate" else None
+
+
+def split_criteria(given: StoppingCriteriaList) -> tuple[StoppingCriteriaList, frozenset[int], int | None]:
+    """Length limit and end tokens, which the loop knows, and the criteria that it must call."""
+    others, eos_ids, max_length = StoppingCriteriaList(), frozenset(), None
+    for criterion in given:
+        if isinstance(criterion, MaxLengthCriteria):
+            max_length = criterion.max_length
+        elif isinstance(criterion, EosTokenCriteria):
+            eos_ids |= frozenset(criterion.eos_token_id.flatten().tolist())
+        else:
+            others.append(criterion)
+    return others, eos_ids, max_length

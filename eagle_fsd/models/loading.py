@@ -1,0 +1,97 @@
+"""Loading a causal LM of `transformers` with its tokenizer, placed as the user asks."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from ..sources import check_source
+from .implementations import STOCK
+from .parallel import loading_options
+
+log = logging.getLogger(__name__)
+
+
+def check_dtype(dtype: object) -> None:
+    """Raise unless it is "auto", None, or a floating torch dtype or its name."""
+    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if dtype not in ("auto", None) and not (isinstance(found, torch.dtype) and found.is_floating_point):
+        raise ValueError(f'dtype must be "auto", a floating torch dtype or its name such as "bfloat16", got {dtype!r}')
+
+
+def check_placement(device: object, device_map: object, tp_plan: object) -> None:
+    """Raise where the target's place is given twice."""
+    given = {name: value for name, value in
+             (("device", device), ("device_map", device_map), ("tp_plan", tp_plan)) if value is not None}
+    if len(given) > 1:
+        raise ValueError(f"give {' or '.join(f'{name} ({value!r})' for name, value in given.items())}, not both")
+
+
+def check_device(device: object) -> torch.device:
+    """The device, default CUDA where available, else the CPU.
+
+    Raises:
+        ValueError: one that torch does not know, or cannot use here.
+    """
+    try:
+        place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        torch.zeros(1, device=place).item()
+    except Exception as error:  # torch raises an AssertionError where it was built without CUDA
+        reason = str(error).partition("\n")[0]
+        raise ValueError(f"device {device!r} cannot be used here: {reason}") from error
+    return place
+
+
+def load_target(
+    target: str | Path,
+    *,
+    dtype: str | torch.dtype = "auto",
+    device: str | torch.device | None = None,
+    device_map: str | dict | None = None,
+    tp_plan: str | dict[str, str] | None = None,
+    quantization_config: object | None = None,
+    attn_implementation: str | None = None,
+    trust_remote_code: bool = False,
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
+    """A causal LM and its tokenizer, placed as `load` places them; None where it has no tokenizer that loads.
+
+    Raises:
+        ValueError, TypeError, OSError: see `load`.
+    """
+    target = check_source("target", target)
+    check_dtype(dtype)
+    if not (quantization_config is None or isinstance(quantization_config, (dict, QuantizationConfigMixin))):
+        raise TypeError(f"quantization_config must be one of transformers or None, got {quantization_config!r}")
+    if attn_implementation not in (None, *STOCK):
+        accepted = ", ".join(STOCK)
+        raise ValueError(f"attn_implementation must be None or one of {accepted}, got {attn_implementation!r}")
+    check_placement(device, device_map, tp_plan)
+    options = loading_options(tp_plan)
+    place = check_device(device)
+    if dtype == "auto" and device_map is None and place.type == "cpu":
+        dtype = torch.float32
+    if quantization_config is not None:  # None would take a saved one away
+        options["quantization_config"] = quantization_config
+    try:
+        model, loaded = AutoModelForCausalLM.from_pretrained(
+            target, dtype=dtype, device_map=device_map, attn_implementation=attn_implementation,
+            trust_remote_code=trust_remote_code, output_loading_info=True, **options,
+        )
+    except (OSError, ValueError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # what damaged files and unknown devices end in
+        raise ValueError(f"{target} cannot be loaded as a causal LM: {type(error).__name__}: {error}") from error
+    if loaded["missing_keys"]:  # transformers would go on with random numbers
+        raise ValueError(f"{target} lacks weights: {', '.join(sorted(loaded['missing_keys']))}")
+    if device_map is None and "distributed_config" not in options:
+        model.to(place)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(target, trust_remote_code=trust_remote_code)
+    except Exception as error:  # whatever a broken tokenizer file raises
+        log.warning("%s has no tokenizer that loads (%s); prompts must be token ids", target, error)
+        tokenizer = None
+    return model, tokenizer

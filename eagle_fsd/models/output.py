@@ -1,0 +1,45 @@
+"""A target's output layer: logits of all tokens, or of some rows of it only.
+
+D hidden size, V vocabulary, R rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True, eq=False)
+class OutputRows:
+    """Some tokens' part of a target's output layer: [..., D] -> [..., R] in float32, scaled and capped as the target's.
+
+    Args:
+        source: the weight that the rows were copied from, by which it is known what they belong to.
+    """
+
+    source: Tensor  # [V, D]
+    weight: Tensor  # [R, D]
+    bias: Tensor | None  # [R]
+    scale: float
+    softcap: float | None
+
+    def __call__(self, features: Tensor) -> Tensor:
+        return output_logits(lambda x: nn.functional.linear(x, self.weight, self.bias), features, self.scale,
+                             self.softcap)
+
+    def belong_to(self, weight: Tensor) -> bool:
+        """Whether they are rows of this weight [V, D], as it is now."""
+        return self.source is weight and (self.weight.device, self.weight.dtype) == (weight.device, weight.dtype)
+
+
+def output_logits(
+    lm_head: Callable[[Tensor], Tensor], features: Tensor, scale: float, softcap: float | None
+) -> Tensor:
+    """[..., D] -> [..., V] in float32, scaled and capped as the target scales and caps its logits."""
+    logits = lm_head(features).float()
+    if scale != 1:
+        logits = logits * scale
+    return logits if softcap is None else torch.tanh(logits / softcap) * softcap

@@ -1,0 +1,46 @@
+"""Where modules compute, copies on other devices, and what tells one model's weights from another's."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from accelerate.hooks import remove_hook_from_module
+from accelerate.utils import align_module_device
+from torch import nn
+
+from .parallel import plain_parts, whole
+
+
+def weights_digest(module: nn.Module) -> str:
+    """A number from a few of each parameter's values in bf16, and a head's draft vocabulary; those that are offloaded
+    do not count."""
+    total = 0.0
+    for number, weight in enumerate(module.parameters(), 1):
+        for part in plain_parts(whole(weight.detach())):
+            if not part.is_meta:
+                step = max(1, part.numel() // 97)
+                if part.is_contiguous():
+                    values = part.flatten()[::step]
+                else:  # to flatten one that lies otherwise would be to copy it
+                    places = torch.arange(0, part.numel(), step, device=part.device)
+                    values = part[torch.unravel_index(places, part.shape)]
+                total += values.to(torch.bfloat16).double().sum().item() / number
+    tokens = getattr(module, "token_map", None)
+    return f"{total:.9g}" + ("" if tokens is None else f"/{len(tokens)}-{tokens.sum().item()}")
+
+
+def device_of(module: nn.Module) -> torch.device:
+    """Where a module computes: where its weights are, or where accelerate brings those that it keeps elsewhere."""
+    first = next(each for each in module.modules() if any(True for _ in each.parameters(recurse=False)))
+    weight = next(first.parameters(recurse=False))
+    hook = getattr(first, "_hf_hook", None)
+    return torch.device(hook.execution_device) if weight.is_meta and hook is not None else weight.device
+
+
+def copy_to(module: nn.Module, device: torch.device) -> nn.Module:
+    """A copy on another device, without the hooks that accelerate placed it with."""
+    hook = getattr(module, "_hf_hook", None)  # may hold all weights that are kept elsewhere: not to be copied
+    with align_module_device(module):
+        copied = copy.deepcopy(module, {id(hook): hook})
+    return remove_hook_from_module(copied).to(device)

@@ -1,0 +1,33 @@
+"""Directories and hub repositories: what names them, and the local paths of their files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from transformers.utils import cached_file
+
+
+def check_source(name: str, source: object) -> str:
+    """A directory or hub id as text.
+
+    Raises:
+        TypeError: neither text nor a path.
+        ValueError: a file, or a path at which there is nothing.
+    """
+    if not isinstance(source, (str, Path)):
+        raise TypeError(f"{name} must be a directory or a hub id, got {source!r}")
+    text, path = str(source), Path(source)
+    if path.is_file():
+        raise ValueError(f"{name} must be a directory or a hub id, {text!r} is a file")
+    is_path = isinstance(source, Path) or path.is_absolute() or text.startswith(".")
+    if not text or is_path and not path.is_dir():
+        raise ValueError(f"{name} must be a directory or a hub id, there is no directory {text!r}")
+    return text
+
+
+def fetch(source: str, filename: str) -> str | None:
+    """Local path of a file of a directory or hub repository; None where it has no such file."""
+    if Path(source).is_dir():
+        path = Path(source) / filename
+        return str(path) if path.is_file() else None
+    return cached_file(source, filename, _raise_exceptions_for_missing_entries=False)

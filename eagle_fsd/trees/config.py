@@ -1,0 +1,111 @@
+"""The size and shape of draft trees: small frozen dataclasses, validated on construction."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from numbers import Real
+
+
+@dataclass(frozen=True)
+class Confidence:
+    """How likely a drafted token is to be accepted behind an accepted parent, given the draft's probability of it.
+
+    Piecewise linear from log-probability to log-probability, for a parent's best child and for its other children.
+
+    Args:
+        knots: draft log-probabilities, ascending (>= 2). first, others: log acceptance probabilities at the knots, not
+            descending, at most 0.
+    """
+
+    knots: tuple[float, ...]
+    first: tuple[float, ...]
+    others: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        if not 2 <= len(self.knots) == len(self.first) == len(self.others):
+            raise ValueError("Confidence needs at least two knots, and as many values for first and others")
+        if len(set(self.knots)) < len(self.knots):
+            raise ValueError(f"Confidence.knots must differ from one another, got {self.knots}")
+        for name, values in (("knots", self.knots), ("first", self.first), ("others", self.others)):
+            if list(values) != sorted(values) or not all(map(math.isfinite, values)) or values[-1] > 0:
+                raise ValueError(f"Confidence.{name} must ascend to at most 0, got {values}")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+@dataclass(frozen=True)
+class TreeConfig:
+    """Size and shape limits of the draft tree (EAGLE-2, arXiv 2406.16858, section 4).
+
+    Args:
+        total_tokens: nodes verified per cycle, the root included (2 to 4096), as in the published code.
+        depth: levels below the root (1 to 256). The published code counts forwards after the first: its d is our d + 1.
+        top_k: children scored per expanded node, and nodes expanded per level (1 to 256).
+        draft_temperature: the draft's logits are divided by it before the log-softmax that ranks nodes; 1 is the
+            published behaviour. Below 1 the tree becomes deeper and narrower, which pays when decoding is greedy.
+        confidence: what ranks nodes instead, fitted to what was accepted; None: the draft's log-probability.
+        least_reach: no further level is drafted where the acceptance probabilities of the nodes that it would start
+            from sum up to less than this; at the first level nothing is drafted then. 0: always to the full depth.
+        least_probability: nodes less likely to be accepted are left out. 0: always `total_tokens` nodes.
+
+    Raises:
+        TypeError, ValueError: a value of the wrong type or range.
+    """
+
+    total_tokens: int = 60
+    depth: int = 8
+    top_k: int = 10
+    draft_temperature: float = 1.0
+    confidence: Confidence | None = None
+    least_reach: float = 0.0
+    least_probability: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name, least, most in (("total_tokens", 2, 4096), ("depth", 1, 256), ("top_k", 1, 256)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise TypeError(f"TreeConfig.{name} must be an int, got {value!r}")
+            if value < least:
+                raise ValueError(f"TreeConfig.{name} must be at least {least}, got {value}")
+            if value > most:  # beyond any use, and memory would run out in the middle of an answer
+                raise ValueError(f"TreeConfig.{name} must be at most {most}, got {value}")
+        if not (_is_number(self.draft_temperature) and 0 < self.draft_temperature < math.inf):
+            raise ValueError(f"TreeConfig.draft_temperature must be a positive number, got {self.draft_temperature!r}")
+        for name in ("least_reach", "least_probability"):
+            value = getattr(self, name)
+            if not (_is_number(value) and 0 <= value < math.inf):
+                raise ValueError(f"TreeConfig.{name} must be a number of at least 0, got {value!r}")
+        if not (self.confidence is None or isinstance(self.confidence, Confidence)):
+            raise TypeError(f"TreeConfig.confidence must be a Confidence or None, got {self.confidence!r}")
+
+    @property
+    def scored_nodes(self) -> int:
+        """Nodes below the root that the draft scores: K at the first level, K * K at each further one."""
+        return self.top_k + (self.depth - 1) * self.top_k**2
+
+    @property
+    def nodes(self) -> int:
+        """Nodes verified per cycle: `total_tokens`, or fewer where fewer can be scored."""
+        return min(self.total_tokens, self.scored_nodes + 1)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A chosen tree; None where plain decoding is faster.
+
+    rate: tokens per second expected with it for each sequence. cost: of a cycle with so many nodes and levels, in
+    cycles without drafting; None where nothing is known.
+    """
+
+    tree: TreeConfig | None
+    rate: float = 0.0
+    cost: Callable[[int, int], float] | None = None
+
+
+# Without `tree=`: the published tree where verifying 60 nodes costs hardly more than one, a small one on a CPU.
+GPU_TREE = TreeConfig(60, 8, 10)
+CPU_TREE = TreeConfig(16, 6, 3, draft_temperature=0.5)

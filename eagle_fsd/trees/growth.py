@@ -1,0 +1,198 @@
+"""Growing the draft tree: expansion by confidence, then reranking (EAGLE-2, arXiv 2406.16858, section 4).
+
+B batch, T tokens accepted in the last cycle (of each row), K children per node and nodes per level, N nodes verified,
+E = 1 + K * (depth - 1) expanded nodes, S = 1 + K + (depth - 1) * K * K scored nodes, D hidden size, F width of the
+target's features, V vocabulary, R the draft's.
+
+Scored nodes are numbered level by level from the root, 0, on; within a level by the rank of the parent, then by their
+own rank. A parent's number is thus smaller than its child's, and its cumulative log-probability is not lower. Expanded
+nodes are numbered in the same order; expanded node e has children 1 + e * K to K + e * K.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from ..heads.eagle import DraftHead
+from ..models.cache import TreeCache
+from ..models.masks import tree_mask
+from ..models.parallel import tensor_of_first
+from ..models.target import TargetModel, prefill_rows
+from .confidence import Lines, apply_confidence, confidence_lines
+from .config import TreeConfig
+from .tree import DraftTree, ancestors_of, root_only
+
+
+def extend_draft(
+    head: DraftHead,
+    features: Sequence[Tensor],  # B x [T, F] of the target, T of each row
+    tokens: Sequence[Tensor],  # B x [T], each the token after its feature
+    cache: TreeCache,
+) -> Tensor:  # [B, 1, D]
+    """Feed the accepted tokens with the target's features; returns the predicted feature of each row's last one."""
+    rows = prefill_rows(tokens[0].device)
+    while max(map(len, tokens)) > rows:  # a prompt is read in parts
+        parts = [min(rows, len(each) - 1) for each in tokens]
+        extend_draft(head, [each[:part] for each, part in zip(features, parts, strict=True)],
+                     [each[:part] for each, part in zip(tokens, parts, strict=True)], cache)
+        features = [each[part:] for each, part in zip(features, parts, strict=True)]
+        tokens = [each[part:] for each, part in zip(tokens, parts, strict=True)]
+    counts = [len(each) for each in tokens]
+    lengths, prefix, device = cache.lengths, cache.length, tokens[0].device
+    read, fed = _padded(features), _padded(tokens)  # [B, T, F], [B, T]
+    batch, count = fed.shape
+    ahead = torch.arange(count, device=device)
+    positions = torch.tensor(lengths, device=device)[:, None] + ahead
+    prefix_visible, mask = cache.visible(device), None
+    if (prefix and count > 1) or prefix_visible is not None:
+        causal = (ahead[:, None] >= ahead).expand(batch, -1, -1)
+        mask = tree_mask(causal, prefix, head.dtype, prefix_visible)
+    predicted = head(head.read(read), fed, positions, mask, cache)
+    cache.commit(lengths, [range(prefix, prefix + own) for own in counts])
+    if min(counts) == count:
+        return predicted[:, -1:]
+    last = (torch.tensor(counts, device=device) - 1).clamp_min(0)  # of a prompt in parts a short row may have none left
+    return predicted.gather(1, last[:, None, None].expand(-1, -1, predicted.shape[-1]))
+
+
+def _padded(rows: Sequence[Tensor]) -> Tensor:
+    return rows[0][None] if len(rows) == 1 else pad_sequence(list(rows), batch_first=True)
+
+
+def draft_tree(
+    head: DraftHead,
+    target: TargetModel,
+    features: Sequence[Tensor],  # B x [T, F] of the target, of the positions before `tokens`
+    tokens: Sequence[Tensor],  # B x [T], the last one being the root
+    cache: TreeCache,
+    config: TreeConfig,
+    keep_logits: bool = True,
+) -> tuple[DraftTree, Tensor]:
+    """One draft tree per row, and the draft's raw logits [B, E, V] of its expanded nodes; [B, 0, V] without
+    `keep_logits`: with large vocabularies it takes long to put them together.
+
+    The draft's cache is left holding the accepted tokens only. With `least_reach` or `least_probability` a tree may be
+    shallower or smaller than `config` says, down to the root alone; both wait for the device once per level.
+    """
+    predicted = extend_draft(head, features, tokens, cache)
+    root = torch.stack([each[-1] for each in tokens])
+    return grow_tree(head, target, predicted, root, cache, config, keep_logits)
+
+
+def grow_tree(
+    head: DraftHead,
+    target: TargetModel,
+    predicted: Tensor,  # [B, 1, D] features of the root
+    root: Tensor,  # [B]
+    cache: TreeCache,  # of what comes before the root's children
+    config: TreeConfig,
+    keep_logits: bool = True,
+) -> tuple[DraftTree, Tensor]:
+    """`draft_tree`, once the accepted tokens have been read."""
+    k, depth, base = config.top_k, config.depth, cache.length
+    batch, device = len(root), root.device
+    lines = None if config.confidence is None else confidence_lines(config.confidence, k, device)
+
+    # Level 1: the root's K best children are all scored and all expanded.
+    logits = head.own_logits(predicted, target.logits)  # [B, 1, R]
+    draft_logits = [logits]
+    child_scores, child_tokens = _best_children(head, logits, config, lines, target.group)
+    frontier_scores, frontier_tokens = child_scores[:, 0], child_tokens[:, 0]  # [B, K]
+    if not _worth_a_level(frontier_scores, config):
+        return root_only(root), head.widen(logits[:, : int(keep_logits)])
+    scores = [torch.zeros_like(frontier_scores[:, :1]), frontier_scores]
+    levels = [root[:, None], frontier_tokens]
+    expanded = [torch.arange(1 + (k if depth > 1 else 0), device=device).expand(batch, -1)]  # their scored numbers
+    frontier_features = predicted.expand(-1, k, -1)
+    positions = cache.starts(device)[:, None].expand(-1, k)
+    itself = torch.eye(k, dtype=torch.bool, device=device).expand(batch, -1, -1)
+    mask = tree_mask(itself, base, head.dtype, cache.visible(device))  # [B, 1, K, keys]
+    itself = mask[..., base:]
+
+    for level in range(2, depth + 1):
+        predicted = head(frontier_features, frontier_tokens, positions, mask, cache)  # [B, K, D]
+        logits = head.own_logits(predicted, target.logits)
+        if keep_logits:
+            draft_logits.append(logits)
+        child_scores, child_tokens = _best_children(head, logits, config, lines, target.group)
+        child_scores = (child_scores + frontier_scores[..., None]).flatten(1)  # [B, K * K], cumulative
+        child_tokens = child_tokens.flatten(1)
+        scores.append(child_scores)
+        levels.append(child_tokens)
+        if level < depth:
+            frontier_scores, best = child_scores.topk(k)
+            if not _worth_a_level(frontier_scores, config):
+                break
+            expanded.append(best + (1 + k + (level - 2) * k * k))
+            parents = best // k  # [B, K], ranks within the level above
+            frontier_tokens = child_tokens.gather(1, best)
+            frontier_features = predicted.gather(1, parents[..., None].expand_as(predicted))
+            positions = positions + 1
+            inherited = mask.gather(2, parents[:, None, :, None].expand_as(mask))
+            mask = torch.cat([inherited, itself], -1)
+    cache.truncate(base)
+    tree = rerank(torch.cat(levels, 1), torch.cat(scores, 1), torch.cat(expanded, 1), len(levels) - 1, config)
+    return tree, head.widen(torch.cat(draft_logits, 1) if keep_logits else logits[:, :0].clone())
+
+
+def _best_children(
+    head: DraftHead, logits: Tensor, config: TreeConfig, lines: Lines | None, group: dist.ProcessGroup | None
+) -> tuple[Tensor, Tensor]:
+    """Scores and tokens [B, *, K] of the K best children of each node: what a step adds to a path's score."""
+    logits = logits if config.draft_temperature == 1 else logits / config.draft_temperature
+    scores, tokens = logits.log_softmax(-1).topk(config.top_k)
+    if lines is not None:
+        scores = apply_confidence(lines, scores)
+    return tensor_of_first(group, scores), tensor_of_first(group, head.named(tokens))
+
+
+def _worth_a_level(scores: Tensor, config: TreeConfig) -> bool:
+    """Whether nodes [B, K] of this level are likely enough to be accepted, over the rows, to draft behind them."""
+    if not config.least_reach:
+        return True
+    return sum(map(math.exp, scores.flatten().tolist())) >= config.least_reach * len(scores)
+
+
+def rerank(
+    tokens: Tensor,  # [B, S], the root's first
+    scores: Tensor,  # [B, S], cumulative log-probabilities, 0 for the root
+    expanded: Tensor,  # [B, E], scored numbers of the expanded nodes, the root's first
+    depth: int,  # levels below the root that were scored
+    config: TreeConfig,
+) -> DraftTree:
+    """The N best scored nodes as a tree.
+
+    A cumulative log-probability never grows along a path, so the best nodes are connected; where one rounds to its
+    parent's, the stable sort takes the parent first. What a broken head makes NaN comes last, the root stays.
+    """
+    k, batch = config.top_k, len(tokens)
+    comparable = scores.nan_to_num(nan=-math.inf, neginf=-math.inf)
+    comparable[:, 0] = math.inf  # a sum of confidences can round to above 0
+    sorted_scores, order = comparable.sort(dim=1, descending=True, stable=True)
+    count = min(config.total_tokens, scores.shape[1])
+    if config.least_probability:
+        likely = (sorted_scores >= math.log(config.least_probability)).sum().item()
+        count = min(count, math.ceil(likely / batch))
+        if count <= 1:
+            return root_only(tokens[:, 0])
+    kept = order[:, :count].sort(1).values  # [B, N], in the order of scored numbers
+    parent = ((kept - 1) // k).clamp_min(0)  # as expanded node; the root is its own
+    parents = torch.searchsorted(kept, expanded.gather(1, parent))
+    depths = ((parent - 1) // k + 2).minimum(kept)  # 0 for the root, scored node 0
+    rows = torch.arange(expanded.shape[1], device=tokens.device).expand(batch, -1)
+    draft_rows = torch.zeros_like(tokens).scatter_(1, expanded, rows)
+    return DraftTree(
+        tokens=tokens.gather(1, kept),
+        parents=parents,
+        depths=depths,
+        ancestors=ancestors_of(parents, depth),
+        draft_rows=draft_rows.gather(1, kept),
+        scores=scores.gather(1, kept),
+        max_depth=depth,
+    )

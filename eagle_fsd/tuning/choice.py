@@ -1,0 +1,109 @@
+"""tree="auto": the tree that emits the most tokens per second with this pair, rule, temperature and machine.
+
+Logged cycles say how likely a draft probability is to be accepted (`fit_confidence`) and how many tokens any smaller
+tree would have emitted there; `Latency` says how long it would have taken. `choose` tries shapes and stopping rules on
+these logs, without generating.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from ..acceptance import Rule
+from ..trees.config import CPU_TREE, Choice, TreeConfig
+from .fitting import fit_confidence
+from .latency import Latency
+from .logs import LOGGED_TREE, LoggedCycle, TreeLog
+from .replay import Replay
+
+log = logging.getLogger(__name__)
+TRIED_NODES = (2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 64)
+REACHES = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6)
+PROBABILITIES = (0.01, 0.03, 0.06, 0.1, 0.15, 0.2, 0.3)
+
+
+def choose(cycles: Sequence[LoggedCycle], latency: Latency, *, stopping: bool = True, rows: int = 1) -> Choice:
+    """The tree with the most tokens per second on these cycles.
+
+    Shape first, then the stopping rules, then the shape again.
+
+    Args:
+        stopping: whether a cycle may draft less than the whole tree, which waits for the device at every level.
+        rows: sequences of the batch.
+    """
+    confidence = fit_confidence(cycles)
+    widths = [top_k for top_k in sorted(latency.level) if top_k <= LOGGED_TREE.top_k]
+    replays = {top_k: Replay(cycles, confidence, top_k) for top_k in widths}
+    base = TreeConfig(2, 1, 1, confidence=confidence)
+
+    def best_shape(start: TreeConfig) -> tuple[float, TreeConfig]:
+        found = []
+        for top_k, replay in replays.items():
+            for depth in range(1, LOGGED_TREE.depth + 1):
+                tree = replace(start, depth=depth, top_k=top_k)
+                rates = replay.rate(tree, latency, TRIED_NODES, rows)
+                at = int(rates.argmax())
+                found.append((float(rates[at]), replace(tree, total_tokens=TRIED_NODES[at])))
+        return max(found, key=lambda each: each[0])
+
+    rate, tree = best_shape(base)
+    if stopping:
+        whole = replace(base, depth=LOGGED_TREE.depth, total_tokens=max(TRIED_NODES))
+        candidates = [replace(whole, top_k=top_k, least_reach=reach, least_probability=p)
+                      for top_k in replays for reach in REACHES for p in PROBABILITIES]
+        start = max(candidates, key=lambda c: replays[c.top_k].rate(c, latency, rows=rows)[0])
+        rate, tree = max((rate, tree), best_shape(start), key=lambda each: each[0])
+    plain = latency.plain_cycle(rows)
+    log.info("tree for %d logged cycles in batches of %d: %s, %.1f tokens/s expected, %.1f plainly", len(cycles), rows,
+             describe_tree(tree), rows * rate, rows / plain)
+    return Choice(tree if rate * plain > 1 else None, rate, cost_of(tree, latency, rows))
+
+
+def cost_of(tree: TreeConfig, latency: Latency, rows: int) -> Callable[[int, int], float]:
+    """Of cycles of a batch with such a tree, by nodes and levels, in cycles without drafting: see `Choice`."""
+    plain = latency.plain_cycle(rows)
+    return lambda nodes, levels: latency.cycle(nodes, levels, tree.top_k, rows) / plain
+
+
+def describe_tree(tree: TreeConfig) -> str:
+    """A tree without its confidence's numbers."""
+    shape = f"{tree.total_tokens} nodes, depth {tree.depth}, top_k {tree.top_k}"
+    stops = f", least_reach {tree.least_reach:g}, least_probability {tree.least_probability:g}"
+    return shape + (stops if tree.least_reach or tree.least_probability else "")
+
+
+class AutoTree:
+    """Chooses the tree of a request, from the logs beside a head and this machine's latency.
+
+    Args:
+        default: the tree where there are no logs.
+        single: latency of single prompts where they run otherwise, as CUDA graphs.
+    """
+
+    def __init__(
+        self, logs: Sequence[TreeLog], latency: Latency, *, stopping: bool, default: TreeConfig = CPU_TREE,
+        single: Latency | None = None,
+    ) -> None:
+        self.logs, self.latency, self.stopping, self.default = logs, latency, stopping, default
+        self.single = single or latency
+        self._chosen: dict[tuple[int, int], Choice] = {}
+
+    def of(self, rule: Rule, temperature: float, rows: int = 1) -> Choice:
+        """For a rule at a temperature: greedy logs for greedy decoding, of those at the nearest temperature its own,
+        else that of `exact` (which accepts least), else any. A batch gets that of the next power of two."""
+        ours, rows = repr(rule), 1 << (rows - 1).bit_length()
+        latency = self.single if rows == 1 else self.latency
+        if not self.logs:
+            return Choice(self.default, cost=cost_of(self.default, latency, rows))
+
+        def distance(entry: TreeLog) -> tuple:
+            return ((entry.temperature == 0) != (temperature == 0), abs(entry.temperature - temperature),
+                    entry.rule != ours, not entry.rule.startswith("Exact"))
+
+        nearest = min(range(len(self.logs)), key=lambda number: distance(self.logs[number]))
+        if (nearest, rows) not in self._chosen:
+            cycles = self.logs[nearest].cycles
+            self._chosen[nearest, rows] = choose(cycles, latency, stopping=self.stopping, rows=rows)
+        return self._chosen[nearest, rows]

@@ -1,0 +1,119 @@
+"""What was measured on this machine, kept in the user's cache directory."""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import os
+import platform
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+import transformers
+
+from ..engine.compiled import is_compiled
+from ..engine.graphs import GraphCycles
+from ..files import save_atomically
+from ..heads.eagle import DraftHead
+from ..models.flash import find_flash
+from ..models.parallel import is_first, of_first
+from ..models.placement import weights_digest
+from ..models.target import TargetModel
+from .latency import Latency
+from .measuring import CONTEXT, LONG, MEASURED_NODES, measure, measure_attention
+
+log = logging.getLogger(__name__)
+
+
+
+def cache_directory() -> Path:
+    """EAGLE_FSD_CACHE, else eagle_fsd in the user's cache directory."""
+    given = os.environ.get("EAGLE_FSD_CACHE")
+    return Path(given) if given else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "eagle_fsd"
+
+
+@functools.lru_cache(maxsize=1)
+def processor_name() -> str:
+    """As the system calls it."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.exists() else []
+    names = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor() or platform.machine())
+
+
+def circumstances(target: TargetModel, head: DraftHead | None, graphs: GraphCycles | None = None) -> str:
+    """What a latency depends on, as one string."""
+    device = target.output_device
+    threads = f"{device}, {processor_name()}, {torch.get_num_threads()} threads"
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else threads
+    processes = [] if target.group is None else [f"{target.group.size()} processes"]
+    return "; ".join([
+        *(["compiled"] if is_compiled(target) else []), *(["graphs"] if graphs else []),
+        target.digest(), "no head" if head is None else weights_digest(head), str(target.dtype), name, *processes,
+        target.config._attn_implementation, f"torch {torch.__version__}", f"transformers {transformers.__version__}",
+    ])
+
+
+def known_latency(target: TargetModel, head: DraftHead, graphs: GraphCycles | None = None) -> Latency:
+    """From the cache on disk, else measured and kept there.
+
+    Args:
+        graphs: of single prompts, where they serve the measured text; else it is that of ordinary cycles.
+    """
+    if graphs is not None and not graphs.serve(CONTEXT + max(MEASURED_NODES) + LONG, []):
+        graphs = None
+    key, path = circumstances(target, head, graphs), cache_directory() / "latency.json"
+    key, stored = of_first(target.group, lambda: (key, _kept(path)))
+    if key in stored:
+        entry = stored[key]
+        numbers = {name: {int(at): value for at, value in entry[name].items()} for name in ("base", "level")}
+        return Latency(**{**entry, **numbers})
+    log.info("measuring how long cycles take with trees of several sizes")
+    measured = measure(target, head, graphs)
+    if graphs is not None:
+        graphs.cycles.clear()  # those of the measured trees
+        if graphs.failed is not None:
+            return known_latency(target, head)
+    latency = of_first(target.group, lambda: measured)
+    if is_first(target.group):
+        _keep(path, key, asdict(latency))
+    return latency
+
+
+def _kept(path: Path) -> dict:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+
+
+def _keep(path: Path, key: str, value: object) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        text = json.dumps({**_kept(path), key: value}, indent=1)
+        save_atomically(path, lambda part: part.write_text(text, encoding="utf-8"))
+    except OSError as error:
+        log.warning("%s cannot be written (%s): latencies are measured again next time", path, error)
+
+
+
+def use_fastest_attention(target: TargetModel) -> None:
+    """Switch to the attention implementation that verifies a tree fastest, of those that agree with the present one.
+
+    The choice is kept on disk like the latencies; that it agrees is checked at every load.
+    """
+    flash = find_flash(target.device)
+    key, path = f"{circumstances(target, None)}; {flash and flash[0]}", cache_directory() / "attention.json"
+    chosen = of_first(target.group, lambda: _kept(path).get(key))
+    if chosen is None:
+        seconds = measure_attention(target)
+        chosen = of_first(target.group, lambda: min(seconds, key=seconds.__getitem__))
+        log.info("attention %s is the fastest: %s", chosen, seconds)
+        if is_first(target.group):
+            _keep(path, key, chosen)
+    try:
+        target.use_attention(chosen)
+    except ValueError as error:
+        log.warning("%s", error)

@@ -1,0 +1,5 @@
+"""`python -m eval.report`."""
+
+from eval.report.tables import main
+
+main()

@@ -1,0 +1,1 @@
+"""The demo pair from nothing: tasks, text, target, answers and head."""

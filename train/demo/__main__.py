@@ -1,0 +1,5 @@
+"""`python -m train.demo`."""
+
+from train.demo.demo import main
+
+main()
