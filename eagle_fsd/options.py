@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, TypeVar
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from .checks import require_bool, require_integer, require_number
 from .models.implementations import IMPLEMENTATIONS
@@ -148,6 +149,68 @@ class AcceptanceOptions(Options):
                 raise ValueError(f"budget must be at least 0 nats, got {self.budget!r}")
         if not (self.tree is None or isinstance(self.tree, TreeConfig)):
             raise TypeError(f"tree must be a TreeConfig or None (what load(tree=...) said), got {self.tree!r}")
+
+
+@dataclass(frozen=True)
+class LoadOptions(Options):
+    """Which pair is loaded, where to, and in what form.
+
+    Args:
+        target: directory or hub id; None, with no draft: the bundled demo pair.
+        draft: directory or hub id of its draft head; None: the one that is known for the target (`eagle-fsd heads`),
+            taken with a warning.
+        dtype: "auto" (float32 on a CPU, the checkpoint's own elsewhere), a torch dtype or its name.
+        device: where to put both models; default: CUDA where available, else the CPU.
+        device_map: placement by accelerate, instead of `device`; the head goes where the output layer is.
+        tp_plan: "auto" shards the target's weights over the processes of `torchrun`, by the model's own plan for tensor
+            parallelism, or with rules on top of it (docs/large_targets.md). Every process loads, calls and gets the
+            same.
+        quantization_config: one of `transformers`, to quantise the target with while it is loaded. A checkpoint that
+            was saved quantised needs none.
+        attn_implementation: "sdpa", "eager", "grouped", "split", or "auto": the fastest here, measured once; see
+            docs/attention.md. Default: sdpa where the model has it, on a CPU without its copies ("grouped").
+        trust_remote_code: allow a target to run code from its repository.
+        calibration: directory of `calibration.json` (`eagle-fsd calibrate --out`) and, before the head's own, of
+            `tree.json` (`eagle-fsd tune --out`); None: the head's.
+        tree: where `generate` is given none: "auto", the one that emits the most tokens per second on this machine,
+            where the head has logs to choose it by (`eagle-fsd tune`), else a default for the device; drafting pauses
+            where it does not pay. The models' latency is measured once for it and kept. None: that default, without
+            pauses; or a `TreeConfig`.
+        compile: compile the models' forwards first, or capture them as CUDA graphs, see `EagleModel.compile`: pays with
+            a small target, whose forwards are half overhead.
+    """
+
+    target: str | Path | None = None
+    draft: str | Path | None = None
+    dtype: str = "auto"  # or a torch dtype
+    device: str | None = None  # or a torch device
+    device_map: str | dict | None = None
+    tp_plan: str | dict[str, str] | None = None
+    quantization_config: object | None = None
+    attn_implementation: str | None = None
+    trust_remote_code: bool = False
+    calibration: str | Path | None = None
+    tree: TreeConfig | str | None = "auto"
+    compile: bool = False
+
+    def __post_init__(self) -> None:
+        if self.target is None and self.draft is not None:
+            raise ValueError("target= is missing: give both target and draft, or neither for the bundled pair")
+        if self.attn_implementation not in (None, "auto", *IMPLEMENTATIONS):
+            raise ValueError(f"attn_implementation must be None, auto or one of {', '.join(IMPLEMENTATIONS)}, got "
+                             f"{self.attn_implementation!r}")
+        check_placement(self.device, self.device_map, self.tp_plan)
+        if not (self.tree is None or self.tree == "auto" or isinstance(self.tree, TreeConfig)):
+            raise ValueError(f'tree must be "auto", a TreeConfig or None, got {self.tree!r}')
+        require_bool("compile", self.compile)
+
+
+def check_placement(device: object, device_map: object, tp_plan: object) -> None:
+    """Raise where the target's place is given twice."""
+    given = {name: value for name, value in
+             (("device", device), ("device_map", device_map), ("tp_plan", tp_plan)) if value is not None}
+    if len(given) > 1:
+        raise ValueError(f"give {' or '.join(f'{name} ({value!r})' for name, value in given.items())}, not both")
 
 
 def names_of(options: type[Options]) -> list[str]:
