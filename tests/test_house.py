@@ -1,0 +1,36 @@
+"""The page about the architecture names every folder and module that is on the disk, with its own first sentence."""
+
+import ast
+
+from docs import house
+
+
+def named():
+    """Path and line of each folder and module in the page's tree, read by its indentation."""
+    text = house.PAGE.read_text(encoding="utf-8").split(house.BEGIN)[1].split(house.END)[0]
+    folders, found = [], {}
+    for line in text.strip().removeprefix("```text\n").removesuffix("```").splitlines():
+        name, _, purpose = line.strip().partition(" ")
+        depth = (len(line) - len(line.lstrip())) // 2
+        folders[depth:] = [name.rstrip("/")] if name.endswith("/") else []
+        path = "/".join([*folders, "__init__.py" if name.endswith("/") else name])
+        assert path not in found, f"{path} stands there twice"
+        found[path] = purpose.strip()
+    return found
+
+
+def test_the_tree_is_what_is_on_the_disk():
+    on_disk = {path.relative_to(house.ROOT).as_posix() for top in house.TOPS for path in (house.ROOT / top).rglob("*.py")}
+    assert set(named()) == on_disk, "run python -m docs.house"
+
+
+def test_every_line_is_the_first_sentence_of_the_docstring():
+    for path, purpose in named().items():
+        docstring = ast.get_docstring(ast.parse((house.ROOT / path).read_text(encoding="utf-8")))
+        assert docstring, f"{path} does not say what it is for"
+        rest = " ".join(docstring.split()).removeprefix(purpose)
+        assert purpose and rest[:1] in ("", ".", "?", " "), f"{path}: run python -m docs.house"
+
+
+def test_the_page_is_current():
+    assert house.PAGE.read_text(encoding="utf-8") == house.page(), "run python -m docs.house"
