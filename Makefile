@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN = $(VENV)/bin
 TORCH ?= torch==2.13.0
 
-.PHONY: demo test lint setup
+.PHONY: demo test lint docs setup
 
 setup: $(VENV)/.ready
 
@@ -26,3 +26,8 @@ test: setup
 
 lint: setup
 	$(BIN)/ruff check .
+
+docs: setup
+	$(BIN)/python -m pip install --quiet -e ".[docs]" --no-build-isolation
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo build/site/index.html
