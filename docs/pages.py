@@ -11,7 +11,7 @@ from mkdocs.structure.files import File, Files
 ROOT = Path(__file__).parents[1]
 SHOWN = ("*.md", "docs/*.md", "docs/*.svg", "docs/*.ipynb", "checkpoints/**/*.md", "eval/results/*.md",
          "eval/results/*.png")
-COMMAND = re.compile(r"^## (eagle-fsd(?: \w+)?)$", re.MULTILINE)
+COMMAND = re.compile(r"^## (eagle-fsd \w+)\n\n(?:.+\n)+", re.MULTILINE)  # a heading and the paragraph below it
 
 
 def on_files(files, config):
@@ -22,10 +22,10 @@ def on_files(files, config):
 
 
 def on_page_markdown(markdown, page, config, files):
-    """Below each command's heading of docs/commands.md, what it says about itself."""
+    """In docs/commands.md, below what stands there of each command, what it says about itself."""
     if page.file.src_uri != "docs/commands.md":
         return markdown
-    return COMMAND.sub(lambda found: f"{found[0]}\n\n```text\n{help_of(found[1])}\n```", markdown)
+    return COMMAND.sub(lambda found: f"{found[0]}\n```text\n{help_of(found[1])}\n```\n", markdown)
 
 
 def help_of(command: str) -> str:
