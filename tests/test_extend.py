@@ -21,7 +21,8 @@ from tiny import tiny_pair, tiny_tokenizer
 assert eagle_fsd.__file__.startswith(COPY), eagle_fsd.__file__
 pair = tiny_pair(tokenizer=tiny_tokenizer())
 pair.target.model.generation_config.eos_token_id = pair.tokenizer.eos_token_id
-ask = lambda **options: eagle_fsd.generate("hello there", pair, max_new_tokens=64, temperature=1.0, seed=1, **options)
+sampled = {"max_new_tokens": 64, "temperature": 1.0, "seed": 1, "ignore_eos": True}
+ask = lambda **options: eagle_fsd.generate("hello there", pair, **(sampled | options))
 exact = ask(acceptance="exact")
 
 rule = eagle_fsd.RULES["runner_up"]
@@ -31,9 +32,9 @@ assert ask(acceptance="runner_up", tree=narrow).token_ids == exact.token_ids
 fuzzy = ask(acceptance="runner_up", threshold=100.0, tree=narrow)
 assert "fuzzy" in [receipt.source for receipt in fuzzy.receipts]
 
-assert ask(acceptance="exact", end_bias=0.0).token_ids == exact.token_ids
-ended = ask(acceptance="exact", end_bias=1e4)
-assert (ended.finish_reason, len(ended.token_ids)) == ("eos", 1) and len(exact.token_ids) > 1
+assert pair.tokenizer.eos_token_id not in exact.token_ids[:1]
+ended = ask(acceptance="exact", end_bias=1e4, ignore_eos=False)
+assert (ended.finish_reason, len(ended.token_ids)) == ("eos", 1)
 try:
     ask(end_bias=float("nan"))
 except ValueError as error:
