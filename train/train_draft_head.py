@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # launched as a file, this f
 from accelerate import Accelerator, DistributedType, InitProcessGroupKwargs  # noqa: E402
 from accelerate.tracking import get_available_trackers  # noqa: E402
 
-from eagle_fsd.acceptance.rule import check_choice  # noqa: E402
+from eagle_fsd.checks import check_choice  # noqa: E402
 from eagle_fsd.cli.exits import exit_status  # noqa: E402
 from eagle_fsd.data.documents import Documents  # noqa: E402
 from eagle_fsd.files import append_lines, read_lines, write_lines  # noqa: E402

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from numbers import Integral, Real
+from numbers import Real
 
 import torch
 from torch import Tensor
@@ -57,25 +57,6 @@ ROW_WISE = (
 STATEFUL = (SynthIDTextWatermarkLogitsProcessor, UnbatchedClassifierFreeGuidanceLogitsProcessor)
 
 LEAST_TEMPERATURE = 1e-6  # below, quotients leave the range of float32
-
-
-def check_functions(name: str, given: object) -> None:
-    """Raise unless `given` is None or a list of functions."""
-    if given is None:
-        return
-    if not isinstance(given, (list, tuple)):
-        raise TypeError(f"{name} must be a list, got {given!r}")
-    for each in given:
-        if isinstance(each, type) or not callable(each):
-            raise TypeError(f"{name} must hold functions or objects that can be called, got {each!r}")
-
-
-def require_integer(name: str, value: object, least: int) -> None:
-    """Raise for an option that is no integer of at least `least`."""
-    if isinstance(value, bool) or not isinstance(value, Integral):
-        raise TypeError(f"{name} must be an int, got {value!r}")
-    if value < least:
-        raise ValueError(f"{name} must be at least {least}, got {value}")
 
 
 def check_processors(processors: Sequence[LogitsProcessor] | None) -> LogitsProcessorList:
