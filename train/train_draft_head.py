@@ -34,7 +34,7 @@ from accelerate.tracking import get_available_trackers  # noqa: E402
 from eagle_fsd.checks import check_choice  # noqa: E402
 from eagle_fsd.cli.exits import exit_status  # noqa: E402
 from eagle_fsd.data.documents import Documents  # noqa: E402
-from eagle_fsd.files import append_lines, read_lines, write_lines  # noqa: E402
+from eagle_fsd.data.files import append_lines, read_lines, write_lines  # noqa: E402
 from eagle_fsd.heads.checkpoint import load_head, save_head  # noqa: E402
 from eagle_fsd.heads.eagle import DraftHead  # noqa: E402
 from eagle_fsd.heads.eagle3 import Eagle3Head  # noqa: E402
