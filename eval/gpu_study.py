@@ -33,9 +33,9 @@ import eagle_fsd
 from eagle_fsd.cli.app import MODEL_OPTIONS, model_options
 from eagle_fsd.cli.exits import exit_status
 from eagle_fsd.data.documents import Documents
+from eagle_fsd.data.files import save_atomically
 from eagle_fsd.experiments.methods import Answer, Method, interleaved
 from eagle_fsd.experiments.records import write_record
-from eagle_fsd.files import save_atomically
 from eagle_fsd.models.loading import check_device
 from eagle_fsd.pair import EagleModel
 from eval import batches, benchmark, trees

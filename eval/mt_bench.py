@@ -26,10 +26,10 @@ import eagle_fsd
 from eagle_fsd.acceptance import RULES
 from eagle_fsd.cli.app import load_pair, model_options, parse_tree
 from eagle_fsd.cli.exits import check_counts, exit_status
+from eagle_fsd.data.files import append_lines, read_lines, write_lines
 from eagle_fsd.data.questions import Question, converse
 from eagle_fsd.experiments.methods import Method, engine, hf_generate
 from eagle_fsd.experiments.records import environment, processes, record_path, shown, shown_settings
-from eagle_fsd.files import append_lines, read_lines, write_lines
 from eval.questions import load_questions
 
 # Sampling temperatures by category, as FastChat's judge sets them; other categories are greedy.

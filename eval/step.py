@@ -28,20 +28,17 @@ from pathlib import Path
 import torch
 from torch import nn
 from tqdm import tqdm
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LogitsProcessorList
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
-from eagle_fsd.acceptance import make_rule
 from eagle_fsd.cli.app import parse_tree
 from eagle_fsd.cli.exits import check_counts, exit_status
-from eagle_fsd.engine.decoder import Decoder
-from eagle_fsd.engine.request import Settings
 from eagle_fsd.experiments.records import write_record
 from eagle_fsd.heads.eagle import DraftHead
 from eagle_fsd.models.loading import check_device, check_dtype
 from eagle_fsd.models.target import TargetModel
 from eagle_fsd.pair import EagleModel, fit_head
 from eagle_fsd.trees.config import GPU_TREE, TreeConfig
-from eagle_fsd.tuning.measuring import now, same_cycle
+from eagle_fsd.tuning.measuring import greedy_decoder, now, same_cycle
 from eval.profile import CYCLE, timed_parts
 
 SIZES = {"cuda": (2**30, 8192), "cpu": (2**28, 1024)}  # bytes copied and side of the matrices that rates are taken with
@@ -179,8 +176,7 @@ def measure(
 
     def cycle(tree: TreeConfig | None) -> Callable[[], object]:
         room = tree.nodes if tree else 1
-        settings = Settings(make_rule("exact"), tree, LogitsProcessorList(), True, 0, room)
-        return same_cycle(Decoder(target, head if tree else None, [prompt], [settings], graphs=pair.graphs))
+        return same_cycle(greedy_decoder(target, head, prompt, tree, room, pair.graphs))
 
     cycles = {"plain": cycle(None), **{name: cycle(shape) for name, shape in trees.items()}}
     whole: dict[str, list[float]] = defaultdict(list)

@@ -24,12 +24,12 @@ import eagle_fsd
 from eagle_fsd.acceptance import make_rule
 from eagle_fsd.cli.app import load_pair, model_options, parse_tree
 from eagle_fsd.cli.exits import check_counts, exit_status
+from eagle_fsd.data.files import append_lines, read_lines, save_atomically
 from eagle_fsd.data.questions import converse
 from eagle_fsd.experiments.experiment import EXACT, Experiment, paired, settings_of, spread, summarise
 from eagle_fsd.experiments.methods import Answer, Method, bare_generate, engine, hf_generate, interleaved
 from eagle_fsd.experiments.records import environment, processes, record_path, shown_settings
 from eagle_fsd.experiments.search import BASELINE, DIALS, family_confidence
-from eagle_fsd.files import append_lines, read_lines, save_atomically
 from eagle_fsd.models.loading import load_target
 from eagle_fsd.pair import demo_directory
 from eagle_fsd.quality.statistics import drop_bound

@@ -85,5 +85,5 @@ def test_commands_that_store_beside_the_head_ask_for_a_folder(tmp_path, capsys):
 
 
 def test_the_data_file_is_packaged():
-    setup = (heads.KNOWN.parents[1] / "setup.py").read_text()
-    assert '"heads.json"' in setup and heads.KNOWN.is_file()
+    setup = (heads.KNOWN.parents[2] / "setup.py").read_text()
+    assert '"eagle_fsd.heads": ["catalogue.json"]' in setup and heads.KNOWN.is_file()

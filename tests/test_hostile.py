@@ -20,12 +20,15 @@ from transformers import LlamaConfig
 import eagle_fsd
 from eagle_fsd import (
     RULES,
+    AcceptanceOptions,
     Chat,
     Decision,
     DraftHead,
     EagleModel,
+    LoadOptions,
     Output,
     Receipt,
+    SamplingOptions,
     Session,
     Stats,
     TreeConfig,
@@ -346,6 +349,14 @@ CASES = [
     ("custom_generate", "a huge seed", lambda w: w.inside(seed=2**70), ValueError, r"below 2\*\*63"),
     ("custom_generate", "a head of another target",
      lambda w: w.inside(draft=tiny_head(tiny_target(vocab_size=40))), ValueError, "vocabulary size is 40"),
+    # The options that calls are made of
+    ("SamplingOptions", "half a token", lambda w: SamplingOptions(max_new_tokens=0.5), TypeError, "must be an int"),
+    ("SamplingOptions", "a NaN", lambda w: SamplingOptions(temperature=math.nan), ValueError, "temperature must be 0"),
+    ("AcceptanceOptions", "two choices", lambda w: AcceptanceOptions(threshold=0.1, quality="kl<=1"), ValueError,
+     "leave acceptance, threshold and divergence out"),
+    ("AcceptanceOptions", "a budget in words", lambda w: AcceptanceOptions(budget="all"), TypeError, "number of nats"),
+    ("LoadOptions", "two places", lambda w: LoadOptions(device="cpu", device_map="auto"), ValueError, "not both"),
+    ("LoadOptions", "a head alone", lambda w: LoadOptions(draft="d"), ValueError, "target= is missing"),
     # TreeConfig
     ("TreeConfig", "no room for a draft", lambda w: TreeConfig(total_tokens=1), ValueError, "at least 2"),
     ("TreeConfig", "a tree without end", lambda w: TreeConfig(16, 10**9, 4), ValueError, "depth must be at most 256"),

@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from ..acceptance import RULES
 from ..chat import Chat
 from ..engine.receipts import Output
+from ..options import AcceptanceOptions
 from ..pair import EagleModel
 from ..settings import resolve_rule
 from .terminal import DIM, RESET, SourceStreamer, describe_output, use_colour
@@ -124,8 +125,7 @@ class Terminal:
         temperature = options["temperature"]
         if not 0 <= temperature < math.inf:
             raise ValueError(f"temperature must be a number >= 0 (0 = greedy), got {temperature:g}")
-        rule = resolve_rule(options["acceptance"], options["threshold"], options["divergence"], self.chat.model,
-                            temperature=temperature, tree=options["tree"])
+        rule = resolve_rule(AcceptanceOptions.of(options), self.chat.model, temperature)
         self.chat.options = options
         return f"{rule}, temperature {temperature:g}"
 
@@ -144,7 +144,7 @@ class Terminal:
         print(describe_output(self.last))
         decoder, limit = self.chat.session.decoder, self.chat.model.target.max_positions
         print(f"prompt tokens processed: {self.last.stats.prefill_tokens}, "
-              f"positions in the caches: {decoder.cache.length if decoder else 0}"
+              f"positions in the caches: {decoder.forwards.cache.length if decoder else 0}"
               + (f" of at most {limit}" if limit else ""))
 
     def reset(self) -> None:
