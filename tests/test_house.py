@@ -1,6 +1,9 @@
 """The page about the architecture names every folder and module that is on the disk, with its own first sentence."""
 
 import ast
+import re
+
+import pytest
 
 from docs import house
 
@@ -35,3 +38,14 @@ def test_every_line_is_the_first_sentence_of_the_docstring():
 
 def test_the_page_is_current():
     assert house.PAGE.read_text(encoding="utf-8") == house.page(), "run python -m docs.house"
+
+
+@pytest.mark.parametrize("name", ["architecture.md", "extend.md"])
+def test_modules_named_in_the_text_are_there(name):
+    """Such as `engine/decoder`; what a worked example adds is not."""
+    page = (house.ROOT / "docs" / name).read_text(encoding="utf-8")
+    prose = re.sub(r"```.*?```", "", page, flags=re.DOTALL)
+    new = set(re.findall(r"New\sfile\s`(\S+)`", page))
+    for path in set(re.findall(r"`([a-z_]+/[\w./]*)`", prose)) - new:
+        places = [top / (path + suffix) for top in (house.ROOT, house.ROOT / "eagle_fsd") for suffix in ("", ".py")]
+        assert any(place.exists() for place in places), path
