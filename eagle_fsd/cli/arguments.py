@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
 
 import tyro
 from tyro.conf import Suppress, UseAppendAction
 from tyro.constructors import PrimitiveConstructorSpec
-from tyro.extras import literal_type_from_choices
 
 from ..acceptance import RULE_CLASSES
 from ..models.implementations import IMPLEMENTATIONS
@@ -34,18 +33,20 @@ STYLE = (tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff, tyro.conf.Disa
          tyro.conf.PositionalMetavarFromFieldName, tyro.conf.HelptextFromCommentsOff)
 
 
-def parse_options(options: type[T], argv: Sequence[str] | None = None, *, program: str | None = None) -> T:
+def parse_options(options: type[T], argv: Sequence[str] | None = None, *, program: str | None = None,
+                  description: str | None = None) -> T:
     """A dataclass from a command line: its fields are the flags, its docstring is the help.
 
     Args:
         options: its fields may be dataclasses such as `Loading`, whose fields are then flags too.
         argv: the words; None: those of this process.
         program: its name in messages, such as "python -m eval.benchmark"; None: the file's.
+        description: what the help begins with; None: the docstring's.
 
     Raises:
         SystemExit: 0 after --help; 2 after a message for a word or a value that cannot be accepted.
     """
-    return tyro.cli(options, args=argv, prog=program, config=STYLE)
+    return tyro.cli(options, args=argv, prog=program, description=description, config=STYLE)
 
 
 def parse_tree(text: str) -> TreeConfig:
@@ -68,9 +69,8 @@ Tree = Annotated[TreeConfig | None, PrimitiveConstructorSpec(
     nargs=1, metavar="N,DEPTH,K[,T]", instance_from_str=lambda words: parse_tree(*words),
     is_instance=lambda value: value is None or isinstance(value, TreeConfig),
     str_from_instance=lambda tree: [tree_text(tree)])]
-RuleName = literal_type_from_choices(RULE_CLASSES)
-Implementation = literal_type_from_choices(("auto", *IMPLEMENTATIONS))
-Auto = literal_type_from_choices(("auto",))
+RuleName = Literal[tuple(RULE_CLASSES)]
+Implementation = Literal[("auto", *IMPLEMENTATIONS)]
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ class ShardedLoading(Loading):
     """
 
     # Only for commands whose processes decide nothing by time and write nothing twice.
-    tp_plan: Auto | None = None
+    tp_plan: Literal["auto"] | None = None
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,6 @@ class Measuring:
         out: directory for what is found; without it the head's.
     """
 
-    _: KW_ONLY
     prompts: Path
     divergence: str | None = None
     temperature: float = 0.0

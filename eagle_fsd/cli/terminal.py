@@ -5,19 +5,20 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-import torch
-from transformers import PreTrainedTokenizerBase
-from transformers.generation.streamers import BaseStreamer
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedTokenizerBase
 
-from ..engine.receipts import Output, Receipt
+    from ..engine.receipts import Output, Receipt
 
 COLOURS = {"target": "", "exact": "\033[32m", "fuzzy": "\033[33m"}
 RESET, BOLD, DIM = "\033[0m", "\033[1m", "\033[2m"
 
 
-class SourceStreamer(BaseStreamer):
-    """Writes tokens as they come, coloured by where they come from."""
+class SourceStreamer:
+    """Writes tokens as they come, coloured by where they come from; a streamer as `transformers` has them."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, colour: bool) -> None:
         self.tokenizer = tokenizer
