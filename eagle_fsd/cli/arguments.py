@@ -75,15 +75,7 @@ Implementation = Literal[("auto", *IMPLEMENTATIONS)]
 
 @dataclass(frozen=True)
 class Loading(LoadOptions):
-    """Which pair is loaded, where to, and in what form.
-
-    Args:
-        target: directory or hub id; without it the bundled demo pair.
-        draft: directory or hub id of its draft head; without it the one that is known for the target (see `eagle-fsd
-            heads`), with a warning.
-        dtype: auto (float32 on a CPU, the checkpoint's own elsewhere) or a name such as bfloat16.
-        calibration: directory that `calibrate --out` and `tune --out` have written to; without it the head's.
-    """
+    """Which pair is loaded, where to, and in what form."""
 
     device_map: str | None = None
     tp_plan: Suppress[str | None] = None
@@ -157,6 +149,9 @@ class Measuring:
     seed: int = 0
     out: Path | None = None
 
+    def __post_init__(self) -> None:
+        SamplingOptions.of(vars(self))
+
     def directory(self, pair: Loading, file: str) -> Path:
         """Where a file about the pair's head goes.
 
@@ -176,4 +171,4 @@ class Measuring:
 
     def where_to_load(self) -> str:
         """What to say of a directory that is not the head's."""
-        return f" (load with --calibration {self.out})" if self.out else ""
+        return f" (load with calibration={str(self.out)!r}, or --calibration)" if self.out else ""
