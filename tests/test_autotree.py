@@ -12,7 +12,7 @@ from transformers import LogitsProcessorList
 
 import eagle_fsd
 from eagle_fsd.acceptance import make_rule
-from eagle_fsd.cli.app import main
+from eagle_fsd.cli import main
 from eagle_fsd.engine.decoder import Decoder
 from eagle_fsd.engine.drafting import Pause
 from eagle_fsd.engine.request import BatchSettings, RequestSettings

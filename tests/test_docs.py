@@ -11,7 +11,7 @@ from tiny import tiny_pair, tiny_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import eagle_fsd
-from eagle_fsd.cli.app import build_parser
+from eagle_fsd.cli import parse
 
 DOCS = Path(__file__).parents[1] / "docs"
 GUIDES = ["../README.md", "install.md", "from_generate.md", "from_eagle.md", "from_servers.md", "fuzzy.md"]
@@ -44,6 +44,6 @@ def test_commands_in_the_guides_are_known(guide):
         for line in code.replace("\\\n", " ").splitlines():
             words = shlex.split(line, comments=True)
             if words[:1] == ["eagle-fsd"]:
-                build_parser().parse_args(words[1:])
+                parse(words[1:])
             elif words[:2] == ["python", "-m"] and words[2].split(".")[0] in ("eval", "train"):
                 assert importlib.util.find_spec(words[2]), line

@@ -34,7 +34,7 @@ HOUSE: dict[str, list[str]] = {
     "chat": [],
     "experiments": ["methods grading records", "experiment cycles", "search"],
     "lm_eval": ["arguments", "model", "__main__"],
-    "cli": ["exits terminal", "chat", "app", "__init__"],
+    "cli": ["exits terminal arguments", "calibrate chat demo generate heads tune vocab", "__init__"],
     "__init__": [],
     "__main__": [],
 }

@@ -16,7 +16,7 @@ from transformers import TorchAoConfig
 import eagle_fsd
 from eagle_fsd import EagleModel
 from eagle_fsd.acceptance import make_rule
-from eagle_fsd.cli.app import main
+from eagle_fsd.cli import main
 from eagle_fsd.experiments.cycles import log_cycles
 from eagle_fsd.models.parallel import of_first, tensor_of_first
 from eagle_fsd.tuning.logs import store_log
