@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import eagle_fsd
+from eagle_fsd.cli import COMMANDS
 
 ROOT = Path(__file__).parents[1]
 DOCS, RESULTS = ROOT / "docs", ROOT / "eval" / "results"
@@ -75,3 +76,8 @@ def test_the_changelog_says_where_things_went():
         assert importlib.util.find_spec(module), module
     for module, name in re.findall(r"^\| \S+ \| `([\w.]+)\.(\w+)` \|$", renamed, re.MULTILINE):
         assert hasattr(importlib.import_module(module), name), f"{module}.{name}"
+
+
+def test_the_page_of_commands_has_each():
+    page = (DOCS / "commands.md").read_text(encoding="utf-8")
+    assert re.findall(r"^## eagle-fsd (\w+)$", page, re.MULTILINE) == list(COMMANDS)
