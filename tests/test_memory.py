@@ -69,7 +69,7 @@ def test_command(tmp_path, monkeypatch, capsys):
         memory.measure(tiny_pair(), 5, 4, TREE)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.cuda
 def test_on_cuda():
     found = memory.measure(build(SHAPES["tiny"], torch.bfloat16, torch.device("cuda")), 512, 8, TREE)
     assert found.peak > found.weights and found.cache_allocations is None
