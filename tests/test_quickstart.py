@@ -3,11 +3,13 @@
 from pathlib import Path
 
 import nbformat
+import pytest
 from nbclient import NotebookClient
 
 ROOT = Path(__file__).parents[1]
 
 
+@pytest.mark.slow
 def test_the_notebook_runs():
     notebook = nbformat.read(ROOT / "docs" / "quickstart.ipynb", as_version=4)
     cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
