@@ -30,9 +30,9 @@ HOUSE: dict[str, list[str]] = {
     "api": [],
     "hf": [],
     "chat": [],
-    "experiments": ["methods grading records", "experiment cycles", "search"],
+    "experiments": ["methods grading records summaries", "experiment cycles", "search"],
     "lm_eval": ["arguments", "model", "__main__"],
-    "cli": ["exits terminal", "chat", "app", "__init__"],
+    "cli": ["exits terminal arguments", "chat", "app", "__init__"],
     "__init__": [],
     "__main__": [],
 }
