@@ -33,18 +33,20 @@ STYLE = (tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff, tyro.conf.Disa
          tyro.conf.PositionalMetavarFromFieldName, tyro.conf.HelptextFromCommentsOff)
 
 
-def parse_options(options: type[T], argv: Sequence[str] | None = None, *, program: str | None = None) -> T:
+def parse_options(options: type[T], argv: Sequence[str] | None = None, *, program: str | None = None,
+                  description: str | None = None) -> T:
     """A dataclass from a command line: its fields are the flags, its docstring is the help.
 
     Args:
         options: its fields may be dataclasses such as `Loading`, whose fields are then flags too.
         argv: the words; None: those of this process.
         program: its name in messages, such as "python -m eval.benchmark"; None: the file's.
+        description: what the help begins with; None: the docstring's.
 
     Raises:
         SystemExit: 0 after --help; 2 after a message for a word or a value that cannot be accepted.
     """
-    return tyro.cli(options, args=argv, prog=program, config=STYLE)
+    return tyro.cli(options, args=argv, prog=program, description=description, config=STYLE)
 
 
 def parse_tree(text: str) -> TreeConfig:

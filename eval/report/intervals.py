@@ -14,7 +14,8 @@ def interval(statistic: Callable[..., np.ndarray], *columns: np.ndarray, seed: i
     """95% percentile interval of a statistic of questions, which are drawn with replacement.
 
     Args:
-        statistic: of the columns [..., questions] and `axis`, which it takes away. columns: one value per question each.
+        statistic: of the columns [..., questions] and `axis`, which it takes away.
+        columns: one value per question each.
 
     Returns:
         Both ends; of a single question twice its value.
