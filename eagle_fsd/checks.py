@@ -49,3 +49,11 @@ def check_functions(name: str, given: object) -> None:
     for each in given:
         if isinstance(each, type) or not callable(each):
             raise TypeError(f"{name} must hold functions or objects that can be called, got {each!r}")
+
+
+def check_placement(device: object, device_map: object, tp_plan: object) -> None:
+    """Raise where the target's place is given twice."""
+    given = {name: value for name, value in
+             (("device", device), ("device_map", device_map), ("tp_plan", tp_plan)) if value is not None}
+    if len(given) > 1:
+        raise ValueError(f"give {' or '.join(f'{name} ({value!r})' for name, value in given.items())}, not both")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -21,15 +21,16 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from .acceptance import Rule
 from .engine.loop import run
-from .engine.request import Settings
+from .engine.request import BatchSettings, RequestSettings
 from .engine.sampling import check_processors, processors_of_row
 from .heads.checkpoint import load_head
 from .heads.eagle import DraftHead
 from .models.parallel import of_first
+from .options import AcceptanceOptions, SamplingOptions
 from .pair import EagleModel
 from .prompts import check_ids, check_length
 from .quality.calibrations import read_calibrations
-from .settings import agreed_criteria, check_budget, check_seeds, ending, resolve_rule, resolve_tree
+from .settings import agreed_criteria, check_budget, ending, resolve_rule, seeds_of, tree_chooser
 from .trees.config import TreeConfig
 
 # What `model.generate` prepares for a forward and the decode loop works out itself.
@@ -49,6 +50,7 @@ def custom_generate(
     acceptance: str | Rule | Callable = "fsd",
     threshold: float | None = None,
     divergence: str | None = None,
+    quality: str | None = None,
     budget: float | None = None,
     tree: TreeConfig | None = None,
     seed: int | Sequence[int] | None = None,
@@ -63,7 +65,8 @@ def custom_generate(
 
     Args:
         draft: a `DraftHead` (from `load_head`) or where to load one from.
-        acceptance, threshold, divergence, budget, tree, seed: as in `eagle_fsd.generate`.
+        acceptance, threshold, divergence, quality, budget, tree: see `AcceptanceOptions`.
+        seed: see `SamplingOptions`.
 
     Returns:
         sequences [B, prompt + new tokens], a short one with pad tokens behind its end, or an output object where the
@@ -73,63 +76,78 @@ def custom_generate(
         ValueError, TypeError: padding elsewhere, beams, inputs other than tokens, outputs other than tokens, or a bad
             option.
     """
-    if generation_config is None:
-        raise TypeError("custom_generate is called by generate: model.generate(..., custom_generate=custom_generate)")
+    sampling, accepting = SamplingOptions.of({"seed": seed}), AcceptanceOptions.of(locals())
+    streamer = streamer_of_caller() if streamer is None else streamer
+    pad = check_call(input_ids, generation_config, streamer, model_kwargs)
     if draft is None:
         raise ValueError("draft= is missing: a DraftHead or the directory or hub id of one")
-    if generation_config.num_beams > 1:
-        raise ValueError(f"num_beams must be 1 with custom_generate, got {generation_config.num_beams}")
-    foreign = [name for name, value in model_kwargs.items() if value is not None and name not in RECOMPUTED]
-    if foreign:
-        raise ValueError(f"only input_ids are supported with custom_generate, got {', '.join(foreign)}")
     padding = left_padding(input_ids, model_kwargs.get("attention_mask"))
-    wanted = [name for name in EXTRA_OUTPUTS if getattr(generation_config, name, None)]
-    if wanted:
-        raise ValueError(f"custom_generate returns sequences only, not {', '.join(wanted)}")
-    if streamer is None:
-        streamer = streamer_of_caller()
-    if streamer is not None and len(input_ids) > 1:
-        raise ValueError(f"a streamer serves one prompt at a time, got a batch of {len(input_ids)}")
-    # Where a model has no pad token, `generate` takes its first end token and notes that here only.
-    pad = getattr(generation_config, "_pad_token_tensor", None)
-    pad = generation_config.pad_token_id if pad is None else pad.item()
-    if pad is None and len(input_ids) > 1:
-        raise ValueError("a batch, whose answers may differ in length, needs a pad_token_id in the generation config")
     pair = EagleModel.from_parts(model, draft if isinstance(draft, DraftHead) else load_head(draft))
     if not isinstance(draft, DraftHead):
         pair.calibrations = read_calibrations(draft)
-    criteria, eos_ids, max_length = split_criteria(stopping_criteria or StoppingCriteriaList())
     prompts = [check_ids(row[count:].tolist(), pair) for row, count in zip(input_ids, padding, strict=True)]
+    criteria, eos_ids, max_length = split_criteria(stopping_criteria or StoppingCriteriaList())
     limit = (max_length if max_length is not None else generation_config.max_length) - input_ids.shape[1]
-    greedy = not generation_config.do_sample
     # Without a seed the noise follows torch's global generator, as model.generate does.
     drawn = of_first(pair.target.group, lambda: torch.randint(2**62, (len(prompts),)).tolist())
-    seeds = drawn if seed is None else check_seeds(seed, len(prompts))
-    temperature = 0.0 if greedy else generation_config.temperature or 1.0
+    seeds = drawn if seed is None else seeds_of(sampling.seed, len(prompts), pair)
     processors = check_processors(logits_processor)
-    shaped = any(not isinstance(each, TemperatureLogitsWarper) for each in processors)
-    rule = resolve_rule(acceptance, threshold, divergence, pair, temperature=temperature, tree=tree, shaped=shaped)
-    shared = {
-        "rule": rule,
-        "tree": resolve_tree(tree, rule, temperature, pair).tree,
-        "greedy": greedy,
-        "eos_ids": eos_ids,
-        "budget": check_budget(budget, rule, greedy=greedy),
-    }
-    settings = [Settings(
-        **shared, processors=processors_of_row(processors, number), seed=seeds[number],
-        max_new_tokens=check_length(len(ids), limit, pair), padding=input_ids[number, : padding[number]].tolist(),
-        criteria=agreed_criteria(criteria_of_row(criteria, number, len(prompts)), pair),
+    batch, budget = resolve_batch(accepting, pair, generation_config, processors)
+    settings = [RequestSettings(
+        processors_of_row(processors, number), seeds[number], check_length(len(ids), limit, pair), eos_ids,
+        criteria=agreed_criteria(criteria_of_row(criteria, number, len(prompts)), pair), budget=budget,
+        padding=input_ids[number, : padding[number]].tolist(),
     ) for number, ids in enumerate(prompts)]
     answers: dict[int, list[int]] = {}
     with ending(streamer):
         for numbers in pair.target.batches([len(ids) for ids in prompts]):
-            outputs = run(pair.target, pair.draft, [prompts[number] for number in numbers],
+            outputs = run(pair.target, pair.draft, [prompts[number] for number in numbers], batch,
                           [settings[number] for number in numbers], streamer=streamer)
             answers |= {number: output.token_ids for number, output in zip(numbers, outputs, strict=True)}
     new = pad_tokens([answers[number] for number in range(len(prompts))], pad)
     sequences = torch.cat([input_ids, input_ids.new_tensor(new)], 1)
     return GenerateDecoderOnlyOutput(sequences=sequences) if generation_config.return_dict_in_generate else sequences
+
+
+def check_call(
+    input_ids: Tensor, config: GenerationConfig | None, streamer: BaseStreamer | None,
+    model_kwargs: Mapping[str, object],
+) -> int | None:
+    """The pad token of a call that can be served.
+
+    Raises:
+        TypeError, ValueError: not called by `generate`, or asked for what there is not.
+    """
+    if config is None:
+        raise TypeError("custom_generate is called by generate: model.generate(..., custom_generate=custom_generate)")
+    if config.num_beams > 1:
+        raise ValueError(f"num_beams must be 1 with custom_generate, got {config.num_beams}")
+    foreign = [name for name, value in model_kwargs.items() if value is not None and name not in RECOMPUTED]
+    if foreign:
+        raise ValueError(f"only input_ids are supported with custom_generate, got {', '.join(foreign)}")
+    wanted = [name for name in EXTRA_OUTPUTS if getattr(config, name, None)]
+    if wanted:
+        raise ValueError(f"custom_generate returns sequences only, not {', '.join(wanted)}")
+    if streamer is not None and len(input_ids) > 1:
+        raise ValueError(f"a streamer serves one prompt at a time, got a batch of {len(input_ids)}")
+    # Where a model has no pad token, `generate` takes its first end token and notes that here only.
+    pad = getattr(config, "_pad_token_tensor", None)
+    pad = config.pad_token_id if pad is None else pad.item()
+    if pad is None and len(input_ids) > 1:
+        raise ValueError("a batch, whose answers may differ in length, needs a pad_token_id in the generation config")
+    return pad
+
+
+def resolve_batch(
+    options: AcceptanceOptions, pair: EagleModel, config: GenerationConfig, processors: LogitsProcessorList
+) -> tuple[BatchSettings, float | None]:
+    """What all prompts have in common, and the budget of each."""
+    greedy = not config.do_sample
+    temperature = 0.0 if greedy else config.temperature or 1.0
+    shaped = any(not isinstance(each, TemperatureLogitsWarper) for each in processors)
+    rule = resolve_rule(options, pair, temperature, shaped=shaped)
+    batch = BatchSettings(rule, greedy, tree_chooser(options.tree, rule, temperature, pair))
+    return batch, check_budget(options.budget, rule, greedy)
 
 
 def criteria_of_row(criteria: StoppingCriteriaList, row: int, rows: int) -> StoppingCriteriaList:

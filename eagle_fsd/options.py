@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .checks import require_bool, require_integer, require_number
+from .checks import check_placement, require_bool, require_integer, require_number
 from .models.implementations import IMPLEMENTATIONS
 from .quality.promises import parse_promise
 from .trees.config import TreeConfig
@@ -203,14 +203,6 @@ class LoadOptions(Options):
         if not (self.tree is None or self.tree == "auto" or isinstance(self.tree, TreeConfig)):
             raise ValueError(f'tree must be "auto", a TreeConfig or None, got {self.tree!r}')
         require_bool("compile", self.compile)
-
-
-def check_placement(device: object, device_map: object, tp_plan: object) -> None:
-    """Raise where the target's place is given twice."""
-    given = {name: value for name, value in
-             (("device", device), ("device_map", device_map), ("tp_plan", tp_plan)) if value is not None}
-    if len(given) > 1:
-        raise ValueError(f"give {' or '.join(f'{name} ({value!r})' for name, value in given.items())}, not both")
 
 
 def names_of(options: type[Options]) -> list[str]:

@@ -14,19 +14,20 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .acceptance import make_rule
+from .data.sources import check_source
 from .engine.compiled import compile_forwards
+from .engine.drafting import Pause
 from .engine.graphs import GraphCycles, why_no_graphs
-from .engine.pause import Pause
 from .heads.catalogue import find_head
 from .heads.checkpoint import load_head
 from .heads.eagle import DraftHead
-from .models.implementations import GROUPED, IMPLEMENTATIONS, STOCK
-from .models.loading import check_placement, load_target
+from .models.implementations import GROUPED, STOCK
+from .models.loading import load_target
 from .models.placement import weights_digest
 from .models.target import TargetModel
+from .options import LoadOptions
 from .quality.calibrations import Calibration, read_calibrations
 from .quality.promises import parse_promise
-from .sources import check_source
 from .trees.config import CPU_TREE, GPU_TREE, TreeConfig
 from .tuning.choice import AutoTree, describe_tree
 from .tuning.logs import TreeLog, read_logs
@@ -261,25 +262,8 @@ def load(
     Args:
         target, draft: directories or hub ids; both None: the bundled demo pair. A hub id as target without a draft
             takes the head that is known for it (`eagle-fsd heads`) and says so in a warning.
-        dtype: "auto" (float32 on a CPU, the checkpoint's own elsewhere), a torch dtype or its name.
-        device: where to put both models; default: CUDA where available, else the CPU.
-        device_map: placement by accelerate, instead of `device`; the head goes where the output layer is.
-        tp_plan: "auto" shards the target's weights over the processes of `torchrun`, by the model's own plan for tensor
-            parallelism, or with rules on top of it (docs/large_targets.md). Every process loads, calls and gets the
-            same.
-        quantization_config: one of `transformers`, to quantise the target with while it is loaded. A checkpoint that
-            was saved quantised needs none.
-        attn_implementation: "sdpa", "eager", "grouped", "split", or "auto": the fastest here, measured once; see
-            docs/attention.md. Default: sdpa where the model has it, on a CPU without its copies ("grouped").
-        trust_remote_code: allow a target to run code from its repository.
-        calibration: directory of `calibration.json` (`eagle-fsd calibrate --out`) and, before the head's own, of
-            `tree.json` (`eagle-fsd tune --out`); None: the head's.
-        tree: where `generate` is given none: "auto", the one that emits the most tokens per second on this machine,
-            where the head has logs to choose it by (`eagle-fsd tune`), else a default for the device; drafting pauses
-            where it does not pay. The models' latency is measured once for it and kept (`eagle_fsd.latency`). None:
-            that default, without pauses; or a `TreeConfig`.
-        compile: compile the models' forwards first, or capture them as CUDA graphs, see `EagleModel.compile`: pays with
-            a small target, whose forwards are half overhead.
+        dtype, device, device_map, tp_plan, quantization_config, attn_implementation, trust_remote_code, calibration,
+            tree, compile: see `LoadOptions`.
 
     Raises:
         TypeError: an argument of the wrong type.
@@ -288,25 +272,8 @@ def load(
             unnoticed unless a number is no longer finite: the format has no checksum.
         OSError: a hub id that cannot be found or fetched, or a target's broken config.
     """
-    if target is None and draft is not None:
-        raise ValueError("target= is missing: give both target and draft, or neither for the bundled pair")
-    if attn_implementation not in (None, "auto", *IMPLEMENTATIONS):
-        accepted = ", ".join(IMPLEMENTATIONS)
-        raise ValueError(f"attn_implementation must be None, auto or one of {accepted}, got {attn_implementation!r}")
-    check_placement(device, device_map, tp_plan)
-    if not (tree is None or tree == "auto" or isinstance(tree, TreeConfig)):
-        raise ValueError(f'tree must be "auto", a TreeConfig or None, got {tree!r}')
-    if not isinstance(compile, bool):
-        raise TypeError(f"compile must be a bool, got {compile!r}")
-    if target is None:
-        target, draft = demo_directory("demo-target"), demo_directory("demo-draft")
-    elif draft is None:
-        known = find_head(check_source("target", target))
-        draft = known.head
-        log.warning("no draft given: taking %s, the head known for %s (%s, licence %s)", draft, known.target,
-                    known.kind, known.licence)
-    assert draft is not None
-    target = check_source("target", target)
+    options = LoadOptions.of(locals())
+    target, draft = find_pair(options)
     head = load_head(draft)  # the smaller one first: its errors come before the long work
     beside = check_source("calibration", draft if calibration is None else calibration)
     if calibration is not None and not Path(beside).is_dir():
@@ -325,17 +292,29 @@ def load(
     pair.calibrations = calibrations
     if compile:
         pair.compile(warm_up=pair.target.device.type != "cuda")
-    if tree == "auto":
+    if isinstance(tree, TreeConfig):
+        pair.tree = tree
+    elif tree == "auto":
         if not logs:
             log.info("no log to choose a tree by: taking %s (eagle-fsd tune makes one)", pair.default_tree)
-        stopping = pair.target.output_device.type == "cpu"
         default = replace(pair.default_tree, top_k=min(pair.default_tree.top_k, head.draft_vocab_size))
-        pair.choose_trees(logs, stopping=stopping, default=default)
-    elif tree is not None:
-        pair.tree = tree
+        pair.choose_trees(logs, stopping=pair.target.output_device.type == "cpu", default=default)
     if pair.graphs is not None:
         pair.warm_up_graphs()
     return pair
+
+
+def find_pair(options: LoadOptions) -> tuple[str, str | Path]:
+    """Where the target and its head are: the bundled pair where none is named, the known head for a target alone."""
+    if options.target is None:
+        return demo_directory("demo-target"), demo_directory("demo-draft")
+    target, draft = check_source("target", options.target), options.draft
+    if draft is None:
+        known = find_head(target)
+        draft = known.head
+        log.warning("no draft given: taking %s, the head known for %s (%s, licence %s)", draft, known.target,
+                    known.kind, known.licence)
+    return target, draft
 
 
 def _set_attention(target: TargetModel, wanted: str | None) -> None:

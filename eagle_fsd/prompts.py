@@ -8,7 +8,7 @@ from numbers import Integral
 import torch
 from torch import Tensor
 
-from .engine.sampling import require_integer
+from .checks import require_integer
 from .pair import EagleModel
 
 log = logging.getLogger(__name__)

@@ -115,7 +115,7 @@ def measure_peak(model: EagleModel, context: int, new_tokens: int, tree: TreeCon
         lambda: generate(prompt, model, max_new_tokens=new_tokens, session=session, **options),
         model.target.output_device)
     weights = bytes_of([model.target.model, model.draft])
-    caches = (session.decoder.cache.nbytes, session.decoder.draft_cache.nbytes)
+    caches = (session.decoder.forwards.cache.nbytes, session.decoder.forwards.draft_cache.nbytes)
     return Peak(weights, caches, weights + peak, allocated)
 
 

@@ -27,10 +27,10 @@ from tqdm import tqdm
 import eagle_fsd
 from eagle_fsd.cli.arguments import Acceptance, Loading
 from eagle_fsd.cli.exits import check_counts
+from eagle_fsd.data.files import append_lines, read_lines, write_lines
 from eagle_fsd.data.questions import Question, converse
 from eagle_fsd.experiments.methods import Method, engine, hf_generate
 from eagle_fsd.experiments.records import environment, processes, record_path, shown, shown_settings
-from eagle_fsd.files import append_lines, read_lines, write_lines
 from eval.command import run_command
 from eval.questions import load_questions
 

@@ -15,7 +15,7 @@ import torch
 
 import eagle_fsd
 from eagle_fsd.acceptance import Rule
-from eagle_fsd.engine import decoder
+from eagle_fsd.engine import decoder, forwards
 from eagle_fsd.engine.decoder import Decoder
 from eagle_fsd.engine.graphs import StaticCycle
 from eagle_fsd.models.cache import TreeCache
@@ -66,7 +66,7 @@ def timed_parts(model: eagle_fsd.EagleModel, *, nested: bool = True) -> Iterator
     clock = Clock(model.target.output_device, nested)
     parts = [
         (Decoder, "step", CYCLE),
-        (decoder, "draft_tree", "tree_building"),
+        (forwards, "draft_tree", "tree_building"),
         (StaticCycle, "draft", "draft_forward"),  # as one graph: tree building too
         (StaticCycle, "verify", "target_forward"),  # with lm_head
         (model.draft, "forward", "draft_forward"),  # the instance: a compiled head has a forward of its own

@@ -27,18 +27,14 @@ from pathlib import Path
 
 import torch
 from tqdm import tqdm
-from transformers import LogitsProcessorList
 
-from eagle_fsd.acceptance import make_rule
 from eagle_fsd.cli.arguments import Tree
 from eagle_fsd.cli.exits import check_counts
-from eagle_fsd.engine.decoder import Decoder
-from eagle_fsd.engine.request import Settings
 from eagle_fsd.experiments.records import write_record
 from eagle_fsd.models.loading import check_device, check_dtype
 from eagle_fsd.pair import EagleModel
 from eagle_fsd.trees.config import GPU_TREE, TreeConfig
-from eagle_fsd.tuning.measuring import now, same_cycle
+from eagle_fsd.tuning.measuring import greedy_decoder, now, same_cycle
 from eval.command import run_command
 from eval.floors import Rates, Work, measure_rates
 from eval.profile import CYCLE, timed_parts
@@ -99,8 +95,7 @@ def measure_cycles(
 
     def cycle(tree: TreeConfig | None) -> Callable[[], object]:
         room = tree.nodes if tree else 1
-        settings = Settings(make_rule("exact"), tree, LogitsProcessorList(), True, 0, room)
-        return same_cycle(Decoder(target, head if tree else None, [prompt], [settings], graphs=pair.graphs))
+        return same_cycle(greedy_decoder(target, head, prompt, tree, room, pair.graphs))
 
     cycles = {"plain": cycle(None), **{name: cycle(shape) for name, shape in trees.items()}}
     whole: dict[str, list[float]] = defaultdict(list)

@@ -16,8 +16,8 @@ import torch
 
 import eagle_fsd
 from eagle_fsd.data.documents import Documents
+from eagle_fsd.data.files import save_atomically
 from eagle_fsd.experiments.methods import Answer, Method, interleaved
-from eagle_fsd.files import save_atomically
 from eagle_fsd.pair import EagleModel
 from eval import batches, benchmark, trees
 from eval.time_limits import TimeIsUp, interrupted_after, steps_within

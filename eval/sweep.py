@@ -22,10 +22,10 @@ import eagle_fsd
 from eagle_fsd.acceptance import make_rule
 from eagle_fsd.cli.arguments import Loading, Tree
 from eagle_fsd.cli.exits import check_counts
+from eagle_fsd.data.files import save_atomically
 from eagle_fsd.experiments.experiment import EXACT, Experiment, settings_of
 from eagle_fsd.experiments.records import processes
 from eagle_fsd.experiments.search import DIALS
-from eagle_fsd.files import save_atomically
 from eagle_fsd.trees.config import Confidence, TreeConfig
 from eval.command import run_command
 from eval.questions import load_questions

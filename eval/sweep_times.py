@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from eagle_fsd.data.files import append_lines, read_lines
 from eagle_fsd.data.questions import converse
 from eagle_fsd.experiments.experiment import EXACT, Experiment, spread
 from eagle_fsd.experiments.methods import Answer, Method, bare_generate, engine, hf_generate, interleaved
 from eagle_fsd.experiments.search import BASELINE
-from eagle_fsd.files import append_lines, read_lines
 from eagle_fsd.models.loading import load_target
 from eagle_fsd.pair import demo_directory
 from eval.benchmark import LOOKUP

@@ -228,13 +228,14 @@ def tree_features(target, prefix, rows):
     if target.counts_positions:
         cache.skew = positions[0] - torch.arange(prefix, prefix + NODES)
     lengths = None if padding.any() else torch.tensor([end for _, end in rows])
+    layers = target.masked_layers
     masks, kept = tree_masks(
-        implementation, ANCESTORS.expand(batch, -1, -1), positions, prefix, target.dtype, target.kinds,
-        window=target.window, chunk=target.chunk, lengths=lengths, prefix_visible=None if visible.all() else visible,
+        implementation, ANCESTORS.expand(batch, -1, -1), positions, prefix, target.dtype, layers.kinds,
+        window=layers.window, chunk=layers.chunk, lengths=lengths, prefix_visible=None if visible.all() else visible,
     )
     return target.features(
         tokens[:, prefix:], position_ids=positions - padding[:, None], past_key_values=cache, use_cache=True,
-        attention_mask=masks if target.mask_by_type else masks[target.kinds[0]],
+        attention_mask=masks if layers.by_type else masks[layers.kinds[0]],
         **({} if kept is None else {"tree_prefix": kept}),
     )
 

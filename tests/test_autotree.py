@@ -12,12 +12,12 @@ from transformers import LogitsProcessorList
 
 import eagle_fsd
 from eagle_fsd.acceptance import make_rule
-from eagle_fsd.cli.app import main
+from eagle_fsd.cli import main
 from eagle_fsd.engine.decoder import Decoder
-from eagle_fsd.engine.pause import Pause
-from eagle_fsd.engine.request import Settings
+from eagle_fsd.engine.drafting import Pause
+from eagle_fsd.engine.request import BatchSettings, RequestSettings
 from eagle_fsd.trees.confidence import apply_confidence, confidence_lines
-from eagle_fsd.trees.config import Confidence, TreeConfig
+from eagle_fsd.trees.config import Choice, Confidence, TreeConfig
 from eagle_fsd.tuning import fitting
 from eagle_fsd.tuning.choice import AutoTree, choose
 from eagle_fsd.tuning.fitting import fit_confidence
@@ -222,15 +222,15 @@ def test_requests_share_what_they_learn_only_where_texts_do_not_depend_on_it(pai
 def test_decoding_with_pauses_gives_the_same_tokens(pair):
     """The draft reads what it missed: afterwards it drafts as if there had been no pause."""
     def decode(cost: Callable | None) -> tuple[list[int], list[bool]]:
-        settings = Settings(make_rule("exact"), TreeConfig(8, 3, 2), LogitsProcessorList(), True, 0, 80,
-                            cost=cost)
-        decoder = Decoder(pair.target, pair.draft, [PROMPT], [settings])
-        (row,) = decoder.rows
+        batch = BatchSettings(make_rule("exact"), True, lambda requests: Choice(TreeConfig(8, 3, 2), cost=cost))
+        settings = RequestSettings(LogitsProcessorList(), seed=0, max_new_tokens=80)
+        decoder = Decoder(pair.target, pair.draft, [PROMPT], batch, [settings])
+        (row,) = decoder.requests
         decoder.prefill()
         drafted = []
         while len(row.tokens) < len(PROMPT) + 70:
             drafted.append(decoder.step()[0].drafted)
-        assert decoder.draft_cache.length + len(row.features) == len(row.tokens) - 1
+        assert decoder.forwards.draft_cache.length + len(row.features) == len(row.tokens) - 1
         return row.tokens[: len(PROMPT) + 70], drafted
 
     with torch.inference_mode():

@@ -10,7 +10,7 @@ from tiny import PROMPT, tiny_pair, tiny_tokenizer
 
 import eagle_fsd
 from eagle_fsd.acceptance import make_rule, walk
-from eagle_fsd.cli.app import main
+from eagle_fsd.cli import main
 from eagle_fsd.data.questions import Question
 from eagle_fsd.experiments.cycles import log_cycles
 from eagle_fsd.experiments.experiment import Experiment, settings_of, spread

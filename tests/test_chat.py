@@ -94,7 +94,7 @@ def test_a_turn_processes_only_its_new_tokens(model, processed, end):
         assert processed[0] == output.stats.prefill_tokens == len(prompt) - held
         assert len(processed) == 1 + output.stats.target_forwards
         # The last token of an answer is in the cache only where it was drafted, and then some behind it may be too.
-        said, cached = len(prompt) + len(output.token_ids), chat.session.decoder.cache.length
+        said, cached = len(prompt) + len(output.token_ids), chat.session.decoder.forwards.cache.length
         held = min(said, cached)
         assert held == said if end else held >= said - 1
 
@@ -109,7 +109,7 @@ def test_the_draft_reads_only_what_is_new_either(model, monkeypatch):
     monkeypatch.setattr(model.draft, "forward", counting)
     chat = Chat(model, **OPTIONS)
     first = chat.send(SAID[0])
-    before, held = chat.session.decoder.draft_cache.length, chat.session.decoder.cache.length
+    before, held = chat.session.decoder.forwards.draft_cache.length, chat.session.decoder.forwards.cache.length
     read.clear()
     second = chat.send(SAID[1])
     # Of the last cycle, and the new ones; the last of them comes with the first token of the answer.
@@ -277,9 +277,9 @@ def test_caches_grow_with_the_conversation(model):
     capacities = []
     for number in range(6):
         assert_turn(chat, f"{'abcdef'[number]}.")
-        capacities.append(chat.session.decoder.cache.capacity)
-    assert set(capacities) == {25, 50, 100} and chat.session.decoder.draft_cache.length > 30
-    assert chat.session.decoder.rows[0].features.shape[-1] == HIDDEN
+        capacities.append(chat.session.decoder.forwards.cache.capacity)
+    assert set(capacities) == {25, 50, 100} and chat.session.decoder.forwards.draft_cache.length > 30
+    assert chat.session.decoder.requests[0].features.shape[-1] == HIDDEN
 
 
 def test_models_that_cannot_chat(model):

@@ -13,7 +13,7 @@ import pytest
 from tiny import save_pair, tiny_chat_pair
 
 import eagle_fsd
-from eagle_fsd import TreeConfig
+from eagle_fsd import EagleModel, TreeConfig, make_rule
 from eagle_fsd.chat import Chat
 from eagle_fsd.cli import chat as chat_cli
 from eagle_fsd.cli.chat import HELP, LiveStreamer, Terminal, talk
@@ -229,6 +229,28 @@ def test_what_is_no_terminal_gets_the_text_alone(model, write):
     chat = Chat(model, **OPTIONS, system="be nice")
     assert write("hello") == [*expected, "", ""]
     assert write("hello", "and now", system="be nice") == [chat.send("hello").text, chat.send("and now").text, "", ""]
+
+
+def test_a_stop_string_is_not_shown(model, write):
+    expected = Chat(model, **OPTIONS).send("hello").text
+    assert write("hello", stop=(expected[4:7],))[0] == expected[:expected.index(expected[4:7])]
+
+
+def test_a_promise_gives_the_rule_until_one_is_typed(model, monkeypatch, capsys):
+    monkeypatch.setattr(EagleModel, "calibrated", lambda self, *asked: found.append(asked) or Kept)
+    found = []
+
+    class Kept:
+        options = {"rule": "tilt", "threshold": 0.5}
+
+    terminal = Terminal(Chat(model, **OPTIONS | {"divergence": None, "quality": "kl<=0.02"}))
+    terminal.obey("/temperature 0.5")
+    terminal.obey("/threshold 0.2")
+    assert found == [("kl<=0.02", 0.0, TREE), ("kl<=0.02", 0.5, TREE)]
+    assert capsys.readouterr().out.splitlines() == [
+        "Tilt(threshold=0.5, head_guard=None, max_regret=2.0), temperature 0.5",
+        f"{make_rule('fsd', 0.2)}, temperature 0.5"]
+    assert terminal.chat.options["quality"] is None
 
 
 def test_a_full_conversation_is_said_and_can_be_begun_anew(monkeypatch, capsys):

@@ -11,9 +11,9 @@ from transformers import LogitsProcessorList
 import eagle_fsd
 from eagle_fsd.acceptance import make_rule
 from eagle_fsd.engine.decoder import Decoder
-from eagle_fsd.engine.request import Settings
+from eagle_fsd.engine.request import BatchSettings, RequestSettings
 from eagle_fsd.pair import EagleModel
-from eagle_fsd.trees.config import TreeConfig
+from eagle_fsd.trees.config import Choice, TreeConfig
 from eagle_fsd.trees.growth import draft_tree, rerank
 
 SHAPES = [(2, 1, 1), (5, 3, 2), (16, 5, 4), (60, 8, 10), (4, 1, 3), (9, 1, 3), (99, 3, 3), (12, 6, 1)]
@@ -193,16 +193,18 @@ def test_ancestors_on_the_picture():
 def test_greedy_cycles_equal_the_reference(family, shape):
     pair, config = tiny_pair(family), TreeConfig(*shape)
     rule = make_rule(lambda verification: verification.warped_logits)  # exact, but the draft's logits are kept
-    settings = Settings(rule, config, LogitsProcessorList(), greedy=True, seed=0, max_new_tokens=60)
-    decoder = Decoder(pair.target, pair.draft, [PROMPT], [settings])
-    trees, draft = [], decoder._draft
-    decoder._draft = lambda: trees.append(draft()) or trees[-1]
+    batch = BatchSettings(rule, True, lambda requests: Choice(config))
+    settings = RequestSettings(LogitsProcessorList(), seed=0, max_new_tokens=60)
+    decoder = Decoder(pair.target, pair.draft, [PROMPT], batch, [settings])
+    trees, draft = [], decoder.forwards.draft
+    decoder.forwards.draft = lambda *given: trees.append(draft(*given)) or trees[-1]
     first, cycles = reference_eagle.decode(pair.target.model, pair.draft, PROMPT, config, cycles=6)
     assert decoder.prefill()[0].tokens == [first]
     for reference, path, token in cycles:
         assert decoder.step()[0].tokens == [*path, token]
         assert_same_tree(*trees[-1], reference, config)
-    assert decoder.rows[0].tokens[len(PROMPT) :] == [first] + [t for _, path, token in cycles for t in (*path, token)]
+    said = [first] + [t for _, path, token in cycles for t in (*path, token)]
+    assert decoder.requests[0].tokens[len(PROMPT) :] == said
     assert sum(len(path) for _, path, _ in cycles) > 0
 
 

@@ -15,7 +15,7 @@ from transformers import LlamaConfig
 import eagle_fsd
 from eagle_fsd import TreeConfig, load_head, save_head
 from eagle_fsd.acceptance.divergence import DIVERGENCES, get_divergence
-from eagle_fsd.cli.app import main
+from eagle_fsd.cli import main
 from eagle_fsd.heads.eagle3 import Eagle3Head
 from eagle_fsd.heads.export import export_head
 from eagle_fsd.heads.inspection import inspect_head

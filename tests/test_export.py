@@ -1,13 +1,15 @@
 """Heads written for other programs: their files, and what is said about a head."""
 
 import json
+from typing import get_args, get_type_hints
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from tiny import tiny_pair, tiny_target
 
-from eagle_fsd.cli.app import main
+from eagle_fsd.cli import main
+from eagle_fsd.cli.heads import ExportCommand
 from eagle_fsd.heads.checkpoint import load_head, save_head
 from eagle_fsd.heads.eagle import DraftHead
 from eagle_fsd.heads.export import LAYOUTS, export_head
@@ -106,3 +108,8 @@ def test_the_commands(place, tmp_path, capsys):
     assert "written for vllm" in capsys.readouterr().out
     assert main(["inspect", str(tmp_path / "nothing")]) == 2
     assert "nothing" in capsys.readouterr().err
+
+
+def test_the_command_offers_every_layout():
+    """Named there once more, since reading the command line imports no torch."""
+    assert get_args(get_type_hints(ExportCommand)["to"]) == tuple(LAYOUTS)

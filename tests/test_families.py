@@ -69,9 +69,10 @@ def test_lossless(family):
     kinds = dict.fromkeys(getattr(target.config, "layer_types", None) or [])  # in the order of the layers
     layers = ", ".join(kind.removesuffix("_attention") for kind in kinds)
     reach = ""
-    if target.window or target.chunk:
-        assert_the_reach_matters(family, "sliding_window" if target.window else "attention_chunk_size")
-        reach = f"window of {target.window}" if target.window else f"chunks of {target.chunk}"
+    masked = target.masked_layers
+    if masked.window or masked.chunk:
+        assert_the_reach_matters(family, "sliding_window" if masked.window else "attention_chunk_size")
+        reach = f"window of {masked.window}" if masked.window else f"chunks of {masked.chunk}"
         layers = layers or "sliding"
     found["supported"][family] = [family, type(model).__name__, layers or "full", reach, *results]
 

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from eagle_fsd.files import append_lines, read_lines, save_atomically, write_lines
+from eagle_fsd.data.files import append_lines, read_lines, save_atomically, write_lines
 
 
 def test_a_line_that_was_cut_off_is_taken_away(tmp_path):

@@ -9,19 +9,15 @@ import pytest
 import torch
 from test_eagle3 import NAMED, deep_target, good_head
 from tiny import PROMPT, tiny_pair
-from transformers import LogitsProcessorList
 from transformers.generation.streamers import BaseStreamer
 
 import eagle_fsd
 from eagle_fsd import EagleModel, TreeConfig, make_rule
 from eagle_fsd.engine import graphs
-from eagle_fsd.engine.decoder import Decoder
 from eagle_fsd.engine.graphs import MOST_NODES, GraphCycles, bucket_of
-from eagle_fsd.engine.pause import Pause
-from eagle_fsd.engine.request import Settings
 from eagle_fsd.tuning.latency import Latency
 from eagle_fsd.tuning.machine import known_latency
-from eagle_fsd.tuning.measuring import measure
+from eagle_fsd.tuning.measuring import greedy_decoder, measure
 
 TREES = [TreeConfig(16, 5, 4), TreeConfig(6, 5, 1), TreeConfig(4, 1, 3), None]
 NAMES = {"drafting": "_draft", "verifying": "_verify"}  # of the phases' functions
@@ -87,17 +83,15 @@ def test_heads_that_read_several_layers():
 def test_what_was_emitted_during_a_pause_is_read_later():
     pair, answers = tiny_pair(), []
     static = with_cycles(pair)
-    settings = Settings(make_rule("exact"), TREES[2], LogitsProcessorList(), True, 0, 40)
     for cycles in (None, static.graphs):
-        decoder = Decoder(pair.target, pair.draft, [PROMPT], [settings], graphs=cycles)
-        assert (decoder.graphs is None) == (cycles is None)
-        decoder.pause = Pause()
+        decoder = greedy_decoder(pair.target, pair.draft, PROMPT, TREES[2], 40, cycles)
+        assert isinstance(decoder.forwards, graphs.GraphForwards) == (cycles is not None)
         with torch.inference_mode():
             decoder.prefill()
             for number in range(12):
-                decoder.pause.left = 5 if 2 <= number < 8 else 0
+                decoder.drafting.pause.left = 5 if 2 <= number < 8 else 0
                 decoder.step()
-        answers.append(decoder.rows[0].tokens)
+        answers.append(decoder.requests[0].tokens)
     assert answers[0] == answers[1]
 
 

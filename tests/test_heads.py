@@ -7,8 +7,8 @@ import re
 import pytest
 
 import eagle_fsd
+from eagle_fsd import cli
 from eagle_fsd import pair as pairs
-from eagle_fsd.cli import app as cli
 from eagle_fsd.heads import catalogue as heads
 from eagle_fsd.heads.catalogue import KINDS, PublishedHead, find_head, known_heads
 
@@ -66,7 +66,7 @@ def test_nothing_is_loaded_for_an_unknown_target(monkeypatch):
 def test_the_command_line_lists_them(monkeypatch, capsys):
     one = PublishedHead("them/Big-Model", "us/head", "eagle", "mit", "https://example.org", "2026-01-01")
     other = dataclasses.replace(one, head="us/head-3", kind="eagle3", preferred=True)
-    monkeypatch.setattr(cli, "known_heads", lambda: (one, other))
+    monkeypatch.setattr(cli.heads, "known_heads", lambda: (one, other))
     assert cli.main(["heads", "--target", "big-MODEL"]) == 0
     assert capsys.readouterr().out.splitlines() == [
         "them/Big-Model",
@@ -85,5 +85,5 @@ def test_commands_that_store_beside_the_head_ask_for_a_folder(tmp_path, capsys):
 
 
 def test_the_data_file_is_packaged():
-    setup = (heads.KNOWN.parents[1] / "setup.py").read_text()
-    assert '"heads.json"' in setup and heads.KNOWN.is_file()
+    setup = (heads.KNOWN.parents[2] / "setup.py").read_text()
+    assert '"eagle_fsd.heads": ["catalogue.json"]' in setup and heads.KNOWN.is_file()

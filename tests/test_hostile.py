@@ -8,6 +8,7 @@ import faulthandler
 import json
 import math
 import pickle
+import re
 import shutil
 
 import numpy as np
@@ -20,12 +21,15 @@ from transformers import LlamaConfig
 import eagle_fsd
 from eagle_fsd import (
     RULES,
+    AcceptanceOptions,
     Chat,
     Decision,
     DraftHead,
     EagleModel,
+    LoadOptions,
     Output,
     Receipt,
+    SamplingOptions,
     Session,
     Stats,
     TreeConfig,
@@ -36,7 +40,7 @@ from eagle_fsd import (
     make_rule,
     save_head,
 )
-from eagle_fsd.cli.app import main
+from eagle_fsd.cli import main
 
 SECONDS = 60  # after which a test that hangs is ended with all stacks shown
 TREE = TreeConfig(16, 5, 4)
@@ -106,7 +110,7 @@ class World:
                          "--draft", str(self.folder / "head"), "--device", "cpu")
         try:
             status = main(arguments)
-        except SystemExit as error:  # argparse
+        except SystemExit as error:  # tyro
             status = error.code
         return status, capsys.readouterr().err
 
@@ -346,6 +350,14 @@ CASES = [
     ("custom_generate", "a huge seed", lambda w: w.inside(seed=2**70), ValueError, r"below 2\*\*63"),
     ("custom_generate", "a head of another target",
      lambda w: w.inside(draft=tiny_head(tiny_target(vocab_size=40))), ValueError, "vocabulary size is 40"),
+    # The options that calls are made of
+    ("SamplingOptions", "half a token", lambda w: SamplingOptions(max_new_tokens=0.5), TypeError, "must be an int"),
+    ("SamplingOptions", "a NaN", lambda w: SamplingOptions(temperature=math.nan), ValueError, "temperature must be 0"),
+    ("AcceptanceOptions", "two choices", lambda w: AcceptanceOptions(threshold=0.1, quality="kl<=1"), ValueError,
+     "leave acceptance, threshold and divergence out"),
+    ("AcceptanceOptions", "a budget in words", lambda w: AcceptanceOptions(budget="all"), TypeError, "number of nats"),
+    ("LoadOptions", "two places", lambda w: LoadOptions(device="cpu", device_map="auto"), ValueError, "not both"),
+    ("LoadOptions", "a head alone", lambda w: LoadOptions(draft="d"), ValueError, "target= is missing"),
     # TreeConfig
     ("TreeConfig", "no room for a draft", lambda w: TreeConfig(total_tokens=1), ValueError, "at least 2"),
     ("TreeConfig", "a tree without end", lambda w: TreeConfig(16, 10**9, 4), ValueError, "depth must be at most 256"),
@@ -518,14 +530,35 @@ def test_the_table_is_as_long_as_promised():
     assert len(CASES) == len({(name, given) for name, given, *_ in CASES}) >= 60
 
 
+MISREAD = [
+    ([], "Expected one of {generate, chat, demo, heads, calibrate, tune, inspect, export, vocab}"),
+    (["sing"], "Unrecognized options: sing"),
+    (["generate"], "Missing from eagle-fsd generate: PROMPT"),
+    (["generate", "hi", "--max-new-tokens", "many"], "--max-new-tokens: invalid literal for int.* 'many'"),
+    (["generate", "hi", "--max-new-tokens"], "Missing value for argument '--max-new-tokens'"),
+    (["generate", "hi", "--seed", "None"], "--seed: .* 'None'"),
+    (["generate", "hi", "--tree", "16,5,four"], "--tree: '16,5,four' is no tree; it takes total_tokens,depth"),
+    (["generate", "hi", "--tree", "1,5,4"], "TreeConfig.total_tokens must be at least 2, got 1"),
+    (["generate", "hi", "--acceptance", "best"], "invalid choice 'best' for argument '--acceptance'.* 'fsd'"),
+    (["generate", "hi", "--attn-implementation", "flash"], "invalid choice 'flash' for .* 'sdpa'"),
+    (["generate", "hi", "--speed", "2"], "Unrecognized options: --speed"),
+    (["generate", "hi", "--no-ignore-eos"], "Unrecognized options: --no-ignore-eos"),
+    (["generate", "hi", "--draft", "head"], "target= is missing"),
+    (["generate", "hi", "--tp-plan", "auto", "--device", "cpu"], "give device .*'cpu'.* or tp_plan .*, not both"),
+    (["generate", "hi", "--quality", "good"], "'good' is no promise"),
+    (["generate", "hi", "--quality", "kl<=0.02", "--threshold", "0.1"], "quality='kl<=0.02' chooses the rule"),
+    (["generate", "hi", "--budget", "nan"], "budget must be at least 0 nats, got nan"),
+    (["generate", "hi", "--temperature", "nan"], "temperature must be .* got nan"),
+    (["generate", "hi", "--max-new-tokens", "0"], "max_new_tokens must be at least 1, got 0"),
+    (["chat", "--stop", ""], "stop must hold non-empty strings, got ''"),
+    (["chat", "--tp-plan", "auto"], "Unrecognized options: --tp-plan"),
+    (["calibrate", "--prompts", "x", "--budget", "kl<=1", "--acceptance", "best"], "invalid choice 'best'"),
+    (["tune", "--prompts", "x", "--temperature", "-1"], "temperature must be .* got -1"),
+    (["export", "head", "--to", "word", "--out", "out"], "invalid choice 'word' for argument '--to'.* 'vllm'"),
+    (["vocab", "head"], "Missing from eagle-fsd vocab: --data"),
+    (["vocab", "head", "--data", "x", "--size", "8", "--coverage", "0.5"], "--size and --coverage are not allowed"),
+]
 COMMANDS = [
-    ([], "required: command"),
-    (["sing"], "invalid choice: 'sing'"),
-    (["generate"], "required: prompt"),
-    (["generate", "hi", "--max-new-tokens", "many"], "invalid int value: 'many'"),
-    (["generate", "hi", "--tree", "16,5,four"], "is no tree"),
-    (["generate", "hi", "--acceptance", "best"], "invalid choice: 'best'"),
-    (["generate", "hi", "--speed", "2"], "unrecognized arguments: --speed"),
     (["generate", "hi", "--target", "/no/such"], "there is no directory '/no/such'"),
     (["generate", "hi", "--target", "some/model"], "no head is known for 'some/model'"),
     (["generate", "hi", "--target", "/no/such", "--draft", "/no/such"], "there is no directory '/no/such'"),
@@ -533,17 +566,24 @@ COMMANDS = [
     (["generate", "hi", "--dtype", "float99"], "dtype must be"),
     (["tune", "--prompts", "/no/such.jsonl"], "No such file"),
     (["calibrate", "--prompts", "/no/such.jsonl", "--budget", "fast"], "'fast' is no promise"),
+    (["calibrate", "--prompts", "x", "--budget", "kl<=1", "--acceptance"], "--acceptance needs a rule: fsd, tilt"),
+    (["calibrate", "--prompts", "x", "--budget", "kl<=1", "--acceptance", "exact"], "must be one of fsd, tilt"),
     (["inspect", "/no/such/head"], "there is no directory '/no/such/head'"),
     (["inspect", __file__], "is a file"),
     (["export", "/no/such/head", "--to", "vllm", "--out", "/no/such/out"], "there is no directory"),
-    (["export", "head", "--to", "word", "--out", "out"], "invalid choice: 'word'"),
     (["vocab", "/no/such/head", "--data", "text.txt"], "there is no directory '/no/such/head'"),
-    (["vocab", "head"], "required: --data"),
+    (["vocab", "/no/such/head", "--data"], "--data needs a file"),
     (["demo", "--repeats", "0"], "--repeats must be at least 1"),
-    (["tiny", "hi", "--temperature", "nan"], "temperature must be"),
-    (["tiny", "hi", "--max-new-tokens", "0"], "max_new_tokens must be at least 1"),
     (["tiny", "a\udcffb"], "lone surrogate"),
 ]
+
+
+@pytest.mark.parametrize(("arguments", "message"), MISREAD, ids=lambda value: None)
+def test_words_that_cannot_be_read_end_with_status_2(world, capsys, arguments, message):
+    """With a message in a box, which names the flag, the value and what is accepted, before anything is loaded."""
+    status, errors = world.command(capsys, *arguments)
+    text = " ".join("".join(" " if ord(letter) in range(0x2500, 0x2580) else letter for letter in errors).split())
+    assert status == 2 and re.search(message, text) and "Traceback" not in text and "Loading" not in text
 
 
 @pytest.mark.parametrize(("arguments", "message"), COMMANDS, ids=lambda value: None)

@@ -66,7 +66,7 @@ def test_the_head_goes_where_the_output_layer_is(monkeypatch):
     model = EagleModel.from_parts(target, tiny_head(target))
     monkeypatch.setattr(TargetModel, "output_device", property(lambda self: torch.device("meta")))
     monkeypatch.setattr(DraftHead, "to", lambda self, device, dtype: moved.append(device) or self)
-    eagle_fsd.model.fit_head(model.draft, model.target)
+    eagle_fsd.pair.fit_head(model.draft, model.target)
     assert moved == [torch.device("meta")]
 
 

@@ -11,28 +11,30 @@ PACKAGE = ROOT / "eagle_fsd"
 # From the ground up. A module may import what stands before it: folders and modules of the package before its own
 # folder, and in its own folder the modules of earlier levels (those of one level do not know each other).
 HOUSE: dict[str, list[str]] = {
-    "files": [],
+    "lazy": [],
     "checks": [],
-    "sources": [],
-    "models": ["implementations cache parallel flash", "masks output placement", "attention loading", "target"],
-    "data": ["conversations questions documents"],
+    "data": ["files sources conversations questions documents"],
+    "models": ["implementations cache parallel flash", "masks output placement", "attention loading admission",
+               "target"],
     "heads": ["catalogue vocabulary token_map eagle", "eagle3", "layouts", "checkpoint", "export", "inspection"],
     "trees": ["config tree", "confidence", "growth"],
     "acceptance": ["divergence", "verification", "decision", "rule",
-                   "exact fsd fsd_paper lenience relaxed tilt typical", "__init__", "budget"],
+                   "exact fsd fsd_paper lenience relaxed tilt typical", "__init__", "registry", "budget"],
     "quality": ["promises statistics traces", "calibrations"],
     "options": [],
-    "engine": ["noise sampling pause receipts compiled", "request graphs", "decoder", "loop"],
+    "engine": ["noise sampling drafting receipts compiled", "emission", "request", "forwards", "graphs", "decoder",
+               "loop"],
     "tuning": ["latency logs", "measuring fitting replay", "machine choice"],
     "pair": [],
     "prompts": [],
+    "text": [],
     "settings": [],
     "api": [],
     "hf": [],
     "chat": [],
     "experiments": ["methods grading records summaries", "experiment cycles", "search"],
     "lm_eval": ["arguments", "model", "__main__"],
-    "cli": ["exits terminal arguments", "chat", "app", "__init__"],
+    "cli": ["exits terminal arguments", "calibrate chat demo generate heads tune vocab", "__init__"],
     "__init__": [],
     "__main__": [],
 }
@@ -49,10 +51,15 @@ def place(path: Path) -> tuple[str, ...]:
     return path.with_suffix("").parts
 
 
+def is_for_editors(statement: ast.stmt) -> bool:
+    """`if TYPE_CHECKING:`, which never runs."""
+    return isinstance(statement, ast.If) and ast.unparse(statement.test) == "TYPE_CHECKING"
+
+
 def imported(path: Path, tree: ast.Module) -> set[tuple[str, ...]]:
     """Places of the package that a file imports, as (folder or module[, module])."""
     found, here = set(), place(path)[:-1]
-    for node in ast.walk(tree):
+    for node in [node for statement in tree.body if not is_for_editors(statement) for node in ast.walk(statement)]:
         if isinstance(node, ast.ImportFrom) and node.level:
             folder = here[: len(here) - (node.level - 1)]
             named = [tuple(node.module.split("."))] if node.module else [(name.name,) for name in node.names]

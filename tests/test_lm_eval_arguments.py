@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from eagle_fsd import TreeConfig
+from eagle_fsd import AcceptanceOptions, TreeConfig
 from eagle_fsd.lm_eval.__main__ import main
 from eagle_fsd.lm_eval.arguments import sort_arguments
 
@@ -15,11 +15,11 @@ def test_arguments_go_where_they_belong():
         "device": "cpu", "max_length": 512, "tree": [16, 5, 4, 0.5],
     })
     assert found.loading == {"target": "t", "draft": "d", "device": "cpu", "tree": TreeConfig(16, 5, 4, 0.5)}
-    assert found.decoding == {"acceptance": "fsd", "threshold": 0.2}
+    assert found.decoding == AcceptanceOptions(acceptance="fsd", threshold=0.2)
     assert found.harness == {"batch_size": 8, "max_length": 512}
     assert sort_arguments({"tree": None}).loading == sort_arguments({"tree": "none"}).loading == {"tree": None}
     assert sort_arguments({"tree": "auto"}).loading == {"tree": "auto"}
-    assert sort_arguments({"quality": "accuracy_drop<=1%"}).decoding == {"quality": "accuracy_drop<=1%"}
+    assert sort_arguments({"quality": "accuracy_drop<=1%"}).decoding == AcceptanceOptions(quality="accuracy_drop<=1%")
 
 
 @pytest.mark.parametrize(

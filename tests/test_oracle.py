@@ -6,12 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import LogitsProcessorList
 
 import eagle_fsd
-from eagle_fsd.acceptance import make_rule
-from eagle_fsd.engine.decoder import Decoder
-from eagle_fsd.engine.request import Settings
+from eagle_fsd.tuning.measuring import greedy_decoder
 
 ORACLE = Path(os.environ.get("EAGLE_FSD_ORACLE", Path(__file__).parents[2] / "shared" / "oracle"))
 pytestmark = pytest.mark.skipif(not (ORACLE / "expected.json").exists(), reason=f"no recording in {ORACLE}")
@@ -30,10 +27,9 @@ def prompts():
 def decode(pair, prompt, run, spy):
     """New tokens and accepted lengths of one recorded run; `spy(tree)` sees every drafted tree."""
     tree = eagle_fsd.TreeConfig(run["total_token"], run["depth"] + 1, run["top_k"])
-    settings = Settings(make_rule("exact"), tree, LogitsProcessorList(), greedy=True, seed=0, max_new_tokens=200)
-    decoder = Decoder(pair.target, pair.draft, [prompt["prompt_ids"]], [settings])
-    draft = decoder._draft
-    decoder._draft = lambda: spy(draft())
+    decoder = greedy_decoder(pair.target, pair.draft, prompt["prompt_ids"], tree, 200)
+    draft = decoder.forwards.draft
+    decoder.forwards.draft = lambda *given: spy(draft(*given))
     tokens, lengths = decoder.prefill()[0].tokens, []
     while len(lengths) < len(run["accept_lengths"]):
         emitted = decoder.step()[0].tokens

@@ -16,7 +16,7 @@ from transformers import TorchAoConfig
 import eagle_fsd
 from eagle_fsd import EagleModel
 from eagle_fsd.acceptance import make_rule
-from eagle_fsd.cli.app import main
+from eagle_fsd.cli import main
 from eagle_fsd.experiments.cycles import log_cycles
 from eagle_fsd.models.parallel import of_first, tensor_of_first
 from eagle_fsd.tuning.logs import store_log
@@ -61,7 +61,7 @@ def pairs(tmp_path_factory):
     tiny_target("gpt2").save_pretrained(folder / "gpt2" / "target")
     log = log_cycles(pairs["llama"], [[3, 4, 5], [6, 7]], make_rule("exact"), max_new_tokens=40)
     store_log(folder / "llama" / "head", log)
-    bundled = [str(Path(eagle_fsd.model.demo_directory(name))) for name in ("demo-target", "demo-draft")]
+    bundled = [str(Path(eagle_fsd.pair.demo_directory(name))) for name in ("demo-target", "demo-draft")]
     (folder / "demo.json").write_text(json.dumps(bundled))
     return folder, pairs
 

@@ -15,6 +15,7 @@ from transformers.generation.logits_process import (
 )
 
 from eagle_fsd.engine.sampling import build_processors, warp_tree
+from eagle_fsd.options import SamplingOptions
 
 CONTEXT = [5, 1, 5]  # before the root
 #        0: 1
@@ -91,12 +92,10 @@ def test_what_lies_below_an_impossible_token_is_not_asked_about():
     assert torch.equal(warped[0, 1:], logits[0, 1:])
 
 
-def build(**options):
-    defaults = {
-        "temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0, "min_new_tokens": 0,
-        "prompt_length": 3, "eos_ids": [2], "custom": None, "device": torch.device("cpu"),
-    }
-    return [type(processor) for processor in build_processors(**defaults | options)]
+def build(custom=None, eos_ids=(2,), **options):
+    processors = build_processors(SamplingOptions(**{"temperature": 1.0} | options), custom, prompt_length=3,
+                                  eos_ids=eos_ids, device=torch.device("cpu"))
+    return [type(processor) for processor in processors]
 
 
 def test_options_become_processors_in_the_order_of_transformers():

@@ -28,9 +28,9 @@ from tqdm import tqdm
 import eagle_fsd
 from eagle_fsd.cli.exits import exit_status
 from eagle_fsd.data.documents import Documents
+from eagle_fsd.data.files import append_lines, read_lines, save_atomically
 from eagle_fsd.experiments.methods import Answer, engine, interleaved
 from eagle_fsd.experiments.records import shown_settings, write_record
-from eagle_fsd.files import append_lines, read_lines, save_atomically
 from eagle_fsd.heads.eagle3 import default_layers
 from eagle_fsd.models.loading import load_target
 from eagle_fsd.models.target import TargetModel

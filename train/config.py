@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from eagle_fsd.acceptance import Rule, make_rule
-from eagle_fsd.acceptance.rule import check_choice
+from eagle_fsd.checks import check_choice
 from eagle_fsd.trees.config import TreeConfig
 from train.objectives import Objective, check_count, make_objective
 

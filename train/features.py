@@ -27,7 +27,7 @@ from tqdm import tqdm
 
 from eagle_fsd.cli.exits import exit_status
 from eagle_fsd.data.documents import Documents, split_rows
-from eagle_fsd.files import save_atomically
+from eagle_fsd.data.files import save_atomically
 from eagle_fsd.heads.eagle3 import check_layers
 from eagle_fsd.models.loading import load_target
 from eagle_fsd.models.output import output_logits

@@ -26,7 +26,7 @@ import eagle_fsd
 from eagle_fsd.cli.exits import check_counts, exit_status
 from eagle_fsd.data.conversations import FORMATS, BadRow, Record, read_rows
 from eagle_fsd.data.documents import Documents, check_place
-from eagle_fsd.files import append_lines, read_lines
+from eagle_fsd.data.files import append_lines, read_lines
 from eagle_fsd.models.loading import load_target
 from eagle_fsd.pair import EagleModel
 from train.data.chat_mask import check_tokenizer, encode_conversation, render

@@ -31,10 +31,10 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # launched as a file, this f
 from accelerate import Accelerator, DistributedType, InitProcessGroupKwargs  # noqa: E402
 from accelerate.tracking import get_available_trackers  # noqa: E402
 
-from eagle_fsd.acceptance.rule import check_choice  # noqa: E402
+from eagle_fsd.checks import check_choice  # noqa: E402
 from eagle_fsd.cli.exits import exit_status  # noqa: E402
 from eagle_fsd.data.documents import Documents  # noqa: E402
-from eagle_fsd.files import append_lines, read_lines, write_lines  # noqa: E402
+from eagle_fsd.data.files import append_lines, read_lines, write_lines  # noqa: E402
 from eagle_fsd.heads.checkpoint import load_head, save_head  # noqa: E402
 from eagle_fsd.heads.eagle import DraftHead  # noqa: E402
 from eagle_fsd.heads.eagle3 import Eagle3Head  # noqa: E402

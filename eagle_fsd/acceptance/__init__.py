@@ -1,32 +1,28 @@
 """Acceptance rules: which drafted tokens a cycle keeps.
 
 A rule is a frozen dataclass with a `threshold` (its dial) that maps a `Verification` to a `Decision`; `walk`
-turns the decision into the accepted path. A new rule is one file and one line in `RULES`.
+turns the decision into the accepted path. A new rule is one file and one line in `RULE_CLASSES`.
 """
 
-from collections.abc import Callable
-from dataclasses import fields, replace
+from typing import TYPE_CHECKING
 
-from .decision import Decision, Walk, walk
-from .exact import Exact
-from .fsd import FSD
-from .fsd_paper import FSDPaper
-from .lenience import Lenience
-from .relaxed import Relaxed
-from .rule import Custom, FuzzyRule, Rule
-from .tilt import Tilt
-from .typical import Typical
-from .verification import Verification
+from ..lazy import lazy_names
 
-RULES: dict[str, type[Rule]] = {
-    "exact": Exact,
-    "fsd": FSD,
-    "fsd_paper": FSDPaper,
-    "tilt": Tilt,
-    "typical": Typical,
-    "lenience": Lenience,
-    "relaxed": Relaxed,
+RULE_CLASSES = {  # module -> class; a rule is known by its module's name
+    "exact": "Exact",
+    "fsd": "FSD",
+    "fsd_paper": "FSDPaper",
+    "tilt": "Tilt",
+    "typical": "Typical",
+    "lenience": "Lenience",
+    "relaxed": "Relaxed",
 }
+
+if TYPE_CHECKING:
+    from .decision import Decision, Walk, walk
+    from .registry import RULES, make_rule
+    from .rule import Custom, FuzzyRule, Rule
+    from .verification import Verification
 
 __all__ = [
     "RULES",
@@ -40,45 +36,9 @@ __all__ = [
     "walk",
 ]
 
-
-def make_rule(
-    rule: str | Rule | Callable,
-    threshold: float | None = None,
-    divergence: str | None = None,
-    **options: object,
-) -> Rule:
-    """A validated rule.
-
-    Args:
-        rule: a name in `RULES`; a rule, returned with the given options replaced; or a function from a
-            `Verification` to a `Decision` or to log-weights [B, N, V], which takes no options.
-        threshold: the rule's dial; None keeps the default 0 (or the given rule's own).
-        divergence: for rules that gate on one; None keeps the default.
-        options: the rule's other fields, such as `head_guard` or `sibling`.
-
-    Raises:
-        ValueError: unknown name or option, or a value out of range.
-        TypeError: a value of the wrong type.
-    """
-    given = {"threshold": threshold, "divergence": divergence}
-    options |= {name: value for name, value in given.items() if value is not None}
-    if isinstance(rule, str):
-        if rule not in RULES:
-            raise ValueError(f"unknown rule {rule!r}; accepted: {', '.join(RULES)}, a rule or a function")
-        _check_options(RULES[rule], options)
-        return RULES[rule](**options)
-    if isinstance(rule, Rule):
-        _check_options(type(rule), options)
-        return replace(rule, **options)
-    if isinstance(rule, type) or not callable(rule):
-        raise TypeError(f"a rule is a name, a rule or a function, got {rule!r}")
-    if options:
-        raise ValueError(f"a function as rule takes no options, got {', '.join(options)}")
-    return Custom(function=rule)
-
-
-def _check_options(rule: type[Rule], options: dict[str, object]) -> None:
-    accepted = [field.name for field in fields(rule)]
-    for name in options:
-        if name not in accepted:
-            raise ValueError(f"rule {rule.name!r} has no option {name!r}; accepted: {', '.join(accepted)}")
+__getattr__, __dir__ = lazy_names(__name__, {
+    **dict.fromkeys(("Decision", "Walk", "walk"), "decision"),
+    **dict.fromkeys(("RULES", "make_rule"), "registry"),
+    **dict.fromkeys(("Custom", "FuzzyRule", "Rule"), "rule"),
+    "Verification": "verification",
+})

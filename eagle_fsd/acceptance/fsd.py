@@ -4,9 +4,10 @@ import math
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+from ..checks import check_choice
 from .decision import Decision
 from .divergence import get_divergence
-from .rule import FuzzyRule, check_choice, restrict
+from .rule import FuzzyRule, restrict
 from .verification import Verification
 
 

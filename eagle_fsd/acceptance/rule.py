@@ -7,27 +7,14 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from numbers import Real
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from ..checks import check_interval
 from .decision import Decision
 from .verification import Verification
-
-
-def check_interval(label: str, value: object, upper: float, closed: bool) -> None:
-    """Raise unless 0 <= value <= upper (or < upper)."""
-    if isinstance(value, bool) or not isinstance(value, Real):
-        raise TypeError(f"{label} must be a number, got {value!r}")
-    if not (0 <= value < upper or (closed and value == upper)):
-        raise ValueError(f"{label} must lie in [0, {upper:g}{']' if closed else ')'}, got {value!r}")
-
-
-def check_choice(label: str, value: object, accepted: tuple[str, ...]) -> None:
-    if value not in accepted:
-        raise ValueError(f"{label} must be one of {', '.join(accepted)}, got {value!r}")
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from ..checks import check_interval
 from .decision import Decision
-from .rule import FuzzyRule, check_interval
+from .rule import FuzzyRule
 from .verification import Verification
 
 NO_MASS = -1e6  # stands for log 0, so that differences of path sums stay defined; exp of it is 0

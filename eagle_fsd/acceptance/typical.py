@@ -4,8 +4,9 @@ import math
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+from ..checks import check_choice
 from .decision import Decision
-from .rule import FuzzyRule, check_choice, restrict
+from .rule import FuzzyRule, restrict
 from .verification import Verification
 
 EPSILON = 0.09  # Medusa's posterior threshold

@@ -18,7 +18,7 @@ import tyro
 from tyro.conf import Suppress, UseAppendAction
 from tyro.constructors import PrimitiveConstructorSpec
 
-from ..acceptance import RULES
+from ..acceptance import RULE_CLASSES
 from ..models.implementations import IMPLEMENTATIONS
 from ..options import AcceptanceOptions, LoadOptions, SamplingOptions
 from ..trees.config import TreeConfig
@@ -69,21 +69,13 @@ Tree = Annotated[TreeConfig | None, PrimitiveConstructorSpec(
     nargs=1, metavar="N,DEPTH,K[,T]", instance_from_str=lambda words: parse_tree(*words),
     is_instance=lambda value: value is None or isinstance(value, TreeConfig),
     str_from_instance=lambda tree: [tree_text(tree)])]
-RuleName = Literal[tuple(RULES)]
+RuleName = Literal[tuple(RULE_CLASSES)]
 Implementation = Literal[("auto", *IMPLEMENTATIONS)]
 
 
 @dataclass(frozen=True)
 class Loading(LoadOptions):
-    """Which pair is loaded, where to, and in what form.
-
-    Args:
-        target: directory or hub id; without it the bundled demo pair.
-        draft: directory or hub id of its draft head; without it the one that is known for the target (see `eagle-fsd
-            heads`), with a warning.
-        dtype: auto (float32 on a CPU, the checkpoint's own elsewhere) or a name such as bfloat16.
-        calibration: directory that `calibrate --out` and `tune --out` have written to; without it the head's.
-    """
+    """Which pair is loaded, where to, and in what form."""
 
     device_map: str | None = None
     tp_plan: Suppress[str | None] = None
@@ -157,6 +149,9 @@ class Measuring:
     seed: int = 0
     out: Path | None = None
 
+    def __post_init__(self) -> None:
+        SamplingOptions.of(vars(self))
+
     def directory(self, pair: Loading, file: str) -> Path:
         """Where a file about the pair's head goes.
 
@@ -176,4 +171,4 @@ class Measuring:
 
     def where_to_load(self) -> str:
         """What to say of a directory that is not the head's."""
-        return f" (load with --calibration {self.out})" if self.out else ""
+        return f" (load with calibration={str(self.out)!r}, or --calibration)" if self.out else ""

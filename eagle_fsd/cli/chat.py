@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
-import math
 import os
 import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
-from transformers import PreTrainedTokenizerBase
-
-from ..acceptance import RULES
-from ..chat import Chat
-from ..engine.receipts import Output
-from ..pair import EagleModel
-from ..settings import resolve_rule
+from ..acceptance import RULE_CLASSES
+from ..options import AcceptanceOptions, SamplingOptions
+from .arguments import Acceptance, Loading, Sampling
 from .terminal import DIM, RESET, SourceStreamer, describe_output, use_colour
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedTokenizerBase
+
+    from ..chat import Chat
+    from ..engine.receipts import Output
+    from ..pair import EagleModel
 
 PROMPT = "> "
 HELP = """\
@@ -28,7 +32,24 @@ HELP = """\
 /stats            the last answer: tau, tokens/s, token sources, prompt tokens processed
 /reset            begin a new conversation
 /help             this list
-/quit             end, as Ctrl-D; Ctrl-C stops an answer, twice ends""".format(rules=", ".join(RULES))
+/quit             end, as Ctrl-D; Ctrl-C stops an answer, twice ends""".format(rules=", ".join(RULE_CLASSES))
+
+
+@dataclass(frozen=True)
+class ChatCommand:
+    """Talk in the terminal; only new tokens are processed.
+
+    Args:
+        system: text of a system message.
+    """
+
+    system: str | None = None
+    pair: Loading = Loading()
+    sampling: Sampling = Sampling(max_new_tokens=512)
+    acceptance: Acceptance = Acceptance()
+
+    def run(self) -> None:
+        talk(self.pair.load(), self.system, **vars(self.sampling), **vars(self.acceptance))
 
 
 class LiveStreamer(SourceStreamer):
@@ -41,8 +62,8 @@ class LiveStreamer(SourceStreamer):
 
     def put(self, value: torch.Tensor) -> None:
         super().put(value)
-        if self.live and self.ids:
-            sys.stdout.write(f"\033]2;{len(self.ids) / (time.perf_counter() - self.started):.0f} tokens/s\a")
+        if self.live and self.written:
+            sys.stdout.write(f"\033]2;{self.written / (time.perf_counter() - self.started):.0f} tokens/s\a")
             sys.stdout.flush()
 
 
@@ -109,9 +130,12 @@ class Terminal:
             print(error if line.startswith("/") else f"{error}; /reset begins a new conversation")
 
     def answer(self, text: str) -> None:
-        streamer = LiveStreamer(self.chat.model.tokenizer, self.colour)
+        # A stop string is not part of the answer, so nothing is shown before the end.
+        streamer = None if self.chat.options.get("stop") else LiveStreamer(self.chat.model.tokenizer, self.colour)
         with stopping(self.chat):
             self.last = self.chat.send(text, streamer=streamer)
+        if streamer is None:
+            print(self.last.text)
         if sys.stdout.isatty():
             stats, why = self.last.stats, self.last.finish_reason
             line = (f"[{stats.new_tokens} tokens, {stats.tokens_per_second:.1f} tokens/s, "
@@ -120,20 +144,19 @@ class Terminal:
 
     def change(self, **changed: object) -> str:
         """Take on options if they are right together; returns the rule that they give."""
+        from ..settings import resolve_rule
+
         options = {**self.chat.options, **changed}
-        temperature = options["temperature"]
-        if not 0 <= temperature < math.inf:
-            raise ValueError(f"temperature must be a number >= 0 (0 = greedy), got {temperature:g}")
-        rule = resolve_rule(options["acceptance"], options["threshold"], options["divergence"], self.chat.model,
-                            temperature=temperature, tree=options["tree"])
+        sampling, given = SamplingOptions.of(options), AcceptanceOptions.of(options)
+        rule = resolve_rule(given, self.chat.model, sampling.temperature, shaped=sampling.shapes_distribution)
         self.chat.options = options
-        return f"{rule}, temperature {temperature:g}"
+        return f"{rule}, temperature {sampling.temperature:g}"
 
     def threshold(self, value: str) -> None:
-        print(self.change(threshold=as_number("/threshold", value)))
+        print(self.change(threshold=as_number("/threshold", value), quality=None))
 
     def rule(self, name: str) -> None:
-        print(self.change(acceptance=name, threshold=None, divergence=None))
+        print(self.change(acceptance=name, threshold=None, divergence=None, quality=None))
 
     def temperature(self, value: str) -> None:
         print(self.change(temperature=as_number("/temperature", value)))
@@ -144,7 +167,7 @@ class Terminal:
         print(describe_output(self.last))
         decoder, limit = self.chat.session.decoder, self.chat.model.target.max_positions
         print(f"prompt tokens processed: {self.last.stats.prefill_tokens}, "
-              f"positions in the caches: {decoder.cache.length if decoder else 0}"
+              f"positions in the caches: {decoder.forwards.cache.length if decoder else 0}"
               + (f" of at most {limit}" if limit else ""))
 
     def reset(self) -> None:
@@ -169,6 +192,8 @@ def talk(model: EagleModel, system: str | None = None, **options: object) -> Non
     Raises:
         ValueError, TypeError: a wrong option, or a model without a chat template.
     """
+    from ..chat import Chat
+
     with suppress(ImportError):
         import readline  # noqa: F401  (gives input() line editing and a history)
     terminal = Terminal(Chat(model, system=system, **options))

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable
 
 
-def check_counts(args: argparse.Namespace, *names: str, least: int = 1) -> None:
+def check_counts(options: object, *names: str, least: int = 1) -> None:
     """Raise ValueError for an option that is below `least`; one that was not given (None) is none."""
     for name in names:
-        value = getattr(args, name)
+        value = getattr(options, name)
         if value is not None and value < least:
             raise ValueError(f"--{name.replace('_', '-')} must be at least {least}, got {value}")
 

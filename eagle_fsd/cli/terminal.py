@@ -5,25 +5,26 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-import torch
-from transformers import PreTrainedTokenizerBase
-from transformers.generation.streamers import BaseStreamer
+from ..text import GrowingText
 
-from ..engine.receipts import Output, Receipt
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedTokenizerBase
+
+    from ..engine.receipts import Output, Receipt
 
 COLOURS = {"target": "", "exact": "\033[32m", "fuzzy": "\033[33m"}
 RESET, BOLD, DIM = "\033[0m", "\033[1m", "\033[2m"
 
 
-class SourceStreamer(BaseStreamer):
-    """Writes tokens as they come, coloured by where they come from."""
+class SourceStreamer:
+    """Writes tokens as they come, coloured by where they come from; a streamer as `transformers` has them."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, colour: bool) -> None:
-        self.tokenizer = tokenizer
-        self.colour = colour
-        self.ids: list[int] = []
-        self.written = 0
+        self.text, self.colour = GrowingText(tokenizer), colour
+        self.written = 0  # tokens
         self.sources: list[str] = []
         self.is_prompt = True
 
@@ -35,20 +36,16 @@ class SourceStreamer(BaseStreamer):
             self.is_prompt = False
             return
         for token, source in zip(value.tolist(), self.sources, strict=True):
-            self.ids.append(token)
-            text = self.tokenizer.decode(self.ids, skip_special_tokens=True)
-            if text.endswith("\ufffd"):  # in the middle of a character
-                continue
-            self._write(text, source)
+            self.written += 1
+            self._write(self.text.add(token), source)
         sys.stdout.flush()
 
     def end(self) -> None:
-        if self.ids:
-            self._write(self.tokenizer.decode(self.ids, skip_special_tokens=True), self.sources[-1])
+        if self.written:
+            self._write(self.text.pending(), self.sources[-1])
             sys.stdout.write("\n")
 
-    def _write(self, text: str, source: str) -> None:
-        piece, self.written = text[self.written :], len(text)
+    def _write(self, piece: str, source: str) -> None:
         colour = COLOURS[source] if self.colour else ""
         sys.stdout.write(f"{colour}{piece}{RESET}" if colour and piece else piece)
 

@@ -1,1 +1,1 @@
-"""What is read: question files, conversations, tokenised datasets."""
+"""What is read and kept: files, hub repositories, question files, conversations, tokenised datasets."""

@@ -18,9 +18,10 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from ..heads.eagle import DraftHead
+from ..models.admission import FULL
 from ..models.cache import TreeCache
 from ..models.implementations import SPLIT
-from ..models.target import FULL, HALF_PARITY, PARITY, TargetModel
+from ..models.target import HALF_PARITY, PARITY, TargetModel
 
 log = logging.getLogger(__name__)
 # Of the warm-up. Numbers that no model has, since a graph asks sizes that were equal to be so again.

@@ -25,9 +25,11 @@ from ..models.masks import tree_mask
 from ..models.target import TargetModel
 from ..trees.confidence import confidence_lines
 from ..trees.config import TreeConfig
-from ..trees.growth import grow_tree
+from ..trees.growth import extend_draft, grow_tree
 from ..trees.tree import DraftTree, root_only
 from .compiled import why_not_together
+from .forwards import Forwards
+from .request import Request
 
 log = logging.getLogger(__name__)
 LEAST = 256  # places of the smallest bucket
@@ -267,6 +269,59 @@ class GraphCycles:
             if cache is not None:
                 cache.clear()
         return self.cache, self.draft_cache
+
+
+class GraphForwards(Forwards):
+    """One request's forwards as graphs; where something cannot be captured, nothing is lost and all goes on without."""
+
+    def __init__(self, graphs: GraphCycles) -> None:
+        super().__init__(graphs.target, graphs.head, *graphs.reset())
+        self.graphs = graphs
+        self.cycle: StaticCycle | None = None  # the present one
+
+    def draft(
+        self, requests: Sequence[Request], config: TreeConfig | None, keep_logits: bool
+    ) -> tuple[DraftTree, Tensor]:
+        (request,), self.cycle = requests, None
+        if self.graphs.failed is None:
+            read = 0 if self.draft_cache is None else self.draft_cache.length
+            try:
+                return self._replay(request, config, keep_logits)
+            except RuntimeError as error:  # of a capture; errors of the device itself come again without graphs
+                self.graphs.fail(error)
+                if self.draft_cache is not None:
+                    self.draft_cache.commit([read], [[]])
+        return super().draft(requests, config, keep_logits)
+
+    def _replay(self, request: Request, config: TreeConfig | None, keep_logits: bool) -> tuple[DraftTree, Tensor]:
+        length = self.cache.length
+        cycle = self.graphs.of(config, config is not None and keep_logits, length)
+        if config is None:
+            tree = cycle.begin(request.tokens[-1], length)
+            draft_logits = torch.zeros(1, 1, self.target.vocab_size, device=self.device)
+        else:
+            features, unread = request.features, request.unread(self.device)
+            before = len(unread) - cycle.most  # what was emitted without drafting
+            if before > 0:
+                extend_draft(self.head, [features[:before]], [unread[:before]], self.draft_cache)
+                features, unread = features[before:], unread[before:]
+            read = self.draft_cache.length
+            tree, draft_logits = cycle.draft(features, unread, read, length)
+            self.draft_cache.commit([read], [range(cycle.place, cycle.place + len(unread))])
+            request.features = None
+        self.cycle = cycle
+        return tree, draft_logits
+
+    def verify(self, tree: DraftTree) -> Tensor:
+        if self.cycle is not None:
+            length = self.cache.length
+            try:
+                self.place = self.cycle.place
+                return self.cycle.verify()
+            except RuntimeError as error:
+                self.graphs.fail(error)
+                self.cache.commit([length], [[]])
+        return super().verify(tree)
 
 
 def fits(tree: TreeConfig | None) -> bool:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from numbers import Integral, Real
 
 import torch
 from torch import Tensor
@@ -37,6 +36,8 @@ from transformers.generation.logits_process import (
     UnbatchedClassifierFreeGuidanceLogitsProcessor,
 )
 
+from ..checks import check_functions
+from ..options import SamplingOptions
 from ..trees.tree import DraftTree
 
 # Processors whose result does not depend on the tokens before: one call serves all nodes.
@@ -56,26 +57,6 @@ ROW_WISE = (
 # Those that remember their calls, which plain decoding makes in the order of the text.
 STATEFUL = (SynthIDTextWatermarkLogitsProcessor, UnbatchedClassifierFreeGuidanceLogitsProcessor)
 
-LEAST_TEMPERATURE = 1e-6  # below, quotients leave the range of float32
-
-
-def check_functions(name: str, given: object) -> None:
-    """Raise unless `given` is None or a list of functions."""
-    if given is None:
-        return
-    if not isinstance(given, (list, tuple)):
-        raise TypeError(f"{name} must be a list, got {given!r}")
-    for each in given:
-        if isinstance(each, type) or not callable(each):
-            raise TypeError(f"{name} must hold functions or objects that can be called, got {each!r}")
-
-
-def require_integer(name: str, value: object, least: int) -> None:
-    """Raise for an option that is no integer of at least `least`."""
-    if isinstance(value, bool) or not isinstance(value, Integral):
-        raise TypeError(f"{name} must be an int, got {value!r}")
-    if value < least:
-        raise ValueError(f"{name} must be at least {least}, got {value}")
 
 
 def check_processors(processors: Sequence[LogitsProcessor] | None) -> LogitsProcessorList:
@@ -92,52 +73,36 @@ def check_processors(processors: Sequence[LogitsProcessor] | None) -> LogitsProc
 
 
 def build_processors(
+    options: SamplingOptions,
+    custom: Sequence[LogitsProcessor] | None,
     *,
-    temperature: float,
-    top_k: int,
-    top_p: float,
-    min_p: float,
-    repetition_penalty: float,
-    min_new_tokens: int,
     prompt_length: int,
     eos_ids: Sequence[int],
-    custom: Sequence[LogitsProcessor] | None,
     device: torch.device,
 ) -> LogitsProcessorList:
-    """The processors of these options in the order of `model.generate`; temperature 0 means greedy, no warpers.
+    """The processors of these options in the order of `model.generate`; greedy decoding has no warpers.
 
-    Raises:
-        TypeError, ValueError: an option of the wrong type or range.
+    Args:
+        custom: the user's own, between those that penalise tokens and those that warp the distribution.
     """
-    custom = check_processors(custom)
-    for name, value, accepted, valid in (
-        ("temperature", temperature, f"0 (greedy) or a number >= {LEAST_TEMPERATURE:g}",
-         lambda x: x == 0 or LEAST_TEMPERATURE <= x < math.inf),
-        ("top_p", top_p, "a number in (0, 1]", lambda x: 0 < x <= 1),
-        ("min_p", min_p, "a number in [0, 1]", lambda x: 0 <= x <= 1),
-        ("repetition_penalty", repetition_penalty, "a positive number", lambda x: 0 < x < math.inf),
-    ):
-        if isinstance(value, bool) or not isinstance(value, Real) or not valid(value):
-            raise ValueError(f"{name} must be {accepted}, got {value!r}")
-    require_integer("top_k", top_k, 0)
-    require_integer("min_new_tokens", min_new_tokens, 0)
     processors = LogitsProcessorList()
-    if repetition_penalty != 1:
-        processors.append(RepetitionPenaltyLogitsProcessor(float(repetition_penalty)))
-    if min_new_tokens and eos_ids:
+    if options.repetition_penalty != 1:
+        processors.append(RepetitionPenaltyLogitsProcessor(float(options.repetition_penalty)))
+    if options.min_new_tokens and eos_ids:
         processors.append(
-            MinNewTokensLengthLogitsProcessor(prompt_length, min_new_tokens, list(eos_ids), device=device)
+            MinNewTokensLengthLogitsProcessor(prompt_length, options.min_new_tokens, list(eos_ids), device=device)
         )
-    processors.extend(custom)
-    if temperature > 0:
-        if temperature != 1:
-            processors.append(TemperatureLogitsWarper(float(temperature)))
-        if top_k:
-            processors.append(TopKLogitsWarper(top_k))
-        if top_p < 1:
-            processors.append(TopPLogitsWarper(float(top_p)))
-        if min_p > 0:
-            processors.append(MinPLogitsWarper(float(min_p)))
+    processors.extend(check_processors(custom))
+    if options.greedy:
+        return processors
+    if options.temperature != 1:
+        processors.append(TemperatureLogitsWarper(float(options.temperature)))
+    if options.top_k:
+        processors.append(TopKLogitsWarper(options.top_k))
+    if options.top_p < 1:
+        processors.append(TopPLogitsWarper(float(options.top_p)))
+    if options.min_p > 0:
+        processors.append(MinPLogitsWarper(float(options.min_p)))
     return processors
 
 

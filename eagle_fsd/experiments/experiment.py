@@ -16,14 +16,14 @@ from typing import Any
 from tqdm import tqdm
 
 from ..acceptance import Decision, Rule, Verification, make_rule
+from ..data.files import append_lines, read_lines
 from ..data.questions import Question, converse
 from ..engine.receipts import Output
-from ..files import append_lines, read_lines
 from ..models.placement import weights_digest
 from ..pair import EagleModel
 from ..prompts import check_length, encode_prompt, end_tokens
 from ..quality.traces import Observer, Trace
-from ..settings import resolve_tree
+from ..settings import tree_chooser
 from ..trees.config import TreeConfig
 from .grading import is_right
 from .methods import engine
@@ -82,7 +82,7 @@ class Experiment:
                 check_length(len(ids), 1, model)
             except ValueError as error:
                 raise ValueError(f"question {question.id}: {error}") from error
-        chosen = {resolve_tree(tree, rule, temperature, model).tree
+        chosen = {tree_chooser(tree, rule, temperature, model)(1).tree
                   for rule in (make_rule("exact"), *self.rules.values())}
         if len(chosen) > 1:
             raise ValueError("the head has logs of several rules, by which tree=\"auto\" takes different trees for the "

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from ..acceptance import Rule, make_rule
+from ..checks import require_integer
 from ..data.questions import Question
-from ..engine.sampling import require_integer
 from ..models.placement import weights_digest
 from ..pair import EagleModel
 from ..quality.calibrations import Calibration

@@ -17,8 +17,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ..files import save_atomically
-from ..sources import check_source, fetch
+from ..data.files import save_atomically
+from ..data.sources import check_source, fetch
 from .eagle import DraftHead
 from .eagle3 import Eagle3Head
 from .layouts import LAYER_IDS, eagle3_state, llama_config, read_fields

@@ -7,15 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..acceptance import make_rule
-from ..quality.promises import parse_promise
-from ..settings import check_budget
+from ..options import AcceptanceOptions, LoadOptions, names_of
 from ..trees.config import TreeConfig
 
-LOADING = (
-    "target", "draft", "dtype", "device", "device_map", "attn_implementation", "trust_remote_code", "calibration",
-    "tree",
-)
-DECODING = ("acceptance", "threshold", "divergence", "quality", "budget")
+# Those of one process, without what is no text; `tree` is that of `load`.
+LOADING = [name for name in names_of(LoadOptions) if name not in ("tp_plan", "quantization_config", "compile")]
+DECODING = [name for name in names_of(AcceptanceOptions) if name != "tree"]
 # Arguments of the harness' own `hf` model that mean the same here.
 HARNESS = (
     "batch_size", "max_batch_size", "tokenizer", "use_fast_tokenizer", "max_length", "add_bos_token",
@@ -26,10 +23,10 @@ HARNESS = (
 
 @dataclass(frozen=True)
 class Arguments:
-    """loading: for `eagle_fsd.load`; decoding: as in `eagle_fsd.generate`; harness: for the harness' `HFLM`."""
+    """loading: for `eagle_fsd.load`; decoding: of all requests; harness: for the harness' `HFLM`."""
 
     loading: dict[str, object]
-    decoding: dict[str, object]
+    decoding: AcceptanceOptions
     harness: dict[str, object]
 
 
@@ -52,27 +49,12 @@ def sort_arguments(given: Mapping[str, object]) -> Arguments:
             raise TypeError(f"{name} must be a directory or hub id, got {loading[name]!r}")
     if "tree" in given:
         loading["tree"] = parse_tree(given["tree"])
-    check_decoding(**decoding)
-    return Arguments(loading, decoding, harness)
-
-
-def check_decoding(
-    acceptance: str = "fsd", threshold: float | None = None, divergence: str | None = None,
-    quality: str | None = None, budget: float | None = None,
-) -> None:
-    """Refuse what no request could be decoded with.
-
-    Raises:
-        ValueError, TypeError: a bad rule, threshold, divergence, promise or budget.
-    """
-    if not isinstance(acceptance, str):
-        raise TypeError(f"acceptance must be the name of a rule, got {acceptance!r}")
-    if quality is not None:
-        if acceptance != "fsd" or threshold is not None or divergence is not None:
-            raise ValueError(f"quality={quality!r} chooses the rule and its options: leave acceptance, threshold and "
-                             "divergence out")
-        parse_promise(quality)
-    check_budget(budget, make_rule(acceptance, threshold, divergence), greedy=True)
+    LoadOptions(**loading)
+    if not isinstance(decoding.get("acceptance", ""), str):
+        raise TypeError(f"acceptance must be the name of a rule, got {decoding['acceptance']!r}")
+    accepting = AcceptanceOptions(**decoding)
+    make_rule(accepting.acceptance, accepting.threshold, accepting.divergence)
+    return Arguments(loading, accepting, harness)
 
 
 def parse_tree(tree: object) -> TreeConfig | str | None:

@@ -6,10 +6,9 @@ from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
 from torch import Tensor
 
-from ..acceptance import make_rule
 from ..hf import custom_generate
 from ..pair import load
-from ..settings import resolve_rule, resolve_tree
+from ..settings import resolve_rule, tree_chooser
 from ..trees.config import TreeConfig
 from .arguments import sort_arguments
 
@@ -53,15 +52,9 @@ class EagleLM(HFLM):
     def _options(self, temperature: float, rows: int) -> dict[str, object]:
         """Rule, tree and budget of `custom_generate`: those that `eagle_fsd.generate` would take."""
         if (temperature, rows) not in self.decoding_at:
-            given = {"acceptance": "fsd", "threshold": None, "divergence": None, "quality": None, "budget": None}
-            given |= self.decoding
-            if given["quality"] is not None:
-                rule = make_rule(**self.pair.calibrated(given["quality"], temperature).options)
-            else:
-                rule = resolve_rule(given["acceptance"], given["threshold"], given["divergence"], self.pair,
-                                    temperature=temperature, tree=None)
+            rule = resolve_rule(self.decoding, self.pair, temperature)
             self.decoding_at[temperature, rows] = {
-                "acceptance": rule, "budget": given["budget"],
-                "tree": resolve_tree(None, rule, temperature, self.pair, rows).tree or SMALLEST,
+                "acceptance": rule, "budget": self.decoding.budget,
+                "tree": tree_chooser(None, rule, temperature, self.pair)(rows).tree or SMALLEST,
             }
         return self.decoding_at[temperature, rows]

@@ -9,7 +9,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from ..sources import check_source
+from ..checks import check_placement
+from ..data.sources import check_source
 from .implementations import STOCK
 from .parallel import loading_options
 
@@ -21,14 +22,6 @@ def check_dtype(dtype: object) -> None:
     found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     if dtype not in ("auto", None) and not (isinstance(found, torch.dtype) and found.is_floating_point):
         raise ValueError(f'dtype must be "auto", a floating torch dtype or its name such as "bfloat16", got {dtype!r}')
-
-
-def check_placement(device: object, device_map: object, tp_plan: object) -> None:
-    """Raise where the target's place is given twice."""
-    given = {name: value for name, value in
-             (("device", device), ("device_map", device_map), ("tp_plan", tp_plan)) if value is not None}
-    if len(given) > 1:
-        raise ValueError(f"give {' or '.join(f'{name} ({value!r})' for name, value in given.items())}, not both")
 
 
 def check_device(device: object) -> torch.device:

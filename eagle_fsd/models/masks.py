@@ -6,10 +6,12 @@ B batch, L prefix length, N nodes (queries), M columns of a mask.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedConfig
 
 from .implementations import SPLIT
 
@@ -73,6 +75,48 @@ def tree_masks(
         bias = torch.zeros(len(positions), 1, 1, -(-prefix // 8) * 8, dtype=dtype, device=positions.device)
         bias = bias[..., :prefix].masked_fill_(~prefix_visible[:, None, None], torch.finfo(dtype).min)
     return masks, Prefix(starts, partials, bias, None if lengths is None else lengths.to(torch.int32))
+
+
+def kinds_of(config: PreTrainedConfig) -> set[str]:
+    """The kinds of attention layers that a config names; GPT-Neo does so in another field. Most name none."""
+    return set(getattr(config, "layer_types", None) or getattr(config, "attention_layers", None) or [])
+
+
+@dataclass(frozen=True)
+class MaskedLayers:
+    """What a model's layers see of a text, as its config says it.
+
+    Args:
+        kinds: of each layer. by_type: whether the model takes one mask per kind (those with layer_types do) or one for
+            all (Llama, Mistral, Mixtral).
+        window: of the sliding layers. chunk: of the chunked layers.
+    """
+
+    kinds: Sequence[str]
+    by_type: bool
+    window: int | None
+    chunk: int | None
+
+    @classmethod
+    def of(cls, config: PreTrainedConfig) -> MaskedLayers:
+        kinds = kinds_of(config)
+        window = getattr(config, "sliding_window", None) if not kinds or "sliding_attention" in kinds else None
+        by_type = bool(kinds - {"full_attention"})
+        only = "full_attention" if window is None else "sliding_attention"
+        layers = config.layer_types if by_type else [only] * config.num_hidden_layers
+        return cls(layers, by_type, window, config.attention_chunk_size if "chunked_attention" in kinds else None)
+
+    def forward_options(
+        self, implementation: str, ancestors: Tensor, positions: Tensor, prefix: int, dtype: torch.dtype,
+        prefix_visible: Tensor | None,
+    ) -> dict[str, object]:
+        """Keywords of a forward whose tokens see their ancestors; the arguments are those of `tree_masks`."""
+        masks, kept = tree_masks(
+            implementation, ancestors, positions, prefix, dtype, self.kinds, window=self.window, chunk=self.chunk,
+            prefix_visible=prefix_visible, lengths=None if prefix_visible is None else prefix_visible.sum(1),
+        )
+        seen: dict[str, object] = {"attention_mask": masks if self.by_type else masks[self.kinds[0]]}
+        return seen if kept is None else seen | {"tree_prefix": kept}
 
 
 def _span(kind: str, reach: int, prefix: int, nodes: int) -> tuple[int, int]:

@@ -15,19 +15,17 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from . import attention as _registered  # noqa: F401  (its functions are chosen by name)
+from .admission import FULL, check_config, check_logits, check_weights, find_layers, tree_of_two_rows
 from .cache import TreeCache
-from .implementations import IMPLEMENTATIONS, SPLIT
-from .masks import tree_masks
+from .implementations import SPLIT
+from .masks import MaskedLayers
 from .output import OutputRows, output_logits
-from .parallel import group_of, of_all, of_first, plain_parts
+from .parallel import group_of, of_first
 from .placement import copy_to, device_of, weights_digest
 
 log = logging.getLogger(__name__)
-FULL = (torch.float32, torch.float64)
 PARITY, HALF_PARITY = 1e-4, 2e-2  # how far features may differ between attentions or compiled, of their size
 PREFILL = {"cpu": 256, "cuda": 2048}  # positions of a prompt per forward: what is computed for them is large
-ATTENTION_KINDS = ("full_attention", "sliding_attention", "chunked_attention")  # layers whose cache is rows of keys
-ROUNDING = 0.05  # of the largest logit: what half precision or quantised activations may change, see `_check_logits`
 _sharded_digests: WeakKeyDictionary[PreTrainedModel, str] = WeakKeyDictionary()  # which take all processes to compute
 
 
@@ -49,9 +47,7 @@ class TargetModel:
     def __init__(self, model: PreTrainedModel, *, check: bool = True) -> None:
         self.model = model.eval()
         self.config = model.config.get_text_config(decoder=True)
-        name = type(model).__name__
-        if getattr(model.config, "is_encoder_decoder", False) or model.get_output_embeddings() is None:
-            raise ValueError(f"{name} is not supported: a decoder-only causal LM with an output head is needed")
+        check_config(model, self.config)
         decoder = model.get_decoder()
         self.decoder: nn.Module = getattr(model, "model", decoder) if decoder is model else decoder  # Llama-4: itself
         self.lm_head: nn.Module = model.get_output_embeddings()
@@ -73,105 +69,19 @@ class TargetModel:
         self.reads_in_parts: bool = rope.get("rope_type") not in ("longrope", "dynamic")
         self.layers: tuple[int, ...] = ()
         self._hooking = threading.Lock()
-        self._check_attention(name)
-        self.decoder_layers = self._find_layers(name)
+        self.masked_layers = MaskedLayers.of(self.config)
+        # Llama-4 counts positions itself to scale queries: from the length of the cache, as if the tree were a chain.
+        self.counts_positions = bool(getattr(self.config, "attn_temperature_tuning", False))
+        self.decoder_layers = find_layers(self.decoder, self.config, type(model).__name__)
         if check:
-            self._check_weights(name)
-            self._check_logits(name)
+            check_weights(model, self.group)
+            check_logits(self)
             if self.config._attn_implementation == SPLIT:  # not every class passes on all that it needs
                 self.model.set_attn_implementation("eager")
                 self.use_attention(SPLIT)
         if self.group is not None and model not in _sharded_digests:
             sample = weights_digest(model)
             _sharded_digests[model] = of_first(self.group, lambda: sample)
-
-    def _check_attention(self, name: str) -> None:
-        # GPT-Neo says it in another field.
-        kinds = set(getattr(self.config, "layer_types", None) or getattr(self.config, "attention_layers", None) or [])
-        unknown = kinds - set(ATTENTION_KINDS)
-        if unknown or (getattr(self.model, "_is_stateful", False) and not kinds):
-            raise ValueError(
-                f"{name} is not supported: it has layers of type {', '.join(sorted(unknown)) or 'recurrent state'}; "
-                "only those of full, sliding or chunked attention can verify a tree and be rolled back to a path of it"
-            )
-        implementation = self.config._attn_implementation
-        if implementation not in IMPLEMENTATIONS:
-            raise ValueError(
-                f"attention implementation {implementation!r} takes no tree mask; "
-                f"accepted: {', '.join(IMPLEMENTATIONS)} (attn_implementation= of load())"
-            )
-        window = getattr(self.config, "sliding_window", None)
-        self.window: int | None = window if not kinds or "sliding_attention" in kinds else None
-        self.chunk: int | None = self.config.attention_chunk_size if "chunked_attention" in kinds else None
-        # Models with layer_types take one mask per type; the others (Llama, Mistral, Mixtral) take one for all.
-        self.mask_by_type = bool(kinds - {"full_attention"})
-        only = "full_attention" if self.window is None else "sliding_attention"
-        self.kinds: list[str] = self.config.layer_types if self.mask_by_type else [only] * self.config.num_hidden_layers
-        # Llama-4 counts positions itself to scale queries: from the length of the cache, as if the tree were a chain.
-        self.counts_positions = bool(getattr(self.config, "attn_temperature_tuning", False))
-
-    def _find_layers(self, name: str) -> nn.ModuleList:
-        """The decoder's list of layers, whatever it is called."""
-        for module in self.decoder.children():
-            if isinstance(module, nn.ModuleList) and len(module) == self.config.num_hidden_layers:
-                return module
-        raise ValueError(f"{name} is not supported: its decoder has no list of layers to place a cache for")
-
-    @torch.inference_mode()
-    def _check_weights(self, name: str) -> None:
-        """Refuse damaged weights; a finite sum, which is quicker to take, already shows that all are finite."""
-        damaged = None
-        for parameter, weight in self.model.named_parameters():
-            for part in plain_parts(weight):
-                if part.is_meta or not part.is_floating_point() or part.element_size() == 1:
-                    continue
-                if not part.sum(dtype=torch.float32).isfinite() and not part.isfinite().all():
-                    damaged = damaged or parameter
-        damaged = next(filter(None, of_all(self.group, damaged)), None)
-        if damaged is not None:
-            raise ValueError(f"{name} is damaged: its {damaged} holds values that are not finite")
-
-    @torch.inference_mode()
-    def _check_logits(self, name: str) -> None:
-        """Refuse models whose head, masks or positions do more than we know of: our logits must be the model's own."""
-        # Two tokens, then a tree 0 - 1 - 2, 0 - 3 - 4: its second branch is at other positions than its rows.
-        tokens = torch.arange(7, device=self.device)[None] % self.vocab_size
-        branches = torch.stack([tokens[0, [0, 1, 2, 3, 4]], tokens[0, [0, 1, 2, 5, 6]]])
-        try:
-            stock = self.model(input_ids=branches, use_cache=False).logits.float().to(self.output_device)
-        except (AttributeError, RuntimeError) as error:
-            if self.group is None:
-                raise
-            raise ValueError(f"{name} cannot be shared by {self.group.size()} processes: its heads are not divisible "
-                             f"by that, or its quantisation cannot be sharded ({error})") from error
-        if not stock.isfinite().all():
-            raise ValueError(f"{name} is not supported: its logits are not finite in {self.dtype}")
-        stock = torch.cat([stock[0], stock[1, 3:]])
-        ancestors = torch.tensor(
-            [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 1, 1, 0, 0], [1, 0, 0, 1, 0], [1, 0, 0, 1, 1]], device=self.device
-        ).bool()[None]
-        cache = self.new_cache(7)
-        try:
-            features = [
-                self.prefill(tokens[:, :2], cache),
-                self.verify(tokens[:, 2:], torch.tensor([[2, 3, 4, 3, 4]], device=self.device), ancestors, cache),
-            ]
-        except (AttributeError, IndexError, TypeError, ValueError) as error:
-            raise ValueError(f"{name} is not supported: it cannot verify a tree ({error})") from error
-        ours = self.logits(torch.cat(features, 1))[0]
-        largest = stock.abs().max().item()
-        if torch.allclose(stock, ours, rtol=1e-3, atol=1e-3 * largest):
-            return
-        error, quantised = (stock - ours).abs().max().item() / largest, getattr(self.model, "is_quantized", False)
-        if not ((quantised or self.dtype not in FULL) and error <= ROUNDING):
-            raise ValueError(
-                f"{name} is not supported: its logits are not lm_head(last hidden state) with a scale and a softcap, "
-                "or depend on more than the positions and keys that a tree mask shows"
-            )
-        if quantised:
-            log.warning("%s is quantised so that its logits change with the tokens beside them, by up to %.1f%% of the "
-                        "largest: where its best two are closer, the text may not be that of plain decoding", name,
-                        100 * error)
 
     def use_attention(self, implementation: str) -> None:
         """Switch to another attention implementation if it gives a tree the same features.
@@ -181,11 +91,11 @@ class TargetModel:
         """
         before = self.config._attn_implementation
         try:
-            expected = self._tree_of_two_rows()
+            expected = tree_of_two_rows(self)
             self.model.set_attn_implementation(implementation)
             if self.config._attn_implementation != implementation:
                 raise ValueError("its class does not choose its attention by name")
-            found = self._tree_of_two_rows()
+            found = tree_of_two_rows(self)
             difference = ((found - expected).norm() / expected.norm()).item()
             if not difference <= (PARITY if self.dtype in FULL else HALF_PARITY):
                 raise ValueError(f"the features of a tree differ by {difference:.1g} of their size")
@@ -193,21 +103,6 @@ class TargetModel:
             self.model.set_attn_implementation(before)
             model = type(self.model).__name__
             raise ValueError(f"{model} stays with attention {before}, {implementation} fails: {error}") from error
-
-    @torch.inference_mode()
-    def _tree_of_two_rows(self) -> Tensor:
-        """[2, 5, D] float32: features of a tree behind 9 tokens in one row and behind the first 5 in the other."""
-        cache, lengths = self.new_cache(14, 2), torch.tensor([9, 5], device=self.device)
-        tokens = (torch.arange(28, device=self.device).view(2, 14) * 7 + 1) % self.vocab_size
-        self.prefill(tokens[:, :9], cache)
-        parents = torch.tensor([[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 0, 1, 0, 0], [1, 1, 0, 1, 0], [1, 1, 0, 1, 1]])
-        ancestors = parents.bool().to(self.device).expand(2, -1, -1)
-        positions = lengths[:, None] + ancestors.sum(-1) - 1
-        if self.counts_positions:
-            cache.skew = positions[0] - torch.arange(9, 14, device=self.device)
-        seen = self.masks(ancestors, positions, 9, torch.arange(9, device=self.device) < lengths[:, None])
-        features = self.features(tokens[:, 9:], position_ids=positions, past_key_values=cache, use_cache=True, **seen)
-        return features[..., -self.hidden_size :].float()
 
     @property
     def device(self) -> torch.device:
@@ -316,13 +211,9 @@ class TargetModel:
         prefix_visible: Tensor | None = None,  # [B, L] bool: what rows hold, the first ones of each; None: all
     ) -> dict[str, object]:
         """What a forward of the decoder must be told for its tokens to see their ancestors: its keywords."""
-        masks, kept = tree_masks(
-            self.config._attn_implementation, ancestors, positions, prefix, self.dtype, self.kinds,
-            window=self.window, chunk=self.chunk, prefix_visible=prefix_visible,
-            lengths=None if prefix_visible is None else prefix_visible.sum(1),
+        return self.masked_layers.forward_options(
+            self.config._attn_implementation, ancestors, positions, prefix, self.dtype, prefix_visible
         )
-        seen: dict[str, object] = {"attention_mask": masks if self.mask_by_type else masks[self.kinds[0]]}
-        return seen if kept is None else seen | {"tree_prefix": kept}
 
     def logits(self, features: Tensor) -> Tensor:
         """Raw next-token logits [..., V] in float32, from features [..., F] or last hidden states [..., D]."""

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from ..acceptance import make_rule
-from ..files import read_entries, write_entries
-from ..sources import fetch
+from ..data.files import read_entries, write_entries
+from ..data.sources import fetch
 from .promises import parse_promise
 
 

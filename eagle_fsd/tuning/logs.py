@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..acceptance import Decision, Rule, Verification, walk
-from ..files import read_entries, write_entries
-from ..sources import fetch
+from ..data.files import read_entries, write_entries
+from ..data.sources import fetch
 from ..trees.config import TreeConfig
 
 FILE = "tree.json"

@@ -13,9 +13,9 @@ from pathlib import Path
 import torch
 import transformers
 
+from ..data.files import save_atomically
 from ..engine.compiled import is_compiled
 from ..engine.graphs import GraphCycles
-from ..files import save_atomically
 from ..heads.eagle import DraftHead
 from ..models.flash import find_flash
 from ..models.parallel import is_first, of_first

@@ -6,7 +6,7 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 
 import torch
 import transformers
@@ -15,12 +15,12 @@ from tqdm import tqdm
 from ..acceptance import make_rule
 from ..engine.decoder import Decoder
 from ..engine.graphs import GraphCycles
-from ..engine.request import Settings
+from ..engine.request import BatchSettings, RequestSettings
 from ..heads.eagle import DraftHead
 from ..models.implementations import GROUPED, SPLIT
 from ..models.parallel import of_first
 from ..models.target import TargetModel
-from ..trees.config import TreeConfig
+from ..trees.config import Choice, TreeConfig
 from .latency import Latency
 
 log = logging.getLogger(__name__)
@@ -46,8 +46,7 @@ def measure(target: TargetModel, head: DraftHead, graphs: GraphCycles | None = N
     prompt = torch.randint(target.vocab_size, (context,), generator=torch.Generator().manual_seed(0)).tolist()
 
     def cycle(tree: TreeConfig | None) -> Callable[[], object]:
-        settings = Settings(make_rule("exact"), tree, transformers.LogitsProcessorList(), True, 0, room)
-        return same_cycle(Decoder(target, head if tree else None, [prompt], [settings], graphs=graphs))
+        return same_cycle(greedy_decoder(target, head, prompt, tree, room, graphs))
 
     widths = [top_k for top_k in TOP_K if top_k <= head.draft_vocab_size]
     wide = max(width for width in widths if width <= WIDEST)
@@ -69,18 +68,28 @@ def measure(target: TargetModel, head: DraftHead, graphs: GraphCycles | None = N
     return Latency(dict(zip([1, *nodes], sizes, strict=True)), level, seconds["plain", 1])
 
 
+def greedy_decoder(
+    target: TargetModel, head: DraftHead | None, prompt: Sequence[int], tree: TreeConfig | None, max_new_tokens: int,
+    graphs: GraphCycles | None = None,
+) -> Decoder:
+    """Lossless greedy decoding of one prompt with always the same tree; None: without drafting."""
+    batch = BatchSettings(make_rule("exact"), True, lambda requests: Choice(tree))
+    settings = [RequestSettings(transformers.LogitsProcessorList(), seed=0, max_new_tokens=max_new_tokens)]
+    return Decoder(target, head if tree else None, [prompt], batch, settings, graphs=graphs)
+
+
 def same_cycle(decoder: Decoder) -> Callable[[], object]:
     """A cycle from the same state each time, behind three tokens that the draft has yet to read."""
     decoder.prefill()
-    (row,), length = decoder.rows, decoder.cache.length
-    features, said = row.features[-1:].expand(3, -1), list(row.tokens)  # what they hold takes no time
+    (request,), forwards, length = decoder.requests, decoder.forwards, decoder.forwards.cache.length
+    features, said = request.features[-1:].expand(3, -1), list(request.tokens)  # what they hold takes no time
 
     def once() -> None:
         if decoder.head is not None:
-            decoder.draft_cache.truncate(length - 3)
-        row.features, row.tokens = features, list(said)
+            forwards.draft_cache.truncate(length - 3)
+        request.features, request.tokens = features, list(said)
         decoder.step()
-        decoder.cache.truncate(length)
+        forwards.cache.truncate(length)
 
     return once
 

@@ -8,7 +8,7 @@ import torch
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from eagle_fsd.files import append_lines, read_lines
+from eagle_fsd.data.files import append_lines, read_lines
 from train.demo.tasks import Task
 
 

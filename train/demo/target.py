@@ -17,7 +17,7 @@ from tqdm import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from eagle_fsd.data.documents import Documents
-from eagle_fsd.files import save_atomically
+from eagle_fsd.data.files import save_atomically
 
 log = logging.getLogger(__name__)
 

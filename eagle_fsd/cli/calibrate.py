@@ -1,0 +1,77 @@
+"""`eagle-fsd calibrate`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..checks import check_choice
+from ..quality.promises import parse_promise
+from .arguments import Loading, Measuring, RuleName, Tree
+from .exits import check_counts
+
+
+@dataclass(frozen=True)
+class CalibrateCommand:
+    """Find the fastest setting that keeps a promise on your prompts.
+
+    Promises: accuracy_drop<=1% (prompts with answers), diverging<=1% (answers that differ from the lossless ones),
+    kl<=0.02 (nats per token, sampling), speedup>=2.5 (over model.generate). The result is stored beside the head;
+    generate(quality="accuracy_drop<=1%") uses it.
+
+    Args:
+        budget: the promise, such as "accuracy_drop<=1%".
+        acceptance: rules to choose from.
+        thresholds: to try; without them some for each rule.
+        tree: size of the draft tree; without it the fastest that is known here.
+        limit: use only the first prompts.
+        timed: prompts that speed is measured on.
+        run_code: allow programs of HumanEval answers to be run.
+        log: file of the answers; the same command goes on with it.
+    """
+
+    measuring: Measuring
+    budget: str
+    acceptance: tuple[RuleName, ...] = ("fsd",)
+    thresholds: tuple[float, ...] | None = None
+    tree: Tree = None
+    limit: int | None = None
+    timed: int = 24
+    run_code: bool = False
+    log: Path | None = None
+    pair: Loading = Loading()
+
+    def run(self) -> None:
+        from ..acceptance import make_rule
+        from ..data.questions import read_questions
+        from ..experiments.experiment import fingerprint
+        from ..experiments.search import DIALS, calibrate, check_promise
+        from ..quality.calibrations import read_calibrations, store_calibration
+
+        given = self.measuring
+        if not self.acceptance:
+            raise ValueError(f"--acceptance needs a rule: {', '.join(DIALS)}")
+        if (self.thresholds or given.divergence) and len(self.acceptance) > 1:
+            raise ValueError("--thresholds and --divergence are those of one rule: give one --acceptance")
+        for rule in self.acceptance:
+            check_choice("--acceptance", rule, tuple(DIALS))
+        promise = parse_promise(self.budget)
+        check_counts(self, "limit")
+        questions = read_questions(given.prompts)[: self.limit]
+        dials = {rule: self.thresholds or DIALS[rule] for rule in self.acceptance}
+        options = {"divergence": given.divergence} if given.divergence else {}
+        rules = {rule: [make_rule(rule, t, **options) for t in thresholds] for rule, thresholds in dials.items()}
+        check_promise(promise, questions, given.temperature, rules)
+        out = given.directory(self.pair, "calibration.json")
+        read_calibrations(out)
+        record = self.log or out / f"calibration-{fingerprint(questions)}-{given.temperature:g}.log.jsonl"
+        found = calibrate(
+            self.pair.load(), questions, promise, record, dials=dials, options=options,
+            temperature=given.temperature, max_new_tokens=given.max_new_tokens, seed=given.seed, tree=self.tree,
+            timed=self.timed, prompts=str(given.prompts), run_code=self.run_code, report=print,
+        )
+        path = store_calibration(out, found)
+        chosen = ", ".join(f"{name} {value}" for name, value in found.options.items())
+        print(f"{found.promise}: {chosen}; {found.measured['speedup']:.2f}x model.generate, "
+              f"{found.measured['time_of_exact']:.3f} of exact's time per answer; stored in {path}"
+              f"{given.where_to_load()}")

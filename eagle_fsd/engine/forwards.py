@@ -1,0 +1,116 @@
+"""Both models and their caches, as the decode step asks for them: draft a tree, verify it, keep a path of it.
+
+B requests, L committed positions of one, N tree nodes, T positions that the draft has not read, F width of the target's
+features, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..heads.eagle import DraftHead
+from ..models.cache import TreeCache
+from ..models.target import TargetModel
+from ..trees.config import TreeConfig
+from ..trees.growth import draft_tree, extend_draft
+from ..trees.tree import DraftTree, root_only
+from .request import Request
+
+
+class Forwards:
+    """Forwards of the stock modules behind caches of requests that are decoded together."""
+
+    def __init__(
+        self, target: TargetModel, head: DraftHead | None, cache: TreeCache, draft_cache: TreeCache | None
+    ) -> None:
+        self.target, self.head, self.cache, self.draft_cache = target, head, cache, draft_cache
+        self.device = target.output_device  # trees, logits and features live there
+        self.place = 0  # of the first node's keys, in the last verify
+
+    @property
+    def lengths(self) -> list[int]:
+        """L of each request: its root is the token there."""
+        return self.cache.lengths
+
+    def prefill(self, number: int, request: Request) -> Tensor:
+        """Features [L, F] of what the target's cache does not hold of a prompt."""
+        with self.cache.one_row(number):
+            prompt = torch.tensor([request.tokens[self.cache.length :]], device=self.device)
+            features = self.target.prefill(prompt.to(self.target.device), self.cache).to(self.device)
+        return features[0]
+
+    def read(self, number: int, request: Request) -> None:
+        """The draft reads a prompt but for its last position, which comes with the first cycle."""
+        if self.head is not None and len(request.features) > 1:
+            with self.draft_cache.one_row(number):
+                extend_draft(self.head, [request.features[:-1]], [request.unread(self.device)[:-1]], self.draft_cache)
+            request.features = request.features[-1:].clone()
+
+    def draft(
+        self, requests: Sequence[Request], config: TreeConfig | None, keep_logits: bool
+    ) -> tuple[DraftTree, Tensor]:
+        """Draft trees, and the draft's logits [B, E or 0, V], see `draft_tree`; without a config the roots alone.
+
+        Drafting takes the requests' features: what the draft has read is no longer kept.
+        """
+        if config is None:
+            roots = torch.tensor([request.tokens[-1] for request in requests], device=self.device)
+            return root_only(roots), torch.zeros(len(requests), 1, self.target.vocab_size, device=self.device)
+        drafted = draft_tree(
+            self.head, self.target, [request.features for request in requests],
+            [request.unread(self.device) for request in requests], self.draft_cache, config, keep_logits=keep_logits,
+        )
+        for request in requests:
+            request.features = None
+        return drafted
+
+    def verify(self, tree: DraftTree) -> Tensor:
+        """Features [B, N, F] of the trees' nodes."""
+        self.place = self.cache.length
+        positions = tree.depths + torch.tensor(self.lengths, device=self.device)[:, None]
+        return self.target.verify(tree.tokens, positions, tree.ancestors, self.cache)
+
+    def commit(
+        self,
+        lengths: Sequence[int],  # L of each request, before the last verify
+        paths: Sequence[Sequence[int]],  # the accepted nodes of each, the root first
+    ) -> None:
+        """Keep the accepted nodes' keys and values."""
+        self.cache.commit(lengths, [[self.place + node for node in path] for path in paths])
+
+    def keep(self, numbers: Sequence[int]) -> None:
+        """Go on with these requests only, ascending."""
+        for cache in (self.cache, self.draft_cache):
+            if cache is not None:
+                cache.keep_rows(numbers)
+
+    def take_over(self, request: Request, before: Request, room: int, draft_room: int) -> None:
+        """Go on with the caches of an earlier request, as far as they hold the beginning of this one's prompt.
+
+        Of the positions that the prompts share, the draft needs the last one's feature again: it reads each feature
+        with the token after it, and that token is new. Where it had read the feature already (a prompt that departs
+        from the earlier one before its last cycle), the target processes that position once more.
+        """
+        held = before.tokens[: self.cache.length]
+        kept = shared_prefix(held, request.tokens[:-1])  # the last token's logits are wanted
+        if self.target.limit_of(len(request.tokens)) != self.target.limit_of(len(before.tokens)):
+            kept = 0  # the keys of a short text and those of a long one differ
+        if self.head is not None:
+            read = self.draft_cache.length
+            if read < kept:
+                request.features = before.features[: kept - read]
+            else:
+                kept = max(0, kept - 1)
+                self.draft_cache.truncate(kept)
+            self.draft_cache = self.draft_cache.with_room(draft_room)
+        self.cache.truncate(kept)
+        self.cache = self.cache.with_room(room)
+
+
+def shared_prefix(first: Sequence[int], second: Sequence[int]) -> int:
+    """How many tokens both begin with."""
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((at for at, (one, other) in pairs if one != other), min(len(first), len(second)))

@@ -1,0 +1,48 @@
+"""Text that grows token by token is what the whole answer decodes to, at a cost that does not grow with it."""
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from eagle_fsd.text import GrowingText, StopStrings
+
+TEXT = "Grüße: 猫が好き 👩‍🚀 – done. END of it"
+
+
+@pytest.fixture(scope="module")
+def bytes_tokenizer():
+    """One token per byte: characters are spread over several tokens."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    raw = Tokenizer(models.BPE({letter: number for number, letter in enumerate(alphabet)}, []))
+    raw.pre_tokenizer, raw.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=raw)
+
+
+def test_pieces_are_the_whole_text(bytes_tokenizer):
+    text, ids = GrowingText(bytes_tokenizer), bytes_tokenizer(TEXT)["input_ids"]
+    pieces = [text.add(token) for token in ids]
+    assert len(ids) > len(TEXT) and "".join(pieces) == TEXT and not any("\ufffd" in piece for piece in pieces)
+    assert text.pending() == ""
+
+
+def test_an_unfinished_character_is_pending(bytes_tokenizer):
+    text = GrowingText(bytes_tokenizer)
+    assert [text.add(token) for token in bytes_tokenizer("猫")["input_ids"][:2]] == ["", ""]
+    assert text.pending() == "\ufffd"
+
+
+@pytest.mark.parametrize("stop", [". END", "好き", "👩‍🚀", "G", "of it"])
+def test_a_stop_string_is_found_at_its_last_token(stop, bytes_tokenizer):
+    stops, ids = StopStrings(bytes_tokenizer, ["nowhere", stop]), bytes_tokenizer(TEXT)["input_ids"]
+    ends = [stops(token) for token in ids].index(True) + 1
+    assert bytes_tokenizer.decode(ids[:ends]).endswith(stop)
+    assert not any(stop in bytes_tokenizer.decode(ids[:count]) for count in range(ends))
+
+
+def test_tokens_are_decoded_a_few_at_a_time(bytes_tokenizer, monkeypatch):
+    longest, decode = [], bytes_tokenizer.decode
+    monkeypatch.setattr(type(bytes_tokenizer), "decode",
+                        lambda self, ids, **options: longest.append(len(ids)) or decode(ids, **options))
+    stops = StopStrings(bytes_tokenizer, ["nowhere"])
+    assert not any(stops(token) for token in bytes_tokenizer("ab" * 200)["input_ids"])
+    assert max(longest) <= 3 and len(longest) <= 4 * 400
