@@ -10,6 +10,18 @@ VERSION = next(
     if line.startswith("__version__")
 )
 
+TRAIN = ["omegaconf>=2.3", "tokenizers>=0.21"]
+EVAL = ["matplotlib>=3.8", "tabulate>=0.9"]
+DOCS = ["mkdocs>=1.6,<2", "mkdocs-material>=9.6", "mkdocstrings[python]>=0.30"]
+EXTRAS = {
+    "train": TRAIN,  # train/ and eval/ run from a checkout
+    "eval": EVAL,
+    "docs": DOCS,
+    "flash": ["flash-attn-4>=4.0.0b36; platform_system == 'Linux'"],  # or 2, or 3: docs/attention.md
+    "lm_eval": ["lm_eval>=0.4.13,<0.5"],
+    "dev": [*TRAIN, *EVAL, "pytest>=8", "hypothesis>=6.100", "ruff>=0.8", "nbclient>=0.10", "ipykernel>=6"],
+}
+
 setup(
     name="eagle_fsd",
     version=VERSION,
@@ -18,6 +30,7 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     python_requires=">=3.10",
+    classifiers=[f"Programming Language :: Python :: 3.{minor}" for minor in range(10, 14)],
     packages=[*find_packages(include=["eagle_fsd*"]), "eagle_fsd.checkpoints"],
     package_dir={"eagle_fsd.checkpoints": "checkpoints"},
     package_data={
@@ -25,13 +38,11 @@ setup(
         "eagle_fsd.heads": ["catalogue.json"],
         "eagle_fsd.checkpoints": ["*/*.json", "*/*.safetensors", "*/*.jinja", "*/*.md", "*.md"],
     },
-    install_requires=["torch>=2.9", "transformers>=5.17,<6", "safetensors>=0.5", "accelerate>=1.1", "tqdm>=4.66"],
-    extras_require={
-        "eval": ["matplotlib>=3.8"],
-        "flash": ["flash-attn-4>=4.0.0b36; platform_system == 'Linux'"],  # or 2, or 3: docs/attention.md
-        "lm_eval": ["lm_eval>=0.4.13,<0.5"],
-        "dev": ["matplotlib>=3.8", "pytest>=8", "hypothesis>=6.100", "ruff>=0.8"],
-    },
+    install_requires=[
+        "torch>=2.9", "transformers>=5.17,<6", "safetensors>=0.5", "accelerate>=1.1", "tqdm>=4.66", "numpy>=1.26",
+        "scipy>=1.12", "tyro>=1.0", "jinja2>=3.1",
+    ],
+    extras_require=EXTRAS,
     entry_points={
         "console_scripts": ["eagle-fsd=eagle_fsd.cli:main"],
         "lm_eval.models": ["eagle_fsd=eagle_fsd.lm_eval.model:EagleLM"],  # read by versions after 0.4.13

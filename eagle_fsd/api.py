@@ -91,7 +91,7 @@ def generate(
         streamer.put(torch.tensor(prompts))
     outputs: list[Output] = [None] * len(prompts)
     for numbers in model.target.batches([len(ids) for ids in prompts]):
-        answers = decode_together(model, [prompts[number] for number in numbers], batch,
+        answers = decode_batch(model, [prompts[number] for number in numbers], batch,
                                   [settings[number] for number in numbers], streamer, session)
         for number, output in zip(numbers, answers, strict=True):
             outputs[number] = output
@@ -100,7 +100,7 @@ def generate(
     return outputs if batched else outputs[0]
 
 
-def decode_together(
+def decode_batch(
     model: EagleModel, prompts: list[list[int]], batch: BatchSettings, settings: list[RequestSettings],
     streamer: BaseStreamer | None, session: Session | None,
 ) -> list[Output]:

@@ -321,8 +321,8 @@ def _set_attention(target: TargetModel, wanted: str | None) -> None:
     """Switch the target to the attention that `load` was asked for; where it cannot serve it, say why not."""
     config, level = target.config, logging.WARNING
     if wanted is None and target.device.type == "cpu" and config._attn_implementation == "sdpa":
-        shared = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        wanted, level = GROUPED if shared < config.num_attention_heads else None, logging.INFO
+        key_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        wanted, level = GROUPED if key_heads < config.num_attention_heads else None, logging.INFO
     if wanted == "auto":
         use_fastest_attention(target)
     elif wanted not in (None, *STOCK):

@@ -10,6 +10,13 @@ def pytest_addoption(parser):
     parser.addoption("--write-tables", action="store_true", help="write docs/families.md from what the tests find")
 
 
+def pytest_collection_modifyitems(items):
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("cuda"):
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
 @pytest.fixture(scope="session", autouse=True)
 def latencies(tmp_path_factory):
     """Latencies that are measured here are not kept for the user."""

@@ -111,7 +111,7 @@ def test_divergence_does_not_depend_on_skipping_leaves():
     torch.testing.assert_close(verification.divergence("js"), expected, equal_nan=True)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.cuda
 @pytest.mark.parametrize("greedy", [True, False], ids=["greedy", "sampling"])
 @pytest.mark.parametrize("name", RULES)
 def test_cuda_walks_as_the_cpu(name, greedy):

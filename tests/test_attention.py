@@ -552,10 +552,7 @@ def test_other_names_are_refused(wrong, folder):
 
 # CUDA --------------------------------------------------------------------------------------------------------
 
-needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA, which has kernels of its own")
-
-
-@needs_cuda
+@pytest.mark.cuda
 @pytest.mark.parametrize("rows", [[(0, 300)], [(0, 300), (0, 77)], [(0, 300), (50, 300)]], ids=str)
 @pytest.mark.parametrize("flash", [False, True])
 def test_cuda_kernels_agree(rows, flash, monkeypatch):
@@ -578,7 +575,7 @@ def test_cuda_kernels_agree(rows, flash, monkeypatch):
     assert_close(found.cpu(), slow_attention(query, key, value, seen, 0.2))
 
 
-@needs_cuda
+@pytest.mark.cuda
 @pytest.mark.parametrize("nodes", [1, 300])
 def test_cuda_prefill_agrees(nodes):
     query, key, value = states(300, (8, 2), 64, nodes=nodes, dtype=torch.bfloat16)

@@ -192,7 +192,7 @@ def test_generated_code():
     assert [a.token_ids for a in answers(pair, acceptance="exact")] == [a.token_ids for a in expected]
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.cuda
 def test_generated_code_on_cuda():
     pair = tiny_pair(attention="sdpa")
     pair = EagleModel.from_parts(pair.target.model.cuda(), pair.draft.cuda())

@@ -21,7 +21,6 @@ from eagle_fsd.tuning.measuring import greedy_decoder, measure
 
 TREES = [TreeConfig(16, 5, 4), TreeConfig(6, 5, 1), TreeConfig(4, 1, 3), None]
 NAMES = {"drafting": "_draft", "verifying": "_verify"}  # of the phases' functions
-cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
 
 @pytest.fixture(autouse=True)
@@ -239,7 +238,7 @@ def test_measured_with_graphs_where_they_serve_the_text(monkeypatch):
     assert known_latency(pair.target, pair.draft) == latency and len(measured) == 2
 
 
-@cuda
+@pytest.mark.cuda
 @pytest.mark.parametrize("family", ["llama", "gemma2", "mistral-window"])
 def test_captured_as_graphs(family):
     own = tiny_pair(family)
@@ -252,7 +251,7 @@ def test_captured_as_graphs(family):
     assert all(cycle.verifying.graph is not None for cycle in static.graphs.cycles.values())
 
 
-@cuda
+@pytest.mark.cuda
 def test_compiling_captures_graphs():
     pair = tiny_pair()
     pair = EagleModel.from_parts(pair.target.model.cuda(), pair.draft)
@@ -261,7 +260,7 @@ def test_compiling_captures_graphs():
     assert eagle_fsd.generate(PROMPT, pair, max_new_tokens=30, acceptance="exact").token_ids == expected
 
 
-@cuda
+@pytest.mark.cuda
 def test_what_waits_for_the_device_is_not_captured(caplog):
     pair = tiny_pair()
     pair = EagleModel.from_parts(pair.target.model.cuda(), pair.draft)

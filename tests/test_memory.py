@@ -68,7 +68,7 @@ def test_command(tmp_path, capsys):
         memory.measure_peak(tiny_pair(), 5, 4, TREE)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.cuda
 def test_on_cuda():
     found = memory.measure_peak(build_pair(SHAPES["tiny"], torch.bfloat16, torch.device("cuda")), 512, 8, TREE)
     assert found.peak > found.weights and found.cache_allocations is None

@@ -94,7 +94,7 @@ def test_hash_equals_splitmix64_in_unbounded_integers():
             assert noise[token].item() == pytest.approx(-math.log(-math.log(uniform)), rel=1e-5, abs=1e-6)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.cuda
 def test_cuda_gives_the_same_noise():
     seeds, positions = torch.arange(20), torch.arange(30).expand(20, 30)
     on_cuda = gumbel_noise(seeds.cuda(), positions.cuda(), 1000).cpu()

@@ -89,7 +89,7 @@ def test_what_cannot_be_measured_is_said_before_the_work(options, message, capsy
     assert status == 2 and message in capsys.readouterr().err
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.cuda
 def test_on_cuda(tmp_path):
     assert step.main(["--shape", "tiny", "--nodes", "8", "--tree", "8,4,2", "--context", "16", "--rounds", "2",
                       "--out", str(tmp_path / "step.json")]) == 0

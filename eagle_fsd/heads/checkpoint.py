@@ -71,25 +71,9 @@ def load_head(source: str | Path) -> DraftHead:
         head = (Eagle3Head if is_eagle3 else DraftHead)(config, bias="fc.bias" in state)
     except (ArithmeticError, MemoryError, RuntimeError) as error:  # sizes that no head can have
         raise ValueError(f"{config_path} describes no head that can be made: {error}") from error
-    if isinstance(head, Eagle3Head):
-        state = eagle3_state(head, state, weights_path)
-    elif "fc.bias" not in state and fields.get("bias", True):  # a missing key means true in the published code
+    if "fc.bias" not in state and not is_eagle3 and fields.get("bias", True):  # missing: true in the published code
         log.info("%s has no fc.bias although its config says so; loading it without one", source)
-    kind = "EAGLE-3" if is_eagle3 else "EAGLE-1/2"
-    missing, unknown = _compare_keys(head, state)
-    if missing == {"embed_tokens.weight"}:
-        missing = set()
-        head.share_embeddings(None)
-    if missing or unknown:
-        raise ValueError(
-            f"{weights_path} is no {kind} draft head: missing {sorted(missing) or 'nothing'}, "
-            f"unknown {sorted(unknown) or 'nothing'}"
-        )
-    floating = {name: value.float() if value.is_floating_point() else value for name, value in state.items()}
-    try:
-        head.load_state_dict(floating, strict=False)
-    except RuntimeError as error:
-        raise ValueError(f"{weights_path} does not fit its config.json: {error}") from error
+    _take_weights(head, state, weights_path)
     token_map = fetch(source, TOKEN_MAP)
     if token_map and is_eagle3:
         log.warning("%s is not used: an EAGLE-3 head has a draft vocabulary of its own", token_map)
@@ -109,9 +93,27 @@ def copy_head(source: str | Path, directory: str | Path) -> None:
         shutil.copyfile(fetch(str(source), name), Path(directory) / name)
 
 
-def _compare_keys(head: DraftHead, state: dict[str, Tensor]) -> tuple[set[str], set[str]]:
-    expected = set(head.state_dict())
-    return expected - state.keys(), state.keys() - expected
+def _take_weights(head: DraftHead, state: dict[str, Tensor], path: str) -> None:
+    """Fill a head from the tensors of a file; where there are no embeddings, the target's are to be shared.
+
+    Raises:
+        ValueError: keys missing, unknown or of the wrong shape.
+    """
+    kind = "EAGLE-3" if isinstance(head, Eagle3Head) else "EAGLE-1/2"
+    if isinstance(head, Eagle3Head):
+        state = eagle3_state(head, state, path)
+    missing, unknown = head.state_dict().keys() - state.keys(), state.keys() - head.state_dict().keys()
+    if missing == {"embed_tokens.weight"}:
+        missing = set()
+        head.share_embeddings(None)
+    if missing or unknown:
+        raise ValueError(f"{path} is no {kind} draft head: missing {sorted(missing) or 'nothing'}, "
+                         f"unknown {sorted(unknown) or 'nothing'}")
+    floating = {name: value.float() if value.is_floating_point() else value for name, value in state.items()}
+    try:
+        head.load_state_dict(floating, strict=False)
+    except RuntimeError as error:
+        raise ValueError(f"{path} does not fit its config.json: {error}") from error
 
 
 # What consumers of heads read from config.json; the rest of a Llama config has no meaning for a head.
@@ -121,6 +123,24 @@ CONFIG_FIELDS = (
     "initializer_range", "attention_bias", "mlp_bias", "qkv_bias", "tie_word_embeddings", "bos_token_id",
     "eos_token_id", "pad_token_id", "draft_vocab_size", "target_hidden_size", "norm_before_residual", LAYER_IDS,
 )
+
+
+def config_fields(head: DraftHead, dtype: torch.dtype) -> dict[str, object]:
+    """What `config.json` says of a head whose weights are stored in this dtype."""
+    given = head.config.to_dict()
+    fields = {name: given[name] for name in CONFIG_FIELDS if given.get(name) is not None}
+    # Consumers on transformers 4 read the rotary embedding by older names.
+    rope = dict(head.config.rope_parameters)
+    fields["rope_theta"] = rope.pop("rope_theta")
+    if rope.get("rope_type", "default") != "default":
+        fields["rope_scaling"] = rope
+    fields["torch_dtype"] = str(dtype).removeprefix("torch.")
+    fields |= {"architectures": ["LlamaForCausalLM"], "bias": head.fc.bias is not None}
+    if isinstance(head, Eagle3Head):
+        fields |= {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": head.draft_vocab_size}
+        if LAYER_IDS in fields:
+            fields["eagle_config"] = {LAYER_IDS: [number - 1 for number in fields[LAYER_IDS]]}
+    return fields
 
 
 def save_head(
@@ -154,24 +174,12 @@ def save_head(
         name: value.detach().to("cpu", dtype if dtype and value.is_floating_point() else value.dtype).contiguous()
         for name, value in head.state_dict().items()
     }
-    given = head.config.to_dict()
-    fields = {name: given[name] for name in CONFIG_FIELDS if given.get(name) is not None}
-    # Consumers on transformers 4 read the rotary embedding by older names.
-    rope = dict(head.config.rope_parameters)
-    fields["rope_theta"] = rope.pop("rope_theta")
-    if rope.get("rope_type", "default") != "default":
-        fields["rope_scaling"] = rope
-    fields["torch_dtype"] = str(state["fc.weight"].dtype).removeprefix("torch.")
-    fields |= {"architectures": ["LlamaForCausalLM"], "bias": head.fc.bias is not None}
     if isinstance(head, Eagle3Head):
         state = {name.replace("layers.0.", "midlayer."): value for name, value in state.items()}
         if head.d2t is not None:
             state["t2d"] = torch.zeros(head.config.vocab_size, dtype=torch.bool)
             state["t2d"][head.target_tokens.cpu()] = True
-        fields |= {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": head.draft_vocab_size}
-        if LAYER_IDS in fields:
-            fields["eagle_config"] = {LAYER_IDS: [number - 1 for number in fields[LAYER_IDS]]}
-    fields |= extra
+    fields = config_fields(head, state["fc.weight"].dtype) | extra
     text, path = json.dumps(fields, indent=1, sort_keys=True) + "\n", directory / file
     if file.endswith(".bin"):
         save_atomically(path, lambda part: torch.save(state, part))
