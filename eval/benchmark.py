@@ -27,7 +27,7 @@ import eagle_fsd
 from eagle_fsd.cli.arguments import Loading, Tree
 from eagle_fsd.cli.exits import check_counts
 from eagle_fsd.experiments.methods import Answer, Method, engine, hf_generate, interleaved
-from eagle_fsd.experiments.records import environment, record_path, write_page, write_record
+from eagle_fsd.experiments.records import environment, record_path, write_json, write_page, write_record
 from eagle_fsd.experiments.search import BASELINE
 from eval import batches, step
 from eval.command import run_command
@@ -181,8 +181,7 @@ def run_tables(args: BenchmarkArguments, model: eagle_fsd.EagleModel, out: Path)
     def note(name: str, title: str, found: list | dict) -> None:
         """Shown and stored at once, so that what has been measured is not lost with a later stage."""
         record[name] = found
-        out.parent.mkdir(parents=True, exist_ok=True)
-        record_path(out, ".json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        write_json(record_path(out, ".json"), record)
         if isinstance(found, list):
             tables[title] = method_table(found)
         print(f"\n{title}\n\n{tables[title] if title in tables else json.dumps(found, indent=1)}")

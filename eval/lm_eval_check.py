@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 
 from eagle_fsd.cli.exits import check_counts
-from eagle_fsd.experiments.records import environment, shown
+from eagle_fsd.experiments.records import environment, shown, write_json
 from eagle_fsd.pair import demo_directory
 from eval.command import run_command
 from eval.report.tables import markdown
@@ -141,8 +141,7 @@ def run(args: LmEvalArguments) -> int:
     record = compare_models(args)
     print(agreement_table(record))
     if args.out:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        write_json(args.out, record)
     return int(any(found["models"]["exact"]["differs_from_hf"] for found in record["tasks"].values()))
 
 

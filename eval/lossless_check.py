@@ -13,7 +13,6 @@ and the samples are not told apart, else 1.
 
 from __future__ import annotations
 
-import json
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -30,7 +29,7 @@ import eagle_fsd
 from eagle_fsd.cli.arguments import Acceptance, Loading
 from eagle_fsd.cli.exits import check_counts
 from eagle_fsd.experiments.methods import Method, engine, hf_generate
-from eagle_fsd.experiments.records import environment
+from eagle_fsd.experiments.records import environment, write_json
 from eagle_fsd.experiments.summaries import first_difference
 from eagle_fsd.pair import EagleModel
 from eagle_fsd.prompts import encode_prompt
@@ -183,8 +182,7 @@ def run(args: LosslessArguments) -> int:
               f"{len(rows)} tests: {corrected:.3g})")
         record["sampling"] = {"tests": rows, "corrected_p": corrected}
     if args.out:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        write_json(args.out, record)
     return int(not lossless)
 
 

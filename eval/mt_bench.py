@@ -30,7 +30,7 @@ from eagle_fsd.cli.exits import check_counts
 from eagle_fsd.data.files import append_lines, read_lines, write_lines
 from eagle_fsd.data.questions import Question, converse
 from eagle_fsd.experiments.methods import Method, engine, hf_generate
-from eagle_fsd.experiments.records import environment, processes, record_path, shown, shown_settings
+from eagle_fsd.experiments.records import environment, processes, record_path, shown, shown_settings, write_json
 from eval.command import run_command
 from eval.questions import load_questions
 
@@ -157,11 +157,9 @@ def run(args: MtBenchArguments) -> None:
     own_device = args.pair.device is None and args.pair.device_map is None
     model = (replace(args.pair, device=str(state.device)) if own_device else args.pair).load()
     if state.is_main_process:
-        args.answers.parent.mkdir(parents=True, exist_ok=True)
-        record = {"environment": environment(), "settings": settings, "processes": state.num_processes,
-                  "dtype": str(model.target.dtype), "device": str(model.target.device),
-                  "tree": None if args.baseline else model.describe_tree(args.decoding.tree)}
-        about.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        write_json(about, {"environment": environment(), "settings": settings, "processes": state.num_processes,
+                           "dtype": str(model.target.dtype), "device": str(model.target.device),
+                           "tree": None if args.baseline else model.describe_tree(args.decoding.tree)})
         read_answers(args.answers, repair=True)
     state.wait_for_everyone()
     done = read_answers(args.answers)

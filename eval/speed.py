@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 from tyro.conf import Positional
 
-from eagle_fsd.experiments.records import record_path
+from eagle_fsd.experiments.records import record_path, write_json
 from eval.command import run_command
 from eval.mt_bench import read_answers
 from eval.report.intervals import interval
@@ -123,9 +123,7 @@ def store_speeds(args: SpeedArguments, rows: list[dict]) -> None:
     """The rows, and the environments and settings that `eval.mt_bench` noted beside both files."""
     notes = {"method": record_path(args.method, ".meta.json"), "baseline": record_path(args.baseline, ".meta.json")}
     about = {name: json.loads(path.read_text(encoding="utf-8")) for name, path in notes.items() if path.is_file()}
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    text = json.dumps({**about, "rows": rows}, indent=1) + "\n"
-    record_path(args.out, ".json").write_text(text, encoding="utf-8")
+    write_json(record_path(args.out, ".json"), {**about, "rows": rows})
     made = "\n".join(f"- {name}: `{found['environment']['command']}` at {found['environment']['commit']}"
                      for name, found in about.items())
     page = f"# {record_path(args.out, '').name}\n\n{made}\n\n{speed_table(rows)}\n"

@@ -146,7 +146,7 @@ def run(args: SplitsArguments) -> None:
     print(f"{promise}: kept on the other half in {kept} of {len(rows)} splits of {len(record['exact'])} answers; "
           f"at least 5% faster than exact there in {fast}")
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps({
+    args.out.write_text(json.dumps({  # on one line: a figure for each of thousands of answers
         "environment": environment(), "promise": str(promise), "splits": rows, **record}) + "\n", encoding="utf-8")
 
 
