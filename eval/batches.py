@@ -20,6 +20,7 @@ from eagle_fsd.experiments.methods import interleaved, only_special_tokens
 from eagle_fsd.experiments.search import BASELINE
 from eagle_fsd.pair import EagleModel
 from eagle_fsd.prompts import encode_prompt, end_tokens
+from eval.report.tables import markdown, percent
 from train.demo.corpus import python_texts
 from train.demo.tasks import tasks
 
@@ -119,12 +120,12 @@ def by_size(
         for size in sizes:
             batches = [asked[start : start + size] for start in range(0, prompts, size)]
             answers = interleaved(methods, batches, max_new_tokens, repeats, warm_up=1)
-            rows += [row_of(name, given, answers[BASELINE], answers["plain"], length, size)
+            rows += [batch_row(name, given, answers[BASELINE], answers["plain"], length, size)
                      for name, given in answers.items()]
     return rows
 
 
-def row_of(
+def batch_row(
     name: str, given: Sequence[BatchAnswer], baseline: Sequence[BatchAnswer], plain: Sequence[BatchAnswer],
     length: int | None, size: int,
 ) -> dict:
@@ -144,13 +145,12 @@ def row_of(
     }
 
 
-def table(rows: Sequence[dict]) -> str:
+def batch_table(rows: Sequence[dict]) -> str:
     """The rows in Markdown. tau = tokens of a row per target forward that it took part in."""
-    lines = ["| prompts | batch | method | tokens/s | vs model.generate | vs plain | tau | s/batch | = plain |",
-             "|---" * 9 + "|"]
-    lines += [
-        f"| {'tasks' if row['prompt_length'] is None else row['prompt_length']} | {row['batch_size']} | "
-        f"{row['method']} | {row['tokens_per_second']:.0f} | {row['speedup']:.2f}x | "
-        f"{row['speedup_over_plain']:.2f}x | {row['tau']:.2f} | {row['seconds_per_batch']:.3f} | "
-        f"{100 * row['same_as_plain']:.0f}% |" for row in rows]
-    return "\n".join(lines)
+    return markdown({
+        "prompts": "tasks" if row["prompt_length"] is None else row["prompt_length"], "batch": row["batch_size"],
+        "method": row["method"], "tokens/s": f"{row['tokens_per_second']:.0f}",
+        "vs model.generate": f"{row['speedup']:.2f}x", "vs plain": f"{row['speedup_over_plain']:.2f}x",
+        "tau": f"{row['tau']:.2f}", "s/batch": f"{row['seconds_per_batch']:.3f}",
+        "= plain": percent(row["same_as_plain"]),
+    } for row in rows)

@@ -12,32 +12,77 @@ and takes the median. The table goes to standard output, everything else into th
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import sys
 from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from tqdm import tqdm
 
 import eagle_fsd
-from eagle_fsd.cli.app import load_pair, model_options, parse_tree
+from eagle_fsd.cli.arguments import Loading, Tree
 from eagle_fsd.cli.exits import check_counts
 from eagle_fsd.experiments.methods import Answer, Method, engine, hf_generate, interleaved
-from eagle_fsd.experiments.records import environment, record_path, write_record
+from eagle_fsd.experiments.records import environment, record_path, write_json, write_page, write_record
 from eagle_fsd.experiments.search import BASELINE
 from eval import batches, step
-from eval.profile import profile
+from eval.command import run_command
+from eval.profile import profile_cycles
+from eval.report.tables import markdown, percent
 from train.demo.corpus import python_prefixes
 from train.demo.tasks import is_correct, tasks
 
 LOOKUP = "prompt lookup"
 
 
+@dataclass(frozen=True)
+class BenchmarkArguments:
+    """What `eval.benchmark` compares.
+
+    Args:
+        tasks: held-out tasks, timed.
+        python: Python prefixes, timed.
+        accuracy_tasks: held-out tasks for accuracy per family.
+        unseen_tasks: the same in wordings never trained on.
+        max_new_tokens: of an answer to a task.
+        python_tokens: of the continuation of a prefix.
+        repeats: timed runs of each answer, of which the median counts.
+        threads: of torch.
+        seed: of the tasks.
+        tree: of exact and of the rules.
+        fsd: thresholds of fsd.
+        tilt: thresholds of tilt.
+        batch_sizes: compare by batch size instead.
+        prompt_lengths: compare by tokens of the prompt instead, on pieces of Python source.
+        batch_prompts: prompts that every batch size answers.
+        out: JSON file; without it eval/results/benchmark.json or batches.json.
+    """
+
+    pair: Loading = Loading()
+    tasks: int = 100
+    python: int = 40
+    accuracy_tasks: int = 500
+    unseen_tasks: int = 200
+    max_new_tokens: int = 256
+    python_tokens: int = 128
+    repeats: int = 3
+    threads: int = 2
+    seed: int = 1
+    tree: Tree = None
+    fsd: tuple[float, ...] = (0.1, 0.3, 0.5)
+    tilt: tuple[float, ...] = (0.5, 2.0)
+    batch_sizes: tuple[int, ...] = ()
+    prompt_lengths: tuple[int, ...] = ()
+    batch_prompts: int = 16
+    out: Path | None = None
+
+
 def methods_of(
-    model: eagle_fsd.EagleModel, tree: eagle_fsd.TreeConfig | None, fsd: list[float], tilt: list[float]
+    model: eagle_fsd.EagleModel, tree: eagle_fsd.TreeConfig | None, fsd: Sequence[float], tilt: Sequence[float]
 ) -> dict[str, Method]:
     """The compared methods by name."""
     methods = {
@@ -52,7 +97,7 @@ def methods_of(
     return methods
 
 
-def summarise(answers: dict[str, list[Answer]], correct: dict[str, list[bool]] | None) -> list[dict]:
+def method_rows(answers: dict[str, list[Answer]], correct: dict[str, list[bool]] | None) -> list[dict]:
     """One row per method."""
     def rate(name: str) -> float:
         return sum(len(a.token_ids) for a in answers[name]) / sum(a.seconds for a in answers[name])
@@ -77,23 +122,16 @@ def summarise(answers: dict[str, list[Answer]], correct: dict[str, list[bool]] |
     return rows
 
 
-def table(rows: list[dict]) -> str:
+def method_table(rows: Sequence[dict]) -> str:
     """The rows in Markdown. tau = tokens per target forward."""
-    lines = [
-        "| method | tokens/s | vs model.generate | vs plain | tau | s/answer | tokens/answer | accuracy | = greedy "
-        "| fuzzy tokens |",
-        "|---|---|---|---|---|---|---|---|---|---|",
-    ]
-    for row in rows:
-        accuracy = "" if row["accuracy"] is None else f"{100 * row['accuracy']:.1f}%"
-        tau = "" if row["tau"] is None else f"{row['tau']:.2f}"
-        lines.append(
-            f"| {row['method']} | {row['tokens_per_second']:.0f} | {row['speedup']:.2f}x | "
-            f"{row['speedup_over_plain']:.2f}x | {tau} | {row['seconds_per_answer']:.3f} | "
-            f"{row['tokens_per_answer']:.0f} | {accuracy} | {100 * row['same_as_greedy']:.0f}% | "
-            f"{100 * row['fuzzy_share']:.1f}% |"
-        )
-    return "\n".join(lines)
+    return markdown({
+        "method": row["method"], "tokens/s": f"{row['tokens_per_second']:.0f}",
+        "vs model.generate": f"{row['speedup']:.2f}x", "vs plain": f"{row['speedup_over_plain']:.2f}x",
+        "tau": "" if row["tau"] is None else f"{row['tau']:.2f}", "s/answer": f"{row['seconds_per_answer']:.3f}",
+        "tokens/answer": f"{row['tokens_per_answer']:.0f}",
+        "accuracy": "" if row["accuracy"] is None else percent(row["accuracy"], 1),
+        "= greedy": percent(row["same_as_greedy"]), "fuzzy tokens": percent(row["fuzzy_share"], 1),
+    } for row in rows)
 
 
 def family_accuracy(method: Method, count: int, max_new_tokens: int, *, seed: int, unseen_wording: bool) -> dict:
@@ -107,47 +145,16 @@ def family_accuracy(method: Method, count: int, max_new_tokens: int, *, seed: in
     return {family: statistics.mean(right) for family, right in results.items()}
 
 
-def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, parents=[model_options()])
-    parser.add_argument("--tasks", type=int, default=100, help="held-out tasks, timed")
-    parser.add_argument("--python", type=int, default=40, help="Python prefixes, timed")
-    parser.add_argument("--accuracy-tasks", type=int, default=500, help="held-out tasks for accuracy per family")
-    parser.add_argument("--unseen-tasks", type=int, default=200, help="the same in wordings never trained on")
-    parser.add_argument("--max-new-tokens", type=int, default=256)
-    parser.add_argument("--python-tokens", type=int, default=128)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--tree", type=parse_tree)
-    parser.add_argument("--fsd", type=float, nargs="*", default=[0.1, 0.3, 0.5])
-    parser.add_argument("--tilt", type=float, nargs="*", default=[0.5, 2.0])
-    parser.add_argument("--batch-sizes", type=int, nargs="+", help="compare by batch size instead")
-    parser.add_argument("--prompt-lengths", type=int, nargs="+",
-                        help="compare by tokens of the prompt instead, on pieces of Python source")
-    parser.add_argument("--batch-prompts", type=int, default=16, help="prompts that every batch size answers")
-    parser.add_argument("--out", type=Path, help="JSON file (default: eval/results/benchmark.json or batches.json)")
-    return parser
-
-
-def main() -> None:
-    if "--step" in sys.argv[1:]:
-        sys.exit(step.main([argument for argument in sys.argv[1:] if argument != "--step"]))
-    parser = build_parser()
-    args = parser.parse_args()
-    try:
-        check_counts(args, "tasks", "repeats", "batch_prompts")
-        check_counts(args, "python", "accuracy_tasks", "unseen_tasks", least=0)
-    except ValueError as error:
-        parser.error(str(error))
-    by_batch = bool(args.batch_sizes or args.prompt_lengths)
-    args.out = args.out or Path("eval/results") / ("batches.json" if by_batch else "benchmark.json")
+def run(args: BenchmarkArguments) -> None:
+    check_counts(args, "tasks", "repeats", "batch_prompts")
+    check_counts(args, "python", "accuracy_tasks", "unseen_tasks", least=0)
     torch.set_num_threads(args.threads)
-    model = load_pair(args)
-    (run_batches if by_batch else run_tables)(args, model)
+    by_batch = bool(args.batch_sizes or args.prompt_lengths)
+    out = args.out or Path("eval/results") / ("batches.json" if by_batch else "benchmark.json")
+    (run_batches if by_batch else run_tables)(args, args.pair.load(), out)
 
 
-def run_batches(args: argparse.Namespace, model: eagle_fsd.EagleModel) -> None:
+def run_batches(args: BenchmarkArguments, model: eagle_fsd.EagleModel, out: Path) -> None:
     """Every batch size at every prompt length."""
     rows = batches.by_size(
         model, batches.batch_methods(model, args.tree, args.fsd), args.batch_sizes or [1],
@@ -156,56 +163,54 @@ def run_batches(args: argparse.Namespace, model: eagle_fsd.EagleModel) -> None:
     record = {"tree": model.describe_tree(args.tree), "dtype": str(model.target.dtype), "seed": args.seed,
               "repeats": args.repeats, "prompts": args.batch_prompts, "max_new_tokens": args.max_new_tokens,
               "rows": rows}
-    print(write_record(args.out, record, batches.table(rows)))
+    print(write_record(out, record, batches.batch_table(rows)))
 
 
-def run_tables(args: argparse.Namespace, model: eagle_fsd.EagleModel) -> None:
+def run_tables(args: BenchmarkArguments, model: eagle_fsd.EagleModel, out: Path) -> None:
     """The tables of one prompt after the other, the profile and accuracy."""
     methods = methods_of(model, args.tree, args.fsd, args.tilt)
     questions = list(tasks("heldout", seed=args.seed, count=args.tasks))
-    record = {
+    chats = [task.messages for task in questions]
+    record: dict[str, object] = {
         "environment": environment(), "tree": model.describe_tree(args.tree), "dtype": str(model.target.dtype),
         "seed": args.seed, "repeats": args.repeats, "task_count": args.tasks, "python_count": args.python,
         "python_tokens": args.python_tokens, "accuracy_tasks": args.accuracy_tasks, "unseen_tasks": args.unseen_tasks,
     }
+    tables: dict[str, str] = {}
 
-    def store() -> None:
-        """After every stage: what has been measured is not lost with a later one."""
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        record_path(args.out, ".json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    def note(name: str, title: str, found: list | dict) -> None:
+        """Shown and stored at once, so that what has been measured is not lost with a later stage."""
+        record[name] = found
+        write_json(record_path(out, ".json"), record)
+        if isinstance(found, list):
+            tables[title] = method_table(found)
+        print(f"\n{title}\n\n{tables[title] if title in tables else json.dumps(found, indent=1)}")
 
-    answers = interleaved(methods, [t.messages for t in questions], args.max_new_tokens, args.repeats)
-    correct = {name: [is_correct(t, a.text) for t, a in zip(questions, given, strict=True)]
+    answers = interleaved(methods, chats, args.max_new_tokens, args.repeats)
+    correct = {name: [is_correct(task, answer.text) for task, answer in zip(questions, given, strict=True)]
                for name, given in answers.items()}
-    record["tasks"] = summarise(answers, correct)
-    store()
-    print(f"\nHeld-out tasks ({args.tasks})\n\n{table(record['tasks'])}")
-
+    note("tasks", f"Held-out tasks ({args.tasks})", method_rows(answers, correct))
     if args.python:
         answers = interleaved(methods, python_prefixes(args.python), args.python_tokens, args.repeats)
-        record["python"] = summarise(answers, None)
-        store()
-        print(f"\nPython prefixes ({args.python})\n\n{table(record['python'])}")
+        note("python", f"Python prefixes ({args.python})", method_rows(answers, None))
+    note("profile", "Milliseconds per cycle",
+         profile_cycles(model, chats[:30], 128, acceptance="exact", tree=args.tree))
+    for name, title, count, unseen in (
+        ("accuracy", "Accuracy, greedy", args.accuracy_tasks, False),
+        ("accuracy_unseen_wordings", "Accuracy, wordings never trained on", args.unseen_tasks, True),
+    ):
+        if count:
+            note(name, title, family_accuracy(methods["exact"], count, args.max_new_tokens,
+                                              seed=args.seed + 1 + unseen, unseen_wording=unseen))
+    write_page(out, record["environment"], "\n\n".join(f"## {title}\n\n{table}" for title, table in tables.items()))
 
-    record["profile"] = profile(model, [t.messages for t in questions[:30]], 128, acceptance="exact", tree=args.tree)
-    store()
-    print("\nMilliseconds per cycle:", json.dumps(record["profile"], indent=1))
-    if args.accuracy_tasks:
-        record["accuracy"] = family_accuracy(
-            methods["exact"], args.accuracy_tasks, args.max_new_tokens, seed=args.seed + 1, unseen_wording=False)
-        store()
-        print("\nAccuracy, greedy:", json.dumps(record["accuracy"], indent=1))
-    if args.unseen_tasks:
-        record["accuracy_unseen_wordings"] = family_accuracy(
-            methods["exact"], args.unseen_tasks, args.max_new_tokens, seed=args.seed + 2, unseen_wording=True)
-        print("\nAccuracy, wordings never trained on:", json.dumps(record["accuracy_unseen_wordings"], indent=1))
-    store()
-    about = record["environment"]
-    record_path(args.out, ".md").write_text(
-        f"# {record_path(args.out, '').name}\n\n`{about['command']}` at {about['commit']}\n\n"
-        f"## Held-out tasks\n\n{table(record['tasks'])}\n"
-        + (f"\n## Python prefixes\n\n{table(record['python'])}\n" if args.python else ""))
+
+def main(argv: Sequence[str] | None = None) -> int:
+    words = list(sys.argv[1:] if argv is None else argv)
+    if "--step" in words:
+        return step.main([word for word in words if word != "--step"])
+    return run_command("eval.benchmark", BenchmarkArguments, run, words)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

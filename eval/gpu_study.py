@@ -11,312 +11,54 @@ they fit. Everything is kept in `--work`; the results go to `--out`.JSON and `--
 
 from __future__ import annotations
 
-import _thread
-import argparse
-import json
 import logging
-import shutil
-import signal
-import statistics
 import sys
-import threading
-import time
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Literal
 
-import torch
-
-import eagle_fsd
-from eagle_fsd.cli.app import MODEL_OPTIONS, model_options
-from eagle_fsd.cli.exits import exit_status
-from eagle_fsd.data.documents import Documents
-from eagle_fsd.data.files import save_atomically
-from eagle_fsd.experiments.methods import Answer, Method, interleaved
+from eagle_fsd.cli.arguments import Loading
 from eagle_fsd.experiments.records import write_record
 from eagle_fsd.models.loading import check_device
-from eagle_fsd.pair import EagleModel
-from eval import batches, benchmark, trees
-from train.demo.corpus import python_prefixes
-from train.demo.demo import (
-    Preset,
-    head_text,
-    keep_freed_memory,
-    log_trees,
-    make_text,
-    save_target,
-    target_config,
-    train_draft,
-    train_target,
-)
-from train.demo.target import Stage, build_target, train_stage
-from train.demo.tasks import is_correct, tasks
+from eval.batches import batch_table
+from eval.benchmark import method_table
+from eval.command import run_command
+from eval.report.tables import markdown, percent, span
+from eval.study import STUDY_SIZES, Study
+from train.demo.demo import keep_freed_memory
 
 log = logging.getLogger("eval.gpu_study")
 
 UNFINISHED = 75  # exit status
-TRIAL = (3, 8, 28)  # steps of the trials that a step's time is told from; the first warms up
 
 
 @dataclass(frozen=True)
-class Size:
-    """A study: the pair, and seconds for each stage. Steps in the preset are replaced by as many as fit."""
+class GpuStudyArguments:
+    """What `eval.gpu_study` trains and measures.
 
-    preset: Preset
-    target_seconds: tuple[float, ...]  # of each stage of the target's training
-    head_seconds: float
-    measure_seconds: float  # of each kind of prompts
-    logged: int  # prompts that the tree is chosen by
-    new_tokens: int
-    thresholds: tuple[float, ...]
-    batch_sizes: tuple[int, ...]
-    other_seconds: float  # what a stage that cannot be interrupted takes at most, models loaded and latencies measured
-
-
-SIZES = {
-    "gpu": Size(
-        Preset(vocab_size=4096, hidden=768, intermediate=1920, heads=12, kv_heads=4, documents=160_000,
-               python_share=0.3, practice=("list", "table") * 2, installed=True, answers=4096, answer_batch=512,
-               stages=(Stage(6, 1, lr=2e-3, batch=32_768), Stage(24, 1, lr=1.5e-3, decay=0.6, batch=32_768)),
-               head={"objective": "sparse", "batch_tokens": 32_768, "lr": 1e-3, "warmup": 100, "evaluate": False,
-                     "save_every": 500}),
-        target_seconds=(120, 300), head_seconds=240, measure_seconds=110, logged=12, new_tokens=128,
-        thresholds=(0.05, 0.1, 0.3), batch_sizes=(1, 2, 4, 8), other_seconds=180),
-    "toy": Size(
-        Preset(vocab_size=400, hidden=32, intermediate=64, heads=2, kv_heads=1, documents=120, python_share=0.1,
-               practice=(), questions=200, answers=12,
-               stages=(Stage(1, 1, lr=2e-3, batch=1024), Stage(2, 1, lr=2e-3, decay=0.6, batch=1024)),
-               head={"objective": "sparse", "batch_tokens": 1024, "lr": 1e-3, "warmup": 2, "evaluate": False,
-                     "save_every": 50}),
-        target_seconds=(0.5, 0.5), head_seconds=0.5, measure_seconds=0.5, logged=6, new_tokens=24,
-        thresholds=(0.3,), batch_sizes=(1, 2), other_seconds=10),
-}
-
-
-# Time --------------------------------------------------------------------------------------------------------
-
-
-class TimeIsUp(Exception):
-    """The work was interrupted because its time had passed."""
-
-
-@contextmanager
-def interrupted_after(seconds: float) -> Iterator[None]:
-    """Within this context work is interrupted as by Ctrl-C after so many seconds.
-
-    Raises:
-        TimeIsUp: in place of that KeyboardInterrupt.
+    Args:
+        size: of the study.
+        minutes: that this call works.
+        work: folder of everything that is made; the next call goes on with it.
+        out: files for what is found, without suffix.
     """
-    passed = threading.Event()
 
-    def interrupt() -> None:
-        passed.set()
-        _thread.interrupt_main()
-
-    timer = threading.Timer(max(0.0, seconds), interrupt)
-    timer.daemon = True
-    ignored = signal.getsignal(signal.SIGINT) == signal.SIG_IGN  # as in what a shell starts in the background
-    if ignored:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        try:
-            timer.start()
-            yield
-        finally:
-            timer.cancel()
-            timer.join()  # an interrupt on its way arrives here
-    except KeyboardInterrupt:
-        if passed.is_set():
-            raise TimeIsUp from None
-        raise
-    finally:
-        if ignored:
-            signal.signal(signal.SIGINT, signal.SIG_IGN)
-
-
-def steps_within(seconds: float, trial: Callable[[int], object]) -> int:
-    """How many steps take so long, from trials of a few steps each: what they need besides steps cancels out."""
-    taken = []
-    for steps in TRIAL:
-        started = time.perf_counter()
-        trial(steps)
-        taken.append(time.perf_counter() - started)
-    each = max(1e-4, (taken[2] - taken[1]) / (TRIAL[2] - TRIAL[1]))
-    return max(TRIAL[2], round(seconds / each))
-
-
-# Stages ------------------------------------------------------------------------------------------------------
-
-
-class Study:
-    """The stages in order, and what they have found so far, in a folder."""
-
-    def __init__(self, size: Size, work: Path, device: str, options: Mapping[str, object]) -> None:
-        self.size, self.work, self.device, self.options = size, work, device, options
-        self.preset, self.file = size.preset, work / "study.json"
-        self.state: dict = {"results": {}, "seconds": {}, "steps": {}}
-        if self.file.exists():
-            self.state = json.loads(self.file.read_text(encoding="utf-8"))
-        self._model: EagleModel | None = None
-
-    def save(self) -> None:
-        text = json.dumps(self.state, indent=1) + "\n"
-        save_atomically(self.file, lambda part: part.write_text(text, encoding="utf-8"))
-
-    def steps(self, name: str, seconds: float, trial: Callable[[int], object]) -> int:
-        """Steps of a training stage; measured once."""
-        if name not in self.state["steps"]:
-            self.state["steps"][name] = steps_within(seconds, trial)
-            self.save()
-        return self.state["steps"][name]
-
-    # Training
-
-    def text(self) -> dict:
-        tokenizer, documents = make_text(self.preset, self.work)
-        return {"documents": len(documents), "tokens": len(documents.tokens), "vocabulary": len(tokenizer)}
-
-    def _planned(self) -> Preset:
-        """The preset with as many steps of the target as fit."""
-        tokenizer, documents = make_text(self.preset, self.work)
-        stages = []
-        for number, (stage, seconds) in enumerate(zip(self.preset.stages, self.size.target_seconds, strict=True)):
-            def trial(steps: int, stage: Stage = stage) -> None:
-                scratch = self.work / "trial.pt"
-                scratch.unlink(missing_ok=True)
-                train_stage(build_target(target_config(self.preset, stage.layers, tokenizer), seed=0),
-                            replace(stage, steps=steps), documents, seed=0, checkpoint=scratch, device=self.device)
-                scratch.unlink()
-
-            stages.append(replace(stage, steps=self.steps(f"target {number}", seconds, trial)))
-        return replace(self.preset, stages=tuple(stages))
-
-    def _trained(self) -> tuple:
-        model, tokenizer = train_target(self._planned(), self.work, self.device)
-        return model.to(self.device, torch.float32 if self.device == "cpu" else torch.bfloat16), tokenizer
-
-    def target(self) -> dict:
-        model, tokenizer = self._trained()
-        save_target(model, tokenizer, self.work / "demo-target")
-        return {"parameters": sum(p.numel() for p in model.parameters()),
-                "layers": model.config.num_hidden_layers, "hidden_size": model.config.hidden_size}
-
-    def answers(self) -> dict:
-        head_text(self.preset, self.work, *self._trained())
-        return {"documents": len(Documents.load(self.work / "head-text"))}
-
-    def head(self) -> dict:
-        target = self.work / "demo-target"
-
-        def with_steps(steps: int) -> Preset:
-            return replace(self.preset, head={**self.preset.head, "steps": steps})
-
-        def trial(steps: int) -> None:
-            scratch = self.work / "head-trial"
-            shutil.rmtree(scratch, ignore_errors=True)
-            train_draft(with_steps(steps), self.work, target, self.device, scratch)
-
-        steps = self.steps("head", self.size.head_seconds, trial)
-        train_draft(with_steps(steps), self.work, target, self.device)
-        return {"steps": steps}
-
-    def tree(self) -> dict:
-        log_trees(self.work / "demo-target", self.work / "head" / "head", self.device, count=self.size.logged,
-                  temperatures=(0.0,), max_new_tokens=self.size.new_tokens)
-        return {"tree": self.model.describe_tree(None)}
-
-    # Measurement
-
-    @property
-    def model(self) -> EagleModel:
-        """The trained pair, as a user would load it."""
-        if self._model is None:
-            self._model = eagle_fsd.load(
-                self.work / "demo-target", self.work / "head" / "head", **{"device": self.device, **self.options})
-        return self._model
-
-    def methods(self) -> dict[str, Method]:
-        return benchmark.methods_of(self.model, None, list(self.size.thresholds), [])
-
-    def tasks(self) -> dict:
-        questions = list(tasks("heldout", seed=1, count=200))
-        answers = self.within(self.methods(), [task.messages for task in questions])
-        return {"rows": benchmark.summarise(answers, self.correct(questions, answers))}
-
-    def python(self) -> dict:
-        return {"rows": benchmark.summarise(self.within(self.methods(), python_prefixes(100)), None)}
-
-    def accuracy(self) -> dict:
-        methods = {name: method for name, method in self.methods().items() if name.startswith(("exact", "fsd"))}
-        questions = list(tasks("heldout", seed=2, count=2000))
-        answers = self.within(methods, [task.messages for task in questions])
-        correct = self.correct(questions, answers)
-        return {"rows": [{
-            **trees.row_of(name, given, answers["exact"]), "accuracy": statistics.fmean(correct[name]),
-            "prompts": len(given), "tokens_per_answer": statistics.fmean(len(answer.token_ids) for answer in given),
-        } for name, given in answers.items()]}
-
-    def batches(self) -> dict:
-        methods = batches.batch_methods(self.model, None, self.size.thresholds[-1:])
-        return {"rows": batches.by_size(
-            self.model, methods, self.size.batch_sizes, [None], prompts=max(self.size.batch_sizes),
-            max_new_tokens=self.size.new_tokens, repeats=1, seed=3)}
-
-    def within(self, methods: Mapping[str, Method], prompts: Sequence) -> dict[str, list[Answer]]:
-        """Every method's answers to as many prompts as fit, at least two."""
-        started, answers = time.perf_counter(), defaultdict(list)
-        for number, prompt in enumerate(prompts):
-            found = interleaved(methods, [prompt], self.size.new_tokens, 1, warm_up=int(number == 0), start=number)
-            for name, given in found.items():
-                answers[name] += given
-            if number and time.perf_counter() - started > self.size.measure_seconds:
-                break
-        return answers
-
-    @staticmethod
-    def correct(questions: Sequence, answers: Mapping[str, list[Answer]]) -> dict[str, list[bool]]:
-        return {name: [is_correct(task, answer.text) for task, answer in zip(questions, given, strict=False)]
-                for name, given in answers.items()}
-
-    # The whole
-
-    STAGES = ("text", "target", "answers", "head", "tree", "tasks", "python", "accuracy", "batches")
-    INTERRUPTIBLE = ("target", "answers", "head")
-
-    def run(self, seconds: float) -> bool:
-        """Work for at most so long; whether everything is done."""
-        end, begun = time.perf_counter() + seconds, False
-        for name in self.STAGES:
-            if name in self.state["results"]:
-                continue
-            left = end - time.perf_counter()
-            if begun and left < (0 if name in self.INTERRUPTIBLE else self.size.other_seconds):
-                return False
-            begun, started = True, time.perf_counter()
-            try:
-                with interrupted_after(left) if name in self.INTERRUPTIBLE else nullcontext():
-                    self.state["results"][name] = getattr(self, name)()
-            except TimeIsUp:
-                return False
-            finally:
-                spent = self.state["seconds"].get(name, 0) + time.perf_counter() - started
-                self.state["seconds"][name] = spent
-                self.save()
-        return True
-
-
-# Report ------------------------------------------------------------------------------------------------------
+    pair: Loading = Loading()
+    size: Literal[tuple(STUDY_SIZES)] = "gpu"
+    minutes: float = 7.5
+    work: Path = Path("runs/gpu-study")
+    out: Path = Path("eval/results/gpu-study")
 
 
 def accuracy_table(rows: Sequence[Mapping]) -> str:
-    lines = ["| method | tasks | accuracy | tokens/answer | s/answer | time over exact's (95%) | tau |",
-             "|---" * 7 + "|"]
-    lines += [f"| {row['method']} | {row['prompts']} | {100 * row['accuracy']:.1f}% | {row['tokens_per_answer']:.0f} | "
-              f"{row['seconds_per_answer']:.3f} | {row['time']:.3f} ({row['interval'][0]:.2f} to "
-              f"{row['interval'][1]:.2f}) | {row['tau']:.2f} |" for row in rows]
-    return "\n".join(lines)
+    """The rows of the stage `accuracy` in Markdown. tau = tokens per target forward."""
+    return markdown({
+        "method": row["method"], "tasks": row["prompts"], "accuracy": percent(row["accuracy"], 1),
+        "tokens/answer": f"{row['tokens_per_answer']:.0f}", "s/answer": f"{row['seconds_per_answer']:.3f}",
+        "time over exact's (95%)": f"{row['time']:.3f} ({span(row['interval'])})", "tau": f"{row['tau']:.2f}",
+    } for row in rows)
 
 
 def page(study: Study) -> str:
@@ -328,49 +70,35 @@ def page(study: Study) -> str:
         f"size {found['target']['hidden_size']}, {found['text']['tokens'] / 1e6:.1f}M tokens of text; steps "
         f"{study.state['steps']}. {found['tree']['tree']}. {study.model.target.dtype}, greedy, at most "
         f"{study.size.new_tokens} new tokens. Seconds per stage, {sum(spent.values()):.0f} in all: {seconds}.",
-        "## Held-out tasks", benchmark.table(found["tasks"]["rows"]),
-        "## Python prefixes", benchmark.table(found["python"]["rows"]),
+        "## Held-out tasks", method_table(found["tasks"]["rows"]),
+        "## Python prefixes", method_table(found["python"]["rows"]),
         "## Accuracy of other tasks", accuracy_table(found["accuracy"]["rows"]), "## Batches of tasks",
-        batches.table(found["batches"]["rows"])])
+        batch_table(found["batches"]["rows"])])
 
 
-def run(args: argparse.Namespace) -> bool:
-    """One call; whether the study is finished."""
-    if args.target or args.draft:
+def run(args: GpuStudyArguments) -> int:
+    """One call; 0 where the study is finished."""
+    if args.pair.target or args.pair.draft:
         raise ValueError("the study trains its own pair: leave --target and --draft out")
     if not args.minutes > 0:
         raise ValueError(f"--minutes must be above 0, got {args.minutes}")
-    device = check_device(args.device)
-    args.work.mkdir(parents=True, exist_ok=True)
-    options = {name: getattr(args, name) for name in MODEL_OPTIONS if name not in ("target", "draft", "device")}
-    options["compile"] |= device.type == "cuda"  # graphs, for plain decoding as for drafting
-    study = Study(SIZES[args.size], args.work, str(device), options)
-    if not study.run(60 * args.minutes):
-        log.info("not finished: the same command goes on")
-        return False
-    record = {"size": args.size, "load": options, **study.state}
-    print(write_record(args.out, record, page(study)))
-    return True
-
-
-def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, parents=[model_options()])
-    parser.add_argument("--size", choices=SIZES, default="gpu")
-    parser.add_argument("--minutes", type=float, default=7.5, help="that this call works (default: %(default)s)")
-    parser.add_argument("--work", type=Path, default=Path("runs/gpu-study"))
-    parser.add_argument("--out", type=Path, default=Path("eval/results/gpu-study"))
-    return parser
-
-
-def main() -> int:
-    args = build_parser().parse_args()
     keep_freed_memory()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
-    finished: list[bool] = []
-    status = exit_status("eval.gpu_study", lambda: finished.append(run(args)), (ValueError, TypeError, OSError))
-    return status or (0 if all(finished) else UNFINISHED)
+    device = check_device(args.pair.device)
+    args.work.mkdir(parents=True, exist_ok=True)
+    options = {name: getattr(args.pair, name)
+               for name in ("dtype", "device_map", "attn_implementation", "trust_remote_code", "compile")}
+    options["compile"] |= device.type == "cuda"  # graphs, for plain decoding as for drafting
+    study = Study(STUDY_SIZES[args.size], args.work, str(device), options)
+    if not study.run(60 * args.minutes):
+        log.info("not finished: the same command goes on")
+        return UNFINISHED
+    record = {"size": args.size, "load": options, **study.state}
+    print(write_record(args.out, record, page(study)))
+    return 0
 
+
+main = partial(run_command, "eval.gpu_study", GpuStudyArguments, run)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -9,19 +9,49 @@ chats) and on GSM8K where its file is given, and compares answer by answer. The 
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-from eagle_fsd.cli.exits import check_counts, exit_status
-from eagle_fsd.experiments.records import environment, shown
+from eagle_fsd.cli.exits import check_counts
+from eagle_fsd.experiments.records import environment, shown, write_json
 from eagle_fsd.pair import demo_directory
+from eval.command import run_command
+from eval.report.tables import markdown
 from train.demo.tasks import tasks
 
 TASKS = Path(__file__).parent / "lm_eval"
+
+
+@dataclass(frozen=True)
+class LmEvalArguments:
+    """What `eval.lm_eval_check` compares.
+
+    Args:
+        target: directory or hub id; without it the bundled demo pair's.
+        draft: directory or hub id of its draft head; without it the bundled demo pair's.
+        gsm8k: JSON lines of GSM8K.
+        limit: questions of each task.
+        max_gen_toks: for GSM8K, which the demo target cannot do.
+        threshold: of fsd.
+        device: of all models.
+        write: only write the generated tasks to this file.
+        out: file for what is found.
+    """
+
+    target: str | None = None
+    draft: str | None = None
+    gsm8k: Path | None = None
+    limit: int = 20
+    max_gen_toks: int = 64
+    threshold: float = 0.2
+    device: str = "cpu"
+    write: Path | None = None
+    out: Path | None = None
 
 
 def write_tasks(path: Path, count: int, seed: int = 1) -> None:
@@ -59,27 +89,14 @@ def differing(answers: Sequence[str], reference: Sequence[str]) -> list[int]:
     return [number for number, (ours, theirs) in enumerate(zip(answers, reference, strict=True)) if ours != theirs]
 
 
-def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--target", default=demo_directory("demo-target"))
-    parser.add_argument("--draft", default=demo_directory("demo-draft"))
-    parser.add_argument("--gsm8k", type=Path, help="JSON lines of GSM8K")
-    parser.add_argument("--limit", type=int, default=20, help="questions of each task")
-    parser.add_argument("--max-gen-toks", type=int, default=64, help="for GSM8K, which the demo target cannot do")
-    parser.add_argument("--threshold", type=float, default=0.2, help="of fsd")
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--write", type=Path, help="only write the generated tasks to this file")
-    parser.add_argument("--out", type=Path, help="file for what is found")
-    return parser
-
-
-def run(args: argparse.Namespace) -> dict:
+def compare_models(args: LmEvalArguments) -> dict:
     """The record of all runs."""
     import lm_eval
 
-    pair = {"target": args.target, "draft": args.draft, "dtype": "float32", "tree": [16, 6, 3, 0.5]}
+    target, draft = args.target or demo_directory("demo-target"), args.draft or demo_directory("demo-draft")
+    pair = {"target": target, "draft": draft, "dtype": "float32", "tree": [16, 6, 3, 0.5]}
     models = {
-        "hf": ("hf", {"pretrained": args.target, "dtype": "float32"}),
+        "hf": ("hf", {"pretrained": target, "dtype": "float32"}),
         "exact": ("eagle_fsd", pair | {"acceptance": "exact"}),
         f"fsd {args.threshold:g}": ("eagle_fsd", pair | {"acceptance": "fsd", "threshold": args.threshold}),
     }
@@ -105,38 +122,30 @@ def run(args: argparse.Namespace) -> dict:
     return record
 
 
-def table(record: Mapping) -> str:
-    lines = ["| task | model | exact match | answers as `hf` |", "|---|---|---|---|"]
-    for task, found in record["tasks"].items():
-        count = found["questions"]
-        for name, row in found["models"].items():
-            score = ", ".join(f"{value:.1%}" for value in row["scores"].values())
-            lines.append(f"| {task} | {name} | {score} | {count - len(row['differs_from_hf'])} of {count} |")
-    return "\n".join(lines)
+def agreement_table(record: Mapping) -> str:
+    return markdown({
+        "task": task, "model": name, "exact match": ", ".join(f"{value:.1%}" for value in row["scores"].values()),
+        "answers as `hf`": f"{found['questions'] - len(row['differs_from_hf'])} of {found['questions']}",
+    } for task, found in record["tasks"].items() for name, row in found["models"].items())
 
 
-def main() -> int:
-    args = build_parser().parse_args()
-    same = True
+def run(args: LmEvalArguments) -> int:
+    """0 where all answers of `exact` are those of `hf`, else 1."""
+    check_counts(args, "limit")
+    if args.write:
+        args.write.parent.mkdir(parents=True, exist_ok=True)
+        write_tasks(args.write, args.limit)
+        return 0
+    if args.gsm8k and not args.gsm8k.is_file():
+        raise ValueError(f"--gsm8k {args.gsm8k} is no file")
+    record = compare_models(args)
+    print(agreement_table(record))
+    if args.out:
+        write_json(args.out, record)
+    return int(any(found["models"]["exact"]["differs_from_hf"] for found in record["tasks"].values()))
 
-    def work() -> None:
-        nonlocal same
-        check_counts(args, "limit")
-        if args.write:
-            args.write.parent.mkdir(parents=True, exist_ok=True)
-            write_tasks(args.write, args.limit)
-            return
-        if args.gsm8k and not args.gsm8k.is_file():
-            raise ValueError(f"--gsm8k {args.gsm8k} is no file")
-        record = run(args)
-        print(table(record))
-        if args.out:
-            args.out.parent.mkdir(parents=True, exist_ok=True)
-            args.out.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-        same = not any(found["models"]["exact"]["differs_from_hf"] for found in record["tasks"].values())
 
-    return exit_status("eval.lm_eval_check", work, (ValueError, OSError, ModuleNotFoundError)) or int(not same)
-
+main = partial(run_command, "eval.lm_eval_check", LmEvalArguments, run)
 
 if __name__ == "__main__":
     sys.exit(main())

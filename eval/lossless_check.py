@@ -13,30 +13,61 @@ and the samples are not told apart, else 1.
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
+from scipy.stats import chi2_contingency
 from tqdm import tqdm
 
 import eagle_fsd
-from eagle_fsd.acceptance import RULES
-from eagle_fsd.cli.app import load_pair, model_options, parse_tree
-from eagle_fsd.cli.exits import check_counts, exit_status
-from eagle_fsd.experiments.experiment import first_difference
+from eagle_fsd.cli.arguments import Acceptance, Loading
+from eagle_fsd.cli.exits import check_counts
 from eagle_fsd.experiments.methods import Method, engine, hf_generate
-from eagle_fsd.experiments.records import environment, shown_settings
+from eagle_fsd.experiments.records import environment, write_json
+from eagle_fsd.experiments.summaries import first_difference
 from eagle_fsd.pair import EagleModel
 from eagle_fsd.prompts import encode_prompt
+from eval.command import noted, run_command
 from eval.questions import load_questions
 
 LEAST_EXPECTED = 5  # rarer tokens of a position are counted together
 SIGNIFICANCE = 0.01
+
+
+@dataclass(frozen=True)
+class LosslessArguments:
+    """What `eval.lossless_check` compares.
+
+    Args:
+        decoding: to see the check fail, take another rule than exact.
+        questions: JSON lines; without them tasks of the generator.
+        prompts: how many are decoded greedily.
+        max_new_tokens: of a greedy answer.
+        temperature: of the sampled answers.
+        samples: answers to each sampled prompt; 0: none.
+        sampled_prompts: how many are sampled.
+        sampled_tokens: of each sampled answer.
+        seed: of the generated tasks.
+        out: JSON file for what was found.
+    """
+
+    pair: Loading = Loading()
+    decoding: Acceptance = Acceptance(acceptance="exact")
+    questions: Path | None = None
+    prompts: int = 50
+    max_new_tokens: int = 128
+    temperature: float = 1.0
+    samples: int = 200
+    sampled_prompts: int = 3
+    sampled_tokens: int = 12
+    seed: int = 1
+    out: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -94,13 +125,8 @@ def homogeneity(first: Sequence[object], second: Sequence[object]) -> float:
     if sum(rest):
         for row, left in zip(cells, rest, strict=True):
             row.append(left)
-    observed = torch.tensor(cells, dtype=torch.float64)
-    if observed.shape[1] < 2:
-        return 1.0
-    expected = observed.sum(1, keepdim=True) * observed.sum(0, keepdim=True) / observed.sum()
-    statistic = ((observed - expected) ** 2 / expected).sum()
-    freedom = torch.tensor(observed.shape[1] - 1, dtype=torch.float64)
-    return torch.special.gammaincc(freedom / 2, statistic / 2).item()
+    observed = np.array(cells)
+    return float(chi2_contingency(observed, correction=False).pvalue) if observed.shape[1] > 1 else 1.0
 
 
 def check_sampling(
@@ -122,67 +148,45 @@ def check_sampling(
     return rows
 
 
-def run(args: argparse.Namespace) -> bool:
-    """Print and store what was found; True where nothing speaks against losslessness."""
-    eagle_fsd.make_rule(args.acceptance, args.threshold)
-    check_counts(args, "prompts", "max_new_tokens", "sampled_prompts", "sampled_tokens")
-    check_counts(args, "samples", least=0)
-    questions = load_questions(args.questions, args.prompts, args.seed, args.prompts)
-    model = load_pair(args)
-    chats = {question.id: [{"role": "user", "content": question.turns[0]}] for question in questions}
-    options = {"acceptance": args.acceptance, "threshold": args.threshold, "tree": args.tree}
-    found = check_greedy(model, chats, engine(model, **options), args.max_new_tokens)
-    same = len(chats) - len(found)
-    print(f"greedy: {same} of {len(chats)} answers are those of model.generate, token for token")
+def tell_differences(found: Sequence[Difference], prompts: int) -> None:
+    print(f"greedy: {prompts - len(found)} of {prompts} answers are those of model.generate, token for token")
     for difference in found:
         cause = "a numerical tie" if difference.tie else "NOT a tie"
         print(f"  question {difference.question}: token {difference.position + 1} is {difference.ours} for "
               f"{difference.theirs}, {cause} (gap {difference.gap:.3g}, rounding {difference.noise:.3g})")
-    fine = all(difference.tie for difference in found)
-    record = {"environment": environment(), "arguments": shown_settings(vars(args)),
-              "dtype": str(model.target.dtype), "prompts": len(chats), "identical": same,
+
+
+def run(args: LosslessArguments) -> int:
+    """Print and store what was found; 0 where nothing speaks against losslessness, else 1."""
+    if args.decoding.quality is None:
+        eagle_fsd.make_rule(args.decoding.acceptance, args.decoding.threshold, args.decoding.divergence)
+    check_counts(args, "prompts", "max_new_tokens", "sampled_prompts", "sampled_tokens")
+    check_counts(args, "samples", least=0)
+    questions = load_questions(args.questions, args.prompts, args.seed, args.prompts)
+    model, options = args.pair.load(), vars(args.decoding)
+    chats = {question.id: [{"role": "user", "content": question.turns[0]}] for question in questions}
+    found = check_greedy(model, chats, engine(model, **options), args.max_new_tokens)
+    tell_differences(found, len(chats))
+    lossless = all(difference.tie for difference in found)
+    record = {"environment": environment(), "arguments": noted(args), "dtype": str(model.target.dtype),
+              "prompts": len(chats), "identical": len(chats) - len(found),
               "differences": [asdict(difference) for difference in found]}
     if args.samples:
         rows = check_sampling(model, list(chats.values())[: args.sampled_prompts], options, args.temperature,
                               args.samples, args.sampled_tokens)
-        smallest = min(rows, key=lambda row: row["p"])
-        corrected = min(1.0, smallest["p"] * len(rows))
+        corrected = min(1.0, min(row["p"] for row in rows) * len(rows))
         apart = corrected < SIGNIFICANCE
-        fine &= not apart
+        lossless &= not apart
         print(f"sampled: {args.samples} answers of each to {args.sampled_prompts} prompts at temperature "
               f"{args.temperature:g} are {'TOLD APART' if apart else 'not told apart'} (smallest corrected p of "
               f"{len(rows)} tests: {corrected:.3g})")
         record["sampling"] = {"tests": rows, "corrected_p": corrected}
     if args.out:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    return fine
+        write_json(args.out, record)
+    return int(not lossless)
 
 
-def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, parents=[model_options()])
-    parser.add_argument("--questions", type=Path, help="JSON lines (default: tasks of the generator)")
-    parser.add_argument("--prompts", type=int, default=50)
-    parser.add_argument("--max-new-tokens", type=int, default=128)
-    parser.add_argument("--acceptance", choices=RULES, default="exact", help="to see the check fail, take another")
-    parser.add_argument("--threshold", type=float)
-    parser.add_argument("--tree", type=parse_tree, metavar="N,DEPTH,K[,T]")
-    parser.add_argument("--temperature", type=float, default=1.0)
-    parser.add_argument("--samples", type=int, default=200, help="answers to each sampled prompt; 0: none")
-    parser.add_argument("--sampled-prompts", type=int, default=3)
-    parser.add_argument("--sampled-tokens", type=int, default=12)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--out", type=Path, help="JSON file for what was found")
-    return parser
-
-
-def main() -> int:
-    args = build_parser().parse_args()
-    fine = []
-    status = exit_status("eval.lossless_check", lambda: fine.append(run(args)), (ValueError, TypeError, OSError))
-    return status or int(not fine[0])
-
+main = partial(run_command, "eval.lossless_check", LosslessArguments, run)
 
 if __name__ == "__main__":
     sys.exit(main())

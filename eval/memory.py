@@ -9,10 +9,10 @@ sum comes on top of the weights; the interpreter, libraries and what they keep f
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 
@@ -21,16 +21,37 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from eagle_fsd.api import generate
-from eagle_fsd.cli.app import load_pair, model_options, parse_tree
-from eagle_fsd.cli.exits import exit_status
+from eagle_fsd.cli.arguments import Loading, Tree
 from eagle_fsd.engine.decoder import Session
 from eagle_fsd.experiments.records import write_record
 from eagle_fsd.models.loading import check_device
 from eagle_fsd.pair import EagleModel
 from eagle_fsd.trees.config import TreeConfig
-from eval.step import SHAPES, build
+from eval.command import run_command
+from eval.report.tables import markdown, percent
+from eval.shapes import SHAPES, ShapeName, build_pair
 
 ALLOWED = 0.15  # over weights and caches
+
+
+@dataclass(frozen=True)
+class MemoryArguments:
+    """What `eval.memory` measures.
+
+    Args:
+        shape: random weights of this shape in place of a pair.
+        context: tokens that the answer ends at.
+        new_tokens: of the answer.
+        tree: of the answer's draft; without it the pair's.
+        out: files for what is found, without suffix.
+    """
+
+    pair: Loading = Loading()
+    shape: ShapeName | None = None
+    context: int = 4096
+    new_tokens: int = 32
+    tree: Tree = None
+    out: Path = Path("eval/results/memory")
 
 
 @dataclass(frozen=True)
@@ -76,7 +97,7 @@ def peak_of(work: Callable[[], object], device: torch.device) -> tuple[int, tupl
     return max(accumulate(changes), default=0), tuple(change for change in changes if change > 0)
 
 
-def measure(model: EagleModel, context: int, new_tokens: int, tree: TreeConfig | None) -> Peak:
+def measure_peak(model: EagleModel, context: int, new_tokens: int, tree: TreeConfig | None) -> Peak:
     """One answer of `new_tokens` that ends at `context` tokens.
 
     Raises:
@@ -98,47 +119,36 @@ def measure(model: EagleModel, context: int, new_tokens: int, tree: TreeConfig |
     return Peak(weights, caches, weights + peak, allocated)
 
 
-def run(args: argparse.Namespace) -> None:
-    if args.shape:
-        device = check_device(args.device)
-        dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-        model = build(SHAPES[args.shape], dtype, device, attn_implementation=args.attn_implementation)
-        if args.compile:
-            model.compile()
-    else:
-        model = load_pair(args)
+def run(args: MemoryArguments) -> None:
+    model = random_pair(args) if args.shape else args.pair.load()
     tree = args.tree or (model.default_tree if model.trees is None else None)
-    found = measure(model, args.context, args.new_tokens, tree)
+    found = measure_peak(model, args.context, args.new_tokens, tree)
     megabytes = {"weights": found.weights, "target's cache": found.caches[0], "head's cache": found.caches[1],
                  "peak": found.peak}
-    lines = ["| what | MB |", "|---|---|", *(f"| {name} | {size / 1e6:.1f} |" for name, size in megabytes.items())]
     times = found.cache_allocations
     once = "" if times is None else f" Blocks of the caches' sizes were allocated {times[0]} and {times[1]} times."
     text = (f"{args.shape or 'pair'}, {model.target.dtype}, {model.target.config._attn_implementation}, an answer of "
-            f"{args.new_tokens} tokens that ends at {args.context}: {100 * found.over:.1f}% over weights and caches "
-            f"(allowed: {100 * ALLOWED:.0f}%).{once}\n\n" + "\n".join(lines))
+            f"{args.new_tokens} tokens that ends at {args.context}: {percent(found.over, 1)} over weights and caches "
+            f"(allowed: {percent(ALLOWED)}).{once}\n\n"
+            + markdown({"what": name, "MB": f"{size / 1e6:.1f}"} for name, size in megabytes.items()))
     record = {"shape": args.shape, "context": args.context, "new_tokens": args.new_tokens, "tree": repr(tree),
               "bytes": megabytes, "over": found.over, "allowed": ALLOWED, "cache_allocations": times}
     print(write_record(args.out, record, text))
     if found.over > ALLOWED:
-        raise ValueError(f"the peak is {100 * found.over:.1f}% over weights and caches")
+        raise ValueError(f"the peak is {percent(found.over, 1)} over weights and caches")
 
 
-def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, parents=[model_options()])
-    parser.add_argument("--shape", choices=SHAPES, help="random weights of this shape in place of a pair")
-    parser.add_argument("--context", type=int, default=4096)
-    parser.add_argument("--new-tokens", type=int, default=32)
-    parser.add_argument("--tree", type=parse_tree, metavar="N,DEPTH,K[,T]")
-    parser.add_argument("--out", type=Path, default=Path("eval/results/memory"))
-    return parser
+def random_pair(args: MemoryArguments) -> EagleModel:
+    """A pair of the asked shape with random weights."""
+    device = check_device(args.pair.device)
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    model = build_pair(SHAPES[args.shape], dtype, device, attn_implementation=args.pair.attn_implementation)
+    if args.pair.compile:
+        model.compile()
+    return model
 
 
-def main() -> int:
-    args = build_parser().parse_args()
-    return exit_status("eval.memory", lambda: run(args), (ValueError, TypeError, OSError))
-
+main = partial(run_command, "eval.memory", MemoryArguments, run)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -13,27 +13,68 @@ as many).
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import time
 import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from tqdm import tqdm
 
 import eagle_fsd
-from eagle_fsd.acceptance import RULES
-from eagle_fsd.cli.app import load_pair, model_options, parse_tree
-from eagle_fsd.cli.exits import check_counts, exit_status
+from eagle_fsd.cli.arguments import Acceptance, Loading
+from eagle_fsd.cli.exits import check_counts
 from eagle_fsd.data.files import append_lines, read_lines, write_lines
 from eagle_fsd.data.questions import Question, converse
 from eagle_fsd.experiments.methods import Method, engine, hf_generate
-from eagle_fsd.experiments.records import environment, processes, record_path, shown, shown_settings
+from eagle_fsd.experiments.records import environment, processes, record_path, shown, shown_settings, write_json
+from eval.command import run_command
 from eval.questions import load_questions
 
 # Sampling temperatures by category, as FastChat's judge sets them; other categories are greedy.
 CATEGORY_TEMPERATURES = {"writing": 0.7, "roleplay": 0.7, "stem": 0.1, "humanities": 0.1}
+
+
+@dataclass(frozen=True, kw_only=True)
+class MtBenchArguments:
+    """What `eval.mt_bench` answers, and how.
+
+    Args:
+        answers: file that the answers are added to.
+        questions: JSON lines: MT-Bench, Spec-Bench, HumanEval, GSM8K, prompts.
+        generated: without questions: this many generated tasks.
+        baseline: answer with model.generate.
+        temperature: a number, or "category": as FastChat.
+        max_new_tokens: of a turn.
+        num_choices: answers to each question, each with the next seed.
+        seed: of the noise, and of the generated tasks.
+        warm_up: unmeasured answers before the first question.
+        limit: only the first questions.
+        model_id: name in the answers file; without it the rule's.
+    """
+
+    pair: Loading = Loading()
+    decoding: Acceptance = Acceptance()
+    answers: Path
+    questions: Path | None = None
+    generated: int = 80
+    baseline: bool = False
+    temperature: str = "0"
+    max_new_tokens: int = 1024
+    num_choices: int = 1
+    seed: int = 1
+    warm_up: int = 3
+    limit: int | None = None
+    model_id: str | None = None
+
+    @property
+    def name(self) -> str:
+        """The model's in the answers file."""
+        dial = "" if self.decoding.threshold is None else f"-{self.decoding.threshold:g}"
+        return self.model_id or ("model.generate" if self.baseline else f"{self.decoding.acceptance}{dial}")
 
 
 def temperature_of(question: Question, temperature: str | float) -> float:
@@ -41,14 +82,13 @@ def temperature_of(question: Question, temperature: str | float) -> float:
     return CATEGORY_TEMPERATURES.get(question.category, 0.0) if temperature == "category" else float(temperature)
 
 
-def method_of(model: eagle_fsd.EagleModel, temperature: float, seed: int, args: argparse.Namespace) -> Method:
+def method_of(model: eagle_fsd.EagleModel, temperature: float, seed: int, args: MtBenchArguments) -> Method:
     if args.baseline:
         return hf_generate(model, temperature=temperature, seed=seed)
-    return engine(model, temperature=temperature, seed=seed, tree=args.tree, acceptance=args.acceptance,
-                  threshold=args.threshold, divergence=args.divergence)
+    return engine(model, temperature=temperature, seed=seed, **vars(args.decoding))
 
 
-def answer_question(model: eagle_fsd.EagleModel, question: Question, args: argparse.Namespace) -> dict:
+def answer_question(model: eagle_fsd.EagleModel, question: Question, args: MtBenchArguments) -> dict:
     """FastChat's record of one question, with the target's forwards as idxs and the tokens of each."""
     choices = []
     for index in range(args.num_choices):
@@ -63,7 +103,7 @@ def answer_question(model: eagle_fsd.EagleModel, question: Question, args: argpa
             "accept_lengths": [length + 1 for found in lengths for length in found or []],
         })
     return {"question_id": question.id, "category": question.category, "answer_id": uuid.uuid4().hex,
-            "model_id": args.model_id, "choices": choices, "tstamp": time.time()}
+            "model_id": args.name, "choices": choices, "tstamp": time.time()}
 
 
 def read_answers(path: Path, repair: bool = False) -> dict[int | str, dict]:
@@ -71,80 +111,24 @@ def read_answers(path: Path, repair: bool = False) -> dict[int | str, dict]:
     return {record["question_id"]: record for record in read_lines(path, repair)}
 
 
-LOADED = {"compile": False, "attn_implementation": None, "device_map": None}  # what files of before did not name
+# What the files of earlier versions did not name.
+ADDED_SETTINGS = {"compile": False, "attn_implementation": None, "device_map": None, "calibration": None,
+                  "quality": None, "budget": None}
 
 
-def settings(args: argparse.Namespace) -> dict:
+def file_settings(args: MtBenchArguments) -> dict:
     """What a resumed file must have in common."""
+    given = {**vars(args.pair), **vars(args), **vars(args.decoding)}
     names = ("target", "draft", "baseline", "acceptance", "threshold", "divergence", "temperature", "max_new_tokens",
-             "seed", "num_choices", "dtype", *LOADED)
-    found = {name: getattr(args, name) for name in names}
-    paths = shown_settings({name: found[name] for name in ("target", "draft") if found[name] is not None})
-    return {**found, **paths, "tree": repr(args.tree), "questions": shown(args.questions)}
+             "seed", "num_choices", "dtype", *ADDED_SETTINGS)
+    found = {name: given[name] for name in names}
+    paths = shown_settings({name: found[name] for name in ("target", "draft", "calibration")
+                            if found[name] is not None})
+    return {**found, **paths, "tree": repr(given["tree"]), "questions": shown(args.questions)}
 
 
-def run(args: argparse.Namespace) -> None:
-    """Answer what is missing in the answers file.
-
-    Raises:
-        ValueError: bad questions or options, or a file that was begun with other settings.
-    """
-    questions = load_questions(args.questions, args.generated, args.seed, args.limit)
-    state = processes(args.device)
-    about = record_path(args.answers, ".meta.json")
-    if about.exists() and LOADED | json.loads(about.read_text())["settings"] != settings(args):
-        raise ValueError(f"{args.answers} was begun with other settings ({about}); choose another file or delete it")
-    state.wait_for_everyone()
-    if args.device_map is None:
-        args.device = args.device or state.device
-    model = load_pair(args)
-    if state.is_main_process:
-        args.answers.parent.mkdir(parents=True, exist_ok=True)
-        record = {"environment": environment(), "settings": settings(args), "processes": state.num_processes,
-                  "dtype": str(model.target.dtype), "device": str(model.target.device),
-                  "tree": None if args.baseline else model.describe_tree(args.tree)}
-        about.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-        read_answers(args.answers, repair=True)
-    state.wait_for_everyone()
-    done = read_answers(args.answers)
-    state.wait_for_everyone()  # all share out the same questions: none answers before the others have read
-    missing = [question for question in questions if question.id not in done]
-    mine = missing[state.process_index :: state.num_processes]
-    for _ in range(args.warm_up if mine else 0):
-        method_of(model, 0.0, args.seed, args)([{"role": "user", "content": mine[0].turns[0]}], args.max_new_tokens)
-    bar = tqdm(mine, desc=args.model_id, unit="question", disable=None if state.is_main_process else True)
-    for question in bar:
-        append_lines(args.answers, [answer_question(model, question, args)])
-    state.wait_for_everyone()
-    if state.is_main_process:
-        answers = read_answers(args.answers)
-        asked = {question.id: answers.pop(question.id) for question in questions if question.id in answers}
-        write_lines(args.answers, [*asked.values(), *answers.values()])  # those that were not asked now are kept
-
-
-def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, parents=[model_options()])
-    parser.add_argument("--questions", type=Path, help="JSON lines: MT-Bench, Spec-Bench, HumanEval, GSM8K, prompts")
-    parser.add_argument("--generated", type=int, default=80, help="without --questions: this many generated tasks")
-    parser.add_argument("--answers", type=Path, required=True, help="file that the answers are added to")
-    parser.add_argument("--baseline", action="store_true", help="answer with model.generate")
-    parser.add_argument("--acceptance", choices=RULES, default="fsd")
-    parser.add_argument("--threshold", type=float)
-    parser.add_argument("--divergence", help="that fsd and fsd_paper gate on (default: js)")
-    parser.add_argument("--tree", type=parse_tree, metavar="N,DEPTH,K[,T]")
-    parser.add_argument("--temperature", default="0", help='a number, or "category": as FastChat (default: 0)')
-    parser.add_argument("--max-new-tokens", type=int, default=1024)
-    parser.add_argument("--num-choices", type=int, default=1)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--warm-up", type=int, default=3, help="unmeasured answers before the first question")
-    parser.add_argument("--limit", type=int, help="only the first questions")
-    parser.add_argument("--model-id", help="name in the answers file")
-    return parser
-
-
-def check(args: argparse.Namespace) -> argparse.Namespace:
-    """Options that would only fail after the models are loaded."""
+def check_options(args: MtBenchArguments) -> None:
+    """Raise ValueError for options that would only fail after the models are loaded."""
     if args.temperature != "category":
         try:
             valid = float(args.temperature) >= 0
@@ -153,18 +137,54 @@ def check(args: argparse.Namespace) -> argparse.Namespace:
         if not valid:
             raise ValueError(f'--temperature must be a number of at least 0 or "category", got {args.temperature!r}')
     check_counts(args, "max_new_tokens", "num_choices", "generated", "limit")
-    if not args.baseline:
-        eagle_fsd.make_rule(args.acceptance, args.threshold)
-    dial = "" if args.threshold is None else f"-{args.threshold:g}"
-    args.model_id = args.model_id or ("model.generate" if args.baseline else f"{args.acceptance}{dial}")
-    return args
+    if not args.baseline and args.decoding.quality is None:
+        eagle_fsd.make_rule(args.decoding.acceptance, args.decoding.threshold, args.decoding.divergence)
 
 
-def main() -> int:
-    args = build_parser().parse_args()
-    return exit_status("eval.mt_bench", lambda: run(check(args)), (ValueError, TypeError, OSError),
-                       stopped="stopped; the same command goes on")
+def run(args: MtBenchArguments) -> None:
+    """Answer what is missing in the answers file.
 
+    Raises:
+        ValueError: bad questions or options, or a file that was begun with other settings.
+    """
+    check_options(args)
+    questions = load_questions(args.questions, args.generated, args.seed, args.limit)
+    state = processes(args.pair.device)
+    about, settings = record_path(args.answers, ".meta.json"), file_settings(args)
+    if about.exists() and ADDED_SETTINGS | json.loads(about.read_text())["settings"] != settings:
+        raise ValueError(f"{args.answers} was begun with other settings ({about}); choose another file or delete it")
+    state.wait_for_everyone()
+    own_device = args.pair.device is None and args.pair.device_map is None
+    model = (replace(args.pair, device=str(state.device)) if own_device else args.pair).load()
+    if state.is_main_process:
+        write_json(about, {"environment": environment(), "settings": settings, "processes": state.num_processes,
+                           "dtype": str(model.target.dtype), "device": str(model.target.device),
+                           "tree": None if args.baseline else model.describe_tree(args.decoding.tree)})
+        read_answers(args.answers, repair=True)
+    state.wait_for_everyone()
+    done = read_answers(args.answers)
+    state.wait_for_everyone()  # all share out the same questions: none answers before the others have read
+    missing = [question for question in questions if question.id not in done]
+    answer_missing(model, missing[state.process_index :: state.num_processes], args, state.is_main_process)
+    state.wait_for_everyone()
+    if state.is_main_process:
+        answers = read_answers(args.answers)
+        asked = {question.id: answers.pop(question.id) for question in questions if question.id in answers}
+        write_lines(args.answers, [*asked.values(), *answers.values()])  # those that were not asked now are kept
+
+
+def answer_missing(
+    model: eagle_fsd.EagleModel, questions: Sequence[Question], args: MtBenchArguments, shows_progress: bool
+) -> None:
+    """Add the answers of one process to the file, one by one."""
+    for _ in range(args.warm_up if questions else 0):
+        chat = [{"role": "user", "content": questions[0].turns[0]}]
+        method_of(model, 0.0, args.seed, args)(chat, args.max_new_tokens)
+    for question in tqdm(questions, desc=args.name, unit="question", disable=None if shows_progress else True):
+        append_lines(args.answers, [answer_question(model, question, args)])
+
+
+main = partial(run_command, "eval.mt_bench", MtBenchArguments, run, stopped="stopped; the same command goes on")
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -86,7 +86,7 @@ def timed_parts(model: eagle_fsd.EagleModel, *, nested: bool = True) -> Iterator
         yield clock
 
 
-def profile(model: eagle_fsd.EagleModel, prompts: list, max_new_tokens: int, **options: object) -> dict:
+def profile_cycles(model: eagle_fsd.EagleModel, prompts: list, max_new_tokens: int, **options: object) -> dict:
     """Mean milliseconds per cycle of each part, over the prompts, and the share outside the models' forwards."""
     cycles = 0
     with timed_parts(model) as clock:

@@ -8,7 +8,7 @@ from eagle_fsd.data.questions import Question, read_questions
 from train.demo.tasks import tasks
 
 
-def generated(count: int, seed: int = 1) -> list[Question]:
+def generated_questions(count: int, seed: int = 1) -> list[Question]:
     """Held-out tasks of the bundled generator; the category is the task's family."""
     chosen = tasks("heldout", seed=seed, count=count)
     return [
@@ -25,4 +25,4 @@ def load_questions(path: Path | None, count: int, seed: int, limit: int | None =
     """
     if count < 1 or limit is not None and limit < 1:
         raise ValueError(f"at least one question has to be asked for, got {count if count < 1 else limit}")
-    return (read_questions(path) if path else generated(count, seed))[:limit]
+    return (read_questions(path) if path else generated_questions(count, seed))[:limit]

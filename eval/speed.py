@@ -8,18 +8,35 @@ resampled questions. tau = tokens per target forward; "same" is the share of que
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
+from tyro.conf import Positional
 
-from eagle_fsd.cli.exits import exit_status
-from eagle_fsd.experiments.records import record_path
+from eagle_fsd.experiments.records import record_path, write_json
+from eval.command import run_command
 from eval.mt_bench import read_answers
 from eval.report.intervals import interval
+from eval.report.tables import markdown, percent, span
+
+
+@dataclass(frozen=True)
+class SpeedArguments:
+    """What `eval.speed` compares.
+
+    Args:
+        method: answers of eval.mt_bench.
+        baseline: answers to compare with.
+        out: write this .json and .md, with how the answers were made.
+    """
+
+    method: Positional[Path]
+    baseline: Positional[Path]
+    out: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -40,16 +57,24 @@ class Totals:
         return cls(total("new_tokens"), total("wall_time"), np.array([sum(n) for n in lengths], float),
                    np.array([len(n) for n in lengths], float))
 
-    def speed(self, chosen: np.ndarray | slice) -> np.ndarray:
-        """Tokens per second of the chosen questions [..., n]."""
-        return self.tokens[chosen].sum(-1) / self.seconds[chosen].sum(-1)
+    @property
+    def speed(self) -> float:
+        """Tokens per second."""
+        return float(self.tokens.sum() / self.seconds.sum())
 
+    @property
     def tau(self) -> float:
         forwards = self.forwards.sum()
-        return self.emitted.sum() / forwards if forwards else 1.0
+        return float(self.emitted.sum() / forwards) if forwards else 1.0
 
 
-def speed_rows(method: dict, baseline: dict, seed: int = 0) -> list[dict]:
+def speedup(tokens: np.ndarray, seconds: np.ndarray, other_tokens: np.ndarray, other_seconds: np.ndarray, axis: int
+            ) -> np.ndarray:
+    """Of totals of questions over others'."""
+    return tokens.sum(axis) / seconds.sum(axis) / (other_tokens.sum(axis) / other_seconds.sum(axis))
+
+
+def speed_rows(method: dict, baseline: dict) -> list[dict]:
     """One row per category and one for all, over questions in both files.
 
     Raises:
@@ -62,74 +87,60 @@ def speed_rows(method: dict, baseline: dict, seed: int = 0) -> list[dict]:
     for i in common:
         categories.setdefault(method[i].get("category", "all questions"), []).append(i)
     groups = {**categories, "all": common} if len(categories) > 1 else {"all": common}
-    rows = []
-    for name, ids in groups.items():
-        ours, theirs = Totals.of([method[i] for i in ids]), Totals.of([baseline[i] for i in ids])
-        everything = slice(None)
-
-        def speedup(chosen: np.ndarray | slice, ours: Totals = ours, theirs: Totals = theirs) -> np.ndarray:
-            return ours.speed(chosen) / theirs.speed(chosen)
-
-        low, high = interval(len(ids), speedup, seed)
-        same = [[choice["turns"] for choice in method[i]["choices"]] ==
-                [choice["turns"] for choice in baseline[i]["choices"]] for i in ids]
-        rows.append({
-            "category": name, "questions": len(ids), "tokens_per_second": float(ours.speed(everything)),
-            "baseline_tokens_per_second": float(theirs.speed(everything)), "tau": float(ours.tau()),
-            "speedup": float(speedup(everything)), "low": low, "high": high,
-            "seconds_per_question": float(ours.seconds.mean()), "tokens_per_question": float(ours.tokens.mean()),
-            "baseline_seconds_per_question": float(theirs.seconds.mean()),
-            "baseline_tokens_per_question": float(theirs.tokens.mean()), "same": sum(same) / len(same),
-        })
-    return rows
+    return [speed_row(name, [method[i] for i in ids], [baseline[i] for i in ids]) for name, ids in groups.items()]
 
 
-def table(rows: list[dict]) -> str:
+def speed_row(category: str, method: list[dict], baseline: list[dict]) -> dict:
+    """Of the same questions' records in both files."""
+    ours, theirs = Totals.of(method), Totals.of(baseline)
+    low, high = interval(speedup, ours.tokens, ours.seconds, theirs.tokens, theirs.seconds)
+    same = [[choice["turns"] for choice in record["choices"]] == [choice["turns"] for choice in other["choices"]]
+            for record, other in zip(method, baseline, strict=True)]
+    return {
+        "category": category, "questions": len(method), "tokens_per_second": ours.speed,
+        "baseline_tokens_per_second": theirs.speed, "tau": ours.tau, "speedup": ours.speed / theirs.speed,
+        "low": low, "high": high, "seconds_per_question": float(ours.seconds.mean()),
+        "tokens_per_question": float(ours.tokens.mean()),
+        "baseline_seconds_per_question": float(theirs.seconds.mean()),
+        "baseline_tokens_per_question": float(theirs.tokens.mean()), "same": sum(same) / len(same),
+    }
+
+
+def speed_table(rows: list[dict]) -> str:
     """The rows in Markdown."""
-    lines = ["| category | questions | tokens/s | baseline | speed-up (95%) | tau | s/question | baseline | "
-             "tokens/question | baseline | same |", "|---" * 11 + "|"]
-    for row in rows:
-        ends = f"{row['low']:.2f} to {row['high']:.2f}"
-        lines.append(
-            f"| {row['category']} | {row['questions']} | {row['tokens_per_second']:.1f} | "
-            f"{row['baseline_tokens_per_second']:.1f} | {row['speedup']:.2f}x ({ends}) | "
-            f"{row['tau']:.2f} | {row['seconds_per_question']:.2f} | {row['baseline_seconds_per_question']:.2f} | "
-            f"{row['tokens_per_question']:.0f} | {row['baseline_tokens_per_question']:.0f} | {100 * row['same']:.0f}% |"
-        )
-    return "\n".join(lines)
+    return markdown({
+        "category": row["category"], "questions": row["questions"], "tokens/s": f"{row['tokens_per_second']:.1f}",
+        "baseline's": f"{row['baseline_tokens_per_second']:.1f}",
+        "speed-up (95%)": f"{row['speedup']:.2f}x ({span((row['low'], row['high']))})", "tau": f"{row['tau']:.2f}",
+        "s/question": f"{row['seconds_per_question']:.2f}",
+        "baseline's s": f"{row['baseline_seconds_per_question']:.2f}",
+        "tokens/question": f"{row['tokens_per_question']:.0f}",
+        "baseline's tokens": f"{row['baseline_tokens_per_question']:.0f}", "same": percent(row["same"]),
+    } for row in rows)
 
 
-def store(args: argparse.Namespace, rows: list[dict]) -> None:
+def store_speeds(args: SpeedArguments, rows: list[dict]) -> None:
     """The rows, and the environments and settings that `eval.mt_bench` noted beside both files."""
     notes = {"method": record_path(args.method, ".meta.json"), "baseline": record_path(args.baseline, ".meta.json")}
     about = {name: json.loads(path.read_text(encoding="utf-8")) for name, path in notes.items() if path.is_file()}
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    text = json.dumps({**about, "rows": rows}, indent=1) + "\n"
-    record_path(args.out, ".json").write_text(text, encoding="utf-8")
+    write_json(record_path(args.out, ".json"), {**about, "rows": rows})
     made = "\n".join(f"- {name}: `{found['environment']['command']}` at {found['environment']['commit']}"
                      for name, found in about.items())
-    page = f"# {record_path(args.out, '').name}\n\n{made}\n\n{table(rows)}\n"
+    page = f"# {record_path(args.out, '').name}\n\n{made}\n\n{speed_table(rows)}\n"
     record_path(args.out, ".md").write_text(page, encoding="utf-8")
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("method", type=Path, help="answers of eval.mt_bench")
-    parser.add_argument("baseline", type=Path, help="answers to compare with")
-    parser.add_argument("--out", type=Path, help="write this .json and .md, with how the answers were made")
-    args = parser.parse_args()
+def run(args: SpeedArguments) -> None:
+    for path in (args.method, args.baseline):
+        if not path.is_file():
+            raise ValueError(f"{path} does not exist")
+    rows = speed_rows(read_answers(args.method), read_answers(args.baseline))
+    print(speed_table(rows))
+    if args.out is not None:
+        store_speeds(args, rows)
 
-    def work() -> None:
-        for path in (args.method, args.baseline):
-            if not path.is_file():
-                raise ValueError(f"{path} does not exist")
-        rows = speed_rows(read_answers(args.method), read_answers(args.baseline))
-        print(table(rows))
-        if args.out is not None:
-            store(args, rows)
 
-    return exit_status("eval.speed", work, (ValueError,))
-
+main = partial(run_command, "eval.speed", SpeedArguments, run)
 
 if __name__ == "__main__":
     sys.exit(main())

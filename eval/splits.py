@@ -9,33 +9,49 @@ at on the other half. What is needed for that is kept in OUT, so that it can be 
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import sys
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
 
-from eagle_fsd.cli.app import load_pair
-from eagle_fsd.cli.exits import exit_status
-from eagle_fsd.experiments.experiment import EXACT, paired
+from eagle_fsd.experiments.experiment import EXACT
 from eagle_fsd.experiments.records import environment
 from eagle_fsd.experiments.search import family_confidence
+from eagle_fsd.experiments.summaries import paired
 from eagle_fsd.quality.promises import parse_promise
 from eagle_fsd.quality.statistics import drop_is_within, fixed_sequence, mean_bound
+from eval.command import run_command
 from eval.questions import load_questions
-from eval.sweep import build_parser, check, experiments, kept_tree, timed_questions
+from eval.sweep import SweepArguments, checked, experiments, kept_tree
+from eval.sweep_times import timed_questions
 
-SPLITS = 20
+RANDOM_SPLITS = 20
 
 
-def choose(record: Mapping, half: Collection[int], margin: float) -> str:
+@dataclass(frozen=True)
+class SplitsArguments(SweepArguments):
+    """What `eval.splits` looks at: the options of a finished sweep.
+
+    Args:
+        promise: about accuracy_drop, such as "accuracy_drop<=1%".
+        out: JSON file for what is found.
+    """
+
+    promise: str = "accuracy_drop<=1%"
+    out: Path = Path("eval/results/splits.json")
+
+
+def choose_on(record: Mapping, half: Collection[int], margin: float) -> str:
     """The fastest setting whose loss on these answers is shown to be at most `margin`; `exact` where none is faster."""
     settings = record["settings"]
     rules = sorted({row["rule"] for row in settings.values()})
     confidence = family_confidence(len(rules))
 
     def passes(name: str) -> bool:
-        lost, gained, count = paired(*of_half(record, name, half))
+        lost, gained, count = paired(*half_records(record, name, half))
         return drop_is_within(lost, gained, count, margin, confidence)
 
     passed = []
@@ -43,17 +59,21 @@ def choose(record: Mapping, half: Collection[int], margin: float) -> str:
         family = sorted((name for name in settings if settings[name]["rule"] == rule),
                         key=lambda name: settings[name]["threshold"])
         passed += fixed_sequence(family, passes)
-    faster = [name for name in passed if mean_bound([ours - exact for ours, exact in timed(record, name, half)]) < 0]
+
+    def is_surely_faster(name: str) -> bool:
+        return mean_bound([ours - exact for ours, exact in timed_pairs(record, name, half)]) < 0
+
+    faster = filter(is_surely_faster, passed)
     return min(faster, key=lambda name: time_of_exact(record, name, half), default=EXACT)
 
 
-def of_half(record: Mapping, name: str, half: Collection[int]) -> tuple[list[dict], list[dict]]:
+def half_records(record: Mapping, name: str, half: Collection[int]) -> tuple[list[dict], list[dict]]:
     """A setting's and `exact`'s records of the answers in the half."""
     return tuple([{"correct": bool(correct[i])} for i in half]
                  for correct in (record["settings"][name]["correct"], record["exact"]))
 
 
-def timed(record: Mapping, name: str, half: Collection[int]) -> list[tuple[float, float]]:
+def timed_pairs(record: Mapping, name: str, half: Collection[int]) -> list[tuple[float, float]]:
     """(seconds of the setting, seconds of `exact`) of the questions in the half that were timed.
 
     Raises:
@@ -70,32 +90,32 @@ def time_of_exact(record: Mapping, name: str, half: Collection[int]) -> float:
     """Of those questions in the half that were timed."""
     if name == EXACT:
         return 1.0
-    ours, exact = (sum(column) for column in zip(*timed(record, name, half), strict=True))
+    ours, exact = (sum(column) for column in zip(*timed_pairs(record, name, half), strict=True))
     return ours / exact
 
 
-def try_splits(record: Mapping, margin: float, splits: int = SPLITS, seed: int = 0) -> list[dict]:
+def try_splits(record: Mapping, margin: float, splits: int = RANDOM_SPLITS, seed: int = 0) -> list[dict]:
     """One row per random split: the setting chosen on one half, and its time and drop on the other."""
     count, rows = len(record["exact"]), []
     for number in range(splits):
         order = random.Random(f"{seed}/{number}").sample(range(count), count)
         first, second = set(order[: count // 2]), set(order[count // 2 :])
-        name = choose(record, first, margin)
-        lost, gained = (0, 0) if name == EXACT else paired(*of_half(record, name, second))[:2]
+        name = choose_on(record, first, margin)
+        lost, gained = (0, 0) if name == EXACT else paired(*half_records(record, name, second))[:2]
         rows.append({"setting": name, "time_of_exact": time_of_exact(record, name, second),
                      "drop": (lost - gained) / len(second)})
     return rows
 
 
-def logged(args: argparse.Namespace) -> dict:
+def logged(args: SplitsArguments) -> dict:
     """Correctness of every answer and times of the timed ones, of a finished sweep.
 
     Raises:
         ValueError: answers or times are missing.
     """
     questions = load_questions(args.questions, args.tasks, args.task_seed, args.tasks)
-    model = load_pair(args)
-    args.tree = args.tree or kept_tree(args, model)
+    model = args.pair.load()
+    args = replace(args, tree=args.tree or kept_tree(args, model))
     own = next(iter(experiments(args, model, questions).values()))
     number = {question.id: at for at, question in enumerate(own.questions)}
     timed = timed_questions(args, own, [EXACT, *own.rules])
@@ -115,28 +135,22 @@ def logged(args: argparse.Namespace) -> dict:
     }
 
 
-def run(args: argparse.Namespace) -> None:
+def run(args: SplitsArguments) -> None:
     promise = parse_promise(args.promise)
     if promise.kind != "accuracy_drop":
         raise ValueError(f"--promise must be one about accuracy_drop, got {promise}")
-    record = logged(args)
+    record = logged(checked(args))
     rows = try_splits(record, promise.limit)
     kept = sum(row["drop"] <= promise.limit for row in rows)
     fast = sum(row["time_of_exact"] <= 0.95 for row in rows)
     print(f"{promise}: kept on the other half in {kept} of {len(rows)} splits of {len(record['exact'])} answers; "
           f"at least 5% faster than exact there in {fast}")
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps({
+    args.out.write_text(json.dumps({  # on one line: a figure for each of thousands of answers
         "environment": environment(), "promise": str(promise), "splits": rows, **record}) + "\n", encoding="utf-8")
 
 
-def main() -> int:
-    parser = build_parser()
-    parser.description, parser.prog = __doc__, "python -m eval.splits"
-    parser.add_argument("--promise", default="accuracy_drop<=1%")
-    args = parser.parse_args()
-    return exit_status("eval.splits", lambda: run(check(args)), (ValueError, OSError))
-
+main = partial(run_command, "eval.splits", SplitsArguments, run)
 
 if __name__ == "__main__":
     sys.exit(main())

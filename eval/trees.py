@@ -9,36 +9,63 @@ where a head is useless: eval.useless_head.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
 
 import eagle_fsd
-from eagle_fsd.cli.app import load_pair, model_options
-from eagle_fsd.cli.exits import check_counts, exit_status
+from eagle_fsd.cli.arguments import Loading
+from eagle_fsd.cli.exits import check_counts
 from eagle_fsd.experiments.methods import Answer, Method, engine, interleaved
 from eagle_fsd.experiments.records import write_record
 from eagle_fsd.trees.config import TreeConfig
-from eval.report.intervals import interval
+from eval.command import run_command
+from eval.report.intervals import ratio_interval
+from eval.report.tables import markdown, percent, span
 from train.demo.corpus import python_prefixes
 from train.demo.tasks import tasks
 
-NODES, DEPTHS, TOP_KS = (6, 10, 16, 24, 40), (4, 8, 14), (1, 2, 4)
-KINDS = ("tasks", "python")
+GRID_NODES, GRID_DEPTHS, GRID_TOP_KS = (6, 10, 16, 24, 40), (4, 8, 14), (1, 2, 4)
+PROMPT_KINDS = ("tasks", "python")
+
+
+@dataclass(frozen=True)
+class TreesArguments:
+    """What `eval.trees` compares.
+
+    Args:
+        kinds: of prompts.
+        grid_prompts: of each kind, for the whole grid.
+        prompts: fresh ones for the winner.
+        max_new_tokens: of an answer.
+        draft_temperature: of the fixed trees.
+        threads: of torch; without it as many as it takes.
+        out: files for what is found, without suffix.
+    """
+
+    pair: Loading = Loading()
+    kinds: tuple[Literal[PROMPT_KINDS], ...] = PROMPT_KINDS
+    grid_prompts: int = 8
+    prompts: int = 24
+    max_new_tokens: int = 128
+    draft_temperature: float = 0.5
+    threads: int | None = None
+    out: Path = Path("eval/results/trees")
 
 
 def name_of(tree: TreeConfig) -> str:
     return f"{tree.total_tokens},{tree.depth},{tree.top_k}"
 
 
-def row_of(name: str, given: Sequence[Answer], reference: Sequence[Answer]) -> dict:
+def timing_row(name: str, given: Sequence[Answer], reference: Sequence[Answer]) -> dict:
     """Speed of one method, and its time over another's with a 95% bootstrap interval over prompts."""
     ours, theirs = (np.array([answer.seconds for answer in each]) for each in (given, reference))
     lengths = [length + 1 for answer in given if answer.output for length in answer.output.stats.accepted_lengths]
@@ -48,17 +75,18 @@ def row_of(name: str, given: Sequence[Answer], reference: Sequence[Answer]) -> d
         "method": name, "tokens_per_second": sum(len(answer.token_ids) for answer in given) / ours.sum(),
         "seconds_per_answer": ours.mean(), "tau": statistics.fmean(lengths or [1]),
         "undrafted": statistics.fmean(undrafted), "time": ours.sum() / theirs.sum(),
-        "interval": interval(len(ours), lambda picks: ours[picks].sum(1) / theirs[picks].sum(1)),
+        "interval": ratio_interval(ours, theirs),
     }
 
 
-def table(rows: Sequence[Mapping], reference: str) -> str:
-    lines = [f"| tree | tokens/s | s/answer | time over {reference}'s (95%) | tau | cycles without a tree |",
-             "|---" * 6 + "|"]
-    lines += [f"| {row['method']} | {row['tokens_per_second']:.0f} | {row['seconds_per_answer']:.3f} | "
-              f"{row['time']:.3f} ({row['interval'][0]:.2f} to {row['interval'][1]:.2f}) | {row['tau']:.2f} | "
-              f"{100 * row['undrafted']:.0f}% |" for row in rows]
-    return "\n".join(lines)
+def timing_table(rows: Sequence[Mapping], reference: str) -> str:
+    """The rows in Markdown. tau = tokens per target forward."""
+    return markdown({
+        "tree": row["method"], "tokens/s": f"{row['tokens_per_second']:.0f}",
+        "s/answer": f"{row['seconds_per_answer']:.3f}",
+        f"time over {reference}'s (95%)": f"{row['time']:.3f} ({span(row['interval'])})", "tau": f"{row['tau']:.2f}",
+        "cycles without a tree": percent(row["undrafted"]),
+    } for row in rows)
 
 
 def prompts_of(kind: str, count: int, seed: int) -> list:
@@ -73,11 +101,12 @@ def prompts_of(kind: str, count: int, seed: int) -> list:
 
 def grid_trees(draft_temperature: float) -> list[TreeConfig]:
     """All shapes of the grid. Where fewer nodes can be scored than it says, with as many as can; none of them twice."""
-    shapes = (TreeConfig(*shape, draft_temperature) for shape in itertools.product(NODES, DEPTHS, TOP_KS))
+    grid = itertools.product(GRID_NODES, GRID_DEPTHS, GRID_TOP_KS)
+    shapes = (TreeConfig(*shape, draft_temperature) for shape in grid)
     return list(dict.fromkeys(replace(tree, total_tokens=tree.nodes) for tree in shapes))
 
 
-def compare(model: eagle_fsd.EagleModel, args: argparse.Namespace) -> dict:
+def compare_with_grid(model: eagle_fsd.EagleModel, args: TreesArguments) -> dict:
     """Per kind of prompts the grid, its winner, and both `auto` and plain decoding beside it on fresh prompts."""
     auto = {"auto": engine(model, acceptance="exact")}
     plain = {"plain": engine(model, plain=True, acceptance="exact")}
@@ -87,7 +116,7 @@ def compare(model: eagle_fsd.EagleModel, args: argparse.Namespace) -> dict:
     for kind in args.kinds:
         def measure(methods: dict, count: int, seed: int, repeats: int, kind: str = kind) -> list[dict]:
             answers = interleaved(methods, prompts_of(kind, count, seed), args.max_new_tokens, repeats)
-            return [row_of(name, given, answers["auto"]) for name, given in answers.items()]
+            return [timing_row(name, given, answers["auto"]) for name, given in answers.items()]
 
         rows = measure({**auto, **grid}, args.grid_prompts, 5, 1)
         best = min(rows[1:], key=lambda row: row["seconds_per_answer"])["method"]
@@ -97,42 +126,26 @@ def compare(model: eagle_fsd.EagleModel, args: argparse.Namespace) -> dict:
     return found
 
 
-def run(args: argparse.Namespace) -> None:
+def run(args: TreesArguments) -> None:
     check_counts(args, "grid_prompts", "prompts")
     if args.threads:
         torch.set_num_threads(args.threads)
-    model = load_pair(args)
+    model = args.pair.load()
     if model.trees is None or not model.trees.logs:
         raise ValueError("this head has no log to choose a tree by: run eagle-fsd tune first")
-    found = compare(model, args)
+    found = compare_with_grid(model, args)
     tree = model.describe_tree(None)
     sections = [f"Chosen: {tree}"]
     for kind, result in found.items():
         sections += [
             f"## {kind}: fresh prompts",
             f"The best of the grid, {result['best']}, against auto: {100 * result['best_is_faster_by']:+.1f}% speed.",
-            table(result["confirmed"], "auto"), f"## {kind}: the grid (nodes, depth, top_k)",
-            table(result["grid"], "auto")]
+            timing_table(result["confirmed"], "auto"), f"## {kind}: the grid (nodes, depth, top_k)",
+            timing_table(result["grid"], "auto")]
     print(write_record(args.out, {"tree": tree, "results": found}, "\n\n".join(sections)))
 
 
-def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, parents=[model_options()])
-    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
-    parser.add_argument("--grid-prompts", type=int, default=8)
-    parser.add_argument("--prompts", type=int, default=24, help="fresh ones for the winner")
-    parser.add_argument("--max-new-tokens", type=int, default=128)
-    parser.add_argument("--draft-temperature", type=float, default=0.5, help="of the fixed trees")
-    parser.add_argument("--threads", type=int, help="of torch (default: as it comes)")
-    parser.add_argument("--out", type=Path, default=Path("eval/results/trees"))
-    return parser
-
-
-def main() -> int:
-    args = build_parser().parse_args()
-    return exit_status("eval.trees", lambda: run(args), (ValueError, TypeError, OSError))
-
+main = partial(run_command, "eval.trees", TreesArguments, run)
 
 if __name__ == "__main__":
     sys.exit(main())

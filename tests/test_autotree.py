@@ -18,6 +18,7 @@ from eagle_fsd.engine.drafting import Pause
 from eagle_fsd.engine.request import BatchSettings, RequestSettings
 from eagle_fsd.trees.confidence import apply_confidence, confidence_lines
 from eagle_fsd.trees.config import Choice, Confidence, TreeConfig
+from eagle_fsd.tuning import fitting
 from eagle_fsd.tuning.choice import AutoTree, choose
 from eagle_fsd.tuning.fitting import fit_confidence
 from eagle_fsd.tuning.latency import Latency, between
@@ -75,6 +76,13 @@ def test_a_replay_equals_decoding_with_the_smaller_tree(pair, shape):
         replay = Replay(noted.cycles[:1], None, small.top_k)
         tokens, _, _ = replay.run(small, np.array([small.total_tokens]))
         assert tokens.item() == 1 + real.stats.accepted_lengths[0]
+
+
+def test_isotonic_rates_by_hand(monkeypatch):
+    """Three bins of two edges; the second rate, 0.5, falls behind the first, 2.5 of 3: together 4 of 6."""
+    monkeypatch.setattr(fitting, "BINS", 3)
+    at, rates = fitting._isotonic(np.array([-3.0, -3, -2, -2, -1, -1]), np.array([1.0, 1, 0, 1, 1, 1]))
+    assert at.tolist() == [-3, -2, -1] and np.exp(rates) == pytest.approx([4 / 6, 4 / 6, 2.5 / 3])
 
 
 def test_isotonic_fit_finds_the_rates():

@@ -13,21 +13,20 @@ from eagle_fsd.acceptance import make_rule, walk
 from eagle_fsd.cli import main
 from eagle_fsd.data.questions import Question
 from eagle_fsd.experiments.cycles import log_cycles
-from eagle_fsd.experiments.experiment import (
-    Experiment,
-    first_difference,
-    paired,
-    repetition,
-    settings_of,
-    spread,
-    summarise,
-)
+from eagle_fsd.experiments.experiment import Experiment, settings_of, spread
 from eagle_fsd.experiments.methods import prompt_seed
 from eagle_fsd.experiments.search import calibrate, check_promise
+from eagle_fsd.experiments.summaries import first_difference, paired, repetition, summarise
 from eagle_fsd.models.placement import weights_digest
 from eagle_fsd.quality.calibrations import Calibration, read_calibrations, store_calibration
 from eagle_fsd.quality.promises import Promise, parse_promise
-from eagle_fsd.quality.statistics import drop_bound, drop_is_within, fewest_answers, fixed_sequence
+from eagle_fsd.quality.statistics import (
+    drop_bound,
+    drop_is_within,
+    fewest_answers,
+    fixed_sequence,
+    mean_bound,
+)
 from eagle_fsd.quality.traces import Observer, emitted, predict
 from eagle_fsd.trees.config import Choice
 
@@ -92,6 +91,14 @@ def test_the_bound_is_where_the_test_turns():
         assert not drop_is_within(lost, gained, count, bound - 1e-6)
         assert bound > (lost - gained) / count
     assert drop_bound(5, 2, 500) < drop_bound(6, 2, 500)
+    assert drop_bound(0, 300, 500) == 0 and drop_bound(500, 0, 500) == 1
+
+
+def test_the_bound_of_a_mean_is_students():
+    """Of 1, 2 and 3: the quantile of t with 2 degrees of freedom, by hand, times the standard error."""
+    t = 0.9 * math.sqrt(2 / (1 - 0.9**2))  # P(T <= t) = 0.95
+    assert mean_bound([1.0, 2.0, 3.0]) == pytest.approx(2 + t / math.sqrt(3))
+    assert mean_bound([4.0] * 3) == 4 and mean_bound([1.0]) == math.inf
 
 
 def test_a_true_drop_at_the_margin_passes_about_one_time_in_twenty():

@@ -8,11 +8,12 @@ import torch
 from tiny import PROMPT
 
 import eagle_fsd
+from eagle_fsd.cli.arguments import Loading
 from eagle_fsd.experiments.methods import Answer, engine, hf_generate, interleaved
 from eagle_fsd.experiments.records import environment, record_path, shown, write_record
 from eval import benchmark
-from eval.profile import FORWARDS, Clock, profile
-from eval.report import tables as report
+from eval.profile import FORWARDS, Clock, profile_cycles
+from eval.report import results as report
 
 TREE = eagle_fsd.TreeConfig(8, 3, 2)
 
@@ -43,7 +44,7 @@ def test_plain_decoding_emits_one_token_per_forward(model):
 def test_summary_adds_up(model):
     methods = benchmark.methods_of(model, TREE, [0.3], [])
     answers = interleaved(methods, [PROMPT, PROMPT[:5]], 16, repeats=2)
-    rows = benchmark.summarise(answers, {name: [True, False] for name in methods})
+    rows = benchmark.method_rows(answers, {name: [True, False] for name in methods})
     by_name = {row["method"]: row for row in rows}
     assert list(by_name) == ["model.generate", "prompt lookup", "plain", "exact", "fsd 0.3"]
     assert by_name["model.generate"]["speedup"] == 1 and by_name["plain"]["speedup_over_plain"] == 1
@@ -51,7 +52,7 @@ def test_summary_adds_up(model):
     assert by_name["exact"]["tau"] > 1 and by_name["plain"]["tau"] == by_name["model.generate"]["tau"] == 1
     assert by_name["prompt lookup"]["tau"] is None and by_name["prompt lookup"]["same_as_greedy"] == 1
     assert all(row["accuracy"] == 0.5 for row in rows)
-    assert benchmark.table(rows).count("\n") == 1 + len(rows)
+    assert benchmark.method_table(rows).count("\n") == 1 + len(rows)
 
 
 def test_median_time_and_first_answer_are_kept():
@@ -75,7 +76,7 @@ def test_clock_counts_nested_time_once(monkeypatch):
 
 
 def test_profile_splits_a_cycle(model):
-    result = profile(model, [PROMPT], 16, acceptance="fsd", threshold=0.3, tree=TREE)
+    result = profile_cycles(model, [PROMPT], 16, acceptance="fsd", threshold=0.3, tree=TREE)
     parts = result["ms_per_cycle"]
     assert set(parts) == {*FORWARDS, "tree_building", "verify_inputs", "accept", "commit", "other"}
     assert result["total_ms"] == pytest.approx(sum(parts.values()))
@@ -83,20 +84,19 @@ def test_profile_splits_a_cycle(model):
 
 
 def test_command_writes_a_result_that_says_how_it_was_made(model, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(benchmark, "load_pair", lambda args: model)
+    monkeypatch.setattr(Loading, "load", lambda self: model)
     out = tmp_path / "results" / "run.json"
     monkeypatch.setattr(sys, "argv", [
         "eval/benchmark.py", "--tasks", "0", "--python", "0", "--accuracy-tasks", "8", "--unseen-tasks", "8",
         "--max-new-tokens", "4", "--repeats", "1", "--threads", "1", "--fsd", "--tilt", "--out", str(out),
     ])
-    with pytest.raises(SystemExit):  # no task, nothing to compare
-        benchmark.main()
+    assert benchmark.main() == 2  # no task, nothing to compare
     assert not out.exists()
     assert "--tasks" in capsys.readouterr().err
 
 
 def test_result_file(model, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(benchmark, "load_pair", lambda args: model)
+    monkeypatch.setattr(Loading, "load", lambda self: model)
     monkeypatch.setattr(benchmark, "python_prefixes", lambda count: ["abc"] * count)
     out = tmp_path / "results" / "run.json"
     monkeypatch.setattr(sys, "argv", [
@@ -104,21 +104,21 @@ def test_result_file(model, tmp_path, monkeypatch, capsys):
         "--max-new-tokens", "6", "--python-tokens", "6", "--repeats", "1",
         "--threads", "1", "--fsd", "0.3", "--tilt", "--out", str(out),
     ])
-    benchmark.main()
+    assert benchmark.main() == 0
     record = json.loads(out.read_text())
     assert record["environment"]["torch"] and record["environment"]["command"].startswith("python -m eval.benchmark")
     assert record["accuracy"]["all"] == 0  # a random model solves nothing
     assert [row["method"] for row in record["tasks"]] == [
         "model.generate", "prompt lookup", "plain", "exact", "fsd 0.3"]
-    assert "| exact |" in out.with_suffix(".md").read_text()
+    assert "| exact " in out.with_suffix(".md").read_text()
 
 
-def test_the_readme_shows_the_stored_results():
-    readme = (report.ROOT / "README.md").read_text(encoding="utf-8")
-    assert report.insert(readme, report.results()) == readme, "run python -m eval.report"
+def test_the_page_shows_the_stored_results():
+    page = report.PAGE.read_text(encoding="utf-8")
+    assert page.count("\n|") > 40 and report.insert(page, report.results()) == page, "run python -m eval.report"
 
 
-def test_a_readme_without_marks_is_refused():
+def test_a_page_without_marks_is_refused():
     with pytest.raises(ValueError, match="once each"):
         report.insert("# eagle_fsd", "text")
 

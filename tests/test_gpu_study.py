@@ -3,14 +3,14 @@
 import functools
 import json
 import signal
-import sys
 
 import pytest
 import torch
 
 from eagle_fsd.tuning.latency import Latency
-from eval import gpu_study
-from eval.gpu_study import SIZES, Study, TimeIsUp, interrupted_after, steps_within
+from eval import gpu_study, time_limits
+from eval.study import STUDY_SIZES, Study
+from eval.time_limits import TimeIsUp, interrupted_after, steps_within
 from train.demo import corpus
 from train.demo.demo import target_config
 from train.demo.target import build_target
@@ -27,11 +27,10 @@ def little_source(tmp_path, monkeypatch):
 
 
 def test_toy_study_from_nothing_to_its_tables(tmp_path, monkeypatch, capsys):
-    arguments = ["eval/gpu_study.py", "--size", "toy", "--device", "cpu", "--work", str(tmp_path / "work"), "--out",
+    arguments = ["--size", "toy", "--device", "cpu", "--work", str(tmp_path / "work"), "--out",
                  str(tmp_path / "study"), "--minutes", "5"]
-    monkeypatch.setattr(sys, "argv", arguments)
     monkeypatch.setattr(gpu_study, "keep_freed_memory", lambda: None)
-    assert gpu_study.main() == 0
+    assert gpu_study.main(arguments) == 0
     record = json.loads((tmp_path / "study.json").read_text())
     found = record["results"]
     assert list(found) == list(Study.STAGES) == list(record["seconds"])
@@ -47,7 +46,7 @@ def test_toy_study_from_nothing_to_its_tables(tmp_path, monkeypatch, capsys):
 
     for stage in Study.STAGES:  # a second call has nothing left to do
         monkeypatch.setattr(Study, stage, lambda self: pytest.fail("done again"))
-    assert gpu_study.main() == 0
+    assert gpu_study.main(arguments) == 0
 
 
 def test_calls_go_on_where_the_last_one_stopped(tmp_path, monkeypatch):
@@ -65,7 +64,7 @@ def test_calls_go_on_where_the_last_one_stopped(tmp_path, monkeypatch):
         monkeypatch.setattr(Study, name, stage(name))
 
     def call(seconds):
-        return Study(SIZES["toy"], tmp_path, "cpu", {}).run(seconds)
+        return Study(STUDY_SIZES["toy"], tmp_path, "cpu", {}).run(seconds)
 
     assert not call(1000) and calls == ["text", "target", "answers", "head"]
     assert not call(5) and calls[4:] == ["head"]  # the next one may take longer than that, and cannot be interrupted
@@ -76,8 +75,7 @@ def test_calls_go_on_where_the_last_one_stopped(tmp_path, monkeypatch):
 def test_an_unfinished_study_says_so(tmp_path, monkeypatch):
     monkeypatch.setattr(gpu_study, "keep_freed_memory", lambda: None)
     monkeypatch.setattr(Study, "run", lambda self, seconds: False)
-    monkeypatch.setattr(sys, "argv", ["eval/gpu_study.py", "--device", "cpu", "--work", str(tmp_path / "work")])
-    assert gpu_study.main() == gpu_study.UNFINISHED
+    assert gpu_study.main(["--device", "cpu", "--work", str(tmp_path / "work")]) == gpu_study.UNFINISHED
 
 
 def test_work_is_interrupted_when_its_time_is_up():
@@ -104,16 +102,16 @@ def test_work_in_the_background_is_interrupted_too():
 
 def test_steps_that_fit(monkeypatch):
     clock = [0.0]
-    monkeypatch.setattr(gpu_study.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(time_limits.time, "perf_counter", lambda: clock[0])
 
     def trial(steps):
         clock[0] += 5 + 0.5 * steps  # 5 seconds to begin and to end
 
-    assert steps_within(100, trial) == 200 and steps_within(1, trial) == gpu_study.TRIAL[-1]
+    assert steps_within(100, trial) == 200 and steps_within(1, trial) == time_limits.TRIAL[-1]
 
 
 def test_the_target_has_about_150_million_parameters(tokenizer):
-    preset = SIZES["gpu"].preset
+    preset = STUDY_SIZES["gpu"].preset
     with torch.device("meta"):
         target = build_target(target_config(preset, preset.stages[-1].layers, tokenizer), seed=0)
     assert sum(p.numel() for p in target.parameters()) / 1e6 == pytest.approx(150, abs=5)
@@ -123,5 +121,4 @@ def test_the_target_has_about_150_million_parameters(tokenizer):
 def test_it_trains_its_own_pair(monkeypatch, capsys):
     monkeypatch.setattr(gpu_study, "keep_freed_memory", lambda: None)
     for options, message in ((["--target", "x"], "leave --target"), (["--minutes", "0"], "above 0")):
-        monkeypatch.setattr(sys, "argv", ["eval/gpu_study.py", "--device", "cpu", *options])
-        assert gpu_study.main() == 2 and message in capsys.readouterr().err
+        assert gpu_study.main(["--device", "cpu", *options]) == 2 and message in capsys.readouterr().err

@@ -1,7 +1,7 @@
 """The model of lm-evaluation-harness: with `exact`, the answers and log-likelihoods of the harness' own `hf`."""
 
 import json
-import sys
+import re
 
 import pytest
 import torch
@@ -143,12 +143,11 @@ def test_the_check_compares_answer_by_answer(place, tmp_path, monkeypatch, capsy
     gsm8k.write_text('{"question": "how many?", "answer": "three.\\n#### 3"}\n')
     out = tmp_path / "new" / "found.json"
     monkeypatch.setattr("lm_eval.evaluator.add_env_info", lambda results: None)  # asks pip and the system, for seconds
-    monkeypatch.setattr(sys, "argv", [
-        "eval.lm_eval_check", "--target", str(place / "target"), "--draft", str(place / "head"), "--limit", "1",
+    assert lm_eval_check.main([
+        "--target", str(place / "target"), "--draft", str(place / "head"), "--limit", "1",
         "--gsm8k", str(gsm8k), "--max-gen-toks", "20", "--threshold", "0.6", "--out", str(out),
-    ])
-    assert lm_eval_check.main() == 0
-    assert "| gsm8k_local | exact | 0.0% | 1 of 1 |" in capsys.readouterr().out
+    ]) == 0
+    assert re.search(r"\| gsm8k_local +\| exact +\| 0.0% +\| 1 of 1 +\|", capsys.readouterr().out)
     found = json.loads(out.read_text())["tasks"]
     assert set(found) == {"tasks_local", "gsm8k_local"}
     assert any(task["models"]["fsd 0.6"]["differs_from_hf"] for task in found.values())

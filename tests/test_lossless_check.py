@@ -2,7 +2,6 @@
 
 import json
 import random
-import sys
 
 import pytest
 import torch
@@ -20,29 +19,28 @@ def place(tmp_path_factory):
     return folder
 
 
-def check(place, monkeypatch, *more: str) -> int:
-    monkeypatch.setattr(sys, "argv", [
-        "eval.lossless_check", "--target", str(place / "target"), "--draft", str(place / "head"), "--questions",
+def check(place, *more: str) -> int:
+    return main([
+        "--target", str(place / "target"), "--draft", str(place / "head"), "--questions",
         str(place / "prompts.jsonl"), "--max-new-tokens", "12", "--tree", "8,3,3", "--device", "cpu",
         "--out", str(place / "found.json"), "--sampled-tokens", "4", *more,
     ])
-    return main()
 
 
-def test_exact_passes_and_its_samples_are_not_told_apart(place, monkeypatch, capsys):
-    assert check(place, monkeypatch, "--samples", "80", "--sampled-prompts", "1") == 0
+def test_exact_passes_and_its_samples_are_not_told_apart(place, capsys):
+    assert check(place, "--samples", "80", "--sampled-prompts", "1") == 0
     assert "10 of 10 answers are those of model.generate" in capsys.readouterr().out
     record = json.loads((place / "found.json").read_text())
     assert record["identical"] == 10 and len(record["sampling"]["tests"]) == 4
 
 
-def test_a_lossy_rule_is_found_out(place, monkeypatch, capsys):
+def test_a_lossy_rule_is_found_out(place, capsys):
     lossy = ("--acceptance", "fsd", "--threshold", "0.6")
-    assert check(place, monkeypatch, *lossy, "--samples", "0") == 1
+    assert check(place, *lossy, "--samples", "0") == 1
     assert "NOT a tie" in capsys.readouterr().out
     # Rules that only sampling tells apart: greedy lenience is exact.
     sampled = ("--acceptance", "lenience", "--threshold", "3", "--samples", "80", "--sampled-prompts", "1")
-    assert check(place, monkeypatch, *sampled) == 1
+    assert check(place, *sampled) == 1
     assert "10 of 10" in (said := capsys.readouterr().out) and "TOLD APART" in said
 
 

@@ -13,7 +13,7 @@ from eagle_fsd.trees.config import TreeConfig
 from eagle_fsd.trees.growth import extend_draft
 from eval import memory
 from eval.memory import ALLOWED, Peak, bytes_of, peak_of
-from eval.step import SHAPES, build
+from eval.shapes import SHAPES, build_pair
 
 CPU = torch.device("cpu")
 TREE = TreeConfig(8, 3, 2)
@@ -49,29 +49,28 @@ def test_shared_weights_count_once():
 def test_a_long_run_needs_little_more_than_weights_and_caches(monkeypatch):
     """An eighth of 4,096 tokens, read in an eighth of the usual parts."""
     monkeypatch.setitem(target_module.PREFILL, "cpu", 32)
-    found = memory.measure(build(SHAPES["demo"], torch.float32, CPU), 512, 8, TreeConfig(16, 6, 3))
+    found = memory.measure_peak(build_pair(SHAPES["demo"], torch.float32, CPU), 512, 8, TreeConfig(16, 6, 3))
     assert 0 < found.over < ALLOWED
     assert found.cache_allocations == [1, 1]
     room = 512 + 16  # positions of the target's cache: prompt, new tokens and a tree
     assert found.caches[0] == 24 * 2 * 2 * 32 * room * 4
 
 
-def test_command(tmp_path, monkeypatch, capsys):
+def test_command(tmp_path, capsys):
     save_pair(tmp_path)
-    monkeypatch.setattr("sys.argv", [
-        "eval/memory.py", "--target", str(tmp_path / "target"), "--draft", str(tmp_path / "head"), "--device", "cpu",
+    status = memory.main([
+        "--target", str(tmp_path / "target"), "--draft", str(tmp_path / "head"), "--device", "cpu",
         "--context", "64", "--new-tokens", "4", "--tree", "4,2,2", "--out", str(tmp_path / "out")])
-    status = memory.main()
     record = json.loads((tmp_path / "out.json").read_text())
     assert status == (2 if record["over"] > ALLOWED else 0)
-    assert record["bytes"]["peak"] > record["bytes"]["weights"] and "| peak |" in (tmp_path / "out.md").read_text()
+    assert record["bytes"]["peak"] > record["bytes"]["weights"] and "| peak " in (tmp_path / "out.md").read_text()
     with pytest.raises(ValueError, match="no room for a prompt"):
-        memory.measure(tiny_pair(), 5, 4, TREE)
+        memory.measure_peak(tiny_pair(), 5, 4, TREE)
 
 
 @pytest.mark.cuda
 def test_on_cuda():
-    found = memory.measure(build(SHAPES["tiny"], torch.bfloat16, torch.device("cuda")), 512, 8, TREE)
+    found = memory.measure_peak(build_pair(SHAPES["tiny"], torch.bfloat16, torch.device("cuda")), 512, 8, TREE)
     assert found.peak > found.weights and found.cache_allocations is None
 
 

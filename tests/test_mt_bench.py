@@ -1,6 +1,5 @@
 """The MT-Bench command and its speeds: formats, both turns, resuming, FastChat's file, intervals."""
 
-import argparse
 import json
 import os
 from types import SimpleNamespace
@@ -9,11 +8,12 @@ import numpy as np
 import pytest
 from tiny import save_pair
 
+from eagle_fsd.cli.arguments import parse_options
 from eagle_fsd.data.questions import Question, read_questions
 from eval import mt_bench
-from eval.mt_bench import build_parser, check, read_answers, run, temperature_of
-from eval.questions import generated, load_questions
-from eval.speed import speed_rows, store, table
+from eval.mt_bench import MtBenchArguments, check_options, read_answers, run, temperature_of
+from eval.questions import generated_questions, load_questions
+from eval.speed import SpeedArguments, speed_rows, speed_table, store_speeds
 
 QUESTIONS = [
     {"question_id": 81, "category": "writing", "turns": ["hi", "and"]},
@@ -32,11 +32,11 @@ def place(tmp_path_factory):
 
 
 def options(place, answers: str, *more: str):
-    return check(build_parser().parse_args([
+    return parse_options(MtBenchArguments, [
         "--target", str(place / "target"), "--draft", str(place / "head"), "--answers", str(place / answers),
         "--questions", str(place / "questions.jsonl"), "--max-new-tokens", "10", "--warm-up", "0",
         "--device", "cpu", *more,
-    ]))
+    ])
 
 
 def parse_as_fastchat(path) -> dict:
@@ -87,7 +87,7 @@ def test_other_settings_do_not_continue_a_file(place):
     run(options(place, "fsd.jsonl", "--threshold", "0.2", "--limit", "1"))
     about = place / "fsd.meta.json"
     record = json.loads(about.read_text())
-    for name in mt_bench.LOADED:
+    for name in mt_bench.ADDED_SETTINGS:
         del record["settings"][name]  # as older versions wrote it
     about.write_text(json.dumps(record))
     for more in (("--threshold", "0.3"), ("--threshold", "0.2", "--attn-implementation", "eager")):
@@ -139,7 +139,7 @@ def test_sampling_follows_the_category_and_the_seed(place):
 )
 def test_bad_options_are_refused_before_loading(place, more, match):
     with pytest.raises(ValueError, match=match):
-        options(place, "x.jsonl", *more)
+        check_options(options(place, "x.jsonl", *more))
 
 
 FORMATS = {
@@ -194,7 +194,7 @@ def test_no_question_at_all_is_refused(count, limit):
 
 
 def test_generated_questions_ask_in_turns():
-    questions = generated(16)
+    questions = generated_questions(16)
     assert {q.category for q in questions} >= {"followup", "json"}
     assert all(len(q.turns) == 2 for q in questions if q.category == "followup")
 
@@ -216,7 +216,7 @@ def test_speeds_are_totals_and_intervals_cover_them():
     for row in rows:
         assert row["low"] < row["speedup"] < row["high"] and row["tau"] == 4
         assert row["speedup"] == pytest.approx(row["tokens_per_second"] / 100)
-    assert "x (" in table(rows)
+    assert "x (" in speed_table(rows)
 
 
 def test_a_method_against_itself_is_exactly_one():
@@ -235,9 +235,9 @@ def test_speeds_are_stored_with_how_the_answers_were_made(tmp_path):
         (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, records)))
         about = {"environment": {"command": f"made {name}", "commit": "abc"}, "settings": {}}
         (tmp_path / f"{name}.meta.json").write_text(json.dumps(about))
-    args = argparse.Namespace(method=tmp_path / "fast.jsonl", baseline=tmp_path / "plain.jsonl", out=tmp_path / "out")
+    args = SpeedArguments(method=tmp_path / "fast.jsonl", baseline=tmp_path / "plain.jsonl", out=tmp_path / "out")
     rows = speed_rows(read_answers(args.method), read_answers(args.baseline))
-    store(args, rows)
+    store_speeds(args, rows)
     record = json.loads((tmp_path / "out.json").read_text())
     assert record["rows"] == rows and record["method"]["environment"]["command"] == "made fast"
     assert rows[-1]["speedup"] == pytest.approx(2) and rows[-1]["same"] == 1

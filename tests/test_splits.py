@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from eagle_fsd.experiments.experiment import paired
-from eval.splits import choose, of_half, time_of_exact, try_splits
+from eagle_fsd.experiments.summaries import paired
+from eval.splits import choose_on, half_records, time_of_exact, try_splits
 
 
 def record(count: int, drops: dict[str, float], seed: int = 0) -> dict:
@@ -24,11 +24,11 @@ def record(count: int, drops: dict[str, float], seed: int = 0) -> dict:
 
 def test_the_fastest_setting_that_is_shown_to_be_harmless_is_chosen():
     found = record(2000, {"fsd 0.1": 0.0, "fsd 0.2": 0.001, "fsd 0.3": 0.2, "fsd 0.4": 0.0})
-    assert choose(found, range(1000), 0.01) == "fsd 0.2"  # nothing is tried behind 0.3
+    assert choose_on(found, range(1000), 0.01) == "fsd 0.2"  # nothing is tried behind 0.3
     found["settings"]["fsd 0.1"]["seconds"] = [0.5] * 2000
-    assert choose(found, range(1000), 0.01) == "fsd 0.1"
-    assert choose(record(2000, {"fsd 0.1": 0.2}), range(1000), 0.01) == "exact"
-    assert choose(record(2000, {"fsd 0.1": 0.0}), range(100), 0.01) == "exact"  # too few to tell
+    assert choose_on(found, range(1000), 0.01) == "fsd 0.1"
+    assert choose_on(record(2000, {"fsd 0.1": 0.2}), range(1000), 0.01) == "exact"
+    assert choose_on(record(2000, {"fsd 0.1": 0.0}), range(100), 0.01) == "exact"  # too few to tell
 
 
 def test_times_are_those_of_the_half():
@@ -48,15 +48,15 @@ def test_a_half_that_was_not_timed_is_refused():
 
 def test_losses_are_paired():
     found = {"exact": [1, 1, 0, 0], "settings": {"fsd 0.1": {"correct": [1, 0, 1, 0]}}}
-    assert paired(*of_half(found, "fsd 0.1", range(4))) == (1, 1, 4)
-    assert paired(*of_half(found, "fsd 0.1", [1, 3])) == (1, 0, 2)
+    assert paired(*half_records(found, "fsd 0.1", range(4))) == (1, 1, 4)
+    assert paired(*half_records(found, "fsd 0.1", [1, 3])) == (1, 0, 2)
 
 
 def test_a_setting_that_may_be_slower_is_not_chosen():
     found = record(2000, {"fsd 0.1": 0.0})
     found["settings"]["fsd 0.1"]["seconds"] = [0.5, 1.45] * 20
     found |= {"timed": list(range(40)), "exact_seconds": [1.0] * 40}
-    assert time_of_exact(found, "fsd 0.1", range(1000)) < 1 and choose(found, range(1000), 0.01) == "exact"
+    assert time_of_exact(found, "fsd 0.1", range(1000)) < 1 and choose_on(found, range(1000), 0.01) == "exact"
 
 
 def test_a_setting_just_beyond_the_margin_is_seldom_chosen():

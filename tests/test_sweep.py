@@ -6,20 +6,22 @@ import os
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from tiny import save_pair
 
 import eagle_fsd
+from eagle_fsd.cli.arguments import parse_options
 from eagle_fsd.experiments.search import family_confidence
 from eagle_fsd.quality.statistics import drop_bound
 from eagle_fsd.trees.config import Confidence, TreeConfig
-from eval import splits, sweep
-from eval.report import plots
+from eval import splits, sweep, sweep_times
+from eval.report import sweeps
 from eval.report.predictions import prediction_errors
-from eval.report.tables import sweep_section
-from eval.sweep import build_parser, check, run
+from eval.report.results import sweep_section
+from eval.sweep import SweepArguments, checked, run
 
 PROMPTS = [a + b for a in "abcdef" for b in "gh"]
 
@@ -39,8 +41,8 @@ def place(tmp_path_factory):
     return folder
 
 
-def options(place, name: str, *more: str):
-    return check(build_parser().parse_args([
+def options(place, name: str, *more: str, arguments: type = SweepArguments):
+    return checked(parse_options(arguments, [
         "--target", str(place / "target"), "--draft", str(place / "head"), "--questions", str(place / "tasks.jsonl"),
         "--work", str(place / name), "--out", str(place / name / "out"), "--tree", "8,3,3", "--timed", "2",
         "--max-new-tokens", "8", "--device", "cpu", *more,
@@ -74,7 +76,7 @@ def test_a_greedy_sweep_writes_table_and_pictures(place):
     assert max(row["lost"] for row in harmful) <= fuzzy["lost"] <= sum(row["lost"] for row in harmful)
     assert all(row["alone_lost"] <= row["alone"] <= row["answers"] for row in harmful)
     section = sweep_section("out", record)
-    assert record["headline"] in section and "| exact |" in section and "| prompt lookup |" in section
+    assert record["headline"] in section and "| exact " in section and "| prompt lookup " in section
     for name in ("out-frontier.png", "out-dials.png"):
         assert (place / "greedy" / name).read_bytes().startswith(b"\x89PNG")
     assert record["headline"] in (place / "greedy" / "out.md").read_text()
@@ -92,7 +94,7 @@ def test_stages_go_on_where_they_were(place, monkeypatch):
         run(options(place, "stages", "--settings", "fsd 0.5", "--stage", "report"))
     with pytest.raises(ValueError, match="begun with other repeats"):
         run(options(place, "stages", *settings, "--stage", "times", "--repeats", "2"))
-    monkeypatch.setattr(sweep, "answer", lambda runs: pytest.fail("answered again"))
+    monkeypatch.setattr(sweep, "answer_all", lambda runs: pytest.fail("answered again"))
     run(options(place, "stages", *settings, "--stage", "report"))
     assert (place / "stages" / "out.json").exists()
 
@@ -127,14 +129,14 @@ def test_bad_options_are_refused(place, more, message):
 
 def test_the_order_of_the_timed_methods_rotates(place, monkeypatch):
     orders = []
-    interleaved = sweep.interleaved
+    interleaved = sweep_times.interleaved
 
     def watch(methods, prompts, *args, warm_up, start):
         timed = {name: lambda *a, name=name, m=m: orders[-1].append(name) or m(*a) for name, m in methods.items()}
         orders.append([])
         return interleaved(timed, prompts, *args, warm_up=0, start=start)
 
-    monkeypatch.setattr(sweep, "interleaved", watch)
+    monkeypatch.setattr(sweep_times, "interleaved", watch)
     run(options(place, "order", "--settings", "fsd 0.3", "--stage", "answers", "times"))
     assert len(orders) == 2 and orders[1] == orders[0][1:] + orders[0][:1]
 
@@ -149,8 +151,8 @@ def test_a_rule_that_is_exact_when_greedy_is_left_out(place):
 def test_splits_of_a_sweeps_answers(place, monkeypatch, capsys):
     given = ("--settings", "fsd 0.05", "fsd 0.3", "--timed", "12")
     run(options(place, "splits", *given, "--stage", "answers", "times"))
-    args = options(place, "splits", *given)
-    args.promise, args.out = "accuracy_drop<=10%", place / "splits.json"
+    args = options(place, "splits", *given, "--promise", "accuracy_drop<=10%", "--out", str(place / "splits.json"),
+                   arguments=splits.SplitsArguments)
     splits.run(args)
     assert "splits of 12 answers" in capsys.readouterr().out
     record = json.loads(args.out.read_text())
@@ -183,18 +185,17 @@ def row(setting, accuracy, time, bound=0.05, **more):
 def test_the_front_and_the_headline():
     rows = [row("exact", 0.9, 1.0), row("fsd 0.1", 0.9, 0.95, 0.009, threshold=0.1),
             row("fsd 0.3", 0.8, 0.7, threshold=0.3), row("tilt 1", 0.8, 0.8, threshold=1.0)]
-    assert plots.pareto(rows) == ["fsd 0.1", "fsd 0.3"]
-    assert "`fsd 0.1` takes 0.95 of `exact`'s time" in plots.headline(rows)
-    assert plots.headline(rows).startswith("At equal accuracy")
-    assert "it takes 1.000 of `exact`'s forwards" in plots.headline(rows)
+    assert sweeps.pareto(rows) == ["fsd 0.1", "fsd 0.3"]
+    assert "`fsd 0.1` takes 0.95 of `exact`'s time" in sweeps.headline(rows)
+    assert sweeps.headline(rows).startswith("At equal accuracy")
+    assert "it takes 1.000 of `exact`'s forwards" in sweeps.headline(rows)
     rows[1]["family_bound"] = math.inf
-    assert plots.headline(rows).startswith("No setting is shown to lose at most one point")
-    assert "`fsd 0.3` takes 0.70" in plots.headline(rows) and "0.889 of `exact`'s forwards" in plots.headline(rows)
+    assert sweeps.headline(rows).startswith("No setting is shown to lose at most one point")
+    assert "`fsd 0.3` takes 0.70" in sweeps.headline(rows) and "0.889 of `exact`'s forwards" in sweeps.headline(rows)
 
 
 def test_a_chosen_tree_is_kept_for_all_stages(place):
-    args = options(place, "kept")
-    args.tree = None
+    args = replace(options(place, "kept"), tree=None)
     model = eagle_fsd.load(place / "target", place / "head", device="cpu", tree=None)
     fitted = TreeConfig(8, 3, 2, confidence=Confidence((-2.0, 0.0), (-1.0, 0.0), (-3.0, -1.0)), least_reach=0.25)
     model.tree = fitted

@@ -8,29 +8,29 @@ from tiny import save_pair
 
 import eagle_fsd
 from eagle_fsd.acceptance import make_rule
+from eagle_fsd.cli.arguments import parse_options
 from eagle_fsd.experiments.cycles import log_cycles
 from eagle_fsd.heads.checkpoint import load_head
 from eagle_fsd.tuning.latency import Latency
 from eagle_fsd.tuning.logs import store_log
 from eval import trees, useless_head
-from eval.trees import KINDS, build_parser, main, prompts_of, run
+from eval.trees import PROMPT_KINDS, TreesArguments, main, prompts_of, run
 from train.demo.corpus import python_prefixes
 
 
 def test_the_grid_and_its_winner(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("EAGLE_FSD_CACHE", str(tmp_path / "cache"))
-    for name, values in (("NODES", (4, 8)), ("DEPTHS", (2, 4)), ("TOP_KS", (1, 2))):
+    for name, values in (("GRID_NODES", (4, 8)), ("GRID_DEPTHS", (2, 4)), ("GRID_TOP_KS", (1, 2))):
         monkeypatch.setattr(trees, name, values)
     monkeypatch.setattr(trees, "prompts_of", lambda kind, count, seed: [
         [seed % 30, number % 30, len(kind)] for number in range(count)])
     save_pair(tmp_path)
     places = ["--target", str(tmp_path / "target"), "--draft", str(tmp_path / "head"), "--device", "cpu"]
-    monkeypatch.setattr("sys.argv", ["eval.trees", *places])
-    assert main() == 2 and "eagle-fsd tune" in capsys.readouterr().err
+    assert main(places) == 2 and "eagle-fsd tune" in capsys.readouterr().err
     pair = eagle_fsd.load(tmp_path / "target", tmp_path / "head", device="cpu")
     store_log(tmp_path / "head", log_cycles(pair, [[3, 4, 5], [6, 7]], make_rule("exact"), max_new_tokens=40))
-    run(build_parser().parse_args([*places, "--grid-prompts", "2", "--prompts", "3", "--max-new-tokens", "8",
-                                   "--kinds", "tasks", "python", "--out", str(tmp_path / "out")]))
+    run(parse_options(TreesArguments, [*places, "--grid-prompts", "2", "--prompts", "3", "--max-new-tokens", "8",
+                                       "--kinds", "tasks", "python", "--out", str(tmp_path / "out")]))
     found = json.loads((tmp_path / "out.json").read_text())["results"]
     names = [row["method"] for row in found["tasks"]["grid"]]
     assert names == ["auto", "3,2,1", "4,2,2", "4,4,1", "4,4,2", "7,2,2", "5,4,1", "8,4,2"]  # as they can be filled
@@ -43,7 +43,7 @@ def test_the_grid_and_its_winner(tmp_path, monkeypatch, capsys):
     assert "## tasks: the grid" in (tmp_path / "out.md").read_text()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", PROMPT_KINDS)
 def test_prompts_of_two_seeds_differ(kind):
     first, second = (prompts_of(kind, 20, seed) for seed in (5, 6))
     assert len(first) == len(second) == 20
@@ -64,7 +64,7 @@ def test_heads_that_know_nothing(tmp_path, monkeypatch):
     latency = Latency({1: 1e-3, 64: 4e-3}, {1: 1e-3, 4: 2e-3}, 1e-3)
     monkeypatch.setattr("eagle_fsd.tuning.machine.measure", lambda *_: latency)
     save_pair(tmp_path)
-    options = useless_head.build_parser().parse_args([
+    options = parse_options(useless_head.UselessHeadArguments, [
         "--target", str(tmp_path / "target"), "--draft", str(tmp_path / "head"), "--device", "cpu", "--prompts", "2",
         "--logged", "2", "--max-new-tokens", "24", "--repeats", "1", "--out", str(tmp_path / "out")])
     with pytest.raises(ValueError, match="eagle-fsd tune"):

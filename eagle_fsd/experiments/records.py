@@ -41,12 +41,22 @@ def environment() -> dict:
 
 def write_record(out: Path, record: Mapping[str, object], text: str) -> str:
     """Write `out` as JSON with how it was made, and beside it the same as a Markdown page, which is returned."""
-    about, name = environment(), record_path(out, "").name
-    page = f"# {name}\n\n`{about['command']}` at {about['commit']}, {about['gpu'] or about['processor']}, " \
-           f"{about['threads']} threads, torch {about['torch']}, transformers {about['transformers']}\n\n{text}\n"
-    out.parent.mkdir(parents=True, exist_ok=True)
-    whole = json.dumps({"environment": about, **record}, indent=1) + "\n"
-    record_path(out, ".json").write_text(whole, encoding="utf-8")
+    about = environment()
+    write_json(record_path(out, ".json"), {"environment": about, **record})
+    return write_page(out, about, text)
+
+
+def write_json(path: Path, record: Mapping[str, object]) -> None:
+    """Write a record in a folder that is made where it is missing."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def write_page(out: Path, about: Mapping[str, object], text: str) -> str:
+    """Write the Markdown page of a record, which is returned; `about`: its environment."""
+    page = f"# {record_path(out, '').name}\n\n`{about['command']}` at {about['commit']}, " \
+           f"{about['gpu'] or about['processor']}, {about['threads']} threads, torch {about['torch']}, " \
+           f"transformers {about['transformers']}\n\n{text}\n"
     record_path(out, ".md").write_text(page, encoding="utf-8")
     return page
 

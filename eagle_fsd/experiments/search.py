@@ -18,8 +18,9 @@ from ..quality.promises import Promise, parse_promise
 from ..quality.statistics import CONFIDENCE, drop_bound, drop_is_within, fewest_answers, fixed_sequence, mean_bound
 from ..quality.traces import predict
 from ..trees.config import TreeConfig
-from .experiment import EXACT, Experiment, paired, settings_of, spread, summarise
+from .experiment import EXACT, Experiment, settings_of, spread
 from .methods import Method, engine, hf_generate, interleaved
+from .summaries import paired, summarise
 
 log = logging.getLogger(__name__)
 BASELINE = "model.generate"
@@ -100,6 +101,22 @@ def check_setting(experiment: Experiment, promise: Promise, name: str, confidenc
             "passes": drop_is_within(lost, gained, count, promise.limit, confidence)}
 
 
+def check_families(
+    experiment: Experiment, promise: Promise, families: Mapping[str, Mapping], report: Callable[[str], object]
+) -> tuple[dict[str, dict[str, Any]], list[str]]:
+    """The row of every setting that was tested, and those that keep a promise about quality."""
+    curve: dict[str, dict[str, Any]] = {}
+    confidence = family_confidence(len(families))
+
+    def passes(name: str) -> bool:
+        curve[name] = check_setting(experiment, promise, name, confidence)
+        report(f"{name}: {'keeps' if curve[name]['passes'] else 'does not keep'} {promise} "
+               f"(bound {curve[name]['bound']:.4g})")
+        return curve[name]["passes"]
+
+    return curve, [name for family in families.values() for name in fixed_sequence(list(family), passes)]
+
+
 def time_settings(experiment: Experiment, names: Sequence[str], prompts: int, repeats: int) -> dict[str, dict]:
     """tokens/s, seconds per answer and speed-ups of settings, interleaved with exact and `model.generate`.
 
@@ -158,20 +175,11 @@ def calibrate(
                             seed=seed, tree=tree, run_code=run_code)
     experiment.observe()
     accuracy = check_exact(experiment, promise) if promise.kind == "accuracy_drop" else None
-    curve: dict[str, dict[str, Any]] = {}
     if promise.kind == "speedup":
         curve = {name: {"setting": name, "predicted": predict(experiment.traces(name))} for name in settings}
         candidates = list(settings)
     else:
-        confidence = family_confidence(len(dials))
-
-        def passes(name: str) -> bool:
-            curve[name] = check_setting(experiment, promise, name, confidence)
-            report(f"{name}: {'keeps' if curve[name]['passes'] else 'does not keep'} {promise} "
-                   f"(bound {curve[name]['bound']:.4g})")
-            return curve[name]["passes"]
-
-        candidates = [name for family in families.values() for name in fixed_sequence(list(family), passes)]
+        curve, candidates = check_families(experiment, promise, families, report)
     times = time_settings(experiment, candidates, timed, repeats)
     for name in candidates:
         curve[name]["time"] = times[name]

@@ -1,1 +1,1 @@
-"""Tables and plots of stored results."""
+"""What stored results say: tables, intervals, pictures, and the page docs/results.md."""

@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from eagle_fsd.experiments.experiment import EXACT, Experiment
+from eval.report.tables import markdown, percent
 
-KINDS = ("digit", "word", "other")
+TOKEN_KINDS = ("digit", "word", "other")
 
 
-def kind_of(text: str) -> str:
+def token_kind(text: str) -> str:
     """Of a token's text: one with a digit, one with a letter but no digit, or punctuation and white space."""
     return "digit" if any(map(str.isdigit, text)) else "word" if any(map(str.isalpha, text)) else "other"
 
 
-def harm(run: Experiment, setting: str, text_of: Callable[[int], str]) -> list[dict]:
+def harm_rows(run: Experiment, setting: str, text_of: Callable[[int], str]) -> list[dict]:
     """One row per kind of fuzzy token among the answers that are right losslessly.
 
     Returns:
@@ -22,15 +23,13 @@ def harm(run: Experiment, setting: str, text_of: Callable[[int], str]) -> list[d
         them that became wrong; alone: answers whose fuzzy tokens are all of this kind; alone_lost: those of them that
         became wrong, which only this kind can have done.
     """
-    answers = [record["fuzzy_tokens"] for record, _ in _with_fuzzy(run, setting)]
-    wrong = [lost for _, lost in _with_fuzzy(run, setting)]
-    kinds = [[kind_of(text_of(token)) for token, _ in tokens] for tokens in answers]
+    answers = [([(token_kind(text_of(token)), regret) for token, regret in record["fuzzy_tokens"]], lost)
+               for record, lost in _with_fuzzy(run, setting)]
     rows = []
-    for kind in KINDS:
-        regrets = [regret for tokens, found in zip(answers, kinds, strict=True)
-                   for (_, regret), this in zip(tokens, found, strict=True) if this == kind]
-        inside = [lost for lost, found in zip(wrong, kinds, strict=True) if kind in found]
-        alone = [lost for lost, found in zip(wrong, kinds, strict=True) if {kind} == set(found)]
+    for kind in TOKEN_KINDS:
+        regrets = [regret for tokens, _ in answers for this, regret in tokens if this == kind]
+        inside = [lost for tokens, lost in answers if any(this == kind for this, _ in tokens)]
+        alone = [lost for tokens, lost in answers if all(this == kind for this, _ in tokens)]
         rows.append({"setting": setting, "kind": kind, "tokens": len(regrets),
                      "regret": sum(regrets) / len(regrets) if regrets else None,
                      "answers": len(inside), "lost": sum(inside), "alone": len(alone), "alone_lost": sum(alone)})
@@ -44,7 +43,7 @@ def _with_fuzzy(run: Experiment, setting: str) -> Iterable[tuple[dict, bool]]:
             yield ours, not ours["correct"]
 
 
-def merged(tables: list[list[dict]]) -> list[dict]:
+def added_up(tables: list[list[dict]]) -> list[dict]:
     """The rows of several runs (seeds) of one setting, added up."""
     rows = []
     for same in zip(*tables, strict=True):
@@ -57,16 +56,13 @@ def merged(tables: list[list[dict]]) -> list[dict]:
 
 def harm_table(rows: list[dict]) -> str:
     """In Markdown; kinds that did not occur are left out."""
-    lines = ["| setting | fuzzy tokens | number | mean regret (nats) | answers with such | of these lost "
-             "| answers with no others | of these lost |", "|---" * 8 + "|"]
-    for row in rows:
-        if row["tokens"]:
-            lines.append(
-                f"| {row['setting']} | {row['kind']} | {row['tokens']} | {row['regret']:.2f} | {row['answers']} | "
-                f"{row['lost']} ({_share(row['lost'], row['answers'])}) | {row['alone']} | "
-                f"{row['alone_lost']} ({_share(row['alone_lost'], row['alone'])}) |")
-    return "\n".join(lines)
+    return markdown({
+        "setting": row["setting"], "fuzzy tokens": row["kind"], "number": row["tokens"],
+        "mean regret (nats)": f"{row['regret']:.2f}", "answers with such": row["answers"],
+        "lost of these": _counted(row["lost"], row["answers"]), "answers with no others": row["alone"],
+        "lost of those": _counted(row["alone_lost"], row["alone"]),
+    } for row in rows if row["tokens"])
 
 
-def _share(part: int, whole: int) -> str:
-    return f"{100 * part / whole:.0f}%" if whole else "-"
+def _counted(part: int, whole: int) -> str:
+    return f"{part} ({percent(part / whole) if whole else '-'})"

@@ -5,16 +5,28 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
+from scipy.stats import bootstrap
 
 RESAMPLES = 2000
 
 
-def interval(count: int, statistic: Callable[[np.ndarray], np.ndarray], seed: int = 0) -> list[float]:
-    """95% percentile interval.
+def interval(statistic: Callable[..., np.ndarray], *columns: np.ndarray, seed: int = 0) -> list[float]:
+    """95% percentile interval of a statistic of questions, which are drawn with replacement.
 
     Args:
-        count: of questions, which are drawn with replacement.
-        statistic: of drawn questions [resamples, count] -> [resamples].
+        statistic: of the columns [..., questions] and `axis`, which it takes away.
+        columns: one value per question each.
+
+    Returns:
+        Both ends; of a single question twice its value.
     """
-    picks = np.random.default_rng(seed).integers(0, count, (RESAMPLES, count))
-    return np.percentile(statistic(picks), [2.5, 97.5]).tolist()
+    if len(columns[0]) < 2:
+        return 2 * [float(statistic(*columns, axis=-1))]
+    found = bootstrap(columns, statistic, paired=True, vectorized=True, n_resamples=RESAMPLES, method="percentile",
+                      rng=seed).confidence_interval
+    return [float(found.low), float(found.high)]
+
+
+def ratio_interval(ours: np.ndarray, theirs: np.ndarray) -> list[float]:
+    """95% percentile interval of the ratio of two sums over the same questions."""
+    return interval(lambda a, b, axis: a.sum(axis) / b.sum(axis), ours, theirs)

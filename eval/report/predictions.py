@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from eagle_fsd.experiments.experiment import EXACT
-from eval.report.plots import by_rule
+from eval.report.sweeps import by_rule
 
 
 def prediction_errors(rows: list[dict]) -> dict[str, dict[str, dict[str, float]]]:
