@@ -17,9 +17,10 @@ EXTRAS = {
     "train": TRAIN,  # train/ and eval/ run from a checkout
     "eval": EVAL,
     "docs": DOCS,
+    "gguf": ["gguf>=0.10"],
     "flash": ["flash-attn-4>=4.0.0b36; platform_system == 'Linux'"],  # or 2, or 3: docs/attention.md
     "lm_eval": ["lm_eval>=0.4.13,<0.5"],
-    "dev": [*TRAIN, *EVAL, "pytest>=8", "hypothesis>=6.100", "ruff>=0.8", "nbclient>=0.10", "ipykernel>=6"],
+    "dev": [*TRAIN, *EVAL, "pytest>=8", "hypothesis>=6.100", "ruff>=0.8", "nbclient>=0.10", "ipykernel>=6", "gguf>=0.10"],
 }
 
 setup(

@@ -156,7 +156,8 @@ class LoadOptions(Options):
     """Which pair is loaded, where to, and in what form.
 
     Args:
-        target: directory or hub id; None, with no draft: the bundled demo pair.
+        target: directory, hub id or GGUF file (dequantised once into the user's cache); None, with no draft: the
+            bundled demo pair.
         draft: directory or hub id of its draft head; None: the one that is known for the target (`eagle-fsd heads`),
             taken with a warning.
         dtype: "auto" (float32 on a CPU, the checkpoint's own elsewhere), a torch dtype or its name.

@@ -14,6 +14,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .acceptance import make_rule
+from .data.gguf import check_target
 from .data.sources import check_source
 from .engine.compiled import compile_forwards
 from .engine.drafting import Pause
@@ -308,7 +309,7 @@ def find_pair(options: LoadOptions) -> tuple[str, str | Path]:
     """Where the target and its head are: the bundled pair where none is named, the known head for a target alone."""
     if options.target is None:
         return demo_directory("demo-target"), demo_directory("demo-draft")
-    target, draft = check_source("target", options.target), options.draft
+    target, draft = check_target(options.target), options.draft
     if draft is None:
         known = find_head(target)
         draft = known.head

@@ -44,6 +44,7 @@ class VocabCommand:
         import torch
         from transformers import AutoTokenizer
 
+        from ..data.gguf import target_source
         from ..heads.checkpoint import copy_head, load_head
         from ..heads.eagle3 import Eagle3Head
         from ..heads.token_map import TOKEN_MAP, save_token_map
@@ -59,7 +60,7 @@ class VocabCommand:
         if self.out is not None and self.out.resolve() == Path(self.head).resolve():
             raise ValueError(f"--out {self.out} is the head's own directory: leave it out to store {TOKEN_MAP} there")
         tokenizer = None if self.target is None else AutoTokenizer.from_pretrained(
-            self.target, trust_remote_code=self.trust_remote_code)
+            target_source(self.target), trust_remote_code=self.trust_remote_code)
         counts = count_tokens(self.data, head.config.vocab_size, tokenizer)
         size = self.size if self.coverage is None else counts.size_for(self.coverage)
         tokens = None if size is None else torch.from_numpy(counts.commonest(size))

@@ -71,3 +71,9 @@ def save_atomically(path: Path, write: Callable[[Path], object]) -> None:
     part = path.with_name(path.name + ".part")
     write(part)
     os.replace(part, path)
+
+
+def cache_directory() -> Path:
+    """EAGLE_FSD_CACHE, else eagle_fsd in the user's cache directory."""
+    given = os.environ.get("EAGLE_FSD_CACHE")
+    return Path(given) if given else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "eagle_fsd"

@@ -42,8 +42,9 @@ def find_head(target: str | Path) -> PublishedHead:
     Raises:
         ValueError: no head is known for the target, or several of which none is preferred.
     """
-    if Path(target).is_dir():  # its config's _name_or_path may be that of the model it was fine-tuned from
-        raise ValueError(f"draft= is missing: heads are known by their target's hub id, and {target} is a directory")
+    if Path(target).exists():  # its config's _name_or_path may be that of the model it was fine-tuned from
+        what = "directory" if Path(target).is_dir() else "file"
+        raise ValueError(f"draft= is missing: heads are known by their target's hub id, and {target} is a {what}")
     heads = [head for head in known_heads() if head.target.casefold() == str(target).casefold()]
     if not heads:
         targets = ", ".join(dict.fromkeys(head.target for head in known_heads()))

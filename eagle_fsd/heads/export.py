@@ -15,6 +15,7 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from ..data.gguf import target_source
 from .checkpoint import load_head, save_head
 from .eagle import DraftHead
 from .eagle3 import Eagle3Head
@@ -56,6 +57,7 @@ def has_trained_bias(head: DraftHead) -> bool:
 
 def target_embeddings(target: str | Path, *, trust_remote_code: bool = False) -> Tensor:
     """[V, D] token embeddings of a target; of a local safetensors directory, without loading the rest."""
+    target = target_source(target)
     for shard in sorted(Path(target).glob("*.safetensors")) if Path(target).is_dir() else []:
         with safe_open(shard, "pt") as file:
             for name in file.keys():

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from transformers import AutoConfig
 
+from ..data.gguf import target_source
 from .checkpoint import load_head
 from .eagle import DraftHead
 from .eagle3 import Eagle3Head
@@ -74,7 +75,8 @@ def _eagle3_facts(head: Eagle3Head) -> dict[str, str]:
 
 def target_problems(head: DraftHead, target: str | Path, trust_remote_code: bool) -> list[str]:
     """Why a head does not fit a target, judged by the target's config."""
-    config = AutoConfig.from_pretrained(target, trust_remote_code=trust_remote_code).get_text_config(decoder=True)
+    config = AutoConfig.from_pretrained(target_source(target), trust_remote_code=trust_remote_code)
+    config = config.get_text_config(decoder=True)
     pairs = (("hidden size", head.target_hidden_size, config.hidden_size),
              ("vocabulary", head.config.vocab_size, config.vocab_size))
     problems = [f"{what}: head {ours}, target {theirs}" for what, ours, theirs in pairs if ours != theirs]

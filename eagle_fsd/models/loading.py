@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ..checks import check_placement
-from ..data.sources import check_source
+from ..data.gguf import target_source
 from .implementations import STOCK
 from .parallel import loading_options
 
@@ -55,7 +55,7 @@ def load_target(
     Raises:
         ValueError, TypeError, OSError: see `load`.
     """
-    target = check_source("target", target)
+    target = target_source(target)
     check_dtype(dtype)
     if not (quantization_config is None or isinstance(quantization_config, (dict, QuantizationConfigMixin))):
         raise TypeError(f"quantization_config must be one of transformers or None, got {quantization_config!r}")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import json
 import logging
-import os
 import platform
 from dataclasses import asdict
 from pathlib import Path
@@ -13,7 +12,7 @@ from pathlib import Path
 import torch
 import transformers
 
-from ..data.files import save_atomically
+from ..data.files import cache_directory, save_atomically
 from ..engine.compiled import is_compiled
 from ..engine.graphs import GraphCycles
 from ..heads.eagle import DraftHead
@@ -26,12 +25,6 @@ from .measuring import CONTEXT, LONG, MEASURED_NODES, measure, measure_attention
 
 log = logging.getLogger(__name__)
 
-
-
-def cache_directory() -> Path:
-    """EAGLE_FSD_CACHE, else eagle_fsd in the user's cache directory."""
-    given = os.environ.get("EAGLE_FSD_CACHE")
-    return Path(given) if given else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "eagle_fsd"
 
 
 @functools.lru_cache(maxsize=1)

@@ -1,0 +1,101 @@
+"""Targets in GGUF files: dequantised by `transformers` once, and kept in the user's cache as an ordinary directory."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import shutil
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from .files import cache_directory
+from .sources import check_source
+
+log = logging.getLogger(__name__)
+
+# Newer versions of `transformers` keep weights packed otherwise.
+UNPACKED = {}
+if hasattr(transformers, "GgufConfig"):
+    UNPACKED["quantization_config"] = transformers.GgufConfig(dequantize=True)
+DTYPE = torch.bfloat16  # of the kept weights; 4-bit values are known no better than that
+
+
+def target_source(source: object) -> str:
+    """A target's directory or hub id; that of a GGUF file is where its weights are kept dequantised.
+
+    Raises:
+        TypeError, ValueError: see `check_source`; a file that is no GGUF, is damaged, has no tokenizer, or is of an
+            architecture that `transformers` cannot read from one.
+        ImportError: the package gguf is missing.
+        OSError: the cache cannot be written.
+    """
+    checked = check_target(source)
+    return str(dequantised(Path(checked))) if Path(checked).is_file() else checked
+
+
+def check_target(source: object) -> str:
+    """A target's directory, GGUF file or hub id as text; see `check_source` for what is raised."""
+    if isinstance(source, (str, Path)) and Path(source).suffix == ".gguf" and Path(source).is_file():
+        return str(source)
+    return check_source("target", source)
+
+
+def dequantised(file: Path) -> Path:
+    """The directory of a GGUF file's model, made where it is not there yet; complete, or not there at all."""
+    folder = cache_directory() / "gguf" / f"{file.stem}-{digest_of(file)[:16]}"
+    if folder.is_dir():
+        return folder
+    if find_spec("gguf") is None:
+        raise ImportError(f"{file} needs the package gguf to be read: pip install eagle_fsd[gguf]")
+    log.warning("%s is dequantised once, to %s: that takes a while, the next start does not", file, folder)
+    part = folder.with_name(f"{folder.name}.{os.getpid()}.part")
+    try:
+        _write(file, part)
+        if not folder.is_dir():  # another process may have been faster
+            part.rename(folder)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+    return folder
+
+
+def _write(file: Path, folder: Path) -> None:
+    """Save what `transformers` makes of the file.
+
+    Raises:
+        ValueError: it can make nothing of it.
+    """
+    with open(file, "rb") as start:
+        if start.read(4) != b"GGUF":
+            raise ValueError(f"{file} is no GGUF file: it does not begin with GGUF")
+    try:
+        model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=DTYPE, **UNPACKED)
+    except OSError:
+        raise
+    except Exception as error:  # the reader raises what a damaged file or an unknown architecture ends in
+        raise ValueError(f"{file} cannot be read as a causal LM: it is damaged, or of an architecture that "
+                         f"transformers does not read from GGUF ({type(error).__name__}: {error})") from error
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+    except Exception as error:
+        raise ValueError(f"{file} has no tokenizer that transformers can read "
+                         f"({type(error).__name__}: {error})") from error
+    model.hf_quantizer, model.is_quantized = None, False  # the weights are plain now, and may be saved
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
+    folder.mkdir(parents=True)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def digest_of(file: Path) -> str:
+    """SHA-256 of a file's content."""
+    digest = hashlib.sha256()
+    with open(file, "rb") as content:
+        while piece := content.read(1 << 24):
+            digest.update(piece)
+    return digest.hexdigest()

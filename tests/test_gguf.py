@@ -1,0 +1,139 @@
+"""Targets in GGUF files, written here by the `gguf` package: a tiny Llama in float32, with a tokenizer."""
+
+import json
+import logging
+
+import numpy as np
+import pytest
+import torch
+from tiny import HIDDEN, PROMPT, VOCAB, tiny_head, tiny_target
+
+import eagle_fsd
+from eagle_fsd.data.gguf import dequantised, target_source
+from eagle_fsd.heads.checkpoint import save_head
+
+gguf = pytest.importorskip("gguf")
+
+LAYER = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm", "attn_q": "self_attn.q_proj",
+         "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj", "attn_output": "self_attn.o_proj",
+         "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
+
+
+def permuted(weight, heads):
+    """The rows of q and k as llama.cpp keeps them."""
+    return weight.view(heads, 2, -1, weight.shape[1]).swapaxes(1, 2).reshape(weight.shape)
+
+
+def write(path, target, *, architecture="llama", tokens=True):
+    """The target's weights as a GGUF file."""
+    config, state = target.config, target.state_dict()
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(HIDDEN)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_vocab_size(VOCAB)
+    if tokens:
+        writer.add_tokenizer_model("gpt2")
+        writer.add_token_list([*"abcdefghijklmnopqrstuvwxyz", "ab", *(f"<{number}>" for number in range(VOCAB - 27))])
+        writer.add_token_types([gguf.TokenType.NORMAL] * VOCAB)
+        writer.add_token_merges(["a b"])
+        writer.add_eos_token_id(VOCAB - 1)
+        writer.add_bos_token_id(VOCAB - 2)
+    names = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+    for number in range(config.num_hidden_layers):
+        names |= {f"blk.{number}.{ours}": f"model.layers.{number}.{theirs}" for ours, theirs in LAYER.items()}
+    for ours, theirs in names.items():
+        weight = state[f"{theirs}.weight"].float()
+        if ours.endswith(("attn_q", "attn_k")):
+            weight = permuted(weight, config.num_attention_heads if ours.endswith("q") else config.num_key_value_heads)
+        writer.add_tensor(f"{ours}.weight", np.ascontiguousarray(weight.numpy()))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("EAGLE_FSD_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "gguf"
+
+
+@pytest.fixture
+def target():
+    return tiny_target()
+
+
+def test_a_file_is_dequantised_once(target, tmp_path, cache, caplog):
+    file = write(tmp_path / "tiny.gguf", target)
+    with caplog.at_level(logging.WARNING):
+        folder = dequantised(file)
+    assert f"{file} is dequantised once, to {folder}" in caplog.text
+    assert [path.name for path in cache.iterdir()] == [folder.name]  # no half of it is left
+    before = (folder / "model.safetensors").stat().st_mtime_ns
+    assert target_source(file) == str(folder) and (folder / "model.safetensors").stat().st_mtime_ns == before
+    assert "quantization_config" not in json.loads((folder / "config.json").read_text())
+
+
+def test_another_content_is_another_model(target, tmp_path):
+    first = dequantised(write(tmp_path / "tiny.gguf", target))
+    with torch.no_grad():
+        target.lm_head.weight.mul_(2)
+    assert dequantised(write(tmp_path / "tiny.gguf", target)) != first
+
+
+def test_decoding_is_lossless_with_respect_to_the_kept_weights(target, tmp_path):
+    file = write(tmp_path / "tiny.gguf", target)
+    save_head(tiny_head(target), tmp_path / "head")
+    pair = eagle_fsd.load(file, tmp_path / "head", device="cpu", tree=None)
+    expected = pair.target.model.generate(torch.tensor([PROMPT]), max_new_tokens=12, do_sample=False, eos_token_id=None)
+    found = eagle_fsd.generate(PROMPT, pair, max_new_tokens=12, acceptance="exact", ignore_eos=True)
+    assert found.token_ids == expected[0, len(PROMPT) :].tolist()
+    kept, given = pair.target.lm_head.weight, target.lm_head.weight
+    assert torch.equal(kept, given.to(torch.bfloat16).to(kept.dtype))
+
+
+@pytest.mark.parametrize(("content", "message"), [
+    (b"", "is no GGUF file"),
+    (b"GGUF", "cannot be read as a causal LM: it is damaged"),
+    (b"not a model", "is no GGUF file"),
+])
+def test_damaged_files_are_refused(content, message, tmp_path, cache):
+    (tmp_path / "bad.gguf").write_bytes(content)
+    with pytest.raises(ValueError, match=f"bad.gguf {message}"):
+        target_source(tmp_path / "bad.gguf")
+    assert not list(cache.glob("*"))
+
+
+def test_a_file_that_ends_too_early_is_refused(target, tmp_path, cache):
+    file = write(tmp_path / "tiny.gguf", target)
+    file.write_bytes(file.read_bytes()[:-2000])
+    with pytest.raises(ValueError, match="cannot be read as a causal LM"):
+        target_source(file)
+    assert not list(cache.glob("*"))
+
+
+def test_other_architectures_and_missing_tokenizers_are_refused(target, tmp_path, cache):
+    with pytest.raises(ValueError, match="of an architecture that transformers does not read"):
+        target_source(write(tmp_path / "odd.gguf", target, architecture="oddity"))
+    with pytest.raises(ValueError, match="has no tokenizer that transformers can read"):
+        target_source(write(tmp_path / "mute.gguf", target, tokens=False))
+    assert not list(cache.glob("*"))
+
+
+def test_without_the_package_it_says_what_to_install(target, tmp_path, monkeypatch):
+    file = write(tmp_path / "tiny.gguf", target)
+    monkeypatch.setattr("eagle_fsd.data.gguf.find_spec", lambda name: None)
+    with pytest.raises(ImportError, match=r"pip install eagle_fsd\[gguf\]"):
+        target_source(file)
+
+
+def test_a_head_alone_is_not_found_for_a_file(target, tmp_path):
+    with pytest.raises(ValueError, match="hub id, and .* is a file"):
+        eagle_fsd.load(write(tmp_path / "tiny.gguf", target))
