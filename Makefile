@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN = $(VENV)/bin
 TORCH ?= torch==2.13.0
 
-.PHONY: demo test lint setup
+.PHONY: demo test test-fast lint docs setup
 
 setup: $(VENV)/.ready
 
@@ -24,5 +24,14 @@ test: setup
 	$(BIN)/ruff check .
 	$(BIN)/python -m pytest -q
 
+test-fast: setup
+	$(BIN)/ruff check .
+	$(BIN)/python -m pytest -q -m "not slow"
+
 lint: setup
 	$(BIN)/ruff check .
+
+docs: setup
+	$(BIN)/python -m pip install --quiet -e ".[docs]" --no-build-isolation
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo build/site/index.html

@@ -1,0 +1,18 @@
+"""The notebook runs from top to bottom, and is stored without what a machine made of it."""
+
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.mark.slow
+def test_the_notebook_runs():
+    notebook = nbformat.read(ROOT / "docs" / "quickstart.ipynb", as_version=4)
+    cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    assert not any(cell.outputs or cell.execution_count for cell in cells), "clear its outputs"
+    NotebookClient(notebook, timeout=300, kernel_name="python3", resources={"metadata": {"path": str(ROOT)}}).execute()
+    assert "#### 209" in cells[1].outputs[0].text  # 23 * 7 + 48
