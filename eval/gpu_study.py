@@ -31,7 +31,7 @@ from train.demo.demo import keep_freed_memory
 
 log = logging.getLogger("eval.gpu_study")
 
-UNFINISHED = 75  # exit status
+UNFINISHED_STATUS = 75  # exit status
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def run(args: GpuStudyArguments) -> int:
     study = Study(STUDY_SIZES[args.size], args.work, str(device), options)
     if not study.run(60 * args.minutes):
         log.info("not finished: the same command goes on")
-        return UNFINISHED
+        return UNFINISHED_STATUS
     record = {"size": args.size, "load": options, **study.state}
     print(write_record(args.out, record, page(study)))
     return 0

@@ -74,7 +74,8 @@ class MtBenchArguments:
     def name(self) -> str:
         """The model's in the answers file."""
         dial = "" if self.decoding.threshold is None else f"-{self.decoding.threshold:g}"
-        return self.model_id or ("model.generate" if self.baseline else f"{self.decoding.acceptance}{dial}")
+        rule = self.decoding.quality or f"{self.decoding.acceptance}{dial}"
+        return self.model_id or ("model.generate" if self.baseline else rule)
 
 
 def temperature_of(question: Question, temperature: str | float) -> float:

@@ -75,7 +75,7 @@ def test_calls_go_on_where_the_last_one_stopped(tmp_path, monkeypatch):
 def test_an_unfinished_study_says_so(tmp_path, monkeypatch):
     monkeypatch.setattr(gpu_study, "keep_freed_memory", lambda: None)
     monkeypatch.setattr(Study, "run", lambda self, seconds: False)
-    assert gpu_study.main(["--device", "cpu", "--work", str(tmp_path / "work")]) == gpu_study.UNFINISHED
+    assert gpu_study.main(["--device", "cpu", "--work", str(tmp_path / "work")]) == gpu_study.UNFINISHED_STATUS
 
 
 def test_work_is_interrupted_when_its_time_is_up():

@@ -90,7 +90,8 @@ def test_other_settings_do_not_continue_a_file(place):
     for name in mt_bench.ADDED_SETTINGS:
         del record["settings"][name]  # as older versions wrote it
     about.write_text(json.dumps(record))
-    for more in (("--threshold", "0.3"), ("--threshold", "0.2", "--attn-implementation", "eager")):
+    for more in (("--threshold", "0.3"), ("--threshold", "0.2", "--attn-implementation", "eager"),
+                 ("--threshold", "0.2", "--budget", "1")):
         with pytest.raises(ValueError, match="begun with other settings"):
             run(options(place, "fsd.jsonl", *more))
     run(options(place, "fsd.jsonl", "--threshold", "0.2", "--limit", "2"))

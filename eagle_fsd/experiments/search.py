@@ -24,7 +24,7 @@ from .summaries import paired, summarise
 
 log = logging.getLogger(__name__)
 BASELINE = "model.generate"
-FEWEST_FOR_A_MEAN = 30  # answers, for the normal approximation of a mean
+FEWEST_FOR_A_MEAN = 30  # answers: means of fewer are too far from normal
 LOW_ACCURACY = 0.2
 # Thresholds that are tried for a rule, from the safest on.
 DIALS: dict[str, tuple[float, ...]] = {

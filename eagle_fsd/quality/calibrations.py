@@ -29,7 +29,7 @@ class Calibration:
     curve: list[dict[str, Any]]  # every setting that was tried
 
 
-FILE = "calibration.json"
+CALIBRATION_FILE = "calibration.json"
 
 
 def read_calibrations(head: str | Path) -> list[Calibration]:
@@ -44,7 +44,7 @@ def read_calibrations(head: str | Path) -> list[Calibration]:
         make_rule(**found.options)
         return found
 
-    return read_entries(fetch(str(head), FILE), "calibrations", build, "eagle-fsd calibrate")
+    return read_entries(fetch(str(head), CALIBRATION_FILE), "calibrations", build, "eagle-fsd calibrate")
 
 
 def store_calibration(head: str | Path, calibration: Calibration) -> Path:
@@ -53,4 +53,5 @@ def store_calibration(head: str | Path, calibration: Calibration) -> Path:
         return entry.promise, entry.target, entry.head, entry.dtype, entry.temperature, entry.tree
 
     kept = [entry for entry in read_calibrations(head) if key(entry) != key(calibration)]
-    return write_entries(Path(head) / FILE, "calibrations", [asdict(entry) for entry in [*kept, calibration]])
+    entries = [asdict(entry) for entry in [*kept, calibration]]
+    return write_entries(Path(head) / CALIBRATION_FILE, "calibrations", entries)
