@@ -24,8 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-import tyro
-
+from eagle_fsd.cli.arguments import parse_options
 from eagle_fsd.cli.exits import check_counts, exit_status
 from eagle_fsd.experiments.grading import extract_result, same_json
 from train.demo.families import FAMILIES
@@ -132,7 +131,7 @@ def write_tasks(arguments: Arguments) -> None:
 
 
 def main() -> int:
-    arguments = tyro.cli(Arguments, prog="python -m train.tasks")
+    arguments = parse_options(Arguments, program="python -m train.tasks")
     return exit_status("train.tasks", lambda: write_tasks(arguments), (ValueError, OSError))
 
 
