@@ -44,7 +44,7 @@ from eagle_fsd.models.target import TargetModel  # noqa: E402
 from train.card import measure, write_card  # noqa: E402
 from train.config import TrainingConfig, read_config  # noqa: E402
 from train.estimate import estimate_tau, last_answers  # noqa: E402
-from train.features import OfflineFeatures, OnlineFeatures, TargetEnds  # noqa: E402
+from train.feature_sources import OfflineFeatures, OnlineFeatures, TargetEnds  # noqa: E402
 from train.objectives import AlignedLoss  # noqa: E402
 
 log = logging.getLogger("train.train_draft_head")
