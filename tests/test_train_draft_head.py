@@ -1,5 +1,6 @@
 """The training script: runs to the end, resumes bit by bit, is the same on two processes, refuses what is wrong."""
 
+import importlib
 import json
 import os
 import signal
@@ -7,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +25,7 @@ from eagle_fsd.models.target import TargetModel
 from train import train_draft_head as script
 from train.config import make_config, read_config
 from train.features import write_features
+from train.objectives import OBJECTIVES, Objective
 from train.train_draft_head import Schedule, feature_noise, learning_rate, shares, train
 
 ROOT = Path(__file__).parents[1]
@@ -297,22 +300,41 @@ def test_noise_belongs_to_the_document_and_fades_with_length():
     ("changes", "match"),
     [
         ({"learning_rate": 1}, "unknown setting 'learning_rate'"),
-        ({"target": None}, "'target' is missing"),
+        ({"target": None}, "target must be str, got None"),
+        ({"evaluate": "maybe"}, "evaluate must be bool, got 'maybe'"),
+        ({"device_map": ["auto"]}, r"device_map must be str | None, got \['auto'\]"),
+        ({"steps": 2.5}, r"steps must be int \| None, got 2.5"),
+        ({"steps": 0}, "steps must be a whole number of at least 1, got 0"),
+        ({"keep": True}, "keep must be int, got True"),
         ({"lr": 0}, "lr must be a number above 0, got 0"),
-        ({"batch_tokens": 1.5}, "batch_tokens must be a whole number"),
+        ({"lr": "fast"}, "lr must be float, got 'fast'"),
+        ({"batch_tokens": 1.5}, "batch_tokens must be int, got 1.5"),
         ({"clip": "both"}, "clip must be one of norm, value, got 'both'"),
         ({"objective": "best"}, "unknown objective 'best'"),
-        ({"tree": [60]}, "tree must be"),
+        ({"tree": [60]}, "tree must be .*total_tokens, depth, top_k"),
+        ({"tree": [60, "deep", 10]}, r"tree must be tuple\[float, ...\], got \[60, 'deep', 10\]"),
         ({"mixed_precision": "fp8"}, "mixed_precision must be one of no, bf16"),
-        ({"betas": [0.9]}, r"betas must be two numbers .*, got \(0.9,\)"),
+        ({"betas": [0.9]}, r"betas must be tuple\[float, float\], got \[0.9\]"),
         ({"betas": [0.9, 1.0]}, "betas must be two numbers of at least 0 and below 1"),
-        ({"head": "eagle3"}, "head must be a mapping of settings, got 'eagle3'"),
+        ({"head": "eagle3"}, r"head must be dict\[str, Any\], got 'eagle3'"),
         ({"warmup": -1}, "warmup must be a whole number of at least 0, got -1"),
     ],
 )
 def test_bad_settings_are_refused(place, changes, match):
     with pytest.raises(ValueError, match=match):
         make_config(settings(place, "x", **changes))
+
+
+def test_a_missing_setting_is_named(place):
+    with pytest.raises(ValueError, match="setting 'target' is missing"):
+        make_config({"data": "d", "output": "o"})
+
+
+def test_without_omegaconf_it_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "omegaconf", None)
+    monkeypatch.delitem(sys.modules, "train.config")
+    with pytest.raises(ImportError, match=r"training needs OmegaConf: pip install eagle_fsd\[train\]"):
+        importlib.import_module("train.config")
 
 
 def test_a_head_setting_that_does_not_exist_is_refused(place):
@@ -327,8 +349,41 @@ def test_overrides_replace_what_the_file_says(tmp_path):
     assert (config.steps, config.lr, config.tree, config.objective.aligned_steps) == (7, 1e-3, (8, 3, 2), 2)
     assert [read_config(path, [f"mixed_precision={given}"]).mixed_precision for given in ("no", "'no'", "bf16")] == [
         "no", "no", "bf16"]
-    with pytest.raises(ValueError, match="name=value"):
-        read_config(path, ["steps"])
+    for override in ("steps", "=7"):
+        with pytest.raises(ValueError, match="name=value"):
+            read_config(path, [override])
+
+
+def test_an_override_replaces_a_mapping_or_one_entry_of_it(tmp_path):
+    path = tmp_path / "c.yaml"
+    path.write_text("target: t\ndata: d\noutput: o\nobjective: hass\nhead: {kind: eagle3, draft_vocab_size: 32000}\n")
+    assert read_config(path, ["head={kind: eagle3}"]).head == {"kind": "eagle3"}
+    assert read_config(path, ["head.bias=true"]).head == {"kind": "eagle3", "draft_vocab_size": 32000, "bias": True}
+    assert read_config(path, ["objective.aligned_steps=2"]).objective == replace(OBJECTIVES["hass"], aligned_steps=2)
+    assert read_config(path, ["objective=plain"]).objective == OBJECTIVES["plain"]
+    assert read_config(path, ["objective={tv: 1}"]).objective == Objective(tv=1.0)
+    assert read_config(path, ["steps=null", "evaluate=no"]).evaluate is False
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides", "match"),
+    [
+        ("- target", [], "must hold settings by name"),
+        ("target: [", [], "cannot be read as settings"),
+        ("3", [], "cannot be read as settings"),
+        ("target: t", ["head={"], r"head=\{ cannot be read as settings"),
+        ("target: t", ["learning_rate=1"], "unknown setting 'learning_rate'; accepted: target, data"),
+        ("target: t", ["data.x=1", "output=o"], r"data must be str, got \{'x': 1\}"),
+        ("target: t", ["data=d"], "setting 'output' is missing"),
+    ],
+)
+def test_what_cannot_be_read_is_refused(tmp_path, text, overrides, match):
+    path = tmp_path / "c.yaml"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=match):
+        read_config(path, overrides)
+    with pytest.raises(ValueError, match="nowhere.yaml"):
+        read_config(tmp_path / "nowhere.yaml")
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "train" / "configs").glob("*.yaml")), ids=lambda path: path.name)
