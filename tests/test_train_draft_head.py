@@ -22,11 +22,15 @@ from eagle_fsd.data.documents import Documents
 from eagle_fsd.heads.checkpoint import load_head
 from eagle_fsd.models.loading import load_target
 from eagle_fsd.models.target import TargetModel
-from train import train_draft_head as script
+from train import evaluation, train_draft_head
 from train.config import make_config, read_config
+from train.feature_sources import feature_noise
 from train.features import write_features
+from train.loop import train
 from train.objectives import OBJECTIVES, Objective
-from train.train_draft_head import Schedule, feature_noise, learning_rate, shares, train
+from train.run import Run
+from train.schedule import Schedule, learning_rate, shares
+from train.train_draft_head import main
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = str(ROOT / "train" / "train_draft_head.py")
@@ -132,7 +136,7 @@ def test_killed_by_force_it_resumes_to_the_same_curve_and_weights(place, finishe
 
 
 def test_interrupted_it_saves_and_resumes(place, finished, monkeypatch):
-    step = script.Run.train_step
+    step = Run.train_step
 
     def interrupt(self):
         if self.step == 6:
@@ -140,7 +144,7 @@ def test_interrupted_it_saves_and_resumes(place, finished, monkeypatch):
         return step(self)
 
     with monkeypatch.context() as context:
-        context.setattr(script.Run, "train_step", interrupt)
+        context.setattr(Run, "train_step", interrupt)
         with pytest.raises(KeyboardInterrupt):
             run(place, "interrupted")
     assert (place / "interrupted" / "states" / "step-7" / "run.json").exists()
@@ -149,17 +153,17 @@ def test_interrupted_it_saves_and_resumes(place, finished, monkeypatch):
 
 
 def test_a_worse_head_does_not_replace_the_best_after_a_resume(place, monkeypatch):
-    taus, step = iter([3.0, 2.0]), script.Run.train_step
+    taus, step = iter([3.0, 2.0]), Run.train_step
 
     def die(self):
         if self.step == 5:
             raise RuntimeError("killed")
         return step(self)
 
-    monkeypatch.setattr(script, "estimate_tau", lambda *args: dict.fromkeys(args[4], next(taus)))
+    monkeypatch.setattr(evaluation, "estimate_tau", lambda *args: dict.fromkeys(args[4], next(taus)))
     changes = {"steps": 8, "eval_every": 4}  # saved and evaluated at the same step
     with monkeypatch.context() as context:
-        context.setattr(script.Run, "train_step", die)
+        context.setattr(Run, "train_step", die)
         with pytest.raises(RuntimeError):
             run(place, "best", **changes)
     run(place, "best", **changes)
@@ -259,6 +263,23 @@ def test_sharded_training_saves_a_head_that_loads(tmp_path):
     assert torch.equal(load_head(tmp_path / "head").fc.weight, head.fc.weight)
 
 
+def test_states_of_older_versions_are_continued(place):
+    """They hold whole numbers where the settings are floats now."""
+    run(place, "older", steps=4)
+    path = place / "older" / "states" / "step-4" / "run.json"
+    record = json.loads(path.read_text())
+    assert record["config"]["tree"] == [6, 3, 2] and record["config"]["objective"]["aligned_steps"] == 2
+    record["config"] |= {"tree": [6, 3, 2], "epochs": 20}
+    path.write_text(json.dumps(record))
+    before = (place / "older" / "train.jsonl").read_text()
+    run(place, "older", steps=4)
+    assert (place / "older" / "train.jsonl").read_text() == before
+
+
+def test_the_card_shows_the_tree_as_it_was_given(finished):
+    assert "tree\n[6, 3, 2], float32" in (finished / "README.md").read_text()
+
+
 def test_another_configuration_does_not_continue_a_run(place, finished):
     with pytest.raises(ValueError, match="another lr, seed"):
         run(place, "whole", lr=1e-3, seed=3)
@@ -335,6 +356,30 @@ def test_without_omegaconf_it_says_what_to_install(monkeypatch):
     monkeypatch.delitem(sys.modules, "train.config")
     with pytest.raises(ImportError, match=r"training needs OmegaConf: pip install eagle_fsd\[train\]"):
         importlib.import_module("train.config")
+
+
+@pytest.mark.parametrize("words", [["--nonsense"], ["lr=1"], ["--config", "nowhere.yaml", "lr=1", "--cpu"],
+                                   ["--config", "nowhere.yaml", "steps"]], ids=" ".join)
+def test_bad_command_lines_end_with_status_2(words, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["train_draft_head", *words])
+    monkeypatch.chdir(tmp_path)
+    try:
+        status = main()
+    except SystemExit as stopped:
+        status = stopped.code
+    shown = capsys.readouterr().err
+    assert status == 2 and "Traceback" not in shown
+    if "nowhere.yaml" in words:
+        assert shown.count("\n") == 1 and shown.startswith("train_draft_head: nowhere.yaml")
+
+
+def test_the_command_reads_overrides_and_flags(monkeypatch):
+    asked = []
+    monkeypatch.setattr(train_draft_head, "read_config", lambda path, overrides: (path, overrides))
+    monkeypatch.setattr(train_draft_head, "train", lambda config, cpu: asked.append((*config, cpu)))
+    monkeypatch.setattr(sys, "argv", ["x", "--config", "c.yaml", "head={kind: eagle3}", "lr=3e-4", "--cpu", "--wandb"])
+    assert main() == 0
+    assert asked == [(Path("c.yaml"), ["head={kind: eagle3}", "lr=3e-4", "tracker=wandb"], True)]
 
 
 def test_a_head_setting_that_does_not_exist_is_refused(place):

@@ -118,3 +118,15 @@ def read_index(directory: Path) -> dict:
         return json.loads((directory / "index.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ValueError(f"{directory} has no features of train.features: {error}") from error
+
+
+def feature_noise(indices: np.ndarray, lengths: np.ndarray, features: Tensor, amplitude: float, seed: int) -> Tensor:
+    """Uniform noise [B, T, D] in +- amplitude * 512 / length, a function of (seed, document): the same in any split
+    of the batch over processes."""
+    noise = torch.zeros_like(features)
+    generator = torch.Generator(features.device)
+    for row, (document, length) in enumerate(zip(indices.tolist(), lengths.tolist(), strict=True)):
+        generator.manual_seed(hash((seed, document)) % 2**63)
+        drawn = torch.rand(length, features.shape[2], generator=generator, device=features.device)
+        noise[row, :length] = (drawn * 2 - 1) * (amplitude * 512 / length)
+    return noise
