@@ -24,13 +24,11 @@ from eagle_fsd.models.loading import load_target
 from eagle_fsd.models.target import TargetModel
 from train import evaluation, train_draft_head
 from train.config import make_config, read_config
-from train.feature_sources import feature_noise
 from train.features import write_features
-from train.loop import train
 from train.objectives import OBJECTIVES, Objective
 from train.run import Run
-from train.schedule import Schedule, learning_rate, shares
-from train.train_draft_head import main
+from train.schedule import Schedule, feature_noise, learning_rate, shares
+from train.train_draft_head import main, train
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = str(ROOT / "train" / "train_draft_head.py")

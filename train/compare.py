@@ -42,8 +42,8 @@ from train.config import make_config
 from train.demo.demo import keep_freed_memory
 from train.demo.tasks import is_correct, tasks
 from train.features import write_features
-from train.loop import train
 from train.objectives import OBJECTIVES
+from train.train_draft_head import train
 
 log = logging.getLogger("train.compare")
 

@@ -12,7 +12,7 @@ from eagle_fsd.heads.eagle import DraftHead
 from eagle_fsd.heads.eagle3 import Eagle3Head
 from eagle_fsd.heads.layouts import LAYER_IDS
 from train.config import TrainingConfig
-from train.feature_sources import TargetEnds
+from train.teacher import TargetEnds
 
 KINDS = {"eagle2": DraftHead, "eagle3": Eagle3Head}
 

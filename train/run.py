@@ -14,16 +14,14 @@ from eagle_fsd.heads.checkpoint import load_head
 from eagle_fsd.heads.eagle import DraftHead
 from eagle_fsd.heads.eagle3 import Eagle3Head
 from train.config import TrainingConfig
-from train.data.split import DocumentSplit
-from train.feature_sources import feature_noise
 from train.new_heads import new_head, start_output, text_config
 from train.objectives import AlignedLoss
-from train.schedule import Schedule, learning_rate, shares
+from train.schedule import DocumentSplit, Schedule, feature_noise, learning_rate, shares
 from train.teacher import Teacher
 
 
 class Run:
-    """One training run; `train.loop` drives it.
+    """One training run; `train.train_draft_head` drives it.
 
     Raises:
         ValueError: settings, data, features, head and target that do not fit together; before any long work where it
@@ -125,3 +123,7 @@ class Run:
         )
         head.load_state_dict({name.removeprefix("head."): value.to("cpu") for name, value in state.items()})
         return head.eval()
+
+    def close(self) -> None:
+        """Let go of the model while its process group lives: gloo's, when it goes with the model, can wait forever."""
+        self.model, self.optimizer = self.accelerator.free_memory(self.model, self.optimizer)

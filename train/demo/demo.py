@@ -33,7 +33,7 @@ from train.demo.corpus import encode_answers, python_prefixes, train_tokenizer, 
 from train.demo.target import Stage, build_target, grow, train_stage
 from train.demo.tasks import tasks
 from train.features import write_features
-from train.loop import train
+from train.train_draft_head import train
 
 log = logging.getLogger("train.demo")
 
