@@ -20,7 +20,8 @@ EXTRAS = {
     "gguf": ["gguf>=0.10"],
     "flash": ["flash-attn-4>=4.0.0b36; platform_system == 'Linux'"],  # or 2, or 3: docs/attention.md
     "lm_eval": ["lm_eval>=0.4.13,<0.5"],
-    "dev": [*TRAIN, *EVAL, "pytest>=8", "hypothesis>=6.100", "ruff>=0.8", "nbclient>=0.10", "ipykernel>=6", "gguf>=0.10"],
+    "dev": [*TRAIN, *EVAL, "gguf>=0.10", "pytest>=8", "hypothesis>=6.100", "ruff>=0.8", "nbclient>=0.10",
+            "ipykernel>=6"],
 }
 
 setup(
@@ -41,7 +42,7 @@ setup(
     },
     install_requires=[
         "torch>=2.9", "transformers>=5.17,<6", "safetensors>=0.5", "accelerate>=1.1", "tqdm>=4.66", "numpy>=1.26",
-        "scipy>=1.12", "tyro>=1.0", "jinja2>=3.1",
+        "scipy>=1.15", "tyro>=1.0", "jinja2>=3.1",
     ],
     extras_require=EXTRAS,
     entry_points={

@@ -1,18 +1,18 @@
 """The comparison of objectives: what a work folder may be continued with."""
 
-import argparse
 import json
 from pathlib import Path
 
 import pytest
 
+from eagle_fsd.cli.arguments import parse_options
 from train import compare
+from train.objectives import OBJECTIVES
 
 
-def options(work: Path, **changes) -> argparse.Namespace:
-    given = {"target": "t", "data": Path("d"), "eval_data": Path("e"), "device": "cpu", "seconds": 60.0,
-             "batch_tokens": 4096, "intermediate_size": 768, "draft_vocab_size": None, "prompts": 32, "tasks": 64}
-    return argparse.Namespace(work=work, **given | changes)
+def options(work: Path, **changes) -> compare.Arguments:
+    given = {"target": "t", "data": Path("d"), "eval_data": Path("e"), "device": "cpu"}
+    return compare.Arguments(work=work, **given | changes)
 
 
 def test_a_work_folder_is_not_continued_with_other_settings(tmp_path, monkeypatch):
@@ -41,8 +41,23 @@ def test_the_record_is_written_into_a_new_folder(tmp_path, monkeypatch):
               for what in ("tau", "tokens/s", "seconds", "length", "accuracy")}}
     monkeypatch.setattr(compare, "prepare_features", lambda args: None)
     monkeypatch.setattr(compare, "compare", lambda args: [row])
-    args = options(tmp_path / "work")
-    args.out = tmp_path / "results" / "at-0.5"
-    compare.run(args)
+    compare.run(options(tmp_path / "work", out=tmp_path / "results" / "at-0.5"))
     assert json.loads((tmp_path / "results" / "at-0.5.json").read_text())["rows"] == [row]
     assert "| eagle | 0.01 |" in (tmp_path / "results" / "at-0.5.md").read_text()
+
+
+@pytest.mark.parametrize("name", ["batch_tokens", "seeds", "prompts", "tasks"])
+def test_bad_options_are_refused_before_anything_is_written(tmp_path, name):
+    with pytest.raises(ValueError, match=f"--{name.replace('_', '-')} must be at least 1, got 0"):
+        compare.run(options(tmp_path / "work", **{name: 0}))
+    assert not (tmp_path / "work").exists()
+
+
+def test_the_command_line(capsys):
+    given = parse_options(compare.Arguments, ["--objectives", "sparse", "eagle3", "--rates", "1e-3", "2e-3"])
+    assert given.objectives == ("sparse", "eagle3") and given.rates == (1e-3, 2e-3)
+    assert parse_options(compare.Arguments, []).objectives == tuple(
+        name for name in OBJECTIVES if not name.startswith("eagle3"))
+    with pytest.raises(SystemExit) as stopped:
+        parse_options(compare.Arguments, ["--objectives", "unheard"])
+    assert stopped.value.code == 2 and "unheard" in capsys.readouterr().err

@@ -1,5 +1,7 @@
 """Features from disk are those of the target's forward; folders that do not fit are refused."""
 
+import json
+import logging
 import shutil
 from collections import namedtuple
 
@@ -11,7 +13,8 @@ from tiny import tiny_target
 from eagle_fsd.data.documents import Documents
 from eagle_fsd.models.target import TargetModel
 from train import features as module
-from train.features import OfflineFeatures, OnlineFeatures, TargetEnds, shard_starts, write_features
+from train.features import Arguments, run, shard_starts, write_features
+from train.teacher import OfflineFeatures, OnlineFeatures, TargetEnds
 
 LENGTHS = [5, 9, 3, 12, 4, 7, 6]
 
@@ -28,7 +31,7 @@ def documents(seed: int = 0) -> Documents:
 
 def write(target, directory, data=None, shard_tokens=15):
     data = data or documents()
-    write_features(target, data, directory, batch_tokens=30, shard_bytes=shard_tokens * 16 * 4)
+    write_features(target, data, directory, batch_tokens=30, shard_tokens=shard_tokens)
     return OfflineFeatures(directory, data)
 
 
@@ -72,6 +75,77 @@ def test_an_interrupted_run_continues_with_the_missing_shards(target, tmp_path, 
     assert made == [[4, 5]]
     tokens = torch.zeros(7, 12, dtype=torch.long)
     assert torch.equal(cut(np.arange(7), tokens), whole(np.arange(7), tokens))
+
+
+def made_shards(directory) -> list[str]:
+    return sorted(path.name for path in directory.glob("features-*"))
+
+
+def test_a_run_that_is_stopped_keeps_every_finished_shard(target, tmp_path, monkeypatch):
+    forward, seen = OnlineFeatures.__call__, []
+
+    def stopped(self, indices, tokens):
+        if seen and 4 in indices:
+            raise KeyboardInterrupt
+        seen.append(indices)
+        return forward(self, indices, tokens)
+
+    with monkeypatch.context() as context:
+        context.setattr(OnlineFeatures, "__call__", stopped)
+        with pytest.raises(KeyboardInterrupt):
+            write(target, tmp_path / "cut")
+    assert made_shards(tmp_path / "cut") == ["features-00000.safetensors", "features-00001.safetensors"]
+    tokens = torch.zeros(7, 12, dtype=torch.long)
+    whole, cut = write(target, tmp_path / "whole"), write(target, tmp_path / "cut")
+    assert torch.equal(cut(np.arange(7), tokens), whole(np.arange(7), tokens))
+
+
+def test_a_folder_keeps_to_the_shards_that_it_was_begun_with(target, tmp_path):
+    """Among them those of 1 GiB that older versions wrote: one for all seven documents here."""
+    indices, tokens = np.arange(7), torch.zeros(7, 12, dtype=torch.long)
+    wanted = write(target, tmp_path / "whole", shard_tokens=15)(indices, tokens)
+    for begun, other, starts in ((1 << 24, 15, [0]), (15, 1 << 24, [0, 2, 4, 6])):
+        folder = tmp_path / str(begun)
+        write(target, folder, shard_tokens=begun)
+        before = {path: path.stat().st_mtime_ns for path in folder.glob("features-*")}
+        if len(before) > 1:
+            (folder / "features-00001.safetensors").unlink()
+        again = write(target, folder, shard_tokens=other)
+        assert json.loads((folder / "index.json").read_text())["first_documents"] == starts
+        assert len(made_shards(folder)) == len(starts)
+        torch.testing.assert_close(again(indices, tokens), wanted)  # other batches round otherwise
+        kept = [path for path in before if path.name != "features-00001.safetensors"]
+        assert all(path.stat().st_mtime_ns == before[path] for path in kept)
+
+
+def test_a_folder_without_shards_takes_the_new_size(target, tmp_path):
+    write(target, tmp_path, shard_tokens=1 << 24)
+    (tmp_path / "features-00000.safetensors").unlink()
+    write(target, tmp_path, shard_tokens=15)
+    assert len(made_shards(tmp_path)) == 4
+
+
+def test_without_a_terminal_the_log_says_how_far_it_is(target, tmp_path, monkeypatch, caplog):
+    def lines() -> list[str]:
+        found = [record.getMessage() for record in caplog.records if "tokens/s" in record.getMessage()]
+        caplog.clear()
+        return [line.partition(" tokens, ")[0] for line in found]
+
+    caplog.set_level(logging.INFO, "train.features")
+    write(target, tmp_path / "quick")
+    assert lines() == []  # not before half a minute is over
+    monkeypatch.setattr(module, "LOG_SECONDS", 0.0)
+    write(target, tmp_path / "slow")
+    assert lines() == ["14 of 46", "29 of 46", "40 of 46", "46 of 46"]
+    (tmp_path / "slow" / "features-00001.safetensors").unlink()
+    write(target, tmp_path / "slow")
+    assert lines() == ["46 of 46"]  # what was there counts
+
+
+def test_the_command_checks_its_options_first(tmp_path):
+    for option in ("batch_tokens", "shard_tokens"):
+        with pytest.raises(ValueError, match=f"--{option.replace('_', '-')} must be at least 1, got 0"):
+            run(Arguments(target="nowhere", data=tmp_path, out=tmp_path / "out", **{option: 0}))
 
 
 def test_other_data_or_another_target_is_refused(target, tmp_path):

@@ -192,15 +192,18 @@ def test_only_the_head_is_trained_and_saved(pair):
     [
         ("unheard", "unknown objective 'unheard'; accepted: eagle"),
         ({"name": "eagle", "speed": 1}, "no field 'speed'"),
-        ({"tv": -1.0}, "tv must be at least 0"),
+        ({"tv": -1.0}, "tv must be a number of at least 0, got -1.0"),
+        ({"tv": "much"}, "tv must be a number of at least 0, got 'much'"),
+        ({"tv": 1.0, "aligned_steps": 2.5}, "aligned_steps must be a whole number of at least 1, got 2.5"),
+        ({"gate": 1.0, "gate_threshold": "low"}, "gate_threshold must be a number of at least 0, got 'low'"),
         ({}, "one of regression"),
         ({"tv": 1.0, "aligned_steps": 0}, "aligned_steps"),
         ({"tv": 1.0, "step_decay": 1.5}, "step_decay"),
-        ({"tv": 1.0, "aligned_from": 1.0}, "aligned_from must lie in"),
+        ({"tv": 1.0, "aligned_from": 1.0}, r"aligned_from must be a number in \[0, 1\), got 1.0"),
         ({"tv": 1.0, "logit_stride": 0}, "logit_stride"),
         ({"gate": 1.0, "gate_divergence": "cosine"}, "unknown divergence 'cosine'"),
         ({"gate": 1.0, "gate_softness": 0.0}, "gate_softness"),
-        ({"tv": float("nan")}, "tv must be at least 0"),
+        ({"tv": float("nan")}, "tv must be a number of at least 0, got nan"),
     ],
 )
 def test_bad_objectives_are_refused(description, match):

@@ -7,9 +7,12 @@ import numpy as np
 import pytest
 from tiny import tiny_pair, tiny_tokenizer
 
-from eagle_fsd.data.conversations import BadRow, Record, check_messages, read_rows
+from eagle_fsd.cli.arguments import parse_options
+from eagle_fsd.data.conversations import BadRow, Record, check_messages, read_records
 from eagle_fsd.data.documents import Documents
-from train.prepare_data import build_parser, encode_row, pack, prepare, regenerate, run
+from train.data.encoding import encode_dataset, encode_record, pack
+from train.data.regeneration import regenerate
+from train.prepare_data import Arguments, run
 
 
 def chat(*contents: str) -> list[dict[str, str]]:
@@ -43,25 +46,25 @@ def test_every_format_gives_the_same_messages(tmp_path):
         write(tmp_path / "bare.jsonl", [wanted, wanted]),
     ]
     for source in sources:
-        rows = list(read_rows(source))
+        rows = list(read_records(source))
         assert rows and all(row.messages == wanted for row in rows), source
 
 
 def test_text_files_and_text_records(tmp_path):
-    assert list(read_rows(write(tmp_path / "a.txt", ["one", "two"]))) == [Record(text="one\ntwo")]
-    assert list(read_rows(write(tmp_path / "b.jsonl", [{"text": "one"}]))) == [Record(text="one")]
+    assert list(read_records(write(tmp_path / "a.txt", ["one", "two"]))) == [Record(text="one\ntwo")]
+    assert list(read_records(write(tmp_path / "b.jsonl", [{"text": "one"}]))) == [Record(text="one")]
 
 
 def test_a_folder_of_the_datasets_library(tmp_path):
     datasets = pytest.importorskip("datasets")
     datasets.Dataset.from_list([SHAREGPT]).save_to_disk(str(tmp_path / "d"))
-    assert [row.messages for row in read_rows(str(tmp_path / "d"))] == [chat("hi", "yes")]
+    assert [row.messages for row in read_records(str(tmp_path / "d"))] == [chat("hi", "yes")]
 
 
 def test_a_dataset_name_without_the_library_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(ImportError, match="pip install datasets"):
-        list(read_rows("someone/some-dataset"))
+        list(read_records("someone/some-dataset"))
 
 
 BAD = [
@@ -85,7 +88,7 @@ BAD = [
 
 @pytest.mark.parametrize(("record", "reason"), BAD, ids=[reason for _, reason in BAD])
 def test_bad_rows_say_why(tmp_path, record, reason):
-    rows = list(read_rows(write(tmp_path / "x.jsonl", [record, SHAREGPT])))
+    rows = list(read_records(write(tmp_path / "x.jsonl", [record, SHAREGPT])))
     assert [row.reason for row in rows] == [reason, None]
 
 
@@ -97,8 +100,8 @@ def test_turns_after_the_last_answer_are_cut():
 
 def test_bad_rows_are_counted_and_the_rest_is_learned(tmp_path, tokenizer):
     lines = [record for record, _ in BAD] + [SHAREGPT] * 3 + [{"messages": chat("hi", "a" * 40)}]
-    rows = read_rows(write(tmp_path / "x.jsonl", lines))
-    documents, summary = prepare(rows, tokenizer, max_length=24, long="drop")
+    rows = read_records(write(tmp_path / "x.jsonl", lines))
+    documents, summary = encode_dataset(rows, tokenizer, max_length=24, long="drop")
     assert len(documents) == 3
     assert summary["rows"] == len(BAD) + 4 and summary["bad_rows"] == len(BAD) + 1
     assert summary["bad_reasons"]["over-long"] == 1 and summary["bad_reasons"]["roles out of order"] == 2
@@ -109,19 +112,19 @@ def test_bad_rows_are_counted_and_the_rest_is_learned(tmp_path, tokenizer):
 
 def test_nothing_usable_is_an_error(tokenizer):
     with pytest.raises(ValueError, match="none of 1 rows.*broken JSON"):
-        prepare([Record(reason="broken JSON")], tokenizer, max_length=24)
+        encode_dataset([Record(reason="broken JSON")], tokenizer, max_length=24)
 
 
 def test_long_conversations_are_truncated_unless_nothing_is_left_to_learn(tokenizer):
     row = Record(messages=chat("hi", "a" * 40))
-    ((ids, learned),) = encode_row(row, tokenizer, 12, "truncate")
+    ((ids, learned),) = encode_record(row, tokenizer, 12, "truncate")
     assert len(ids) == len(learned) == 12 and learned[-1]
     with pytest.raises(BadRow, match="nothing to learn"):
-        encode_row(Record(messages=chat("a" * 40, "yes")), tokenizer, 12, "truncate")
+        encode_record(Record(messages=chat("a" * 40, "yes")), tokenizer, 12, "truncate")
 
 
 def test_plain_text_is_cut_into_documents_that_begin_alike(tokenizer):
-    pieces = encode_row(Record(text="abcdefghij"), tokenizer, 5, "truncate")
+    pieces = encode_record(Record(text="abcdefghij"), tokenizer, 5, "truncate")
     assert [len(ids) for ids, _ in pieces] == [5, 5, 4]  # a start token each, one end token in all
     assert all(ids[0] == tokenizer.bos_token_id and learned == [False] + [True] * (len(ids) - 1)
                for ids, learned in pieces)
@@ -183,11 +186,11 @@ def test_the_command_writes_a_dataset_with_its_summary(tmp_path, model, tokenize
     tokenizer.save_pretrained(tmp_path / "target")
     source = write(tmp_path / "chat.jsonl", [SHAREGPT, "{broken", {"messages": chat("a", "b")}])
     common = ["--target", str(tmp_path / "target"), "--data", source, "--max-length", "32"]
-    summary = run(build_parser().parse_args([*common, "--out", str(tmp_path / "data")]))
+    summary = run(parse_options(Arguments, [*common, "--out", str(tmp_path / "data")]))
     documents = Documents.load(tmp_path / "data")
     assert len(documents) == summary["documents"] == 2 and summary["bad_reasons"] == {"broken JSON": 1}
-    own = run(build_parser().parse_args(
-        [*common, "--out", str(tmp_path / "own"), "--regenerate", "greedy", "--max-new-tokens", "4"]
+    own = run(parse_options(
+        Arguments, [*common, "--out", str(tmp_path / "own"), "--regenerate", "greedy", "--max-new-tokens", "4"]
     ))
     assert own["documents"] == 2 and own["regenerated"] == "greedy"
     assert not np.array_equal(Documents.load(tmp_path / "own").tokens, documents.tokens)
@@ -195,13 +198,11 @@ def test_the_command_writes_a_dataset_with_its_summary(tmp_path, model, tokenize
 
 @pytest.mark.parametrize(
     ("option", "match"), [(["--max-length", "3"], "--max-length.*3"), (["--limit", "0"], "--limit.*0"),
-                          ([], "holds chat.json")]
+                          (["--max-new-tokens", "0"], "--max-new-tokens.*0"), ([], "holds chat.json")]
 )
 def test_bad_options_are_refused_before_anything_is_loaded(tmp_path, option, match):
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "chat.json").write_text("[]")
-    args = build_parser().parse_args(
-        ["--target", "nowhere", "--data", "x.jsonl", "--out", str(tmp_path / "data"), *option]
-    )
+    words = ["--target", "nowhere", "--data", "x.jsonl", "--out", str(tmp_path / "data"), *option]
     with pytest.raises(ValueError, match=match):
-        run(args)
+        run(parse_options(Arguments, words))

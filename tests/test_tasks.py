@@ -9,7 +9,9 @@ import pytest
 
 from eagle_fsd.experiments.grading import extract_result
 from train.demo import tasks as generator
-from train.demo.tasks import FAMILIES, PHRASES, QUESTIONS, Task, is_correct, make_task, split_of, tasks
+from train.demo.families import FAMILIES
+from train.demo.tasks import Arguments, Task, is_correct, make_task, split_of, tasks, write_tasks
+from train.demo.wordings import PHRASES, QUESTIONS, STORY_EVENTS, STRING_EDITS
 
 
 def test_same_arguments_give_the_same_tasks():
@@ -68,9 +70,10 @@ def test_every_calculation_in_an_answer_holds():
 
 
 def test_steps_have_at_least_four_phrasings_and_questions_unseen_ones():
-    for key, wordings in PHRASES.items():
+    for key, wordings in (PHRASES | STORY_EVENTS | STRING_EDITS).items():
         assert len(set(wordings)) >= 4, key
-    for key, (trained, unseen) in QUESTIONS.items():
+    for key, wordings in QUESTIONS.items():
+        trained, unseen = wordings["trained"], wordings["unseen"]
         assert len(trained) >= 4 and unseen, key
         assert not set(trained) & set(unseen), key
 
@@ -117,3 +120,13 @@ def test_bad_requests_are_refused(family, split, unseen, word):
 def test_level_is_respected():
     assert {make_task("list", random.Random(s), "train", level=2).level for s in range(5)} == {2}
     assert generator.HELDOUT_BUCKETS > 1
+
+
+def test_the_command_writes_conversations_and_refuses_an_empty_file(tmp_path):
+    write_tasks(Arguments(out=tmp_path / "new" / "tasks.json", count=9, seed=4))
+    written = json.loads((tmp_path / "new" / "tasks.json").read_text())
+    for record, task in zip(written, tasks("train", seed=4, count=9), strict=True):
+        assert [turn["value"] for turn in record["conversations"]][-1] == task.answer
+        assert [turn["from"] for turn in record["conversations"]][:2] == ["human", "gpt"]
+    with pytest.raises(ValueError, match="--count must be at least 1, got 0"):
+        write_tasks(Arguments(out=tmp_path / "none.json", count=0))

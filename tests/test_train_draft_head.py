@@ -1,5 +1,6 @@
 """The training script: runs to the end, resumes bit by bit, is the same on two processes, refuses what is wrong."""
 
+import importlib
 import json
 import os
 import signal
@@ -7,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -20,10 +22,13 @@ from eagle_fsd.data.documents import Documents
 from eagle_fsd.heads.checkpoint import load_head
 from eagle_fsd.models.loading import load_target
 from eagle_fsd.models.target import TargetModel
-from train import train_draft_head as script
+from train import evaluation, train_draft_head
 from train.config import make_config, read_config
 from train.features import write_features
-from train.train_draft_head import Schedule, feature_noise, learning_rate, shares, train
+from train.objectives import OBJECTIVES, Objective
+from train.run import Run
+from train.schedule import Schedule, feature_noise, learning_rate, shares
+from train.train_draft_head import main, train
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = str(ROOT / "train" / "train_draft_head.py")
@@ -129,7 +134,7 @@ def test_killed_by_force_it_resumes_to_the_same_curve_and_weights(place, finishe
 
 
 def test_interrupted_it_saves_and_resumes(place, finished, monkeypatch):
-    step = script.Run.train_step
+    step = Run.train_step
 
     def interrupt(self):
         if self.step == 6:
@@ -137,7 +142,7 @@ def test_interrupted_it_saves_and_resumes(place, finished, monkeypatch):
         return step(self)
 
     with monkeypatch.context() as context:
-        context.setattr(script.Run, "train_step", interrupt)
+        context.setattr(Run, "train_step", interrupt)
         with pytest.raises(KeyboardInterrupt):
             run(place, "interrupted")
     assert (place / "interrupted" / "states" / "step-7" / "run.json").exists()
@@ -146,17 +151,17 @@ def test_interrupted_it_saves_and_resumes(place, finished, monkeypatch):
 
 
 def test_a_worse_head_does_not_replace_the_best_after_a_resume(place, monkeypatch):
-    taus, step = iter([3.0, 2.0]), script.Run.train_step
+    taus, step = iter([3.0, 2.0]), Run.train_step
 
     def die(self):
         if self.step == 5:
             raise RuntimeError("killed")
         return step(self)
 
-    monkeypatch.setattr(script, "estimate_tau", lambda *args: dict.fromkeys(args[4], next(taus)))
+    monkeypatch.setattr(evaluation, "estimate_tau", lambda *args: dict.fromkeys(args[4], next(taus)))
     changes = {"steps": 8, "eval_every": 4}  # saved and evaluated at the same step
     with monkeypatch.context() as context:
-        context.setattr(script.Run, "train_step", die)
+        context.setattr(Run, "train_step", die)
         with pytest.raises(RuntimeError):
             run(place, "best", **changes)
     run(place, "best", **changes)
@@ -256,6 +261,23 @@ def test_sharded_training_saves_a_head_that_loads(tmp_path):
     assert torch.equal(load_head(tmp_path / "head").fc.weight, head.fc.weight)
 
 
+def test_states_of_older_versions_are_continued(place):
+    """They hold whole numbers where the settings are floats now."""
+    run(place, "older", steps=4)
+    path = place / "older" / "states" / "step-4" / "run.json"
+    record = json.loads(path.read_text())
+    assert record["config"]["tree"] == [6, 3, 2] and record["config"]["objective"]["aligned_steps"] == 2
+    record["config"] |= {"tree": [6, 3, 2], "epochs": 20}
+    path.write_text(json.dumps(record))
+    before = (place / "older" / "train.jsonl").read_text()
+    run(place, "older", steps=4)
+    assert (place / "older" / "train.jsonl").read_text() == before
+
+
+def test_the_card_shows_the_tree_as_it_was_given(finished):
+    assert "tree\n[6, 3, 2], float32" in (finished / "README.md").read_text()
+
+
 def test_another_configuration_does_not_continue_a_run(place, finished):
     with pytest.raises(ValueError, match="another lr, seed"):
         run(place, "whole", lr=1e-3, seed=3)
@@ -297,22 +319,65 @@ def test_noise_belongs_to_the_document_and_fades_with_length():
     ("changes", "match"),
     [
         ({"learning_rate": 1}, "unknown setting 'learning_rate'"),
-        ({"target": None}, "'target' is missing"),
+        ({"target": None}, "target must be str, got None"),
+        ({"evaluate": "maybe"}, "evaluate must be bool, got 'maybe'"),
+        ({"device_map": ["auto"]}, r"device_map must be str | None, got \['auto'\]"),
+        ({"steps": 2.5}, r"steps must be int \| None, got 2.5"),
+        ({"steps": 0}, "steps must be a whole number of at least 1, got 0"),
+        ({"keep": True}, "keep must be int, got True"),
         ({"lr": 0}, "lr must be a number above 0, got 0"),
-        ({"batch_tokens": 1.5}, "batch_tokens must be a whole number"),
+        ({"lr": "fast"}, "lr must be float, got 'fast'"),
+        ({"batch_tokens": 1.5}, "batch_tokens must be int, got 1.5"),
         ({"clip": "both"}, "clip must be one of norm, value, got 'both'"),
         ({"objective": "best"}, "unknown objective 'best'"),
-        ({"tree": [60]}, "tree must be"),
+        ({"tree": [60]}, "tree must be .*total_tokens, depth, top_k"),
+        ({"tree": [60, "deep", 10]}, r"tree must be tuple\[float, ...\], got \[60, 'deep', 10\]"),
         ({"mixed_precision": "fp8"}, "mixed_precision must be one of no, bf16"),
-        ({"betas": [0.9]}, r"betas must be two numbers .*, got \(0.9,\)"),
+        ({"betas": [0.9]}, r"betas must be tuple\[float, float\], got \[0.9\]"),
         ({"betas": [0.9, 1.0]}, "betas must be two numbers of at least 0 and below 1"),
-        ({"head": "eagle3"}, "head must be a mapping of settings, got 'eagle3'"),
+        ({"head": "eagle3"}, r"head must be dict\[str, Any\], got 'eagle3'"),
         ({"warmup": -1}, "warmup must be a whole number of at least 0, got -1"),
     ],
 )
 def test_bad_settings_are_refused(place, changes, match):
     with pytest.raises(ValueError, match=match):
         make_config(settings(place, "x", **changes))
+
+
+def test_a_missing_setting_is_named(place):
+    with pytest.raises(ValueError, match="setting 'target' is missing"):
+        make_config({"data": "d", "output": "o"})
+
+
+def test_without_omegaconf_it_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "omegaconf", None)
+    monkeypatch.delitem(sys.modules, "train.config")
+    with pytest.raises(ImportError, match=r"training needs OmegaConf: pip install eagle_fsd\[train\]"):
+        importlib.import_module("train.config")
+
+
+@pytest.mark.parametrize("words", [["--nonsense"], ["lr=1"], ["--config", "nowhere.yaml", "lr=1", "--cpu"],
+                                   ["--config", "nowhere.yaml", "steps"]], ids=" ".join)
+def test_bad_command_lines_end_with_status_2(words, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["train_draft_head", *words])
+    monkeypatch.chdir(tmp_path)
+    try:
+        status = main()
+    except SystemExit as stopped:
+        status = stopped.code
+    shown = capsys.readouterr().err
+    assert status == 2 and "Traceback" not in shown
+    if "nowhere.yaml" in words:
+        assert shown.count("\n") == 1 and shown.startswith("train_draft_head: nowhere.yaml")
+
+
+def test_the_command_reads_overrides_and_flags(monkeypatch):
+    asked = []
+    monkeypatch.setattr(train_draft_head, "read_config", lambda path, overrides: (path, overrides))
+    monkeypatch.setattr(train_draft_head, "train", lambda config, cpu: asked.append((*config, cpu)))
+    monkeypatch.setattr(sys, "argv", ["x", "--config", "c.yaml", "head={kind: eagle3}", "lr=3e-4", "--cpu", "--wandb"])
+    assert main() == 0
+    assert asked == [(Path("c.yaml"), ["head={kind: eagle3}", "lr=3e-4", "tracker=wandb"], True)]
 
 
 def test_a_head_setting_that_does_not_exist_is_refused(place):
@@ -327,8 +392,41 @@ def test_overrides_replace_what_the_file_says(tmp_path):
     assert (config.steps, config.lr, config.tree, config.objective.aligned_steps) == (7, 1e-3, (8, 3, 2), 2)
     assert [read_config(path, [f"mixed_precision={given}"]).mixed_precision for given in ("no", "'no'", "bf16")] == [
         "no", "no", "bf16"]
-    with pytest.raises(ValueError, match="name=value"):
-        read_config(path, ["steps"])
+    for override in ("steps", "=7"):
+        with pytest.raises(ValueError, match="name=value"):
+            read_config(path, [override])
+
+
+def test_an_override_replaces_a_mapping_or_one_entry_of_it(tmp_path):
+    path = tmp_path / "c.yaml"
+    path.write_text("target: t\ndata: d\noutput: o\nobjective: hass\nhead: {kind: eagle3, draft_vocab_size: 32000}\n")
+    assert read_config(path, ["head={kind: eagle3}"]).head == {"kind": "eagle3"}
+    assert read_config(path, ["head.bias=true"]).head == {"kind": "eagle3", "draft_vocab_size": 32000, "bias": True}
+    assert read_config(path, ["objective.aligned_steps=2"]).objective == replace(OBJECTIVES["hass"], aligned_steps=2)
+    assert read_config(path, ["objective=plain"]).objective == OBJECTIVES["plain"]
+    assert read_config(path, ["objective={tv: 1}"]).objective == Objective(tv=1.0)
+    assert read_config(path, ["steps=null", "evaluate=no"]).evaluate is False
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides", "match"),
+    [
+        ("- target", [], "must hold settings by name"),
+        ("target: [", [], "cannot be read as settings"),
+        ("3", [], "cannot be read as settings"),
+        ("target: t", ["head={"], r"head=\{ cannot be read as settings"),
+        ("target: t", ["learning_rate=1"], "unknown setting 'learning_rate'; accepted: target, data"),
+        ("target: t", ["data.x=1", "output=o"], r"data must be str, got \{'x': 1\}"),
+        ("target: t", ["data=d"], "setting 'output' is missing"),
+    ],
+)
+def test_what_cannot_be_read_is_refused(tmp_path, text, overrides, match):
+    path = tmp_path / "c.yaml"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=match):
+        read_config(path, overrides)
+    with pytest.raises(ValueError, match="nowhere.yaml"):
+        read_config(tmp_path / "nowhere.yaml")
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "train" / "configs").glob("*.yaml")), ids=lambda path: path.name)

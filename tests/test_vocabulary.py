@@ -403,12 +403,18 @@ def test_what_cannot_be_counted_is_refused(tmp_path):
     empty, other = tmp_path / "empty.jsonl", tmp_path / "other"
     empty.write_text('{"text": ""}\n')
     Documents.of([([4, VOCAB], [True, True])]).save(other)
+    for name in ("half", "damaged"):
+        Documents.of([([4, 5], [True, True])]).save(tmp_path / name)
+    (tmp_path / "half" / "ends.npy").unlink()
+    np.save(tmp_path / "damaged" / "learned.npy", np.ones(1, bool))
     for source, tokenizer, message in (
         (tmp_path / "none.jsonl", tiny_tokenizer(), "is neither a file nor a dataset"),
         (tmp_path, tiny_tokenizer(), "is neither a file nor a dataset"),
         (empty, None, "needs the target's tokenizer"),
         (empty, tiny_tokenizer(), "no answer to count"),
         (other, None, "holds token 32, the head knows 0 to 31"),
+        (tmp_path / "half", None, "is neither a file nor a dataset"),
+        (tmp_path / "damaged", None, "damaged is damaged: its arrays differ in length"),
     ):
         with pytest.raises(ValueError, match=message):
             count_tokens([str(source)], VOCAB, tokenizer)

@@ -70,6 +70,7 @@ def write_card(
         rows.append(f"| {name} | {guess} | {d.tau:.2f} | {d.tokens_per_second:.1f} | "
                     f"{d.tokens_per_second / base:.2f}x | {d.answer_tokens:.0f} |")
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {torch.get_num_threads()} threads"
+    tree = [int(number) if number == int(number) else number for number in config.tree]
     text = f"""---
 library_name: eagle_fsd
 base_model: {config.target}
@@ -82,7 +83,7 @@ Trained by `train/train_draft_head.py` of eagle_fsd {eagle_fsd.__version__}: {st
 {config.seed}. Objective: {config.objective}.
 
 Greedy decoding of up to {config.decode_prompts} held-out prompts, up to {config.decode_tokens} tokens each, tree
-{list(config.tree)}, {config.target_dtype}, {device}, {platform.machine()}, torch {torch.__version__}, transformers
+{tree}, {config.target_dtype}, {device}, {platform.machine()}, torch {torch.__version__}, transformers
 {transformers.__version__}. The quality that `fsd` costs is not measured here; measure it on your own task before you
 use a threshold above 0.
 

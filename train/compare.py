@@ -13,20 +13,22 @@ not repeated; `about.json` says what they depend on, and a work folder is not co
 
 from __future__ import annotations
 
-import argparse
 import functools
 import itertools
 import json
 import logging
 import statistics
 import sys
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 from tqdm import tqdm
+from tyro.extras import literal_type_from_choices
 
 import eagle_fsd
-from eagle_fsd.cli.exits import exit_status
+from eagle_fsd.cli.arguments import parse_options
+from eagle_fsd.cli.exits import check_counts, exit_status
 from eagle_fsd.data.documents import Documents
 from eagle_fsd.data.files import append_lines, read_lines, save_atomically
 from eagle_fsd.experiments.methods import Answer, engine, interleaved
@@ -45,7 +47,6 @@ from train.train_draft_head import train
 
 log = logging.getLogger("train.compare")
 
-RATES = (3e-3, 8e-3, 2e-2)
 RULES: dict[str, dict] = {  # name in the records -> options of eagle_fsd.generate
     "exact": {"acceptance": "exact"},
     "fsd 0.1": {"acceptance": "fsd", "threshold": 0.1},
@@ -56,7 +57,52 @@ NEW_TOKENS = 256
 ROUNDS = 3  # of timings that count
 
 
-def begin(args: argparse.Namespace) -> None:
+def of_eagle3(objective: str) -> bool:
+    """Whether it trains the other kind of head, which reads features of its own."""
+    return objective.startswith("eagle3")
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Compare training objectives at equal training time on the demo pair.
+
+    Args:
+        target: directory or hub id.
+        work: folder of the runs, in which an interrupted comparison goes on.
+        data: dataset that is learned.
+        eval_data: dataset for the held-out loss.
+        objectives: which are compared; those whose names begin with eagle3 train EAGLE-3 heads.
+        seconds: training time of each run.
+        batch_tokens: of one step.
+        intermediate_size: of the heads.
+        rates: learning rates that are tried.
+        seeds: runs with the best of them.
+        draft_vocab_size: of EAGLE-3 heads; default all of the target's tokens.
+        prompts: held-out tasks that tau is measured on.
+        tasks: held-out tasks that accuracy is measured on.
+        device: where everything runs; default CUDA where available, else the CPU.
+        out: where the record goes, without .json and .md.
+    """
+
+    target: str = "checkpoints/demo-target"
+    work: Path = Path("runs/compare")
+    data: Path = Path("runs/demo/head-text")
+    eval_data: Path = Path("runs/demo/head-eval")
+    objectives: tuple[literal_type_from_choices(OBJECTIVES), ...] = tuple(
+        name for name in OBJECTIVES if not of_eagle3(name))
+    seconds: float = 60.0
+    batch_tokens: int = 4096
+    intermediate_size: int = 768
+    rates: tuple[float, ...] = (3e-3, 8e-3, 2e-2)
+    seeds: int = 3
+    draft_vocab_size: int | None = None
+    prompts: int = 32
+    tasks: int = 64
+    device: str = field(default_factory=lambda: "cuda" if torch.cuda.is_available() else "cpu")
+    out: Path = Path("eval/results/objectives")
+
+
+def begin(args: Arguments) -> None:
     """Write into the work folder what its records depend on, before the first one.
 
     Raises:
@@ -82,7 +128,7 @@ def begin(args: argparse.Namespace) -> None:
     save_atomically(path, lambda part: part.write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8"))
 
 
-def run_settings(args: argparse.Namespace, objective: str, lr: float, seed: int, steps: int, output: Path) -> dict:
+def run_settings(args: Arguments, objective: str, lr: float, seed: int, steps: int, output: Path) -> dict:
     published = objective == "eagle"
     head = {"intermediate_size": args.intermediate_size}
     if of_eagle3(objective):
@@ -96,16 +142,11 @@ def run_settings(args: argparse.Namespace, objective: str, lr: float, seed: int,
     }
 
 
-def of_eagle3(objective: str) -> bool:
-    """Whether it trains the other kind of head, which reads features of its own."""
-    return objective.startswith("eagle3")
-
-
-def features_folder(args: argparse.Namespace, objective: str) -> Path:
+def features_folder(args: Arguments, objective: str) -> Path:
     return args.work / ("features-eagle3" if of_eagle3(objective) else "features")
 
 
-def prepare_features(args: argparse.Namespace) -> None:
+def prepare_features(args: Arguments) -> None:
     """What the heads of these objectives read, written once."""
     model, _ = load_target(args.target, dtype="bfloat16", device=args.device)
     target, documents = TargetModel(model, check=False), Documents.load(args.data)
@@ -114,7 +155,7 @@ def prepare_features(args: argparse.Namespace) -> None:
         write_features(target, documents, features_folder(args, "eagle3" if wide else "eagle"))
 
 
-def timing(args: argparse.Namespace, objective: str, number: int) -> float:
+def timing(args: Arguments, objective: str, number: int) -> float:
     """Seconds per step of a short run, without its start and its evaluation."""
     output = args.work / "timing" / f"{objective}-{number}"
     if not (output / "head").exists():
@@ -125,7 +166,7 @@ def timing(args: argparse.Namespace, objective: str, number: int) -> float:
     return (seconds[-1] - seconds[3]) / (len(lines) - 4)
 
 
-def measure_steps(args: argparse.Namespace) -> dict[str, float]:
+def measure_steps(args: Arguments) -> dict[str, float]:
     """Seconds per step of each objective, all under the same conditions; once per work folder."""
     path = args.work / "steps.jsonl"
     known = {line["objective"]: line["seconds"] for line in read_lines(path)}
@@ -140,12 +181,12 @@ def measure_steps(args: argparse.Namespace) -> dict[str, float]:
     return known | {objective: statistics.median(rounds) for objective, rounds in found.items()}
 
 
-def head_folder(args: argparse.Namespace, objective: str, lr: float, seed: int) -> Path:
+def head_folder(args: Arguments, objective: str, lr: float, seed: int) -> Path:
     return args.work / f"{objective}-{lr:g}-{seed}"
 
 
 def measured(
-    args: argparse.Namespace, per_step: float, objective: str, lr: float, seed: int, rules: tuple[str, ...]
+    args: Arguments, per_step: float, objective: str, lr: float, seed: int, rules: tuple[str, ...]
 ) -> dict:
     """The record of one run and these rules, made where it is not there yet."""
     path = args.work / "results.jsonl"
@@ -163,12 +204,12 @@ def measured(
     return record
 
 
-def load(args: argparse.Namespace, head: Path) -> EagleModel:
+def load(args: Arguments, head: Path) -> EagleModel:
     """The pair, with one tree for all heads."""
     return eagle_fsd.load(args.target, head, device=args.device, tree=TreeConfig(*TREE))
 
 
-def decode(args: argparse.Namespace, head: Path, rule: str) -> dict:
+def decode(args: Arguments, head: Path, rule: str) -> dict:
     """tau, length and accuracy of one rule of RULES by real decoding; `exact` on fewer tasks, its accuracy is known."""
     count = args.prompts if rule == "exact" else args.tasks
     answer = engine(load(args, head), **RULES[rule])
@@ -185,7 +226,7 @@ def tau(answers: list[Answer]) -> float:
     return statistics.fmean(length + 1 for a in answers for length in a.output.stats.accepted_lengths)
 
 
-def speeds(args: argparse.Namespace, rows: list[dict]) -> None:
+def speeds(args: Arguments, rows: list[dict]) -> None:
     """Add tokens/s and seconds per answer of each objective's first head to its row, all interleaved."""
     heads = {row["objective"]: load(args, head_folder(args, row["objective"], row["lr"], 0) / "head") for row in rows}
     methods = {(name, rule): engine(model, **options)
@@ -200,7 +241,7 @@ def speeds(args: argparse.Namespace, rows: list[dict]) -> None:
             row[f"seconds {rule}"] = seconds / len(given)
 
 
-def compare(args: argparse.Namespace) -> list[dict]:
+def compare(args: Arguments) -> list[dict]:
     """One row per objective: its best rate, means over seeds."""
     paces, rows = measure_steps(args), []
     for objective in args.objectives:
@@ -240,7 +281,9 @@ def table(rows: list[dict], baseline: str = "eagle") -> str:
     return "\n".join(lines)
 
 
-def run(args: argparse.Namespace) -> None:
+def run(args: Arguments) -> None:
+    """Compare, and write the record."""
+    check_counts(args, "batch_tokens", "intermediate_size", "seeds", "draft_vocab_size", "prompts", "tasks")
     begin(args)
     prepare_features(args)
     rows = compare(args)
@@ -248,27 +291,10 @@ def run(args: argparse.Namespace) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--target", default="checkpoints/demo-target")
-    parser.add_argument("--work", type=Path, default=Path("runs/compare"))
-    parser.add_argument("--data", type=Path, default=Path("runs/demo/head-text"))
-    parser.add_argument("--eval-data", type=Path, default=Path("runs/demo/head-eval"))
-    ours = [name for name in OBJECTIVES if not of_eagle3(name)]
-    parser.add_argument("--objectives", nargs="+", choices=OBJECTIVES, default=ours)
-    parser.add_argument("--seconds", type=float, default=60.0, help="training time of each run")
-    parser.add_argument("--batch-tokens", type=int, default=4096)
-    parser.add_argument("--intermediate-size", type=int, default=768)
-    parser.add_argument("--rates", type=float, nargs="+", default=RATES, help="learning rates that are tried")
-    parser.add_argument("--seeds", type=int, default=3, help="runs with the best of them")
-    parser.add_argument("--draft-vocab-size", type=int, help="of EAGLE-3 heads; default: all of the target's tokens")
-    parser.add_argument("--prompts", type=int, default=32, help="held-out tasks that tau is measured on")
-    parser.add_argument("--tasks", type=int, default=64, help="held-out tasks that accuracy is measured on")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--out", type=Path, default=Path("eval/results/objectives"), help="of the .json and .md")
-    args = parser.parse_args()
+    arguments = parse_options(Arguments, program="python -m train.compare")
     keep_freed_memory()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
-    return exit_status("train.compare", lambda: run(args), (ValueError, OSError),
+    return exit_status("train.compare", lambda: run(arguments), (ValueError, OSError),
                        stopped="stopped; the same command goes on")
 
 

@@ -1,23 +1,30 @@
-"""Configuration of a head training run: one YAML or JSON file, read into a frozen dataclass."""
+"""Configuration of a head training run: a dataclass, filled from one YAML or JSON file and `name=value` overrides."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from eagle_fsd.acceptance import Rule, make_rule
 from eagle_fsd.checks import check_choice
 from eagle_fsd.trees.config import TreeConfig
-from train.objectives import Objective, check_count, make_objective
+from train.objectives import make_objective, require_count
+
+try:
+    from omegaconf import ListConfig, OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+    from yaml import YAMLError
+except ImportError as error:
+    raise ImportError("training needs OmegaConf: pip install eagle_fsd[train] (in the checkout: .[train])") from error
 
 DTYPES = ("float32", "bfloat16", "float16")
 CLIPS = ("norm", "value")
 TRACKERS = ("tensorboard", "wandb", "none")
+COUNTS = ("batch_tokens", "gradient_accumulation", "eval_documents", "save_every", "eval_every", "log_every", "keep",
+          "decode_prompts", "decode_tokens")
 
 
 @dataclass(frozen=True)
@@ -34,7 +41,8 @@ class TrainingConfig:
         init_from: a head to continue from (directory or hub id); None: a new one.
         head: fields of a new head's Llama config that differ from the target's, such as intermediate_size, `bias` of
             its fc, and `kind`: "eagle2" (the default) or "eagle3", which takes draft_vocab_size too.
-        objective: name in train.objectives.OBJECTIVES, or a mapping of its fields (`name` says what to start from).
+        objective: name in train.objectives.OBJECTIVES, or a mapping of its fields (`name` says what to start from); the
+            configuration holds the `Objective` that is meant.
         steps: optimiser steps; None: as many as `epochs` take.
         batch_tokens: tokens of one optimiser step over all processes, padding included.
         gradient_accumulation: forwards that a process deals its share of them out to.
@@ -63,7 +71,7 @@ class TrainingConfig:
     trust_remote_code: bool = False
     init_from: str | None = None
     head: dict[str, Any] = field(default_factory=dict)
-    objective: Objective = field(default_factory=lambda: make_objective("hass"))
+    objective: Any = "hass"  # once made, an Objective
     steps: int | None = None
     epochs: float = 20.0
     batch_tokens: int = 16_384
@@ -88,21 +96,15 @@ class TrainingConfig:
     tracker: str = "tensorboard"
 
     def __post_init__(self) -> None:
-        for name in ("batch_tokens", "gradient_accumulation", "eval_documents", "save_every", "eval_every", "log_every",
-                     "keep", "decode_prompts", "decode_tokens"):
-            check_count(name, getattr(self, name))
-        if self.steps is not None:
-            check_count("steps", self.steps)
+        for name in COUNTS if self.steps is None else (*COUNTS, "steps"):
+            require_count(name, getattr(self, name))
         for name in ("lr", "epochs", "clip_at"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
-                raise ValueError(f"{name} must be a number above 0, got {value!r}")
-        if isinstance(self.warmup, bool) or not isinstance(self.warmup, int) or self.warmup < 0:
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be a number above 0, got {getattr(self, name)!r}")
+        if self.warmup < 0:
             raise ValueError(f"warmup must be a whole number of at least 0, got {self.warmup!r}")
-        if len(self.betas) != 2 or not all(isinstance(b, (int, float)) and 0 <= b < 1 for b in self.betas):
+        if not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"betas must be two numbers of at least 0 and below 1, got {self.betas!r}")
-        if not isinstance(self.head, dict):
-            raise ValueError(f"head must be a mapping of settings, got {self.head!r}")
         for name, accepted in (
             ("target_dtype", DTYPES), ("clip", CLIPS), ("tracker", TRACKERS), ("mixed_precision", ("no", "bf16"))
         ):
@@ -110,6 +112,7 @@ class TrainingConfig:
         if len(self.tree) not in (3, 4):
             raise ValueError(f"tree must be [total_tokens, depth, top_k] or with a draft temperature, got {self.tree}")
         self.tree_config, self.rules  # noqa: B018 (both check what they are made of)
+        object.__setattr__(self, "objective", make_objective(self.objective))
 
     @property
     def tree_config(self) -> TreeConfig:
@@ -123,55 +126,47 @@ class TrainingConfig:
         return {"exact": make_rule("exact"), **{f"fsd {t:g}": make_rule("fsd", t) for t in self.eval_thresholds}}
 
 
-def make_config(values: dict[str, Any]) -> TrainingConfig:
+def make_config(values: Mapping[str, Any]) -> TrainingConfig:
     """A configuration from plain values.
 
     Raises:
-        ValueError: a field that does not exist, one that is missing, or a value out of range.
+        ValueError: a setting that does not exist, one that is missing, or a value of another type or out of range.
     """
-    known = {f.name: f for f in dataclasses.fields(TrainingConfig)}
-    for name in values:
-        if name not in known:
-            raise ValueError(f"unknown setting {name!r}; accepted: {', '.join(known)}")
-    for name in ("target", "data", "output"):
-        if not isinstance(values.get(name), (str, Path)):
-            raise ValueError(f"setting {name!r} is missing, or is no path")
-    converted = {**values, **{name: str(values[name]) for name in ("target", "data", "output")}}
-    if values.get("mixed_precision") is False:  # an unquoted `no` in YAML
-        converted["mixed_precision"] = "no"
-    if "objective" in values and not isinstance(values["objective"], Objective):
-        converted["objective"] = make_objective(values["objective"])
-    for name in ("betas", "eval_thresholds", "tree"):
-        if name in values:
-            if not isinstance(values[name], (list, tuple)):
-                raise ValueError(f"{name} must be a list, got {values[name]!r}")
-            converted[name] = tuple(map(_number, values[name]))
-    return TrainingConfig(**converted)
+    kinds = {field.name: field.type for field in dataclasses.fields(TrainingConfig)}
+    config = OmegaConf.structured(TrainingConfig)
+    OmegaConf.set_readonly(config, False)  # as frozen dataclasses are
+    for name, value in values.items():
+        if name not in kinds:
+            raise ValueError(f"unknown setting {name!r}; accepted: {', '.join(kinds)}")
+        try:  # an unquoted `no` in YAML is False
+            OmegaConf.update(config, name, "no" if name == "mixed_precision" and value is False else value)
+        except OmegaConfBaseException as error:
+            raise ValueError(f"{name} must be {kinds[name]}, got {value!r}") from error
+    for name in sorted(OmegaConf.missing_keys(config)):
+        raise ValueError(f"setting {name!r} is missing")
+    return OmegaConf.to_object(config)
 
 
 def read_config(path: Path, overrides: Sequence[str] = ()) -> TrainingConfig:
-    """The configuration of a YAML or JSON file, with `name=value` overrides (value in YAML)."""
+    """The configuration of a YAML or JSON file, changed by overrides.
+
+    Args:
+        overrides: `name=value` with the value in YAML; `head.bias=true` changes one entry of a mapping.
+
+    Raises:
+        ValueError: what cannot be read; see `make_config`.
+    """
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError) as error:
-        raise ValueError(f"{path} cannot be read as YAML: {error}") from error
-    if not isinstance(values, dict):
-        raise ValueError(f"{path} must hold settings by name")
-    for override in overrides:
-        name, equals, value = override.partition("=")
-        if not equals:
-            raise ValueError(f"an override is name=value, got {override!r}")
-        # YAML 1.1 reads 3e-4 as text; numbers in that form are numbers here.
-        values[name] = _number(yaml.safe_load(value))
-    if isinstance(values.get("objective"), dict):
-        values["objective"] = {name: _number(value) for name, value in values["objective"].items()}
-    return make_config({name: _number(value) for name, value in values.items()})
-
-
-def _number(value: Any) -> Any:
-    if isinstance(value, str):
-        try:
-            return float(value)
-        except ValueError:
-            return value
-    return value
+        settings = OmegaConf.load(path)
+        if isinstance(settings, ListConfig):
+            raise ValueError(f"{path} must hold settings by name")
+        if isinstance(settings.get("objective"), str):
+            settings.objective = {"name": settings.objective}
+        for override in overrides:
+            name, equals, _ = override.partition("=")
+            if not (name and equals):
+                raise ValueError(f"an override is name=value, got {override!r}")
+            OmegaConf.update(settings, name, OmegaConf.select(OmegaConf.from_dotlist([override]), name), merge=False)
+    except (OSError, YAMLError, OmegaConfBaseException) as error:
+        raise ValueError(f"{path} {' '.join(overrides)} cannot be read as settings: {error}") from error
+    return make_config(OmegaConf.to_container(settings))

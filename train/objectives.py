@@ -22,11 +22,12 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from eagle_fsd.acceptance.divergence import get_divergence
+from eagle_fsd.checks import require_number
 from eagle_fsd.heads.eagle import DraftHead
 from eagle_fsd.heads.eagle3 import Eagle3Head
 
 
-def check_count(name: str, value: object) -> None:
+def require_count(name: str, value: object) -> None:
     """Raise ValueError unless `value` is a whole number of at least 1."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
@@ -75,18 +76,16 @@ class Objective:
 
     def __post_init__(self) -> None:
         for name in (*TERMS, "noise"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"objective: {name} must be at least 0, got {getattr(self, name)!r}")
+            require_number(f"objective: {name}", getattr(self, name), "a number of at least 0", lambda x: x >= 0)
         if not any(getattr(self, name) for name in TERMS):
             raise ValueError(f"objective: one of {', '.join(TERMS)} must have a weight above 0")
         for name in ("aligned_steps", "logit_stride", "top_k_tokens"):
-            check_count(f"objective: {name}", getattr(self, name))
-        if not 0 <= self.aligned_from < 1:
-            raise ValueError(f"objective: aligned_from must lie in [0, 1), got {self.aligned_from!r}")
-        if not 0 < self.step_decay <= 1:
-            raise ValueError(f"objective: step_decay must lie in (0, 1], got {self.step_decay!r}")
-        if not self.gate_softness > 0:
-            raise ValueError(f"objective: gate_softness must be above 0, got {self.gate_softness!r}")
+            require_count(f"objective: {name}", getattr(self, name))
+        for name, accepted, valid in (
+            ("aligned_from", "in [0, 1)", lambda x: 0 <= x < 1), ("step_decay", "in (0, 1]", lambda x: 0 < x <= 1),
+            ("gate_softness", "above 0", lambda x: x > 0), ("gate_threshold", "of at least 0", lambda x: x >= 0),
+        ):
+            require_number(f"objective: {name}", getattr(self, name), f"a number {accepted}", valid)
         get_divergence(self.gate_divergence)
 
     @property
@@ -119,7 +118,7 @@ OBJECTIVES: dict[str, Objective] = {
 }
 
 
-def make_objective(description: str | dict) -> Objective:
+def make_objective(description: object) -> Objective:
     """An objective from a name in OBJECTIVES, or from a mapping of fields; `name` in it says what to start from.
 
     Raises:

@@ -8,18 +8,22 @@ and the head's forward and backward on the same batches, step by step in turn.
 
 from __future__ import annotations
 
-import argparse
 import statistics
+import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from accelerate import Accelerator
 
+from eagle_fsd.cli.arguments import parse_options
+from eagle_fsd.cli.exits import check_counts, exit_status
 from eagle_fsd.experiments.records import write_record
 from train.config import make_config
-from train.train_draft_head import Logs, Run
+from train.run import Run
+from train.states import Logs
 
 
 def synchronize() -> None:
@@ -33,7 +37,7 @@ def bare_step(run: Run) -> float:
     tokens, learned = (torch.from_numpy(a).to(run.accelerator.device) for a in run.documents.collate(indices))
     synchronize()
     started = time.perf_counter()
-    features = run.features(indices, tokens)
+    features = run.teacher.features(indices, tokens)
     with run.accelerator.autocast():
         loss, _ = run.model(features, tokens, learned)
     loss.backward()
@@ -43,44 +47,68 @@ def bare_step(run: Run) -> float:
     return seconds
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--target", default="checkpoints/demo-target")
-    parser.add_argument("--data", default="runs/demo/head-text")
-    parser.add_argument("--objective", default="aligned")
-    parser.add_argument("--batch-tokens", type=int, default=12_288)
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--out", type=Path, default=Path("eval/results/step_time.json"))
-    args = parser.parse_args()
+@dataclass(frozen=True)
+class Arguments:
+    """Time whole training steps against the models' own work in them.
+
+    Args:
+        target: directory or hub id.
+        data: dataset of train.prepare_data.
+        objective: what is trained.
+        batch_tokens: of one step.
+        steps: how many are timed, after two that warm up.
+        out: the record.
+    """
+
+    target: str = "checkpoints/demo-target"
+    data: str = "runs/demo/head-text"
+    objective: str = "aligned"
+    batch_tokens: int = 12_288
+    steps: int = 20
+    out: Path = Path("eval/results/step_time.json")
+
+
+def time_steps(run: Run, steps: int) -> tuple[list[float], list[float]]:
+    """Seconds of whole steps, and of the models alone on the same batches."""
+    logs, whole, bare = Logs(run.output, 0, True), [], []
+    for number in range(steps + 2):
+        if number % 2:  # whichever comes second finds warm memory
+            bare.append(bare_step(run))
+        started = time.perf_counter()
+        logs.write("train", run.train_step())
+        synchronize()
+        whole.append(time.perf_counter() - started)
+        if not number % 2:
+            run.step -= 1  # the same batch
+            bare.append(bare_step(run))
+            run.step += 1
+    return whole[2:], bare[2:]
+
+
+def measure(arguments: Arguments) -> None:
+    """Write the record, and show it."""
+    check_counts(arguments, "batch_tokens", "steps")
     with tempfile.TemporaryDirectory() as folder:
         config = make_config({
-            "target": args.target, "data": args.data, "output": folder, "objective": args.objective,
-            "batch_tokens": args.batch_tokens, "steps": 10**6, "head": {"intermediate_size": 768}, "tracker": "none",
+            "target": arguments.target, "data": arguments.data, "output": folder, "objective": arguments.objective,
+            "batch_tokens": arguments.batch_tokens, "steps": 10**6, "head": {"intermediate_size": 768},
+            "tracker": "none",
         })
-        run = Run(config, Accelerator(mixed_precision=config.mixed_precision))
-        logs, whole, bare = Logs(Path(folder), 0, True), [], []
-        for number in range(args.steps + 2):
-            if number % 2:  # whichever comes second finds warm memory
-                bare.append(bare_step(run))
-            started = time.perf_counter()
-            logs.write("train", run.train_step())
-            synchronize()
-            whole.append(time.perf_counter() - started)
-            if not number % 2:
-                run.step -= 1  # the same batch
-                bare.append(bare_step(run))
-                run.step += 1
-            if number < 2:  # warm-up
-                whole, bare = [], []
+        whole, bare = time_steps(Run(config, Accelerator(mixed_precision=config.mixed_precision)), arguments.steps)
     record = {
-        "objective": args.objective, "batch_tokens": args.batch_tokens,
+        "objective": arguments.objective, "batch_tokens": arguments.batch_tokens,
         "seconds_per_step": statistics.median(whole), "models_alone": statistics.median(bare),
         "ratio": sum(whole) / sum(bare),
     }
-    print(write_record(args.out, record, (
-        f"{args.objective}, {args.batch_tokens} tokens: {record['seconds_per_step']:.3f} s/step, the models alone "
-        f"{record['models_alone']:.3f}; ratio of the sums {record['ratio']:.3f}")))
+    print(write_record(arguments.out, record, (
+        f"{arguments.objective}, {arguments.batch_tokens} tokens: {record['seconds_per_step']:.3f} s/step, the models "
+        f"alone {record['models_alone']:.3f}; ratio of the sums {record['ratio']:.3f}")))
+
+
+def main() -> int:
+    arguments = parse_options(Arguments, program="python -m train.step_time")
+    return exit_status("train.step_time", lambda: measure(arguments), (ValueError, OSError))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,7 +1,7 @@
 """Reading conversations: ShareGPT and OpenAI-style JSON or JSONL, plain text, and anything that `datasets` opens.
 
-Readers yield one `Row` per record. What is wrong with a record is said in the row and never raised: data from the
-web always holds some bad rows, and a run must neither stop at them nor learn them silently.
+Readers yield one `Record` per row of the data. What is wrong with a row is said in its record and never raised: data
+from the web always holds some bad rows, and a run must neither stop at them nor learn them silently.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ ROLES = {
 
 
 class BadRow(ValueError):
-    """A record that cannot be learned from; its message is the reason that is counted."""
+    """A row that cannot be learned from; its message is the reason that is counted."""
 
 
 @dataclass(frozen=True)
 class Record:
-    """One record: chat messages, or plain text, or the reason why it is neither."""
+    """What a row holds: chat messages, or plain text, or the reason why it is neither."""
 
     messages: list[dict[str, str]] | None = None
     text: str | None = None
@@ -68,32 +68,32 @@ def check_messages(messages: list[dict[str, Any]]) -> list[dict[str, str]]:
     return checked if checked[-1]["role"] == "assistant" else checked[:-1]
 
 
-def as_row(record: Any, kind: str) -> Record:
-    """A parsed record in the given format ("auto" looks at its keys)."""
-    if isinstance(record, list):
-        record = {"messages": record}
-    if not isinstance(record, dict):
+def parse_row(row: Any, kind: str) -> Record:
+    """A row of data in the given format ("auto" looks at its keys)."""
+    if isinstance(row, list):
+        row = {"messages": row}
+    if not isinstance(row, dict):
         return Record(reason="not an object")
     keys = {"sharegpt": ("conversations",), "messages": ("messages",), "text": ("text",)}.get(
         kind, ("conversations", "messages", "conversation", "text")
     )
-    key = next((k for k in keys if k in record), None)
+    key = next((k for k in keys if k in row), None)
     if key is None:
         return Record(reason=f"no key {' or '.join(keys)}")
     if key == "text":
-        text = record["text"]
+        text = row["text"]
         return Record(text=text) if isinstance(text, str) and text.strip() else Record(reason="empty text")
     try:
-        return Record(messages=check_messages(record[key]))
+        return Record(messages=check_messages(row[key]))
     except BadRow as error:
         return Record(reason=str(error))
 
 
-def read_rows(source: str, kind: str = "auto", split: str = "train") -> Iterator[Record]:
-    """The rows of a file, or of a dataset that the `datasets` package opens by name or from a folder.
+def read_records(source: str, kind: str = "auto", split: str = "train") -> Iterator[Record]:
+    """The records of a file, or of a dataset that the `datasets` package opens by name or from a folder.
 
     Args:
-        kind: one of FORMATS; with "auto", `.txt` and `.md` files are plain text and records tell by their keys.
+        kind: one of FORMATS; with "auto", `.txt` and `.md` files are plain text and rows tell by their keys.
         split: of a `datasets` dataset.
 
     Raises:
@@ -106,7 +106,7 @@ def read_rows(source: str, kind: str = "auto", split: str = "train") -> Iterator
     if path.is_file():
         yield from _read_file(path, kind)
     else:
-        yield from (as_row(record, kind) for record in _open_dataset(source, split))
+        yield from (parse_row(row, kind) for row in _open_dataset(source, split))
 
 
 def _read_file(path: Path, kind: str) -> Iterator[Record]:
@@ -119,19 +119,19 @@ def _read_file(path: Path, kind: str) -> Iterator[Record]:
         file.seek(0)
         if first.lstrip().startswith("[") and not _is_list_of_messages(first):
             try:
-                records = json.load(file)
+                rows = json.load(file)
             except (json.JSONDecodeError, RecursionError) as error:
                 raise ValueError(f"{path} is neither a JSON array nor JSON lines: {error}") from error
-            yield from (as_row(record, kind) for record in records)
+            yield from (parse_row(row, kind) for row in rows)
             return
         for line in file:
             if line.strip():
                 try:
-                    record = json.loads(line)
+                    row = json.loads(line)
                 except (json.JSONDecodeError, RecursionError):
                     yield Record(reason="broken JSON")
                 else:
-                    yield as_row(record, kind)
+                    yield parse_row(row, kind)
 
 
 def _is_list_of_messages(line: str) -> bool:

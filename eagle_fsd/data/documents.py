@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -129,6 +129,12 @@ class Documents:
         where = np.where(inside, (ends - lengths)[:, None] + column, 0)
         return np.where(inside, self.tokens[where], 0).astype(np.int64), inside & self.learned[where]
 
+    def learned_tokens(self) -> Iterator[np.ndarray]:
+        """The tokens that are training targets, in order, in pieces that fit into memory."""
+        for start in range(0, len(self.tokens), 1 << 20):
+            piece = slice(start, start + (1 << 20))
+            yield self.tokens[piece][self.learned[piece]]
+
     def learnable(self, indices: Iterable[int]) -> int:
         """How many positions of the given documents a head learns from: a learned token needs two others before it."""
         return sum(int(self.document(index)[1][2:].sum()) for index in indices)
@@ -137,6 +143,11 @@ class Documents:
         """[B] tokens of the given documents."""
         starts = np.where(indices > 0, self.ends[indices - 1], 0)
         return self.ends[indices] - starts
+
+
+def is_dataset(directory: Path) -> bool:
+    """Whether a folder holds the arrays of a dataset."""
+    return all((directory / f"{name}.npy").is_file() for name in ARRAYS)
 
 
 def check_place(directory: Path) -> None:

@@ -15,7 +15,8 @@ import numpy as np
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from ..data.conversations import read_rows
+from ..data.conversations import read_records
+from ..data.documents import Documents, is_dataset
 
 log = logging.getLogger(__name__)
 BLOCK = 1024  # tokens; every tenth block is kept back to measure the coverage on
@@ -72,14 +73,14 @@ def count_tokens(
     """Count the tokens of answers, and of plain text.
 
     Args:
-        sources: files that `read_rows` reads, and datasets of `train.prepare_data`, which need no tokenizer.
+        sources: files that `read_records` reads, and datasets of `train.prepare_data`, which need no tokenizer.
 
     Raises:
         ValueError: neither files nor such datasets, text without a tokenizer, nothing to count, or tokens beyond the
             vocabulary.
     """
     sources = list(sources)
-    datasets = [source for source in sources if (Path(source) / "learned.npy").is_file()]
+    datasets = [source for source in sources if is_dataset(Path(source))]
     unknown = next((source for source in sources if source not in datasets and not Path(source).is_file()), None)
     if unknown is not None:
         raise ValueError(f"{unknown} is neither a file nor a dataset of train.prepare_data")
@@ -87,7 +88,8 @@ def count_tokens(
         raise ValueError("text needs the target's tokenizer: give the target")
     counts, seen = np.zeros((2, vocab_size), np.int64), 0
     for source in sources:
-        for ids in _dataset_tokens(Path(source)) if source in datasets else _text_tokens(source, tokenizer):
+        learned = Documents.load(Path(source)).learned_tokens() if source in datasets else None
+        for ids in learned or _text_tokens(source, tokenizer):
             if len(ids) and not 0 <= ids.min() <= ids.max() < vocab_size:
                 raise ValueError(f"{source} holds token {ids.max()}, the head knows 0 to {vocab_size - 1}")
             blocks = np.arange(seen, seen + len(ids)) // BLOCK
@@ -100,23 +102,14 @@ def count_tokens(
     return TokenCounts(counts[0], counts[1], tuple(sorted(number for number in special if number < vocab_size)))
 
 
-def _dataset_tokens(folder: Path) -> Iterator[np.ndarray]:
-    """What is learned of a dataset, in pieces."""
-    tokens, learned = (np.load(folder / f"{name}.npy", mmap_mode="r") for name in ("tokens", "learned"))
-    for start in range(0, len(tokens), 1 << 20):
-        piece = slice(start, start + (1 << 20))
-        yield tokens[piece][learned[piece]].astype(np.int64)
-
-
 def _text_tokens(source: str, tokenizer: PreTrainedTokenizerBase) -> Iterator[np.ndarray]:
     """The tokens of each answer or plain text, without what the chat template puts around them."""
     bad: Counter[str] = Counter()
-    for row in tqdm(read_rows(source), desc=source, unit="row", disable=None, leave=False):
-        if row.reason is not None:
-            bad[row.reason] += 1
-        texts = [row.text] if row.messages is None else [m["content"] for m in row.messages if m["role"] == "assistant"]
-        for text in texts:
-            if text:
-                yield np.asarray(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], np.int64)
+    for record in tqdm(read_records(source), desc=source, unit="row", disable=None, leave=False):
+        if record.reason is not None:
+            bad[record.reason] += 1
+        answers = [message["content"] for message in record.messages or () if message["role"] == "assistant"]
+        for text in answers if record.text is None else [record.text]:
+            yield np.asarray(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], np.int64)
     if bad:
         log.warning("%s: %d rows left out, %s", source, bad.total(), dict(bad.most_common()))

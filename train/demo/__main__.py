@@ -1,5 +1,7 @@
 """`python -m train.demo`."""
 
+import sys
+
 from train.demo.demo import main
 
-main()
+sys.exit(main())

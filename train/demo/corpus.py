@@ -17,7 +17,8 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerFast
 
 from eagle_fsd.data.documents import Documents
-from train.demo.tasks import FAMILIES, Task, tasks
+from train.demo.families import FAMILIES
+from train.demo.tasks import Task, tasks
 
 SPECIAL_TOKENS = ["<|pad|>", "<|bos|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>"]
 CHAT_TEMPLATE = (

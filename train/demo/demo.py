@@ -1,14 +1,10 @@
 """Train the demo pair from nothing: tokenizer, target and draft head, on text made on this machine.
 
     python -m train.demo --preset cpu --out checkpoints --work runs/demo
-
-Every stage leaves its result in the work folder and is skipped when that is there, and the training stages save
-themselves every few minutes: an interrupted run goes on where it was when the same command is given again.
 """
 
 from __future__ import annotations
 
-import argparse
 import logging
 import os
 import shutil
@@ -16,12 +12,15 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import eagle_fsd
 from eagle_fsd.acceptance import make_rule
+from eagle_fsd.cli.arguments import parse_options
+from eagle_fsd.cli.exits import exit_status
 from eagle_fsd.data.documents import Documents
 from eagle_fsd.experiments.cycles import log_cycles
 from eagle_fsd.heads.checkpoint import load_head, save_head
@@ -185,27 +184,49 @@ def keep_freed_memory() -> None:
         os.execve(sys.executable, [sys.executable, "-m", command, *sys.argv[1:]], {**os.environ, **settings})
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--preset", choices=PRESETS, default="cpu")
-    parser.add_argument("--out", type=Path, default=Path("checkpoints"))
-    parser.add_argument("--work", type=Path, default=Path("runs/demo"))
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    args = parser.parse_args()
+@dataclass(frozen=True)
+class Arguments:
+    """Train the demo pair from nothing: tokenizer, target and draft head, on text made on this machine.
+
+    Every stage leaves its result in the work folder and is skipped when that is there, and the training stages save
+    themselves every few minutes: an interrupted run goes on where it was when the same command is given again.
+
+    Args:
+        preset: sizes of the pair, for this kind of machine.
+        out: folder of the finished pair.
+        work: folder of the stages.
+        device: where both are trained; default CUDA where available, else the CPU.
+    """
+
+    preset: Literal["cpu", "gpu"] = "cpu"
+    out: Path = Path("checkpoints")
+    work: Path = Path("runs/demo")
+    device: str | None = None
+
+
+def make_pair(arguments: Arguments) -> None:
+    """All stages, one after the other."""
+    device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    preset, out, work = PRESETS[arguments.preset], arguments.out, arguments.work
+    work.mkdir(parents=True, exist_ok=True)
+    model, tokenizer = train_target(preset, work, device)
+    head_text(preset, work, model, tokenizer)
+    target = work / "demo-target"
+    save_target(model, tokenizer, target)
+    head = train_draft(preset, work, target, device)
+    save_head(load_head(head), out / "demo-draft", dtype=torch.bfloat16)
+    shutil.copy(head / "README.md", out / "demo-draft")
+    save_target(model, tokenizer, out / "demo-target")
+    log_trees(out / "demo-target", out / "demo-draft", device)
+
+
+def main() -> int:
+    arguments = parse_options(Arguments, program="python -m train.demo")
     keep_freed_memory()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
-    args.work.mkdir(parents=True, exist_ok=True)
-    preset = PRESETS[args.preset]
-    model, tokenizer = train_target(preset, args.work, args.device)
-    head_text(preset, args.work, model, tokenizer)
-    target = args.work / "demo-target"
-    save_target(model, tokenizer, target)
-    head = train_draft(preset, args.work, target, args.device)
-    save_head(load_head(head), args.out / "demo-draft", dtype=torch.bfloat16)
-    shutil.copy(head / "README.md", args.out / "demo-draft")
-    save_target(model, tokenizer, args.out / "demo-target")
-    log_trees(args.out / "demo-target", args.out / "demo-draft", args.device)
+    return exit_status("train.demo", lambda: make_pair(arguments), (ValueError, OSError),
+                       stopped="stopped; the same command goes on")
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,6 +1,6 @@
 """Writes the prompts of `eagle-fsd demo`: held-out tasks of several families and the start of a Python function.
 
-    python -m train.demo_prompts
+    python -m train.demo.prompts
 """
 
 from __future__ import annotations

@@ -87,6 +87,29 @@ def learned_loss(model: LlamaForCausalLM, tokens: Tensor, learned: Tensor) -> Te
     return nn.functional.cross_entropy(model.lm_head(hidden[chosen]), tokens[:, 1:][chosen])
 
 
+def stage_rate(stage: Stage, step: int) -> float:
+    """Learning rate of 0-based `step`."""
+    to_end = (stage.steps - step) / max(1, stage.decay * stage.steps)
+    return stage.lr * min(1.0, (step + 1) / stage.warmup, to_end)
+
+
+def train_step(
+    model: LlamaForCausalLM, opts: list[torch.optim.Optimizer], rate: float, tokens: Tensor, learned: Tensor
+) -> float:
+    """One step on a batch [B, T]; returns its loss."""
+    for opt in opts:
+        for group in opt.param_groups:
+            group["lr"] = rate
+    with torch.autocast(tokens.device.type, torch.bfloat16):
+        loss = learned_loss(model, tokens, learned)
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    for opt in opts:
+        opt.step()
+        opt.zero_grad(set_to_none=True)
+    return loss.item()
+
+
 def train_stage(
     model: LlamaForCausalLM, stage: Stage, documents: Documents, *, seed: int, checkpoint: Path,
     device: str = "cpu", save_seconds: float = 240,
@@ -120,21 +143,9 @@ def train_stage(
                mininterval=5)
     try:
         while step < stage.steps:
-            to_end = (stage.steps - step) / max(1, stage.decay * stage.steps)
-            rate = stage.lr * min(1.0, (step + 1) / stage.warmup, to_end)
-            for opt in opts:
-                for group in opt.param_groups:
-                    group["lr"] = rate
-            x, y = (torch.from_numpy(array).to(device) for array in documents.collate(batches[step % len(batches)]))
-            with torch.autocast(torch.device(device).type, torch.bfloat16):
-                loss = learned_loss(model, x, y)
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            for opt in opts:
-                opt.step()
-                opt.zero_grad(set_to_none=True)
+            rate, batch = stage_rate(stage, step), documents.collate(batches[step % len(batches)])
+            value = train_step(model, opts, rate, *(torch.from_numpy(array).to(device) for array in batch))
             step += 1
-            value = loss.item()
             loss_mean = value if loss_mean is None else 0.98 * loss_mean + 0.02 * value
             bar.update()
             bar.set_postfix(loss=f"{loss_mean:.4f}", refresh=False)
