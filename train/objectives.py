@@ -50,9 +50,9 @@ class Objective:
         aligned_steps: how often the head is fed its own features, the first step included.
         aligned_from: share of the run before which only the first step is taken: the later ones cost several times as
             much, and teach little while the first is bad.
-        logit_stride: the terms on distributions are taken at every so-manieth position only, another residue in each
-            step, and weigh as much more. The output layer is most of a step's cost; the regression does not need it.
-            Without such terms the positions are only those that the accuracy is told from.
+        logit_stride: the terms on distributions are taken at every `logit_stride`-th position only, another residue in
+            each step, and weigh as much more. The output layer is most of a step's cost; the regression does not need
+            it. Without such terms the positions are only those that the accuracy is told from.
         step_decay: weight of step s is step_decay ** (s - 1).
         noise: features are read with uniform noise of +- this much, times 512 / length of the document.
     """
