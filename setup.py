@@ -10,9 +10,9 @@ VERSION = next(
     if line.startswith("__version__")
 )
 
-TRAIN = ["omegaconf>=2.3", "tokenizers>=0.21"]
+TRAIN = ["omegaconf>=2.4", "pyyaml>=6", "tokenizers>=0.21"]
 EVAL = ["matplotlib>=3.8", "tabulate>=0.9"]
-DOCS = ["mkdocs>=1.6,<2", "mkdocs-material>=9.6", "mkdocstrings[python]>=0.30"]
+DOCS = ["mkdocs>=1.6,<2", "mkdocs-material>=9.6", "mkdocstrings[python]>=1.0"]
 EXTRAS = {
     "train": TRAIN,  # train/ and eval/ run from a checkout
     "eval": EVAL,
@@ -20,8 +20,8 @@ EXTRAS = {
     "gguf": ["gguf>=0.10"],
     "flash": ["flash-attn-4>=4.0.0b36; platform_system == 'Linux'"],  # or 2, or 3: docs/attention.md
     "lm_eval": ["lm_eval>=0.4.13,<0.5"],
-    "dev": [*TRAIN, *EVAL, "gguf>=0.10", "pytest>=8", "hypothesis>=6.100", "ruff>=0.8", "nbclient>=0.10",
-            "ipykernel>=6"],
+    "dev": [*TRAIN, *EVAL, "gguf>=0.10", "pytest>=8", "pytest-xdist>=3.6", "hypothesis>=6.100", "ruff>=0.8",
+            "nbclient>=0.10", "ipykernel>=6"],
 }
 
 setup(

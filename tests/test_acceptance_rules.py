@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_trees import moved, random_verification, rows_of
+from tiny import readable
 
 from eagle_fsd.acceptance import RULES, Custom, Decision, Verification, make_rule, walk
 from eagle_fsd.acceptance.divergence import get_divergence
@@ -364,7 +365,7 @@ def test_a_function_as_rule(greedy):
             for guard in (-0.1, 1.1, math.nan)
         ),
     ],
-    ids=str,
+    ids=readable,
 )
 def test_bad_arguments(arguments, error, message):
     with pytest.raises(error, match=message):

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 import torch
-from tiny import PROMPT, VOCAB, tiny_head, tiny_pair, tiny_target, tiny_tokenizer
+from tiny import PROMPT, VOCAB, readable, tiny_head, tiny_pair, tiny_target, tiny_tokenizer
 from transformers import LogitsProcessor
 from transformers.generation.streamers import BaseStreamer
 
@@ -76,7 +76,7 @@ def test_with_the_other_kernel():
         {"acceptance": "exact", "stopping_criteria": [lambda ids, scores: ids.shape[1] > 25]},
         {"acceptance": "exact", "tree": eagle_fsd.TreeConfig(2, 1, 1)},
     ],
-    ids=str,
+    ids=readable,
 )
 def test_with_options(options):
     assert_rows_as_alone(tiny_pair(), **options)

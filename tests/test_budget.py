@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from tiny import PROMPT, tiny_pair
+from tiny import PROMPT, readable, tiny_pair
 
 import eagle_fsd
 from eagle_fsd.acceptance import make_rule
@@ -146,7 +146,7 @@ def test_a_text_that_repeats_itself_returns_to_exact(pair):
          "whose KL is known"),
         ({"budget": 1, "temperature": 1.0, "acceptance": lambda v: v.warped_logits}, ValueError, "whose KL is known"),
     ],
-    ids=str,
+    ids=readable,
 )
 def test_bad_budgets_are_refused(pair, options, error, message):
     with pytest.raises(error, match=message):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from test_generate import Recorder
-from tiny import PROMPT, VOCAB, tiny_head, tiny_target
+from tiny import PROMPT, VOCAB, readable, tiny_head, tiny_target
 from transformers import GenerationConfig, TextIteratorStreamer
 from transformers.generation.logits_process import NoRepeatNGramLogitsProcessor
 from transformers.generation.stopping_criteria import StopStringCriteria
@@ -44,7 +44,7 @@ def ours(pair, target):
         {"logits_processor": [NoRepeatNGramLogitsProcessor(3)]},
         {"generation_config": GenerationConfig(max_new_tokens=9, repetition_penalty=1.2, do_sample=False)},
     ],
-    ids=str,
+    ids=readable,
 )
 def test_greedy_decoding_respects_the_generation_config(target, ours, options):
     stock = {"max_new_tokens": 24} | options

@@ -7,11 +7,12 @@ import numpy as np
 import pytest
 from tiny import tiny_pair, tiny_tokenizer
 
+import eagle_fsd
 from eagle_fsd.cli.arguments import parse_options
 from eagle_fsd.data.conversations import BadRow, Record, check_messages, read_records
 from eagle_fsd.data.documents import Documents
 from train.data.encoding import encode_dataset, encode_record, pack
-from train.data.regeneration import regenerate
+from train.data.regeneration import Writer, is_sensible, regenerate, self_prompted
 from train.prepare_data import Arguments, run
 
 
@@ -141,13 +142,15 @@ def model(tokenizer):
     return tiny_pair(tokenizer=tokenizer)
 
 
-def test_regenerated_answers_are_the_targets_own_and_are_not_made_twice(tmp_path, model, tokenizer, monkeypatch):
-    import eagle_fsd
+def writer(model, **options) -> Writer:
+    return Writer(model, **{"batch": 4, "temperature": 0.0, "max_new_tokens": 4, "seed": 0} | options)
 
+
+def test_regenerated_answers_are_the_targets_own_and_are_not_made_twice(tmp_path, model, tokenizer, monkeypatch):
     rows = [Record(messages=chat("hi", "x", "and", "y")), Record(reason="broken JSON"), Record(messages=chat("b", "x"))]
     options = {"temperature": 0.0, "max_new_tokens": 6, "seed": 0}
     record = tmp_path / "answers.jsonl"
-    made = list(regenerate(rows, model, record, **options))
+    made = list(regenerate(rows, Writer(model, batch=2, **options), record))
     first = eagle_fsd.generate(chat("hi"), model, max_new_tokens=6, acceptance="exact").text
     assert made[0].messages[1]["content"] == first
     assert [m["role"] for m in made[0].messages] == ["user", "assistant"] * (len(made[0].messages) // 2)
@@ -164,21 +167,69 @@ def test_regenerated_answers_are_the_targets_own_and_are_not_made_twice(tmp_path
         return generate(prompt, *args, **options)
 
     monkeypatch.setattr(eagle_fsd, "generate", recorded)
-    assert list(regenerate(rows, model, record, **options)) == made
-    assert [tokenizer.decode(prompt) for prompt in asked] == ["<s><user>b<bot>"]
+    assert list(regenerate(rows, Writer(model, batch=2, **options), record)) == made
+    first, *later = [[tokenizer.decode(prompt) for prompt in batch] for batch in asked]
+    assert first == ["<s><user>hi<bot>"] and len(later) <= 1  # and its second turn; the other one is kept
 
 
 def test_answers_of_other_settings_are_not_taken_over(tmp_path, model):
     rows, record = [Record(messages=chat("hi", "x"))], tmp_path / "answers.jsonl"
-    list(regenerate(rows, model, record, temperature=0.0, max_new_tokens=4, seed=0))
+    list(regenerate(rows, writer(model), record))
     with pytest.raises(ValueError, match="begun with other settings"):
-        list(regenerate(rows, model, record, temperature=0.0, max_new_tokens=5, seed=0))
+        list(regenerate(rows, writer(model, max_new_tokens=5), record))
 
 
 def test_conversations_that_cannot_be_answered_become_bad_rows(tmp_path, model):
     rows = [Record(messages=chat("a" * 200, "x")), Record(messages=chat("hi", "x"))]
-    made = list(regenerate(rows, model, tmp_path / "a.jsonl", temperature=0.0, max_new_tokens=4, seed=0))
+    made = list(regenerate(rows, writer(model), tmp_path / "a.jsonl"))
     assert made[0].reason == "prompt too long to answer" and made[1].messages is not None
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_answers_do_not_depend_on_the_batch(tmp_path, model, temperature):
+    rows = [Record(messages=chat(*"a" * turns)) for turns in (2, 4, 2, 6)] + [Record(messages=chat("bcd", "x"))]
+    made = [list(regenerate(rows, writer(model, batch=batch, temperature=temperature), tmp_path / f"{batch}.jsonl"))
+            for batch in (1, 2, 8)]
+    assert made[0] == made[1] == made[2] and len(made[0]) == 5
+
+
+def test_the_target_prompts_itself(tmp_path, model, monkeypatch):
+    monkeypatch.setattr("train.data.regeneration.is_sensible", lambda text: len(text) > 1)
+    store = tmp_path / "own.jsonl"
+    made = list(self_prompted(6, writer(model), store, follow_ups=0.5))
+    assert len(made) == 6 and len({record.messages[0]["content"] for record in made}) == 6
+    assert {len(record.messages) for record in made} <= {2, 4}
+    assert all([m["role"] for m in r.messages] == ["user", "assistant"] * (len(r.messages) // 2) for r in made)
+    longer = next(record.messages for record in made if len(record.messages) == 2)
+    again = eagle_fsd.generate(longer[:1], model, max_new_tokens=4, acceptance="exact")
+    assert again.text == longer[1]["content"]  # greedily, whatever was sampled before
+
+
+def test_a_killed_run_loses_at_most_its_batch(tmp_path, model, monkeypatch):
+    monkeypatch.setattr("train.data.regeneration.is_sensible", lambda text: len(text) > 1)
+    whole, cut = tmp_path / "whole.jsonl", tmp_path / "cut.jsonl"
+    made = list(self_prompted(9, writer(model, temperature=1.0), whole))
+    lines = whole.read_text().splitlines(keepends=True)
+    cut.write_text("".join(lines[:5]) + lines[5][:9])
+    kept = [json.loads(line)[1] for line in lines[1:5]]
+    again = list(self_prompted(9, writer(model, temperature=1.0), cut))
+    assert [record.messages for record in again[:4]] == kept == [record.messages for record in made[:4]]
+    assert len(again) == 9
+    with pytest.raises(ValueError, match="begun with other settings"):
+        list(self_prompted(9, writer(model, temperature=0.5), cut))
+
+
+def test_a_target_without_sensible_turns_is_given_up(tmp_path, model):
+    with pytest.raises(ValueError, match="hardly writes a user's turn"):
+        list(self_prompted(4, writer(model), tmp_path / "own.jsonl"))
+
+
+@pytest.mark.parametrize(("text", "sensible"), [
+    ("How do I bake bread without yeast?", True), ("hi", False), ("1 2 3 4 5 6 7 8 9 10 11", False),
+    ("the same again " * 12, False), ("word " * 400, False), ("Schreibe ein Gedicht über den Herbst.", True),
+])
+def test_which_turns_are_worth_an_answer(text, sensible):
+    assert is_sensible(text) is sensible
 
 
 def test_the_command_writes_a_dataset_with_its_summary(tmp_path, model, tokenizer):

@@ -3,6 +3,8 @@
 V = 32 vocabulary, D = 16 hidden size.
 """
 
+import re
+
 import torch
 from tokenizers import Tokenizer, decoders, models, processors
 from transformers import (
@@ -131,6 +133,11 @@ REFUSED = {
     "trocr": {"d_model": HIDDEN, "decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 24},
     "hyperclovax": {"logits_scaling": 2.0},
 }
+
+
+def readable(value) -> str:
+    """The id of a test's parameter: the same in every process, so that they can share the tests."""
+    return re.sub(r" at 0x[0-9a-f]+", "", str(value))
 
 
 def tiny_config(family: str, **options):

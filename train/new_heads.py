@@ -8,6 +8,7 @@ from transformers import AutoConfig, LlamaConfig, PreTrainedConfig
 
 from eagle_fsd.checks import check_choice
 from eagle_fsd.data.documents import Documents
+from eagle_fsd.data.gguf import target_source
 from eagle_fsd.heads.eagle import DraftHead
 from eagle_fsd.heads.eagle3 import Eagle3Head
 from eagle_fsd.heads.layouts import LAYER_IDS
@@ -19,7 +20,7 @@ KINDS = {"eagle2": DraftHead, "eagle3": Eagle3Head}
 
 def text_config(config: TrainingConfig) -> PreTrainedConfig:
     """The target's, of its language model."""
-    target = AutoConfig.from_pretrained(config.target, trust_remote_code=config.trust_remote_code)
+    target = AutoConfig.from_pretrained(target_source(config.target), trust_remote_code=config.trust_remote_code)
     return target.get_text_config(decoder=True)
 
 

@@ -17,15 +17,17 @@ from typing import Literal
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 import eagle_fsd
+from eagle_fsd.checks import check_interval
 from eagle_fsd.cli.arguments import parse_options
 from eagle_fsd.cli.exits import check_counts, exit_status
 from eagle_fsd.data.conversations import Record, read_records
 from eagle_fsd.data.documents import check_place
+from eagle_fsd.data.gguf import target_source
 from eagle_fsd.models.loading import load_target
 from eagle_fsd.pair import EagleModel
 from train.data.chat_mask import check_tokenizer
 from train.data.encoding import encode_dataset
-from train.data.regeneration import regenerate
+from train.data.regeneration import Writer, regenerate, self_prompted
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,9 @@ class Arguments:
         chat_template: a Jinja file, for a tokenizer without a chat template.
         trust_remote_code: allow a target to run code from its repository.
         regenerate: let the target answer the questions itself, greedily or by sampling.
+        self_prompted: so many conversations that the target writes alone, its users' turns too, instead of --data.
+        follow_ups: share of them that go on for a second turn.
+        batch: conversations that are answered together.
         draft: a draft head of the target, to generate faster.
         temperature: of --regenerate sampled.
         max_new_tokens: of each answer of the target.
@@ -56,8 +61,8 @@ class Arguments:
     """
 
     target: str
-    data: tuple[str, ...]
     out: Path
+    data: tuple[str, ...] = ()
     format: Literal["auto", "sharegpt", "messages", "text"] = "auto"
     split: str = "train"
     max_length: int = 2048
@@ -67,6 +72,9 @@ class Arguments:
     chat_template: Path | None = None
     trust_remote_code: bool = False
     regenerate: Literal["greedy", "sampled"] | None = None
+    self_prompted: int | None = None
+    follow_ups: float = 0.3
+    batch: int = 32
     draft: str | None = None
     temperature: float = 1.0
     max_new_tokens: int = 1024
@@ -81,24 +89,30 @@ def run(arguments: Arguments) -> dict:
             be replaced; no row that can be used.
     """
     check_counts(arguments, "max_length", least=8)
-    check_counts(arguments, "limit", "max_new_tokens")
+    check_counts(arguments, "limit", "max_new_tokens", "self_prompted", "batch")
+    if bool(arguments.data) == (arguments.self_prompted is not None):
+        raise ValueError("give either --data or --self-prompted")
+    check_interval("--follow-ups", arguments.follow_ups, 1.0, True)
     for source in arguments.data:
         if Path(source).suffix and "/" in source and not Path(source).exists():
             raise ValueError(f"{source} does not exist")
     check_place(arguments.out)
-    tokenizer = AutoTokenizer.from_pretrained(arguments.target, trust_remote_code=arguments.trust_remote_code)
+    place = target_source(arguments.target)
+    tokenizer = AutoTokenizer.from_pretrained(place, trust_remote_code=arguments.trust_remote_code)
     if arguments.chat_template:
         tokenizer.chat_template = arguments.chat_template.read_text(encoding="utf-8")
-    if arguments.regenerate or (arguments.format != "text" and tokenizer.chat_template):
+    own = arguments.regenerate or arguments.self_prompted
+    if own or (arguments.format != "text" and tokenizer.chat_template):
         check_tokenizer(tokenizer)
     records: Iterable[Record] = itertools.islice(itertools.chain.from_iterable(
         read_records(source, arguments.format, arguments.split) for source in arguments.data), arguments.limit)
-    if arguments.regenerate:
+    if own:
         records = regenerated(records, arguments, tokenizer)
     documents, counts = encode_dataset(
         records, tokenizer, max_length=arguments.max_length, long=arguments.long, packed=arguments.pack
     )
-    about = {"target": arguments.target, "data": list(arguments.data), "regenerated": arguments.regenerate}
+    about = {"target": arguments.target, "data": list(arguments.data), "regenerated": arguments.regenerate,
+             "self_prompted": arguments.self_prompted}
     documents.save(arguments.out, about | counts)
     return json.loads((arguments.out / "summary.json").read_text(encoding="utf-8"))
 
@@ -114,12 +128,15 @@ def regenerated(
         model = EagleModel.from_parts(load_target(target, trust_remote_code=trusted)[0], None)
     model.tokenizer = tokenizer
     store = arguments.out.with_name(arguments.out.name + ".answers.jsonl")
-    store.parent.mkdir(parents=True, exist_ok=True)
-    return regenerate(
-        records, model, store, max_new_tokens=arguments.max_new_tokens, seed=arguments.seed,
+    writer = Writer(
+        model, batch=arguments.batch, max_new_tokens=arguments.max_new_tokens, seed=arguments.seed,
         temperature=arguments.temperature if arguments.regenerate == "sampled" else 0.0,
-        about={"target": target, "data": list(arguments.data), "format": arguments.format, "split": arguments.split},
     )
+    if arguments.self_prompted is not None:
+        return self_prompted(arguments.self_prompted, writer, store, follow_ups=arguments.follow_ups,
+                             about={"target": target})
+    return regenerate(records, writer, store, about={
+        "target": target, "data": list(arguments.data), "format": arguments.format, "split": arguments.split})
 
 
 def main() -> int:
