@@ -219,7 +219,8 @@ def test_a_killed_run_loses_at_most_its_batch(tmp_path, model, monkeypatch):
         list(self_prompted(9, writer(model, temperature=0.5), cut))
 
 
-def test_a_target_without_sensible_turns_is_given_up(tmp_path, model):
+def test_a_target_without_sensible_turns_is_given_up(tmp_path, model, monkeypatch):
+    monkeypatch.setattr("train.data.regeneration.is_sensible", lambda text: False)
     with pytest.raises(ValueError, match="hardly writes a user's turn"):
         list(self_prompted(4, writer(model), tmp_path / "own.jsonl"))
 
