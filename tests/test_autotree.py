@@ -24,7 +24,7 @@ from eagle_fsd.tuning.fitting import fit_confidence
 from eagle_fsd.tuning.latency import Latency, between
 from eagle_fsd.tuning.logs import LOGGED_TREE, CycleLog, LoggedCycle, TreeLog, read_logs, store_log
 from eagle_fsd.tuning.machine import known_latency
-from eagle_fsd.tuning.measuring import measure
+from eagle_fsd.tuning.measuring import measure, share_of
 from eagle_fsd.tuning.replay import Replay
 
 FREE = Latency({1: 1.0}, {k: 0.0 for k in (1, 2, 3, 4)}, 1.0)  # drafting costs nothing
@@ -249,6 +249,23 @@ def test_latencies_are_measured_and_kept(pair, tmp_path, monkeypatch):
     (tmp_path / "latency.json").write_text("{broken")
     monkeypatch.setattr("eagle_fsd.tuning.machine.measure", lambda *_: FREE)
     assert known_latency(pair.target, pair.draft) == FREE
+
+
+def test_what_was_measured_beside_other_work_is_measured_again(pair, tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("EAGLE_FSD_CACHE", str(tmp_path))
+    quiet = known_latency(pair.target, pair.draft)
+    slow = Latency({at: 50 * s for at, s in quiet.base.items()}, quiet.level, 50 * quiet.plain)
+    monkeypatch.setattr("eagle_fsd.tuning.machine.measure", lambda *_: slow)
+    (tmp_path / "latency.json").unlink()
+    assert known_latency(pair.target, pair.draft) == slow
+    monkeypatch.setattr("eagle_fsd.tuning.machine.measure", lambda *_: quiet)
+    assert known_latency(pair.target, pair.draft) == slow  # conftest: nothing is compared
+    monkeypatch.setattr("eagle_fsd.tuning.machine.share_of", share_of)
+    assert share_of(slow, pair.target, pair.draft) < 0.3
+    assert known_latency(pair.target, pair.draft) == quiet and "when other work slowed the machine" in caplog.text
+    assert json.loads((tmp_path / "latency.json").read_text())  # kept in place of the old one
+    monkeypatch.setattr("eagle_fsd.tuning.machine.share_of", lambda *_: 1.0)
+    assert known_latency(pair.target, pair.draft) == quiet
 
 
 def test_latency_is_linear_between_measurements():

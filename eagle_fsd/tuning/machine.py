@@ -21,10 +21,11 @@ from ..models.parallel import is_first, of_first
 from ..models.placement import weights_digest
 from ..models.target import TargetModel
 from .latency import Latency
-from .measuring import CONTEXT, LONG, MEASURED_NODES, measure, measure_attention
+from .measuring import CONTEXT, LONG, MEASURED_NODES, measure, measure_attention, share_of
 
 log = logging.getLogger(__name__)
 
+DISTURBED = 0.6  # cycles that take less than this share of what is kept show that it was measured beside other work
 
 
 @functools.lru_cache(maxsize=1)
@@ -62,7 +63,12 @@ def known_latency(target: TargetModel, head: DraftHead, graphs: GraphCycles | No
     if key in stored:
         entry = stored[key]
         numbers = {name: {int(at): value for at, value in entry[name].items()} for name in ("base", "level")}
-        return Latency(**{**entry, **numbers})
+        kept = Latency(**{**entry, **numbers})
+        share = share_of(kept, target, head, graphs)
+        if of_first(target.group, lambda: share) >= DISTURBED:
+            return kept
+        log.warning("cycles take %.0f%% of what was measured here before, when other work slowed the machine: "
+                    "measuring again", 100 * share)
     log.info("measuring how long cycles take with trees of several sizes")
     measured = measure(target, head, graphs)
     if graphs is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 import math
@@ -39,15 +40,7 @@ def measure(target: TargetModel, head: DraftHead, graphs: GraphCycles | None = N
 
     Whole ones, because a part that is repeated alone finds its weights in the processor's cache and looks too cheap.
     """
-    room = max(MEASURED_NODES) + LONG
-    context = min(CONTEXT, (target.max_positions or CONTEXT + room) - room)
-    if context < 4:
-        raise ValueError(f"a target with {target.max_positions} positions has no room to measure its latency in")
-    prompt = torch.randint(target.vocab_size, (context,), generator=torch.Generator().manual_seed(0)).tolist()
-
-    def cycle(tree: TreeConfig | None) -> Callable[[], object]:
-        return same_cycle(greedy_decoder(target, head, prompt, tree, room, graphs))
-
+    cycle = functools.partial(_measured_cycle, target, head, graphs)
     widths = [top_k for top_k in TOP_K if top_k <= head.draft_vocab_size]
     wide = max(width for width in widths if width <= WIDEST)
     nodes = [count for count in MEASURED_NODES if count <= TreeConfig(count, SHORT, wide).nodes]
@@ -66,6 +59,34 @@ def measure(target: TargetModel, head: DraftHead, graphs: GraphCycles | None = N
     sizes = itertools.accumulate((seconds["nodes", count] - further for count in nodes), max,
                                  initial=seconds["plain" if graphs else "root", 1])
     return Latency(dict(zip([1, *nodes], sizes, strict=True)), level, seconds["plain", 1])
+
+
+def _measured_cycle(
+    target: TargetModel, head: DraftHead, graphs: GraphCycles | None, tree: TreeConfig | None
+) -> Callable[[], object]:
+    """A cycle with this tree behind the context that all measurements have in common."""
+    room = max(MEASURED_NODES) + LONG
+    context = min(CONTEXT, (target.max_positions or CONTEXT + room) - room)
+    if context < 4:
+        raise ValueError(f"a target with {target.max_positions} positions has no room to measure its latency in")
+    prompt = torch.randint(target.vocab_size, (context,), generator=torch.Generator().manual_seed(0)).tolist()
+    return same_cycle(greedy_decoder(target, head, prompt, tree, room, graphs))
+
+
+@torch.inference_mode()
+def share_of(latency: Latency, target: TargetModel, head: DraftHead, graphs: GraphCycles | None = None) -> float:
+    """What cycles take now, of what a latency says: of plain ones and of the largest tree's, the smaller share."""
+    nodes, width = max(latency.base), min(WIDEST, max(latency.level))
+    trees = {None: latency.plain, TreeConfig(nodes, SHORT, width): latency.cycle(nodes, SHORT, width)}
+    shares = []
+    for tree, said in trees.items():
+        once, taken = _measured_cycle(target, head, graphs, tree), []
+        for _ in range(3):  # the first one warms up
+            started = now(target.device)
+            once()
+            taken.append(now(target.device) - started)
+        shares.append(min(taken) / said)
+    return min(shares)
 
 
 def greedy_decoder(
