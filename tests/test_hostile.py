@@ -540,7 +540,7 @@ MISREAD = [
     (["generate", "hi", "--tree", "16,5,four"], "--tree: '16,5,four' is no tree; it takes total_tokens,depth"),
     (["generate", "hi", "--tree", "1,5,4"], "TreeConfig.total_tokens must be at least 2, got 1"),
     (["generate", "hi", "--acceptance", "best"], "invalid choice 'best' for argument '--acceptance'.* 'fsd'"),
-    (["generate", "hi", "--attn-implementation", "flash"], "invalid choice 'flash' for .* 'sdpa'"),
+    (["generate", "hi", "--attn-implementation", "flash"], "invalid choice 'flash' for .*'sdpa'"),
     (["generate", "hi", "--speed", "2"], "Unrecognized options: --speed"),
     (["generate", "hi", "--no-ignore-eos"], "Unrecognized options: --no-ignore-eos"),
     (["generate", "hi", "--draft", "head"], "target= is missing"),
