@@ -7,7 +7,7 @@ import pytest
 
 from eagle_fsd.cli.arguments import parse_options
 from train import compare
-from train.objectives import OBJECTIVES
+from train.core.objectives import OBJECTIVES
 
 
 def options(work: Path, **changes) -> compare.Arguments:

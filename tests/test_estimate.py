@@ -9,7 +9,7 @@ import eagle_fsd
 from eagle_fsd.acceptance import make_rule
 from eagle_fsd.data.documents import Documents
 from eagle_fsd.trees.config import TreeConfig
-from train.estimate import estimate_tau, last_answers
+from train.core.estimate import estimate_tau, last_answers
 
 TREE = TreeConfig(12, 4, 3)
 RULES = {"exact": make_rule("exact"), "fsd 0.2": make_rule("fsd", 0.2), "fsd 9": make_rule("fsd", 9.0)}

@@ -13,8 +13,8 @@ from tiny import tiny_target
 from eagle_fsd.data.documents import Documents
 from eagle_fsd.models.target import TargetModel
 from train import features as module
+from train.core.teacher import OfflineFeatures, OnlineFeatures, TargetEnds
 from train.features import Arguments, run, shard_starts, write_features
-from train.teacher import OfflineFeatures, OnlineFeatures, TargetEnds
 
 LENGTHS = [5, 9, 3, 12, 4, 7, 6]
 

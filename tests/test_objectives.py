@@ -9,7 +9,7 @@ from tiny import tiny_pair
 from eagle_fsd.acceptance.divergence import js
 from eagle_fsd.data.documents import Documents
 from eagle_fsd.heads.eagle import DraftHead
-from train.objectives import OBJECTIVES, TERMS, AlignedLoss, Objective, aligned_mask, make_objective, term_sums
+from train.core.objectives import OBJECTIVES, TERMS, AlignedLoss, Objective, aligned_mask, make_objective, term_sums
 
 M, D, V = 5, 4, 11
 

@@ -22,12 +22,13 @@ from eagle_fsd.data.documents import Documents
 from eagle_fsd.heads.checkpoint import load_head
 from eagle_fsd.models.loading import load_target
 from eagle_fsd.models.target import TargetModel
-from train import evaluation, train_draft_head
-from train.config import make_config, read_config
+from train import train_draft_head
+from train.core import evaluation
+from train.core.config import make_config, read_config
+from train.core.objectives import OBJECTIVES, Objective
+from train.core.run import Run
+from train.core.schedule import Schedule, feature_noise, learning_rate, shares
 from train.features import write_features
-from train.objectives import OBJECTIVES, Objective
-from train.run import Run
-from train.schedule import Schedule, feature_noise, learning_rate, shares
 from train.train_draft_head import main, train
 
 ROOT = Path(__file__).parents[1]
@@ -208,7 +209,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.fsdp import fully_shard
 sys.path[:0] = [{root!r}, {tests!r}]
 from tiny import tiny_pair
-from train.objectives import OBJECTIVES, AlignedLoss
+from train.core.objectives import OBJECTIVES, AlignedLoss
 torch.set_num_threads(1)
 dist.init_process_group("gloo")
 model = tiny_pair()
@@ -351,9 +352,9 @@ def test_a_missing_setting_is_named(place):
 
 def test_without_omegaconf_it_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "omegaconf", None)
-    monkeypatch.delitem(sys.modules, "train.config")
+    monkeypatch.delitem(sys.modules, "train.core.config")
     with pytest.raises(ImportError, match=r"training needs OmegaConf: pip install eagle_fsd\[train\]"):
-        importlib.import_module("train.config")
+        importlib.import_module("train.core.config")
 
 
 @pytest.mark.parametrize("words", [["--nonsense"], ["lr=1"], ["--config", "nowhere.yaml", "lr=1", "--cpu"],

@@ -13,10 +13,10 @@ from eagle_fsd.heads.eagle3 import Eagle3Head
 from eagle_fsd.models.loading import load_target
 from eagle_fsd.models.target import TargetModel
 from eagle_fsd.pair import EagleModel
-from train.config import make_config
+from train.core.config import make_config
+from train.core.new_heads import new_head
+from train.core.objectives import OBJECTIVES, AlignedLoss, Objective
 from train.features import write_features
-from train.new_heads import new_head
-from train.objectives import OBJECTIVES, AlignedLoss, Objective
 from train.train_draft_head import train
 
 TOKENS = np.arange(3, 23)  # those that the data speaks in

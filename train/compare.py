@@ -38,11 +38,11 @@ from eagle_fsd.models.loading import load_target
 from eagle_fsd.models.target import TargetModel
 from eagle_fsd.pair import EagleModel
 from eagle_fsd.trees.config import TreeConfig
-from train.config import make_config
+from train.core.config import make_config
+from train.core.objectives import OBJECTIVES
 from train.demo.demo import keep_freed_memory
 from train.demo.tasks import is_correct, tasks
 from train.features import write_features
-from train.objectives import OBJECTIVES
 from train.train_draft_head import train
 
 log = logging.getLogger("train.compare")

@@ -3,7 +3,7 @@
     python -m train.features --target T --data data/chat --out data/chat-features
 
 An interrupted run loses at most the shard that was being made, and continues. The disk space needed is said, and
-checked, first. F width of the features (`train.teacher`).
+checked, first. F width of the features (`train.core.teacher`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from eagle_fsd.data.files import save_atomically
 from eagle_fsd.heads.eagle3 import check_layers
 from eagle_fsd.models.loading import load_target
 from eagle_fsd.models.target import TargetModel
-from train.teacher import OnlineFeatures, read_index, shard_path
+from train.core.teacher import OnlineFeatures, read_index, shard_path
 
 log = logging.getLogger("train.features")
 

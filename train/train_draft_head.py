@@ -18,11 +18,11 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # launched as a file, this f
 
 from eagle_fsd.cli.arguments import parse_options  # noqa: E402
 from eagle_fsd.cli.exits import exit_status  # noqa: E402
-from train.config import TrainingConfig, read_config  # noqa: E402
-from train.evaluation import Evaluation  # noqa: E402
-from train.processes import StopRequest, make_accelerator  # noqa: E402
-from train.run import Run  # noqa: E402
-from train.states import Logs, comparable, resume, save_state  # noqa: E402
+from train.core.config import TrainingConfig, read_config  # noqa: E402
+from train.core.evaluation import Evaluation  # noqa: E402
+from train.core.processes import StopRequest, make_accelerator  # noqa: E402
+from train.core.run import Run  # noqa: E402
+from train.core.states import Logs, comparable, resume, save_state  # noqa: E402
 
 log = logging.getLogger("train.train_draft_head")
 
@@ -35,7 +35,7 @@ class Arguments:
     stopped, by Ctrl-C or by force, continues from its last saved state when the same command is given again.
 
     Args:
-        config: YAML or JSON file with settings of TrainingConfig (train/config.py).
+        config: YAML or JSON file with settings of TrainingConfig (train/core/config.py).
         overrides: settings that replace the file's, name=value with the value in YAML.
         wandb: log to Weights & Biases instead of TensorBoard.
         cpu: keep off a GPU that is there.

@@ -27,7 +27,7 @@ from eagle_fsd.heads.checkpoint import load_head, save_head
 from eagle_fsd.models.loading import load_target
 from eagle_fsd.models.target import TargetModel
 from eagle_fsd.tuning.logs import store_log
-from train.config import make_config
+from train.core.config import make_config
 from train.demo.answers import greedy_answers, render
 from train.demo.corpus import encode_answers, python_prefixes, train_tokenizer, training_documents
 from train.demo.target import Stage, build_target, grow, train_stage
@@ -52,7 +52,7 @@ class Preset:
     practice: tuple[str, ...]  # task families that are learned last and get more turns
     stages: tuple[Stage, ...]
     answers: int  # the target's own, for the head; beside them three times as many documents of fresh text
-    head: dict  # settings of train.config.TrainingConfig
+    head: dict  # settings of train.core.config.TrainingConfig
     installed: bool = False  # source of the installed packages too
     questions: int = 20_000  # tasks that the tokenizer is trained on
     answer_batch: int = 64  # answers generated at once

@@ -20,8 +20,8 @@ from eagle_fsd.heads.eagle import DraftHead
 from eagle_fsd.models.target import TargetModel
 from eagle_fsd.pair import EagleModel
 from eagle_fsd.trees.config import TreeConfig
-from train.config import TrainingConfig
-from train.estimate import last_answers
+from train.core.config import TrainingConfig
+from train.core.estimate import last_answers
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from eagle_fsd.data.documents import Documents
-from train.config import TrainingConfig
-from train.estimate import last_answers
+from train.core.config import TrainingConfig
+from train.core.estimate import last_answers
 
 
 @dataclass(frozen=True)

@@ -13,11 +13,11 @@ from torch import Tensor
 from eagle_fsd.heads.checkpoint import load_head
 from eagle_fsd.heads.eagle import DraftHead
 from eagle_fsd.heads.eagle3 import Eagle3Head
-from train.config import TrainingConfig
-from train.new_heads import new_head, start_output, text_config
-from train.objectives import AlignedLoss
-from train.schedule import DocumentSplit, Schedule, feature_noise, learning_rate, shares
-from train.teacher import Teacher
+from train.core.config import TrainingConfig
+from train.core.new_heads import new_head, start_output, text_config
+from train.core.objectives import AlignedLoss
+from train.core.schedule import DocumentSplit, Schedule, feature_noise, learning_rate, shares
+from train.core.teacher import Teacher
 
 
 class Run:

@@ -11,7 +11,7 @@ from typing import Any
 from eagle_fsd.acceptance import Rule, make_rule
 from eagle_fsd.checks import check_choice
 from eagle_fsd.trees.config import TreeConfig
-from train.objectives import make_objective, require_count
+from train.core.objectives import make_objective, require_count
 
 try:
     from omegaconf import ListConfig, OmegaConf
@@ -41,8 +41,8 @@ class TrainingConfig:
         init_from: a head to continue from (directory or hub id); None: a new one.
         head: fields of a new head's Llama config that differ from the target's, such as intermediate_size, `bias` of
             its fc, and `kind`: "eagle2" (the default) or "eagle3", which takes draft_vocab_size too.
-        objective: name in train.objectives.OBJECTIVES, or a mapping of its fields (`name` says what to start from); the
-            configuration holds the `Objective` that is meant.
+        objective: name in train.core.objectives.OBJECTIVES, or a mapping of its fields (`name` says what to start
+            from); the configuration holds the `Objective` that is meant.
         steps: optimiser steps; None: as many as `epochs` take.
         batch_tokens: tokens of one optimiser step over all processes, padding included.
         gradient_accumulation: forwards that a process deals its share of them out to.

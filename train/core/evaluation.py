@@ -11,10 +11,10 @@ import torch
 from eagle_fsd.data.files import read_lines
 from eagle_fsd.heads.checkpoint import save_head
 from eagle_fsd.heads.eagle import DraftHead
-from train.card import measure, write_card
-from train.estimate import estimate_tau
-from train.run import Run
-from train.states import Logs
+from train.core.card import measure, write_card
+from train.core.estimate import estimate_tau
+from train.core.run import Run
+from train.core.states import Logs
 
 log = logging.getLogger("train.train_draft_head")
 

@@ -12,8 +12,8 @@ from eagle_fsd.data.gguf import target_source
 from eagle_fsd.heads.eagle import DraftHead
 from eagle_fsd.heads.eagle3 import Eagle3Head
 from eagle_fsd.heads.layouts import LAYER_IDS
-from train.config import TrainingConfig
-from train.teacher import TargetEnds
+from train.core.config import TrainingConfig
+from train.core.teacher import TargetEnds
 
 KINDS = {"eagle2": DraftHead, "eagle3": Eagle3Head}
 

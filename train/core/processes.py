@@ -10,7 +10,7 @@ import torch
 from accelerate import Accelerator, DistributedType, InitProcessGroupKwargs
 from accelerate.tracking import get_available_trackers
 
-from train.config import TrainingConfig
+from train.core.config import TrainingConfig
 
 log = logging.getLogger("train.train_draft_head")
 

@@ -21,7 +21,7 @@ from eagle_fsd.models.loading import load_target
 from eagle_fsd.models.output import output_logits
 from eagle_fsd.models.placement import copy_to
 from eagle_fsd.models.target import TargetModel
-from train.config import TrainingConfig
+from train.core.config import TrainingConfig
 
 DTYPES = {"torch.float32": torch.float32, "torch.bfloat16": torch.bfloat16, "torch.float16": torch.float16}
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 
 from eagle_fsd.data.files import append_lines, read_lines, write_lines
-from train.config import TrainingConfig
-from train.run import Run
+from train.core.config import TrainingConfig
+from train.core.run import Run
 
 log = logging.getLogger("train.train_draft_head")
 

@@ -1,0 +1,1 @@
+"""What training a draft head is made of: its settings, objectives, steps, states and evaluation."""
