@@ -92,7 +92,7 @@ def generate(
     outputs: list[Output] = [None] * len(prompts)
     for numbers in model.target.batches([len(ids) for ids in prompts]):
         answers = decode_batch(model, [prompts[number] for number in numbers], batch,
-                                  [settings[number] for number in numbers], streamer, session)
+                               [settings[number] for number in numbers], streamer, session)
         for number, output in zip(numbers, answers, strict=True):
             outputs[number] = output
             if model.tokenizer is not None:

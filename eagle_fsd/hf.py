@@ -81,6 +81,8 @@ def custom_generate(
     pad = check_call(input_ids, generation_config, streamer, model_kwargs)
     if draft is None:
         raise ValueError("draft= is missing: a DraftHead or the directory or hub id of one")
+    if quality is not None and isinstance(draft, DraftHead):
+        raise ValueError("quality= needs draft= as a directory or hub id: a DraftHead brings no calibrations with it")
     padding = left_padding(input_ids, model_kwargs.get("attention_mask"))
     pair = EagleModel.from_parts(model, draft if isinstance(draft, DraftHead) else load_head(draft))
     if not isinstance(draft, DraftHead):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from importlib.util import find_spec
@@ -21,4 +22,4 @@ def lazy_names(package: str, places: Mapping[str, str]) -> tuple[Callable[[str],
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         return import_module(f"{package}.{name}")
 
-    return get, lambda: sorted(places)
+    return get, lambda: sorted({*vars(sys.modules[package]), *places})

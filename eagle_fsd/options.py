@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -143,7 +144,7 @@ class AcceptanceOptions(Options):
                                  "divergence out")
             parse_promise(self.quality)
         if self.budget is not None:
-            if isinstance(self.budget, bool) or not isinstance(self.budget, (int, float)):
+            if isinstance(self.budget, bool) or not isinstance(self.budget, Real):
                 raise TypeError(f"budget must be a number of nats, got {self.budget!r}")
             if not self.budget >= 0:
                 raise ValueError(f"budget must be at least 0 nats, got {self.budget!r}")
@@ -175,8 +176,8 @@ class LoadOptions(Options):
             `tree.json` (`eagle-fsd tune --out`); None: the head's.
         tree: where `generate` is given none: "auto", the one that emits the most tokens per second on this machine,
             where the head has logs to choose it by (`eagle-fsd tune`), else a default for the device; drafting pauses
-            where it does not pay. The models' latency is measured once for it and kept. None: that default, without
-            pauses; or a `TreeConfig`.
+            where it does not pay. The models' latency is measured for it and kept, and measured again where it turns
+            out that other work had slowed the machine. None: that default, without pauses; or a `TreeConfig`.
         compile: compile the models' forwards first, or capture them as CUDA graphs, see `EagleModel.compile`: pays with
             a small target, whose forwards are half overhead.
     """

@@ -261,10 +261,8 @@ def load(
     """Load a target and its draft head.
 
     Args:
-        target, draft: directories or hub ids; both None: the bundled demo pair. A hub id as target without a draft
-            takes the head that is known for it (`eagle-fsd heads`) and says so in a warning.
-        dtype, device, device_map, tp_plan, quantization_config, attn_implementation, trust_remote_code, calibration,
-            tree, compile: see `LoadOptions`.
+        target, draft, dtype, device, device_map, tp_plan, quantization_config, attn_implementation,
+            trust_remote_code, calibration, tree, compile: see `LoadOptions`.
 
     Raises:
         TypeError: an argument of the wrong type.
@@ -272,6 +270,7 @@ def load(
             a head that does not fit, an unsupported target or attention. A changed bit among a file's numbers goes
             unnoticed unless a number is no longer finite: the format has no checksum.
         OSError: a hub id that cannot be found or fetched, or a target's broken config.
+        ImportError: a GGUF file without the package gguf.
     """
     options = LoadOptions.of(locals())
     target, draft = find_pair(options)

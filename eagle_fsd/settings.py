@@ -44,10 +44,11 @@ def resolve(
     seeds = seeds_of(sampling.seed, len(prompts), model)
     check_functions("stopping_criteria", stopping_criteria)
     strings = check_stop_strings(sampling.stop_strings, model)
+    stop_ids = check_stop_ids(sampling.stop_token_ids, model)
     settings = [RequestSettings(
         processors=own, seed=seed, max_new_tokens=room,
         eos_ids=frozenset() if sampling.ignore_eos else eos_ids,
-        stop_ids=check_stop_ids(sampling.stop_token_ids, model),
+        stop_ids=stop_ids,
         text_ends=StopStrings(model.tokenizer, strings) if strings else None,
         criteria=agreed_criteria(stopping_criteria or [], model),
         budget=check_budget(acceptance.budget, rule, greedy),
@@ -115,7 +116,7 @@ def check_tree(tree: TreeConfig, model: EagleModel) -> TreeConfig:
 
 
 def seeds_of(seed: int | Sequence[int] | None, count: int, model: EagleModel) -> list[int]:
-    """One for each prompt, in all processes the same; drawn where none is given."""
+    """One for each prompt; drawn where none is given, in all processes the same."""
     if seed is None:
         generator = random.SystemRandom()
         return of_first(model.target.group, lambda: [generator.getrandbits(48) for _ in range(count)])
@@ -123,8 +124,8 @@ def seeds_of(seed: int | Sequence[int] | None, count: int, model: EagleModel) ->
         if len(seed) != count:
             raise ValueError(f"a list of seeds needs one for each prompt: {count}, got {len(seed)}")
         return list(map(int, seed))
-    if seed + count > 2**63:
-        raise ValueError(f"seed must be below 2**63, got {seed + count - 1}")
+    if int(seed) + count > 2**63:
+        raise ValueError(f"seed must be below 2**63, got {int(seed) + count - 1}")
     return [int(seed) + number for number in range(count)]
 
 
@@ -146,7 +147,7 @@ def check_stop_strings(strings: list[str], model: EagleModel) -> list[str]:
 
 def check_stop_ids(stop_token_ids: Sequence[int] | None, model: EagleModel) -> frozenset[int]:
     """The tokens, refused where the target has no such ones."""
-    ids = list(stop_token_ids or [])
+    ids = [] if stop_token_ids is None else list(stop_token_ids)
     for token in ids:
         require_integer("stop_token_ids", token, 0)
     return frozenset(check_ids(ids, model)) if ids else frozenset()

@@ -12,7 +12,6 @@ from eagle_fsd.experiments.records import shown_settings
 from eagle_fsd.options import Options
 
 A = TypeVar("A")
-USER_ERRORS = (ValueError, TypeError, OSError, ImportError)  # what a user can get wrong: one line
 
 
 def run_command(
@@ -29,7 +28,7 @@ def run_command(
     args = parse_options(arguments, argv, program=f"python -m {module}",
                          description=sys.modules[arguments.__module__].__doc__)
     found: list[int | None] = [0]
-    return exit_status(module, lambda: found.append(work(args)), USER_ERRORS, stopped) or found[-1] or 0
+    return exit_status(module, lambda: found.append(work(args)), stopped=stopped) or found[-1] or 0
 
 
 def noted(args: object) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 import json
 import logging
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ import torch
 from tiny import HIDDEN, PROMPT, VOCAB, tiny_head, tiny_target
 
 import eagle_fsd
-from eagle_fsd.data.gguf import dequantised, target_source
+from eagle_fsd.data.gguf import dequantised, digest_of, target_source
 from eagle_fsd.heads.checkpoint import save_head
 
 gguf = pytest.importorskip("gguf")
@@ -137,3 +138,18 @@ def test_without_the_package_it_says_what_to_install(target, tmp_path, monkeypat
 def test_a_head_alone_is_not_found_for_a_file(target, tmp_path):
     with pytest.raises(ValueError, match="hub id, and .* is a file"):
         eagle_fsd.load(write(tmp_path / "tiny.gguf", target))
+
+
+def test_threads_wait_for_the_first(target, tmp_path, cache):
+    file = write(tmp_path / "tiny.gguf", target)
+    with ThreadPoolExecutor(4) as pool:
+        found = set(pool.map(dequantised, [file] * 4))
+    assert len(found) == 1 and [path.name for path in cache.iterdir()] == [found.pop().name]
+
+
+def test_a_killed_process_leaves_nothing_in_the_way(target, tmp_path, cache):
+    file = write(tmp_path / "tiny.gguf", target)
+    part = cache / f"tiny-{digest_of(file)[:16]}.part"
+    part.mkdir(parents=True)
+    (part / "config.json").write_text("{}")
+    assert dequantised(file).is_dir() and not part.exists()

@@ -5,10 +5,14 @@ import subprocess
 import sys
 from dataclasses import MISSING, fields
 
+import numpy as np
 import pytest
+import torch
+from tiny import PROMPT, tiny_pair
 
 import eagle_fsd
 from eagle_fsd.options import AcceptanceOptions, LoadOptions, SamplingOptions
+from eagle_fsd.tuning.measuring import greedy_decoder
 
 DECODING = {field.name: field.default for kind in (SamplingOptions, AcceptanceOptions) for field in fields(kind)}
 OF_TRANSFORMERS = {"logits_processor", "stopping_criteria", "streamer", "synced_gpus", "generation_config"}
@@ -60,3 +64,36 @@ def test_lazy_names_are_those_for_editors():
 
 def test_values_of_other_options_are_left_out():
     assert SamplingOptions.of({"temperature": 0.5, "prompt": "x", "tree": None}) == SamplingOptions(temperature=0.5)
+
+
+def test_numbers_of_numpy_are_numbers():
+    assert AcceptanceOptions(budget=np.float32(2)).budget == 2 and SamplingOptions(max_new_tokens=np.int64(3))
+    pair = tiny_pair()
+    with pytest.raises(ValueError, match="seed must be below"):
+        eagle_fsd.generate([PROMPT, PROMPT], pair, seed=np.int64(2**63 - 1), max_new_tokens=2)
+
+
+@pytest.mark.parametrize("ids", [lambda ids: iter(ids), lambda ids: np.array(ids)], ids=["iterator", "array"])
+def test_stop_tokens_hold_for_every_prompt(ids):
+    pair = tiny_pair()
+    first = eagle_fsd.generate(PROMPT, pair, max_new_tokens=4, acceptance="exact").token_ids[0]
+    found = eagle_fsd.generate([PROMPT, PROMPT], pair, max_new_tokens=4, stop_token_ids=ids([first]))
+    assert [output.finish_reason for output in found] == ["stop", "stop"]
+
+
+def test_plain_decoding_keeps_no_features():
+    """Nobody reads them, and to join them for every token costs what the text is long."""
+    pair = tiny_pair()
+    with torch.inference_mode():
+        decoder = greedy_decoder(pair.target, None, PROMPT, None, 8)
+        decoder.prefill()
+        for _ in range(5):
+            decoder.step()
+            assert decoder.requests[0].features is None
+
+
+def test_a_promise_needs_a_head_that_brings_it():
+    pair, prompt = tiny_pair(), torch.tensor([PROMPT])
+    with pytest.raises(ValueError, match="quality= needs draft= as a directory"):
+        pair.target.model.generate(prompt, custom_generate=eagle_fsd.custom_generate, draft=pair.draft,
+                                   quality="accuracy_drop<=1%", max_new_tokens=2, do_sample=False)

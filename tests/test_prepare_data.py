@@ -12,7 +12,7 @@ from eagle_fsd.cli.arguments import parse_options
 from eagle_fsd.data.conversations import BadRow, Record, check_messages, read_records
 from eagle_fsd.data.documents import Documents
 from train.data.encoding import encode_dataset, encode_record, pack
-from train.data.regeneration import Writer, is_sensible, regenerate, self_prompted
+from train.data.regeneration import Respondent, is_sensible, regenerate, self_prompted
 from train.prepare_data import Arguments, run
 
 
@@ -142,15 +142,15 @@ def model(tokenizer):
     return tiny_pair(tokenizer=tokenizer)
 
 
-def writer(model, **options) -> Writer:
-    return Writer(model, **{"batch": 4, "temperature": 0.0, "max_new_tokens": 4, "seed": 0} | options)
+def writer(model, **options) -> Respondent:
+    return Respondent(model, **{"batch": 4, "temperature": 0.0, "max_new_tokens": 4, "seed": 0} | options)
 
 
 def test_regenerated_answers_are_the_targets_own_and_are_not_made_twice(tmp_path, model, tokenizer, monkeypatch):
     rows = [Record(messages=chat("hi", "x", "and", "y")), Record(reason="broken JSON"), Record(messages=chat("b", "x"))]
     options = {"temperature": 0.0, "max_new_tokens": 6, "seed": 0}
     record = tmp_path / "answers.jsonl"
-    made = list(regenerate(rows, Writer(model, batch=2, **options), record))
+    made = list(regenerate(rows, Respondent(model, batch=2, **options), record))
     first = eagle_fsd.generate(chat("hi"), model, max_new_tokens=6, acceptance="exact").text
     assert made[0].messages[1]["content"] == first
     assert [m["role"] for m in made[0].messages] == ["user", "assistant"] * (len(made[0].messages) // 2)
@@ -167,7 +167,7 @@ def test_regenerated_answers_are_the_targets_own_and_are_not_made_twice(tmp_path
         return generate(prompt, *args, **options)
 
     monkeypatch.setattr(eagle_fsd, "generate", recorded)
-    assert list(regenerate(rows, Writer(model, batch=2, **options), record)) == made
+    assert list(regenerate(rows, Respondent(model, batch=2, **options), record)) == made
     first, *later = [[tokenizer.decode(prompt) for prompt in batch] for batch in asked]
     assert first == ["<s><user>hi<bot>"] and len(later) <= 1  # and its second turn; the other one is kept
 

@@ -294,7 +294,7 @@ def main() -> int:
     arguments = parse_options(Arguments, program="python -m train.compare")
     keep_freed_memory()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
-    return exit_status("train.compare", lambda: run(arguments), (ValueError, OSError),
+    return exit_status("train.compare", lambda: run(arguments),
                        stopped="stopped; the same command goes on")
 
 

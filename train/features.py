@@ -216,7 +216,7 @@ def main() -> int:
     arguments = parse_options(Arguments, program="python -m train.features")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
     return exit_status(
-        "train.features", lambda: run(arguments), (ValueError, OSError), stopped="stopped; the same command continues"
+        "train.features", lambda: run(arguments), stopped="stopped; the same command continues"
     )
 
 

@@ -24,10 +24,11 @@ from eagle_fsd.data.conversations import Record, read_records
 from eagle_fsd.data.documents import check_place
 from eagle_fsd.data.gguf import target_source
 from eagle_fsd.models.loading import load_target
+from eagle_fsd.options import SamplingOptions
 from eagle_fsd.pair import EagleModel
 from train.data.chat_mask import check_tokenizer
 from train.data.encoding import encode_dataset
-from train.data.regeneration import Writer, regenerate, self_prompted
+from train.data.regeneration import Respondent, regenerate, self_prompted
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class Arguments:
     (it is what the head will have to predict); an interrupted run continues.
 
     Args:
-        target: directory or hub id; its tokenizer and chat template are used.
+        target: directory, hub id or GGUF file; its tokenizer and chat template are used.
         data: JSON, JSONL or text files, or names for the package datasets.
         out: folder of the dataset.
         format: of the rows; auto tells by their keys.
@@ -57,7 +58,7 @@ class Arguments:
         draft: a draft head of the target, to generate faster.
         temperature: of --regenerate sampled.
         max_new_tokens: of each answer of the target.
-        seed: of --regenerate sampled.
+        seed: of what is sampled.
     """
 
     target: str
@@ -92,6 +93,7 @@ def run(arguments: Arguments) -> dict:
     check_counts(arguments, "limit", "max_new_tokens", "self_prompted", "batch")
     if bool(arguments.data) == (arguments.self_prompted is not None):
         raise ValueError("give either --data or --self-prompted")
+    SamplingOptions(temperature=arguments.temperature, seed=arguments.seed)
     check_interval("--follow-ups", arguments.follow_ups, 1.0, True)
     for source in arguments.data:
         if Path(source).suffix and "/" in source and not Path(source).exists():
@@ -107,7 +109,7 @@ def run(arguments: Arguments) -> dict:
     records: Iterable[Record] = itertools.islice(itertools.chain.from_iterable(
         read_records(source, arguments.format, arguments.split) for source in arguments.data), arguments.limit)
     if own:
-        records = regenerated(records, arguments, tokenizer)
+        records = regenerated(records, arguments, place, tokenizer)
     documents, counts = encode_dataset(
         records, tokenizer, max_length=arguments.max_length, long=arguments.long, packed=arguments.pack
     )
@@ -118,17 +120,17 @@ def run(arguments: Arguments) -> dict:
 
 
 def regenerated(
-    records: Iterable[Record], arguments: Arguments, tokenizer: PreTrainedTokenizerBase
+    records: Iterable[Record], arguments: Arguments, place: str, tokenizer: PreTrainedTokenizerBase
 ) -> Iterator[Record]:
-    """The records with the target's own answers, which are kept beside the dataset."""
+    """The records with the own answers of the target at `place`, which are kept beside the dataset."""
     target, trusted = arguments.target, arguments.trust_remote_code
     if arguments.draft:
-        model = eagle_fsd.load(target, arguments.draft, trust_remote_code=trusted)
+        model = eagle_fsd.load(place, arguments.draft, trust_remote_code=trusted)
     else:
-        model = EagleModel.from_parts(load_target(target, trust_remote_code=trusted)[0], None)
+        model = EagleModel.from_parts(load_target(place, trust_remote_code=trusted)[0], None)
     model.tokenizer = tokenizer
     store = arguments.out.with_name(arguments.out.name + ".answers.jsonl")
-    writer = Writer(
+    writer = Respondent(
         model, batch=arguments.batch, max_new_tokens=arguments.max_new_tokens, seed=arguments.seed,
         temperature=arguments.temperature if arguments.regenerate == "sampled" else 0.0,
     )
@@ -142,8 +144,7 @@ def regenerated(
 def main() -> int:
     arguments = parse_options(Arguments, program="python -m train.prepare_data")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
-    return exit_status("train.prepare_data", lambda: print(json.dumps(run(arguments), indent=1)),
-                       (ValueError, OSError, ImportError))
+    return exit_status("train.prepare_data", lambda: print(json.dumps(run(arguments), indent=1)))
 
 
 if __name__ == "__main__":

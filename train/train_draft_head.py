@@ -116,7 +116,7 @@ def main() -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
     return exit_status(
         "train_draft_head", lambda: train(read_config(arguments.config, overrides), cpu=arguments.cpu),
-        (ValueError, OSError, ImportError, FloatingPointError), stopped="stopped; the same command continues",
+        also=(FloatingPointError,), stopped="stopped; the same command continues",
     )
 
 

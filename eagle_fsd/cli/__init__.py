@@ -63,15 +63,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     command = parse(argv)
 
     def work() -> None:
-        with processes(command):
+        with writing_once(command):
             command.run()
 
     rank = os.environ.get("RANK", "0")
     program = "eagle-fsd" if rank == "0" else f"eagle-fsd, process {rank}"
-    return exit_status(program, work, (ValueError, TypeError, OSError))
+    return exit_status(program, work)
 
 
-def processes(command: Command) -> AbstractContextManager:
+def writing_once(command: Command) -> AbstractContextManager:
     """Around a command that torchrun has started several times: only the first one writes."""
     if getattr(getattr(command, "pair", None), "tp_plan", None) is None:
         return nullcontext()

@@ -14,13 +14,16 @@ def check_counts(options: object, *names: str, least: int = 1) -> None:
             raise ValueError(f"--{name.replace('_', '-')} must be at least {least}, got {value}")
 
 
+USER_ERRORS = (ValueError, TypeError, OSError, ImportError)  # what a user can get wrong
+
+
 def exit_status(
-    program: str, work: Callable[[], object], errors: tuple[type[Exception], ...], stopped: str | None = None
+    program: str, work: Callable[[], object], *, also: tuple[type[Exception], ...] = (), stopped: str | None = None
 ) -> int:
     """The exit status of a command: 0; 2 with one line for what a user can get wrong; 130 after Ctrl-C.
 
     Args:
-        errors: what a user can get wrong; everything else is shown with its traceback.
+        also: what a user can get wrong besides; everything else is shown with its traceback.
         stopped: what to say after Ctrl-C.
     """
     try:
@@ -31,7 +34,7 @@ def exit_status(
         return 130
     except BrokenPipeError:
         return 0
-    except errors as error:
+    except (*USER_ERRORS, *also) as error:
         print(f"{program}: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     return 0

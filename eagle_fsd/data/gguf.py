@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
 import shutil
 from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 import transformers
+from filelock import FileLock
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from .files import cache_directory
@@ -52,14 +52,18 @@ def dequantised(file: Path) -> Path:
         return folder
     if find_spec("gguf") is None:
         raise ImportError(f"{file} needs the package gguf to be read: pip install eagle_fsd[gguf]")
-    log.warning("%s is dequantised once, to %s: that takes a while, the next start does not", file, folder)
-    part = folder.with_name(f"{folder.name}.{os.getpid()}.part")
-    try:
-        _write(file, part)
-        if not folder.is_dir():  # another process may have been faster
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(folder.parent.with_name(f"{folder.name}.lock")):  # threads and processes wait for the first
+        if folder.is_dir():
+            return folder
+        log.warning("%s is dequantised once, to %s: that takes a while, the next start does not", file, folder)
+        part = folder.with_name(f"{folder.name}.part")
+        shutil.rmtree(part, ignore_errors=True)  # of a process that was killed
+        try:
+            _write(file, part)
             part.rename(folder)
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
+        finally:
+            shutil.rmtree(part, ignore_errors=True)
     return folder
 
 

@@ -86,7 +86,7 @@ class Decoder:
         logprob = logprobs[token].item()
         receipt = Receipt("target", None, logprob, logprobs.amax().item() - logprob)
         emission = Emission([token], [receipt], [warped[0, 0, token].item()])
-        request.advance(emission, features)
+        request.advance(emission, None if self.head is None else features)
         if self.drafting.choice.tree is not None:
             self.forwards.read(number, request)
         return emission
@@ -103,7 +103,7 @@ class Decoder:
         if config is not None:
             self.drafting.learn(tree, [len(emission.tokens) for emission in emissions])
         for number, request in enumerate(self.requests):
-            request.advance(emissions[number], features[number, paths[number]])
+            request.advance(emissions[number], None if self.head is None else features[number, paths[number]])
         return emissions
 
     def keep(self, numbers: Sequence[int]) -> None:

@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 LEAST = 256  # places of the smallest bucket
 MOST_NODES = 256  # places behind the largest: of a tree, or of what a draft keeps of its own
 MOST_CYCLES = 64  # that are kept
-PARITY = 2e-2  # of the results' size, between a graph and its function
+GRAPH_PARITY = 2e-2  # of the results' size, between a graph and its function
 T = TypeVar("T")
 
 
@@ -338,7 +338,7 @@ def fits(tree: TreeConfig | None) -> bool:
 def _require_same(phase: str, found: Tensor, wanted: Tensor) -> None:
     """Raise where a graph does not give what its function gives."""
     difference = ((found - wanted).float().norm() / wanted.float().norm()).item()
-    if not difference <= PARITY:
+    if not difference <= GRAPH_PARITY:
         raise ValueError(f"{phase} by a graph differs by {difference:.1g} of the size")
 
 

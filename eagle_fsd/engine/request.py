@@ -83,9 +83,14 @@ class Request:
         assert self.features is not None
         return torch.tensor(self.tokens[-len(self.features) :], device=device)
 
-    def advance(self, emission: Emission, features: Tensor) -> None:
-        """Go on behind what a cycle emitted, with features [A + 1, F] of the nodes that it was emitted at."""
-        self.features = features if self.features is None else torch.cat([self.features, features])
+    def advance(self, emission: Emission, features: Tensor | None) -> None:
+        """Go on behind what a cycle emitted.
+
+        Args:
+            features: [A + 1, F] of the nodes that it was emitted at; None: there is no head to read them.
+        """
+        if features is not None:
+            self.features = features if self.features is None else torch.cat([self.features, features])
         self.tokens += emission.tokens
 
     def take(self, emission: Emission, streamer: BaseStreamer | None) -> None:
@@ -120,17 +125,17 @@ class Request:
         return "length" if len(self.new) == settings.max_new_tokens else None
 
     def _criteria_met(self) -> bool:
-        """Whether any of the criteria ends the answer; they see the whole text.
+        """Whether any of the criteria ends the answer; they see the whole text, which they must not change.
 
         Raises:
             TypeError: a criterion that answers neither with a bool nor with a tensor of one.
         """
-        before = [*self.settings.padding, *self.prompt]
+        end = len(self.settings.padding) + len(self.prompt) + len(self.new)
         if self._text is None:
+            before = [*self.settings.padding, *self.prompt]
             self._text = torch.empty(1, len(before) + self.settings.max_new_tokens, dtype=torch.long)
             self._text[0, : len(before)] = torch.tensor(before)
             self._text = self._text.to(self.device)
-        end = len(before) + len(self.new)
         self._text[0, end - 1] = self.new[-1]
         for criterion in self.settings.criteria:
             found = criterion(self._text[:, :end], None)

@@ -58,7 +58,6 @@ ROW_WISE = (
 STATEFUL = (SynthIDTextWatermarkLogitsProcessor, UnbatchedClassifierFreeGuidanceLogitsProcessor)
 
 
-
 def check_processors(processors: Sequence[LogitsProcessor] | None) -> LogitsProcessorList:
     """The processors, refused where one cannot be a function of the tokens and scores that it is called with."""
     check_functions("logits_processor", processors)

@@ -48,7 +48,7 @@ def sort_arguments(given: Mapping[str, object]) -> Arguments:
         if not isinstance(loading.get(name, ""), (str, Path)):
             raise TypeError(f"{name} must be a directory or hub id, got {loading[name]!r}")
     if "tree" in given:
-        loading["tree"] = parse_tree(given["tree"])
+        loading["tree"] = tree_of_argument(given["tree"])
     LoadOptions(**loading)
     if not isinstance(decoding.get("acceptance", ""), str):
         raise TypeError(f"acceptance must be the name of a rule, got {decoding['acceptance']!r}")
@@ -57,7 +57,7 @@ def sort_arguments(given: Mapping[str, object]) -> Arguments:
     return Arguments(loading, accepting, harness)
 
 
-def parse_tree(tree: object) -> TreeConfig | str | None:
+def tree_of_argument(tree: object) -> TreeConfig | str | None:
     """The `tree` of `eagle_fsd.load`; a list such as [16, 5, 4] or [16, 5, 4, 0.5] holds the fields of a `TreeConfig`.
 
     Raises:

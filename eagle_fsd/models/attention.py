@@ -1,4 +1,4 @@
-"""Tree attention: each node sees the committed prefix, its ancestors and itself.
+"""Attention implementations of our own for trees, beside the stock ones.
 
 Two implementations of our own stand beside the stock ones, for any model whose attention is chosen by name: "grouped"
 is stock sdpa without its copies of shared keys, "split" runs the prefix without a mask and joins the tree to it.
@@ -18,7 +18,6 @@ from .implementations import GROUPED, SPLIT
 from .masks import Prefix
 
 stock_attention = AttentionInterface()["sdpa"]
-
 
 
 def grouped_attention(

@@ -5,7 +5,6 @@ B batch, N tokens of a forward, L prefix length, D hidden size, F width of the f
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Sequence
 from weakref import WeakKeyDictionary
@@ -23,7 +22,6 @@ from .output import OutputRows, output_logits
 from .parallel import group_of, of_first
 from .placement import copy_to, device_of, weights_digest
 
-log = logging.getLogger(__name__)
 PARITY, HALF_PARITY = 1e-4, 2e-2  # how far features may differ between attentions or compiled, of their size
 PREFILL = {"cpu": 256, "cuda": 2048}  # positions of a prompt per forward: what is computed for them is large
 _sharded_digests: WeakKeyDictionary[PreTrainedModel, str] = WeakKeyDictionary()  # which take all processes to compute

@@ -13,7 +13,6 @@ CONFIDENCE = 0.95  # one-sided, of every promise about quality
 LEAST_MARGIN = 1e-12  # margins are looked for between this and 1 minus this
 
 
-
 def fewest_answers(margin: float, confidence: float = CONFIDENCE) -> int:
     """How many answers are needed to tell, if not one of them is lost, that the loss is at most `margin`.
 

@@ -49,7 +49,6 @@ class CycleLog:
         return decision
 
 
-
 @dataclass(frozen=True)
 class TreeLog:
     """Logged cycles of a rule at a temperature."""

@@ -65,6 +65,10 @@ def known_latency(target: TargetModel, head: DraftHead, graphs: GraphCycles | No
         numbers = {name: {int(at): value for at, value in entry[name].items()} for name in ("base", "level")}
         kept = Latency(**{**entry, **numbers})
         share = share_of(kept, target, head, graphs)
+        if graphs is not None:
+            graphs.cycles.clear()
+            if graphs.failed is not None:
+                return known_latency(target, head)
         if of_first(target.group, lambda: share) >= DISTURBED:
             return kept
         log.warning("cycles take %.0f%% of what was measured here before, when other work slowed the machine: "
@@ -95,7 +99,6 @@ def _keep(path: Path, key: str, value: object) -> None:
         save_atomically(path, lambda part: part.write_text(text, encoding="utf-8"))
     except OSError as error:
         log.warning("%s cannot be written (%s): latencies are measured again next time", path, error)
-
 
 
 def use_fastest_attention(target: TargetModel) -> None:

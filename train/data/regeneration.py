@@ -52,7 +52,7 @@ class Speed:
             log.info("%d conversations, %d tokens, %.0f tokens/s", self.bar.n, self.tokens, rate)
 
 
-class Writer:
+class Respondent:
     """The target, answering many conversations at a time.
 
     Args:
@@ -143,7 +143,7 @@ def begin_store(store: Path, about: dict) -> list:
 
 
 def regenerate(
-    records: Iterable[Record], writer: Writer, store: Path, about: dict | None = None
+    records: Iterable[Record], writer: Respondent, store: Path, about: dict | None = None
 ) -> Iterator[Record]:
     """The records with every answer replaced by the target's own, turn by turn, decoded losslessly.
 
@@ -177,7 +177,7 @@ def regenerate(
 
 
 def _answer_window(
-    todo: dict[int, list[dict[str, str]]], writer: Writer, store: Path, speed: Speed
+    todo: dict[int, list[dict[str, str]]], writer: Respondent, store: Path, speed: Speed
 ) -> Iterator[tuple[int, list[dict[str, str]] | str]]:
     """Each conversation with the target's answers, cut before a turn that does not fit; or why there is none."""
     asked = {number: [m for m in messages if m["role"] != "assistant"] for number, messages in todo.items()}
@@ -187,7 +187,7 @@ def _answer_window(
         numbers, before = order[start : start + writer.batch], writer.tokens
         said: dict[int, list[dict[str, str]]] = {number: [] for number in numbers}
         reasons: dict[int, str] = {}
-        for turn in range(max(turns[number] for number in numbers)):
+        for turn in range(max((turns[number] for number in numbers), default=0)):
             going = [number for number in numbers if number not in reasons and turn < turns[number]]
             for number in going:
                 given = todo[number]
@@ -204,14 +204,14 @@ def _answer_window(
         for number in numbers:
             while said[number] and said[number][-1]["role"] != "assistant":
                 said[number].pop()
-            finished.append((number, said[number] or reasons[number]))
+            finished.append((number, said[number] or reasons.get(number, "no answer to learn")))
         append_lines(store, [list(each) for each in finished])
         speed.add(writer.tokens - before, len(numbers))
         yield from finished
 
 
 def self_prompted(
-    count: int, writer: Writer, store: Path, *, follow_ups: float = 0.3, about: dict | None = None
+    count: int, writer: Respondent, store: Path, *, follow_ups: float = 0.3, about: dict | None = None
 ) -> Iterator[Record]:
     """Conversations that the target writes alone, both sides of them.
 
@@ -223,7 +223,7 @@ def self_prompted(
         ValueError: the store was begun for something else; or hardly any of the user's turns is worth an answer.
     """
     settings = {"temperature": writer.temperature, "max_new_tokens": writer.max_new_tokens, "seed": writer.seed,
-                "follow_ups": follow_ups, "self_prompted": True}
+                "follow_ups": follow_ups, "batch": writer.batch, "self_prompted": True}
     found = begin_store(store, settings | (about or {}))
     seen = {messages[0]["content"].casefold() for _, messages in found}
     conversations, batch = [messages for _, messages in found], max((batch for batch, _ in found), default=-1) + 1
@@ -243,7 +243,7 @@ def self_prompted(
     yield from (Record(messages=messages) for messages in conversations[:count])
 
 
-def _one_batch(writer: Writer, batch: int, seen: set[str], follow_ups: float) -> list[list[dict[str, str]]]:
+def _one_batch(writer: Respondent, batch: int, seen: set[str], follow_ups: float) -> list[list[dict[str, str]]]:
     """The conversations of one batch; a function of its number, but for those that were written before."""
     seeds = [writer.seed + (batch * writer.batch + row) * 4 for row in range(writer.batch)]
     begun = []
@@ -252,7 +252,7 @@ def _one_batch(writer: Writer, batch: int, seen: set[str], follow_ups: float) ->
             seen.add(text.casefold())
             begun.append((row, [{"role": "user", "content": text}]))
     whole = _answered(writer, begun, [seeds[row] + 1 for row, _ in begun])
-    going = [(row, messages) for row, messages in whole if (row % 10) < 10 * follow_ups]
+    going = [(row, messages) for row, messages in whole if (batch * writer.batch + row) % 10 < 10 * follow_ups]
     asked = writer.user_turns([messages for _, messages in going], [seeds[row] + 2 for row, _ in going])
     more = [(row, [*messages, {"role": "user", "content": text}])
             for (row, messages), text in zip(going, asked, strict=True) if is_sensible(text)]
@@ -261,7 +261,7 @@ def _one_batch(writer: Writer, batch: int, seen: set[str], follow_ups: float) ->
 
 
 def _answered(
-    writer: Writer, asked: list[tuple[int, list[dict[str, str]]]], seeds: list[int]
+    writer: Respondent, asked: list[tuple[int, list[dict[str, str]]]], seeds: list[int]
 ) -> list[tuple[int, list[dict[str, str]]]]:
     """The conversations with the target's next answer; those that it has none for are left out."""
     answers = writer.answers([messages for _, messages in asked], seeds) if asked else []

@@ -35,8 +35,6 @@ from train.demo.tasks import tasks
 from train.features import write_features
 from train.train_draft_head import train
 
-log = logging.getLogger("train.demo")
-
 
 @dataclass(frozen=True)
 class Preset:
@@ -224,7 +222,7 @@ def main() -> int:
     arguments = parse_options(Arguments, program="python -m train.demo")
     keep_freed_memory()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
-    return exit_status("train.demo", lambda: make_pair(arguments), (ValueError, OSError),
+    return exit_status("train.demo", lambda: make_pair(arguments),
                        stopped="stopped; the same command goes on")
 
 

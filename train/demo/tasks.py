@@ -132,7 +132,7 @@ def write_tasks(arguments: Arguments) -> None:
 
 def main() -> int:
     arguments = parse_options(Arguments, program="python -m train.tasks")
-    return exit_status("train.tasks", lambda: write_tasks(arguments), (ValueError, OSError))
+    return exit_status("train.tasks", lambda: write_tasks(arguments))
 
 
 if __name__ == "__main__":
