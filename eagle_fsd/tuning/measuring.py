@@ -103,10 +103,11 @@ def same_cycle(decoder: Decoder) -> Callable[[], object]:
     """A cycle from the same state each time, behind three tokens that the draft has yet to read."""
     decoder.prefill()
     (request,), forwards, length = decoder.requests, decoder.forwards, decoder.forwards.cache.length
-    features, said = request.features[-1:].expand(3, -1), list(request.tokens)  # what they hold takes no time
+    said = list(request.tokens)
+    features = None if decoder.head is None else request.features[-1:].expand(3, -1)  # what they hold takes no time
 
     def once() -> None:
-        if decoder.head is not None:
+        if features is not None:
             forwards.draft_cache.truncate(length - 3)
         request.features, request.tokens = features, list(said)
         decoder.step()
