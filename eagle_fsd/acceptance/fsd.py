@@ -22,7 +22,7 @@ class FSD(FuzzyRule):
     Args:
         threshold: largest divergence at which a fuzzy step may be taken, in nats (tv: in [0, 1]); inf always
             descends.
-        divergence: a name `eagle_fsd.divergence.get_divergence` knows.
+        divergence: a name `eagle_fsd.acceptance.divergence.get_divergence` knows.
         sibling: "target", "draft" or "longest", see `restrict`.
     """
 

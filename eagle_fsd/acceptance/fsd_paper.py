@@ -22,7 +22,7 @@ class FSDPaper(FuzzyRule):
 
     Args:
         threshold: largest divergence at which the draft's token is accepted; inf always accepts.
-        divergence: a name `eagle_fsd.divergence.get_divergence` knows.
+        divergence: a name `eagle_fsd.acceptance.divergence.get_divergence` knows.
     """
 
     name: ClassVar[str] = "fsd_paper"
