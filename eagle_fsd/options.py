@@ -161,7 +161,8 @@ class LoadOptions(Options):
             bundled demo pair.
         draft: directory or hub id of its draft head; None: the one that is known for the target (`eagle-fsd heads`),
             taken with a warning.
-        dtype: "auto" (float32 on a CPU, the checkpoint's own elsewhere), a torch dtype or its name.
+        dtype: "auto", a torch dtype or its name. "auto" is the checkpoint's own; on a CPU it is bfloat16 where the
+            checkpoint is stored in it and the processor is faster in it, else float32.
         device: where to put both models; default: CUDA where available, else the CPU.
         device_map: placement by accelerate, instead of `device`; the head goes where the output layer is.
         tp_plan: "auto" shards the target's weights over the processes of `torchrun`, by the model's own plan for tensor

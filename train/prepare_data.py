@@ -23,7 +23,7 @@ from eagle_fsd.cli.exits import check_counts, exit_status
 from eagle_fsd.data.conversations import Record, read_records
 from eagle_fsd.data.documents import check_place
 from eagle_fsd.data.gguf import target_source
-from eagle_fsd.models.loading import load_target
+from eagle_fsd.models.loading import check_dtype, load_target
 from eagle_fsd.options import SamplingOptions
 from eagle_fsd.pair import EagleModel
 from train.data.chat_mask import check_tokenizer
@@ -55,6 +55,7 @@ class Arguments:
         self_prompted: so many conversations that the target writes alone, its users' turns too, instead of --data.
         follow_ups: share of them that go on for a second turn.
         batch: conversations that are answered together.
+        dtype: of the target that answers; auto as in eagle_fsd.load.
         draft: a draft head of the target, to generate faster.
         temperature: of --regenerate sampled.
         max_new_tokens: of each answer of the target.
@@ -76,6 +77,7 @@ class Arguments:
     self_prompted: int | None = None
     follow_ups: float = 0.3
     batch: int = 32
+    dtype: str = "auto"
     draft: str | None = None
     temperature: float = 1.0
     max_new_tokens: int = 1024
@@ -98,6 +100,7 @@ def run(arguments: Arguments) -> dict:
     for source in arguments.data:
         if Path(source).suffix and "/" in source and not Path(source).exists():
             raise ValueError(f"{source} does not exist")
+    check_dtype(arguments.dtype)
     check_place(arguments.out)
     place = target_source(arguments.target)
     tokenizer = AutoTokenizer.from_pretrained(place, trust_remote_code=arguments.trust_remote_code)
@@ -125,9 +128,9 @@ def regenerated(
     """The records with the own answers of the target at `place`, which are kept beside the dataset."""
     target, trusted = arguments.target, arguments.trust_remote_code
     if arguments.draft:
-        model = eagle_fsd.load(place, arguments.draft, trust_remote_code=trusted)
+        model = eagle_fsd.load(place, arguments.draft, dtype=arguments.dtype, trust_remote_code=trusted)
     else:
-        model = EagleModel.from_parts(load_target(place, trust_remote_code=trusted)[0], None)
+        model = EagleModel.from_parts(load_target(place, dtype=arguments.dtype, trust_remote_code=trusted)[0], None)
     model.tokenizer = tokenizer
     store = arguments.out.with_name(arguments.out.name + ".answers.jsonl")
     writer = Respondent(
