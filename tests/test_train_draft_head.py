@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from tiny import tiny_target
+from tiny import PROMPT, tiny_target
 
 import eagle_fsd
 from eagle_fsd.data.documents import Documents
@@ -105,6 +105,20 @@ def test_later_steps_begin_on_the_way(place):
     run(place, "late", steps=4, objective={"name": "late", "aligned_from": 0.5}, evaluate=False)
     records = [json.loads(line) for line in (place / "late" / "train.jsonl").read_text().splitlines()]
     assert [len(record["top1"]) for record in records] == [1, 1, 2, 2]
+
+
+def test_a_head_that_names_some_tokens_learns_them_and_is_saved_so(place):
+    trained = run(place, "limited", head={"draft_vocab_size": 12})
+    documents = Documents.load(place / "data")
+    counts = np.bincount(documents.tokens[documents.learned], minlength=32)
+    pair = eagle_fsd.load(place / "target", trained, device="cpu")
+    named = pair.draft.token_map.tolist()
+    assert len(named) == 12 and counts[named].min() >= np.delete(counts, named).max()
+    expected = pair.target.model.generate(torch.tensor([PROMPT]), max_new_tokens=8, do_sample=False)
+    output = eagle_fsd.generate(PROMPT, pair, max_new_tokens=8, acceptance="exact")
+    assert output.token_ids == expected[0, len(PROMPT) :].tolist()
+    continued = run(place, "continued", init_from=str(trained))
+    assert load_head(continued).token_map.tolist() == named
 
 
 def test_a_finished_run_trains_no_further(place, finished):

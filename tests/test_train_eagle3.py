@@ -120,7 +120,8 @@ def test_a_position_counts_by_what_the_head_can_name_of_it(place):
     [
         ({"objective": "plain"}, "an EAGLE-3 head predicts no features, regression must be 0, got 1.0"),
         ({"head": {"kind": "eagle4"}}, "head: kind must be one of eagle2, eagle3, got 'eagle4'"),
-        ({"head": {"draft_vocab_size": 20}}, "head has no setting 'draft_vocab_size'"),
+        ({"head": {"draft_vocab_size": 33}}, "draft_vocab_size 33 exceeds vocab_size 32"),
+        ({"head": {"draft_vocab_size": 0}}, "draft_vocab_size must be a whole number of at least 1"),
         ({"head": {"kind": "eagle3", "draft_vocab_size": 33}}, "draft_vocab_size 33 exceeds vocab_size 32"),
         ({"head": {"kind": "eagle3", "eagle_aux_hidden_state_layer_ids": [0, 8]}}, r"layers \(0, 8\) are wanted"),
     ],

@@ -27,8 +27,8 @@ class OutputRows:
     softcap: float | None
 
     def __call__(self, features: Tensor) -> Tensor:
-        return output_logits(lambda x: nn.functional.linear(x, self.weight, self.bias), features, self.scale,
-                             self.softcap)
+        return output_logits(lambda x: nn.functional.linear(x, self.weight, self.bias),
+                             features.to(self.weight.dtype), self.scale, self.softcap)
 
     def belong_to(self, weight: Tensor) -> bool:
         """Whether they are rows of this weight [V, D], as it is now."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from torch import Tensor
 from transformers import AutoConfig, LlamaConfig, PreTrainedConfig
 
 from eagle_fsd.checks import check_choice
@@ -13,8 +14,10 @@ from eagle_fsd.heads.eagle import DraftHead
 from eagle_fsd.heads.eagle3 import Eagle3Head
 from eagle_fsd.heads.layouts import LAYER_IDS
 from train.core.config import TrainingConfig
+from train.core.objectives import require_count
 from train.core.teacher import TargetEnds
 
+VOCABULARY = "draft_vocab_size"
 KINDS = {"eagle2": DraftHead, "eagle3": Eagle3Head}
 
 
@@ -33,6 +36,8 @@ def new_head(config: TrainingConfig) -> DraftHead:
     text, options = text_config(config), dict(config.head)
     bias, kind = options.pop("bias", False), options.pop("kind", "eagle2")
     check_choice("head: kind", kind, tuple(KINDS))
+    if kind == "eagle2":
+        options.pop(VOCABULARY, None)  # of an EAGLE-3 head it is a field of its config
     shape = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim",
              "max_position_embeddings", "rms_norm_eps", "rope_parameters", "bos_token_id", "eos_token_id",
              "pad_token_id")
@@ -42,18 +47,40 @@ def new_head(config: TrainingConfig) -> DraftHead:
     unknown = options.keys() - known
     if unknown:
         raise ValueError(
-            f"head has no setting {sorted(unknown)[0]!r}; it takes kind, bias and the fields of a LlamaConfig"
+            f"head has no setting {sorted(unknown)[0]!r}; it takes kind, bias, {VOCABULARY} and the fields of a "
+            "LlamaConfig"
         )
     fields |= {"num_hidden_layers": 1, "hidden_act": "silu", "tie_word_embeddings": False, **options}
     torch.manual_seed(config.seed)
     return KINDS[kind](LlamaConfig(**fields), bias=bias)
 
 
+def commonest_tokens(documents: Documents, vocab_size: int, size: int) -> Tensor:
+    """[size] the tokens that are learned most often, by number."""
+    counts = np.bincount(documents.tokens[documents.learned], minlength=vocab_size)
+    return torch.from_numpy(np.sort(np.argsort(-counts, kind="stable")[:size]))
+
+
+def limit_output(head: DraftHead, size: int | None, documents: Documents, ends: TargetEnds) -> None:
+    """Let an EAGLE-1/2 head name the `size` tokens that are learned most often; None: all it names now.
+
+    Raises:
+        ValueError: a size that the vocabulary does not have.
+    """
+    if size is not None:
+        require_count(f"head: {VOCABULARY}", size)
+        if size > head.config.vocab_size:
+            raise ValueError(f"head: {VOCABULARY} {size} exceeds vocab_size {head.config.vocab_size}")
+        head.limit_vocabulary(commonest_tokens(documents, head.config.vocab_size, size))
+    if head.token_map is not None:
+        head.output_rows = ends.rows(head.token_map)
+
+
 def start_output(head: Eagle3Head, documents: Documents, ends: TargetEnds) -> None:
-    """Let a new head name the tokens that are learned most often, with the target's own output layer to start from."""
+    """Let a new EAGLE-3 head name the tokens that are learned most often, with the target's own output layer to start
+    from."""
     if head.d2t is not None:
-        counts = np.bincount(documents.tokens[documents.learned], minlength=head.config.vocab_size)
-        commonest = np.sort(np.argsort(-counts, kind="stable")[: head.draft_vocab_size])
-        head.d2t.copy_(torch.from_numpy(commonest) - torch.arange(head.draft_vocab_size))
+        commonest = commonest_tokens(documents, head.config.vocab_size, head.draft_vocab_size)
+        head.d2t.copy_(commonest - torch.arange(head.draft_vocab_size))
     with torch.no_grad():
         head.lm_head.weight.copy_(ends.lm_head.weight[head.target_tokens.to(ends.lm_head.weight.device)])

@@ -240,9 +240,11 @@ class AlignedLoss(nn.Module):
         positions = torch.arange(length, device=tokens.device)[None]
         compared = chosen & (positions % objective.logit_stride == self.residue)
         with torch.no_grad():
-            target_logits = logits_of(wanted[compared]).float()
-            p, best = self.head.narrow(target_logits.softmax(-1)), target_logits.amax(-1, keepdim=True)
-            target_logits = self.head.narrow(target_logits)
+            every = logits_of(wanted[compared]).float()
+            best, whole = every.amax(-1, keepdim=True), every.logsumexp(-1, keepdim=True)
+            target_logits = self.head.narrow(every)
+            p = (target_logits - whole).exp()
+            del every
         kind = tokens.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else inputs.dtype
         needs_mask = self.head.config._attn_implementation == "eager"  # sdpa is causal by itself, without a mask

@@ -14,7 +14,7 @@ from eagle_fsd.heads.checkpoint import load_head
 from eagle_fsd.heads.eagle import DraftHead
 from eagle_fsd.heads.eagle3 import Eagle3Head
 from train.core.config import TrainingConfig
-from train.core.new_heads import new_head, start_output, text_config
+from train.core.new_heads import VOCABULARY, limit_output, new_head, start_output, text_config
 from train.core.objectives import AlignedLoss
 from train.core.schedule import DocumentSplit, Schedule, feature_noise, learning_rate, shares
 from train.core.teacher import Teacher
@@ -51,11 +51,15 @@ class Run:
             raise ValueError(f"the head is made for vocabulary and hidden size "
                              f"{(head.config.vocab_size, head.config.hidden_size)}, the target's are {wanted}")
         head.share_embeddings(ends.embed_tokens)
-        if isinstance(head, Eagle3Head) and not config.init_from:
+        head.to(device)
+        if not isinstance(head, Eagle3Head):
+            limit_output(head, config.head.get(VOCABULARY), self.documents, ends)
+        elif not config.init_from:
             start_output(head, self.documents, ends)
         if device.type == "cpu":
             head.config._attn_implementation = "eager"  # its backward takes half of the time that sdpa's takes there
         self.head_kind, self.head_config, self.head_bias = type(head), head.config, head.fc.bias is not None
+        self.token_map = head.token_map
         optimizer = torch.optim.AdamW(
             head.parameters(), lr=config.lr, betas=config.betas, weight_decay=config.weight_decay
         )
@@ -122,6 +126,9 @@ class Run:
             self.teacher.ends.embed_tokens if target is None else target.embeddings_on(target.output_device)
         )
         head.load_state_dict({name.removeprefix("head."): value.to("cpu") for name, value in state.items()})
+        if self.token_map is not None:
+            head.limit_vocabulary(self.token_map)
+            head.output_rows = (target.output_rows if target else self.teacher.ends.rows)(self.token_map)
         return head.eval()
 
     def close(self) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from eagle_fsd.data.documents import Documents
 from eagle_fsd.models.loading import load_target
-from eagle_fsd.models.output import output_logits
+from eagle_fsd.models.output import OutputRows, output_logits
 from eagle_fsd.models.placement import copy_to
 from eagle_fsd.models.target import TargetModel
 from train.core.config import TrainingConfig
@@ -44,6 +44,12 @@ class TargetEnds(nn.Module):
         """As `TargetModel.logits`: [..., F] or [..., D] -> [..., V] float32."""
         last = features[..., -self.lm_head.weight.shape[1] :]
         return output_logits(self.lm_head, last.to(self.lm_head.weight.dtype), self.scale, self.softcap)
+
+    def rows(self, tokens: Tensor) -> OutputRows:
+        """`logits` of some tokens [R] only, from a copy of their rows."""
+        bias, tokens = self.lm_head.bias, tokens.to(self.lm_head.weight.device)
+        return OutputRows(self.lm_head.weight, self.lm_head.weight[tokens], None if bias is None else bias[tokens],
+                          self.scale, self.softcap)
 
 
 class OnlineFeatures:
