@@ -181,6 +181,8 @@ class LoadOptions(Options):
             out that other work had slowed the machine. None: that default, without pauses; or a `TreeConfig`.
         compile: compile the models' forwards first, or capture them as CUDA graphs, see `EagleModel.compile`: pays with
             a small target, whose forwards are half overhead.
+        prepack: on a CPU, keep a second copy of bfloat16 weights in the layout that its kernels read: same results, a
+            third of the time less with 1 to 16 tokens, twice the memory. Not together with compile.
     """
 
     target: str | Path | None = None
@@ -195,6 +197,7 @@ class LoadOptions(Options):
     calibration: str | Path | None = None
     tree: TreeConfig | str | None = "auto"
     compile: bool = False
+    prepack: bool = True
 
     def __post_init__(self) -> None:
         if self.target is None and self.draft is not None:
@@ -206,6 +209,7 @@ class LoadOptions(Options):
         if not (self.tree is None or self.tree == "auto" or isinstance(self.tree, TreeConfig)):
             raise ValueError(f'tree must be "auto", a TreeConfig or None, got {self.tree!r}')
         require_bool("compile", self.compile)
+        require_bool("prepack", self.prepack)
 
 
 def names_of(options: type[Options]) -> list[str]:

@@ -132,6 +132,7 @@ def regenerated(
     else:
         model = EagleModel.from_parts(load_target(place, dtype=arguments.dtype, trust_remote_code=trusted)[0], None)
     model.tokenizer = tokenizer
+    model.prepack()
     store = arguments.out.with_name(arguments.out.name + ".answers.jsonl")
     writer = Respondent(
         model, batch=arguments.batch, max_new_tokens=arguments.max_new_tokens, seed=arguments.seed,

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, 
 
 from ..api import generate
 from ..engine.receipts import Output
+from ..models.placement import stock_layout
 from ..pair import EagleModel
 from ..prompts import encode_prompt
 
@@ -59,7 +60,7 @@ def hf_generate(
     model: EagleModel, *, temperature: float = 0.0, seed: int = 0, assistant: PreTrainedModel | None = None,
     **options: object,
 ) -> Method:
-    """`model.generate`, the users' baseline, told to do what our engine does.
+    """`model.generate`, the users' baseline, told to do what our engine does, with its weights as they were stored.
 
     Of the checkpoint's generation config only the special tokens are taken, since the engine reads no more of it (many
     have a repetition penalty). When sampling, top-k and top-p are off: `transformers` would keep the 50 best tokens.
@@ -80,7 +81,7 @@ def hf_generate(
         ids = torch.tensor([encode_prompt(prompt, model)], device=model.target.device)
         if temperature:
             torch.manual_seed(prompt_seed(seed, prompt))
-        with only_special_tokens(model.target.model) as stock:
+        with only_special_tokens(model.target.model) as stock, stock_layout():
             sequence = stock.generate(
                 ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_new_tokens, **sampling, **options
             )

@@ -21,18 +21,33 @@ class OutputRows:
     """
 
     source: Tensor  # [V, D]
-    weight: Tensor  # [R, D]
-    bias: Tensor | None  # [R]
+    layer: nn.Linear  # D -> R
     scale: float
     softcap: float | None
 
+    @classmethod
+    @torch.no_grad()
+    def of(
+        cls,
+        weight: Tensor,  # [V, D] of the whole layer
+        bias: Tensor | None,  # [V]
+        tokens: Tensor,  # [R] long
+        scale: float,
+        softcap: float | None,
+    ) -> OutputRows:
+        layer = nn.Linear(weight.shape[1], len(tokens), bias=bias is not None, device="meta")
+        layer.weight = nn.Parameter(weight[tokens], requires_grad=False)
+        if bias is not None:
+            layer.bias = nn.Parameter(bias[tokens], requires_grad=False)
+        return cls(weight, layer, scale, softcap)
+
     def __call__(self, features: Tensor) -> Tensor:
-        return output_logits(lambda x: nn.functional.linear(x, self.weight, self.bias),
-                             features.to(self.weight.dtype), self.scale, self.softcap)
+        return output_logits(self.layer, features.to(self.layer.weight.dtype), self.scale, self.softcap)
 
     def belong_to(self, weight: Tensor) -> bool:
         """Whether they are rows of this weight [V, D], as it is now."""
-        return self.source is weight and (self.weight.device, self.weight.dtype) == (weight.device, weight.dtype)
+        own = self.layer.weight
+        return self.source is weight and (own.device, own.dtype) == (weight.device, weight.dtype)
 
 
 def output_logits(

@@ -1,13 +1,15 @@
-"""Where modules compute, copies on other devices, and what tells one model's weights from another's."""
+"""Where modules compute, in which layout their weights lie, and what tells one model's weights from another's."""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from accelerate.hooks import remove_hook_from_module
 from accelerate.utils import align_module_device
-from torch import nn
+from torch import Tensor, nn
 
 from .parallel import plain_parts, whole
 
@@ -44,3 +46,63 @@ def copy_to(module: nn.Module, device: torch.device) -> nn.Module:
     with align_module_device(module):
         copied = copy.deepcopy(module, {id(hook): hook})
     return remove_hook_from_module(copied).to(device)
+
+
+class PackedLinear(nn.Linear):
+    """A linear layer with a second copy of its bfloat16 weight [N, K], in the blocks that a CPU's kernels read.
+
+    The stock layer brings its weight into that layout in every forward, which for a few rows takes as long as the
+    product. Results are bit for bit the same. Where the weight has changed since, where gradients are wanted, and after
+    copying or pickling, it is the stock layer.
+    """
+
+    ROWS = 64  # that the layout is chosen for; it serves one row as well
+    in_use = True  # see `stock_layout`
+    packed: Tensor | None
+    packed_of: tuple[int, int]
+
+    def pack(self) -> None:
+        self.packed = torch.ops.mkldnn._reorder_linear_weight(self.weight.detach(), self.ROWS)
+        self.packed_of = self.weight.data_ptr(), self.weight._version
+
+    def forward(self, input: Tensor) -> Tensor:
+        if (self.packed is None or not self.in_use or input.dtype != torch.bfloat16 or torch.is_grad_enabled()
+                or self.packed_of != (self.weight.data_ptr(), self.weight._version) or not input.numel()):
+            return super().forward(input)
+        return torch.ops.mkldnn._linear_pointwise(input, self.packed, self.bias, "none", [], "")
+
+    def __getstate__(self) -> dict:
+        return self.__dict__ | {"packed": None}
+
+
+def pack_linears(module: nn.Module) -> None:
+    """Pack a module's plain bfloat16 linear layers on a CPU, in place; others stay as they are."""
+    if not torch.backends.mkldnn.is_available():
+        return
+    for layer in module.modules():
+        weight = getattr(layer, "weight", None)
+        if (type(layer) is nn.Linear and type(weight.data) is Tensor and weight.dtype == torch.bfloat16
+                and weight.device.type == "cpu" and not weight.is_inference() and not hasattr(layer, "_hf_hook")):
+            layer.__class__ = PackedLinear
+            layer.pack()
+
+
+def unpack_linears(module: nn.Module) -> None:
+    """Undo `pack_linears`."""
+    for layer in module.modules():
+        if type(layer) is PackedLinear:
+            layer.__class__, layer.packed = nn.Linear, None
+
+
+def is_packed(module: nn.Module) -> bool:
+    return any(type(layer) is PackedLinear for layer in module.modules())
+
+
+@contextmanager
+def stock_layout() -> Iterator[None]:
+    """Within, packed layers compute as the stock ones do, for measuring those."""
+    before, PackedLinear.in_use = PackedLinear.in_use, False
+    try:
+        yield
+    finally:
+        PackedLinear.in_use = before

@@ -227,7 +227,7 @@ class TargetModel:
         if type(weight) is not nn.Parameter or weight.is_meta or not weight.is_floating_point():
             return None  # quantised, sharded or offloaded
         bias = getattr(self.lm_head, "bias", None)
-        rows = OutputRows(weight, weight[tokens], None if bias is None else bias[tokens], self.scale, self.softcap)
+        rows = OutputRows.of(weight, bias, tokens, self.scale, self.softcap)
         sample = torch.linspace(-1, 2, self.hidden_size, device=weight.device).to(self.dtype)
         whole = self.logits(sample)[tokens]
         return rows if torch.allclose(rows(sample), whole, rtol=1e-2, atol=1e-2 * whole.abs().max().item()) else None

@@ -18,7 +18,7 @@ from ..engine.graphs import GraphCycles
 from ..heads.eagle import DraftHead
 from ..models.flash import find_flash
 from ..models.parallel import is_first, of_first
-from ..models.placement import weights_digest
+from ..models.placement import is_packed, weights_digest
 from ..models.target import TargetModel
 from .latency import Latency
 from .measuring import CONTEXT, LONG, MEASURED_NODES, measure, measure_attention, share_of
@@ -44,7 +44,8 @@ def circumstances(target: TargetModel, head: DraftHead | None, graphs: GraphCycl
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else threads
     processes = [] if target.group is None else [f"{target.group.size()} processes"]
     return "; ".join([
-        *(["compiled"] if is_compiled(target) else []), *(["graphs"] if graphs else []),
+        *(["compiled"] if is_compiled(target) else []), *(["packed"] if is_packed(target.model) else []),
+        *(["graphs"] if graphs else []),
         target.digest(), "no head" if head is None else weights_digest(head), str(target.dtype), name, *processes,
         target.config._attn_implementation, f"torch {torch.__version__}", f"transformers {transformers.__version__}",
     ])

@@ -47,9 +47,8 @@ class TargetEnds(nn.Module):
 
     def rows(self, tokens: Tensor) -> OutputRows:
         """`logits` of some tokens [R] only, from a copy of their rows."""
-        bias, tokens = self.lm_head.bias, tokens.to(self.lm_head.weight.device)
-        return OutputRows(self.lm_head.weight, self.lm_head.weight[tokens], None if bias is None else bias[tokens],
-                          self.scale, self.softcap)
+        weight = self.lm_head.weight
+        return OutputRows.of(weight, self.lm_head.bias, tokens.to(weight.device), self.scale, self.softcap)
 
 
 class OnlineFeatures:
