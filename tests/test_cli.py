@@ -108,7 +108,7 @@ def test_every_flag_is_read_as_it_was_typed(argv, expected):
 def test_every_option_is_a_flag_or_left_out_by_name(name, left_out, capsys):
     with pytest.raises(SystemExit, match="0"):
         parse([name, "--help"])
-    shown = re.findall(r"^. --([a-z][a-z-]*)", capsys.readouterr().out, re.MULTILINE)
+    shown = re.findall(r"^. --(?:no-)?([a-z][a-z-]*)", capsys.readouterr().out, re.MULTILINE)
     names = {field.name.replace("_", "-") for kind in OPTIONS.values() for field in fields(kind)}
     own = {"generate": {"chat", "stats"}, "chat": {"system"}}[name]
     assert set(shown) == names - {each.replace("_", "-") for each in left_out} | own

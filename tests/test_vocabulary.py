@@ -76,7 +76,7 @@ def test_own_logits_are_the_targets_own_for_these_tokens(family, tied):
         pair = EagleModel.from_parts(pair.target.model, pair.draft)
     predicted = torch.randn(2, 3, HIDDEN)
     whole = pair.target.logits(predicted)
-    assert pair.draft.output_rows.weight.shape == (len(NAMED), HIDDEN)
+    assert pair.draft.output_rows.layer.weight.shape == (len(NAMED), HIDDEN)
     torch.testing.assert_close(pair.draft.own_logits(predicted, refuse), whole[..., NAMED])
     wide = pair.draft.logits(predicted, refuse)
     torch.testing.assert_close(wide[..., NAMED], whole[..., NAMED])
@@ -161,7 +161,7 @@ def test_rows_are_copied_once_per_target():
     assert pair.draft.output_rows is not rows and pair.draft.output_rows.belong_to(other.target.lm_head.weight)
     other.target.model.bfloat16()
     half = EagleModel.from_parts(other.target.model, pair.draft)
-    assert half.draft.output_rows.weight.dtype == torch.bfloat16
+    assert half.draft.output_rows.layer.weight.dtype == torch.bfloat16
 
 
 class Adapted(torch.nn.Linear):
