@@ -113,8 +113,8 @@ def read_answers(path: Path, repair: bool = False) -> dict[int | str, dict]:
 
 
 # What the files of earlier versions did not name.
-ADDED_SETTINGS = {"compile": False, "prepack": False, "attn_implementation": None, "device_map": None, "calibration": None,
-                  "quality": None, "budget": None}
+ADDED_SETTINGS = {"compile": False, "attn_implementation": None, "device_map": None, "calibration": None,
+                  "quality": None, "budget": None, "prepack": False}
 
 
 def file_settings(args: MtBenchArguments) -> dict:

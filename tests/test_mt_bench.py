@@ -84,18 +84,18 @@ def test_a_stopped_run_answers_only_what_is_missing(place, monkeypatch):
 
 
 def test_other_settings_do_not_continue_a_file(place):
-    run(options(place, "fsd.jsonl", "--threshold", "0.2", "--limit", "1"))
+    run(options(place, "fsd.jsonl", "--threshold", "0.2", "--no-prepack", "--limit", "1"))
     about = place / "fsd.meta.json"
     record = json.loads(about.read_text())
     for name in mt_bench.ADDED_SETTINGS:
         del record["settings"][name]  # as older versions wrote it
     about.write_text(json.dumps(record))
-    for more in (("--threshold", "0.3"), ("--threshold", "0.2", "--attn-implementation", "eager"),
-                 ("--threshold", "0.2", "--budget", "1")):
+    for more in (("--threshold", "0.3"), ("--threshold", "0.2", "--no-prepack", "--attn-implementation", "eager"),
+                 ("--threshold", "0.2", "--no-prepack", "--budget", "1"), ("--threshold", "0.2")):
         with pytest.raises(ValueError, match="begun with other settings"):
             run(options(place, "fsd.jsonl", *more))
-    run(options(place, "fsd.jsonl", "--threshold", "0.2", "--limit", "2"))
-    run(options(place, "fsd.jsonl", "--threshold", "0.2", "--limit", "1"))
+    run(options(place, "fsd.jsonl", "--threshold", "0.2", "--no-prepack", "--limit", "2"))
+    run(options(place, "fsd.jsonl", "--threshold", "0.2", "--no-prepack", "--limit", "1"))
     assert list(read_answers(place / "fsd.jsonl")) == [81, 82]  # what is not asked now is kept
 
 
