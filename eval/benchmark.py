@@ -1,42 +1,47 @@
-"""Speed and quality on held-out tasks and Python prefixes, all methods interleaved in one run.
+"""Speed and quality of all methods on public question sets, interleaved in one run.
 
-    python -m eval.benchmark --tasks 100 --python 40 --accuracy-tasks 500 --out eval/results/benchmark.json
-    python -m eval.benchmark --batch-sizes 1 2 4 8                         # batches of held-out tasks: eval.batches
-    python -m eval.benchmark --batch-sizes 1 4 --prompt-lengths 64 512 2048
-    python -m eval.benchmark --step --shape llama-3.1-8b                   # one cycle, random weights: eval.step
+    python -m eval.benchmark --questions mt_bench.jsonl --max-new-tokens 128 --out eval/results/smollm2-mt-bench
+    python -m eval.benchmark --questions spec_bench.jsonl --per-category 5 --temperature 0.7 --out runs/sampled
+    python -m eval.benchmark --questions humaneval.jsonl gsm8k_test.jsonl --per-category 40 --run-code --out runs/code
+    python -m eval.benchmark --batch-sizes 1 2 4 8                  # batches: eval.batches
+    python -m eval.benchmark --step --shape llama-3.1-8b            # one cycle, random weights: eval.step
 
-Every prompt is answered by every method before the next one, in an order that rotates; the first prompts are run
-once unmeasured. Speed is a ratio of tokens/s over the same prompts; `--repeats` measures each answer several times
-and takes the median. The table goes to standard output, everything else into the JSON file.
+Every question, with all its turns, is answered by every method before the next one, in an order that rotates; the
+first questions are run once unmeasured. Speed is new tokens over wall time, prompts included. Answers are kept as they
+come, in OUT.answers.jsonl: a run that was stopped goes on with the questions that are missing.
 """
 
 from __future__ import annotations
 
-import json
-import statistics
 import sys
-from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 from tqdm import tqdm
 
 import eagle_fsd
 from eagle_fsd.cli.arguments import Loading, Tree
 from eagle_fsd.cli.exits import check_counts
-from eagle_fsd.experiments.methods import Answer, Method, engine, hf_generate, interleaved
-from eagle_fsd.experiments.records import environment, record_path, write_json, write_page, write_record
+from eagle_fsd.data.files import append_lines, read_lines
+from eagle_fsd.data.questions import Question, converse, read_questions
+from eagle_fsd.experiments.experiment import fingerprint
+from eagle_fsd.experiments.grading import is_right
+from eagle_fsd.experiments.methods import Answer, Method, engine, hf_generate
+from eagle_fsd.experiments.records import record_path, write_record
 from eagle_fsd.experiments.search import BASELINE
 from eval import batches, step
-from eval.command import run_command
+from eval.command import noted, run_command
 from eval.profile import profile_cycles
-from eval.report.tables import markdown, percent
-from train.demo.corpus import python_prefixes
-from train.demo.tasks import is_correct, tasks
+from eval.report.intervals import interval
+from eval.report.plots import plot_speeds
+from eval.report.tables import markdown, percent, span
+from eval.speed import speedup
 
-LOOKUP = "prompt lookup"
+LOOKUP, PLAIN = "prompt lookup", "plain"
+ALL = "all"  # categories
 
 
 @dataclass(frozen=True)
@@ -44,114 +49,199 @@ class BenchmarkArguments:
     """What `eval.benchmark` compares.
 
     Args:
-        tasks: held-out tasks, timed.
-        python: Python prefixes, timed.
-        accuracy_tasks: held-out tasks for accuracy per family.
-        unseen_tasks: the same in wordings never trained on.
-        max_new_tokens: of an answer to a task.
-        python_tokens: of the continuation of a prefix.
-        repeats: timed runs of each answer, of which the median counts.
-        threads: of torch.
-        seed: of the tasks.
+        questions: JSON lines: MT-Bench, Spec-Bench, HumanEval, GSM8K, or prompts with answers.
+        per_category: only the first questions of each category.
+        max_new_tokens: of a turn.
+        temperature: 0 is greedy.
+        run_code: allow the generated programs of HumanEval to be run, to grade them.
+        warm_up: questions that are answered once unmeasured.
+        threads: of torch; without it what OMP_NUM_THREADS says, or torch.
+        seed: of the noise.
         tree: of exact and of the rules.
         fsd: thresholds of fsd.
         tilt: thresholds of tilt.
-        batch_sizes: compare by batch size instead.
+        profile: questions that a cycle's parts are measured on.
+        batch_sizes: compare by batch size instead, on generated tasks.
         prompt_lengths: compare by tokens of the prompt instead, on pieces of Python source.
         batch_prompts: prompts that every batch size answers.
-        out: JSON file; without it eval/results/benchmark.json or batches.json.
+        repeats: timed runs of each batch, of which the median counts.
+        out: where the record goes, without .json and .md.
     """
 
     pair: Loading = Loading()
-    tasks: int = 100
-    python: int = 40
-    accuracy_tasks: int = 500
-    unseen_tasks: int = 200
-    max_new_tokens: int = 256
-    python_tokens: int = 128
-    repeats: int = 3
-    threads: int = 2
+    questions: tuple[Path, ...] = ()
+    per_category: int | None = None
+    max_new_tokens: int = 128
+    temperature: float = 0.0
+    run_code: bool = False
+    warm_up: int = 2
+    threads: int | None = None
     seed: int = 1
     tree: Tree = None
-    fsd: tuple[float, ...] = (0.1, 0.3, 0.5)
-    tilt: tuple[float, ...] = (0.5, 2.0)
+    fsd: tuple[float, ...] = (0.1, 0.3)
+    tilt: tuple[float, ...] = ()
+    profile: int = 4
     batch_sizes: tuple[int, ...] = ()
     prompt_lengths: tuple[int, ...] = ()
     batch_prompts: int = 16
+    repeats: int = 3
     out: Path | None = None
 
 
 def methods_of(
-    model: eagle_fsd.EagleModel, tree: eagle_fsd.TreeConfig | None, fsd: Sequence[float], tilt: Sequence[float]
+    model: eagle_fsd.EagleModel, tree: eagle_fsd.TreeConfig | None, fsd: Sequence[float], tilt: Sequence[float],
+    temperature: float = 0.0, seed: int = 0,
 ) -> dict[str, Method]:
     """The compared methods by name."""
+    sampling = {"temperature": temperature, "seed": seed}
     methods = {
-        BASELINE: hf_generate(model),
-        LOOKUP: hf_generate(model, prompt_lookup_num_tokens=10),
-        "plain": engine(model, plain=True, acceptance="exact"),
-        "exact": engine(model, acceptance="exact", tree=tree),
+        BASELINE: hf_generate(model, **sampling),
+        LOOKUP: hf_generate(model, **sampling, prompt_lookup_num_tokens=10),
+        PLAIN: engine(model, plain=True, acceptance="exact", **sampling),
+        "exact": engine(model, acceptance="exact", tree=tree, **sampling),
     }
     for name, dials in (("fsd", fsd), ("tilt", tilt)):
         for dial in dials:
-            methods[f"{name} {dial:g}"] = engine(model, acceptance=name, threshold=dial, tree=tree)
+            methods[f"{name} {dial:g}"] = engine(model, acceptance=name, threshold=dial, tree=tree, **sampling)
     return methods
 
 
-def method_rows(answers: dict[str, list[Answer]], correct: dict[str, list[bool]] | None) -> list[dict]:
-    """One row per method."""
-    def rate(name: str) -> float:
-        return sum(len(a.token_ids) for a in answers[name]) / sum(a.seconds for a in answers[name])
+def chosen_questions(paths: Iterable[Path], per_category: int | None) -> list[Question]:
+    """The questions of all files, of each category the first ones."""
+    counts: dict[str, int] = {}
+    chosen = []
+    for question in (question for path in paths for question in read_questions(path)):
+        counts[question.category] = counts.get(question.category, 0) + 1
+        if per_category is None or counts[question.category] <= per_category:
+            chosen.append(question)
+    return chosen
 
-    reference = [a.token_ids for a in answers[BASELINE]]
+
+def record_of(answers: Sequence[Answer], question: Question, run_code: bool) -> dict:
+    """What is kept of a method's answers to a question's turns."""
+    outputs = [answer.output for answer in answers if answer.output]
+    sources = [receipt.source for output in outputs for receipt in output.receipts]
+    return {
+        "turns": [answer.text for answer in answers], "tokens": sum(len(answer.token_ids) for answer in answers),
+        "ids": [answer.token_ids for answer in answers], "seconds": sum(answer.seconds for answer in answers),
+        "emitted": [length + 1 for output in outputs for length in output.stats.accepted_lengths],
+        "fuzzy": sources.count("fuzzy"), "right": is_right(question, answers[-1].text, run_code=run_code),
+    }
+
+
+def answer_all(
+    methods: dict[str, Method], questions: Sequence[Question], log: Path, about: dict, *, max_new_tokens: int,
+    run_code: bool, warm_up: int,
+) -> list[dict]:
+    """Every method's record of every question; those found in `log` are not answered again.
+
+    Raises:
+        ValueError: the log was begun for something else.
+    """
+    log.parent.mkdir(parents=True, exist_ok=True)
+    begun, *found = read_lines(log) or [None]
+    if begun is None:
+        append_lines(log, [about])
+    elif begun != about:
+        raise ValueError(f"{log} was begun for something else; choose another --out or delete it")
+    done = {(line["category"], line["id"]) for line in found}
+    names = list(methods)
+    if len(found) < len(questions):
+        for question in questions[:warm_up]:
+            for method in methods.values():
+                method([{"role": "user", "content": question.turns[0]}], 32)
+    for number, question in enumerate(tqdm(questions, desc="questions", unit="question", disable=None)):
+        if (question.category, question.id) in done:
+            continue
+        shift, records = number % len(names), {}
+        for name in names[shift:] + names[:shift]:
+            answers = converse(lambda chat, method=methods[name]: method(chat, max_new_tokens), question.turns)
+            records[name] = record_of(answers, question, run_code)
+        found.append({"category": question.category, "id": question.id,
+                      "methods": {name: records[name] for name in names}})
+        append_lines(log, found[-1:])
+    return found
+
+
+def method_rows(found: Sequence[dict]) -> list[dict]:
+    """One row per method, of records of `answer_all`."""
+    def column(name: str, key: str) -> np.ndarray:
+        return np.array([line["methods"][name][key] for line in found], float)
+
+    def same(name: str, reference: str) -> float:
+        return float(np.mean([line["methods"][name]["ids"] == line["methods"][reference]["ids"] for line in found]))
+
     rows = []
-    for name, given in answers.items():
-        lengths = [length for a in given if a.output for length in a.output.stats.accepted_lengths]
-        sources = [r.source for a in given if a.output for r in a.output.receipts]
+    for name in found[0]["methods"]:
+        tokens, seconds = column(name, "tokens"), column(name, "seconds")
+        times, rate = {}, tokens.sum() / seconds.sum()
+        for reference, key in ((BASELINE, "speedup"), (PLAIN, "speedup_over_plain")):
+            theirs = column(reference, "tokens"), column(reference, "seconds")
+            times[key] = float(speedup(tokens, seconds, *theirs, axis=-1))
+            times[f"{key}_interval"] = interval(speedup, tokens, seconds, *theirs)
+        emitted = [count for line in found for count in line["methods"][name]["emitted"]]
+        right = [line["methods"][name]["right"] for line in found if line["methods"][name]["right"] is not None]
         rows.append({
-            "method": name,
-            "tokens_per_second": rate(name),
-            "speedup": rate(name) / rate(BASELINE),
-            "speedup_over_plain": rate(name) / rate("plain"),
-            "tau": None if name == LOOKUP else sum(lengths) / len(lengths) + 1 if lengths else 1.0,
-            "seconds_per_answer": statistics.mean(a.seconds for a in given),
-            "tokens_per_answer": statistics.mean(len(a.token_ids) for a in given),
-            "accuracy": statistics.mean(correct[name]) if correct else None,
-            "same_as_greedy": statistics.mean(a.token_ids == r for a, r in zip(given, reference, strict=True)),
-            "fuzzy_share": sources.count("fuzzy") / len(sources) if sources else 0.0,
+            "method": name, "tokens_per_second": float(rate), **times,
+            "tau": None if name == LOOKUP else sum(emitted) / len(emitted) if emitted else 1.0,
+            "seconds_per_answer": float(seconds.mean()), "tokens_per_answer": float(tokens.mean()),
+            "accuracy": sum(right) / len(right) if right else None, "graded": len(right),
+            "same_as_generate": same(name, BASELINE), "same_as_plain": same(name, PLAIN),
+            "fuzzy_share": float(column(name, "fuzzy").sum() / tokens.sum()),
         })
     return rows
 
 
 def method_table(rows: Sequence[dict]) -> str:
     """The rows in Markdown. tau = tokens per target forward."""
+    graded = any(row["accuracy"] is not None for row in rows)
     return markdown({
-        "method": row["method"], "tokens/s": f"{row['tokens_per_second']:.0f}",
-        "vs model.generate": f"{row['speedup']:.2f}x", "vs plain": f"{row['speedup_over_plain']:.2f}x",
-        "tau": "" if row["tau"] is None else f"{row['tau']:.2f}", "s/answer": f"{row['seconds_per_answer']:.3f}",
-        "tokens/answer": f"{row['tokens_per_answer']:.0f}",
-        "accuracy": "" if row["accuracy"] is None else percent(row["accuracy"], 1),
-        "= greedy": percent(row["same_as_greedy"]), "fuzzy tokens": percent(row["fuzzy_share"], 1),
+        "method": row["method"], "tokens/s": f"{row['tokens_per_second']:.1f}",
+        "vs model.generate (95%)": f"{row['speedup']:.2f}x ({span(row['speedup_interval'])})",
+        "vs plain": f"{row['speedup_over_plain']:.2f}x", "tau": "" if row["tau"] is None else f"{row['tau']:.2f}",
+        "s/answer": f"{row['seconds_per_answer']:.2f}", "tokens/answer": f"{row['tokens_per_answer']:.0f}",
+        **({"correct": "" if row["accuracy"] is None else percent(row["accuracy"], 1)} if graded else {}),
+        "= model.generate": percent(row["same_as_generate"]), "= plain": percent(row["same_as_plain"]),
+        "fuzzy tokens": percent(row["fuzzy_share"], 1),
     } for row in rows)
 
 
-def family_accuracy(method: Method, count: int, max_new_tokens: int, *, seed: int, unseen_wording: bool) -> dict:
-    """Accuracy of one method on fresh held-out tasks, per family and in all."""
-    results = defaultdict(list)
-    for task in tqdm(tasks("heldout", seed=seed, count=count, unseen_wording=unseen_wording), total=count,
-                     desc="accuracy", unit="task", disable=None):
-        right = is_correct(task, method(task.messages, max_new_tokens).text)
-        results[task.family].append(right)
-        results["all"].append(right)
-    return {family: statistics.mean(right) for family, right in results.items()}
+def by_category(found: Sequence[dict]) -> dict[str, list[dict]]:
+    """The rows of each category, and of all questions."""
+    groups: dict[str, list[dict]] = {}
+    for line in found:
+        groups.setdefault(line["category"], []).append(line)
+    rows = {category: method_rows(lines) for category, lines in groups.items()}
+    return rows | ({ALL: method_rows(found)} if len(rows) > 1 else {ALL: next(iter(rows.values()))})
+
+
+def category_table(rows: dict[str, list[dict]], counts: dict[str, int]) -> str:
+    """Speed over model.generate by category and method, tau in brackets."""
+    return markdown({
+        "category": category, "questions": str(counts[category]),
+        **{row["method"]: f"{row['speedup']:.2f}x" + ("" if row["tau"] in (None, 1.0) else f" ({row['tau']:.2f})")
+           for row in found if row["method"] != BASELINE},
+    } for category, found in rows.items())
 
 
 def run(args: BenchmarkArguments) -> None:
-    check_counts(args, "tasks", "repeats", "batch_prompts")
-    check_counts(args, "python", "accuracy_tasks", "unseen_tasks", least=0)
-    torch.set_num_threads(args.threads)
+    check_counts(args, "max_new_tokens", "repeats", "batch_prompts", "per_category", "threads")
+    check_counts(args, "warm_up", "profile", least=0)
+    if args.threads is not None:
+        torch.set_num_threads(args.threads)
     by_batch = bool(args.batch_sizes or args.prompt_lengths)
-    out = args.out or Path("eval/results") / ("batches.json" if by_batch else "benchmark.json")
-    (run_batches if by_batch else run_tables)(args, args.pair.load(), out)
+    if not by_batch and not args.questions:
+        raise ValueError("there is nothing to ask: give --questions (or --batch-sizes, --step)")
+    if not by_batch and args.out is None:
+        raise ValueError("--out is missing: where the record goes, such as eval/results/mt-bench")
+    questions = chosen_questions(args.questions, args.per_category)
+    if any(question.category == "humaneval" for question in questions) and not args.run_code:
+        raise ValueError("grading HumanEval runs generated programs; allow it with --run-code")
+    model = args.pair.load()
+    if by_batch:
+        run_batches(args, model, args.out or Path("eval/results/batches"))
+    else:
+        run_questions(args, model, questions, args.out)
 
 
 def run_batches(args: BenchmarkArguments, model: eagle_fsd.EagleModel, out: Path) -> None:
@@ -166,50 +256,40 @@ def run_batches(args: BenchmarkArguments, model: eagle_fsd.EagleModel, out: Path
     print(write_record(out, record, batches.batch_table(rows)))
 
 
-def run_tables(args: BenchmarkArguments, model: eagle_fsd.EagleModel, out: Path) -> None:
-    """The tables of one prompt after the other, the profile and accuracy."""
-    methods = methods_of(model, args.tree, args.fsd, args.tilt)
-    questions = list(tasks("heldout", seed=args.seed, count=args.tasks))
-    chats = [task.messages for task in questions]
-    record: dict[str, object] = {
-        "environment": environment(), "tree": model.describe_tree(args.tree), "dtype": str(model.target.dtype),
-        "seed": args.seed, "repeats": args.repeats, "task_count": args.tasks, "python_count": args.python,
-        "python_tokens": args.python_tokens, "accuracy_tasks": args.accuracy_tasks, "unseen_tasks": args.unseen_tasks,
-    }
-    tables: dict[str, str] = {}
-
-    def note(name: str, title: str, found: list | dict) -> None:
-        """Shown and stored at once, so that what has been measured is not lost with a later stage."""
-        record[name] = found
-        write_json(record_path(out, ".json"), record)
-        if isinstance(found, list):
-            tables[title] = method_table(found)
-        print(f"\n{title}\n\n{tables[title] if title in tables else json.dumps(found, indent=1)}")
-
-    answers = interleaved(methods, chats, args.max_new_tokens, args.repeats)
-    correct = {name: [is_correct(task, answer.text) for task, answer in zip(questions, given, strict=True)]
-               for name, given in answers.items()}
-    note("tasks", f"Held-out tasks ({args.tasks})", method_rows(answers, correct))
-    if args.python:
-        answers = interleaved(methods, python_prefixes(args.python), args.python_tokens, args.repeats)
-        note("python", f"Python prefixes ({args.python})", method_rows(answers, None))
-    note("profile", "Milliseconds per cycle",
-         profile_cycles(model, chats[:30], 128, acceptance="exact", tree=args.tree))
-    for name, title, count, unseen in (
-        ("accuracy", "Accuracy, greedy", args.accuracy_tasks, False),
-        ("accuracy_unseen_wordings", "Accuracy, wordings never trained on", args.unseen_tasks, True),
-    ):
-        if count:
-            note(name, title, family_accuracy(methods["exact"], count, args.max_new_tokens,
-                                              seed=args.seed + 1 + unseen, unseen_wording=unseen))
-    write_page(out, record["environment"], "\n\n".join(f"## {title}\n\n{table}" for title, table in tables.items()))
+def run_questions(args: BenchmarkArguments, model: eagle_fsd.EagleModel, questions: list[Question], out: Path) -> None:
+    """All methods on all questions, the tables by category, and where a cycle's time goes."""
+    methods = methods_of(model, args.tree, args.fsd, args.tilt, args.temperature, args.seed)
+    about = {"questions": fingerprint(questions), "target": model.target.digest(), "methods": list(methods),
+             "dtype": str(model.target.dtype), "temperature": args.temperature, "seed": args.seed,
+             "max_new_tokens": args.max_new_tokens, "tree": model.tree_name(args.tree)}
+    found = answer_all(methods, questions, record_path(out, ".answers.jsonl"), about,
+                       max_new_tokens=args.max_new_tokens, run_code=args.run_code, warm_up=args.warm_up)
+    rows = by_category(found)
+    counts = {category: sum(line["category"] == category for line in found) for category in rows} | {ALL: len(found)}
+    record = {"settings": noted(args), "tree": model.describe_tree(args.tree, args.temperature), **about,
+              "counts": counts, "rows": rows}
+    chats = [[{"role": "user", "content": question.turns[0]}] for question in questions[: args.profile]]
+    text = f"{len(found)} questions, {record['dtype']}, temperature {args.temperature:g}, at most " \
+           f"{args.max_new_tokens} tokens a turn, tree {record['tree']}\n\n{method_table(rows[ALL])}"
+    if len(rows) > 2:
+        text += f"\n\nTimes model.generate's speed, tau in brackets:\n\n{category_table(rows, counts)}"
+    for name, options in (("exact", {"acceptance": "exact"}), ("fsd", {"acceptance": "fsd", "threshold": 0.3})):
+        if chats:
+            profile = profile_cycles(model, chats, 64, tree=args.tree, **options)
+            record[f"profile_{name}"] = profile
+            parts = ", ".join(f"{part.replace('_', ' ')} {ms:.1f}" for part, ms in profile["ms_per_cycle"].items())
+            text += f"\n\nA cycle of `{name}` takes {profile['total_ms']:.1f} ms: {parts}; outside the models' " \
+                    f"forwards {percent(profile['outside_forwards_share'], 1)}."
+    print(write_record(out, record, text))
+    print(plot_speeds(rows, record_path(out, ".png")))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     if "--step" in words:
         return step.main([word for word in words if word != "--step"])
-    return run_command("eval.benchmark", BenchmarkArguments, run, words)
+    return run_command("eval.benchmark", BenchmarkArguments, run, words,
+                       stopped="stopped; the same command continues")
 
 
 if __name__ == "__main__":

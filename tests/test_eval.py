@@ -1,11 +1,10 @@
 """The benchmark's bookkeeping, on a tiny random pair."""
 
 import json
-import sys
 
 import pytest
 import torch
-from tiny import PROMPT
+from tiny import PROMPT, tiny_chat_pair
 
 import eagle_fsd
 from eagle_fsd.cli.arguments import Loading
@@ -41,18 +40,96 @@ def test_plain_decoding_emits_one_token_per_forward(model):
     assert output.stats.target_forwards == output.stats.new_tokens - 1
 
 
-def test_summary_adds_up(model):
-    methods = benchmark.methods_of(model, TREE, [0.3], [])
-    answers = interleaved(methods, [PROMPT, PROMPT[:5]], 16, repeats=2)
-    rows = benchmark.method_rows(answers, {name: [True, False] for name in methods})
-    by_name = {row["method"]: row for row in rows}
-    assert list(by_name) == ["model.generate", "prompt lookup", "plain", "exact", "fsd 0.3"]
-    assert by_name["model.generate"]["speedup"] == 1 and by_name["plain"]["speedup_over_plain"] == 1
-    assert by_name["exact"]["same_as_greedy"] == 1 and by_name["exact"]["fuzzy_share"] == 0
-    assert by_name["exact"]["tau"] > 1 and by_name["plain"]["tau"] == by_name["model.generate"]["tau"] == 1
-    assert by_name["prompt lookup"]["tau"] is None and by_name["prompt lookup"]["same_as_greedy"] == 1
-    assert all(row["accuracy"] == 0.5 for row in rows)
-    assert benchmark.method_table(rows).count("\n") == 1 + len(rows)
+QUESTIONS = [
+    {"question_id": 81, "category": "writing", "turns": ["ab", "cd"]},
+    {"question_id": 82, "category": "writing", "turns": ["ef"]},
+    {"question_id": 83, "category": "maths", "turns": ["gh"]},
+]
+
+
+def arguments(folder, out, *more) -> list[str]:
+    path = folder / "questions.jsonl"
+    path.write_text("".join(json.dumps(question) + "\n" for question in QUESTIONS))
+    return ["--questions", str(path), "--max-new-tokens", "6", "--warm-up", "0", "--fsd", "0.3", "--profile", "1",
+            "--out", str(out), *more]
+
+
+@pytest.fixture
+def chat_model(monkeypatch):
+    pair = tiny_chat_pair()
+    monkeypatch.setattr(Loading, "load", lambda self: pair)
+    return pair
+
+
+def test_a_benchmark_says_per_category_and_in_all_what_the_methods_did(chat_model, tmp_path, capsys):
+    out = tmp_path / "results" / "run"
+    assert benchmark.main(arguments(tmp_path, out, "--tree", "8,3,2")) == 0
+    record = json.loads((tmp_path / "results" / "run.json").read_text())
+    assert record["environment"]["torch"] and record["counts"] == {"writing": 2, "maths": 1, "all": 3}
+    for rows in record["rows"].values():
+        by_name = {row["method"]: row for row in rows}
+        assert list(by_name) == ["model.generate", "prompt lookup", "plain", "exact", "fsd 0.3"]
+        stock, plain, exact = by_name["model.generate"], by_name["plain"], by_name["exact"]
+        assert stock["speedup"] == 1 and plain["speedup_over_plain"] == 1 and stock["tau"] == plain["tau"] == 1
+        assert exact["same_as_generate"] == exact["same_as_plain"] == plain["same_as_generate"] == 1
+        assert exact["tau"] > 1 and exact["fuzzy_share"] == 0 and by_name["prompt lookup"]["tau"] is None
+        assert exact["speedup"] == pytest.approx(exact["tokens_per_second"] / stock["tokens_per_second"])
+        assert exact["speedup_interval"][0] <= exact["speedup"] <= exact["speedup_interval"][1]
+    assert record["rows"]["all"][0]["tokens_per_answer"] == pytest.approx(
+        (2 * record["rows"]["writing"][0]["tokens_per_answer"] + record["rows"]["maths"][0]["tokens_per_answer"]) / 3)
+    page = (tmp_path / "results" / "run.md").read_text()
+    assert "| exact " in page and "| maths " in page and page.strip() in capsys.readouterr().out
+    assert (tmp_path / "results" / "run.png").stat().st_size > 10_000
+    assert record["profile_exact"]["cycles"] > 0 < record["profile_fsd"]["outside_forwards_share"]
+
+
+def test_a_stopped_benchmark_goes_on_where_it_was(chat_model, tmp_path, monkeypatch, capsys):
+    out, asked, converse = tmp_path / "run", [], benchmark.converse
+
+    def counting(answer, turns):
+        asked.append(turns)
+        if len(asked) > 7:
+            raise KeyboardInterrupt
+        return converse(answer, turns)
+
+    monkeypatch.setattr(benchmark, "converse", counting)
+    assert benchmark.main(arguments(tmp_path, out)) == 130
+    assert "the same command continues" in capsys.readouterr().err
+    monkeypatch.setattr(benchmark, "converse", lambda answer, turns: asked.append(turns) or converse(answer, turns))
+    assert benchmark.main(arguments(tmp_path, out)) == 0
+    assert [turns for turns in asked[8:]] == 5 * [("ef",)] + 5 * [("gh",)]
+    assert benchmark.main(arguments(tmp_path, out, "--seed", "2")) == 2
+    assert "begun for something else" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("more", "said"), [
+    ((), "give --questions"),
+    (("--questions", "{}", "--per-category", "0"), "--per-category"),
+    (("--questions", "{}"), "--out is missing"),
+    (("--questions", "{}.none", "--out", "x"), "{}.none"),
+])
+def test_a_benchmark_of_nothing_is_refused_before_loading(more, said, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(Loading, "load", lambda self: pytest.fail("loaded"))
+    path = tmp_path / "questions.jsonl"
+    path.write_text(json.dumps(QUESTIONS[0]))
+    assert benchmark.main([word.format(path) for word in more]) == 2
+    assert said.format(path) in capsys.readouterr().err
+
+
+def test_programs_are_run_only_by_leave(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(Loading, "load", lambda self: pytest.fail("loaded"))
+    path = tmp_path / "humaneval.jsonl"
+    path.write_text(json.dumps({"task_id": "HumanEval/0", "prompt": "def f():\n", "test": "def check(f): pass",
+                                "entry_point": "f"}))
+    assert benchmark.main(["--questions", str(path), "--out", str(tmp_path / "x")]) == 2
+    assert "--run-code" in capsys.readouterr().err
+
+
+def test_the_first_questions_of_each_category_are_chosen(tmp_path):
+    path = tmp_path / "q.jsonl"
+    path.write_text("".join(json.dumps(question) + "\n" for question in QUESTIONS))
+    assert [question.id for question in benchmark.chosen_questions([path], 1)] == [81, 83]
+    assert [question.id for question in benchmark.chosen_questions([path, path], None)] == 2 * [81, 82, 83]
 
 
 def test_median_time_and_first_answer_are_kept():
@@ -81,36 +158,6 @@ def test_profile_splits_a_cycle(model):
     assert set(parts) == {*FORWARDS, "tree_building", "verify_inputs", "accept", "commit", "other"}
     assert result["total_ms"] == pytest.approx(sum(parts.values()))
     assert 0 < result["outside_forwards_share"] < 1
-
-
-def test_command_writes_a_result_that_says_how_it_was_made(model, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(Loading, "load", lambda self: model)
-    out = tmp_path / "results" / "run.json"
-    monkeypatch.setattr(sys, "argv", [
-        "eval/benchmark.py", "--tasks", "0", "--python", "0", "--accuracy-tasks", "8", "--unseen-tasks", "8",
-        "--max-new-tokens", "4", "--repeats", "1", "--threads", "1", "--fsd", "--tilt", "--out", str(out),
-    ])
-    assert benchmark.main() == 2  # no task, nothing to compare
-    assert not out.exists()
-    assert "--tasks" in capsys.readouterr().err
-
-
-def test_result_file(model, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(Loading, "load", lambda self: model)
-    monkeypatch.setattr(benchmark, "python_prefixes", lambda count: ["abc"] * count)
-    out = tmp_path / "results" / "run.json"
-    monkeypatch.setattr(sys, "argv", [
-        "eval/benchmark.py", "--tasks", "2", "--python", "1", "--accuracy-tasks", "8", "--unseen-tasks", "0",
-        "--max-new-tokens", "6", "--python-tokens", "6", "--repeats", "1",
-        "--threads", "1", "--fsd", "0.3", "--tilt", "--out", str(out),
-    ])
-    assert benchmark.main() == 0
-    record = json.loads(out.read_text())
-    assert record["environment"]["torch"] and record["environment"]["command"].startswith("python -m eval.benchmark")
-    assert record["accuracy"]["all"] == 0  # a random model solves nothing
-    assert [row["method"] for row in record["tasks"]] == [
-        "model.generate", "prompt lookup", "plain", "exact", "fsd 0.3"]
-    assert "| exact " in out.with_suffix(".md").read_text()
 
 
 def test_the_page_shows_the_stored_results():

@@ -1,4 +1,4 @@
-"""Pictures of a sweep."""
+"""Pictures of a sweep, and of methods by category."""
 
 from __future__ import annotations
 
@@ -23,6 +23,41 @@ def plot_sweep(record: dict, out: Path) -> list[Path]:
         paths.append(_frontier(record, rows, out.with_name(out.name + "-frontier.png")))
     paths.append(_dials(record, out.with_name(out.name + "-dials.png")))
     return paths
+
+
+def plot_speeds(rows: dict[str, list[dict]], path: Path) -> Path:
+    """Times the speed of the first method, by category: a bar for each other one but plain decoding.
+
+    Args:
+        rows: of `eval.benchmark`, by category.
+
+    Raises:
+        ImportError: matplotlib is not installed (`pip install eagle_fsd[eval]`).
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    categories = list(rows)[::-1]  # the first at the top
+    baseline, *names = [row["method"] for row in rows[categories[0]] if row["method"] != "plain"]
+    figure, axes = pyplot.subplots(figsize=(8, 1.4 + 0.16 * len(categories) * (len(names) + 1)), layout="constrained")
+    height = 0.8 / len(names)
+    for number, name in enumerate(names):
+        found = [next(row for row in rows[category] if row["method"] == name) for category in categories]
+        whiskers = [[max(0.0, sign * (row["speedup_interval"][end] - row["speedup"])) for row in found]
+                    for end, sign in ((0, -1), (1, 1))]
+        places = [at + 0.4 - height * (number + 0.5) for at in range(len(categories))]
+        axes.barh(places, [row["speedup"] for row in found], height, xerr=whiskers, label=name,
+                  error_kw={"elinewidth": 0.7, "ecolor": "0.35"})
+    axes.axvline(1, color="black", linewidth=1)
+    axes.set_yticks(range(len(categories)), categories)
+    axes.set_xlabel(f"tokens per second, times those of {baseline}")
+    axes.grid(axis="x", alpha=0.3)
+    axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    figure.savefig(path, dpi=130)
+    pyplot.close(figure)
+    return path
 
 
 def _title(record: dict) -> str:
