@@ -63,9 +63,9 @@ class LosslessArguments:
     prompts: int = 50
     max_new_tokens: int = 128
     temperature: float = 1.0
-    samples: int = 200
-    sampled_prompts: int = 3
-    sampled_tokens: int = 12
+    samples: int = 100
+    sampled_prompts: int = 1
+    sampled_tokens: int = 8
     seed: int = 1
     out: Path | None = None
 
@@ -103,14 +103,19 @@ def explain(
     return Difference(question, at, *tokens, gap=gap, noise=noise, tie=abs(gap) <= noise)
 
 
-def check_greedy(model: EagleModel, chats: dict, ours: Method, new_tokens: int) -> list[Difference]:
-    """The answers that differ, of a chat for each question."""
-    theirs, found = hf_generate(model), []
+def check_greedy(
+    model: EagleModel, chats: dict, ours: Method, new_tokens: int
+) -> tuple[list[Difference], tuple[int, int]]:
+    """The answers that differ, of a chat for each question; and how many tokens of all answers come before a
+    difference, and how many there are."""
+    theirs, found, common, total = hf_generate(model), [], 0, 0
     for question, chat in tqdm(chats.items(), desc="greedy", unit="prompt", disable=None):
         first, second = theirs(chat, new_tokens).token_ids, ours(chat, new_tokens).token_ids
+        total, common = total + len(first), common + len(first)
         if first != second:
             found.append(explain(model, encode_prompt(chat, model), first, second, question))
-    return found
+            common -= max(0, len(first) - found[-1].position)
+    return found, (common, total)
 
 
 def homogeneity(first: Sequence[object], second: Sequence[object]) -> float:
@@ -165,11 +170,13 @@ def run(args: LosslessArguments) -> int:
     questions = load_questions(args.questions, args.prompts, args.seed, args.prompts)
     model, options = args.pair.load(), vars(args.decoding)
     chats = {question.id: [{"role": "user", "content": question.turns[0]}] for question in questions}
-    found = check_greedy(model, chats, engine(model, **options), args.max_new_tokens)
+    found, (common, total) = check_greedy(model, chats, engine(model, **options), args.max_new_tokens)
     tell_differences(found, len(chats))
+    print(f"{common} of {total} tokens come before the first difference of their answer; one difference in "
+          f"{common / max(1, len(found)):.0f} tokens")
     lossless = all(difference.tie for difference in found)
     record = {"environment": environment(), "arguments": noted(args), "dtype": str(model.target.dtype),
-              "prompts": len(chats), "identical": len(chats) - len(found),
+              "prompts": len(chats), "identical": len(chats) - len(found), "tokens": total, "tokens_before": common,
               "differences": [asdict(difference) for difference in found]}
     if args.samples:
         rows = check_sampling(model, list(chats.values())[: args.sampled_prompts], options, args.temperature,

@@ -79,6 +79,9 @@ def _frontier(record: dict, rows: list[dict], path: Path) -> Path:
             yerr=_whiskers(found, "drop", "drop_interval", 100), color=colours(number), label=rule, marker="o",
             markersize=4, linewidth=1, elinewidth=0.6, alpha=0.8,
         )
+        for row in found:
+            axes.annotate(f"{row['threshold']:g}", (row["time_of_exact"], 100 * row["accuracy"]), fontsize=6,
+                          xytext=(3, 3), textcoords="offset points", color=colours(number))
     lossless = [row for row in rows if "threshold" not in row]
     for row, marker in zip(lossless, "*^vsDP<>", strict=False):
         axes.plot(row["time_of_exact"], 100 * row["accuracy"], color="black", linestyle="none", marker=marker,
