@@ -173,7 +173,7 @@ def test_a_worse_head_does_not_replace_the_best_after_a_resume(place, monkeypatc
             raise RuntimeError("killed")
         return step(self)
 
-    monkeypatch.setattr(evaluation, "estimate_tau", lambda *args: dict.fromkeys(args[4], next(taus)))
+    monkeypatch.setattr(evaluation, "estimate_tau", lambda *args, **options: dict.fromkeys(args[4], next(taus)))
     changes = {"steps": 8, "eval_every": 4}  # saved and evaluated at the same step
     with monkeypatch.context() as context:
         context.setattr(Run, "train_step", die)

@@ -23,8 +23,8 @@ except ImportError as error:
 DTYPES = ("float32", "bfloat16", "float16")
 CLIPS = ("norm", "value")
 TRACKERS = ("tensorboard", "wandb", "none")
-COUNTS = ("batch_tokens", "gradient_accumulation", "eval_documents", "save_every", "eval_every", "log_every", "keep",
-          "decode_prompts", "decode_tokens")
+COUNTS = ("batch_tokens", "gradient_accumulation", "eval_documents", "eval_tokens", "save_every", "eval_every",
+          "log_every", "keep", "decode_prompts", "decode_tokens")
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,8 @@ class TrainingConfig:
         target: directory or hub id. data: dataset of train.prepare_data. output: folder of the run; the trained head
             is in its `head`, the best by estimated tau in `best`.
         eval_data: dataset for tau and the held-out loss; None: the last `eval_documents` of `data`, kept out of it.
+        eval_tokens: of the held-out answers that an estimate of tau walks through, in all: of longer answers a stretch
+            each, always the same.
         features: folder of train.features; None: online, by the target's forward in each step.
         target_dtype: of the target when features are made online and for evaluation.
         device_map: placement of a large target, such as "auto".
@@ -65,6 +67,7 @@ class TrainingConfig:
     output: str
     eval_data: str | None = None
     eval_documents: int = 64
+    eval_tokens: int = 1024
     features: str | None = None
     target_dtype: str = "bfloat16"
     device_map: str | None = None

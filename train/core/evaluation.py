@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import logging
 import shutil
+import time
 
 import torch
 
 from eagle_fsd.data.files import read_lines
 from eagle_fsd.heads.checkpoint import save_head
 from eagle_fsd.heads.eagle import DraftHead
+from eagle_fsd.pair import fit_head
 from train.core.card import measure, write_card
 from train.core.estimate import estimate_tau
 from train.core.run import Run
@@ -43,9 +45,12 @@ class Evaluation:
         target, split = run.teacher.target, run.split
         if head is None or target is None:
             return None
-        head.to(target.output_device, target.dtype)
+        fit_head(head, target)
+        started, config = time.perf_counter(), run.config
         taus = estimate_tau(
-            target, head, split.held_out, split.measured.tolist(), run.config.rules, run.config.tree_config
+            target, head, split.held_out, split.measured.tolist(),
+            {name: rule.threshold for name, rule in config.rules.items()}, config.tree_config,
+            most_tokens=config.eval_tokens,
         )
         if taus["exact"] > self.best_tau:
             self.best_tau = taus["exact"]
@@ -53,7 +58,8 @@ class Evaluation:
         self.known[run.step] = taus
         self.logs.write("eval", {"step": run.step, "tau": taus})
         run.accelerator.log({f"tau/{name}": tau for name, tau in taus.items()}, step=run.step)
-        log.info("step %d tau %s", run.step, ", ".join(f"{name} {tau:.3f}" for name, tau in taus.items()))
+        log.info("step %d tau %s (%.0f s)", run.step, ", ".join(f"{name} {tau:.3f}" for name, tau in taus.items()),
+                 time.perf_counter() - started)
         return taus
 
     def save(self, head: DraftHead, name: str, taus: dict[str, float] | None) -> None:
@@ -75,7 +81,7 @@ class Evaluation:
             self.save(head, "head", None)
             log.info("the head is in %s; evaluate=false: nothing was measured", directory)
             return
-        head.to(target.output_device, target.dtype)
+        fit_head(head, target)
         taus = self.known.get(run.step) or self.estimate(head)
         self.save(head, "head", taus)
         decoded = measure(target, head, split.held_out, split.measured.tolist(), config.rules, config.tree_config,

@@ -63,8 +63,8 @@ def resume(run: Run) -> None:
 
 def comparable(config: TrainingConfig) -> dict:
     """The settings that a resumed run has to share."""
-    free = ("output", "evaluate", "save_every", "keep", "log_every", "eval_every", "eval_thresholds", "tracker",
-            "decode_prompts", "decode_tokens")
+    free = ("output", "evaluate", "save_every", "keep", "log_every", "eval_every", "eval_tokens", "eval_thresholds",
+            "tracker", "decode_prompts", "decode_tokens")
     values = json.loads(json.dumps(dataclasses.asdict(config)))
     return {name: value for name, value in values.items() if name not in free}
 
