@@ -80,6 +80,6 @@ def keep_larger(out: Path, found: TreeLog) -> tuple[TreeLog, str]:
 
     known = next((entry for entry in read_logs(out) if entry.key == found.key), None)
     if known is not None and len(known.cycles) > len(found.cycles):
-        return known, (f"{len(found.cycles)} cycles were logged, and {out / FILE} keeps its log of {len(known.cycles)}: "
-                       "delete it to begin anew")
+        return known, (f"{len(found.cycles)} cycles were logged, and {out / FILE} keeps its log of "
+                       f"{len(known.cycles)}: delete it to begin anew")
     return found, f"{len(found.cycles)} cycles stored in {store_log(out, found)}"

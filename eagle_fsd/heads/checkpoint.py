@@ -92,8 +92,8 @@ def check_copy_place(source: str | Path, directory: Path) -> None:
     found = {path.name: path for path in directory.iterdir()} if directory.is_dir() else {}
     others = found.keys() - {"config.json", name, TOKEN_MAP}
     if found and (others or name not in found or not filecmp.cmp(fetch(str(source), name), found[name], False)):
-        raise ValueError(f"{directory} holds {min(others or found)}: only an empty folder or a copy of the same head is "
-                         "replaced; choose another folder or empty it")
+        raise ValueError(f"{directory} holds {min(others or found)}: only an empty folder or a copy of the same head "
+                         "is replaced; choose another folder or empty it")
 
 
 def copy_head(
