@@ -174,9 +174,10 @@ class LoadOptions(Options):
             docs/attention.md. Default: sdpa where the model has it, on a CPU without its copies ("grouped").
         trust_remote_code: allow a target to run code from its repository.
         calibration: directory of `calibration.json` (`eagle-fsd calibrate --out`) and, before the head's own, of
-            `tree.json` (`eagle-fsd tune --out`); None: the head's.
+            `tree.json` (`eagle-fsd tune --out`); None: the head's. Logs in the user's cache (`eagle-fsd tune`) count
+            where the directory has none.
         tree: where `generate` is given none: "auto", the one that emits the most tokens per second on this machine,
-            where the head has logs to choose it by (`eagle-fsd tune`), else a default for the device; drafting pauses
+            where there are logs to choose it by (`eagle-fsd tune`), else a default for the device; drafting pauses
             where it does not pay. The models' latency is measured for it and kept, and measured again where it turns
             out that other work had slowed the machine. None: that default, without pauses; or a `TreeConfig`.
         compile: compile the models' forwards first, or capture them as CUDA graphs, see `EagleModel.compile`: pays with

@@ -31,7 +31,7 @@ from .quality.calibrations import Calibration, read_calibrations
 from .quality.promises import parse_promise
 from .trees.config import CPU_TREE, GPU_TREE, TreeConfig
 from .tuning.choice import AutoTree, describe_tree
-from .tuning.logs import TreeLog, read_logs
+from .tuning.logs import TreeLog, read_logs, with_own_logs
 from .tuning.machine import known_latency, use_fastest_attention
 
 log = logging.getLogger(__name__)
@@ -295,8 +295,8 @@ def load(
     if calibration is not None and not Path(beside).is_dir():
         raise ValueError(f"calibration must be a directory, there is none at {beside!r}")
     calibrations = read_calibrations(beside)
-    places = dict.fromkeys((beside, draft)) if tree == "auto" else ()
-    logs = next((found for place in places if (found := read_logs(place))), [])
+    chosen = read_logs(beside) if tree == "auto" and calibration is not None else []
+    logs = chosen or (read_logs(draft) if tree == "auto" else [])
     model, tokenizer = load_target(
         target, dtype=dtype, device=device, device_map=device_map, tp_plan=tp_plan,
         quantization_config=quantization_config,
@@ -313,6 +313,7 @@ def load(
     if isinstance(tree, TreeConfig):
         pair.tree = tree
     elif tree == "auto":
+        logs = chosen or with_own_logs(logs, pair.target, head)
         if not logs:
             log.info("no log to choose a tree by: taking %s (eagle-fsd tune makes one)", pair.default_tree)
         default = replace(pair.default_tree, top_k=min(pair.default_tree.top_k, head.draft_vocab_size))

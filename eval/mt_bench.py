@@ -112,6 +112,23 @@ def read_answers(path: Path, repair: bool = False) -> dict[int | str, dict]:
     return {record["question_id"]: record for record in read_lines(path, repair)}
 
 
+def read_note(about: Path) -> dict | None:
+    """What was noted beside an answers file of how it was made; None where there is no note.
+
+    Raises:
+        ValueError: the note is damaged.
+    """
+    if not about.exists():
+        return None
+    try:
+        noted = json.loads(about.read_text(encoding="utf-8"))
+        if not isinstance(noted["settings"], dict):
+            raise TypeError("its settings are no object")
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(f"{about} is damaged ({error!r}): delete it and the answers beside it") from error
+    return noted
+
+
 # What the files of earlier versions did not name.
 ADDED_SETTINGS = {"compile": False, "attn_implementation": None, "device_map": None, "calibration": None,
                   "quality": None, "budget": None, "prepack": False}
@@ -152,7 +169,11 @@ def run(args: MtBenchArguments) -> None:
     questions = load_questions(args.questions, args.generated, args.seed, args.limit)
     state = processes(args.pair.device)
     about, settings = record_path(args.answers, ".meta.json"), file_settings(args)
-    if about.exists() and ADDED_SETTINGS | json.loads(about.read_text())["settings"] != settings:
+    noted = read_note(about)
+    if noted is None and args.answers.exists() and args.answers.stat().st_size:
+        raise ValueError(f"{args.answers} has answers, and {about}, which says under which settings they were made, is "
+                         "missing; choose another file or delete it")
+    if noted is not None and ADDED_SETTINGS | noted["settings"] != settings:
         raise ValueError(f"{args.answers} was begun with other settings ({about}); choose another file or delete it")
     state.wait_for_everyone()
     own_device = args.pair.device is None and args.pair.device_map is None

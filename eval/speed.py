@@ -8,7 +8,7 @@ resampled questions. tau = tokens per target forward; "same" is the share of que
 
 from __future__ import annotations
 
-import json
+import logging
 import sys
 from dataclasses import dataclass
 from functools import partial
@@ -19,9 +19,11 @@ from tyro.conf import Positional
 
 from eagle_fsd.experiments.records import record_path, write_json
 from eval.command import run_command
-from eval.mt_bench import read_answers
+from eval.mt_bench import read_answers, read_note
 from eval.report.intervals import interval
 from eval.report.tables import markdown, percent, span
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -119,13 +121,35 @@ def speed_table(rows: list[dict]) -> str:
     } for row in rows)
 
 
-def store_speeds(args: SpeedArguments, rows: list[dict]) -> None:
+def notes_of(args: SpeedArguments) -> dict[str, dict]:
+    """What `eval.mt_bench` noted beside both files; a speed-up over answers made otherwise is warned of.
+
+    Raises:
+        ValueError: the answers were limited to different lengths or numbers.
+    """
+    paths = {name: getattr(args, name) for name in ("method", "baseline")}
+    notes = {name: note for name, path in paths.items() if (note := read_note(record_path(path, ".meta.json")))}
+    for name in paths.keys() - notes.keys():
+        log.warning("%s has no note of how it was made: whether its answers can be compared is not known", paths[name])
+    if len(notes) < len(paths):
+        return notes
+    ours, theirs = ({**note.get("environment", {}), **note["settings"], "loaded as": note.get("dtype"),
+                     "processes": note.get("processes")} for note in notes.values())
+    for setting in ("max_new_tokens", "num_choices"):
+        if ours.get(setting) != theirs.get(setting):
+            raise ValueError(f"{args.method} was made with {setting} {ours.get(setting)} and {args.baseline} with "
+                             f"{theirs.get(setting)}: their speeds cannot be compared")
+    for setting in ("target", "temperature", "loaded as", "processes", "processor", "gpu", "threads"):
+        if ours.get(setting) != theirs.get(setting):
+            log.warning("the two files differ in %s: %s and %s", setting, ours.get(setting), theirs.get(setting))
+    return notes
+
+
+def store_speeds(args: SpeedArguments, rows: list[dict], notes: dict[str, dict]) -> None:
     """The rows, and the environments and settings that `eval.mt_bench` noted beside both files."""
-    notes = {"method": record_path(args.method, ".meta.json"), "baseline": record_path(args.baseline, ".meta.json")}
-    about = {name: json.loads(path.read_text(encoding="utf-8")) for name, path in notes.items() if path.is_file()}
-    write_json(record_path(args.out, ".json"), {**about, "rows": rows})
+    write_json(record_path(args.out, ".json"), {**notes, "rows": rows})
     made = "\n".join(f"- {name}: `{found['environment']['command']}` at {found['environment']['commit']}"
-                     for name, found in about.items())
+                     for name, found in notes.items())
     page = f"# {record_path(args.out, '').name}\n\n{made}\n\n{speed_table(rows)}\n"
     record_path(args.out, ".md").write_text(page, encoding="utf-8")
 
@@ -134,10 +158,11 @@ def run(args: SpeedArguments) -> None:
     for path in (args.method, args.baseline):
         if not path.is_file():
             raise ValueError(f"{path} does not exist")
+    notes = notes_of(args)
     rows = speed_rows(read_answers(args.method), read_answers(args.baseline))
     print(speed_table(rows))
     if args.out is not None:
-        store_speeds(args, rows)
+        store_speeds(args, rows, notes)
 
 
 main = partial(run_command, "eval.speed", SpeedArguments, run)

@@ -16,18 +16,20 @@ from eagle_fsd.cli import main
 from eagle_fsd.engine.decoder import Decoder
 from eagle_fsd.engine.drafting import Pause
 from eagle_fsd.engine.request import BatchSettings, RequestSettings
+from eagle_fsd.heads.checkpoint import save_head
 from eagle_fsd.trees.confidence import apply_confidence, confidence_lines
 from eagle_fsd.trees.config import Choice, Confidence, TreeConfig
 from eagle_fsd.tuning import fitting
 from eagle_fsd.tuning.choice import AutoTree, choose
 from eagle_fsd.tuning.fitting import fit_confidence
 from eagle_fsd.tuning.latency import Latency, between
-from eagle_fsd.tuning.logs import LOGGED_TREE, CycleLog, LoggedCycle, TreeLog, read_logs, store_log
+from eagle_fsd.tuning.logs import LEAST_CYCLES, LOGGED_TREE, CycleLog, LoggedCycle, TreeLog, read_logs, store_log
 from eagle_fsd.tuning.machine import known_latency
 from eagle_fsd.tuning.measuring import measure, share_of
 from eagle_fsd.tuning.replay import Replay
 
 FREE = Latency({1: 1.0}, {k: 0.0 for k in (1, 2, 3, 4)}, 1.0)  # drafting costs nothing
+TREE = TreeConfig(16, 5, 4)
 DEAR = Latency({1: 10.0, 2: 18.0}, {k: 9.0 for k in (1, 2, 3, 4)}, 1.0)
 
 
@@ -322,16 +324,81 @@ def test_a_loaded_pair_chooses_its_tree(tmp_path, monkeypatch, cycles):
     assert found.stats.undrafted == found.stats.target_forwards == 39
 
 
-def test_the_command_stores_a_log_and_says_what_it_leads_to(tmp_path, monkeypatch, capsys):
+@pytest.fixture
+def tune(tmp_path, monkeypatch, capsys):
+    """Status, output and errors of the command for a pair that is saved in `tmp_path`."""
     monkeypatch.setenv("EAGLE_FSD_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("eagle_fsd.tuning.machine.measure", lambda *_: FREE)
+    monkeypatch.setattr("eagle_fsd.tuning.logs.LEAST_CYCLES", 8)
+    monkeypatch.setattr("eagle_fsd.tuning.choice.choose", lambda *_, **__: Choice(TREE, 7.0))
     save_pair(tmp_path)
     (tmp_path / "prompts.jsonl").write_text("\n".join(json.dumps({"prompt": a + b}) for a in "abcd" for b in "efgh"))
-    command = ["tune", "--target", str(tmp_path / "target"), "--draft", str(tmp_path / "head"), "--device", "cpu",
-               "--prompts", str(tmp_path / "prompts.jsonl"), "--max-new-tokens", "24"]
-    assert main([*command, "--limit", "3"]) == main([*command, "--acceptance", "fsd", "--threshold", "0.2"]) == 0
-    logs = read_logs(tmp_path / "head")
-    assert [entry.rule for entry in logs] == [repr(make_rule("exact")), repr(make_rule("fsd", 0.2))]
-    assert len(logs[1].cycles) > len(logs[0].cycles) > 3
-    assert "tokens/s expected" in capsys.readouterr().out
-    assert eagle_fsd.load(tmp_path / "target", tmp_path / "head", device="cpu").trees is not None
-    assert main([*command, "--threshold", "nan"]) == main([*command, "--limit", "0"]) == 2
+
+    def run(*arguments):
+        status = main(["tune", "--target", str(tmp_path / "target"), "--draft", str(tmp_path / "head"), "--device",
+                       "cpu", "--prompts", str(tmp_path / "prompts.jsonl"), "--max-new-tokens", "24", *arguments])
+        return status, *capsys.readouterr()
+
+    return run
+
+
+def in_cache(folder):
+    (file,) = folder.glob("cache/trees/*/tree.json")
+    return {entry.rule: len(entry.cycles) for entry in read_logs(file.parent)}
+
+
+def test_the_command_stores_a_log_and_says_what_it_leads_to(tmp_path, tune):
+    """In the cache, where `load` finds it; never in the head's folder, which may be anybody's, unless it is named."""
+    before = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "head").iterdir()}
+    assert tune("--limit", "6")[0] == tune("--limit", "6", "--acceptance", "fsd", "--threshold", "0.2")[0] == 0
+    rules = repr(make_rule("exact")), repr(make_rule("fsd", 0.2))
+    logs = in_cache(tmp_path)
+    assert list(logs) == list(rules) and min(logs.values()) >= 8
+    assert {path.name: path.stat().st_mtime_ns for path in (tmp_path / "head").iterdir()} == before
+    loaded = eagle_fsd.load(tmp_path / "target", tmp_path / "head", device="cpu")
+    assert [entry.rule for entry in loaded.trees.logs] == list(rules)
+    other = tiny_pair(seed=1)
+    save_head(other.draft, tmp_path / "other")
+    assert not eagle_fsd.load(tmp_path / "target", tmp_path / "other", device="cpu").trees.logs
+    for bad in (["--threshold", "nan"], ["--limit", "0"], ["--out", str(tmp_path / "nowhere")]):
+        assert tune(*bad)[0] == 2
+
+
+def test_the_log_of_more_cycles_is_kept(tmp_path, tune, cycles):
+    status, shown, _ = tune()
+    (rule, count), = in_cache(tmp_path).items()
+    assert status == 0 and f"{count} cycles stored in {tmp_path}" in shown and "7.0 tokens/s expected" in shown
+    status, shown, _ = tune("--limit", "8")
+    assert status == 0 and f"keeps its log of {count}: delete it" in shown and in_cache(tmp_path) == {rule: count}
+    assert tune()[0] == 0 and in_cache(tmp_path) == {rule: count}  # one as good takes its place
+
+    def loaded():
+        return [len(entry.cycles) for entry in eagle_fsd.load(
+            tmp_path / "target", tmp_path / "head", device="cpu").trees.logs]
+
+    for beside, expected in ((count - 1, count), (count + 1, count + 1)):
+        store_log(tmp_path / "head", TreeLog(rule, 0.0, (cycles * 9)[:beside]))
+        assert loaded() == [expected]
+    status, shown, _ = tune("--out", str(tmp_path / "head"))
+    assert status == 0 and f"keeps its log of {count + 1}" in shown and loaded() == [count + 1]
+
+
+@pytest.mark.parametrize("few", [["--max-new-tokens", "6"], ["--limit", "3"]], ids=str)
+def test_a_log_of_few_cycles_is_refused(tmp_path, tune, few, monkeypatch):
+    """Where there cannot be enough, and where there turn out not to be."""
+    monkeypatch.setattr("eagle_fsd.tuning.logs.LEAST_CYCLES", LEAST_CYCLES)
+    if few[0] == "--limit":
+        monkeypatch.setattr("eagle_fsd.tuning.logs.LEAST_CYCLES", 3 * 24)
+    else:
+        monkeypatch.setattr("eagle_fsd.experiments.cycles.log_cycles", lambda *_, **__: pytest.fail("decoded"))
+    status, _, errors = tune(*few)
+    assert status == 2 and "at least" in errors and "are needed. Give more prompts" in errors
+    assert not list(tmp_path.glob("cache/trees/*/tree.json")) and not (tmp_path / "head" / "tree.json").exists()
+
+
+def test_a_damaged_log_in_the_cache_stops_no_load(tmp_path, tune, caplog):
+    assert tune("--limit", "6")[0] == 0
+    (file,) = tmp_path.glob("cache/trees/*/tree.json")
+    file.write_text("[")
+    assert not eagle_fsd.load(tmp_path / "target", tmp_path / "head", device="cpu").trees.logs
+    assert str(file) in caplog.text and tune()[0] == 2  # which says what to do

@@ -89,7 +89,7 @@ def test_greedy_regret_stays_within_the_limit_and_is_used(pair, rule):
     assert regret > 1
     unlimited = answer(pair, 36, acceptance=rule, threshold=0.6, budget=1e9)
     assert unlimited.token_ids == free.token_ids
-    assert unlimited.stats.budget_spent >= regret - 1e-3  # the last cycle counts whole
+    assert unlimited.stats.budget_spent == pytest.approx(regret, abs=1e-3)
     limited = answer(pair, 36, acceptance=rule, threshold=0.6, budget=regret / 2)
     given_up = sum(receipt.regret for receipt in limited.receipts)
     assert 0 < given_up <= limited.stats.budget_spent + 1e-4 <= regret / 2 + 1e-4
@@ -99,6 +99,17 @@ def test_greedy_regret_stays_within_the_limit_and_is_used(pair, rule):
     assert limited.token_ids[:at] == free.token_ids[:at]
     assert [receipt.exact_because for receipt in limited.receipts] == [None] * at + ["budget"] * (36 - at)
     assert not any(receipt.exact_because for receipt in free.receipts)
+
+
+@pytest.mark.parametrize("rule", ["fsd", "tilt", "relaxed", "typical"])
+def test_tokens_that_an_end_cuts_off_cost_nothing(pair, rule):
+    """At the limit or behind a stop token, wherever in a cycle it comes."""
+    whole = answer(pair, 36, acceptance=rule, threshold=0.6, budget=1e9)
+    ends = [{"new_tokens": count} for count in range(1, 36, 3)]
+    for end in [*ends, {"stop_token_ids": [whole.token_ids[9]]}]:
+        cut = answer(pair, **{"new_tokens": 36, **end}, acceptance=rule, threshold=0.6, budget=1e9)
+        assert len(cut.token_ids) < 36
+        assert cut.stats.budget_spent == pytest.approx(sum(each.regret for each in cut.receipts), abs=1e-3)
 
 
 def test_regrets_are_those_of_the_targets_own_forward(pair):

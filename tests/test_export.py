@@ -1,15 +1,21 @@
 """Heads written for other programs: their files, and what is said about a head."""
 
+import errno
 import json
+import os
+import pathlib
+import shutil
 from typing import get_args, get_type_hints
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from tiny import tiny_pair, tiny_target
 
 from eagle_fsd.cli import main
 from eagle_fsd.cli.heads import ExportCommand
+from eagle_fsd.heads import checkpoint
 from eagle_fsd.heads.checkpoint import load_head, save_head
 from eagle_fsd.heads.eagle import DraftHead
 from eagle_fsd.heads.export import LAYOUTS, export_head
@@ -92,6 +98,92 @@ def test_embeddings_have_to_come_from_somewhere_that_fits(place, tmp_path):
     tiny_target(vocab_size=40).save_pretrained(tmp_path / "other")
     with pytest.raises(ValueError, match=r"\(40, 16\), the head needs \(32, 16\)"):
         export_head(place / "head", "eagle", tmp_path / "out", target=tmp_path / "other")
+
+
+def files(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("which", ["target", "head"])
+def test_nothing_but_an_earlier_export_is_replaced(place, tmp_path, which, capsys):
+    """The command's folder may be anybody's model."""
+    before = files(place / which)
+    for to in LAYOUTS:
+        command = ["export", str(place / "head"), "--to", to, "--out", str(place / which), "--target"]
+        assert main([*command, str(place / "target")]) == 2
+        assert "choose another folder" in capsys.readouterr().err and files(place / which) == before
+    out = tmp_path / "out"
+    for to in LAYOUTS:
+        export_head(place / "head", to, out, target=place / "target")
+        assert {path.name for path in out.iterdir()} == {"config.json", LAYOUTS[to].file}
+    with pytest.raises(ValueError, match="is the head to export"):
+        export_head(out, "sglang", tmp_path / "head" / ".." / "out")
+    (out / "notes.txt").write_text("mine")
+    with pytest.raises(ValueError, match=r"holds notes.txt"):
+        export_head(place / "head", "vllm", out)
+    (tmp_path / "empty").mkdir()
+    export_head(place / "head", "vllm", tmp_path / "empty")
+
+
+def test_a_folder_without_a_name_is_not_the_current_one(place, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["export", str(place / "head"), "--to", "vllm", "--out", ""]) == 2
+    assert "has no name" in capsys.readouterr().err and not list(tmp_path.iterdir())
+
+
+def test_embeddings_are_not_drawn_at_random(place, tmp_path):
+    target = shutil.copytree(place / "target", tmp_path / "target")
+    state = load_file(target / "model.safetensors")
+    del state["model.embed_tokens.weight"]
+    save_file(state, target / "model.safetensors", metadata={"format": "pt"})
+    for source in (target, place / "head"):
+        with pytest.raises(ValueError, match="has no token embeddings: its files lack .*embed_tokens.weight"):
+            export_head(place / "head", "eagle", tmp_path / "out", target=source)
+    (target / "model.safetensors").write_bytes(b"damaged")
+    with pytest.raises(ValueError, match="cannot be loaded as a causal LM"):
+        export_head(place / "head", "eagle", tmp_path / "out", target=target)
+    assert not (tmp_path / "out").exists()
+
+
+def no_space(*args, **kwargs):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def full_disk(function):
+    """Writes half of what it should."""
+    def write(state, path, **options):
+        function(state, path, **options)
+        os.truncate(path, os.path.getsize(path) // 2)
+        raise RuntimeError("unexpected pos 576 vs 534") if function is torch.save else SafetensorError("os error 28")
+
+    return write
+
+
+@pytest.mark.parametrize("to", LAYOUTS)
+def test_a_full_disk_leaves_what_was_there(place, tmp_path, to, monkeypatch, capsys):
+    command = ["export", str(place / "head"), "--to", to, "--target", str(place / "target"), "--out"]
+    assert main([*command, str(tmp_path / "old")]) == 0
+    before = files(tmp_path / "old")
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "save_file", full_disk(save_file))
+        patch.setattr(torch, "save", full_disk(torch.save))
+        for out in ("new", "deep/new", "old"):
+            assert main([*command, str(tmp_path / out)]) == 2
+            shown = capsys.readouterr().err
+            assert len(shown.splitlines()) == 1 and f"{tmp_path / out} cannot be written" in shown
+    for broken in ("mkdir", "touch"):  # a folder that can only be read; tests run as root, whom permissions do not bind
+        with monkeypatch.context() as patch:
+            patch.setattr(pathlib.Path, broken, no_space)
+            assert main([*command, str(tmp_path / "new")]) == 2 and "No space left" in capsys.readouterr().err
+    assert files(tmp_path / "old") == before and [path.name for path in tmp_path.iterdir()] == ["old"]
+
+
+def test_a_head_can_be_read_by_all_who_can_read_other_new_files(place, tmp_path):
+    (tmp_path / "other").touch()
+    for to in LAYOUTS:
+        export_head(place / "head", to, tmp_path / to, target=place / "target")
+        modes = {path.stat().st_mode for path in (tmp_path / to).iterdir()}
+        assert modes == {(tmp_path / "other").stat().st_mode}
 
 
 def test_inspection_says_what_a_head_fits(place, tmp_path):

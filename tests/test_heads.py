@@ -79,9 +79,10 @@ def test_the_command_line_lists_them(monkeypatch, capsys):
 
 def test_commands_that_store_beside_the_head_ask_for_a_folder(tmp_path, capsys):
     prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text('{"prompt": "a"}\n')
-    assert cli.main(["tune", "--prompts", str(prompts), "--target", LLAMA]) == 2
-    assert f"{find_head(LLAMA).head} is no directory to store tree.json in: give --out" in capsys.readouterr().err
+    prompts.write_text('{"prompt": "a"}\n' * 300)
+    assert cli.main(["calibrate", "--prompts", str(prompts), "--target", LLAMA, "--budget", "diverging<=1%"]) == 2
+    wanted = f"{find_head(LLAMA).head} is no directory to store calibration.json in: give --out"
+    assert wanted in capsys.readouterr().err
 
 
 def test_the_data_file_is_packaged():

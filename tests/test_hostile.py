@@ -41,6 +41,7 @@ from eagle_fsd import (
     save_head,
 )
 from eagle_fsd.cli import main
+from eagle_fsd.tuning.latency import Latency
 
 SECONDS = 60  # after which a test that hangs is ended with all stacks shown
 TREE = TreeConfig(16, 5, 4)
@@ -528,6 +529,52 @@ def test_every_export_has_bad_inputs():
 
 def test_the_table_is_as_long_as_promised():
     assert len(CASES) == len({(name, given) for name, given, *_ in CASES}) >= 60
+
+
+# What a cache file may hold in place of what was measured: another version's, damaged, or edited by hand.
+FOREIGN = ["", "{", "[" * 9**5, "[]", "3", "null", '"text"', "\udcff"]
+LATENCY = {"base": {"1": 1.0, "2": 2.0}, "level": {"1": 0.5}, "plain": 1.0}
+FOREIGN_ENTRIES = [
+    [], 3, "text", {}, LATENCY | {"more": 1}, {name: LATENCY[name] for name in ("base", "level")},
+    *(LATENCY | {"plain": bad} for bad in (0, -1.0, None, "fast", [1.0], NAN, INF)),
+    *(LATENCY | {"base": bad} for bad in ({}, [], {"1": 0}, {"1": None}, {"one": 1.0}, {"2": 1.0}, 5, {"1": -1.0})),
+    *(LATENCY | {"level": bad} for bad in ({}, [1.0], {"1": NAN}, {"1": -1.0}, None)),
+]
+
+
+def damaged_cache(folder, file, content):
+    """Write the file anew: text as it is; else in place of the only entry that is there."""
+    path = folder / file
+    if isinstance(content, str) and content in FOREIGN:
+        path.write_text(content, errors="surrogateescape")
+    else:
+        (key,) = json.loads(path.read_text())
+        path.write_text(json.dumps({key: content}))
+
+
+@pytest.mark.parametrize("content", FOREIGN + FOREIGN_ENTRIES, ids=lambda content: str(content)[:40])
+def test_a_latency_of_another_form_is_measured_again(world, tmp_path, monkeypatch, content):
+    monkeypatch.setenv("EAGLE_FSD_CACHE", str(tmp_path))
+    measured = []
+    latency = Latency({1: 1.0, 2: 2.0}, {1: 0.5}, 1.0)
+    monkeypatch.setattr("eagle_fsd.tuning.machine.measure", lambda *_: measured.append(1) or latency)
+    world.load()
+    damaged_cache(tmp_path, "latency.json", content)
+    for count in (2, 2):  # kept in place of what was there
+        assert world.load().trees.latency == latency and len(measured) == count
+
+
+@pytest.mark.parametrize("content", [*FOREIGN, [], 3, None, {}, "magic", ["eager"]], ids=lambda each: str(each)[:40])
+def test_an_attention_of_another_form_is_measured_again(world, tmp_path, monkeypatch, content):
+    monkeypatch.setenv("EAGLE_FSD_CACHE", str(tmp_path))
+    measured = []
+    times = {"eager": 1.0, "sdpa": 2.0}
+    monkeypatch.setattr("eagle_fsd.tuning.machine.measure_attention", lambda *_: measured.append(1) or times)
+    world.load(attn_implementation="auto", tree=None)
+    damaged_cache(tmp_path, "attention.json", content)
+    for count in (2, 2):
+        pair = world.load(attn_implementation="auto", tree=None)
+        assert pair.target.config._attn_implementation == "eager" and len(measured) == count
 
 
 MISREAD = [

@@ -10,10 +10,10 @@ from tiny import save_pair
 
 from eagle_fsd.cli.arguments import parse_options
 from eagle_fsd.data.questions import Question, read_questions
-from eval import mt_bench
+from eval import mt_bench, speed
 from eval.mt_bench import MtBenchArguments, check_options, read_answers, run, temperature_of
 from eval.questions import generated_questions, load_questions
-from eval.speed import SpeedArguments, speed_rows, speed_table, store_speeds
+from eval.speed import SpeedArguments, speed_rows, speed_table
 
 QUESTIONS = [
     {"question_id": 81, "category": "writing", "turns": ["hi", "and"]},
@@ -97,6 +97,19 @@ def test_other_settings_do_not_continue_a_file(place):
     run(options(place, "fsd.jsonl", "--threshold", "0.2", "--no-prepack", "--limit", "2"))
     run(options(place, "fsd.jsonl", "--threshold", "0.2", "--no-prepack", "--limit", "1"))
     assert list(read_answers(place / "fsd.jsonl")) == [81, 82]  # what is not asked now is kept
+
+
+@pytest.mark.parametrize("note", [None, "", "[]", '{"settings": 3}'])
+def test_answers_of_unknown_settings_are_not_continued(place, note):
+    run(options(place, "unknown.jsonl", "--threshold", "0.2", "--limit", "1"))
+    path, about = place / "unknown.jsonl", place / "unknown.meta.json"
+    before = path.read_bytes()
+    about.unlink() if note is None else about.write_text(note)
+    with pytest.raises(ValueError, match=f"{about}.*(is missing; choose another file|is damaged)"):
+        run(options(place, "unknown.jsonl", "--threshold", "0.3"))
+    assert path.read_bytes() == before
+    path.unlink()
+    about.unlink(missing_ok=True)
 
 
 def test_processes_answer_only_when_all_have_read_the_file(place, monkeypatch):
@@ -230,16 +243,34 @@ def test_files_without_a_common_question_are_an_error():
         speed_rows(answers([1.0]), {9: answers([1.0])[0]})
 
 
-def test_speeds_are_stored_with_how_the_answers_were_made(tmp_path):
-    for name, speed in (("fast", 200.0), ("plain", 100.0)):
-        records = [{**record, "question_id": i} for i, record in answers([speed] * 4).items()]
-        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, records)))
-        about = {"environment": {"command": f"made {name}", "commit": "abc"}, "settings": {}}
-        (tmp_path / f"{name}.meta.json").write_text(json.dumps(about))
-    args = SpeedArguments(method=tmp_path / "fast.jsonl", baseline=tmp_path / "plain.jsonl", out=tmp_path / "out")
-    rows = speed_rows(read_answers(args.method), read_answers(args.baseline))
-    store_speeds(args, rows)
+def stored_answers(folder, method=None, baseline=None):
+    """Arguments for two files of answers with such settings in their notes; None: without a note."""
+    for name, rate, settings in (("fast", 200.0, method), ("plain", 100.0, baseline)):
+        records = [{**record, "question_id": i} for i, record in answers([rate] * 4).items()]
+        (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, records)) + "\n")
+        about = {"environment": {"command": f"made {name}", "commit": "abc"}, "settings": settings}
+        if settings is not None:
+            (folder / f"{name}.meta.json").write_text(json.dumps(about))
+    return SpeedArguments(method=folder / "fast.jsonl", baseline=folder / "plain.jsonl", out=folder / "out")
+
+
+def test_speeds_are_stored_with_how_the_answers_were_made(tmp_path, caplog):
+    args = stored_answers(tmp_path, {}, {})
+    speed.run(args)
     record = json.loads((tmp_path / "out.json").read_text())
-    assert record["rows"] == rows and record["method"]["environment"]["command"] == "made fast"
-    assert rows[-1]["speedup"] == pytest.approx(2) and rows[-1]["same"] == 1
-    assert "`made plain` at abc" in (tmp_path / "out.md").read_text()
+    assert record["rows"] == speed_rows(read_answers(args.method), read_answers(args.baseline))
+    assert record["method"]["environment"]["command"] == "made fast"
+    assert record["rows"][-1]["speedup"] == pytest.approx(2) and record["rows"][-1]["same"] == 1
+    assert "`made plain` at abc" in (tmp_path / "out.md").read_text() and not caplog.text
+
+
+def test_runs_with_other_limits_are_not_compared(tmp_path, caplog):
+    for setting in ("max_new_tokens", "num_choices"):
+        with pytest.raises(ValueError, match=f"{setting} 3 and .*plain.jsonl with 4: their speeds cannot be compared"):
+            speed.run(stored_answers(tmp_path, {setting: 3}, {setting: 4}))
+    assert not (tmp_path / "out.json").exists()
+    speed.run(stored_answers(tmp_path, {"temperature": "0"}, {"temperature": "category"}))
+    assert "the two files differ in temperature: 0 and category" in caplog.text
+    (tmp_path / "plain.meta.json").unlink()
+    speed.run(stored_answers(tmp_path, {}, None))
+    assert "plain.jsonl has no note of how it was made" in caplog.text

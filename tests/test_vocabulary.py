@@ -4,8 +4,11 @@ V = 32 vocabulary, R = 21 draft vocabulary, D = 16 hidden size.
 """
 
 import copy
+import errno
 import json
 import math
+import os
+import shutil
 
 import numpy as np
 import pytest
@@ -465,3 +468,52 @@ def test_wrong_options_end_with_one_line_and_write_nothing(tmp_path, capsys, opt
     errors = capsys.readouterr().err.strip()
     assert message in errors and "\n" not in errors
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def files(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_a_copy_replaces_nothing_but_a_copy(tmp_path, capsys):
+    save_pair(tmp_path)
+    (tmp_path / "data.txt").write_text("some text")
+    command = ["vocab", str(tmp_path / "head"), "--target", str(tmp_path / "target"), "--data",
+               str(tmp_path / "data.txt"), "--size", "8", "--out"]
+    before = files(tmp_path / "target")
+    assert main([*command, str(tmp_path / "target")]) == 2 and files(tmp_path / "target") == before
+    save_head(tiny_head(tiny_target(), seed=1), tmp_path / "other")
+    before = files(tmp_path / "other")
+    assert main([*command, str(tmp_path / "other")]) == 2 and files(tmp_path / "other") == before
+    assert "only an empty folder or a copy of the same head is replaced" in capsys.readouterr().err
+    for _ in range(2):
+        assert main([*command, str(tmp_path / "copy")]) == 0
+
+
+def test_a_full_disk_leaves_no_half_copy(tmp_path, monkeypatch, capsys):
+    save_pair(tmp_path)
+    (tmp_path / "data.txt").write_text("some text")
+    command = ["vocab", str(tmp_path / "head"), "--target", str(tmp_path / "target"), "--data",
+               str(tmp_path / "data.txt"), "--size", "8"]
+    assert main([*command, "--out", str(tmp_path / "copy")]) == 0
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    copy_file = shutil.copyfile
+    capsys.readouterr()
+
+    def half(source, goal):
+        copy_file(source, goal)
+        if goal.name != "config.json":
+            os.truncate(goal, 100)
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    def half_map(held, path):
+        path.write_bytes(b"PK")
+        raise RuntimeError("unexpected pos 576 vs 534")
+
+    for module, name, broken in ((shutil, "copyfile", half), (torch, "save", half_map)):
+        with monkeypatch.context() as patch:
+            patch.setattr(module, name, broken)
+            for out in ([], ["--out", str(tmp_path / "new")], ["--out", str(tmp_path / "copy")]):
+                if out or name == "save":
+                    assert main([*command[:-1], "9", *out]) == 2 and "cannot be written" in capsys.readouterr().err
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+    assert not (tmp_path / "new").exists()

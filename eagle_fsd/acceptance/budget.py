@@ -30,19 +30,24 @@ def cycle_cost(verification: Verification, decision: Decision) -> float:
     """What a cycle gives up, in nats.
 
     Sampling: the KL of its law to the target's, which is known before anything is drawn. The KL of a whole answer is
-    the expected sum of these. Greedy: the summed regret of its tokens, log p of the target's best minus log p of the
-    token taken, both after logits processors.
+    the expected sum of these. Greedy: the summed regret of its tokens.
     """
     if not verification.greedy:
         assert decision.kl is not None
         return decision.kl().item()
+    return math.fsum(greedy_regrets(verification, decision))
+
+
+def greedy_regrets(verification: Verification, decision: Decision) -> list[float]:
+    """Of each token that a greedy cycle emits: log p of the target's best minus log p of the token taken, both after
+    logits processors."""
     walked = walk(verification, decision)
     best = verification.warped_logits.amax(-1)  # [1, N]
     regrets = verification.of_parent(best) - verification.step_logits
     on_path = walked.accepted & verification.is_child
     last = walked.last[0]
     stop = best[0, last] - verification.warped_logits[0, last, walked.choice[0, last]]
-    return (regrets.where(on_path, regrets.new_zeros(())).sum() + stop).item()
+    return [*regrets[on_path].tolist(), stop.item()]  # nodes of a path stand in the order of their levels
 
 
 def decide_rows(
@@ -80,19 +85,28 @@ class Budget:
     def __init__(self, limit: float) -> None:
         self.limit = limit
         self.spent = 0.0
+        self._regrets: list[float] = []  # of the last cycle's tokens, where it was greedy and the rule decided
         self.ended: str | None = None if limit > 0 else "budget"  # why decoding is exact
 
     def decide(self, rule: Rule, verification: Verification, new_tokens: Sequence[int]) -> Decision:
         """The rule's decision, or `exact`'s."""
+        self._regrets = []
         if self.ended is None and repeats(new_tokens):
             self.ended = "repetition"
         if self.ended is None:
             decision = rule(verification)
             if decision.kl is None and not verification.greedy:
                 raise ValueError(f"a budget needs a rule whose KL is known; that of {rule!r} is not")
-            cost = cycle_cost(verification, decision)
+            regrets = greedy_regrets(verification, decision) if verification.greedy else []
+            cost = math.fsum(regrets) if verification.greedy else cycle_cost(verification, decision)
             if not math.isnan(cost) and self.spent + cost <= self.limit:
                 self.spent += cost
+                self._regrets = regrets
                 return decision
             self.ended = "budget"
         return EXACT_RULE(verification)
+
+    def keep(self, count: int) -> None:
+        """Give back what the tokens of the last cycle behind the first `count` cost, since the answer ends before them;
+        when sampling they are charged: the KL is that of the whole cycle's law."""
+        self.spent = max(0.0, self.spent - math.fsum(self._regrets[count:]))

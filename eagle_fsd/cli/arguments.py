@@ -139,7 +139,7 @@ class Measuring:
         temperature: 0 is greedy; otherwise sampling.
         max_new_tokens: of each answer.
         seed: of the sampling noise.
-        out: directory for what is found; without it the head's.
+        out: directory for what is found; without it the head's for calibrations, your cache for logged cycles.
     """
 
     prompts: Path

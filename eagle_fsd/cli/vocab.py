@@ -45,7 +45,7 @@ class VocabCommand:
         from transformers import AutoTokenizer
 
         from ..data.gguf import target_source
-        from ..heads.checkpoint import copy_head, load_head
+        from ..heads.checkpoint import check_copy_place, copy_head, load_head
         from ..heads.eagle3 import Eagle3Head
         from ..heads.token_map import TOKEN_MAP, save_token_map
         from ..heads.vocabulary import count_tokens
@@ -59,6 +59,8 @@ class VocabCommand:
             raise ValueError(f"{self.head} is no directory to store {TOKEN_MAP} in: give --out")
         if self.out is not None and self.out.resolve() == Path(self.head).resolve():
             raise ValueError(f"--out {self.out} is the head's own directory: leave it out to store {TOKEN_MAP} there")
+        if self.out is not None:
+            check_copy_place(self.head, self.out)
         tokenizer = None if self.target is None else AutoTokenizer.from_pretrained(
             target_source(self.target), trust_remote_code=self.trust_remote_code)
         counts = count_tokens(self.data, head.config.vocab_size, tokenizer)
@@ -66,10 +68,9 @@ class VocabCommand:
         tokens = None if size is None else torch.from_numpy(counts.commonest(size))
         print_coverage(counts, size)
         if tokens is not None:
-            if self.out is not None:
-                copy_head(self.head, self.out)
-            print(f"\n{save_token_map(self.out or self.head, tokens)}: {size} of {len(counts.counted)} tokens are "
-                  "drafted. Run eagle-fsd tune and calibrate again where you have")
+            path = save_token_map(self.head, tokens) if self.out is None else copy_head(self.head, self.out, tokens)
+            print(f"\n{path}: {size} of {len(counts.counted)} tokens are drafted. Run eagle-fsd tune and calibrate "
+                  "again where you have")
 
 
 def print_coverage(counts: TokenCounts, size: int | None) -> None:

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable
+import shutil
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
+
+from safetensors import SafetensorError
 
 T = TypeVar("T")
 
@@ -67,10 +71,49 @@ def write_entries(path: Path, name: str, entries: Iterable[dict]) -> Path:
 
 
 def save_atomically(path: Path, write: Callable[[Path], object]) -> None:
-    """Let `write` make a file beside `path`, then put it in place."""
+    """Let `write` make a file beside `path`, then put it in place with the permissions of any new file.
+
+    Raises:
+        OSError: it cannot be written; nothing is left behind.
+    """
     part = path.with_name(path.name + ".part")
-    write(part)
-    os.replace(part, path)
+    try:
+        part.touch()
+        mode = part.stat().st_mode
+        write(part)
+        part.chmod(mode)  # safetensors writes files that are for their owner only
+        os.replace(part, path)
+    except BaseException as error:
+        with suppress(OSError):
+            part.unlink(missing_ok=True)
+        if isinstance(error, (SafetensorError, RuntimeError)):  # what they make of a disk that is full
+            raise OSError(f"{path} cannot be written: {error}") from error
+        raise
+
+
+@contextmanager
+def together(directory: Path) -> Iterator[Path]:
+    """A folder for files that then go into `directory` together, config.json last; where one fails, none does.
+
+    Raises:
+        OSError: `directory` cannot be written; one that was not there is not there afterwards either.
+    """
+    made = [folder for folder in (directory, *directory.parents) if not folder.exists()]
+    part = directory / f".{os.getpid()}.part"
+    try:
+        part.mkdir(parents=True)
+        yield part
+        for file in sorted(part.iterdir(), key=lambda file: file.name == "config.json"):
+            os.replace(file, directory / file.name)
+        part.rmdir()
+    except BaseException as error:
+        shutil.rmtree(part, ignore_errors=True)
+        with suppress(OSError):  # one that is not empty
+            for folder in made:
+                folder.rmdir()
+        if isinstance(error, OSError):
+            raise OSError(f"{directory} cannot be written: {error}") from error
+        raise
 
 
 def cache_directory() -> Path:

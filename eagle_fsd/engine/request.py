@@ -96,6 +96,8 @@ class Request:
     def take(self, emission: Emission, streamer: BaseStreamer | None) -> None:
         """Add what a cycle emitted to the answer, as far as it belongs to it."""
         count = self._cut(emission.tokens)
+        if self.budget is not None:
+            self.budget.keep(count)
         for logit in emission.logits[:count]:  # behind an end a processor may have nothing to say
             require_drawable(logit)
         self.receipts += emission.receipts[:count]

@@ -8,6 +8,7 @@ D hidden size, R draft vocabulary, V vocabulary of the target.
 
 from __future__ import annotations
 
+import filecmp
 import json
 import logging
 import shutil
@@ -17,7 +18,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ..data.files import save_atomically
+from ..data.files import save_atomically, together
 from ..data.sources import check_source, fetch
 from .eagle import DraftHead
 from .eagle3 import Eagle3Head
@@ -85,12 +86,36 @@ def load_head(source: str | Path) -> DraftHead:
     return head.eval()
 
 
-def copy_head(source: str | Path, directory: str | Path) -> None:
-    """Copy the files of a head, and nothing that lies beside them."""
-    Path(directory).mkdir(parents=True, exist_ok=True)
-    weights = next(name for name in WEIGHTS if fetch(str(source), name))
-    for name in ("config.json", weights):
-        shutil.copyfile(fetch(str(source), name), Path(directory) / name)
+def check_copy_place(source: str | Path, directory: Path) -> None:
+    """Raise ValueError where a copy of a head must not be put: something is there that is no copy of it."""
+    name = _weights_file(source)
+    found = {path.name: path for path in directory.iterdir()} if directory.is_dir() else {}
+    others = found.keys() - {"config.json", name, TOKEN_MAP}
+    if found and (others or name not in found or not filecmp.cmp(fetch(str(source), name), found[name], False)):
+        raise ValueError(f"{directory} holds {min(others or found)}: only an empty folder or a copy of the same head "
+                         "is replaced; choose another folder or empty it")
+
+
+def copy_head(
+    source: str | Path, directory: Path,
+    tokens: Tensor,  # [R] long
+) -> Path:
+    """Copy the files of a head and nothing that lies beside them, with a draft vocabulary, whose path is returned.
+
+    Raises:
+        ValueError: see `check_copy_place`.
+        OSError: `directory` cannot be written; nothing in it is changed then.
+    """
+    check_copy_place(source, directory)
+    with together(directory) as part:
+        for name in ("config.json", _weights_file(source)):
+            shutil.copyfile(fetch(str(source), name), part / name)
+        save_token_map(part, tokens)
+    return directory / TOKEN_MAP
+
+
+def _weights_file(source: str | Path) -> str:
+    return next(name for name in WEIGHTS if fetch(str(source), name))
 
 
 def _take_weights(head: DraftHead, state: dict[str, Tensor], path: str) -> None:
@@ -169,7 +194,6 @@ def save_head(
     if dtype is not None and not dtype.is_floating_point:
         raise ValueError(f"dtype must be of floating point, got {dtype}")
     directory = Path(directory)
-    directory.mkdir(parents=True, exist_ok=True)
     state = {
         name: value.detach().to("cpu", dtype if dtype and value.is_floating_point() else value.dtype).contiguous()
         for name, value in head.state_dict().items()
@@ -180,16 +204,16 @@ def save_head(
             state["t2d"] = torch.zeros(head.config.vocab_size, dtype=torch.bool)
             state["t2d"][head.target_tokens.cpu()] = True
     fields = config_fields(head, state["fc.weight"].dtype) | extra
-    text, path = json.dumps(fields, indent=1, sort_keys=True) + "\n", directory / file
-    if file.endswith(".bin"):
-        save_atomically(path, lambda part: torch.save(state, part))
-    else:
-        save_atomically(path, lambda part: save_file(state, part, metadata={"format": "pt"}))
-    save_atomically(directory / "config.json", lambda part: part.write_text(text, encoding="utf-8"))
-    for other in set(WEIGHTS) - {file}:  # another head's
+    text = json.dumps(fields, indent=1, sort_keys=True) + "\n"
+    with together(directory) as part:
+        if file.endswith(".bin"):
+            save_atomically(part / file, lambda path: torch.save(state, path))
+        else:
+            save_atomically(part / file, lambda path: save_file(state, path, metadata={"format": "pt"}))
+        if head.token_map is not None:
+            save_token_map(part, head.token_map)
+        save_atomically(part / "config.json", lambda path: path.write_text(text, encoding="utf-8"))
+    kept = {file} if head.token_map is None else {file, TOKEN_MAP}
+    for other in {*WEIGHTS, TOKEN_MAP} - kept:  # another head's
         (directory / other).unlink(missing_ok=True)
-    if head.token_map is None:
-        (directory / TOKEN_MAP).unlink(missing_ok=True)
-    else:
-        save_token_map(directory, head.token_map)
-    return path
+    return directory / file

@@ -6,6 +6,7 @@ what they do with the bias of `fc`. The servers themselves are not run here.
 
 from __future__ import annotations
 
+import json
 import logging
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,9 +17,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from ..data.gguf import target_source
-from .checkpoint import load_head, save_head
+from .checkpoint import WEIGHTS, load_head, save_head
 from .eagle import DraftHead
 from .eagle3 import Eagle3Head
+from .token_map import TOKEN_MAP
 
 log = logging.getLogger(__name__)
 
@@ -50,21 +52,61 @@ LAYOUTS: dict[str, Layout] = {
 }
 
 
+MARK = "exported_by_eagle_fsd_for"  # in config.json: the name in LAYOUTS
+
+
+def check_export_place(source: str | Path, directory: str | Path) -> None:
+    """Raise ValueError where an export must not be put: in its source, or where something is that is no export."""
+    if not str(directory):
+        raise ValueError("the folder to export to has no name")
+    folder = Path(directory)
+    if folder.resolve() == Path(source).resolve():
+        raise ValueError(f"{source} is the head to export: choose another folder, it would be replaced")
+    if not folder.is_dir():
+        return  # one that is a file will not be written
+    found = {path.name for path in folder.iterdir()}
+    others = found - {"config.json", TOKEN_MAP, *WEIGHTS}
+    if found and (others or not _is_export(folder)):
+        raise ValueError(f"{directory} holds {min(others or found)}: only an empty folder or an earlier export is "
+                         "replaced; choose another folder or empty it")
+
+
+def _is_export(folder: Path) -> bool:
+    try:
+        return MARK in json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError, TypeError, RecursionError):
+        return False
+
+
 def has_trained_bias(head: DraftHead) -> bool:
     """Whether `fc` has a bias that does anything."""
     return head.fc.bias is not None and bool(head.fc.bias.detach().abs().max() > 0)
 
 
 def target_embeddings(target: str | Path, *, trust_remote_code: bool = False) -> Tensor:
-    """[V, D] token embeddings of a target; of a local safetensors directory, without loading the rest."""
+    """[V, D] token embeddings of a target; of a local safetensors directory, without loading the rest.
+
+    Raises:
+        ValueError: its files hold none.
+    """
     target = target_source(target)
-    for shard in sorted(Path(target).glob("*.safetensors")) if Path(target).is_dir() else []:
-        with safe_open(shard, "pt") as file:
-            for name in file.keys():
-                if name.endswith("embed_tokens.weight"):
-                    return file.get_tensor(name)
-    model = AutoModelForCausalLM.from_pretrained(target, dtype="auto", trust_remote_code=trust_remote_code)
-    return model.get_input_embeddings().weight.detach()
+    try:
+        for shard in sorted(Path(target).glob("*.safetensors")) if Path(target).is_dir() else []:
+            with safe_open(shard, "pt") as file:
+                for name in file.keys():
+                    if name.endswith("embed_tokens.weight"):
+                        return file.get_tensor(name)
+        model, loaded = AutoModelForCausalLM.from_pretrained(
+            target, dtype="auto", trust_remote_code=trust_remote_code, output_loading_info=True)
+    except (OSError, ValueError):
+        raise
+    except Exception as error:  # what damaged files end in
+        raise ValueError(f"{target} cannot be loaded as a causal LM: {type(error).__name__}: {error}") from error
+    embeddings = model.get_input_embeddings().weight
+    names = {name for name, weight in model.named_parameters(remove_duplicate=False) if weight is embeddings}
+    if names & set(loaded["missing_keys"]):  # transformers goes on with random numbers
+        raise ValueError(f"{target} has no token embeddings: its files lack {min(names)}")
+    return embeddings.detach()
 
 
 def export_head(
@@ -80,11 +122,13 @@ def export_head(
         target: where the embeddings come from, for a consumer that wants them in a head without its own.
 
     Raises:
-        ValueError: an unknown consumer, an EAGLE-3 head, a trained bias that the consumer would drop, or missing
-            embeddings.
+        ValueError: an unknown consumer, an EAGLE-3 head, a trained bias that the consumer would drop, missing
+            embeddings, or a folder that holds something else than an earlier export.
+        OSError: `directory` cannot be written; nothing in it is changed then.
     """
     if to not in LAYOUTS:
         raise ValueError(f"unknown format {to!r}; accepted: {', '.join(LAYOUTS)}")
+    check_export_place(source, directory)
     layout, head = LAYOUTS[to], load_head(source)
     if isinstance(head, Eagle3Head):
         raise ValueError(f"{source} is an EAGLE-3 head; only EAGLE-1/2 heads are exported")
@@ -99,10 +143,12 @@ def export_head(
             raise ValueError(f"{source} has no embeddings, and {to} wants them in the file: give the target")
         embeddings = target_embeddings(target, trust_remote_code=trust_remote_code)
         wanted = (head.config.vocab_size, head.config.hidden_size)
+        if not embeddings.is_floating_point():
+            raise ValueError(f"the embeddings of {target} are {embeddings.dtype}: give the target before quantisation")
         if tuple(embeddings.shape) != wanted:
             raise ValueError(f"the embeddings of {target} are {tuple(embeddings.shape)}, the head needs {wanted}")
         head.own_embeddings(embeddings.float())
     if head.token_map is not None and not layout.token_map:
         log.warning("%s drafts all %d tokens: it takes no reduced vocabulary", to, head.config.vocab_size)
         head.limit_vocabulary(None)
-    return save_head(head, directory, dtype=dtype, file=layout.file, architectures=[layout.architecture])
+    return save_head(head, directory, dtype=dtype, file=layout.file, architectures=[layout.architecture], **{MARK: to})

@@ -1,21 +1,30 @@
-"""What a wide tree's nodes did in some hundred cycles, logged and stored beside a head.
+"""What a wide tree's nodes did in some hundred cycles, logged and stored beside a head or in the user's cache.
 
-A log belongs to a pair, a rule and a temperature, not to a machine.
+A log belongs to a pair, a rule and a temperature, not to a machine. Those of the user's own prompts are in the user's
+cache directory, by what tells the pair from others.
 """
 
 from __future__ import annotations
 
+import hashlib
+import logging
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from ..acceptance import Decision, Rule, Verification, walk
-from ..data.files import read_entries, write_entries
+from ..data.files import cache_directory, read_entries, write_entries
 from ..data.sources import fetch
+from ..heads.eagle import DraftHead
+from ..models.placement import weights_digest
+from ..models.target import TargetModel
 from ..trees.config import TreeConfig
 
+log = logging.getLogger(__name__)
 FILE = "tree.json"
 LOGGED_TREE = TreeConfig(total_tokens=64, depth=16, top_k=4, draft_temperature=0.5)  # what is logged
+LEAST_CYCLES = 100  # from fewer the tokens per cycle are not known to a tenth
 
 
 @dataclass
@@ -57,6 +66,11 @@ class TreeLog:
     temperature: float
     cycles: list[LoggedCycle]
 
+    @property
+    def key(self) -> tuple[str, float]:
+        """What there is one log of in a place."""
+        return self.rule, self.temperature
+
 
 def read_logs(head: str | Path) -> list[TreeLog]:
     """Those stored beside a head, in a directory or hub repository; none where there are none.
@@ -72,9 +86,30 @@ def read_logs(head: str | Path) -> list[TreeLog]:
     return read_entries(fetch(str(head), FILE), "logs", build, "eagle-fsd tune")
 
 
+def own_logs(target: TargetModel, head: DraftHead) -> Path:
+    """Where the user's own logs of a pair are, in the user's cache directory."""
+    pair = f"{target.digest()}; {weights_digest(head)}"
+    return cache_directory() / "trees" / hashlib.sha256(pair.encode()).hexdigest()[:16]
+
+
+def with_own_logs(logs: Sequence[TreeLog], target: TargetModel, head: DraftHead) -> list[TreeLog]:
+    """These logs and the user's own ones; of those for the same rule and temperature the one of more cycles."""
+    try:
+        own = read_logs(own_logs(target, head))
+    except (OSError, ValueError) as error:
+        log.warning("%s", error)
+        own = []
+    best: dict[tuple[str, float], TreeLog] = {}
+    for entry in [*own, *logs]:
+        known = best.get(entry.key)
+        if known is None or len(entry.cycles) > len(known.cycles):
+            best[entry.key] = entry
+    return list(best.values())
+
+
 def store_log(head: str | Path, found: TreeLog) -> Path:
     """Add one to those beside a head, in place of one for the same rule and temperature."""
-    kept = [entry for entry in read_logs(head) if (entry.rule, entry.temperature) != (found.rule, found.temperature)]
+    kept = [entry for entry in read_logs(head) if entry.key != found.key]
     return write_entries(Path(head) / FILE, "logs", [
         {"rule": entry.rule, "temperature": entry.temperature, "cycles": [_packed(cycle) for cycle in entry.cycles]}
         for entry in [*kept, found]])

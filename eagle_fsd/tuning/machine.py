@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import logging
+import math
 import platform
 from dataclasses import asdict
 from pathlib import Path
@@ -17,6 +18,7 @@ from ..engine.compiled import is_compiled
 from ..engine.graphs import GraphCycles
 from ..heads.eagle import DraftHead
 from ..models.flash import find_flash
+from ..models.implementations import IMPLEMENTATIONS
 from ..models.parallel import is_first, of_first
 from ..models.placement import is_packed, weights_digest
 from ..models.target import TargetModel
@@ -60,11 +62,8 @@ def known_latency(target: TargetModel, head: DraftHead, graphs: GraphCycles | No
     if graphs is not None and not graphs.serve(CONTEXT + max(MEASURED_NODES) + LONG, []):
         graphs = None
     key, path = circumstances(target, head, graphs), cache_directory() / "latency.json"
-    key, stored = of_first(target.group, lambda: (key, _kept(path)))
-    if key in stored:
-        entry = stored[key]
-        numbers = {name: {int(at): value for at, value in entry[name].items()} for name in ("base", "level")}
-        kept = Latency(**{**entry, **numbers})
+    key, kept = of_first(target.group, lambda: (key, _latency_of(path, key)))
+    if kept is not None:
         share = share_of(kept, target, head, graphs)
         if graphs is not None:
             graphs.cycles.clear()
@@ -86,11 +85,30 @@ def known_latency(target: TargetModel, head: DraftHead, graphs: GraphCycles | No
     return latency
 
 
+def _latency_of(path: Path, key: str) -> Latency | None:
+    """A kept latency; None where there is none, or what is kept is none: another version's, or damaged."""
+    entry = _kept(path).get(key)
+    if entry is None:
+        return None
+    try:
+        kept = Latency(*({int(at): float(value) for at, value in entry[name].items()} for name in ("base", "level")),
+                       float(entry["plain"]))
+        times = [*kept.base.values(), *kept.level.values(), kept.plain]
+        if len(entry) == 3 and 1 in kept.base and kept.level and all(0 <= time < math.inf for time in times) \
+                and min(*kept.base.values(), kept.plain) > 0:
+            return kept
+    except (AttributeError, KeyError, TypeError, ValueError, OverflowError):
+        pass
+    log.warning("%s holds something else than a latency: measuring again", path)
+    return None
+
+
 def _kept(path: Path) -> dict:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        held = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
         return {}
+    return held if isinstance(held, dict) else {}
 
 
 def _keep(path: Path, key: str, value: object) -> None:
@@ -110,7 +128,7 @@ def use_fastest_attention(target: TargetModel) -> None:
     flash = find_flash(target.device)
     key, path = f"{circumstances(target, None)}; {flash and flash[0]}", cache_directory() / "attention.json"
     chosen = of_first(target.group, lambda: _kept(path).get(key))
-    if chosen is None:
+    if chosen not in IMPLEMENTATIONS:  # nothing, or what a damaged file holds
         seconds = measure_attention(target)
         chosen = of_first(target.group, lambda: min(seconds, key=seconds.__getitem__))
         log.info("attention %s is the fastest: %s", chosen, seconds)
