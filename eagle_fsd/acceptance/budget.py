@@ -82,17 +82,26 @@ class Budget:
         self.spent = 0.0
         self.ended: str | None = None if limit > 0 else "budget"  # why decoding is exact
 
-    def decide(self, rule: Rule, verification: Verification, new_tokens: Sequence[int]) -> Decision:
-        """The rule's decision, or `exact`'s."""
+    def allows(self, new_tokens: Sequence[int]) -> bool:
+        """Whether a rule may decide the next cycle: not once the limit was met or the text repeats itself."""
         if self.ended is None and repeats(new_tokens):
             self.ended = "repetition"
-        if self.ended is None:
+        return self.ended is None
+
+    def pay(self, cost: float) -> bool:
+        """Take what a cycle costs off the limit; False: it would exceed it, and `exact` has to decide."""
+        if not math.isnan(cost) and self.spent + cost <= self.limit:
+            self.spent += cost
+        else:
+            self.ended = "budget"
+        return self.ended is None
+
+    def decide(self, rule: Rule, verification: Verification, new_tokens: Sequence[int]) -> Decision:
+        """The rule's decision, or `exact`'s."""
+        if self.allows(new_tokens):
             decision = rule(verification)
             if decision.kl is None and not verification.greedy:
                 raise ValueError(f"a budget needs a rule whose KL is known; that of {rule!r} is not")
-            cost = cycle_cost(verification, decision)
-            if not math.isnan(cost) and self.spent + cost <= self.limit:
-                self.spent += cost
+            if self.pay(cycle_cost(verification, decision)):
                 return decision
-            self.ended = "budget"
         return EXACT_RULE(verification)

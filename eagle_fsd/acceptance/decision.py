@@ -39,7 +39,8 @@ class Decision:
         elif isinstance(weights, Tensor) and weights.is_floating_point() and weights.dim() == 3:
             nodes = weights.shape[:2]
         else:
-            raise TypeError(f"Decision.weights must be ChildWeights or a float tensor [B, M, V], got {_described(weights)}")
+            wanted = "a float tensor [B, M, V] or ChildWeights"
+            raise TypeError(f"Decision.weights must be {wanted}, got {_described(weights)}")
         for name, value in (("divergence", self.divergence), ("stop", self.stop)):
             if value is not None and not (isinstance(value, Tensor) and value.shape == nodes):
                 wanted = f"a tensor {list(nodes)}"

@@ -58,7 +58,8 @@ def text_cycles(
         drafted, draft_logits = draft_tree(head, target, features, tokens, draft_cache, tree)
         node_features = target.verify(drafted.tokens, drafted.depths + root, drafted.ancestors, cache)
         logits = target.logits(node_features)
-        verification = Verification(drafted, logits, logits, draft_logits)
+        named = None if head.names_all else head.target_tokens
+        verification = Verification(drafted, logits, logits, draft_logits, draft_tokens=named)
         yield verification
         on_text = verification.on_whole_path(drafted.tokens == expected[0, root + drafted.depths])
         path = on_text[0].nonzero()[:, 0].tolist()
