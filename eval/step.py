@@ -41,7 +41,7 @@ from eval.profile import CYCLE, timed_parts
 from eval.report.tables import markdown
 from eval.shapes import SHAPES, ShapeName, build_pair
 
-PHASES = {"draft": ("tree_building", "draft_forward"), "verify": ("verify_inputs", "head", "target_forward"),
+PHASES = {"draft": ("tree_building", "draft_forward"), "verify": ("verify_inputs", "target_forward", "target_output"),
           "accept": ("accept",), "commit": ("commit",), "other": (CYCLE,)}
 
 

@@ -139,7 +139,7 @@ def test_inputs_are_left_alone(name):
 def test_what_says_that_it_does_not_read_the_draft_decides_without_it(name):
     for greedy in (True, False):
         verification = random_verification(6, greedy)
-        blind = replace(verification, draft_logits=verification.draft_logits[:, :0])
+        blind = replace(verification, own_logits=verification.own_logits[:, :0])
         for rule in all_rules(name):
             if not rule.reads_draft or rule.is_lossless(greedy):
                 assert torch.equal(rule(blind).log_weights, rule(verification).log_weights), rule

@@ -163,6 +163,7 @@ def test_drafted_trees_are_those_of_the_definition(target, named, before):
     features = pair.target.prefill(torch.tensor([PROMPT[:-1]]), cache)
     tokens = torch.tensor([PROMPT[1:]])
     tree, logits = draft_tree(head, pair.target, features, tokens, draft_cache, TreeConfig(12, 3, 3))
+    logits = head.widen(logits)
     states, _ = states_by_hand(target, PROMPT[:-1], (2, 4, 5))
     read = list(torch.cat(states, -1))
     for node in range(12):

@@ -10,7 +10,7 @@ import eagle_fsd
 from eagle_fsd.cli.arguments import Loading
 from eagle_fsd.experiments.methods import Answer, engine, hf_generate, interleaved
 from eagle_fsd.experiments.records import environment, record_path, shown, write_record
-from eval import benchmark
+from eval import benchmark, profile
 from eval.profile import FORWARDS, Clock, profile_cycles
 from eval.report import results as report
 
@@ -158,6 +158,31 @@ def test_profile_splits_a_cycle(model):
     assert set(parts) == {*FORWARDS, "tree_building", "verify_inputs", "accept", "commit", "other"}
     assert result["total_ms"] == pytest.approx(sum(parts.values()))
     assert 0 < result["outside_forwards_share"] < 1
+
+
+def test_forwards_within_forwards_are_the_outer_ones(monkeypatch):
+    ticks = iter([0.0, 1.0, 3.0, 10.0])  # the cycle, the draft's logits; the target's layer within them is not timed
+    monkeypatch.setattr("eval.profile.now", lambda device: next(ticks))
+    clock = Clock(torch.device("cpu"))
+    layer = clock.wrap("target_output", lambda: None)
+    clock.wrap("other", clock.wrap("draft_output", layer))()
+    assert clock.seconds == {"draft_output": 2.0, "other": 8.0}
+
+
+def test_profile_command_prints_and_stores_the_shares(model, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(Loading, "load", lambda self: model)
+    out = tmp_path / "shares.json"
+    assert profile.main(["--limit", "2", "--max-new-tokens", "12", "--tree", "8,3,2", "--rules", "exact", "fsd",
+                         "--threads", str(torch.get_num_threads()), "--out", str(out)]) == 0
+    record = json.loads(out.read_text())
+    for found in record["rules"].values():
+        assert 0 < found["outside_forwards_share"] < 1 and found["tau"] >= 1
+        assert all(found["ms_per_cycle"][part] > 0 for part in FORWARDS)
+    page = (tmp_path / "shares.md").read_text()
+    assert page == capsys.readouterr().out.removesuffix("\n")
+    rows = [line.split("|")[1].strip() for line in page.splitlines() if line.startswith("|")]
+    assert rows[0] == "ms of a cycle"
+    assert rows[2:] == [*profile.ROWS, "both output layers", "outside the forwards", "whole"]
 
 
 def test_the_page_shows_the_stored_results():

@@ -17,7 +17,7 @@ HOUSE: dict[str, list[str]] = {
     "models": ["implementations cache parallel flash", "masks output placement", "attention loading admission",
                "target"],
     "heads": ["catalogue vocabulary token_map eagle", "eagle3", "layouts", "checkpoint", "export", "inspection"],
-    "trees": ["config tree", "confidence", "growth"],
+    "trees": ["config tree largest", "confidence", "growth"],
     "acceptance": ["divergence", "verification", "decision", "rule",
                    "exact fsd fsd_paper lenience relaxed tilt typical", "__init__", "registry", "budget"],
     "quality": ["promises statistics traces", "calibrations"],

@@ -19,26 +19,28 @@ RULE_CLASSES = {  # module -> class; a rule is known by its module's name
 }
 
 if TYPE_CHECKING:
-    from .decision import Decision, Walk, walk
+    from .decision import Decision, Walk, draw, walk
     from .registry import RULES, make_rule
     from .rule import Custom, FuzzyRule, Rule
-    from .verification import Verification
+    from .verification import ChildWeights, Verification
 
 __all__ = [
     "RULES",
+    "ChildWeights",
     "Custom",
     "Decision",
     "FuzzyRule",
     "Rule",
     "Verification",
     "Walk",
+    "draw",
     "make_rule",
     "walk",
 ]
 
 __getattr__, __dir__ = lazy_names(__name__, {
-    **dict.fromkeys(("Decision", "Walk", "walk"), "decision"),
+    **dict.fromkeys(("Decision", "Walk", "draw", "walk"), "decision"),
     **dict.fromkeys(("RULES", "make_rule"), "registry"),
     **dict.fromkeys(("Custom", "FuzzyRule", "Rule"), "rule"),
-    "Verification": "verification",
+    **dict.fromkeys(("ChildWeights", "Verification"), "verification"),
 })

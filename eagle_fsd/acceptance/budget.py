@@ -26,21 +26,16 @@ def repeats(tokens: Sequence[int]) -> bool:
     return False
 
 
-def cycle_cost(verification: Verification, decision: Decision) -> float:
+def cycle_costs(verification: Verification, decision: Decision) -> list[float]:
     """What a cycle gives up, in nats.
 
     Sampling: the KL of its law to the target's, which is known before anything is drawn. The KL of a whole answer is
-    the expected sum of these. Greedy: the summed regret of its tokens.
+    the expected sum of these. Greedy: the regret of each token that it emits, log p of the target's best minus log p of
+    the token taken, both after logits processors.
     """
     if not verification.greedy:
         assert decision.kl is not None
-        return decision.kl().item()
-    return math.fsum(greedy_regrets(verification, decision))
-
-
-def greedy_regrets(verification: Verification, decision: Decision) -> list[float]:
-    """Of each token that a greedy cycle emits: log p of the target's best minus log p of the token taken, both after
-    logits processors."""
+        return [decision.kl().item()]
     walked = walk(verification, decision)
     best = verification.warped_logits.amax(-1)  # [1, N]
     regrets = verification.of_parent(best) - verification.step_logits
@@ -85,28 +80,40 @@ class Budget:
     def __init__(self, limit: float) -> None:
         self.limit = limit
         self.spent = 0.0
-        self._regrets: list[float] = []  # of the last cycle's tokens, where it was greedy and the rule decided
+        self._costs: Sequence[float] = ()  # of the last cycle's tokens, where the rule decided
         self.ended: str | None = None if limit > 0 else "budget"  # why decoding is exact
+
+    def allows(self, new_tokens: Sequence[int]) -> bool:
+        """Whether a rule may decide the next cycle: not once the limit was met or the text repeats itself."""
+        self._costs = ()
+        if self.ended is None and repeats(new_tokens):
+            self.ended = "repetition"
+        return self.ended is None
+
+    def pay(self, costs: Sequence[float]) -> bool:
+        """Take what a cycle's tokens cost off the limit; False: they would exceed it, and `exact` has to decide.
+
+        Args:
+            costs: one for each token that a greedy cycle emits; when sampling one for the whole cycle's law.
+        """
+        cost = math.fsum(costs)
+        if not math.isnan(cost) and self.spent + cost <= self.limit:
+            self.spent, self._costs = self.spent + cost, costs
+        else:
+            self.ended = "budget"
+        return self.ended is None
 
     def decide(self, rule: Rule, verification: Verification, new_tokens: Sequence[int]) -> Decision:
         """The rule's decision, or `exact`'s."""
-        self._regrets = []
-        if self.ended is None and repeats(new_tokens):
-            self.ended = "repetition"
-        if self.ended is None:
+        if self.allows(new_tokens):
             decision = rule(verification)
             if decision.kl is None and not verification.greedy:
                 raise ValueError(f"a budget needs a rule whose KL is known; that of {rule!r} is not")
-            regrets = greedy_regrets(verification, decision) if verification.greedy else []
-            cost = math.fsum(regrets) if verification.greedy else cycle_cost(verification, decision)
-            if not math.isnan(cost) and self.spent + cost <= self.limit:
-                self.spent += cost
-                self._regrets = regrets
+            if self.pay(cycle_costs(verification, decision)):
                 return decision
-            self.ended = "budget"
         return EXACT_RULE(verification)
 
     def keep(self, count: int) -> None:
-        """Give back what the tokens of the last cycle behind the first `count` cost, since the answer ends before them;
-        when sampling they are charged: the KL is that of the whole cycle's law."""
-        self.spent = max(0.0, self.spent - math.fsum(self._regrets[count:]))
+        """Give back what the tokens of the last greedy cycle behind the first `count` cost: the answer ends before
+        them. When sampling they are charged, since the KL is that of the whole cycle's law."""
+        self.spent = max(0.0, self.spent - math.fsum(self._costs[count:]))

@@ -1,8 +1,8 @@
 """Divergences between the target's and the draft's next-token distributions.
 
-V vocabulary. Every divergence takes raw logits of both, computes in float32, is never negative and has
-signature `(target_logits [..., V], draft_logits [..., V]) -> [...]`. A token with no target or draft mass
-(logit -inf) contributes its limit: 0 * log 0 = 0, and infinity where a logarithm of 0 has positive weight.
+V vocabulary, R tokens that a draft can name. Every divergence takes raw logits of both, computes in float32, is
+never negative and has signature `(target_logits [..., V], draft_logits [..., V]) -> [...]`. A token with no target or
+draft mass (logit -inf) contributes its limit: 0 * log 0 = 0, and infinity where a logarithm of 0 has positive weight.
 """
 
 import math
@@ -11,6 +11,9 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
+
+from ..trees.largest import largest
 
 Divergence = Callable[[Tensor, Tensor], Tensor]
 
@@ -84,8 +87,21 @@ def coarsen(
     return torch.cat([logits.gather(-1, kept), rest], dim=-1)
 
 
-def get_divergence(name: str) -> Divergence:
+def widen(
+    draft_logits: Tensor,  # [..., R]
+    draft_tokens: Tensor,  # [R] long
+    vocab_size: int,
+) -> Tensor:  # [..., V]
+    """Logits of some tokens over the whole vocabulary, -inf for all others."""
+    nothing = draft_logits.new_full((*draft_logits.shape[:-1], vocab_size), -math.inf)
+    return nothing.index_copy_(-1, draft_tokens, draft_logits)
+
+
+def get_divergence(name: str, draft_tokens: Tensor | None = None) -> Divergence:
     """The divergence of that name; `<name>_top<k>`: on the target's k best tokens and a bucket for the rest.
+
+    Args:
+        draft_tokens: [R] long, the tokens that the draft's logits [..., R] are of, where these are not all.
 
     Raises:
         ValueError: no such divergence, or k is not positive.
@@ -95,12 +111,18 @@ def get_divergence(name: str) -> Divergence:
         accepted = ", ".join(DIVERGENCES)
         raise ValueError(f"unknown divergence {name!r}; accepted: {accepted}, each also followed by _top<k>")
     full, top = DIVERGENCES[match[1]], match[2]
-    if top is None:
-        return full
+
+    def on_draft_tokens(target_logits: Tensor, draft_logits: Tensor) -> Tensor:
+        # What the draft cannot draw counts by its target mass alone, in every divergence: one bucket holds it all.
+        kept = draft_tokens.expand(*target_logits.shape[:-1], -1)
+        return full(coarsen(target_logits.float(), kept), pad(draft_logits, (0, 1), value=-math.inf))
 
     def on_top_tokens(target_logits: Tensor, draft_logits: Tensor) -> Tensor:
-        target_logits, draft_logits = target_logits.float(), draft_logits.float()
-        kept = target_logits.topk(min(int(top), target_logits.shape[-1]), dim=-1).indices
-        return full(coarsen(target_logits, kept), coarsen(draft_logits, kept))
+        if draft_tokens is not None:
+            draft_logits = widen(draft_logits, draft_tokens, target_logits.shape[-1])
+        kept = largest(target_logits, min(int(top), target_logits.shape[-1]))
+        return full(coarsen(target_logits.float(), kept), coarsen(draft_logits.float(), kept))
 
+    if top is None:
+        return full if draft_tokens is None else on_draft_tokens
     return on_top_tokens

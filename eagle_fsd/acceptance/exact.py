@@ -19,6 +19,7 @@ class Exact(Rule):
 
     name: ClassVar[str] = "exact"
     reads_draft: ClassVar[bool] = False
+    looks_ahead: ClassVar[bool] = False
     threshold_limit: ClassVar[tuple[float, bool]] = (0.0, True)
 
     def is_lossless(self, greedy: bool) -> bool:

@@ -42,6 +42,10 @@ class FSD(FuzzyRule):
     def knows_kl(self) -> bool:
         return self.sibling != "longest"
 
+    @property
+    def looks_ahead(self) -> bool:
+        return self.sibling == "longest"
+
     def is_lossless(self, greedy: bool) -> bool:
         return self.threshold == 0
 

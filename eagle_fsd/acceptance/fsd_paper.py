@@ -26,6 +26,7 @@ class FSDPaper(FuzzyRule):
     """
 
     name: ClassVar[str] = "fsd_paper"
+    looks_ahead: ClassVar[bool] = False
     threshold_limit: ClassVar[tuple[float, bool]] = (math.inf, True)
 
     divergence: str = field(default="js", kw_only=True)
@@ -48,12 +49,14 @@ class FSDPaper(FuzzyRule):
         fuzzy = drafted & self.candidates(verification)
 
         def kl() -> Tensor:
-            log_probs = verification.warped_logits.log_softmax(-1)
-            law = log_probs.masked_fill(verification.any_child(fuzzy)[..., None], -math.inf)
-            steps = torch.where(fuzzy, 0.0, verification.of_step(law))
-            return cycle_kl(verification, verification.set_children(law, steps), drafted)
+            """At an accepted node its token is certain, where the target draws it with probability p: -log p."""
+            chosen = verification.any_child(fuzzy)
+            steps = verification.step_log_probs
+            node_kl = -verification.sum_of_children(torch.where(fuzzy, steps, 0.0))
+            law = torch.where(fuzzy, 0.0, torch.where(verification.of_parent(chosen), -math.inf, steps))
+            return cycle_kl(verification, law, node_kl, drafted)
 
         return Decision(
-            verification.keep_only(accepted), divergence, None if verification.greedy else kl,
+            verification.only_children(accepted), divergence, None if verification.greedy else kl,
             stop=~verification.any_child(accepted),
         )

@@ -5,10 +5,11 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
+from torch import Tensor
 
 from .decision import Decision
 from .rule import FuzzyRule, cycle_kl
-from .verification import Verification
+from .verification import ChildWeights, Verification
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,7 @@ class Lenience(FuzzyRule):
 
     name: ClassVar[str] = "lenience"
     reads_draft: ClassVar[bool] = False
+    looks_ahead: ClassVar[bool] = False
 
     @property
     def knows_kl(self) -> bool:
@@ -38,22 +40,29 @@ class Lenience(FuzzyRule):
     def decide(self, verification: Verification) -> Decision:
         lifted = self.candidates(verification)
         steps = verification.step_logits
-        nothing = torch.full_like(verification.warped_logits, -math.inf)
-        inside = verification.set_children(nothing, torch.where(lifted, steps, -math.inf))
-        outside = verification.set_children(verification.warped_logits, torch.where(lifted, -math.inf, steps))
-        log_inside, log_outside = inside.logsumexp(-1).double(), outside.logsumexp(-1).double()  # [B, N]
+        inside = verification.log_sum_of_children(torch.where(lifted, steps, -math.inf).double())  # [B, M]
+        others = verification.set_children(verification.warped_logits, torch.where(lifted, -math.inf, steps))
+        outside = others.logsumexp(-1).double()
 
         # P -> min(1, P / l) multiplies the odds P / (1 - P) by exp(handicap), where
         # handicap = T - log(1 - min(1, P / (1 - P) * (exp(T) - 1))), infinite from P = l on.
         log_expm1 = self.threshold + math.log(-math.expm1(-self.threshold))
-        excess = (log_inside - log_outside + log_expm1).exp().clamp_max(1.0)
+        excess = (inside - outside + log_expm1).exp().clamp_max(1.0)
         handicap = self.threshold - torch.log1p(-excess)
-        handicap = torch.where(log_inside > -math.inf, handicap, 0.0).float()
+        handicap = torch.where(inside > -math.inf, handicap, 0.0)
 
-        log_weights = verification.warped_logits - handicap[..., None]
         kept = lifted | verification.is_exact
-        handicapped = steps - verification.of_parent(handicap)
-        decided = verification.set_children(log_weights, torch.where(kept, steps, handicapped))
+        handicapped = steps - verification.of_parent(handicap).float()
+        weights = ChildWeights(verification, torch.where(kept, steps, handicapped), -handicap.float())
         if not self.knows_kl:  # an exact step outside the guard is not handicapped: the noise decides
-            return Decision(decided)
-        return Decision(decided, kl=lambda: cycle_kl(verification, decided.log_softmax(-1)))
+            return Decision(weights)
+
+        def kl() -> Tensor:
+            """Of masses P and 1 - P the second is multiplied by exp(-handicap); z is what is left of their sum."""
+            log_p, log_rest = (mass - torch.logaddexp(inside, outside) for mass in (inside, outside))
+            z = torch.logaddexp(log_p, log_rest - handicap)  # log
+            lowered = (log_rest - handicap - z).exp()
+            node_kl = -z - torch.where(lowered > 0, lowered * handicap, 0.0)
+            return cycle_kl(verification, verification.step_log_probs - verification.of_parent(z), node_kl)
+
+        return Decision(weights, kl=kl)

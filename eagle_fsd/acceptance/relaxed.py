@@ -41,6 +41,10 @@ class Relaxed(FuzzyRule):
     def knows_kl(self) -> bool:
         return self.sibling != "longest"
 
+    @property
+    def looks_ahead(self) -> bool:
+        return self.sibling == "longest"
+
     def is_lossless(self, greedy: bool) -> bool:
         return greedy and self.threshold == 0
 

@@ -1,6 +1,6 @@
 """What all rules share: the dial and its checks, guards, and the laws of restricted steps.
 
-B batch, N tree nodes verified (root included), V vocabulary.
+B batch, N tree nodes verified (root included), M of them with logits, V vocabulary.
 """
 
 import math
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..checks import check_interval
 from .decision import Decision
-from .verification import Verification
+from .verification import ChildWeights, Verification
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,7 @@ class Rule(ABC):
     threshold_limit: ClassVar[tuple[float, bool]] = (math.inf, False)  # upper end, and whether it is accepted
     reads_draft: ClassVar[bool] = True  # whether it looks at the draft's distribution, and not at the tree alone
     knows_kl: ClassVar[bool] = True  # whether decisions carry the KL of their law when sampling
+    looks_ahead: ClassVar[bool] = True  # whether a node's decision depends on more than its children and its logits
 
     threshold: float = 0.0
 
@@ -76,7 +77,8 @@ class FuzzyRule(Rule):
 
 def cycle_kl(
     verification: Verification,
-    log_probs: Tensor,  # [B, N, V], the law of the token drawn at each node, averaged over the noise
+    steps: Tensor,  # [B, N] log-probability of each node's token at its parent, averaged over the noise
+    node_kl: Tensor,  # [B, M] KL of the token drawn at each node to the target's own
     descends: Tensor | None = None,  # [B, N] bool, whether drawing the node's token leads to it; None: always
 ) -> Tensor:  # [B]
     """KL in nats of the law of a cycle's tokens to the target's own, given the tree and all tokens before.
@@ -84,43 +86,36 @@ def cycle_kl(
     By the chain rule it is the mean, over the nodes that the walk reaches, of the KL of the token drawn there;
     and the KL of a whole answer is the expected sum over its cycles.
     """
-    target = verification.warped_logits.log_softmax(-1)
-    excess = torch.where(log_probs > -math.inf, log_probs - target, 0.0)
-    node_kl = (log_probs.exp() * excess).sum(-1)
-    steps = verification.of_step(log_probs)
     if descends is not None:
         steps = torch.where(descends, steps, -math.inf)
     steps = torch.where(verification.is_child, steps, 0.0).clamp_min(-1e6)  # a path sum of -inf and 0 is NaN
-    return (verification.path_sum(steps).exp() * node_kl).sum(-1).clamp_min(0.0)
+    return (verification.path_sum(steps).exp() * node_kl).sum(-1).clamp_min(0.0).float()
 
 
-def restricted_law(
+def restricted_kl(
     verification: Verification,
     fuzzy: Tensor,  # [B, N] bool
-) -> Tensor:  # [B, N, V]
-    """Log-probabilities of the choice among the fuzzy steps and the exact one, where it is a child.
+) -> Tensor:  # [B]
+    """`cycle_kl` of the choice among the fuzzy steps and the exact one, where it is a child.
 
     At a node with fuzzy steps F of target mass m and other children of mass c, the exact choice is one of those with
     probability c, and is taken; else the target's preference within F is, whatever the target chose:
-    p(x) (1 - c) / m for x in F.
+    p(x) (1 - c) / m for x in F. The KL there is (1 - c) log((1 - c) / m).
     """
-    log_probs = verification.warped_logits.log_softmax(-1)
-    steps = verification.of_step(log_probs)
-    nothing = torch.full_like(log_probs, -math.inf)
-    inside = verification.set_children(nothing, torch.where(fuzzy, steps, -math.inf)).logsumexp(-1)  # log m
-    other = verification.set_children(nothing, torch.where(fuzzy, -math.inf, steps)).logsumexp(-1).exp()  # c
-    lift = torch.log1p(-other.clamp_max(1.0)) - inside
+    steps = verification.step_log_probs
     restricted = verification.any_child(fuzzy)
-    law = torch.where(restricted[..., None], nothing, log_probs)
-    lifted = torch.where(fuzzy, steps + verification.of_parent(lift), steps)
-    return verification.set_children(law, lifted)
+    inside = verification.log_sum_of_children(torch.where(fuzzy, steps, -math.inf))  # log m
+    other = verification.sum_of_children(torch.where(fuzzy, 0.0, steps.exp())).clamp_max(1.0)  # c
+    lift = torch.where(restricted, torch.log1p(-other) - inside, 0.0)
+    node_kl = torch.where(other < 1, (1 - other) * lift, 0.0)
+    return cycle_kl(verification, torch.where(fuzzy, steps + verification.of_parent(lift), steps), node_kl)
 
 
 def restrict(
     verification: Verification,
     fuzzy: Tensor,  # [B, N] bool, fuzzy steps that may be taken
     sibling: str,
-    divergence: Tensor | None = None,  # [B, N], that the rule gated on
+    divergence: Tensor | None = None,  # [B, M], that the rule gated on
 ) -> Decision:
     """The decision to descend wherever a fuzzy step may be taken; elsewhere the target's own.
 
@@ -138,10 +133,10 @@ def restrict(
     if sibling == "longest":
         never = -(verification.tree.max_depth + 1.0)
         eligible = verification.best_paths(torch.where(eligible, 1.0, never))
-    log_weights = verification.keep_only(eligible & verification.of_parent(verification.any_child(fuzzy)))
+    weights = verification.only_children(eligible & verification.of_parent(verification.any_child(fuzzy)))
     if verification.greedy or sibling == "longest":  # what lies below decides there, and with it the noise
-        return Decision(log_weights, divergence)
-    return Decision(log_weights, divergence, lambda: cycle_kl(verification, restricted_law(verification, fuzzy)))
+        return Decision(weights, divergence)
+    return Decision(weights, divergence, lambda: restricted_kl(verification, fuzzy))
 
 
 @dataclass(frozen=True)
@@ -160,14 +155,16 @@ class Custom(Rule):
         expected = verification.warped_logits.shape
         if isinstance(result, Tensor) and result.shape != expected:
             raise ValueError(f"a rule must return log-weights of shape {list(expected)}, got {list(result.shape)}")
-        decision = Decision(result) if isinstance(result, Tensor) else result
+        decision = Decision(result) if isinstance(result, (Tensor, ChildWeights)) else result
         if not isinstance(decision, Decision):
             got = type(result).__name__
             raise TypeError(f"a rule returns a Decision or a Tensor of log-weights, got {got}")
-        if decision.log_weights.shape != expected:
-            got = list(decision.log_weights.shape)
+        if isinstance(decision.weights, ChildWeights):
+            return decision
+        if decision.weights.shape != expected:
+            got = list(decision.weights.shape)
             raise ValueError(f"a rule must return log-weights of shape {list(expected)}, got {got}")
-        best, possible = decision.log_weights.amax(-1), verification.warped_logits.amax(-1) > -math.inf
+        best, possible = decision.weights.amax(-1), verification.warped_logits.amax(-1) > -math.inf
         if not (best.isfinite() | ~possible).all():  # where processors leave no token, a rule has none to choose
             raise ValueError("a rule must return log-weights below inf, not NaN, and above -inf somewhere at each node")
         return decision

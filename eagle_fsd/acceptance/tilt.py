@@ -10,7 +10,7 @@ from torch import Tensor
 from ..checks import check_interval
 from .decision import Decision
 from .rule import FuzzyRule
-from .verification import Verification
+from .verification import ChildWeights, Verification
 
 NO_MASS = -1e6  # stands for log 0, so that differences of path sums stay defined; exp of it is 0
 
@@ -58,10 +58,8 @@ class Tilt(FuzzyRule):
         return self._decide_greedily(verification) if verification.greedy else self._tilt(verification)
 
     def _tilt(self, verification: Verification) -> Decision:
-        depths, steps = verification.tree.depths, verification.step_logits
-        rewards = self._rewards(verification)
-        log_probs = (steps - verification.of_parent(verification.warped_logits.logsumexp(-1))).double()
-        tilted = log_probs.clamp_min(NO_MASS) + self.threshold * rewards
+        depths, rewards = verification.tree.depths, self._rewards(verification)
+        tilted = verification.step_log_probs.clamp_min(NO_MASS) + self.threshold * rewards
         totals = verification.path_sum(torch.where(verification.is_child, tilted, 0.0))
 
         # The recursion for V, unrolled: exp V(v) - 1 = sum over nodes u below v of
@@ -76,8 +74,9 @@ class Tilt(FuzzyRule):
         root_value = values[:, :1]
         expected_length = (rewards * (totals + values - root_value).exp()).sum(-1)
         kl = (self.threshold * expected_length - root_value[:, 0]).clamp_min(0.0)
-        lifted = steps + (self.threshold * rewards + values).float()
-        return Decision(verification.set_children(verification.warped_logits, lifted), kl=lambda: kl.float())
+        lifted = verification.step_logits + (self.threshold * rewards + values).float()
+        nothing = lifted.new_zeros(verification.warped_logits.shape[:2])
+        return Decision(ChildWeights(verification, lifted, nothing), kl=lambda: kl.float())
 
     def _rewards(self, verification: Verification) -> Tensor:
         """[B, N] 1.0 for children on the leading run inside the head, else 0.0."""
@@ -94,4 +93,4 @@ class Tilt(FuzzyRule):
         never = -(verification.tree.max_depth + 1.0)
         gains = torch.where(allowed, 1.0 - regret / self.threshold, never)
         gains = torch.where(verification.is_exact, 1.0, gains)
-        return Decision(verification.keep_only(verification.best_paths(gains)))
+        return Decision(verification.only_children(verification.best_paths(gains)))

@@ -38,6 +38,10 @@ class Typical(FuzzyRule):
     def knows_kl(self) -> bool:
         return self.sibling != "longest"
 
+    @property
+    def looks_ahead(self) -> bool:
+        return self.sibling == "longest"
+
     def is_lossless(self, greedy: bool) -> bool:
         return False
 

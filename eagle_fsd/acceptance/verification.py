@@ -1,6 +1,6 @@
 """What an acceptance rule sees of a verified batch of trees.
 
-B batch, N tree nodes verified (root included), E draft logit rows, V vocabulary.
+B batch, N tree nodes verified (root included), M of them with logits, E draft logit rows, V vocabulary, R the draft's.
 """
 
 import math
@@ -10,8 +10,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..trees.largest import first_largest
 from ..trees.tree import DraftTree
-from .divergence import get_divergence
+from .divergence import get_divergence, widen
+
+IN_CACHE = 1 << 17  # numbers: on a CPU a divergence takes several times as long once its steps leave the cache
 
 
 class cached_property:
@@ -32,15 +35,17 @@ class cached_property:
 class Verification:
     """One verified batch of trees, as a rule sees it.
 
-    The helpers that return [B, N] "of a node" speak about its step, the edge from its parent; the root has
-    none and its entry is False or must not be read.
+    What is said of a node is [B, M], what is said of its step, the edge from its parent, [B, N]; the root has none and
+    its entry is False or must not be read. M = N, but for a rule that does not look ahead, which may be asked about one
+    node at a time: the tree is then that node with its children, and only the node has logits, M = 1.
     """
 
     tree: DraftTree
-    target_logits: Tensor  # [B, N, V] float32, raw: gates and divergences use these, at temperature 1
-    warped_logits: Tensor  # [B, N, V] float32, after all processors; sampling: also temperature, top-k...
-    draft_logits: Tensor  # [B, E, V], raw
-    noise: Tensor | None = None  # [B, N, V] Gumbel noise, the same for nodes of one depth; None = greedy
+    target_logits: Tensor  # [B, M, V] float32, raw: gates and divergences use these, at temperature 1
+    warped_logits: Tensor  # [B, M, V] float32, after all processors; sampling: also temperature, top-k...
+    own_logits: Tensor  # [B, E, R], of the draft, raw
+    noise: Tensor | None = None  # [B, M, V] Gumbel noise, the same for nodes of one depth; None = greedy
+    draft_tokens: Tensor | None = None  # [R] long, the tokens that `own_logits` are of; None: all, R = V
 
     @property
     def greedy(self) -> bool:
@@ -50,19 +55,25 @@ class Verification:
         """One sequence of the batch, as a batch of one."""
         here = slice(row, row + 1)
         noise = None if self.noise is None else self.noise[here]
-        return Verification(
-            self.tree.row(row), self.target_logits[here], self.warped_logits[here], self.draft_logits[here], noise
-        )
+        return Verification(self.tree.row(row), self.target_logits[here], self.warped_logits[here],
+                            self.own_logits[here], noise, self.draft_tokens)
+
+    @cached_property
+    def draft_logits(self) -> Tensor:
+        """[B, E, V]: the draft's raw logits, -inf for tokens that it cannot name."""
+        if self.draft_tokens is None:
+            return self.own_logits
+        return widen(self.own_logits, self.draft_tokens, self.target_logits.shape[-1])
 
     @cached_property
     def noisy_logits(self) -> Tensor:
-        """[B, N, V] warped logits plus noise: the order in which the target itself prefers tokens."""
+        """[B, M, V] warped logits plus noise: the order in which the target itself prefers tokens."""
         return self.warped_logits if self.noise is None else self.warped_logits + self.noise
 
     @cached_property
     def exact_choice(self) -> Tensor:
-        """[B, N] long: the token the target itself draws at each node."""
-        return self.noisy_logits.argmax(-1)
+        """[B, M] long: the token the target itself draws at each node."""
+        return first_largest(self.noisy_logits)
 
     @cached_property
     def is_child(self) -> Tensor:
@@ -80,61 +91,81 @@ class Verification:
         return self.of_step(self.warped_logits)
 
     @cached_property
+    def step_log_probs(self) -> Tensor:
+        """[B, N] float64: log-probability of the node's token at its parent, after all processors."""
+        return self.step_logits.double() - self.of_parent(self.warped_logits.logsumexp(-1)).double()
+
+    @cached_property
     def child_mask(self) -> Tensor:
-        """[B, N, V] bool: the token is a child of the node."""
+        """[B, M, V] bool: the token is a child of the node."""
         nothing = torch.zeros_like(self.warped_logits, dtype=torch.bool)
         return self.set_children(nothing, torch.ones_like(self.is_child))
 
     @cached_property
     def has_children(self) -> Tensor:
-        """[B, N] bool."""
+        """[B, M] bool."""
         return self.any_child(self.is_child)
 
     @cached_property
     def node_draft_logits(self) -> Tensor:
-        """[B, N, V]: the draft's logits for the node's children; at leaves another node's, not to be read."""
-        rows = torch.arange(len(self.draft_logits), device=self.draft_logits.device)[:, None]
-        return self.draft_logits[rows, self.tree.draft_rows]
+        """[B, M, V]: the draft's logits for the node's children; at leaves another node's, not to be read."""
+        return self._of_draft(self.draft_logits)
 
     @cached_property
     def _step_index(self) -> Tensor:
-        """[B, N] long: where (parent, token) lies in a flattened [N, V]."""
+        """[B, N] long: where (parent, token) lies in a flattened [M, V]."""
         return self.tree.parents * self.warped_logits.shape[-1] + self.tree.tokens
 
     def of_parent(
         self,
-        values: Tensor,  # [B, N]
+        values: Tensor,  # [B, M]
     ) -> Tensor:  # [B, N]
         """The value at each node's parent."""
         return values.gather(1, self.tree.parents)
 
     def of_step(
         self,
-        values: Tensor,  # [B, N, V]
+        values: Tensor,  # [B, M, V]
     ) -> Tensor:  # [B, N]
         """The value of each node's token at its parent."""
         return values.flatten(1).gather(1, self._step_index)
 
     def set_children(
         self,
-        values: Tensor,  # [B, N, V]
+        values: Tensor,  # [B, M, V]
         steps: Tensor,  # [B, N]
-    ) -> Tensor:  # [B, N, V]
+    ) -> Tensor:  # [B, M, V]
         """A copy of `values` in which each node's token holds `steps` at its parent."""
         return values.flatten(1).scatter(1, self._step_index[:, 1:], steps[:, 1:]).view_as(values)
 
     def best_child(
         self,
         steps: Tensor,  # [B, N] float
-    ) -> Tensor:  # [B, N]
+    ) -> Tensor:  # [B, M]
         """The largest value among each node's children, -inf at leaves."""
-        lowest = torch.full_like(steps, -math.inf)
+        lowest = steps.new_full(self.target_logits.shape[:2], -math.inf)
         return lowest.scatter_reduce_(1, self.tree.parents[:, 1:], steps[:, 1:], "amax")
+
+    def sum_of_children(
+        self,
+        steps: Tensor,  # [B, N] float
+    ) -> Tensor:  # [B, M]
+        """The sum over each node's children, 0 at leaves."""
+        nothing = steps.new_zeros(self.target_logits.shape[:2])
+        return nothing.scatter_add_(1, self.tree.parents[:, 1:], steps[:, 1:])
+
+    def log_sum_of_children(
+        self,
+        steps: Tensor,  # [B, N] float
+    ) -> Tensor:  # [B, M]
+        """log of the sum of exp(steps) over each node's children, -inf at leaves."""
+        highest = self.best_child(steps).nan_to_num(nan=math.nan, neginf=0.0)
+        return self.sum_of_children((steps - self.of_parent(highest)).exp()).log() + highest
 
     def any_child(
         self,
         steps: Tensor,  # [B, N] bool
-    ) -> Tensor:  # [B, N] bool
+    ) -> Tensor:  # [B, M] bool
         """Whether any of the node's children has it."""
         return self.best_child(steps.float()) > 0
 
@@ -166,15 +197,23 @@ class Verification:
         is_best = best_below == self.of_parent(self.best_child(best_below))
         return is_best & (best_below > self.of_parent(totals)) & self.is_child
 
+    def only_children(
+        self,
+        steps: Tensor,  # [B, N] bool
+    ) -> "ChildWeights":
+        """Log-weights by which a node with such children draws one of them; other nodes are left alone."""
+        restricted = self.any_child(steps)
+        kept = steps | ~self.of_parent(restricted)
+        return ChildWeights(
+            self, torch.where(kept, self.step_logits, -math.inf), torch.where(restricted, -math.inf, 0.0)
+        )
+
     def keep_only(
         self,
         steps: Tensor,  # [B, N] bool
-    ) -> Tensor:  # [B, N, V]
-        """Warped logits in which a node with such children keeps only those; other nodes are left alone."""
-        restricted = self.any_child(steps)
-        log_weights = self.warped_logits + torch.where(restricted, -math.inf, 0.0)[..., None]
-        kept = steps | ~self.of_parent(restricted)
-        return self.set_children(log_weights, torch.where(kept, self.step_logits, -math.inf))
+    ) -> Tensor:  # [B, M, V]
+        """`only_children`, written out: warped logits in which such children's siblings are -inf, and all else."""
+        return self.only_children(steps).dense()
 
     def in_head(
         self,
@@ -185,14 +224,53 @@ class Verification:
         return self.of_step(self.target_logits) >= self.of_parent(self.target_logits.amax(-1) + slack)
 
     def divergence(self, name: str) -> Tensor:
-        """[B, N]: target-draft divergence at nodes with children; at leaves NaN, which passes no gate."""
-        measure = get_divergence(name)
+        """[B, M]: target-draft divergence at nodes with children; at leaves NaN, which passes no gate."""
+        measure = get_divergence(name, self.draft_tokens)
         # To skip the leaves would be to wait for the device.
         if torch.compiler.is_compiling() or not self.target_logits.is_cpu:
-            values = measure(self.target_logits, self.node_draft_logits)
+            values = measure(self.target_logits, self._of_draft(self.own_logits))
             return torch.where(self.has_children, values, math.nan)
-        rows, nodes = self.has_children.nonzero(as_tuple=True)
-        draft_logits = self.draft_logits[rows, self.tree.draft_rows[rows, nodes]]
-        values = torch.full_like(self.step_logits, math.nan)
-        values[rows, nodes] = measure(self.target_logits[rows, nodes], draft_logits)
+        values = self.target_logits.new_full(self.target_logits.shape[:2], math.nan)
+        asked = self.has_children.nonzero()
+        for part in asked.split(max(1, IN_CACHE // self.target_logits.shape[-1])):
+            rows, nodes = part.unbind(1)
+            own = self.own_logits[rows, self.tree.draft_rows[rows, nodes]]
+            values[rows, nodes] = measure(self.target_logits[rows, nodes], own)
         return values
+
+    def _of_draft(self, logits: Tensor) -> Tensor:
+        """The draft's logits [B, M, ...] that predict each node's children, of [B, E, ...]."""
+        rows = torch.arange(len(logits), device=logits.device)[:, None]
+        return logits[rows, self.tree.draft_rows[:, : self.target_logits.shape[1]]]
+
+
+@dataclass(frozen=True, eq=False)
+class ChildWeights:
+    """Log-weights that differ from the target's warped logits in a way that only the children tell apart.
+
+    What is drawn is then a child or the token that the target itself draws, provided that a child loses no more than
+    the other tokens do, and [B, N] and [B, M] say it in place of [B, M, V].
+    """
+
+    verification: Verification
+    steps: Tensor  # [B, N] log-weight of each node's token at its parent
+    others: Tensor  # [B, M] at most 0, added to the warped logits of all other tokens
+
+    def dense(self) -> Tensor:
+        """[B, M, V] log-weights."""
+        return self.verification.set_children(self.verification.warped_logits + self.others[..., None], self.steps)
+
+    def draw(self) -> Tensor:
+        """[B, M] long: the token of the largest log-weight plus noise, the first of equal ones."""
+        verification, tokens = self.verification, self.verification.tree.tokens
+        exact = verification.exact_choice
+        steps, own = self.steps, verification.warped_logits.gather(-1, exact[..., None])[..., 0] + self.others
+        if verification.noise is not None:
+            steps = steps + verification.of_step(verification.noise)
+            own = own + verification.noise.gather(-1, exact[..., None])[..., 0]
+        own = torch.where(verification.any_child(verification.is_exact), -math.inf, own)  # it has a step
+        best = verification.best_child(steps)  # [B, M]
+        none = verification.warped_logits.shape[-1]
+        tied = torch.where(steps == verification.of_parent(best), tokens, none)
+        first = torch.full_like(exact, none).scatter_reduce_(1, verification.tree.parents[:, 1:], tied[:, 1:], "amin")
+        return torch.where((best > own) | (best == own) & (first < exact), first, exact)

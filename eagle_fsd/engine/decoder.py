@@ -13,20 +13,22 @@ import torch
 from torch import Tensor
 
 from ..acceptance import Decision, Verification, walk
-from ..acceptance.budget import decide_rows
+from ..acceptance.budget import EXACT_RULE, decide_rows
 from ..heads.eagle import DraftHead
 from ..models.parallel import tensor_of_first
 from ..models.target import TargetModel
 from ..trees.config import Choice
 from ..trees.tree import DraftTree, root_only
 from .drafting import Drafting
-from .emission import Emission, read_walk
+from .emission import Emission, Step, emitted, read_walk, walk_stepwise
 from .forwards import Forwards
 from .graphs import GraphCycles, GraphForwards
 from .noise import gumbel_noise
 from .receipts import Receipt
 from .request import BatchSettings, Request, RequestSettings
 from .sampling import warp_tree, warp_trees
+
+STEPWISE_FROM = 1 << 18  # logits of a tree from which on a walk node by node is faster, on a CPU
 
 
 class Decoder:
@@ -50,7 +52,12 @@ class Decoder:
         self.seeds = torch.tensor([own.seed for own in settings], device=self.device)
         choose = batch.choose if head is not None else lambda count: Choice(None)
         self.drafting = Drafting(choose, len(self.requests), batch.pause)
-        self.keeps_draft_logits = batch.rule.reads_draft and not batch.rule.is_lossless(batch.greedy)
+        lossless = batch.rule.is_lossless(batch.greedy)
+        self.keeps_draft_logits = batch.rule.reads_draft and not lossless
+        self.draft_tokens = None if head is None or head.names_all else head.target_tokens
+        # The KL of a cycle's law, which a budget counts when sampling, is a sum over the whole tree.
+        local = (lossless or not batch.rule.looks_ahead) and (batch.greedy or settings[0].budget is None)
+        self.walks_stepwise = local and self.device.type == "cpu" and target.group is None
         self.forwards = self._forwards(earlier, graphs)
 
     def _forwards(self, earlier: Decoder | None, graphs: GraphCycles | None) -> Forwards:
@@ -96,9 +103,7 @@ class Decoder:
         config, lengths = self.drafting.next(), self.forwards.lengths  # L: the root is the token there
         tree, draft_logits = self.forwards.draft(self.requests, config, self.keeps_draft_logits)
         features = self.forwards.verify(tree)  # [B, N, F]
-        verification = self._verification(tree, features, draft_logits, lengths)
-        decision = self._decide(verification)
-        paths, emissions = read_walk(verification, decision, walk(verification, decision), self.target.group)
+        paths, emissions = self._accept(tree, self.target.logits(features), draft_logits, lengths)
         self.forwards.commit(lengths, paths)
         if config is not None:
             self.drafting.learn(tree, [len(emission.tokens) for emission in emissions])
@@ -113,23 +118,55 @@ class Decoder:
         self.forwards.keep(numbers)
         self.drafting.keep(len(numbers))
 
+    def _accept(
+        self, tree: DraftTree, logits: Tensor, draft_logits: Tensor, lengths: Sequence[int]
+    ) -> tuple[list[list[int]], list[Emission]]:
+        """The accepted path of each request, from the target's logits [B, N, V] and the draft's, and what it emits."""
+        if self.walks_stepwise and logits[0].numel() >= STEPWISE_FROM:
+            walks = [self._walk_stepwise(number, tree, logits, draft_logits, at) for number, at in enumerate(lengths)]
+            return emitted(walks, tree)
+        verification = self._verification(tree, logits, draft_logits, lengths)
+        decision = self._decide(verification)
+        return read_walk(verification, decision, walk(verification, decision), self.target.group)
+
     def _verification(
-        self, tree: DraftTree, features: Tensor, draft_logits: Tensor, lengths: Sequence[int]
+        self, tree: DraftTree, logits: Tensor, draft_logits: Tensor, lengths: Sequence[int]
     ) -> Verification:
         """What rules see: the target's logits, raw and processed, and the noise of each request."""
-        logits = self.target.logits(features)
         processors = [request.settings.processors for request in self.requests]
         warped = warp_trees(processors, [request.context for request in self.requests], tree, logits)
         noise = None if self.greedy else self._noise(tree, lengths, self.seeds)
-        return Verification(tree, logits, warped, draft_logits, noise)
+        return Verification(tree, logits, warped, draft_logits, noise, self.draft_tokens)
 
     def _decide(self, verification: Verification) -> Decision:
         """The rule's decision, for each request within its budget."""
         budgets = [request.budget for request in self.requests]
         if budgets[0] is None:
             return self.rule(verification)
-        new_tokens = [request.tokens[len(request.prompt) :] for request in self.requests]
-        return decide_rows(budgets, self.rule, verification, new_tokens)
+        return decide_rows(budgets, self.rule, verification, [request.emitted for request in self.requests])
+
+    def _walk_stepwise(
+        self, number: int, tree: DraftTree, logits: Tensor, draft_logits: Tensor, length: int
+    ) -> list[Step]:
+        """One request's walk, within its budget."""
+        request, row = self.requests[number], slice(number, number + 1)
+        before = request.context
+
+        def at(node: int) -> Verification:
+            """A node with its children: only its own logits are processed, only its own noise is made."""
+            path = tree.tokens[number, tree.ancestors[number, node]]  # by level, the node's own token last
+            alone, raw = root_only(path[-1:]), logits[row, node : node + 1]
+            warped = warp_tree(request.settings.processors, before + path[:-1].tolist(), alone, raw)
+            noise = None if self.greedy else self._noise(alone, [length + len(path) - 1], self.seeds[row])
+            return Verification(tree.family(number, node), raw, warped, draft_logits[row], noise, self.draft_tokens)
+
+        budget = request.budget
+        if budget is not None and not budget.allows(request.emitted):
+            return walk_stepwise(EXACT_RULE, tree.row(number), at)
+        steps = walk_stepwise(self.rule, tree.row(number), at)
+        if budget is not None and not budget.pay([step.given_up for step in steps]):
+            return walk_stepwise(EXACT_RULE, tree.row(number), at)
+        return steps
 
     def _noise(self, tree: DraftTree, lengths: Sequence[int], seeds: Tensor) -> Tensor:
         """[B, N, V] Gumbel noise for the token after each node, keyed by seed and that token's absolute position."""

@@ -1,17 +1,21 @@
-"""What a cycle emits: tokens with their receipts, read from the walk in one copy to the host.
+"""What a cycle emits: tokens with their receipts, read from the walk in one copy to the host, or node by node.
 
-B batch, N tree nodes, A accepted draft tokens of a cycle.
+B batch, N tree nodes, M of them with logits, A accepted draft tokens of a cycle, P nodes of a path, V vocabulary.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from ..acceptance import Decision, Verification, Walk
+from ..acceptance import Decision, Rule, Verification, Walk, draw
 from ..models.parallel import tensor_of_first
+from ..trees.tree import DraftTree
 from .receipts import Receipt
 
 
@@ -24,6 +28,19 @@ class Emission(NamedTuple):
     drafted: bool = False
 
 
+class Step(NamedTuple):
+    """What was drawn at a node of the path, and what is known of it there."""
+
+    node: int
+    token: int
+    exact: bool  # whether the target itself draws it
+    divergence: float  # NaN: none was computed
+    logprob: float
+    regret: float
+    drawn: float  # its logit after processors
+    given_up: float  # by how much that is below the best one
+
+
 def read_walk(
     verification: Verification,
     decision: Decision,
@@ -31,39 +48,80 @@ def read_walk(
     group: dist.ProcessGroup | None = None,  # processes that all go by the first one's walk
 ) -> tuple[list[list[int]], list[Emission]]:
     """Of each row the accepted path as node indices (A + 1) and what it emits: the cycle's one host copy."""
-    divergence = decision.divergence  # [B, N]
-    tree, logits = verification.tree, verification.target_logits
-    last = walked.last[:, None]
-    final = walked.choice.gather(1, last)  # [B, 1]
-    # Column i is the step into node i; the last one is the step out of the path's end.
-    step_from = torch.cat([tree.parents, last], 1)  # [B, N + 1]
-    step_to = torch.cat([tree.tokens, final], 1)
-    step = step_from * logits.shape[-1] + step_to
-    taken = logits.flatten(1).gather(1, step)
-    nothing = torch.full_like(taken, torch.nan)
+    tree = verification.tree
+    depths = torch.where(walked.accepted, tree.depths, tree.max_depth + 1)  # what is not accepted: a column to drop
+    nodes = torch.arange(depths.shape[1], device=depths.device).expand_as(depths)
+    path = walked.last[:, None].repeat(1, tree.max_depth + 2).scatter_(1, depths, nodes)[:, :-1]  # [B, P]
+    if path.is_cpu:  # elsewhere to ask for the length would be to wait for the device
+        path = path[:, : int(walked.length.max()) + 1]
+    walks = read_steps(verification, decision, walked.choice, path, group)
+    walks = [steps[: 1 + [step.node for step in steps].index(steps[-1].node)] for steps in walks]
+    return emitted(walks, tree)
+
+
+def emitted(walks: Sequence[Sequence[Step]], tree: DraftTree) -> tuple[list[list[int]], list[Emission]]:
+    """Of each row the path and what it emits, whose last token is the target's own."""
+    return [[step.node for step in steps] for steps in walks], [_emission(steps, tree) for steps in walks]
+
+
+def walk_stepwise(
+    rule: Rule,
+    tree: DraftTree,  # of one row
+    at: Callable[[int], Verification],  # a node of it with its children
+) -> list[Step]:
+    """The walk of `read_walk` by a rule that does not look ahead, which is asked about the nodes of the path only.
+
+    For a host that may look at each choice, where time goes with the numbers touched: a CPU and a large vocabulary.
+    """
+    edges = zip(tree.parents[0, 1:].tolist(), tree.tokens[0, 1:].tolist(), strict=True)
+    children = {edge: node for node, edge in enumerate(edges, 1)}
+    steps: list[Step] = []
+    node: int | None = 0
+    while node is not None:
+        here = at(node)
+        decision = rule(here)
+        ((step,),) = read_steps(here, decision, draw(here, decision), here.tree.parents[:, :1])
+        steps.append(step._replace(node=node))
+        stops = decision.stop is not None and bool(decision.stop)
+        node = None if stops else children.get((node, step.token))
+    return steps
+
+
+def read_steps(
+    verification: Verification,
+    decision: Decision,
+    choice: Tensor,  # [B, M], what is drawn at each node
+    path: Tensor,  # [B, P] nodes
+    group: dist.ProcessGroup | None = None,
+) -> list[list[Step]]:
+    """What is known of the steps out of these nodes, in one host copy."""
+    rows = torch.arange(len(path), device=path.device)[:, None]
+    raw = verification.target_logits[rows, path]  # [B, P, V]
+    unprocessed = verification.warped_logits is verification.target_logits
+    warped = raw if unprocessed else verification.warped_logits[rows, path]
+    token = choice.gather(1, path)
+    taken, drawn = (logits.gather(-1, token[..., None])[..., 0] for logits in (raw, warped))
+    divergence = decision.divergence
     columns = tensor_of_first(group, torch.stack([
-        torch.nn.functional.pad(walked.accepted, (0, 1), value=True).double(),
-        step_to.double(),
-        torch.nn.functional.pad(verification.is_exact, (0, 1)).double(),
-        (nothing if divergence is None else divergence.gather(1, step_from)).double(),
-        (taken - logits.logsumexp(-1).gather(1, step_from)).double(),  # log-probability
-        (logits.amax(-1).gather(1, step_from) - taken).double(),  # regret
-        verification.warped_logits.flatten(1).gather(1, step).double(),
-    ], 1)).tolist()  # [B, 7, N + 1]
-    paths, emissions = [], []
-    for on_path, tokens, exact, gates, logprobs, regrets, drawn in columns:
-        path = [i for i, kept in enumerate(on_path[:-1]) if kept]  # by level: from the root down
-        steps = [*path[1:], len(on_path) - 1]
-        receipts = [
-            Receipt(
-                "target" if i == steps[-1] else "exact" if exact[i] else "fuzzy",
-                None if gates[i] != gates[i] else gates[i],
-                logprobs[i],
-                regrets[i],
-            )
-            for i in steps
-        ]
-        paths.append(path)
-        said = [int(tokens[i]) for i in steps]
-        emissions.append(Emission(said, receipts, [drawn[i] for i in steps], tree.max_depth > 0))
-    return paths, emissions
+        path.double(),
+        token.double(),
+        (token == verification.exact_choice.gather(1, path)).double(),
+        (torch.full_like(taken, torch.nan) if divergence is None else divergence.gather(1, path)).double(),
+        raw.log_softmax(-1).gather(-1, token[..., None])[..., 0].double(),
+        (raw.amax(-1) - taken).double(),
+        drawn.double(),
+        (warped.amax(-1) - drawn).double(),
+    ], 1)).tolist()  # [B, 8, P]
+    return [
+        [Step(int(node), int(token), bool(exact), *numbers) for node, token, exact, *numbers in zip(*row, strict=True)]
+        for row in columns
+    ]
+
+
+def _emission(steps: Sequence[Step], tree: DraftTree) -> Emission:
+    sources = ["exact" if step.exact else "fuzzy" for step in steps[:-1]] + ["target"]
+    receipts = [
+        Receipt(source, None if math.isnan(step.divergence) else step.divergence, step.logprob, step.regret)
+        for source, step in zip(sources, steps, strict=True)
+    ]
+    return Emission([step.token for step in steps], receipts, [step.drawn for step in steps], tree.max_depth > 0)

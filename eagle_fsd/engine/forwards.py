@@ -1,7 +1,7 @@
 """Both models and their caches, as the decode step asks for them: draft a tree, verify it, keep a path of it.
 
 B requests, L committed positions of one, N tree nodes, T positions that the draft has not read, F width of the target's
-features, V vocabulary.
+features, R vocabulary of the draft.
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ class Forwards:
     def draft(
         self, requests: Sequence[Request], config: TreeConfig | None, keep_logits: bool
     ) -> tuple[DraftTree, Tensor]:
-        """Draft trees, and the draft's logits [B, E or 0, V], see `draft_tree`; without a config the roots alone.
+        """Draft trees, and the draft's logits [B, E or 0, R], see `draft_tree`; without a config the roots alone.
 
         Drafting takes the requests' features: what the draft has read is no longer kept.
         """
         if config is None:
             roots = torch.tensor([request.tokens[-1] for request in requests], device=self.device)
-            return root_only(roots), torch.zeros(len(requests), 1, self.target.vocab_size, device=self.device)
+            return root_only(roots), self.no_logits(len(requests))
         drafted = draft_tree(
             self.head, self.target, [request.features for request in requests],
             [request.unread(self.device) for request in requests], self.draft_cache, config, keep_logits=keep_logits,
@@ -66,6 +66,11 @@ class Forwards:
         for request in requests:
             request.features = None
         return drafted
+
+    def no_logits(self, count: int) -> Tensor:
+        """[B, 1, R] in place of a draft's logits, where nothing was drafted."""
+        named = self.target.vocab_size if self.head is None else self.head.draft_vocab_size
+        return torch.zeros(count, 1, named, device=self.device)
 
     def verify(self, tree: DraftTree) -> Tensor:
         """Features [B, N, F] of the trees' nodes."""

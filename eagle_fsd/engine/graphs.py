@@ -4,7 +4,7 @@ A graph repeats its kernels at the addresses and shapes of its capture. So the m
 requests, pinned (`TreeCache.pin`) behind a *bucket*: a number of places that the text has not outgrown. What the text
 really holds is a number on the device, and so is how many tokens the draft has yet to read, T of at most depth + 1.
 
-L length of the text, N nodes, F width of the target's features, D hidden size, V vocabulary. One sequence.
+L length of the text, N nodes, F width of the target's features, D hidden size, R vocabulary of the draft. One sequence.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ class StaticCycle:
         read: int,  # positions that the draft has read before
         length: int,  # L, the root is the token there
     ) -> tuple[DraftTree, Tensor]:
-        """The draft tree, and the draft's logits [1, E or 0, V]; the draft's cache must be told what it keeps."""
+        """The draft tree, and the draft's logits [1, E or 0, R]; the draft's cache must be told what it keeps."""
         count = len(tokens)
         self.features.zero_()[0, :count] = features  # no NaN may be left in what is hidden
         self.tokens[0, :count] = tokens
@@ -298,7 +298,7 @@ class GraphForwards(Forwards):
         cycle = self.graphs.of(config, config is not None and keep_logits, length)
         if config is None:
             tree = cycle.begin(request.tokens[-1], length)
-            draft_logits = torch.zeros(1, 1, self.target.vocab_size, device=self.device)
+            draft_logits = self.no_logits(1)
         else:
             features, unread = request.features, request.unread(self.device)
             before = len(unread) - cycle.most  # what was emitted without drafting

@@ -78,6 +78,11 @@ class Request:
         """What processors see of the text before the root."""
         return [*self.settings.padding, *self.tokens[:-1]]
 
+    @property
+    def emitted(self) -> list[int]:
+        """All tokens behind the prompt: the answer, and what was emitted behind its end."""
+        return self.tokens[len(self.prompt) :]
+
     def unread(self, device: torch.device) -> Tensor:
         """[T] tokens that the draft has not read, each the one after its feature."""
         assert self.features is not None

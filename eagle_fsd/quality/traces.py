@@ -8,12 +8,13 @@ answer, cycle by cycle; only the others have to be generated again to know what 
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ..acceptance import Decision, Rule, Verification, Walk, walk
-from ..acceptance.budget import EXACT_RULE, cycle_cost
+from ..acceptance.budget import EXACT_RULE, cycle_costs
 
 
 @dataclass
@@ -21,7 +22,7 @@ class Trace:
     """What one setting would have done in the cycles of one lossless answer."""
 
     lengths: list[int] = field(default_factory=list)  # accepted draft tokens
-    costs: list[float | None] = field(default_factory=list)  # nats, see `cycle_cost`; None where not known
+    costs: list[float | None] = field(default_factory=list)  # nats, see `cycle_costs`; None where not known
     diverges: bool = False  # whether any cycle would have emitted other tokens, or fewer at a time
 
 
@@ -53,7 +54,7 @@ class Observer:
             trace = self.traces[name]
             trace.lengths.append(walked.length.item())
             known = verification.greedy or decision.kl is not None
-            trace.costs.append(cycle_cost(verification, decision) if known else None)
+            trace.costs.append(math.fsum(cycle_costs(verification, decision)) if known else None)
             trace.diverges |= emitted(verification, walked, self.stop_ids) != said
         return exact
 

@@ -2,7 +2,7 @@
 
 B batch, T tokens accepted in the last cycle (of each row), K children per node and nodes per level, N nodes verified,
 E = 1 + K * (depth - 1) expanded nodes, S = 1 + K + (depth - 1) * K * K scored nodes, D hidden size, F width of the
-target's features, V vocabulary, R the draft's.
+target's features, R vocabulary of the draft.
 
 Scored nodes are numbered level by level from the root, 0, on; within a level by the rank of the parent, then by their
 own rank. A parent's number is thus smaller than its child's, and its cumulative log-probability is not lower. Expanded
@@ -26,6 +26,7 @@ from ..models.parallel import tensor_of_first
 from ..models.target import TargetModel, prefill_rows
 from .confidence import Lines, apply_confidence, confidence_lines
 from .config import TreeConfig
+from .largest import largest
 from .tree import DraftTree, ancestors_of, root_only
 
 
@@ -74,7 +75,7 @@ def draft_tree(
     config: TreeConfig,
     keep_logits: bool = True,
 ) -> tuple[DraftTree, Tensor]:
-    """One draft tree per row, and the draft's raw logits [B, E, V] of its expanded nodes; [B, 0, V] without
+    """One draft tree per row, and the draft's raw logits [B, E, R] of its expanded nodes; [B, 0, R] without
     `keep_logits`: with large vocabularies it takes long to put them together.
 
     The draft's cache is left holding the accepted tokens only. With `least_reach` or `least_probability` a tree may be
@@ -105,7 +106,7 @@ def grow_tree(
     child_scores, child_tokens = _best_children(head, logits, config, lines, target.group)
     frontier_scores, frontier_tokens = child_scores[:, 0], child_tokens[:, 0]  # [B, K]
     if not _worth_a_level(frontier_scores, config):
-        return root_only(root), head.widen(logits[:, : int(keep_logits)])
+        return root_only(root), logits[:, : int(keep_logits)]
     scores = [torch.zeros_like(frontier_scores[:, :1]), frontier_scores]
     levels = [root[:, None], frontier_tokens]
     expanded = [torch.arange(1 + (k if depth > 1 else 0), device=device).expand(batch, -1)]  # their scored numbers
@@ -138,7 +139,7 @@ def grow_tree(
             mask = torch.cat([inherited, itself], -1)
     cache.truncate(base)
     tree = rerank(torch.cat(levels, 1), torch.cat(scores, 1), torch.cat(expanded, 1), len(levels) - 1, config)
-    return tree, head.widen(torch.cat(draft_logits, 1) if keep_logits else logits[:, :0].clone())
+    return tree, torch.cat(draft_logits, 1) if keep_logits else logits[:, :0].clone()
 
 
 def _best_children(
@@ -146,7 +147,8 @@ def _best_children(
 ) -> tuple[Tensor, Tensor]:
     """Scores and tokens [B, *, K] of the K best children of each node: what a step adds to a path's score."""
     logits = logits if config.draft_temperature == 1 else logits / config.draft_temperature
-    scores, tokens = logits.log_softmax(-1).topk(config.top_k)
+    tokens = largest(logits, config.top_k)
+    scores = logits.log_softmax(-1).gather(-1, tokens)
     if lines is not None:
         scores = apply_confidence(lines, scores)
     return tensor_of_first(group, scores), tensor_of_first(group, head.named(tokens))

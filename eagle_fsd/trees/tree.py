@@ -28,6 +28,18 @@ class DraftTree:
         parts = (self.tokens, self.parents, self.depths, self.ancestors, self.draft_rows, self.scores)
         return DraftTree(*(part[row : row + 1] for part in parts), max_depth=self.max_depth)
 
+    def family(self, row: int, node: int) -> DraftTree:
+        """A node of one sequence with its children, as a tree of its own; scores stay those of the whole tree."""
+        children = (self.parents[row] == node).nonzero()[:, 0]
+        nodes = torch.cat([children.new_tensor([node]), children[children != 0]])  # the root is its own parent
+        parents = torch.zeros_like(nodes)[None]
+        below = parents.clone()
+        below[:, 1:] = 1
+        ancestors = torch.eye(len(nodes), dtype=torch.bool, device=nodes.device)[None]
+        ancestors[..., 0] = True
+        return DraftTree(self.tokens[row, nodes][None], parents, below, ancestors, self.draft_rows[row, nodes][None],
+                         self.scores[row, nodes][None], max_depth=int(len(nodes) > 1))
+
 
 def ancestors_of(
     parents: Tensor,  # [B, N] long, the root its own parent

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from eagle_fsd.acceptance.divergence import js
+from eagle_fsd.acceptance.divergence import Divergence, get_divergence
 from eagle_fsd.data.documents import Documents
 from eagle_fsd.heads.eagle import DraftHead
 from eagle_fsd.models.target import TargetModel
@@ -95,6 +95,7 @@ class TextWalk:
     ) -> None:
         self.target, self.head, self.parts, self.config, self.highest = target, head, list(parts), tree, highest
         self.device = target.output_device
+        self.divergence = get_divergence("js", None if head.names_all else head.target_tokens)
         lengths = [len(part.tokens) for part in parts]
         self.cache = target.new_cache(max(lengths) + tree.nodes, len(parts), stale=True)
         self.draft_cache = head.new_cache(max(lengths) + tree.nodes + tree.depth * tree.top_k, len(parts))
@@ -125,7 +126,7 @@ class TextWalk:
         foreseen = tree.tokens == self.tokens.gather(1, positions)
         foreseen[:, 0] = True
         on_text = (foreseen[:, None] | ~tree.ancestors).all(-1)
-        steps = Steps(tree, draft_logits, self.target.logits, self.highest)
+        steps = Steps(tree, draft_logits, self.divergence, self.target.logits, self.highest)
         rows = torch.arange(len(roots), device=self.device)
         left = steps.follow(rows, torch.zeros_like(roots), on_text,
                             lambda rows, nodes: self.features[rows, positions[rows, nodes]])
@@ -183,7 +184,8 @@ class Steps:
     """
 
     tree: DraftTree
-    draft_logits: Tensor  # [B, E, V]
+    draft_logits: Tensor  # [B, E, R]
+    divergence: Divergence  # [*, V], [*, R] -> [*]
     logits: Callable[[Tensor], Tensor]  # of the target: [*, F] -> [*, V]
     highest: float
 
@@ -210,7 +212,7 @@ class Steps:
             fuzzy = (some & ~exact).nonzero()[:, 0]
             if len(fuzzy) and self.highest > 0:
                 at, node = rows[fuzzy], nodes[fuzzy]
-                divergence = js(logits[fuzzy], self.draft_logits[at, tree.draft_rows[at, node]])
+                divergence = self.divergence(logits[fuzzy], self.draft_logits[at, tree.draft_rows[at, node]])
                 needed[fuzzy] = divergence.clamp_min(torch.finfo(divergence.dtype).tiny)  # threshold 0 is exact
             self.needed[rows[some], tree.depths[rows, nodes][some]] = needed[some]
             going = needed <= self.highest
@@ -269,7 +271,7 @@ def batches(
     """Which stretches are walked together: like ones, and as many as memory allows."""
     expanded = 1 + tree.top_k * (tree.depth - 1)
     room = LOGITS.get(target.output_device.type, LOGITS["cuda"])
-    together = max(1, min(MOST_TEXTS, room // (expanded * target.vocab_size)))
+    together = max(1, min(MOST_TEXTS, room // (expanded * head.draft_vocab_size)))
     for group in target.batches([len(part.tokens) for part in parts]):
         group = sorted(group, key=lambda number: len(parts[number].tokens))
         yield from (group[first : first + together] for first in range(0, len(group), together))

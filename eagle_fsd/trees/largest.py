@@ -1,0 +1,52 @@
+"""The largest numbers of long rows, such as the logits of a vocabulary.
+
+V length of a row, K how many are wanted, C candidates.
+
+On a CPU `topk` and `argmax` of torch look at one number after the other. The largest number of each block of a row is
+found with vector instructions, and the K largest numbers lie within the K blocks that have the largest ones.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+BLOCK = 128
+WORTH_IT = 32 * BLOCK  # numbers of a row for each that is wanted
+
+
+def largest(
+    values: Tensor,  # [..., V]
+    count: int,  # K
+) -> Tensor:  # [..., K] long
+    """Where the K largest are, in descending order; in any order among equal ones."""
+    if not _pays(values, count):
+        return values.topk(count).indices
+    candidates, places = _candidates(values, count)
+    return places.gather(-1, candidates.topk(count).indices)
+
+
+def first_largest(
+    values: Tensor,  # [..., V]
+) -> Tensor:  # [...] long
+    """`values.argmax(-1)`: where the largest is, the first of equal ones."""
+    if not _pays(values, 1):
+        return values.argmax(-1)
+    candidates, places = _candidates(values, 1)
+    return places.gather(-1, candidates.argmax(-1, keepdim=True))[..., 0]
+
+
+def _pays(values: Tensor, count: int) -> bool:
+    return values.is_cpu and values.shape[-1] >= WORTH_IT * count
+
+
+def _candidates(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """[..., C] numbers among which the largest are, and their places: K blocks, then what is no whole block."""
+    whole = values.shape[-1] // BLOCK * BLOCK
+    blocks, rest = values[..., :whole].unflatten(-1, (-1, BLOCK)), values[..., whole:]
+    best = blocks.amax(-1)
+    best = best.argmax(-1, keepdim=True) if count == 1 else best.topk(count).indices  # [..., K]
+    inside = blocks.gather(-2, best[..., None].expand(*best.shape, BLOCK)).flatten(-2)
+    places = (best[..., None] * BLOCK + torch.arange(BLOCK, device=values.device)).flatten(-2)
+    behind = torch.arange(whole, values.shape[-1], device=values.device).expand(rest.shape)
+    return torch.cat([inside, rest], -1), torch.cat([places, behind], -1)
