@@ -92,7 +92,8 @@ def one_by_one(model: EagleModel, prompt: list[int], answer: list[int]) -> dict[
         tree, draft_logits = draft_tree(head, target, features, tokens, draft_cache, TREE)
         found = target.verify(tree.tokens, tree.depths + root, tree.ancestors, cache)
         logits = target.logits(found)
-        verification = Verification(tree, logits, logits, draft_logits)
+        named = None if head.names_all else head.target_tokens
+        verification = Verification(tree, logits, logits, draft_logits, draft_tokens=named)
         for name, rule in rules.items():
             accepted[name] += walk(verification, rule(verification)).length.tolist()
         path = verification.on_whole_path(tree.tokens == expected[0, root + tree.depths])[0].nonzero()[:, 0].tolist()
