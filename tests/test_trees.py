@@ -1,6 +1,7 @@
 """The comparison of the chosen tree with a grid of fixed ones, and of useless heads with none, on a tiny pair."""
 
 import json
+import math
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from eagle_fsd.acceptance import make_rule
 from eagle_fsd.cli.arguments import parse_options
 from eagle_fsd.experiments.cycles import log_cycles
 from eagle_fsd.heads.checkpoint import load_head
+from eagle_fsd.trees.largest import BLOCK, WORTH_IT, first_largest, largest
 from eagle_fsd.tuning.latency import Latency
 from eagle_fsd.tuning.logs import store_log
 from eval import trees, useless_head
@@ -88,3 +90,27 @@ def test_a_randomised_head_keeps_its_shape(tmp_path):
     real, made = (load_head(tmp_path / name) for name in ("head", "random"))
     assert {n: p.shape for n, p in real.named_parameters()} == {n: p.shape for n, p in made.named_parameters()}
     assert not torch.equal(real.fc.weight, made.fc.weight)
+
+
+# The largest of long rows -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [BLOCK, WORTH_IT * 3, WORTH_IT * 3 + 57, 49_152])
+@pytest.mark.parametrize("coarse", [False, True])
+@pytest.mark.parametrize("count", [1, 3])
+def test_the_largest_of_long_rows(size, coarse, count):
+    rows = torch.randn(2, 5, size, generator=torch.Generator().manual_seed(size))
+    if coarse:  # with ties
+        rows = rows.bfloat16().float()
+    rows[0, 0, -2:] = 9.0  # what is no whole block
+    rows[0, 1, :] = -math.inf
+    rows[0, 2, 7:] = -math.inf
+    found = rows.gather(-1, largest(rows, count))
+    assert torch.equal(found, rows.topk(count).values)
+    assert largest(rows, count).sort().values.diff().ne(0).all()
+    assert torch.equal(first_largest(rows), rows.argmax(-1))
+    rows[1, 3, [5, size - 1]] = math.nan
+    assert torch.equal(first_largest(rows), rows.argmax(-1)) and first_largest(rows)[1, 3] == 5
+    assert largest(rows, count)[1, 3, 0] in (5, size - 1)
+    assert torch.equal(first_largest(rows[:, ::2]), rows[:, ::2].argmax(-1))
+    assert torch.equal(first_largest(rows[0, 0].expand(3, -1)), rows[0, 0].argmax().expand(3))
