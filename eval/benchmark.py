@@ -21,11 +21,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from tqdm import tqdm
 
 import eagle_fsd
 from eagle_fsd.cli.arguments import Loading, Tree
 from eagle_fsd.cli.exits import check_counts
+from eagle_fsd.data.progress import Progress
 from eagle_fsd.experiments.methods import Answer, Method, engine, hf_generate, interleaved
 from eagle_fsd.experiments.records import environment, record_path, write_json, write_page, write_record
 from eagle_fsd.experiments.search import BASELINE
@@ -137,8 +137,8 @@ def method_table(rows: Sequence[dict]) -> str:
 def family_accuracy(method: Method, count: int, max_new_tokens: int, *, seed: int, unseen_wording: bool) -> dict:
     """Accuracy of one method on fresh held-out tasks, per family and in all."""
     results = defaultdict(list)
-    for task in tqdm(tasks("heldout", seed=seed, count=count, unseen_wording=unseen_wording), total=count,
-                     desc="accuracy", unit="task", disable=None):
+    for task in Progress(tasks("heldout", seed=seed, count=count, unseen_wording=unseen_wording), total=count,
+                         desc="accuracy", unit="task"):
         right = is_correct(task, method(task.messages, max_new_tokens).text)
         results[task.family].append(right)
         results["all"].append(right)

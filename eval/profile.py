@@ -15,6 +15,7 @@ import torch
 
 import eagle_fsd
 from eagle_fsd.acceptance import Rule
+from eagle_fsd.data.progress import Progress
 from eagle_fsd.engine import decoder, forwards
 from eagle_fsd.engine.decoder import Decoder
 from eagle_fsd.engine.graphs import StaticCycle
@@ -90,7 +91,7 @@ def profile_cycles(model: eagle_fsd.EagleModel, prompts: list, max_new_tokens: i
     """Mean milliseconds per cycle of each part, over the prompts, and the share outside the models' forwards."""
     cycles = 0
     with timed_parts(model) as clock:
-        for prompt in prompts:
+        for prompt in Progress(prompts, desc="profiling", unit="prompt"):
             output = eagle_fsd.generate(prompt, model, max_new_tokens=max_new_tokens, **options)
             cycles += output.stats.target_forwards
     milliseconds = {part: 1000 * seconds / cycles for part, seconds in sorted(clock.seconds.items())}
