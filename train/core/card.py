@@ -11,11 +11,11 @@ from pathlib import Path
 
 import torch
 import transformers
-from tqdm import tqdm
 
 import eagle_fsd
 from eagle_fsd.acceptance import Rule
 from eagle_fsd.data.documents import Documents
+from eagle_fsd.data.progress import Progress
 from eagle_fsd.heads.eagle import DraftHead
 from eagle_fsd.models.target import TargetModel
 from eagle_fsd.pair import EagleModel
@@ -41,7 +41,7 @@ def measure(
     answers = itertools.islice(last_answers(documents, indices), prompts)
     model, alone = EagleModel(target, head), EagleModel(target, None)
     outputs: dict[str, list] = {name: [] for name in ("plain", *rules)}
-    for number, (prompt, _) in enumerate(tqdm(list(answers), desc="decoding", unit="prompt", disable=None)):
+    for number, (prompt, _) in enumerate(Progress(list(answers), desc="decoding", unit="prompt")):
         for name in outputs:
             options = {"max_new_tokens": new_tokens, "tree": tree, "acceptance": rules.get(name, "exact")}
             if number == 0:  # warm-up
