@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 
 import eagle_fsd
+from eagle_fsd.data.progress import Progress
 from eagle_fsd.engine.receipts import Output
 from eagle_fsd.experiments.methods import interleaved, only_special_tokens
 from eagle_fsd.experiments.search import BASELINE
@@ -115,13 +116,15 @@ def by_size(
         if size < 1 or prompts % size:
             raise ValueError(f"every batch size must divide the number of prompts ({prompts}), {size} does not")
     rows = []
-    for length in lengths:
-        asked = prompts_of_length(model, length, prompts, seed)
-        for size in sizes:
-            batches = [asked[start : start + size] for start in range(0, prompts, size)]
-            answers = interleaved(methods, batches, max_new_tokens, repeats, warm_up=1)
-            rows += [batch_row(name, given, answers[BASELINE], answers["plain"], length, size)
-                     for name, given in answers.items()]
+    with Progress(desc="batches", unit="size", total=len(lengths) * len(sizes)) as progress:
+        for length in lengths:
+            asked = prompts_of_length(model, length, prompts, seed)
+            for size in sizes:
+                batches = [asked[start : start + size] for start in range(0, prompts, size)]
+                answers = interleaved(methods, batches, max_new_tokens, repeats, warm_up=1)
+                rows += [batch_row(name, given, answers[BASELINE], answers["plain"], length, size)
+                         for name, given in answers.items()]
+                progress.update()
     return rows
 
 

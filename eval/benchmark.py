@@ -20,12 +20,12 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from tqdm import tqdm
 
 import eagle_fsd
 from eagle_fsd.cli.arguments import Loading, Tree
 from eagle_fsd.cli.exits import check_counts
-from eagle_fsd.data.files import append_lines, read_lines
+from eagle_fsd.data.files import append_lines, only_writer, read_lines
+from eagle_fsd.data.progress import Progress
 from eagle_fsd.data.questions import Question, converse, read_questions
 from eagle_fsd.experiments.experiment import fingerprint
 from eagle_fsd.experiments.grading import is_right
@@ -150,7 +150,7 @@ def answer_all(
         for question in questions[:warm_up]:
             for method in methods.values():
                 method([{"role": "user", "content": question.turns[0]}], 32)
-    for number, question in enumerate(tqdm(questions, desc="questions", unit="question", disable=None)):
+    for number, question in enumerate(Progress(questions, desc="questions", unit="question")):
         if (question.category, question.id) in done:
             continue
         shift, records = number % len(names), {}
@@ -262,8 +262,10 @@ def run_questions(args: BenchmarkArguments, model: eagle_fsd.EagleModel, questio
     about = {"questions": fingerprint(questions), "target": model.target.digest(), "methods": list(methods),
              "dtype": str(model.target.dtype), "temperature": args.temperature, "seed": args.seed,
              "max_new_tokens": args.max_new_tokens, "tree": model.tree_name(args.tree)}
-    found = answer_all(methods, questions, record_path(out, ".answers.jsonl"), about,
-                       max_new_tokens=args.max_new_tokens, run_code=args.run_code, warm_up=args.warm_up)
+    log = record_path(out, ".answers.jsonl")
+    with only_writer(log):
+        found = answer_all(methods, questions, log, about, max_new_tokens=args.max_new_tokens, run_code=args.run_code,
+                           warm_up=args.warm_up)
     rows = by_category(found)
     counts = {category: sum(line["category"] == category for line in found) for category in rows} | {ALL: len(found)}
     record = {"settings": noted(args), "tree": model.describe_tree(args.tree, args.temperature), **about,

@@ -23,11 +23,11 @@ from pathlib import Path
 import numpy as np
 import torch
 from scipy.stats import chi2_contingency
-from tqdm import tqdm
 
 import eagle_fsd
 from eagle_fsd.cli.arguments import Acceptance, Loading
 from eagle_fsd.cli.exits import check_counts
+from eagle_fsd.data.progress import Progress
 from eagle_fsd.experiments.methods import Method, engine, hf_generate
 from eagle_fsd.experiments.records import environment, write_json
 from eagle_fsd.experiments.summaries import first_difference
@@ -109,7 +109,7 @@ def check_greedy(
     """The answers that differ, of a chat for each question; and how many tokens of all answers come before a
     difference, and how many there are."""
     theirs, found, common, total = hf_generate(model), [], 0, 0
-    for question, chat in tqdm(chats.items(), desc="greedy", unit="prompt", disable=None):
+    for question, chat in Progress(chats.items(), desc="greedy", unit="prompt"):
         first, second = theirs(chat, new_tokens).token_ids, ours(chat, new_tokens).token_ids
         total, common = total + len(first), common + len(first)
         if first != second:
@@ -141,7 +141,7 @@ def check_sampling(
     rows = []
     for number, chat in enumerate(chats):
         drawn: list[list[list[int]]] = [[], []]
-        for seed in tqdm(range(samples), desc=f"samples of prompt {number + 1}", unit="answer", disable=None):
+        for seed in Progress(range(samples), desc=f"samples of prompt {number + 1}", unit="answer"):
             # Other seeds for the two, so that nothing is shared between them.
             methods = (hf_generate(model, temperature=temperature, seed=seed),
                        engine(model, temperature=temperature, seed=samples + seed, **options))

@@ -18,16 +18,18 @@ import sys
 import time
 import uuid
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from tqdm import tqdm
+from accelerate import PartialState
 
 import eagle_fsd
 from eagle_fsd.cli.arguments import Acceptance, Loading
 from eagle_fsd.cli.exits import check_counts
-from eagle_fsd.data.files import append_lines, read_lines, write_lines
+from eagle_fsd.data.files import append_lines, only_writer, read_lines, write_lines
+from eagle_fsd.data.progress import Progress
 from eagle_fsd.data.questions import Question, converse
 from eagle_fsd.experiments.methods import Method, engine, hf_generate
 from eagle_fsd.experiments.records import environment, processes, record_path, shown, shown_settings, write_json
@@ -163,11 +165,18 @@ def run(args: MtBenchArguments) -> None:
     """Answer what is missing in the answers file.
 
     Raises:
-        ValueError: bad questions or options, or a file that was begun with other settings.
+        ValueError: bad questions or options, or a file that was begun with other settings or that another process is
+            writing.
     """
     check_options(args)
     questions = load_questions(args.questions, args.generated, args.seed, args.limit)
     state = processes(args.pair.device)
+    with only_writer(args.answers) if state.is_main_process else nullcontext():
+        answer_all(args, questions, state)
+
+
+def answer_all(args: MtBenchArguments, questions: Sequence[Question], state: PartialState) -> None:
+    """Answer what is missing, with all processes."""
     about, settings = record_path(args.answers, ".meta.json"), file_settings(args)
     noted = read_note(about)
     if noted is None and args.answers.exists() and args.answers.stat().st_size:
@@ -202,7 +211,7 @@ def answer_missing(
     for _ in range(args.warm_up if questions else 0):
         chat = [{"role": "user", "content": questions[0].turns[0]}]
         method_of(model, 0.0, args.seed, args)(chat, args.max_new_tokens)
-    for question in tqdm(questions, desc=args.name, unit="question", disable=None if shows_progress else True):
+    for question in Progress(questions, desc=args.name, unit="question", quiet=not shows_progress):
         append_lines(args.answers, [answer_question(model, question, args)])
 
 

@@ -19,11 +19,11 @@ from pathlib import Path
 from unittest.mock import patch
 
 import torch
-from tqdm import tqdm
 
 import eagle_fsd
 from eagle_fsd.cli.arguments import Loading, RuleName, Tree
 from eagle_fsd.cli.exits import check_counts
+from eagle_fsd.data.progress import Progress
 from eagle_fsd.engine import forwards
 from eagle_fsd.engine.decoder import Decoder
 from eagle_fsd.engine.graphs import StaticCycle
@@ -117,7 +117,7 @@ def profile_rules(
     """`profile_cycles` of several rules, given by their options, which answer each prompt in turn."""
     seconds: dict[str, dict[str, float]] = {name: defaultdict(float) for name in rules}
     cycles, tokens = dict.fromkeys(rules, 0), dict.fromkeys(rules, 0)
-    for prompt in tqdm(prompts, desc="profile", unit="prompt", disable=None):
+    for prompt in Progress(prompts, desc="profile", unit="prompt"):
         for name, options in rules.items():
             with timed_parts(model) as clock:
                 output = eagle_fsd.generate(prompt, model, max_new_tokens=max_new_tokens, **options)

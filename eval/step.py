@@ -26,10 +26,10 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from tqdm import tqdm
 
 from eagle_fsd.cli.arguments import Tree
 from eagle_fsd.cli.exits import check_counts
+from eagle_fsd.data.progress import Progress
 from eagle_fsd.experiments.records import write_record
 from eagle_fsd.models.loading import check_device, check_dtype
 from eagle_fsd.pair import EagleModel
@@ -101,7 +101,7 @@ def measure_cycles(
     whole: dict[str, list[float]] = defaultdict(list)
     parts: dict[tuple[str, str], list[float]] = defaultdict(list)
     device = target.output_device
-    for number in tqdm(range(rounds + 1), desc="measuring", unit="round", disable=None):
+    for number in Progress(range(rounds + 1), desc="measuring", unit="round"):
         for name, once in cycles.items():
             started = now(device)
             once()

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -22,7 +23,8 @@ import eagle_fsd
 from eagle_fsd.acceptance import make_rule
 from eagle_fsd.cli.arguments import Loading, Tree
 from eagle_fsd.cli.exits import check_counts
-from eagle_fsd.data.files import save_atomically
+from eagle_fsd.data.files import only_writer, save_atomically
+from eagle_fsd.data.questions import Question
 from eagle_fsd.experiments.experiment import EXACT, Experiment, settings_of
 from eagle_fsd.experiments.records import processes
 from eagle_fsd.experiments.search import DIALS
@@ -165,10 +167,22 @@ def answer_all(runs: dict[tuple, Experiment]) -> None:
 
 
 def run(args: SweepArguments) -> None:
+    """Take the stages that are asked for.
+
+    Raises:
+        ValueError: a bad option, questions without answers, or a work folder that another process is writing.
+    """
     args = checked(args)
     questions = load_questions(args.questions, args.tasks, args.task_seed, args.tasks)
     if any(question.answer is None and question.tests is None for question in questions):
         raise ValueError("a sweep needs questions with answers to compare with")
+    args.work.mkdir(parents=True, exist_ok=True)
+    writes = args.stage != ("report",) and processes(args.pair.device).is_main_process
+    with only_writer(args.work) if writes else nullcontext():
+        take_stages(args, questions)
+
+
+def take_stages(args: SweepArguments, questions: list[Question]) -> None:
     model = args.pair.load()
     with processes(args.pair.device).main_process_first():
         args = replace(args, tree=args.tree or kept_tree(args, model))

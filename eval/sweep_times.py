@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from eagle_fsd.data.files import append_lines, read_lines
+from eagle_fsd.data.progress import Progress
 from eagle_fsd.data.questions import converse
 from eagle_fsd.experiments.experiment import EXACT, Experiment, spread
 from eagle_fsd.experiments.methods import Answer, Method, bare_generate, engine, hf_generate, interleaved
@@ -106,7 +107,7 @@ def time_methods(args: SweepArguments, own: Experiment) -> None:
     if not read_lines(path):
         append_lines(path, [times_about(args, own)])
     warm_up = 2
-    for number, question in enumerate(spread(own.questions, args.timed)):
+    for number, question in enumerate(Progress(spread(own.questions, args.timed), desc="timed", unit="question")):
         if question.id not in done:
             answers = interleaved(methods, [question.turns], args.max_new_tokens, args.repeats, warm_up=warm_up,
                                   start=number)

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from eagle_fsd.cli.arguments import parse_options
+from eagle_fsd.data.files import only_writer
 from train import compare
 from train.core.objectives import OBJECTIVES
 
@@ -41,6 +42,9 @@ def test_the_record_is_written_into_a_new_folder(tmp_path, monkeypatch):
               for what in ("tau", "tokens/s", "seconds", "length", "accuracy")}}
     monkeypatch.setattr(compare, "prepare_features", lambda args: None)
     monkeypatch.setattr(compare, "compare", lambda args: [row])
+    (tmp_path / "work").mkdir()
+    with only_writer(tmp_path / "work"), pytest.raises(ValueError, match="is being written by process"):
+        compare.run(options(tmp_path / "work"))
     compare.run(options(tmp_path / "work", out=tmp_path / "results" / "at-0.5"))
     assert json.loads((tmp_path / "results" / "at-0.5.json").read_text())["rows"] == [row]
     assert "| eagle | 0.01 |" in (tmp_path / "results" / "at-0.5.md").read_text()

@@ -10,7 +10,9 @@ import pytest
 import torch
 from tiny import tiny_target
 
+from eagle_fsd.data import progress
 from eagle_fsd.data.documents import Documents
+from eagle_fsd.data.files import only_writer
 from eagle_fsd.models.target import TargetModel
 from train import features as module
 from train.core.teacher import OfflineFeatures, OnlineFeatures, TargetEnds
@@ -127,19 +129,25 @@ def test_a_folder_without_shards_takes_the_new_size(target, tmp_path):
 
 def test_without_a_terminal_the_log_says_how_far_it_is(target, tmp_path, monkeypatch, caplog):
     def lines() -> list[str]:
-        found = [record.getMessage() for record in caplog.records if "tokens/s" in record.getMessage()]
+        found = [record.getMessage() for record in caplog.records if "tokens" in record.getMessage()]
         caplog.clear()
         return [line.partition(" tokens, ")[0] for line in found]
 
-    caplog.set_level(logging.INFO, "train.features")
+    caplog.set_level(logging.INFO, progress.__name__)
     write(target, tmp_path / "quick")
     assert lines() == []  # not before half a minute is over
-    monkeypatch.setattr(module, "LOG_SECONDS", 0.0)
+    monkeypatch.setattr(progress, "LOG_SECONDS", 0.0)
     write(target, tmp_path / "slow")
-    assert lines() == ["14 of 46", "29 of 46", "40 of 46", "46 of 46"]
+    assert lines() == [f"features: {done} of 46" for done in (14, 29, 40, 46)]
     (tmp_path / "slow" / "features-00001.safetensors").unlink()
     write(target, tmp_path / "slow")
-    assert lines() == ["46 of 46"]  # what was there counts
+    assert lines() == ["features: 46 of 46"]  # what was there counts
+
+
+def test_a_folder_that_another_process_writes_is_left_alone(target, tmp_path):
+    with only_writer(tmp_path), pytest.raises(ValueError, match="is being written by process"):
+        write(target, tmp_path)
+    assert made_shards(tmp_path) == []
 
 
 def test_the_command_checks_its_options_first(tmp_path):
@@ -163,7 +171,7 @@ def test_a_full_disk_is_noticed_before_anything_is_written(target, tmp_path, mon
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(1, 1, 100))
     with pytest.raises(ValueError, match="0.00 GB free"):
         write(target, tmp_path / "full")
-    assert not list((tmp_path / "full").iterdir())
+    assert not [path for path in (tmp_path / "full").iterdir() if not path.name.startswith(".")]
 
 
 @pytest.mark.parametrize(

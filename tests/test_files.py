@@ -1,10 +1,33 @@
 """Files that interrupted work can go on with."""
 
 import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
+from filelock import FileLock
 
-from eagle_fsd.data.files import append_lines, read_lines, save_atomically, write_lines
+from eagle_fsd.data import files
+from eagle_fsd.data.files import append_lines, only_writer, read_lines, save_atomically, write_lines
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from eagle_fsd.data.files import only_writer
+with only_writer(Path(sys.argv[1])):
+    print("held", flush=True)
+    time.sleep(600)
+"""
+
+
+def holder_of(path: Path) -> subprocess.Popen:
+    """A process that holds `path` until it is killed."""
+    process = subprocess.Popen([sys.executable, "-c", HOLD, str(path)], stdout=subprocess.PIPE, text=True,
+                               cwd=Path(__file__).parents[1])
+    assert process.stdout.readline() == "held\n"
+    return process
 
 
 def test_a_line_that_was_cut_off_is_taken_away(tmp_path):
@@ -52,3 +75,48 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):
     with pytest.raises(OSError):
         save_atomically(path, fails)
     assert read_lines(path) == [1, 2]
+
+
+@pytest.mark.parametrize("name", ["folder", "answers.jsonl"])
+def test_a_second_writer_is_told_who_the_first_is(tmp_path, name):
+    path = tmp_path / name
+    if name == "folder":
+        path.mkdir()
+    process = holder_of(path)
+    kind = "folder" if name == "folder" else "file"
+    try:
+        with pytest.raises(ValueError, match=rf"{name} is being written by process {process.pid} \(.*python.*{name}\) "
+                                             rf"since \d{{4}}-\d\d-\d\d .*choose another {kind}"), only_writer(path):
+            raise AssertionError
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        process.stdout.close()
+    with only_writer(path), pytest.raises(ValueError, match=f"process {os.getpid()} "), only_writer(path):
+        raise AssertionError  # what was killed holds nothing any more; in one process it is the same
+    with only_writer(path):
+        pass
+
+
+def test_a_writer_that_fails_lets_go(tmp_path):
+    with pytest.raises(RuntimeError), only_writer(tmp_path):
+        raise RuntimeError
+    with only_writer(tmp_path):
+        assert [path.name for path in tmp_path.iterdir() if path.suffix == ".json"] == [".writer.json"]
+    assert not list(tmp_path.glob("*.json"))
+
+
+def test_a_holder_that_has_not_said_who_it_is(tmp_path):
+    with FileLock(tmp_path / ".writer.lock"), pytest.raises(ValueError, match="another process"), \
+            only_writer(tmp_path):
+        raise AssertionError
+
+
+def test_a_file_system_without_locks_is_warned_of(tmp_path, monkeypatch, caplog):
+    def none(*args, **options):
+        raise NotImplementedError
+
+    monkeypatch.setattr(files.FileLock, "acquire", none)
+    with only_writer(tmp_path):
+        pass
+    assert "cannot be locked" in caplog.text

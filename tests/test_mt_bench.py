@@ -9,6 +9,7 @@ import pytest
 from tiny import save_pair
 
 from eagle_fsd.cli.arguments import parse_options
+from eagle_fsd.data.files import only_writer
 from eagle_fsd.data.questions import Question, read_questions
 from eval import mt_bench, speed
 from eval.mt_bench import MtBenchArguments, check_options, read_answers, run, temperature_of
@@ -110,6 +111,13 @@ def test_answers_of_unknown_settings_are_not_continued(place, note):
     assert path.read_bytes() == before
     path.unlink()
     about.unlink(missing_ok=True)
+
+
+def test_one_file_takes_one_run_at_a_time(place):
+    path = place / "taken.jsonl"
+    with only_writer(path), pytest.raises(ValueError, match="taken.jsonl is being written by process .* another file"):
+        run(options(place, path.name, "--acceptance", "exact"))
+    assert not path.exists() and not (place / "taken.meta.json").exists()
 
 
 def test_processes_answer_only_when_all_have_read_the_file(place, monkeypatch):

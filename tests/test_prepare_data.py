@@ -11,6 +11,7 @@ import eagle_fsd
 from eagle_fsd.cli.arguments import parse_options
 from eagle_fsd.data.conversations import BadRow, Record, check_messages, read_records
 from eagle_fsd.data.documents import Documents
+from eagle_fsd.data.files import only_writer
 from train.data.encoding import encode_dataset, encode_record, pack
 from train.data.regeneration import Respondent, is_sensible, regenerate, self_prompted
 from train.prepare_data import Arguments, run
@@ -244,6 +245,8 @@ def test_the_command_writes_a_dataset_with_its_summary(tmp_path, model, tokenize
     own = run(parse_options(
         Arguments, [*common, "--out", str(tmp_path / "own"), "--regenerate", "greedy", "--max-new-tokens", "4"]
     ))
+    with only_writer(tmp_path / "taken.answers.jsonl"), pytest.raises(ValueError, match="is being written by process"):
+        run(parse_options(Arguments, [*common, "--out", str(tmp_path / "taken"), "--regenerate", "greedy"]))
     assert own["documents"] == 2 and own["regenerated"] == "greedy"
     assert not np.array_equal(Documents.load(tmp_path / "own").tokens, documents.tokens)
 

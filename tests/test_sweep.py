@@ -14,6 +14,7 @@ from tiny import save_pair
 
 import eagle_fsd
 from eagle_fsd.cli.arguments import parse_options
+from eagle_fsd.data.files import only_writer
 from eagle_fsd.experiments.search import family_confidence
 from eagle_fsd.quality.statistics import drop_bound
 from eagle_fsd.trees.config import Confidence, TreeConfig
@@ -80,6 +81,14 @@ def test_a_greedy_sweep_writes_table_and_pictures(place):
     for name in ("out-frontier.png", "out-dials.png"):
         assert (place / "greedy" / name).read_bytes().startswith(b"\x89PNG")
     assert record["headline"] in (place / "greedy" / "out.md").read_text()
+
+
+def test_one_folder_takes_one_sweep_at_a_time(place):
+    given = options(place, "taken", "--settings", "fsd 0.3")
+    given.work.mkdir()
+    with only_writer(given.work), pytest.raises(ValueError, match="taken is being written by .* another folder"):
+        run(given)
+    assert not [path for path in given.work.iterdir() if not path.name.startswith(".")]
 
 
 def test_stages_go_on_where_they_were(place, monkeypatch):

@@ -3,6 +3,7 @@
 import importlib
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -19,12 +20,14 @@ from tiny import PROMPT, tiny_target
 
 import eagle_fsd
 from eagle_fsd.data.documents import Documents
+from eagle_fsd.data.files import only_writer
 from eagle_fsd.heads.checkpoint import load_head
 from eagle_fsd.models.loading import load_target
 from eagle_fsd.models.target import TargetModel
 from train import train_draft_head
 from train.core import evaluation
 from train.core.config import make_config, read_config
+from train.core.estimate import TextWalk
 from train.core.objectives import OBJECTIVES, Objective
 from train.core.run import Run
 from train.core.schedule import Schedule, feature_noise, learning_rate, shares
@@ -165,6 +168,60 @@ def test_interrupted_it_saves_and_resumes(place, finished, monkeypatch):
     assert losses(place / "interrupted") == losses(place / "whole")
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_evaluation_is_abandoned_when_the_run_is_to_stop(place, finished, monkeypatch, number):
+    cycle, cycles, output = TextWalk.cycle, [], place / f"evaluating-{number.name}"
+
+    def interrupt(self):
+        cycles.append(self)
+        os.kill(os.getpid(), number)
+        return cycle(self)
+
+    with monkeypatch.context() as context:
+        context.setattr(TextWalk, "cycle", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            run(place, output.name)
+    assert len(cycles) == 1 and not (output / "eval.jsonl").exists()
+    assert (output / "states" / "step-6" / "run.json").exists()  # where it was evaluating, and would not have saved
+    run(place, output.name)
+    assert losses(output) == losses(place / "whole")
+    evaluations = [(place / name / "eval.jsonl").read_text() for name in (output.name, "whole")]
+    assert evaluations[0] == evaluations[1]  # the abandoned one is made up for
+
+
+@pytest.mark.parametrize(("file", "left"), [("optimizer.bin", b""), ("model.safetensors", b"{}"), ("run.json", b"{")])
+def test_a_damaged_state_gives_way_to_an_older_one(place, finished, caplog, file, left):
+    output = place / f"damaged-{file}"
+    shutil.copytree(place / "whole", output)
+    newest = output / "states" / "step-12"
+    (newest / file).write_bytes(left)
+    run(place, output.name)
+    said = [record.getMessage() for record in caplog.records
+            if record.levelname == "WARNING" and record.name == "train.train_draft_head"]
+    assert len(said) == 1 and str(newest) in said[0] and "older" in said[0]
+    assert losses(output) == losses(place / "whole")
+    assert {path.name for path in newest.parent.iterdir()} == {"step-8", "step-12", "step-12.damaged"}
+    for name, value in load_file(finished / "model.safetensors").items():
+        assert torch.equal(value, load_file(output / "head" / "model.safetensors")[name]), name
+
+
+def test_one_folder_takes_one_run_at_a_time(place, monkeypatch):
+    (place / "taken").mkdir()
+    monkeypatch.setattr(train_draft_head, "Run", lambda *given: pytest.fail("loaded something"))
+    with only_writer(place / "taken"), pytest.raises(ValueError, match="taken is being written by process .* since"):
+        run(place, "taken")
+
+
+def test_where_all_states_are_damaged_nothing_is_trained_over_them(place, finished):
+    output = place / "ruined"
+    shutil.copytree(place / "whole", output)
+    for state in (output / "states").iterdir():
+        (state / "optimizer.bin").write_bytes(b"")
+    with pytest.raises(ValueError, match="no state of .*ruined can be read.*step-12.*EOFError"):
+        run(place, "ruined")
+    assert len(list((output / "states").iterdir())) == 2
+
+
 def test_a_worse_head_does_not_replace_the_best_after_a_resume(place, monkeypatch):
     taus, step = iter([3.0, 2.0]), Run.train_step
 
@@ -223,6 +280,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.fsdp import fully_shard
 sys.path[:0] = [{root!r}, {tests!r}]
 from tiny import tiny_pair
+from train.core.estimate import TextWalk
 from train.core.objectives import OBJECTIVES, AlignedLoss
 torch.set_num_threads(1)
 dist.init_process_group("gloo")
@@ -351,6 +409,10 @@ def test_noise_belongs_to_the_document_and_fades_with_length():
         ({"betas": [0.9]}, r"betas must be tuple\[float, float\], got \[0.9\]"),
         ({"betas": [0.9, 1.0]}, "betas must be two numbers of at least 0 and below 1"),
         ({"head": "eagle3"}, r"head must be dict\[str, Any\], got 'eagle3'"),
+        ({"head": {"intermediate_size": -1}}, "head: intermediate_size must be a whole number of at least 1, got -1"),
+        ({"head": {"num_key_value_heads": "two"}}, "head: num_key_value_heads must be a whole number .* got 'two'"),
+        ({"objective": {"name": "hass", "aligned_steps": 1000}}, "aligned_steps must be at most 32, got 1000"),
+        ({"eval_tokens": 0}, "eval_tokens must be a whole number of at least 1, got 0"),
         ({"warmup": -1}, "warmup must be a whole number of at least 0, got -1"),
     ],
 )

@@ -23,14 +23,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from tqdm import tqdm
 from tyro.extras import literal_type_from_choices
 
 import eagle_fsd
 from eagle_fsd.cli.arguments import parse_options
 from eagle_fsd.cli.exits import check_counts, exit_status
 from eagle_fsd.data.documents import Documents
-from eagle_fsd.data.files import append_lines, read_lines, save_atomically
+from eagle_fsd.data.files import append_lines, only_writer, read_lines, save_atomically
+from eagle_fsd.data.progress import Progress
 from eagle_fsd.experiments.methods import Answer, engine, interleaved
 from eagle_fsd.experiments.records import shown_settings, write_record
 from eagle_fsd.heads.eagle3 import default_layers
@@ -214,7 +214,7 @@ def decode(args: Arguments, head: Path, rule: str) -> dict:
     count = args.prompts if rule == "exact" else args.tasks
     answer = engine(load(args, head), **RULES[rule])
     chosen = list(tasks("heldout", seed=11, count=count))
-    answers = [answer(task.messages, NEW_TOKENS) for task in tqdm(chosen, desc=rule, unit="task", disable=None)]
+    answers = [answer(task.messages, NEW_TOKENS) for task in Progress(chosen, desc=rule, unit="task")]
     return {
         f"tau {rule}": tau(answers),
         f"length {rule}": statistics.fmean(len(a.token_ids) for a in answers),
@@ -284,9 +284,11 @@ def table(rows: list[dict], baseline: str = "eagle") -> str:
 def run(args: Arguments) -> None:
     """Compare, and write the record."""
     check_counts(args, "batch_tokens", "intermediate_size", "seeds", "draft_vocab_size", "prompts", "tasks")
-    begin(args)
-    prepare_features(args)
-    rows = compare(args)
+    args.work.mkdir(parents=True, exist_ok=True)
+    with only_writer(args.work):
+        begin(args)
+        prepare_features(args)
+        rows = compare(args)
     print(write_record(args.out, {"arguments": shown_settings(vars(args)), "rows": rows}, table(rows)))
 
 

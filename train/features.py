@@ -12,7 +12,6 @@ import json
 import logging
 import shutil
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,12 +20,12 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
-from tqdm import tqdm
 
 from eagle_fsd.cli.arguments import parse_options
 from eagle_fsd.cli.exits import check_counts, exit_status
 from eagle_fsd.data.documents import Documents, split_rows
-from eagle_fsd.data.files import save_atomically
+from eagle_fsd.data.files import only_writer, save_atomically
+from eagle_fsd.data.progress import Progress
 from eagle_fsd.heads.eagle3 import check_layers
 from eagle_fsd.models.loading import load_target
 from eagle_fsd.models.target import TargetModel
@@ -35,7 +34,6 @@ from train.core.teacher import OnlineFeatures, read_index, shard_path
 log = logging.getLogger("train.features")
 
 SHARD_TOKENS = 65_536  # 0.5 GB in bf16 at a hidden size of 4,096
-LOG_SECONDS = 30.0  # between lines where there is no terminal for a bar
 
 
 @dataclass(frozen=True)
@@ -67,24 +65,6 @@ class Arguments:
     trust_remote_code: bool = False
 
 
-class Progress:
-    """How many tokens are done: a bar on a terminal, elsewhere a line in the log every LOG_SECONDS."""
-
-    def __init__(self, done: int, total: int) -> None:
-        self.bar = tqdm(total=total, initial=done, desc="features", unit="token", unit_scale=True, disable=None)
-        self.before, self.done, self.total = done, done, total
-        self.started = self.said = time.monotonic()
-
-    def advance(self, tokens: int) -> None:
-        self.done += tokens
-        self.bar.update(tokens)
-        now = time.monotonic()
-        if self.bar.disable and now - self.said >= LOG_SECONDS:
-            rate = (self.done - self.before) / max(now - self.started, 1e-9)
-            log.info("%d of %d tokens, %.0f tokens/s", self.done, self.total, rate)
-            self.said = now
-
-
 def write_features(
     target: TargetModel, documents: Documents, directory: Path, *, batch_tokens: int = 16_384,
     shard_tokens: int = SHARD_TOKENS,
@@ -96,9 +76,16 @@ def write_features(
 
     Raises:
         ValueError: not enough room on the disk (said before anything is written), or a folder that was begun for
-            another dataset or target.
+            another dataset or target, or that another process is writing.
     """
     directory.mkdir(parents=True, exist_ok=True)
+    with only_writer(directory):
+        _write_features(target, documents, directory, batch_tokens, shard_tokens)
+
+
+def _write_features(
+    target: TargetModel, documents: Documents, directory: Path, batch_tokens: int, shard_tokens: int
+) -> None:
     index = make_index(target, documents, directory, shard_tokens)
     bounds = [*index["first_documents"], len(documents)]
     todo = [n for n in range(len(bounds) - 1) if not shard_path(directory, n).is_file()]
@@ -111,11 +98,10 @@ def write_features(
     save_atomically(directory / "index.json", lambda path: path.write_text(json.dumps(index), encoding="utf-8"))
     write_ends(target, directory)
     online, total = OnlineFeatures(target), len(documents.tokens)
-    progress = Progress(total - missing, total)
-    with progress.bar:
+    with Progress(desc="features", unit="token", total=total, done=total - missing) as progress:
         for number in todo:
             rows = np.arange(bounds[number], bounds[number + 1])
-            features = shard_features(online, documents, rows, batch_tokens, progress.advance)
+            features = shard_features(online, documents, rows, batch_tokens, progress.update)
             save_atomically(shard_path(directory, number), lambda path, f=features: save_file({"features": f}, path))
 
 

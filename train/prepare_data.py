@@ -10,6 +10,7 @@ import json
 import logging
 import sys
 from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -22,6 +23,7 @@ from eagle_fsd.cli.arguments import parse_options
 from eagle_fsd.cli.exits import check_counts, exit_status
 from eagle_fsd.data.conversations import Record, read_records
 from eagle_fsd.data.documents import check_place
+from eagle_fsd.data.files import only_writer
 from eagle_fsd.data.gguf import target_source
 from eagle_fsd.models.loading import check_dtype, load_target
 from eagle_fsd.options import SamplingOptions
@@ -89,7 +91,7 @@ def run(arguments: Arguments) -> dict:
 
     Raises:
         ValueError: before anything is loaded, an option out of range, data that is not there, or a folder that must not
-            be replaced; no row that can be used.
+            be replaced; no row that can be used; answers that another process is writing.
     """
     check_counts(arguments, "max_length", least=8)
     check_counts(arguments, "limit", "max_new_tokens", "self_prompted", "batch")
@@ -111,15 +113,21 @@ def run(arguments: Arguments) -> dict:
         check_tokenizer(tokenizer)
     records: Iterable[Record] = itertools.islice(itertools.chain.from_iterable(
         read_records(source, arguments.format, arguments.split) for source in arguments.data), arguments.limit)
-    if own:
-        records = regenerated(records, arguments, place, tokenizer)
-    documents, counts = encode_dataset(
-        records, tokenizer, max_length=arguments.max_length, long=arguments.long, packed=arguments.pack
-    )
+    with only_writer(store_of(arguments)) if own else nullcontext():
+        if own:
+            records = regenerated(records, arguments, place, tokenizer)
+        documents, counts = encode_dataset(
+            records, tokenizer, max_length=arguments.max_length, long=arguments.long, packed=arguments.pack
+        )
     about = {"target": arguments.target, "data": list(arguments.data), "regenerated": arguments.regenerate,
              "self_prompted": arguments.self_prompted}
     documents.save(arguments.out, about | counts)
     return json.loads((arguments.out / "summary.json").read_text(encoding="utf-8"))
+
+
+def store_of(arguments: Arguments) -> Path:
+    """The file of the target's own answers."""
+    return arguments.out.with_name(arguments.out.name + ".answers.jsonl")
 
 
 def regenerated(
@@ -133,7 +141,7 @@ def regenerated(
         model = EagleModel.from_parts(load_target(place, dtype=arguments.dtype, trust_remote_code=trusted)[0], None)
     model.tokenizer = tokenizer
     model.prepack()
-    store = arguments.out.with_name(arguments.out.name + ".answers.jsonl")
+    store = store_of(arguments)
     writer = Respondent(
         model, batch=arguments.batch, max_new_tokens=arguments.max_new_tokens, seed=arguments.seed,
         temperature=arguments.temperature if arguments.regenerate == "sampled" else 0.0,

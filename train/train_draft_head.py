@@ -8,16 +8,18 @@ from __future__ import annotations
 import logging
 import sys
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
 import tyro
-from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # launched as a file, this folder's parent is not on the path
 
 from eagle_fsd.cli.arguments import parse_options  # noqa: E402
 from eagle_fsd.cli.exits import exit_status  # noqa: E402
+from eagle_fsd.data.files import only_writer  # noqa: E402
+from eagle_fsd.data.progress import Progress  # noqa: E402
 from train.core.config import TrainingConfig, read_config  # noqa: E402
 from train.core.evaluation import Evaluation  # noqa: E402
 from train.core.processes import StopRequest, make_accelerator  # noqa: E402
@@ -52,36 +54,42 @@ def train(config: TrainingConfig, *, cpu: bool = False) -> Path:
 
     Args:
         cpu: keep off an accelerator that is there.
+
+    Raises:
+        ValueError: settings, data and target that do not fit together, or a folder that another process is writing.
     """
-    output = Path(config.output)
-    accelerator = make_accelerator(config, cpu)
+    accelerator, output = make_accelerator(config, cpu), Path(config.output)
     output.mkdir(parents=True, exist_ok=True)
-    run = Run(config, accelerator)
+    with only_writer(output) if accelerator.is_main_process else nullcontext():
+        take_run(Run(config, accelerator))
+        accelerator.end_training()
+    return output / "head"
+
+
+def take_run(run: Run) -> None:
+    """A run from its last state to its end."""
+    config, accelerator = run.config, run.accelerator
     if config.evaluate:
         run.split.check_answers()
     resume(run)
     main = accelerator.is_main_process
     if main:
         log.info("%d process(es) on %s", accelerator.num_processes, accelerator.device.type)
-    logs = Logs(output, run.step, main)
-    evaluation = Evaluation(run, logs)
+    logs = Logs(run.output, run.step, main)
+    stop = StopRequest()
+    evaluation = Evaluation(run, logs, stop)
     if accelerator.log_with:
         accelerator.init_trackers("eagle_fsd", config={k: str(v) for k, v in comparable(config).items()})
-    stop = StopRequest()
-    bar = tqdm(total=run.steps, initial=run.step, desc="draft head", unit="step", disable=None if main else True,
-               mininterval=2)
     try:
-        take_steps(run, evaluation, logs, stop, bar)
+        with Progress(desc="draft head", unit="step", total=run.steps, done=run.step, quiet=not main) as progress:
+            take_steps(run, evaluation, logs, stop, progress)
     finally:
-        bar.close()
         stop.restore()
     evaluation.finish()
     run.close()
-    accelerator.end_training()
-    return output / "head"
 
 
-def take_steps(run: Run, evaluation: Evaluation, logs: Logs, stop: StopRequest, bar: tqdm) -> None:
+def take_steps(run: Run, evaluation: Evaluation, logs: Logs, stop: StopRequest, progress: Progress) -> None:
     """All steps that are left, with what is saved, measured and logged between them.
 
     Raises:
@@ -90,24 +98,29 @@ def take_steps(run: Run, evaluation: Evaluation, logs: Logs, stop: StopRequest, 
     config, accelerator = run.config, run.accelerator
     started, tokens = time.perf_counter(), 0
     while run.step < run.steps:
+        if evaluation.due:  # also what was abandoned when the run was stopped
+            evaluation.estimate()
+            accelerator.wait_for_everyone()
+            stop_if_asked(run, stop)
         record = run.train_step()
         tokens += record["tokens"]
         record["tokens_per_second"] = round(tokens / (time.perf_counter() - started), 1)
         logs.write("train", record)
-        bar.update()
+        shown = {"loss": f"{record['loss']:.3f}", "top1": f"{record['top1'][0]:.3f}",
+                 "tokens/s": f"{record['tokens_per_second']:.0f}"}
+        progress.update(**shown)
         if run.step % config.log_every == 0:
-            bar.set_postfix(loss=f"{record['loss']:.3f}", top1=f"{record['top1'][0]:.3f}",
-                            tok_s=f"{record['tokens_per_second']:.0f}", refresh=False)
             accelerator.log({"loss": record["loss"], "lr": record["lr"],
                              **{f"top1/step{i + 1}": a for i, a in enumerate(record["top1"])}}, step=run.step)
-        stopping = stop.anywhere(accelerator)
-        if run.step % config.save_every == 0 or run.step == run.steps or stopping:
+        if run.step % config.save_every == 0 or run.step == run.steps:
             save_state(run)
-        if stopping:
-            raise KeyboardInterrupt
-        if config.evaluate and run.step % config.eval_every == 0 and run.step < run.steps:
-            evaluation.estimate()
-            accelerator.wait_for_everyone()
+        stop_if_asked(run, stop)
+
+
+def stop_if_asked(run: Run, stop: StopRequest) -> None:
+    if stop.anywhere(run.accelerator):
+        save_state(run)
+        raise KeyboardInterrupt
 
 
 def main() -> int:

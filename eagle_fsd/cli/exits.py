@@ -26,8 +26,11 @@ def exit_status(
         also: what a user can get wrong besides; everything else is shown with its traceback.
         stopped: what to say after Ctrl-C.
     """
+    from ..data.progress import lines_on_stderr  # tqdm, which --help does without
+
     try:
-        work()
+        with lines_on_stderr():
+            work()
     except KeyboardInterrupt:
         if stopped:
             print(stopped, file=sys.stderr)

@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
+import platform
+import shlex
 import shutil
+import sys
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
 
+from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 
+log = logging.getLogger(__name__)
 T = TypeVar("T")
+
+LONGEST_COMMAND = 300  # characters of a command that are shown
 
 
 def read_lines(path: Path, repair: bool = True) -> list:
@@ -114,6 +123,53 @@ def together(directory: Path) -> Iterator[Path]:
         if isinstance(error, OSError):
             raise OSError(f"{directory} cannot be written: {error}") from error
         raise
+
+
+@contextmanager
+def only_writer(path: Path) -> Iterator[None]:
+    """Within, no other process that asks for the same gets to write a folder, or a file that is added to.
+
+    The lock is the system's, on a file `.writer.lock` in the folder or NAME.writer.lock beside the file: it ends with
+    the process, however that ends. Who holds it stands in a file beside it.
+
+    Args:
+        path: a folder that is there, or a file, which need not be.
+
+    Raises:
+        ValueError: another process holds it; it is named.
+    """
+    folder = path.is_dir()
+    place = path / ".writer" if folder else path.with_name(f".{path.name}.writer")
+    place.parent.mkdir(parents=True, exist_ok=True)
+    lock, holder = FileLock(place.with_name(place.name + ".lock")), place.with_name(place.name + ".json")
+    try:
+        lock.acquire(blocking=False)
+    except Timeout:
+        raise ValueError(f"{path} is being written by {_described(holder)}: wait for its end or choose another "
+                         f"{'folder' if folder else 'file'}") from None
+    except NotImplementedError:  # a file system without locks
+        log.warning("%s cannot be locked: see to it that no other process writes it", path)
+        yield
+        return
+    own = {"pid": os.getpid(), "host": platform.node(), "command": shlex.join(sys.orig_argv),
+           "since": time.strftime("%Y-%m-%d %H:%M:%S")}
+    try:
+        save_atomically(holder, lambda part: part.write_text(json.dumps(own) + "\n", encoding="utf-8"))
+        yield
+    finally:
+        holder.unlink(missing_ok=True)
+        lock.release()
+
+
+def _described(holder: Path) -> str:
+    """The process that holds a lock, as it has described itself."""
+    try:
+        found = json.loads(holder.read_text(encoding="utf-8"))
+        host = "" if found["host"] == platform.node() else f" on {found['host']}"
+        command = " ".join(found["command"].split())[:LONGEST_COMMAND]
+        return f"process {found['pid']}{host} ({command}) since {found['since']}"
+    except (OSError, ValueError, KeyError, TypeError):  # it is just beginning, or ending
+        return "another process"
 
 
 def cache_directory() -> Path:

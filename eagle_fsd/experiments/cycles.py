@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tqdm import tqdm
-
 from ..acceptance import Rule
+from ..data.progress import Progress
 from ..pair import EagleModel
 from ..prompts import check_length, encode_prompts
 from ..trees.config import TreeConfig
@@ -28,7 +27,7 @@ def log_cycles(
         check_length(len(ids), 1, model)
     noted = CycleLog(rule)
     answer = engine(model, acceptance=noted, tree=wide, temperature=temperature, seed=seed)
-    for prompt in tqdm(prompts, desc="logging cycles", unit="prompt", disable=None):
+    for prompt in Progress(prompts, desc="logging cycles", unit="prompt"):
         answer(prompt, max_new_tokens)
     if not noted.cycles:
         raise ValueError(f"{len(prompts)} prompts gave no cycle to log: longer answers are needed")

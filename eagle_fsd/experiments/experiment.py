@@ -13,10 +13,9 @@ from dataclasses import asdict, astuple
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
 from ..acceptance import Decision, Rule, Verification, make_rule
 from ..data.files import append_lines, read_lines
+from ..data.progress import Progress
 from ..data.questions import Question, converse
 from ..engine.receipts import Output
 from ..models.placement import weights_digest
@@ -138,7 +137,7 @@ class Experiment:
             return record is None or not self.rules.keys() <= record["traces"].keys()
 
         missing = [question for question in self._mine if is_missing(question)]
-        for question in tqdm(missing, desc="lossless pass", unit="question", disable=None):
+        for question in Progress(missing, desc="lossless pass", unit="question"):
             observer = Observer(self.rules, end_tokens(self.model))
             outputs = self._converse(question, observer)
             tokens = [token for output in outputs for token in output.token_ids]
@@ -151,7 +150,7 @@ class Experiment:
         """A setting's answers where they may differ from the lossless ones; after `observe`."""
         rule = self.rules[setting]
         missing = [question for question in self._mine if self._is_missing(setting, question)]
-        for question in tqdm(missing, desc=setting, unit="question", disable=None):
+        for question in Progress(missing, desc=setting, unit="question"):
             meter = Meter(rule)
             outputs = self._converse(question, meter)
             record = self._record(setting, question, outputs, self.records[EXACT, question.id]["token_ids"])

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 
 from ..api import generate
+from ..data.progress import Progress
 from ..engine.receipts import Output
 from ..models.placement import stock_layout
 from ..pair import EagleModel
@@ -143,13 +143,15 @@ def interleaved(
         for name in names:
             methods[name](prompt, 32)
     answers: dict[Hashable, list[Answer]] = defaultdict(list)
-    for number, prompt in enumerate(tqdm(prompts, desc="timing", unit="prompt", disable=None), start):
-        runs: dict[Hashable, list[Answer]] = defaultdict(list)
-        for repeat in range(repeats):
-            shift = (number + repeat) % len(names)
-            for name in names[shift:] + names[:shift]:
-                runs[name].append(methods[name](prompt, max_new_tokens))
-        for name, measured in runs.items():
-            seconds = statistics.median(answer.seconds for answer in measured)
-            answers[name].append(dataclasses.replace(measured[0], seconds=seconds))
+    with Progress(desc="timing", unit="answer", total=len(prompts) * repeats * len(names)) as progress:
+        for number, prompt in enumerate(prompts, start):
+            runs: dict[Hashable, list[Answer]] = defaultdict(list)
+            for repeat in range(repeats):
+                shift = (number + repeat) % len(names)
+                for name in names[shift:] + names[:shift]:
+                    runs[name].append(methods[name](prompt, max_new_tokens))
+                    progress.update()
+            for name, measured in runs.items():
+                seconds = statistics.median(answer.seconds for answer in measured)
+                answers[name].append(dataclasses.replace(measured[0], seconds=seconds))
     return answers

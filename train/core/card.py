@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import itertools
+import math
 import platform
 import statistics
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import transformers
-from tqdm import tqdm
 
 import eagle_fsd
 from eagle_fsd.acceptance import Rule
 from eagle_fsd.data.documents import Documents
+from eagle_fsd.data.files import read_lines
+from eagle_fsd.data.progress import Progress
 from eagle_fsd.heads.eagle import DraftHead
 from eagle_fsd.models.target import TargetModel
 from eagle_fsd.pair import EagleModel
@@ -41,7 +43,7 @@ def measure(
     answers = itertools.islice(last_answers(documents, indices), prompts)
     model, alone = EagleModel(target, head), EagleModel(target, None)
     outputs: dict[str, list] = {name: [] for name in ("plain", *rules)}
-    for number, (prompt, _) in enumerate(tqdm(list(answers), desc="decoding", unit="prompt", disable=None)):
+    for number, (prompt, _) in enumerate(Progress(list(answers), desc="decoding", unit="prompt")):
         for name in outputs:
             options = {"max_new_tokens": new_tokens, "tree": tree, "acceptance": rules.get(name, "exact")}
             if number == 0:  # warm-up
@@ -58,11 +60,34 @@ def measure(
     return decoded
 
 
+def curve_of(output: Path) -> list[tuple[int, float]]:
+    """(training tokens so far, estimated tau of exact) of each evaluation of a run."""
+    taus = {line["step"]: line["tau"]["exact"] for line in read_lines(output / "eval.jsonl", repair=False)}
+    curve, tokens = [], 0
+    for line in read_lines(output / "train.jsonl", repair=False):
+        tokens += line["tokens"]
+        if line["step"] in taus:
+            curve.append((tokens, taus[line["step"]]))
+    return curve
+
+
+def curve_text(curve: Sequence[tuple[int, float]]) -> str:
+    """The curve as a table, and what its second half says of twice as many tokens."""
+    rows = "\n".join(f"| {tokens / 1e6:.2f} M | {tau:.2f} |" for tokens, tau in curve)
+    text = f"| training tokens | estimated tau of `exact` |\n|---|---|\n{rows}\n"
+    late = [point for point in curve if 2 * point[0] >= curve[-1][0]]
+    if len(late) < 3:
+        return text
+    gain = statistics.linear_regression([math.log2(tokens) for tokens, _ in late], [tau for _, tau in late]).slope
+    return text + (f"\nA line through its second half over the logarithm of tokens gains {gain:+.2f} per doubling; "
+                   "part of that is the falling learning rate, which a longer run would spread over more tokens.\n")
+
+
 def write_card(
     directory: Path, config: TrainingConfig, steps: int, documents: int, estimated: dict[str, float],
-    decoded: dict[str, Decoded],
+    decoded: dict[str, Decoded], curve: Sequence[tuple[int, float]],
 ) -> None:
-    """`README.md` of a head: how it was trained, tau as estimated and as decoded."""
+    """`README.md` of a head: how it was trained, tau as estimated and as decoded, and on the way."""
     base = decoded["plain"].tokens_per_second
     rows = []
     for name, d in decoded.items():
@@ -92,5 +117,6 @@ use a threshold above 0.
 {chr(10).join(rows)}
 
 tau = tokens per target forward. "plain" is one token per forward in the same engine.
-"""
+
+{curve_text(curve)}"""
     (directory / "README.md").write_text(text, encoding="utf-8")

@@ -25,6 +25,9 @@ CLIPS = ("norm", "value")
 TRACKERS = ("tensorboard", "wandb", "none")
 COUNTS = ("batch_tokens", "gradient_accumulation", "eval_documents", "eval_tokens", "save_every", "eval_every",
           "log_every", "keep", "decode_prompts", "decode_tokens")
+HEAD_COUNTS = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_size",
+               "vocab_size", "draft_vocab_size", "max_position_embeddings", "num_hidden_layers")
+MOST_ALIGNED_STEPS = 32  # each takes the memory of one more step
 
 
 @dataclass(frozen=True)
@@ -116,6 +119,12 @@ class TrainingConfig:
             raise ValueError(f"tree must be [total_tokens, depth, top_k] or with a draft temperature, got {self.tree}")
         self.tree_config, self.rules  # noqa: B018 (both check what they are made of)
         object.__setattr__(self, "objective", make_objective(self.objective))
+        if self.objective.aligned_steps > MOST_ALIGNED_STEPS:
+            raise ValueError(f"objective: aligned_steps must be at most {MOST_ALIGNED_STEPS}, got "
+                             f"{self.objective.aligned_steps}")
+        for name in HEAD_COUNTS:
+            if self.head.get(name) is not None:
+                require_count(f"head: {name}", self.head[name])
 
     @property
     def tree_config(self) -> TreeConfig:

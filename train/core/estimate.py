@@ -19,10 +19,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from eagle_fsd.acceptance.divergence import Divergence, get_divergence
 from eagle_fsd.data.documents import Documents
+from eagle_fsd.data.progress import Progress
 from eagle_fsd.heads.eagle import DraftHead
 from eagle_fsd.models.target import TargetModel
 from eagle_fsd.trees.config import TreeConfig
@@ -103,13 +103,18 @@ class TextWalk:
         self.features = torch.zeros(len(parts), self.place, target.feature_size, dtype=target.dtype, device=self.device)
         # What is beyond a text's end is foreseen by no tree.
         self.tokens = torch.full((len(parts), self.place + tree.depth + 1), -1, device=self.device)
-        for row, part in enumerate(parts):
-            ids = torch.tensor([part.tokens], device=self.device)
-            self.tokens[row, : lengths[row]] = ids
-            with self.cache.one_row(row):
-                self.features[row, : lengths[row]] = target.prefill(ids.to(target.device), self.cache)[0]
         self.read = [0] * len(parts)  # features that the draft has read
         self.roots = [part.start for part in parts]
+
+    def begin(self, proceed: Callable[[], object]) -> None:
+        """The target reads the texts."""
+        for row, part in enumerate(self.parts):
+            proceed()
+            ids = torch.tensor([part.tokens], device=self.device)
+            self.tokens[row, : len(part.tokens)] = ids
+            with self.cache.one_row(row):
+                features = self.target.prefill(ids.to(self.target.device), self.cache)
+            self.features[row, : len(part.tokens)] = features[0]
 
     def cycle(self) -> tuple[Tensor, int]:
         """One cycle of each text: the least threshold that takes each step of its way down the tree, [B, depth] (0: an
@@ -234,6 +239,7 @@ def accepted_lengths(
 def estimate_tau(
     target: TargetModel, head: DraftHead, documents: Documents, indices: Iterable[int],
     thresholds: Mapping[str, float], tree: TreeConfig, *, most_tokens: int = 2**62,
+    proceed: Callable[[], object] = lambda: None,
 ) -> dict[str, float]:
     """Estimated acceptance length (tokens per target forward) at each threshold, over the cycles of all answers.
 
@@ -241,6 +247,7 @@ def estimate_tau(
         head: of the target's device and dtype, with its embeddings.
         thresholds: by name, of greedy `fsd` with its defaults; 0 is `exact`.
         most_tokens: of answers that are walked, in all.
+        proceed: called every second or so; what it raises ends the estimate.
 
     Raises:
         ValueError: no document has an answer that is long enough.
@@ -252,15 +259,17 @@ def estimate_tau(
     highest = max(thresholds.values())
     accepted: dict[str, list[Tensor]] = {name: [] for name in thresholds}
     total = sum(part.end - part.start for part in parts)
-    with tqdm(total=total, desc="tau", unit="token", disable=None, leave=False) as bar:
+    with Progress(desc="tau", unit="token", total=total, leave=False) as progress:
         for batch in batches(target, head, parts, tree):
             walk = TextWalk(target, head, [parts[number] for number in batch], tree, highest)
+            walk.begin(proceed)
             unfinished = True
             while unfinished:
+                proceed()
                 needed, advance = walk.cycle()
                 for name, threshold in thresholds.items():
                     accepted[name].append(accepted_lengths(needed, threshold))
-                bar.update(advance)
+                progress.update(advance)
                 unfinished = walk.keep_unfinished()
     return {name: torch.cat(lengths).double().mean().item() + 1 for name, lengths in accepted.items()}
 

@@ -13,8 +13,9 @@ from eagle_fsd.data.files import read_lines
 from eagle_fsd.heads.checkpoint import save_head
 from eagle_fsd.heads.eagle import DraftHead
 from eagle_fsd.pair import fit_head
-from train.core.card import measure, write_card
+from train.core.card import curve_of, measure, write_card
 from train.core.estimate import estimate_tau
+from train.core.processes import Abandoned, StopRequest
 from train.core.run import Run
 from train.core.states import Logs
 
@@ -26,17 +27,27 @@ class Evaluation:
 
     Args:
         logs: with the evaluations of the run so far.
+        stop: what abandons an estimate.
     """
 
-    def __init__(self, run: Run, logs: Logs) -> None:
-        self.run, self.logs = run, logs
+    def __init__(self, run: Run, logs: Logs, stop: StopRequest) -> None:
+        self.run, self.logs, self.stop = run, logs, stop
         # A state is saved before its step is evaluated: a resumed run may find an evaluation of its own step.
         self.known: dict[int, dict[str, float]] = {
             line["step"]: line["tau"] for line in read_lines(run.output / "eval.jsonl", repair=False)}
         self.best_tau = max((tau["exact"] for tau in self.known.values()), default=0.0)
 
+    @property
+    def due(self) -> bool:
+        """Whether the present step is to be evaluated and was not."""
+        run, config = self.run, self.run.config
+        regular = 0 < run.step < run.steps and run.step % config.eval_every == 0
+        return config.evaluate and regular and run.step not in self.known
+
     def estimate(self, head: DraftHead | None = None) -> dict[str, float] | None:
-        """Estimated tau of each rule on held-out text; the best head so far is kept. None but on the main process.
+        """Estimated tau of each rule on held-out text; the best head so far is kept.
+
+        None but on the main process, and there where the run was asked to stop meanwhile.
 
         Args:
             head: the present one; None: taken from the model, for which all processes must call.
@@ -47,11 +58,15 @@ class Evaluation:
             return None
         fit_head(head, target)
         started, config = time.perf_counter(), run.config
-        taus = estimate_tau(
-            target, head, split.held_out, split.measured.tolist(),
-            {name: rule.threshold for name, rule in config.rules.items()}, config.tree_config,
-            most_tokens=config.eval_tokens,
-        )
+        try:
+            taus = estimate_tau(
+                target, head, split.held_out, split.measured.tolist(),
+                {name: rule.threshold for name, rule in config.rules.items()}, config.tree_config,
+                most_tokens=config.eval_tokens, proceed=self.stop.check,
+            )
+        except Abandoned:
+            log.info("the evaluation of step %d is abandoned: the run is to stop", run.step)
+            return None
         if taus["exact"] > self.best_tau:
             self.best_tau = taus["exact"]
             self.save(head, "best", taus)
@@ -72,7 +87,11 @@ class Evaluation:
         part.rename(run.output / name)
 
     def finish(self) -> None:
-        """Save the head and, where there is to be an evaluation, decode with it for real and write its card."""
+        """Save the head and, where there is to be an evaluation, decode with it for real and write its card.
+
+        Raises:
+            KeyboardInterrupt: the run was to stop.
+        """
         run, config, directory = self.run, self.run.config, self.run.output / "head"
         head, target, split = run.current_head(), run.teacher.target, run.split
         if head is None:
@@ -83,8 +102,10 @@ class Evaluation:
             return
         fit_head(head, target)
         taus = self.known.get(run.step) or self.estimate(head)
+        if taus is None:
+            raise KeyboardInterrupt
         self.save(head, "head", taus)
         decoded = measure(target, head, split.held_out, split.measured.tolist(), config.rules, config.tree_config,
                           prompts=config.decode_prompts, new_tokens=config.decode_tokens)
-        write_card(directory, config, run.steps, len(split.learned), taus, decoded)
+        write_card(directory, config, run.steps, len(split.learned), taus, decoded, curve_of(run.output))
         log.info("the head is in %s", directory)

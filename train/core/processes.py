@@ -51,6 +51,10 @@ def make_accelerator(config: TrainingConfig, cpu: bool) -> Accelerator:
     return accelerator
 
 
+class Abandoned(Exception):
+    """What was being done is not finished, since the run was asked to stop."""
+
+
 class StopRequest:
     """Ctrl-C and SIGTERM ask for a stop after the present step; a second one stops at once."""
 
@@ -67,6 +71,11 @@ class StopRequest:
         if self.asked:
             raise KeyboardInterrupt
         self.asked = True
+
+    def check(self) -> None:
+        """Raise Abandoned where this process was asked."""
+        if self.asked:
+            raise Abandoned
 
     def anywhere(self, accelerator: Accelerator) -> bool:
         """Whether any process was asked, the same answer on all."""

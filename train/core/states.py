@@ -14,6 +14,8 @@ from eagle_fsd.data.files import append_lines, read_lines, write_lines
 from train.core.config import TrainingConfig
 from train.core.run import Run
 
+DAMAGED = ".damaged"  # of a state that could not be read
+
 log = logging.getLogger("train.train_draft_head")
 
 
@@ -38,27 +40,65 @@ def save_state(run: Run) -> None:
 
 
 def resume(run: Run) -> None:
-    """Continue from the last complete state, where there is one.
+    """Continue from the last complete state that can be read, where there is one.
+
+    A damaged state (a disk that was full, a machine that went down) is set aside under another name.
 
     Raises:
-        ValueError: it was made with other settings, or the machines do not see the same folder.
+        ValueError: it was made with other settings, or the machines do not see the same folder; none can be read.
     """
     states, accelerator = saved_states(run.output), run.accelerator
     if accelerator.num_processes > 1:
         seen = accelerator.gather(torch.tensor([len(states)], device=accelerator.device))
         if int(seen.min()) != int(seen.max()):
             raise ValueError(f"{run.output} is not the same folder for all machines, which have to write into one")
-    if not states:
-        return
-    record = json.loads((states[-1] / "run.json").read_text())
-    changed = [k for k, v in comparable(run.config).items() if record["config"].get(k) != v]
-    if changed:
-        raise ValueError(
-            f"{run.output} holds a run with another {', '.join(changed)}; choose another output or delete it"
-        )
-    accelerator.load_state(str(states[-1]))
-    run.step = record["step"]
-    log.info("continuing at step %d", run.step)
+    damaged: list[tuple[Path, str]] = []
+    for state in reversed(states):
+        why = load(run, state)
+        if why is None:
+            break
+        damaged.append((state, why))
+    if damaged and len(damaged) == len(states):
+        state, why = damaged[0]
+        raise ValueError(f"no state of {run.output} can be read ({state.name}: {why}); delete {state.parent} to begin "
+                         "anew, or choose another output")
+    accelerator.wait_for_everyone()
+    for state, why in damaged if accelerator.is_main_process else ():
+        aside = state.with_name(state.name + DAMAGED)
+        shutil.rmtree(aside, ignore_errors=True)
+        state.rename(aside)
+        log.warning("%s is damaged (%s): now %s, the run continues from an older state", state, why, aside.name)
+    if states:
+        log.info("continuing at step %d", run.step)
+
+
+def load(run: Run, state: Path) -> str | None:
+    """Continue from a state; why it cannot be read on some process, else None.
+
+    Raises:
+        ValueError: it was made with other settings.
+    """
+    why, record, accelerator = None, {}, run.accelerator
+    try:
+        record = json.loads((state / "run.json").read_text())
+        made_with, step = record["config"], int(record["step"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        why = f"run.json: {error!r}"
+    else:
+        changed = [k for k, v in comparable(run.config).items() if made_with.get(k) != v]
+        if changed:
+            raise ValueError(
+                f"{run.output} holds a run with another {', '.join(changed)}; choose another output or delete it"
+            )
+        try:
+            accelerator.load_state(str(state))
+            run.step = step
+        except Exception as error:  # whatever torch, pickle and safetensors raise at what is no file of theirs
+            why = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no more is known'}"
+    failed = torch.tensor(float(why is not None), device=accelerator.device)
+    if accelerator.num_processes > 1 and accelerator.reduce(failed, "sum") > 0:
+        return why or "another process cannot read it"
+    return why
 
 
 def comparable(config: TrainingConfig) -> dict:
@@ -72,7 +112,8 @@ def comparable(config: TrainingConfig) -> dict:
 def saved_states(output: Path) -> list[Path]:
     """Complete states, oldest first."""
     found = [path for path in (output / "states").glob("step-*") if (path / "run.json").is_file()]
-    return sorted((p for p in found if p.suffix != ".part"), key=lambda path: int(path.name.removeprefix("step-")))
+    whole = [path for path in found if path.suffix not in (".part", DAMAGED)]
+    return sorted(whole, key=lambda path: int(path.name.removeprefix("step-")))
 
 
 class Logs:

@@ -6,11 +6,11 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 
 import numpy as np
-from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from eagle_fsd.data.conversations import BadRow, Record
 from eagle_fsd.data.documents import Documents
+from eagle_fsd.data.progress import Progress
 from train.data.chat_mask import encode_conversation
 
 
@@ -69,7 +69,7 @@ def encode_dataset(
     bad: Counter[str] = Counter()
     documents: list[tuple[np.ndarray, np.ndarray]] = []  # lists would take five times the memory
     count = truncated = 0
-    for record in tqdm(records, desc="rows", unit="row", disable=None):
+    for record in Progress(records, desc="rows", unit="row"):
         count += 1
         try:
             encoded = encode_record(record, tokenizer, max_length, long)

@@ -7,49 +7,25 @@ template it writes what a user would ask (Magpie, arXiv 2406.08464).
 from __future__ import annotations
 
 import json
-import logging
 import re
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-
-from tqdm import tqdm
 
 import eagle_fsd
 from eagle_fsd.data.conversations import BadRow, Record
 from eagle_fsd.data.files import append_lines, read_lines
+from eagle_fsd.data.progress import Progress
 from eagle_fsd.experiments.summaries import repetition
 from eagle_fsd.pair import EagleModel
 from train.data.chat_mask import ANYTHING, render
-
-log = logging.getLogger(__name__)
 
 WINDOW = 16  # batches of conversations that are sorted by length together
 USER_TOKENS = 256  # that a user's turn may have
 SHORTEST, LONGEST = 12, 1200  # characters of a user's turn
 MOST_REPETITION = 0.2  # share of its 4-grams of words that have occurred before
 USER_SAMPLING = {"temperature": 1.0, "top_p": 0.95}
-
-
-@dataclass
-class Speed:
-    """Tokens generated, for a progress bar or a log line now and then."""
-
-    bar: tqdm
-    tokens: int = 0
-    started: float = field(default_factory=time.perf_counter)
-    logged: float = field(default_factory=time.perf_counter)
-
-    def add(self, tokens: int, conversations: int) -> None:
-        self.tokens += tokens
-        rate = self.tokens / (time.perf_counter() - self.started)
-        self.bar.update(conversations)
-        self.bar.set_postfix(tokens=self.tokens, tok_s=f"{rate:.0f}")
-        if self.bar.disable and time.perf_counter() - self.logged > 30:
-            self.logged = time.perf_counter()
-            log.info("%d conversations, %d tokens, %.0f tokens/s", self.bar.n, self.tokens, rate)
 
 
 class Respondent:
@@ -64,14 +40,21 @@ class Respondent:
     ) -> None:
         self.model, self.batch, self.seed = model, batch, seed
         self.temperature, self.max_new_tokens = temperature, max_new_tokens
-        self.tokens = 0  # generated so far
+        self.tokens, self.seconds = 0, 0.0  # generated so far, and what it took
 
     def _generate(self, texts: Sequence[str], seeds: Sequence[int], **options: object) -> list[str]:
         tokenizer = self.model.tokenizer
         prompts = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+        started = time.perf_counter()
         outputs = eagle_fsd.generate(prompts, self.model, seed=list(seeds), acceptance="exact", **options)
+        self.seconds += time.perf_counter() - started
         self.tokens += sum(len(output.token_ids) for output in outputs)
         return [output.text or "" for output in outputs]
+
+    @property
+    def speed(self) -> dict[str, object]:
+        """What a progress bar says beside its count."""
+        return {"tokens": self.tokens, "tokens/s": round(self.tokens / max(self.seconds, 1e-9))}
 
     def answers(self, conversations: Sequence[list[dict]], seeds: Sequence[int]) -> list[str | BadRow]:
         """The next answer to each conversation, or why there is none."""
@@ -161,12 +144,11 @@ def regenerate(
     settings = {"temperature": writer.temperature, "max_new_tokens": writer.max_new_tokens, "seed": writer.seed}
     done: dict[int, list[dict[str, str]] | str] = dict(begin_store(store, settings | (about or {})))
     numbered = enumerate(records)
-    with tqdm(desc="conversations", unit="conversation", disable=None) as bar:
-        speed = Speed(bar)
+    with Progress(desc="answers", unit="conversation") as progress:
         while window := list(islice(numbered, WINDOW * writer.batch)):
             todo = {number: record.messages for number, record in window
                     if record.messages is not None and number not in done}
-            for number, answered in _answer_window(todo, writer, store, speed):
+            for number, answered in _answer_window(todo, writer, store, progress):
                 done[number] = answered
             for number, record in window:
                 answered = done.pop(number, None)
@@ -177,14 +159,14 @@ def regenerate(
 
 
 def _answer_window(
-    todo: dict[int, list[dict[str, str]]], writer: Respondent, store: Path, speed: Speed
+    todo: dict[int, list[dict[str, str]]], writer: Respondent, store: Path, progress: Progress
 ) -> Iterator[tuple[int, list[dict[str, str]] | str]]:
     """Each conversation with the target's answers, cut before a turn that does not fit; or why there is none."""
     asked = {number: [m for m in messages if m["role"] != "assistant"] for number, messages in todo.items()}
     turns = {number: sum(m["role"] == "assistant" for m in messages) for number, messages in todo.items()}
     order = sorted(todo, key=lambda number: (turns[number], sum(len(m["content"]) for m in asked[number])))
     for start in range(0, len(order), writer.batch):
-        numbers, before = order[start : start + writer.batch], writer.tokens
+        numbers = order[start : start + writer.batch]
         said: dict[int, list[dict[str, str]]] = {number: [] for number in numbers}
         reasons: dict[int, str] = {}
         for turn in range(max((turns[number] for number in numbers), default=0)):
@@ -206,7 +188,7 @@ def _answer_window(
                 said[number].pop()
             finished.append((number, said[number] or reasons.get(number, "no answer to learn")))
         append_lines(store, [list(each) for each in finished])
-        speed.add(writer.tokens - before, len(numbers))
+        progress.update(len(numbers), **writer.speed)
         yield from finished
 
 
@@ -228,15 +210,13 @@ def self_prompted(
     seen = {messages[0]["content"].casefold() for _, messages in found}
     conversations, batch = [messages for _, messages in found], max((batch for batch, _ in found), default=-1) + 1
     first = batch
-    with tqdm(desc="conversations", total=count, initial=len(conversations), unit="conversation", disable=None) as bar:
-        speed = Speed(bar)
+    with Progress(desc="self-prompted", unit="conversation", total=count, done=len(conversations)) as progress:
         while len(conversations) < count:
-            before = writer.tokens
             new = _one_batch(writer, batch, seen, follow_ups)
             append_lines(store, [[batch, messages] for messages in new])
             conversations += new
             batch += 1
-            speed.add(writer.tokens - before, len(new))
+            progress.update(len(new), **writer.speed)
             if batch - first >= 4 and len(conversations) - len(found) < (batch - first) * writer.batch // 20:
                 raise ValueError("the target hardly writes a user's turn that is worth an answer (fewer than one in "
                                  "20): give conversations with --data and --regenerate instead")
