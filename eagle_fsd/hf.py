@@ -15,6 +15,7 @@ from transformers import (
     StoppingCriteriaList,
     TemperatureLogitsWarper,
 )
+from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
@@ -35,6 +36,8 @@ from .trees.config import TreeConfig
 
 # What `model.generate` prepares for a forward and the decode loop works out itself.
 RECOMPUTED = ("attention_mask", "cache_position", "logits_to_keep", "past_key_values", "position_ids", "use_cache")
+OTHER_METHODS = ("prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp", "dola_layers", "penalty_alpha",
+                 "constraints", "force_words_ids")
 EXTRA_OUTPUTS = ("output_attentions", "output_hidden_states", "output_logits", "output_scores")
 
 
@@ -73,8 +76,8 @@ def custom_generate(
         config asks for a dict. Prompts may be padded on the left.
 
     Raises:
-        ValueError, TypeError: padding elsewhere, beams, inputs other than tokens, outputs other than tokens, or a bad
-            option.
+        ValueError, TypeError: padding elsewhere, beams, another method of generation, inputs other than tokens, outputs
+            other than tokens, or a bad option.
     """
     sampling, accepting = SamplingOptions.of({"seed": seed}), AcceptanceOptions.of(locals())
     streamer = streamer_of_caller() if streamer is None else streamer
@@ -122,8 +125,13 @@ def check_call(
     """
     if config is None:
         raise TypeError("custom_generate is called by generate: model.generate(..., custom_generate=custom_generate)")
-    if config.num_beams > 1:
+    if (config.num_beams or 1) > 1:
         raise ValueError(f"num_beams must be 1 with custom_generate, got {config.num_beams}")
+    mode = config.get_generation_mode()
+    if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
+        told = [f"{name}={value}" for name in OTHER_METHODS if (value := getattr(config, name, None))]
+        raise ValueError(f"custom_generate is a method of its own and cannot be {mode.value} as well: leave "
+                         f"{', '.join(told) or 'its options'} out of the generation config")
     foreign = [name for name, value in model_kwargs.items() if value is not None and name not in RECOMPUTED]
     if foreign:
         raise ValueError(f"only input_ids are supported with custom_generate, got {', '.join(foreign)}")
