@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -80,7 +81,9 @@ def custom_generate(
             other than tokens, or a bad option.
     """
     sampling, accepting = SamplingOptions.of({"seed": seed}), AcceptanceOptions.of(locals())
-    streamer = streamer_of_caller() if streamer is None else streamer
+    streamer = of_caller("streamer") if streamer is None else streamer
+    if of_caller("assistant_model") is not None:
+        raise ValueError("custom_generate drafts with draft=, and cannot take an assistant_model as well")
     pad = check_call(input_ids, generation_config, streamer, model_kwargs)
     if draft is None:
         raise ValueError("draft= is missing: a DraftHead or the directory or hub id of one")
@@ -129,7 +132,8 @@ def check_call(
         raise ValueError(f"num_beams must be 1 with custom_generate, got {config.num_beams}")
     mode = config.get_generation_mode()
     if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
-        told = [f"{name}={value}" for name in OTHER_METHODS if (value := getattr(config, name, None))]
+        given = {name: getattr(config, name, None) for name in OTHER_METHODS}
+        told = [f"{name}={value}" for name, value in given.items() if value is not None and value is not False]
         raise ValueError(f"custom_generate is a method of its own and cannot be {mode.value} as well: leave "
                          f"{', '.join(told) or 'its options'} out of the generation config")
     foreign = [name for name, value in model_kwargs.items() if value is not None and name not in RECOMPUTED]
@@ -204,13 +208,13 @@ def pad_tokens(rows: list[list[int]], pad: int | None) -> list[list[int]]:
     return [row + [pad] * (longest - len(row)) for row in rows]
 
 
-def streamer_of_caller() -> BaseStreamer | None:
-    """The streamer of the `generate` call that `custom_generate` runs in.
+def of_caller(name: str) -> Any:
+    """An argument of the `generate` call that `custom_generate` runs in.
 
-    `transformers` 5.17 to 5.23 gives it the prompt but does not hand it on to a callable.
+    `transformers` 5.17 to 5.23 does not hand its streamer and its assistant on to a callable.
     """
     caller = sys._getframe(2)
-    return caller.f_locals.get("streamer") if caller.f_code.co_name == "generate" else None
+    return caller.f_locals.get(name) if caller.f_code.co_name == "generate" else None
 
 
 def split_criteria(given: StoppingCriteriaList) -> tuple[StoppingCriteriaList, frozenset[int], int | None]:

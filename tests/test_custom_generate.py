@@ -61,6 +61,11 @@ def test_another_method_of_generation_is_refused(ours, options):
         ours(**options)
 
 
+def test_an_assistant_is_refused(ours, target):
+    with pytest.raises(ValueError, match="cannot take an assistant_model as well"):
+        ours(assistant_model=target)
+
+
 def test_end_tokens_and_their_delay(target, ours):
     free = ours()[0, len(PROMPT) :].tolist()
     target.generation_config.eos_token_id = [free[6], VOCAB - 1]
