@@ -41,8 +41,8 @@ setup(
         "eagle_fsd.checkpoints": ["*/*.json", "*/*.safetensors", "*/*.jinja", "*/*.md", "*.md"],
     },
     install_requires=[
-        "torch>=2.9", "transformers>=5.17,<6", "safetensors>=0.5", "accelerate>=1.1", "tqdm>=4.66", "numpy>=1.26",
-        "scipy>=1.15", "tyro>=1.0", "jinja2>=3.1", "filelock>=3.15",
+        "torch>=2.9", "transformers>=5.17,<6", "safetensors>=0.5", "huggingface_hub>=1.31", "accelerate>=1.1",
+        "tqdm>=4.66", "numpy>=1.26", "scipy>=1.15", "tyro>=1.0", "jinja2>=3.1", "filelock>=3.15",
     ],
     extras_require=EXTRAS,
     entry_points={

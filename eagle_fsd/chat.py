@@ -8,6 +8,7 @@ from torch import Tensor
 from .api import generate
 from .engine.decoder import Session
 from .engine.receipts import Output
+from .models.placement import Lock
 from .pair import EagleModel, bundled_pair
 
 
@@ -36,16 +37,30 @@ class Chat:
             raise ValueError("a chat needs a tokenizer with a chat template, and this model has none")
         self.options = options
         self._system = [] if system is None else [{"role": "system", "content": system}]
+        self._turn = Lock()
         self.reset()
 
     def reset(self) -> None:
-        """Begin a new conversation."""
-        self.messages = list(self._system)
-        self.session = Session()
-        self._stopped = False
+        """Begin a new conversation, once an answer that another thread waits for has ended."""
+        with self._turn:
+            self.messages = list(self._system)
+            self.session = Session()
+            self._stopped = False
+
+    @property
+    def system(self) -> str | None:
+        """Text of the system message; may be changed between turns, None: without one."""
+        return self._system[0]["content"] if self._system else None
+
+    @system.setter
+    def system(self, text: str | None) -> None:
+        with self._turn:
+            said = self.messages[1 if self.messages and self.messages[0]["role"] == "system" else 0 :]
+            self._system = [] if text is None else [{"role": "system", "content": text}]
+            self.messages = [*self._system, *said]
 
     def send(self, text: str, **options: object) -> Output:
-        """Say something; returns the answer and adds both to `messages`.
+        """Say something; returns the answer and adds both to `messages`. Threads wait for one another.
 
         Args:
             options: those of `generate` for this turn, on top of the chat's own.
@@ -54,13 +69,14 @@ class Chat:
             ValueError, TypeError: as `generate`, for a conversation that has become too long as well; the
                 conversation is then as it was before.
         """
-        messages = [*self.messages, {"role": "user", "content": text}]
-        options = {**self.options, **options}
-        criteria = [*(options.pop("stopping_criteria", None) or []), self._is_stopped]
-        self._stopped = False
-        output = generate(messages, self.model, session=self.session, stopping_criteria=criteria, **options)
-        self.messages = [*messages, {"role": "assistant", "content": output.text}]
-        return output
+        with self._turn:
+            messages = [*self.messages, {"role": "user", "content": text}]
+            options = {**self.options, **options}
+            criteria = [*(options.pop("stopping_criteria", None) or []), self._is_stopped]
+            self._stopped = False
+            output = generate(messages, self.model, session=self.session, stopping_criteria=criteria, **options)
+            self.messages = [*messages, {"role": "assistant", "content": output.text}]
+            return output
 
     def stop(self) -> None:
         """End the answer that is being written after its current cycle: from another thread or a signal handler.

@@ -56,4 +56,4 @@ def check_placement(device: object, device_map: object, tp_plan: object) -> None
     given = {name: value for name, value in
              (("device", device), ("device_map", device_map), ("tp_plan", tp_plan)) if value is not None}
     if len(given) > 1:
-        raise ValueError(f"give {' or '.join(f'{name} ({value!r})' for name, value in given.items())}, not both")
+        raise ValueError(f"give {' or '.join(f'{name}={value!r}' for name, value in given.items())}, not both")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from transformers import (
     StoppingCriteriaList,
     TemperatureLogitsWarper,
 )
+from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
@@ -35,6 +37,8 @@ from .trees.config import TreeConfig
 
 # What `model.generate` prepares for a forward and the decode loop works out itself.
 RECOMPUTED = ("attention_mask", "cache_position", "logits_to_keep", "past_key_values", "position_ids", "use_cache")
+OTHER_METHODS = ("prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp", "dola_layers", "penalty_alpha",
+                 "constraints", "force_words_ids")
 EXTRA_OUTPUTS = ("output_attentions", "output_hidden_states", "output_logits", "output_scores")
 
 
@@ -73,11 +77,13 @@ def custom_generate(
         config asks for a dict. Prompts may be padded on the left.
 
     Raises:
-        ValueError, TypeError: padding elsewhere, beams, inputs other than tokens, outputs other than tokens, or a bad
-            option.
+        ValueError, TypeError: padding elsewhere, beams, another method of generation, inputs other than tokens, outputs
+            other than tokens, or a bad option.
     """
     sampling, accepting = SamplingOptions.of({"seed": seed}), AcceptanceOptions.of(locals())
-    streamer = streamer_of_caller() if streamer is None else streamer
+    streamer = of_caller("streamer") if streamer is None else streamer
+    if of_caller("assistant_model") is not None:
+        raise ValueError("custom_generate drafts with draft=, and cannot take an assistant_model as well")
     pad = check_call(input_ids, generation_config, streamer, model_kwargs)
     if draft is None:
         raise ValueError("draft= is missing: a DraftHead or the directory or hub id of one")
@@ -122,8 +128,14 @@ def check_call(
     """
     if config is None:
         raise TypeError("custom_generate is called by generate: model.generate(..., custom_generate=custom_generate)")
-    if config.num_beams > 1:
+    if (config.num_beams or 1) > 1:
         raise ValueError(f"num_beams must be 1 with custom_generate, got {config.num_beams}")
+    mode = config.get_generation_mode()
+    if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
+        given = {name: getattr(config, name, None) for name in OTHER_METHODS}
+        told = [f"{name}={value}" for name, value in given.items() if value is not None and value is not False]
+        raise ValueError(f"custom_generate is a method of its own and cannot be {mode.value} as well: leave "
+                         f"{', '.join(told) or 'its options'} out of the generation config")
     foreign = [name for name, value in model_kwargs.items() if value is not None and name not in RECOMPUTED]
     if foreign:
         raise ValueError(f"only input_ids are supported with custom_generate, got {', '.join(foreign)}")
@@ -196,13 +208,13 @@ def pad_tokens(rows: list[list[int]], pad: int | None) -> list[list[int]]:
     return [row + [pad] * (longest - len(row)) for row in rows]
 
 
-def streamer_of_caller() -> BaseStreamer | None:
-    """The streamer of the `generate` call that `custom_generate` runs in.
+def of_caller(name: str) -> Any:
+    """An argument of the `generate` call that `custom_generate` runs in.
 
-    `transformers` 5.17 to 5.23 gives it the prompt but does not hand it on to a callable.
+    `transformers` 5.17 to 5.23 does not hand its streamer and its assistant on to a callable.
     """
     caller = sys._getframe(2)
-    return caller.f_locals.get("streamer") if caller.f_code.co_name == "generate" else None
+    return caller.f_locals.get(name) if caller.f_code.co_name == "generate" else None
 
 
 def split_criteria(given: StoppingCriteriaList) -> tuple[StoppingCriteriaList, frozenset[int], int | None]:

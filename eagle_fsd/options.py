@@ -140,8 +140,8 @@ class AcceptanceOptions(Options):
     def __post_init__(self) -> None:
         if self.quality is not None:
             if self.acceptance != "fsd" or self.threshold is not None or self.divergence is not None:
-                raise ValueError(f"quality={self.quality!r} chooses the rule: leave acceptance, threshold and "
-                                 "divergence out")
+                raise ValueError(f"quality={self.quality!r} chooses the rule: leave acceptance=, threshold= and "
+                                 "divergence= out")
             parse_promise(self.quality)
         if self.budget is not None:
             if isinstance(self.budget, bool) or not isinstance(self.budget, Real):
@@ -202,7 +202,7 @@ class LoadOptions(Options):
 
     def __post_init__(self) -> None:
         if self.target is None and self.draft is not None:
-            raise ValueError("target= is missing: give both target and draft, or neither for the bundled pair")
+            raise ValueError("target= is missing: give both target= and draft=, or neither for the bundled pair")
         if self.attn_implementation not in (None, "auto", *IMPLEMENTATIONS):
             raise ValueError(f"attn_implementation must be None, auto or one of {', '.join(IMPLEMENTATIONS)}, got "
                              f"{self.attn_implementation!r}")

@@ -75,6 +75,10 @@ class EagleModel:
             fit_head(draft, adapter)
         return cls(adapter, draft, tokenizer)
 
+    def __getstate__(self) -> dict:
+        """For copies and pickles: without CUDA graphs, which belong to this process and its caches."""
+        return {**vars(self), "graphs": None}
+
     def compile(self, *, batches: bool = False, warm_up: bool = True, max_length: int = 4096) -> bool:
         """Take the framework's overhead from the cycles; what cannot be stays as it is, and the log says why.
 
@@ -177,7 +181,8 @@ class EagleModel:
     def calibrated(self, promise: str, temperature: float, tree: TreeConfig | None = None) -> Calibration:
         """The stored calibration for a promise such as "accuracy_drop<=1%".
 
-        One for another target, head, dtype, temperature or tree is taken with a warning where there is no better one.
+        One for another target, head, dtype, temperature or tree is taken with a warning where there is no better one,
+        unless its rule keeps the promise anywhere.
 
         Raises:
             ValueError: there is none for the promise.
@@ -193,7 +198,7 @@ class EagleModel:
             return [name for name, value in ours.items() if getattr(entry, name) != value]
 
         best = min(known, key=lambda entry: len(differing(entry)))
-        for name in differing(best):
+        for name in () if best.holds_anywhere(temperature == 0) else differing(best):
             log.warning("%s was calibrated with %s %s, not %s: the promise may not hold", wanted, name,
                         getattr(best, name), ours[name])
         return best

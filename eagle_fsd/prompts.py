@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .checks import require_integer
+from .data.rendering import check_rendering, most_characters
 from .pair import EagleModel
 
 log = logging.getLogger(__name__)
@@ -50,7 +51,7 @@ def encode_prompt(prompt: object, model: EagleModel) -> list[int]:
             )
         return check_ids(prompt.flatten().tolist(), model)
     if isinstance(prompt, str):
-        ids = need_tokenizer(model)(encodable("the prompt", prompt))["input_ids"]
+        ids = tokenised("the prompt", prompt, model)
     elif isinstance(prompt, (list, tuple)) and all(isinstance(message, dict) for message in prompt) and prompt:
         ids = _encode_chat(list(prompt), model)
     elif isinstance(prompt, (list, tuple)):
@@ -93,11 +94,26 @@ def _encode_chat(messages: list[dict], model: EagleModel) -> list[int]:
             raise ValueError(f'a chat message needs "role" and "content", both text, got {message!r}')
     if tokenizer.chat_template is None:
         raise ValueError("the tokenizer has no chat template: give the prompt as text or token ids")
+    positions = model.target.max_positions
+    if positions is not None:
+        check_rendering(tokenizer, messages, most_characters(tokenizer, positions))
     try:
         rendered = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     except Exception as error:  # templates raise for roles or an order that they do not know
         raise ValueError(f"the tokenizer's chat template refuses the chat: {error}") from error
-    return tokenizer(encodable("the chat", rendered), add_special_tokens=False)["input_ids"]
+    return tokenised("the chat", rendered, model, add_special_tokens=False)
+
+
+def tokenised(what: str, text: str, model: EagleModel, **options: object) -> list[int]:
+    """The token ids of a text.
+
+    Raises:
+        ValueError: it cannot be encoded, or is longer than anything that the target has positions for.
+    """
+    tokenizer, positions = need_tokenizer(model), model.target.max_positions
+    if positions is not None and len(text) > most_characters(tokenizer, positions):
+        raise ValueError(f"{what} has {len(text)} characters, more than the target's {positions} positions can hold")
+    return tokenizer(encodable(what, text), **options)["input_ids"]
 
 
 def check_length(prompt_length: int, max_new_tokens: int, model: EagleModel) -> int:

@@ -69,10 +69,11 @@ def resolve_rule(
     """
     threshold = options.threshold
     if options.quality is not None:
-        if shaped:
+        found = model.calibrated(options.quality, temperature, options.tree)
+        if shaped and not found.holds_anywhere(temperature == 0):
             log.warning("%s was calibrated without top_k, top_p, min_p, repetition_penalty and processors of your own: "
                         "it may not hold", options.quality)
-        return make_rule(**model.calibrated(options.quality, temperature, options.tree).options)
+        return make_rule(**found.options)
     if threshold is None and options.acceptance == "fsd" and not shaped:
         threshold = model.default_threshold(options.divergence or "js", temperature, options.tree)
         if threshold is None:

@@ -28,7 +28,8 @@ def run_command(
     args = parse_options(arguments, argv, program=f"python -m {module}",
                          description=sys.modules[arguments.__module__].__doc__)
     found: list[int | None] = [0]
-    return exit_status(module, lambda: found.append(work(args)), stopped=stopped) or found[-1] or 0
+    status = exit_status(module, lambda: found.append(work(args)), stopped=stopped, flags=True)
+    return status or found[-1] or 0
 
 
 def noted(args: object) -> dict[str, str]:

@@ -110,8 +110,16 @@ def answer_question(model: eagle_fsd.EagleModel, question: Question, args: MtBen
 
 
 def read_answers(path: Path, repair: bool = False) -> dict[int | str, dict]:
-    """Answer records by question; `repair` as of `read_lines`."""
-    return {record["question_id"]: record for record in read_lines(path, repair)}
+    """Answer records by question; `repair` as of `read_lines`.
+
+    Raises:
+        ValueError: a line that is no answer.
+    """
+    records = read_lines(path, repair)
+    for number, record in enumerate(records, 1):
+        if not isinstance(record, dict) or not isinstance(record.get("choices"), list) or "question_id" not in record:
+            raise ValueError(f"{path}, line {number}: no answer of eval.mt_bench, it needs question_id and choices")
+    return {record["question_id"]: record for record in records}
 
 
 def read_note(about: Path) -> dict | None:

@@ -304,13 +304,14 @@ def test_auto_takes_the_nearest_log(cycles):
     assert trees.of(fuzzy, 0.9) is trees.of(make_rule("exact"), 0.7)
 
 
-def test_a_loaded_pair_chooses_its_tree(tmp_path, monkeypatch, cycles):
+def test_a_loaded_pair_chooses_its_tree(tmp_path, monkeypatch, cycles, caplog):
     monkeypatch.setenv("EAGLE_FSD_CACHE", str(tmp_path / "cache"))
     save_pair(tmp_path)
     places = (tmp_path / "target", tmp_path / "head")
     monkeypatch.setattr("eagle_fsd.tuning.machine.measure", lambda *_: FREE)
     unknown = eagle_fsd.load(*places, device="cpu")
     choice = unknown.trees.of(make_rule("exact"), 0.0)
+    assert not caplog.text
     assert choice.tree == unknown.default_tree and choice.cost(16, 6) > 0  # no log: the default, which may pause
     store_log(tmp_path / "head", TreeLog(repr(make_rule("exact")), 0.0, cycles))
     fixed = eagle_fsd.load(*places, device="cpu", tree=TreeConfig(8, 3, 2))

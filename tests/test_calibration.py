@@ -434,6 +434,17 @@ def test_quality_uses_the_calibration(pair, caplog):
     pair.calibrations = []
 
 
+@pytest.mark.parametrize(("promise", "options", "warns"), [
+    ("accuracy_drop<=1%", {"rule": "exact"}, False), ("diverging<=1%", {"rule": "fsd", "threshold": 0.0}, False),
+    ("accuracy_drop<=1%", {"rule": "fsd", "threshold": 0.1}, True), ("speedup>=2", {"rule": "exact"}, True),
+])
+def test_what_is_lossless_keeps_promises_about_quality_anywhere(pair, caplog, promise, options, warns):
+    pair.calibrations = [calibration(pair, promise=promise, options=options, target="another", dtype="torch.bfloat16")]
+    eagle_fsd.generate(PROMPT, pair, quality=promise, max_new_tokens=8, tree=TREE, repetition_penalty=1.1)
+    assert ("may not hold" in caplog.text) is warns
+    pair.calibrations = []
+
+
 def test_the_command_refuses_what_cannot_be_found_out(tmp_path, capsys):
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": letter, "answer": "x"}) + "\n" for letter in LETTERS))

@@ -2,6 +2,7 @@
 
 import os
 import re
+import threading
 from pathlib import Path
 
 import pytest
@@ -54,6 +55,43 @@ def assert_turn(chat, text, **options):
     assert output.stats.accepted_lengths == expected.stats.accepted_lengths
     assert chat.messages[-2:] == [{"role": "user", "content": text}, {"role": "assistant", "content": output.text}]
     return output
+
+
+def test_threads_take_turns(model):
+    """None of them is lost, whoever comes first, and each is what was to be said there."""
+    chat = Chat(model, **OPTIONS)
+    begun = threading.Barrier(4)
+
+    def say(number):
+        begun.wait()
+        for _ in range(2):
+            chat.send("abcd"[number])
+
+    threads = [threading.Thread(target=say, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [message["role"] for message in chat.messages] == ["user", "assistant"] * 8
+    assert sorted(message["content"] for message in chat.messages[::2]) == sorted("abcd" * 2)
+    again = Chat(model, **OPTIONS)
+    for message in chat.messages[::2]:
+        again.send(message["content"])
+    assert again.messages == chat.messages
+
+
+def test_the_system_message_may_be_changed_between_turns(model):
+    chat = Chat(model, **OPTIONS, system="be nice")
+    assert_turn(chat, SAID[0])
+    chat.system = "be brief"
+    assert [message["role"] for message in chat.messages] == ["system", "user", "assistant"]
+    assert chat.messages[0]["content"] == chat.system == "be brief"
+    assert_turn(chat, SAID[1])
+    chat.system = None
+    assert chat.messages[0]["role"] == "user"
+    assert_turn(chat, SAID[2])
+    chat.reset()
+    assert chat.messages == []
 
 
 @pytest.mark.parametrize(

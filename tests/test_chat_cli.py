@@ -1,5 +1,6 @@
 """`eagle-fsd chat`, driven through a pseudo-terminal as a user would."""
 
+import json
 import os
 import re
 import select
@@ -17,11 +18,13 @@ from eagle_fsd import EagleModel, TreeConfig, make_rule
 from eagle_fsd.chat import Chat
 from eagle_fsd.cli import chat as chat_cli
 from eagle_fsd.cli.chat import HELP, LiveStreamer, Terminal, talk
+from eagle_fsd.data.conversations import read_records
 from eagle_fsd.prompts import encode_prompt
 
 TREE = TreeConfig(16, 5, 4)
 OPTIONS = {"max_new_tokens": 12, "temperature": 0.0, "acceptance": "fsd", "threshold": None, "divergence": "js",
            "tree": TREE}
+STRICT = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}a"
 CONTROL = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]|\x1b\][^\a]*\a|\r")
 # The terminal's Ctrl-C reaches a process whose controlling terminal it is.
 PROGRAM = """
@@ -194,6 +197,12 @@ def write(model, monkeypatch, capsys):
         ("/rule fsd 0.3", "/rule takes one value"),
         ("/temperature -1", "temperature must be .*-1"),
         ("/temperature nan", "temperature must be .*nan"),
+        ("/temperature 1e-9", "temperature must be 0 .* or a number >= 1e-06, got 1e-09"),
+        ("/save", "/save takes the name of a file"),
+        ("/save file", "nothing has been said yet"),
+        ("/load", "/load takes the name of a file"),
+        ("/load /no/such file", "there is no file /no/such file"),
+        ("/load /dev/zero", "there is no file /dev/zero"),
         ("/temperature inf", "temperature must be .*inf"),
         ("/temperature warm", "/temperature takes a number, got 'warm'"),
         ("/stats", "nothing has been answered yet"),
@@ -214,6 +223,64 @@ def test_commands(model, write):
         *HELP.split("\n"), "Tilt(threshold=0.0, head_guard=None, max_regret=2.0), temperature 0",
         "Tilt(threshold=0.5, head_guard=None, max_regret=2.0), temperature 0", "Exact(threshold=0.0), temperature 0",
         "threshold of rule 'exact' must lie in [0, 0], got 1.0", ""]
+
+
+def test_a_conversation_is_saved_and_gone_on_with(model, tmp_path, capsys):
+    """With its system message, by another program run."""
+    file = tmp_path / "my chat.json"
+    first = Terminal(Chat(model, **OPTIONS))
+    for line in ("/system", "/system be nice", "hello", "and now", f"/save {file}"):
+        first.obey(line)
+    assert capsys.readouterr().out.splitlines()[:2] == ["no system message", "system message: be nice"]
+    (record,) = read_records(str(tmp_path / "my chat.json"))  # prepare_data learns from it
+    assert record.messages == first.chat.messages and first.chat.messages[0]["content"] == "be nice"
+    second = Terminal(Chat(model, **OPTIONS))
+    second.obey("something else")
+    second.obey(f"/load {file}")
+    assert capsys.readouterr().out.splitlines()[-1] == f"4 messages read from {file}"
+    assert second.chat.messages == first.chat.messages and second.last is None
+    for terminal in (first, second):
+        terminal.obey("what else")
+    assert second.chat.messages == first.chat.messages and len(first.chat.messages) == 7
+    second.obey(f"/save {file}")  # over the earlier one
+    assert json.loads(file.read_text())["messages"] == second.chat.messages
+    second.obey("/reset")
+    assert second.chat.messages == [{"role": "system", "content": "be nice"}]
+    second.obey("/system -")
+    assert second.chat.messages == [] and second.chat.system is None
+
+
+@pytest.mark.parametrize("content", [
+    "", "{", "[" * 10**5, "3", "{}", "[]", '{"messages": "hi"}', '[{"role": "user"}]', '[{"role": [], "content": "a"}]',
+    '[{"role": "wizard", "content": "a"}]', '[{"role": "user", "content": "a"}]', '["a"]',
+    '[{"role": "assistant", "content": 3}]', "\udcff",
+], ids=lambda content: content[:30])
+def test_what_is_no_conversation_is_neither_read_nor_written_over(model, tmp_path, capsys, content):
+    file = tmp_path / "file.json"
+    file.write_text(content, errors="surrogateescape")
+    before = file.read_bytes()
+    terminal = Terminal(Chat(model, **OPTIONS))
+    terminal.obey("hello")
+    messages = list(terminal.chat.messages)
+    capsys.readouterr()
+    for command in ("/load", "/save"):
+        terminal.obey(f"{command} {file}")
+        assert f"{file} is no conversation" in capsys.readouterr().out
+    assert terminal.chat.messages == messages and file.read_bytes() == before
+    terminal.obey(f"/save {tmp_path / 'no folder' / 'file'}")
+    assert "No such file" in capsys.readouterr().out
+
+
+def test_a_conversation_that_the_target_cannot_take_is_not_loaded(model, tmp_path, capsys, monkeypatch):
+    terminal = Terminal(Chat(model, **OPTIONS))
+    file = tmp_path / "file.json"
+    turns = [{"role": "user", "content": "a" * 5000}, {"role": "assistant", "content": "b"}]
+    file.write_text(json.dumps(turns))
+    terminal.obey(f"/load {file}")
+    assert "the target takes at most" in capsys.readouterr().out and not terminal.chat.messages
+    monkeypatch.setattr(model.tokenizer, "chat_template", STRICT)
+    terminal.obey("/system be nice")
+    assert "refuses the chat: no system" in capsys.readouterr().out and not terminal.chat.messages
 
 
 def test_keys_at_the_prompt(model, write):
@@ -241,6 +308,7 @@ def test_a_promise_gives_the_rule_until_one_is_typed(model, monkeypatch, capsys)
     found = []
 
     class Kept:
+        holds_anywhere = staticmethod(lambda greedy: False)
         options = {"rule": "tilt", "threshold": 0.5}
 
     terminal = Terminal(Chat(model, **OPTIONS | {"divergence": None, "quality": "kl<=0.02"}))

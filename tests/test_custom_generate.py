@@ -53,6 +53,19 @@ def test_greedy_decoding_respects_the_generation_config(target, ours, options):
     assert sequences.dtype == expected.dtype and torch.equal(sequences, expected)
 
 
+@pytest.mark.parametrize("options", [
+    {"prompt_lookup_num_tokens": 3}, {"assistant_early_exit": 1}, {"penalty_alpha": 0.6, "top_k": 4},
+], ids=readable)
+def test_another_method_of_generation_is_refused(ours, options):
+    with pytest.raises(ValueError, match=f"a method of its own .*{next(iter(options))}"):
+        ours(**options)
+
+
+def test_an_assistant_is_refused(ours, target):
+    with pytest.raises(ValueError, match="cannot take an assistant_model as well"):
+        ours(assistant_model=target)
+
+
 def test_end_tokens_and_their_delay(target, ours):
     free = ours()[0, len(PROMPT) :].tolist()
     target.generation_config.eos_token_id = [free[6], VOCAB - 1]

@@ -186,10 +186,13 @@ def test_a_head_can_be_read_by_all_who_can_read_other_new_files(place, tmp_path)
         assert modes == {(tmp_path / "other").stat().st_mode}
 
 
-def test_inspection_says_what_a_head_fits(place, tmp_path):
+def test_inspection_says_what_a_head_fits(place, tmp_path, capsys):
     tiny_target(vocab_size=40).save_pretrained(tmp_path / "other")
     assert inspect_head(place / "head", place / "target").target_problems == []
     assert inspect_head(place / "head", tmp_path / "other").target_problems == ["vocabulary: head 32, target 40"]
+    assert main(["inspect", str(place / "head"), "--target", str(tmp_path / "other")]) == 2
+    shown = capsys.readouterr()
+    assert "EAGLE-1/2" in shown.out and "does not fit" in shown.err and "vocabulary: head 32, target 40" in shown.err
 
 
 def test_the_commands(place, tmp_path, capsys):

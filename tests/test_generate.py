@@ -1,7 +1,9 @@
 """The contract of `generate`. V = 32: four special tokens, then letters, a space and a full stop."""
 
+import copy
 import logging
 import math
+import pickle
 
 import pytest
 import reference_eagle
@@ -16,6 +18,8 @@ from eagle_fsd import Decision, TreeConfig, make_rule
 from eagle_fsd.acceptance.divergence import get_divergence
 from eagle_fsd.pair import EagleModel
 from eagle_fsd.quality.calibrations import Calibration
+from eagle_fsd.tuning.choice import AutoTree
+from eagle_fsd.tuning.latency import Latency
 
 TREE = TreeConfig(16, 5, 4)
 
@@ -508,3 +512,29 @@ def test_a_rule_function_that_returns_something_else_is_refused(pair):
         generate(pair, acceptance=lambda v: None, threshold=None)
     with pytest.raises(ValueError, match="log-weights of shape"):
         generate(pair, acceptance=lambda v: v.warped_logits[:, 0], threshold=None)
+
+
+@pytest.mark.parametrize("again", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))],
+                         ids=["deepcopy", "pickle"])
+@pytest.mark.parametrize("kind", ["plain", "reduced vocabulary", "shared embeddings", "trees"])
+def test_a_model_can_be_copied_and_pickled(again, kind):
+    """And the copy shares nothing with it."""
+    pair, tree = tiny_pair(), TREE
+    if kind == "reduced vocabulary":
+        pair.draft.limit_vocabulary(torch.arange(3, 25))
+        pair = EagleModel.from_parts(pair.target.model, pair.draft)
+    if kind == "shared embeddings":
+        pair.draft.share_embeddings(pair.target.embed_tokens)
+    if kind == "trees":
+        pair.trees, tree = AutoTree([], Latency({1: 1.0, 2: 1.1}, {1: 0.1}, 1.0), stopping=True), None
+    expected = generate(pair, tree=tree)
+    pair.pauses.clear()
+    found = again(pair)
+    if kind == "reduced vocabulary":
+        assert found.draft.output_rows.belong_to(found.target.lm_head.weight)
+    with torch.no_grad():
+        for weight in {*pair.target.model.parameters(), *pair.draft.parameters()}:
+            weight.zero_()
+    output = generate(found, tree=tree)
+    assert output.token_ids == expected.token_ids
+    assert output.stats.accepted_lengths == expected.stats.accepted_lengths

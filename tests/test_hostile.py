@@ -41,6 +41,9 @@ from eagle_fsd import (
     save_head,
 )
 from eagle_fsd.cli import main
+from eagle_fsd.data.conversations import read_records
+from eagle_fsd.data.files import read_lines
+from eagle_fsd.data.questions import read_questions
 from eagle_fsd.tuning.latency import Latency
 
 SECONDS = 60  # after which a test that hangs is ended with all stacks shown
@@ -64,6 +67,16 @@ class World:
     def answers(self, *prompt, **options):
         """Whether an input that looks hostile gives the usual answer."""
         return self.generate(*prompt, **options).token_ids == self.generate().token_ids
+
+    def with_template(self, template):
+        tokenizer = tiny_tokenizer()
+        tokenizer.chat_template = template
+        return EagleModel.from_parts(self.pair.target.model, self.pair.draft, tokenizer)
+
+    def answers_text(self, text, model):
+        """Whether a chat of "abc" is this text, put together by the model's template."""
+        ids = model.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return self.generate(chat("user", "abc"), model).token_ids == self.generate(ids).token_ids
 
     def sampled(self, **options):
         return self.generate(**{"temperature": 1.0, "seed": 1} | options)
@@ -176,6 +189,30 @@ def spoil(name):
     return numbers(lambda state: state[name].view(-1)[3].fill_(NAN))
 
 
+def fields(**changes):
+    """Change what config.json says."""
+    def rewrite(folder):
+        path = folder / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+    return rewrite
+
+
+def pickled(change):
+    """The weights as `pytorch_model.bin` after `change(state)`."""
+    def rewrite(folder):
+        state = load_file(folder / "model.safetensors")
+        change(state)
+        (folder / "model.safetensors").unlink()
+        torch.save(state, folder / "pytorch_model.bin")
+
+    return rewrite
+
+
+def cast(dtype, name="fc.weight"):
+    return numbers(lambda state: state.update({name: state[name].to(dtype)}))
+
+
 def exploit(folder):
     (folder / "model.safetensors").unlink()
     (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Exploit(), 2))
@@ -255,6 +292,20 @@ CASES = [
     ("generate", "a role the template refuses",
      lambda w: w.generate(chat("wizard"), EagleModel.from_parts(w.pair.target.model, w.pair.draft, strict_tokenizer())),
      ValueError, "refuses the chat: only users"),
+    ("generate", "text without end", lambda w: w.generate("a" * 10**7), ValueError,
+     "the prompt has 10000000 characters, more than the target's 128 positions can hold"),
+    ("generate", "a chat without end", lambda w: w.generate(chat("user", "a" * 10**7)), ValueError, "than the target"),
+    *(("generate", f"a template that multiplies: {template}",
+       lambda w, template=template: w.generate(chat("user", "abc"), w.with_template(template)), ValueError,
+       "chat template makes more than 65536 characters of the chat")
+      for template in ("{{ messages[0].content * 10**12 }}", "{{ 10**12 * 'abc' }}", "{{ [messages] * 10**12 }}",
+                       "{{ 'a' * 10**6 }}", "{{ messages[0].content * 10**5 }}",
+                       "{% for i in range(99999) %}{% for j in range(99999) %}{{ i }}{% endfor %}{% endfor %}",
+                       "{% for i in range(99999) %}{{ messages[0].content }}{% endfor %}")),
+    ("generate", "a template that multiplies a little",
+     lambda w: w.answers_text("abcabcabc", w.with_template("{{ messages[0].content * 3 }}")), True, ""),
+    ("generate", "a template that is none",
+     lambda w: w.generate(chat("user"), w.with_template("{% for %}")), ValueError, "refuses the chat"),
     ("generate", "no chat template",
      lambda w: w.generate(chat("user"), EagleModel.from_parts(w.pair.target.model, w.pair.draft, bare_tokenizer())),
      ValueError, "no chat template"),
@@ -355,7 +406,7 @@ CASES = [
     ("SamplingOptions", "half a token", lambda w: SamplingOptions(max_new_tokens=0.5), TypeError, "must be an int"),
     ("SamplingOptions", "a NaN", lambda w: SamplingOptions(temperature=math.nan), ValueError, "temperature must be 0"),
     ("AcceptanceOptions", "two choices", lambda w: AcceptanceOptions(threshold=0.1, quality="kl<=1"), ValueError,
-     "leave acceptance, threshold and divergence out"),
+     "leave acceptance=, threshold= and divergence= out"),
     ("AcceptanceOptions", "a budget in words", lambda w: AcceptanceOptions(budget="all"), TypeError, "number of nats"),
     ("LoadOptions", "two places", lambda w: LoadOptions(device="cpu", device_map="auto"), ValueError, "not both"),
     ("LoadOptions", "a head alone", lambda w: LoadOptions(draft="d"), ValueError, "target= is missing"),
@@ -399,6 +450,30 @@ CASES = [
     ("load_head", "a config of sizes no head has",
      lambda w: w.head(write("config.json", '{"num_hidden_layers": 1, "vocab_size": 1000000000000000}')), ValueError,
      "describes no head that can be made"),
+    *(("load_head", f"{name} {value!r}",
+       lambda w, name=name, value=value: w.head(fields(**{"rope_parameters": None, name: value})), ValueError,
+       f"config.json.*{name}")
+      for name, value in (
+          ("hidden_act", "magic"), ("hidden_act", 3), ("rope_theta", NAN), ("rope_theta", -1.0), ("rope_theta", "x"),
+          ("rope_theta", 0), ("rms_norm_eps", NAN), ("rms_norm_eps", -1.0), ("rms_norm_eps", "a"),
+          ("num_key_value_heads", 3), ("intermediate_size", -1), ("intermediate_size", 0), ("vocab_size", 0),
+          ("hidden_size", 0), ("max_position_embeddings", -5))),
+    *(("load_head", f"a rotary embedding {rope}",
+       lambda w, rope=rope: w.head(fields(rope_theta=None, rope_parameters=rope)), ValueError, f"config.json.*{word}")
+      for rope, word in (({"rope_type": "magic", "rope_theta": 1e4}, "rope_type"), ({"rope_type": "yarn"}, "factor"),
+                         ({"rope_type": "linear", "factor": NAN, "rope_theta": 1e4}, "factor"))),
+    ("load_head", "weights by number", lambda w: w.head(pickled(lambda state: state.update({3: torch.ones(1)}))),
+     ValueError, "no dictionary of tensors by name"),
+    ("load_head", "sparse weights",
+     lambda w: w.head(pickled(lambda state: state.update({"fc.weight": state["fc.weight"].to_sparse()}))), ValueError,
+     "fc.weight is no plain tensor but torch.sparse_coo"),
+    ("load_head", "weights without data",
+     lambda w: w.head(pickled(lambda state: state.update({"fc.weight": state["fc.weight"].to("meta")}))), ValueError,
+     "fc.weight is no plain tensor but meta"),
+    *(("load_head", f"weights of {dtype}", lambda w, dtype=dtype: w.head(cast(dtype)), ValueError,
+       f"fc.weight is of {dtype}; read are .* quantised are not")
+      for dtype in (torch.int8, torch.uint8, torch.int64, torch.float8_e4m3fn, torch.float8_e5m2)),
+    ("load_head", "weights of float64", lambda w: bool(w.head(cast(torch.float64))), True, ""),
     ("load_head", "empty weights", lambda w: w.head(cut(0)), ValueError, "model.safetensors cannot be read"),
     ("load_head", "truncated weights", lambda w: w.head(cut(-2)), ValueError, "model.safetensors cannot be read"),
     *(("load_head", f"bit flipped in byte {at} of the header", lambda w, at=at: w.head(flip(at)), ValueError,
@@ -414,7 +489,7 @@ CASES = [
      "a torch dtype or None"),
     ("save_head", "integers", lambda w: save_head(w.pair.draft, w.folder / "new", dtype=torch.int8), ValueError,
      "floating point"),
-    ("save_head", "a file as directory", lambda w: save_head(w.pair.draft, __file__), OSError, "File exists"),
+    ("save_head", "a file as directory", lambda w: save_head(w.pair.draft, __file__), OSError, "Not a directory"),
     ("load_head", "a draft vocabulary with code in it",
      lambda w: w.head(lambda folder: (folder / "token_map.pt").write_bytes(pickle.dumps(Exploit(), 2))), ValueError,
      "token_map.pt was refused, since it holds more than tensors"),
@@ -459,7 +534,7 @@ CASES = [
     ("load", "an unknown device", lambda w: w.load(device="abacus"), ValueError, "device 'abacus' cannot be used"),
     ("load", "a device that is not there", lambda w: w.load(device="cuda:99"), ValueError, "cannot be used here"),
     ("load", "a device without data", lambda w: w.load(device="meta"), ValueError, "device 'meta' cannot be used"),
-    ("load", "two places", lambda w: w.load(device="cpu", tp_plan="auto"), ValueError, "or tp_plan .*not both"),
+    ("load", "two places", lambda w: w.load(device="cpu", tp_plan="auto"), ValueError, "or tp_plan=.*not both"),
     ("load", "a plan for nobody", lambda w: w.load(device=None, tp_plan="auto"), ValueError, "torchrun"),
     ("load", "a plan that is none", lambda w: w.load(device=None, tp_plan="all"), ValueError,
      'tp_plan must be "auto".*got .all.'),
@@ -577,6 +652,90 @@ def test_an_attention_of_another_form_is_measured_again(world, tmp_path, monkeyp
         assert pair.target.config._attn_implementation == "eager" and len(measured) == count
 
 
+@pytest.fixture
+def no_hub(monkeypatch):
+    """What the hub is asked for while it cannot be reached; 23 seconds of trying are not begun."""
+    asked = []
+
+    def refuse(url, *args, **options):
+        asked.append(url)
+        raise ConnectionError("Name or service not known")
+
+    monkeypatch.setattr("eagle_fsd.data.sources.get_hf_file_metadata", refuse)
+    monkeypatch.setattr("eagle_fsd.data.sources.cached_file", lambda *_, **__: pytest.fail("tried for long"))
+    return asked
+
+
+@pytest.mark.parametrize("call", [
+    lambda w: load_head("someone/no-such-head"), lambda w: load("someone/no-such-target", "someone/no-such-head"),
+    lambda w: load("someone/no-such-target", w.folder / "head"),
+], ids=["a head", "a pair", "a target"])
+def test_a_hub_that_cannot_be_reached_is_said_to_be(world, no_hub, call):
+    with pytest.raises(OSError, match="'someone/no-such-.*the hub cannot be reached: Name or service not known"):
+        call(world)
+    assert len(no_hub) == 1
+
+
+def test_what_was_fetched_is_used_while_the_hub_cannot_be_reached(world, no_hub, monkeypatch):
+    """And of further files there are none."""
+    kept = {name: str(world.folder / "head" / name) for name in ("config.json", "model.safetensors")}
+    monkeypatch.setattr("eagle_fsd.data.sources.try_to_load_from_cache", lambda source, name: kept.get(name))
+    monkeypatch.setattr("eagle_fsd.data.sources.cached_file", lambda source, name, **_: kept[name])
+    assert load_head("someone/head").token_map is None
+    assert [url.rpartition("/")[2] for url in no_hub] == ["token_map.pt"]
+
+
+QUESTION = b'{"prompt": "hi"}'
+DEEP = b"[" * 10**5 + b"]" * 10**5
+QUESTION_FILES = [
+    (b"\xef\xbb\xbf" + QUESTION, None),
+    (QUESTION + b"\r\n\r\n" + QUESTION, None),
+    (QUESTION + b"\ngarbage", r"questions.jsonl, line 2: not JSON: Expecting value, at character 1"),
+    (b'{"prompt": ', r"line 1: not JSON: Expecting value, at character 12"),
+    (b'{"prompt": ' + DEEP + b"}", "line 1: not JSON that can be read: nested too deep"),
+    (QUESTION + b"\n" + DEEP, "line 2: not JSON that can be read: nested too deep"),
+    (QUESTION + b"\n\xff\xfe", "line 2: not UTF-8"),
+    ("hello".encode("utf-16"), "line 1: not UTF-8"),
+    (b'{"turns": "hi"}', "line 1: turns must be a list of strings"),
+    (b'{"turns": [["hi"]]}', "line 1: turns must be a list of strings"),
+    (b'{"prompt": "hi", "question_id": [1]}', "line 1: question_id must be a number or a string"),
+    (b'{"prompt": 3, "task_id": "a"}', "line 1: prompt must be a string"),
+    (b'{"prompt": "hi", "task_id": "a", "test": "t"}', "line 1: 'entry_point' is missing"),
+    (b"3", "line 1: not a JSON object"),
+    (b"", "holds no question"),
+    (b"\xef\xbb\xbf", "holds no question"),
+]
+
+
+@pytest.mark.parametrize(("content", "message"), QUESTION_FILES, ids=lambda each: str(each)[:40])
+def test_question_files(tmp_path, capsys, content, message):
+    path = tmp_path / "questions.jsonl"
+    path.write_bytes(content)
+    if message is None:
+        assert {question.turns for question in read_questions(path)} == {("hi",)}
+        return
+    with pytest.raises(ValueError, match=f"questions.jsonl.*{message.removeprefix('questions.jsonl')}"):
+        read_questions(path)
+    assert main(["tune", "--prompts", str(path)]) == 2
+    errors = capsys.readouterr().err
+    assert len(errors.splitlines()) == 1 and str(path) in errors and len(errors) < 400
+
+
+@pytest.mark.parametrize("line", [b"garbage", DEEP, b"\xff"], ids=["garbage", "deep", "bytes"])
+def test_a_line_of_a_log_that_is_none_is_named(tmp_path, line):
+    path = tmp_path / "log.jsonl"
+    path.write_bytes(b'{"a": 1}\n' + line + b"\n")
+    with pytest.raises(ValueError, match="log.jsonl, line 2: not (JSON|UTF-8)"):
+        read_lines(path)
+
+
+def test_a_byte_order_mark_is_no_text_to_learn(tmp_path):
+    (tmp_path / "text.txt").write_bytes(b"\xef\xbb\xbfhello")
+    (tmp_path / "rows.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "hello"}')
+    for name in ("text.txt", "rows.jsonl"):
+        assert [record.text for record in read_records(str(tmp_path / name))] == ["hello"]
+
+
 MISREAD = [
     ([], "Expected one of {generate, chat, demo, heads, calibrate, tune, inspect, export, vocab}"),
     (["sing"], "Unrecognized options: sing"),
@@ -590,27 +749,28 @@ MISREAD = [
     (["generate", "hi", "--attn-implementation", "flash"], "invalid choice 'flash' for .*'sdpa'"),
     (["generate", "hi", "--speed", "2"], "Unrecognized options: --speed"),
     (["generate", "hi", "--no-ignore-eos"], "Unrecognized options: --no-ignore-eos"),
-    (["generate", "hi", "--draft", "head"], "target= is missing"),
-    (["generate", "hi", "--tp-plan", "auto", "--device", "cpu"], "give device .*'cpu'.* or tp_plan .*, not both"),
+    (["generate", "hi", "--draft", "head"], "--target is missing: give both --target and --draft, or neither"),
+    (["generate", "hi", "--tp-plan", "auto", "--device", "cpu"], "give --device 'cpu' or --tp-plan 'auto', not both"),
     (["generate", "hi", "--quality", "good"], "'good' is no promise"),
-    (["generate", "hi", "--quality", "kl<=0.02", "--threshold", "0.1"], "quality='kl<=0.02' chooses the rule"),
-    (["generate", "hi", "--budget", "nan"], "budget must be at least 0 nats, got nan"),
-    (["generate", "hi", "--temperature", "nan"], "temperature must be .* got nan"),
-    (["generate", "hi", "--max-new-tokens", "0"], "max_new_tokens must be at least 1, got 0"),
-    (["chat", "--stop", ""], "stop must hold non-empty strings, got ''"),
+    (["generate", "hi", "--quality", "kl<=0.02", "--threshold", "0.1"],
+     "--quality 'kl<=0.02' chooses the rule: leave --acceptance, --threshold and --divergence out"),
+    (["generate", "hi", "--budget", "nan"], "--budget must be at least 0 nats, got nan"),
+    (["generate", "hi", "--temperature", "nan"], "--temperature must be .* got nan"),
+    (["generate", "hi", "--max-new-tokens", "0"], "--max-new-tokens must be at least 1, got 0"),
+    (["chat", "--stop", ""], "--stop must hold non-empty strings, got ''"),
     (["chat", "--tp-plan", "auto"], "Unrecognized options: --tp-plan"),
     (["calibrate", "--prompts", "x", "--budget", "kl<=1", "--acceptance", "best"], "invalid choice 'best'"),
-    (["tune", "--prompts", "x", "--temperature", "-1"], "temperature must be .* got -1"),
+    (["tune", "--prompts", "x", "--temperature", "-1"], "--temperature must be .* got -1"),
     (["export", "head", "--to", "word", "--out", "out"], "invalid choice 'word' for argument '--to'.* 'vllm'"),
     (["vocab", "head"], "Missing from eagle-fsd vocab: --data"),
     (["vocab", "head", "--data", "x", "--size", "8", "--coverage", "0.5"], "--size and --coverage are not allowed"),
 ]
 COMMANDS = [
     (["generate", "hi", "--target", "/no/such"], "there is no directory '/no/such'"),
-    (["generate", "hi", "--target", "some/model"], "no head is known for 'some/model'"),
+    (["generate", "hi", "--target", "some/model"], "--draft is missing, and no head is known for 'some/model'"),
     (["generate", "hi", "--target", "/no/such", "--draft", "/no/such"], "there is no directory '/no/such'"),
-    (["generate", "hi", "--device", "abacus"], "device 'abacus' cannot be used here"),
-    (["generate", "hi", "--dtype", "float99"], "dtype must be"),
+    (["generate", "hi", "--device", "abacus"], "--device 'abacus' cannot be used here"),
+    (["generate", "hi", "--dtype", "float99"], "eagle-fsd: --dtype must be"),
     (["tune", "--prompts", "/no/such.jsonl"], "No such file"),
     (["calibrate", "--prompts", "/no/such.jsonl", "--budget", "fast"], "'fast' is no promise"),
     (["calibrate", "--prompts", "x", "--budget", "kl<=1", "--acceptance"], "--acceptance needs a rule: fsd, tilt"),

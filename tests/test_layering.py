@@ -13,7 +13,7 @@ PACKAGE = ROOT / "eagle_fsd"
 HOUSE: dict[str, list[str]] = {
     "lazy": [],
     "checks": [],
-    "data": ["progress files sources conversations questions documents", "gguf"],
+    "data": ["progress files sources conversations documents rendering", "questions gguf"],
     "models": ["implementations cache parallel flash", "masks output placement", "attention loading admission",
                "target"],
     "heads": ["catalogue vocabulary token_map eagle", "eagle3", "layouts", "checkpoint", "export", "inspection"],
@@ -34,7 +34,7 @@ HOUSE: dict[str, list[str]] = {
     "chat": [],
     "experiments": ["methods grading records summaries", "experiment cycles", "search"],
     "lm_eval": ["arguments", "model", "__main__"],
-    "cli": ["exits terminal arguments", "calibrate chat demo generate heads tune vocab", "__init__"],
+    "cli": ["exits terminal", "arguments", "calibrate chat demo generate heads tune vocab", "__init__"],
     "__init__": [],
     "__main__": [],
 }

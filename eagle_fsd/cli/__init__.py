@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     rank = os.environ.get("RANK", "0")
     program = "eagle-fsd" if rank == "0" else f"eagle-fsd, process {rank}"
-    return exit_status(program, work)
+    return exit_status(program, work, flags=True)
 
 
 def writing_once(command: Command) -> AbstractContextManager:

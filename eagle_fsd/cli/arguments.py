@@ -22,6 +22,7 @@ from ..acceptance import RULE_CLASSES
 from ..models.implementations import IMPLEMENTATIONS
 from ..options import AcceptanceOptions, LoadOptions, SamplingOptions
 from ..trees.config import TreeConfig
+from .exits import as_flags
 
 if TYPE_CHECKING:
     from ..pair import EagleModel
@@ -73,8 +74,18 @@ RuleName = Literal[tuple(RULE_CLASSES)]
 Implementation = Literal[("auto", *IMPLEMENTATIONS)]
 
 
+class Flags:
+    """Before options: what is wrong with them is said in the words of the command line."""
+
+    def __post_init__(self) -> None:
+        try:
+            super().__post_init__()
+        except (TypeError, ValueError) as error:
+            raise type(error)(as_flags(str(error))) from None
+
+
 @dataclass(frozen=True)
-class Loading(LoadOptions):
+class Loading(Flags, LoadOptions):
     """Which pair is loaded, where to, and in what form."""
 
     device_map: str | None = None
@@ -103,7 +114,7 @@ class ShardedLoading(Loading):
 
 
 @dataclass(frozen=True)
-class Sampling(SamplingOptions):
+class Sampling(Flags, SamplingOptions):
     """How tokens are drawn, and where an answer ends.
 
     Args:
@@ -117,7 +128,7 @@ class Sampling(SamplingOptions):
 
 
 @dataclass(frozen=True)
-class Acceptance(AcceptanceOptions):
+class Acceptance(Flags, AcceptanceOptions):
     """Which drafted tokens are kept, and the tree that they are drafted in.
 
     Args:
@@ -150,7 +161,7 @@ class Measuring:
     out: Path | None = None
 
     def __post_init__(self) -> None:
-        SamplingOptions.of(vars(self))
+        Sampling.of(vars(self))
 
     def directory(self, pair: Loading, file: str) -> Path:
         """Where a file about the pair's head goes.

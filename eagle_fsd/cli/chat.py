@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
@@ -9,9 +10,11 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..acceptance import RULE_CLASSES
+from ..data.files import save_atomically
 from ..options import AcceptanceOptions, SamplingOptions
 from .arguments import Acceptance, Loading, Sampling
 from .terminal import DIM, RESET, SourceStreamer, describe_output, use_colour
@@ -25,10 +28,14 @@ if TYPE_CHECKING:
     from ..pair import EagleModel
 
 PROMPT = "> "
+ROLES = ("system", "user", "assistant")
 HELP = """\
 /threshold 0.3    of the acceptance rule: how far from the target's own choice the text may go
 /rule tilt        acceptance rule (with its default threshold): {rules}
 /temperature 0.7  0 is greedy
+/system TEXT      what the target is told first; without text it is shown, - takes it away
+/save FILE        write the conversation to a file
+/load FILE        go on with the conversation of a file
 /stats            the last answer: tau, tokens/s, token sources, prompt tokens processed
 /reset            begin a new conversation
 /help             this list
@@ -110,6 +117,7 @@ class Terminal:
         self.commands: dict[str, Callable[..., None]] = {
             "/threshold": self.threshold, "/rule": self.rule, "/temperature": self.temperature,
             "/stats": self.stats, "/reset": self.reset, "/help": self.help,
+            "/system": self.system, "/save": self.save, "/load": self.load,
         }
         self.change()
 
@@ -122,11 +130,14 @@ class Terminal:
             name, *values = line.split()
             if name not in self.commands:
                 raise ValueError(f"unknown command {name}; /help lists those that there are")
+            if name in ("/system", "/save", "/load"):  # what follows may hold spaces
+                self.commands[name](line[len(name) :].strip())
+                return
             wanted = name in ("/threshold", "/rule", "/temperature")
             if len(values) != wanted:
                 raise ValueError(f"{name} takes {'one value' if wanted else 'no value'}, got {len(values)}")
             self.commands[name](*values)
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, OSError) as error:
             print(error if line.startswith("/") else f"{error}; /reset begins a new conversation")
 
     def answer(self, text: str) -> None:
@@ -175,8 +186,75 @@ class Terminal:
         self.last = None
         print("a new conversation")
 
+    def system(self, text: str) -> None:
+        if text:
+            system = None if text == "-" else text
+            self.check_chat(([{"role": "system", "content": text}] if system else []) + self.said)
+            self.chat.system = system
+        print("no system message" if self.chat.system is None else f"system message: {self.chat.system}")
+
+    def save(self, name: str) -> None:
+        path = file_of("/save", name)
+        if not self.said:
+            raise ValueError("nothing has been said yet")
+        if path.exists():
+            read_chat(path)  # nothing but a conversation is replaced
+        text = json.dumps({"messages": self.chat.messages}, ensure_ascii=False) + "\n"
+        save_atomically(path, lambda part: part.write_text(text, encoding="utf-8"))
+        print(f"{len(self.said)} messages written to {path}")
+
+    def load(self, name: str) -> None:
+        path = file_of("/load", name)
+        messages = read_chat(path)
+        self.check_chat(messages)
+        system = next((message["content"] for message in messages[:1] if message["role"] == "system"), None)
+        self.chat.reset()
+        self.chat.system, self.chat.messages, self.last = system, messages, None
+        print(f"{len(self.said)} messages read from {path}")
+
     def help(self) -> None:
         print(HELP)
+
+    @property
+    def said(self) -> list[dict[str, str]]:
+        """The conversation without its system message."""
+        return [message for message in self.chat.messages if message["role"] != "system"]
+
+    def check_chat(self, messages: list[dict[str, str]]) -> None:
+        """Raise ValueError for a conversation that the target cannot go on with."""
+        from ..prompts import check_length, encode_prompt
+
+        ids = encode_prompt([*messages, {"role": "user", "content": "."}], self.chat.model)
+        check_length(len(ids), 1, self.chat.model)
+
+
+def file_of(command: str, name: str) -> Path:
+    if not name:
+        raise ValueError(f"{command} takes the name of a file")
+    return Path(name).expanduser()
+
+
+def read_chat(path: Path) -> list[dict[str, str]]:
+    """The messages of a file that /save has written, or of another list of them or object {"messages": [...]}.
+
+    Raises:
+        ValueError: not such a file, or no conversation that ends with an answer.
+    """
+    if not path.is_file():
+        raise ValueError(f"there is no file {path}")
+    try:
+        held = json.loads(path.read_text(encoding="utf-8-sig"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is no conversation: {error}") from error
+    messages = held.get("messages") if isinstance(held, dict) else held
+    if not isinstance(messages, list) or not all(
+            isinstance(each, dict) and isinstance(each.get("content"), str) and each.get("role") in ROLES
+            for each in messages):
+        raise ValueError(f"{path} is no conversation: it needs messages with a role ({', '.join(ROLES)}) and content")
+    turns = [each["role"] for each in messages if each["role"] != "system"]
+    if not turns or turns[-1] != "assistant":
+        raise ValueError(f"{path} is no conversation that can be gone on with: its last message must be an answer")
+    return [{"role": each["role"], "content": each["content"]} for each in messages]
 
 
 def as_number(command: str, value: str) -> float:

@@ -35,7 +35,7 @@ class HeadsCommand:
 
 @dataclass(frozen=True)
 class InspectCommand:
-    """Say what a draft head is, what it fits, and who can serve it.
+    """Say what a draft head is, what it fits, and who can serve it; status 2 where it does not fit the target.
 
     Args:
         head: directory or hub id.
@@ -58,6 +58,8 @@ class InspectCommand:
         for server, problems in found.server_problems.items():
             verdict = "; ".join(problems) + f" (eagle-fsd export --to {server})" if problems else "as it is"
             print(f"{server + ':':<20}{verdict}")
+        if found.target_problems:
+            raise ValueError(f"{self.head} does not fit {self.target}: {'; '.join(found.target_problems)}")
 
 
 @dataclass(frozen=True)

@@ -111,7 +111,7 @@ def read_records(source: str, kind: str = "auto", split: str = "train") -> Itera
 
 def _read_file(path: Path, kind: str) -> Iterator[Record]:
     if path.suffix in (".txt", ".md") or (kind == "text" and path.suffix not in (".json", ".jsonl")):
-        text = path.read_text(encoding="utf-8", errors="replace")
+        text = path.read_text(encoding="utf-8-sig", errors="replace")
         yield Record(text=text) if text.strip() else Record(reason="empty text")
         return
     with path.open(encoding="utf-8-sig", errors="replace") as file:

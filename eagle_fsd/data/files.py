@@ -31,14 +31,36 @@ def read_lines(path: Path, repair: bool = True) -> list:
         repair: take such a line away from the file, so that it can be added to; not while others are writing.
 
     Raises:
-        ValueError: a complete line that is no JSON.
+        ValueError: a complete line that is no JSON; the file and the line are named.
     """
     if not path.exists():
         return []
     whole, _, cut_off = path.read_bytes().rpartition(b"\n")
     if cut_off and repair:
         os.truncate(path, path.stat().st_size - len(cut_off))
-    return [json.loads(line) for line in whole.decode().split("\n")] if whole else []
+    values = []
+    for number, line in enumerate(whole.split(b"\n") if whole else [], 1):
+        try:
+            values.append(parse_json(line))
+        except ValueError as error:
+            raise ValueError(f"{path}, line {number}: {error}") from error
+    return values
+
+
+def parse_json(line: bytes) -> object:
+    """The value of one line.
+
+    Raises:
+        ValueError: it is no JSON, in a message that leaves the place of the line to be said by who knows it.
+    """
+    try:
+        return json.loads(line.decode())
+    except UnicodeDecodeError as error:
+        raise ValueError(f"not UTF-8: {error.reason} at byte {error.start + 1}") from error
+    except json.JSONDecodeError as error:
+        raise ValueError(f"not JSON: {error.msg}, at character {error.pos + 1}") from error
+    except RecursionError as error:
+        raise ValueError("not JSON that can be read: nested too deep") from error
 
 
 def append_lines(path: Path, values: Iterable) -> None:

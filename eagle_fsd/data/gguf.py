@@ -14,7 +14,7 @@ from filelock import FileLock
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from .files import cache_directory
-from .sources import check_source
+from .sources import check_source, fetch
 
 log = logging.getLogger(__name__)
 
@@ -32,10 +32,13 @@ def target_source(source: object) -> str:
         TypeError, ValueError: see `check_source`; a file that is no GGUF, is damaged, has no tokenizer, or is of an
             architecture that `transformers` cannot read from one.
         ImportError: the package gguf is missing.
-        OSError: the cache cannot be written.
+        OSError: the cache cannot be written, or a hub id that cannot be found or fetched.
     """
     checked = check_target(source)
-    return str(dequantised(Path(checked))) if Path(checked).is_file() else checked
+    if Path(checked).is_file():
+        return str(dequantised(Path(checked)))
+    fetch(checked, "config.json")
+    return checked
 
 
 def check_target(source: object) -> str:

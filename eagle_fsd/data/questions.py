@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import logging
+from codecs import BOM_UTF8
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
+
+from .files import parse_json
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -53,16 +56,17 @@ def read_questions(path: Path) -> list[Question]:
         ValueError: a line that is no JSON object or of no known format, an id that occurs twice, or no question.
     """
     questions = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):  # \u2028 does not end a line here
+    for number, line in enumerate(path.read_bytes().removeprefix(BOM_UTF8).split(b"\n"), 1):  # not at \u2028
         if line.strip():
             try:
-                questions.append(as_question(json.loads(line), number))
-            except (ValueError, TypeError, KeyError) as error:
+                questions.append(as_question(parse_json(line), number))
+            except KeyError as error:
+                raise ValueError(f"{path}, line {number}: {error} is missing") from error
+            except (ValueError, TypeError) as error:
                 raise ValueError(f"{path}, line {number}: {error}") from error
     if not questions:
         raise ValueError(f"{path} holds no question")
-    ids = [question.id for question in questions]
-    twice = next((i for i in ids if ids.count(i) > 1), None)
+    twice = next((i for i, count in Counter(question.id for question in questions).items() if count > 1), None)
     if twice is not None:
         raise ValueError(f"{path}: question {twice!r} occurs twice")
     return questions
@@ -74,15 +78,25 @@ def as_question(record: dict, number: int) -> Question:
         raise ValueError("not a JSON object")
     if "turns" in record:  # MT-Bench, Spec-Bench
         turns = record["turns"]
-        if not turns or not all(isinstance(turn, str) for turn in turns):
+        if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) for turn in turns):
             raise ValueError(f"turns must be a list of strings, got {turns!r}")
-        return Question(record.get("question_id", number), record.get("category", "all"), tuple(turns))
+        return Question(_id_of(record, "question_id", number), record.get("category", "all"), tuple(turns))
     if "task_id" in record and "prompt" in record:  # HumanEval
         tests = f"{record['test']}\ncheck({record['entry_point']})\n" if "test" in record else None
-        return Question(record["task_id"], "humaneval", (record["prompt"],), record.get("canonical_solution"), tests)
+        if not isinstance(record["prompt"], str):
+            raise ValueError(f"prompt must be a string, got {record['prompt']!r}")
+        return Question(_id_of(record, "task_id", number), "humaneval", (record["prompt"],),
+                        record.get("canonical_solution"), tests)
     for asked, category in (("question", "gsm8k"), ("prompt", "prompts")):
         if isinstance(record.get(asked), str):
             given = record.get("answer")
-            return Question(record.get("question_id", number), record.get("category", category), (record[asked],),
+            return Question(_id_of(record, "question_id", number), record.get("category", category), (record[asked],),
                             None if given is None else str(given))
     raise ValueError("no known format: turns, task_id with prompt, question or prompt is needed")
+
+
+def _id_of(record: dict, name: str, number: int) -> int | str:
+    found = record.get(name, number)
+    if isinstance(found, bool) or not isinstance(found, (int, str)):
+        raise ValueError(f"{name} must be a number or a string, got {found!r}")
+    return found

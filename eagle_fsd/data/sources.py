@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
+from huggingface_hub.errors import FileMetadataError, HfHubHTTPError
 from transformers.utils import cached_file
 
 
@@ -26,8 +28,40 @@ def check_source(name: str, source: object) -> str:
 
 
 def fetch(source: str, filename: str) -> str | None:
-    """Local path of a file of a directory or hub repository; None where it has no such file."""
+    """Local path of a file of a directory or hub repository; None where it has no such file, or none is known of while
+    the hub cannot be reached and other files of the repository have been fetched before.
+
+    Raises:
+        OSError: the repository cannot be found, or the hub cannot be reached and nothing of it is here.
+    """
     if Path(source).is_dir():
         path = Path(source) / filename
         return str(path) if path.is_file() else None
+    if not isinstance(_kept(source, filename), str):
+        reason = _why_unreachable(source, filename)
+        if reason is not None:
+            if isinstance(_kept(source, "config.json"), str):
+                return None
+            raise OSError(f"{source!r} is no directory, nothing of it is in the cache, and the hub cannot be reached: "
+                          f"{reason}")
     return cached_file(source, filename, _raise_exceptions_for_missing_entries=False)
+
+
+def _kept(source: str, filename: str) -> object:
+    """Local path of a file that has been fetched before."""
+    try:
+        return try_to_load_from_cache(source, filename)
+    except ValueError:  # no id of the hub
+        return None
+
+
+def _why_unreachable(source: str, filename: str) -> str | None:
+    """Why the hub gives no answer at all, tried once: `cached_file` tries for 23 seconds, and then says that there is
+    no such file."""
+    try:
+        get_hf_file_metadata(hf_hub_url(source, filename))
+    except (HfHubHTTPError, FileMetadataError, ValueError):  # an answer, or no id of the hub: said by `cached_file`
+        return None
+    except Exception as error:  # of the HTTP package, which differs between versions
+        return str(error) or type(error).__name__
+    return None

@@ -10,7 +10,6 @@ L length of the text, N nodes, F width of the target's features, D hidden size, 
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
@@ -22,6 +21,7 @@ from tqdm import tqdm
 from ..heads.eagle import DraftHead
 from ..models.cache import TreeCache
 from ..models.masks import tree_mask
+from ..models.placement import Lock
 from ..models.target import TargetModel
 from ..trees.confidence import confidence_lines
 from ..trees.config import TreeConfig
@@ -195,7 +195,7 @@ class GraphCycles:
         self.stream = torch.cuda.Stream(target.output_device) if capture else None  # one: each claims memory for good
         self.pool = torch.cuda.graph_pool_handle() if capture else None
         self.cycles: dict[tuple, StaticCycle] = {}
-        self.in_use = threading.Lock()
+        self.in_use = Lock()
         self.failed: str | None = None  # why there are no more graphs
 
     def serve(self, length: int, trees: Sequence[TreeConfig | None]) -> bool:

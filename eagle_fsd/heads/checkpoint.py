@@ -26,12 +26,26 @@ from .layouts import LAYER_IDS, eagle3_state, llama_config, read_fields
 from .token_map import TOKEN_MAP, read_token_map, read_weights, save_token_map
 
 log = logging.getLogger(__name__)
+PLAIN = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+NUMBERING = ("d2t", "t2d")  # of an EAGLE-3 head's draft vocabulary: integers and truth values
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 
 
-def _require_finite(state: dict[str, Tensor], path: str) -> None:
+def _check_tensors(state: object, path: str) -> None:
+    """Raise ValueError unless this is a dictionary of plain tensors that a head can be made of."""
+    if not isinstance(state, dict) or not all(isinstance(name, str) and isinstance(value, Tensor)
+                                              for name, value in state.items()):
+        raise ValueError(f"{path} holds no dictionary of tensors by name")
     for name, value in state.items():
-        if value.is_floating_point() and not value.isfinite().all():
+        if value.layout != torch.strided or value.is_quantized or value.is_meta:
+            raise ValueError(f"{path} cannot be used: {name} is no plain tensor but "
+                             f"{'meta' if value.is_meta else value.dtype if value.is_quantized else value.layout}")
+        if name in NUMBERING:
+            continue
+        if value.dtype not in PLAIN:
+            raise ValueError(f"{path} cannot be used: {name} is of {value.dtype}; read are "
+                             f"{', '.join(map(str, PLAIN))}, and heads that are quantised are not")
+        if not value.isfinite().all():
             raise ValueError(f"{path} is damaged: {name} holds values that are not finite")
 
 
@@ -63,14 +77,11 @@ def load_head(source: str | Path) -> DraftHead:
     if weights_path is None:
         raise ValueError(f"{source!r} has no weights; one of {', '.join(WEIGHTS)} is needed")
     state = read_weights(weights_path)
-    if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
-        raise ValueError(f"{weights_path} holds no dictionary of tensors")
-
-    _require_finite(state, weights_path)
+    _check_tensors(state, weights_path)
     is_eagle3 = "draft_vocab_size" in fields or any(name.endswith("hidden_norm.weight") for name in state)
     try:
         head = (Eagle3Head if is_eagle3 else DraftHead)(config, bias="fc.bias" in state)
-    except (ArithmeticError, MemoryError, RuntimeError) as error:  # sizes that no head can have
+    except (ArithmeticError, LookupError, MemoryError, RuntimeError, TypeError, ValueError) as error:  # such sizes
         raise ValueError(f"{config_path} describes no head that can be made: {error}") from error
     if "fc.bias" not in state and not is_eagle3 and fields.get("bias", True):  # missing: true in the published code
         log.info("%s has no fc.bias although its config says so; loading it without one", source)
@@ -134,7 +145,7 @@ def _take_weights(head: DraftHead, state: dict[str, Tensor], path: str) -> None:
     if missing or unknown:
         raise ValueError(f"{path} is no {kind} draft head: missing {sorted(missing) or 'nothing'}, "
                          f"unknown {sorted(unknown) or 'nothing'}")
-    floating = {name: value.float() if value.is_floating_point() else value for name, value in state.items()}
+    floating = {name: value if name in NUMBERING else value.float() for name, value in state.items()}
     try:
         head.load_state_dict(floating, strict=False)
     except RuntimeError as error:

@@ -4,11 +4,14 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import torch
 from torch import Tensor
 from transformers import LlamaConfig
+from transformers.activations import ACT2FN
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from .eagle3 import Eagle3Head
 
@@ -74,9 +77,34 @@ def llama_config(fields: dict, path: str) -> LlamaConfig:
     given = {**fields, LAYER_IDS: layers}
     given = {name: value for name, value in given.items() if name not in ("bias", "model_type") and value is not None}
     try:
-        return LlamaConfig(**given)
+        config = LlamaConfig(**given)
     except Exception as error:  # one of the config classes' own errors
         raise ValueError(f"{path} is no Llama config: {error}") from error
+    _check_numbers(config, path)
+    return config
+
+
+def _check_numbers(config: LlamaConfig, path: str) -> None:
+    """Raise ValueError for what a config class accepts and no layer can be made of or compute with."""
+    sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads",
+             "max_position_embeddings", "head_dim")
+    wrong = next((name for name in sizes if not getattr(config, name) >= 1), None)
+    if wrong is not None:
+        raise ValueError(f"{path}: {wrong} must be at least 1, got {getattr(config, wrong)}")
+    if config.num_attention_heads % config.num_key_value_heads:
+        raise ValueError(f"{path}: num_attention_heads must be a multiple of num_key_value_heads, got "
+                         f"{config.num_attention_heads} and {config.num_key_value_heads}")
+    if config.hidden_act not in ACT2FN:
+        raise ValueError(f"{path}: hidden_act must be one that transformers knows, got {config.hidden_act!r}")
+    rope = config.rope_parameters
+    kinds = ("default", *ROPE_INIT_FUNCTIONS)
+    if rope.get("rope_type", "default") not in kinds:
+        raise ValueError(f"{path}: rope_type must be one of {', '.join(kinds)}, got {rope['rope_type']!r}")
+    positive = {"rms_norm_eps": config.rms_norm_eps, "rope_theta": rope.get("rope_theta"),
+                **({"factor": rope["factor"]} if "factor" in rope else {})}
+    for name, value in positive.items():
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+            raise ValueError(f"{path}: {name} must be a positive number, got {value!r}")
 
 
 def eagle3_state(head: Eagle3Head, state: dict[str, Tensor], path: str) -> dict[str, Tensor]:

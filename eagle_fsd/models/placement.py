@@ -1,8 +1,9 @@
-"""Where modules compute, in which layout their weights lie, and what tells one model's weights from another's."""
+"""Where modules compute, in which layout their weights lie, what tells one model's from another's, and their locks."""
 
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -30,6 +31,23 @@ def weights_digest(module: nn.Module) -> str:
                 total += values.to(torch.bfloat16).double().sum().item() / number
     tokens = getattr(module, "token_map", None)
     return f"{total:.9g}" + ("" if tokens is None else f"/{len(tokens)}-{tokens.sum().item()}")
+
+
+class Lock:
+    """A lock that a copy or a pickle of its owner has anew, and open."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.acquire, self.release = self._lock.acquire, self._lock.release
+
+    def __enter__(self) -> None:
+        self.acquire()
+
+    def __exit__(self, *error: object) -> None:
+        self.release()
+
+    def __reduce__(self) -> tuple:
+        return Lock, ()
 
 
 def device_of(module: nn.Module) -> torch.device:

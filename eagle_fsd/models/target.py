@@ -5,7 +5,6 @@ B batch, N tokens of a forward, L prefix length, D hidden size, F width of the f
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from weakref import WeakKeyDictionary
 
@@ -20,7 +19,7 @@ from .implementations import SPLIT
 from .masks import MaskedLayers
 from .output import OutputRows, output_logits
 from .parallel import group_of, of_first
-from .placement import copy_to, device_of, weights_digest
+from .placement import Lock, copy_to, device_of, weights_digest
 
 PARITY, HALF_PARITY = 1e-4, 2e-2  # how far features may differ between attentions or compiled, of their size
 PREFILL = {"cpu": 256, "cuda": 2048}  # positions of a prompt per forward: what is computed for them is large
@@ -66,7 +65,7 @@ class TargetModel:
         # With these, keys depend on how many positions a forward reaches.
         self.reads_in_parts: bool = rope.get("rope_type") not in ("longrope", "dynamic")
         self.layers: tuple[int, ...] = ()
-        self._hooking = threading.Lock()
+        self._hooking = Lock()
         self.masked_layers = MaskedLayers.of(self.config)
         # Llama-4 counts positions itself to scale queries: from the length of the cache, as if the tree were a chain.
         self.counts_positions = bool(getattr(self.config, "attn_temperature_tuning", False))

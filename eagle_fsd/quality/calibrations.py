@@ -28,6 +28,10 @@ class Calibration:
     measured: dict[str, float]
     curve: list[dict[str, Any]]  # every setting that was tried
 
+    def holds_anywhere(self, greedy: bool) -> bool:
+        """Whether the promise is kept under any circumstances: the rule is lossless, and no speed is promised."""
+        return make_rule(**self.options).is_lossless(greedy) and parse_promise(self.promise).kind != "speedup"
+
 
 CALIBRATION_FILE = "calibration.json"
 

@@ -90,6 +90,10 @@ class AutoTree:
         self.single = single or latency
         self._chosen: dict[tuple[int, int], Choice] = {}
 
+    def __getstate__(self) -> dict:
+        """Without the choices, which hold functions: they are made again."""
+        return {**vars(self), "_chosen": {}}
+
     def of(self, rule: Rule, temperature: float, rows: int = 1) -> Choice:
         """For a rule at a temperature: greedy logs for greedy decoding, of those at the nearest temperature its own,
         else that of `exact` (which accepts least), else any. A batch gets that of the next power of two."""

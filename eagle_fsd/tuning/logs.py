@@ -94,11 +94,11 @@ def own_logs(target: TargetModel, head: DraftHead) -> Path:
 
 def with_own_logs(logs: Sequence[TreeLog], target: TargetModel, head: DraftHead) -> list[TreeLog]:
     """These logs and the user's own ones; of those for the same rule and temperature the one of more cycles."""
+    place, own = own_logs(target, head), []
     try:
-        own = read_logs(own_logs(target, head))
+        own = read_logs(place) if place.is_dir() else []
     except (OSError, ValueError) as error:
         log.warning("%s", error)
-        own = []
     best: dict[tuple[str, float], TreeLog] = {}
     for entry in [*own, *logs]:
         known = best.get(entry.key)
