@@ -33,8 +33,8 @@ from eval import batches, step
 from eval.command import run_command
 from eval.profile import profile_cycles
 from eval.report.tables import markdown, percent
-from train.demo.corpus import python_prefixes
-from train.demo.tasks import is_correct, tasks
+from train.tasks.generator import is_correct, tasks
+from train.tasks.source import python_prefixes
 
 LOOKUP = "prompt lookup"
 

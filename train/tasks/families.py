@@ -6,7 +6,7 @@ import json
 import random
 from collections.abc import Callable
 
-from train.demo.wordings import (
+from train.tasks.wordings import (
     CITIES,
     EVENTS,
     ITEMS,
