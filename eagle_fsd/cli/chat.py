@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from ..acceptance import RULE_CLASSES
 from ..options import AcceptanceOptions, SamplingOptions
 from .arguments import Acceptance, Loading, Sampling
-from .terminal import DIM, RESET, SourceStreamer, describe_output, use_colour
+from .terminal import DIM, RESET, SourceStreamer, describe_output, describe_rule, use_colour
 
 if TYPE_CHECKING:
     import torch
@@ -29,7 +29,7 @@ HELP = """\
 /threshold 0.3    of the acceptance rule: how far from the target's own choice the text may go
 /rule tilt        acceptance rule (with its default threshold): {rules}
 /temperature 0.7  0 is greedy
-/stats            the last answer: tau, tokens/s, token sources, prompt tokens processed
+/stats            the last answer: tokens/s, tokens per step, token sources, prompt tokens processed
 /reset            begin a new conversation
 /help             this list
 /quit             end, as Ctrl-D; Ctrl-C stops an answer, twice ends""".format(rules=", ".join(RULE_CLASSES))
@@ -139,7 +139,7 @@ class Terminal:
         if sys.stdout.isatty():
             stats, why = self.last.stats, self.last.finish_reason
             line = (f"[{stats.new_tokens} tokens, {stats.tokens_per_second:.1f} tokens/s, "
-                    f"tau {stats.mean_accepted_length:.2f}{'' if why == 'eos' else f', ended by {why}'}]")
+                    f"{stats.mean_accepted_length:.2f} tokens per step{'' if why == 'eos' else f', ended by {why}'}]")
             print(f"{DIM}{line}{RESET}" if self.colour else line)
 
     def change(self, **changed: object) -> str:
@@ -150,7 +150,7 @@ class Terminal:
         sampling, given = SamplingOptions.of(options), AcceptanceOptions.of(options)
         rule = resolve_rule(given, self.chat.model, sampling.temperature, shaped=sampling.shapes_distribution)
         self.chat.options = options
-        return f"{rule}, temperature {sampling.temperature:g}"
+        return f"{describe_rule(rule, sampling.temperature)}, temperature {sampling.temperature:g}"
 
     def threshold(self, value: str) -> None:
         print(self.change(threshold=as_number("/threshold", value), quality=None))
