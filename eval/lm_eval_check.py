@@ -18,11 +18,11 @@ from functools import partial
 from pathlib import Path
 
 from eagle_fsd.cli.exits import check_counts
+from eagle_fsd.data.bundled import small_pair
 from eagle_fsd.experiments.records import environment, shown, write_json
-from eagle_fsd.pair import demo_directory
 from eval.command import run_command
 from eval.report.tables import markdown
-from train.demo.tasks import tasks
+from train.tasks.generator import tasks
 
 TASKS = Path(__file__).parent / "lm_eval"
 
@@ -32,11 +32,11 @@ class LmEvalArguments:
     """What `eval.lm_eval_check` compares.
 
     Args:
-        target: directory or hub id; without it the bundled demo pair's.
-        draft: directory or hub id of its draft head; without it the bundled demo pair's.
+        target: directory or hub id; without it the small bundled pair's.
+        draft: directory or hub id of its draft head; without it the small bundled pair's.
         gsm8k: JSON lines of GSM8K.
         limit: questions of each task.
-        max_gen_toks: for GSM8K, which the demo target cannot do.
+        max_gen_toks: for GSM8K, which the small target cannot do.
         threshold: of fsd.
         device: of all models.
         write: only write the generated tasks to this file.
@@ -93,7 +93,7 @@ def compare_models(args: LmEvalArguments) -> dict:
     """The record of all runs."""
     import lm_eval
 
-    target, draft = args.target or demo_directory("demo-target"), args.draft or demo_directory("demo-draft")
+    target, draft = (given or small for given, small in zip((args.target, args.draft), small_pair(), strict=True))
     pair = {"target": target, "draft": draft, "dtype": "float32", "tree": [16, 6, 3, 0.5]}
     models = {
         "hf": ("hf", {"pretrained": target, "dtype": "float32"}),

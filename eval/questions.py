@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from eagle_fsd.data.questions import Question, read_questions
-from train.demo.tasks import tasks
+from train.tasks.generator import tasks
 
 
 def generated_questions(count: int, seed: int = 1) -> list[Question]:

@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from eagle_fsd.data.files import append_lines, read_lines
+from eagle_fsd.data.gguf import target_source
 from eagle_fsd.data.progress import Progress
 from eagle_fsd.data.questions import converse
 from eagle_fsd.experiments.experiment import EXACT, Experiment, spread
 from eagle_fsd.experiments.methods import Answer, Method, bare_generate, engine, hf_generate, interleaved
 from eagle_fsd.experiments.search import BASELINE
 from eagle_fsd.models.loading import load_target
-from eagle_fsd.pair import demo_directory
+from eagle_fsd.pair import find_pair
 from eval.benchmark import LOOKUP
 from eval.report.intervals import ratio_interval
 
@@ -48,7 +49,7 @@ def timed_methods(args: SweepArguments, own: Experiment) -> dict[str, Method]:
         EXACT: engine(model, acceptance=EXACT, tree=args.tree, **sampling),
     }
     if args.temperature == 0:
-        place = (args.pair.target or demo_directory("demo-target"), model.target.dtype, model.target.device)
+        place = (target_source(find_pair(args.pair)[0]), model.target.dtype, model.target.device)
         methods[BARE[BASELINE]] = bare_generate(*place)
         methods[BARE[LOOKUP]] = bare_generate(*place, prompt_lookup_num_tokens=10)
     if args.assistant:

@@ -30,8 +30,8 @@ from eagle_fsd.trees.config import TreeConfig
 from eval.command import run_command
 from eval.report.intervals import ratio_interval
 from eval.report.tables import markdown, percent, span
-from train.demo.corpus import python_prefixes
-from train.demo.tasks import tasks
+from train.tasks.generator import tasks
+from train.tasks.source import python_prefixes
 
 GRID_NODES, GRID_DEPTHS, GRID_TOP_KS = (6, 10, 16, 24, 40), (4, 8, 14), (1, 2, 4)
 PROMPT_KINDS = ("tasks", "python")
@@ -93,7 +93,7 @@ def prompts_of(kind: str, count: int, seed: int) -> list:
     """Prompts of one kind: tasks or python."""
     if kind == "tasks":
         return [task.messages for task in tasks("heldout", seed=seed, count=count)]
-    prefixes = python_prefixes(100)[seed % 2 :: 2]  # none that two seeds share, none of the demo head's log
+    prefixes = python_prefixes(100)[seed % 2 :: 2]  # none that two seeds share
     if count > len(prefixes):
         raise ValueError(f"there are {len(prefixes)} Python prefixes for a seed, {count} were asked for")
     return prefixes[:count]

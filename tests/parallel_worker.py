@@ -30,7 +30,7 @@ CASES = {
     "budget": {"threshold": 0.3, "budget": 1.0},
     "stops at a level": {"acceptance": "exact", "tree": TreeConfig(16, 5, 4, least_reach=0.5, least_probability=0.05)},
 }
-DEMO = {"prompt": [{"role": "user", "content": "What is 7 * 8?"}], "max_new_tokens": 32, "acceptance": "exact"}
+SUM = {"prompt": [{"role": "user", "content": "What is 7 * 8?"}], "max_new_tokens": 32, "acceptance": "exact"}
 BATCH = [PROMPT, [7], PROMPT[:5]]
 TURNS = ("abc", "de f")
 
@@ -111,8 +111,8 @@ def main(folder: Path) -> None:
     found["one head"] = refusal(folder / "one head" / "target", folder / "llama" / "head", tp_plan="auto")
     found["damaged"] = refusal(folder / "damaged" / "target", folder / "llama" / "head", tp_plan="auto")
     found["gpt2"] = refusal(folder / "gpt2" / "target", folder / "llama" / "head", tp_plan="auto")
-    demo = eagle_fsd.load(*json.loads((folder / "demo.json").read_text()), tp_plan="auto")
-    found["demo"] = eagle_fsd.generate(model=demo, **DEMO).token_ids
+    small = eagle_fsd.load(*json.loads((folder / "small.json").read_text()), tp_plan="auto")
+    found["small"] = eagle_fsd.generate(model=small, **SUM).token_ids
     (folder / f"{rank}.json").write_text(json.dumps(found))
     dist.destroy_process_group()
 

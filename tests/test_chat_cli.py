@@ -14,7 +14,7 @@ import pytest
 from tiny import save_pair, tiny_chat_pair
 
 import eagle_fsd
-from eagle_fsd import EagleModel, TreeConfig, make_rule
+from eagle_fsd import EagleModel, TreeConfig
 from eagle_fsd.chat import Chat
 from eagle_fsd.cli import chat as chat_cli
 from eagle_fsd.cli.chat import HELP, LiveStreamer, Terminal, talk
@@ -110,11 +110,11 @@ def test_a_conversation_in_a_terminal(model, tmp_path):
         assert expected.finish_reason == "eos"
         (*lines, status), written = terminal.say(text)
         assert "\n".join(lines) == expected.text
-        assert re.fullmatch(rf"\[{len(expected.token_ids)} tokens, [0-9.]+ tokens/s, tau [0-9.]+\]", status)
+        assert re.fullmatch(rf"\[{len(expected.token_ids)} tokens, [0-9.]+ tokens/s, [0-9.]+ tokens per step\]", status)
         assert re.search(r"\x1b\]2;[0-9]+ tokens/s\a", written)
         (counts, processed), _ = terminal.say("/stats")
         sources = [receipt.source for receipt in expected.receipts]
-        assert f"tau {expected.stats.mean_accepted_length:.2f} (tokens per target forward)" in counts
+        assert f"{expected.stats.mean_accepted_length:.2f} tokens per step" in counts
         assert ", ".join(f"{sources.count(source)} {source}" for source in ("target", "exact", "fuzzy")) in counts
         for source, colour in (("exact", "\x1b[32m"), ("fuzzy", "\x1b[33m")):
             assert (colour in written) == (source in sources)
@@ -131,7 +131,7 @@ def test_a_conversation_in_a_terminal(model, tmp_path):
         terminal.read(r"/help .*\n> $")
         turn("hello there.")
         turn("and now.")
-        assert "FSD(threshold=0.3" in terminal.say("/threshold 0.3")[0][0]
+        assert "fsd, threshold 0.3, temperature" in terminal.say("/threshold 0.3")[0][0]
         assert "fuzzy" in turn("what else", threshold=0.3)
 
         assert "temperature 0" in terminal.say("/temperature 0")[0][0]
@@ -220,8 +220,8 @@ def test_what_is_wrong_is_said_and_changes_nothing(model, capsys, line, said):
 
 def test_commands(model, write):
     assert write("/help", "  ", "/rule tilt", "/threshold 0.5", "/rule exact", "/threshold 1", "/quit", "lost") == [
-        *HELP.split("\n"), "Tilt(threshold=0.0, head_guard=None, max_regret=2.0), temperature 0",
-        "Tilt(threshold=0.5, head_guard=None, max_regret=2.0), temperature 0", "Exact(threshold=0.0), temperature 0",
+        *HELP.split("\n"), "tilt, threshold 0 (the text stays the model's own), temperature 0",
+        "tilt, threshold 0.5, temperature 0", "exact (the text stays the model's own), temperature 0",
         "threshold of rule 'exact' must lie in [0, 0], got 1.0", ""]
 
 
@@ -316,8 +316,7 @@ def test_a_promise_gives_the_rule_until_one_is_typed(model, monkeypatch, capsys)
     terminal.obey("/threshold 0.2")
     assert found == [("kl<=0.02", 0.0, TREE), ("kl<=0.02", 0.5, TREE)]
     assert capsys.readouterr().out.splitlines() == [
-        "Tilt(threshold=0.5, head_guard=None, max_regret=2.0), temperature 0.5",
-        f"{make_rule('fsd', 0.2)}, temperature 0.5"]
+        "tilt, threshold 0.5, temperature 0.5", "fsd, threshold 0.2, temperature 0.5"]
     assert terminal.chat.options["quality"] is None
 
 

@@ -16,8 +16,8 @@ from eagle_fsd import TreeConfig
 from eagle_fsd.cli import COMMANDS, main, parse
 from eagle_fsd.cli.arguments import parse_tree, tree_text
 from eagle_fsd.cli.heads import HeadsCommand
+from eagle_fsd.data.bundled import bundled_directory
 from eagle_fsd.options import AcceptanceOptions, LoadOptions, Options, SamplingOptions
-from eagle_fsd.pair import demo_directory
 
 PACKAGE = Path(eagle_fsd.__file__).parent
 OPTIONS = {"pair": LoadOptions, "sampling": SamplingOptions, "acceptance": AcceptanceOptions}
@@ -70,9 +70,9 @@ UNSAID = {"stop": ()}  # None in `eagle_fsd.options`
      {"prompt": "hi", "chat": False, "stats": False, **UNSAID, "tp_plan": "auto", "tree": TreeConfig(16, 5, 4, 0.5)}),
     (["chat"], {"system": None, "max_new_tokens": 512, **UNSAID}),
     (["chat", "--system", "be nice", *LOADING[0], *DECODING[0]], {"system": "be nice", **LOADING[1], **DECODING[1]}),
-    (["demo"], {"threshold": 0.3, "max_new_tokens": 200, "repeats": 2}),
-    (["demo", *LOADING[0], "--threshold", "0.2", "--max-new-tokens", "5", "--repeats", "1"],
-     {"threshold": 0.2, "max_new_tokens": 5, "repeats": 1, **LOADING[1]}),
+    (["demo"], {"threshold": 0.3, "max_new_tokens": 96, "timed_tokens": 64, "repeats": 2}),
+    (["demo", *LOADING[0], "--threshold", "0.2", "--max-new-tokens", "5", "--timed-tokens", "4", "--repeats",
+      "1"], {"threshold": 0.2, "max_new_tokens": 5, "timed_tokens": 4, "repeats": 1, **LOADING[1]}),
     (["heads"], {"target": None}),
     (["heads", "--target", "llama"], {"target": "llama"}),
     (["calibrate", "--prompts", "P", "--budget", "kl<=0.02"],
@@ -213,5 +213,5 @@ def test_a_missing_package_ends_in_one_line(tmp_path, monkeypatch, capsys):
     (tmp_path / "tiny.gguf").write_bytes(b"GGUF")
     monkeypatch.setattr("eagle_fsd.data.gguf.find_spec", lambda name: None)
     monkeypatch.setenv("EAGLE_FSD_CACHE", str(tmp_path))
-    assert main(["inspect", demo_directory("demo-draft"), "--target", str(tmp_path / "tiny.gguf")]) == 2
+    assert main(["inspect", bundled_directory("small-draft"), "--target", str(tmp_path / "tiny.gguf")]) == 2
     assert "pip install eagle_fsd[gguf]" in capsys.readouterr().err

@@ -58,9 +58,10 @@ def test_bad_options_are_refused_before_anything_is_written(tmp_path, name):
 
 
 def test_the_command_line(capsys):
-    given = parse_options(compare.Arguments, ["--objectives", "sparse", "eagle3", "--rates", "1e-3", "2e-3"])
+    needed = ["--data", "d", "--eval-data", "e"]
+    given = parse_options(compare.Arguments, [*needed, "--objectives", "sparse", "eagle3", "--rates", "1e-3", "2e-3"])
     assert given.objectives == ("sparse", "eagle3") and given.rates == (1e-3, 2e-3)
-    assert parse_options(compare.Arguments, []).objectives == tuple(
+    assert parse_options(compare.Arguments, needed).objectives == tuple(
         name for name in OBJECTIVES if not name.startswith("eagle3"))
     with pytest.raises(SystemExit) as stopped:
         parse_options(compare.Arguments, ["--objectives", "unheard"])

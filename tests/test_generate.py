@@ -115,8 +115,8 @@ def test_without_a_tokenizer_only_ids_work():
             generate(pair, **options)
 
 
-def test_no_model_means_the_bundled_pair(pair, monkeypatch):
-    monkeypatch.setattr(eagle_fsd.api, "bundled_pair", lambda: pair)
+def test_no_model_means_the_default_pair(pair, monkeypatch):
+    monkeypatch.setattr(eagle_fsd.api, "default_model", lambda: pair)
     expected = generate(pair).token_ids
     assert eagle_fsd.generate(PROMPT, max_new_tokens=24, tree=TREE, threshold=0.0).token_ids == expected
 

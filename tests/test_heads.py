@@ -20,7 +20,8 @@ def test_the_list_is_well_formed():
     for head in known:
         for hub_id in (head.target, head.head):
             assert re.fullmatch(r"[\w.-]+/[\w.-]+", hub_id)
-        assert head.kind in KINDS and head.licence and head.source.startswith("https://")
+        assert head.kind in KINDS and head.licence
+        assert head.source.startswith("https://") or head.bundled and head.source == f"{head.head}/README.md"
         assert re.fullmatch(r"\d{4}-\d\d-\d\d", head.looked_up)
     assert len({head.head.casefold() for head in known}) == len(known)  # a head has one target
     assert [head.target for head in known] == sorted((head.target for head in known), key=str.casefold)

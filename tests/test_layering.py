@@ -13,7 +13,7 @@ PACKAGE = ROOT / "eagle_fsd"
 HOUSE: dict[str, list[str]] = {
     "lazy": [],
     "checks": [],
-    "data": ["progress files sources conversations documents rendering", "questions gguf"],
+    "data": ["progress bars bundled files sources conversations documents rendering", "questions gguf"],
     "models": ["implementations cache parallel flash", "masks output placement", "attention loading admission",
                "target"],
     "heads": ["catalogue vocabulary token_map eagle", "eagle3", "layouts", "checkpoint", "export", "inspection"],

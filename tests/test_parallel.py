@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from parallel_worker import CASES, DEMO, answer, answers, chat
+from parallel_worker import CASES, SUM, answer, answers, chat
 from test_eagle3 import deep_target, good_head
 from tiny import PROMPT, save_pair, tiny_chat_pair, tiny_pair, tiny_target, tiny_tokenizer
 from transformers import TorchAoConfig
@@ -17,6 +17,7 @@ import eagle_fsd
 from eagle_fsd import EagleModel
 from eagle_fsd.acceptance import make_rule
 from eagle_fsd.cli import main
+from eagle_fsd.data.bundled import small_pair
 from eagle_fsd.experiments.cycles import log_cycles
 from eagle_fsd.models.parallel import of_first, tensor_of_first
 from eagle_fsd.tuning.logs import store_log
@@ -61,8 +62,7 @@ def pairs(tmp_path_factory):
     tiny_target("gpt2").save_pretrained(folder / "gpt2" / "target")
     log = log_cycles(pairs["llama"], [[3, 4, 5], [6, 7]], make_rule("exact"), max_new_tokens=40)
     store_log(folder / "llama" / "head", log)
-    bundled = [str(Path(eagle_fsd.pair.demo_directory(name))) for name in ("demo-target", "demo-draft")]
-    (folder / "demo.json").write_text(json.dumps(bundled))
+    (folder / "small.json").write_text(json.dumps(small_pair()))
     return folder, pairs
 
 
@@ -129,8 +129,8 @@ def test_the_chosen_tree(pairs, found):
     assert "2 processes" in next(iter(stored)) and ours == found[0]["auto latency"]
 
 
-def test_the_bundled_pair(found):
-    assert found[0]["demo"] == eagle_fsd.generate(model=eagle_fsd.load(tree=None), **DEMO).token_ids
+def test_the_small_pair(found):
+    assert found[0]["small"] == eagle_fsd.generate(model=eagle_fsd.load(*small_pair(), tree=None), **SUM).token_ids
 
 
 def test_quantised_shards(pairs, found):
@@ -155,7 +155,7 @@ def test_the_command_writes_once(pairs):
                     "--stats", cache=folder / "cache", text="abc")
     assert done.returncode == 0, done.stderr[-5000:]
     assert done.stdout == eagle_fsd.generate("abc", models["llama"], max_new_tokens=20).text + "\n"
-    assert done.stderr.count("tau") == 1
+    assert done.stderr.count("tokens per step") == 1
 
 
 def test_one_process_is_no_group(pairs, monkeypatch, capsys):

@@ -6,6 +6,8 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
+from eagle_fsd.data.bundled import default_pair, small_pair
+
 ROOT = Path(__file__).parents[1]
 
 
@@ -15,4 +17,8 @@ def test_the_notebook_runs():
     cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
     assert not any(cell.outputs or cell.execution_count for cell in cells), "clear its outputs"
     NotebookClient(notebook, timeout=300, kernel_name="python3", resources={"metadata": {"path": str(ROOT)}}).execute()
-    assert "#### 209" in cells[1].outputs[0].text  # 23 * 7 + 48
+    if default_pair() == small_pair():
+        pytest.skip("it ran, but SmolLM2-135M-Instruct is not installed: its answers were not looked at")
+    assert "Paris" in cells[1].outputs[0].text
+    chat = next(cell for cell in cells if "Chat(model" in cell.source)
+    assert "Paris" in chat.outputs[0].text and "Rome" in chat.outputs[0].text

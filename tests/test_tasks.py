@@ -8,10 +8,10 @@ import statistics
 import pytest
 
 from eagle_fsd.experiments.grading import extract_result
-from train.demo import tasks as generator
-from train.demo.families import FAMILIES
-from train.demo.tasks import Arguments, Task, is_correct, make_task, split_of, tasks, write_tasks
-from train.demo.wordings import PHRASES, QUESTIONS, STORY_EVENTS, STRING_EDITS
+from train.tasks import generator
+from train.tasks.families import FAMILIES
+from train.tasks.generator import Arguments, Task, is_correct, make_task, split_of, tasks, write_tasks
+from train.tasks.wordings import PHRASES, QUESTIONS, STORY_EVENTS, STRING_EDITS
 
 
 def test_same_arguments_give_the_same_tasks():

@@ -1,1 +1,1 @@
-"""Training: the verifiable-task generator, the text, the demo target and the draft head."""
+"""Training: conversations, features and draft heads, and tasks whose answers can be checked."""

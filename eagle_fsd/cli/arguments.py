@@ -169,10 +169,10 @@ class Measuring:
         Raises:
             ValueError: no directory, or none that can be written.
         """
+        from ..data.bundled import default_pair
         from ..heads.catalogue import find_head
-        from ..pair import demo_directory
 
-        head = pair.draft or (find_head(pair.target).head if pair.target else demo_directory("demo-draft"))
+        head = pair.draft or (find_head(pair.target).place if pair.target else default_pair()[1])
         out = self.out or Path(head)
         if not out.is_dir():
             raise ValueError(f"{out} is no directory to store {file} in: give --out")

@@ -17,7 +17,7 @@ from ..acceptance import RULE_CLASSES
 from ..data.files import save_atomically
 from ..options import AcceptanceOptions, SamplingOptions
 from .arguments import Acceptance, Loading, Sampling
-from .terminal import DIM, RESET, SourceStreamer, describe_output, use_colour
+from .terminal import DIM, RESET, SourceStreamer, describe_output, describe_rule, use_colour
 
 if TYPE_CHECKING:
     import torch
@@ -36,7 +36,7 @@ HELP = """\
 /system TEXT      what the target is told first; without text it is shown, - takes it away
 /save FILE        write the conversation to a file
 /load FILE        go on with the conversation of a file
-/stats            the last answer: tau, tokens/s, token sources, prompt tokens processed
+/stats            the last answer: tokens/s, tokens per step, token sources, prompt tokens processed
 /reset            begin a new conversation
 /help             this list
 /quit             end, as Ctrl-D; Ctrl-C stops an answer, twice ends""".format(rules=", ".join(RULE_CLASSES))
@@ -150,7 +150,7 @@ class Terminal:
         if sys.stdout.isatty():
             stats, why = self.last.stats, self.last.finish_reason
             line = (f"[{stats.new_tokens} tokens, {stats.tokens_per_second:.1f} tokens/s, "
-                    f"tau {stats.mean_accepted_length:.2f}{'' if why == 'eos' else f', ended by {why}'}]")
+                    f"{stats.mean_accepted_length:.2f} tokens per step{'' if why == 'eos' else f', ended by {why}'}]")
             print(f"{DIM}{line}{RESET}" if self.colour else line)
 
     def change(self, **changed: object) -> str:
@@ -161,7 +161,7 @@ class Terminal:
         sampling, given = SamplingOptions.of(options), AcceptanceOptions.of(options)
         rule = resolve_rule(given, self.chat.model, sampling.temperature, shaped=sampling.shapes_distribution)
         self.chat.options = options
-        return f"{rule}, temperature {sampling.temperature:g}"
+        return f"{describe_rule(rule, sampling.temperature)}, temperature {sampling.temperature:g}"
 
     def threshold(self, value: str) -> None:
         print(self.change(threshold=as_number("/threshold", value), quality=None))

@@ -18,7 +18,7 @@ class GenerateCommand:
     Args:
         prompt: text, or - to read it from standard input.
         chat: put the prompt through the chat template.
-        stats: print tau, tokens/s and token sources to standard error.
+        stats: print tokens/s, tokens per step and token sources to standard error.
     """
 
     prompt: Positional[str]

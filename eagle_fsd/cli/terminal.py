@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedTokenizerBase
 
+    from ..acceptance import Rule
     from ..engine.receipts import Output, Receipt
 
 COLOURS = {"target": "", "exact": "\033[32m", "fuzzy": "\033[33m"}
@@ -50,16 +51,23 @@ class SourceStreamer:
         sys.stdout.write(f"{colour}{piece}{RESET}" if colour and piece else piece)
 
 
+def describe_rule(rule: Rule, temperature: float) -> str:
+    """A rule and its dial, such as "tilt, threshold 0.5"."""
+    dial = f", threshold {rule.threshold:g}" if max(rule.threshold, rule.threshold_limit[0]) else ""
+    own = " (the text stays the model's own)" if rule.is_lossless(temperature == 0) else ""
+    return f"{rule.name}{dial}{own}"
+
+
 def use_colour() -> bool:
     """On a terminal, unless NO_COLOR is set; FORCE_COLOR overrides."""
     return bool(os.environ.get("FORCE_COLOR")) or (sys.stdout.isatty() and not os.environ.get("NO_COLOR"))
 
 
 def describe_output(output: Output) -> str:
-    """One line: length, speed, tau, token sources and the end."""
+    """One line: length, speed, token sources and the end."""
     stats, sources = output.stats, [receipt.source for receipt in output.receipts]
     return (
-        f"{stats.new_tokens} tokens, {stats.tokens_per_second:.1f} tokens/s, tau {stats.mean_accepted_length:.2f} "
-        f"(tokens per target forward), {sources.count('target')} target, {sources.count('exact')} exact, "
+        f"{stats.new_tokens} tokens, {stats.tokens_per_second:.1f} tokens/s, {stats.mean_accepted_length:.2f} "
+        f"tokens per step, {sources.count('target')} target, {sources.count('exact')} exact, "
         f"{sources.count('fuzzy')} fuzzy, ended by {output.finish_reason}, seed {output.seed}"
     )

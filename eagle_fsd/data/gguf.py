@@ -13,6 +13,7 @@ import transformers
 from filelock import FileLock
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from .bars import no_bars_for
 from .files import cache_directory
 from .sources import check_source, fetch
 
@@ -59,11 +60,12 @@ def dequantised(file: Path) -> Path:
     with FileLock(folder.parent.with_name(f"{folder.name}.lock")):  # threads and processes wait for the first
         if folder.is_dir():
             return folder
-        log.warning("%s is dequantised once, to %s: that takes a while, the next start does not", file, folder)
+        log.warning("%s is dequantised once, to %s: half a minute, which the next start does not take", file, folder)
         part = folder.with_name(f"{folder.name}.part")
         shutil.rmtree(part, ignore_errors=True)  # of a process that was killed
         try:
-            _write(file, part)
+            with no_bars_for(file):
+                _write(file, part)
             part.rename(folder)
         finally:
             shutil.rmtree(part, ignore_errors=True)

@@ -1,11 +1,14 @@
-"""Published draft heads, by the hub id of their target: a list that was looked up, not a search on the hub."""
+"""Bundled and published draft heads, by the hub id of their target: a list, not a search on the hub."""
 
 from __future__ import annotations
 
 import functools
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
+
+from ..data.bundled import find_bundled
 
 KNOWN = Path(__file__).with_name("catalogue.json")
 KINDS = ("eagle", "eagle3")  # EAGLE-1 and EAGLE-2 share their heads
@@ -19,6 +22,7 @@ class PublishedHead:
     licence: of the head, as its hub page states it; "unknown" where that was not looked at.
     source, looked_up: the page that lists the pair, and when.
     preferred: taken where the target has several heads; that of the method's authors.
+    bundled: the head is one of `checkpoints/`, and taken before any other; its card is the source.
     """
 
     target: str
@@ -28,6 +32,12 @@ class PublishedHead:
     source: str
     looked_up: str
     preferred: bool = False
+    bundled: bool = False
+
+    @property
+    def place(self) -> str | None:
+        """What `load_head` takes; None for a bundled head that is not installed."""
+        return find_bundled(Path(self.head).name) if self.bundled else self.head
 
 
 @functools.cache
@@ -39,18 +49,35 @@ def known_heads() -> tuple[PublishedHead, ...]:
 def find_head(target: str | Path) -> PublishedHead:
     """The head that is taken for a target where none is given.
 
+    A directory or GGUF file is known by its name, and has a bundled head or none. (The name that its config holds may
+    be that of the model it was fine-tuned from.)
+
     Raises:
         ValueError: no head is known for the target, or several of which none is preferred.
     """
-    if Path(target).exists():  # its config's _name_or_path may be that of the model it was fine-tuned from
-        what = "directory" if Path(target).is_dir() else "file"
-        raise ValueError(f"draft= is missing: heads are known by their target's hub id, and {target} is a {what}")
-    heads = [head for head in known_heads() if head.target.casefold() == str(target).casefold()]
+    known = [head for head in known_heads() if head.place is not None]
+    if Path(target).exists():
+        found = [head for head in known if head.bundled and is_copy(Path(target), head.target)]
+        if not found:
+            what = "directory" if Path(target).is_dir() else "file"
+            raise ValueError(f"draft= is missing: heads are known by their target's hub id, and {target} is a {what}")
+        return found[0]
+    heads = [head for head in known if head.target.casefold() == str(target).casefold()]
     if not heads:
-        targets = ", ".join(dict.fromkeys(head.target for head in known_heads()))
+        targets = ", ".join(dict.fromkeys(head.target for head in known))
         raise ValueError(f"draft= is missing, and no head is known for {str(target)!r}; known targets: {targets}")
-    chosen = heads if len(heads) == 1 else [head for head in heads if head.preferred]
+    chosen = heads if len(heads) == 1 else [head for head in heads if head.bundled] or [
+        head for head in heads if head.preferred]
     if len(chosen) != 1:
         choices = ", ".join(f"{head.head} ({head.kind}, licence {head.licence})" for head in heads)
         raise ValueError(f"draft= is missing, and several heads are known for {heads[0].target}: {choices}")
     return chosen[0]
+
+
+def is_copy(path: Path, hub_id: str) -> bool:
+    """Whether a directory or GGUF file is called what the hub's model is called: in the hub's cache, as a clone, or
+    with a quantisation behind the name."""
+    name = re.escape(hub_id.rpartition("/")[2])
+    quantised = rf"{name}[._-](i?q\d|b?f16|f32)[\w.-]*|{name}\.gguf"
+    return (f"models--{hub_id.replace('/', '--')}" in path.absolute().parts
+            or re.fullmatch(rf"{name}|{quantised}", path.name, re.IGNORECASE) is not None)

@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ..checks import check_placement
+from ..data.bars import no_bars_for
 from ..data.gguf import target_source
 from .implementations import STOCK
 from .parallel import loading_options
@@ -100,10 +101,11 @@ def load_target(
     if quantization_config is not None:  # None would take a saved one away
         options["quantization_config"] = quantization_config
     try:
-        model, loaded = AutoModelForCausalLM.from_pretrained(
-            target, dtype=dtype, device_map=device_map, attn_implementation=attn_implementation,
-            trust_remote_code=trust_remote_code, output_loading_info=True, **options,
-        )
+        with no_bars_for(target):
+            model, loaded = AutoModelForCausalLM.from_pretrained(
+                target, dtype=dtype, device_map=device_map, attn_implementation=attn_implementation,
+                trust_remote_code=trust_remote_code, output_loading_info=True, **options,
+            )
     except (OSError, ValueError, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # what damaged files and unknown devices end in

@@ -73,7 +73,8 @@ def known_latency(target: TargetModel, head: DraftHead, graphs: GraphCycles | No
             return kept
         log.warning("cycles take %.0f%% of what was measured here before, when other work slowed the machine: "
                     "measuring again", 100 * share)
-    log.info("measuring how long cycles take with trees of several sizes")
+    log.warning("measuring once how long drafting and checking take on this machine, to choose how much to draft: up "
+                "to a minute; kept in %s", path)
     measured = measure(target, head, graphs)
     if graphs is not None:
         graphs.cycles.clear()  # those of the measured trees

@@ -122,7 +122,7 @@ def fastest(parts: Mapping[Hashable, Callable[[], object]], target: TargetModel)
     The first round warms up; with a slow model there are fewer.
     """
     found, begun = dict.fromkeys(parts, math.inf), time.perf_counter()
-    for number in tqdm(range(ROUNDS + 1), desc="measuring cycles", unit="round", leave=False, disable=None):
+    for number in tqdm(range(ROUNDS + 1), desc="measuring the machine", unit="round", leave=False, disable=None):
         for name, work in parts.items():
             started = now(target.device)
             work()

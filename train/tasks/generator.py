@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import json
 import random
-import sys
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -27,8 +26,8 @@ from typing import Literal
 from eagle_fsd.cli.arguments import parse_options
 from eagle_fsd.cli.exits import check_counts, exit_status
 from eagle_fsd.experiments.grading import extract_result, same_json
-from train.demo.families import FAMILIES
-from train.demo.wordings import Writer
+from train.tasks.families import FAMILIES
+from train.tasks.wordings import Writer
 
 HELDOUT_BUCKETS = 8  # one operand tuple in eight is never trained on
 SPLITS = ("train", "heldout")
@@ -134,6 +133,3 @@ def main() -> int:
     arguments = parse_options(Arguments, program="python -m train.tasks")
     return exit_status("train.tasks", lambda: write_tasks(arguments))
 
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,4 +1,4 @@
-"""The families of the demo's tasks: each draws a problem of a level from 1 to 3 and works it out."""
+"""The families of tasks: each draws a problem of a level from 1 to 3 and works it out."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import random
 from collections.abc import Callable
 
-from train.demo.wordings import (
+from train.tasks.wordings import (
     CITIES,
     EVENTS,
     ITEMS,

@@ -1,4 +1,4 @@
-"""What the demo's tasks are worded with (`wordings.json`), and the writer that draws from it.
+"""What the tasks are worded with (`wordings.json`), and the writer that draws from it.
 
 Phrases are what a step of an answer is said in: four or more for each, the later ones rarer, as in real text.
 Questions have wordings to train on and others that are kept for evaluation.

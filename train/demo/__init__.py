@@ -1,1 +1,0 @@
-"""The demo pair from nothing: tasks, text, target, answers and head."""
