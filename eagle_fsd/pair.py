@@ -14,13 +14,11 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .acceptance import make_rule
-from .data.bundled import default_pair
-from .data.gguf import check_target
 from .data.sources import check_source
 from .engine.compiled import compile_forwards
 from .engine.drafting import Pause
 from .engine.graphs import GraphCycles, why_no_graphs
-from .heads.catalogue import find_head
+from .heads.catalogue import find_pair
 from .heads.checkpoint import load_head
 from .heads.eagle import DraftHead
 from .models.implementations import GROUPED, STOCK
@@ -286,7 +284,7 @@ def load(
         ImportError: a GGUF file without the package gguf.
     """
     options = LoadOptions.of(locals())
-    target, draft = find_pair(options)
+    target, draft = find_pair(options.target, options.draft)
     head = load_head(draft)  # the smaller one first: its errors come before the long work
     beside = check_source("calibration", draft if calibration is None else calibration)
     if calibration is not None and not Path(beside).is_dir():
@@ -318,21 +316,6 @@ def load(
     if pair.graphs is not None:
         pair.warm_up_graphs()
     return pair
-
-
-def find_pair(options: LoadOptions) -> tuple[str, str | Path]:
-    """Where the target and its head are: the default pair where none is named, the known head for a target alone."""
-    if options.target is None:
-        return default_pair()
-    target, draft = check_target(options.target), options.draft
-    if draft is None:
-        known = find_head(target)
-        draft = known.place
-        # A published head is somebody else's, and a file's name need not be true.
-        named = known.bundled and target.casefold() == known.target.casefold()
-        log.log(logging.INFO if named else logging.WARNING, "no draft given: taking %s, the head known for %s (%s, "
-                "licence %s)", draft, known.target, known.kind, known.licence)
-    return target, draft
 
 
 def _set_attention(target: TargetModel, wanted: str | None) -> None:

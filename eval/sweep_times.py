@@ -15,8 +15,8 @@ from eagle_fsd.data.questions import converse
 from eagle_fsd.experiments.experiment import EXACT, Experiment, spread
 from eagle_fsd.experiments.methods import Answer, Method, bare_generate, engine, hf_generate, interleaved
 from eagle_fsd.experiments.search import BASELINE
+from eagle_fsd.heads.catalogue import find_pair
 from eagle_fsd.models.loading import load_target
-from eagle_fsd.pair import find_pair
 from eval.benchmark import LOOKUP
 from eval.report.intervals import ratio_interval
 
@@ -49,7 +49,8 @@ def timed_methods(args: SweepArguments, own: Experiment) -> dict[str, Method]:
         EXACT: engine(model, acceptance=EXACT, tree=args.tree, **sampling),
     }
     if args.temperature == 0:
-        place = (target_source(find_pair(args.pair)[0]), model.target.dtype, model.target.device)
+        named = find_pair(args.pair.target, args.pair.draft)[0]
+        place = (target_source(named), model.target.dtype, model.target.device)
         methods[BARE[BASELINE]] = bare_generate(*place)
         methods[BARE[LOOKUP]] = bare_generate(*place, prompt_lookup_num_tokens=10)
     if args.assistant:

@@ -26,8 +26,9 @@ from eagle_fsd.cli.exits import check_counts
 from eagle_fsd.experiments.cycles import log_cycles
 from eagle_fsd.experiments.methods import engine, interleaved
 from eagle_fsd.experiments.records import write_record
+from eagle_fsd.heads.catalogue import find_pair
 from eagle_fsd.heads.checkpoint import load_head, save_head
-from eagle_fsd.pair import EagleModel, find_pair
+from eagle_fsd.pair import EagleModel
 from eagle_fsd.tuning.logs import FILE, store_log
 from eval.command import run_command
 from eval.trees import prompts_of, timing_row, timing_table
@@ -87,7 +88,7 @@ def compare_random_heads(args: UselessHeadArguments, real: Path) -> dict[str, di
     with TemporaryDirectory() as folder:
         head = Path(folder)
         randomise(head, real)
-        loading = replace(args.pair, target=find_pair(args.pair)[0], draft=head)
+        loading = replace(args.pair, target=find_pair(args.pair.target, args.pair.draft)[0], draft=head)
         for name, kind in LOGS.items():
             (head / FILE).unlink(missing_ok=True)
             if kind == "real":
@@ -104,7 +105,7 @@ def run(args: UselessHeadArguments) -> None:
     if args.threads:
         torch.set_num_threads(args.threads)
     model = args.pair.load()
-    real = Path(find_pair(args.pair)[1])
+    real = Path(find_pair(args.pair.target, args.pair.draft)[1])
     if not (real / FILE).is_file():
         raise ValueError(f"{real} is no directory with a log to choose a tree by: run eagle-fsd tune first")
     results = {"random tokens": compare_with_plain(

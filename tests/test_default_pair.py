@@ -11,9 +11,8 @@ from tiny import tiny_head, tiny_target
 import eagle_fsd
 from eagle_fsd.data import bundled
 from eagle_fsd.data.bundled import HEAD, default_pair, find_bundled, packaged_target, small_pair
-from eagle_fsd.heads.catalogue import find_head, is_copy, known_heads
+from eagle_fsd.heads.catalogue import find_head, find_pair, is_copy, known_heads
 from eagle_fsd.heads.checkpoint import save_head
-from eagle_fsd.pair import find_pair
 
 SMOL, CODER = "HuggingFaceTB/SmolLM2-135M-Instruct", "Qwen/Qwen2.5-Coder-0.5B-Instruct"
 
@@ -85,14 +84,13 @@ def test_bundled_heads_are_found_by_hub_id(tmp_path, monkeypatch, caplog):
     for name in names.values():
         (tmp_path / name).mkdir()
     with_heads(monkeypatch, tmp_path)
-    options = eagle_fsd.LoadOptions
     for target, name in names.items():
-        assert find_pair(options(target)) == (target, str(tmp_path / name))
+        assert find_pair(target, None) == (target, str(tmp_path / name))
         assert find_head(target.lower()).place == str(tmp_path / name)
     assert not caplog.records  # bundled, and asked for by name
     file = tmp_path / "qwen2.5-coder-0.5b-instruct-q4_k_m.gguf"
     file.touch()
-    assert find_pair(options(file))[1] == str(tmp_path / names[CODER])
+    assert find_pair(file, None)[1] == str(tmp_path / names[CODER])
     assert "the head known for Qwen/Qwen2.5-Coder-0.5B-Instruct" in caplog.text
 
 

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import functools
 import json
+import logging
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..data.bundled import find_bundled
+from ..data.bundled import default_pair, find_bundled
+from ..data.gguf import check_target
+
+log = logging.getLogger(__name__)
 
 KNOWN = Path(__file__).with_name("catalogue.json")
 KINDS = ("eagle", "eagle3")  # EAGLE-1 and EAGLE-2 share their heads
@@ -81,3 +85,18 @@ def is_copy(path: Path, hub_id: str) -> bool:
     quantised = rf"{name}[._-](i?q\d|b?f16|f32)[\w.-]*|{name}\.gguf"
     return (f"models--{hub_id.replace('/', '--')}" in path.absolute().parts
             or re.fullmatch(rf"{name}|{quantised}", path.name, re.IGNORECASE) is not None)
+
+
+def find_pair(target: str | Path | None, draft: str | Path | None) -> tuple[str, str | Path]:
+    """Where the target and its head are: the default pair where none is named, the known head for a target alone."""
+    if target is None:
+        return default_pair()
+    target = check_target(target)
+    if draft is None:
+        known = find_head(target)
+        draft = known.place
+        # A published head is somebody else's, and a file's name need not be true.
+        named = known.bundled and target.casefold() == known.target.casefold()
+        log.log(logging.INFO if named else logging.WARNING, "no draft given: taking %s, the head known for %s (%s, "
+                "licence %s)", draft, known.target, known.kind, known.licence)
+    return target, draft
