@@ -164,7 +164,7 @@ class ProfileArguments:
         threshold: of those that have one.
         temperature: 0 is greedy; otherwise sampling.
         max_new_tokens: of each answer.
-        threads: of torch.
+        threads: of torch; without it what OMP_NUM_THREADS says, or torch.
         out: JSON file.
     """
 
@@ -176,13 +176,14 @@ class ProfileArguments:
     threshold: float = 0.3
     temperature: float = 0.0
     max_new_tokens: int = 64
-    threads: int = 2
+    threads: int | None = None
     out: Path = Path("eval/results/profile.json")
 
 
 def run(args: ProfileArguments) -> None:
     check_counts(args, "limit", "max_new_tokens", "threads")
-    torch.set_num_threads(args.threads)
+    if args.threads is not None:
+        torch.set_num_threads(args.threads)
     prompts = [[{"role": "user", "content": question.turns[0]}]
                for question in load_questions(args.prompts, args.limit + 1, seed=1, limit=args.limit + 1)]
     model = args.pair.load()

@@ -22,20 +22,32 @@ from eagle_fsd.engine.emission import read_walk, walk_stepwise
 TREE = TreeConfig(16, 5, 4)
 
 
+def with_children(tree, row, node):
+    return [node, *(n for n in range(1, tree.tokens.shape[1]) if tree.parents[row, n] == node)]
+
+
 def alone(verification, row, node):
     """A node with its children, as the walk asks about it."""
     here, place = slice(row, row + 1), slice(node, node + 1)
     noise = None if verification.noise is None else verification.noise[here, place]
-    return Verification(
-        verification.tree.family(row, node), verification.target_logits[here, place],
-        verification.warped_logits[here, place], verification.own_logits[here], noise, verification.draft_tokens)
+    tree = verification.tree.family(row, with_children(verification.tree, row, node))
+    return Verification(tree, verification.target_logits[here, place], verification.warped_logits[here, place],
+                        verification.own_logits[here], noise, verification.draft_tokens)
+
+
+def asked(verification, row, family, said):
+    """As the engine is: the tokens are those of the path."""
+    tree = verification.tree
+    assert family == with_children(tree, row, family[0])
+    assert said == tree.tokens[row, tree.ancestors[row, family[0]]].tolist()
+    return alone(verification, row, family[0])
 
 
 def test_a_family_by_hand():
     tree = random_verification(0, True, batch=2, nodes=9).tree
     for node in range(9):
-        family = tree.family(1, node)
-        children = [n for n in range(1, 9) if tree.parents[1, n] == node]
+        _, *children = with_children(tree, 1, node)
+        family = tree.family(1, [node, *children])
         assert family.tokens.tolist() == [tree.tokens[1, [node, *children]].tolist()]
         assert family.parents.tolist() == [[0] * (len(children) + 1)]
         assert family.depths.tolist() == [[0] + [1] * len(children)] and family.max_depth == bool(children)
@@ -81,7 +93,7 @@ def test_walks_and_what_is_read_of_them(name, greedy):
         decision = rule(verification)
         paths, emissions = read_walk(verification, decision, walk(verification, decision))
         for row in range(3):
-            steps = walk_stepwise(rule, verification.tree.row(row), partial(alone, verification, row))
+            steps = walk_stepwise(rule, verification.tree.row(row), partial(asked, verification, row))
             assert [step.node for step in steps] == paths[row]
             assert [step.token for step in steps] == emissions[row].tokens
             assert [step.drawn for step in steps] == emissions[row].logits

@@ -150,15 +150,15 @@ class Decoder:
     ) -> list[Step]:
         """One request's walk, within its budget."""
         request, row = self.requests[number], slice(number, number + 1)
-        before = request.context
+        processors, before = request.settings.processors, request.context
 
-        def at(node: int) -> Verification:
+        def at(family: Sequence[int], said: Sequence[int]) -> Verification:
             """A node with its children: only its own logits are processed, only its own noise is made."""
-            path = tree.tokens[number, tree.ancestors[number, node]]  # by level, the node's own token last
-            alone, raw = root_only(path[-1:]), logits[row, node : node + 1]
-            warped = warp_tree(request.settings.processors, before + path[:-1].tolist(), alone, raw)
-            noise = None if self.greedy else self._noise(alone, [length + len(path) - 1], self.seeds[row])
-            return Verification(tree.family(number, node), raw, warped, draft_logits[row], noise, self.draft_tokens)
+            raw = logits[row, family[0], None]  # [1, 1, V]
+            alone = root_only(tree.tokens[row, family[0]]) if processors or not self.greedy else None
+            warped = warp_tree(processors, [*before, *said[:-1]], alone, raw) if processors else raw
+            noise = None if self.greedy else self._noise(alone, [length + len(said) - 1], self.seeds[row])
+            return Verification(tree.family(number, family), raw, warped, draft_logits[row], noise, self.draft_tokens)
 
         budget = request.budget
         if budget is not None and not budget.allows(request.emitted):

@@ -67,24 +67,41 @@ def emitted(walks: Sequence[Sequence[Step]], tree: DraftTree) -> tuple[list[list
 def walk_stepwise(
     rule: Rule,
     tree: DraftTree,  # of one row
-    at: Callable[[int], Verification],  # a node of it with its children
+    at: Callable[[Sequence[int], Sequence[int]], Verification],
 ) -> list[Step]:
     """The walk of `read_walk` by a rule that does not look ahead, which is asked about the nodes of the path only.
 
     For a host that may look at each choice, where time goes with the numbers touched: a CPU and a large vocabulary.
+
+    Args:
+        at: a node alone, from it with its children (`DraftTree.family`) and the tokens from the root to it.
     """
-    edges = zip(tree.parents[0, 1:].tolist(), tree.tokens[0, 1:].tolist(), strict=True)
-    children = {edge: node for node, edge in enumerate(edges, 1)}
+    parents, tokens = tree.parents[0].tolist(), tree.tokens[0].tolist()
+    families = [[node] for node in range(len(tokens))]
+    for node, parent in enumerate(parents[1:], 1):
+        families[parent].append(node)
     steps: list[Step] = []
     node: int | None = 0
     while node is not None:
-        here = at(node)
+        here = at(families[node], [tokens[0], *(step.token for step in steps)])
         decision = rule(here)
-        ((step,),) = read_steps(here, decision, draw(here, decision), here.tree.parents[:, :1])
-        steps.append(step._replace(node=node))
+        steps.append(_step_alone(node, here, decision))
         stops = decision.stop is not None and bool(decision.stop)
-        node = None if stops else children.get((node, step.token))
+        children = {} if stops else {tokens[child]: child for child in families[node][1:]}
+        node = children.get(steps[-1].token)
     return steps
+
+
+def _step_alone(node: int, here: Verification, decision: Decision) -> Step:
+    """`read_steps` of a node that has been verified alone, without copies."""
+    raw, warped = here.target_logits[0, 0], here.warped_logits[0, 0]
+    token = draw(here, decision).item()
+    drawn = warped[token].item()
+    return Step(
+        node, token, token == here.exact_choice.item(),
+        math.nan if decision.divergence is None else decision.divergence.item(),
+        raw.log_softmax(-1)[token].item(), raw.amax().item() - raw[token].item(), drawn, warped.amax().item() - drawn,
+    )
 
 
 def read_steps(

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 BLOCK = 128
-WORTH_IT = 32 * BLOCK  # numbers of a row for each that is wanted
+FEW_BLOCKS = 8  # for each number that is wanted: in shorter rows most numbers would be candidates
+WORTH_IT = 1 << 17  # numbers of all rows: below, the further calls take longer than they save
 
 
 def largest(
@@ -37,7 +38,7 @@ def first_largest(
 
 
 def _pays(values: Tensor, count: int) -> bool:
-    return values.is_cpu and values.shape[-1] >= WORTH_IT * count
+    return values.is_cpu and values.numel() >= WORTH_IT and values.shape[-1] >= FEW_BLOCKS * BLOCK * count
 
 
 def _candidates(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -48,5 +49,7 @@ def _candidates(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
     best = best.argmax(-1, keepdim=True) if count == 1 else best.topk(count).indices  # [..., K]
     inside = blocks.gather(-2, best[..., None].expand(*best.shape, BLOCK)).flatten(-2)
     places = (best[..., None] * BLOCK + torch.arange(BLOCK, device=values.device)).flatten(-2)
+    if not rest.shape[-1]:
+        return inside, places
     behind = torch.arange(whole, values.shape[-1], device=values.device).expand(rest.shape)
     return torch.cat([inside, rest], -1), torch.cat([places, behind], -1)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -28,17 +30,21 @@ class DraftTree:
         parts = (self.tokens, self.parents, self.depths, self.ancestors, self.draft_rows, self.scores)
         return DraftTree(*(part[row : row + 1] for part in parts), max_depth=self.max_depth)
 
-    def family(self, row: int, node: int) -> DraftTree:
-        """A node of one sequence with its children, as a tree of its own; scores stay those of the whole tree."""
-        children = (self.parents[row] == node).nonzero()[:, 0]
-        nodes = torch.cat([children.new_tensor([node]), children[children != 0]])  # the root is its own parent
-        parents = torch.zeros_like(nodes)[None]
-        below = parents.clone()
-        below[:, 1:] = 1
-        ancestors = torch.eye(len(nodes), dtype=torch.bool, device=nodes.device)[None]
-        ancestors[..., 0] = True
-        return DraftTree(self.tokens[row, nodes][None], parents, below, ancestors, self.draft_rows[row, nodes][None],
-                         self.scores[row, nodes][None], max_depth=int(len(nodes) > 1))
+    def family(self, row: int, nodes: Sequence[int]) -> DraftTree:
+        """A node of one sequence with its children, in this order, as a tree of its own; scores stay as they are."""
+        places = torch.tensor([nodes], device=self.tokens.device)
+        tokens, draft_rows, scores = (part[row, places] for part in (self.tokens, self.draft_rows, self.scores))
+        star = _star(len(nodes), self.tokens.device)
+        return DraftTree(tokens, *star, draft_rows, scores, max_depth=int(len(nodes) > 1))
+
+
+@functools.lru_cache(maxsize=1024)
+def _star(nodes: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Parents, depths and ancestors of a root with children."""
+    parents = torch.zeros(1, nodes, dtype=torch.long, device=device)
+    ancestors = torch.eye(nodes, dtype=torch.bool, device=device)
+    ancestors[:, 0] = True
+    return parents, (torch.arange(nodes, device=device) > 0).long()[None], ancestors[None]
 
 
 def ancestors_of(
