@@ -51,7 +51,7 @@ def test_table_by_size(model, monkeypatch):
 
 
 def test_prompts_have_the_asked_length(model, monkeypatch):
-    monkeypatch.setattr(batches, "python_texts", lambda split: iter(["abcdef", "ghijklmnopqrs"]))
+    monkeypatch.setattr(batches, "python_texts", lambda: iter(["abcdef", "ghijklmnopqrs"]))
     pieces = batches.prompts_of_length(model, 5, 4, 0)
     assert [len(piece) for piece in pieces] == [5] * 4
     assert sum(pieces, [])[:7] == model.tokenizer("abcdef")["input_ids"]
