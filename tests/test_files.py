@@ -1,5 +1,6 @@
 """Files that interrupted work can go on with."""
 
+import errno
 import os
 import signal
 import subprocess
@@ -10,7 +11,7 @@ import pytest
 from filelock import FileLock
 
 from eagle_fsd.data import files
-from eagle_fsd.data.files import append_lines, only_writer, read_lines, save_atomically, write_lines
+from eagle_fsd.data.files import append_lines, only_writer, read_lines, save_atomically, together, write_lines
 
 HOLD = """
 import sys, time
@@ -74,7 +75,24 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):
 
     with pytest.raises(OSError):
         save_atomically(path, fails)
-    assert read_lines(path) == [1, 2]
+    assert read_lines(path) == [1, 2] and list(tmp_path.iterdir()) == [path]
+
+
+def test_files_go_into_a_folder_together_or_not_at_all(tmp_path):
+    (tmp_path / "kept").write_text("old")
+    with together(tmp_path / "deep" / "new") as part:
+        (part / "a").write_text("1")
+        (part / "config.json").write_text("2")
+        assert not (tmp_path / "deep" / "new" / "a").exists()
+    assert {path.name for path in (tmp_path / "deep" / "new").iterdir()} == {"a", "config.json"}
+    for folder in (tmp_path, tmp_path / "other" / "new"):
+        with pytest.raises(OSError, match=f"{folder} cannot be written: .*No space"), together(folder) as part:
+            (part / "kept").write_text("new")
+            raise OSError(errno.ENOSPC, "No space left on device")
+    assert (tmp_path / "kept").read_text() == "old" and not (tmp_path / "other").exists()
+    with pytest.raises(KeyError), together(tmp_path / "other"):
+        raise KeyError
+    assert {path.name for path in tmp_path.iterdir()} == {"kept", "deep"}
 
 
 @pytest.mark.parametrize("name", ["folder", "answers.jsonl"])
