@@ -143,9 +143,9 @@ def is_tie(model: EagleModel, prompt: object, ours: Answer, theirs: Answer) -> b
         return False
     text = torch.tensor([[*encode_prompt(prompt, model), *ours.token_ids[:at]]], device=model.target.device)
     with torch.inference_mode():
-        logits = model.target.model(text).logits[0, -1].double()[[ours.token_ids[at], theirs.token_ids[at]]]
-    rounding = 2 * torch.finfo(model.target.dtype).eps * logits.abs().max().item()
-    return (logits[0] - logits[1]).abs().item() <= rounding
+        logits = model.target.model(text).logits[0, -1].double()
+    rounding = 2 * torch.finfo(model.target.dtype).eps * logits.abs().max()
+    return bool((logits[ours.token_ids[at]] - logits[theirs.token_ids[at]]).abs() <= rounding)
 
 
 def print_table(answers: Mapping[str, Sequence[Answer]]) -> None:
