@@ -510,6 +510,8 @@ def test_what_cannot_be_read_is_refused(tmp_path, text, overrides, match):
 def test_ready_configurations_are_read(path):
     if path.name in ("head.yaml", "eagle2.yaml", "eagle3.yaml"):
         assert read_config(path, ["target=t", "data=d", "output=o"]).tree == (60, 8, 10)
+    elif path.name == "small.yaml":
+        assert read_config(path, ["target=t", "data=d", "output=o"]).tree == (16, 5, 4)
     else:
         from accelerate.commands.config.config_args import load_config_from_file
 

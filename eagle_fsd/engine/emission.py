@@ -52,7 +52,7 @@ def read_walk(
     depths = torch.where(walked.accepted, tree.depths, tree.max_depth + 1)  # what is not accepted: a column to drop
     nodes = torch.arange(depths.shape[1], device=depths.device).expand_as(depths)
     path = walked.last[:, None].repeat(1, tree.max_depth + 2).scatter_(1, depths, nodes)[:, :-1]  # [B, P]
-    if path.is_cpu:  # elsewhere to ask for the length would be to wait for the device
+    if path.is_cpu and group is None:  # elsewhere it would be to wait for the device, and other processes' may differ
         path = path[:, : int(walked.length.max()) + 1]
     walks = read_steps(verification, decision, walked.choice, path, group)
     walks = [steps[: 1 + [step.node for step in steps].index(steps[-1].node)] for steps in walks]

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..data.bundled import default_pair, find_bundled
-from ..data.gguf import check_target
 
 log = logging.getLogger(__name__)
 
@@ -89,6 +88,8 @@ def is_copy(path: Path, hub_id: str) -> bool:
 
 def find_pair(target: str | Path | None, draft: str | Path | None) -> tuple[str, str | Path]:
     """Where the target and its head are: the default pair where none is named, the known head for a target alone."""
+    from ..data.gguf import check_target  # not above: to list heads needs no torch
+
     if target is None:
         return default_pair()
     target = check_target(target)
