@@ -337,7 +337,8 @@ PAGE = (Path(__file__).parents[1] / "docs" / "chat.md").read_text(encoding="utf-
 
 
 @pytest.mark.parametrize("example", re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL))
-def test_the_examples_of_the_docs_run(model, monkeypatch, capsys, example):
+def test_the_examples_of_the_docs_run(monkeypatch, capsys, example):
+    model = tiny_chat_pair(max_position_embeddings=1024)
     monkeypatch.setattr(eagle_fsd, "load", lambda: model)
     exec(compile(example, "docs/chat.md", "exec"), {})
     assert re.search("[a-z ]{8}", capsys.readouterr().out)
