@@ -78,7 +78,8 @@ class Decoder:
         trees = self.drafting.possible
         nodes = max(tree.nodes if tree else 1 for tree in trees)
         drafted = max(tree.depth * tree.top_k if tree else 0 for tree in trees)
-        longest = max(len(request.prompt) + request.settings.max_new_tokens for request in self.requests)
+        texts = (len(request.prompt) + request.settings.max_new_tokens for request in self.requests)
+        longest = max(texts, default=0)
         room, count = longest + nodes, len(self.requests)
         if earlier is not None:
             if earlier.target is not self.target or earlier.head is not self.head:
@@ -144,6 +145,8 @@ class Decoder:
 
     def join(self, other: Decoder) -> None:
         """Go on with the requests of another decoder of the same models as well, for which there is room."""
+        if not self.requests:
+            self.drafting.pause.begin()
         self.requests = [*self.requests, *other.requests]
         self._settle()
         self.forwards.join(other.forwards)

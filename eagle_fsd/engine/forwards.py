@@ -117,6 +117,12 @@ class Forwards:
             self.draft_cache = self.draft_cache.resized(draft_room, requests)
         self.cache = cache
 
+    def erase(self, number: int) -> None:
+        """Leave nothing of a request whose forwards may have gone wrong to who gets its place."""
+        for cache in (self.cache, self.draft_cache):
+            if cache is not None:
+                cache.erase_row(number)
+
     def row(self, number: int) -> Forwards:
         """A copy for one request alone, without further room."""
         alone = Forwards(self.target, self.head, self.cache.row_alone(number), None)

@@ -83,13 +83,24 @@ class Request:
         self.settings, self.device = settings, device
         self.prompt = list(prompt)
         self.tokens = list(prompt)  # prompt and all emitted tokens; the last one is the root once decoding has begun
-        self.features: Tensor | None = None  # [T, F] of the positions before the last T tokens: the draft's next input
+        self._features: list[Tensor] = []  # parts of `features`
         self.budget = None if settings.budget is None else Budget(settings.budget)
         self.new: list[int] = []  # the answer
         self.receipts: list[Receipt] = []
         self.stats = Stats()
         self.reason: str | None = None  # why it ended
         self._text: Tensor | None = None  # [1, padding, prompt and room for the answer], for criteria
+
+    @property
+    def features(self) -> Tensor | None:
+        """[T, F] of the positions before the last T tokens: the draft's next input."""
+        if len(self._features) > 1:
+            self._features = [torch.cat(self._features)]
+        return self._features[0] if self._features else None
+
+    @features.setter
+    def features(self, features: Tensor | None) -> None:
+        self._features = [] if features is None else [features]
 
     @property
     def context(self) -> list[int]:
@@ -113,7 +124,7 @@ class Request:
             features: [A + 1, F] of the nodes that it was emitted at; None: there is no head to read them.
         """
         if features is not None:
-            self.features = features if self.features is None else torch.cat([self.features, features])
+            self._features.append(features)
         self.tokens += emission.tokens
 
     def take(self, emission: Emission, streamer: BaseStreamer | None) -> None:

@@ -54,6 +54,10 @@ class Answer:
     def done(self) -> bool:
         return self.ended is not None
 
+    def begin(self) -> None:
+        """Its prompt is being read."""
+        self.started = time.perf_counter()
+
     def add(self, piece: Piece) -> None:
         """One more piece."""
         with self._changed:
