@@ -302,7 +302,7 @@ def test_walk_with_gumbel_noise_draws_the_law(case):
     one = verify(PathModel(10), WARPERS["temperature"])
     if case == "fsd, guarded":
         law = segment_law(guarded_fsd_probs(one, math.inf, 0.6))
-    elif case in ("typical", "relaxed", "fly, no window", "fsd and fly"):  # a fuzzy step goes to an allowed child or to the exact one
+    elif case in ("typical", "relaxed", "fly, no window", "fsd and fly"):  # to an allowed child or to the exact one
         law = law_by_exact_choice(rule, one)
     else:
         law = law_of(rule, one)

@@ -51,8 +51,8 @@ DECODING = (["--max-new-tokens", "7", "--temperature", "0.5", "--top-p", "0.9", 
              "budget": float("inf"), "tree": TreeConfig(16, 5, 4)})
 MEASURING = (["--prompts", "P", "--divergence", "tv", "--gate-threshold", "0.5", "--temperature", "0.7",
               "--max-new-tokens", "9", "--seed", "4", "--out", "O"],
-             {"prompts": Path("P"), "divergence": "tv", "gate_threshold": 0.5, "temperature": 0.7, "max_new_tokens": 9, "seed": 4,
-              "out": Path("O")})
+             {"prompts": Path("P"), "divergence": "tv", "gate_threshold": 0.5, "temperature": 0.7,
+              "max_new_tokens": 9, "seed": 4, "out": Path("O")})
 UNSAID = {"stop": ()}  # None in `eagle_fsd.options`
 
 
@@ -77,8 +77,8 @@ UNSAID = {"stop": ()}  # None in `eagle_fsd.options`
     (["heads", "--target", "llama"], {"target": "llama"}),
     (["calibrate", "--prompts", "P", "--budget", "kl<=0.02"],
      {"prompts": Path("P"), "divergence": None, "gate_threshold": None, "temperature": 0.0, "max_new_tokens": 256,
-      "seed": 0, "out": None, "budget": "kl<=0.02", "acceptance": ("fsd",), "thresholds": None, "tree": None, "limit": None, "timed": 24,
-      "run_code": False, "log": None}),
+      "seed": 0, "out": None, "budget": "kl<=0.02", "acceptance": ("fsd",), "thresholds": None, "tree": None,
+      "limit": None, "timed": 24, "run_code": False, "log": None}),
     (["calibrate", *LOADING[0], *MEASURING[0], "--budget", "kl<=0.02", "--acceptance", "fsd", "tilt", "--thresholds",
       "0.1", "0.2", "--tree", "16,5,4", "--limit", "3", "--timed", "2", "--run-code", "--log", "L"],
      {**LOADING[1], **MEASURING[1], "budget": "kl<=0.02", "acceptance": ("fsd", "tilt"), "thresholds": (0.1, 0.2),

@@ -56,16 +56,17 @@ def assert_same(found, expected):
 def test_acceptance(name, options, greedy):
     rule = make_rule(name, **options)
 
-    def accept(tree, depth, target_logits, warped_logits, draft_logits, noise):
+    def accept(tree, depth, target_logits, warped_logits, draft_logits, noise, **memory):
         tree = DraftTree(**tree, max_depth=depth)
-        verification = Verification(tree, target_logits, warped_logits, draft_logits, noise)
+        verification = Verification(tree, target_logits, warped_logits, draft_logits, noise, **memory)
         return walk(verification, rule(verification))
 
     accept_compiled = compiled(accept)
     for seed in range(2):
         given = random_verification(seed, greedy)
         parts = (given.target_logits, given.warped_logits, given.draft_logits, given.noise)
-        found = accept_compiled(tensors(given.tree), given.tree.max_depth, *parts)
+        memory = {"regret": given.regret, "said": given.said}
+        found = accept_compiled(tensors(given.tree), given.tree.max_depth, *parts, **memory)
         assert_same(found, walk(given, rule(given)))
 
 

@@ -184,7 +184,8 @@ def test_answers(pairs, pair, name, kind, monkeypatch):
     assert_same(whole, stepwise)
     assert sum(whole.stats.accepted_lengths) > 0
     lengths = whole.stats.accepted_lengths
-    assert asked == (0 if RULES[name]().looks_ahead else sum(lengths) + len(lengths)), "other nodes than those of the path"
+    on_path = 0 if RULES[name]().looks_ahead else sum(lengths) + len(lengths)
+    assert asked == on_path, "other nodes than those of the path"
 
 
 @pytest.mark.parametrize("kind", ["greedy", "sampled", "penalised"])
