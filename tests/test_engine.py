@@ -34,6 +34,8 @@ OPTIONS = [
     {"acceptance": "tilt", "threshold": 0.7, "temperature": 1.0},
     {"acceptance": "exact", "temperature": 0.9, "logits_processor": [PROCESSOR]},
     {"threshold": 0.2, "logits_processor": [PROCESSOR]},
+    {"acceptance": "regret", "threshold": 20.0},
+    {"acceptance": "fsd+fly", "threshold": 0.5, "temperature": 0.6},
 ]
 
 
@@ -112,7 +114,7 @@ class Scheduled(eagle_fsd.Engine):
 def run_schedule(seed):
     """Requests join at random moments and some are cancelled; every one gets its own text, or the beginning of it."""
     draw = random.Random(seed)
-    numbers = [draw.randrange(56) for _ in range(draw.randint(3, 7))]
+    numbers = [draw.randrange(4 * len(OPTIONS)) for _ in range(draw.randint(3, 7))]
     tickets, cancelled = {}, set()
 
     def submit(at):
