@@ -239,6 +239,12 @@ def test_the_command_line_takes_composed_names(command, capsys):
     assert "unknown rule 'fsd+best'; accepted: exact, fsd" in said
 
 
+@pytest.mark.parametrize("command", [["generate", "hi"], ["chat"]], ids=str)
+def test_the_command_line_refuses_a_rule_before_it_loads(command):
+    with pytest.raises(ValueError, match="'tilt' has no gate"):
+        parse([*command, "--target", "nowhere", "--acceptance", "fsd+tilt"]).run()
+
+
 def test_commands_that_measure_take_composed_names():
     tune = parse(["tune", "--prompts", "P", "--acceptance", "fsd+regret", "--gate-threshold", "2"])
     assert (tune.acceptance, tune.measuring.gate_threshold) == ("fsd+regret", 2.0)
@@ -255,8 +261,8 @@ def test_chat_takes_composed_names(capsys):
     terminal.obey("/threshold 0.3")
     terminal.obey("/rule fsd+tilt")
     said = capsys.readouterr().out.splitlines()
-    assert said[0].startswith("fsd+fly, threshold 0 (the text stays the model's own)")
-    assert said[1].startswith("fsd+fly, threshold 0.3")
+    assert said[0].startswith("fsd+fly, threshold 0, fly 0.799 (the text stays the model's own)")
+    assert said[1].startswith("fsd+fly, threshold 0.3, fly 0.799")
     assert "'tilt' has no gate" in said[2]
     assert chat.options["acceptance"] == "fsd+fly" and chat.options["gate_threshold"] is None
 
