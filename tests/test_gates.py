@@ -212,6 +212,12 @@ def test_rows_are_what_they_are_alone(pair, acceptance, dials, kind):
         assert len({round(sum(regrets(output)), 3) for output in outputs}) > 2, "rows of one memory"
 
 
+@pytest.mark.parametrize("acceptance", ["fsd+fly", "fsd+regret"])
+def test_rows_with_limits_of_their_own(pair, acceptance):
+    """Each row is decided alone, with its own part of what rules see."""
+    assert_rows_as_alone(pair, acceptance=acceptance, threshold=0.6, gate_threshold=1.0, budget=1.5, max_new_tokens=40)
+
+
 # --- names ---------------------------------------------------------------------------------------
 
 
