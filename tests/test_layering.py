@@ -32,6 +32,7 @@ HOUSE: dict[str, list[str]] = {
     "api": [],
     "hf": [],
     "chat": [],
+    "serve": ["tickets", "engine"],
     "experiments": ["methods grading records summaries", "experiment cycles", "search"],
     "lm_eval": ["arguments", "model", "__main__"],
     "cli": ["exits terminal", "arguments", "calibrate chat demo generate heads tune vocab", "__init__"],

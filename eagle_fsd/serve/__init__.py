@@ -1,1 +1,1 @@
-"""Serving a pair: requests that join, an OpenAI-compatible endpoint, metrics, a page, and replicas on Ray."""
+"""Serving a pair: an engine whose requests join and leave while others go on, and the endpoint on top of it"""
