@@ -32,10 +32,10 @@ HOUSE: dict[str, list[str]] = {
     "api": [],
     "hf": [],
     "chat": [],
-    "serve": ["tickets", "engine"],
+    "serve": ["tickets limits refusals", "engine guards protocol answers", "metrics", "app", "server"],
     "experiments": ["methods grading records summaries", "experiment cycles", "search"],
     "lm_eval": ["arguments", "model", "__main__"],
-    "cli": ["exits terminal", "arguments", "calibrate chat demo generate heads tune vocab", "__init__"],
+    "cli": ["exits terminal", "arguments", "calibrate chat demo generate heads serve tune vocab", "__init__"],
     "__init__": [],
     "__main__": [],
 }
