@@ -11,7 +11,8 @@ import setuptools
 
 ROOT = Path(__file__).parents[1]
 OWN = {"eagle_fsd", "train", "eval", "docs"}
-PACKAGES = {"yaml": "pyyaml", "flash_attn": "flash-attn-4"}  # imported by another name than it is installed by
+# Imported by another name than it is installed by.
+PACKAGES = {"yaml": "pyyaml", "flash_attn": "flash-attn-4", "prometheus_client": "prometheus-client"}
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +46,7 @@ def test_every_import_of_the_library_is_declared(declared):
     required = names(declared["install_requires"])
     extras = {name for requirements in declared["extras_require"].values() for name in names(requirements)}
     for package, always, path in imports("eagle_fsd"):
-        if path.parts[1] == "lm_eval":  # the harness imports it, or its command says what to install
+        if path.parts[1] in ("lm_eval", "serve"):  # the harness imports it, or its command says what to install
             assert package in required | extras, f"{path} imports {package}"
         elif always:
             assert package in required, f"{path} imports {package}"
