@@ -32,7 +32,7 @@ HOUSE: dict[str, list[str]] = {
     "api": [],
     "hf": [],
     "chat": [],
-    "serve": ["tickets limits refusals", "engine guards protocol answers", "metrics", "page", "app", "server"],
+    "serve": ["tickets limits guards", "engine protocol", "metrics", "page", "app", "server"],
     "experiments": ["methods grading records summaries", "experiment cycles", "search"],
     "lm_eval": ["arguments", "model", "__main__"],
     "cli": ["exits terminal", "arguments", "calibrate chat demo generate heads serve tune vocab", "__init__"],

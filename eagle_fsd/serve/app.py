@@ -14,13 +14,11 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
 
 from ..engine.receipts import Output
-from .answers import FINISHED, Form, as_event
 from .engine import Engine
-from .guards import Guard
+from .guards import Guard, Refusal, wrong_value
 from .limits import ServeOptions
 from .metrics import Metrics
-from .protocol import RENAMED, Asked, ChatRequest, CompletionRequest
-from .refusals import Refusal, wrong_value
+from .protocol import FINISHED, RENAMED, Asked, ChatRequest, CompletionRequest, Form, as_event
 from .tickets import EngineClosed, Piece, QueueFull, Ticket
 
 log = logging.getLogger(__name__)

@@ -1,20 +1,74 @@
-"""What stands before the application: requests that are too large, too slow or without the key do not reach it."""
+"""What stands before the application: requests that are too large, too slow or without the key are refused there.
+
+And how a request is refused: an error as the API's clients know it.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import hmac
+import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import h11
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from .refusals import Refusal
-
+LONGEST_MESSAGE = 600  # characters: a request's own values are shown in it
+TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+SECONDS_UNTIL_RETRY = {429: 1, 503: 2}
 OPEN = ("/health",)  # for load balancers, which hold no key
 DRAINED = 2**26  # bytes of a refused body that are read away, so that its client gets to read the answer
+
+
+class Refusal(Exception):
+    """A request that is not answered, and what its client is told.
+
+    Args:
+        status: of HTTP.
+        message: one line; cut where it is long.
+        param: the field that is wrong.
+        code: a word for programs, such as "model_not_found".
+    """
+
+    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        text = " ".join(message.split())
+        super().__init__(text if len(text) <= LONGEST_MESSAGE else f"{text[:LONGEST_MESSAGE]}...")
+        self.status, self.param, self.code = status, param, code
+
+    @property
+    def body(self) -> dict:
+        """What the client reads: `{"error": {"message", "type", "param", "code"}}`."""
+        usual = "server_error" if self.status >= 500 else "invalid_request_error"
+        return {"error": {"message": str(self), "type": TYPES.get(self.status, usual), "param": self.param,
+                          "code": self.code}}
+
+    @property
+    def headers(self) -> dict[str, str]:
+        seconds = SECONDS_UNTIL_RETRY.get(self.status)
+        more = {"WWW-Authenticate": "Bearer"} if self.status == 401 else {}
+        return more if seconds is None else {**more, "Retry-After": str(seconds)}
+
+    def response(self) -> Response:
+        # In ASCII: half a surrogate pair from a request could not be encoded.
+        return Response(json.dumps(self.body), self.status, self.headers, "application/json")
+
+
+def wrong_value(error: Exception, names: Sequence[str] = (), renamed: dict[str, str] | None = None) -> Refusal:
+    """The refusal for a `ValueError` or `TypeError` about an option, which its message names first.
+
+    Args:
+        names: those of the options, for the field `param`.
+        renamed: our names of options that the API calls otherwise.
+    """
+    message = str(error)
+    param = next((name for name in names if message.startswith((f"{name} ", f"{name}="))), None)
+    for ours, theirs in (renamed or {}).items():
+        message = message.replace(ours, theirs)
+        param = theirs if param == ours else param
+    return Refusal(400, message, param=param)
 
 
 class Guard:
