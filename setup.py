@@ -42,6 +42,7 @@ setup(
     package_data={
         "eagle_fsd.cli": ["demo_prompts.json"],
         "eagle_fsd.heads": ["catalogue.json"],
+        "eagle_fsd.serve": ["page.css"],
         "eagle_fsd.checkpoints": ["*/*.json", "*/*.safetensors", "*/*.pt", "*/*.jinja", "*/*.md", "*.md"],
     },
     install_requires=[

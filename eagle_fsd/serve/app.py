@@ -18,7 +18,7 @@ from .engine import Engine
 from .guards import Guard, Refusal, wrong_value
 from .limits import ServeOptions
 from .metrics import Metrics
-from .protocol import FINISHED, RENAMED, Asked, ChatRequest, CompletionRequest, Form, as_event
+from .protocol import FINISHED, RENAMED, Asked, ChatRequest, CompletionRequest, Form, as_event, cancel, interleaved
 from .tickets import EngineClosed, Piece, QueueFull, Ticket
 
 log = logging.getLogger(__name__)
@@ -117,41 +117,6 @@ async def end(task: asyncio.Future) -> None:
         await task
 
 
-def cancel(tickets: list[Ticket]) -> None:
-    for ticket in tickets:
-        ticket.cancel()
-
-
-async def merged(tickets: list[Ticket]) -> AsyncIterator[tuple[int, Piece | None]]:
-    """The pieces of all answers as they come, with the number of theirs; None where one has ended.
-
-    Whoever stops reading ends the answers too.
-    """
-    found: asyncio.Queue[tuple[int, Piece | None | Exception]] = asyncio.Queue()
-
-    async def read(number: int, ticket: Ticket) -> None:
-        try:
-            async for piece in ticket:
-                found.put_nowait((number, piece))
-            found.put_nowait((number, None))
-        except Exception as error:
-            found.put_nowait((number, error))
-
-    readers = [asyncio.ensure_future(read(number, ticket)) for number, ticket in enumerate(tickets)]
-    try:
-        left = len(tickets)
-        while left:
-            number, piece = await found.get()
-            if isinstance(piece, Exception):
-                raise piece
-            left -= piece is None
-            yield number, piece
-    finally:
-        cancel(tickets)
-        for reader in readers:
-            reader.cancel()
-
-
 async def unless_gone(request: Request, work: Awaitable[T]) -> T:
     """What comes of the work; it is cancelled where the client goes away.
 
@@ -178,7 +143,7 @@ async def respond(service: Service, request: Request, asked: Asked) -> Response:
     chat = isinstance(asked, ChatRequest)
     form = Form(service.name, chat, asked.wants_logprobs, service.engine.model.tokenizer)
     tickets = await service.submit(asked)
-    pieces = merged(tickets)
+    pieces = interleaved(tickets)
     try:
         first = await unless_gone(request, service.wait_for_row(tickets, pieces))
         if asked.stream:

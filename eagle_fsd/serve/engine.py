@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from ..api import generate
-from ..pair import EagleModel
 from ..options import AcceptanceOptions, SamplingOptions
+from ..pair import EagleModel
 from ..prompts import encode_prompt
 from ..trees.config import TreeConfig
 from .tickets import Answer, EngineClosed, Piece, QueueFull, Ticket

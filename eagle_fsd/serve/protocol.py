@@ -1,11 +1,12 @@
-"""What clients ask for and get: bodies of requests with their options of decoding, and answers whole or in pieces."""
+"""What clients ask for and get: requests with their options of decoding, and answers whole or in pieces."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
@@ -278,3 +279,38 @@ def usage(tickets: Sequence[Ticket], outputs: Sequence[Output]) -> dict[str, Any
         "fuzzy_tokens": sum(receipt.source == "fuzzy" for output in outputs for receipt in output.receipts),
         "target_forwards": sum(each.target_forwards for each in stats),
     }
+
+
+def cancel(tickets: list[Ticket]) -> None:
+    for ticket in tickets:
+        ticket.cancel()
+
+
+async def interleaved(tickets: list[Ticket]) -> AsyncIterator[tuple[int, Piece | None]]:
+    """The pieces of all answers as they come, with the number of theirs; None where one has ended.
+
+    Whoever stops reading ends the answers too.
+    """
+    found: asyncio.Queue[tuple[int, Piece | None | Exception]] = asyncio.Queue()
+
+    async def read(number: int, ticket: Ticket) -> None:
+        try:
+            async for piece in ticket:
+                found.put_nowait((number, piece))
+            found.put_nowait((number, None))
+        except Exception as error:
+            found.put_nowait((number, error))
+
+    readers = [asyncio.ensure_future(read(number, ticket)) for number, ticket in enumerate(tickets)]
+    try:
+        left = len(tickets)
+        while left:
+            number, piece = await found.get()
+            if isinstance(piece, Exception):
+                raise piece
+            left -= piece is None
+            yield number, piece
+    finally:
+        cancel(tickets)
+        for reader in readers:
+            reader.cancel()
