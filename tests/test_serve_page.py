@@ -49,8 +49,8 @@ def opened(server, browser):
         context.route("**/*", guard)
         contexts.append(context)
         page = context.new_page()
-        page.goto((url or server.url) + "/page/", timeout=60_000)
-        page.get_by_label("Your message").wait_for(timeout=60_000)
+        page.goto((url or server.url) + "/page/", timeout=30_000)
+        page.get_by_label("Your message").wait_for(timeout=30_000)
         return page
 
     yield open_page
@@ -68,7 +68,7 @@ def ask(page, text, answers=1):
     page.get_by_label("Your message").fill(text)
     page.get_by_role("button", name="Send").click()
     page.wait_for_function("count => [...document.querySelectorAll('.cost')].filter(each => "
-                           "each.textContent.includes('ended by')).length >= count", arg=answers, timeout=60_000)
+                           "each.textContent.includes('ended by')).length >= count", arg=answers, timeout=30_000)
 
 
 def set_number(page, label, value):
@@ -151,7 +151,7 @@ def test_the_keyboard_is_enough(opened):
     page.get_by_label("Your message").focus()
     page.keyboard.type("What is 6 plus 7?")
     page.keyboard.press("Enter")
-    page.locator(".cost", has_text="ended by").wait_for(timeout=60_000)
+    page.locator(".cost", has_text="ended by").wait_for(timeout=30_000)
     reached = set()
     for _ in range(30):
         page.keyboard.press("Tab")
@@ -172,12 +172,15 @@ def test_markup_in_a_prompt_stays_text(opened):
 def test_with_a_key_the_page_asks_for_it(browser):
     with served("--page", key="a secret") as found:
         page = browser.new_context().new_page()
-        page.goto(f"{found.url}/page/", timeout=60_000)
-        page.get_by_label("password").wait_for(timeout=60_000)
+        page.goto(f"{found.url}/page/", timeout=30_000)
+        page.get_by_label("password").wait_for(timeout=30_000)
         page.get_by_label("username").fill("me")
         page.get_by_label("password").fill("wrong")
         page.get_by_role("button", name="Login").click()
-        page.get_by_text("Incorrect Credentials").wait_for()
+        page.get_by_text("Incorrect Credentials").wait_for(timeout=20_000)
+        page.reload()
+        page.get_by_label("password").wait_for(timeout=20_000)
+        page.get_by_label("username").fill("me")
         page.get_by_label("password").fill("a secret")
         page.get_by_role("button", name="Login").click()
-        page.get_by_label("Your message").wait_for(timeout=60_000)
+        page.get_by_label("Your message").wait_for(timeout=30_000)

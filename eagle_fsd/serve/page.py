@@ -35,8 +35,8 @@ REFRESH = 0.1  # seconds between two states of the page while an answer grows
 LONGEST_ANSWER = 1024  # tokens, at the slider's end
 # Nothing is fetched from elsewhere, whatever the framework or a text would like to.
 POLICY = ("default-src 'self'; script-src 'self' 'unsafe-inline' 'unsafe-eval' blob:; "
-          "style-src 'self' 'unsafe-inline'; img-src 'self' data: blob:; font-src 'self' data:; connect-src 'self'; worker-src 'self' blob:; "
-          "object-src 'none'; base-uri 'self'; form-action 'self'; frame-ancestors 'self'")
+          "style-src 'self' 'unsafe-inline'; img-src 'self' data: blob:; font-src 'self' data:; "
+          "connect-src 'self'; worker-src 'self' blob:; object-src 'none'; base-uri 'self'; form-action 'self'; frame-ancestors 'self'")
 LEGEND = ('<div class="eagle-legend legend eagle" style="min-height:0"><span class="token target">target’s own</span> '
           '<span class="token exact">drafted, as the target</span> <span class="token fuzzy">drafted, fuzzy</span> '
           '<span class="hint">Point at a token, tap it, or go to a fuzzy one by Tab, for its divergence and '
@@ -207,7 +207,7 @@ def build(service: Service) -> gradio.Blocks:
         with gradio.Row():
             with gradio.Column(scale=3, min_width=320):
                 shown = gradio.HTML(page_html([]), elem_id="conversation")
-                asked = gradio.Textbox(label="Your message", lines=2, max_lines=8, autofocus=True,
+                asked = gradio.Textbox(label="Your message", lines=1, max_lines=8, autofocus=True,
                                        placeholder="Enter sends, Shift+Enter begins a line", submit_btn=False)
                 with gradio.Row():
                     send = gradio.Button("Send", variant="primary", min_width=80)
