@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Generator, Iterator
+from collections.abc import AsyncIterator, Generator, Iterator
+from contextlib import suppress
 from typing import NamedTuple
 
 from ..engine.receipts import Output, Receipt
@@ -37,7 +38,7 @@ class Piece(NamedTuple):
 class Answer:
     """An answer that the engine's thread makes and others read: pieces, then an output or an error."""
 
-    def __init__(self, cancel: Callable[[], None]) -> None:
+    def __init__(self) -> None:
         self.submitted = time.perf_counter()
         self.started: float | None = None
         self.first: float | None = None
@@ -45,14 +46,17 @@ class Answer:
         self.pieces: list[Piece] = []
         self.output: Output | None = None
         self.error: BaseException | None = None
-        self.cancelled = False
-        self._tell_engine = cancel
+        self.cancelled = False  # set by whoever holds the ticket; the engine looks at it in each cycle
         self._changed = threading.Condition()
-        self._waking: list[Callable[[], None]] = []  # asyncio loops that wait for a change
+        self._waking: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []
 
     @property
     def done(self) -> bool:
         return self.ended is not None
+
+    def begin(self) -> None:
+        """Its prompt is being read."""
+        self.started = time.perf_counter()
 
     def add(self, piece: Piece) -> None:
         """One more piece."""
@@ -70,14 +74,10 @@ class Answer:
 
     def _wake(self) -> None:
         self._changed.notify_all()
-        for wake in self._waking:
-            wake()
+        for loop, change in self._waking:
+            with suppress(RuntimeError):  # the loop is closed: nobody waits
+                loop.call_soon_threadsafe(change.set)
         self._waking.clear()
-
-    def cancel(self) -> None:
-        if not (self.cancelled or self.done):
-            self.cancelled = True
-            self._tell_engine()
 
     def wait(self, count: int, timeout: float | None = None) -> bool:
         """Wait until there are more pieces than `count`, or no more will come; False: the time is over."""
@@ -86,21 +86,13 @@ class Answer:
 
     async def wait_async(self, count: int) -> None:
         """`wait` without blocking the event loop."""
-        loop = asyncio.get_running_loop()
         while True:
             with self._changed:
                 if len(self.pieces) > count or self.done:
                     return
                 change = asyncio.Event()
-                self._waking.append(lambda: _wake_loop(loop, change))
+                self._waking.append((asyncio.get_running_loop(), change))
             await change.wait()
-
-
-def _wake_loop(loop: asyncio.AbstractEventLoop, change: asyncio.Event) -> None:
-    try:
-        loop.call_soon_threadsafe(change.set)
-    except RuntimeError:  # the loop is closed: nobody waits
-        pass
 
 
 class Ticket:
@@ -142,7 +134,7 @@ class Ticket:
 
     def cancel(self) -> None:
         """End it within a cycle, with what is there and `finish_reason` "cancelled"; one that has ended stays so."""
-        self._answer.cancel()
+        self._answer.cancelled = True
 
     def __iter__(self) -> Iterator[Piece]:
         at = 0
@@ -199,7 +191,7 @@ class Ticket:
             raise self._answer.error
 
     def __del__(self) -> None:
-        self._answer.cancel()
+        self._answer.cancelled = True
 
 
 _ALL = 1 << 62  # more pieces than there ever are: until the end
