@@ -14,12 +14,13 @@ from eagle_fsd.data.bundled import small_pair
 
 CHAT = [{"role": "user", "content": "What is 17 plus 25?"}]
 OPTIONS = {"model": "small", "messages": CHAT, "max_tokens": 24}
+TREE = eagle_fsd.TreeConfig(16, 5, 4)
 DIAL = {"extra_body": {"acceptance": "fsd", "threshold": 0.5}}
 
 
 @pytest.fixture(scope="module")
 def server():
-    with served("--max-rows", "2", "--max-waiting", "2", "--dtype", "float32") as found:
+    with served("--max-rows", "2", "--max-waiting", "2", "--dtype", "float32", "--tree", "16,5,4") as found:
         yield found
 
 
@@ -36,7 +37,7 @@ def pair():
 
 def test_a_chat_is_what_generate_says(client, pair):
     answer = client.chat.completions.create(**OPTIONS)
-    expected = eagle_fsd.generate(CHAT, pair, max_new_tokens=24)
+    expected = eagle_fsd.generate(CHAT, pair, max_new_tokens=24, tree=TREE)
     (choice,) = answer.choices
     assert (choice.message.role, choice.message.content) == ("assistant", expected.text)
     assert choice.finish_reason == {"eos": "stop", "length": "length"}[expected.finish_reason]
@@ -53,10 +54,8 @@ def test_usage_says_what_drafting_did(client):
 
 
 def test_the_dial_goes_through(client, pair):
-    tree = {"total_tokens": 16, "depth": 5, "top_k": 4}
-    answer = client.chat.completions.create(**OPTIONS, extra_body={**DIAL["extra_body"], "budget": 2.5, "tree": tree})
-    expected = eagle_fsd.generate(CHAT, pair, max_new_tokens=24, acceptance="fsd", threshold=0.5, budget=2.5,
-                                  tree=eagle_fsd.TreeConfig(**tree))
+    answer = client.chat.completions.create(**OPTIONS, extra_body={**DIAL["extra_body"], "budget": 2.5})
+    expected = eagle_fsd.generate(CHAT, pair, max_new_tokens=24, acceptance="fsd", threshold=0.5, budget=2.5, tree=TREE)
     assert answer.choices[0].message.content == expected.text
     assert answer.usage.model_extra["fuzzy_tokens"] == sum(r.source == "fuzzy" for r in expected.receipts)
 
@@ -97,7 +96,7 @@ def test_choices_have_seeds_that_follow_and_are_drawn_again_with_them(client):
 
 
 def test_logprobs_are_those_of_the_receipts(client, pair):
-    expected = eagle_fsd.generate(CHAT, pair, max_new_tokens=24)
+    expected = eagle_fsd.generate(CHAT, pair, max_new_tokens=24, tree=TREE)
     listed = client.chat.completions.create(**OPTIONS, logprobs=True).choices[0].logprobs.content
     assert [each.logprob for each in listed] == pytest.approx([receipt.logprob for receipt in expected.receipts],
                                                               abs=1e-4)
@@ -180,9 +179,11 @@ def test_a_full_queue_says_when_to_come_back(server):
 
     async def crowd():
         async with httpx.AsyncClient(timeout=60) as client:
-            ask = [asyncio.ensure_future(client.post(f"{server.url}/v1/chat/completions", json=body))
-                   for _ in range(4)]
-            await asyncio.to_thread(wait_for, server, lambda health: health["rows"] + health["waiting"] == 4)
+            ask = []
+            for place in ("rows", "waiting"):
+                ask += [asyncio.ensure_future(client.post(f"{server.url}/v1/chat/completions", json=body))
+                        for _ in range(2)]
+                await asyncio.to_thread(wait_for, server, lambda health, place=place: health[place] == 2)
             last = await client.post(f"{server.url}/v1/chat/completions", json=body)
             for each in ask:
                 each.cancel()

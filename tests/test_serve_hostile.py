@@ -164,7 +164,7 @@ CASES = {
     "a rule that there is not": (body(acceptance="__import__"), 400),
     "a rule as a list": (body(acceptance=["fsd"]), 400),
     "a promise that there is not": (body(quality="accuracy_drop<=nothing"), 400),
-    "a tree like a forest": (body(tree={"total_tokens": 4096, "depth": 200, "top_k": 200}), 400),
+    "a tree of its own": (body(tree={"total_tokens": 4096, "depth": 200, "top_k": 200}), 400),
     "an empty stop string": (body(stop=[""]), 400),
     "a thousand stop strings": (body(stop=["x"] * 1000), 400),
     "a token that there is not": (body(stop_token_ids=[10**9]), 400),

@@ -6,7 +6,7 @@ import logging
 import sys
 from dataclasses import dataclass
 
-from ..serve.limits import KEY_VARIABLE, ServeOptions, key_from_environment
+from ..web.limits import KEY_VARIABLE, ServeOptions, key_from_environment
 from .arguments import Acceptance, Flags, Loading, Sampling
 
 
@@ -33,14 +33,18 @@ class ServeCommand:
 
         key = key_from_environment()
         need_packages(self.serving.page)
-        from ..serve.server import name_of, reserve, serve
+        from ..serve.app import serve
+        from ..web.server import name_of, reserve
 
         logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s")
+        for each in ("settings", "prompts"):  # what they say of one call would be said of every request
+            logging.getLogger(f"eagle_fsd.{each}").setLevel(logging.ERROR)
         name = self.serving.name or name_of(self.pair.target or default_pair()[0])
         if key is None and self.serving.host not in ("127.0.0.1", "localhost", "::1"):
             logging.warning("everyone who reaches %s can use the model: set %s", self.serving.host, KEY_VARIABLE)
         place = reserve(self.serving)
-        serve(self.pair.load(), name, place, self.serving, {**vars(self.sampling), **vars(self.acceptance)}, key)
+        defaults = {**vars(self.sampling), **vars(self.acceptance)}
+        serve(self.pair.load(), name, place, self.serving, defaults, defaults.pop("tree"), key)
 
 
 def need_packages(page: bool) -> None:

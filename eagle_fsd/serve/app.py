@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from typing import Any, TypeVar
@@ -14,11 +15,14 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
 
 from ..engine.receipts import Output
+from ..pair import EagleModel
+from ..trees.config import TreeConfig
+from ..web.guards import Guard, Refusal, wrong_value
+from ..web.limits import ServeOptions
+from ..web.metrics import Metrics
+from ..web.protocol import FINISHED, RENAMED, Asked, ChatRequest, CompletionRequest, Form, as_event, cancel, interleaved
+from ..web.server import DrainingServer, configuration
 from .engine import Engine
-from .guards import Guard, Refusal, wrong_value
-from .limits import ServeOptions
-from .metrics import Metrics
-from .protocol import FINISHED, RENAMED, Asked, ChatRequest, CompletionRequest, Form, as_event, cancel, interleaved
 from .tickets import EngineClosed, Piece, QueueFull, Ticket
 
 log = logging.getLogger(__name__)
@@ -294,3 +298,31 @@ def add_routes(app: FastAPI, service: Service) -> None:
     @app.get("/metrics", response_model=None)
     async def metrics() -> Response:
         return Response(service.metrics.page(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+def new_engine(model: EagleModel, options: ServeOptions, tree: TreeConfig | None = None) -> Engine:
+    """An engine with a server's options."""
+    return Engine(model, max_rows=options.max_rows, max_tokens=options.max_tokens, max_waiting=options.max_waiting,
+                  prefill_chunk=options.prefill_chunk, prefixes=options.prefixes, tree=tree)
+
+
+def serve(
+    model: EagleModel, name: str, place: socket.socket, options: ServeOptions, defaults: dict[str, object],
+    tree: TreeConfig | None, key: str | None,
+) -> None:
+    """Serve until a signal ends it.
+
+    Args:
+        name: of the model in requests and answers.
+        place: where, from `reserve`.
+        defaults: options of decoding of requests that name none.
+        tree: of all requests; None: see `Engine`.
+        key: what clients must show; None: nothing.
+    """
+    engine = new_engine(model, options, tree)
+    try:
+        app = create_app(engine, name, options, defaults, key)
+        server = DrainingServer(configuration(app, options), app.state.service, options.drain_seconds)
+        asyncio.run(server.serve([place]))
+    finally:
+        engine.close(drain=False)

@@ -21,8 +21,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from ..acceptance import RULES
 from ..engine.receipts import Output, Receipt
 from ..text import GrowingText
-from .guards import Refusal
-from .protocol import interleaved
+from ..web.guards import Refusal
+from ..web.protocol import interleaved
 from .tickets import EngineClosed, QueueFull, Ticket
 
 if TYPE_CHECKING:
@@ -34,9 +34,11 @@ PATH = "/page"
 REFRESH = 0.1  # seconds between two states of the page while an answer grows
 LONGEST_ANSWER = 1024  # tokens, at the slider's end
 # Nothing is fetched from elsewhere, whatever the framework or a text would like to.
-POLICY = ("default-src 'self'; script-src 'self' 'unsafe-inline' 'unsafe-eval' blob:; "
-          "style-src 'self' 'unsafe-inline'; img-src 'self' data: blob:; font-src 'self' data:; "
-          "connect-src 'self'; worker-src 'self' blob:; object-src 'none'; base-uri 'self'; form-action 'self'; frame-ancestors 'self'")
+POLICY = (
+    "default-src 'self'; script-src 'self' 'unsafe-inline' 'unsafe-eval' blob:; style-src 'self' 'unsafe-inline'; "
+    "img-src 'self' data: blob:; font-src 'self' data:; connect-src 'self'; worker-src 'self' blob:; "
+    "object-src 'none'; base-uri 'self'; form-action 'self'; frame-ancestors 'self'"
+)
 LEGEND = ('<div class="eagle-legend legend eagle" style="min-height:0"><span class="token target">target’s own</span> '
           '<span class="token exact">drafted, as the target</span> <span class="token fuzzy">drafted, fuzzy</span> '
           '<span class="hint">Point at a token, tap it, or go to a fuzzy one by Tab, for its divergence and '

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import signal
 import socket
 import time
 from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING
 
 import uvicorn
 from fastapi import FastAPI
 
-from ..pair import EagleModel
-from .app import Service, create_app
-from .engine import Engine
 from .guards import protocol_with_patience
 from .limits import ServeOptions
+
+if TYPE_CHECKING:
+    from ..serve.app import Service
 
 log = logging.getLogger(__name__)
 
@@ -72,28 +72,6 @@ def reserve(options: ServeOptions) -> socket.socket:
     except OSError as error:
         raise OSError(f"cannot listen at {options.host}, port {options.port}: {error.strerror or error}") from error
     return place
-
-
-def serve(
-    model: EagleModel, name: str, place: socket.socket, options: ServeOptions, defaults: dict[str, object],
-    key: str | None,
-) -> None:
-    """Serve until a signal ends it.
-
-    Args:
-        name: of the model in requests and answers.
-        place: where, from `reserve`.
-        defaults: options of decoding of requests that name none.
-        key: what clients must show; None: nothing.
-    """
-    engine = Engine(model, max_rows=options.max_rows, max_tokens=options.max_tokens, max_waiting=options.max_waiting,
-                    prefill_chunk=options.prefill_chunk)
-    try:
-        app = create_app(engine, name, options, defaults, key)
-        server = DrainingServer(configuration(app, options), app.state.service, options.drain_seconds)
-        asyncio.run(server.serve([place]))
-    finally:
-        engine.close(drain=False, timeout=10)
 
 
 def configuration(app: FastAPI, options: ServeOptions) -> uvicorn.Config:

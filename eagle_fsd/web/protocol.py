@@ -8,25 +8,27 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
-from transformers import PreTrainedTokenizerBase
 
-from ..engine.receipts import Output
 from ..options import AcceptanceOptions, SamplingOptions, names_of
-from ..trees.config import TreeConfig
 from .guards import Refusal, wrong_value
-from .tickets import Piece, Ticket
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from ..engine.receipts import Output
+    from ..serve.tickets import Piece, Ticket
 
 FINISHED = {"eos": "stop", "stop": "stop", "length": "length"}
 MOST_CHOICES = 16
 MOST_STOPS = 16
-LARGEST_TREE = TreeConfig(total_tokens=128, depth=16, top_k=32)  # what a request may ask for, in each number
 
-# Ours by their names in the API; all others of `eagle_fsd.options` keep theirs.
+# Ours by their names in the API; all others of `eagle_fsd.options` keep theirs. The tree is the engine's.
 RENAMED = {"max_new_tokens": "max_tokens"}
-OPTIONS = {RENAMED.get(name, name): name for kind in (SamplingOptions, AcceptanceOptions) for name in names_of(kind)}
+OPTIONS = {RENAMED.get(name, name): name for kind in (SamplingOptions, AcceptanceOptions) for name in names_of(kind)
+           if name != "tree"}
 
 # What the API has and this server does not: accepted where it changes nothing.
 WITHOUT_EFFECT = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
@@ -91,8 +93,6 @@ class Asked(BaseModel):
         given = {OPTIONS[name]: value for name, value in extra.items() if name in OPTIONS}
         chosen = merged(defaults, given)
         try:
-            if isinstance(given.get("tree"), dict):
-                chosen["tree"] = tree_of(given["tree"])
             check_request(chosen)
             SamplingOptions.of(chosen)
             AcceptanceOptions.of(chosen)
@@ -165,22 +165,6 @@ def check_request(options: Mapping[str, object]) -> None:
     ids = options.get("stop_token_ids")
     if ids is not None and not isinstance(ids, list):
         raise TypeError(f"stop_token_ids must be a list of token ids, got {ids!r}")
-
-
-def tree_of(given: dict[str, Any]) -> TreeConfig:
-    """A tree from its numbers by name.
-
-    Raises:
-        ValueError, TypeError: a number that is not known, missing or too large.
-    """
-    names = ("total_tokens", "depth", "top_k", "draft_temperature")
-    if not given.keys() <= set(names):
-        raise ValueError(f"tree must have {', '.join(names)}, got {', '.join(map(repr, given))}")
-    for name in names[:3]:
-        most = getattr(LARGEST_TREE, name)
-        if isinstance(given.get(name), int) and given[name] > most:
-            raise ValueError(f"tree must have a {name} of at most {most}, got {given[name]}")
-    return TreeConfig(**given)
 
 
 @dataclass

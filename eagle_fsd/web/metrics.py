@@ -5,13 +5,15 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from .engine import Engine
-from .tickets import Ticket
+if TYPE_CHECKING:
+    from ..serve.engine import Engine
+    from ..serve.tickets import Ticket
 
 WINDOW = 60.0  # seconds that the rates are of
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)

@@ -21,10 +21,12 @@ class ServeOptions(Options):
         port: 0 takes a free one, which the log names.
         name: of the model in requests and answers; without it the target's, or the last part of its path.
         max_rows: requests that are decoded together.
-        max_tokens: tokens that a request may have, prompt and answer; without it what the target and the memory allow.
+        max_tokens: positions that the caches have room for: those of all rows together, each as long as the longest;
+            without it as many as a quarter of the free memory holds.
         max_waiting: requests that wait for a row; the next one is told to come back (429).
-        prefill_chunk: tokens of a prompt that are read at once while others are decoded.
-        queue_seconds: longest wait for the first token, after which a request is told to come back (503).
+        prefill_chunk: tokens of prompts that are read between two cycles of the others.
+        prefixes: recent texts whose caches are kept for prompts that begin alike; 0: none.
+        queue_seconds: longest wait for a row, after which a request is told to come back (503).
         read_seconds: longest time for a request to arrive, head and body (408).
         max_body: bytes of a request's body (413).
         max_connections: open connections, requests under way included; what is above them gets 503.
@@ -39,6 +41,7 @@ class ServeOptions(Options):
     max_tokens: int | None = None
     max_waiting: int = 64
     prefill_chunk: int = 512
+    prefixes: int = 8
     queue_seconds: float = 60.0
     read_seconds: float = 20.0
     max_body: int = 2**20
@@ -47,9 +50,9 @@ class ServeOptions(Options):
     page: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("max_rows", "prefill_chunk", "max_body", "max_connections"):
+        for name in ("max_rows", "max_waiting", "prefill_chunk", "max_body", "max_connections"):
             require_integer(name, getattr(self, name), 1)
-        require_integer("max_waiting", self.max_waiting, 0)
+        require_integer("prefixes", self.prefixes, 0)
         require_integer("port", self.port, 0)
         if self.port > 65535:
             raise ValueError(f"port must be at most 65535, got {self.port}")
