@@ -34,6 +34,8 @@ OPTIONS = [
     {"acceptance": "tilt", "threshold": 0.7, "temperature": 1.0},
     {"acceptance": "exact", "temperature": 0.9, "logits_processor": [PROCESSOR]},
     {"threshold": 0.2, "logits_processor": [PROCESSOR]},
+    {"acceptance": "regret", "threshold": 20.0},
+    {"acceptance": "fsd+fly", "threshold": 0.5, "temperature": 0.6},
 ]
 
 
@@ -112,7 +114,7 @@ class Scheduled(eagle_fsd.Engine):
 def run_schedule(seed):
     """Requests join at random moments and some are cancelled; every one gets its own text, or the beginning of it."""
     draw = random.Random(seed)
-    numbers = [draw.randrange(56) for _ in range(draw.randint(3, 7))]
+    numbers = [draw.randrange(4 * len(OPTIONS)) for _ in range(draw.randint(3, 7))]
     tickets, cancelled = {}, set()
 
     def submit(at):
@@ -309,6 +311,16 @@ def test_what_never_fits_is_refused_and_what_does_not_fit_yet_waits():
         assert cache.batch * cache.capacity <= 130
 
 
+def test_trees_are_chosen_before_anyone_waits():
+    """And for every number of rows."""
+    asked, pair = [], tiny_pair()
+    pair.trees = Trees()
+    pair.trees.of = lambda rule, temperature, rows=1: asked.append((temperature, rows)) or Trees().of(rule, 0.0, rows)
+    with eagle_fsd.Engine(pair, max_rows=5) as engine:
+        assert asked == [(temperature, rows) for temperature in (0.0, 1.0) for rows in (1, 2, 4, 5)]
+        assert engine.tree == pair.default_tree
+
+
 def test_free_memory_says_how_many_tokens():
     with eagle_fsd.Engine(model(), max_rows=4) as engine:
         assert engine.room.tokens == 4 * (model().target.max_positions + engine.room.nodes)
@@ -368,6 +380,7 @@ def test_closing_at_once(how):
     closing.join(30)
     assert not engine._thread.is_alive()
     assert first.result().finish_reason == "cancelled" and 1 <= len(first.result().token_ids) < 6
+    assert engine.stats.finished == {"cancelled": 1, "error": 1}
 
 
 # Errors -----------------------------------------------------------------------------------------------------------
@@ -463,7 +476,7 @@ def test_an_error_of_the_loop_ends_all(monkeypatch):
     engine._thread.join(30)
     with pytest.raises(eagle_fsd.EngineClosed, match="it has failed: ZeroDivisionError"):
         engine.submit(PROMPT)
-    assert (engine.rows, engine.waiting) == (0, 0)
+    assert (engine.rows, engine.waiting) == (0, 0) and engine.stats.finished == {"error": 4}
 
 
 @pytest.mark.parametrize(

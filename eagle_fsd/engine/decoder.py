@@ -127,7 +127,7 @@ class Decoder:
         config, lengths = self.drafting.next(), self.forwards.lengths  # L: the root is the token there
         tree, draft_logits = self.forwards.draft(self.requests, config, self.keeps_draft_logits)
         features = self.forwards.verify(tree)  # [B, N, F]
-        paths, emissions = self._accept(tree, self.target.logits(features), draft_logits, lengths)
+        paths, emissions = self._accept(tree, features, draft_logits, lengths)
         self.forwards.commit(lengths, paths)
         if config is not None:
             self.drafting.learn(tree, [len(emission.tokens) for emission in emissions])
@@ -153,17 +153,20 @@ class Decoder:
         self.drafting.keep(len(self.requests))
 
     def _accept(
-        self, tree: DraftTree, logits: Tensor, draft_logits: Tensor, lengths: Sequence[int]
+        self, tree: DraftTree, features: Tensor, draft_logits: Tensor, lengths: Sequence[int]
     ) -> tuple[list[list[int]], list[Emission]]:
-        """The accepted path of each request, from the target's logits [B, N, V] and the draft's, and what it emits."""
+        """The accepted path of each request, from the target's features [B, N, F] and the draft's logits, and what it
+        emits."""
+        logits = self.target.logits(features)  # [B, N, V]
         found: dict[int, tuple[list[int], Emission]] = {}
         for rows in self.groups:
-            found |= self._accept_rows(rows, tree, logits, draft_logits, lengths)
+            found |= self._accept_rows(rows, tree, features, logits, draft_logits, lengths)
         paths, emissions = zip(*(found[number] for number in range(len(self.requests))), strict=True)
         return list(paths), list(emissions)
 
     def _accept_rows(
-        self, rows: Sequence[int], tree: DraftTree, logits: Tensor, draft_logits: Tensor, lengths: Sequence[int]
+        self, rows: Sequence[int], tree: DraftTree, features: Tensor, logits: Tensor, draft_logits: Tensor,
+        lengths: Sequence[int],
     ) -> dict[int, tuple[list[int], Emission]]:
         """That of requests that are decided together, by their numbers.
 
@@ -172,12 +175,13 @@ class Decoder:
         """
         requests = [self.requests[number] for number in rows]
         budgets = [copy(request.budget) for request in requests]
+        known = tree, features, logits, draft_logits
         try:
             if self.walks_stepwise and requests[0].settings.decides_locally and logits[0].numel() >= STEPWISE_FROM:
-                walks = [self._walk_stepwise(row, tree, logits, draft_logits, lengths[row]) for row in rows]
+                walks = [self._walk_stepwise(row, *known, lengths[row]) for row in rows]
                 paths, emissions = emitted(walks, tree)
             else:
-                verification = self._verification(rows, tree, logits, draft_logits, lengths)
+                verification = self._verification(rows, *known, lengths)
                 decision = self._decide(requests, verification)
                 paths, emissions = read_walk(verification, decision, walk(verification, decision), self.target.group)
         except Exception as error:
@@ -185,32 +189,42 @@ class Decoder:
                 request.budget = budget
             if len(rows) == 1:
                 return {rows[0]: ([0], NOTHING._replace(error=error))}
-            alone = [self._accept_rows([row], tree, logits, draft_logits, lengths) for row in rows]
+            alone = [self._accept_rows([row], *known, lengths) for row in rows]
             return {number: own for each in alone for number, own in each.items()}
         return dict(zip(rows, zip(paths, emissions, strict=True), strict=True))
 
     def _verification(
-        self, rows: Sequence[int], tree: DraftTree, logits: Tensor, draft_logits: Tensor, lengths: Sequence[int]
+        self, rows: Sequence[int], tree: DraftTree, features: Tensor, logits: Tensor, draft_logits: Tensor,
+        lengths: Sequence[int],
     ) -> Verification:
-        """What the rule of these rows sees: the target's logits, raw and processed, and the noise of each request."""
+        """What the rule of these rows sees: the target's logits, raw and processed, the noise and the memory."""
         requests, seeds = [self.requests[row] for row in rows], self.seeds
         if len(rows) < len(self.requests):
-            tree, logits, draft_logits, seeds = tree.take(rows), logits[rows], draft_logits[rows], seeds[rows]
+            tree, features, logits, draft_logits, seeds = (
+                tree.take(rows), features[rows], logits[rows], draft_logits[rows], seeds[rows])
         processors = [request.settings.processors for request in requests]
         warped = warp_trees(processors, [request.context for request in requests], tree, logits)
-        greedy = requests[0].settings.greedy
+        rule, greedy = requests[0].settings.rule, requests[0].settings.greedy
         noise = None if greedy else self._noise(tree, [lengths[row] for row in rows], seeds)
-        return Verification(tree, logits, warped, draft_logits, noise, self.draft_tokens)
+        seen = features if rule.reads_features else None
+        memory = self._memory(requests) if rule.remembers else {}
+        return Verification(tree, logits, warped, draft_logits, noise, self.draft_tokens, seen, **memory)
+
+    def _memory(self, requests: Sequence[Request]) -> dict[str, Tensor]:
+        """What a rule with a memory goes by."""
+        regret = torch.tensor([request.budget.regret for request in requests], dtype=torch.float64)
+        said = torch.tensor([len(request.emitted) for request in requests])
+        return {"regret": regret.to(self.device), "said": said.to(self.device)}
 
     def _decide(self, requests: Sequence[Request], verification: Verification) -> Decision:
         """Their rule's decision, for each request within its budget."""
         budgets, rule = [request.budget for request in requests], requests[0].settings.rule
-        if budgets[0] is None:
+        if budgets[0].limit is None:
             return rule(verification)
         return decide_rows(budgets, rule, verification, [request.emitted for request in requests])
 
     def _walk_stepwise(
-        self, number: int, tree: DraftTree, logits: Tensor, draft_logits: Tensor, length: int
+        self, number: int, tree: DraftTree, features: Tensor, logits: Tensor, draft_logits: Tensor, length: int
     ) -> list[Step]:
         """One request's walk, within its budget."""
         request, row = self.requests[number], slice(number, number + 1)
@@ -223,13 +237,15 @@ class Decoder:
             alone = root_only(tree.tokens[row, family[0]]) if processors or not greedy else None
             warped = warp_tree(processors, [*before, *said[:-1]], alone, raw) if processors else raw
             noise = None if greedy else self._noise(alone, [length + len(said) - 1], self.seeds[row])
-            return Verification(tree.family(number, family), raw, warped, draft_logits[row], noise, self.draft_tokens)
+            seen = features[row, list(family)] if rule.reads_features else None  # [1, N, F]
+            return Verification(
+                tree.family(number, family), raw, warped, draft_logits[row], noise, self.draft_tokens, seen)
 
         budget = request.budget
-        if budget is not None and not budget.allows(request.emitted):
+        if not budget.allows(request.emitted):
             return walk_stepwise(EXACT_RULE, tree.row(number), at)
         steps = walk_stepwise(rule, tree.row(number), at)
-        if budget is not None and not budget.pay([step.given_up for step in steps]):
+        if not budget.pay([step.given_up for step in steps]):
             return walk_stepwise(EXACT_RULE, tree.row(number), at)
         return steps
 

@@ -84,7 +84,7 @@ class Request:
         self.prompt = list(prompt)
         self.tokens = list(prompt)  # prompt and all emitted tokens; the last one is the root once decoding has begun
         self._features: list[Tensor] = []  # parts of `features`
-        self.budget = None if settings.budget is None else Budget(settings.budget)
+        self.budget = Budget(settings.budget)
         self.new: list[int] = []  # the answer
         self.receipts: list[Receipt] = []
         self.stats = Stats()
@@ -132,8 +132,7 @@ class Request:
         if emission.error is not None:
             raise emission.error
         count = self._cut(emission.tokens)
-        if self.budget is not None:
-            self.budget.keep(count)
+        self.budget.keep(count, [each.regret if each.source == "fuzzy" else 0.0 for each in emission.receipts])
         for logit in emission.logits[:count]:  # behind an end a processor may have nothing to say
             require_drawable(logit)
         self.receipts += emission.receipts[:count]
@@ -187,7 +186,7 @@ class Request:
         """Note what a verify forward did; returns its emission, with why the rule no longer decided in the receipts."""
         if emission.error is not None:
             return emission
-        if self.budget is not None and self.budget.ended:
+        if self.budget.ended:
             receipts = [receipt._replace(exact_because=self.budget.ended) for receipt in emission.receipts]
             emission = emission._replace(receipts=receipts)
             if self.stats.exact_because is None:
@@ -201,7 +200,7 @@ class Request:
         """The answer, ended."""
         assert self.reason is not None
         self.stats.new_tokens = len(self.new)
-        self.stats.budget_spent = None if self.budget is None else self.budget.spent
+        self.stats.budget_spent = None if self.settings.budget is None else self.budget.spent
         return Output(self.new, self.reason, self.settings.seed, self.stats, self.receipts)
 
 

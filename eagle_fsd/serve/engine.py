@@ -69,7 +69,7 @@ class Engine:
         if tree is not None and (tree.least_reach or tree.least_probability):
             raise ValueError(f"the tree of an engine must not stop early, as that depends on other rows: {tree!r}")
         self.model, self.max_waiting = model, max_waiting
-        self.tree = check_tree(tree or replace(model.default_tree, least_reach=0, least_probability=0), model)
+        self.tree = check_tree(tree or default_tree(model), model)
         nodes = nodes_of(model, self.tree)
         if max_tokens is None:
             max_tokens = positions_that_fit(model, max_rows, nodes)
@@ -80,6 +80,7 @@ class Engine:
         self.stats = EngineStats()
         self._rows = Rows(model, self.tree, self.room, self.stats, chooses=tree is None and model.trees is not None,
                           kept=prefixes)
+        self._rows.choose_trees()
         self._queue: deque[Job] = deque()
         self._changed = threading.Condition()  # of the queue, and of the next two
         self._closing, self._cutting = False, False
@@ -157,7 +158,7 @@ class Engine:
             left, self._cutting = list(self._queue), True
             self._queue.clear()
         for job in left:
-            job.fail(EngineClosed("the engine was closed before the request's turn came"))
+            self._rows.end(job, EngineClosed("the engine was closed before the request's turn came"))
         self._thread.join()
 
     def __enter__(self) -> Engine:
@@ -179,7 +180,7 @@ class Engine:
                 self._queue.clear()
             self._rows.fail(error)
             for job in left:
-                job.fail(error)
+                self._rows.end(job, error)
 
     def _wait(self) -> bool:
         """Wait until there is something to do; False: there never will be."""
@@ -207,8 +208,15 @@ class Engine:
                 self._queue.remove(job)
             job = self._queue.popleft() if self._queue and self._rows.fits(self._queue[0]) else None
         for each in dropped:
-            self._rows.drop(each)
+            self._rows.end(each, None)
         if job is not None:
             job.answer.begin()
             self._rows.begin(job)
         return self._rows.reading is not None
+
+
+def default_tree(model: EagleModel) -> TreeConfig:
+    """The model's, of the same nodes in whatever company: without stopping rules, which go by the mean over rows."""
+    tree = model.default_tree
+    most = tree.top_k if model.draft is None else min(tree.top_k, model.draft.draft_vocab_size)
+    return replace(tree, top_k=most, least_reach=0, least_probability=0)

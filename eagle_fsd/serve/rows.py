@@ -63,6 +63,14 @@ class Rows:
         self.reading: tuple[Job, Decoder] | None = None  # the prompt that is being read
         self.decoder = Decoder(model.target, model.draft, [], BatchSettings(lambda count: self._choice(self.jobs)), [])
 
+    def choose_trees(self) -> None:
+        """Make the choices now that take seconds to make, so that no request waits for them."""
+        if self.chooses and self.model.draft is not None:
+            assert self.model.trees is not None
+            for temperature in (0.0, 1.0):
+                for power in range((self.room.rows - 1).bit_length() + 1):
+                    self.model.trees.of(EXACT_RULE, temperature, min(1 << power, self.room.rows))
+
     def __len__(self) -> int:
         return len(self.jobs) + (self.reading is not None)
 
@@ -96,7 +104,7 @@ class Rows:
             self.prefixes.begin(alone.requests[0], forwards, self.decoder.forwards, self.decoder.requests)
             self.reading = job, alone
         except Exception as error:
-            self._end(job, error)
+            self.end(job, error)
 
     def _make_room(self, jobs: Sequence[Job]) -> None:
         """Caches that these fit into."""
@@ -121,7 +129,7 @@ class Rows:
             request.take(emission, job)
         except Exception as error:
             self.reading = None
-            self._end(job, error)
+            self.end(job, error)
             return most
         self.reading = None
         self.stats.prompt_tokens += len(request.prompt)
@@ -129,7 +137,7 @@ class Rows:
         self._count(request, 0)
         if request.reason is not None:
             self.prefixes.add(alone.forwards, 0, request)
-            self._end(job, request)
+            self.end(job, request)
         else:
             self.jobs.append(job)
             self.decoder.join(alone)
@@ -168,7 +176,7 @@ class Rows:
         """Those that nobody waits for leave with what they have."""
         if self.reading is not None and self.reading[0].answer.cancelled:
             (job, _), self.reading = self.reading, None
-            self._end(job, None)
+            self.end(job, None)
         ended = {number: self.decoder.requests[number] for number, job in enumerate(self.jobs) if job.answer.cancelled}
         for request in ended.values():
             request.reason = "cancelled"
@@ -188,20 +196,16 @@ class Rows:
         self.jobs = [jobs[number] for number in going]
         self.decoder.keep(going)
         for number, outcome in ended.items():
-            self._end(jobs[number], outcome)
+            self.end(jobs[number], outcome)
 
-    def _end(self, job: Job, outcome: Request | Exception | None) -> None:
+    def end(self, job: Job, outcome: Request | BaseException | None) -> None:
         """Hand on an answer or an error; None: it was cancelled before its first token."""
-        if isinstance(outcome, Exception):
+        if isinstance(outcome, BaseException):
             self.stats.finished["error"] += 1
             job.fail(outcome)
         else:
             self.stats.finished["cancelled" if outcome is None else str(outcome.reason)] += 1
             job.finish(outcome)
-
-    def drop(self, job: Job) -> None:
-        """One that was cancelled before its turn."""
-        self._end(job, None)
 
     @property
     def going(self) -> list[Job]:
@@ -213,8 +217,7 @@ class Rows:
         """The loop cannot go on: all end with its error."""
         going, self.jobs, self.reading = self.going, [], None
         for job in going:
-            self.stats.finished["error"] += 1
-            job.fail(error)
+            self.end(job, error)
 
 
 def levels_of(model: EagleModel, tree: TreeConfig) -> int:
