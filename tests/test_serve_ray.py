@@ -16,7 +16,8 @@ import pytest
 import eagle_fsd
 from eagle_fsd.data.bundled import small_pair
 
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::DeprecationWarning"), pytest.mark.skipif(find_spec("ray") is None, reason="needs ray[serve]")]
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+              pytest.mark.skipif(find_spec("ray") is None, reason="needs ray[serve]")]
 PAGE = Path(__file__).parents[1] / "docs" / "serve.md"
 PROMPTS = [f"What is {number} plus {number + 8}?" for number in range(10, 30)]
 SETTINGS = {"name": "small", "device": "cpu", "dtype": "float32", "max_rows": 2, "max_waiting": 32,

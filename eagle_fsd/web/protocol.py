@@ -144,7 +144,7 @@ class CompletionRequest(Asked):
 
 def merged(defaults: Mapping[str, object], given: Mapping[str, object]) -> dict[str, Any]:
     """The server's defaults under the request's options: who chooses a rule or a promise chooses its dial too."""
-    dial = {"acceptance", "threshold", "divergence", "quality"}
+    dial = {*names_of(AcceptanceOptions)} - {"budget", "tree"}
     dropped = dial if given.keys() & {"acceptance", "quality"} else {"quality"} if given.keys() & dial else set()
     return {**{name: value for name, value in defaults.items() if name not in dropped}, **given}
 
