@@ -11,6 +11,7 @@ from served import served
 
 import eagle_fsd
 from eagle_fsd.data.bundled import small_pair
+from eval import load
 
 CHAT = [{"role": "user", "content": "What is 17 plus 25?"}]
 OPTIONS = {"model": "small", "messages": CHAT, "max_tokens": 24}
@@ -149,6 +150,13 @@ def test_errors_reach_the_client_as_its_own(client, changed, error, param):
     assert found.value.param == param and found.value.body["message"]
 
 
+def wait_until(condition, seconds=30):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
 def wait_for(server, condition, seconds=30):
     """Health once it is so."""
     end = time.monotonic() + seconds
@@ -219,20 +227,35 @@ def test_the_description_of_the_api_names_its_fields(server):
     assert "messages" in json.dumps(described["components"]["schemas"]["ChatRequest"])
 
 
+def test_load_is_measured_on_it(server, tmp_path, capsys):
+    out = tmp_path / "load"
+    assert load.main(["--url", f"{server.url}/v1", "--clients", "1", "2", "--requests", "4", "--max-tokens", "12",
+                      "--extra", '{"acceptance": "exact"}', "--label", "ours", "--out", str(out)]) == 0
+    record = json.loads(out.with_suffix(".json").read_text())
+    assert [(row["clients"], row["answers"], row["tokens"]) for row in record["rows"]] == [(1, 4, 48), (2, 4, 48)]
+    assert all(row["tau"] >= 1 and 0 < row["first_token_p50"] < row["seconds"] for row in record["rows"])
+    assert "| ours" in out.with_suffix(".md").read_text() and "| ours" in capsys.readouterr().out
+
+
 def test_sigterm_finishes_what_runs_and_refuses_what_is_new():
-    with served("--max-rows", "1", "--threshold", "0.5", key="a secret") as found:
+    with served("--max-rows", "1", "--queue-seconds", "0.3", key="a secret") as found:
         client = openai.OpenAI(base_url=f"{found.url}/v1", api_key="a secret", max_retries=0)
         wrong = openai.OpenAI(base_url=f"{found.url}/v1", api_key="another secret", max_retries=0)
         with pytest.raises(openai.AuthenticationError):
             wrong.chat.completions.create(**OPTIONS)
-        stream = client.chat.completions.create(**{**OPTIONS, "max_tokens": 600}, stream=True,
+        stream = client.chat.completions.create(**{**OPTIONS, "max_tokens": 1500}, stream=True,
                                                 extra_body={"ignore_eos": True})
         next(iter(stream))
+        with pytest.raises(openai.InternalServerError) as late:
+            client.chat.completions.create(**OPTIONS)
+        assert late.value.status_code == 503 and late.value.code == "queue_timeout"
+        assert late.value.response.headers["retry-after"]
         found.process.terminate()
-        with pytest.raises((openai.InternalServerError, openai.APIConnectionError)) as refused:
-            while True:
-                client.chat.completions.create(**OPTIONS)
-        assert refused.value.response.headers["retry-after"]
+        wait_until(lambda: "refusing new requests" in "".join(found.said))
+        with pytest.raises(openai.InternalServerError) as refused:
+            client.chat.completions.create(**OPTIONS)
+        assert httpx.get(f"{found.url}/health").status_code == 503
+        assert refused.value.code == "shutting_down" and refused.value.response.headers["retry-after"]
         reasons = [piece.choices[0].finish_reason for piece in stream if piece.choices]
         assert reasons[-1] == "length"
         assert found.process.wait(60) == 0

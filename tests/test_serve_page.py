@@ -3,9 +3,11 @@
 import os
 import re
 import shutil
+import time
 from importlib.util import find_spec
 from pathlib import Path
 
+import httpx
 import pytest
 from served import served
 
@@ -169,18 +171,33 @@ def test_markup_in_a_prompt_stays_text(opened):
     assert page.title() != "owned"
 
 
-def test_with_a_key_the_page_asks_for_it(browser):
-    with served("--page", key="a secret") as found:
+def test_with_a_key_the_page_asks_for_it_and_stop_frees_the_row(browser):
+    with served("--page", "--ignore-eos", key="a secret") as found:
         page = browser.new_context().new_page()
         page.goto(f"{found.url}/page/", timeout=30_000)
         page.get_by_label("password").wait_for(timeout=30_000)
         page.get_by_label("username").fill("me")
         page.get_by_label("password").fill("wrong")
         page.get_by_role("button", name="Login").click()
-        page.get_by_text("Incorrect Credentials").wait_for(timeout=20_000)
+        page.get_by_text("Incorrect Credentials").wait_for(timeout=30_000)
         page.reload()
-        page.get_by_label("password").wait_for(timeout=20_000)
+        page.get_by_label("password").wait_for(timeout=30_000)
         page.get_by_label("username").fill("me")
         page.get_by_label("password").fill("a secret")
         page.get_by_role("button", name="Login").click()
         page.get_by_label("Your message").wait_for(timeout=30_000)
+        set_number(page, "Longest answer (tokens)", 1024)
+        for end in (lambda: page.get_by_role("button", name="Stop").click(), page.close):
+            page.get_by_label("Your message").fill("What is 17 plus 25?")
+            page.get_by_role("button", name="Send").click()
+            wait_for_rows(found, 1)
+            end()
+            wait_for_rows(found, 0, seconds=2)
+        assert httpx.post(f"{found.url}/page/gradio_api/upload", files={"files": b"x"}).status_code == 404
+
+
+def wait_for_rows(server, count, seconds=30):
+    until = time.monotonic() + seconds
+    while (rows := httpx.get(f"{server.url}/health").json()["rows"]) != count and time.monotonic() < until:
+        time.sleep(0.02)
+    assert rows == count

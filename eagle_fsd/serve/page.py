@@ -22,7 +22,7 @@ from ..acceptance import RULES
 from ..engine.receipts import Output, Receipt
 from ..text import GrowingText
 from ..web.guards import Refusal
-from ..web.protocol import interleaved
+from ..web.protocol import interleaved, merged
 from .tickets import EngineClosed, QueueFull, Ticket
 
 if TYPE_CHECKING:
@@ -176,7 +176,8 @@ class Page:
         try:
             self.service.check_open()
             for _, options in settings:
-                tickets.append(await asyncio.to_thread(self.service.engine.submit, messages, **common, **options))
+                chosen = merged(self.service.defaults, {**common, **options})
+                tickets.append(await asyncio.to_thread(self.service.engine.submit, messages, **chosen))
             last = time.perf_counter()
             async for number, piece in interleaved(tickets):
                 if piece is None:
@@ -237,7 +238,7 @@ def build(service: Service) -> gradio.Blocks:
 
 
 class Policy:
-    """The page's answers say that nothing may be fetched from elsewhere."""
+    """The page's answers say that nothing may be fetched from elsewhere, and the framework's uploads are closed."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
@@ -250,6 +251,9 @@ class Policy:
             await send(message)
 
         ours = scope["type"] == "http" and scope["path"].startswith(PATH)
+        if ours and "/upload" in scope["path"]:
+            await Refusal(404, "the page takes no files").response()(scope, receive, send)
+            return
         await self.app(scope, receive, with_policy if ours else send)
 
 
