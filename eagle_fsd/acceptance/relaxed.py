@@ -3,17 +3,21 @@
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+from torch import Tensor
+
 from ..checks import check_choice
-from .decision import Decision
-from .rule import FuzzyRule, restrict
+from .rule import GatingRule
 from .verification import Verification
 
 
 @dataclass(frozen=True)
-class Relaxed(FuzzyRule):
+class Relaxed(GatingRule):
     """Allow a child among the target's top N whose log-probability is within T of the best.
 
-    "Relaxed acceptance" in TensorRT-LLM, where N is `relaxed_topk` and T `relaxed_delta`.
+    "Relaxed acceptance" in TensorRT-LLM, where N is `relaxed_topk` and T `relaxed_delta` (10 and 0.6 in its setup of
+    DeepSeek-R1). With N = 2 and T = -ln of a ratio it is MARS (arXiv 2601.15498) on probabilities: the second best
+    token will do where p2 / p1 is above the ratio. The paper states it on raw logits, whose ratio changes with a
+    constant added to all of them.
 
     Args:
         threshold: T >= 0 in nats. At 0 greedy decoding is lossless; sampling may still descend to the
@@ -24,6 +28,7 @@ class Relaxed(FuzzyRule):
 
     name: ClassVar[str] = "relaxed"
     reads_draft: ClassVar[bool] = False
+    gate_default: ClassVar[float] = 0.6
     siblings: ClassVar[tuple[str, ...]] = ("target", "longest")
 
     top: int = field(default=10, kw_only=True)
@@ -37,21 +42,12 @@ class Relaxed(FuzzyRule):
             raise ValueError(f"top must be at least 1, got {self.top}")
         check_choice("sibling", self.sibling, self.siblings)
 
-    @property
-    def knows_kl(self) -> bool:
-        return self.sibling != "longest"
-
-    @property
-    def looks_ahead(self) -> bool:
-        return self.sibling == "longest"
-
     def is_lossless(self, greedy: bool) -> bool:
         return greedy and self.threshold == 0
 
-    def decide(self, verification: Verification) -> Decision:
+    def passes(self, verification: Verification) -> Tensor:
         target_logits = verification.target_logits
         best = target_logits.topk(min(self.top, target_logits.shape[-1]), dim=-1).values  # [B, N, top]
         # log p(top-1) - log p(x) <= T and x among the top N; a common normaliser cancels
         bar = best[..., -1].maximum(best[..., 0] - self.threshold)
-        allowed = verification.of_step(target_logits) >= verification.of_parent(bar)
-        return restrict(verification, self.candidates(verification) & allowed, self.sibling)
+        return verification.of_step(target_logits) >= verification.of_parent(bar)
