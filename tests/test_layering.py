@@ -19,7 +19,7 @@ HOUSE: dict[str, list[str]] = {
     "heads": ["catalogue vocabulary token_map eagle", "eagle3", "layouts", "checkpoint", "export", "inspection"],
     "trees": ["config tree largest", "confidence", "growth"],
     "acceptance": ["divergence", "verification", "decision", "rule",
-                   "exact fsd fsd_paper lenience relaxed tilt typical", "__init__", "registry", "budget"],
+                   "exact fsd fsd_paper gated lenience relaxed tilt typical", "__init__", "registry", "budget"],
     "quality": ["promises statistics traces", "calibrations"],
     "options": [],
     "engine": ["noise sampling drafting receipts compiled", "emission", "request", "forwards", "graphs", "decoder",

@@ -20,16 +20,20 @@ RULE_CLASSES = {  # module -> class; a rule is known by its module's name
 
 if TYPE_CHECKING:
     from .decision import Decision, Walk, draw, walk
-    from .registry import RULES, make_rule
-    from .rule import Custom, FuzzyRule, Rule
+    from .gated import Gated
+    from .registry import GATES, RULES, make_rule
+    from .rule import Custom, FuzzyRule, GatingRule, Rule
     from .verification import ChildWeights, Verification
 
 __all__ = [
+    "GATES",
     "RULES",
     "ChildWeights",
     "Custom",
     "Decision",
     "FuzzyRule",
+    "Gated",
+    "GatingRule",
     "Rule",
     "Verification",
     "Walk",
@@ -40,7 +44,8 @@ __all__ = [
 
 __getattr__, __dir__ = lazy_names(__name__, {
     **dict.fromkeys(("Decision", "Walk", "draw", "walk"), "decision"),
-    **dict.fromkeys(("RULES", "make_rule"), "registry"),
-    **dict.fromkeys(("Custom", "FuzzyRule", "Rule"), "rule"),
+    "Gated": "gated",
+    **dict.fromkeys(("GATES", "RULES", "make_rule"), "registry"),
+    **dict.fromkeys(("Custom", "FuzzyRule", "GatingRule", "Rule"), "rule"),
     **dict.fromkeys(("ChildWeights", "Verification"), "verification"),
 })

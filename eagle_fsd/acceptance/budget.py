@@ -1,4 +1,4 @@
-"""A limit per request on what fuzzy acceptance may cost, after which decoding is exact."""
+"""What fuzzy acceptance has cost a request, and a limit on it, after which decoding is exact."""
 
 from __future__ import annotations
 
@@ -67,26 +67,28 @@ def decide_rows(
 
 
 class Budget:
-    """Lets a rule decide while its cost stays within the limit.
+    """What a request has given up, and a rule that decides while that stays within the limit.
 
     A cycle that would exceed the limit is decided by `exact`, and so are all that follow it; likewise from where the
     text starts to repeat. The check comes before anything is drawn, so the sum of the cycles' KL is within the limit
     on every path.
 
     Args:
-        limit: nats per request, at least 0 (exact from the start); inf leaves the check for repetition only.
+        limit: nats per request, at least 0 (exact from the start); inf leaves the check for repetition only. None:
+            nothing is limited, and only `regret` is counted.
     """
 
-    def __init__(self, limit: float) -> None:
+    def __init__(self, limit: float | None) -> None:
         self.limit = limit
         self.spent = 0.0
+        self.regret = 0.0  # by how much the fuzzy tokens' raw logits were below the best: what rules with a memory see
         self._costs: Sequence[float] = ()  # of the last cycle's tokens, where the rule decided
-        self.ended: str | None = None if limit > 0 else "budget"  # why decoding is exact
+        self.ended: str | None = None if limit is None or limit > 0 else "budget"  # why decoding is exact
 
     def allows(self, new_tokens: Sequence[int]) -> bool:
         """Whether a rule may decide the next cycle: not once the limit was met or the text repeats itself."""
         self._costs = ()
-        if self.ended is None and repeats(new_tokens):
+        if self.ended is None and self.limit is not None and repeats(new_tokens):
             self.ended = "repetition"
         return self.ended is None
 
@@ -96,6 +98,8 @@ class Budget:
         Args:
             costs: one for each token that a greedy cycle emits; when sampling one for the whole cycle's law.
         """
+        if self.limit is None:
+            return True
         cost = math.fsum(costs)
         if not math.isnan(cost) and self.spent + cost <= self.limit:
             self.spent, self._costs = self.spent + cost, costs
@@ -105,6 +109,8 @@ class Budget:
 
     def decide(self, rule: Rule, verification: Verification, new_tokens: Sequence[int]) -> Decision:
         """The rule's decision, or `exact`'s."""
+        if self.limit is None:
+            return rule(verification)
         if self.allows(new_tokens):
             decision = rule(verification)
             if decision.kl is None and not verification.greedy:
@@ -113,7 +119,13 @@ class Budget:
                 return decision
         return EXACT_RULE(verification)
 
-    def keep(self, count: int) -> None:
-        """Give back what the tokens of the last greedy cycle behind the first `count` cost: the answer ends before
-        them. When sampling they are charged, since the KL is that of the whole cycle's law."""
+    def keep(self, count: int, regrets: Sequence[float] = ()) -> None:
+        """The answer keeps the first `count` tokens of the last cycle: give back what those behind them cost.
+
+        When sampling they are charged, since the KL is that of the whole cycle's law.
+
+        Args:
+            regrets: of the cycle's tokens, 0 for those that the target itself drew.
+        """
         self.spent = max(0.0, self.spent - math.fsum(self._costs[count:]))
+        self.regret += math.fsum(regrets[:count])

@@ -4,15 +4,16 @@ import math
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+from torch import Tensor
+
 from ..checks import check_choice
-from .decision import Decision
 from .divergence import get_divergence
-from .rule import FuzzyRule, restrict
+from .rule import GatingRule
 from .verification import Verification
 
 
 @dataclass(frozen=True)
-class FSD(FuzzyRule):
+class FSD(GatingRule):
     """Descend wherever the draft's next-token distribution is close to the target's (arXiv 2502.20704).
 
     The divergence belongs to the parent, so all siblings pass or fail together; `sibling` chooses among them.
@@ -38,19 +39,11 @@ class FSD(FuzzyRule):
         get_divergence(self.divergence)
         check_choice("sibling", self.sibling, self.siblings)
 
-    @property
-    def knows_kl(self) -> bool:
-        return self.sibling != "longest"
-
-    @property
-    def looks_ahead(self) -> bool:
-        return self.sibling == "longest"
-
     def is_lossless(self, greedy: bool) -> bool:
         return self.threshold == 0
 
-    def decide(self, verification: Verification) -> Decision:
-        divergence = verification.divergence(self.divergence)
-        passes = divergence <= self.threshold  # Div(target, draft) <= T, at the parent
-        fuzzy = self.candidates(verification) & verification.of_parent(passes)
-        return restrict(verification, fuzzy, self.sibling, divergence)
+    def passes(self, verification: Verification) -> Tensor:
+        return verification.of_parent(self.measured(verification) <= self.threshold)  # Div(target, draft) <= T
+
+    def measured(self, verification: Verification) -> Tensor:
+        return verification.divergence(self.divergence)

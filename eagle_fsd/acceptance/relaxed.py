@@ -3,14 +3,15 @@
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+from torch import Tensor
+
 from ..checks import check_choice
-from .decision import Decision
-from .rule import FuzzyRule, restrict
+from .rule import GatingRule
 from .verification import Verification
 
 
 @dataclass(frozen=True)
-class Relaxed(FuzzyRule):
+class Relaxed(GatingRule):
     """Allow a child among the target's top N whose log-probability is within T of the best.
 
     "Relaxed acceptance" in TensorRT-LLM, where N is `relaxed_topk` and T `relaxed_delta`.
@@ -37,21 +38,12 @@ class Relaxed(FuzzyRule):
             raise ValueError(f"top must be at least 1, got {self.top}")
         check_choice("sibling", self.sibling, self.siblings)
 
-    @property
-    def knows_kl(self) -> bool:
-        return self.sibling != "longest"
-
-    @property
-    def looks_ahead(self) -> bool:
-        return self.sibling == "longest"
-
     def is_lossless(self, greedy: bool) -> bool:
         return greedy and self.threshold == 0
 
-    def decide(self, verification: Verification) -> Decision:
+    def passes(self, verification: Verification) -> Tensor:
         target_logits = verification.target_logits
         best = target_logits.topk(min(self.top, target_logits.shape[-1]), dim=-1).values  # [B, N, top]
         # log p(top-1) - log p(x) <= T and x among the top N; a common normaliser cancels
         bar = best[..., -1].maximum(best[..., 0] - self.threshold)
-        allowed = verification.of_step(target_logits) >= verification.of_parent(bar)
-        return restrict(verification, self.candidates(verification) & allowed, self.sibling)
+        return verification.of_step(target_logits) >= verification.of_parent(bar)

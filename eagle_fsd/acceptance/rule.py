@@ -30,11 +30,18 @@ class Rule(ABC):
     reads_draft: ClassVar[bool] = True  # whether it looks at the draft's distribution, and not at the tree alone
     knows_kl: ClassVar[bool] = True  # whether decisions carry the KL of their law when sampling
     looks_ahead: ClassVar[bool] = True  # whether a node's decision depends on more than its children and its logits
+    reads_features: ClassVar[bool] = False  # whether it looks at `Verification.features`
+    remembers: ClassVar[bool] = False  # whether it looks at what the request has given up so far
 
     threshold: float = 0.0
 
     def __post_init__(self) -> None:
         check_interval(f"threshold of rule {self.name!r}", self.threshold, *self.threshold_limit)
+
+    @property
+    def parts(self) -> "tuple[Rule, ...]":
+        """The rules that it is made of: itself, or for a composed one those between the `+`."""
+        return (self,)
 
     @abstractmethod
     def is_lossless(self, greedy: bool) -> bool:
@@ -73,6 +80,46 @@ class FuzzyRule(Rule):
         if self.head_guard is not None:
             candidates &= verification.in_head(self.head_guard)
         return candidates
+
+
+@dataclass(frozen=True)
+class GatingRule(FuzzyRule):
+    """A rule with a gate: fuzzy steps that `passes` names are open, all others are not.
+
+    Two such rules together are the logical and of their gates, see `gated.Gated`.
+    """
+
+    gate_default: ClassVar[float | None] = None  # dial behind a + where none is given; None: has to be
+    sibling: ClassVar[str] = "target"  # see `restrict`; a field where there is a choice
+
+    @property
+    def knows_kl(self) -> bool:
+        return self.sibling != "longest"
+
+    @property
+    def looks_ahead(self) -> bool:
+        return self.sibling == "longest"
+
+    @abstractmethod
+    def passes(self, verification: Verification) -> Tensor:
+        """[B, N] bool: the fuzzy steps that the gate lets pass, whatever `candidates` says of them.
+
+        It is asked where the rule is not lossless. Exact steps are taken whatever it says of them, and of the root it
+        may say anything.
+        """
+
+    def measured(self, verification: Verification) -> Tensor | None:
+        """[B, M], the divergence that it gates on, for receipts; None: it gates on none."""
+        return None
+
+    def decide(self, verification: Verification) -> Decision:
+        return self.descend(verification, self.passes(verification))
+
+    def descend(self, verification: Verification, passes: Tensor, knows_kl: bool = True) -> Decision:
+        """The decision to take fuzzy steps [B, N] that pass, see `restrict`."""
+        fuzzy = self.candidates(verification) & passes
+        known = knows_kl and self.knows_kl
+        return restrict(verification, fuzzy, self.sibling, self.measured(verification), known)
 
 
 def cycle_kl(
@@ -116,6 +163,7 @@ def restrict(
     fuzzy: Tensor,  # [B, N] bool, fuzzy steps that may be taken
     sibling: str,
     divergence: Tensor | None = None,  # [B, M], that the rule gated on
+    knows_kl: bool = True,  # the fuzzy steps do not depend on the noise
 ) -> Decision:
     """The decision to descend wherever a fuzzy step may be taken; elsewhere the target's own.
 
@@ -134,7 +182,7 @@ def restrict(
         never = -(verification.tree.max_depth + 1.0)
         eligible = verification.best_paths(torch.where(eligible, 1.0, never))
     weights = verification.only_children(eligible & verification.of_parent(verification.any_child(fuzzy)))
-    if verification.greedy or sibling == "longest":  # what lies below decides there, and with it the noise
+    if verification.greedy or not knows_kl or sibling == "longest":  # what lies below decides there, and the noise
         return Decision(weights, divergence)
     return Decision(weights, divergence, lambda: restricted_kl(verification, fuzzy))
 
@@ -144,6 +192,8 @@ class Custom(Rule):
     """A user's function as a rule: from a `Verification` to a `Decision` or to log-weights [B, N, V]."""
 
     name: ClassVar[str] = "custom"
+    reads_features: ClassVar[bool] = True
+    remembers: ClassVar[bool] = True
 
     function: Callable[[Verification], Decision | Tensor] = field(kw_only=True)
 

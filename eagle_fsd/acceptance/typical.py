@@ -4,9 +4,10 @@ import math
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+from torch import Tensor
+
 from ..checks import check_choice
-from .decision import Decision
-from .rule import FuzzyRule, restrict
+from .rule import GatingRule
 from .verification import Verification
 
 EPSILON = 0.09  # Medusa's posterior threshold
@@ -14,7 +15,7 @@ DELTA = 0.3  # and posterior alpha, sqrt(EPSILON)
 
 
 @dataclass(frozen=True)
-class Typical(FuzzyRule):
+class Typical(GatingRule):
     """Allow a child whose target probability clears a bar that falls with entropy (Medusa, 2401.10774).
 
     Args:
@@ -34,22 +35,13 @@ class Typical(FuzzyRule):
         super().__post_init__()
         check_choice("sibling", self.sibling, self.siblings)
 
-    @property
-    def knows_kl(self) -> bool:
-        return self.sibling != "longest"
-
-    @property
-    def looks_ahead(self) -> bool:
-        return self.sibling == "longest"
-
     def is_lossless(self, greedy: bool) -> bool:
         return False
 
-    def decide(self, verification: Verification) -> Decision:
+    def passes(self, verification: Verification) -> Tensor:
         log_probs = verification.target_logits.log_softmax(-1)
         probs = verification.target_logits.softmax(-1)
         entropy = -(probs * log_probs).nan_to_num(nan=0.0).sum(-1)  # 0 * log 0 = 0
         log_bar = (math.log(DELTA) - entropy).clamp_max(math.log(EPSILON)) + math.log1p(-self.threshold)
         # p(x) > (1 - T) * min(epsilon, delta * exp(-H(p)))
-        allowed = verification.of_step(log_probs) > verification.of_parent(log_bar)
-        return restrict(verification, self.candidates(verification) & allowed, self.sibling)
+        return verification.of_step(log_probs) > verification.of_parent(log_bar)

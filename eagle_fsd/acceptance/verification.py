@@ -1,11 +1,12 @@
 """What an acceptance rule sees of a verified batch of trees.
 
-B batch, N tree nodes verified (root included), M of them with logits, E draft logit rows, V vocabulary, R the draft's.
+B batch, N tree nodes verified (root included), M of them with logits, E draft logit rows, V vocabulary, R the draft's,
+F width of the target's features.
 """
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -46,6 +47,10 @@ class Verification:
     own_logits: Tensor  # [B, E, R], of the draft, raw
     noise: Tensor | None = None  # [B, M, V] Gumbel noise, the same for nodes of one depth; None = greedy
     draft_tokens: Tensor | None = None  # [R] long, the tokens that `own_logits` are of; None: all, R = V
+    features: Tensor | None = None  # [B, N, F], the target's at each node; None: not a rule that `reads_features`
+    # For a rule with a memory (`Rule.remembers`), else None: what it may go by of the request so far.
+    regret: Tensor | None = None  # [B] float64, logits given up by its fuzzy tokens, see `Budget.regret`
+    said: Tensor | None = None  # [B] long, tokens of its answer: the root's included
 
     @property
     def greedy(self) -> bool:
@@ -53,10 +58,10 @@ class Verification:
 
     def row(self, row: int) -> "Verification":
         """One sequence of the batch, as a batch of one."""
-        here = slice(row, row + 1)
-        noise = None if self.noise is None else self.noise[here]
-        return Verification(self.tree.row(row), self.target_logits[here], self.warped_logits[here],
-                            self.own_logits[here], noise, self.draft_tokens)
+        parts = {each.name: getattr(self, each.name) for each in fields(self)}
+        mine = {name: part[row : row + 1] for name, part in parts.items()
+                if isinstance(part, Tensor) and name != "draft_tokens"}
+        return Verification(**{**parts, **mine, "tree": self.tree.row(row)})
 
     @cached_property
     def draft_logits(self) -> Tensor:
@@ -225,6 +230,15 @@ class Verification:
 
     def divergence(self, name: str) -> Tensor:
         """[B, M]: target-draft divergence at nodes with children; at leaves NaN, which passes no gate."""
+        if name not in self._divergences:  # a rule, its gates and the receipts ask for the same one
+            self._divergences[name] = self._divergence(name)
+        return self._divergences[name]
+
+    @cached_property
+    def _divergences(self) -> dict[str, Tensor]:
+        return {}
+
+    def _divergence(self, name: str) -> Tensor:
         measure = get_divergence(name, self.draft_tokens)
         # To skip the leaves would be to wait for the device.
         if torch.compiler.is_compiling() or not self.target_logits.is_cpu:

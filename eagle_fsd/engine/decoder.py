@@ -103,7 +103,7 @@ class Decoder:
         config, lengths = self.drafting.next(), self.forwards.lengths  # L: the root is the token there
         tree, draft_logits = self.forwards.draft(self.requests, config, self.keeps_draft_logits)
         features = self.forwards.verify(tree)  # [B, N, F]
-        paths, emissions = self._accept(tree, self.target.logits(features), draft_logits, lengths)
+        paths, emissions = self._accept(tree, features, draft_logits, lengths)
         self.forwards.commit(lengths, paths)
         if config is not None:
             self.drafting.learn(tree, [len(emission.tokens) for emission in emissions])
@@ -119,34 +119,46 @@ class Decoder:
         self.drafting.keep(len(numbers))
 
     def _accept(
-        self, tree: DraftTree, logits: Tensor, draft_logits: Tensor, lengths: Sequence[int]
+        self, tree: DraftTree, features: Tensor, draft_logits: Tensor, lengths: Sequence[int]
     ) -> tuple[list[list[int]], list[Emission]]:
-        """The accepted path of each request, from the target's logits [B, N, V] and the draft's, and what it emits."""
+        """The accepted path of each request, from the target's features [B, N, F] and the draft's logits, and what it
+        emits."""
+        logits = self.target.logits(features)  # [B, N, V]
+        seen = features if self.rule.reads_features else None
         if self.walks_stepwise and logits[0].numel() >= STEPWISE_FROM:
-            walks = [self._walk_stepwise(number, tree, logits, draft_logits, at) for number, at in enumerate(lengths)]
+            walks = [self._walk_stepwise(number, tree, seen, logits, draft_logits, at)
+                     for number, at in enumerate(lengths)]
             return emitted(walks, tree)
-        verification = self._verification(tree, logits, draft_logits, lengths)
+        verification = self._verification(tree, seen, logits, draft_logits, lengths)
         decision = self._decide(verification)
         return read_walk(verification, decision, walk(verification, decision), self.target.group)
 
     def _verification(
-        self, tree: DraftTree, logits: Tensor, draft_logits: Tensor, lengths: Sequence[int]
+        self, tree: DraftTree, features: Tensor | None, logits: Tensor, draft_logits: Tensor, lengths: Sequence[int]
     ) -> Verification:
-        """What rules see: the target's logits, raw and processed, and the noise of each request."""
+        """What rules see: the target's logits, raw and processed, the noise and the memory of each request."""
         processors = [request.settings.processors for request in self.requests]
         warped = warp_trees(processors, [request.context for request in self.requests], tree, logits)
         noise = None if self.greedy else self._noise(tree, lengths, self.seeds)
-        return Verification(tree, logits, warped, draft_logits, noise, self.draft_tokens)
+        return Verification(tree, logits, warped, draft_logits, noise, self.draft_tokens, features, **self._memory())
+
+    def _memory(self) -> dict[str, Tensor]:
+        """What a rule with a memory goes by."""
+        if not self.rule.remembers:
+            return {}
+        regret = torch.tensor([request.budget.regret for request in self.requests], dtype=torch.float64)
+        said = torch.tensor([len(request.emitted) for request in self.requests])
+        return {"regret": regret.to(self.device), "said": said.to(self.device)}
 
     def _decide(self, verification: Verification) -> Decision:
         """The rule's decision, for each request within its budget."""
         budgets = [request.budget for request in self.requests]
-        if budgets[0] is None:
+        if budgets[0].limit is None:
             return self.rule(verification)
         return decide_rows(budgets, self.rule, verification, [request.emitted for request in self.requests])
 
     def _walk_stepwise(
-        self, number: int, tree: DraftTree, logits: Tensor, draft_logits: Tensor, length: int
+        self, number: int, tree: DraftTree, features: Tensor | None, logits: Tensor, draft_logits: Tensor, length: int
     ) -> list[Step]:
         """One request's walk, within its budget."""
         request, row = self.requests[number], slice(number, number + 1)
@@ -158,13 +170,15 @@ class Decoder:
             alone = root_only(tree.tokens[row, family[0]]) if processors or not self.greedy else None
             warped = warp_tree(processors, [*before, *said[:-1]], alone, raw) if processors else raw
             noise = None if self.greedy else self._noise(alone, [length + len(said) - 1], self.seeds[row])
-            return Verification(tree.family(number, family), raw, warped, draft_logits[row], noise, self.draft_tokens)
+            seen = None if features is None else features[row, list(family)]  # [1, N, F]
+            return Verification(
+                tree.family(number, family), raw, warped, draft_logits[row], noise, self.draft_tokens, seen)
 
         budget = request.budget
-        if budget is not None and not budget.allows(request.emitted):
+        if not budget.allows(request.emitted):
             return walk_stepwise(EXACT_RULE, tree.row(number), at)
         steps = walk_stepwise(self.rule, tree.row(number), at)
-        if budget is not None and not budget.pay([step.given_up for step in steps]):
+        if not budget.pay([step.given_up for step in steps]):
             return walk_stepwise(EXACT_RULE, tree.row(number), at)
         return steps
 

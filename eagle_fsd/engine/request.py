@@ -66,7 +66,7 @@ class Request:
         self.prompt = list(prompt)
         self.tokens = list(prompt)  # prompt and all emitted tokens; the last one is the root once decoding has begun
         self.features: Tensor | None = None  # [T, F] of the positions before the last T tokens: the draft's next input
-        self.budget = None if settings.budget is None else Budget(settings.budget)
+        self.budget = Budget(settings.budget)
         self.new: list[int] = []  # the answer
         self.receipts: list[Receipt] = []
         self.stats = Stats()
@@ -101,8 +101,7 @@ class Request:
     def take(self, emission: Emission, streamer: BaseStreamer | None) -> None:
         """Add what a cycle emitted to the answer, as far as it belongs to it."""
         count = self._cut(emission.tokens)
-        if self.budget is not None:
-            self.budget.keep(count)
+        self.budget.keep(count, [each.regret if each.source == "fuzzy" else 0.0 for each in emission.receipts])
         for logit in emission.logits[:count]:  # behind an end a processor may have nothing to say
             require_drawable(logit)
         self.receipts += emission.receipts[:count]
@@ -154,7 +153,7 @@ class Request:
 
     def count(self, emission: Emission) -> Emission:
         """Note what a verify forward did; returns its emission, with why the rule no longer decided in the receipts."""
-        if self.budget is not None and self.budget.ended:
+        if self.budget.ended:
             receipts = [receipt._replace(exact_because=self.budget.ended) for receipt in emission.receipts]
             emission = emission._replace(receipts=receipts)
             if self.stats.exact_because is None:
@@ -168,7 +167,7 @@ class Request:
         """The answer, ended."""
         assert self.reason is not None
         self.stats.new_tokens = len(self.new)
-        self.stats.budget_spent = None if self.budget is None else self.budget.spent
+        self.stats.budget_spent = None if self.settings.budget is None else self.budget.spent
         return Output(self.new, self.reason, self.settings.seed, self.stats, self.receipts)
 
 
