@@ -42,8 +42,8 @@ class Arguments:
     """Mine mismatches of a pair and find out which of them matter.
 
     The label outcome goes on exactly behind the substitute: harmful iff the answer comes to something else than the
-    target's own does. The label likelihood needs no answer: harmful iff the rest of the target's own answer becomes less
-    likely by more than --nats. An interrupted run continues.
+    target's own does. The label likelihood needs no answer: harmful iff the rest of the target's own answer becomes
+    less likely by more than --nats. An interrupted run continues.
 
     Args:
         target: directory, hub id or GGUF file.

@@ -16,6 +16,7 @@ RULE_CLASSES = {  # module -> class; a rule is known by its module's name
     "typical": "Typical",
     "lenience": "Lenience",
     "relaxed": "Relaxed",
+    "judge": "Judge",
 }
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ import eagle_fsd
 from eagle_fsd.pair import EagleModel
 from eagle_fsd.prompts import decode, end_tokens
 from eagle_fsd.trees.config import TreeConfig
-from train.mining.mismatches import Mismatch, Miner, placed
+from train.mining.mismatches import Miner, Mismatch, placed
 
 
 @dataclass(frozen=True)
