@@ -40,6 +40,7 @@ def generate(
     acceptance: str | Rule | Callable = "fsd",
     threshold: float | None = None,
     divergence: str | None = None,
+    gate_threshold: float | Sequence[float] | None = None,
     quality: str | None = None,
     budget: float | None = None,
     tree: TreeConfig | None = None,
@@ -57,7 +58,7 @@ def generate(
         model: from `load`; None: the default pair.
         max_new_tokens, temperature, top_p, top_k, min_p, repetition_penalty, min_new_tokens, ignore_eos, seed, stop,
             stop_token_ids: see `SamplingOptions`.
-        acceptance, threshold, divergence, quality, budget, tree: see `AcceptanceOptions`.
+        acceptance, threshold, divergence, gate_threshold, quality, budget, tree: see `AcceptanceOptions`.
         logits_processor, stopping_criteria, streamer: those of `transformers`. Processors see each node's own path and
             must be functions of it and the scores (docs/processors.md). A streamer with a method
             `on_receipts(receipts)` gets the receipts of each cycle before its tokens, and every streamer is ended also

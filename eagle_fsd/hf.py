@@ -54,6 +54,7 @@ def custom_generate(
     acceptance: str | Rule | Callable = "fsd",
     threshold: float | None = None,
     divergence: str | None = None,
+    gate_threshold: float | Sequence[float] | None = None,
     quality: str | None = None,
     budget: float | None = None,
     tree: TreeConfig | None = None,
@@ -69,7 +70,7 @@ def custom_generate(
 
     Args:
         draft: a `DraftHead` (from `load_head`) or where to load one from.
-        acceptance, threshold, divergence, quality, budget, tree: see `AcceptanceOptions`.
+        acceptance, threshold, divergence, gate_threshold, quality, budget, tree: see `AcceptanceOptions`.
         seed: see `SamplingOptions`.
 
     Returns:

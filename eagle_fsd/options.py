@@ -115,13 +115,15 @@ class AcceptanceOptions(Options):
     """Which drafted tokens are kept, and the tree that they are drafted in.
 
     Args:
-        acceptance: a rule's name (see `eagle_fsd.RULES`), a rule object, or a function from a `Verification` to
-            log-weights [B, N, V].
+        acceptance: a rule's name (see `eagle_fsd.RULES`), several joined by + of which the first decides and the gates
+            of the others veto (fsd+fly), a rule object, or a function from a `Verification` to log-weights [B, N, V].
         threshold: the rule's dial. None: for fsd the value of the strictest promise about accuracy that the head is
             calibrated for at this target, dtype, temperature and tree, where nothing else shapes the distribution
             (top_p, top_k, min_p, repetition_penalty, logits_processor); else 0 (lossless for fsd, tilt and lenience).
         divergence: for the rules that gate on one, default js: kl, reverse_kl, js, tv, js_fsd_code, or a form on the
             target's top k tokens such as js_top32.
+        gate_threshold: the dial of the gate behind a +, for several a list of theirs; None: the gate's default, where
+            it has one (docs/acceptance.md).
         quality: a promise that the head is calibrated for (`eagle-fsd calibrate`), such as "accuracy_drop<=1%"; it
             chooses rule and threshold.
         budget: nats that fuzzy acceptance may cost in this answer: summed KL to the target when sampling, summed
@@ -133,15 +135,17 @@ class AcceptanceOptions(Options):
     acceptance: str = "fsd"  # or a Rule, or a function
     threshold: float | None = None
     divergence: str | None = None
+    gate_threshold: float | Sequence[float] | None = None
     quality: str | None = None
     budget: float | None = None
     tree: TreeConfig | None = None
 
     def __post_init__(self) -> None:
         if self.quality is not None:
-            if self.acceptance != "fsd" or self.threshold is not None or self.divergence is not None:
-                raise ValueError(f"quality={self.quality!r} chooses the rule: leave acceptance=, threshold= and "
-                                 "divergence= out")
+            dials = (self.threshold, self.divergence, self.gate_threshold)
+            if self.acceptance != "fsd" or any(dial is not None for dial in dials):
+                raise ValueError(f"quality={self.quality!r} chooses the rule: leave acceptance=, threshold=, "
+                                 "divergence= and gate_threshold= out")
             parse_promise(self.quality)
         if self.budget is not None:
             if isinstance(self.budget, bool) or not isinstance(self.budget, Real):
@@ -150,6 +154,12 @@ class AcceptanceOptions(Options):
                 raise ValueError(f"budget must be at least 0 nats, got {self.budget!r}")
         if not (self.tree is None or isinstance(self.tree, TreeConfig)):
             raise TypeError(f"tree must be a TreeConfig or None (what load(tree=...) said), got {self.tree!r}")
+
+    @property
+    def rule(self) -> dict[str, object]:
+        """The arguments of `make_rule`."""
+        return {"rule": self.acceptance, "threshold": self.threshold, "divergence": self.divergence,
+                "gate_threshold": self.gate_threshold}
 
 
 @dataclass(frozen=True)

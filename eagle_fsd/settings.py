@@ -79,7 +79,7 @@ def resolve_rule(
         threshold = model.default_threshold(options.divergence or "js", temperature, options.tree)
         if threshold is None:
             log.info("no threshold given and none calibrated for this head: decoding losslessly (threshold 0)")
-    rule = make_rule(options.acceptance, threshold=threshold, divergence=options.divergence)
+    rule = make_rule(**options.rule | {"threshold": threshold})
     warn_of_infinity(rule, model)
     return with_judge(rule, model)
 
@@ -94,10 +94,12 @@ def with_judge(rule: Rule, model: EagleModel) -> Rule:
 
 
 def warn_of_infinity(rule: Rule, model: EagleModel) -> None:
-    """Warn where the rule's divergence is infinite because the draft cannot name every token."""
-    divergence = getattr(rule, "divergence", None)
-    if divergence in ("kl", "js_fsd_code") and model.draft is not None:
-        if rule.threshold > 0 and model.draft.draft_vocab_size < model.target.vocab_size:
+    """Warn where a divergence of the rule is infinite because the draft cannot name every token."""
+    if model.draft is None or model.draft.draft_vocab_size == model.target.vocab_size:
+        return
+    for part in rule.parts:
+        divergence = getattr(part, "divergence", None)
+        if divergence in ("kl", "js_fsd_code") and part.threshold > 0:
             log.warning("%s is infinite with a draft that names %d of %d tokens: nothing passes; take js, tv or "
                         "reverse_kl", divergence, model.draft.draft_vocab_size, model.target.vocab_size)
 

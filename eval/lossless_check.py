@@ -164,7 +164,7 @@ def tell_differences(found: Sequence[Difference], prompts: int) -> None:
 def run(args: LosslessArguments) -> int:
     """Print and store what was found; 0 where nothing speaks against losslessness, else 1."""
     if args.decoding.quality is None:
-        eagle_fsd.make_rule(args.decoding.acceptance, args.decoding.threshold, args.decoding.divergence)
+        eagle_fsd.make_rule(**args.decoding.rule)
     check_counts(args, "prompts", "max_new_tokens", "sampled_prompts", "sampled_tokens")
     check_counts(args, "samples", least=0)
     questions = load_questions(args.questions, args.prompts, args.seed, args.prompts)

@@ -166,7 +166,7 @@ def check_options(args: MtBenchArguments) -> None:
             raise ValueError(f'--temperature must be a number of at least 0 or "category", got {args.temperature!r}')
     check_counts(args, "max_new_tokens", "num_choices", "generated", "limit")
     if not args.baseline and args.decoding.quality is None:
-        eagle_fsd.make_rule(args.decoding.acceptance, args.decoding.threshold, args.decoding.divergence)
+        eagle_fsd.make_rule(**args.decoding.rule)
 
 
 def run(args: MtBenchArguments) -> None:

@@ -104,7 +104,11 @@ def random_verification(
     uniform = torch.rand(batch, nodes, vocab_size, generator=generator, dtype=torch.float64)
     by_depth = -(-(uniform.clamp_min(1e-12)).log()).log().float()
     noise = by_depth.gather(1, tree.depths[..., None].expand_as(by_depth))
-    return Verification(tree, target_logits, warped_logits, draft_logits, None if greedy else noise)
+    features = normal(batch, nodes, 5)
+    regret = torch.rand(batch, generator=generator, dtype=torch.float64)
+    said = torch.randint(1, 250, (batch,), generator=generator)
+    return Verification(
+        tree, target_logits, warped_logits, draft_logits, None if greedy else noise, None, features, regret, said)
 
 
 def mapped(verification: Verification, change) -> Verification:

@@ -49,7 +49,7 @@ class Reference:
 
     def __init__(self, rule, verification, row):
         tree = verification.tree
-        self.rule = rule
+        self.rule, *self.gates = rule.parts  # the first one decides, the gates behind it veto
         self.threshold = rule.threshold
         self.tokens = tree.tokens[row].tolist()
         self.parents = tree.parents[row].tolist()
@@ -59,6 +59,8 @@ class Reference:
         self.warped_logits = verification.warped_logits[row].tolist()
         self.draft_logits = verification.draft_logits[row].tolist()
         self.greedy = verification.noise is None
+        self.regret_before = 0.0 if verification.regret is None else verification.regret[row].item()
+        self.said = 1 if verification.said is None else verification.said[row].item()
         noise = torch.zeros_like(verification.warped_logits) if self.greedy else verification.noise
         self.noise = noise[row].tolist()
         self.noisy = (verification.warped_logits[row] + noise[row]).tolist()
@@ -84,15 +86,28 @@ class Reference:
         return probs[self.tokens[child]] >= (1 - self.rule.head_guard) * max(probs)
 
     def candidates(self, v):
-        return [
-            c for c in self.children(v) if self.warped_logits[v][self.tokens[c]] > -INF and self.guarded(v, c)
-        ]
+        found = [c for c in self.children(v) if self.warped_logits[v][self.tokens[c]] > -INF and self.guarded(v, c)]
+        return [self.preferred(v, found)] if found and self.rule.name == "regret" else found
+
+    def shut(self, rule):
+        """Whether the gate is closed throughout."""
+        return rule.threshold == 0 and (rule.name in ("fsd", "fly", "regret") or rule.name == "relaxed" and self.greedy)
+
+    def allowed(self, v):
+        """Children that all gates let a fuzzy step go to."""
+        found = self.candidates(v)
+        for rule in (self.rule, *self.gates):
+            passes = getattr(self, f"{rule.name}_passes")
+            found = [c for c in found if not self.shut(rule) and passes(rule, v, c)]
+        return found
 
     def preferred(self, v, children):
         return max(children, key=lambda c: self.noisy[v][self.tokens[c]])
 
     def choice(self, v):
         """(token drawn at v, whether the walk may go on below v)."""
+        if hasattr(self, f"{self.rule.name}_passes"):
+            return self.among(v)
         return getattr(self, self.rule.name)(v)
 
     def walk(self):
@@ -110,36 +125,32 @@ class Reference:
     def exact(self, v):
         return self.exact_token(v), True
 
-    def among(self, v, allowed):
-        """A fuzzy step to one of the children `allowed(v)`, if any; exact steps stay open to every rule."""
-        exact_child = self.exact_child(v)
-        if not allowed(v):
+    def among(self, v):
+        """A fuzzy step to one of the children allowed, if any; exact steps stay open to every rule."""
+        exact_child, allowed = self.exact_child(v), self.allowed(v)
+        if not allowed:
             return self.exact_token(v), True
         if self.rule.sibling == "longest":
-            eligible = set(allowed(v)) | ({exact_child} - {None})
-            lengths = {c: self.longest_path(c, allowed) for c in eligible}
+            eligible = set(allowed) | ({exact_child} - {None})
+            lengths = {c: self.longest_path(c) for c in eligible}
             best = self.preferred(v, [c for c in eligible if lengths[c] == max(lengths.values())])
         elif exact_child is not None:
             best = exact_child
         elif self.rule.sibling == "target":
-            best = self.preferred(v, allowed(v))
+            best = self.preferred(v, allowed)
         else:
-            best = max(allowed(v), key=lambda c: self.scores[c])
+            best = max(allowed, key=lambda c: self.scores[c])
         return self.tokens[best], True
 
-    def longest_path(self, v, allowed):
-        eligible = set(allowed(v)) | ({self.exact_child(v)} - {None})
-        return max((1 + self.longest_path(c, allowed) for c in eligible), default=0)
+    def longest_path(self, v):
+        eligible = set(self.allowed(v)) | ({self.exact_child(v)} - {None})
+        return max((1 + self.longest_path(c) for c in eligible), default=0)
 
-    def node_divergence(self, v):
-        return divergence(self.rule.divergence, self.target_logits[v], self.draft_logits[self.draft_rows[v]])
+    def node_divergence(self, v, rule=None):
+        return divergence((rule or self.rule).divergence, self.target_logits[v], self.draft_logits[self.draft_rows[v]])
 
-    def fsd(self, v):
-        def allowed(v):
-            passes = self.children(v) and 0 < self.threshold >= self.node_divergence(v)
-            return self.candidates(v) if passes else []
-
-        return self.among(v, allowed)
+    def fsd_passes(self, rule, v, child):
+        return self.node_divergence(v, rule) <= rule.threshold
 
     def fsd_paper(self, v):
         if self.children(v) and self.node_divergence(v) <= self.threshold:
@@ -148,29 +159,35 @@ class Reference:
                 return self.tokens[first], True
         return self.exact_token(v), False
 
-    def typical(self, v):
-        def allowed(v):
-            probs = softmax(self.target_logits[v])
-            entropy = -sum(p * math.log(p) for p in probs if p > 0)
-            bar = (1 - self.threshold) * min(0.09, 0.3 * math.exp(-entropy))
-            return [c for c in self.candidates(v) if probs[self.tokens[c]] > bar]
+    def typical_passes(self, rule, v, child):
+        probs = softmax(self.target_logits[v])
+        entropy = -sum(p * math.log(p) for p in probs if p > 0)
+        return probs[self.tokens[child]] > (1 - rule.threshold) * min(0.09, 0.3 * math.exp(-entropy))
 
-        return self.among(v, allowed)
+    def relaxed_passes(self, rule, v, child):
+        best = sorted(self.target_logits[v], reverse=True)[: rule.top]
+        logit = self.target_logits[v][self.tokens[child]]
+        return logit in best and best[0] - logit <= rule.threshold
 
-    def relaxed(self, v):
-        if self.greedy and self.threshold == 0:
-            return self.exact_token(v), True
+    def fly_passes(self, rule, v, child):
+        three = sorted(softmax(self.target_logits[v]), reverse=True)[:3]
+        if rule.renormalised:
+            three = [p / sum(three) for p in three]
+        entropy = -sum(p * math.log(p) for p in three if p > 0)
+        node = child
+        for _ in range(rule.window - 1):
+            node = None if node is None else self.exact_child(node)
+        return node is not None and entropy >= math.log(3) - rule.threshold
 
-        def allowed(v):
-            logits = self.target_logits[v]
-            best = sorted(logits, reverse=True)[: self.rule.top]
-            return [
-                c
-                for c in self.candidates(v)
-                if logits[self.tokens[c]] in best and best[0] - logits[self.tokens[c]] <= self.threshold
-            ]
-
-        return self.among(v, allowed)
+    def regret_passes(self, rule, v, child):
+        spent, fuzzy, depth, node = self.regret_before, 0, 0, child
+        while node != 0:
+            parent = self.parents[node]
+            if node != self.exact_child(parent):
+                spent += max(self.target_logits[parent]) - self.target_logits[parent][self.tokens[node]]
+                fuzzy += 1
+            node, depth = parent, depth + 1
+        return spent <= rule.threshold * math.ceil((self.said + depth) / 100) and fuzzy <= rule.most
 
     def lenience(self, v):
         lifted = [self.tokens[c] for c in self.candidates(v)]

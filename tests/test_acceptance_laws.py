@@ -104,7 +104,9 @@ def mean_length(law):
 # --- lossless -----------------------------------------------------------------------------------
 
 
-LOSSLESS = [("exact", {}), ("fsd", {}), ("tilt", {}), ("lenience", {}), ("fsd", {"sibling": "longest"})]
+LOSSLESS = [("exact", {}), ("fsd", {}), ("tilt", {}), ("lenience", {}), ("fsd", {"sibling": "longest"}), ("fly", {}),
+            ("regret", {}), ("fsd+fly", {}), ("fsd+fly", {"threshold": math.inf, "gate_threshold": 0.0})]
+UNSURE = make_rule("fly", 0.4, window=1)
 
 
 @pytest.mark.parametrize("warpers", WARPERS)
@@ -287,6 +289,8 @@ EMPIRICAL = {
     "typical": ("typical", {"threshold": 0.5}),
     "lenience": ("lenience", {"threshold": 0.4}),
     "relaxed": ("relaxed", {"threshold": 1.0}),
+    "fly, no window": ("fly", {"threshold": 0.4, "window": 1}),
+    "fsd and fly": ("fsd", {"threshold": 0.05, "gates": [UNSURE]}),
 }
 
 
@@ -298,7 +302,7 @@ def test_walk_with_gumbel_noise_draws_the_law(case):
     one = verify(PathModel(10), WARPERS["temperature"])
     if case == "fsd, guarded":
         law = segment_law(guarded_fsd_probs(one, math.inf, 0.6))
-    elif case in ("typical", "relaxed"):  # a fuzzy step goes to an allowed child or to the exact one
+    elif case in ("typical", "relaxed", "fly, no window", "fsd and fly"):  # to an allowed child or to the exact one
         law = law_by_exact_choice(rule, one)
     else:
         law = law_of(rule, one)
@@ -347,6 +351,9 @@ def law_by_exact_choice(rule, verification):
         ("fsd", {"threshold": math.inf, "head_guard": 0.6}), ("fsd", {"threshold": 0.05, "sibling": "draft"}),
         ("typical", {"threshold": 0.5}), ("relaxed", {"threshold": 1.0}), ("relaxed", {"threshold": 2.0, "top": 4}),
         ("lenience", {"threshold": 0.4}), ("lenience", {"threshold": 5.0}),
+        ("fly", {"threshold": 0.4, "window": 1}), ("fly", {"threshold": 0.9, "window": 1, "renormalised": False}),
+        ("fsd", {"threshold": 0.05, "gates": [UNSURE]}),
+        ("typical+relaxed", {"threshold": 0.5, "gate_threshold": 1.5}),
     ],
     ids=str,
 )
@@ -394,9 +401,10 @@ def test_announced_kl_of_fsd_paper(threshold, head_guard):
 def test_rules_say_where_their_kl_is_not_known():
     verification = verify(PathModel(10))
     for name, options in (("fsd", {"sibling": "longest"}), ("relaxed", {"sibling": "longest"}),
-                          ("typical", {"sibling": "longest"}), ("lenience", {"head_guard": 0.5})):
+                          ("typical", {"sibling": "longest"}), ("lenience", {"head_guard": 0.5}), ("fly", {}),
+                          ("regret", {}), ("fsd+fly", {}), ("fsd+regret", {"gate_threshold": 1.0})):
         rule = make_rule(name, 0.5, **options)
         assert not rule.knows_kl and rule(verification).kl is None
     greedy = replace(verification, noise=None)
-    for name in ("fsd", "tilt", "relaxed", "typical", "fsd_paper"):
+    for name in ("fsd", "tilt", "relaxed", "typical", "fsd_paper", "fly", "fsd+fly"):
         assert make_rule(name, 0.5)(greedy).kl is None

@@ -40,6 +40,25 @@ SETTINGS = {
         for sibling in SIBLINGS
         for guard in GUARDS
     ],
+    "fly": [
+        {"threshold": threshold, "window": window, "renormalised": renormalised, **guard}
+        for threshold in (0.0, 0.2, 0.6, math.log(3))
+        for window in (1, 2, 3)
+        for renormalised in (True, False)
+        for guard in GUARDS[::2]
+    ],
+    "regret": [
+        {"threshold": threshold, "most": most, **guard}
+        for threshold in (0.0, 0.5, 2.0, math.inf)
+        for most in (1, 2, 5)
+        for guard in GUARDS[::2]
+    ],
+    "fsd+fly": [{"threshold": 0.4, "gate_threshold": dial, **sibling} for dial in (0.4, 0.9) for sibling in SIBLINGS],
+    "fsd+regret": [{"threshold": 0.4, "gate_threshold": dial} for dial in (0.0, 1.0, 3.0)],
+    "fsd+fsd": [{"threshold": 0.4, "gate_threshold": 0.2, "sibling": "draft"}],
+    "relaxed+fly+regret": [{"threshold": 2.0, "gate_threshold": [0.9, dial]} for dial in (1.0, 4.0)],
+    "regret+fly": [{"threshold": dial, "gate_threshold": 1.0} for dial in (3.0, 20.0, math.inf)],
+    "typical+relaxed": [{"threshold": 0.7, "gate_threshold": dial} for dial in (0.5, 1.0)],
     "lenience": [{"threshold": dial, **guard} for dial in (0.0, 0.3, 1.0, 50.0) for guard in GUARDS],
     "relaxed": [
         {"threshold": threshold, **sibling, **top, **guard}
@@ -51,8 +70,12 @@ SETTINGS = {
 }
 
 
+def test_every_rule_has_settings():
+    assert RULES.keys() <= SETTINGS.keys()
+
+
 @pytest.mark.parametrize("greedy", [True, False], ids=["greedy", "sampling"])
-@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("name", SETTINGS)
 def test_rule_equals_the_reference(name, greedy):
     fuzzy_steps = 0
     for index, setting in enumerate(SETTINGS[name]):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from random_trees import moved, random_verification, rows_of
 from tiny import readable
 
-from eagle_fsd.acceptance import RULES, Custom, Decision, Verification, make_rule, walk
+from eagle_fsd.acceptance import RULES, Custom, Decision, Gated, Verification, make_rule, walk
 from eagle_fsd.acceptance.divergence import get_divergence
 
 OPTIONS = {
@@ -21,16 +21,23 @@ OPTIONS = {
     "tilt": [{}, {"max_regret": 0.8}],
     "typical": [{"sibling": "target"}, {"sibling": "longest"}],
     "lenience": [{}],
+    "fly": [{}, {"window": 1}, {"window": 3, "renormalised": False}],
+    "regret": [{}, {"most": 1}],
     "relaxed": [{"sibling": "target"}, {"sibling": "longest"}, {"top": 2}],
+    "fsd+fly": [{"gate_threshold": 0.9}, {"sibling": "longest"}, {"sibling": "draft"}],
+    "fsd+regret": [{"gate_threshold": 2.0}],
+    "relaxed+fsd": [{"gate_threshold": 0.1, "divergence": "tv"}],
+    "typical+fly+regret": [{"gate_threshold": [1.0, 3.0]}],
 }
 GATED = (0.0, 0.1, math.inf)
-DIALS = {"exact": (0.0,), "typical": (0.0, 0.7), "fsd": GATED, "fsd_paper": GATED}
+DIALS = {"exact": (0.0,), "typical": (0.0, 0.7), "fsd": GATED, "fsd_paper": GATED, "fly": (0.0, 0.6, math.log(3)),
+         "regret": (0.0, 0.5, 4.0, math.inf)}
 GUARDS = (None, 0.0, 0.4, 0.8)
 
 
 def all_rules(name):
     for options in OPTIONS[name]:
-        for threshold in DIALS.get(name, (0.0, 0.3, 2.0)):
+        for threshold in DIALS.get(name.split("+")[0], (0.0, 0.3, 2.0)):
             for head_guard in GUARDS if name != "exact" else (None,):
                 guard = {} if head_guard is None else {"head_guard": head_guard}
                 yield make_rule(name, threshold, **options, **guard)
@@ -63,7 +70,7 @@ KINDS = ("draft equals target", "one-hot", "gaps of 1e4", "uniform", "half banne
 
 
 @pytest.mark.parametrize("greedy", [True, False], ids=["greedy", "sampling"])
-@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("name", OPTIONS)
 def test_invariants(name, greedy):
     verifications = [random_verification(seed, greedy, gap=0.6, banned=0.3 * (seed % 2)) for seed in range(4)]
     verifications += [extreme(kind, greedy) for kind in KINDS]
@@ -77,7 +84,7 @@ def test_invariants(name, greedy):
             steps = walked.accepted & verification.is_child
             assert (verification.step_logits[steps] > -math.inf).all(), "a step without warped mass"
             fuzzy = steps & ~verification.is_exact
-            head_guard = getattr(rule, "head_guard", None)
+            head_guard = getattr(rule.parts[0], "head_guard", None)
             if head_guard is not None:
                 assert verification.in_head(head_guard)[fuzzy].all(), "a fuzzy step outside the head"
 
@@ -93,7 +100,7 @@ def test_invariants(name, greedy):
 
 
 @pytest.mark.parametrize("greedy", [True, False], ids=["greedy", "sampling"])
-@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("name", OPTIONS)
 def test_rows_do_not_depend_on_the_batch(name, greedy):
     verification = random_verification(5, greedy, batch=4, banned=0.2)
     for rule in all_rules(name):
@@ -114,7 +121,7 @@ def test_divergence_does_not_depend_on_skipping_leaves():
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("greedy", [True, False], ids=["greedy", "sampling"])
-@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("name", OPTIONS)
 def test_cuda_walks_as_the_cpu(name, greedy):
     verification = random_verification(10, greedy, batch=4, gap=0.6, banned=0.2)
     on_cuda = moved(verification, "cuda")
@@ -124,7 +131,7 @@ def test_cuda_walks_as_the_cpu(name, greedy):
             assert torch.equal(getattr(walked, field).cpu(), getattr(expected, field)), (rule, field)
 
 
-@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("name", OPTIONS)
 def test_inputs_are_left_alone(name):
     for greedy in (True, False):
         verification, untouched = (random_verification(6, greedy, banned=0.2) for _ in range(2))
@@ -135,7 +142,7 @@ def test_inputs_are_left_alone(name):
                 assert torch.equal(getattr(verification, field), getattr(untouched, field))
 
 
-@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("name", OPTIONS)
 def test_what_says_that_it_does_not_read_the_draft_decides_without_it(name):
     for greedy in (True, False):
         verification = random_verification(6, greedy)
@@ -143,7 +150,21 @@ def test_what_says_that_it_does_not_read_the_draft_decides_without_it(name):
         for rule in all_rules(name):
             if not rule.reads_draft or rule.is_lossless(greedy):
                 assert torch.equal(rule(blind).log_weights, rule(verification).log_weights), rule
-    assert RULES[name].reads_draft is (name in ("fsd", "fsd_paper"))
+    assert all(rule.reads_draft is ("fsd" in name) for rule in all_rules(name))
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_what_says_that_it_has_no_memory_and_reads_no_features_decides_without_them(name):
+    for greedy in (True, False):
+        verification = random_verification(6, greedy)
+        for rule in all_rules(name):
+            blind = verification
+            if not rule.reads_features or rule.is_lossless(greedy):
+                blind = replace(blind, features=None)
+            if not rule.remembers or rule.is_lossless(greedy):
+                blind = replace(blind, regret=None, said=None)
+            assert torch.equal(rule(blind).log_weights, rule(verification).log_weights), rule
+    assert all(rule.remembers is ("regret" in name) for rule in all_rules(name))
 
 
 # --- the lossless end ---------------------------------------------------------------------------
@@ -155,13 +176,19 @@ LOSSLESS_AT_ZERO = {  # rule: (greedy, sampling)
     "tilt": (True, True),
     "typical": (False, False),
     "lenience": (True, True),
+    "fly": (True, True),
+    "regret": (True, True),
     "relaxed": (True, False),
+    "fsd+fly": (True, True),
+    "fsd+regret": (True, True),
+    "relaxed+fsd": (True, False),
+    "typical+fly+regret": (False, False),
 }
 
 
 @pytest.mark.parametrize("kind", ["random", *KINDS])
 @pytest.mark.parametrize("greedy", [True, False], ids=["greedy", "sampling"])
-@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("name", OPTIONS)
 def test_dial_zero_is_exact_bit_by_bit(name, greedy, kind):
     verification = random_verification(7, greedy) if kind == "random" else extreme(kind, greedy)
     exact = walk(verification, make_rule("exact")(verification))
@@ -180,7 +207,7 @@ def test_dial_zero_is_exact_bit_by_bit(name, greedy, kind):
             assert decision.kl().tolist() == [0.0] * len(decision.log_weights)
 
 
-@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("name", OPTIONS)
 def test_only_the_lossless_settings_say_so(name):
     for rule in all_rules(name):
         for greedy in (True, False):
@@ -254,6 +281,15 @@ MONOTONE = {
         Claim([{"sibling": "longest"}, {"sibling": "longest", "top": 3}]),
         Claim([{"sibling": "target"}, {"top": 3}], greedy=(True,), processors=False),
     ],
+    "fly": [Claim([*OPTIONS["fly"], {"window": 4}], st.floats(0.0, math.log(3)))],
+    "regret": [Claim([*OPTIONS["regret"], {"most": 5}], st.floats(0.0))],
+    "fsd+fly": [Claim(OPTIONS["fsd+fly"], st.floats(0.0))],
+    "fsd+regret": [Claim([{"gate_threshold": 2.0}, {"gate_threshold": 20.0, "sibling": "longest"}], st.floats(0.0))],
+    "relaxed+fsd": [
+        Claim([{"gate_threshold": 0.2, "sibling": "longest"}]),
+        Claim([{"gate_threshold": 0.2}], greedy=(True,), processors=False),
+    ],
+    "typical+fly+regret": [Claim([{"gate_threshold": [1.0, 3.0]}], UNIT, greedy=(True,), processors=False)],
     "tilt": [
         Claim([{}, {"max_regret": 0.5}, {"max_regret": math.inf}], st.floats(0.0, 20.0), greedy=(True,)),
         Claim([{}], st.floats(0.0, 8.0), greedy=(False,), quantity=tail_probabilities, tolerance=1e-5),
@@ -261,7 +297,7 @@ MONOTONE = {
 }
 
 
-@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("name", OPTIONS)
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_looser_dials_never_accept_less(name, data):
@@ -291,6 +327,40 @@ def test_looser_dials_never_accept_less(name, data):
     assert (after >= before - claim.tolerance).all()
 
 
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_looser_gates_never_accept_less(data):
+    """The dial of a gate behind a +; with regret where the target's pick is the one that costs least."""
+    name, most = data.draw(st.sampled_from([("fsd+fly", math.log(3)), ("relaxed+fly", math.log(3)), ("fsd+fsd", 1.0),
+                                            ("fsd+regret", 30.0), ("fly+relaxed", 9.0)]))
+    free = name in ("fsd+fly", "fsd+fsd")
+    verification = random_verification(
+        data.draw(st.integers(0, 10**6)), greedy=not free or data.draw(st.booleans()), gap=0.7,
+        banned=data.draw(st.sampled_from([0.0, 0.4])) if free else 0.0, coarse=data.draw(st.booleans()))
+    tight, loose = sorted(data.draw(st.floats(0.0, most)) for _ in range(2))
+    threshold = data.draw(st.sampled_from([0.2, 1.0]))
+    before, after = (accepted_length(make_rule(name, threshold, gate_threshold=dial), verification)
+                     for dial in (tight, loose))
+    assert (after >= before).all()
+
+
+@pytest.mark.parametrize("ratio", [0.1, 0.5, 0.9])
+def test_mars_is_a_setting_of_relaxed(ratio):
+    """A child passes iff it is the target's second best, or its best, and p2 / p1 is above the ratio (2601.15498)."""
+    rule = make_rule("relaxed", -math.log(ratio), top=2)
+    some = 0
+    for seed in range(10):
+        verification = random_verification(seed, greedy=True)
+        passes, probs = rule.passes(verification), verification.target_logits.softmax(-1)
+        for row, node in verification.is_child.nonzero().tolist():
+            parent, token = verification.tree.parents[row, node], verification.tree.tokens[row, node]
+            (best, second), tokens = probs[row, parent].topk(2)
+            expected = token == tokens[0] or token == tokens[1] and second / best > ratio
+            assert passes[row, node] == expected
+            some += int(expected and token == tokens[1])
+    assert some > 3
+
+
 # --- making rules -------------------------------------------------------------------------------
 
 
@@ -298,6 +368,35 @@ def test_defaults_are_the_tight_end():
     for name, rule in RULES.items():
         assert rule.name == name
         assert make_rule(name) == rule() and make_rule(name).threshold == 0
+
+
+def test_composed_rules():
+    rule = make_rule("fsd+fly", 0.3, "kl", head_guard=0.8)
+    assert (rule.name, rule.threshold, rule.threshold_limit) == ("fsd+fly", 0.3, (math.inf, True))
+    assert rule.parts == (make_rule("fsd", 0.3, "kl", head_guard=0.8), make_rule("fly", math.log(3) - 0.3))
+    assert make_rule(rule) == rule and hash(make_rule(rule)) == hash(rule)
+    assert make_rule(rule, 0.1, gate_threshold=0.5).parts == (
+        make_rule("fsd", 0.1, "kl", head_guard=0.8), make_rule("fly", 0.5))
+    assert replace(rule, threshold=0.2).parts[0].threshold == 0.2
+    windowed = make_rule("fsd", 0.3, gates=[make_rule("fly", 0.5, window=3), "relaxed"])
+    assert windowed.name == "fsd+fly+relaxed" and windowed.parts[1].window == 3
+    assert make_rule(windowed, gate_threshold=[0.4, 0.6]).parts[1:] == (
+        make_rule("fly", 0.4, window=3), make_rule("relaxed", 0.6))
+    assert make_rule("relaxed+fsd+fsd", divergence="tv", gate_threshold=[0.1, 0.2]).parts[1].divergence == "tv"
+    assert make_rule("relaxed+fsd", gate_threshold=0.1).reads_draft and not make_rule("relaxed+fly").reads_draft
+    assert make_rule("fsd+fly").looks_ahead and not make_rule("fsd+relaxed").looks_ahead
+    assert make_rule("fsd+relaxed").knows_kl and not make_rule("fsd+fly").knows_kl
+    assert eval(repr(rule), {"Gated": Gated, **{cls.__name__: cls for cls in RULES.values()}}) == rule
+
+
+@pytest.mark.parametrize("greedy", [True, False], ids=["greedy", "sampling"])
+def test_gates_are_a_logical_and(greedy):
+    """What a composed rule lets pass, each part alone lets pass, and nothing else is stopped."""
+    verification = random_verification(8, greedy, batch=30, gap=0.7)
+    parts = [make_rule("fsd", 0.2), make_rule("fly", 0.9), make_rule("relaxed", 1.0)]
+    passes = torch.stack([part.passes(verification) for part in parts])
+    assert (passes.any(0) & ~passes.all(0)).any() and passes.all(0)[verification.is_child].any()
+    assert torch.equal(make_rule(parts[0], gates=parts[1:]).passes(verification), passes.all(0))
 
 
 def test_options_reach_the_rule():
@@ -358,6 +457,29 @@ def test_a_function_as_rule(greedy):
         ({"rule": "tilt", "max_regret": -1}, ValueError, r"max_regret must lie in \[0, inf\], got -1"),
         ({"rule": "exact", "head_guard": 0.5}, ValueError, "'exact' has no option 'head_guard'"),
         ({"rule": lambda _: None, "threshold": 0.1}, ValueError, "takes no options, got threshold"),
+        ({"rule": lambda _: None, "gate_threshold": 0.1}, ValueError, "takes no options, got gate_threshold"),
+        ({"rule": lambda _: None, "gates": ["fly"]}, ValueError, "takes no options, got gates"),
+        ({"rule": "fly", "threshold": 1.2}, ValueError, r"rule 'fly' must lie in \[0, 1.09861\], got 1.2"),
+        ({"rule": "fly", "window": 0}, ValueError, "window must be at least 1, got 0"),
+        ({"rule": "fly", "window": 2.0}, TypeError, "window must be an int, got 2.0"),
+        ({"rule": "fly", "renormalised": 1}, TypeError, "renormalised must be a bool, got 1"),
+        ({"rule": "fly", "sibling": "longest"}, ValueError, "'fly' has no option 'sibling'"),
+        ({"rule": "regret", "threshold": -1}, ValueError, r"rule 'regret' must lie in \[0, inf\], got -1"),
+        ({"rule": "regret", "most": 0}, ValueError, "most must be at least 1, got 0"),
+        ({"rule": "fsd+magic"}, ValueError, "unknown rule 'magic' in 'fsd\\+magic'; accepted: exact, fsd"),
+        ({"rule": "fsd+"}, ValueError, "unknown rule '' in 'fsd\\+'"),
+        ({"rule": "fsd+tilt"}, ValueError, "'tilt' has no gate, .* of 'fsd\\+tilt'; rules that have one: fsd, typical"),
+        ({"rule": "exact+fly"}, ValueError, "'exact' has no gate"),
+        ({"rule": "fsd+fsd"}, ValueError, "gate 'fsd' of 'fsd\\+fsd' has no default: give gate_threshold"),
+        ({"rule": "fsd+regret"}, ValueError, "gate 'regret' of 'fsd\\+regret' has no default"),
+        ({"rule": "fsd+fly", "gate_threshold": 2}, ValueError, r"rule 'fly' must lie in \[0, 1.09861\], got 2"),
+        ({"rule": "fsd+fly", "gate_threshold": "0.2"}, TypeError, "rule 'fly' must be a number, got '0.2'"),
+        ({"rule": "fsd+fly", "gate_threshold": [0.1, 0.2]}, ValueError, r"each gate .*: 1, got \[0.1, 0.2\]"),
+        ({"rule": "fsd+fly+relaxed", "gate_threshold": 0.1}, ValueError, "one dial for each gate .*: 2, got 0.1"),
+        ({"rule": "fsd+fly", "window": 3}, ValueError, "'fsd' has no option 'window'"),
+        ({"rule": "fly+relaxed", "divergence": "js"}, ValueError, "'fly' has no option 'divergence'"),
+        ({"rule": "fsd", "gate_threshold": 0.1}, ValueError, "dial of a gate behind a \\+, and 'fsd' has none"),
+        ({"rule": "fsd", "gates": [3]}, TypeError, "a gate is a rule's name or a rule, got 3"),
         *(
             ({"rule": name, "head_guard": guard}, ValueError, r"head_guard must lie in \[0, 1\]")
             for name in RULES

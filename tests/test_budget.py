@@ -82,7 +82,7 @@ def test_a_thousand_sampled_requests_stay_within_their_kl(pair, rule, limit, mon
     assert endings.count("budget") > 50 and endings.count(None) > 50
 
 
-@pytest.mark.parametrize("rule", ["fsd", "tilt", "relaxed", "typical"])
+@pytest.mark.parametrize("rule", ["fsd", "tilt", "relaxed", "typical", "fly", "fsd+fly"])
 def test_greedy_regret_stays_within_the_limit_and_is_used(pair, rule):
     free = answer(pair, 36, acceptance=rule, threshold=0.6)
     regret = sum(receipt.regret for receipt in free.receipts)
@@ -101,7 +101,7 @@ def test_greedy_regret_stays_within_the_limit_and_is_used(pair, rule):
     assert not any(receipt.exact_because for receipt in free.receipts)
 
 
-@pytest.mark.parametrize("rule", ["fsd", "tilt", "relaxed", "typical"])
+@pytest.mark.parametrize("rule", ["fsd", "tilt", "relaxed", "typical", "fly", "fsd+fly"])
 def test_tokens_that_an_end_cuts_off_cost_nothing(pair, rule):
     """At the limit or behind a stop token, wherever in a cycle it comes."""
     whole = answer(pair, 36, acceptance=rule, threshold=0.6, budget=1e9)

@@ -44,15 +44,15 @@ LOADING = (["--target", "T", "--draft", "D", "--dtype", "bfloat16", "--attn-impl
 DECODING = (["--max-new-tokens", "7", "--temperature", "0.5", "--top-p", "0.9", "--top-k", "5", "--min-p", "0.1",
              "--repetition-penalty", "1.1", "--min-new-tokens", "2", "--ignore-eos", "--seed", "3", "--stop", "a",
              "--stop", "b c", "--stop-token-ids", "1", "2", "--acceptance", "tilt", "--threshold", "1e-1",
-             "--divergence", "js_top32", "--budget", "inf", "--tree", "16,5,4"],
+             "--divergence", "js_top32", "--gate-threshold", "0.5", "--budget", "inf", "--tree", "16,5,4"],
             {"max_new_tokens": 7, "temperature": 0.5, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "repetition_penalty": 1.1,
              "min_new_tokens": 2, "ignore_eos": True, "seed": 3, "stop": ("a", "b c"), "stop_token_ids": [1, 2],
-             "acceptance": "tilt", "threshold": 0.1, "divergence": "js_top32", "budget": float("inf"),
-             "tree": TreeConfig(16, 5, 4)})
-MEASURING = (["--prompts", "P", "--divergence", "tv", "--temperature", "0.7", "--max-new-tokens", "9", "--seed", "4",
-              "--out", "O"],
-             {"prompts": Path("P"), "divergence": "tv", "temperature": 0.7, "max_new_tokens": 9, "seed": 4,
-              "out": Path("O")})
+             "acceptance": "tilt", "threshold": 0.1, "divergence": "js_top32", "gate_threshold": 0.5,
+             "budget": float("inf"), "tree": TreeConfig(16, 5, 4)})
+MEASURING = (["--prompts", "P", "--divergence", "tv", "--gate-threshold", "0.5", "--temperature", "0.7",
+              "--max-new-tokens", "9", "--seed", "4", "--out", "O"],
+             {"prompts": Path("P"), "divergence": "tv", "gate_threshold": 0.5, "temperature": 0.7,
+              "max_new_tokens": 9, "seed": 4, "out": Path("O")})
 UNSAID = {"stop": ()}  # None in `eagle_fsd.options`
 
 
@@ -76,16 +76,16 @@ UNSAID = {"stop": ()}  # None in `eagle_fsd.options`
     (["heads"], {"target": None}),
     (["heads", "--target", "llama"], {"target": "llama"}),
     (["calibrate", "--prompts", "P", "--budget", "kl<=0.02"],
-     {"prompts": Path("P"), "divergence": None, "temperature": 0.0, "max_new_tokens": 256, "seed": 0, "out": None,
-      "budget": "kl<=0.02", "acceptance": ("fsd",), "thresholds": None, "tree": None, "limit": None, "timed": 24,
-      "run_code": False, "log": None}),
+     {"prompts": Path("P"), "divergence": None, "gate_threshold": None, "temperature": 0.0, "max_new_tokens": 256,
+      "seed": 0, "out": None, "budget": "kl<=0.02", "acceptance": ("fsd",), "thresholds": None, "tree": None,
+      "limit": None, "timed": 24, "run_code": False, "log": None}),
     (["calibrate", *LOADING[0], *MEASURING[0], "--budget", "kl<=0.02", "--acceptance", "fsd", "tilt", "--thresholds",
       "0.1", "0.2", "--tree", "16,5,4", "--limit", "3", "--timed", "2", "--run-code", "--log", "L"],
      {**LOADING[1], **MEASURING[1], "budget": "kl<=0.02", "acceptance": ("fsd", "tilt"), "thresholds": (0.1, 0.2),
       "tree": TreeConfig(16, 5, 4), "limit": 3, "timed": 2, "run_code": True, "log": Path("L")}),
     (["tune", "--prompts", "P"],
-     {"prompts": Path("P"), "divergence": None, "temperature": 0.0, "max_new_tokens": 256, "seed": 0, "out": None,
-      "acceptance": "exact", "threshold": None, "limit": 48}),
+     {"prompts": Path("P"), "divergence": None, "gate_threshold": None, "temperature": 0.0, "max_new_tokens": 256,
+      "seed": 0, "out": None, "acceptance": "exact", "threshold": None, "limit": 48}),
     (["tune", *LOADING[0], *MEASURING[0], "--acceptance", "fsd", "--threshold", "0.2", "--limit", "5"],
      {**LOADING[1], **MEASURING[1], "acceptance": "fsd", "threshold": 0.2, "limit": 5}),
     (["inspect", "H", "--target", "T", "--trust-remote-code"],

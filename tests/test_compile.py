@@ -22,9 +22,12 @@ TREES = [TreeConfig(16, 5, 4), TreeConfig(6, 5, 1), TreeConfig(4, 1, 3), TreeCon
 DIALS = {"exact": [{}], "typical": [{"threshold": 0.5}], "lenience": [{"threshold": 1.0}],
          "relaxed": [{"threshold": 1.0}], "fsd_paper": [{"threshold": 0.3}],
          "tilt": [{"threshold": 1.0}, {"threshold": 1.0, "head_guard": 0.5}],
+         "fly": [{"threshold": 0.8, "window": 1}, {"threshold": 0.8, "window": 3}], "regret": [{"threshold": 3.0}],
+         "fsd+fly": [{"threshold": 0.3, "gate_threshold": 0.9}],
+         "relaxed+fsd+regret": [{"threshold": 1.0, "gate_threshold": [0.3, 3.0], "divergence": "js_top4"}],
          "fsd": [{"threshold": 0.3}, {"threshold": 0.3, "divergence": "js_top4", "sibling": "longest"},
                  {"threshold": 0.3, "divergence": "kl", "sibling": "draft", "head_guard": 0.5}]}
-RULE_OPTIONS = [(name, options) for name in RULES for options in DIALS[name]]
+RULE_OPTIONS = [(name, options) for name in dict.fromkeys([*RULES, *DIALS]) for options in DIALS[name]]
 
 
 @pytest.fixture(autouse=True)
@@ -53,16 +56,17 @@ def assert_same(found, expected):
 def test_acceptance(name, options, greedy):
     rule = make_rule(name, **options)
 
-    def accept(tree, depth, target_logits, warped_logits, draft_logits, noise):
+    def accept(tree, depth, target_logits, warped_logits, draft_logits, noise, **memory):
         tree = DraftTree(**tree, max_depth=depth)
-        verification = Verification(tree, target_logits, warped_logits, draft_logits, noise)
+        verification = Verification(tree, target_logits, warped_logits, draft_logits, noise, **memory)
         return walk(verification, rule(verification))
 
     accept_compiled = compiled(accept)
     for seed in range(2):
         given = random_verification(seed, greedy)
         parts = (given.target_logits, given.warped_logits, given.draft_logits, given.noise)
-        found = accept_compiled(tensors(given.tree), given.tree.max_depth, *parts)
+        memory = {"regret": given.regret, "said": given.said}
+        found = accept_compiled(tensors(given.tree), given.tree.max_depth, *parts, **memory)
         assert_same(found, walk(given, rule(given)))
 
 

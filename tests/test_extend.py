@@ -31,6 +31,9 @@ narrow = eagle_fsd.TreeConfig(total_tokens=5, depth=1, top_k=4)
 assert ask(acceptance="runner_up", tree=narrow).token_ids == exact.token_ids
 fuzzy = ask(acceptance="runner_up", threshold=100.0, tree=narrow)
 assert "fuzzy" in [receipt.source for receipt in fuzzy.receipts]
+gated = {"acceptance": "fsd+runner_up", "threshold": 9.0, "tree": narrow}
+assert ask(gate_threshold=0.0, **gated).token_ids == exact.token_ids
+assert "fuzzy" in [receipt.source for receipt in ask(gate_threshold=100.0, **gated).receipts]
 
 assert pair.tokenizer.eos_token_id not in exact.token_ids[:1]
 ended = ask(acceptance="exact", end_bias=1e4, ignore_eos=False)

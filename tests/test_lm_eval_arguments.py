@@ -36,7 +36,7 @@ def test_arguments_go_where_they_belong():
         ({"acceptance": "exact", "divergence": "js"}, "rule 'exact' has no option 'divergence'"),
         ({"acceptance": "fsd", "divergence": "xx"}, "xx"),
         ({"quality": "good"}, "good"),
-        ({"quality": "accuracy_drop<=1%", "threshold": 0.2}, "leave acceptance=, threshold= and divergence= out"),
+        ({"quality": "accuracy_drop<=1%", "threshold": 0.2}, "leave acceptance=, threshold=, divergence= and gate"),
         ({"budget": -1}, "budget must be at least 0 nats, got -1"),
         ({"tree": "16"}, r"tree must be auto, none or \[total_tokens,depth,top_k\]"),
         ({"tree": [16, 0, 4]}, "TreeConfig.depth must be at least 1"),

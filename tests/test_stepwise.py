@@ -57,12 +57,13 @@ def test_a_family_by_hand():
 
 
 @pytest.mark.parametrize("greedy", [True, False], ids=["greedy", "sampling"])
-@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("name", SETTINGS)
 def test_a_rule_that_does_not_look_ahead_decides_alike_about_each_node_alone(name, greedy):
     rules = [make_rule(name, **setting) for setting in SETTINGS[name]]
     looking = [rule for rule in rules if not rule.looks_ahead]
     assert [rule for rule in rules if rule.looks_ahead] == [
-        rule for rule in rules if name == "tilt" or getattr(rule, "sibling", "") == "longest"]
+        rule for rule in rules if any(part.name in ("tilt", "regret") or getattr(part, "sibling", "") == "longest"
+                                      or getattr(part, "window", 1) > 1 for part in rule.parts)]
     for index, rule in enumerate(looking):
         verification = random_verification(
             index, greedy, batch=2, gap=0.7, temperature=0.8, banned=0.4 * (index % 2), coarse=index % 3 == 0)
@@ -85,7 +86,7 @@ def test_a_rule_that_does_not_look_ahead_decides_alike_about_each_node_alone(nam
 
 
 @pytest.mark.parametrize("greedy", [True, False], ids=["greedy", "sampling"])
-@pytest.mark.parametrize("name", [name for name in RULES if name != "tilt"])
+@pytest.mark.parametrize("name", [name for name in SETTINGS if name != "tilt"])
 def test_walks_and_what_is_read_of_them(name, greedy):
     rules = [rule for rule in (make_rule(name, **setting) for setting in SETTINGS[name]) if not rule.looks_ahead]
     for index, rule in enumerate(rules):
@@ -104,7 +105,7 @@ def test_walks_and_what_is_read_of_them(name, greedy):
 
 @pytest.mark.parametrize("coarse", [False, True])
 @pytest.mark.parametrize("greedy", [True, False], ids=["greedy", "sampling"])
-@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("name", SETTINGS)
 def test_weights_of_children_draw_what_they_draw_written_out(name, greedy, coarse):
     """With coarse logits there are ties: the first token counts, as with argmax."""
     for index, setting in enumerate(SETTINGS[name]):
@@ -183,7 +184,8 @@ def test_answers(pairs, pair, name, kind, monkeypatch):
     assert_same(whole, stepwise)
     assert sum(whole.stats.accepted_lengths) > 0
     lengths = whole.stats.accepted_lengths
-    assert asked == (0 if name == "tilt" else sum(lengths) + len(lengths)), "other nodes than those of the path"
+    on_path = 0 if RULES[name]().looks_ahead else sum(lengths) + len(lengths)
+    assert asked == on_path, "other nodes than those of the path"
 
 
 @pytest.mark.parametrize("kind", ["greedy", "sampled", "penalised"])

@@ -152,7 +152,7 @@ def test_the_order_of_the_timed_methods_rotates(place, monkeypatch):
 
 def test_a_rule_that_is_exact_when_greedy_is_left_out(place):
     assert {s["rule"] for s in sweep.chosen_settings(options(place, "x")).values()} == {
-        "fsd", "tilt", "relaxed", "typical", "fsd_paper"}
+        "fsd", "tilt", "relaxed", "typical", "fsd_paper", "fly", "regret"}
     sampled = options(place, "x", "--temperature", "0.8")
     assert "lenience 1" in sweep.chosen_settings(sampled) and sampled.cooler == pytest.approx([0.6, 0.4, 0.2, 0])
 

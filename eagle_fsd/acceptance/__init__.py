@@ -15,6 +15,8 @@ RULE_CLASSES = {  # module -> class; a rule is known by its module's name
     "tilt": "Tilt",
     "typical": "Typical",
     "lenience": "Lenience",
+    "fly": "FLy",
+    "regret": "Regret",
     "relaxed": "Relaxed",
     "judge": "Judge",
 }

@@ -14,7 +14,10 @@ from .verification import Verification
 class Relaxed(GatingRule):
     """Allow a child among the target's top N whose log-probability is within T of the best.
 
-    "Relaxed acceptance" in TensorRT-LLM, where N is `relaxed_topk` and T `relaxed_delta`.
+    "Relaxed acceptance" in TensorRT-LLM, where N is `relaxed_topk` and T `relaxed_delta` (10 and 0.6 in its setup of
+    DeepSeek-R1). With N = 2 and T = -ln of a ratio it is MARS (arXiv 2601.15498) on probabilities: the second best
+    token will do where p2 / p1 is above the ratio. The paper states it on raw logits, whose ratio changes with a
+    constant added to all of them.
 
     Args:
         threshold: T >= 0 in nats. At 0 greedy decoding is lossless; sampling may still descend to the
@@ -25,6 +28,7 @@ class Relaxed(GatingRule):
 
     name: ClassVar[str] = "relaxed"
     reads_draft: ClassVar[bool] = False
+    gate_default: ClassVar[float] = 0.6
     siblings: ClassVar[tuple[str, ...]] = ("target", "longest")
 
     top: int = field(default=10, kw_only=True)

@@ -26,6 +26,7 @@ class Typical(GatingRule):
 
     name: ClassVar[str] = "typical"
     reads_draft: ClassVar[bool] = False
+    gate_default: ClassVar[float] = 0.0
     threshold_limit: ClassVar[tuple[float, bool]] = (1.0, False)
     siblings: ClassVar[tuple[str, ...]] = ("target", "longest")
 

@@ -70,7 +70,18 @@ Tree = Annotated[TreeConfig | None, PrimitiveConstructorSpec(
     nargs=1, metavar="N,DEPTH,K[,T]", instance_from_str=lambda words: parse_tree(*words),
     is_instance=lambda value: value is None or isinstance(value, TreeConfig),
     str_from_instance=lambda tree: [tree_text(tree)])]
-RuleName = Literal[tuple(RULE_CLASSES)]
+
+
+def rule_name(text: str) -> str:
+    """The name of a rule, or of several joined by +."""
+    if not set(text.split("+")) <= RULE_CLASSES.keys():
+        raise ValueError(f"unknown rule {text!r}; accepted: {', '.join(RULE_CLASSES)}, or several such as fsd+fly")
+    return text
+
+
+RuleName = Annotated[str, PrimitiveConstructorSpec(
+    nargs=1, metavar="{" + ",".join(RULE_CLASSES) + "}[+GATE]", instance_from_str=lambda words: rule_name(*words),
+    is_instance=lambda value: isinstance(value, str), str_from_instance=lambda name: [name])]
 Implementation = Literal[("auto", *IMPLEMENTATIONS)]
 
 
@@ -132,11 +143,13 @@ class Acceptance(Flags, AcceptanceOptions):
     """Which drafted tokens are kept, and the tree that they are drafted in.
 
     Args:
-        acceptance: the rule.
+        acceptance: the rule; fsd+fly: the first rule, where the gates of the others let it.
+        gate_threshold: the dial of the gate behind a +; without it the gate's default.
         tree: size of the draft tree; without it the fastest that is known here.
     """
 
     acceptance: RuleName = "fsd"
+    gate_threshold: float | None = None
     tree: Tree = None
 
 
@@ -147,6 +160,7 @@ class Measuring:
     Args:
         prompts: JSON lines: prompts with or without answers, MT-Bench, GSM8K, HumanEval.
         divergence: that fsd gates on.
+        gate_threshold: the dial of the gate behind a +; without it the gate's default.
         temperature: 0 is greedy; otherwise sampling.
         max_new_tokens: of each answer.
         seed: of the sampling noise.
@@ -155,6 +169,7 @@ class Measuring:
 
     prompts: Path
     divergence: str | None = None
+    gate_threshold: float | None = None
     temperature: float = 0.0
     max_new_tokens: int = 256
     seed: int = 0

@@ -51,15 +51,18 @@ class CalibrateCommand:
         given = self.measuring
         if not self.acceptance:
             raise ValueError(f"--acceptance needs a rule: {', '.join(DIALS)}")
-        if (self.thresholds or given.divergence) and len(self.acceptance) > 1:
-            raise ValueError("--thresholds and --divergence are those of one rule: give one --acceptance")
-        for rule in self.acceptance:
+        options = {name: value for name in ("divergence", "gate_threshold")
+                   if (value := getattr(given, name)) is not None}
+        if (self.thresholds or options) and len(self.acceptance) > 1:
+            raise ValueError("--thresholds, --divergence and --gate-threshold are those of one rule: give one "
+                             "--acceptance")
+        first = {rule: rule.split("+")[0] for rule in self.acceptance}  # has the dial that is tried
+        for rule in first.values():
             check_choice("--acceptance", rule, tuple(DIALS))
         promise = parse_promise(self.budget)
         check_counts(self, "limit")
         questions = read_questions(given.prompts)[: self.limit]
-        dials = {rule: self.thresholds or DIALS[rule] for rule in self.acceptance}
-        options = {"divergence": given.divergence} if given.divergence else {}
+        dials = {rule: self.thresholds or DIALS[first[rule]] for rule in self.acceptance}
         rules = {rule: [make_rule(rule, t, **options) for t in thresholds] for rule, thresholds in dials.items()}
         check_promise(promise, questions, given.temperature, rules)
         out = given.directory(self.pair, "calibration.json")

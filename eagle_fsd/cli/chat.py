@@ -31,7 +31,7 @@ PROMPT = "> "
 ROLES = ("system", "user", "assistant")
 HELP = """\
 /threshold 0.3    of the acceptance rule: how far from the target's own choice the text may go
-/rule tilt        acceptance rule (with its default threshold): {rules}
+/rule tilt        acceptance rule (with its default threshold): {rules}; several as in fsd+fly
 /temperature 0.7  0 is greedy
 /system TEXT      what the target is told first; without text it is shown, - takes it away
 /save FILE        write the conversation to a file
@@ -167,7 +167,8 @@ class Terminal:
         print(self.change(threshold=as_number("/threshold", value), quality=None))
 
     def rule(self, name: str) -> None:
-        print(self.change(acceptance=name, threshold=None, divergence=None, quality=None))
+        print(self.change(acceptance=name, threshold=None, divergence=None, gate_threshold=None,
+                          quality=None))
 
     def temperature(self, value: str) -> None:
         print(self.change(temperature=as_number("/temperature", value)))

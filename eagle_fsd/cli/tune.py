@@ -43,7 +43,7 @@ class TuneCommand:
         from ..tuning.machine import known_latency
 
         given = self.measuring
-        rule = make_rule(self.acceptance, self.threshold, given.divergence)
+        rule = make_rule(self.acceptance, self.threshold, given.divergence, given.gate_threshold)
         check_counts(self, "limit")
         prompts = [[{"role": "user", "content": question.turns[0]}]
                    for question in read_questions(given.prompts)[: self.limit]]

@@ -53,7 +53,7 @@ def sort_arguments(given: Mapping[str, object]) -> Arguments:
     if not isinstance(decoding.get("acceptance", ""), str):
         raise TypeError(f"acceptance must be the name of a rule, got {decoding['acceptance']!r}")
     accepting = AcceptanceOptions(**decoding)
-    make_rule(accepting.acceptance, accepting.threshold, accepting.divergence)
+    make_rule(**accepting.rule)
     return Arguments(loading, accepting, harness)
 
 

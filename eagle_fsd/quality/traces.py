@@ -3,7 +3,8 @@
 One lossless pass over the prompts shows every cycle's verification to every setting (a rule with its dial) and notes
 what it would have done: how many tokens it would have accepted, what it would have given up, and whether it would have
 said something else. A setting that would have emitted the lossless tokens in every cycle of an answer gives that
-answer, cycle by cycle; only the others have to be generated again to know what became of them.
+answer, cycle by cycle; only the others have to be generated again to know what became of them. A rule with a memory is
+shown an answer that has given up nothing, so behind its first fuzzy token it would have done less than is noted.
 """
 
 from __future__ import annotations
