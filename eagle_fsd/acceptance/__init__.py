@@ -17,8 +17,8 @@ RULE_CLASSES = {  # module -> class; a rule is known by its module's name
     "lenience": "Lenience",
     "fly": "FLy",
     "regret": "Regret",
-    "relaxed": "Relaxed",
     "judge": "Judge",
+    "relaxed": "Relaxed",
 }
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from .rule import GatingRule
+from .rule import GatingRule, preferred
 from .verification import Verification
 
 SIGNALS = ("log_prob", "regret", "entropy", "draft_log_prob", "js")
@@ -69,7 +69,8 @@ class LearnedJudge:
 class Judge(GatingRule):
     """Allow a child whose judged probability of harm is below T (after AutoJudge, arXiv 2504.20039).
 
-    The judge is learned from mined examples (`python -m train.mine`, `python -m train.judge`) and stored beside the
+    Of a node's children only the one that the target prefers is judged, whatever the dial: that is what the judge has
+    seen. It is learned from mined examples (`python -m train.mine`, `python -m train.judge`) and stored beside the
     head; decoding with the pair of that head finds it there.
 
     Args:
@@ -90,4 +91,4 @@ class Judge(GatingRule):
         if self.learned is None:
             raise ValueError("rule 'judge' is decoded with a pair whose head has a judge, and was asked without one")
         harm = self.learned.harm(verification.features, step_signals(verification))  # [B, N]
-        return harm < self.threshold
+        return (harm < self.threshold) & preferred(verification, self.candidates(verification))  # P(harm) < T
