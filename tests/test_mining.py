@@ -1,6 +1,8 @@
 """Mining on a pair whose harm is known by construction: labels, losses, the file and its continuation."""
 
 import json
+import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -15,7 +17,9 @@ from known_harm import HARMFUL, NEXT, SUBSTITUTES, TREE, known_pair, write_quest
 from tiny import PROMPT, save_pair, tiny_pair, tiny_tokenizer
 
 import eagle_fsd
+import train.judge
 from eagle_fsd.acceptance.judge import SIGNALS
+from eagle_fsd.cli.arguments import parse_options
 from eagle_fsd.data.files import append_lines
 from train.mine import Arguments, main, mine, read_checked, run
 from train.mining.kinds import is_in_code, kind_of
@@ -248,6 +252,15 @@ def test_questions_need_what_their_label_needs(tmp_path, monkeypatch, capsys):
     path.write_text(json.dumps({"task_id": "H/1", "prompt": "def f():", "test": "", "entry_point": "f"}) + "\n")
     assert main() == 2
     assert "question H/1 is graded by running programs: allow it with --run-code" in capsys.readouterr().err
+
+
+def test_documented_commands_parse():
+    page = (ROOT / "docs" / "judge.md").read_text(encoding="utf-8").replace("\\\n", " ")
+    commands = re.findall(r"^python -m train\.(mine|judge) (.*)$", page, re.MULTILINE)
+    assert {name for name, _ in commands} == {"mine", "judge"}
+    for name, words in commands:
+        own = Arguments if name == "mine" else train.judge.Arguments
+        assert isinstance(parse_options(own, shlex.split(words)), own)
 
 
 def test_files_that_are_none_are_named(mined, tmp_path):
