@@ -20,7 +20,7 @@ class Regret(GatingRule):
     to the answer's n-th token passes iff the sum of r over its fuzzy tokens so far, this one included, is at most
     T * ceil(n / 100), and the cycle has taken less than m fuzzy steps before it. It goes to the child that the target
     prefers, whatever the dial; exact steps cost nothing. The additive budget of ASD (arXiv 2608.03447), which has one
-    sum for the whole answer and weighs steps by their place in the draft besides.
+    sum for the whole answer, m = 2, and a bound on each step that falls with its place in the draft besides.
 
     Args:
         threshold: T >= 0, logits per 100 tokens; 0 is lossless: not even ties pass.
