@@ -10,7 +10,7 @@ VERSION = next(
     if line.startswith("__version__")
 )
 
-TRAIN = ["omegaconf>=2.4", "pyyaml>=6", "tokenizers>=0.21"]
+TRAIN = ["omegaconf>=2.4", "pyyaml>=6", "scikit-learn>=1.5", "tokenizers>=0.21"]
 EVAL = ["matplotlib>=3.8", "tabulate>=0.9"]
 DOCS = ["mkdocs>=1.6,<2", "mkdocs-material>=9.6", "mkdocstrings[python]>=1.0"]
 EXTRAS = {

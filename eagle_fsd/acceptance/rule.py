@@ -82,6 +82,17 @@ class FuzzyRule(Rule):
         return candidates
 
 
+def preferred(
+    verification: Verification,
+    candidates: Tensor,  # [B, N] bool
+) -> Tensor:  # [B, N] bool
+    """Of each node's candidates the one that the target prefers under this noise, the first token of equal ones."""
+    never = torch.full_like(verification.exact_choice, -math.inf, dtype=torch.float)
+    steps = torch.where(candidates, verification.step_logits, -math.inf)
+    best = ChildWeights(verification, steps, never).draw()  # [B, M]
+    return candidates & (verification.tree.tokens == verification.of_parent(best))
+
+
 @dataclass(frozen=True)
 class GatingRule(FuzzyRule):
     """A rule with a gate: fuzzy steps that `passes` names are open, all others are not.

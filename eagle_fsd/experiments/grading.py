@@ -76,6 +76,23 @@ def is_right(question: Question, text: str, *, run_code: bool = False) -> bool |
     return (text.strip() if stated is None else stated) == question.answer.strip()
 
 
+def outcome(question: Question, text: str, *, run_code: bool = False) -> object:
+    """What an answer comes to, right or wrong: a number, a value, a text, or whether its program passes the tests.
+
+    Args:
+        run_code: see `is_right`.
+
+    Raises:
+        ValueError: a HumanEval question without leave to run code.
+    """
+    if question.category == "humaneval":
+        return is_right(question, text, run_code=run_code)
+    if question.category == "gsm8k":
+        return final_number(text)
+    stated = extract_result(text)
+    return text.strip() if stated is None else stated
+
+
 def program_of(question: Question, text: str) -> str:
     """The program that an answer gives: the prompt with its completion, or a fenced block that has the function."""
     prompt = question.turns[-1]
