@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from .hf import custom_generate
     from .options import AcceptanceOptions, LoadOptions, SamplingOptions
     from .pair import EagleModel, load
+    from .serve.engine import Engine
+    from .serve.tickets import EngineClosed, Piece, QueueFull, Ticket
     from .trees.config import TreeConfig
 
 __all__ = [
@@ -26,12 +28,17 @@ __all__ = [
     "Decision",
     "DraftHead",
     "EagleModel",
+    "Engine",
+    "EngineClosed",
     "LoadOptions",
     "Output",
+    "Piece",
+    "QueueFull",
     "Receipt",
     "SamplingOptions",
     "Session",
     "Stats",
+    "Ticket",
     "TreeConfig",
     "Verification",
     "custom_generate",
@@ -53,5 +60,7 @@ __getattr__, __dir__ = lazy_names(__name__, {
     "custom_generate": "hf",
     **dict.fromkeys(("AcceptanceOptions", "LoadOptions", "SamplingOptions"), "options"),
     **dict.fromkeys(("EagleModel", "load"), "pair"),
+    "Engine": "serve.engine",
+    **dict.fromkeys(("EngineClosed", "Piece", "QueueFull", "Ticket"), "serve.tickets"),
     "TreeConfig": "trees.config",
 })

@@ -101,11 +101,13 @@ def custom_generate(
     drawn = of_first(pair.target.group, lambda: torch.randint(2**62, (len(prompts),)).tolist())
     seeds = drawn if seed is None else seeds_of(sampling.seed, len(prompts), pair)
     processors = check_processors(logits_processor)
-    batch, budget = resolve_batch(accepting, pair, generation_config, processors)
+    batch, rule = resolve_batch(accepting, pair, generation_config, processors)
+    greedy = not generation_config.do_sample
+    budget = check_budget(accepting.budget, rule, greedy)
     settings = [RequestSettings(
         processors_of_row(processors, number), seeds[number], check_length(len(ids), limit, pair), eos_ids,
         criteria=agreed_criteria(criteria_of_row(criteria, number, len(prompts)), pair), budget=budget,
-        padding=input_ids[number, : padding[number]].tolist(),
+        padding=input_ids[number, : padding[number]].tolist(), rule=rule, greedy=greedy,
     ) for number, ids in enumerate(prompts)]
     answers: dict[int, list[int]] = {}
     with ending(streamer):
@@ -155,14 +157,13 @@ def check_call(
 
 def resolve_batch(
     options: AcceptanceOptions, pair: EagleModel, config: GenerationConfig, processors: LogitsProcessorList
-) -> tuple[BatchSettings, float | None]:
-    """What all prompts have in common, and the budget of each."""
+) -> tuple[BatchSettings, Rule]:
+    """What all prompts have in common, and the rule of each."""
     greedy = not config.do_sample
     temperature = 0.0 if greedy else config.temperature or 1.0
     shaped = any(not isinstance(each, TemperatureLogitsWarper) for each in processors)
     rule = resolve_rule(options, pair, temperature, shaped=shaped)
-    batch = BatchSettings(rule, greedy, tree_chooser(options.tree, rule, temperature, pair))
-    return batch, check_budget(options.budget, rule, greedy)
+    return BatchSettings(tree_chooser(options.tree, rule, temperature, pair)), rule
 
 
 def criteria_of_row(criteria: StoppingCriteriaList, row: int, rows: int) -> StoppingCriteriaList:

@@ -46,6 +46,8 @@ def resolve(
     check_functions("stopping_criteria", stopping_criteria)
     strings = check_stop_strings(sampling.stop_strings, model)
     stop_ids = check_stop_ids(sampling.stop_token_ids, model)
+    alike = (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p, sampling.repetition_penalty,
+             *map(id, logits_processor or []))
     settings = [RequestSettings(
         processors=own, seed=seed, max_new_tokens=room,
         eos_ids=frozenset() if sampling.ignore_eos else eos_ids,
@@ -53,11 +55,12 @@ def resolve(
         text_ends=StopStrings(model.tokenizer, strings) if strings else None,
         criteria=agreed_criteria(stopping_criteria or [], model),
         budget=check_budget(acceptance.budget, rule, greedy),
+        rule=rule, greedy=greedy, alike=alike,
     ) for own, seed, room in zip(processors, seeds, rooms, strict=True)]
     # Texts of a fuzzy rule depend on where drafting pauses, and must not depend on earlier requests.
     pause = model.pauses[sampling.temperature] if rule.is_lossless(greedy) else None
     choose = tree_chooser(acceptance.tree, rule, sampling.temperature, model)
-    return BatchSettings(rule, greedy, choose, pause), settings
+    return BatchSettings(choose, pause), settings
 
 
 def resolve_rule(

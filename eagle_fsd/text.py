@@ -36,6 +36,39 @@ class GrowingText:
         return self._decode(self.ids)[len(self._decode(self.ids[: self.known])) :]
 
 
+class StreamedText:
+    """Text as it can be shown while its tokens come: never what a stop string, complete or begun, may take away again.
+
+    Args:
+        strings: stop strings; there may be none.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, strings: Sequence[str]) -> None:
+        self.text, self.strings = GrowingText(tokenizer), strings
+        self.shown = 0  # characters
+        self.held = ""  # text that may be the beginning of a stop string
+        self.stopped = False
+
+    def add(self, tokens: Sequence[int]) -> str:
+        """What can be shown of the text once these tokens have come."""
+        self.held += "".join(map(self.text.add, tokens))
+        found = [at for string in self.strings if (at := self.held.find(string)) >= 0]
+        count = 0 if self.stopped else min(found) if found else len(self.held) - self._begun()
+        self.stopped = self.stopped or bool(found)
+        piece, self.held = self.held[:count], self.held[count:]
+        self.shown += count
+        return piece
+
+    def rest(self, whole: str) -> str:
+        """What the whole text has beyond what was shown."""
+        return whole[self.shown :]
+
+    def _begun(self) -> int:
+        """How many of the last characters are the beginning of a stop string."""
+        lengths = range(min(max(map(len, self.strings), default=1) - 1, len(self.held)), 0, -1)
+        return next((n for n in lengths if any(string.startswith(self.held[-n:]) for string in self.strings)), 0)
+
+
 class StopStrings:
     """Told each new token, says whether one of the strings is complete.
 

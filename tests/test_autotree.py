@@ -224,7 +224,7 @@ def test_requests_share_what_they_learn_only_where_texts_do_not_depend_on_it(pai
 def test_decoding_with_pauses_gives_the_same_tokens(pair):
     """The draft reads what it missed: afterwards it drafts as if there had been no pause."""
     def decode(cost: Callable | None) -> tuple[list[int], list[bool]]:
-        batch = BatchSettings(make_rule("exact"), True, lambda requests: Choice(TreeConfig(8, 3, 2), cost=cost))
+        batch = BatchSettings(lambda requests: Choice(TreeConfig(8, 3, 2), cost=cost))
         settings = RequestSettings(LogitsProcessorList(), seed=0, max_new_tokens=80)
         decoder = Decoder(pair.target, pair.draft, [PROMPT], batch, [settings])
         (row,) = decoder.requests

@@ -120,3 +120,39 @@ def test_keys_and_values_of_different_shapes():
     for (keys, values), layer in zip(expected, cache.layers, strict=True):
         assert torch.equal(layer.keys[:, :, : cache.length], keys)
         assert torch.equal(layer.values[:, :, : cache.length], values)
+
+
+def test_rows_come_from_other_caches():
+    """`add_row` is the inverse of `keep_rows`: rows of any length, into places that others have left."""
+    source, expected = TreeCache([CPU] * 2, 9, batch=3, stale=True), []
+    for layer in range(2):
+        states = random_states(9, batch=3)
+        source.update(*states, layer)
+        expected.append(states)
+    source.commit([5, 9, 0], [[], [], []])
+    cache = TreeCache([CPU] * 2, 12, batch=3)
+    cache.keep_rows([])
+    assert cache.lengths == [] and cache.length == 0
+    for row in (0, 1, 2):
+        cache.add_row(source, row)
+    assert cache.lengths == [5, 9, 0]
+    cache.keep_rows([1])
+    cache.add_row(source.row_alone(0), 0)
+    assert cache.lengths == [9, 5]
+    grown = cache.resized(20, 4)
+    grown.add_row(source, 1)
+    grown.copy_row(1, source, 0, 3)
+    assert (grown.capacity, grown.batch, grown.lengths) == (20, 4, [9, 3, 9])
+    for layer, states in enumerate(expected):
+        for held, known in ((grown.layers[layer].keys, states[0]), (grown.layers[layer].values, states[1])):
+            for row, (other, length) in enumerate([(1, 9), (0, 3), (1, 9)]):
+                assert torch.equal(held[row, :, :length], known[other, :, :length])
+            assert held.isfinite().all() and held[:, :, 9:].eq(0).all()  # stale places hold no NaN
+    grown.erase_row(0)
+    assert all(held[0].eq(0).all() and held[2].ne(0).any() for held, _ in (
+        (layer.keys, layer.values) for layer in grown.layers))
+    with pytest.raises(AssertionError, match="3 sequences are all"):
+        for _ in range(3):
+            cache.add_row(source, 0)
+    with pytest.raises(AssertionError, match="exceed the capacity of 12"):
+        cache.copy_row(0, grown, 2, 13)

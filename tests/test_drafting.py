@@ -193,8 +193,8 @@ def test_ancestors_on_the_picture():
 def test_greedy_cycles_equal_the_reference(family, shape):
     pair, config = tiny_pair(family), TreeConfig(*shape)
     rule = make_rule(lambda verification: verification.warped_logits)  # exact, but the draft's logits are kept
-    batch = BatchSettings(rule, True, lambda requests: Choice(config))
-    settings = RequestSettings(LogitsProcessorList(), seed=0, max_new_tokens=60)
+    batch = BatchSettings(lambda requests: Choice(config))
+    settings = RequestSettings(LogitsProcessorList(), seed=0, max_new_tokens=60, rule=rule)
     decoder = Decoder(pair.target, pair.draft, [PROMPT], batch, [settings])
     trees, draft = [], decoder.forwards.draft
     decoder.forwards.draft = lambda *given: trees.append(draft(*given)) or trees[-1]

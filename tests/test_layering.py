@@ -33,6 +33,7 @@ HOUSE: dict[str, list[str]] = {
     "api": [],
     "hf": [],
     "chat": [],
+    "serve": ["tickets room prefixes", "jobs", "rows", "engine"],
     "experiments": ["methods grading records summaries", "experiment cycles", "search"],
     "lm_eval": ["arguments", "model", "__main__"],
     "cli": ["exits terminal", "arguments", "calibrate chat demo generate heads tune vocab", "__init__"],

@@ -4,7 +4,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from eagle_fsd.text import GrowingText, StopStrings
+from eagle_fsd.text import GrowingText, StopStrings, StreamedText
 
 TEXT = "Grüße: 猫が好き 👩‍🚀 – done. END of it"
 
@@ -46,3 +46,20 @@ def test_tokens_are_decoded_a_few_at_a_time(bytes_tokenizer, monkeypatch):
     stops = StopStrings(bytes_tokenizer, ["nowhere"])
     assert not any(stops(token) for token in bytes_tokenizer("ab" * 200)["input_ids"])
     assert max(longest) <= 3 and len(longest) <= 4 * 400
+
+
+@pytest.mark.parametrize("stops", [[], [". END"], ["nowhere", "好き"], ["👩‍🚀"], ["G"], ["done. ENDS", "of it"]])
+@pytest.mark.parametrize("together", [1, 3])
+def test_what_is_shown_is_never_taken_back(stops, together, bytes_tokenizer):
+    """And what is shown with the rest is the text before the first stop string."""
+    text, ids = StreamedText(bytes_tokenizer, stops), bytes_tokenizer(TEXT)["input_ids"]
+    whole = TEXT[: min([at for stop in stops if (at := TEXT.find(stop)) >= 0], default=len(TEXT))]
+    shown = ""
+    for start in range(0, len(ids), together):
+        shown += text.add(ids[start : start + together])
+        assert whole.startswith(shown)
+        said = bytes_tokenizer.decode(ids[: start + together]).rstrip("\ufffd")
+        held_back = max(map(len, stops), default=1) - 1 + 4  # bytes of a character are tokens
+        assert len(shown) >= min(len(whole), len(said)) - held_back
+    assert shown + text.rest(whole) == whole
+    assert shown == whole or any(whole.endswith(stop[:1]) for stop in stops)

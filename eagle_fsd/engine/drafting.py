@@ -56,7 +56,9 @@ class Drafting:
 
     def next(self) -> TreeConfig | None:
         """The tree of the next cycle; None: it emits one token without drafting."""
-        return self.choice.tree if self.choice.tree is not None and self.pause.drafts() else None
+        if self.choice.tree is None:
+            return None
+        return self.choice.tree if self.choice.cost is None or self.pause.drafts() else None
 
     def learn(self, tree: DraftTree, emitted: Sequence[int]) -> None:
         """Take note of what a drafted cycle emitted for each request."""
@@ -65,5 +67,5 @@ class Drafting:
             self.pause.learn(sum(emitted) / len(emitted) - cost)
 
     def keep(self, requests: int) -> None:
-        """So many requests are left."""
+        """So many requests there are now."""
         self.choice = self.choose(requests)

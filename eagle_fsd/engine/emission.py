@@ -26,6 +26,7 @@ class Emission(NamedTuple):
     receipts: list[Receipt]
     logits: list[float]  # of the tokens, after processors
     drafted: bool = False
+    error: Exception | None = None  # what the rule or a processor raised: nothing was emitted
 
 
 class Step(NamedTuple):

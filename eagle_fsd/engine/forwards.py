@@ -7,6 +7,7 @@ features, R vocabulary of the draft.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -18,6 +19,13 @@ from ..trees.config import TreeConfig
 from ..trees.growth import draft_tree, extend_draft
 from ..trees.tree import DraftTree, root_only
 from .request import Request
+
+
+class Held(Protocol):
+    """What is known of a row's text: a `Request`, or what is kept of one."""
+
+    tokens: Sequence[int]
+    features: Tensor | None  # [T, F] of the last positions held, which the draft has not read
 
 
 class Forwards:
@@ -35,18 +43,21 @@ class Forwards:
         """L of each request: its root is the token there."""
         return self.cache.lengths
 
-    def prefill(self, number: int, request: Request) -> Tensor:
-        """Features [L, F] of what the target's cache does not hold of a prompt."""
+    def prefill(self, number: int, request: Request, most: int | None = None) -> Tensor:
+        """Features [L, F] of what the target's cache does not hold of a prompt, at most so many."""
         with self.cache.one_row(number):
-            prompt = torch.tensor([request.tokens[self.cache.length :]], device=self.device)
+            prompt = torch.tensor([request.tokens[self.cache.length :][:most]], device=self.device)
             features = self.target.prefill(prompt.to(self.target.device), self.cache).to(self.device)
         return features[0]
 
     def read(self, number: int, request: Request) -> None:
-        """The draft reads a prompt but for its last position, which comes with the first cycle."""
+        """The draft reads what the target has read of a prompt, but for the last position: the token after that comes
+        with the next part, or it is the root and comes with the first cycle."""
         if self.head is not None and len(request.features) > 1:
             with self.draft_cache.one_row(number):
-                extend_draft(self.head, [request.features[:-1]], [request.unread(self.device)[:-1]], self.draft_cache)
+                after = request.tokens[self.draft_cache.length + 1 :][: len(request.features) - 1]
+                tokens = torch.tensor(after, device=self.device)
+                extend_draft(self.head, [request.features[:-1]], [tokens], self.draft_cache)
             request.features = request.features[-1:].clone()
 
     def draft(
@@ -92,27 +103,69 @@ class Forwards:
             if cache is not None:
                 cache.keep_rows(numbers)
 
-    def take_over(self, request: Request, before: Request, room: int, draft_room: int) -> None:
-        """Go on with the caches of an earlier request, as far as they hold the beginning of this one's prompt.
+    def join(self, other: Forwards) -> None:
+        """Go on with another's requests as well, behind one's own: the inverse of `keep`. There must be room."""
+        for cache, joining in ((self.cache, other.cache), (self.draft_cache, other.draft_cache)):
+            if cache is not None:
+                for row in range(len(joining.lengths)):
+                    cache.add_row(joining, row)
+
+    def resize(self, requests: int, room: int, draft_room: int) -> None:
+        """Have room for so many requests of so many positions, those of the draft beside its levels."""
+        cache = self.cache.resized(room, requests)
+        if self.draft_cache is not None:
+            self.draft_cache = self.draft_cache.resized(draft_room, requests)
+        self.cache = cache
+
+    def erase(self, number: int) -> None:
+        """Leave nothing of a request whose forwards may have gone wrong to who gets its place."""
+        for cache in (self.cache, self.draft_cache):
+            if cache is not None:
+                cache.erase_row(number)
+
+    def row(self, number: int) -> Forwards:
+        """A copy for one request alone, without further room."""
+        alone = Forwards(self.target, self.head, self.cache.row_alone(number), None)
+        if self.draft_cache is not None:
+            alone.draft_cache = self.draft_cache.row_alone(number)
+        return alone
+
+    def take_over(self, request: Request, before: Held, room: int, draft_room: int) -> None:
+        """Go on with the caches of an earlier request, as far as they hold the beginning of this one's prompt."""
+        kept, request.features = self.shared(0, before, request)
+        if self.draft_cache is not None:
+            self.draft_cache.truncate(kept)
+            self.draft_cache = self.draft_cache.with_room(draft_room)
+        self.cache.truncate(kept)
+        self.cache = self.cache.with_room(room)
+
+    def begin_with(self, request: Request, other: Forwards, number: int, before: Held) -> None:
+        """`take_over` by copy, for a single request: what row `number` of other forwards holds stays there as well."""
+        kept, features = other.shared(number, before, request)
+        request.features = None if features is None else features.clone()
+        self.cache.copy_row(0, other.cache, number, kept)
+        if self.draft_cache is not None:
+            read = min(kept, other.draft_cache.lengths[number])
+            self.draft_cache.copy_row(0, other.draft_cache, number, read)
+
+    def shared(self, number: int, before: Held, request: Request) -> tuple[int, Tensor | None]:
+        """How many positions of a row are the beginning of another request's prompt, and the features of those of them
+        that the draft has not read.
 
         Of the positions that the prompts share, the draft needs the last one's feature again: it reads each feature
         with the token after it, and that token is new. Where it had read the feature already (a prompt that departs
         from the earlier one before its last cycle), the target processes that position once more.
         """
-        held = before.tokens[: self.cache.length]
+        held = before.tokens[: self.lengths[number]]
         kept = shared_prefix(held, request.tokens[:-1])  # the last token's logits are wanted
         if self.target.limit_of(len(request.tokens)) != self.target.limit_of(len(before.tokens)):
             kept = 0  # the keys of a short text and those of a long one differ
-        if self.head is not None:
-            read = self.draft_cache.length
-            if read < kept:
-                request.features = before.features[: kept - read]
-            else:
-                kept = max(0, kept - 1)
-                self.draft_cache.truncate(kept)
-            self.draft_cache = self.draft_cache.with_room(draft_room)
-        self.cache.truncate(kept)
-        self.cache = self.cache.with_room(room)
+        if self.draft_cache is None:
+            return kept, None
+        read = self.draft_cache.lengths[number]
+        if read < kept:
+            return kept, before.features[: kept - read]
+        return max(0, kept - 1), None
 
 
 def shared_prefix(first: Sequence[int], second: Sequence[int]) -> int:

@@ -61,8 +61,7 @@ def run(
                 break
             if len(going) < len(decoder.requests):
                 decoder.keep(going)
-            steps = zip(decoder.requests, decoder.step(), strict=True)
-            emissions = [request.count(emission) for request, emission in steps]
+            emissions = decoder.step()
         if session is not None:
             session.decoder = decoder
         return [request.output() for request in requests]

@@ -65,7 +65,7 @@ class Output:
     """Result of `eagle_fsd.generate`. `token_ids` are the new tokens only, an end token included."""
 
     token_ids: list[int]
-    finish_reason: str  # "eos", "stop" or "length"
+    finish_reason: str  # "eos", "stop" or "length"; of an engine's request also "cancelled"
     seed: int
     stats: Stats
     receipts: list[Receipt]

@@ -15,7 +15,7 @@ from transformers import LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
 from ..acceptance import Rule
-from ..acceptance.budget import Budget
+from ..acceptance.budget import EXACT_RULE, Budget
 from ..trees.config import Choice
 from .drafting import Pause
 from .emission import Emission
@@ -31,8 +31,6 @@ class BatchSettings:
         pause: where drafting has not paid in earlier requests; None: nothing is known of them.
     """
 
-    rule: Rule
-    greedy: bool
     choose: Callable[[int], Choice]
     pause: Pause | None = None
 
@@ -45,6 +43,7 @@ class RequestSettings:
         text_ends: told each new token, whether a stop string is complete.
         budget: nats, see `Budget`.
         padding: before the prompt, for processors and criteria, which see it in `model.generate`.
+        alike: what the processors were made of: those of requests with equal values treat a node's logits alike.
     """
 
     processors: LogitsProcessorList
@@ -56,6 +55,25 @@ class RequestSettings:
     criteria: StoppingCriteriaList = field(default_factory=StoppingCriteriaList)
     budget: float | None = None
     padding: Sequence[int] = ()
+    rule: Rule = EXACT_RULE
+    greedy: bool = True
+    alike: object = None
+
+    @property
+    def lossless(self) -> bool:
+        """Whether the text is what the target alone would write."""
+        return self.rule.is_lossless(self.greedy)
+
+    @property
+    def decides_locally(self) -> bool:
+        """Whether a node with its children is all that a decision about it needs. The KL of a cycle's law, which a
+        budget counts when sampling, is a sum over the whole tree."""
+        return (self.lossless or not self.rule.looks_ahead) and (self.greedy or self.budget is None)
+
+    def joins(self, other: RequestSettings) -> bool:
+        """Whether one decision can be made for both."""
+        ours, theirs = ((own.rule, own.greedy, own.alike, own.budget is None) for own in (self, other))
+        return ours == theirs
 
 
 class Request:
@@ -65,13 +83,24 @@ class Request:
         self.settings, self.device = settings, device
         self.prompt = list(prompt)
         self.tokens = list(prompt)  # prompt and all emitted tokens; the last one is the root once decoding has begun
-        self.features: Tensor | None = None  # [T, F] of the positions before the last T tokens: the draft's next input
+        self._features: list[Tensor] = []  # parts of `features`
         self.budget = Budget(settings.budget)
         self.new: list[int] = []  # the answer
         self.receipts: list[Receipt] = []
         self.stats = Stats()
         self.reason: str | None = None  # why it ended
         self._text: Tensor | None = None  # [1, padding, prompt and room for the answer], for criteria
+
+    @property
+    def features(self) -> Tensor | None:
+        """[T, F] of the positions before the last T tokens: the draft's next input."""
+        if len(self._features) > 1:
+            self._features = [torch.cat(self._features)]
+        return self._features[0] if self._features else None
+
+    @features.setter
+    def features(self, features: Tensor | None) -> None:
+        self._features = [] if features is None else [features]
 
     @property
     def context(self) -> list[int]:
@@ -95,11 +124,13 @@ class Request:
             features: [A + 1, F] of the nodes that it was emitted at; None: there is no head to read them.
         """
         if features is not None:
-            self.features = features if self.features is None else torch.cat([self.features, features])
+            self._features.append(features)
         self.tokens += emission.tokens
 
     def take(self, emission: Emission, streamer: BaseStreamer | None) -> None:
-        """Add what a cycle emitted to the answer, as far as it belongs to it."""
+        """Add what a cycle emitted to the answer, as far as it belongs to it; or raise what kept it from that."""
+        if emission.error is not None:
+            raise emission.error
         count = self._cut(emission.tokens)
         self.budget.keep(count, [each.regret if each.source == "fuzzy" else 0.0 for each in emission.receipts])
         for logit in emission.logits[:count]:  # behind an end a processor may have nothing to say
@@ -153,6 +184,8 @@ class Request:
 
     def count(self, emission: Emission) -> Emission:
         """Note what a verify forward did; returns its emission, with why the rule no longer decided in the receipts."""
+        if emission.error is not None:
+            return emission
         if self.budget.ended:
             receipts = [receipt._replace(exact_because=self.budget.ended) for receipt in emission.receipts]
             emission = emission._replace(receipts=receipts)

@@ -138,8 +138,8 @@ class TreeCache(Cache):
         """Take note of what each sequence holds."""
         self._pinned = None
         for layer in self.layers:
-            layer.length = max(lengths)
-        self._lengths = list(lengths) if min(lengths) < max(lengths) else None
+            layer.length = max(lengths, default=0)
+        self._lengths = list(lengths) if len(set(lengths)) > 1 else None
 
     def pin(
         self,
@@ -211,11 +211,49 @@ class TreeCache(Cache):
 
     def with_room(self, capacity: int) -> TreeCache:
         """This cache where it has such a capacity, else a new one, at least twice as large, that holds the same."""
-        if capacity <= self.capacity:
-            return self
-        larger = TreeCache([layer.layer_device for layer in self.layers], max(capacity, 2 * self.capacity), self.batch)
-        for number, layer in enumerate(self.layers):
-            if layer.is_initialized:
-                held = slice(0, layer.length)
-                larger.update(layer.keys[:, :, held], layer.values[:, :, held], number)
-        return larger
+        return self if capacity <= self.capacity else self.resized(max(capacity, 2 * self.capacity), self.batch)
+
+    def resized(self, capacity: int, batch: int) -> TreeCache:
+        """A new cache of this size that holds the same sequences."""
+        assert self.rows.stop <= batch, f"{self.rows.stop} sequences exceed the {batch} that there is to be room for"
+        other = TreeCache([layer.layer_device for layer in self.layers], capacity, batch)
+        other.rows, other._lengths = self.rows, self._lengths
+        for mine, theirs in zip(other.layers, self.layers, strict=True):
+            if theirs.is_initialized:
+                mine.lazy_initialization(theirs.keys, theirs.values)
+                held = self.rows, slice(None), slice(0, theirs.length)
+                mine.keys[held], mine.values[held] = theirs.keys[held], theirs.values[held]
+            mine.length = theirs.length
+        return other
+
+    def add_row(self, source: TreeCache, row: int) -> None:
+        """One more sequence, behind the others: one of another cache. `keep_rows` takes it away."""
+        lengths = self.lengths
+        assert len(lengths) < self.batch, f"{self.batch} sequences are all that this cache has room for"
+        self.rows = slice(0, len(lengths) + 1)
+        self._settle([*lengths, 0])
+        self.copy_row(len(lengths), source, row, source.lengths[row])
+
+    def copy_row(self, number: int, source: TreeCache, row: int, held: int) -> None:
+        """Have a sequence be the first `held` positions of one of another cache."""
+        assert held <= self.capacity, f"{held} positions exceed the capacity of {self.capacity}"
+        for mine, theirs in zip(self.layers, source.layers, strict=True):
+            if theirs.is_initialized:
+                if not mine.is_initialized:
+                    mine.lazy_initialization(theirs.keys, theirs.values)
+                mine.keys[number, :, :held] = theirs.keys[row, :, :held]
+                mine.values[number, :, :held] = theirs.values[row, :, :held]
+        lengths = self.lengths
+        lengths[number] = held
+        self._settle(lengths)
+
+    def row_alone(self, row: int) -> TreeCache:
+        """A copy of one sequence, without further room."""
+        other = TreeCache([layer.layer_device for layer in self.layers], max(1, self.lengths[row]))
+        other.copy_row(0, self, row, self.lengths[row])
+        return other
+
+    def erase_row(self, row: int) -> None:
+        """Zeros in place of a sequence's keys and values: a NaN would reach whoever gets its place."""
+        for storage, _ in self._storages.values():
+            storage[..., row, :, :, :] = 0

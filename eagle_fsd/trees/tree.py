@@ -27,8 +27,12 @@ class DraftTree:
 
     def row(self, row: int) -> DraftTree:
         """That of one sequence of the batch, as a batch of one."""
+        return self.take(slice(row, row + 1))
+
+    def take(self, rows: slice | Sequence[int]) -> DraftTree:
+        """Those of some sequences of the batch."""
         parts = (self.tokens, self.parents, self.depths, self.ancestors, self.draft_rows, self.scores)
-        return DraftTree(*(part[row : row + 1] for part in parts), max_depth=self.max_depth)
+        return DraftTree(*(part[rows] for part in parts), max_depth=self.max_depth)
 
     def family(self, row: int, nodes: Sequence[int]) -> DraftTree:
         """A node of one sequence with its children, in this order, as a tree of its own; scores stay as they are."""

@@ -94,6 +94,11 @@ class AutoTree:
         """Without the choices, which hold functions: they are made again."""
         return {**vars(self), "_chosen": {}}
 
+    @property
+    def largest(self) -> list[TreeConfig]:
+        """No tree that it chooses has more nodes, levels or nodes of a level than the largest of these."""
+        return [self.default, LOGGED_TREE]
+
     def of(self, rule: Rule, temperature: float, rows: int = 1) -> Choice:
         """For a rule at a temperature: greedy logs for greedy decoding, of those at the nearest temperature its own,
         else that of `exact` (which accepts least), else any. A batch gets that of the next power of two."""

@@ -13,7 +13,6 @@ import torch
 import transformers
 from tqdm import tqdm
 
-from ..acceptance import make_rule
 from ..engine.decoder import Decoder
 from ..engine.graphs import GraphCycles
 from ..engine.request import BatchSettings, RequestSettings
@@ -94,7 +93,7 @@ def greedy_decoder(
     graphs: GraphCycles | None = None,
 ) -> Decoder:
     """Lossless greedy decoding of one prompt with always the same tree; None: without drafting."""
-    batch = BatchSettings(make_rule("exact"), True, lambda requests: Choice(tree))
+    batch = BatchSettings(lambda requests: Choice(tree))
     settings = [RequestSettings(transformers.LogitsProcessorList(), seed=0, max_new_tokens=max_new_tokens)]
     return Decoder(target, head if tree else None, [prompt], batch, settings, graphs=graphs)
 

@@ -1,0 +1,222 @@
+"""`Engine`: requests that join while others are being decoded."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from transformers import LogitsProcessor
+
+from ..checks import require_integer
+from ..options import AcceptanceOptions, SamplingOptions, names_of
+from ..pair import EagleModel
+from ..prompts import encode_prompt
+from ..settings import check_tree, resolve
+from ..trees.config import TreeConfig
+from .jobs import Job
+from .room import Room, positions_that_fit
+from .rows import EngineStats, Rows, nodes_of
+from .tickets import EngineClosed, QueueFull, Ticket
+
+log = logging.getLogger(__name__)
+OPTIONS = {*names_of(SamplingOptions), *names_of(AcceptanceOptions)}
+
+
+class Engine:
+    """Decodes requests that come at any time, in one batch: a thread of its own runs cycle after cycle.
+
+    Between two cycles a new request is read into a free row, and those that have ended leave. What a request gets is
+    what `generate` alone would give it with `tree=engine.tree` (docs/batches.md); each has its own options.
+
+    Args:
+        model: from `load`.
+        max_rows: requests that are decoded together.
+        max_tokens: positions that the caches have room for: those of all rows together, each as long as the longest.
+            A request waits until it fits. None: as many as a quarter of the free memory holds.
+        max_waiting: requests that may wait for a row.
+        prefill_chunk: tokens of prompts that are read between two cycles.
+        prefixes: recent texts whose caches are kept for prompts that begin alike (0: none); they take at most half as
+            much room again as `max_tokens`.
+        tree: the draft tree of every request. None: fuzzy requests, whose text depends on it, all get the model's
+            default tree, without stopping rules; lossless ones what pays for the number of rows, also none.
+
+    Attributes:
+        tree: of fuzzy requests.
+        stats: counters, an `EngineStats`.
+
+    Raises:
+        TypeError, ValueError: a bad argument; a target whose weights several processes share.
+    """
+
+    def __init__(
+        self, model: EagleModel, *, max_rows: int = 8, max_tokens: int | None = None, max_waiting: int = 64,
+        prefill_chunk: int = 512, prefixes: int = 8, tree: TreeConfig | None = None,
+    ) -> None:
+        if not isinstance(model, EagleModel):
+            raise TypeError(f"model must come from eagle_fsd.load, got {type(model).__name__}")
+        if model.target.group is not None:
+            raise ValueError("an engine needs a target in one process, and several share the weights of this one")
+        for name, value, least in (("max_rows", max_rows, 1), ("max_waiting", max_waiting, 1),
+                                   ("prefill_chunk", prefill_chunk, 1), ("prefixes", prefixes, 0)):
+            require_integer(name, value, least)
+        if not (tree is None or isinstance(tree, TreeConfig)):
+            raise TypeError(f"tree must be a TreeConfig or None, got {tree!r}")
+        if tree is not None and (tree.least_reach or tree.least_probability):
+            raise ValueError(f"the tree of an engine must not stop early, as that depends on other rows: {tree!r}")
+        self.model, self.max_waiting = model, max_waiting
+        self.tree = check_tree(tree or default_tree(model), model)
+        nodes = nodes_of(model, self.tree)
+        if max_tokens is None:
+            max_tokens = positions_that_fit(model, max_rows, nodes)
+        require_integer("max_tokens", max_tokens, nodes + 2)
+        self.room = Room(max_rows, max_tokens, nodes)
+        # With such a rotary embedding keys depend on how many positions a forward reaches.
+        self.prefill_chunk = prefill_chunk if model.target.reads_in_parts else 1 << 62
+        self.stats = EngineStats()
+        self._rows = Rows(model, self.tree, self.room, self.stats, chooses=tree is None and model.trees is not None,
+                          kept=prefixes)
+        self._rows.choose_trees()
+        self._queue: deque[Job] = deque()
+        self._changed = threading.Condition()  # of the queue, and of the next two
+        self._closing, self._cutting = False, False
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._work, name="eagle_fsd.Engine", daemon=True)
+        self._thread.start()
+
+    @property
+    def rows(self) -> int:
+        """Requests that are being read or decoded."""
+        return len(self._rows)
+
+    @property
+    def waiting(self) -> int:
+        """Requests that wait for a row."""
+        return len(self._queue)
+
+    @property
+    def closed(self) -> bool:
+        """Whether new requests are refused."""
+        return self._closing
+
+    def submit(
+        self, prompt: Any, *, logits_processor: Sequence[LogitsProcessor] | None = None,
+        stopping_criteria: Sequence[Callable] | None = None, **options: Any,
+    ) -> Ticket:
+        """Ask for an answer; may be called from any thread. Everything is checked here, and nothing is waited for.
+
+        Args:
+            prompt: one, as `generate` takes it.
+            logits_processor, stopping_criteria: as of `generate`; called in the engine's thread.
+            options: those of `SamplingOptions` and `AcceptanceOptions`, but for another `tree`.
+
+        Raises:
+            TypeError, ValueError: as `generate`; also a request that there will never be room for.
+            QueueFull: `max_waiting` requests wait already.
+            EngineClosed: `close` was called, or the engine has failed.
+        """
+        unknown = sorted(options.keys() - OPTIONS)
+        if unknown:
+            raise TypeError(f"unknown option {unknown[0]!r}; accepted: {', '.join(sorted(OPTIONS))}")
+        sampling, accepting = SamplingOptions.of(options), AcceptanceOptions.of(options)
+        if accepting.tree not in (None, self.tree):
+            raise ValueError(f"every request has the engine's tree, Engine(tree=...): {self.tree!r}")
+        ids = encode_prompt(prompt, self.model)
+        _, (settings,) = resolve(self.model, [ids], sampling, replace(accepting, tree=self.tree), logits_processor,
+                                 stopping_criteria)
+        self.room.require(len(ids), settings.max_new_tokens)
+        job = Job(self.model, ids, settings, sampling.stop_strings, float(sampling.temperature))
+        with self._changed:
+            if self._closing:
+                why = "it was closed" if self._error is None else f"it has failed: {self._error!r}"
+                raise EngineClosed(f"the engine takes no requests any more: {why}") from self._error
+            if len(self._queue) >= self.max_waiting:
+                raise QueueFull(f"{len(self._queue)} requests wait already, and no more may (max_waiting)")
+            self._queue.append(job)
+            self.stats.requests += 1
+            self._changed.notify_all()
+        return Ticket(job.answer, len(ids), settings.seed)
+
+    def close(self, drain: bool = True, timeout: float | None = None) -> None:
+        """Take no more requests, and return when all have ended.
+
+        Args:
+            drain: finish what was submitted. False: what is being decoded ends as if it was cancelled, and what waits
+                ends with `EngineClosed`.
+            timeout: seconds, after which what is left is treated so as well.
+        """
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        if drain:
+            self._thread.join(timeout)
+        with self._changed:
+            left, self._cutting = list(self._queue), True
+            self._queue.clear()
+        for job in left:
+            self._rows.end(job, EngineClosed("the engine was closed before the request's turn came"))
+        self._thread.join()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close(drain=error[0] is None)
+
+    @torch.inference_mode()
+    def _work(self) -> None:
+        try:
+            while self._wait():
+                self._turn()
+        except BaseException as error:
+            log.exception("the engine ends with all of its requests")
+            with self._changed:
+                self._closing, self._error = True, error
+                left = list(self._queue)
+                self._queue.clear()
+            self._rows.fail(error)
+            for job in left:
+                self._rows.end(job, error)
+
+    def _wait(self) -> bool:
+        """Wait until there is something to do; False: there never will be."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._queue or len(self._rows) or self._closing)
+            return bool(self._queue or len(self._rows))
+
+    def _turn(self) -> None:
+        """What comes between two cycles, and a cycle."""
+        if self._cutting:
+            for job in self._rows.going:
+                job.answer.cancelled = True
+        self._rows.drop_cancelled()
+        left = self.prefill_chunk
+        while left > 0 and (self._rows.reading is not None or self._begin_next()):
+            left -= self._rows.read(left)
+        if self._rows.jobs:
+            self._rows.cycle()
+
+    def _begin_next(self) -> bool:
+        """Let the first in the queue in if it fits."""
+        with self._changed:
+            dropped = [job for job in self._queue if job.answer.cancelled]
+            for job in dropped:
+                self._queue.remove(job)
+            job = self._queue.popleft() if self._queue and self._rows.fits(self._queue[0]) else None
+        for each in dropped:
+            self._rows.end(each, None)
+        if job is not None:
+            job.answer.begin()
+            self._rows.begin(job)
+        return self._rows.reading is not None
+
+
+def default_tree(model: EagleModel) -> TreeConfig:
+    """The model's, of the same nodes in whatever company: without stopping rules, which go by the mean over rows."""
+    tree = model.default_tree
+    most = tree.top_k if model.draft is None else min(tree.top_k, model.draft.draft_vocab_size)
+    return replace(tree, top_k=most, least_reach=0, least_probability=0)

@@ -1,0 +1,616 @@
+"""Requests that join: each gets what it would get alone, whoever comes and goes beside it."""
+
+import asyncio
+import functools
+import gc
+import random
+import threading
+import time
+
+import pytest
+import torch
+from test_batches import NoThreeAfterOne
+from test_eagle3 import deep_target, random_head
+from tiny import PROMPT, VOCAB, readable, tiny_pair, tiny_tokenizer
+
+import eagle_fsd
+from eagle_fsd.serve.rows import Rows
+from eagle_fsd.trees.config import Choice
+
+TREE = eagle_fsd.TreeConfig(12, 4, 3)
+PROCESSOR = NoThreeAfterOne()
+OPTIONS = [
+    {},
+    {"acceptance": "exact", "temperature": 0.8, "top_k": 5},
+    {"acceptance": "exact", "temperature": 1.0, "top_p": 0.9},
+    {"acceptance": "exact", "repetition_penalty": 1.3, "min_new_tokens": 5},
+    {"acceptance": "exact", "stop_token_ids": [4, 9, 17]},
+    {"acceptance": "exact", "stop": ["w", "mm"]},
+    {"threshold": 0.3},
+    {"threshold": 0.5},
+    {"threshold": 0.3, "temperature": 0.8, "stop": "q"},
+    {"threshold": 0.3, "budget": 0.4},
+    {"threshold": 0.3, "budget": 0.4, "temperature": 1.0},
+    {"acceptance": "tilt", "threshold": 0.7, "temperature": 1.0},
+    {"acceptance": "exact", "temperature": 0.9, "logits_processor": [PROCESSOR]},
+    {"threshold": 0.2, "logits_processor": [PROCESSOR]},
+    {"acceptance": "regret", "threshold": 20.0},
+    {"acceptance": "fsd+fly", "threshold": 0.5, "temperature": 0.6},
+]
+
+
+class Trees:
+    """Such as `tree="auto"` has: another tree for each number of rows, and none from 4 rows on; drafting pauses."""
+
+    largest = (eagle_fsd.TreeConfig(30, 5, 4),)
+
+    def of(self, rule, temperature, rows=1):
+        if rows > 3:
+            return Choice(None)
+        tree = [TREE, eagle_fsd.TreeConfig(30, 5, 4), eagle_fsd.TreeConfig(4, 2, 2)][rows - 1]
+        return Choice(tree, cost=lambda nodes, levels: 2.5)
+
+
+@functools.cache
+def model(trees: bool = False):
+    pair = tiny_pair(tokenizer=tiny_tokenizer())
+    pair.tree, pair.trees = TREE, Trees() if trees else None
+    return pair
+
+
+@functools.cache
+def request(number):
+    """One of some requests with many beginnings in common: prompt and options."""
+    draw = random.Random(number)
+    common = [(7 * i + 2) % VOCAB for i in range(30)]
+    prompt = [*common[: draw.choice([0, 4, 12, 30])], *(draw.randrange(VOCAB) for _ in range(draw.randint(1, 8)))]
+    options = {"max_new_tokens": draw.choice([1, 2, 7, 14, 20]), "seed": number, **OPTIONS[number % len(OPTIONS)]}
+    return prompt, options
+
+
+@functools.cache
+def alone(number):
+    prompt, options = request(number)
+    return eagle_fsd.generate(prompt, model(), tree=TREE, **options)
+
+
+def assert_as_alone(found, expected):
+    assert found.token_ids == expected.token_ids
+    assert (found.text, found.finish_reason, found.seed) == (expected.text, expected.finish_reason, expected.seed)
+    assert len(found.receipts) == len(found.token_ids)
+    for name in ("logprob", "regret"):
+        ours, theirs = ([getattr(each, name) for each in output.receipts] for output in (found, expected))
+        assert ours == pytest.approx(theirs, abs=1e-4)
+
+
+def pieces_of(ticket):
+    pieces = list(ticket)
+    tokens = [token for piece in pieces for token in piece.token_ids]
+    receipts = [receipt for piece in pieces for receipt in piece.receipts]
+    return tokens, receipts, "".join(piece.text for piece in pieces)
+
+
+class Scheduled(eagle_fsd.Engine):
+    """Between cycles, its own thread does what a test wants done there; it closes once nothing is left to do."""
+
+    def __init__(self, *args, events, **options):
+        self.events = events  # one list of functions of the engine for each turn
+        super().__init__(*args, **options)
+
+    def _wait(self):
+        while True:
+            for event in self.events.pop(0) if self.events else ():
+                event(self)
+            if self._queue or len(self._rows):
+                return True
+            if not self.events:
+                self._closing = True
+                return False
+
+
+# The promise ------------------------------------------------------------------------------------------------------
+
+
+def run_schedule(seed):
+    """Requests join at random moments and some are cancelled; every one gets its own text, or the beginning of it."""
+    draw = random.Random(seed)
+    numbers = [draw.randrange(4 * len(OPTIONS)) for _ in range(draw.randint(3, 7))]
+    tickets, cancelled = {}, set()
+
+    def submit(at):
+        def event(engine):
+            prompt, options = request(numbers[at])
+            tickets[at] = engine.submit(prompt, **options)
+        return event
+
+    def cancel(at):
+        def event(engine):
+            tickets[at].cancel()
+            cancelled.add(at)
+            before = len(engine._rows) + len(engine._queue)
+            engine._rows.drop_cancelled()
+            assert len(engine._rows) <= before
+            assert all(not job.answer.cancelled for job in engine._rows.going)
+        return event
+
+    events = [[] for _ in range(40)]
+    for at in range(len(numbers)):
+        turn = draw.randrange(25)
+        events[turn].append(submit(at))
+        if draw.random() < 0.25:
+            events[turn + draw.randrange(1, 12)].append(cancel(at))
+    rows = draw.randint(1, 5)
+    options = {"max_tokens": draw.choice([120, 300, 2000]), "prefill_chunk": draw.choice([1, 3, 8, 64]),
+               "prefixes": draw.choice([0, 1, 3])}
+    engine = Scheduled(model(draw.random() < 0.6), events=events, max_rows=rows, **options)
+    engine._thread.join()
+    assert engine._error is None and len(tickets) == len(numbers)
+    assert engine.rows == engine.waiting == 0 and engine.decoder_is_empty
+    for at, ticket in tickets.items():
+        output, expected = ticket.result(0), alone(numbers[at])
+        if output.finish_reason == "cancelled":
+            assert at in cancelled
+            assert output.token_ids == expected.token_ids[: len(output.token_ids)]
+        else:
+            assert_as_alone(output, expected)
+        assert pieces_of(ticket) == (output.token_ids, output.receipts, output.text)
+    stats = engine.stats
+    outputs = [ticket.result(0) for ticket in tickets.values()]
+    assert stats.requests == len(numbers) == stats.finished.total()
+    assert stats.finished == {reason: sum(output.finish_reason == reason for output in outputs)
+                              for reason in {output.finish_reason for output in outputs}}
+    assert stats.tokens == sum(len(output.token_ids) for output in outputs)
+    assert stats.fuzzy == sum(receipt.source == "fuzzy" for output in outputs for receipt in output.receipts)
+    return stats, {output.finish_reason for output in outputs}
+
+
+Scheduled.decoder_is_empty = property(lambda self: not self._rows.decoder.requests and not self._rows.jobs)
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_random_schedules(part):
+    """200 of them in all."""
+    reused, reasons = 0, set()
+    for seed in range(50 * part, 50 * part + 50):
+        stats, ended = run_schedule(seed)
+        reused += stats.reused_tokens
+        reasons |= ended
+    assert reused > 100 and reasons >= {"length", "stop", "cancelled"}
+
+
+@pytest.mark.parametrize("family", ["gemma2", "llama4_text", "deepseek_v3", "gpt2"])
+def test_families(family):
+    """Windows, latent keys, positions that are counted (one row at a time)."""
+    pair = tiny_pair(family)
+    prompts = [PROMPT, PROMPT[:5], [7, 7], [(5 * i + 3) % VOCAB for i in range(21)]]
+    options = [{"acceptance": "exact"}, {"threshold": 0.3}, {"threshold": 0.3, "temperature": 0.8}, {}]
+    with eagle_fsd.Engine(pair, tree=TREE, max_rows=3, prefill_chunk=6) as engine:
+        tickets = [engine.submit(prompt, max_new_tokens=12, seed=5, **own)
+                   for prompt, own in zip(prompts, options, strict=True)]
+        for prompt, own, ticket in zip(prompts, options, tickets, strict=True):
+            expected = eagle_fsd.generate(prompt, pair, max_new_tokens=12, seed=5, tree=TREE, **own)
+            assert_as_alone(ticket.result(), expected)
+
+
+def test_without_a_draft():
+    pair = tiny_pair(tokenizer=tiny_tokenizer())
+    pair.draft = None
+    with eagle_fsd.Engine(pair) as engine:
+        tickets = [engine.submit(PROMPT[:count], max_new_tokens=10) for count in (3, 9)]
+        for count, ticket in zip((3, 9), tickets, strict=True):
+            assert_as_alone(ticket.result(), eagle_fsd.generate(PROMPT[:count], pair, max_new_tokens=10,
+                                                                seed=ticket.seed))
+    assert engine.stats.undrafted == engine.stats.forwards > 0
+
+
+def test_text_and_chats():
+    with eagle_fsd.Engine(model()) as engine:
+        for prompt in ("hello world.", [{"role": "user", "content": "hi"}], torch.tensor([[3, 1, 4]])):
+            ticket = engine.submit(prompt, max_new_tokens=9, acceptance="exact")
+            assert_as_alone(ticket.result(), eagle_fsd.generate(prompt, model(), max_new_tokens=9, acceptance="exact",
+                                                                seed=ticket.seed))
+            assert ticket.prompt_tokens > 0
+
+
+# Prompts in parts, and what is kept of them -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("head", ["eagle", "eagle3"])
+@pytest.mark.parametrize("chunk", [1, 5, 16])
+def test_a_prompt_in_parts_is_the_whole_prompt(chunk, head):
+    pair = model() if head == "eagle" else eagle3_pair()
+    prompt = [(5 * i + 3) % VOCAB for i in range(33)]
+    expected = eagle_fsd.generate(prompt, pair, max_new_tokens=15, threshold=0.3, tree=TREE, seed=0)
+    with eagle_fsd.Engine(pair, tree=TREE, prefill_chunk=chunk) as engine:
+        output = engine.submit(prompt, max_new_tokens=15, threshold=0.3, seed=0).result()
+    assert_as_alone(output, expected)
+    assert output.stats.accepted_lengths == expected.stats.accepted_lengths
+    assert output.stats.prefill_tokens == 33
+
+
+def eagle3_pair():
+    target = deep_target()
+    return eagle_fsd.EagleModel.from_parts(target, random_head())
+
+
+def test_others_wait_at_most_one_part():
+    """While a long prompt is read, those that are being decoded go on after every part."""
+    between = []
+
+    def note(engine):
+        if engine._rows.reading is not None:
+            between.append((engine._rows.decoder.forwards.lengths, engine._rows.reading[1].forwards.lengths))
+
+    long = [(5 * i + 3) % VOCAB for i in range(90)]
+    tickets = []
+    events = [[lambda engine: tickets.append(engine.submit(PROMPT, max_new_tokens=60))], [],
+              [lambda engine: tickets.append(engine.submit(long, max_new_tokens=2))], *[[note]] * 30]
+    Scheduled(model(), events=events, prefill_chunk=10)._thread.join()
+    read = [own[0] for _, own in between]
+    assert read == list(range(10, 90, 10))
+    decoded = [lengths[0] for lengths, _ in between]
+    assert all(later > earlier for earlier, later in zip(decoded, decoded[1:], strict=False))
+    assert [ticket.result().finish_reason for ticket in tickets] == ["length", "length"]
+
+
+@pytest.mark.parametrize("trees", [False, True], ids=["drafting", "auto"])
+def test_what_was_read_before_is_copied(trees):
+    """A conversation's next turn, a prompt with the same beginning, and the very same prompt."""
+    prompt, options = [(3 * i + 1) % VOCAB for i in range(25)], {"max_new_tokens": 12, "acceptance": "exact"}
+    first = eagle_fsd.generate(prompt, model(), tree=TREE, **options)
+    others = [[*prompt, *first.token_ids, 5, 6], [*prompt[:20], 9, 9], prompt, [31, 30]]
+    held = [len(prompt) + len(first.token_ids) - 2, 19, len(prompt) - 2, 0]  # at least
+    with eagle_fsd.Engine(model(trees)) as engine:
+        assert_as_alone(engine.submit(prompt, seed=first.seed, **options).result(), first)
+        for other, least in zip(others, held, strict=True):
+            before = engine.stats.reused_tokens
+            expected = eagle_fsd.generate(other, model(), tree=TREE, **options)
+            output = engine.submit(other, seed=expected.seed, **options).result()
+            assert_as_alone(output, expected)
+            assert engine.stats.reused_tokens - before == len(other) - output.stats.prefill_tokens >= least
+        assert len(engine._rows.prefixes.kept) == 4  # the first one is the beginning of the second's text
+
+
+def test_beginnings_are_shared_with_rows_that_go_on():
+    tickets = []
+    prompt = [(3 * i + 1) % VOCAB for i in range(25)]
+    events = [[lambda engine: tickets.append(engine.submit(prompt, max_new_tokens=40))], [], [],
+              [lambda engine: tickets.append(engine.submit([*prompt[:22], 8], max_new_tokens=5, threshold=0.3))]]
+    engine = Scheduled(model(), events=events, prefixes=0)
+    engine._thread.join()
+    assert engine.stats.reused_tokens >= 21 and not engine._rows.prefixes.kept
+    assert_as_alone(tickets[1].result(), eagle_fsd.generate([*prompt[:22], 8], model(), max_new_tokens=5, threshold=0.3,
+                                                            tree=TREE, seed=tickets[1].seed))
+
+
+def test_prefixes_are_bounded():
+    with eagle_fsd.Engine(model(), max_tokens=200, prefixes=3) as engine:
+        for number in range(6):
+            engine.submit([number] * (10 + 8 * number), max_new_tokens=4).result()
+        kept = engine._rows.prefixes.kept
+        assert 1 <= len(kept) <= 3 and sum(len(each.tokens) for each in kept) <= 100
+        assert all(each.forwards.cache.capacity == len(each.tokens) for each in kept)
+
+
+# Room, queue and closing ------------------------------------------------------------------------------------------
+
+
+def test_what_never_fits_is_refused_and_what_does_not_fit_yet_waits():
+    with eagle_fsd.Engine(model(), max_tokens=130, max_rows=4) as engine:
+        with pytest.raises(ValueError, match=r"12 tokens and max_new_tokens=107 need 119 positions, .* room for 118"):
+            engine.submit(PROMPT, max_new_tokens=107)
+        most = []
+        tickets = [engine.submit(PROMPT, max_new_tokens=count, seed=count, acceptance="exact",
+                                 stopping_criteria=[lambda ids, scores: most.append(engine.rows) or False])
+                   for count in (40, 40, 20, 20, 90, 8)]
+        for count, ticket in zip((40, 40, 20, 20, 90, 8), tickets, strict=True):
+            assert_as_alone(ticket.result(), eagle_fsd.generate(PROMPT, model(), max_new_tokens=count, seed=count,
+                                                                acceptance="exact", tree=TREE))
+        assert max(most) == 2  # 2 * (12 + 40 + 12) <= 130 < 3 * (12 + 20 + 12)
+        cache = engine._rows.decoder.forwards.cache
+        assert cache.batch * cache.capacity <= 130
+
+
+def test_trees_are_chosen_before_anyone_waits():
+    """And for every number of rows."""
+    asked, pair = [], tiny_pair()
+    pair.trees = Trees()
+    pair.trees.of = lambda rule, temperature, rows=1: asked.append((temperature, rows)) or Trees().of(rule, 0.0, rows)
+    with eagle_fsd.Engine(pair, max_rows=5) as engine:
+        assert asked == [(temperature, rows) for temperature in (0.0, 1.0) for rows in (1, 2, 4, 5)]
+        assert engine.tree == pair.default_tree
+
+
+def test_free_memory_says_how_many_tokens():
+    with eagle_fsd.Engine(model(), max_rows=4) as engine:
+        assert engine.room.tokens == 4 * (model().target.max_positions + engine.room.nodes)
+
+
+def blocked(engine):
+    """A request whose second token waits for an event."""
+    go, begun = threading.Event(), threading.Event()
+
+    def wait(ids, scores):
+        begun.set()
+        return not go.wait(30)
+
+    ticket = engine.submit(PROMPT, max_new_tokens=6, stopping_criteria=[wait])
+    assert begun.wait(30)
+    return ticket, go
+
+
+def test_the_queue_has_an_end():
+    with eagle_fsd.Engine(model(), max_rows=1, max_waiting=2) as engine:
+        first, go = blocked(engine)
+        waiting = [engine.submit(PROMPT, max_new_tokens=3) for _ in range(2)]
+        assert (engine.rows, engine.waiting) == (1, 2) and waiting[0].queued_seconds is None
+        with pytest.raises(eagle_fsd.QueueFull, match="2 requests wait already"):
+            engine.submit(PROMPT)
+        waiting[0].cancel()
+        go.set()
+        assert waiting[1].result().finish_reason == "length" == first.result().finish_reason
+        assert waiting[0].result().finish_reason == "cancelled" and waiting[0].result().text == ""
+        assert waiting[0].first_token_seconds is None
+        assert 0 < waiting[1].queued_seconds < waiting[1].first_token_seconds <= waiting[1].total_seconds
+        engine.submit(PROMPT, max_new_tokens=3).result()
+    assert engine.stats.finished == {"length": 3, "cancelled": 1}
+
+
+def test_closing_finishes_what_was_submitted():
+    engine = eagle_fsd.Engine(model(), max_rows=2)
+    tickets = [engine.submit(PROMPT, max_new_tokens=10) for _ in range(5)]
+    engine.close()
+    assert all(ticket.done and ticket.result().finish_reason == "length" for ticket in tickets)
+    assert engine.closed and not engine._thread.is_alive()
+    with pytest.raises(eagle_fsd.EngineClosed, match="it was closed"):
+        engine.submit(PROMPT)
+    engine.close()
+
+
+@pytest.mark.parametrize("how", [{"drain": False}, {"timeout": 0.05}], ids=str)
+def test_closing_at_once(how):
+    engine = eagle_fsd.Engine(model(), max_rows=1)
+    first, go = blocked(engine)
+    second = engine.submit(PROMPT)
+    closing = threading.Thread(target=engine.close, kwargs=how)
+    closing.start()
+    with pytest.raises(eagle_fsd.EngineClosed, match="before the request's turn"):
+        second.result(30)
+    go.set()
+    closing.join(30)
+    assert not engine._thread.is_alive()
+    assert first.result().finish_reason == "cancelled" and 1 <= len(first.result().token_ids) < 6
+    assert engine.stats.finished == {"cancelled": 1, "error": 1}
+
+
+# Errors -----------------------------------------------------------------------------------------------------------
+
+
+class Raises:
+    """A processor that fails once the text is so long."""
+
+    def __init__(self, length, found):
+        self.length, self.found = length, found
+
+    def __call__(self, input_ids, scores):
+        if input_ids.shape[1] < self.length:
+            return scores
+        if isinstance(self.found, Exception):
+            raise self.found
+        return scores + self.found
+
+
+@pytest.mark.parametrize("at", [len(PROMPT), len(PROMPT) + 5])
+@pytest.mark.parametrize("found", [ValueError("no such luck"), float("nan"), -float("inf")], ids=readable)
+@pytest.mark.parametrize("acceptance", ["exact", "fsd"])
+def test_an_error_ends_its_own_request(found, at, acceptance):
+    """Also beside rows that are decided together with it, and in the prompt's first token."""
+    options = {"max_new_tokens": 20, "acceptance": acceptance, "threshold": 0.3 if acceptance == "fsd" else None}
+    bad = [Raises(at, found)]
+    good = [Raises(1000, found)]
+    tickets = []
+
+    def submit(engine):
+        tickets.append(engine.submit(PROMPT, logits_processor=bad, seed=1, **options))
+        tickets.append(engine.submit(PROMPT[:7], logits_processor=good, seed=2, **options))
+        tickets.append(engine.submit(PROMPT[:9], seed=3, **options))
+
+    engine = Scheduled(model(), events=[[submit]], prefixes=3)
+    engine._thread.join()
+    with pytest.raises(ValueError, match="no such luck|no token can be drawn"):
+        tickets[0].result()
+    tokens = []
+    with pytest.raises(ValueError, match="no such luck|no token can be drawn"):
+        for piece in tickets[0]:
+            tokens += piece.token_ids
+    expected = eagle_fsd.generate(PROMPT, model(), seed=1, tree=TREE, **options).token_ids
+    assert tokens == expected[: len(tokens)] and len(tokens) <= at - len(PROMPT) + 4
+    for count, ticket in zip((7, 9), tickets[1:], strict=True):
+        assert_as_alone(ticket.result(), eagle_fsd.generate(PROMPT[:count], model(), seed=ticket.seed, tree=TREE,
+                                                            **options))
+    assert engine.stats.finished == {"error": 1, "length": 2} and engine._error is None
+
+
+def test_a_row_gone_wrong_leaves_nothing_behind(monkeypatch):
+    """Keys that are not finite would reach the next row in their place, whose mask only adds to them."""
+    pair = tiny_pair()
+    forward = pair.target.verify
+    calls = []
+
+    def verify(tokens, positions, ancestors, cache):
+        features = forward(tokens, positions, ancestors, cache)
+        calls.append(None)
+        if len(calls) == 3:
+            features[0] = torch.nan
+            cache.layers[0].keys[0] = torch.nan
+            cache.layers[1].values[0] = torch.nan
+        return features
+
+    monkeypatch.setattr(pair.target, "verify", verify)
+    tickets = []
+
+    def submit(engine):
+        tickets.extend(engine.submit(PROMPT[:count], max_new_tokens=count + 4, acceptance="exact", seed=0)
+                       for count in (12, 5, 3, 8, 10))
+
+    engine = Scheduled(pair, events=[[submit]], max_rows=2, tree=TREE)
+    engine._thread.join()
+    monkeypatch.undo()
+    with pytest.raises(ValueError, match="no token can be drawn"):
+        tickets[0].result()
+    for count, ticket in zip((5, 3, 8, 10), tickets[1:], strict=True):
+        assert_as_alone(ticket.result(), eagle_fsd.generate(PROMPT[:count], pair, max_new_tokens=count + 4,
+                                                            acceptance="exact", seed=0))
+
+
+def test_an_error_of_the_loop_ends_all(monkeypatch):
+    pair = tiny_pair()
+    engine = eagle_fsd.Engine(pair, max_rows=2)
+    first, go = blocked(engine)
+    others = [engine.submit(PROMPT) for _ in range(3)]
+    monkeypatch.setattr(pair.target, "verify", lambda *args: 1 / 0)
+    go.set()
+    for ticket in (first, *others):
+        with pytest.raises(ZeroDivisionError):
+            ticket.result(30)
+    engine._thread.join(30)
+    with pytest.raises(eagle_fsd.EngineClosed, match="it has failed: ZeroDivisionError"):
+        engine.submit(PROMPT)
+    assert (engine.rows, engine.waiting) == (0, 0) and engine.stats.finished == {"error": 4}
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"temperatur": 1}, TypeError, "unknown option 'temperatur'; accepted: acceptance, budget"),
+        ({"temperature": -1}, ValueError, "temperature must be"),
+        ({"threshold": -1}, ValueError, "threshold of rule 'fsd'"),
+        ({"acceptance": "none"}, ValueError, "unknown rule 'none'"),
+        ({"seed": [1, 2]}, ValueError, "one for each prompt: 1, got 2"),
+        ({"tree": eagle_fsd.TreeConfig(4, 2, 2)}, ValueError, "every request has the engine's tree"),
+        ({"logits_processor": 5}, TypeError, "logits_processor must be a list"),
+        ({"quality": "accuracy_drop<=1%"}, ValueError, "not calibrated"),
+        ({"stop_token_ids": [VOCAB]}, ValueError, "outside the vocabulary"),
+    ],
+    ids=readable,
+)
+def test_bad_requests(options, error, message):
+    with eagle_fsd.Engine(model()) as engine:
+        with pytest.raises(error, match=message):
+            engine.submit(PROMPT, **options)
+        for prompt in ([], [VOCAB], 5, [PROMPT, PROMPT], [3] * 128):
+            with pytest.raises((TypeError, ValueError)):
+                engine.submit(prompt)
+        assert engine.stats.requests == engine.rows == engine.waiting == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"max_rows": 0}, ValueError, "max_rows must be at least 1"),
+        ({"max_tokens": 5}, ValueError, "max_tokens must be at least 14"),
+        ({"prefill_chunk": 0.5}, TypeError, "prefill_chunk must be an int"),
+        ({"tree": 5}, TypeError, "tree must be a TreeConfig"),
+        ({"tree": eagle_fsd.TreeConfig(8, 3, 2, least_reach=0.1)}, ValueError, "must not stop early"),
+        ({"tree": eagle_fsd.TreeConfig(60, 3, VOCAB + 1)}, ValueError, "exceeds the draft's vocabulary"),
+    ],
+    ids=readable,
+)
+def test_bad_engines(options, error, message):
+    with pytest.raises(error, match=message):
+        eagle_fsd.Engine(model(), **options)
+    with pytest.raises(TypeError, match=r"from eagle_fsd\.load"):
+        eagle_fsd.Engine("model")
+
+
+# Threads, asyncio, and nobody -------------------------------------------------------------------------------------
+
+
+def test_many_threads():
+    found = {}
+    with eagle_fsd.Engine(model(), max_rows=3) as engine:
+        def ask(number):
+            prompt, options = request(number)
+            ticket = engine.submit(prompt, **options)
+            found[number] = pieces_of(ticket), ticket.result()
+
+        threads = [threading.Thread(target=ask, args=(number,)) for number in range(12)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert len(found) == 12
+    for number, (pieces, output) in found.items():
+        assert_as_alone(output, alone(number))
+        assert pieces == (output.token_ids, output.receipts, output.text)
+
+
+def test_asyncio():
+    async def ask(engine, number):
+        prompt, options = request(number)
+        ticket, tokens = engine.submit(prompt, **options), []
+        async for piece in ticket:
+            tokens += piece.token_ids
+        output = await ticket
+        assert tokens == output.token_ids
+        return output
+
+    async def main(engine):
+        outputs = await asyncio.gather(*(ask(engine, number) for number in range(12)))
+        for number, output in enumerate(outputs):
+            assert_as_alone(output, alone(number))
+        ticket = engine.submit(PROMPT, max_new_tokens=100, stopping_criteria=[lambda *_: time.sleep(0.005) or False])
+        async for _ in ticket:
+            break  # a client that goes away
+        ticket.cancel()
+        assert (await ticket).finish_reason == "cancelled"
+        with pytest.raises(ValueError, match="no such luck"):
+            await engine.submit(PROMPT, logits_processor=[Raises(0, ValueError("no such luck"))])
+
+    with eagle_fsd.Engine(model(), max_rows=3) as engine:
+        asyncio.run(main(engine))
+        assert engine.submit(PROMPT, max_new_tokens=2).result().finish_reason == "length"
+
+
+def test_a_reader_whose_loop_is_gone_holds_nobody_up():
+    with eagle_fsd.Engine(model(), max_rows=1) as engine:
+        ticket, go = blocked(engine)
+
+        async def wait_a_little():
+            async def read():
+                return [piece async for piece in ticket]
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(read(), 0.05)
+
+        asyncio.run(wait_a_little())
+        go.set()
+        assert ticket.result(30).finish_reason == "length"
+
+
+def test_a_time_out_leaves_the_answer_alone():
+    with eagle_fsd.Engine(model()) as engine:
+        ticket, go = blocked(engine)
+        with pytest.raises(TimeoutError, match=r"longer than 0\.01 s"):
+            ticket.result(0.01)
+        go.set()
+        assert ticket.result().finish_reason == "length"
+
+
+def test_a_ticket_that_nobody_holds_is_cancelled():
+    with eagle_fsd.Engine(model(), max_rows=1) as engine:
+        ticket, go = blocked(engine)
+        del ticket
+        gc.collect()
+        go.set()
+        assert engine.submit(PROMPT, max_new_tokens=3).result().finish_reason == "length"
+    assert engine.stats.finished == {"cancelled": 1, "length": 1}
+
+
+def test_nothing_is_done_while_nothing_is_asked(monkeypatch):
+    cycles, cycle = [], Rows.cycle
+    monkeypatch.setattr(Rows, "cycle", lambda self: cycles.append(None) or cycle(self))
+    with eagle_fsd.Engine(model()) as engine:
+        engine.submit(PROMPT, max_new_tokens=5).result()
+        count = len(cycles)
+        assert 1 <= count <= 4 and engine.stats.cycles == count
+    assert len(cycles) == count
