@@ -202,7 +202,8 @@ class Reference:
             divergence("js", self.target_logits[v], draft_logits)]
         parts = (rule.learned.weight.tolist(), rule.learned.mean.tolist(), rule.learned.scale.tolist(), known)
         odds = rule.learned.bias + sum(w * (x - m) / s for w, m, s, x in zip(*parts, strict=True))
-        return child == self.preferred(v, possible) and 1 / (1 + math.exp(-odds)) < rule.threshold
+        best = max(possible, key=lambda c: self.warped_logits[v][self.tokens[c]])
+        return child == best and 1 / (1 + math.exp(-odds)) < rule.threshold
 
     def lenience(self, v):
         lifted = [self.tokens[c] for c in self.candidates(v)]

@@ -73,6 +73,25 @@ def test_requests_let_harmless_tokens_pass_and_no_others(pair, options):
     assert [output.text for output in batch] == ["ekg1", "hi4", "np5"]
 
 
+def test_the_targets_own_generate_uses_it_too(folder, pair):
+    model, ids = pair.target.model, torch.tensor([[0, 4]])
+    options = {"custom_generate": eagle_fsd.custom_generate, "acceptance": "judge", "threshold": 0.5, "tree": TREE}
+    found = model.generate(ids, draft=str(folder / "head"), max_new_tokens=8, do_sample=False, **options)
+    assert pair.tokenizer.decode(found[0, 2:], skip_special_tokens=True) == "ekg1"
+    with pytest.raises(ValueError, match="there is no judge.safetensors beside the head"):
+        model.generate(ids, draft=pair.draft, max_new_tokens=8, do_sample=False, **options)
+
+
+def test_a_budget_holds_when_sampling_too(pair):
+    """The KL of what it does is known: a judge looks at the most likely child, whatever the noise."""
+    options = {"acceptance": "judge", "threshold": 0.5, "temperature": 1.0, "tree": TREE, "max_new_tokens": 8}
+    loose = [eagle_fsd.generate([0, 4], pair, seed=seed, budget=100.0, **options) for seed in range(8)]
+    assert all(output.stats.budget_spent > 0 for output in loose)
+    stingy = [eagle_fsd.generate([0, 4], pair, seed=seed, budget=0.01, **options) for seed in range(8)]
+    exact = [eagle_fsd.generate([0, 4], pair, seed=seed, **{**options, "threshold": 0.0}) for seed in range(8)]
+    assert [output.token_ids for output in stingy] == [output.token_ids for output in exact]
+
+
 def test_both_ends_of_the_dial(pair):
     assert [text(pair, "r" + last, acceptance="judge", threshold=0.0) for last in "abc"] == ["efg1", "hi4", "no5"]
     assert [text(pair, "r" + last, acceptance="judge", threshold=1.0) for last in "abc"] == ["ekg2", "hlm3", "np5"]

@@ -11,7 +11,8 @@ import setuptools
 
 ROOT = Path(__file__).parents[1]
 OWN = {"eagle_fsd", "train", "eval", "docs"}
-PACKAGES = {"yaml": "pyyaml", "flash_attn": "flash-attn-4", "sklearn": "scikit-learn"}  # imported by another name than it is installed by
+# Imported by another name than it is installed by.
+PACKAGES = {"yaml": "pyyaml", "flash_attn": "flash-attn-4", "sklearn": "scikit-learn"}
 
 
 @pytest.fixture(scope="module")

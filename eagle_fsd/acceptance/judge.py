@@ -69,9 +69,9 @@ class LearnedJudge:
 class Judge(GatingRule):
     """Allow a child whose judged probability of harm is below T (after AutoJudge, arXiv 2504.20039).
 
-    Of a node's children only the one that the target prefers is judged, whatever the dial: that is what the judge has
-    seen. It is learned from mined examples (`python -m train.mine`, `python -m train.judge`) and stored beside the
-    head; decoding with the pair of that head finds it there.
+    Of a node's children only the target's most likely is judged, whatever the dial and the noise: that is what the
+    judge has seen. It is learned from mined examples (`python -m train.mine`, `python -m train.judge`) and stored
+    beside the head; decoding with the pair of that head finds it there.
 
     Args:
         threshold: T in [0, 1]; 0 is lossless. Strictly below: at 1 all passes that is not surely harm.
@@ -91,4 +91,5 @@ class Judge(GatingRule):
         if self.learned is None:
             raise ValueError("rule 'judge' is decoded with a pair whose head has a judge, and was asked without one")
         harm = self.learned.harm(verification.features, step_signals(verification))  # [B, N]
-        return (harm < self.threshold) & preferred(verification, self.candidates(verification))  # P(harm) < T
+        best = preferred(verification, self.candidates(verification), verification.step_logits)
+        return best & (harm < self.threshold)  # P(harm) < T

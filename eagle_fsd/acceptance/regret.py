@@ -45,7 +45,8 @@ class Regret(GatingRule):
 
     def candidates(self, verification: Verification) -> Tensor:
         """[B, N] bool: of each node's candidates the one that the target prefers, the first token of equal ones."""
-        return preferred(verification, super().candidates(verification))
+        steps = verification.of_step(verification.noisy_logits)
+        return preferred(verification, super().candidates(verification), steps)
 
     def passes(self, verification: Verification) -> Tensor:
         steps = verification.of_step(verification.target_logits)

@@ -85,12 +85,13 @@ class FuzzyRule(Rule):
 def preferred(
     verification: Verification,
     candidates: Tensor,  # [B, N] bool
+    values: Tensor,  # [B, N]
 ) -> Tensor:  # [B, N] bool
-    """Of each node's candidates the one that the target prefers under this noise, the first token of equal ones."""
-    never = torch.full_like(verification.exact_choice, -math.inf, dtype=torch.float)
-    steps = torch.where(candidates, verification.step_logits, -math.inf)
-    best = ChildWeights(verification, steps, never).draw()  # [B, M]
-    return candidates & (verification.tree.tokens == verification.of_parent(best))
+    """Of each node's candidates the one of the largest value, the first token of equal ones."""
+    values = torch.where(candidates, values, -math.inf)
+    largest = candidates & (values == verification.of_parent(verification.best_child(values)))
+    order = torch.where(largest, -verification.tree.tokens.float(), -math.inf)
+    return largest & (order == verification.of_parent(verification.best_child(order)))
 
 
 @dataclass(frozen=True)
