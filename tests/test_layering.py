@@ -33,10 +33,11 @@ HOUSE: dict[str, list[str]] = {
     "api": [],
     "hf": [],
     "chat": [],
-    "serve": ["tickets room prefixes", "jobs", "rows", "engine"],
+    "web": ["limits guards metrics", "protocol server"],
+    "serve": ["tickets room prefixes", "jobs", "rows", "engine", "page", "app", "ray"],
     "experiments": ["methods grading records summaries", "experiment cycles", "search"],
     "lm_eval": ["arguments", "model", "__main__"],
-    "cli": ["exits terminal", "arguments", "calibrate chat demo generate heads tune vocab", "__init__"],
+    "cli": ["exits terminal", "arguments", "calibrate chat demo generate heads serve tune vocab", "__init__"],
     "__init__": [],
     "__main__": [],
 }
