@@ -10,6 +10,7 @@ import math
 import pickle
 import re
 import shutil
+import threading
 
 import numpy as np
 import pytest
@@ -26,12 +27,17 @@ from eagle_fsd import (
     Decision,
     DraftHead,
     EagleModel,
+    Engine,
+    EngineClosed,
     LoadOptions,
     Output,
+    Piece,
+    QueueFull,
     Receipt,
     SamplingOptions,
     Session,
     Stats,
+    Ticket,
     TreeConfig,
     Verification,
     custom_generate,
@@ -102,6 +108,21 @@ class World:
 
     def chat(self, **options):
         return Chat(self.pair, **{"max_new_tokens": 4} | options)
+
+    def ask_engine(self, *prompt, requests=1, closed=False, **options):
+        """Requests to an engine that is busy with another one, with one place in its queue."""
+        go, busy = threading.Event(), threading.Event()
+        with Engine(self.pair, max_rows=1, max_waiting=1) as engine:
+            try:
+                first = engine.submit(PROMPT, stopping_criteria=[lambda *_: busy.set() or go.wait(SECONDS)])
+                assert busy.wait(SECONDS)
+                if closed:
+                    go.set()
+                    engine.close()
+                tickets = [engine.submit(*(prompt or [PROMPT]), **options) for _ in range(requests)]
+            finally:
+                go.set()
+            return [ticket.result() for ticket in (first, *tickets)]
 
     def other_session(self):
         session = Session()
@@ -437,6 +458,15 @@ CASES = [
     ("Chat", "an option of another name", lambda w: w.chat(speed=2).send("a"), TypeError, "speed"),
     ("Session", "another model's", lambda w: w.other_session(), ValueError, "one Session per model"),
     ("Session", "text", lambda w: w.generate(session="mine"), TypeError, "session must be a Session or None"),
+    ("Engine", "text as model", lambda w: Engine("smollm2"), TypeError, "from eagle_fsd.load, got str"),
+    ("Engine", "half a row", lambda w: Engine(w.pair, max_rows=0.5), TypeError, "max_rows must be an int, got 0.5"),
+    ("Engine", "room for nothing", lambda w: Engine(w.pair, max_tokens=3), ValueError, "max_tokens must be at least"),
+    ("Engine", "an option with a slip", lambda w: w.ask_engine(max_token=5), TypeError, "unknown option 'max_token'"),
+    ("Engine", "a batch", lambda w: w.ask_engine([PROMPT, PROMPT]), TypeError, "not a mixture or others"),
+    ("QueueFull", "too many requests", lambda w: w.ask_engine(requests=2), QueueFull, "1 requests wait already"),
+    ("EngineClosed", "after close", lambda w: w.ask_engine(closed=True), EngineClosed, "it was closed"),
+    ("Ticket", "nothing", lambda w: Ticket(), TypeError, "missing"),
+    ("Piece", "nothing", lambda w: Piece(), TypeError, "missing"),
     ("Output", "nothing", lambda w: Output(), TypeError, "missing"),
     ("Stats", "an unknown field", lambda w: Stats(tokens=5), TypeError, "tokens"),
     ("Receipt", "too little", lambda w: Receipt("exact"), TypeError, "missing"),

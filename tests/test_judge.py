@@ -17,6 +17,8 @@ from tiny import save_pair, tiny_pair
 import eagle_fsd
 from eagle_fsd.acceptance import RULES, make_rule
 from eagle_fsd.acceptance.judge import SIGNALS, LearnedJudge, step_signals
+from eagle_fsd.data.questions import read_questions
+from eagle_fsd.experiments.experiment import Experiment
 from eagle_fsd.quality.judges import JUDGE_FILE, read_judge, store_judge
 from eval.report.signals import agreement, area, passed, resampled
 from eval.signals import SignalsArguments, compare
@@ -90,6 +92,16 @@ def test_a_budget_holds_when_sampling_too(pair):
     stingy = [eagle_fsd.generate([0, 4], pair, seed=seed, budget=0.01, **options) for seed in range(8)]
     exact = [eagle_fsd.generate([0, 4], pair, seed=seed, **{**options, "threshold": 0.0}) for seed in range(8)]
     assert [output.token_ids for output in stingy] == [output.token_ids for output in exact]
+
+
+def test_experiments_give_the_rules_under_test_the_judge(folder, pair, tmp_path):
+    questions = read_questions(folder / "questions.jsonl")[:6]
+    settings = {"judge 0.5": {"rule": "judge", "threshold": 0.5}, "judge 1": {"rule": "judge", "threshold": 1.0}}
+    found = Experiment(pair, questions, settings, tmp_path / "log.jsonl", max_new_tokens=12, tree=TREE)
+    found.observe()
+    for name, texts in (("judge 0.5", ["ekg1", "hi4", "np5"]), ("judge 1", ["ekg2", "hlm3", "np5"])):
+        found.answer(name)
+        assert [record["text"] for record in found.results(name)] == [text for text in texts for _ in range(2)]
 
 
 def test_both_ends_of_the_dial(pair):

@@ -26,12 +26,12 @@ from eagle_fsd.data.files import only_writer
 from eagle_fsd.data.progress import Progress
 from eagle_fsd.data.questions import Question, read_questions
 from eagle_fsd.experiments.experiment import fingerprint
+from eagle_fsd.experiments.grading import CODE
 from eagle_fsd.models.loading import check_dtype
 from eagle_fsd.models.placement import weights_digest
 from eagle_fsd.pair import EagleModel
 from eagle_fsd.prompts import check_length, encode_prompt
 from train.data.regeneration import begin_store
-from train.mining.kinds import CODE
 from train.mining.rollouts import Decoding
 from train.mining.store import append_group
 from train.mining.trails import MODES, Labels, follow

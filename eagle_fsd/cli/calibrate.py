@@ -26,7 +26,7 @@ class CalibrateCommand:
         tree: size of the draft tree; without it the fastest that is known here.
         limit: use only the first prompts.
         timed: prompts that speed is measured on.
-        run_code: allow programs of HumanEval answers to be run.
+        run_code: allow programs of HumanEval and MBPP answers to be run.
         log: file of the answers; the same command goes on with it.
     """
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import keyword
 
+from eagle_fsd.experiments.grading import CODE
+
 KINDS = ("digit", "operator", "name", "keyword", "word", "layout")
-CODE = ("humaneval", "mbpp")  # categories of questions whose answers are programs
 OPERATORS = frozenset("+-*/%=<>!&|^~@\u00d7\u00f7")
 FENCE = "```"
 

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from eagle_fsd.data.questions import Question
-from eagle_fsd.experiments.grading import is_right, outcome
+from eagle_fsd.experiments.grading import CODE, is_right, outcome
 from eagle_fsd.models.target import TargetModel
-from train.mining.kinds import CODE, is_in_code, kind_of
+from train.mining.kinds import is_in_code, kind_of
 from train.mining.likelihood import Loss, losses
 from train.mining.mismatches import Mismatch
 from train.mining.rollouts import Answer, Decoding, Run
