@@ -10,7 +10,7 @@ VERSION = next(
     if line.startswith("__version__")
 )
 
-TRAIN = ["omegaconf>=2.4", "pyyaml>=6", "tokenizers>=0.21"]
+TRAIN = ["omegaconf>=2.4", "pyyaml>=6", "scikit-learn>=1.5", "tokenizers>=0.21"]
 EVAL = ["httpx>=0.27", "matplotlib>=3.8", "tabulate>=0.9"]
 DOCS = ["mkdocs>=1.6,<2", "mkdocs-material>=9.6", "mkdocstrings[python]>=1.0"]
 SERVE = ["fastapi>=0.115", "starlette>=0.46", "pydantic>=2.10", "uvicorn>=0.34", "h11>=0.14", "prometheus-client>=0.21"]

@@ -24,7 +24,6 @@ import numpy as np
 import torch
 from scipy.stats import chi2_contingency
 
-import eagle_fsd
 from eagle_fsd.cli.arguments import Acceptance, Loading
 from eagle_fsd.cli.exits import check_counts
 from eagle_fsd.data.progress import Progress
@@ -163,8 +162,7 @@ def tell_differences(found: Sequence[Difference], prompts: int) -> None:
 
 def run(args: LosslessArguments) -> int:
     """Print and store what was found; 0 where nothing speaks against losslessness, else 1."""
-    if args.decoding.quality is None:
-        eagle_fsd.make_rule(**args.decoding.rule)
+    args.decoding.check()
     check_counts(args, "prompts", "max_new_tokens", "sampled_prompts", "sampled_tokens")
     check_counts(args, "samples", least=0)
     questions = load_questions(args.questions, args.prompts, args.seed, args.prompts)

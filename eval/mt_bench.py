@@ -165,8 +165,8 @@ def check_options(args: MtBenchArguments) -> None:
         if not valid:
             raise ValueError(f'--temperature must be a number of at least 0 or "category", got {args.temperature!r}')
     check_counts(args, "max_new_tokens", "num_choices", "generated", "limit")
-    if not args.baseline and args.decoding.quality is None:
-        eagle_fsd.make_rule(**args.decoding.rule)
+    if not args.baseline:
+        args.decoding.check()
 
 
 def run(args: MtBenchArguments) -> None:

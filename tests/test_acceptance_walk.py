@@ -1,11 +1,13 @@
 """The walk on a tree drawn by hand, V = 11."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 from random_trees import emitted, fuzzy_nodes, random_verification, tree_from_parents
 from reference_acceptance import Reference
+from tiny import HIDDEN, judged
 
 from eagle_fsd.acceptance import RULES, Decision, Verification, make_rule, walk
 
@@ -98,6 +100,21 @@ def test_noise_decides_and_nodes_of_one_depth_share_it():
         (make_rule("relaxed", 0.5, top=1), [0], []),
         (make_rule("relaxed", 2.0, top=2), [0, 2, 5], [2, 5]),  # node 5's token ties for the second place
         (make_rule("lenience", 5.0), [0], []),
+        # the entropy of the root's best three, of logits 2, 1.5 and 0, is 0.885; node 2's are 2, 0 and 0: 0.665
+        (make_rule("fly", math.log(3) - 0.88, window=1), [0, 2], [2]),
+        (make_rule("fly", math.log(3) - 0.89, window=1), [0], []),
+        (make_rule("fly", math.log(3) - 0.66, window=1), [0, 2, 5], [2, 5]),
+        (make_rule("fly", math.log(3) - 0.88), [0, 1, 4], [1]),  # 9 is node 1's best; node 2's is no child
+        (make_rule("fly", math.log(3), window=3), [0], []),  # longer than the tree is deep
+        (make_rule("fsd", math.inf, gates=["fly"]), [0, 1, 4], [1]),
+        (make_rule("fly", 0.4, gates=["relaxed"]), [0], []),  # 0.5 nats are within relaxed's 0.6, but open no window
+        (make_rule("fly", 0.4, window=1, gates=["relaxed"]), [0, 2], [2]),
+        (make_rule("regret", 0.4), [0], []),  # the target prefers node 2, at a regret of 0.5, then node 5, of 2
+        (make_rule("regret", 0.5), [0, 2], [2]),
+        (make_rule("regret", 2.5), [0, 2, 5], [2, 5]),
+        (make_rule("regret", 2.5, most=1), [0, 2], [2]),
+        (make_rule("regret", math.inf, head_guard=0.3), [0], []),
+        (make_rule("fsd+regret", math.inf, gate_threshold=2.0), [0, 2], [2]),
         # through node 2 the regrets are 0.5 and 2, through node 1 they are 2 and 0 (its best token is 9)
         (make_rule("tilt", 0.4), [0], []),
         (make_rule("tilt", 0.5), [0], []),  # a step that gains exactly nothing is not taken
@@ -114,6 +131,21 @@ def test_fuzzy_greedy_walks(rule, path, fuzzy):
     assert walked.accepted[0].nonzero()[:, 0].tolist() == path
     assert fuzzy_nodes(verification, walked)[0].nonzero()[:, 0].tolist() == fuzzy
     assert walked.last.tolist() == [path[-1]] and walked.length.tolist() == [len(path) - 1]
+
+
+@pytest.mark.parametrize(
+    ("spent", "said", "path"),
+    [
+        (0.0, 1, [0, 2, 5]), (0.1, 1, [0, 2]), (2.0, 1, [0, 2]), (2.1, 1, [0]),  # 2.5 for the first 100 tokens
+        (2.1, 98, [0]), (2.0, 98, [0, 2]), (2.0, 99, [0, 2, 5]), (2.1, 99, [0]),  # node 5 would be the 101st
+        (2.5, 100, [0, 2, 5]), (2.6, 100, [0, 2]), (4.6, 199, [0]), (4.6, 200, [0, 2, 5]),
+    ],
+)
+def test_regret_goes_by_what_the_request_has_given_up(spent, said, path):
+    verification = picture([5, 9, 0, 0, 0, 0], second={0: 7})
+    memory = {"regret": torch.tensor([spent], dtype=torch.float64), "said": torch.tensor([said])}
+    walked = walk(verification, make_rule("regret", 2.5)(replace(verification, **memory)))
+    assert walked.accepted[0].nonzero()[:, 0].tolist() == path
 
 
 def test_paper_rule_stops_at_a_drawn_child_where_the_divergence_is_too_large():
@@ -133,9 +165,11 @@ def test_a_root_alone():
     tree = tree_from_parents([[0], [0]], [[4], [5]])
     logits = torch.randn(2, 1, VOCAB, generator=torch.Generator().manual_seed(0))
     for noise in (None, torch.zeros(2, 1, VOCAB)):
-        verification = Verification(tree, logits, logits, torch.zeros(2, 1, VOCAB), noise)
+        features = torch.ones(2, 1, HIDDEN)
+        verification = Verification(tree, logits, logits, torch.zeros(2, 1, VOCAB), noise, features=features)
         for name in RULES:
-            walked = walk(verification, make_rule(name, 0.0 if name == "exact" else 0.5)(verification))
+            rule = make_rule(name, 0.0 if name == "exact" else 0.5, **judged(name))
+            walked = walk(verification, rule(verification))
             assert walked.length.tolist() == [0, 0] and walked.last.tolist() == [0, 0]
             assert torch.equal(walked.choice, logits.argmax(-1))
 

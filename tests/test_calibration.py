@@ -11,6 +11,7 @@ from tiny import PROMPT, tiny_pair, tiny_tokenizer
 import eagle_fsd
 from eagle_fsd.acceptance import make_rule, walk
 from eagle_fsd.cli import main
+from eagle_fsd.data.files import only_writer
 from eagle_fsd.data.questions import Question
 from eagle_fsd.experiments.cycles import log_cycles
 from eagle_fsd.experiments.experiment import Experiment, settings_of, spread
@@ -390,6 +391,32 @@ def test_a_speedup_is_promised_by_time_alone(pair, tmp_path):
         calibrate(pair, questions(4), "speedup>=1000", tmp_path / "log", **options)
 
 
+@pytest.mark.parametrize(("rule", "gate"), [("fsd+fly", 1.0), ("fsd+regret", 4.0)])
+def test_rules_with_gates_are_calibrated_and_used(pair, tmp_path, rule, gate):
+    asked = answered(pair, 40, 8)
+    options = {"max_new_tokens": 8, "tree": TREE, "timed": 2, "repeats": 1}
+    found = calibrate(pair, asked, "diverging<=60%", tmp_path / "log", dials={rule: (0.05, 0.5)},
+                      options={"gate_threshold": gate}, **options)
+    assert [row["setting"] for row in found.curve][:1] == [f"{rule} 0.05"]
+    assert found.options["rule"] in ("exact", rule)
+    given = {"rule": rule, "threshold": 0.5, "gate_threshold": gate}
+    observed = Experiment(pair, asked, {"loose": given}, tmp_path / "other", max_new_tokens=8, tree=TREE)
+    observed.observe()
+    observed.answer("loose")
+    changed = [trace.diverges for trace in observed.traces("loose")]
+    assert any(changed)
+    for question, diverges, record in zip(asked, changed, observed.results("loose"), strict=True):
+        out = eagle_fsd.generate([{"role": "user", "content": question.turns[0]}], pair, acceptance=make_rule(**given),
+                                 max_new_tokens=8, tree=TREE)
+        assert out.text == record["text"]
+        assert diverges == ("fuzzy" in [receipt.source for receipt in out.receipts])
+    pair.calibrations = [calibration(pair, options=given)]
+    wanted = eagle_fsd.generate(PROMPT, pair, acceptance=make_rule(**given), max_new_tokens=16, tree=TREE)
+    found = eagle_fsd.generate(PROMPT, pair, quality="accuracy_drop<=1%", max_new_tokens=16, tree=TREE)
+    assert found.token_ids == wanted.token_ids
+    pair.calibrations = []
+
+
 # The file and its use
 
 
@@ -452,3 +479,18 @@ def test_the_command_refuses_what_cannot_be_found_out(tmp_path, capsys):
     assert "26 prompts are too few to tell accuracy_drop<=1%: at least 299 are needed" in capsys.readouterr().err
     assert main(["calibrate", "--prompts", str(prompts), "--budget", "accuracy<=1%"]) == 2
     assert "no promise; accepted are such as accuracy_drop<=1%" in capsys.readouterr().err
+    sampled = ["calibrate", "--prompts", str(prompts), "--budget", "kl<=1", "--temperature", "1"]
+    prompts.write_text(prompts.read_text() * 2)
+    assert main([*sampled, "--acceptance", "fsd+fly", "--gate-threshold", "0.9"]) == 2
+    assert "needs rules whose KL is known; that of Gated(" in capsys.readouterr().err
+    assert main([*sampled, "--acceptance", "fsd", "fsd+fly", "--gate-threshold", "0.9"]) == 2
+    assert "--gate-threshold are those of one rule" in capsys.readouterr().err
+
+
+def test_one_process_at_a_time_writes_a_log_of_answers(tmp_path, capsys):
+    prompts, log = tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": letter}) + "\n" for letter in LETTERS * 3))
+    with only_writer(log):
+        assert main(["calibrate", "--prompts", str(prompts), "--budget", "speedup>=1", "--log", str(log),
+                     "--out", str(tmp_path)]) == 2
+    assert "answers.jsonl is being written by process" in capsys.readouterr().err

@@ -212,6 +212,12 @@ def test_rows_are_what_they_are_alone(pair, acceptance, dials, kind):
         assert len({round(sum(regrets(output)), 3) for output in outputs}) > 2, "rows of one memory"
 
 
+@pytest.mark.parametrize("acceptance", ["fsd+fly", "fsd+regret"])
+def test_rows_with_limits_of_their_own(pair, acceptance):
+    """Each row is decided alone, with its own part of what rules see."""
+    assert_rows_as_alone(pair, acceptance=acceptance, threshold=0.6, gate_threshold=1.0, budget=1.5, max_new_tokens=40)
+
+
 # --- names ---------------------------------------------------------------------------------------
 
 
@@ -239,6 +245,12 @@ def test_the_command_line_takes_composed_names(command, capsys):
     assert "unknown rule 'fsd+best'; accepted: exact, fsd" in said
 
 
+@pytest.mark.parametrize("command", [["generate", "hi"], ["chat"]], ids=str)
+def test_the_command_line_refuses_a_rule_before_it_loads(command):
+    with pytest.raises(ValueError, match="'tilt' has no gate"):
+        parse([*command, "--target", "nowhere", "--acceptance", "fsd+tilt"]).run()
+
+
 def test_commands_that_measure_take_composed_names():
     tune = parse(["tune", "--prompts", "P", "--acceptance", "fsd+regret", "--gate-threshold", "2"])
     assert (tune.acceptance, tune.measuring.gate_threshold) == ("fsd+regret", 2.0)
@@ -255,8 +267,8 @@ def test_chat_takes_composed_names(capsys):
     terminal.obey("/threshold 0.3")
     terminal.obey("/rule fsd+tilt")
     said = capsys.readouterr().out.splitlines()
-    assert said[0].startswith("fsd+fly, threshold 0 (the text stays the model's own)")
-    assert said[1].startswith("fsd+fly, threshold 0.3")
+    assert said[0].startswith("fsd+fly, threshold 0, fly 0.799 (the text stays the model's own)")
+    assert said[1].startswith("fsd+fly, threshold 0.3, fly 0.799")
     assert "'tilt' has no gate" in said[2]
     assert chat.options["acceptance"] == "fsd+fly" and chat.options["gate_threshold"] is None
 

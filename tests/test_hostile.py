@@ -10,6 +10,7 @@ import math
 import pickle
 import re
 import shutil
+import threading
 
 import numpy as np
 import pytest
@@ -26,12 +27,17 @@ from eagle_fsd import (
     Decision,
     DraftHead,
     EagleModel,
+    Engine,
+    EngineClosed,
     LoadOptions,
     Output,
+    Piece,
+    QueueFull,
     Receipt,
     SamplingOptions,
     Session,
     Stats,
+    Ticket,
     TreeConfig,
     Verification,
     custom_generate,
@@ -102,6 +108,21 @@ class World:
 
     def chat(self, **options):
         return Chat(self.pair, **{"max_new_tokens": 4} | options)
+
+    def ask_engine(self, *prompt, requests=1, closed=False, **options):
+        """Requests to an engine that is busy with another one, with one place in its queue."""
+        go, busy = threading.Event(), threading.Event()
+        with Engine(self.pair, max_rows=1, max_waiting=1) as engine:
+            try:
+                first = engine.submit(PROMPT, stopping_criteria=[lambda *_: busy.set() or go.wait(SECONDS)])
+                assert busy.wait(SECONDS)
+                if closed:
+                    go.set()
+                    engine.close()
+                tickets = [engine.submit(*(prompt or [PROMPT]), **options) for _ in range(requests)]
+            finally:
+                go.set()
+            return [ticket.result() for ticket in (first, *tickets)]
 
     def other_session(self):
         session = Session()
@@ -406,7 +427,7 @@ CASES = [
     ("SamplingOptions", "half a token", lambda w: SamplingOptions(max_new_tokens=0.5), TypeError, "must be an int"),
     ("SamplingOptions", "a NaN", lambda w: SamplingOptions(temperature=math.nan), ValueError, "temperature must be 0"),
     ("AcceptanceOptions", "two choices", lambda w: AcceptanceOptions(threshold=0.1, quality="kl<=1"), ValueError,
-     "leave acceptance=, threshold= and divergence= out"),
+     "leave acceptance=, threshold=, divergence= and gate_threshold= out"),
     ("AcceptanceOptions", "a budget in words", lambda w: AcceptanceOptions(budget="all"), TypeError, "number of nats"),
     ("LoadOptions", "two places", lambda w: LoadOptions(device="cpu", device_map="auto"), ValueError, "not both"),
     ("LoadOptions", "a head alone", lambda w: LoadOptions(draft="d"), ValueError, "target= is missing"),
@@ -437,6 +458,15 @@ CASES = [
     ("Chat", "an option of another name", lambda w: w.chat(speed=2).send("a"), TypeError, "speed"),
     ("Session", "another model's", lambda w: w.other_session(), ValueError, "one Session per model"),
     ("Session", "text", lambda w: w.generate(session="mine"), TypeError, "session must be a Session or None"),
+    ("Engine", "text as model", lambda w: Engine("smollm2"), TypeError, "from eagle_fsd.load, got str"),
+    ("Engine", "half a row", lambda w: Engine(w.pair, max_rows=0.5), TypeError, "max_rows must be an int, got 0.5"),
+    ("Engine", "room for nothing", lambda w: Engine(w.pair, max_tokens=3), ValueError, "max_tokens must be at least"),
+    ("Engine", "an option with a slip", lambda w: w.ask_engine(max_token=5), TypeError, "unknown option 'max_token'"),
+    ("Engine", "a batch", lambda w: w.ask_engine([PROMPT, PROMPT]), TypeError, "not a mixture or others"),
+    ("QueueFull", "too many requests", lambda w: w.ask_engine(requests=2), QueueFull, "1 requests wait already"),
+    ("EngineClosed", "after close", lambda w: w.ask_engine(closed=True), EngineClosed, "it was closed"),
+    ("Ticket", "nothing", lambda w: Ticket(), TypeError, "missing"),
+    ("Piece", "nothing", lambda w: Piece(), TypeError, "missing"),
     ("Output", "nothing", lambda w: Output(), TypeError, "missing"),
     ("Stats", "an unknown field", lambda w: Stats(tokens=5), TypeError, "tokens"),
     ("Receipt", "too little", lambda w: Receipt("exact"), TypeError, "missing"),
@@ -745,7 +775,7 @@ MISREAD = [
     (["generate", "hi", "--seed", "None"], "--seed: .* 'None'"),
     (["generate", "hi", "--tree", "16,5,four"], "--tree: '16,5,four' is no tree; it takes total_tokens,depth"),
     (["generate", "hi", "--tree", "1,5,4"], "TreeConfig.total_tokens must be at least 2, got 1"),
-    (["generate", "hi", "--acceptance", "best"], "invalid choice 'best' for argument '--acceptance'.* 'fsd'"),
+    (["generate", "hi", "--acceptance", "best"], "--acceptance: unknown rule 'best'; accepted: exact, fsd"),
     (["generate", "hi", "--attn-implementation", "flash"], "invalid choice 'flash' for .*'sdpa'"),
     (["generate", "hi", "--speed", "2"], "Unrecognized options: --speed"),
     (["generate", "hi", "--no-ignore-eos"], "Unrecognized options: --no-ignore-eos"),
@@ -753,13 +783,15 @@ MISREAD = [
     (["generate", "hi", "--tp-plan", "auto", "--device", "cpu"], "give --device 'cpu' or --tp-plan 'auto', not both"),
     (["generate", "hi", "--quality", "good"], "'good' is no promise"),
     (["generate", "hi", "--quality", "kl<=0.02", "--threshold", "0.1"],
-     "--quality 'kl<=0.02' chooses the rule: leave --acceptance, --threshold and --divergence out"),
+     "--quality 'kl<=0.02' chooses the rule: leave --acceptance, --threshold, "
+     "--divergence and --gate-threshold out"),
     (["generate", "hi", "--budget", "nan"], "--budget must be at least 0 nats, got nan"),
     (["generate", "hi", "--temperature", "nan"], "--temperature must be .* got nan"),
     (["generate", "hi", "--max-new-tokens", "0"], "--max-new-tokens must be at least 1, got 0"),
     (["chat", "--stop", ""], "--stop must hold non-empty strings, got ''"),
     (["chat", "--tp-plan", "auto"], "Unrecognized options: --tp-plan"),
-    (["calibrate", "--prompts", "x", "--budget", "kl<=1", "--acceptance", "best"], "invalid choice 'best'"),
+    (["calibrate", "--prompts", "x", "--budget", "kl<=1", "--acceptance", "best"],
+     r"--acceptance: .* \['best'\] .*\{exact,fsd,"),
     (["tune", "--prompts", "x", "--temperature", "-1"], "--temperature must be .* got -1"),
     (["export", "head", "--to", "word", "--out", "out"], "invalid choice 'word' for argument '--to'.* 'vllm'"),
     (["vocab", "head"], "Missing from eagle-fsd vocab: --data"),

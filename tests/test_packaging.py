@@ -12,7 +12,8 @@ import setuptools
 ROOT = Path(__file__).parents[1]
 OWN = {"eagle_fsd", "train", "eval", "docs"}
 # Imported by another name than it is installed by.
-PACKAGES = {"yaml": "pyyaml", "flash_attn": "flash-attn-4", "prometheus_client": "prometheus-client"}
+PACKAGES = {"yaml": "pyyaml", "flash_attn": "flash-attn-4", "sklearn": "scikit-learn",
+            "prometheus_client": "prometheus-client"}
 
 
 @pytest.fixture(scope="module")

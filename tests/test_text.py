@@ -48,7 +48,7 @@ def test_tokens_are_decoded_a_few_at_a_time(bytes_tokenizer, monkeypatch):
     assert max(longest) <= 3 and len(longest) <= 4 * 400
 
 
-@pytest.mark.parametrize("stops", [[], [". END"], ["nowhere", "好き"], ["👩‍🚀"], ["G"], ["done. ENDS", "of it"]], ids=str)
+@pytest.mark.parametrize("stops", [[], [". END"], ["nowhere", "好き"], ["👩‍🚀"], ["G"], ["done. ENDS", "of it"]])
 @pytest.mark.parametrize("together", [1, 3])
 def test_what_is_shown_is_never_taken_back(stops, together, bytes_tokenizer):
     """And what is shown with the rest is the text before the first stop string."""
@@ -59,6 +59,7 @@ def test_what_is_shown_is_never_taken_back(stops, together, bytes_tokenizer):
         shown += text.add(ids[start : start + together])
         assert whole.startswith(shown)
         said = bytes_tokenizer.decode(ids[: start + together]).rstrip("\ufffd")
-        assert len(shown) >= min(len(whole), len(said) - max(map(len, stops), default=1) + 1 - 4)  # a character: 4 bytes
+        held_back = max(map(len, stops), default=1) - 1 + 4  # bytes of a character are tokens
+        assert len(shown) >= min(len(whole), len(said)) - held_back
     assert shown + text.rest(whole) == whole
     assert shown == whole or any(whole.endswith(stop[:1]) for stop in stops)

@@ -27,8 +27,7 @@ class FLy(GatingRule):
         threshold: T in [0, ln 3], nats; 0 passes nothing.
         window: W >= 1 tokens, the fuzzy one included; 1: whatever follows.
         renormalised: h is that of the three probabilities divided by their sum; False: the sum of their -p log p, as in
-            the code published with the paper. Both lie in [0, ln 3], and are close where the three hold most of the
-            mass; where they do not the first is larger.
+            the code published with the paper. Both lie in [0, ln 3] and agree where the three hold all of the mass.
     """
 
     name: ClassVar[str] = "fly"

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from ..checks import require_integer
-from .rule import GatingRule
-from .verification import ChildWeights, Verification
+from .rule import GatingRule, preferred
+from .verification import Verification
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class Regret(GatingRule):
     to the answer's n-th token passes iff the sum of r over its fuzzy tokens so far, this one included, is at most
     T * ceil(n / 100), and the cycle has taken less than m fuzzy steps before it. It goes to the child that the target
     prefers, whatever the dial; exact steps cost nothing. The additive budget of ASD (arXiv 2608.03447), which has one
-    sum for the whole answer and weighs steps by their place in the draft besides.
+    sum for the whole answer, m = 2, and a bound on each step that falls with its place in the draft besides.
 
     Args:
         threshold: T >= 0, logits per 100 tokens; 0 is lossless: not even ties pass.
@@ -45,11 +45,8 @@ class Regret(GatingRule):
 
     def candidates(self, verification: Verification) -> Tensor:
         """[B, N] bool: of each node's candidates the one that the target prefers, the first token of equal ones."""
-        candidates = super().candidates(verification)
-        never = torch.full_like(verification.exact_choice, -math.inf, dtype=torch.float)
-        steps = torch.where(candidates, verification.step_logits, -math.inf)
-        preferred = ChildWeights(verification, steps, never).draw()  # [B, M]
-        return candidates & (verification.tree.tokens == verification.of_parent(preferred))
+        steps = verification.of_step(verification.noisy_logits)
+        return preferred(verification, super().candidates(verification), steps)
 
     def passes(self, verification: Verification) -> Tensor:
         steps = verification.of_step(verification.target_logits)

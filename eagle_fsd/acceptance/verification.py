@@ -39,6 +39,7 @@ class Verification:
     What is said of a node is [B, M], what is said of its step, the edge from its parent, [B, N]; the root has none and
     its entry is False or must not be read. M = N, but for a rule that does not look ahead, which may be asked about one
     node at a time: the tree is then that node with its children, and only the node has logits, M = 1.
+    The tokens from the root to node n of row b are `tree.tokens[b, tree.ancestors[b, n]]`.
     """
 
     tree: DraftTree

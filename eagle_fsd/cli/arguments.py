@@ -152,6 +152,13 @@ class Acceptance(Flags, AcceptanceOptions):
     gate_threshold: float | None = None
     tree: Tree = None
 
+    def check(self) -> None:
+        """Refuse a rule that cannot be made, before anything is loaded."""
+        from ..acceptance import make_rule
+
+        if self.quality is None:
+            make_rule(**self.rule)
+
 
 @dataclass(frozen=True)
 class Measuring:

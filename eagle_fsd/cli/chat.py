@@ -56,6 +56,7 @@ class ChatCommand:
     acceptance: Acceptance = Acceptance()
 
     def run(self) -> None:
+        self.acceptance.check()
         talk(self.pair.load(), self.system, **vars(self.sampling), **vars(self.acceptance))
 
 

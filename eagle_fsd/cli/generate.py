@@ -32,6 +32,7 @@ class GenerateCommand:
         from ..api import generate
         from ..models.parallel import of_first
 
+        self.acceptance.check()
         model = self.pair.load()
         text = of_first(model.target.group, sys.stdin.read) if self.prompt == "-" else self.prompt
         prompt = [{"role": "user", "content": text}] if self.chat else text

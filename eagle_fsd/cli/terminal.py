@@ -54,6 +54,7 @@ class SourceStreamer:
 def describe_rule(rule: Rule, temperature: float) -> str:
     """A rule and its dial, such as "tilt, threshold 0.5"."""
     dial = f", threshold {rule.threshold:g}" if max(rule.threshold, rule.threshold_limit[0]) else ""
+    dial += "".join(f", {gate.name} {gate.threshold:.3g}" for gate in rule.parts[1:])
     own = " (the text stays the model's own)" if rule.is_lossless(temperature == 0) else ""
     return f"{rule.name}{dial}{own}"
 

@@ -69,8 +69,11 @@ def free_bytes(device: torch.device) -> int:
     """Memory of the device that is free now; on a host that does not say, half of what it has."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    known = Path("/proc/meminfo")
+    known, limit = Path("/proc/meminfo"), Path("/sys/fs/cgroup/memory.max")
     if known.exists():
         sizes = dict(line.split(":") for line in known.read_text().splitlines())
-        return int(sizes["MemAvailable"].split()[0]) * 1024
+        free = int(sizes["MemAvailable"].split()[0]) * 1024
+        if limit.exists() and limit.read_text().strip() != "max":  # a container's
+            free = min(free, int(limit.read_text()) - int(limit.with_name("memory.current").read_text()))
+        return max(0, free)
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+import weakref
 from collections.abc import AsyncIterator, Generator, Iterator
 from contextlib import suppress
 from typing import NamedTuple
@@ -79,6 +80,10 @@ class Answer:
                 loop.call_soon_threadsafe(change.set)
         self._waking.clear()
 
+    def cancel(self) -> None:
+        """Nobody waits for it any more."""
+        self.cancelled = True
+
     def wait(self, count: int, timeout: float | None = None) -> bool:
         """Wait until there are more pieces than `count`, or no more will come; False: the time is over."""
         with self._changed:
@@ -108,6 +113,7 @@ class Ticket:
     def __init__(self, answer: Answer, prompt_tokens: int, seed: int) -> None:
         self._answer = answer
         self.prompt_tokens, self.seed = prompt_tokens, seed
+        weakref.finalize(self, answer.cancel).atexit = False
 
     @property
     def done(self) -> bool:
@@ -134,7 +140,7 @@ class Ticket:
 
     def cancel(self) -> None:
         """End it within a cycle, with what is there and `finish_reason` "cancelled"; one that has ended stays so."""
-        self._answer.cancelled = True
+        self._answer.cancel()
 
     def __iter__(self) -> Iterator[Piece]:
         at = 0
@@ -189,9 +195,6 @@ class Ticket:
     def _raise(self) -> None:
         if self._answer.error is not None:
             raise self._answer.error
-
-    def __del__(self) -> None:
-        self._answer.cancelled = True
 
 
 _ALL = 1 << 62  # more pieces than there ever are: until the end
