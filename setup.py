@@ -10,18 +10,22 @@ VERSION = next(
     if line.startswith("__version__")
 )
 
-TRAIN = ["omegaconf>=2.4", "pyyaml>=6", "tokenizers>=0.21"]
-EVAL = ["matplotlib>=3.8", "tabulate>=0.9"]
+TRAIN = ["omegaconf>=2.4", "pyyaml>=6", "scikit-learn>=1.5", "tokenizers>=0.21"]
+EVAL = ["httpx>=0.27", "matplotlib>=3.8", "tabulate>=0.9"]
 DOCS = ["mkdocs>=1.6,<2", "mkdocs-material>=9.6", "mkdocstrings[python]>=1.0"]
+SERVE = ["fastapi>=0.115", "starlette>=0.46", "pydantic>=2.10", "uvicorn>=0.34", "h11>=0.14", "prometheus-client>=0.21"]
 EXTRAS = {
     "train": TRAIN,  # train/ and eval/ run from a checkout
     "eval": EVAL,
     "docs": DOCS,
     "gguf": ["gguf>=0.10"],
     "flash": ["flash-attn-4>=4.0.0b36; platform_system == 'Linux'"],  # or 2, or 3: docs/attention.md
+    "serve": SERVE,
+    "page": [*SERVE, "gradio>=6,<7"],
+    "ray": [*SERVE, "ray[serve]>=2.55"],
     "lm_eval": ["lm_eval>=0.4.13,<0.5"],
-    "dev": [*TRAIN, *EVAL, "gguf>=0.10", "pytest>=8", "pytest-xdist>=3.6", "hypothesis>=6.100", "ruff>=0.8",
-            "nbclient>=0.10", "ipykernel>=6"],
+    "dev": [*TRAIN, *EVAL, *SERVE, "openai>=2", "gguf>=0.10", "pytest>=8", "pytest-xdist>=3.6", "hypothesis>=6.100",
+            "ruff>=0.8", "nbclient>=0.10", "ipykernel>=6"],
 }
 
 setup(
@@ -38,6 +42,7 @@ setup(
     package_data={
         "eagle_fsd.cli": ["demo_prompts.json"],
         "eagle_fsd.heads": ["catalogue.json"],
+        "eagle_fsd.serve": ["page.css"],
         "eagle_fsd.checkpoints": ["*/*.json", "*/*.safetensors", "*/*.pt", "*/*.jinja", "*/*.md", "*.md"],
     },
     install_requires=[

@@ -32,6 +32,7 @@ from .options import AcceptanceOptions, SamplingOptions
 from .pair import EagleModel
 from .prompts import check_ids, check_length
 from .quality.calibrations import read_calibrations
+from .quality.judges import read_judge
 from .settings import agreed_criteria, check_budget, ending, resolve_rule, seeds_of, tree_chooser
 from .trees.config import TreeConfig
 
@@ -93,7 +94,7 @@ def custom_generate(
     padding = left_padding(input_ids, model_kwargs.get("attention_mask"))
     pair = EagleModel.from_parts(model, draft if isinstance(draft, DraftHead) else load_head(draft))
     if not isinstance(draft, DraftHead):
-        pair.calibrations = read_calibrations(draft)
+        pair.calibrations, pair.judge = read_calibrations(draft), read_judge(draft)
     prompts = [check_ids(row[count:].tolist(), pair) for row, count in zip(input_ids, padding, strict=True)]
     criteria, eos_ids, max_length = split_criteria(stopping_criteria or StoppingCriteriaList())
     limit = (max_length if max_length is not None else generation_config.max_length) - input_ids.shape[1]

@@ -14,6 +14,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .acceptance import make_rule
+from .acceptance.judge import LearnedJudge
 from .data.sources import check_source
 from .engine.compiled import compile_forwards
 from .engine.drafting import Pause
@@ -27,6 +28,7 @@ from .models.placement import pack_linears, unpack_linears, weights_digest
 from .models.target import TargetModel
 from .options import LoadOptions
 from .quality.calibrations import Calibration, read_calibrations
+from .quality.judges import read_judge
 from .quality.promises import parse_promise
 from .trees.config import CPU_TREE, GPU_TREE, TreeConfig
 from .tuning.choice import AutoTree, describe_tree
@@ -48,6 +50,7 @@ class EagleModel:
     draft: DraftHead | None
     tokenizer: PreTrainedTokenizerBase | None = None
     calibrations: Sequence[Calibration] = ()  # those stored beside the head
+    judge: LearnedJudge | None = None  # that stored beside the head, for the rule `judge`
     tree: TreeConfig | None = None  # of requests that give none
     trees: AutoTree | None = None  # what chooses the tree where none is given; None: `default_tree`
     # Where drafting has not paid lately, by temperature, for requests whose text does not depend on it.
@@ -289,7 +292,7 @@ def load(
     beside = check_source("calibration", draft if calibration is None else calibration)
     if calibration is not None and not Path(beside).is_dir():
         raise ValueError(f"calibration must be a directory, there is none at {beside!r}")
-    calibrations = read_calibrations(beside)
+    calibrations, judge = read_calibrations(beside), read_judge(draft)
     chosen = read_logs(beside) if tree == "auto" and calibration is not None else []
     logs = chosen or (read_logs(draft) if tree == "auto" else [])
     model, tokenizer = load_target(
@@ -300,7 +303,7 @@ def load(
     )
     pair = EagleModel.from_parts(model, head, tokenizer)
     _set_attention(pair.target, attn_implementation)
-    pair.calibrations = calibrations
+    pair.calibrations, pair.judge = calibrations, judge
     if prepack:
         pair.prepack()
     if compile:

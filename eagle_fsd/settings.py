@@ -19,6 +19,7 @@ from .models.parallel import of_first
 from .options import AcceptanceOptions, SamplingOptions
 from .pair import EagleModel
 from .prompts import check_ids, check_length, encodable, end_tokens, need_tokenizer
+from .quality.judges import equip
 from .text import StopStrings
 from .trees.config import Choice, TreeConfig
 
@@ -76,14 +77,23 @@ def resolve_rule(
         if shaped and not found.holds_anywhere(temperature == 0):
             log.warning("%s was calibrated without top_k, top_p, min_p, repetition_penalty and processors of your own: "
                         "it may not hold", options.quality)
-        return make_rule(**found.options)
+        return with_judge(make_rule(**found.options), model)
     if threshold is None and options.acceptance == "fsd" and not shaped:
         threshold = model.default_threshold(options.divergence or "js", temperature, options.tree)
         if threshold is None:
             log.info("no threshold given and none calibrated for this head: decoding losslessly (threshold 0)")
     rule = make_rule(**options.rule | {"threshold": threshold})
     warn_of_infinity(rule, model)
-    return rule
+    return with_judge(rule, model)
+
+
+def with_judge(rule: Rule, model: EagleModel) -> Rule:
+    """The rule, with this pair's judge where it wants one.
+
+    Raises:
+        ValueError: the pair has none, or one of another target.
+    """
+    return equip(rule, model.judge, model.target, model.draft)
 
 
 def warn_of_infinity(rule: Rule, model: EagleModel) -> None:

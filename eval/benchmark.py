@@ -28,7 +28,7 @@ from eagle_fsd.data.files import append_lines, only_writer, read_lines
 from eagle_fsd.data.progress import Progress
 from eagle_fsd.data.questions import Question, converse, read_questions
 from eagle_fsd.experiments.experiment import fingerprint
-from eagle_fsd.experiments.grading import is_right
+from eagle_fsd.experiments.grading import CODE, is_right
 from eagle_fsd.experiments.methods import Answer, Method, engine, hf_generate
 from eagle_fsd.experiments.records import record_path, write_record
 from eagle_fsd.experiments.search import BASELINE
@@ -49,11 +49,11 @@ class BenchmarkArguments:
     """What `eval.benchmark` compares.
 
     Args:
-        questions: JSON lines: MT-Bench, Spec-Bench, HumanEval, GSM8K, or prompts with answers.
+        questions: JSON lines: MT-Bench, Spec-Bench, HumanEval, MBPP, GSM8K, or prompts with answers.
         per_category: only the first questions of each category.
         max_new_tokens: of a turn.
         temperature: 0 is greedy.
-        run_code: allow the generated programs of HumanEval to be run, to grade them.
+        run_code: allow the generated programs of HumanEval and MBPP to be run, to grade them.
         warm_up: questions that are answered once unmeasured.
         threads: of torch; without it what OMP_NUM_THREADS says, or torch.
         seed: of the noise.
@@ -235,8 +235,8 @@ def run(args: BenchmarkArguments) -> None:
     if not by_batch and args.out is None:
         raise ValueError("--out is missing: where the record goes, such as eval/results/mt-bench")
     questions = chosen_questions(args.questions, args.per_category)
-    if any(question.category == "humaneval" for question in questions) and not args.run_code:
-        raise ValueError("grading HumanEval runs generated programs; allow it with --run-code")
+    if any(question.category in CODE for question in questions) and not args.run_code:
+        raise ValueError("grading HumanEval and MBPP runs generated programs; allow it with --run-code")
     model = args.pair.load()
     if by_batch:
         run_batches(args, model, args.out or Path("eval/results/batches"))

@@ -183,8 +183,12 @@ def run(args: MtBenchArguments) -> None:
         answer_all(args, questions, state)
 
 
-def answer_all(args: MtBenchArguments, questions: Sequence[Question], state: PartialState) -> None:
-    """Answer what is missing, with all processes."""
+def check_note(args: MtBenchArguments) -> tuple[Path, dict]:
+    """Where it is noted how the answers were made, and with which settings they are to be.
+
+    Raises:
+        ValueError: there are answers already, made with others or without a note.
+    """
     about, settings = record_path(args.answers, ".meta.json"), file_settings(args)
     noted = read_note(about)
     if noted is None and args.answers.exists() and args.answers.stat().st_size:
@@ -192,6 +196,12 @@ def answer_all(args: MtBenchArguments, questions: Sequence[Question], state: Par
                          "missing; choose another file or delete it")
     if noted is not None and ADDED_SETTINGS | noted["settings"] != settings:
         raise ValueError(f"{args.answers} was begun with other settings ({about}); choose another file or delete it")
+    return about, settings
+
+
+def answer_all(args: MtBenchArguments, questions: Sequence[Question], state: PartialState) -> None:
+    """Answer what is missing, with all processes."""
+    about, settings = check_note(args)
     state.wait_for_everyone()
     own_device = args.pair.device is None and args.pair.device_map is None
     model = (replace(args.pair, device=str(state.device)) if own_device else args.pair).load()

@@ -57,7 +57,7 @@ class SweepArguments:
         tree: of all settings; without it the fastest for exact, which is then kept.
         timed: questions that are timed.
         repeats: timed runs per question, of which the median counts.
-        run_code: allow programs of HumanEval answers to be run.
+        run_code: allow programs of HumanEval and MBPP answers to be run.
         stage: what to do.
         work: folder of answers and times.
         out: files for what is found, without suffix.
@@ -68,7 +68,8 @@ class SweepArguments:
     questions: Path | None = None
     tasks: int = 300
     task_seed: int = 21
-    rules: tuple[Literal[tuple(DIALS)], ...] = tuple(DIALS)
+    # A judge stands beside few heads.
+    rules: tuple[Literal[tuple(DIALS)], ...] = tuple(rule for rule in DIALS if rule != "judge")
     settings: tuple[str, ...] = ()
     head_guard: float | None = None
     temperature: float = 0.0

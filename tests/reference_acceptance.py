@@ -58,6 +58,7 @@ class Reference:
         self.target_logits = verification.target_logits[row].tolist()
         self.warped_logits = verification.warped_logits[row].tolist()
         self.draft_logits = verification.draft_logits[row].tolist()
+        self.features = None if verification.features is None else verification.features[row].tolist()
         self.greedy = verification.noise is None
         self.regret_before = 0.0 if verification.regret is None else verification.regret[row].item()
         self.said = 1 if verification.said is None else verification.said[row].item()
@@ -91,7 +92,8 @@ class Reference:
 
     def shut(self, rule):
         """Whether the gate is closed throughout."""
-        return rule.threshold == 0 and (rule.name in ("fsd", "fly", "regret") or rule.name == "relaxed" and self.greedy)
+        return rule.threshold == 0 and (
+            rule.name in ("fsd", "fly", "regret", "judge") or rule.name == "relaxed" and self.greedy)
 
     def allowed(self, v):
         """Children that all gates let a fuzzy step go to."""
@@ -188,6 +190,20 @@ class Reference:
                 fuzzy += 1
             node, depth = parent, depth + 1
         return spent <= rule.threshold * math.ceil((self.said + depth) / 100) and fuzzy <= rule.most
+
+    def judge_passes(self, rule, v, child):
+        possible = [c for c in self.children(v) if self.warped_logits[v][self.tokens[c]] > -INF
+                    and (rule.head_guard is None or self.guarded(v, c))]
+        token, draft_logits = self.tokens[child], self.draft_logits[self.draft_rows[v]]
+        probs, drafted = softmax(self.target_logits[v]), softmax(draft_logits)
+        known = self.features[child][-rule.learned.width :] + [
+            math.log(probs[token]), max(self.target_logits[v]) - self.target_logits[v][token],
+            -sum(p * math.log(p) for p in probs if p > 0), math.log(drafted[token]),
+            divergence("js", self.target_logits[v], draft_logits)]
+        parts = (rule.learned.weight.tolist(), rule.learned.mean.tolist(), rule.learned.scale.tolist(), known)
+        odds = rule.learned.bias + sum(w * (x - m) / s for w, m, s, x in zip(*parts, strict=True))
+        best = max(possible, key=lambda c: self.warped_logits[v][self.tokens[c]])
+        return child == best and 1 / (1 + math.exp(-odds)) < rule.threshold
 
     def lenience(self, v):
         lifted = [self.tokens[c] for c in self.candidates(v)]

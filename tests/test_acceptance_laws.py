@@ -11,6 +11,7 @@ from itertools import product
 import pytest
 import torch
 from random_trees import emitted, rows_of, tree_from_parents
+from tiny import tiny_judge
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from eagle_fsd.acceptance import Verification, make_rule, walk
@@ -64,7 +65,8 @@ def verify(model: PathModel, warpers=(), gap=0.5, noise=None) -> Verification:
     tree = tree_from_parents([PARENTS], [TOKENS])
     if noise is None:  # any noise: says "sampling" to rules whose weights do not read it
         noise = torch.zeros(1, NODES, VOCAB)
-    return Verification(tree, target_logits, warped_logits, draft_logits, noise)
+    features = torch.randn(1, NODES, 5, generator=torch.Generator().manual_seed(8))
+    return Verification(tree, target_logits, warped_logits, draft_logits, noise, features=features)
 
 
 def segment_law(node_probs) -> dict[tuple, float]:
@@ -105,8 +107,8 @@ def mean_length(law):
 
 
 LOSSLESS = [("exact", {}), ("fsd", {}), ("tilt", {}), ("lenience", {}), ("fsd", {"sibling": "longest"}), ("fly", {}),
-            ("regret", {}), ("fsd+fly", {}), ("fsd+fly", {"threshold": math.inf, "gate_threshold": 0.0})]
-UNSURE = make_rule("fly", 0.4, window=1)
+            ("regret", {}), ("judge", {}), ("fsd+fly", {}), ("fsd+fly", {"threshold": math.inf, "gate_threshold": 0.0})]
+UNSURE, JUDGE = make_rule("fly", 0.4, window=1), tiny_judge(5)
 
 
 @pytest.mark.parametrize("warpers", WARPERS)
@@ -353,7 +355,9 @@ def law_by_exact_choice(rule, verification):
         ("lenience", {"threshold": 0.4}), ("lenience", {"threshold": 5.0}),
         ("fly", {"threshold": 0.4, "window": 1}), ("fly", {"threshold": 0.9, "window": 1, "renormalised": False}),
         ("fsd", {"threshold": 0.05, "gates": [UNSURE]}),
-        ("typical+relaxed", {"threshold": 0.5, "gate_threshold": 1.5}),
+        ("typical+relaxed", {"threshold": 0.5, "gate_threshold": 1.5}), ("judge", {"threshold": 1.0, "learned": JUDGE}),
+        ("judge", {"threshold": 0.5, "learned": JUDGE, "head_guard": 0.8}),
+        ("fsd", {"threshold": 0.1, "gates": [make_rule("judge", 0.6, learned=JUDGE)]}),
     ],
     ids=str,
 )

@@ -6,6 +6,7 @@ import pytest
 import torch
 from random_trees import fuzzy_nodes, random_verification
 from reference_acceptance import Reference
+from tiny import tiny_judge
 
 from eagle_fsd.acceptance import RULES, make_rule, walk
 
@@ -23,6 +24,7 @@ SETTINGS = {
             for guard in GUARDS
         ),
         *({"threshold": 0.15, "divergence": divergence} for divergence in DIVERGENCES),
+        *({"threshold": 0.4, "gates": [make_rule("judge", dial, learned=tiny_judge(5))]} for dial in (0.3, 0.9)),
     ],
     "fsd_paper": [
         *({"threshold": threshold, **guard} for threshold in (0.0, 0.05, 0.2, math.inf) for guard in GUARDS),
@@ -53,6 +55,8 @@ SETTINGS = {
         for most in (1, 2, 5)
         for guard in GUARDS[::2]
     ],
+    "judge": [{"threshold": threshold, "learned": tiny_judge(width), **guard}
+              for threshold in (0.0, 0.3, 0.7, 1.0) for width in (3, 5) for guard in GUARDS],
     "fsd+fly": [{"threshold": 0.4, "gate_threshold": dial, **sibling} for dial in (0.4, 0.9) for sibling in SIBLINGS],
     "fsd+regret": [{"threshold": 0.4, "gate_threshold": dial} for dial in (0.0, 1.0, 3.0)],
     "fsd+fsd": [{"threshold": 0.4, "gate_threshold": 0.2, "sibling": "draft"}],

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_trees import moved, random_verification, rows_of
-from tiny import readable
+from tiny import readable, tiny_judge
 
 from eagle_fsd.acceptance import RULES, Custom, Decision, Gated, Verification, make_rule, walk
 from eagle_fsd.acceptance.divergence import get_divergence
@@ -23,6 +23,7 @@ OPTIONS = {
     "lenience": [{}],
     "fly": [{}, {"window": 1}, {"window": 3, "renormalised": False}],
     "regret": [{}, {"most": 1}],
+    "judge": [{"learned": tiny_judge(5)}],
     "relaxed": [{"sibling": "target"}, {"sibling": "longest"}, {"top": 2}],
     "fsd+fly": [{"gate_threshold": 0.9}, {"sibling": "longest"}, {"sibling": "draft"}],
     "fsd+regret": [{"gate_threshold": 2.0}],
@@ -31,7 +32,7 @@ OPTIONS = {
 }
 GATED = (0.0, 0.1, math.inf)
 DIALS = {"exact": (0.0,), "typical": (0.0, 0.7), "fsd": GATED, "fsd_paper": GATED, "fly": (0.0, 0.6, math.log(3)),
-         "regret": (0.0, 0.5, 4.0, math.inf)}
+         "judge": (0.0, 0.3, 1.0), "regret": (0.0, 0.5, 4.0, math.inf)}
 GUARDS = (None, 0.0, 0.4, 0.8)
 
 
@@ -60,7 +61,8 @@ def extreme(kind: str, greedy: bool) -> Verification:
     if kind == "draft lacks tokens":
         draft_logits = draft_logits.clone()
         draft_logits[..., ::2] = -math.inf
-    return Verification(verification.tree, target_logits, warped_logits, draft_logits, verification.noise)
+    return Verification(verification.tree, target_logits, warped_logits, draft_logits, verification.noise,
+                        features=verification.features)
 
 
 KINDS = ("draft equals target", "one-hot", "gaps of 1e4", "uniform", "half banned", "draft lacks tokens")
@@ -150,7 +152,7 @@ def test_what_says_that_it_does_not_read_the_draft_decides_without_it(name):
         for rule in all_rules(name):
             if not rule.reads_draft or rule.is_lossless(greedy):
                 assert torch.equal(rule(blind).log_weights, rule(verification).log_weights), rule
-    assert all(rule.reads_draft is ("fsd" in name) for rule in all_rules(name))
+    assert all(rule.reads_draft is ("fsd" in name or name == "judge") for rule in all_rules(name))
 
 
 @pytest.mark.parametrize("name", OPTIONS)
@@ -178,6 +180,7 @@ LOSSLESS_AT_ZERO = {  # rule: (greedy, sampling)
     "lenience": (True, True),
     "fly": (True, True),
     "regret": (True, True),
+    "judge": (True, True),
     "relaxed": (True, False),
     "fsd+fly": (True, True),
     "fsd+regret": (True, True),
@@ -283,6 +286,7 @@ MONOTONE = {
     ],
     "fly": [Claim([*OPTIONS["fly"], {"window": 4}], st.floats(0.0, math.log(3)))],
     "regret": [Claim([*OPTIONS["regret"], {"most": 5}], st.floats(0.0))],
+    "judge": [Claim(OPTIONS["judge"], st.floats(0.0, 1.0))],
     "fsd+fly": [Claim(OPTIONS["fsd+fly"], st.floats(0.0))],
     "fsd+regret": [Claim([{"gate_threshold": 2.0}, {"gate_threshold": 20.0, "sibling": "longest"}], st.floats(0.0))],
     "relaxed+fsd": [

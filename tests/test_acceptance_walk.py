@@ -7,6 +7,7 @@ import pytest
 import torch
 from random_trees import emitted, fuzzy_nodes, random_verification, tree_from_parents
 from reference_acceptance import Reference
+from tiny import HIDDEN, judged
 
 from eagle_fsd.acceptance import RULES, Decision, Verification, make_rule, walk
 
@@ -164,9 +165,11 @@ def test_a_root_alone():
     tree = tree_from_parents([[0], [0]], [[4], [5]])
     logits = torch.randn(2, 1, VOCAB, generator=torch.Generator().manual_seed(0))
     for noise in (None, torch.zeros(2, 1, VOCAB)):
-        verification = Verification(tree, logits, logits, torch.zeros(2, 1, VOCAB), noise)
+        features = torch.ones(2, 1, HIDDEN)
+        verification = Verification(tree, logits, logits, torch.zeros(2, 1, VOCAB), noise, features=features)
         for name in RULES:
-            walked = walk(verification, make_rule(name, 0.0 if name == "exact" else 0.5)(verification))
+            rule = make_rule(name, 0.0 if name == "exact" else 0.5, **judged(name))
+            walked = walk(verification, rule(verification))
             assert walked.length.tolist() == [0, 0] and walked.last.tolist() == [0, 0]
             assert torch.equal(walked.choice, logits.argmax(-1))
 

@@ -11,6 +11,7 @@ from tiny import PROMPT, tiny_pair, tiny_tokenizer
 import eagle_fsd
 from eagle_fsd.acceptance import make_rule, walk
 from eagle_fsd.cli import main
+from eagle_fsd.data.files import only_writer
 from eagle_fsd.data.questions import Question
 from eagle_fsd.experiments.cycles import log_cycles
 from eagle_fsd.experiments.experiment import Experiment, settings_of, spread
@@ -484,3 +485,12 @@ def test_the_command_refuses_what_cannot_be_found_out(tmp_path, capsys):
     assert "needs rules whose KL is known; that of Gated(" in capsys.readouterr().err
     assert main([*sampled, "--acceptance", "fsd", "fsd+fly", "--gate-threshold", "0.9"]) == 2
     assert "--gate-threshold are those of one rule" in capsys.readouterr().err
+
+
+def test_one_process_at_a_time_writes_a_log_of_answers(tmp_path, capsys):
+    prompts, log = tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": letter}) + "\n" for letter in LETTERS * 3))
+    with only_writer(log):
+        assert main(["calibrate", "--prompts", str(prompts), "--budget", "speedup>=1", "--log", str(log),
+                     "--out", str(tmp_path)]) == 2
+    assert "answers.jsonl is being written by process" in capsys.readouterr().err

@@ -18,6 +18,7 @@ from eagle_fsd.cli.arguments import parse_tree, tree_text
 from eagle_fsd.cli.heads import HeadsCommand
 from eagle_fsd.data.bundled import bundled_directory
 from eagle_fsd.options import AcceptanceOptions, LoadOptions, Options, SamplingOptions
+from eagle_fsd.web.limits import ServeOptions
 
 PACKAGE = Path(eagle_fsd.__file__).parent
 OPTIONS = {"pair": LoadOptions, "sampling": SamplingOptions, "acceptance": AcceptanceOptions}
@@ -27,10 +28,10 @@ def given(argv):
     """The values that differ from those of `eagle_fsd.options`, and the command's own, by name."""
     command, found = parse(argv), {}
     for name, value in vars(command).items():
-        if isinstance(value, Options):
+        if name in OPTIONS and isinstance(value, Options):
             plain = vars(OPTIONS[name]())
             found |= {each: got for each, got in vars(value).items() if got != plain[each]}
-        elif name == "measuring":
+        elif name in ("measuring", "serving"):
             found |= vars(value)
         else:
             found[name] = value
@@ -70,6 +71,11 @@ UNSAID = {"stop": ()}  # None in `eagle_fsd.options`
      {"prompt": "hi", "chat": False, "stats": False, **UNSAID, "tp_plan": "auto", "tree": TreeConfig(16, 5, 4, 0.5)}),
     (["chat"], {"system": None, "max_new_tokens": 512, **UNSAID}),
     (["chat", "--system", "be nice", *LOADING[0], *DECODING[0]], {"system": "be nice", **LOADING[1], **DECODING[1]}),
+    (["serve"], {**vars(ServeOptions()), **UNSAID}),
+    (["serve", *LOADING[0], *DECODING[0], "--host", "0.0.0.0", "--port", "9", "--name", "N", "--max-rows", "3",
+      "--max-tokens", "4096", "--max-waiting", "5", "--queue-seconds", "2.5", "--max-body", "1000", "--page"],
+     {**vars(ServeOptions()), **LOADING[1], **DECODING[1], "host": "0.0.0.0", "port": 9, "name": "N", "max_rows": 3,
+      "max_tokens": 4096, "max_waiting": 5, "queue_seconds": 2.5, "max_body": 1000, "page": True}),
     (["demo"], {"threshold": 0.3, "max_new_tokens": 96, "timed_tokens": 64, "repeats": 2}),
     (["demo", *LOADING[0], "--threshold", "0.2", "--max-new-tokens", "5", "--timed-tokens", "4", "--repeats",
       "1"], {"threshold": 0.2, "max_new_tokens": 5, "timed_tokens": 4, "repeats": 1, **LOADING[1]}),

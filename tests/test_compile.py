@@ -9,7 +9,7 @@ from dataclasses import fields
 import pytest
 import torch
 from random_trees import random_verification
-from tiny import PROMPT, tiny_pair
+from tiny import PROMPT, tiny_judge, tiny_pair
 
 from eagle_fsd import RULES, TreeConfig, Verification, make_rule
 from eagle_fsd.acceptance import walk
@@ -23,6 +23,7 @@ DIALS = {"exact": [{}], "typical": [{"threshold": 0.5}], "lenience": [{"threshol
          "relaxed": [{"threshold": 1.0}], "fsd_paper": [{"threshold": 0.3}],
          "tilt": [{"threshold": 1.0}, {"threshold": 1.0, "head_guard": 0.5}],
          "fly": [{"threshold": 0.8, "window": 1}, {"threshold": 0.8, "window": 3}], "regret": [{"threshold": 3.0}],
+         "judge": [{"threshold": 0.5, "learned": tiny_judge(5)}],
          "fsd+fly": [{"threshold": 0.3, "gate_threshold": 0.9}],
          "relaxed+fsd+regret": [{"threshold": 1.0, "gate_threshold": [0.3, 3.0], "divergence": "js_top4"}],
          "fsd": [{"threshold": 0.3}, {"threshold": 0.3, "divergence": "js_top4", "sibling": "longest"},
@@ -65,7 +66,7 @@ def test_acceptance(name, options, greedy):
     for seed in range(2):
         given = random_verification(seed, greedy)
         parts = (given.target_logits, given.warped_logits, given.draft_logits, given.noise)
-        memory = {"regret": given.regret, "said": given.said}
+        memory = {"regret": given.regret, "said": given.said, "features": given.features}
         found = accept_compiled(tensors(given.tree), given.tree.max_depth, *parts, **memory)
         assert_same(found, walk(given, rule(given)))
 

@@ -9,7 +9,7 @@ import torch
 from reference_acceptance import divergence as reference_divergence
 from reference_eagle import rotate
 from safetensors.torch import load_file, save_file
-from tiny import HIDDEN, PROMPT, SIZES, VOCAB, accepted_while_sampling, tiny_target
+from tiny import HIDDEN, PROMPT, SIZES, VOCAB, accepted_while_sampling, judged, tiny_target
 from transformers import LlamaConfig
 
 import eagle_fsd
@@ -238,7 +238,7 @@ def test_sampled_tokens_are_those_of_plain_decoding_with_the_same_seed(target):
 @pytest.mark.parametrize("rule", [name for name in eagle_fsd.RULES if name != "exact"])
 def test_every_rule_decodes_with_a_reduced_vocabulary(target, rule, temperature):
     pair = EagleModel.from_parts(target, good_head(target, NAMED))
-    output = generate(pair, acceptance=rule, threshold=0.5, temperature=temperature, seed=1)
+    output = generate(pair, acceptance=eagle_fsd.make_rule(rule, 0.5, **judged(rule)), temperature=temperature, seed=1)
     assert len(output.token_ids) == NEW
     for receipt in output.receipts:
         assert receipt.divergence is None or 0 <= receipt.divergence <= math.log(2)

@@ -62,7 +62,7 @@ def test_commands_that_were_documented_or_stored_parse(command):
         return
     own = arguments_of(module, words)
     words = [word for word in words if word != "--step"]
-    if own is MtBenchArguments and "--answers" not in words:  # the text names the command only
+    if issubclass(own, MtBenchArguments) and "--answers" not in words:  # the text names the command only
         words += ["--answers", "answers.jsonl"]
     assert isinstance(parse_options(own, words), own)
 

@@ -6,7 +6,7 @@ import pytest
 
 from eagle_fsd.data.questions import Question
 from eagle_fsd.experiments import grading
-from eagle_fsd.experiments.grading import cut_program, extract_result, final_number, is_right, passes
+from eagle_fsd.experiments.grading import cut_program, extract_result, final_number, is_right, outcome, passes
 
 
 @pytest.mark.parametrize(
@@ -70,6 +70,31 @@ def test_programs_are_run_only_where_it_is_allowed():
     assert is_right(PROBLEM, "    return a + b\n\ndef other(", run_code=True)
     assert not is_right(PROBLEM, "    return a - b", run_code=True)
     assert not is_right(PROBLEM, "    return (", run_code=True)
+
+
+@pytest.mark.parametrize(
+    ("answer", "right"),
+    [("Here:\n```python\ndef add(a, b):\n    return a + b\n```\nFor example:\n```\nadd(1, 2)\n```", True),
+     ("def add(a, b):\n    return a + b", True), ("```python\ndef add(a, b):\n    return a - b\n```", False),
+     ("No.", False)],
+)
+def test_programs_of_mbpp(answer, right):
+    question = Question(511, "mbpp", ("Add.",), tests="assert add(2, 3) == 5\n")
+    assert is_right(question, answer, run_code=True) is right
+    assert outcome(question, answer, run_code=True) is right
+    with pytest.raises(ValueError, match="grading HumanEval and MBPP runs .*; allow it with --run-code"):
+        outcome(question, answer)
+
+
+@pytest.mark.parametrize(
+    ("category", "first", "second", "same"),
+    [("gsm8k", "So 3.\n#### 4", "It is 4", True), ("gsm8k", "4 or 5", "4", False), ("gsm8k", "none", "no number", True),
+     ("list", "a\n#### 3, 4", "b\n#### 3, 4 ", True), ("list", "#### 3, 4", "#### 4, 3", False),
+     ("prompts", " Paris\n", "Paris", True), ("prompts", "Paris", "It is Paris", False)],
+)
+def test_outcomes_are_what_answers_come_to(category, first, second, same):
+    question = Question(1, category, ("q",), "x")
+    assert (outcome(question, first) == outcome(question, second)) is same
 
 
 def test_completions_end_with_their_function():

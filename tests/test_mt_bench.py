@@ -168,6 +168,14 @@ FORMATS = {
     "mt_bench": ({"question_id": 81, "category": "writing", "turns": ["a", "b"]}, Question(81, "writing", ("a", "b"))),
     "humaneval": ({"task_id": "HumanEval/0", "prompt": "def f", "canonical_solution": "x", "test": "t",
                    "entry_point": "f"}, Question("HumanEval/0", "humaneval", ("def f",), "x", "t\ncheck(f)\n")),
+    "mbpp": ({"text": "Add.", "code": "x", "task_id": 511, "test_setup_code": "import math",
+              "test_list": ["assert f(1) == 2", "assert f(2) == 3"]},
+             Question(511, "mbpp", (
+                 "Add.\nYour code should pass these tests:\n\nassert f(1) == 2\nassert f(2) == 3\n",), "x",
+                       "import math\nassert f(1) == 2\nassert f(2) == 3\n")),
+    "mbpp, sanitised": ({"prompt": "Add.", "code": "x", "task_id": 2, "test_imports": [], "test_list": ["assert f(1)"]},
+                        Question(2, "mbpp", ("Add.\nYour code should pass these tests:\n\nassert f(1)\n",), "x",
+                                 "assert f(1)\n")),
     "gsm8k": ({"question": "a", "answer": "b\n#### 3"}, Question(1, "gsm8k", ("a",), "b\n#### 3")),
     "prompts": ({"prompt": "a", "answer": 4}, Question(1, "prompts", ("a",), "4")),
 }
@@ -190,7 +198,8 @@ def test_only_line_ends_end_a_line(tmp_path, end):
 @pytest.mark.parametrize(
     ("text", "match"),
     [("", "no question"), ("[1]", "line 1: not a JSON object"), ('{"x": 1}', "line 1: no known format"),
-     ('{"turns": [1]}', "list of strings"), ("{", "line 1"),
+     ('{"turns": [1]}', "list of strings"),
+     ('{"test_list": "x", "text": "a"}', "a text and a test_list of strings"), ("{", "line 1"),
      ('{"turns": ["a"], "question_id": 3}\n{"turns": ["b"], "question_id": 3}', "3 occurs twice")],
 )
 def test_bad_question_files_say_where(tmp_path, text, match):
@@ -201,7 +210,7 @@ def test_bad_question_files_say_where(tmp_path, text, match):
 
 @pytest.mark.skipif(not os.path.isdir("../shared/data"), reason="needs ../shared/data")
 @pytest.mark.parametrize(
-    ("name", "count"), [("mt_bench", 80), ("spec_bench", 480), ("gsm8k_test", 1319), ("humaneval", 164)]
+    ("name", "count"), [("mt_bench", 80), ("spec_bench", 480), ("gsm8k_test", 1319), ("humaneval", 164), ("mbpp", 974)]
 )
 def test_published_files_are_read(name, count):
     from pathlib import Path

@@ -11,7 +11,9 @@ import setuptools
 
 ROOT = Path(__file__).parents[1]
 OWN = {"eagle_fsd", "train", "eval", "docs"}
-PACKAGES = {"yaml": "pyyaml", "flash_attn": "flash-attn-4"}  # imported by another name than it is installed by
+# Imported by another name than it is installed by.
+PACKAGES = {"yaml": "pyyaml", "flash_attn": "flash-attn-4", "sklearn": "scikit-learn",
+            "prometheus_client": "prometheus-client"}
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +47,7 @@ def test_every_import_of_the_library_is_declared(declared):
     required = names(declared["install_requires"])
     extras = {name for requirements in declared["extras_require"].values() for name in names(requirements)}
     for package, always, path in imports("eagle_fsd"):
-        if path.parts[1] == "lm_eval":  # the harness imports it, or its command says what to install
+        if path.parts[1] in ("lm_eval", "serve", "web"):  # the harness imports it, or its command says what to install
             assert package in required | extras, f"{path} imports {package}"
         elif always:
             assert package in required, f"{path} imports {package}"
@@ -56,8 +58,8 @@ def test_every_import_of_the_library_is_declared(declared):
 @pytest.mark.parametrize("folder", ["train", "eval"])
 def test_every_import_of_the_programs_is_declared(folder, declared):
     needed = names(declared["install_requires"]) | names(declared["extras_require"][folder])
-    if folder == "eval":  # it may use the training's parts
-        needed |= names(declared["extras_require"]["train"]) | names(declared["extras_require"]["lm_eval"])
+    if folder == "eval":  # it may use the training's parts, and says what is missing of the others
+        needed |= {name for extra in ("train", "lm_eval", "ray") for name in names(declared["extras_require"][extra])}
     for package, _, path in imports(folder):
         assert package in needed, f"{path} imports {package}"
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny import PROMPT, VOCAB, tiny_pair
+from tiny import PROMPT, VOCAB, judged, tiny_pair
 from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.generation.logits_process import (
     EncoderNoRepeatNGramLogitsProcessor,
@@ -158,10 +158,10 @@ def test_min_p(pair):
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("rule", RULES)
 def test_a_grammar_holds_under_every_rule(rule, temperature, pair):
-    dial = {} if rule == "exact" else {"threshold": 0.9}
+    made = make_rule(rule, None if rule == "exact" else 0.9, **judged(rule))
     output = eagle_fsd.generate(
-        PROMPT, pair, max_new_tokens=NEW, acceptance=make_rule(rule, **dial), temperature=temperature, seed=1,
-        tree=TREES[0], logits_processor=[Grammar()],
+        PROMPT, pair, max_new_tokens=NEW, acceptance=made, temperature=temperature, seed=1, tree=TREES[0],
+        logits_processor=[Grammar()],
     )
     text = [PROMPT[-1], *output.token_ids]
     assert len(text) == NEW + 1 and all(follows(*pair) for pair in zip(text, text[1:], strict=False))

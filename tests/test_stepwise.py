@@ -9,7 +9,7 @@ from random_trees import random_verification
 from reference_acceptance import Reference
 from test_acceptance_reference import SETTINGS
 from test_eagle3 import NAMED, deep_target, good_head
-from tiny import PROMPT, tiny_pair
+from tiny import PROMPT, judged, tiny_pair
 from transformers import LogitsProcessor
 
 import eagle_fsd
@@ -30,9 +30,11 @@ def alone(verification, row, node):
     """A node with its children, as the walk asks about it."""
     here, place = slice(row, row + 1), slice(node, node + 1)
     noise = None if verification.noise is None else verification.noise[here, place]
-    tree = verification.tree.family(row, with_children(verification.tree, row, node))
+    family = with_children(verification.tree, row, node)
+    tree = verification.tree.family(row, family)
     return Verification(tree, verification.target_logits[here, place], verification.warped_logits[here, place],
-                        verification.own_logits[here], noise, verification.draft_tokens)
+                        verification.own_logits[here], noise, verification.draft_tokens,
+                        verification.features[here, family])
 
 
 def asked(verification, row, family, said):
@@ -180,7 +182,7 @@ SAMPLING = {
 def test_answers(pairs, pair, name, kind, monkeypatch):
     threshold = None if name == "exact" else 0.4
     whole, stepwise, asked = both(
-        monkeypatch, pairs[pair], PROMPT, acceptance=name, threshold=threshold, **SAMPLING[kind])
+        monkeypatch, pairs[pair], PROMPT, acceptance=make_rule(name, threshold, **judged(name)), **SAMPLING[kind])
     assert_same(whole, stepwise)
     assert sum(whole.stats.accepted_lengths) > 0
     lengths = whole.stats.accepted_lengths

@@ -21,6 +21,7 @@ from tiny import (
     PROMPT,
     VOCAB,
     accepted_while_sampling,
+    judged,
     save_pair,
     tiny_head,
     tiny_target,
@@ -255,7 +256,7 @@ def test_inside_the_targets_own_generate():
 @pytest.mark.parametrize("name", [name for name in RULES if name != "exact"])
 def test_fuzzy_rules_decide_as_the_slow_reference_does(name, temperature):
     """Where the draft's probability of a token is 0, at every node of every cycle."""
-    pair, rule, cycles = limited(), make_rule(name, threshold=0.5), 0
+    pair, rule, cycles = limited(), make_rule(name, threshold=0.5, **judged(name)), 0
 
     def checked(verification):
         nonlocal cycles

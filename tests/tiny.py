@@ -15,6 +15,7 @@ from transformers import (
 )
 
 import eagle_fsd
+from eagle_fsd.acceptance.judge import SIGNALS, LearnedJudge
 from eagle_fsd.heads.checkpoint import save_head
 from eagle_fsd.heads.eagle import DraftHead
 from eagle_fsd.pair import EagleModel
@@ -211,6 +212,17 @@ def tiny_chat_pair(family: str = "llama", **options) -> EagleModel:
     with torch.no_grad():
         model.target.lm_head.weight[:4] = 0
     return model
+
+
+def tiny_judge(width: int = HIDDEN) -> LearnedJudge:
+    """A judge that reads as many features, and says anything from hardly to surely."""
+    weight, mean, scale = torch.randn(3, width + len(SIGNALS), generator=torch.Generator().manual_seed(0))
+    return LearnedJudge(weight, mean, 1 + scale.abs(), 0.3, {})
+
+
+def judged(rule: str) -> dict[str, LearnedJudge]:
+    """What `make_rule` has to be told of a rule for pairs of these sizes, which have no judge beside their head."""
+    return {"learned": tiny_judge()} if rule == "judge" else {}
 
 
 def save_pair(folder, model: EagleModel | None = None) -> None:

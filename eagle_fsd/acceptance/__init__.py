@@ -17,6 +17,7 @@ RULE_CLASSES = {  # module -> class; a rule is known by its module's name
     "lenience": "Lenience",
     "fly": "FLy",
     "regret": "Regret",
+    "judge": "Judge",
     "relaxed": "Relaxed",
 }
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from ..checks import require_integer
-from .rule import GatingRule
-from .verification import ChildWeights, Verification
+from .rule import GatingRule, preferred
+from .verification import Verification
 
 
 @dataclass(frozen=True)
@@ -45,11 +45,8 @@ class Regret(GatingRule):
 
     def candidates(self, verification: Verification) -> Tensor:
         """[B, N] bool: of each node's candidates the one that the target prefers, the first token of equal ones."""
-        candidates = super().candidates(verification)
-        never = torch.full_like(verification.exact_choice, -math.inf, dtype=torch.float)
-        steps = torch.where(candidates, verification.step_logits, -math.inf)
-        preferred = ChildWeights(verification, steps, never).draw()  # [B, M]
-        return candidates & (verification.tree.tokens == verification.of_parent(preferred))
+        steps = verification.of_step(verification.noisy_logits)
+        return preferred(verification, super().candidates(verification), steps)
 
     def passes(self, verification: Verification) -> Tensor:
         steps = verification.of_step(verification.target_logits)

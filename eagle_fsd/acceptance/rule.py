@@ -82,6 +82,18 @@ class FuzzyRule(Rule):
         return candidates
 
 
+def preferred(
+    verification: Verification,
+    candidates: Tensor,  # [B, N] bool
+    values: Tensor,  # [B, N]
+) -> Tensor:  # [B, N] bool
+    """Of each node's candidates the one of the largest value, the first token of equal ones."""
+    values = torch.where(candidates, values, -math.inf)
+    largest = candidates & (values == verification.of_parent(verification.best_child(values)))
+    order = torch.where(largest, -verification.tree.tokens.float(), -math.inf)
+    return largest & (order == verification.of_parent(verification.best_child(order)))
+
+
 @dataclass(frozen=True)
 class GatingRule(FuzzyRule):
     """A rule with a gate: fuzzy steps that `passes` names are open, all others are not.

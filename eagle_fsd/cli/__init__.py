@@ -17,6 +17,7 @@ from .demo import DemoCommand
 from .exits import exit_status
 from .generate import GenerateCommand
 from .heads import ExportCommand, HeadsCommand, InspectCommand
+from .serve import ServeCommand
 from .tune import TuneCommand
 from .vocab import VocabCommand
 
@@ -26,6 +27,7 @@ COMMANDS = {
     "generate": GenerateCommand,
     "chat": ChatCommand,
     "demo": DemoCommand,
+    "serve": ServeCommand,
     "heads": HeadsCommand,
     "calibrate": CalibrateCommand,
     "tune": TuneCommand,

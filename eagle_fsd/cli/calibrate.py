@@ -26,7 +26,7 @@ class CalibrateCommand:
         tree: size of the draft tree; without it the fastest that is known here.
         limit: use only the first prompts.
         timed: prompts that speed is measured on.
-        run_code: allow programs of HumanEval answers to be run.
+        run_code: allow programs of HumanEval and MBPP answers to be run.
         log: file of the answers; the same command goes on with it.
     """
 
@@ -43,6 +43,7 @@ class CalibrateCommand:
 
     def run(self) -> None:
         from ..acceptance import make_rule
+        from ..data.files import only_writer
         from ..data.questions import read_questions
         from ..experiments.experiment import fingerprint
         from ..experiments.search import DIALS, calibrate, check_promise
@@ -68,12 +69,13 @@ class CalibrateCommand:
         out = given.directory(self.pair, "calibration.json")
         read_calibrations(out)
         record = self.log or out / f"calibration-{fingerprint(questions)}-{given.temperature:g}.log.jsonl"
-        found = calibrate(
-            self.pair.load(), questions, promise, record, dials=dials, options=options,
-            temperature=given.temperature, max_new_tokens=given.max_new_tokens, seed=given.seed, tree=self.tree,
-            timed=self.timed, prompts=str(given.prompts), run_code=self.run_code, report=print,
-        )
-        path = store_calibration(out, found)
+        with only_writer(record):
+            found = calibrate(
+                self.pair.load(), questions, promise, record, dials=dials, options=options,
+                temperature=given.temperature, max_new_tokens=given.max_new_tokens, seed=given.seed, tree=self.tree,
+                timed=self.timed, prompts=str(given.prompts), run_code=self.run_code, report=print,
+            )
+            path = store_calibration(out, found)
         chosen = ", ".join(f"{name} {value}" for name, value in found.options.items())
         print(f"{found.promise}: {chosen}; {found.measured['speedup']:.2f}x model.generate, "
               f"{found.measured['time_of_exact']:.3f} of exact's time per answer; stored in {path}"

@@ -1,4 +1,4 @@
-"""Question files: MT-Bench, Spec-Bench, HumanEval, GSM8K, and any prompt/answer file."""
+"""Question files: MT-Bench, Spec-Bench, HumanEval, MBPP, GSM8K, and any prompt/answer file."""
 
 from __future__ import annotations
 
@@ -81,6 +81,15 @@ def as_question(record: dict, number: int) -> Question:
         if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) for turn in turns):
             raise ValueError(f"turns must be a list of strings, got {turns!r}")
         return Question(_id_of(record, "question_id", number), record.get("category", "all"), tuple(turns))
+    if "test_list" in record:  # MBPP, whose sanitised version has a prompt in place of a text
+        task, tests = record["prompt"] if "prompt" in record else record["text"], record["test_list"]
+        if not isinstance(task, str) or not isinstance(tests, list) or not all(isinstance(test, str) for test in tests):
+            raise ValueError(f"a text and a test_list of strings are needed, got {task!r} and {tests!r}")
+        shown = "\n".join(tests)
+        before = [record.get("test_setup_code") or "", *(record.get("test_imports") or ())]
+        return Question(_id_of(record, "task_id", number), "mbpp",
+                        (f"{task}\nYour code should pass these tests:\n\n{shown}\n",), record.get("code"),
+                        "\n".join([*filter(None, before), shown, ""]))
     if "task_id" in record and "prompt" in record:  # HumanEval
         tests = f"{record['test']}\ncheck({record['entry_point']})\n" if "test" in record else None
         if not isinstance(record["prompt"], str):
@@ -92,7 +101,7 @@ def as_question(record: dict, number: int) -> Question:
             given = record.get("answer")
             return Question(_id_of(record, "question_id", number), record.get("category", category), (record[asked],),
                             None if given is None else str(given))
-    raise ValueError("no known format: turns, task_id with prompt, question or prompt is needed")
+    raise ValueError("no known format: turns, task_id with prompt, test_list, question or prompt is needed")
 
 
 def _id_of(record: dict, name: str, number: int) -> int | str:

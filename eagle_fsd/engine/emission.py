@@ -114,21 +114,24 @@ def read_steps(
 ) -> list[list[Step]]:
     """What is known of the steps out of these nodes, in one host copy."""
     rows = torch.arange(len(path), device=path.device)[:, None]
-    raw = verification.target_logits[rows, path]  # [B, P, V]
-    unprocessed = verification.warped_logits is verification.target_logits
-    warped = raw if unprocessed else verification.warped_logits[rows, path]
+    alone = path.shape == choice.shape == (len(path), 1)  # each root, of which nothing need be copied
+    raw = verification.target_logits if alone else verification.target_logits[rows, path]  # [B, P, V]
     token = choice.gather(1, path)
-    taken, drawn = (logits.gather(-1, token[..., None])[..., 0] for logits in (raw, warped))
+    taken, best = raw.gather(-1, token[..., None])[..., 0], raw.amax(-1)
+    drawn, highest = taken, best
+    if verification.warped_logits is not verification.target_logits:
+        warped = verification.warped_logits[rows, path]
+        drawn, highest = warped.gather(-1, token[..., None])[..., 0], warped.amax(-1)
     divergence = decision.divergence
     columns = tensor_of_first(group, torch.stack([
         path.double(),
         token.double(),
         (token == verification.exact_choice.gather(1, path)).double(),
         (torch.full_like(taken, torch.nan) if divergence is None else divergence.gather(1, path)).double(),
-        raw.log_softmax(-1).gather(-1, token[..., None])[..., 0].double(),
-        (raw.amax(-1) - taken).double(),
+        (taken - raw.logsumexp(-1)).double(),
+        (best - taken).double(),
         drawn.double(),
-        (warped.amax(-1) - drawn).double(),
+        (highest - drawn).double(),
     ], 1)).tolist()  # [B, 8, P]
     return [
         [Step(int(node), int(token), bool(exact), *numbers) for node, token, exact, *numbers in zip(*row, strict=True)]

@@ -81,7 +81,7 @@ class Forwards:
     def no_logits(self, count: int) -> Tensor:
         """[B, 1, R] in place of a draft's logits, where nothing was drafted."""
         named = self.target.vocab_size if self.head is None else self.head.draft_vocab_size
-        return torch.zeros(count, 1, named, device=self.device)
+        return torch.zeros((), device=self.device).expand(count, 1, named)
 
     def verify(self, tree: DraftTree) -> Tensor:
         """Features [B, N, F] of the trees' nodes."""

@@ -22,7 +22,7 @@ from ..models.placement import weights_digest
 from ..pair import EagleModel
 from ..prompts import check_length, encode_prompt, end_tokens
 from ..quality.traces import Observer, Trace
-from ..settings import tree_chooser
+from ..settings import tree_chooser, with_judge
 from ..trees.config import TreeConfig
 from .grading import is_right
 from .methods import engine
@@ -72,7 +72,7 @@ class Experiment:
         if EXACT in settings:
             raise ValueError(f"a setting cannot be called {EXACT!r}: that is lossless decoding, which is always there")
         self.model, self.questions, self.log, self.share = model, list(questions), log, share
-        self.rules = {name: make_rule(**options) for name, options in settings.items()}
+        self.rules = {name: with_judge(make_rule(**options), model) for name, options in settings.items()}
         self.temperature, self.max_new_tokens, self.seed = temperature, max_new_tokens, seed
         self.tree, self.run_code = tree, run_code
         for question in questions:

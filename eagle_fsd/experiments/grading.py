@@ -1,4 +1,4 @@
-"""Whether an answer is right: generated tasks, GSM8K, HumanEval, and any file of prompts with answers."""
+"""Whether an answer is right: generated tasks, GSM8K, HumanEval, MBPP, and any file of prompts with answers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from pathlib import Path
 from ..data.questions import Question
 
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
-# What a HumanEval program may use.
+CODE = ("humaneval", "mbpp")  # categories of questions whose answers are programs
+# What such a program may use.
 SECONDS, MEMORY_BYTES, FILE_BYTES = 10, 1 << 30, 1 << 20
 # Runs in the child before the program: from here on it can use no more than the limits. What comes on standard input
 # is written to a file at the end, which a program that exits before its tests are through does not reach.
@@ -57,14 +58,14 @@ def is_right(question: Question, text: str, *, run_code: bool = False) -> bool |
     """Whether `text` answers the question; None where the set has no answer to compare with.
 
     Args:
-        run_code: allow programs of HumanEval to be run (in a limited subprocess).
+        run_code: allow programs of HumanEval and MBPP to be run (in a limited subprocess).
 
     Raises:
-        ValueError: a HumanEval question without leave to run code.
+        ValueError: a question for a program without leave to run code.
     """
-    if question.category == "humaneval":
+    if question.category in CODE:
         if not run_code:
-            raise ValueError("grading HumanEval runs generated programs; allow it with --run-code")
+            raise ValueError("grading HumanEval and MBPP runs generated programs; allow it with --run-code")
         return None if question.tests is None else passes(program_of(question, text), question.tests)
     if question.answer is None:
         return None
@@ -76,10 +77,32 @@ def is_right(question: Question, text: str, *, run_code: bool = False) -> bool |
     return (text.strip() if stated is None else stated) == question.answer.strip()
 
 
+def outcome(question: Question, text: str, *, run_code: bool = False) -> object:
+    """What an answer comes to, right or wrong: a number, a value, a text, or whether its program passes the tests.
+
+    Args:
+        run_code: see `is_right`.
+
+    Raises:
+        ValueError: a question for a program without leave to run code.
+    """
+    if question.category in CODE:
+        return is_right(question, text, run_code=run_code)
+    if question.category == "gsm8k":
+        return final_number(text)
+    stated = extract_result(text)
+    return text.strip() if stated is None else stated
+
+
 def program_of(question: Question, text: str) -> str:
-    """The program that an answer gives: the prompt with its completion, or a fenced block that has the function."""
+    """The program that an answer gives: the prompt with its completion, or a fenced block that has the function.
+
+    That of an MBPP question is the last fenced block with a function, or all of the answer.
+    """
     prompt = question.turns[-1]
     fenced = re.findall(r"```(?:[Pp]y\w*)?\n(.*?)```", text, flags=re.DOTALL)
+    if question.category == "mbpp":
+        return next((block for block in reversed(fenced) if "def " in block), fenced[-1] if fenced else text)
     asked = re.findall(r"^def (\w+)", prompt, flags=re.MULTILINE)
     if fenced:
         whole = next((block for block in reversed(fenced) if asked and f"def {asked[-1]}" in block), None)

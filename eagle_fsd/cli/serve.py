@@ -1,0 +1,57 @@
+"""`eagle-fsd serve`: an OpenAI-compatible endpoint."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from dataclasses import dataclass
+
+from ..web.limits import KEY_VARIABLE, ServeOptions, key_from_environment
+from .arguments import Acceptance, Flags, Loading, Sampling
+
+
+@dataclass(frozen=True)
+class Serving(Flags, ServeOptions):
+    """Where the server listens, what the model is called, and how much it takes on."""
+
+
+@dataclass(frozen=True)
+class ServeCommand:
+    """Serve the pair to OpenAI clients.
+
+    The options of decoding are those of requests that do not say. With a variable EAGLE_FSD_API_KEY in the environment
+    clients must show its value.
+    """
+
+    serving: Serving = Serving()
+    pair: Loading = Loading()
+    sampling: Sampling = Sampling()
+    acceptance: Acceptance = Acceptance()
+
+    def run(self) -> None:
+        from ..data.bundled import default_pair
+
+        key = key_from_environment()
+        need_packages(self.serving.page)
+        from ..serve.app import serve
+        from ..web.server import name_of, reserve
+
+        logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s")
+        for each in ("settings", "prompts"):  # what they say of one call would be said of every request
+            logging.getLogger(f"eagle_fsd.{each}").setLevel(logging.ERROR)
+        name = self.serving.name or name_of(self.pair.target or default_pair()[0])
+        if key is None and self.serving.host not in ("127.0.0.1", "localhost", "::1"):
+            logging.warning("everyone who reaches %s can use the model: set %s", self.serving.host, KEY_VARIABLE)
+        place = reserve(self.serving)
+        defaults = {**vars(self.sampling), **vars(self.acceptance)}
+        serve(self.pair.load(), name, place, self.serving, defaults, defaults.pop("tree"), key)
+
+
+def need_packages(page: bool) -> None:
+    """Raise ImportError, in words, where what serving needs is not installed."""
+    from importlib.util import find_spec
+
+    extras = {"serve": ("fastapi", "uvicorn", "prometheus_client"), "page": ("gradio",) if page else ()}
+    missing = [extra for extra, packages in extras.items() if not all(map(find_spec, packages))]
+    if missing:
+        raise ImportError(f"serving needs further packages: pip install 'eagle_fsd[{','.join(missing)}]'")

@@ -1,0 +1,328 @@
+"""The endpoint: an OpenAI-compatible application around an `Engine`."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager, suppress
+from typing import Any, TypeVar
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+from starlette.exceptions import HTTPException
+
+from ..engine.receipts import Output
+from ..pair import EagleModel
+from ..trees.config import TreeConfig
+from ..web.guards import Guard, Refusal, wrong_value
+from ..web.limits import ServeOptions
+from ..web.metrics import Metrics
+from ..web.protocol import FINISHED, RENAMED, Asked, ChatRequest, CompletionRequest, Form, as_event, cancel, interleaved
+from ..web.server import DrainingServer, configuration
+from .engine import Engine
+from .tickets import EngineClosed, Piece, QueueFull, Ticket
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+GONE = 499  # a client that went away reads no status; the log does
+
+
+class Service:
+    """An engine as the endpoint uses it.
+
+    Args:
+        name: of the model.
+        defaults: options of decoding of requests that name none.
+        queue_seconds: longest wait for a row.
+    """
+
+    def __init__(self, engine: Engine, name: str, defaults: Mapping[str, object], queue_seconds: float) -> None:
+        self.engine, self.name, self.defaults, self.queue_seconds = engine, name, dict(defaults), queue_seconds
+        self.metrics = Metrics(engine)
+        self.draining = False  # finish what runs, refuse what is new
+
+    @property
+    def busy(self) -> bool:
+        """Whether a request is being answered or waits."""
+        return bool(self.engine.rows or self.engine.waiting)
+
+    def check_open(self) -> None:
+        """Raise `Refusal` (503) where the server is about to end."""
+        if self.draining or self.engine.closed:
+            raise Refusal(503, "the server is shutting down: try again, elsewhere if you can", code="shutting_down")
+
+    async def submit(self, asked: Asked) -> list[Ticket]:
+        """A ticket for each choice: all of them are taken, or none.
+
+        Raises:
+            Refusal: the request cannot be answered, or not now.
+        """
+        self.check_open()
+        if asked.model not in (None, self.name):
+            raise Refusal(404, f"there is no model {asked.model!r}, only {self.name!r}", param="model",
+                          code="model_not_found")
+        options = asked.options(self.defaults)
+        tickets: list[Ticket] = []
+        try:
+            for number in range(asked.n or 1):
+                seed = options.get("seed")
+                own = options if seed is None else {**options, "seed": seed + number}
+                # Long prompts are tokenised beside the event loop.
+                tickets.append(await asyncio.to_thread(self.engine.submit, asked.prompt, **own))
+        except (ValueError, TypeError) as error:
+            raise wrong_value(error, list(options), RENAMED) from error
+        except QueueFull as error:
+            raise Refusal(429, f"the server is busy: {error}", code="queue_full") from error
+        except EngineClosed as error:
+            raise Refusal(503, str(error), code="shutting_down") from error
+        finally:
+            if len(tickets) < (asked.n or 1):
+                cancel(tickets)
+        return tickets
+
+    async def wait_for_row(self, tickets: list[Ticket], pieces: AsyncIterator[T]) -> T:
+        """The first piece of any of the answers.
+
+        Raises:
+            Refusal: 503, none of them left the queue in time.
+        """
+        first = asyncio.ensure_future(anext(pieces))
+        try:
+            while True:
+                done, _ = await asyncio.wait([first], timeout=self.queue_seconds)
+                if done:
+                    return first.result()
+                if all(ticket.queued_seconds is None for ticket in tickets):
+                    raise Refusal(503, f"no row became free within {self.queue_seconds:g} seconds",
+                                  code="queue_timeout")
+        finally:
+            await end(first)
+
+    async def ended(self, ticket: Ticket) -> Output:
+        """The answer of a ticket that is done.
+
+        Raises:
+            Refusal: the engine was closed in the middle of it.
+        """
+        output = await ticket
+        self.metrics.time(ticket, len(output.token_ids))
+        if output.finish_reason not in FINISHED:
+            raise Refusal(503, "the server was shut down before the answer ended: try again", code="shutting_down")
+        return output
+
+
+async def end(task: asyncio.Future) -> None:
+    """Cancel a task, and wait until it is."""
+    task.cancel()
+    with suppress(asyncio.CancelledError, Exception):
+        await task
+
+
+async def unless_gone(request: Request, work: Awaitable[T]) -> T:
+    """What comes of the work; it is cancelled where the client goes away.
+
+    Raises:
+        Refusal: the client has gone.
+    """
+    async def gone() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    task, watch = asyncio.ensure_future(work), asyncio.ensure_future(gone())
+    try:
+        await asyncio.wait([task, watch], return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise Refusal(GONE, "the client went away")
+        return task.result()
+    finally:
+        await end(watch)
+        await end(task)
+
+
+async def respond(service: Service, request: Request, asked: Asked) -> Response:
+    """The answer to a chat or a completion, whole or as a stream."""
+    chat = isinstance(asked, ChatRequest)
+    form = Form(service.name, chat, asked.wants_logprobs, service.engine.model.tokenizer)
+    tickets = await service.submit(asked)
+    pieces = interleaved(tickets)
+    try:
+        first = await unless_gone(request, service.wait_for_row(tickets, pieces))
+        if asked.stream:
+            return StreamingResponse(stream(service, form, asked, tickets, pieces, first),
+                                     media_type="text/event-stream",
+                                     headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        await unless_gone(request, exhaust(pieces))
+        outputs = [await service.ended(ticket) for ticket in tickets]
+    except BaseException as error:
+        cancel(tickets)
+        await pieces.aclose()
+        raise as_refusal(error) from error
+    return JSONResponse(form.whole(tickets, outputs))
+
+
+def as_refusal(error: BaseException) -> BaseException:
+    """What a client is told of an answer that failed; cancellation and the like stay what they are."""
+    if isinstance(error, (Refusal, asyncio.CancelledError)) or not isinstance(error, Exception):
+        return error
+    if isinstance(error, EngineClosed):
+        return Refusal(503, str(error), code="shutting_down")
+    if isinstance(error, (ValueError, TypeError)):
+        return wrong_value(error)
+    log.error("an answer failed", exc_info=error)
+    return Refusal(500, "the answer failed; the server's log says why")
+
+
+async def exhaust(pieces: AsyncIterator) -> None:
+    async for _ in pieces:
+        pass
+
+
+async def stream(
+    service: Service, form: Form, asked: Asked, tickets: list[Ticket],
+    pieces: AsyncIterator[tuple[int, Piece | None]], first: tuple[int, Piece | None],
+) -> AsyncIterator[str]:
+    """The server-sent events of an answer whose first piece is there."""
+    outputs: dict[int, Any] = {}
+
+    async def events(number: int, piece: Piece | None) -> str:
+        if piece is not None:
+            return form.piece(number, piece)
+        outputs[number] = await service.ended(tickets[number])
+        return form.ending(number, outputs[number])
+
+    try:
+        if form.chat:
+            yield "".join(map(form.opening, range(len(tickets))))
+        yield await events(*first)
+        async for number, piece in pieces:
+            yield await events(number, piece)
+        yield form.closing(tickets, [outputs[number] for number in range(len(tickets))], asked.wants_usage)
+    except Exception as error:  # the status is out: the stream says it
+        refusal = as_refusal(error)
+        assert isinstance(refusal, Refusal)
+        yield as_event(refusal.body)
+    finally:
+        cancel(tickets)
+        await pieces.aclose()
+
+
+def create_app(
+    engine: Engine, name: str, options: ServeOptions, defaults: Mapping[str, object], key: str | None = None,
+    when_ended: Callable[[], object] | None = None,
+) -> FastAPI:
+    """The application.
+
+    Args:
+        name: of the model in requests and answers.
+        defaults: options of decoding of requests that name none.
+        key: what clients must show; None: nothing.
+        when_ended: called when the application ends, such as `engine.close`.
+    """
+    service = Service(engine, name, defaults, options.queue_seconds)
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        yield
+        if when_ended is not None:
+            await asyncio.to_thread(when_ended)
+
+    # The pages at /docs would be fetched from elsewhere; /openapi.json is the description itself.
+    app = FastAPI(title="eagle_fsd", lifespan=lifespan, docs_url=None, redoc_url=None, redirect_slashes=False)
+    app.state.service = service
+    app.add_middleware(Guard, key=key, max_body=options.max_body, read_seconds=options.read_seconds,
+                       own_login=("/page",) if options.page else (), count=service.metrics.count)
+    add_errors(app)
+    add_routes(app, service)
+    if options.page:
+        from .page import mount_page
+
+        app = mount_page(app, service, key)
+    return app
+
+
+def add_errors(app: FastAPI) -> None:
+    """Every error in the API's form."""
+
+    @app.exception_handler(Refusal)
+    async def refused(request: Request, refusal: Refusal) -> Response:
+        return refusal.response()
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(request: Request, error: RequestValidationError) -> Response:
+        found = error.errors()[0]
+        place = ".".join(str(part) for part in found["loc"] if part != "body")
+        return Refusal(400, f"{place or 'the body'}: {found['msg']}, got {found.get('input')!r}",
+                       param=place or None).response()
+
+    @app.exception_handler(HTTPException)
+    async def http_error(request: Request, error: HTTPException) -> Response:
+        method, path = request.method, request.url.path
+        said = {404: f"there is no {method} {path!r}", 405: f"{path!r} takes no {method}"}
+        return Refusal(error.status_code, said.get(error.status_code, str(error.detail))).response()
+
+    @app.exception_handler(Exception)
+    async def failed(request: Request, error: Exception) -> Response:
+        return Refusal(500, "the server failed; its log says why").response()
+
+
+def add_routes(app: FastAPI, service: Service) -> None:
+    """What the endpoint answers."""
+    listed = {"id": service.name, "object": "model", "created": 0, "owned_by": "eagle_fsd"}
+
+    @app.get("/v1/models")
+    async def models() -> dict:
+        return {"object": "list", "data": [listed]}
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> dict:
+        if name != service.name:
+            raise Refusal(404, f"there is no model {name!r}, only {service.name!r}", code="model_not_found")
+        return listed
+
+    @app.post("/v1/chat/completions", response_model=None)
+    async def chat(request: Request, asked: ChatRequest) -> Response:
+        return await respond(service, request, asked)
+
+    @app.post("/v1/completions", response_model=None)
+    async def completion(request: Request, asked: CompletionRequest) -> Response:
+        return await respond(service, request, asked)
+
+    @app.get("/health")
+    async def health() -> dict:
+        service.check_open()
+        return {"status": "ok", "rows": service.engine.rows, "waiting": service.engine.waiting}
+
+    @app.get("/metrics", response_model=None)
+    async def metrics() -> Response:
+        return Response(service.metrics.page(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+def new_engine(model: EagleModel, options: ServeOptions, tree: TreeConfig | None = None) -> Engine:
+    """An engine with a server's options."""
+    return Engine(model, max_rows=options.max_rows, max_tokens=options.max_tokens, max_waiting=options.max_waiting,
+                  prefill_chunk=options.prefill_chunk, prefixes=options.prefixes, tree=tree)
+
+
+def serve(
+    model: EagleModel, name: str, place: socket.socket, options: ServeOptions, defaults: dict[str, object],
+    tree: TreeConfig | None, key: str | None,
+) -> None:
+    """Serve until a signal ends it.
+
+    Args:
+        name: of the model in requests and answers.
+        place: where, from `reserve`.
+        defaults: options of decoding of requests that name none.
+        tree: of all requests; None: see `Engine`.
+        key: what clients must show; None: nothing.
+    """
+    engine = new_engine(model, options, tree)
+    try:
+        app = create_app(engine, name, options, defaults, key)
+        server = DrainingServer(configuration(app, options), app.state.service, options.drain_seconds)
+        asyncio.run(server.serve([place]))
+    finally:
+        engine.close(drain=False)

@@ -1,0 +1,77 @@
+"""What a server is told besides the pair: where it listens, what it is called, and how much it takes on."""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass
+
+from ..checks import require_bool, require_integer, require_number
+from ..options import Options
+
+KEY_VARIABLE = "EAGLE_FSD_API_KEY"
+
+
+@dataclass(frozen=True)
+class ServeOptions(Options):
+    """Where the server listens, what the model is called, and how much it takes on.
+
+    Args:
+        host: address to listen at. 127.0.0.1: this machine only; 0.0.0.0: all that reach it, see docs/serve.md.
+        port: 0 takes a free one, which the log names.
+        name: of the model in requests and answers; without it the target's, or the last part of its path.
+        max_rows: requests that are decoded together.
+        max_tokens: positions that the caches have room for: those of all rows together, each as long as the longest;
+            without it as many as a quarter of the free memory holds.
+        max_waiting: requests that wait for a row; the next one is told to come back (429).
+        prefill_chunk: tokens of prompts that are read between two cycles of the others.
+        prefixes: recent texts whose caches are kept for prompts that begin alike; 0: none.
+        queue_seconds: longest wait for a row, after which a request is told to come back (503).
+        read_seconds: longest time for a request to arrive, head and body (408).
+        max_body: bytes of a request's body (413).
+        max_connections: open connections, requests under way included; what is above them gets 503.
+        drain_seconds: after SIGTERM, longest time for what runs to end.
+        page: serve the page at /page too (extra `page`).
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    name: str | None = None
+    max_rows: int = 8
+    max_tokens: int | None = None
+    max_waiting: int = 64
+    prefill_chunk: int = 512
+    prefixes: int = 8
+    queue_seconds: float = 60.0
+    read_seconds: float = 20.0
+    max_body: int = 2**20
+    max_connections: int = 256
+    drain_seconds: float = 60.0
+    page: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("max_rows", "max_waiting", "prefill_chunk", "max_body", "max_connections"):
+            require_integer(name, getattr(self, name), 1)
+        require_integer("prefixes", self.prefixes, 0)
+        require_integer("port", self.port, 0)
+        if self.port > 65535:
+            raise ValueError(f"port must be at most 65535, got {self.port}")
+        if self.max_tokens is not None:
+            require_integer("max_tokens", self.max_tokens, 2)
+        for name in ("queue_seconds", "read_seconds", "drain_seconds"):
+            require_number(name, getattr(self, name), "a positive number of seconds", lambda x: 0 < x < math.inf)
+        require_bool("page", self.page)
+
+
+def key_from_environment() -> str | None:
+    """The API key that clients must show, from the variable `EAGLE_FSD_API_KEY`: not from the command line, which
+    every user of the machine can read. None: no key is asked for.
+
+    Raises:
+        ValueError: it is set and empty, or no ASCII text that a header can hold.
+    """
+    key = os.environ.get(KEY_VARIABLE)
+    if key is not None and (not key.strip() or key != key.strip() or not key.isascii() or not key.isprintable()):
+        raise ValueError(f"{KEY_VARIABLE} must be printable ASCII text without spaces around it; unset it to ask for "
+                         "no key")
+    return key

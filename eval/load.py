@@ -1,0 +1,283 @@
+"""What an OpenAI endpoint does under load: time to first token, time per token and throughput, by clients and by rate.
+
+    eagle-fsd serve --target T --draft D --port 8000 &
+    python -m eval.load --url http://127.0.0.1:8000/v1 --questions mt_bench.jsonl --clients 1 2 4 8 --out load
+    python -m eval.load --url http://127.0.0.1:8000/v1 --questions mt_bench.jsonl --requests 200 --rate 0.5 --out load
+
+With `--clients` every client asks its next question when it has its answer; with `--rate` questions come at random
+moments (a Poisson process), whether or not earlier ones are answered. Any OpenAI endpoint can be asked, such as
+`transformers serve`; what only ours knows goes into `--extra`. Tokens are those of the answer's usage, or where an
+endpoint says none, its events with text.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import os
+import random
+import sys
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+
+import httpx
+import numpy as np
+
+from eagle_fsd.cli.exits import check_counts
+from eagle_fsd.experiments.records import write_record
+from eval.command import noted, run_command
+from eval.questions import load_questions
+from eval.report.tables import markdown
+
+RETRIES = 5  # of a request that was told to come back
+
+
+@dataclass(frozen=True)
+class LoadArguments:
+    """What is asked, and how fast.
+
+    Args:
+        url: of the endpoint, /v1 included.
+        questions: JSON lines as of eval.mt_bench, first turns; without it generated tasks.
+        clients: numbers of clients, one after the other.
+        rate: questions per second instead, at random moments.
+        requests: answers of each number of clients, or of the rate.
+        most_open: with --rate, questions that may be under way; further ones are put off.
+        max_tokens: of an answer.
+        model: its name; without it the first that the endpoint lists.
+        extra: further fields of a request, as JSON: {"acceptance": "exact"}.
+        label: what is measured, in the table; without it what --extra says.
+        warm_up: answers before the first that counts.
+        timeout: seconds after which an answer counts as failed.
+        seed: of the moments, and of generated tasks.
+        out: where the record goes: OUT.json and OUT.md.
+    """
+
+    url: str
+    questions: Path | None = None
+    clients: tuple[int, ...] = (1, 2, 4, 8)
+    rate: float | None = None
+    requests: int = 200
+    most_open: int = 64
+    max_tokens: int = 128
+    model: str | None = None
+    extra: str = "{}"
+    label: str | None = None
+    warm_up: int = 2
+    timeout: float = 600.0
+    seed: int = 1
+    out: Path | None = None
+
+    @property
+    def fields(self) -> dict:
+        """Those of `extra`."""
+        return json.loads(self.extra)
+
+
+@dataclass
+class Asked:
+    """What became of one request; seconds count from the moment that it was to be sent."""
+
+    began: float  # seconds after the first
+    first: float | None = None  # to the first text
+    total: float = 0.0
+    tokens: int = 0
+    counted: bool = False  # tokens by usage, not by events
+    tau: float | None = None
+    refused: int = 0  # how often it was told to come back
+    error: str | None = None
+
+
+def check(args: LoadArguments) -> None:
+    """Raise ValueError for options that would fail later."""
+    check_counts(args, "requests", "most_open", "max_tokens")
+    if args.warm_up < 0:
+        raise ValueError(f"--warm-up must be at least 0, got {args.warm_up}")
+    if not args.clients or min(args.clients) < 1:
+        raise ValueError(f"--clients must be at least 1, got {args.clients}")
+    if args.rate is not None and not 0 < args.rate < math.inf:
+        raise ValueError(f"--rate must be a positive number of questions per second, got {args.rate}")
+    try:
+        given = args.fields
+    except ValueError as error:
+        raise ValueError(f"--extra must be a JSON object, got {args.extra!r} ({error})") from error
+    if not isinstance(given, dict):
+        raise ValueError(f"--extra must be a JSON object, got {args.extra!r}")
+
+
+async def ask(client: httpx.AsyncClient, body: dict, asked: Asked) -> Asked:
+    """Ask until there is an answer, or the endpoint says that there will be none."""
+    start = time.perf_counter()
+    try:
+        while (seconds := await read_answer(client, body, asked, start)) is not None:
+            asked.refused += 1
+            if asked.refused > RETRIES:
+                asked.error = "refused"
+                break
+            await asyncio.sleep(seconds)
+    except httpx.HTTPError as error:
+        asked.error = type(error).__name__
+    asked.total = time.perf_counter() - start
+    return asked
+
+
+async def read_answer(client: httpx.AsyncClient, body: dict, asked: Asked, start: float) -> float | None:
+    """Note what a streamed answer says; seconds until the next try where there is none now."""
+    async with client.stream("POST", "chat/completions", json=body) as response:
+        if response.status_code in (429, 503):
+            return float(response.headers.get("retry-after", 1))
+        if response.status_code != 200:
+            asked.error = f"{response.status_code}: {(await response.aread()).decode(errors='replace')[:200]}"
+            return None
+        async for line in response.aiter_lines():
+            if not line.startswith("data:") or line.removeprefix("data:").strip() == "[DONE]":
+                continue
+            event = json.loads(line.removeprefix("data:"))
+            if "error" in event:
+                asked.error = str(event["error"])[:200]
+            if any((choice.get("delta") or {}).get("content") for choice in event.get("choices") or ()):
+                asked.first = asked.first or time.perf_counter() - start
+                asked.tokens += not asked.counted
+            if usage := event.get("usage"):
+                asked.tokens, asked.counted, asked.tau = usage["completion_tokens"], True, usage.get("tau")
+    return None
+
+
+async def by_clients(send: Callable[[int, float], Awaitable[Asked]], count: int, clients: int) -> list[Asked]:
+    """`count` answers to so many clients."""
+    numbers, start, found = iter(range(count)), time.perf_counter(), []
+
+    async def one() -> None:
+        for number in numbers:
+            found.append(await send(number, time.perf_counter() - start))
+
+    await asyncio.gather(*(one() for _ in range(clients)))
+    return found
+
+
+def moments(count: int, rate: float, seed: int) -> list[float]:
+    """Seconds of a Poisson process, from the first event on."""
+    draw, at, found = random.Random(seed), 0.0, []
+    for _ in range(count):
+        found.append(at)
+        at += draw.expovariate(rate)
+    return found
+
+
+async def by_rate(
+    send: Callable[[int, float], Awaitable[Asked]], when: Sequence[float], most_open: int
+) -> list[Asked]:
+    """An answer for each moment, with at most so many under way; one that is put off has waited since its moment."""
+    free, start = asyncio.Semaphore(most_open), time.perf_counter()
+
+    async def one(number: int, moment: float) -> Asked:
+        await asyncio.sleep(max(0.0, moment - (time.perf_counter() - start)))
+        async with free:
+            late = time.perf_counter() - start - moment
+            found = await send(number, moment)
+        found.total += late
+        found.first = None if found.first is None else found.first + late
+        return found
+
+    return list(await asyncio.gather(*(one(*each) for each in enumerate(when))))
+
+
+def summary(found: Sequence[Asked]) -> dict:
+    """Medians, 95th percentiles, throughput, and what failed."""
+    good = [each for each in found if each.error is None and each.first is not None]
+    row: dict = {"answers": len(good), "failed": len(found) - len(good),
+                 "refused": sum(each.refused for each in found)}
+    if not good:
+        return row
+    wall = max(each.began + each.total for each in found) - min(each.began for each in found)
+    first = np.array([each.first for each in good])
+    each_token = np.array([(each.total - each.first) / (each.tokens - 1) for each in good if each.tokens > 1])
+    taus = [each.tau for each in good if each.tau is not None]
+    row |= {"tokens": sum(each.tokens for each in good), "seconds": wall,
+            "tokens_per_second": sum(each.tokens for each in good) / wall,
+            "first_token_p50": float(np.median(first)), "first_token_p95": float(np.quantile(first, 0.95))}
+    if len(each_token):
+        row |= {"per_token_p50": float(np.median(each_token)), "per_token_p95": float(np.quantile(each_token, 0.95))}
+    return row | ({"tau": float(np.mean(taus))} if taus else {})
+
+
+def table(label: str, rows: Sequence[dict]) -> str:
+    """The summaries as Markdown: milliseconds and tokens per second."""
+    def ms(row: dict, name: str) -> str:
+        return f"{1000 * row[name]:.0f}" if name in row else ""
+
+    return markdown([{
+        "what": label, "clients": row["clients"], "answers": row["answers"], "failed": row["failed"],
+        "refused": row["refused"], "tokens/s": f"{row.get('tokens_per_second', 0):.1f}",
+        "first token p50, ms": ms(row, "first_token_p50"), "p95": ms(row, "first_token_p95"),
+        "per token p50, ms": ms(row, "per_token_p50"), "p95 ": ms(row, "per_token_p95"),
+        "tau": f"{row['tau']:.2f}" if "tau" in row else "",
+    } for row in rows])
+
+
+async def measure(args: LoadArguments, client: httpx.AsyncClient) -> list[dict]:
+    """A summary for each number of clients, or for the rate, with what became of each request."""
+    model = args.model
+    if model is None:
+        listed = await client.get("models")
+        if listed.status_code != 200:
+            raise ValueError(f"{args.url}/models answers {listed.status_code}: give --model, or the key as "
+                             "OPENAI_API_KEY")
+        model = listed.json()["data"][0]["id"]
+    prompts = [question.turns[0] for question in load_questions(args.questions, 80, args.seed)]
+
+    async def send(number: int, began: float) -> Asked:
+        body = {"model": model, "messages": [{"role": "user", "content": prompts[number % len(prompts)]}],
+                "max_tokens": args.max_tokens, "stream": True, "stream_options": {"include_usage": True}, **args.fields}
+        return await ask(client, body, Asked(began))
+
+    for failed in [each.error for each in await by_clients(send, args.warm_up, 1) if each.error]:
+        raise ValueError(f"the endpoint does not answer: {failed}")
+    rows = []
+    for clients in args.clients if args.rate is None else (None,):
+        if clients is None:
+            found = await by_rate(send, moments(args.requests, args.rate, args.seed), args.most_open)
+        else:
+            found = await by_clients(send, args.requests, clients)
+        named = clients if clients is not None else f"{args.rate:g}/s"
+        rows.append({"clients": named, **summary(found), "requests": list(map(asdict, found))})
+    return rows
+
+
+async def connect(args: LoadArguments) -> list[dict]:
+    key = os.environ.get("OPENAI_API_KEY")
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+    async with httpx.AsyncClient(base_url=args.url, headers=headers, timeout=args.timeout, limits=limits) as client:
+        try:
+            return await measure(args, client)
+        except httpx.HTTPError as error:
+            raise OSError(f"{args.url} cannot be reached: {error}") from error
+
+
+def run(args: LoadArguments) -> None:
+    """Measure, print the table and write the record.
+
+    Raises:
+        ValueError: a bad option, or an endpoint that answers with errors.
+        OSError: the endpoint cannot be reached.
+    """
+    check(args)
+    rows = asyncio.run(connect(args))
+    shown = table(args.label or args.extra, rows)
+    failures = Counter(each["error"] for row in rows for each in row["requests"] if each["error"])
+    shown += "".join(f"\n{count} failed: {error}" for error, count in failures.items())
+    print(shown)
+    if args.out is not None:
+        write_record(args.out, {"settings": noted(args), "rows": rows}, shown)
+
+
+main = partial(run_command, "eval.load", LoadArguments, run, stopped="stopped")
+
+if __name__ == "__main__":
+    sys.exit(main())

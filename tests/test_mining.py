@@ -1,0 +1,291 @@
+"""Mining on a pair whose harm is known by construction: labels, losses, the file and its continuation."""
+
+import json
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from known_harm import HARMFUL, NEXT, SUBSTITUTES, TREE, known_pair, write_questions
+from tiny import PROMPT, save_pair, tiny_pair, tiny_tokenizer
+
+import eagle_fsd
+import train.judge
+from eagle_fsd.acceptance.judge import SIGNALS
+from eagle_fsd.cli.arguments import parse_options
+from eagle_fsd.data.files import append_lines
+from train.mine import Arguments, main, mine, read_checked, run
+from train.mining.kinds import is_in_code, kind_of
+from train.mining.likelihood import HORIZON, MEETING, OFFSETS, WINDOW, losses
+from train.mining.rollouts import Decoding, Run
+from train.mining.store import features_path, read_mined
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def pair():
+    return known_pair()
+
+
+def arguments(folder, **changes) -> Arguments:
+    questions = folder / "questions.jsonl"
+    if not questions.exists():
+        write_questions(questions)
+    given = {"questions": questions, "out": folder / "mined.jsonl", "label": "both", "batch": 4, "tree": TREE,
+             "max_new_tokens": 12, **changes}
+    return Arguments("target", "head", **given)
+
+
+def mined_lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()][1:]
+
+
+@pytest.fixture(scope="module")
+def mined(pair, tmp_path_factory):
+    given = arguments(tmp_path_factory.mktemp("mined"))
+    counts = mine(pair, read_checked(given), given)
+    return given, counts
+
+
+def test_the_pair_says_what_its_tables_say(pair):
+    for question, text in {"ra": "efg1", "rb": "hi4", "sc": "no5"}.items():
+        output = eagle_fsd.generate([{"role": "user", "content": question}], pair, acceptance="exact", tree=TREE)
+        assert output.text == text and output.finish_reason == "eos"
+
+
+def test_labels_are_what_was_constructed(mined):
+    given, counts = mined
+    lines = mined_lines(given.out)
+    assert [line["question"] for line in lines] == list(range(12))
+    assert [line["mode"] for line in lines] == ["alone", "sequence"] * 6
+    assert [line["own_right"] for line in lines] == [True, True, True, True, False, False] * 2
+    places = {"a": [(1, "f", "k"), (3, "1", "2")], "b": [(1, "i", "l")], "c": [(1, "o", "p")]}
+    for line in lines:
+        rows = line["rows"]
+        last = "abc"[line["question"] // 2 % 3]
+        assert [(row["at"], row["own_text"], row["text"]) for row in rows] == places[last]
+        assert [row["outcome"] for row in rows] == [HARMFUL[row["text"]] for row in rows]
+        kept = [0, 1] if line["mode"] == "sequence" else [0, 0]  # the harmless k stays, and 2 is tried on top of it
+        assert [row["kept_before"] for row in rows] == kept[: len(rows)]
+        assert [row["kind"] for row in rows] == ["word", "digit"][: len(rows)]
+        assert line["mismatches"] == len(rows)
+    assert counts["mismatches"] == 16 and counts["harmful by outcome"] == 8 and counts["questions"] == 12
+    assert counts["own answers that are right"] == 8
+
+
+def test_signals_and_features_are_those_of_the_tables(pair, mined):
+    found = read_mined([mined[0].out])
+    number, table = pair.tokenizer.convert_tokens_to_ids, pair.target.lm_head.weight.detach() * 32**0.5  # [next, last]
+    before = {substitute: last for last, substitute in SUBSTITUTES.items()}
+    for row, features in zip(found.rows, found.features, strict=True):
+        last = before[row["text"]]
+        one_hot = torch.zeros(2, 32)
+        one_hot[0, number(last)] = one_hot[1, row["substitute"]] = 32**0.5
+        torch.testing.assert_close(features, one_hot, rtol=1e-3, atol=1e-3)
+        logits = table[:, number(last)]
+        log_probs = logits.log_softmax(-1)
+        signals = row["signals"]
+        assert row["own"] == number(NEXT[last]) and logits.argmax() == row["own"]
+        assert signals["log_prob"] == pytest.approx(log_probs[row["substitute"]].item(), abs=1e-4)
+        assert signals["regret"] == pytest.approx(1.0, abs=1e-3) == -signals["log_ratio"]
+        assert signals["entropy"] == pytest.approx(-(log_probs.exp() * log_probs).sum().item(), abs=1e-3)
+        assert signals["draft_log_prob"] == pytest.approx(0, abs=1e-2) and 0 < signals["js"] < 0.7
+        assert signals["js"] <= signals["tv"] <= 1 and set(SIGNALS) <= signals.keys()
+        # Trees are 3 deep: 2 stands at the second level in an own answer, at the first behind a given k.
+        assert signals["own_steps"] == {"k": 1, "2": 1 + row["kept_before"], "l": 2, "p": 2}[row["text"]]
+
+
+def by_hand(target, prompt, answer, at, token):
+    """`losses` of one substitution, by whole forwards without a cache."""
+    def log_probs(tokens):
+        return target.logits(target.features(torch.tensor([tokens])))[0].log_softmax(-1)
+
+    own, found = log_probs([*prompt, *answer]), []
+    for offset in OFFSETS:
+        rest = answer[at + 1 + offset :][:HORIZON]
+        if not rest:
+            continue
+        begun = [*prompt, *answer[:at], token]
+        ours = log_probs([*begun, *rest])[len(begun) - 1 :]
+        is_own = [ours[place].argmax().item() == token for place, token in enumerate(rest)]
+        met = [place for place in range(min(WINDOW, len(rest))) if all(is_own[place : place + MEETING])]
+        if met:
+            first = len(prompt) + at + offset  # predicts the first token of the rest
+            lost = sum((own[first + place, rest[place]] - ours[place, rest[place]]).item()
+                       for place in range(met[0], len(rest)))
+            found.append((met[0], lost, offset))
+    return min(found)[1:] if found else (None, 0)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+@torch.inference_mode()
+def test_losses_equal_whole_forwards(family):
+    pair = tiny_pair(family)
+    answer = eagle_fsd.generate(PROMPT, pair, acceptance="exact", max_new_tokens=24).token_ids
+    substitutions = [(at, token) for at in (0, 7, 22, 23) for token in (answer[at], answer[min(at + 1, 23)], 17, 29)]
+    found = losses(pair.target, PROMPT, answer, substitutions)
+    expected = [by_hand(pair.target, PROMPT, answer, at, token) for at, token in substitutions]
+    for ours, (nats, offset) in zip(found, expected, strict=True):
+        assert (ours.nats is None) == (nats is None) and ours.offset == offset
+        assert ours.nats is None or ours.nats == pytest.approx(nats, abs=1e-3)
+    kinds = {ours.nats is None for ours in found}
+    assert kinds == {True, False}  # some meet, some do not
+    same = [ours for ours, (at, token) in zip(found, substitutions, strict=True) if token == answer[at] and at < 23]
+    assert all(abs(ours.nats) < 1e-3 for ours in same)  # the answer itself loses nothing
+
+
+def test_a_harmless_substitute_stays_in_the_text_by_likelihood(pair, tmp_path):
+    """By likelihood nothing is harm here: behind a substitute the tables go on as they would have."""
+    given = arguments(tmp_path, label="likelihood")
+    counts = mine(pair, read_checked(given), given)
+    assert counts["harmful by likelihood"] == 0 and "harmful by outcome" not in counts
+    rows = [row for line in mined_lines(given.out) if line["mode"] == "sequence" for row in line["rows"]]
+    assert [row["kept_before"] for row in rows if row["at"] == 3] == [1, 1]
+    assert all(abs(row["lost_nats"]) < 0.1 for row in rows)
+
+
+def test_an_answer_that_begins_with_an_end_is_over(pair):
+    decoding = Decoding(pair, TREE, 0.01, 3)
+    ended, full, going = decoding.answers([Run([5], [4, 1]), Run([5], [4, 8, 9]), Run([5], [4])])
+    assert (ended.tokens, full.tokens) == ([4, 1], [4, 8, 9]) and not ended.mismatches
+    assert going.tokens[0] == 4 and len(going.tokens) == 3
+
+
+def test_mismatches_of_a_batch_are_those_of_its_answers():
+    """Answers of different lengths, decoded together and alone: the same mismatches at the same places."""
+    pair = tiny_pair()
+    pair.target.model.generation_config.eos_token_id = [3, 7, 11]
+    pair.tokenizer = tiny_tokenizer()
+    decoding = Decoding(pair, replace(TREE, total_tokens=8), 0.01, 30)
+    runs = [Run(PROMPT[:length], PROMPT[length : length + begun])
+            for length, begun in ((4, 0), (9, 0), (6, 2), (12, 0))]
+    together = decoding.answers(runs)
+    assert len({len(answer.tokens) for answer in together}) > 1
+    assert sum(len(answer.mismatches) for answer in together) > 3
+    for answer, run_ in zip(together, runs, strict=True):
+        (alone,) = decoding.answers([run_])
+        assert alone.tokens == answer.tokens
+        assert [(m.at, m.own, m.substitute) for m in alone.mismatches] == [
+            (m.at, m.own, m.substitute) for m in answer.mismatches]
+
+
+# --- the file -----------------------------------------------------------------------------------
+
+
+def contents(given):
+    shards = {path.name: path.read_bytes() for path in features_path(given.out, 0).parent.iterdir()}
+    return given.out.read_bytes(), shards
+
+
+@pytest.mark.parametrize("share", [0.05, 0.4, 0.75, 0.99])
+def test_a_file_cut_off_anywhere_ends_the_same(pair, mined, share, tmp_path):
+    """As kill -9 leaves it: a last line that is not whole, and features that no line names yet."""
+    whole = contents(mined[0])
+    given = replace(mined[0], out=tmp_path / "mined.jsonl")
+    given.out.write_bytes(whole[0][: int(share * len(whole[0]))])
+    kept = len(given.out.read_bytes().splitlines()) - 2
+    for name, shard in whole[1].items():
+        if int(name[:5]) * given.batch <= kept:
+            path = features_path(given.out, int(name[:5]))
+            path.parent.mkdir(exist_ok=True)
+            path.write_bytes(shard)
+    assert mine(pair, read_checked(given), given) == mined[1]
+    assert contents(given) == whole
+
+
+def test_killed_and_started_again(tmp_path):
+    """A real process, killed with -9 in the middle: what was finished is kept, and the file ends the same."""
+    save_pair(tmp_path, known_pair())
+    write_questions(tmp_path / "questions.jsonl", 240)
+    first, out = tmp_path / "whole.jsonl", tmp_path / "killed.jsonl"
+    given = Arguments(str(tmp_path / "target"), str(tmp_path / "head"), tmp_path / "questions.jsonl", out, batch=4,
+                      max_new_tokens=12, tree=TREE)
+    command = [sys.executable, "-m", "train.mine", "--target", given.target, "--draft", given.draft, "--batch", "4",
+               "--questions", str(given.questions), "--out", str(out), "--max-new-tokens", "12", "--tree", "6,3,2"]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    while (not out.exists() or out.read_bytes().count(b"\n") < 9) and process.poll() is None:
+        time.sleep(0.005)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    finished = out.read_bytes().count(b"\n")
+    assert 9 <= finished < 241, "it was to be killed in the middle"
+    assert run(given) == run(replace(given, out=first)) and out.read_bytes() == first.read_bytes()
+    assert first.read_bytes().count(b"\n") == 241
+    for path in features_path(first, 0).parent.iterdir():
+        assert (features_path(out, 0).parent / path.name).read_bytes() == path.read_bytes()
+
+
+def test_a_file_of_other_settings_is_not_continued(pair, mined, tmp_path):
+    given = replace(mined[0], out=tmp_path / "mined.jsonl", floor=0.5)
+    shutil.copy(mined[0].out, given.out)
+    with pytest.raises(ValueError, match="was begun with other settings"):
+        mine(pair, read_checked(given), given)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [({"floor": 0.0}, "--floor must be above 0 and at most 1, got 0.0"),
+     ({"floor": 1.5}, "--floor must be above 0 and at most 1, got 1.5"), ({"nats": -1.0}, "--nats"),
+     ({"batch": 0}, "--batch must be at least 1, got 0"), ({"most": 0}, "--most must be at least 1, got 0"),
+     ({"dtype": "int3"}, "int3"), ({"questions": Path("no-such-file")}, "--questions no-such-file does not exist")],
+)
+def test_bad_options_are_refused_before_anything_is_loaded(tmp_path, changes, message):
+    with pytest.raises(ValueError, match=message):
+        run(arguments(tmp_path, **changes))
+
+
+def test_questions_need_what_their_label_needs(tmp_path, monkeypatch, capsys):
+    path = tmp_path / "open.jsonl"
+    path.write_text(json.dumps({"question_id": 7, "turns": ["Write a poem."]}) + "\n")
+    words = ["mine", "--target", "t", "--draft", "d", "--questions", str(path), "--out", str(tmp_path / "o.jsonl")]
+    monkeypatch.setattr(sys, "argv", words)
+    assert main() == 2
+    assert "question 7 has no answer to tell outcomes by: take --label likelihood" in capsys.readouterr().err
+    path.write_text(json.dumps({"task_id": "H/1", "prompt": "def f():", "test": "", "entry_point": "f"}) + "\n")
+    assert main() == 2
+    assert "question H/1 is graded by running programs: allow it with --run-code" in capsys.readouterr().err
+
+
+def test_documented_commands_parse():
+    page = (ROOT / "docs" / "judge.md").read_text(encoding="utf-8").replace("\\\n", " ")
+    commands = re.findall(r"^python -m train\.(mine|judge) (.*)$", page, re.MULTILINE)
+    assert {name for name, _ in commands} == {"mine", "judge"}
+    for name, words in commands:
+        own = Arguments if name == "mine" else train.judge.Arguments
+        assert isinstance(parse_options(own, shlex.split(words)), own)
+
+
+def test_files_that_are_none_are_named(mined, tmp_path):
+    with pytest.raises(ValueError, match="does not exist: python -m train.mine makes it"):
+        read_mined([tmp_path / "none"])
+    other = tmp_path / "other.jsonl"
+    append_lines(other, [{"a": 1}])
+    with pytest.raises(ValueError, match="is no file of python -m train.mine"):
+        read_mined([other])
+    lone = tmp_path / "lone.jsonl"
+    shutil.copy(mined[0].out, lone)
+    with pytest.raises(ValueError, match="lone.jsonl.features/00000.safetensors cannot be read"):
+        read_mined([lone])
+
+
+@pytest.mark.parametrize(
+    ("token", "in_code", "kind"),
+    [(" 12", False, "digit"), ("x1", True, "digit"), (" +=", True, "operator"), ("<", False, "operator"),
+     (" for", True, "keyword"), (" for", False, "word"), ("count", True, "name"), (" count", False, "word"),
+     ("\n\n", False, "layout"), (",", False, "layout"), ("):", True, "layout"), ("", False, "layout")],
+)
+def test_kinds_of_tokens(token, in_code, kind):
+    assert kind_of(token, in_code) == kind
+
+
+def test_code_is_within_fences_or_where_a_bare_program_is_asked_for():
+    assert is_in_code("So:\n```python\nx = ", "gsm8k") and not is_in_code("```\nx\n```\nThus ", "humaneval")
+    assert is_in_code("    return ", "humaneval") and not is_in_code("It is ", "gsm8k")

@@ -1,0 +1,185 @@
+"""Mine mismatches of a pair and find out which of them matter.
+
+    python -m train.mine --target T --draft D --questions gsm8k_train.jsonl --out data/mined.jsonl
+
+The target answers each question exactly. Where a walk stops although the tree had a child that a loose rule would take,
+that child is tried in its place. On every other question each is tried alone, on the others in sequence: a harmless one
+stays, and the next is tried on top of it. An interrupted run loses at most the running group of questions.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import eagle_fsd
+from eagle_fsd.checks import check_interval
+from eagle_fsd.cli.arguments import Tree, parse_options, tree_text
+from eagle_fsd.cli.exits import check_counts, exit_status
+from eagle_fsd.data.files import only_writer
+from eagle_fsd.data.progress import Progress
+from eagle_fsd.data.questions import Question, read_questions
+from eagle_fsd.experiments.experiment import fingerprint
+from eagle_fsd.experiments.grading import CODE
+from eagle_fsd.models.loading import check_dtype
+from eagle_fsd.models.placement import weights_digest
+from eagle_fsd.pair import EagleModel
+from eagle_fsd.prompts import check_length, encode_prompt
+from train.data.regeneration import begin_store
+from train.mining.rollouts import Decoding
+from train.mining.store import append_group
+from train.mining.trails import MODES, Labels, follow
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Mine mismatches of a pair and find out which of them matter.
+
+    The label outcome goes on exactly behind the substitute: harmful iff the answer comes to something else than the
+    target's own does. The label likelihood needs no answer: harmful iff the rest of the target's own answer becomes
+    less likely by more than --nats. An interrupted run continues.
+
+    Args:
+        target: directory, hub id or GGUF file.
+        draft: draft head, a directory or hub id.
+        questions: JSON lines file, as for eval.benchmark; of each question the first turn is asked.
+        out: JSON lines file; the features go into a folder beside it.
+        label: how harm is told.
+        nats: of the label likelihood, above which it is harm.
+        floor: least probability of a substitute, in those of the target's own token.
+        most: mismatches of a question that are tried, chosen by the seed.
+        limit: only the first questions.
+        max_new_tokens: of an answer.
+        batch: answers that are decoded together, and questions of a group.
+        tree: of drafting; default the pair's for its device.
+        run_code: run the programs of answers, in a limited subprocess.
+        dtype: as in eagle_fsd.load.
+        device: where the pair goes.
+        trust_remote_code: allow a target to run code from its repository.
+        seed: of the choice.
+    """
+
+    target: str
+    draft: str
+    questions: Path
+    out: Path
+    label: Literal["outcome", "likelihood", "both"] = "outcome"
+    nats: float = 1.0
+    floor: float = 0.01
+    most: int = 8
+    limit: int | None = None
+    max_new_tokens: int = 512
+    batch: int = 16
+    tree: Tree = None
+    run_code: bool = False
+    dtype: str = "auto"
+    device: str | None = None
+    trust_remote_code: bool = False
+    seed: int = 0
+
+
+def read_checked(arguments: Arguments) -> list[Question]:
+    """The questions, after all checks that need no model.
+
+    Raises:
+        ValueError: an option out of range, or a question that the label cannot be had for.
+    """
+    check_counts(arguments, "most", "limit", "batch", "max_new_tokens")
+    check_dtype(arguments.dtype)
+    if not 0 < arguments.floor <= 1:
+        raise ValueError(f"--floor must be above 0 and at most 1, got {arguments.floor}")
+    check_interval("--nats", arguments.nats, float("inf"), False)
+    if not arguments.questions.is_file():
+        raise ValueError(f"--questions {arguments.questions} does not exist")
+    questions = read_questions(arguments.questions)[: arguments.limit]
+    for question in questions if arguments.label != "likelihood" else ():
+        if question.answer is None and question.tests is None:
+            raise ValueError(f"question {question.id} has no answer to tell outcomes by: take --label likelihood")
+        if question.category in CODE and not arguments.run_code:
+            raise ValueError(f"question {question.id} is graded by running programs: allow it with --run-code, or take "
+                             "--label likelihood")
+    return questions
+
+
+def mine(model: EagleModel, questions: Sequence[Question], arguments: Arguments) -> dict:
+    """Mine what the file does not hold; returns counts of what it holds then.
+
+    Raises:
+        ValueError: the file was begun for something else or is being written; a question too long for the target.
+    """
+    tree = arguments.tree or model.default_tree
+    decoding = Decoding(model, tree, arguments.floor, arguments.max_new_tokens)
+    labels = Labels(arguments.label != "likelihood", arguments.label != "outcome", arguments.nats, arguments.most,
+                    arguments.seed, arguments.run_code, lambda token: model.tokenizer.decode([token]))
+    prompts = [_prompt(question, model) for question in questions]
+    about = {
+        "target": model.target.digest(), "head": weights_digest(model.draft), "dtype": str(model.target.dtype),
+        "questions": fingerprint(questions), "file": arguments.questions.name, "tree": tree_text(tree),
+        **{name: getattr(arguments, name) for name in ("label", "nats", "floor", "most", "max_new_tokens", "batch",
+                                                       "run_code", "seed")},
+    }
+    counts: Counter[str] = Counter()
+    with only_writer(arguments.out):
+        finished = begin_store(arguments.out, about)
+        for line in finished:
+            count_line(counts, line["own_right"], line["rows"])
+        done = {line["question"] for line in finished}
+        with Progress(desc="mining", unit="question", total=len(questions), done=len(done)) as progress:
+            for group, first in enumerate(range(0, len(questions), arguments.batch)):
+                numbers = range(first, min(first + arguments.batch, len(questions)))
+                new = [number for number in numbers if questions[number].id not in done]
+                if not new:
+                    continue
+                trails = follow([labels.trail(questions[number], prompts[number], MODES[number % 2])
+                                 for number in numbers], decoding, arguments.batch,
+                                lambda runs: progress.update(0, mismatches=counts["mismatches"]))
+                append_group(arguments.out, group, trails, done)
+                for number in new:
+                    count_line(counts, trails[number - first].about["own_right"], trails[number - first].rows)
+                progress.update(len(new), mismatches=counts["mismatches"])
+    return dict(counts)
+
+
+def count_line(counts: Counter[str], own_right: bool | None, rows: Sequence[dict]) -> None:
+    """Add a question to the counts."""
+    counts["questions"] += 1
+    counts["own answers that are right"] += bool(own_right)
+    counts["mismatches"] += len(rows)
+    for label in ("outcome", "likelihood"):
+        if any(label in row for row in rows):
+            counts[f"harmful by {label}"] += sum(row[label] for row in rows)
+
+
+def _prompt(question: Question, model: EagleModel) -> list[int]:
+    try:
+        ids = encode_prompt([{"role": "user", "content": question.turns[0]}], model)
+        check_length(len(ids), 1, model)
+    except ValueError as error:
+        raise ValueError(f"question {question.id}: {error}") from error
+    return ids
+
+
+def run(arguments: Arguments) -> dict:
+    """Load the pair and mine; see `mine`."""
+    questions = read_checked(arguments)
+    model = eagle_fsd.load(
+        arguments.target, arguments.draft, dtype=arguments.dtype, device=arguments.device,
+        trust_remote_code=arguments.trust_remote_code, tree=None)
+    return mine(model, questions, arguments)
+
+
+def main() -> int:
+    arguments = parse_options(Arguments, program="python -m train.mine")
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
+    return exit_status("train.mine", lambda: print(json.dumps(run(arguments), indent=1)),
+                       stopped="stopped; the same command continues", flags=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

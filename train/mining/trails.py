@@ -1,0 +1,198 @@
+"""How the mismatches of a question are tried: each alone, or in sequence, where a harmless one stays.
+
+A trail is a generator: it asks for answers (`Run`) or for losses (`Losses`), is sent what it asked for, and returns a
+`Trail`. So the questions of a group share their batches, see `follow`.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from eagle_fsd.data.questions import Question
+from eagle_fsd.experiments.grading import CODE, is_right, outcome
+from eagle_fsd.models.target import TargetModel
+from train.mining.kinds import is_in_code, kind_of
+from train.mining.likelihood import Loss, losses
+from train.mining.mismatches import Mismatch
+from train.mining.rollouts import Answer, Decoding, Run
+
+MODES = ("alone", "sequence")
+
+
+@dataclass(frozen=True)
+class Losses:
+    """A question to `likelihood.losses`."""
+
+    prompt: Sequence[int]
+    answer: Sequence[int]
+    substitutions: Sequence[tuple[int, int]]
+
+
+@dataclass(frozen=True)
+class Trail:
+    """What a question's mismatches were found to be.
+
+    Args:
+        about: of the question: id, category, mode, whether the own answer is right (None: unknown), its tokens and
+            number of mismatches.
+        rows: of each mismatch that was tried. features: of each, see `Mismatch`.
+    """
+
+    about: dict
+    rows: list[dict]
+    features: list[Tensor]
+
+
+Steps = Generator[list[Run] | Losses, "list[Answer] | list[Loss]", Trail]
+
+
+@dataclass(frozen=True)
+class Labels:
+    """Which labels mismatches get.
+
+    Args:
+        outcome: go on exactly behind the substitute; harmful iff the answer comes to something else.
+        likelihood: harmful iff the rest of the answer loses more than `nats`, see `likelihood.losses`.
+        most: mismatches of a question that are tried.
+        run_code: allow programs to be run.
+        text_of: of a token.
+    """
+
+    outcome: bool
+    likelihood: bool
+    nats: float
+    most: int
+    seed: int
+    run_code: bool
+    text_of: Callable[[int], str]
+
+    def trail(self, question: Question, prompt: Sequence[int], mode: str) -> Steps:
+        """The question's trail; whether each mismatch is tried alone or in sequence goes by `mode`."""
+        rng = random.Random(f"{self.seed}/{question.id}")
+        (own,) = yield [Run(prompt)]
+        if mode == "sequence" and self.outcome:
+            tried = yield from self._sequence(question, prompt, own, rng)
+        else:
+            chosen = sorted(rng.sample(own.mismatches, min(self.most, len(own.mismatches))), key=lambda m: m.at)
+            if mode == "sequence":
+                tried = yield from self._spliced(prompt, own, chosen)
+            else:
+                tried = yield from self._alone(question, prompt, own, chosen)
+        rows = [self._row(question, own, mismatch, labels) for mismatch, labels in tried]
+        right = None if question.category in CODE and not self.run_code else is_right(
+            question, own.text, run_code=self.run_code)
+        about = {"question": question.id, "category": question.category, "mode": mode, "own_right": right,
+                 "tokens": len(own.tokens), "mismatches": len(own.mismatches)}
+        return Trail(about, rows, [mismatch.features for mismatch, _ in tried])
+
+    def _alone(self, question: Question, prompt: Sequence[int], own: Answer, chosen: list[Mismatch]) -> Steps:
+        labels: list[dict] = [{"kept_before": 0} for _ in chosen]
+        if self.outcome and chosen:
+            answers = yield [Run(prompt, [*own.tokens[: m.at], m.substitute]) for m in chosen]
+            for label, answer in zip(labels, answers, strict=True):
+                label["outcome"] = self._differs(question, own, answer)
+        if self.likelihood and chosen:
+            found = yield Losses(prompt, own.tokens, [(m.at, m.substitute) for m in chosen])
+            for label, loss in zip(labels, found, strict=True):
+                label |= self._lost(loss)
+        return list(zip(chosen, labels, strict=True))
+
+    def _sequence(self, question: Question, prompt: Sequence[int], own: Answer, rng: random.Random) -> Steps:
+        """By outcome: behind a harmless substitute the target's own continuation is what is gone on with."""
+        tried: list[tuple[Mismatch, dict]] = []
+        text, begin, kept = own, 0, 0
+        share = min(1.0, self.most / max(1, len(own.mismatches)))
+        while len(tried) < self.most:
+            mismatch = next((m for m in text.mismatches if m.at >= begin and rng.random() < share), None)
+            if mismatch is None:
+                break
+            (answer,) = yield [Run(prompt, [*text.tokens[: mismatch.at], mismatch.substitute])]
+            label = {"kept_before": kept, "outcome": self._differs(question, own, answer)}
+            if self.likelihood:
+                (loss,) = yield Losses(prompt, text.tokens, [(mismatch.at, mismatch.substitute)])
+                label |= self._lost(loss)
+            tried.append((mismatch, label))
+            begin = mismatch.at + 1
+            if not label["outcome"]:
+                text, kept = answer, kept + 1
+        return tried
+
+    def _spliced(self, prompt: Sequence[int], own: Answer, chosen: list[Mismatch]) -> Steps:
+        """By likelihood: a harmless substitute stays in front of the rest of the own answer.
+
+        What is known of a later mismatch is what it was in the own answer.
+        """
+        tried: list[tuple[Mismatch, dict]] = []
+        text, shift, kept, free = list(own.tokens), 0, 0, 0  # place in text = place in the own answer + shift
+        for mismatch in chosen:
+            if mismatch.at < free:  # the token is no longer there
+                continue
+            at = mismatch.at + shift
+            (loss,) = yield Losses(prompt, text, [(at, mismatch.substitute)])
+            label = {"kept_before": kept, **self._lost(loss)}
+            tried.append((mismatch, label))
+            if not label["likelihood"]:
+                text[at : at + 1 + loss.offset] = [mismatch.substitute]
+                shift, kept, free = shift - loss.offset, kept + 1, mismatch.at + 1 + max(0, loss.offset)
+        return tried
+
+    def _differs(self, question: Question, own: Answer, answer: Answer) -> bool:
+        ours, theirs = (outcome(question, each.text, run_code=self.run_code) for each in (answer, own))
+        return ours != theirs
+
+    def _lost(self, loss: Loss) -> dict:
+        return {"likelihood": loss.is_harm(self.nats), "lost_nats": loss.nats, "offset": loss.offset}
+
+    def _row(self, question: Question, own: Answer, mismatch: Mismatch, labels: dict) -> dict:
+        before = "".join(map(self.text_of, own.tokens[: mismatch.at]))  # of a changed text nearly the same
+        texts = {"own_text": self.text_of(mismatch.own), "text": self.text_of(mismatch.substitute)}
+        kind = kind_of(texts["own_text"], is_in_code(before, question.category))
+        return {"at": mismatch.at, "own": mismatch.own, "substitute": mismatch.substitute, **texts, "kind": kind,
+                **labels, "signals": mismatch.signals}
+
+
+def follow(
+    trails: Sequence[Steps], decoding: Decoding, batch: int, tell: Callable[[int], None] = lambda runs: None
+) -> list[Trail]:
+    """All trails to their ends, with runs of different trails decoded together, at most `batch` at a time.
+
+    Args:
+        tell: told how many answers each batch has decoded.
+    """
+    ends: list[Trail | None] = [None] * len(trails)
+    waiting: deque[tuple[int, int, Run]] = deque()  # (trail, which of its runs, run)
+    answers: dict[int, list[Answer | None]] = {}
+
+    def advance(number: int, found: list | None) -> None:
+        """Send a trail what it asked for, up to the next runs."""
+        try:
+            asked = next(trails[number]) if found is None else trails[number].send(found)
+            while isinstance(asked, Losses):
+                asked = trails[number].send(_losses(decoding.model.target, asked))
+        except StopIteration as end:
+            ends[number] = end.value
+            return
+        answers[number] = [None] * len(asked)
+        runs = [(number, place, run) for place, run in enumerate(asked)]
+        waiting.extendleft(runs) if len(runs) == 1 else waiting.extend(runs)  # a sequence goes first: it is the longest
+
+    for number in range(len(trails)):
+        advance(number, None)
+    while waiting:
+        taken = [waiting.popleft() for _ in range(min(batch, len(waiting)))]
+        for (number, place, _), answer in zip(taken, decoding.answers([run for *_, run in taken]), strict=True):
+            answers[number][place] = answer
+        tell(len(taken))
+        for number in sorted({number for number, *_ in taken}):
+            if all(answer is not None for answer in answers[number]):
+                advance(number, answers[number])
+    return ends
+
+
+def _losses(target: TargetModel, asked: Losses) -> list[Loss]:
+    return losses(target, asked.prompt, asked.answer, asked.substitutions)
