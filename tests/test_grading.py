@@ -81,9 +81,18 @@ def test_programs_are_run_only_where_it_is_allowed():
 def test_programs_of_mbpp(answer, right):
     question = Question(511, "mbpp", ("Add.",), tests="assert add(2, 3) == 5\n")
     assert is_right(question, answer, run_code=True) is right
-    assert outcome(question, answer, run_code=True) is right
+    assert outcome(question, answer, run_code=True) == (right,)
     with pytest.raises(ValueError, match="grading HumanEval and MBPP runs .*; allow it with --run-code"):
         outcome(question, answer)
+
+
+def test_the_outcome_of_a_program_is_which_tests_it_passes():
+    question = Question(1, "mbpp", ("Add.",), tests="import math\nassert f(1) == 2\nassert f(\n  4) == math.inf\n")
+    for answer, passed in (("def f(x): return 2", (True, False)), ("def f(x): return math.inf", (False, True)),
+                           ("def f(x): return 2 if x == 1 else math.inf", (True, True)), ("f =", (False, False))):
+        assert outcome(question, answer, run_code=True) == passed
+        assert is_right(question, answer, run_code=True) is all(passed)
+    assert outcome(PROBLEM, "    return a + b", run_code=True) == (True,)
 
 
 @pytest.mark.parametrize(

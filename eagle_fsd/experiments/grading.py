@@ -64,8 +64,7 @@ def is_right(question: Question, text: str, *, run_code: bool = False) -> bool |
         ValueError: a question for a program without leave to run code.
     """
     if question.category in CODE:
-        if not run_code:
-            raise ValueError("grading HumanEval and MBPP runs generated programs; allow it with --run-code")
+        _check_leave(run_code)
         return None if question.tests is None else passes(program_of(question, text), question.tests)
     if question.answer is None:
         return None
@@ -77,8 +76,13 @@ def is_right(question: Question, text: str, *, run_code: bool = False) -> bool |
     return (text.strip() if stated is None else stated) == question.answer.strip()
 
 
+def _check_leave(run_code: bool) -> None:
+    if not run_code:
+        raise ValueError("grading HumanEval and MBPP runs generated programs; allow it with --run-code")
+
+
 def outcome(question: Question, text: str, *, run_code: bool = False) -> object:
-    """What an answer comes to, right or wrong: a number, a value, a text, or whether its program passes the tests.
+    """What an answer comes to, right or wrong: a number, a text, or which of the tests its program passes.
 
     Args:
         run_code: see `is_right`.
@@ -87,7 +91,10 @@ def outcome(question: Question, text: str, *, run_code: bool = False) -> object:
         ValueError: a question for a program without leave to run code.
     """
     if question.category in CODE:
-        return is_right(question, text, run_code=run_code)
+        _check_leave(run_code)
+        before, *tests = re.split(r"^(?=assert )", question.tests or "", flags=re.MULTILINE)
+        program = program_of(question, text)
+        return tuple(passes(program, before + test) for test in tests or [""])
     if question.category == "gsm8k":
         return final_number(text)
     stated = extract_result(text)

@@ -75,14 +75,15 @@ class Labels:
         """The question's trail; whether each mismatch is tried alone or in sequence goes by `mode`."""
         rng = random.Random(f"{self.seed}/{question.id}")
         (own,) = yield [Run(prompt)]
+        wanted = self._outcome(question, own) if self.outcome else None
         if mode == "sequence" and self.outcome:
-            tried = yield from self._sequence(question, prompt, own, rng)
+            tried = yield from self._sequence(question, prompt, own, wanted, rng)
         else:
             chosen = sorted(rng.sample(own.mismatches, min(self.most, len(own.mismatches))), key=lambda m: m.at)
             if mode == "sequence":
                 tried = yield from self._spliced(prompt, own, chosen)
             else:
-                tried = yield from self._alone(question, prompt, own, chosen)
+                tried = yield from self._alone(question, prompt, own, wanted, chosen)
         rows = [self._row(question, own, mismatch, labels) for mismatch, labels in tried]
         right = None if question.category in CODE and not self.run_code else is_right(
             question, own.text, run_code=self.run_code)
@@ -90,19 +91,24 @@ class Labels:
                  "tokens": len(own.tokens), "mismatches": len(own.mismatches)}
         return Trail(about, rows, [mismatch.features for mismatch, _ in tried])
 
-    def _alone(self, question: Question, prompt: Sequence[int], own: Answer, chosen: list[Mismatch]) -> Steps:
+    def _alone(
+        self, question: Question, prompt: Sequence[int], own: Answer, wanted: object, chosen: list[Mismatch]
+    ) -> Steps:
+        """Each on the own answer, which comes to `wanted`."""
         labels: list[dict] = [{"kept_before": 0} for _ in chosen]
         if self.outcome and chosen:
             answers = yield [Run(prompt, [*own.tokens[: m.at], m.substitute]) for m in chosen]
             for label, answer in zip(labels, answers, strict=True):
-                label["outcome"] = self._differs(question, own, answer)
+                label["outcome"] = self._outcome(question, answer) != wanted
         if self.likelihood and chosen:
             found = yield Losses(prompt, own.tokens, [(m.at, m.substitute) for m in chosen])
             for label, loss in zip(labels, found, strict=True):
                 label |= self._lost(loss)
         return list(zip(chosen, labels, strict=True))
 
-    def _sequence(self, question: Question, prompt: Sequence[int], own: Answer, rng: random.Random) -> Steps:
+    def _sequence(
+        self, question: Question, prompt: Sequence[int], own: Answer, wanted: object, rng: random.Random
+    ) -> Steps:
         """By outcome: behind a harmless substitute the target's own continuation is what is gone on with."""
         tried: list[tuple[Mismatch, dict]] = []
         text, begin, kept = own, 0, 0
@@ -112,7 +118,7 @@ class Labels:
             if mismatch is None:
                 break
             (answer,) = yield [Run(prompt, [*text.tokens[: mismatch.at], mismatch.substitute])]
-            label = {"kept_before": kept, "outcome": self._differs(question, own, answer)}
+            label = {"kept_before": kept, "outcome": self._outcome(question, answer) != wanted}
             if self.likelihood:
                 (loss,) = yield Losses(prompt, text.tokens, [(mismatch.at, mismatch.substitute)])
                 label |= self._lost(loss)
@@ -141,9 +147,8 @@ class Labels:
                 shift, kept, free = shift - loss.offset, kept + 1, mismatch.at + 1 + max(0, loss.offset)
         return tried
 
-    def _differs(self, question: Question, own: Answer, answer: Answer) -> bool:
-        ours, theirs = (outcome(question, each.text, run_code=self.run_code) for each in (answer, own))
-        return ours != theirs
+    def _outcome(self, question: Question, answer: Answer) -> object:
+        return outcome(question, answer.text, run_code=self.run_code)
 
     def _lost(self, loss: Loss) -> dict:
         return {"likelihood": loss.is_harm(self.nats), "lost_nats": loss.nats, "offset": loss.offset}
