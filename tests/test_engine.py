@@ -463,6 +463,24 @@ def test_a_row_gone_wrong_leaves_nothing_behind(monkeypatch):
                                                             acceptance="exact", seed=0))
 
 
+def test_an_error_of_the_tokenizer_ends_its_own_request(monkeypatch):
+    pair, failing = tiny_pair(tokenizer=tiny_tokenizer()), []
+    decode = pair.tokenizer.decode
+
+    def broken(ids, **options):
+        if failing and len(ids) == 7:  # the whole answer
+            failing.clear()
+            raise RuntimeError("already borrowed")
+        return decode(ids, **options)
+
+    monkeypatch.setattr(pair.tokenizer, "decode", broken)
+    with eagle_fsd.Engine(pair) as engine:
+        failing.append(True)
+        with pytest.raises(RuntimeError, match="already borrowed"):
+            engine.submit(PROMPT, max_new_tokens=7).result()
+        assert engine.submit(PROMPT, max_new_tokens=7).result().finish_reason == "length"
+
+
 def test_an_error_of_the_loop_ends_all(monkeypatch):
     pair = tiny_pair()
     engine = eagle_fsd.Engine(pair, max_rows=2)

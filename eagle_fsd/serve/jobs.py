@@ -48,8 +48,14 @@ class Job(BaseStreamer):
     def end(self) -> None:
         """A streamer's, which ends with `finish` or `fail`."""
 
-    def finish(self, request: Request | None) -> Output:
+    def finish(self, request: Request | None) -> None:
         """Hand on the whole answer; None: it was cancelled before its turn."""
+        try:
+            self.answer.end(self._output(request))
+        except Exception as error:  # of the tokenizer
+            self.fail(error)
+
+    def _output(self, request: Request | None) -> Output:
         settings, answer, now = self.settings, self.answer, time.perf_counter()
         output = Output([], "cancelled", settings.seed, Stats(), []) if request is None else request.output()
         if answer.started is not None:
@@ -60,7 +66,6 @@ class Job(BaseStreamer):
             rest = self.text.rest(output.text)
             if rest:
                 answer.add(Piece([], [], rest))
-        answer.end(output)
         return output
 
     def fail(self, error: BaseException) -> None:
