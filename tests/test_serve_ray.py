@@ -28,7 +28,6 @@ SETTINGS = {"name": "small", "device": "cpu", "dtype": "float32", "max_rows": 2,
 def cluster(tmp_path_factory):
     ray = pytest.importorskip("ray")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_AUTH_MODE", "disabled")
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
         ray.init(num_cpus=4, include_dashboard=False, object_store_memory=80 * 2**20, log_to_driver=False)
         yield ray
