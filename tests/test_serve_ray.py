@@ -29,7 +29,8 @@ def cluster(tmp_path_factory):
     ray = pytest.importorskip("ray")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-        ray.init(num_cpus=4, include_dashboard=False, object_store_memory=80 * 2**20, log_to_driver=False)
+        ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False,
+                 object_store_memory=80 * 2**20)
         yield ray
         ray.shutdown()
 
