@@ -50,6 +50,7 @@ def test_load_takes_the_known_head_and_says_so(pair, tokenizer, monkeypatch, cap
     parts = (pair.target.model, tokenizer)
     monkeypatch.setattr(pairs, "load_target", lambda target, **_: asked.append(target) or parts)
     monkeypatch.setattr(pairs, "read_calibrations", lambda head: asked.append(head) or [])
+    monkeypatch.setattr(pairs, "read_judge", lambda head: None)
     with caplog.at_level(logging.WARNING):
         loaded = eagle_fsd.load(LLAMA, tree=None)
     head = "yuhuili/EAGLE3-LLaMA3.1-Instruct-8B"

@@ -767,7 +767,7 @@ def test_a_byte_order_mark_is_no_text_to_learn(tmp_path):
 
 
 MISREAD = [
-    ([], "Expected one of {generate, chat, demo, heads, calibrate, tune, inspect, export, vocab}"),
+    ([], "Expected one of {generate, chat, demo, serve, heads, calibrate, tune, inspect, export, vocab}"),
     (["sing"], "Unrecognized options: sing"),
     (["generate"], "Missing from eagle-fsd generate: PROMPT"),
     (["generate", "hi", "--max-new-tokens", "many"], "--max-new-tokens: invalid literal for int.* 'many'"),
