@@ -51,6 +51,13 @@ class Trees:
         return Choice(tree, cost=lambda nodes, levels: 2.5)
 
 
+class Gaps(Trees):
+    """None for two rows or for three, but for fewer and for more of them."""
+
+    def of(self, rule, temperature, rows=1):
+        return Choice(None if rows in (2, 3) else super().of(rule, temperature, min(rows, 3)).tree)
+
+
 @functools.cache
 def model(trees: bool = False):
     pair = tiny_pair(tokenizer=tiny_tokenizer())
@@ -176,6 +183,36 @@ def test_random_schedules(part):
         reused += stats.reused_tokens
         reasons |= ended
     assert reused > 100 and reasons >= {"length", "stop", "cancelled"}
+
+
+def long_prompt(draw):
+    """Some length up to what leaves room for 20 tokens."""
+    first, step = draw.randrange(VOCAB), draw.randrange(1, VOCAB)
+    return [(step * i + first) % VOCAB for i in range(draw.choice([2, 9, 40, 75, 100]))]
+
+
+def run_gaps(seed):
+    """Long prompts join while nothing is drafted, and a tree is chosen again while they are there; room is tight."""
+    draw = random.Random(seed)
+    pair = tiny_pair()
+    pair.tree, pair.trees = TREE, Gaps()
+    asked = [(long_prompt(draw), {"max_new_tokens": draw.choice([4, 12, 20]), "acceptance": "exact", "seed": at,
+                                  "temperature": draw.choice([0.0, 0.9])}) for at in range(draw.randint(3, 6))]
+    tickets, events = {}, [[] for _ in range(20)]
+    for at, (prompt, options) in enumerate(asked):
+        events[draw.randrange(12)].append(
+            lambda engine, at=at, prompt=prompt, options=options: tickets.update({at: engine.submit(prompt, **options)}))
+    engine = Scheduled(pair, events=events, max_rows=4, max_tokens=draw.choice([155, 320, 460, 620]), prefixes=0,
+                       prefill_chunk=draw.choice([16, 512]))
+    engine._thread.join()
+    assert engine._error is None, engine._error
+    for at, (prompt, options) in enumerate(asked):
+        assert_as_alone(tickets[at].result(0), eagle_fsd.generate(prompt, pair, tree=TREE, **options))
+    return engine.stats.undrafted
+
+
+def test_rows_that_joined_while_nothing_was_drafted():
+    assert sum(run_gaps(seed) for seed in range(40)) > 100
 
 
 @pytest.mark.parametrize("family", ["gemma2", "llama4_text", "deepseek_v3", "gpt2"])
