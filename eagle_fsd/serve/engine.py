@@ -203,12 +203,10 @@ class Engine:
     def _begin_next(self) -> bool:
         """Let the first in the queue in if it fits."""
         with self._changed:
-            dropped = [job for job in self._queue if job.answer.cancelled]
-            for job in dropped:
-                self._queue.remove(job)
+            for dropped in [job for job in self._queue if job.answer.cancelled]:
+                self._queue.remove(dropped)
+                self._rows.end(dropped, None)
             job = self._queue.popleft() if self._queue and self._rows.fits(self._queue[0]) else None
-        for each in dropped:
-            self._rows.end(each, None)
         if job is not None:
             job.answer.begin()
             self._rows.begin(job)
