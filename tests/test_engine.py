@@ -202,9 +202,13 @@ def run_gaps(seed):
     asked = [(long_prompt(draw), {"max_new_tokens": draw.choice([4, 12, 20]), "acceptance": "exact", "seed": at,
                                   "temperature": draw.choice([0.0, 0.9])}) for at in range(draw.randint(3, 6))]
     tickets, events = {}, [[] for _ in range(20)]
-    for at, (prompt, options) in enumerate(asked):
-        events[draw.randrange(12)].append(
-            lambda engine, at=at, prompt=prompt, options=options: tickets.update({at: engine.submit(prompt, **options)}))
+
+    def submit(at, engine):
+        prompt, options = asked[at]
+        tickets[at] = engine.submit(prompt, **options)
+
+    for at in range(len(asked)):
+        events[draw.randrange(12)].append(functools.partial(submit, at))
     engine = Scheduled(pair, events=events, max_rows=4, max_tokens=draw.choice([155, 320, 460, 620]), prefixes=0,
                        prefill_chunk=draw.choice([16, 512]))
     engine._thread.join()
