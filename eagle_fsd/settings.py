@@ -57,8 +57,9 @@ def resolve(
         budget=check_budget(acceptance.budget, rule, greedy),
         rule=rule, greedy=greedy, alike=alike,
     ) for own, seed, room in zip(processors, seeds, rooms, strict=True)]
-    # Texts of a fuzzy rule depend on where drafting pauses, and must not depend on earlier requests.
-    pause = model.pauses[sampling.temperature] if rule.is_lossless(greedy) else None
+    # Texts of a fuzzy rule depend on where drafting pauses, and must not depend on earlier requests. With a given tree
+    # nothing pauses.
+    pause = model.pauses[sampling.temperature] if acceptance.tree is None and rule.is_lossless(greedy) else None
     choose = tree_chooser(acceptance.tree, rule, sampling.temperature, model)
     return BatchSettings(choose, pause), settings
 

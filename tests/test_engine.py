@@ -6,6 +6,7 @@ import gc
 import random
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +15,8 @@ from test_eagle3 import deep_target, random_head
 from tiny import PROMPT, VOCAB, readable, tiny_pair, tiny_tokenizer
 
 import eagle_fsd
+from eagle_fsd.engine.decoder import Decoder
+from eagle_fsd.serve.prefixes import Prefixes
 from eagle_fsd.serve.rows import Rows
 from eagle_fsd.trees.config import Choice
 
@@ -42,13 +45,20 @@ OPTIONS = [
 class Trees:
     """Such as `tree="auto"` has: another tree for each number of rows, and none from 4 rows on; drafting pauses."""
 
-    largest = (eagle_fsd.TreeConfig(30, 5, 4),)
+    largest, logs = (eagle_fsd.TreeConfig(30, 5, 4),), ()
 
     def of(self, rule, temperature, rows=1):
         if rows > 3:
             return Choice(None)
         tree = [TREE, eagle_fsd.TreeConfig(30, 5, 4), eagle_fsd.TreeConfig(4, 2, 2)][rows - 1]
         return Choice(tree, cost=lambda nodes, levels: 2.5)
+
+
+class Gaps(Trees):
+    """None for two rows or for three, but for fewer and for more of them."""
+
+    def of(self, rule, temperature, rows=1):
+        return Choice(None if rows in (2, 3) else super().of(rule, temperature, min(rows, 3)).tree)
 
 
 @functools.cache
@@ -176,6 +186,40 @@ def test_random_schedules(part):
         reused += stats.reused_tokens
         reasons |= ended
     assert reused > 100 and reasons >= {"length", "stop", "cancelled"}
+
+
+def long_prompt(draw):
+    """Some length up to what leaves room for 20 tokens."""
+    first, step = draw.randrange(VOCAB), draw.randrange(1, VOCAB)
+    return [(step * i + first) % VOCAB for i in range(draw.choice([2, 9, 40, 75, 100]))]
+
+
+def run_gaps(seed):
+    """Long prompts join while nothing is drafted, and a tree is chosen again while they are there; room is tight."""
+    draw = random.Random(seed)
+    pair = tiny_pair()
+    pair.tree, pair.trees = TREE, Gaps()
+    asked = [(long_prompt(draw), {"max_new_tokens": draw.choice([4, 12, 20]), "acceptance": "exact", "seed": at,
+                                  "temperature": draw.choice([0.0, 0.9])}) for at in range(draw.randint(3, 6))]
+    tickets, events = {}, [[] for _ in range(20)]
+
+    def submit(at, engine):
+        prompt, options = asked[at]
+        tickets[at] = engine.submit(prompt, **options)
+
+    for at in range(len(asked)):
+        events[draw.randrange(12)].append(functools.partial(submit, at))
+    engine = Scheduled(pair, events=events, max_rows=4, max_tokens=draw.choice([155, 320, 460, 620]), prefixes=0,
+                       prefill_chunk=draw.choice([16, 512]))
+    engine._thread.join()
+    assert engine._error is None, engine._error
+    for at, (prompt, options) in enumerate(asked):
+        assert_as_alone(tickets[at].result(0), eagle_fsd.generate(prompt, pair, tree=TREE, **options))
+    return engine.stats.undrafted
+
+
+def test_rows_that_joined_while_nothing_was_drafted():
+    assert sum(run_gaps(seed) for seed in range(40)) > 100
 
 
 @pytest.mark.parametrize("family", ["gemma2", "llama4_text", "deepseek_v3", "gpt2"])
@@ -312,13 +356,22 @@ def test_what_never_fits_is_refused_and_what_does_not_fit_yet_waits():
 
 
 def test_trees_are_chosen_before_anyone_waits():
-    """And for every number of rows."""
+    """At every temperature that there are logs of, and for every number of rows."""
     asked, pair = [], tiny_pair()
     pair.trees = Trees()
+    pair.trees.logs = [SimpleNamespace(temperature=each) for each in (0.7, 0.0, 0.7)]
     pair.trees.of = lambda rule, temperature, rows=1: asked.append((temperature, rows)) or Trees().of(rule, 0.0, rows)
     with eagle_fsd.Engine(pair, max_rows=5) as engine:
-        assert asked == [(temperature, rows) for temperature in (0.0, 1.0) for rows in (1, 2, 4, 5)]
+        assert asked == [(temperature, rows) for temperature in (0.0, 0.7) for rows in (1, 2, 4, 5)]
         assert engine.tree == pair.default_tree
+
+
+def test_nothing_is_kept_of_every_temperature():
+    pair = tiny_pair()
+    with eagle_fsd.Engine(pair) as engine:
+        for number in range(5):
+            engine.submit(PROMPT, max_new_tokens=1, temperature=0.5 + number / 10, acceptance="exact").result()
+    assert len(pair.pauses) == 0
 
 
 def test_free_memory_says_how_many_tokens():
@@ -495,6 +548,36 @@ def test_an_error_of_the_loop_ends_all(monkeypatch):
     with pytest.raises(eagle_fsd.EngineClosed, match="it has failed: ZeroDivisionError"):
         engine.submit(PROMPT)
     assert (engine.rows, engine.waiting) == (0, 0) and engine.stats.finished == {"error": 4}
+
+
+def raises(error):
+    def broken(*args):
+        raise error
+    return broken
+
+
+@pytest.mark.parametrize("count", [1, 9])
+def test_an_answer_needs_no_memory_for_what_is_kept_of_it(count, monkeypatch):
+    monkeypatch.setattr(Prefixes, "add", raises(RuntimeError("out of memory")))
+    with eagle_fsd.Engine(model()) as engine:
+        assert engine.submit(PROMPT, max_new_tokens=count).result(30).finish_reason == "length"
+    assert engine._error is None
+
+
+@pytest.mark.parametrize("count", [1, 9])
+@pytest.mark.parametrize("place", [(Prefixes, "add"), (Decoder, "keep"), (Decoder, "join")], ids=readable)
+def test_every_request_ends_whatever_fails(place, count, monkeypatch):
+    """In the middle of what ends one of them."""
+    monkeypatch.setattr(*place, raises(KeyError("a bug")))
+    tickets = []
+
+    def submit(engine):
+        tickets.extend(engine.submit(PROMPT[:length], max_new_tokens=count + length - 3) for length in (3, 5, 7))
+
+    engine = Scheduled(model(), events=[[submit]], max_rows=2)
+    engine._thread.join(30)
+    assert all(ticket.done for ticket in tickets) and (engine.rows, engine.waiting) == (0, 0)
+    assert engine.stats.finished.total() == 3 and isinstance(engine._error, KeyError)
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,7 @@ class ServeCommand:
         from ..data.bundled import default_pair
 
         key = key_from_environment()
+        self.acceptance.check()
         need_packages(self.serving.page)
         from ..serve.app import serve
         from ..web.server import name_of, reserve
@@ -44,7 +45,8 @@ class ServeCommand:
             logging.warning("everyone who reaches %s can use the model: set %s", self.serving.host, KEY_VARIABLE)
         place = reserve(self.serving)
         defaults = {**vars(self.sampling), **vars(self.acceptance)}
-        serve(self.pair.load(), name, place, self.serving, defaults, defaults.pop("tree"), key)
+        if not serve(self.pair.load(), name, place, self.serving, defaults, defaults.pop("tree"), key):
+            sys.exit(1)
 
 
 def need_packages(page: bool) -> None:

@@ -70,6 +70,7 @@ class Forwards:
         if config is None:
             roots = torch.tensor([request.tokens[-1] for request in requests], device=self.device)
             return root_only(roots), self.no_logits(len(requests))
+        self._catch_up(requests, config)
         drafted = draft_tree(
             self.head, self.target, [request.features for request in requests],
             [request.unread(self.device) for request in requests], self.draft_cache, config, keep_logits=keep_logits,
@@ -77,6 +78,17 @@ class Forwards:
         for request in requests:
             request.features = None
         return drafted
+
+    def _catch_up(self, requests: Sequence[Request], config: TreeConfig) -> None:
+        """Have the draft read each row alone where some lag behind by more than a path: rows that joined while nothing
+        was drafted. Together, all would append as much as the last one lacks, behind the longest, and exceed the room.
+        """
+        unread = [len(request.features) for request in requests]
+        path = min(config.depth, config.nodes - 1)
+        if max(unread) - min(unread) > path:
+            for number, count in enumerate(unread):
+                if count > path + 1:
+                    self.read(number, requests[number])
 
     def no_logits(self, count: int) -> Tensor:
         """[B, 1, R] in place of a draft's logits, where nothing was drafted."""

@@ -17,6 +17,7 @@ from starlette.exceptions import HTTPException
 from ..engine.receipts import Output
 from ..pair import EagleModel
 from ..trees.config import TreeConfig
+from ..web import protocol
 from ..web.guards import Guard, Refusal, wrong_value
 from ..web.limits import ServeOptions
 from ..web.metrics import Metrics
@@ -43,14 +44,17 @@ class Service:
         self.engine, self.name, self.defaults, self.queue_seconds = engine, name, dict(defaults), queue_seconds
         self.metrics = Metrics(engine)
         self.draining = False  # finish what runs, refuse what is new
+        self.submitting = 0  # requests that are being checked and tokenised
 
     @property
     def busy(self) -> bool:
         """Whether a request is being answered or waits."""
-        return bool(self.engine.rows or self.engine.waiting)
+        return bool(self.submitting or self.engine.rows or self.engine.waiting)
 
     def check_open(self) -> None:
         """Raise `Refusal` (503) where the server is about to end."""
+        if self.engine.error is not None:
+            raise Refusal(503, "the engine has failed and the server ends: try again later", code="engine_failed")
         if self.draining or self.engine.closed:
             raise Refusal(503, "the server is shutting down: try again, elsewhere if you can", code="shutting_down")
 
@@ -64,10 +68,13 @@ class Service:
         if asked.model not in (None, self.name):
             raise Refusal(404, f"there is no model {asked.model!r}, only {self.name!r}", param="model",
                           code="model_not_found")
-        options = asked.options(self.defaults)
+        options, count = asked.options(self.defaults), asked.n or 1
+        if count > (most := self.engine.max_waiting):
+            raise Refusal(400, f"n must be at most {most} here (max_waiting), got {count}", param="n")
         tickets: list[Ticket] = []
+        self.submitting += 1
         try:
-            for number in range(asked.n or 1):
+            for number in range(count):
                 seed = options.get("seed")
                 own = options if seed is None else {**options, "seed": seed + number}
                 # Long prompts are tokenised beside the event loop.
@@ -77,9 +84,11 @@ class Service:
         except QueueFull as error:
             raise Refusal(429, f"the server is busy: {error}", code="queue_full") from error
         except EngineClosed as error:
+            self.check_open()
             raise Refusal(503, str(error), code="shutting_down") from error
         finally:
-            if len(tickets) < (asked.n or 1):
+            self.submitting -= 1
+            if len(tickets) < count:
                 cancel(tickets)
         return tickets
 
@@ -156,21 +165,20 @@ async def respond(service: Service, request: Request, asked: Asked) -> Response:
                                      headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         await unless_gone(request, exhaust(pieces))
         outputs = [await service.ended(ticket) for ticket in tickets]
+        return JSONResponse(form.whole(tickets, outputs))
     except BaseException as error:
         cancel(tickets)
         await pieces.aclose()
         raise as_refusal(error) from error
-    return JSONResponse(form.whole(tickets, outputs))
 
 
 def as_refusal(error: BaseException) -> BaseException:
-    """What a client is told of an answer that failed; cancellation and the like stay what they are."""
+    """What a client is told of an answer that failed: its request was in order, so the fault is the server's.
+    Cancellation and the like stay what they are."""
     if isinstance(error, (Refusal, asyncio.CancelledError)) or not isinstance(error, Exception):
         return error
     if isinstance(error, EngineClosed):
         return Refusal(503, str(error), code="shutting_down")
-    if isinstance(error, (ValueError, TypeError)):
-        return wrong_value(error)
     log.error("an answer failed", exc_info=error)
     return Refusal(500, "the answer failed; the server's log says why")
 
@@ -220,7 +228,12 @@ def create_app(
         defaults: options of decoding of requests that name none.
         key: what clients must show; None: nothing.
         when_ended: called when the application ends, such as `engine.close`.
+
+    Raises:
+        ValueError, TypeError: defaults that this model cannot answer with.
     """
+    protocol.check_request(defaults)
+    engine.check(**defaults)
     service = Service(engine, name, defaults, options.queue_seconds)
 
     @asynccontextmanager
@@ -232,8 +245,9 @@ def create_app(
     # The pages at /docs would be fetched from elsewhere; /openapi.json is the description itself.
     app = FastAPI(title="eagle_fsd", lifespan=lifespan, docs_url=None, redoc_url=None, redirect_slashes=False)
     app.state.service = service
-    app.add_middleware(Guard, key=key, max_body=options.max_body, read_seconds=options.read_seconds,
-                       own_login=("/page",) if options.page else (), count=service.metrics.count)
+    app.add_middleware(Guard, key=key, max_body=options.max_body, max_open=options.max_connections,
+                       read_seconds=options.read_seconds, own_login=("/page",) if options.page else (),
+                       count=service.metrics.count)
     add_errors(app)
     add_routes(app, service)
     if options.page:
@@ -252,7 +266,7 @@ def add_errors(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> Response:
-        found = error.errors()[0]
+        found = max(error.errors(), key=lambda each: len(each["loc"]))  # of what may be text or a list: what is wrong
         place = ".".join(str(part) for part in found["loc"] if part != "body")
         return Refusal(400, f"{place or 'the body'}: {found['msg']}, got {found.get('input')!r}",
                        param=place or None).response()
@@ -261,7 +275,8 @@ def add_errors(app: FastAPI) -> None:
     async def http_error(request: Request, error: HTTPException) -> Response:
         method, path = request.method, request.url.path
         said = {404: f"there is no {method} {path!r}", 405: f"{path!r} takes no {method}"}
-        return Refusal(error.status_code, said.get(error.status_code, str(error.detail))).response()
+        refusal = Refusal(error.status_code, said.get(error.status_code, str(error.detail)))
+        return refusal.response(error.headers)  # 405: what is allowed
 
     @app.exception_handler(Exception)
     async def failed(request: Request, error: Exception) -> Response:
@@ -309,8 +324,8 @@ def new_engine(model: EagleModel, options: ServeOptions, tree: TreeConfig | None
 def serve(
     model: EagleModel, name: str, place: socket.socket, options: ServeOptions, defaults: dict[str, object],
     tree: TreeConfig | None, key: str | None,
-) -> None:
-    """Serve until a signal ends it.
+) -> bool:
+    """Serve until a signal ends it; False: the engine failed before.
 
     Args:
         name: of the model in requests and answers.
@@ -324,5 +339,6 @@ def serve(
         app = create_app(engine, name, options, defaults, key)
         server = DrainingServer(configuration(app, options), app.state.service, options.drain_seconds)
         asyncio.run(server.serve([place]))
+        return not server.failed
     finally:
         engine.close(drain=False)

@@ -103,6 +103,11 @@ class Engine:
         """Whether new requests are refused."""
         return self._closing
 
+    @property
+    def error(self) -> BaseException | None:
+        """What ended its loop, and all requests with it; None: nothing has."""
+        return self._error
+
     def submit(
         self, prompt: Any, *, logits_processor: Sequence[LogitsProcessor] | None = None,
         stopping_criteria: Sequence[Callable] | None = None, **options: Any,
@@ -119,15 +124,9 @@ class Engine:
             QueueFull: `max_waiting` requests wait already.
             EngineClosed: `close` was called, or the engine has failed.
         """
-        unknown = sorted(options.keys() - OPTIONS)
-        if unknown:
-            raise TypeError(f"unknown option {unknown[0]!r}; accepted: {', '.join(sorted(OPTIONS))}")
-        sampling, accepting = SamplingOptions.of(options), AcceptanceOptions.of(options)
-        if accepting.tree not in (None, self.tree):
-            raise ValueError(f"every request has the engine's tree, Engine(tree=...): {self.tree!r}")
+        sampling, accepting = self._options(options)
         ids = encode_prompt(prompt, self.model)
-        _, (settings,) = resolve(self.model, [ids], sampling, replace(accepting, tree=self.tree), logits_processor,
-                                 stopping_criteria)
+        _, (settings,) = resolve(self.model, [ids], sampling, accepting, logits_processor, stopping_criteria)
         self.room.require(len(ids), settings.max_new_tokens)
         job = Job(self.model, ids, settings, sampling.stop_strings, float(sampling.temperature))
         with self._changed:
@@ -140,6 +139,20 @@ class Engine:
             self.stats.requests += 1
             self._changed.notify_all()
         return Ticket(job.answer, len(ids), settings.seed)
+
+    def check(self, **options: Any) -> None:
+        """Raise TypeError or ValueError as `submit` would for these options, whatever the prompt."""
+        sampling, accepting = self._options(options)
+        resolve(self.model, [[0]], sampling, accepting, None, None)
+
+    def _options(self, options: dict[str, Any]) -> tuple[SamplingOptions, AcceptanceOptions]:
+        unknown = sorted(options.keys() - OPTIONS)
+        if unknown:
+            raise TypeError(f"unknown option {unknown[0]!r}; accepted: {', '.join(sorted(OPTIONS))}")
+        sampling, accepting = SamplingOptions.of(options), AcceptanceOptions.of(options)
+        if accepting.tree not in (None, self.tree):
+            raise ValueError(f"every request has the engine's tree, Engine(tree=...): {self.tree!r}")
+        return sampling, replace(accepting, tree=self.tree)
 
     def close(self, drain: bool = True, timeout: float | None = None) -> None:
         """Take no more requests, and return when all have ended.
@@ -203,12 +216,10 @@ class Engine:
     def _begin_next(self) -> bool:
         """Let the first in the queue in if it fits."""
         with self._changed:
-            dropped = [job for job in self._queue if job.answer.cancelled]
-            for job in dropped:
-                self._queue.remove(job)
+            for dropped in [job for job in self._queue if job.answer.cancelled]:
+                self._queue.remove(dropped)
+                self._rows.end(dropped, None)
             job = self._queue.popleft() if self._queue and self._rows.fits(self._queue[0]) else None
-        for each in dropped:
-            self._rows.end(each, None)
         if job is not None:
             job.answer.begin()
             self._rows.begin(job)

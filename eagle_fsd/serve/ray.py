@@ -9,6 +9,7 @@ from fastapi import FastAPI
 from ray import serve
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from ..acceptance import make_rule
 from ..data.bundled import default_pair
 from ..options import AcceptanceOptions, LoadOptions, SamplingOptions, names_of
 from ..pair import load
@@ -18,7 +19,8 @@ from ..web.server import name_of
 from .app import create_app, new_engine
 
 KINDS = (LoadOptions, ServeOptions, SamplingOptions, AcceptanceOptions)
-ELSEWHERE = ("host", "port", "read_seconds", "max_connections", "drain_seconds", "page")  # Serve's own, see its YAML
+# Serve's own, see its YAML.
+ELSEWHERE = ("host", "port", "read_seconds", "write_seconds", "max_connections", "drain_seconds", "page")
 CONVERSATIONS = 256  # whose replica is remembered, in each
 
 
@@ -88,6 +90,8 @@ def app(settings: Mapping[str, Any]) -> serve.Application:
     plain = {name: value for name, value in settings.items() if name != "tree"}
     for kind in KINDS:
         kind.of(plain)
+    if settings.get("quality") is None:
+        make_rule(**AcceptanceOptions.of(plain).rule)
     if settings.get("tree") is not None:
         TreeConfig(**settings["tree"])
     return Replica.bind(dict(settings))

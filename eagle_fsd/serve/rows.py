@@ -67,7 +67,7 @@ class Rows:
         """Make the choices now that take seconds to make, so that no request waits for them."""
         if self.chooses and self.model.draft is not None:
             assert self.model.trees is not None
-            for temperature in (0.0, 1.0):
+            for temperature in sorted({entry.temperature for entry in self.model.trees.logs} or {0.0}):
                 for power in range((self.room.rows - 1).bit_length() + 1):
                     self.model.trees.of(EXACT_RULE, temperature, min(1 << power, self.room.rows))
 
@@ -131,17 +131,23 @@ class Rows:
             self.reading = None
             self.end(job, error)
             return most
-        self.reading = None
         self.stats.prompt_tokens += len(request.prompt)
         self.stats.reused_tokens += len(request.prompt) - request.stats.prefill_tokens
         self._count(request, 0)
         if request.reason is not None:
-            self.prefixes.add(alone.forwards, 0, request)
+            self._remember(alone.forwards, 0, request)
+            self.reading = None
             self.end(job, request)
         else:
+            self.reading = None
             self.jobs.append(job)
             self.decoder.join(alone)
         return count
+
+    def _remember(self, forwards: Forwards, number: int, request: Request) -> None:
+        """Keep what a row leaves, where there is memory for what is not needed."""
+        with suppress(RuntimeError):
+            self.prefixes.add(forwards, number, request)
 
     def cycle(self) -> None:
         """One cycle of those that are being decoded; those that end leave."""
@@ -188,15 +194,16 @@ class Rows:
         forwards, jobs = self.decoder.forwards, self.jobs
         for number, outcome in ended.items():
             if isinstance(outcome, Request):
-                with suppress(RuntimeError):  # no memory for what is not needed
-                    self.prefixes.add(forwards, number, outcome)
+                self._remember(forwards, number, outcome)
             else:
                 forwards.erase(number)
         going = [number for number in range(len(jobs)) if number not in ended]
         self.jobs = [jobs[number] for number in going]
-        self.decoder.keep(going)
-        for number, outcome in ended.items():
-            self.end(jobs[number], outcome)
+        try:
+            self.decoder.keep(going)
+        finally:  # they have ended, whatever becomes of the others
+            for number, outcome in ended.items():
+                self.end(jobs[number], outcome)
 
     def end(self, job: Job, outcome: Request | BaseException | None) -> None:
         """Hand on an answer or an error; None: it was cancelled before its first token."""

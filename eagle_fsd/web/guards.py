@@ -9,7 +9,7 @@ import asyncio
 import hmac
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import h11
 from starlette.responses import Response
@@ -51,9 +51,10 @@ class Refusal(Exception):
         more = {"WWW-Authenticate": "Bearer"} if self.status == 401 else {}
         return more if seconds is None else {**more, "Retry-After": str(seconds)}
 
-    def response(self) -> Response:
+    def response(self, more: Mapping[str, str] | None = None) -> Response:
+        """The answer, with further headers."""
         # In ASCII: half a surrogate pair from a request could not be encoded.
-        return Response(json.dumps(self.body), self.status, self.headers, "application/json")
+        return Response(json.dumps(self.body), self.status, {**self.headers, **(more or {})}, "application/json")
 
 
 def wrong_value(error: Exception, names: Sequence[str] = (), renamed: dict[str, str] | None = None) -> Refusal:
@@ -77,23 +78,31 @@ class Guard:
     Args:
         key: what clients must show as `Authorization: Bearer KEY`; None: nothing.
         max_body: bytes of a body.
+        max_open: requests that are read or answered at once; those in `OPEN` besides.
         read_seconds: for a body to arrive.
         own_login: paths that begin so ask for the key themselves.
         count: told path and status of every answer.
     """
 
     def __init__(
-        self, app: ASGIApp, *, key: str | None, max_body: int, read_seconds: float, own_login: tuple[str, ...] = (),
-        count: Callable[[str, int], None],
+        self, app: ASGIApp, *, key: str | None, max_body: int, max_open: int, read_seconds: float,
+        own_login: tuple[str, ...] = (), count: Callable[[str, int], None],
     ) -> None:
         self.app, self.key, self.max_body, self.read_seconds = app, key, max_body, read_seconds
-        self.own_login, self.count = own_login, count
+        self.own_login, self.count, self.max_open, self.open = own_login, count, max_open, 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
+        self.open += 1
+        try:
+            await self.answer(scope, receive, send)
+        finally:
+            self.open -= 1
 
+    async def answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Refuse a request, or have the application answer it."""
         async def counted(message: Message) -> None:
             if message["type"] == "http.response.start":
                 self.count(scope["path"], message["status"])
@@ -101,6 +110,9 @@ class Guard:
 
         try:
             self.check_key(scope)
+            if self.open > self.max_open and scope["path"] not in OPEN:
+                raise Refusal(503, f"{self.max_open} requests are under way, and no more may be (max_connections)",
+                              code="too_many_connections")
             body = await self.read(scope, receive)
         except Refusal as refusal:
             await refuse(refusal, receive, counted, self.read_seconds)
@@ -173,19 +185,36 @@ async def refuse(refusal: Refusal, receive: Receive, send: Send, seconds: float)
     await send({"type": "http.response.body", "body": b""})
 
 
-def protocol_with_patience(seconds: float) -> type[H11Protocol]:
-    """Uvicorn's HTTP protocol, which waits for ever for a request's head, with a time for it."""
+def protocol_with_patience(seconds: float, writing: float) -> type[H11Protocol]:
+    """Uvicorn's HTTP protocol, which waits for ever for a request's head and for its client to read, with a time for
+    each: `writing` seconds for what was sent to leave this machine."""
 
     class PatientProtocol(H11Protocol):
         timer: asyncio.TimerHandle | None = None
+        stuck: asyncio.TimerHandle | None = None
 
         def connection_made(self, transport: asyncio.Transport) -> None:
             super().connection_made(transport)
+            transport.set_write_buffer_limits(0)  # writing pauses wherever something is left, and goes on once all went
             self.expect_head()
 
         def connection_lost(self, exc: Exception | None) -> None:
             self.stop_timer()
+            self.stop_waiting()
             super().connection_lost(exc)
+
+        def pause_writing(self) -> None:
+            super().pause_writing()
+            self.stuck = self.loop.call_later(writing, self.transport.abort)
+
+        def resume_writing(self) -> None:
+            self.stop_waiting()
+            super().resume_writing()
+
+        def stop_waiting(self) -> None:
+            if self.stuck is not None:
+                self.stuck.cancel()
+                self.stuck = None
 
         def data_received(self, data: bytes) -> None:
             super().data_received(data)

@@ -28,8 +28,9 @@ class ServeOptions(Options):
         prefixes: recent texts whose caches are kept for prompts that begin alike; 0: none.
         queue_seconds: longest wait for a row, after which a request is told to come back (503).
         read_seconds: longest time for a request to arrive, head and body (408).
+        write_seconds: longest time for a client to take what was sent to it; after that its connection is closed.
         max_body: bytes of a request's body (413).
-        max_connections: open connections, requests under way included; what is above them gets 503.
+        max_connections: requests that are read or answered at once, waiting ones included; those above get 503.
         drain_seconds: after SIGTERM, longest time for what runs to end.
         page: serve the page at /page too (extra `page`).
     """
@@ -44,6 +45,7 @@ class ServeOptions(Options):
     prefixes: int = 8
     queue_seconds: float = 60.0
     read_seconds: float = 20.0
+    write_seconds: float = 30.0
     max_body: int = 2**20
     max_connections: int = 256
     drain_seconds: float = 60.0
@@ -58,7 +60,7 @@ class ServeOptions(Options):
             raise ValueError(f"port must be at most 65535, got {self.port}")
         if self.max_tokens is not None:
             require_integer("max_tokens", self.max_tokens, 2)
-        for name in ("queue_seconds", "read_seconds", "drain_seconds"):
+        for name in ("queue_seconds", "read_seconds", "write_seconds", "drain_seconds"):
             require_number(name, getattr(self, name), "a positive number of seconds", lambda x: 0 < x < math.inf)
         require_bool("page", self.page)
 

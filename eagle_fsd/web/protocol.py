@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import time
 import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 FINISHED = {"eos": "stop", "stop": "stop", "length": "length"}
 MOST_CHOICES = 16
 MOST_STOPS = 16
+MOST_MESSAGES = 4096
+MOST_PARTS = 1024  # of a message
 
 # Ours by their names in the API; all others of `eagle_fsd.options` keep theirs. The tree is the engine's.
 RENAMED = {"max_new_tokens": "max_tokens"}
@@ -43,17 +46,24 @@ NEUTRAL: dict[str, tuple] = {
 class Part(BaseModel):
     """A piece of a message: text, no image and no sound."""
 
-    model_config = ConfigDict(strict=True)
+    model_config = ConfigDict(strict=True, extra="forbid")
     type: Literal["text"]
     text: str
 
 
 class Message(BaseModel):
-    """One message of a chat."""
+    """One message of a chat; what an answer of the API has besides its content may be sent back where it is empty."""
 
-    model_config = ConfigDict(strict=True)
+    model_config = ConfigDict(strict=True, extra="forbid")
     role: str
-    content: str | list[Part]
+    name: str | None = None  # of a person: templates have no place for it
+    refusal: None = None
+    audio: None = None
+    function_call: None = None
+    tool_calls: Annotated[list, Field(max_length=0)] | None = None
+    annotations: Annotated[list, Field(max_length=0)] | None = None
+    # One wrong item of a list is told, not each: a body has room for half a million.
+    content: str | Annotated[list[Part], Field(max_length=MOST_PARTS, fail_fast=True)]
 
     def plain(self) -> dict[str, str]:
         """As chat templates take it; the API's newer name for `system` is not known to them."""
@@ -64,8 +74,9 @@ class Message(BaseModel):
 class StreamOptions(BaseModel):
     """What a stream says besides the answer."""
 
-    model_config = ConfigDict(strict=True)
+    model_config = ConfigDict(strict=True, extra="forbid")
     include_usage: bool = False
+    include_obfuscation: bool = False  # padding, which is never sent
 
 
 class Asked(BaseModel):
@@ -109,7 +120,7 @@ class Asked(BaseModel):
 class ChatRequest(Asked):
     """The body of `/v1/chat/completions`."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True)]
     max_completion_tokens: int | None = None  # the newer name of max_tokens
     logprobs: bool | None = False
     top_logprobs: Annotated[int, Field(ge=0, le=0)] | None = None  # of the chosen token alone they are known
@@ -134,7 +145,7 @@ class ChatRequest(Asked):
 class CompletionRequest(Asked):
     """The body of `/v1/completions`: text as it is, or token ids; one prompt."""
 
-    prompt: str | Annotated[list[int], Field(min_length=1)]
+    prompt: str | Annotated[list[int], Field(min_length=1, fail_fast=True)]
     logprobs: Annotated[int, Field(ge=0, le=0)] | None = None  # 0: of the chosen tokens
 
     @property
@@ -234,17 +245,22 @@ class Form:
             return None
         texts = [self.tokenizer.decode([token]) for token in ids]
         if not self.chat:
-            return {"tokens": texts, "token_logprobs": [receipt.logprob for receipt in receipts],
+            return {"tokens": texts, "token_logprobs": [finite(receipt.logprob) for receipt in receipts],
                     "top_logprobs": None, "source": [receipt.source for receipt in receipts]}
         return {"content": [
-            {"token": text, "logprob": receipt.logprob, "bytes": list(text.encode()), "top_logprobs": [],
-             "source": receipt.source, "divergence": receipt.divergence, "regret": receipt.regret}
+            {"token": text, "logprob": finite(receipt.logprob), "bytes": list(text.encode()), "top_logprobs": [],
+             "source": receipt.source, "divergence": finite(receipt.divergence), "regret": finite(receipt.regret)}
             for text, receipt in zip(texts, receipts, strict=True)]}
+
+
+def finite(value: float | None) -> float | None:
+    """What JSON has a number for."""
+    return value if value is not None and math.isfinite(value) else None
 
 
 def as_event(body: dict) -> str:
     """A server-sent event."""
-    return f"data: {json.dumps(body)}\n\n"
+    return f"data: {json.dumps(body, allow_nan=False)}\n\n"
 
 
 def usage(tickets: Sequence[Ticket], outputs: Sequence[Output]) -> dict[str, Any]:
@@ -255,7 +271,7 @@ def usage(tickets: Sequence[Ticket], outputs: Sequence[Output]) -> dict[str, Any
     stats = [output.stats for output in outputs]
     accepted = sum(sum(each.accepted_lengths) for each in stats)
     cycles = sum(len(each.accepted_lengths) for each in stats)
-    read = min(each.prefill_tokens for each in stats)
+    read = max(each.prefill_tokens for each in stats)  # the first choice; the others find what it has read
     return {
         "prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new,
         "prompt_tokens_details": {"cached_tokens": max(0, prompt - read) if read else 0},

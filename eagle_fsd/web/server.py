@@ -25,12 +25,13 @@ log = logging.getLogger(__name__)
 class DrainingServer(uvicorn.Server):
     """Refuses what is new after SIGTERM or Ctrl-C, and ends once what runs has ended or its time is over.
 
-    A second signal ends it at once.
+    A second signal ends it at once, and so does an engine that has failed: who started the server may start another.
     """
 
     def __init__(self, config: uvicorn.Config, service: Service, drain_seconds: float) -> None:
         super().__init__(config)
         self.service, self.drain_seconds, self.deadline = service, drain_seconds, float("inf")
+        self.failed = False  # ended because the engine had
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self.service.draining:
@@ -49,6 +50,9 @@ class DrainingServer(uvicorn.Server):
     async def on_tick(self, counter: int) -> bool:
         if self.service.draining and (not self.service.busy or time.monotonic() > self.deadline):
             self.should_exit = True
+        elif self.service.engine.closed and not self.service.draining:
+            log.critical("the engine has failed: the server ends")
+            self.failed = self.should_exit = True
         return await super().on_tick(counter)
 
 
@@ -75,9 +79,9 @@ def reserve(options: ServeOptions) -> socket.socket:
 
 
 def configuration(app: FastAPI, options: ServeOptions) -> uvicorn.Config:
-    """Uvicorn's settings: a time for a request's head, a bound on connections, no web sockets, no word of itself."""
+    """Uvicorn's settings: a time for a request's head and for taking the answer, no web sockets, no word of itself."""
     return uvicorn.Config(
-        app, http=protocol_with_patience(options.read_seconds), ws="none",
-        limit_concurrency=options.max_connections, timeout_keep_alive=5, server_header=False, access_log=False,
+        app, http=protocol_with_patience(options.read_seconds, options.write_seconds), ws="none",
+        timeout_keep_alive=5, server_header=False, access_log=False,
         timeout_graceful_shutdown=5, log_config=None, proxy_headers=False,
     )

@@ -1,0 +1,283 @@
+"""Faults of the server and options that it cannot serve with: what clients are told, and how its process ends."""
+
+import asyncio
+import json
+import logging
+import resource
+import socket
+import threading
+import time
+from contextlib import contextmanager
+
+import httpx
+import pytest
+from fastapi.testclient import TestClient
+from starlette.responses import PlainTextResponse
+from test_vocabulary import limited_with_tokenizer
+from tiny import tiny_chat_pair
+
+import eagle_fsd
+from eagle_fsd.cli import main
+from eagle_fsd.engine.decoder import Decoder
+from eagle_fsd.serve.app import create_app, serve
+from eagle_fsd.web.guards import Guard
+from eagle_fsd.web.limits import ServeOptions
+from eagle_fsd.web.protocol import usage
+from eagle_fsd.web.server import configuration, reserve
+
+CHAT = "/v1/chat/completions"
+BODY = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
+
+
+@contextmanager
+def client(pair=None, engine=None, options=None, **defaults):
+    engine = engine or {}
+    with eagle_fsd.Engine(pair or tiny_chat_pair(), **engine) as made:
+        app = create_app(made, "tiny", ServeOptions(**(options or {})), defaults)
+        with TestClient(app, raise_server_exceptions=False) as found:
+            found.service = app.state.service
+            yield found
+
+
+# The engine fails -------------------------------------------------------------------------------------------------
+
+
+def test_a_server_whose_engine_failed_ends(monkeypatch, caplog):
+    """With status 1, so that whoever started it may start another."""
+    pair, options, ended = tiny_chat_pair(), ServeOptions(port=0), []
+    place = reserve(options)
+    port = place.getsockname()[1]
+    caplog.set_level(logging.INFO)
+    thread = threading.Thread(target=lambda: ended.append(serve(pair, "tiny", place, options, {}, None, None)))
+    thread.start()
+    end = time.monotonic() + 60
+    while "serving tiny" not in caplog.text and time.monotonic() < end:
+        time.sleep(0.02)
+    monkeypatch.setattr(pair.target, "verify", lambda *args: 1 / 0)
+    assert httpx.post(f"http://127.0.0.1:{port}{CHAT}", json=BODY, timeout=60).status_code == 500
+    thread.join(60)
+    assert ended == [False] and "the engine has failed: the server ends" in caplog.text
+
+
+def test_the_command_ends_with_status_1(monkeypatch):
+    monkeypatch.setattr("eagle_fsd.serve.app.serve", lambda *args: False)
+    monkeypatch.setattr("eagle_fsd.cli.arguments.Loading.load", lambda self: None)
+    with pytest.raises(SystemExit) as ended:
+        main(["serve", "--port", "0"])
+    assert ended.value.code == 1
+
+
+def test_until_then_it_says_that_the_engine_failed(monkeypatch):
+    pair = tiny_chat_pair()
+    with client(pair) as found:
+        monkeypatch.setattr(pair.target, "verify", lambda *args: 1 / 0)
+        assert found.post(CHAT, json=BODY).status_code == 500
+        for answer in (found.post(CHAT, json=BODY), found.get("/health")):
+            assert answer.status_code == 503 and answer.headers["retry-after"]
+            assert answer.json()["error"]["code"] == "engine_failed" and "ZeroDivision" not in answer.text
+
+
+def test_what_goes_wrong_in_an_answer_is_no_fault_of_the_client(monkeypatch):
+    """As ValueErrors in the middle of decoding, or of a tokenizer that cannot decode."""
+    def broken(self, number, features):
+        raise ValueError("no token can be drawn")
+
+    monkeypatch.setattr(Decoder, "_first", broken)
+    with client() as found:
+        answer = found.post(CHAT, json=BODY)
+        assert answer.status_code == 500 and answer.json()["error"]["type"] == "server_error"
+        assert "no token" not in answer.text
+
+
+# What is told -----------------------------------------------------------------------------------------------------
+
+
+def test_an_infinite_divergence_is_null():
+    """Of a draft that does not name the token, by kl."""
+    pair = limited_with_tokenizer()
+    asked = {"prompt": "abcde", "max_tokens": 20, "divergence": "kl", "threshold": 0.5, "acceptance": "fsd"}
+    chat = {**asked, "messages": [{"role": "user", "content": "abcde"}], "logprobs": True}
+    del chat["prompt"]
+    pair.tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    with client(pair) as found:
+        answers = [found.post(CHAT, json={**chat, "seed": seed}) for seed in range(4)]
+        listed = [each for answer in answers for each in answer.json()["choices"][0]["logprobs"]["content"]]
+        streams = [found.post(CHAT, json={**chat, "seed": seed, "stream": True}).text for seed in range(4)]
+    ticket_free = [line for text in streams for line in text.splitlines() if line.startswith("data: {")]
+    assert ticket_free and "Infinity" not in "".join(streams) and "error" not in "".join(streams)
+    assert all(answer.status_code == 200 for answer in answers) and len(listed) > 20
+
+
+def test_a_prompt_that_was_not_there_is_not_cached():
+    with eagle_fsd.Engine(tiny_chat_pair()) as engine:
+        prompt = [(5 * i + 3) % 30 for i in range(60)]
+        for expected in (0, 59):
+            tickets = [engine.submit(prompt, max_new_tokens=6, seed=i, temperature=1.0) for i in range(2)]
+            told = usage(tickets, [ticket.result() for ticket in tickets])["prompt_tokens_details"]["cached_tokens"]
+            assert told >= expected - 1 if expected else told == 0
+
+
+@pytest.mark.parametrize("body", [
+    {"messages": [0] * 500_000},
+    {"messages": [{"role": "user", "content": [0] * 500_000}]},
+    {"messages": [{"role": "user", "content": [{"type": "text", "text": ""}] * 30_000}]},
+    {"messages": [{"role": "user", "content": ""}] * 20_000},
+    {"prompt": ["a"] * 260_000},
+], ids=["messages", "parts", "empty parts", "empty messages", "prompt"])
+def test_a_list_of_wrong_items_is_refused_at_the_first(body):
+    """Within memory for one error, not for half a million."""
+    path = CHAT if "messages" in body else "/v1/completions"
+    content = json.dumps(body, separators=(",", ":"))
+    assert len(content) < 2**20
+    with client() as found:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        answer = found.post(path, content=content, headers={"content-type": "application/json"})
+        grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    assert answer.status_code == 400 and len(answer.text) < 2000
+    assert grown < 200 * 1024  # KiB
+
+
+@pytest.mark.parametrize(("changed", "param"), [
+    ({"messages": [{"role": "user", "content": "hi", "contents": "ho"}]}, "messages.0.contents"),
+    ({"messages": [{"role": "user", "content": [{"type": "text", "text": "hi", "txt": "ho"}]}]},
+     "messages.0.content.list[Part].0.txt"),
+    ({"stream_options": {"include_usge": True}}, "stream_options.include_usge"),
+    ({"messages": [{"role": "assistant", "content": "x", "tool_calls": [{}]}]}, "messages.0.tool_calls"),
+])
+def test_unknown_fields_inside_are_errors(changed, param):
+    with client() as found:
+        answer = found.post(CHAT, json={**BODY, **changed})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == param
+
+
+def test_an_answer_of_the_api_may_be_sent_back():
+    said = {"role": "assistant", "content": "x", "refusal": None, "tool_calls": None, "annotations": [], "audio": None,
+            "function_call": None}
+    with client() as found:
+        answer = found.post(CHAT, json={**BODY, "messages": [*BODY["messages"], said, *BODY["messages"]]})
+        assert answer.status_code == 200, answer.text
+
+
+def test_another_method_is_told_which_there_are():
+    with client() as found:
+        answer = found.put(CHAT, json=BODY)
+    assert (answer.status_code, answer.headers["allow"]) == (405, "POST")
+
+
+def test_more_choices_than_can_ever_wait():
+    with client(engine={"max_waiting": 2}) as found:
+        answer = found.post(CHAT, json={**BODY, "n": 3})
+        assert answer.status_code == 400 and answer.json()["error"]["param"] == "n"
+        assert found.post(CHAT, json={**BODY, "n": 2}).status_code == 200
+
+
+def test_a_request_that_is_being_tokenised_counts(monkeypatch):
+    seen = []
+    with client() as found:
+        submit = found.service.engine.submit
+        monkeypatch.setattr(found.service.engine, "submit",
+                            lambda *args, **options: seen.append(found.service.busy) or submit(*args, **options))
+        assert not found.service.busy
+        assert found.post(CHAT, json=BODY).status_code == 200
+        assert seen == [True] and found.service.submitting == 0
+
+
+# Options that it cannot serve with --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("words", "message"), [
+    (["--threshold", "-1"], "--threshold of rule 'fsd' must lie in [0, inf], got -1"),
+    (["--acceptance", "exact", "--threshold", "0.5"], "--threshold of rule 'exact' must lie in [0, 0], got 0.5"),
+])
+def test_bad_rules_are_refused_before_loading(words, message, monkeypatch, capsys):
+    monkeypatch.setattr("eagle_fsd.cli.arguments.Loading.load", lambda self: pytest.fail("it was loaded"))
+    assert main(["serve", "--port", "0", *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("defaults", "message"), [
+    ({"quality": "accuracy_drop<=1%"}, "not calibrated"),
+    ({"stop_token_ids": [10**6]}, "outside the vocabulary"),
+    ({"seed": [1, 2]}, "seed must be an int"),
+    ({"acceptance": "judge", "threshold": 0.5}, "judge"),
+])
+def test_defaults_are_checked_against_the_model(defaults, message):
+    with pytest.raises((ValueError, TypeError), match=message), client(**defaults):
+        pass
+
+
+# Connections ------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def serving(app, **options):
+    """The port of a server in a thread, with uvicorn's part of the real one."""
+    import uvicorn
+
+    chosen = ServeOptions(port=0, **options)
+    place = reserve(chosen)
+    guard = Guard(app, key=None, max_body=1024, max_open=chosen.max_connections, read_seconds=5, count=lambda *a: None)
+    config = configuration(guard, chosen)
+    config.lifespan = "off"
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=lambda: asyncio.run(server.serve([place])))
+    thread.start()
+    while not server.started:
+        time.sleep(0.01)
+    try:
+        yield place.getsockname()[1], server
+    finally:
+        server.should_exit = True
+        thread.join(30)
+
+
+def test_requests_above_the_limit_are_told_to_come_back():
+    begun, go = threading.Event(), threading.Event()
+
+    async def app(scope, receive, send):
+        if scope["path"] == "/slow":
+            begun.set()
+            await asyncio.to_thread(go.wait, 30)
+        await PlainTextResponse("yes")(scope, receive, send)
+
+    with serving(app, max_connections=1) as (port, _):
+        url = f"http://127.0.0.1:{port}"
+        assert httpx.get(f"{url}/fast").status_code == 200
+        slow = []
+        thread = threading.Thread(target=lambda: slow.append(httpx.get(f"{url}/slow", timeout=60)))
+        thread.start()
+        assert begun.wait(30)
+        refused = httpx.get(f"{url}/fast")
+        assert refused.status_code == 503 and refused.headers["retry-after"]
+        assert refused.json()["error"]["code"] == "too_many_connections"
+        assert httpx.get(f"{url}/health").status_code == 200
+        go.set()
+        thread.join(30)
+        assert slow[0].status_code == 200 and httpx.get(f"{url}/fast").status_code == 200
+
+
+@pytest.mark.parametrize("size", [2**16, 2**24], ids=["in one", "in parts"])
+def test_a_client_that_never_reads_loses_its_connection(size):
+    """Whether the application waits for it, or has long said all."""
+    ended = threading.Event()
+
+    async def app(scope, receive, send):
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        for _ in range(size // 2**16):
+            await send({"type": "http.response.body", "body": b"x" * 2**16, "more_body": True})
+        await send({"type": "http.response.body", "body": b""})
+        ended.set()
+
+    with serving(app, write_seconds=0.3) as (port, server):
+        with socket.socket() as connection:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
+            connection.connect(("127.0.0.1", port))
+            connection.sendall(b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+            assert ended.wait(20)
+            end = time.monotonic() + 20
+            while server.server_state.connections and time.monotonic() < end:
+                time.sleep(0.02)
+            assert not server.server_state.connections
+        reader = httpx.get(f"http://127.0.0.1:{port}/", timeout=60)
+        assert len(reader.content) == size
