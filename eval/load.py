@@ -3,10 +3,12 @@
     eagle-fsd serve --target T --draft D --port 8000 &
     python -m eval.load --url http://127.0.0.1:8000/v1 --questions mt_bench.jsonl --clients 1 2 4 8 --out load
     python -m eval.load --url http://127.0.0.1:8000/v1 --questions mt_bench.jsonl --requests 200 --rate 0.5 --out load
+    python -m eval.load --url URL1 URL2 --label exact others --extra '{"acceptance": "exact"}' '{}' --out load
 
 With `--clients` every client asks its next question when it has its answer; with `--rate` questions come at random
 moments (a Poisson process), whether or not earlier ones are answered. Any OpenAI endpoint can be asked, such as
-`transformers serve`; what only ours knows goes into `--extra`. Tokens are those of the answer's usage, or where an
+`transformers serve`; what only ours knows goes into `--extra`. Several endpoints, or one with several `--extra`, are
+asked in turn, for each number of clients. Tokens are those of the answer's usage, or where an
 endpoint says none, its events with text.
 """
 
@@ -21,6 +23,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -42,41 +45,76 @@ class LoadArguments:
     """What is asked, and how fast.
 
     Args:
-        url: of the endpoint, /v1 included.
+        url: of the endpoints, /v1 included; one counts for all of what else is given several times.
         questions: JSON lines as of eval.mt_bench, first turns; without it generated tasks.
         clients: numbers of clients, one after the other.
         rate: questions per second instead, at random moments.
         requests: answers of each number of clients, or of the rate.
         most_open: with --rate, questions that may be under way; further ones are put off.
         max_tokens: of an answer.
-        model: its name; without it the first that the endpoint lists.
-        extra: further fields of a request, as JSON: {"acceptance": "exact"}.
-        label: what is measured, in the table; without it what --extra says.
+        model: its name, one for all or one for each; without it the first that the endpoint lists.
+        extra: further fields of a request, as JSON, one for all or one for each: {"acceptance": "exact"}.
+        label: what is measured, in the table, for each; without it what --extra says.
         warm_up: answers before the first that counts.
         timeout: seconds after which an answer counts as failed.
         seed: of the moments, and of generated tasks.
         out: where the record goes: OUT.json and OUT.md.
     """
 
-    url: str
+    url: tuple[str, ...]
     questions: Path | None = None
     clients: tuple[int, ...] = (1, 2, 4, 8)
     rate: float | None = None
     requests: int = 200
     most_open: int = 64
     max_tokens: int = 128
-    model: str | None = None
-    extra: str = "{}"
-    label: str | None = None
+    model: tuple[str, ...] = ()
+    extra: tuple[str, ...] = ("{}",)
+    label: tuple[str, ...] = ()
     warm_up: int = 2
     timeout: float = 600.0
     seed: int = 1
     out: Path | None = None
 
     @property
-    def fields(self) -> dict:
-        """Those of `extra`."""
-        return json.loads(self.extra)
+    def endpoints(self) -> list[Endpoint]:
+        """What is asked in turn.
+
+        Raises:
+            ValueError: lists of different lengths.
+        """
+        given = {"url": self.url, "model": self.model or (None,), "extra": self.extra, "label": self.label or (None,)}
+        count = max(map(len, given.values()))
+        for name, values in given.items():
+            if len(values) not in (1, count):
+                raise ValueError(f"--{name} must be given once or {count} times, got {len(values)}")
+        each = zip(*(values * (count // len(values)) for values in given.values()), strict=True)
+        return [Endpoint(url, model, parsed(extra), label or extra) for url, model, extra, label in each]
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """Where questions go, and what is asked besides."""
+
+    url: str
+    model: str | None
+    fields: dict
+    label: str
+
+
+def parsed(extra: str) -> dict:
+    """Fields of a request.
+
+    Raises:
+        ValueError: no JSON object.
+    """
+    try:
+        given = json.loads(extra)
+    except ValueError as error:
+        raise ValueError(f"--extra must be a JSON object, got {extra!r} ({error})") from error
+    if not isinstance(given, dict):
+        raise ValueError(f"--extra must be a JSON object, got {extra!r}")
+    return given
 
 
 @dataclass
@@ -102,12 +140,8 @@ def check(args: LoadArguments) -> None:
         raise ValueError(f"--clients must be at least 1, got {args.clients}")
     if args.rate is not None and not 0 < args.rate < math.inf:
         raise ValueError(f"--rate must be a positive number of questions per second, got {args.rate}")
-    try:
-        given = args.fields
-    except ValueError as error:
-        raise ValueError(f"--extra must be a JSON object, got {args.extra!r} ({error})") from error
-    if not isinstance(given, dict):
-        raise ValueError(f"--extra must be a JSON object, got {args.extra!r}")
+    if len({each.label for each in args.endpoints}) < len(args.endpoints):
+        raise ValueError(f"--label must tell the endpoints apart, got {[each.label for each in args.endpoints]}")
 
 
 async def ask(client: httpx.AsyncClient, body: dict, asked: Asked) -> Asked:
@@ -206,13 +240,13 @@ def summary(found: Sequence[Asked]) -> dict:
     return row | ({"tau": float(np.mean(taus))} if taus else {})
 
 
-def table(label: str, rows: Sequence[dict]) -> str:
+def table(rows: Sequence[dict]) -> str:
     """The summaries as Markdown: milliseconds and tokens per second."""
     def ms(row: dict, name: str) -> str:
         return f"{1000 * row[name]:.0f}" if name in row else ""
 
     return markdown([{
-        "what": label, "clients": row["clients"], "answers": row["answers"], "failed": row["failed"],
+        "what": row["what"], "clients": row["clients"], "answers": row["answers"], "failed": row["failed"],
         "refused": row["refused"], "tokens/s": f"{row.get('tokens_per_second', 0):.1f}",
         "first token p50, ms": ms(row, "first_token_p50"), "p95": ms(row, "first_token_p95"),
         "per token p50, ms": ms(row, "per_token_p50"), "p95 ": ms(row, "per_token_p95"),
@@ -220,32 +254,46 @@ def table(label: str, rows: Sequence[dict]) -> str:
     } for row in rows])
 
 
-async def measure(args: LoadArguments, client: httpx.AsyncClient) -> list[dict]:
-    """A summary for each number of clients, or for the rate, with what became of each request."""
-    model = args.model
+Send = Callable[[int, float], Awaitable[Asked]]
+
+
+async def sender(args: LoadArguments, endpoint: Endpoint, client: httpx.AsyncClient) -> Send:
+    """What asks an endpoint, which has answered a few times."""
+    model = endpoint.model
     if model is None:
         listed = await client.get("models")
         if listed.status_code != 200:
-            raise ValueError(f"{args.url}/models answers {listed.status_code}: give --model, or the key as "
+            raise ValueError(f"{endpoint.url}/models answers {listed.status_code}: give --model, or the key as "
                              "OPENAI_API_KEY")
         model = listed.json()["data"][0]["id"]
     prompts = [question.turns[0] for question in load_questions(args.questions, 80, args.seed)]
 
     async def send(number: int, began: float) -> Asked:
         body = {"model": model, "messages": [{"role": "user", "content": prompts[number % len(prompts)]}],
-                "max_tokens": args.max_tokens, "stream": True, "stream_options": {"include_usage": True}, **args.fields}
+                "max_tokens": args.max_tokens, "stream": True, "stream_options": {"include_usage": True},
+                **endpoint.fields}
         return await ask(client, body, Asked(began))
 
     for failed in [each.error for each in await by_clients(send, args.warm_up, 1) if each.error]:
-        raise ValueError(f"the endpoint does not answer: {failed}")
+        raise ValueError(f"the endpoint {endpoint.url} does not answer: {failed}")
+    return send
+
+
+async def measure(
+    args: LoadArguments, endpoints: Sequence[Endpoint], clients: Sequence[httpx.AsyncClient]
+) -> list[dict]:
+    """A summary for each number of clients, or for the rate, and endpoint, with what became of each request."""
+    senders = [await sender(args, *each) for each in zip(endpoints, clients, strict=True)]
     rows = []
-    for clients in args.clients if args.rate is None else (None,):
-        if clients is None:
-            found = await by_rate(send, moments(args.requests, args.rate, args.seed), args.most_open)
-        else:
-            found = await by_clients(send, args.requests, clients)
-        named = clients if clients is not None else f"{args.rate:g}/s"
-        rows.append({"clients": named, **summary(found), "requests": list(map(asdict, found))})
+    for count in args.clients if args.rate is None else (None,):
+        for endpoint, send in zip(endpoints, senders, strict=True):
+            if count is None:
+                found = await by_rate(send, moments(args.requests, args.rate, args.seed), args.most_open)
+            else:
+                found = await by_clients(send, args.requests, count)
+            named = count if count is not None else f"{args.rate:g}/s"
+            rows.append({"what": endpoint.label, "clients": named, **summary(found),
+                         "requests": list(map(asdict, found))})
     return rows
 
 
@@ -253,11 +301,14 @@ async def connect(args: LoadArguments) -> list[dict]:
     key = os.environ.get("OPENAI_API_KEY")
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-    async with httpx.AsyncClient(base_url=args.url, headers=headers, timeout=args.timeout, limits=limits) as client:
+    async with AsyncExitStack() as stack:
+        clients = [await stack.enter_async_context(
+            httpx.AsyncClient(base_url=endpoint.url, headers=headers, timeout=args.timeout, limits=limits)
+        ) for endpoint in args.endpoints]
         try:
-            return await measure(args, client)
+            return await measure(args, args.endpoints, clients)
         except httpx.HTTPError as error:
-            raise OSError(f"{args.url} cannot be reached: {error}") from error
+            raise OSError(f"{', '.join(args.url)} cannot be reached: {error}") from error
 
 
 def run(args: LoadArguments) -> None:
@@ -269,7 +320,7 @@ def run(args: LoadArguments) -> None:
     """
     check(args)
     rows = asyncio.run(connect(args))
-    shown = table(args.label or args.extra, rows)
+    shown = table(rows)
     failures = Counter(each["error"] for row in rows for each in row["requests"] if each["error"])
     shown += "".join(f"\n{count} failed: {error}" for error, count in failures.items())
     print(shown)

@@ -50,20 +50,30 @@ def measured(app, **options):
     async def go():
         transport = httpx.ASGITransport(app)
         async with httpx.AsyncClient(transport=transport, base_url="http://test/v1") as client:
-            return await measure(LoadArguments(url="http://test/v1", **options), client)
+            args = LoadArguments(url=("http://test/v1",), **options)
+            return await measure(args, args.endpoints, [client] * len(args.endpoints))
 
     return asyncio.run(go())
 
 
 def test_so_many_clients_ask_so_many_questions():
     app, state = endpoint()
-    rows = measured(app, clients=(1, 3), requests=7, warm_up=1, extra='{"acceptance": "exact"}', max_tokens=9)
+    rows = measured(app, clients=(1, 3), requests=7, warm_up=1, extra=('{"acceptance": "exact"}',), max_tokens=9)
     assert [(row["clients"], row["answers"], row["tokens"], row["tau"]) for row in rows] == [
         (1, 7, 49, 2.5), (3, 7, 49, 2.5)]
     assert len(state["bodies"]) == 15 and state["most"] == 3
     body = state["bodies"][0]
     assert (body["model"], body["max_tokens"], body["acceptance"], body["stream"]) == ("one", 9, "exact", True)
     assert len({body["messages"][0]["content"] for body in state["bodies"][1:8]}) == 7
+
+
+def test_endpoints_are_asked_in_turn_for_each_number_of_clients():
+    app, state = endpoint()
+    extra = ('{"acceptance": "exact"}', "{}")
+    rows = measured(app, clients=(1, 2), requests=2, warm_up=0, extra=extra, label=("a", "b"))
+    assert [(row["what"], row["clients"], row["answers"]) for row in rows] == [
+        ("a", 1, 2), ("b", 1, 2), ("a", 2, 2), ("b", 2, 2)]
+    assert [body.get("acceptance") for body in state["bodies"]] == ["exact", "exact", None, None] * 2
 
 
 def test_without_usage_events_with_text_are_counted():
@@ -135,7 +145,8 @@ def test_the_summary_by_hand():
     assert (row["answers"], row["failed"], row["refused"], row["tokens"], row["seconds"]) == (2, 1, 2, 14, 5.0)
     assert row["tokens_per_second"] == 14 / 5 and row["first_token_p50"] == 1.5 and row["tau"] == 3.0
     assert row["per_token_p50"] == pytest.approx((2 / 4 + 2 / 8) / 2)
-    assert "1500" in table("exact", [{"clients": 2, **row}]) and "2.8" in table("exact", [{"clients": 2, **row}])
+    shown = table([{"what": "exact", "clients": 2, **row}])
+    assert "exact" in shown and "1500" in shown and "2.8" in shown
     assert summary([Asked(0.0, error="x")]) == {"answers": 0, "failed": 1, "refused": 0}
 
 
@@ -143,9 +154,11 @@ def test_the_summary_by_hand():
     (["--requests", "0"], "--requests must be at least 1, got 0"),
     (["--rate", "-1"], "--rate must be a positive number of questions per second, got -1.0"),
     (["--extra", "[1]"], "--extra must be a JSON object, got '[1]'"),
+    (["--label", "a", "b", "--extra", "{}", "{}", "{}"], "--label must be given once or 3 times, got 2"),
+    (["--extra", "{}", "{}"], "--label must tell the endpoints apart, got ['{}', '{}']"),
     (["--clients", "0"], "--clients must be at least 1, got (0,)"),
     (["--questions", "no-file"], "no-file"),
-    ([], "the endpoint does not answer: ConnectError"),
+    ([], "the endpoint http://127.0.0.1:9/v1 does not answer: ConnectError"),
 ])
 def test_what_cannot_be_measured_ends_in_one_line(words, said, capsys):
     assert load.main(["--url", "http://127.0.0.1:9/v1", "--model", "m", *words]) == 2
