@@ -98,7 +98,7 @@ def answer_in_cluster(args: AnswersArguments, questions: Sequence[Question], not
     """Add the answers of all workers to the file, as they come."""
     ray = connected(args.ray)
     kind = ray.remote(num_cpus=args.cpus, num_gpus=args.gpus, max_restarts=-1, max_task_retries=TRIES)(Worker)
-    count = min(args.workers or room(ray.available_resources(), args), len(questions))
+    count = min(args.workers or room(ray.available_resources(), ray.nodes(), args), len(questions))
     workers = [kind.remote(args) for _ in range(count)]
     note(ray.get(workers[0].described.remote()), count)
     left, running = list(reversed(questions)), {}
@@ -112,9 +112,9 @@ def answer_in_cluster(args: AnswersArguments, questions: Sequence[Question], not
         next(progress, None)
         if left:
             running[worker.answer.remote(left.pop())] = worker
+        else:  # its place may be what another worker waits for
+            ray.kill(worker)
     next(progress, None)
-    for worker in workers:
-        ray.kill(worker)
 
 
 def connected(address: str):
@@ -136,18 +136,20 @@ def connected(address: str):
     return ray
 
 
-def room(resources: dict[str, float], args: AnswersArguments) -> int:
-    """How many workers the cluster has room for.
+def room(free: dict[str, float], nodes: Sequence[dict], args: AnswersArguments) -> int:
+    """How many workers the cluster has room for, none of which lies on two machines.
 
     Raises:
         ValueError: for none.
     """
-    fits = int(resources.get("CPU", 0) // args.cpus)
-    if args.gpus:
-        fits = min(fits, int(resources.get("GPU", 0) / args.gpus))
+    def fitting(resources: dict[str, float]) -> int:
+        fits = int(resources.get("CPU", 0) // args.cpus)
+        return min(fits, int(resources.get("GPU", 0) / args.gpus)) if args.gpus else fits
+
+    fits = min(fitting(free), sum(fitting(node["Resources"]) for node in nodes if node["Alive"]))
     if fits < 1:
-        raise ValueError(f"the cluster has no room for a worker of {args.cpus} cores and {args.gpus:g} GPUs; free are "
-                         f"{resources.get('CPU', 0):g} and {resources.get('GPU', 0):g}")
+        raise ValueError(f"the cluster has no room for a worker of {args.cpus} cores and {args.gpus:g} GPUs on a "
+                         f"machine; free in all are {free.get('CPU', 0):g} and {free.get('GPU', 0):g}")
     return fits
 
 

@@ -25,6 +25,8 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
+from email.utils import parsedate_to_datetime
 from functools import partial
 from pathlib import Path
 
@@ -56,7 +58,7 @@ class LoadArguments:
         extra: further fields of a request, as JSON, one for all or one for each: {"acceptance": "exact"}.
         label: what is measured, in the table, for each; without it what --extra says.
         warm_up: answers before the first that counts.
-        timeout: seconds after which an answer counts as failed.
+        timeout: seconds after which an answer, waits for its turn included, counts as failed.
         seed: of the moments, and of generated tasks.
         out: where the record goes: OUT.json and OUT.md.
     """
@@ -138,22 +140,30 @@ def check(args: LoadArguments) -> None:
         raise ValueError(f"--warm-up must be at least 0, got {args.warm_up}")
     if not args.clients or min(args.clients) < 1:
         raise ValueError(f"--clients must be at least 1, got {args.clients}")
+    if not 0 < args.timeout < math.inf:
+        raise ValueError(f"--timeout must be a positive number of seconds, got {args.timeout}")
     if args.rate is not None and not 0 < args.rate < math.inf:
         raise ValueError(f"--rate must be a positive number of questions per second, got {args.rate}")
     if len({each.label for each in args.endpoints}) < len(args.endpoints):
         raise ValueError(f"--label must tell the endpoints apart, got {[each.label for each in args.endpoints]}")
 
 
-async def ask(client: httpx.AsyncClient, body: dict, asked: Asked) -> Asked:
-    """Ask until there is an answer, or the endpoint says that there will be none."""
+async def ask(client: httpx.AsyncClient, body: dict, asked: Asked, timeout: float) -> Asked:
+    """Ask until there is an answer, the endpoint says that there will be none, or the time for it is over."""
     start = time.perf_counter()
-    try:
+
+    async def until_answered() -> None:
         while (seconds := await read_answer(client, body, asked, start)) is not None:
             asked.refused += 1
             if asked.refused > RETRIES:
                 asked.error = "refused"
                 break
             await asyncio.sleep(seconds)
+
+    try:
+        await asyncio.wait_for(until_answered(), timeout)
+    except asyncio.TimeoutError:
+        asked.error = f"not within {timeout:g} s"
     except httpx.HTTPError as error:
         asked.error = type(error).__name__
     asked.total = time.perf_counter() - start
@@ -164,22 +174,43 @@ async def read_answer(client: httpx.AsyncClient, body: dict, asked: Asked, start
     """Note what a streamed answer says; seconds until the next try where there is none now."""
     async with client.stream("POST", "chat/completions", json=body) as response:
         if response.status_code in (429, 503):
-            return float(response.headers.get("retry-after", 1))
+            return seconds_until(response.headers.get("retry-after", "1"))
         if response.status_code != 200:
             asked.error = f"{response.status_code}: {(await response.aread()).decode(errors='replace')[:200]}"
             return None
         async for line in response.aiter_lines():
             if not line.startswith("data:") or line.removeprefix("data:").strip() == "[DONE]":
                 continue
-            event = json.loads(line.removeprefix("data:"))
-            if "error" in event:
-                asked.error = str(event["error"])[:200]
-            if any((choice.get("delta") or {}).get("content") for choice in event.get("choices") or ()):
-                asked.first = asked.first or time.perf_counter() - start
-                asked.tokens += not asked.counted
-            if usage := event.get("usage"):
-                asked.tokens, asked.counted, asked.tau = usage["completion_tokens"], True, usage.get("tau")
+            try:
+                note_event(json.loads(line.removeprefix("data:")), asked, time.perf_counter() - start)
+            except (ValueError, TypeError, AttributeError, KeyError):
+                asked.error = f"no event of the API: {line[:200]}"
+                return None
     return None
+
+
+def note_event(event: dict, asked: Asked, seconds: float) -> None:
+    """What an event of a stream says, so many seconds after the question."""
+    if "error" in event:
+        asked.error = str(event["error"])[:200]
+    if any((choice.get("delta") or {}).get("content") for choice in event.get("choices") or ()):
+        asked.first = asked.first or seconds
+        asked.tokens += not asked.counted
+    if usage := event.get("usage"):
+        asked.tokens, asked.counted, asked.tau = usage["completion_tokens"], True, usage.get("tau")
+
+
+def seconds_until(retry_after: str) -> float:
+    """What a Retry-After header says, in seconds or as a date; 1 where it says neither."""
+    try:
+        seconds = float(retry_after)
+    except ValueError:
+        try:
+            when = parsedate_to_datetime(retry_after)
+        except ValueError:
+            return 1.0
+        seconds = (when.replace(tzinfo=when.tzinfo or timezone.utc) - datetime.now(timezone.utc)).total_seconds()
+    return max(0.0, seconds) if math.isfinite(seconds) else 1.0
 
 
 async def by_clients(send: Callable[[int, float], Awaitable[Asked]], count: int, clients: int) -> list[Asked]:
@@ -272,7 +303,7 @@ async def sender(args: LoadArguments, endpoint: Endpoint, client: httpx.AsyncCli
         body = {"model": model, "messages": [{"role": "user", "content": prompts[number % len(prompts)]}],
                 "max_tokens": args.max_tokens, "stream": True, "stream_options": {"include_usage": True},
                 **endpoint.fields}
-        return await ask(client, body, Asked(began))
+        return await ask(client, body, Asked(began), args.timeout)
 
     for failed in [each.error for each in await by_clients(send, args.warm_up, 1) if each.error]:
         raise ValueError(f"the endpoint {endpoint.url} does not answer: {failed}")

@@ -2,10 +2,13 @@
 
 import asyncio
 import json
+from datetime import datetime, timedelta, timezone
+from email.utils import format_datetime
 
 import httpx
 import numpy as np
 import pytest
+import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, StreamingResponse
 
@@ -156,6 +159,7 @@ def test_the_summary_by_hand():
     (["--extra", "[1]"], "--extra must be a JSON object, got '[1]'"),
     (["--label", "a", "b", "--extra", "{}", "{}", "{}"], "--label must be given once or 3 times, got 2"),
     (["--extra", "{}", "{}"], "--label must tell the endpoints apart, got ['{}', '{}']"),
+    (["--timeout", "0"], "--timeout must be a positive number of seconds, got 0.0"),
     (["--clients", "0"], "--clients must be at least 1, got (0,)"),
     (["--questions", "no-file"], "no-file"),
     ([], "the endpoint http://127.0.0.1:9/v1 does not answer: ConnectError"),
@@ -164,3 +168,60 @@ def test_what_cannot_be_measured_ends_in_one_line(words, said, capsys):
     assert load.main(["--url", "http://127.0.0.1:9/v1", "--model", "m", *words]) == 2
     error = capsys.readouterr().err
     assert said in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize(("said", "expected"), [
+    ("3", 3.0), ("0.5", 0.5), ("-1", 0.0), ("Wed, 21 Oct 2015 07:28:00 GMT", 0.0), ("soon", 1.0), ("inf", 1.0),
+    ("nan", 1.0), ("", 1.0), (format_datetime(datetime.now(timezone.utc) + timedelta(seconds=90)), 90.0),
+])
+def test_when_to_come_back(said, expected):
+    assert load.seconds_until(said) == pytest.approx(expected, abs=5 if expected == 90 else 0)
+
+
+@pytest.mark.parametrize("line", ["data: {", "data: [1]", "data: 5", 'data: {"choices": [1]}',
+                                  'data: {"usage": {"x": 1}}', 'data: {"choices": [{"delta": "x"}]}'])
+def test_a_bad_event_fails_its_answer_alone(line):
+    app, count = FastAPI(), []
+
+    @app.post("/v1/chat/completions")
+    async def chat():
+        count.append(None)
+        good = 'data: {"choices": [{"delta": {"content": "a"}}]}\n\n'
+        return StreamingResponse(iter([line + "\n\n" if len(count) == 2 else good]), media_type="text/event-stream")
+
+    (row,) = measured(app, clients=(1,), requests=3, warm_up=0, model="m")
+    assert (row["answers"], row["failed"]) == (2, 1) and row["requests"][1]["error"].startswith("no event of the API")
+
+
+@pytest.mark.parametrize("slow", ["trickle", "refusals"])
+def test_the_time_for_an_answer_is_that_of_all_of_it(slow):
+    """Not of each of its pieces, nor of each try."""
+    app = FastAPI()
+
+    async def trickle():
+        while True:
+            yield 'data: {"choices": [{"delta": {"content": "a"}}]}\n\n'
+            await asyncio.sleep(0.05)
+
+    @app.post("/v1/chat/completions")
+    async def chat():
+        if slow == "refusals":
+            return JSONResponse({}, 429, {"Retry-After": "60"})
+        return StreamingResponse(trickle(), media_type="text/event-stream")
+
+    asked = asyncio.run(alone(app, timeout=0.4))
+    assert asked.error == "not within 0.4 s" and asked.total < 30
+
+
+async def alone(app, timeout):
+    """What becomes of one request, with a server: the transport for applications waits for the end of a stream."""
+    server = uvicorn.Server(uvicorn.Config(app, port=0, log_config=None, lifespan="off", timeout_graceful_shutdown=1))
+    serving = asyncio.ensure_future(server.serve())
+    while not server.started:
+        await asyncio.sleep(0.01)
+    port = server.servers[0].sockets[0].getsockname()[1]
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}/v1", timeout=60) as client:
+        asked = await load.ask(client, {}, Asked(0.0), timeout)
+    server.should_exit = True
+    await serving
+    return asked

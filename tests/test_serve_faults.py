@@ -183,6 +183,26 @@ def test_a_request_that_is_being_tokenised_counts(monkeypatch):
         assert seen == [True] and found.service.submitting == 0
 
 
+def test_middleware_inside_sees_only_what_the_guard_lets_through():
+    """As Ray's, which remembers conversations."""
+    seen = []
+
+    class Remembers:
+        def __init__(self, app):
+            self.app = app
+
+        async def __call__(self, scope, receive, send):
+            seen.append(dict(scope["headers"]).get(b"authorization"))
+            await self.app(scope, receive, send)
+
+    with eagle_fsd.Engine(tiny_chat_pair()) as engine:
+        app = create_app(engine, "tiny", ServeOptions(), {}, "a secret", inner=(Remembers,))
+        client = TestClient(app)
+        status = [client.get("/v1/models", headers={"authorization": f"Bearer {key}"}).status_code
+                  for key in ("wrong", "a secret")]
+    assert status == [401, 200] and seen == [b"Bearer a secret"]
+
+
 # Options that it cannot serve with --------------------------------------------------------------------------------
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..web.limits import KEY_VARIABLE, ServeOptions, key_from_environment
 from .arguments import Acceptance, Flags, Loading, Sampling
@@ -45,7 +45,10 @@ class ServeCommand:
             logging.warning("everyone who reaches %s can use the model: set %s", self.serving.host, KEY_VARIABLE)
         place = reserve(self.serving)
         defaults = {**vars(self.sampling), **vars(self.acceptance)}
-        if not serve(self.pair.load(), name, place, self.serving, defaults, defaults.pop("tree"), key):
+        model = self.pair.load()
+        if self.serving.plain:
+            model = replace(model, draft=None, trees=None)
+        if not serve(model, name, place, self.serving, defaults, defaults.pop("tree"), key):
             sys.exit(1)
 
 

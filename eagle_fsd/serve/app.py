@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
@@ -219,7 +219,7 @@ async def stream(
 
 def create_app(
     engine: Engine, name: str, options: ServeOptions, defaults: Mapping[str, object], key: str | None = None,
-    when_ended: Callable[[], object] | None = None,
+    inner: Sequence[type] = (),
 ) -> FastAPI:
     """The application.
 
@@ -227,7 +227,7 @@ def create_app(
         name: of the model in requests and answers.
         defaults: options of decoding of requests that name none.
         key: what clients must show; None: nothing.
-        when_ended: called when the application ends, such as `engine.close`.
+        inner: ASGI middleware that sees what the guard lets through.
 
     Raises:
         ValueError, TypeError: defaults that this model cannot answer with.
@@ -236,15 +236,11 @@ def create_app(
     engine.check(**defaults)
     service = Service(engine, name, defaults, options.queue_seconds)
 
-    @asynccontextmanager
-    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        yield
-        if when_ended is not None:
-            await asyncio.to_thread(when_ended)
-
     # The pages at /docs would be fetched from elsewhere; /openapi.json is the description itself.
-    app = FastAPI(title="eagle_fsd", lifespan=lifespan, docs_url=None, redoc_url=None, redirect_slashes=False)
+    app = FastAPI(title="eagle_fsd", docs_url=None, redoc_url=None, redirect_slashes=False)
     app.state.service = service
+    for each in inner:
+        app.add_middleware(each)
     app.add_middleware(Guard, key=key, max_body=options.max_body, max_open=options.max_connections,
                        read_seconds=options.read_seconds, own_login=("/page",) if options.page else (),
                        count=service.metrics.count)

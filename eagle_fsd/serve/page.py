@@ -6,10 +6,11 @@ import asyncio
 import difflib
 import hmac
 import html
+import logging
 import math
 import re
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,9 +31,11 @@ if TYPE_CHECKING:
 
     from .app import Service
 
+log = logging.getLogger(__name__)
 PATH = "/page"
 REFRESH = 0.1  # seconds between two states of the page while an answer grows
 LONGEST_ANSWER = 1024  # tokens, at the slider's end
+WAITING, STOPPED = '<span class="hint">…</span>', '<span class="hint">stopped</span>'
 # Nothing is fetched from elsewhere, whatever the framework or a text would like to.
 POLICY = (
     "default-src 'self'; script-src 'self' 'unsafe-inline' 'unsafe-eval' blob:; style-src 'self' 'unsafe-inline'; "
@@ -90,7 +93,7 @@ class Shown:
             marked = any(start < at + len(text) and at < end for start, end in differing)
             spans.append(token_html(text, receipt, marked))
             at += len(text)
-        body = "".join(spans) or ('<span class="hint">…</span>' if not self.ended and not self.wrong else "")
+        body = "".join(spans) or (WAITING if not self.ended and not self.wrong else "")
         wrong = f'<p class="wrong" role="alert">{html.escape(self.wrong)}</p>' if self.wrong else ""
         return (f'<section class="answer" aria-label="{html.escape(self.title)}"><h3>{html.escape(self.title)}</h3>'
                 f'<div class="text">{body}</div>{wrong}<p class="cost">{self.cost}</p></section>')
@@ -165,13 +168,21 @@ class Page:
             yield asked, page_html(said["turns"]), said
             return
         messages = [*said["messages"], {"role": "user", "content": asked}]
-        chosen = {"acceptance": rule} if rule == "exact" else {"acceptance": rule, "threshold": float(dial)}
+        chosen = self.chosen(rule, dial)
         title = rule if rule == "exact" else f"{rule}, {dial:g}"
         settings = [("exact", {"acceptance": "exact"})] if beside else []
         settings.append((title, chosen))
         answers = [Shown(name, self.service.engine.model.tokenizer) for name, _ in settings]
         common = {"temperature": float(temperature), "max_new_tokens": int(length), "seed": time.time_ns() % 2**48}
-        yield "", page_html([*said["turns"], turn_html(asked, answers)]), said
+
+        def state() -> tuple[str, str, dict]:
+            """Also of an answer that is being made: it stays where it is stopped."""
+            answered = [*messages, {"role": "assistant", "content": answers[-1].text}]
+            kept = answered if answers[-1].text and not answers[-1].wrong else said["messages"]
+            turns = [*said["turns"], turn_html(asked, answers)]
+            return "", page_html(turns), {"messages": kept, "turns": turns}
+
+        yield state()
         tickets: list[Ticket] = []
         try:
             self.service.check_open()
@@ -185,17 +196,45 @@ class Page:
                 else:
                     answers[number].add(piece.token_ids, piece.receipts)
                 if time.perf_counter() - last > REFRESH:
-                    yield "", page_html([*said["turns"], turn_html(asked, answers)]), said
+                    yield state()
                     last = time.perf_counter()
-            messages = [*messages, {"role": "assistant", "content": answers[-1].text}]
-        except (ValueError, TypeError, QueueFull, EngineClosed, Refusal) as error:
-            answers[-1].wrong = f"{error}"
-            messages = said["messages"]
+        except Exception as error:
+            told = isinstance(error, (ValueError, TypeError, QueueFull, EngineClosed, Refusal))
+            if not told:
+                log.error("an answer failed", exc_info=error)
+            answers[-1].wrong = str(error) if told else "The answer failed; the server's log says why."
+            for answer in answers[:-1]:
+                answer.ended = answer.ended or "cancelled"
         finally:
             for ticket in tickets:
                 ticket.cancel()
-        said = {"messages": messages, "turns": [*said["turns"], turn_html(asked, answers)]}
-        yield "", page_html(said["turns"]), said
+        yield state()
+
+    def chosen(self, rule: str, dial: float) -> dict[str, object]:
+        """Options for a rule at a dial; the server's own rule keeps what else it was given."""
+        if rule == "exact":
+            return {"acceptance": rule}
+        own = {} if rule == self.service.defaults.get("acceptance", "fsd") else {"acceptance": rule}
+        return {**own, "threshold": float(dial)}
+
+
+def stopped(said: dict) -> tuple[str, dict]:
+    """The page and the state after Stop: what had not begun to be answered waits for nothing."""
+    said = {**said, "turns": [turn.replace(WAITING, STOPPED) for turn in said["turns"]]}
+    return page_html(said["turns"]), said
+
+
+def settings_of(defaults: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Value, range and choices of the page's settings: whatever the server was started with is among them."""
+    rule, dial = str(defaults.get("acceptance", "fsd")), defaults.get("threshold")
+    dial = 0.3 if dial is None else min(float(dial), 1e6)  # of inf: nothing is as large
+    heat, length = float(defaults.get("temperature", 0.0)), int(defaults.get("max_new_tokens", 256))
+    return {
+        "rule": {"value": rule, "choices": [*RULES, *([] if rule in RULES else [rule])]},
+        "dial": {"value": dial, "minimum": 0, "maximum": max(1, dial), "step": 0.01},
+        "temperature": {"value": heat, "minimum": 0, "maximum": max(1.5, heat), "step": 0.05},
+        "length": {"value": length, "minimum": min(16, length), "maximum": max(LONGEST_ANSWER, length), "step": 1},
+    }
 
 
 def nothing_said() -> dict:
@@ -204,7 +243,7 @@ def nothing_said() -> dict:
 
 def build(service: Service) -> gradio.Blocks:
     """The page's parts and what they do."""
-    page, defaults = Page(service), service.defaults
+    page, settings = Page(service), settings_of(service.defaults)
     with gradio.Blocks(title=f"eagle_fsd · {service.name}", analytics_enabled=False, fill_width=True) as blocks:
         said = gradio.State(nothing_said())
         with gradio.Row():
@@ -217,21 +256,19 @@ def build(service: Service) -> gradio.Blocks:
                     stop = gradio.Button("Stop", min_width=80)
                     clear = gradio.Button("New", min_width=80)
             with gradio.Column(scale=1, min_width=280):
-                rule = gradio.Dropdown(list(RULES), value=str(defaults.get("acceptance", "fsd")), label="Rule",
-                                       filterable=False)
-                dial = gradio.Slider(0, 1, value=defaults.get("threshold") or 0.3, step=0.01, label="Dial (threshold)",
+                rule = gradio.Dropdown(label="Rule", filterable=False, **settings["rule"])
+                dial = gradio.Slider(label="Dial (threshold)", **settings["dial"],
                                      info="0: the target’s own text. More: more drafted tokens pass.")
-                temperature = gradio.Slider(0, 1.5, value=defaults.get("temperature", 0.0), step=0.05,
-                                            label="Temperature", info="0: greedy")
-                length = gradio.Slider(16, LONGEST_ANSWER, value=defaults.get("max_new_tokens", 256), step=16,
-                                       label="Longest answer (tokens)")
+                temperature = gradio.Slider(label="Temperature", info="0: greedy", **settings["temperature"])
+                length = gradio.Slider(label="Longest answer (tokens)", **settings["length"])
                 beside = gradio.Checkbox(label="Side by side with exact",
                                          info="Both answer at once; words that differ are marked.")
                 gradio.HTML(LEGEND)
         inputs, outputs = [asked, said, rule, dial, temperature, length, beside], [asked, shown, said]
         running = gradio.on([send.click, asked.submit], page.answer, inputs, outputs, api_visibility="private",
                             show_progress="hidden", concurrency_limit=None)
-        stop.click(None, cancels=[running])
+        stop.click(stopped, [said], [shown, said], cancels=[running], api_visibility="private",
+                   show_progress="hidden")
         clear.click(lambda: ("", page_html([]), nothing_said()), None, outputs, cancels=[running],
                     api_visibility="private", show_progress="hidden")
     return blocks

@@ -60,10 +60,9 @@ class Replica:
                     if name in {*names_of(SamplingOptions), *names_of(AcceptanceOptions)} and name != "tree"}
         name = options.name or name_of(settings.get("target") or default_pair()[0])
         self.engine = new_engine(model, options, tree)
-        self.application = create_app(self.engine, name, options, defaults, key_from_environment())
+        self.application = create_app(self.engine, name, options, defaults, key_from_environment(), inner=(Affine,))
 
     def __serve_build_asgi_app__(self) -> FastAPI:
-        self.application.add_middleware(Affine)
         return self.application
 
     def check_health(self) -> None:

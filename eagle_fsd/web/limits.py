@@ -33,6 +33,7 @@ class ServeOptions(Options):
         max_connections: requests that are read or answered at once, waiting ones included; those above get 503.
         drain_seconds: after SIGTERM, longest time for what runs to end.
         page: serve the page at /page too (extra `page`).
+        plain: decode without drafting, to compare with.
     """
 
     host: str = "127.0.0.1"
@@ -50,6 +51,7 @@ class ServeOptions(Options):
     max_connections: int = 256
     drain_seconds: float = 60.0
     page: bool = False
+    plain: bool = False
 
     def __post_init__(self) -> None:
         for name in ("max_rows", "max_waiting", "prefill_chunk", "max_body", "max_connections"):
@@ -63,6 +65,7 @@ class ServeOptions(Options):
         for name in ("queue_seconds", "read_seconds", "write_seconds", "drain_seconds"):
             require_number(name, getattr(self, name), "a positive number of seconds", lambda x: 0 < x < math.inf)
         require_bool("page", self.page)
+        require_bool("plain", self.plain)
 
 
 def key_from_environment() -> str | None:
