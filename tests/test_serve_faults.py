@@ -18,6 +18,7 @@ from tiny import tiny_chat_pair
 
 import eagle_fsd
 from eagle_fsd.cli import main
+from eagle_fsd.data.bundled import small_pair
 from eagle_fsd.engine.decoder import Decoder
 from eagle_fsd.serve.app import create_app, serve
 from eagle_fsd.web.guards import Guard
@@ -26,6 +27,7 @@ from eagle_fsd.web.protocol import usage
 from eagle_fsd.web.server import configuration, reserve
 
 CHAT = "/v1/chat/completions"
+PAIR = [word for name, path in zip(("--target", "--draft"), small_pair(), strict=True) for word in (name, str(path))]
 BODY = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
 
 
@@ -301,3 +303,12 @@ def test_a_client_that_never_reads_loses_its_connection(size):
             assert not server.server_state.connections
         reader = httpx.get(f"http://127.0.0.1:{port}/", timeout=60)
         assert len(reader.content) == size
+
+
+def test_plain_serving_drafts_nothing(monkeypatch):
+    served = []
+    monkeypatch.setattr("eagle_fsd.serve.app.serve", lambda model, *_: served.append(model) or True)
+    assert main(["serve", "--plain", "--port", "0", "--tree", "8,2,2", *PAIR]) == 0
+    with client(served[0]) as plain:
+        used = plain.post(CHAT, json={**BODY, "acceptance": "exact"}).json()["usage"]
+    assert used["completion_tokens"] == 4 and used["tau"] == 1.0
