@@ -209,8 +209,8 @@ def run_gaps(seed):
 
     for at in range(len(asked)):
         events[draw.randrange(12)].append(functools.partial(submit, at))
-    engine = Scheduled(pair, events=events, max_rows=4, max_tokens=draw.choice([155, 320, 460, 620]), prefixes=0,
-                       prefill_chunk=draw.choice([16, 512]))
+    engine = Scheduled(pair, events=events, max_rows=4, max_tokens=draw.choice([155, 320, 460, 620]),
+                       prefixes=draw.choice([0, 3]), prefill_chunk=draw.choice([16, 512]))
     engine._thread.join()
     assert engine._error is None, engine._error
     for at, (prompt, options) in enumerate(asked):
