@@ -276,6 +276,24 @@ def test_files_that_are_none_are_named(mined, tmp_path):
         read_mined([lone])
 
 
+def test_a_question_of_two_files_is_one_group(pair, mined, tmp_path):
+    """Whatever its id there: the other file asks the same in another order, so that modes change, too."""
+    lines = mined[0].questions.read_text().splitlines()
+    turned = [{**json.loads(line), "question_id": f"other {number}"} for number, line in enumerate(lines[1:7])]
+    (tmp_path / "questions.jsonl").write_text("\n".join(map(json.dumps, turned)))
+    given = arguments(tmp_path)
+    mine(pair, read_checked(given), given)
+    alone, both = read_mined([mined[0].out]), read_mined([mined[0].out, given.out])
+    assert len(both.questions) == len(alone.questions) == 12
+    assert [both.questions[group]["prompt"] for group in alone.groups] == [
+        alone.questions[group]["prompt"] for group in alone.groups]
+    keys = [(group, row["at"], row["substitute"], row["mode"])
+            for group, row in zip(both.groups, both.rows, strict=True)]
+    assert len(set(keys)) == len(keys) == len(both.features) > len(alone.rows)
+    again = read_mined([mined[0].out, mined[0].out])
+    assert again.rows == alone.rows and torch.equal(again.features, alone.features) and again.groups == alone.groups
+
+
 @pytest.mark.parametrize(
     ("token", "in_code", "kind"),
     [(" 12", False, "digit"), ("x1", True, "digit"), (" +=", True, "operator"), ("<", False, "operator"),

@@ -6,6 +6,7 @@ A trail is a generator: it asks for answers (`Run`) or for losses (`Losses`), is
 
 from __future__ import annotations
 
+import hashlib
 import random
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
@@ -38,8 +39,8 @@ class Trail:
     """What a question's mismatches were found to be.
 
     Args:
-        about: of the question: id, category, mode, whether the own answer is right (None: unknown), its tokens and
-            number of mismatches.
+        about: of the question: id, digest of its prompt, category, mode, whether the own answer is right (None:
+            unknown), its tokens and number of mismatches.
         rows: of each mismatch that was tried. features: of each, see `Mismatch`.
     """
 
@@ -87,8 +88,8 @@ class Labels:
         rows = [self._row(question, own, mismatch, labels) for mismatch, labels in tried]
         right = None if question.category in CODE and not self.run_code else is_right(
             question, own.text, run_code=self.run_code)
-        about = {"question": question.id, "category": question.category, "mode": mode, "own_right": right,
-                 "tokens": len(own.tokens), "mismatches": len(own.mismatches)}
+        about = {"question": question.id, "prompt": digest_of(prompt), "category": question.category, "mode": mode,
+                 "own_right": right, "tokens": len(own.tokens), "mismatches": len(own.mismatches)}
         return Trail(about, rows, [mismatch.features for mismatch, _ in tried])
 
     def _alone(
@@ -159,6 +160,11 @@ class Labels:
         kind = kind_of(texts["own_text"], is_in_code(before, question.category))
         return {"at": mismatch.at, "own": mismatch.own, "substitute": mismatch.substitute, **texts, "kind": kind,
                 **labels, "signals": mismatch.signals}
+
+
+def digest_of(prompt: Sequence[int]) -> str:
+    """What tells a question in any file: of the tokens that it is asked with."""
+    return hashlib.sha256(repr(list(prompt)).encode()).hexdigest()[:16]
 
 
 def follow(
