@@ -84,6 +84,17 @@ def test_rules_that_say_so_see_the_features_of_every_node(pair, prompts, stepwis
     assert all(verification.features is None for verification in Reads.seen[len(seen) :])
 
 
+class Remembers(Blind):
+    remembers = True
+
+
+def test_a_rule_with_a_memory_sees_it_where_walks_are_stepwise(pair, monkeypatch):
+    monkeypatch.setattr(decoder, "STEPWISE_FROM", 0)
+    monkeypatch.setattr(Reads, "seen", [])
+    answer(pair, acceptance=Remembers(), max_new_tokens=8)
+    assert Reads.seen and all(verification.said is not None for verification in Reads.seen)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_rule_is_shown_what_the_request_has_given_up(pair, kind):
     """A function sees all there is; here it decides as `regret` and notes its memory."""

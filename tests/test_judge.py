@@ -63,6 +63,17 @@ def test_the_judge_learns_what_was_constructed(folder):
     assert stored.card == card and stored.width == 32
 
 
+def test_a_rule_that_is_lossless_only_when_greedy_has_the_judge_when_sampling(pair):
+    """`relaxed` at 0 may take the target's best token where another was drawn; then the judge is asked."""
+    options = {"acceptance": "relaxed+judge", "threshold": 0.0, "gate_threshold": 0.5}
+    assert text(pair, "ra", **options) == "efg1"
+    sampled = [eagle_fsd.generate([0, 4], pair, tree=TREE, max_new_tokens=8, temperature=2.0, seed=seed, **options)
+               for seed in range(6)]
+    assert all(output.stats.target_forwards for output in sampled)
+    with pytest.raises(ValueError, match="needs a judge"):
+        eagle_fsd.generate([3, 1], tiny_pair(), temperature=1.0, **options)
+
+
 @pytest.mark.parametrize(
     "options",
     [{"acceptance": "judge", "threshold": 0.5},

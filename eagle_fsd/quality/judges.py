@@ -70,12 +70,14 @@ def store_judge(head: str | Path, judge: LearnedJudge) -> Path:
 
 
 def equip(rule: Rule, judge: LearnedJudge | None, target: TargetModel, head: DraftHead | None) -> Rule:
-    """The rule, with the pair's judge for those of its parts that want one; a lossless rule wants none.
+    """The rule, with the pair's judge for those of its parts that want one; one that is lossless, greedy and
+    sampling, wants none.
 
     Raises:
         ValueError: there is none, or it was made for another target.
     """
-    if rule.is_lossless(True) or not any(isinstance(part, Judge) and part.learned is None for part in rule.parts):
+    lossless = all(map(rule.is_lossless, (True, False)))
+    if lossless or not any(isinstance(part, Judge) and part.learned is None for part in rule.parts):
         return rule
     if judge is None:
         raise ValueError(f"rule {rule.name!r} needs a judge, and there is no {JUDGE_FILE} beside the head: "
