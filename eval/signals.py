@@ -94,8 +94,8 @@ def compare(mined: Mined, label: str, seed: int = 0) -> dict:
     right = np.array([row["own_right"] is True for row in rows])
     if right.any() and not right.all():
         found["right_alone"] = _right_alone(mined, scores, harmful, groups, right)
-    both = [(row, group) for row, group in zip(rows, groups, strict=True)
-            if row.get("outcome") is not None and row.get("likelihood") is not None]
+    both = [(row, group) for row, group in zip(rows, groups, strict=True)  # both of what happens to the own answer
+            if row.get("outcome") is not None and row.get("likelihood") is not None and not row["kept_before"]]
     if both:
         nats = [NEVER if row["lost_nats"] is None else row["lost_nats"] for row, _ in both]
         found["agreement"] = agreement([row["outcome"] for row, _ in both], [row["likelihood"] for row, _ in both],

@@ -287,8 +287,8 @@ def constructed(questions=120, each=4, signal=2.0, seed=0) -> Mined:
         values |= {"js": random.normal() + signal / 2 * harmful[number], "own_steps": int(random.integers(4))}
         rows.append({"outcome": bool(harmful[number]), "likelihood": bool(harmful[number] ^ (number % 10 == 0)),
                      "lost_nats": None if harmful[number] else 0.1, "kind": "digit" if number % 4 else "word",
-                     "mode": "alone" if number % 2 else "sequence", "own_right": number // each % 3 > 0,
-                     "signals": values})
+                     "kept_before": 0, "mode": "alone" if number % 2 else "sequence",
+                     "own_right": number // each % 3 > 0, "signals": values})
     about = dict.fromkeys(("file", "questions", "dtype", "tree", "floor", "max_new_tokens", "nats"), 0)
     lines = [{"tokens": 50, "own_right": number % 3 > 0} for number in range(questions)]
     return Mined([{**about, "target": "t", "head": "h"}], lines, rows, list(np.repeat(np.arange(questions), each)),
