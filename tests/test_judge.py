@@ -195,15 +195,22 @@ def test_files_that_do_not_fit_are_refused(pair, tmp_path):
     part = torch.ones(32 + len(SIGNALS))
     card = {**pair.judge.card, "signals": list(SIGNALS), "hidden_size": 32}
 
-    def write(changes, **tensors):
+    def write(changes, without=(), **tensors):
         given = {"weight": part, "mean": part.clone(), "scale": part.clone(), "bias": torch.zeros(1), **tensors}
-        save_file(given, path, metadata={"card": json.dumps({**card, **changes})})
+        save_file(given, path, metadata={
+            "card": json.dumps({name: value for name, value in {**card, **changes}.items() if name not in without})})
 
     write({})
     assert read_judge(tmp_path).width == 32
+    for name in ("target", "head", "floor"):
+        write({}, without=[name])
+        with pytest.raises(ValueError, match=f"{JUDGE_FILE} cannot be read \\(its card has no {name}\\)"):
+            read_judge(tmp_path)
     for message, changes, tensors in (
         ("it reads the signals", {"signals": ["log_prob"]}, {}), ("are of shapes", {"hidden_size": 31}, {}),
         ("are of shapes", {}, {"mean": torch.ones(3)}), ("not finite", {}, {"weight": part * math.nan}),
+        ("not finite", {}, {"bias": torch.full((1,), math.inf)}),
+        ("floor of its card must be above 0 and at most 1, got 0", {"floor": 0}, {}),
         ("not above 0", {}, {"scale": part * 0}),
     ):
         write(changes, **tensors)
@@ -358,10 +365,10 @@ def test_the_command_writes_record_page_and_picture(folder, tmp_path, capsys):
 
 
 def test_a_judge_says_half_where_it_knows_nothing():
-    judge = LearnedJudge(torch.zeros(9), torch.zeros(9), torch.ones(9), 0.0, {})
+    judge = LearnedJudge(torch.zeros(9), torch.zeros(9), torch.ones(9), 0.0, {"floor": 0.01})
     assert judge.harm(torch.randn(2, 3, 8), torch.randn(2, 3, 5)).eq(0.5).all()
     weight = torch.tensor([0.0, 0, 0, 2, 0, 0, 0, 0, 1])
-    told = LearnedJudge(weight, torch.full((9,), 3.0), torch.full((9,), 2.0), -1.0, {})
+    told = LearnedJudge(weight, torch.full((9,), 3.0), torch.full((9,), 2.0), -1.0, {"floor": 0.01})
     features, signals = torch.arange(8.0), torch.arange(5.0)  # the last 4 features are those of the last layer
     log_odds = 2 * (7 - 3) / 2 + (4 - 3) / 2 - 1
     assert told.harm(features, signals).item() == pytest.approx(1 / (1 + math.exp(-log_odds)))
