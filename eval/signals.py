@@ -58,6 +58,7 @@ def scores_of(mined: Mined, has: np.ndarray, harmful: np.ndarray, seed: int = 0)
     groups = np.array(mined.groups)[has]
     found = {name: values[name] for name in DIVERGENCES}
     found |= {"entropy": -values["entropy"], "entropy of the top 3": -values["entropy_top3"],
+              "entropy of the top 3, not renormalised": -values["entropy_top3_parts"],
               "regret": values["regret"], "p2 / p1": -values["log_ratio"], "p target": -values["log_prob"],
               "p draft": -values["draft_log_prob"]}
     for window in WINDOWS:  # as FLy: the entropy decides where the steps that follow are the target's own

@@ -289,7 +289,7 @@ def constructed(questions=120, each=4, signal=2.0, seed=0) -> Mined:
     features[:, 1, 0] += signal * harmful
     rows = []
     for number in range(count):
-        values = dict.fromkeys((*DIVERGENCES, *SIGNALS, "entropy_top3", "log_ratio"), 0.0)
+        values = dict.fromkeys((*DIVERGENCES, *SIGNALS, "entropy_top3", "entropy_top3_parts", "log_ratio"), 0.0)
         values |= {name: random.normal() for name in ("log_prob", "regret", "entropy", "entropy_top3", "tv")}
         values |= {"js": random.normal() + signal / 2 * harmful[number], "own_steps": int(random.integers(4))}
         rows.append({"outcome": bool(harmful[number]), "likelihood": bool(harmful[number] ^ (number % 10 == 0)),

@@ -100,6 +100,9 @@ def test_signals_and_features_are_those_of_the_tables(pair, mined):
         assert signals["log_prob"] == pytest.approx(log_probs[row["substitute"]].item(), abs=1e-4)
         assert signals["regret"] == pytest.approx(1.0, abs=1e-3) == -signals["log_ratio"]
         assert signals["entropy"] == pytest.approx(-(log_probs.exp() * log_probs).sum().item(), abs=1e-3)
+        three = logits.topk(3).values.log_softmax(-1), log_probs.topk(3).values  # the latter as in FLy's code
+        for name, best in zip(("entropy_top3", "entropy_top3_parts"), three, strict=True):
+            assert signals[name] == pytest.approx(-(best.exp() * best).sum().item(), abs=1e-3)
         assert signals["draft_log_prob"] == pytest.approx(0, abs=1e-2) and 0 < signals["js"] < 0.7
         assert signals["js"] <= signals["tv"] <= 1 and set(SIGNALS) <= signals.keys()
         # Trees are 3 deep: 2 stands at the second level in an own answer, at the first behind a given k.
