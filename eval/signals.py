@@ -58,6 +58,7 @@ def scores_of(mined: Mined, has: np.ndarray, harmful: np.ndarray, seed: int = 0)
     groups = np.array(mined.groups)[has]
     found = {name: values[name] for name in DIVERGENCES}
     found |= {"entropy": -values["entropy"], "entropy of the top 3": -values["entropy_top3"],
+              "entropy of the top 3, not renormalised": -values["entropy_top3_parts"],
               "regret": values["regret"], "p2 / p1": -values["log_ratio"], "p target": -values["log_prob"],
               "p draft": -values["draft_log_prob"]}
     for window in WINDOWS:  # as FLy: the entropy decides where the steps that follow are the target's own
@@ -94,8 +95,8 @@ def compare(mined: Mined, label: str, seed: int = 0) -> dict:
     right = np.array([row["own_right"] is True for row in rows])
     if right.any() and not right.all():
         found["right_alone"] = _right_alone(mined, scores, harmful, groups, right)
-    both = [(row, group) for row, group in zip(rows, groups, strict=True)
-            if row.get("outcome") is not None and row.get("likelihood") is not None]
+    both = [(row, group) for row, group in zip(rows, groups, strict=True)  # both of what happens to the own answer
+            if row.get("outcome") is not None and row.get("likelihood") is not None and not row["kept_before"]]
     if both:
         nats = [NEVER if row["lost_nats"] is None else row["lost_nats"] for row, _ in both]
         found["agreement"] = agreement([row["outcome"] for row, _ in both], [row["likelihood"] for row, _ in both],

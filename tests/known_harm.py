@@ -59,12 +59,13 @@ def known_pair() -> EagleModel:
 
 
 def write_questions(path, count: int = 12):
-    """Questions that end in a, a, b, b, c, c, a, ...: both modes get each."""
+    """Questions, all different, that end in a, a, b, b, c, c, a, ...: both modes get each."""
     answers = {"a": "1", "b": "4", "c": "7"}  # the last ones are answered wrongly
     lines = []
     for number in range(count):
         last = "abc"[number // 2 % 3]
-        lines.append(json.dumps({"question_id": number, "question": "rst"[number % 3] + last,
+        prefix = "".join("rst"[number // 3**place % 3] for place in range(5))  # nothing depends on it
+        lines.append(json.dumps({"question_id": number, "question": prefix + last,
                                  "answer": f"#### {answers[last]}"}))
     path.write_text("\n".join(lines) + "\n")
     return path

@@ -87,8 +87,12 @@ class Reference:
         return probs[self.tokens[child]] >= (1 - self.rule.head_guard) * max(probs)
 
     def candidates(self, v):
-        found = [c for c in self.children(v) if self.warped_logits[v][self.tokens[c]] > -INF and self.guarded(v, c)]
-        return [self.preferred(v, found)] if found and self.rule.name == "regret" else found
+        return [c for c in self.children(v) if self.warped_logits[v][self.tokens[c]] > -INF and self.guarded(v, c)]
+
+    def open_to(self, rule, v):
+        """`candidates` of a rule that may stand behind a +, where the first one's guard is not its own."""
+        return [c for c in self.children(v) if self.warped_logits[v][self.tokens[c]] > -INF
+                and (rule.head_guard is None or self.guarded(v, c))]
 
     def shut(self, rule):
         """Whether the gate is closed throughout."""
@@ -189,11 +193,10 @@ class Reference:
                 spent += max(self.target_logits[parent]) - self.target_logits[parent][self.tokens[node]]
                 fuzzy += 1
             node, depth = parent, depth + 1
-        return spent <= rule.threshold * math.ceil((self.said + depth) / 100) and fuzzy <= rule.most
+        parent, within = self.parents[child], spent <= rule.threshold * math.ceil((self.said + depth) / 100)
+        return within and fuzzy <= rule.most and child == self.preferred(parent, self.open_to(rule, parent))
 
     def judge_passes(self, rule, v, child):
-        possible = [c for c in self.children(v) if self.warped_logits[v][self.tokens[c]] > -INF
-                    and (rule.head_guard is None or self.guarded(v, c))]
         token, draft_logits = self.tokens[child], self.draft_logits[self.draft_rows[v]]
         probs, drafted = softmax(self.target_logits[v]), softmax(draft_logits)
         known = self.features[child][-rule.learned.width :] + [
@@ -202,7 +205,9 @@ class Reference:
             divergence("js", self.target_logits[v], draft_logits)]
         parts = (rule.learned.weight.tolist(), rule.learned.mean.tolist(), rule.learned.scale.tolist(), known)
         odds = rule.learned.bias + sum(w * (x - m) / s for w, m, s, x in zip(*parts, strict=True))
-        best = max(possible, key=lambda c: self.warped_logits[v][self.tokens[c]])
+        best = max(self.open_to(rule, v), key=lambda c: self.target_logits[v][self.tokens[c]])
+        if probs[token] < rule.learned.floor * max(probs):  # nothing like it was mined
+            return False
         return child == best and 1 / (1 + math.exp(-odds)) < rule.threshold
 
     def lenience(self, v):

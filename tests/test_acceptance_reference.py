@@ -25,6 +25,7 @@ SETTINGS = {
         ),
         *({"threshold": 0.15, "divergence": divergence} for divergence in DIVERGENCES),
         *({"threshold": 0.4, "gates": [make_rule("judge", dial, learned=tiny_judge(5))]} for dial in (0.3, 0.9)),
+        {"threshold": 0.4, "sibling": "longest", "gates": [make_rule("fly", 0.9, window=1)]},
     ],
     "fsd_paper": [
         *({"threshold": threshold, **guard} for threshold in (0.0, 0.05, 0.2, math.inf) for guard in GUARDS),
@@ -57,7 +58,7 @@ SETTINGS = {
     ],
     "judge": [{"threshold": threshold, "learned": tiny_judge(width), **guard}
               for threshold in (0.0, 0.3, 0.7, 1.0) for width in (3, 5) for guard in GUARDS],
-    "fsd+fly": [{"threshold": 0.4, "gate_threshold": dial, **sibling} for dial in (0.4, 0.9) for sibling in SIBLINGS],
+    "fsd+fly": [{"threshold": 0.4, "gate_threshold": dial} for dial in (0.4, 0.9)],
     "fsd+regret": [{"threshold": 0.4, "gate_threshold": dial} for dial in (0.0, 1.0, 3.0)],
     "fsd+fsd": [{"threshold": 0.4, "gate_threshold": 0.2, "sibling": "draft"}],
     "relaxed+fly+regret": [{"threshold": 2.0, "gate_threshold": [0.9, dial]} for dial in (1.0, 4.0)],

@@ -25,7 +25,7 @@ OPTIONS = {
     "regret": [{}, {"most": 1}],
     "judge": [{"learned": tiny_judge(5)}],
     "relaxed": [{"sibling": "target"}, {"sibling": "longest"}, {"top": 2}],
-    "fsd+fly": [{"gate_threshold": 0.9}, {"sibling": "longest"}, {"sibling": "draft"}],
+    "fsd+fly": [{"gate_threshold": 0.9}, {"sibling": "draft"}],
     "fsd+regret": [{"gate_threshold": 2.0}],
     "relaxed+fsd": [{"gate_threshold": 0.1, "divergence": "tv"}],
     "typical+fly+regret": [{"gate_threshold": [1.0, 3.0]}],
@@ -334,18 +334,36 @@ def test_looser_dials_never_accept_less(name, data):
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_looser_gates_never_accept_less(data):
-    """The dial of a gate behind a +; with regret where the target's pick is the one that costs least."""
+    """The dial of a gate behind a +; with relaxed and typical where the target's pick is its best child."""
     name, most = data.draw(st.sampled_from([("fsd+fly", math.log(3)), ("relaxed+fly", math.log(3)), ("fsd+fsd", 1.0),
-                                            ("fsd+regret", 30.0), ("fly+relaxed", 9.0)]))
-    free = name in ("fsd+fly", "fsd+fsd")
+                                            ("fsd+regret", 30.0), ("fsd+judge", 1.0), ("relaxed+regret", 30.0),
+                                            ("fly+relaxed", 9.0), ("fsd+typical", 0.99)]))
+    free = name not in ("fly+relaxed", "fsd+typical")
     verification = random_verification(
         data.draw(st.integers(0, 10**6)), greedy=not free or data.draw(st.booleans()), gap=0.7,
         banned=data.draw(st.sampled_from([0.0, 0.4])) if free else 0.0, coarse=data.draw(st.booleans()))
     tight, loose = sorted(data.draw(st.floats(0.0, most)) for _ in range(2))
     threshold = data.draw(st.sampled_from([0.2, 1.0]))
-    before, after = (accepted_length(make_rule(name, threshold, gate_threshold=dial), verification)
-                     for dial in (tight, loose))
+    judge = make_rule("judge", learned=tiny_judge(5))
+    before, after = (accepted_length(
+        make_rule("fsd", threshold, gates=[replace(judge, threshold=dial)]) if name == "fsd+judge" else
+        make_rule(name, threshold, gate_threshold=dial), verification) for dial in (tight, loose))
     assert (after >= before).all()
+
+
+@pytest.mark.parametrize("name", ["fsd+regret", "fsd+fly", "fsd+judge"])
+def test_looser_gates_never_accept_less_when_sampling(name):
+    dials = {"fsd+regret": (0.0, 0.3, 1.0, 2.0, 4.0, math.inf), "fsd+fly": (0.0, 0.3, 0.6, 0.9, math.log(3)),
+             "fsd+judge": (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)}[name]
+    gate = make_rule(name[4:], **({"learned": tiny_judge(5)} if name == "fsd+judge" else {}))
+    longer = 0
+    for seed in range(40):
+        verification = random_verification(seed, greedy=False, batch=8, nodes=14, gap=0.7, temperature=1.6)
+        lengths = [accepted_length(make_rule("fsd", 1.0, gates=[replace(gate, threshold=dial)]), verification)
+                   for dial in dials]
+        assert all((after >= before).all() for before, after in zip(lengths, lengths[1:], strict=False))
+        longer += (lengths[-1] > lengths[0]).sum()
+    assert longer > 5
 
 
 @pytest.mark.parametrize("ratio", [0.1, 0.5, 0.9])
@@ -467,6 +485,7 @@ def test_a_function_as_rule(greedy):
         ({"rule": "fly", "window": 0}, ValueError, "window must be at least 1, got 0"),
         ({"rule": "fly", "window": 2.0}, TypeError, "window must be an int, got 2.0"),
         ({"rule": "fly", "renormalised": 1}, TypeError, "renormalised must be a bool, got 1"),
+        ({"rule": "fsd+fly", "sibling": "longest"}, ValueError, "may leave the window of 2 tokens that 'fly' looked"),
         ({"rule": "fly", "sibling": "longest"}, ValueError, "'fly' has no option 'sibling'"),
         ({"rule": "regret", "threshold": -1}, ValueError, r"rule 'regret' must lie in \[0, inf\], got -1"),
         ({"rule": "regret", "most": 0}, ValueError, "most must be at least 1, got 0"),

@@ -48,11 +48,11 @@ DECODING = (["--max-new-tokens", "7", "--temperature", "0.5", "--top-p", "0.9", 
              "--divergence", "js_top32", "--gate-threshold", "0.5", "--budget", "inf", "--tree", "16,5,4"],
             {"max_new_tokens": 7, "temperature": 0.5, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "repetition_penalty": 1.1,
              "min_new_tokens": 2, "ignore_eos": True, "seed": 3, "stop": ("a", "b c"), "stop_token_ids": [1, 2],
-             "acceptance": "tilt", "threshold": 0.1, "divergence": "js_top32", "gate_threshold": 0.5,
+             "acceptance": "tilt", "threshold": 0.1, "divergence": "js_top32", "gate_threshold": (0.5,),
              "budget": float("inf"), "tree": TreeConfig(16, 5, 4)})
 MEASURING = (["--prompts", "P", "--divergence", "tv", "--gate-threshold", "0.5", "--temperature", "0.7",
               "--max-new-tokens", "9", "--seed", "4", "--out", "O"],
-             {"prompts": Path("P"), "divergence": "tv", "gate_threshold": 0.5, "temperature": 0.7,
+             {"prompts": Path("P"), "divergence": "tv", "gate_threshold": (0.5,), "temperature": 0.7,
               "max_new_tokens": 9, "seed": 4, "out": Path("O")})
 UNSAID = {"stop": ()}  # None in `eagle_fsd.options`
 

@@ -84,6 +84,17 @@ def test_rules_that_say_so_see_the_features_of_every_node(pair, prompts, stepwis
     assert all(verification.features is None for verification in Reads.seen[len(seen) :])
 
 
+class Remembers(Blind):
+    remembers = True
+
+
+def test_a_rule_with_a_memory_sees_it_where_walks_are_stepwise(pair, monkeypatch):
+    monkeypatch.setattr(decoder, "STEPWISE_FROM", 0)
+    monkeypatch.setattr(Reads, "seen", [])
+    answer(pair, acceptance=Remembers(), max_new_tokens=8)
+    assert Reads.seen and all(verification.said is not None for verification in Reads.seen)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_rule_is_shown_what_the_request_has_given_up(pair, kind):
     """A function sees all there is; here it decides as `regret` and notes its memory."""
@@ -239,10 +250,23 @@ def test_requests_custom_generate_chat_and_harness_take_composed_names(pair, acc
 def test_the_command_line_takes_composed_names(command, capsys):
     options = parse([*command, "--acceptance", "fsd+fly", "--threshold", "0.3", "--gate-threshold", "0.5"]).acceptance
     assert make_rule(**options.rule) == make_rule("fsd+fly", 0.3, gate_threshold=0.5)
+    options = parse([*command, "--acceptance", "fsd+fly+regret", "--gate-threshold", "0.5", "2"]).acceptance
+    assert make_rule(**options.rule) == make_rule("fsd+fly+regret", gate_threshold=[0.5, 2.0])
     with pytest.raises(SystemExit):
         parse([*command, "--acceptance", "fsd+best"])
     said = " ".join(capsys.readouterr().err.replace("│", " ").split())
     assert "unknown rule 'fsd+best'; accepted: exact, fsd" in said
+
+
+def test_the_harness_takes_dials_as_text():
+    given = {"target": "t", "acceptance": "fsd+fly+regret", "threshold": 0.3}
+    for dials in ("[0.5, 2]", [0.5, 2]):
+        assert list(sort_arguments({**given, "gate_threshold": dials}).decoding.gate_threshold) == [0.5, 2]
+    one = {"target": "t", "acceptance": "fsd+fly", "gate_threshold": "0.5"}
+    assert sort_arguments(one).decoding.gate_threshold == 0.5
+    for bad in ("much", "[0.5", '{"fly": 1}'):
+        with pytest.raises(ValueError, match="gate_threshold must be a number or a list of them such as"):
+            sort_arguments({**one, "gate_threshold": bad})
 
 
 @pytest.mark.parametrize("command", [["generate", "hi"], ["chat"]], ids=str)
@@ -253,7 +277,7 @@ def test_the_command_line_refuses_a_rule_before_it_loads(command):
 
 def test_commands_that_measure_take_composed_names():
     tune = parse(["tune", "--prompts", "P", "--acceptance", "fsd+regret", "--gate-threshold", "2"])
-    assert (tune.acceptance, tune.measuring.gate_threshold) == ("fsd+regret", 2.0)
+    assert (tune.acceptance, tune.measuring.gate_threshold) == ("fsd+regret", (2.0,))
     calibrate = parse(["calibrate", "--prompts", "P", "--budget", "kl<=0.02", "--acceptance", "fsd+fly"])
     assert calibrate.acceptance == ("fsd+fly",)
 
@@ -266,6 +290,9 @@ def test_chat_takes_composed_names(capsys):
     terminal.obey("/rule fsd+fly")
     terminal.obey("/threshold 0.3")
     terminal.obey("/rule fsd+tilt")
+    terminal.obey("/rule fsd+fly+regret 0.5 2")
+    assert chat.options["gate_threshold"] == [0.5, 2.0]
+    terminal.obey("/rule fsd+fly")
     said = capsys.readouterr().out.splitlines()
     assert said[0].startswith("fsd+fly, threshold 0, fly 0.799 (the text stays the model's own)")
     assert said[1].startswith("fsd+fly, threshold 0.3, fly 0.799")

@@ -99,10 +99,13 @@ def test_the_outcome_of_a_program_is_which_tests_it_passes():
     ("category", "first", "second", "same"),
     [("gsm8k", "So 3.\n#### 4", "It is 4", True), ("gsm8k", "4 or 5", "4", False), ("gsm8k", "none", "no number", True),
      ("list", "a\n#### 3, 4", "b\n#### 3, 4 ", True), ("list", "#### 3, 4", "#### 4, 3", False),
-     ("prompts", " Paris\n", "Paris", True), ("prompts", "Paris", "It is Paris", False)],
+     ("json", '#### {"a": 1, "b": [2]}', '#### { "b":[2.0], "a":1}', True), ("json", "#### [1]", "#### [2]", False),
+     ("json", "#### [1", "#### [1]", False), ("json", "#### [1", "#### [1", True), ("json", "[1]", "#### [1]", False),
+     ("prompts", " 4\n", "4", True), ("prompts", "4", "It is 4", False), ("prompts", "#### 4", "4", True),
+     ("prompts", "It is Paris", "Paris, I think", True)],  # neither is the answer: nothing else can be told
 )
 def test_outcomes_are_what_answers_come_to(category, first, second, same):
-    question = Question(1, category, ("q",), "x")
+    question = Question(1, category, ("q",), "4")
     assert (outcome(question, first) == outcome(question, second)) is same
 
 

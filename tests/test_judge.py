@@ -63,6 +63,17 @@ def test_the_judge_learns_what_was_constructed(folder):
     assert stored.card == card and stored.width == 32
 
 
+def test_a_rule_that_is_lossless_only_when_greedy_has_the_judge_when_sampling(pair):
+    """`relaxed` at 0 may take the target's best token where another was drawn; then the judge is asked."""
+    options = {"acceptance": "relaxed+judge", "threshold": 0.0, "gate_threshold": 0.5}
+    assert text(pair, "ra", **options) == "efg1"
+    sampled = [eagle_fsd.generate([0, 4], pair, tree=TREE, max_new_tokens=8, temperature=2.0, seed=seed, **options)
+               for seed in range(6)]
+    assert all(output.stats.target_forwards for output in sampled)
+    with pytest.raises(ValueError, match="needs a judge"):
+        eagle_fsd.generate([3, 1], tiny_pair(), temperature=1.0, **options)
+
+
 @pytest.mark.parametrize(
     "options",
     [{"acceptance": "judge", "threshold": 0.5},
@@ -184,15 +195,22 @@ def test_files_that_do_not_fit_are_refused(pair, tmp_path):
     part = torch.ones(32 + len(SIGNALS))
     card = {**pair.judge.card, "signals": list(SIGNALS), "hidden_size": 32}
 
-    def write(changes, **tensors):
+    def write(changes, without=(), **tensors):
         given = {"weight": part, "mean": part.clone(), "scale": part.clone(), "bias": torch.zeros(1), **tensors}
-        save_file(given, path, metadata={"card": json.dumps({**card, **changes})})
+        save_file(given, path, metadata={
+            "card": json.dumps({name: value for name, value in {**card, **changes}.items() if name not in without})})
 
     write({})
     assert read_judge(tmp_path).width == 32
+    for name in ("target", "head", "floor"):
+        write({}, without=[name])
+        with pytest.raises(ValueError, match=f"{JUDGE_FILE} cannot be read \\(its card has no {name}\\)"):
+            read_judge(tmp_path)
     for message, changes, tensors in (
         ("it reads the signals", {"signals": ["log_prob"]}, {}), ("are of shapes", {"hidden_size": 31}, {}),
         ("are of shapes", {}, {"mean": torch.ones(3)}), ("not finite", {}, {"weight": part * math.nan}),
+        ("not finite", {}, {"bias": torch.full((1,), math.inf)}),
+        ("floor of its card must be above 0 and at most 1, got 0", {"floor": 0}, {}),
         ("not above 0", {}, {"scale": part * 0}),
     ):
         write(changes, **tensors)
@@ -271,13 +289,13 @@ def constructed(questions=120, each=4, signal=2.0, seed=0) -> Mined:
     features[:, 1, 0] += signal * harmful
     rows = []
     for number in range(count):
-        values = dict.fromkeys((*DIVERGENCES, *SIGNALS, "entropy_top3", "log_ratio"), 0.0)
+        values = dict.fromkeys((*DIVERGENCES, *SIGNALS, "entropy_top3", "entropy_top3_parts", "log_ratio"), 0.0)
         values |= {name: random.normal() for name in ("log_prob", "regret", "entropy", "entropy_top3", "tv")}
         values |= {"js": random.normal() + signal / 2 * harmful[number], "own_steps": int(random.integers(4))}
         rows.append({"outcome": bool(harmful[number]), "likelihood": bool(harmful[number] ^ (number % 10 == 0)),
                      "lost_nats": None if harmful[number] else 0.1, "kind": "digit" if number % 4 else "word",
-                     "mode": "alone" if number % 2 else "sequence", "own_right": number // each % 3 > 0,
-                     "signals": values})
+                     "kept_before": 0, "mode": "alone" if number % 2 else "sequence",
+                     "own_right": number // each % 3 > 0, "signals": values})
     about = dict.fromkeys(("file", "questions", "dtype", "tree", "floor", "max_new_tokens", "nats"), 0)
     lines = [{"tokens": 50, "own_right": number % 3 > 0} for number in range(questions)]
     return Mined([{**about, "target": "t", "head": "h"}], lines, rows, list(np.repeat(np.arange(questions), each)),
@@ -347,10 +365,10 @@ def test_the_command_writes_record_page_and_picture(folder, tmp_path, capsys):
 
 
 def test_a_judge_says_half_where_it_knows_nothing():
-    judge = LearnedJudge(torch.zeros(9), torch.zeros(9), torch.ones(9), 0.0, {})
+    judge = LearnedJudge(torch.zeros(9), torch.zeros(9), torch.ones(9), 0.0, {"floor": 0.01})
     assert judge.harm(torch.randn(2, 3, 8), torch.randn(2, 3, 5)).eq(0.5).all()
     weight = torch.tensor([0.0, 0, 0, 2, 0, 0, 0, 0, 1])
-    told = LearnedJudge(weight, torch.full((9,), 3.0), torch.full((9,), 2.0), -1.0, {})
+    told = LearnedJudge(weight, torch.full((9,), 3.0), torch.full((9,), 2.0), -1.0, {"floor": 0.01})
     features, signals = torch.arange(8.0), torch.arange(5.0)  # the last 4 features are those of the last layer
     log_odds = 2 * (7 - 3) / 2 + (4 - 3) / 2 - 1
     assert told.harm(features, signals).item() == pytest.approx(1 / (1 + math.exp(-log_odds)))

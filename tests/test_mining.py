@@ -21,11 +21,14 @@ import train.judge
 from eagle_fsd.acceptance.judge import SIGNALS
 from eagle_fsd.cli.arguments import parse_options
 from eagle_fsd.data.files import append_lines
+from eagle_fsd.data.questions import Question
 from train.mine import Arguments, main, mine, read_checked, run
 from train.mining.kinds import is_in_code, kind_of
-from train.mining.likelihood import HORIZON, MEETING, OFFSETS, WINDOW, losses
-from train.mining.rollouts import Decoding, Run
+from train.mining.likelihood import HORIZON, MEETING, OFFSETS, WINDOW, Loss, losses
+from train.mining.mismatches import Mismatch
+from train.mining.rollouts import Answer, Decoding, Run
 from train.mining.store import features_path, read_mined
+from train.mining.trails import Labels, Losses
 
 ROOT = Path(__file__).parents[1]
 
@@ -97,6 +100,9 @@ def test_signals_and_features_are_those_of_the_tables(pair, mined):
         assert signals["log_prob"] == pytest.approx(log_probs[row["substitute"]].item(), abs=1e-4)
         assert signals["regret"] == pytest.approx(1.0, abs=1e-3) == -signals["log_ratio"]
         assert signals["entropy"] == pytest.approx(-(log_probs.exp() * log_probs).sum().item(), abs=1e-3)
+        three = logits.topk(3).values.log_softmax(-1), log_probs.topk(3).values  # the latter as in FLy's code
+        for name, best in zip(("entropy_top3", "entropy_top3_parts"), three, strict=True):
+            assert signals[name] == pytest.approx(-(best.exp() * best).sum().item(), abs=1e-3)
         assert signals["draft_log_prob"] == pytest.approx(0, abs=1e-2) and 0 < signals["js"] < 0.7
         assert signals["js"] <= signals["tv"] <= 1 and set(SIGNALS) <= signals.keys()
         # Trees are 3 deep: 2 stands at the second level in an own answer, at the first behind a given k.
@@ -152,9 +158,65 @@ def test_a_harmless_substitute_stays_in_the_text_by_likelihood(pair, tmp_path):
     assert all(abs(row["lost_nats"]) < 0.1 for row in rows)
 
 
+def test_answers_that_were_cut_have_no_outcome(pair, tmp_path, monkeypatch):
+    """efg1 and hi4 end with the fifth and the fourth token; behind l there are five, hlm3 and the end."""
+    given = arguments(tmp_path, max_new_tokens=4)
+    counts = mine(pair, read_checked(given), given)
+    for line in mined_lines(given.out):
+        last = "abc"[line["question"] // 2 % 3]
+        assert line["own_ended"] is (last != "a") and line["rows"]
+        assert all(("outcome" in row) is line["own_ended"] for row in line["rows"])
+    assert counts["own answers that were cut"] == 4
+    monkeypatch.setattr("train.mining.trails.outcome", lambda *_, **__: 0)  # nothing differs but the ends
+    given = arguments(tmp_path, max_new_tokens=4, label="outcome", out=tmp_path / "ends.jsonl")
+    mine(pair, read_checked(given), given)
+    for line in mined_lines(given.out):
+        harm = {"a": [], "b": [True], "c": [False]}["abc"[line["question"] // 2 % 3]]
+        assert [row["outcome"] for row in line["rows"]] == harm
+
+
+def carried(trail, answers, nats):
+    """A trail that is sent these answers and losses: what it returns."""
+    asked, nats = next(trail), iter(nats)
+    while True:
+        try:
+            found = [Loss(next(nats)) for _ in asked.substitutions] if isinstance(asked, Losses) else [
+                answers(run_) for run_ in asked]
+            asked = trail.send(found)
+        except StopIteration as end:
+            return end.value
+
+
+@pytest.mark.parametrize("outcome", [False, True], ids=["likelihood", "both"])
+def test_in_a_sequence_the_nats_add_up(outcome):
+    """0.6 and 0.6 are harm together, where the limit is 1; alone neither is."""
+    mismatches = [Mismatch(at, 5, 6, {}, torch.zeros(2, 1)) for at in range(6)]
+    labels = Labels(outcome, True, 1.0, 8, 0, False, str)
+    question = Question(1, "gsm8k", ("q",), "#### 3")
+
+    def answers(run_):
+        return Answer([5] * 6, "#### 3", mismatches, True)
+
+    lost = [0.6, 0.6, 0.3, 0.2, -0.5, 0.5]
+    rows = carried(labels.trail(question, [3], "sequence"), answers, lost).rows
+    kept = [0, 0.6, 1.2, 1.5, 1.7, 1.2] if outcome else [0, 0.6, 0.6, 0.9, 0.9, 0.4]  # what stays goes by the outcome
+    assert [row["carried_nats"] for row in rows] == pytest.approx(kept)
+    assert [row["likelihood"] for row in rows] == [before + nats > 1 for before, nats in zip(kept, lost, strict=True)]
+    alone = carried(labels.trail(question, [3], "alone"), answers, lost).rows
+    assert not any(row["likelihood"] for row in alone)
+
+
+def test_behind_texts_that_do_not_meet_there_is_no_likelihood_label():
+    mismatches = [Mismatch(at, 5, 6, {}, torch.zeros(2, 1)) for at in range(3)]
+    trail = Labels(True, True, 1.0, 8, 0, False, str).trail(Question(1, "gsm8k", ("q",), "3"), [3], "sequence")
+    rows = carried(trail, lambda run_: Answer([5] * 3, "3", mismatches, True), [0.1, None]).rows
+    assert [row.get("likelihood") for row in rows] == [False, True, None]
+
+
 def test_an_answer_that_begins_with_an_end_is_over(pair):
     decoding = Decoding(pair, TREE, 0.01, 3)
     ended, full, going = decoding.answers([Run([5], [4, 1]), Run([5], [4, 8, 9]), Run([5], [4])])
+    assert (ended.ended, full.ended, going.ended) == (True, False, False)
     assert (ended.tokens, full.tokens) == ([4, 1], [4, 8, 9]) and not ended.mismatches
     assert going.tokens[0] == 4 and len(going.tokens) == 3
 
@@ -274,6 +336,24 @@ def test_files_that_are_none_are_named(mined, tmp_path):
     shutil.copy(mined[0].out, lone)
     with pytest.raises(ValueError, match="lone.jsonl.features/00000.safetensors cannot be read"):
         read_mined([lone])
+
+
+def test_a_question_of_two_files_is_one_group(pair, mined, tmp_path):
+    """Whatever its id there: the other file asks the same in another order, so that modes change, too."""
+    lines = mined[0].questions.read_text().splitlines()
+    turned = [{**json.loads(line), "question_id": f"other {number}"} for number, line in enumerate(lines[1:7])]
+    (tmp_path / "questions.jsonl").write_text("\n".join(map(json.dumps, turned)))
+    given = arguments(tmp_path)
+    mine(pair, read_checked(given), given)
+    alone, both = read_mined([mined[0].out]), read_mined([mined[0].out, given.out])
+    assert len(both.questions) == len(alone.questions) == 12
+    assert [both.questions[group]["prompt"] for group in alone.groups] == [
+        alone.questions[group]["prompt"] for group in alone.groups]
+    keys = [(group, row["at"], row["substitute"], row["mode"])
+            for group, row in zip(both.groups, both.rows, strict=True)]
+    assert len(set(keys)) == len(keys) == len(both.features) > len(alone.rows)
+    again = read_mined([mined[0].out, mined[0].out])
+    assert again.rows == alone.rows and torch.equal(again.features, alone.features) and again.groups == alone.groups
 
 
 @pytest.mark.parametrize(

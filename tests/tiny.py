@@ -217,7 +217,7 @@ def tiny_chat_pair(family: str = "llama", **options) -> EagleModel:
 def tiny_judge(width: int = HIDDEN) -> LearnedJudge:
     """A judge that reads as many features, and says anything from hardly to surely."""
     weight, mean, scale = torch.randn(3, width + len(SIGNALS), generator=torch.Generator().manual_seed(0))
-    return LearnedJudge(weight, mean, 1 + scale.abs(), 0.3, {})
+    return LearnedJudge(weight, mean, 1 + scale.abs(), 0.3, {"floor": 0.5})
 
 
 def judged(rule: str) -> dict[str, LearnedJudge]:

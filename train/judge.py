@@ -78,6 +78,7 @@ def learn(mined: Mined, label: str, seed: int = 0) -> LearnedJudge:
     scaler, regression = found.model[0], found.model[-1]
     card = {
         "target": mined.about[0]["target"], "head": mined.about[0]["head"], "signals": list(SIGNALS), "label": label,
+        "floor": min(begun["floor"] for begun in mined.about),
         "data": [{name: begun[name] for name in ABOUT} for begun in mined.about],
         "mismatches": len(harmful), "harmful": int(harmful.sum()), "answers": len(np.unique(groups)),
         "penalty": found.penalty, "auc": float(roc_auc_score(harmful, found.scores)),

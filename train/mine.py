@@ -13,7 +13,7 @@ import json
 import logging
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -42,8 +42,9 @@ class Arguments:
     """Mine mismatches of a pair and find out which of them matter.
 
     The label outcome goes on exactly behind the substitute: harmful iff the answer comes to something else than the
-    target's own does. The label likelihood needs no answer: harmful iff the rest of the target's own answer becomes
-    less likely by more than --nats. An interrupted run continues.
+    target's own does, or does not end; an own answer that does not end within --max-new-tokens gets none. The label
+    likelihood needs no answer: harmful iff the rest of the target's own answer becomes less likely by more than
+    --nats. An interrupted run continues.
 
     Args:
         target: directory, hub id or GGUF file.
@@ -128,7 +129,7 @@ def mine(model: EagleModel, questions: Sequence[Question], arguments: Arguments)
     with only_writer(arguments.out):
         finished = begin_store(arguments.out, about)
         for line in finished:
-            count_line(counts, line["own_right"], line["rows"])
+            count_line(counts, line, line["rows"])
         done = {line["question"] for line in finished}
         with Progress(desc="mining", unit="question", total=len(questions), done=len(done)) as progress:
             for group, first in enumerate(range(0, len(questions), arguments.batch)):
@@ -141,19 +142,20 @@ def mine(model: EagleModel, questions: Sequence[Question], arguments: Arguments)
                                 lambda runs: progress.update(0, mismatches=counts["mismatches"]))
                 append_group(arguments.out, group, trails, done)
                 for number in new:
-                    count_line(counts, trails[number - first].about["own_right"], trails[number - first].rows)
+                    count_line(counts, trails[number - first].about, trails[number - first].rows)
                 progress.update(len(new), mismatches=counts["mismatches"])
     return dict(counts)
 
 
-def count_line(counts: Counter[str], own_right: bool | None, rows: Sequence[dict]) -> None:
+def count_line(counts: Counter[str], about: Mapping, rows: Sequence[dict]) -> None:
     """Add a question to the counts."""
     counts["questions"] += 1
-    counts["own answers that are right"] += bool(own_right)
+    counts["own answers that are right"] += bool(about["own_right"])
+    counts["own answers that were cut"] += not about["own_ended"]
     counts["mismatches"] += len(rows)
     for label in ("outcome", "likelihood"):
         if any(label in row for row in rows):
-            counts[f"harmful by {label}"] += sum(row[label] for row in rows)
+            counts[f"harmful by {label}"] += sum(row.get(label, False) for row in rows)
 
 
 def _prompt(question: Question, model: EagleModel) -> list[int]:

@@ -21,7 +21,7 @@ class FLy(GatingRule):
     next W - 1 tokens below it are the target's own. A window that does not fit into the tree passes nothing. Of the
     children that open a complete window the target's preferred one is taken, whatever the dial.
 
-    The paper decodes chains with h >= 0.3, T = 0.799, and W = 6.
+    The paper decodes chains with h >= 0.3, T = 0.799, and W = 6; its code takes h without `renormalised`.
 
     Args:
         threshold: T in [0, ln 3], nats; 0 passes nothing.

@@ -20,12 +20,19 @@ class Gated(Rule):
         threshold: the first rule's dial.
         rule: the first rule, whose head guard and choice among siblings count.
         gates: at least one; of each its dial and what its gate reads.
+
+    Raises:
+        ValueError: the longest path among siblings together with a window, which it may leave.
     """
 
     rule: GatingRule = field(kw_only=True)
     gates: tuple[GatingRule, ...] = field(kw_only=True)
 
     def __post_init__(self) -> None:
+        windowed = [part for part in self.parts if getattr(part, "window", 1) > 1]
+        if windowed and self.rule.sibling == "longest":
+            raise ValueError(f"sibling='longest' may leave the window of {windowed[0].window} tokens that "
+                             f"{windowed[0].name!r} looked at: take another sibling, or window=1")
         object.__setattr__(self, "rule", replace(self.rule, threshold=self.threshold))
 
     @property

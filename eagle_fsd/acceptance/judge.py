@@ -3,6 +3,7 @@
 B batch, N tree nodes verified (root included), F width of the target's features, D its hidden size, S signals.
 """
 
+import math
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -40,7 +41,7 @@ class LearnedJudge:
 
     Args:
         weight, mean, scale: [D + S] float32. bias: a number.
-        card: how it was made, `target` and `head` among it: digests of what it belongs to.
+        card: how it was made. In it `target` and `head`, digests of what it belongs to, and `floor`, see there.
     """
 
     weight: Tensor
@@ -53,6 +54,11 @@ class LearnedJudge:
     def width(self) -> int:
         """D."""
         return len(self.weight) - len(SIGNALS)
+
+    @property
+    def floor(self) -> float:
+        """Least probability of a substitute, in those of the target's best token, that was mined."""
+        return self.card["floor"]
 
     def harm(
         self,
@@ -69,8 +75,9 @@ class LearnedJudge:
 class Judge(GatingRule):
     """Allow a child whose judged probability of harm is below T (after AutoJudge, arXiv 2504.20039).
 
-    Of a node's children only the target's most likely is judged, whatever the dial and the noise: that is what the
-    judge has seen. It is learned from mined examples (`python -m train.mine`, `python -m train.judge`) and stored
+    Of a node's children only the target's most likely is judged, whatever the dial, the noise and the processors, and
+    only if it has at least `floor` times the probability of the target's best token: that is what the judge has seen,
+    in greedy decoding. It is learned from mined examples (`python -m train.mine`, `python -m train.judge`) and stored
     beside the head; decoding with the pair of that head finds it there.
 
     Args:
@@ -91,5 +98,7 @@ class Judge(GatingRule):
         if self.learned is None:
             raise ValueError("rule 'judge' is decoded with a pair whose head has a judge, and was asked without one")
         harm = self.learned.harm(verification.features, step_signals(verification))  # [B, N]
-        best = preferred(verification, self.candidates(verification), verification.step_logits)
-        return best & (harm < self.threshold)  # P(harm) < T
+        steps = verification.of_step(verification.target_logits)
+        seen = steps - verification.of_parent(verification.target_logits.amax(-1)) >= math.log(self.learned.floor)
+        best = preferred(verification, self.candidates(verification), steps)
+        return best & seen & (harm < self.threshold)  # P(harm) < T

@@ -43,11 +43,6 @@ class Regret(GatingRule):
     def is_lossless(self, greedy: bool) -> bool:
         return self.threshold == 0
 
-    def candidates(self, verification: Verification) -> Tensor:
-        """[B, N] bool: of each node's candidates the one that the target prefers, the first token of equal ones."""
-        steps = verification.of_step(verification.noisy_logits)
-        return preferred(verification, super().candidates(verification), steps)
-
     def passes(self, verification: Verification) -> Tensor:
         steps = verification.of_step(verification.target_logits)
         regret = (verification.of_parent(verification.target_logits.amax(-1)) - steps).double()
@@ -58,4 +53,5 @@ class Regret(GatingRule):
         if verification.said is not None:
             spent, before = spent + verification.regret[:, None], verification.said[:, None]
         hundreds = (before + verification.tree.depths + 99) // 100
-        return (spent <= self.threshold * hundreds) & (taken <= self.most)
+        best = preferred(verification, self.candidates(verification), verification.of_step(verification.noisy_logits))
+        return best & (spent <= self.threshold * hundreds) & (taken <= self.most)

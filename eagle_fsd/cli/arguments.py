@@ -144,12 +144,12 @@ class Acceptance(Flags, AcceptanceOptions):
 
     Args:
         acceptance: the rule; fsd+fly: the first rule, where the gates of the others let it.
-        gate_threshold: the dial of the gate behind a +; without it the gate's default.
+        gate_threshold: the dial of the gate behind a +, one for each of several; without it the gate's default.
         tree: size of the draft tree; without it the fastest that is known here.
     """
 
     acceptance: RuleName = "fsd"
-    gate_threshold: float | None = None
+    gate_threshold: tuple[float, ...] | None = None
     tree: Tree = None
 
     def check(self) -> None:
@@ -167,7 +167,7 @@ class Measuring:
     Args:
         prompts: JSON lines: prompts with or without answers, MT-Bench, GSM8K, HumanEval.
         divergence: that fsd gates on.
-        gate_threshold: the dial of the gate behind a +; without it the gate's default.
+        gate_threshold: the dial of the gate behind a +, one for each of several; without it the gate's default.
         temperature: 0 is greedy; otherwise sampling.
         max_new_tokens: of each answer.
         seed: of the sampling noise.
@@ -176,7 +176,7 @@ class Measuring:
 
     prompts: Path
     divergence: str | None = None
-    gate_threshold: float | None = None
+    gate_threshold: tuple[float, ...] | None = None
     temperature: float = 0.0
     max_new_tokens: int = 256
     seed: int = 0

@@ -31,7 +31,8 @@ PROMPT = "> "
 ROLES = ("system", "user", "assistant")
 HELP = """\
 /threshold 0.3    of the acceptance rule: how far from the target's own choice the text may go
-/rule tilt        acceptance rule (with its default threshold): {rules}; several as in fsd+fly
+/rule tilt        acceptance rule (with its default threshold): {rules}; several as in fsd+fly,
+                  with the dials of gates behind: fsd+fly+regret 0.5 2
 /temperature 0.7  0 is greedy
 /system TEXT      what the target is told first; without text it is shown, - takes it away
 /save FILE        write the conversation to a file
@@ -135,7 +136,7 @@ class Terminal:
                 self.commands[name](line[len(name) :].strip())
                 return
             wanted = name in ("/threshold", "/rule", "/temperature")
-            if len(values) != wanted:
+            if len(values) != wanted and not (name == "/rule" and values):
                 raise ValueError(f"{name} takes {'one value' if wanted else 'no value'}, got {len(values)}")
             self.commands[name](*values)
         except (ValueError, TypeError, OSError) as error:
@@ -167,9 +168,9 @@ class Terminal:
     def threshold(self, value: str) -> None:
         print(self.change(threshold=as_number("/threshold", value), quality=None))
 
-    def rule(self, name: str) -> None:
-        print(self.change(acceptance=name, threshold=None, divergence=None, gate_threshold=None,
-                          quality=None))
+    def rule(self, name: str, *gates: str) -> None:
+        dials = [as_number("/rule", gate) for gate in gates] or None
+        print(self.change(acceptance=name, threshold=None, divergence=None, gate_threshold=dials, quality=None))
 
     def temperature(self, value: str) -> None:
         print(self.change(temperature=as_number("/temperature", value)))

@@ -66,9 +66,11 @@ class RequestSettings:
 
     @property
     def decides_locally(self) -> bool:
-        """Whether a node with its children is all that a decision about it needs. The KL of a cycle's law, which a
-        budget counts when sampling, is a sum over the whole tree."""
-        return (self.lossless or not self.rule.looks_ahead) and (self.greedy or self.budget is None)
+        """Whether a node with its children is all that a decision about it needs. What a request has given up by then
+        depends on the path to it, and the KL of a cycle's law, which a budget counts when sampling, is a sum over the
+        whole tree."""
+        local = not (self.rule.looks_ahead or self.rule.remembers)
+        return (self.lossless or local) and (self.greedy or self.budget is None)
 
     def joins(self, other: RequestSettings) -> bool:
         """Whether one decision can be made for both."""

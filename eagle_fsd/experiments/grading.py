@@ -82,7 +82,9 @@ def _check_leave(run_code: bool) -> None:
 
 
 def outcome(question: Question, text: str, *, run_code: bool = False) -> object:
-    """What an answer comes to, right or wrong: a number, a text, or which of the tests its program passes.
+    """What an answer comes to, right or wrong: a number, a result, or which of the tests its program passes.
+
+    A text that states no result is the right answer, whole, or None: any two of these that are wrong come to the same.
 
     Args:
         run_code: see `is_right`.
@@ -95,10 +97,17 @@ def outcome(question: Question, text: str, *, run_code: bool = False) -> object:
         before, *tests = re.split(r"^(?=assert )", question.tests or "", flags=re.MULTILINE)
         program = program_of(question, text)
         return tuple(passes(program, before + test) for test in tests or [""])
-    if question.category == "gsm8k":
+    if question.category == "gsm8k" and final_number(question.answer or "") is not None:
         return final_number(text)
     stated = extract_result(text)
-    return text.strip() if stated is None else stated
+    if stated is None:
+        return (question.answer or "").strip() if is_right(question, text) else None
+    if question.category == "json":
+        try:
+            return json.loads(stated)
+        except (ValueError, RecursionError):
+            pass
+    return stated
 
 
 def program_of(question: Question, text: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,9 +53,24 @@ def sort_arguments(given: Mapping[str, object]) -> Arguments:
     LoadOptions(**loading)
     if not isinstance(decoding.get("acceptance", ""), str):
         raise TypeError(f"acceptance must be the name of a rule, got {decoding['acceptance']!r}")
+    if isinstance(decoding.get("gate_threshold"), str):
+        decoding["gate_threshold"] = dials_of_argument(decoding["gate_threshold"])
     accepting = AcceptanceOptions(**decoding)
     make_rule(**accepting.rule)
     return Arguments(loading, accepting, harness)
+
+
+def dials_of_argument(text: str) -> float | list[float]:
+    """The `gate_threshold` that a text such as "0.5" or "[0.5, 2]" says.
+
+    Raises:
+        ValueError: it says none.
+    """
+    try:
+        value = json.loads(text)
+        return [float(dial) for dial in value] if isinstance(value, list) else float(value)
+    except (ValueError, TypeError):
+        raise ValueError(f"gate_threshold must be a number or a list of them such as [0.5, 2], got {text!r}") from None
 
 
 def tree_of_argument(tree: object) -> TreeConfig | str | None:

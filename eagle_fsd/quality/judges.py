@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 
 from ..acceptance import Gated, Rule
 from ..acceptance.judge import SIGNALS, Judge, LearnedJudge
+from ..checks import require_number
 from ..data.files import save_atomically
 from ..data.sources import fetch
 from ..heads.eagle import DraftHead
@@ -23,6 +24,7 @@ log = logging.getLogger(__name__)
 
 JUDGE_FILE = "judge.safetensors"
 COMMAND = "python -m train.judge"
+CARD = ("target", "head", "signals", "hidden_size", "floor")  # of what is read here
 
 
 def read_judge(head: str | Path) -> LearnedJudge | None:
@@ -46,13 +48,17 @@ def read_judge(head: str | Path) -> LearnedJudge | None:
 
 
 def _check(judge: LearnedJudge) -> None:
+    missing = [name for name in CARD if name not in judge.card]
+    if missing:
+        raise ValueError(f"its card has no {', '.join(missing)}")
     if judge.card["signals"] != list(SIGNALS):
         raise ValueError(f"it reads the signals {judge.card['signals']}, not {list(SIGNALS)}")
+    require_number("floor of its card", judge.floor, "above 0 and at most 1", lambda floor: 0 < floor <= 1)
     shapes = [list(part.shape) for part in (judge.weight, judge.mean, judge.scale)]
     if judge.weight.dim() != 1 or judge.width != judge.card["hidden_size"] or shapes.count(shapes[0]) != 3:
         raise ValueError(f"weight, mean and scale are of shapes {shapes}, not 3 times "
                          f"[{judge.card['hidden_size'] + len(SIGNALS)}]")
-    finite = all(part.isfinite().all() for part in (judge.weight, judge.mean, judge.scale))
+    finite = all(part.isfinite().all() for part in (judge.weight, judge.mean, judge.scale, torch.tensor(judge.bias)))
     if not finite or not (judge.scale > 0).all():
         raise ValueError("it holds numbers that are not finite, or scales that are not above 0")
 
@@ -70,12 +76,14 @@ def store_judge(head: str | Path, judge: LearnedJudge) -> Path:
 
 
 def equip(rule: Rule, judge: LearnedJudge | None, target: TargetModel, head: DraftHead | None) -> Rule:
-    """The rule, with the pair's judge for those of its parts that want one; a lossless rule wants none.
+    """The rule, with the pair's judge for those of its parts that want one; one that is lossless, greedy and
+    sampling, wants none.
 
     Raises:
         ValueError: there is none, or it was made for another target.
     """
-    if rule.is_lossless(True) or not any(isinstance(part, Judge) and part.learned is None for part in rule.parts):
+    lossless = all(map(rule.is_lossless, (True, False)))
+    if lossless or not any(isinstance(part, Judge) and part.learned is None for part in rule.parts):
         return rule
     if judge is None:
         raise ValueError(f"rule {rule.name!r} needs a judge, and there is no {JUDGE_FILE} beside the head: "

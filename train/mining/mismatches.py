@@ -84,8 +84,9 @@ class Miner(Rule):
         values = dict(zip(SIGNALS, step_signals(here)[0, 1].tolist(), strict=True))
         values |= {name: here.divergence(name)[0, 0].item() for name in DIVERGENCES}
         top = here.target_logits[0, 0].topk(3).values.double()
-        three = top.log_softmax(-1)
-        values |= {"entropy_top3": -(three.exp() * three).sum().item(), "log_ratio": (top[1] - top[0]).item(),
+        three, parts = top.log_softmax(-1), top - here.target_logits[0, 0].double().logsumexp(-1)
+        values |= {"entropy_top3": -(three.exp() * three).sum().item(),  # as `fly` renormalised, and not
+                   "entropy_top3_parts": -(parts.exp() * parts).sum().item(), "log_ratio": (top[1] - top[0]).item(),
                    "own_steps": own_steps(verification, row, child)}
         features = verification.features[row, [last, child], -self.width :].cpu()
         return Mismatch(walked.length[row].item(), walked.choice[row, last].item(),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import eagle_fsd
@@ -22,11 +22,16 @@ class Run:
 
 @dataclass(frozen=True)
 class Answer:
-    """The target's own continuation of a `Run`, with the mismatches behind what was given."""
+    """The target's own continuation of a `Run`, with the mismatches behind what was given.
+
+    Args:
+        ended: by the target; False: it was cut at the most tokens that an answer may have.
+    """
 
     tokens: list[int]
     text: str
     mismatches: list[Mismatch]
+    ended: bool
 
 
 @dataclass(frozen=True)
@@ -45,17 +50,17 @@ class Decoding:
     def answers(self, runs: Sequence[Run]) -> list[Answer]:
         """The runs' answers, decoded together."""
         ends = end_tokens(self.model)
-        found = {number: Answer(list(run.begun), decode(self.model, list(run.begun)), [])
+        found = {number: Answer(list(run.begun), decode(self.model, list(run.begun)), [], run.begun[-1] in ends)
                  for number, run in enumerate(runs)
                  if len(run.begun) >= self.max_new_tokens or run.begun and run.begun[-1] in ends}
         going = [number for number in range(len(runs)) if number not in found]
         lengths = [len(runs[number].prompt) + len(runs[number].begun) for number in going]
         for group in self.model.target.batches(lengths):
             numbers = [going[place] for place in group]
-            found |= zip(numbers, self._together([runs[number] for number in numbers]), strict=True)
+            found |= zip(numbers, self._together([runs[number] for number in numbers], ends), strict=True)
         return [found[number] for number in range(len(runs))]
 
-    def _together(self, runs: Sequence[Run]) -> list[Answer]:
+    def _together(self, runs: Sequence[Run], ends: Collection[int]) -> list[Answer]:
         miner = Miner(floor=self.floor, width=self.model.target.hidden_size)
         outputs = eagle_fsd.generate(
             [[*run.prompt, *run.begun] for run in runs], self.model, acceptance=miner, tree=self.tree, seed=0,
@@ -68,5 +73,5 @@ class Decoding:
             mismatches = [Mismatch(len(run.begun) + m.at, m.own, m.substitute, m.signals, m.features)
                           for m in mismatches if len(run.begun) + m.at < len(tokens)]
             assert all(tokens[mismatch.at] == mismatch.own for mismatch in mismatches)
-            answers.append(Answer(tokens, decode(self.model, tokens), mismatches))
+            answers.append(Answer(tokens, decode(self.model, tokens), mismatches, tokens[-1] in ends))
         return answers

@@ -42,8 +42,9 @@ class Mined:
     """Mismatches of one or several files of one target.
 
     Args:
-        about: what each file was begun with. questions: a line each, without their rows.
-        rows: of each mismatch, its question among them. groups: number of its question, by which folds are made.
+        about: what each file was begun with. questions: a line each, without their rows; one that several files hold
+            is there once.
+        rows: of each mismatch. groups: number of its question in `questions`, by which folds are made.
         features: [K, 2, D] float32, see `train.mining.mismatches.Mismatch`.
     """
 
@@ -61,10 +62,15 @@ class Mined:
 def read_mined(paths: Sequence[Path]) -> Mined:
     """Read files of `train.mine`, finished or not.
 
+    A question is told by its prompt, so one that is in two files is in one fold; the same substitution, tried in the
+    same mode, counts once, as the first file has it.
+
     Raises:
         ValueError: a file that is none, is empty or has lost its features; or files of different targets.
     """
     about, questions, rows, groups, features = [], [], [], [], []
+    numbers: dict[str, int] = {}  # of questions, by prompt
+    seen: set[tuple] = set()
     for path in paths:
         if not path.is_file():
             raise ValueError(f"{path} does not exist: python -m train.mine makes it")
@@ -74,21 +80,25 @@ def read_mined(paths: Sequence[Path]) -> Mined:
         about.append(begun)
         shards: dict[int, Tensor] = {}
         for line in lines:
-            count = len(line["rows"])
-            if count and line["group"] not in shards:
+            if line["rows"] and line["group"] not in shards:
                 shards[line["group"]] = _features(path, line["group"])
-            if count:
-                features.append(shards[line["group"]][line["first"] : line["first"] + count])
-            rows += [{**row, "mode": line["mode"], "own_right": line["own_right"]} for row in line["rows"]]
-            groups += count * [len(questions)]
-            questions.append({name: value for name, value in line.items() if name != "rows"})
+            if line["prompt"] not in numbers:
+                numbers[line["prompt"]] = len(questions)
+                questions.append({name: value for name, value in line.items() if name != "rows"})
+            for place, row in enumerate(line["rows"], line["first"]):
+                key = (line["prompt"], row["at"], row["substitute"], line["mode"])
+                if key not in seen:
+                    seen.add(key)
+                    rows.append({**row, "mode": line["mode"], "own_right": line["own_right"]})
+                    groups.append(numbers[line["prompt"]])
+                    features.append(shards[line["group"]][place])
     for name in ("target", "head"):
         found = {begun[name] for begun in about}
         if len(found) > 1:
             raise ValueError(f"the files were mined with different pairs, whose {name}s are {', '.join(sorted(found))}")
     if not rows:
         raise ValueError(f"{', '.join(map(str, paths))}: there is no mismatch")
-    return Mined(about, questions, rows, groups, torch.cat(features).float())
+    return Mined(about, questions, rows, groups, torch.stack(features).float())
 
 
 def _features(path: Path, group: int) -> Tensor:

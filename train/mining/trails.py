@@ -6,10 +6,11 @@ A trail is a generator: it asks for answers (`Run`) or for losses (`Losses`), is
 
 from __future__ import annotations
 
+import hashlib
 import random
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -38,8 +39,8 @@ class Trail:
     """What a question's mismatches were found to be.
 
     Args:
-        about: of the question: id, category, mode, whether the own answer is right (None: unknown), its tokens and
-            number of mismatches.
+        about: of the question: id, digest of its prompt, category, mode, whether the own answer is right (None:
+            unknown) and whether it ended, its tokens and number of mismatches.
         rows: of each mismatch that was tried. features: of each, see `Mismatch`.
     """
 
@@ -56,8 +57,10 @@ class Labels:
     """Which labels mismatches get.
 
     Args:
-        outcome: go on exactly behind the substitute; harmful iff the answer comes to something else.
-        likelihood: harmful iff the rest of the answer loses more than `nats`, see `likelihood.losses`.
+        outcome: go on exactly behind the substitute; harmful iff the answer comes to something else or, other than the
+            own one, does not end. Of an own answer that was cut there is no such label: what it comes to is not known.
+        likelihood: harmful iff the rest of the answer loses more than `nats`, see `likelihood.losses`, with what the
+            substitutes that were kept before it have lost.
         most: mismatches of a question that are tried.
         run_code: allow programs to be run.
         text_of: of a token.
@@ -75,20 +78,23 @@ class Labels:
         """The question's trail; whether each mismatch is tried alone or in sequence goes by `mode`."""
         rng = random.Random(f"{self.seed}/{question.id}")
         (own,) = yield [Run(prompt)]
-        wanted = self._outcome(question, own) if self.outcome else None
-        if mode == "sequence" and self.outcome:
-            tried = yield from self._sequence(question, prompt, own, wanted, rng)
+        labels = replace(self, outcome=self.outcome and own.ended)
+        wanted = labels._outcome(question, own) if labels.outcome else None
+        if mode == "sequence" and labels.outcome:
+            tried = yield from labels._sequence(question, prompt, own, wanted, rng)
         else:
-            chosen = sorted(rng.sample(own.mismatches, min(self.most, len(own.mismatches))), key=lambda m: m.at)
+            most = min(self.most, len(own.mismatches)) if labels.outcome or labels.likelihood else 0
+            chosen = sorted(rng.sample(own.mismatches, most), key=lambda m: m.at)
             if mode == "sequence":
-                tried = yield from self._spliced(prompt, own, chosen)
+                tried = yield from labels._spliced(prompt, own, chosen)
             else:
-                tried = yield from self._alone(question, prompt, own, wanted, chosen)
-        rows = [self._row(question, own, mismatch, labels) for mismatch, labels in tried]
+                tried = yield from labels._alone(question, prompt, own, wanted, chosen)
+        rows = [self._row(question, own, mismatch, found) for mismatch, found in tried]
         right = None if question.category in CODE and not self.run_code else is_right(
             question, own.text, run_code=self.run_code)
-        about = {"question": question.id, "category": question.category, "mode": mode, "own_right": right,
-                 "tokens": len(own.tokens), "mismatches": len(own.mismatches)}
+        about = {"question": question.id, "prompt": digest_of(prompt), "category": question.category, "mode": mode,
+                 "own_right": right, "own_ended": own.ended, "tokens": len(own.tokens),
+                 "mismatches": len(own.mismatches)}
         return Trail(about, rows, [mismatch.features for mismatch, _ in tried])
 
     def _alone(
@@ -99,7 +105,7 @@ class Labels:
         if self.outcome and chosen:
             answers = yield [Run(prompt, [*own.tokens[: m.at], m.substitute]) for m in chosen]
             for label, answer in zip(labels, answers, strict=True):
-                label["outcome"] = self._outcome(question, answer) != wanted
+                label["outcome"] = self._differs(question, answer, wanted)
         if self.likelihood and chosen:
             found = yield Losses(prompt, own.tokens, [(m.at, m.substitute) for m in chosen])
             for label, loss in zip(labels, found, strict=True):
@@ -109,23 +115,29 @@ class Labels:
     def _sequence(
         self, question: Question, prompt: Sequence[int], own: Answer, wanted: object, rng: random.Random
     ) -> Steps:
-        """By outcome: behind a harmless substitute the target's own continuation is what is gone on with."""
+        """By outcome: behind a harmless substitute the target's own continuation is what is gone on with.
+
+        Once that does not meet the text before again, nothing is known of what the likelihood of the rest has lost.
+        """
         tried: list[tuple[Mismatch, dict]] = []
         text, begin, kept = own, 0, 0
+        carried: float | None = 0.0
         share = min(1.0, self.most / max(1, len(own.mismatches)))
         while len(tried) < self.most:
             mismatch = next((m for m in text.mismatches if m.at >= begin and rng.random() < share), None)
             if mismatch is None:
                 break
             (answer,) = yield [Run(prompt, [*text.tokens[: mismatch.at], mismatch.substitute])]
-            label = {"kept_before": kept, "outcome": self._outcome(question, answer) != wanted}
-            if self.likelihood:
+            label = {"kept_before": kept, "outcome": self._differs(question, answer, wanted)}
+            loss = Loss(None)
+            if self.likelihood and carried is not None:
                 (loss,) = yield Losses(prompt, text.tokens, [(mismatch.at, mismatch.substitute)])
-                label |= self._lost(loss)
+                label |= self._lost(loss, carried)
             tried.append((mismatch, label))
             begin = mismatch.at + 1
             if not label["outcome"]:
                 text, kept = answer, kept + 1
+                carried = None if carried is None or loss.nats is None else carried + loss.nats
         return tried
 
     def _spliced(self, prompt: Sequence[int], own: Answer, chosen: list[Mismatch]) -> Steps:
@@ -135,14 +147,16 @@ class Labels:
         """
         tried: list[tuple[Mismatch, dict]] = []
         text, shift, kept, free = list(own.tokens), 0, 0, 0  # place in text = place in the own answer + shift
+        carried = 0.0
         for mismatch in chosen:
             if mismatch.at < free:  # the token is no longer there
                 continue
             at = mismatch.at + shift
             (loss,) = yield Losses(prompt, text, [(at, mismatch.substitute)])
-            label = {"kept_before": kept, **self._lost(loss)}
+            label = {"kept_before": kept, **self._lost(loss, carried)}
             tried.append((mismatch, label))
             if not label["likelihood"]:
+                carried += loss.nats
                 text[at : at + 1 + loss.offset] = [mismatch.substitute]
                 shift, kept, free = shift - loss.offset, kept + 1, mismatch.at + 1 + max(0, loss.offset)
         return tried
@@ -150,8 +164,12 @@ class Labels:
     def _outcome(self, question: Question, answer: Answer) -> object:
         return outcome(question, answer.text, run_code=self.run_code)
 
-    def _lost(self, loss: Loss) -> dict:
-        return {"likelihood": loss.is_harm(self.nats), "lost_nats": loss.nats, "offset": loss.offset}
+    def _differs(self, question: Question, answer: Answer, wanted: object) -> bool:
+        return not answer.ended or self._outcome(question, answer) != wanted
+
+    def _lost(self, loss: Loss, carried: float = 0.0) -> dict:
+        return {"likelihood": loss.is_harm(self.nats - carried), "lost_nats": loss.nats, "carried_nats": carried,
+                "offset": loss.offset}
 
     def _row(self, question: Question, own: Answer, mismatch: Mismatch, labels: dict) -> dict:
         before = "".join(map(self.text_of, own.tokens[: mismatch.at]))  # of a changed text nearly the same
@@ -159,6 +177,11 @@ class Labels:
         kind = kind_of(texts["own_text"], is_in_code(before, question.category))
         return {"at": mismatch.at, "own": mismatch.own, "substitute": mismatch.substitute, **texts, "kind": kind,
                 **labels, "signals": mismatch.signals}
+
+
+def digest_of(prompt: Sequence[int]) -> str:
+    """What tells a question in any file: of the tokens that it is asked with."""
+    return hashlib.sha256(repr(list(prompt)).encode()).hexdigest()[:16]
 
 
 def follow(
