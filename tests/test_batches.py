@@ -166,6 +166,23 @@ def test_a_batch_that_begins_plainly_drafts_once_rows_have_left():
     assert [output.stats.plain_because is None for output in found] == [count > 0 for count in drafted]
 
 
+@pytest.mark.parametrize("on", [{1}, {1, 2}, {3, 1}, {2}], ids=str)
+def test_drafting_goes_on_where_rows_of_any_length_are_left(on):
+    """What the draft has not read of long and of short rows fits its cache."""
+    class Trees:
+        def of(self, rule, temperature, rows=1):
+            return Choice(TREE if rows in on else None)
+
+    pair = tiny_pair()
+    prompts = [[(step * i + 3) % VOCAB for i in range(count)] for step, count in ((5, 100), (7, 2), (3, 60))]
+    options = {"acceptance": "exact", "max_new_tokens": 24, "stop_token_ids": [2, 4, 9, 17]}
+    expected = [eagle_fsd.generate(prompt, pair, **options).token_ids for prompt in prompts]
+    assert len(set(map(len, expected))) > 1
+    pair.trees = Trees()
+    found = eagle_fsd.generate(prompts, pair, **options)
+    assert [output.token_ids for output in found] == expected
+
+
 @pytest.mark.parametrize(
     ("prompts", "options", "error", "message"),
     [

@@ -187,10 +187,12 @@ def test_with_a_key_the_page_asks_for_it_and_stop_frees_the_row(browser):
         page.get_by_role("button", name="Login").click()
         page.get_by_label("Your message").wait_for(timeout=30_000)
         set_number(page, "Longest answer (tokens)", 1024)
-        for end in (lambda: page.get_by_role("button", name="Stop").click(), page.close):
+        for turns, end in ((1, lambda: page.get_by_role("button", name="Stop").click()), (2, page.close)):
             page.get_by_label("Your message").fill("What is 17 plus 25?")
             page.get_by_role("button", name="Send").click()
             wait_for_rows(found, 1)
+            page.locator(".answers").nth(turns - 1).locator(".token").first.wait_for(timeout=30_000)
+            assert page.locator(".asked").count() == turns  # what was stopped stays
             end()
             wait_for_rows(found, 0, seconds=2)
         assert httpx.post(f"{found.url}/page/gradio_api/upload", files={"files": b"x"}).status_code == 404

@@ -128,6 +128,7 @@ def test_the_examples_of_the_page_are_what_serve_takes():
 @pytest.mark.parametrize(("settings", "said"), [
     ({"thresold": 1}, "unknown option 'thresold'"), ({"port": 80}, "unknown option 'port'"),
     ({"max_rows": 0}, "max_rows must be at least 1"), ({"temperature": -1}, "temperature must be"),
+    ({"threshold": -1}, "threshold of rule 'fsd' must lie in"),
 ])
 def test_wrong_options_are_refused_before_anything_is_deployed(settings, said):
     pytest.importorskip("ray")
