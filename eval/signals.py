@@ -89,12 +89,12 @@ def compare(mined: Mined, label: str, seed: int = 0) -> dict:
              "own_right": [each["own_right"] for each in mined.questions].count(True),
              "by_mode": {mode: {"count": int((modes == mode).sum()), "harmful": float(harmful[modes == mode].mean())}
                          for mode in MODES if (modes == mode).any()},
-             "rows": signal_rows(scores, harmful, groups, parts)}
-    found["oracle"] = [oracle_row(part, harmful[inside], groups[inside], found["tokens"])
+             "rows": signal_rows(scores, harmful, groups, parts, seed)}
+    found["oracle"] = [oracle_row(part, inside, harmful, groups, mined.questions)
                        for part, inside in parts.items() if inside.any()]
     right = np.array([row["own_right"] is True for row in rows])
     if right.any() and not right.all():
-        found["right_alone"] = _right_alone(mined, scores, harmful, groups, right)
+        found["right_alone"] = _right_alone(mined, scores, harmful, groups, right, seed)
     both = [(row, group) for row, group in zip(rows, groups, strict=True)  # both of what happens to the own answer
             if row.get("outcome") is not None and row.get("likelihood") is not None and not row["kept_before"]]
     if both:
@@ -105,16 +105,16 @@ def compare(mined: Mined, label: str, seed: int = 0) -> dict:
 
 
 def _right_alone(
-    mined: Mined, scores: Mapping[str, np.ndarray], harmful: np.ndarray, groups: np.ndarray, right: np.ndarray
+    mined: Mined, scores: Mapping[str, np.ndarray], harmful: np.ndarray, groups: np.ndarray, right: np.ndarray,
+    seed: int,
 ) -> dict | None:
     """The same of the questions whose own answer is right; None where these are too few."""
-    tokens = sum(each["tokens"] for each in mined.questions if each["own_right"])
-    inside = {name: values[right] for name, values in scores.items()}
+    inside, every = {name: values[right] for name, values in scores.items()}, np.ones(int(right.sum()), dtype=bool)
     try:
-        rows = signal_rows(inside, harmful[right], groups[right], {ALL: np.ones(int(right.sum()), dtype=bool)})
+        rows = signal_rows(inside, harmful[right], groups[right], {ALL: every}, seed)
     except ValueError:  # a kind is missing
         return None
-    return {"rows": rows, "oracle": [oracle_row(ALL, harmful[right], groups[right], tokens)]}
+    return {"rows": rows, "oracle": [oracle_row(ALL, every, harmful[right], groups[right], mined.questions)]}
 
 
 def page(found: Mapping) -> str:
@@ -127,8 +127,11 @@ def page(found: Mapping) -> str:
         f"{found['mismatches']} mismatches of {found['questions']} answers ({found['own_right']} of them right), label "
         f"{found['label']}: {percent(found['harmful'], 1)} are harmful. Tried: {modes}.",
         f"An oracle gate, which passes exactly the harmless ones, would pass {percent(oracle['passed'], 1)} of the "
-        f"mismatches that were tried ({' to '.join(percent(end, 1) for end in oracle['passed_interval'])}).",
-        "Shares are of unseen questions: each dial is set on the other folds.", signal_table(every),
+        f"mismatches that were tried ({' to '.join(percent(end, 1) for end in oracle['passed_interval'])}): "
+        f"{oracle['per_100_tokens']:.1f} fuzzy tokens in 100, with all mismatches of these answers counted.",
+        "Shares are of unseen questions: each dial is set on the other folds. A judge's scores are each of a fit to "
+        "the other folds, so those that a dial is set on come from fits that saw the questions it is measured on.",
+        signal_table(every),
         "## AUC by kind of token", kind_table(found["rows"], KINDS),
     ]
     if found.get("right_alone"):

@@ -12,7 +12,7 @@ import torch
 from known_harm import TREE, known_pair, write_questions
 from random_trees import random_verification
 from safetensors.torch import save_file
-from tiny import save_pair, tiny_pair
+from tiny import save_pair, tiny_pair, tiny_tokenizer
 
 import eagle_fsd
 from eagle_fsd.acceptance import RULES, make_rule
@@ -20,14 +20,14 @@ from eagle_fsd.acceptance.judge import SIGNALS, LearnedJudge, step_signals
 from eagle_fsd.data.questions import read_questions
 from eagle_fsd.experiments.experiment import Experiment
 from eagle_fsd.quality.judges import JUDGE_FILE, read_judge, store_judge
-from eval.report.signals import agreement, area, passed, resampled
+from eval.report.signals import agreement, area, oracle_row, resampled
 from eval.signals import SignalsArguments, compare
 from eval.signals import run as compare_files
 from train.judge import Arguments, learn, main, run
 from train.mine import Arguments as MineArguments
 from train.mine import mine, read_checked
 from train.mining.mismatches import DIVERGENCES
-from train.mining.regression import dial_stopping, harmless_passed, precision_at
+from train.mining.regression import dial_stopping, folds, passing
 from train.mining.store import Mined, read_mined
 
 
@@ -58,6 +58,7 @@ def test_the_judge_learns_what_was_constructed(folder):
     assert card["auc"] == 1 and card["mismatches"] == 64 and card["harmful"] == 32 and card["answers"] == 48
     assert [row["stopped"] for row in card["at_recall"]] == [0.5, 0.8, 0.9, 0.95, 0.99]
     assert all(row["precision"] == 1 and row["harmless_passed"] == 1 for row in card["at_recall"][-1:])
+    assert card["at_recall"][-1]["really_stopped"] >= 0.9  # the dials of other questions do it, too
     assert card["data"][0]["file"] == "questions.jsonl" and card["environment"]["torch"] == torch.__version__
     stored = read_judge(folder / "head")
     assert stored.card == card and stored.width == 32
@@ -181,7 +182,8 @@ def test_a_judge_of_another_head_is_used_with_a_warning(folder, pair, caplog):
     other = eagle_fsd.load(folder / "target", folder / "head", tree=None)
     other.judge = replace(pair.judge, card={**pair.judge.card, "head": "another"})
     assert text(other, "ra", acceptance="judge", threshold=0.5) == "ekg1"
-    assert "the judge was made with another head" in caplog.text
+    text(other, "rb", acceptance="judge", threshold=0.5)
+    assert caplog.text.count("the judge was made with another head") == 1  # not at every request
 
 
 def test_files_that_do_not_fit_are_refused(pair, tmp_path):
@@ -222,6 +224,9 @@ def test_the_command_refuses_what_it_cannot_use(folder, tmp_path, monkeypatch, c
     monkeypatch.setattr(sys, "argv", ["judge", "--mined", str(folder / "mined.jsonl"), "--out", str(tmp_path)])
     assert main() == 2
     assert f"--out {tmp_path} is no folder of a head: it has no config.json" in capsys.readouterr().err
+    save_pair(tmp_path, tiny_pair(tokenizer=tiny_tokenizer()))
+    with pytest.raises(ValueError, match="were mined with another head than that in --out"):
+        run(Arguments((folder / "mined.jsonl",), tmp_path / "head"))
     mined = read_mined([folder / "mined.jsonl"])
     with pytest.raises(ValueError, match="0 of 64 mismatches are harmful.*mine more"):
         learn(mined, "likelihood")
@@ -259,8 +264,6 @@ def test_dials_stop_what_they_are_to_stop():
     for wanted in (0.5, 0.95, 0.99, 1.0):
         dial = dial_stopping(scores, harmful, wanted)
         assert (scores[harmful] >= dial).mean() >= wanted > (scores[harmful] > dial).mean()  # and no larger one does
-        assert harmless_passed(scores, harmful, wanted) == (scores[~harmful] < dial).mean()
-        assert precision_at(scores, harmful, wanted) == harmful[scores >= dial].mean()
 
 
 def test_dials_of_unseen_questions_stop_about_as_many():
@@ -268,7 +271,8 @@ def test_dials_of_unseen_questions_stop_about_as_many():
     groups = np.repeat(np.arange(400), 5)
     harmful = random.random(2000) < 0.4
     scores = random.normal(size=2000) + 1.0 * harmful
-    passes = passed(scores, harmful, groups, 0.95)
+    passes = passing(scores, harmful, groups, 0.95)
+    assert not np.array_equal(passes, passing(scores, harmful, groups, 0.95, seed=1))
     assert (~passes)[harmful].mean() == pytest.approx(0.95, abs=0.02)
     dial = np.quantile(scores[harmful], 0.05)
     assert passes[~harmful].mean() == pytest.approx((scores[~harmful] < dial).mean(), abs=0.05)
@@ -297,7 +301,7 @@ def constructed(questions=120, each=4, signal=2.0, seed=0) -> Mined:
                      "kept_before": 0, "mode": "alone" if number % 2 else "sequence",
                      "own_right": number // each % 3 > 0, "signals": values})
     about = dict.fromkeys(("file", "questions", "dtype", "tree", "floor", "max_new_tokens", "nats"), 0)
-    lines = [{"tokens": 50, "own_right": number % 3 > 0} for number in range(questions)]
+    lines = [{"tokens": 50, "mismatches": 10, "own_right": number % 3 > 0} for number in range(questions)]
     return Mined([{**about, "target": "t", "head": "h"}], lines, rows, list(np.repeat(np.arange(questions), each)),
                  torch.from_numpy(features))
 
@@ -333,7 +337,7 @@ def test_the_record_has_its_parts(found):
     assert parts == {"all": 480, "digit": 360, "word": 120}
     harmless = 1 - found["harmful"]
     assert found["oracle"][0]["passed"] == pytest.approx(harmless)
-    assert found["oracle"][0]["per_100_tokens"] == pytest.approx(100 * harmless * 480 / 6000)
+    assert found["oracle"][0]["per_100_tokens"] == pytest.approx(100 * harmless * 1200 / 6000)  # 10 of each, 4 tried
     low, high = found["oracle"][0]["passed_interval"]
     assert low < harmless < high
     assert found["own_right"] == 80 and found["by_mode"]["alone"]["count"] == 240
@@ -342,6 +346,25 @@ def test_the_record_has_its_parts(found):
     both = found["agreement"]
     assert both["count"] == 480 and both["agree"] == pytest.approx(0.9) and both["auc_of_nats"] == 1
     assert both["kappa"] == pytest.approx(0.8, abs=0.02)
+
+
+def test_oracle_counts_all_mismatches_of_labelled_questions():
+    """Two of three tried are harmless, of 9; one of one is, of 2; the third question has no label and no say."""
+    questions = [{"tokens": 40, "mismatches": 9}, {"tokens": 1000, "mismatches": 50}, {"tokens": 60, "mismatches": 2}]
+    harmful, groups = np.array([True, False, False, False]), np.array([0, 0, 0, 2])
+    every = np.ones(4, dtype=bool)
+    assert oracle_row("all", every, harmful, groups, questions)["per_100_tokens"] == pytest.approx(9 * 2 / 3 + 2)
+    inside = np.array([True, True, False, False])  # a kind: one harmless of three
+    assert oracle_row("digit", inside, harmful, groups, questions)["per_100_tokens"] == pytest.approx(9 / 3)
+
+
+def test_folds_of_one_kind_are_refused():
+    """Both kinds are in two questions, but the harmful fold leaves nothing harmful behind."""
+    groups = np.repeat([0, 1, 2], [19, 16, 11])
+    harmful = np.repeat([False, True, True], [19, 16, 11])
+    harmful[[36, 38, 40, 41]] = False
+    with pytest.raises(ValueError, match="23 of 46 mismatches are harmful, and without the questions of one fold only"):
+        folds(harmful, groups)
 
 
 def test_agreement_by_hand():

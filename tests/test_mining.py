@@ -1,6 +1,7 @@
 """Mining on a pair whose harm is known by construction: labels, losses, the file and its continuation."""
 
 import json
+import os
 import re
 import shlex
 import shutil
@@ -272,7 +273,8 @@ def test_killed_and_started_again(tmp_path):
                       max_new_tokens=12, tree=TREE)
     command = [sys.executable, "-m", "train.mine", "--target", given.target, "--draft", given.draft, "--batch", "4",
                "--questions", str(given.questions), "--out", str(out), "--max-new-tokens", "12", "--tree", "6,3,2"]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"},
+                               stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     while (not out.exists() or out.read_bytes().count(b"\n") < 9) and process.poll() is None:
         time.sleep(0.005)
     process.send_signal(signal.SIGKILL)
@@ -283,6 +285,18 @@ def test_killed_and_started_again(tmp_path):
     assert first.read_bytes().count(b"\n") == 241
     for path in features_path(first, 0).parent.iterdir():
         assert (features_path(out, 0).parent / path.name).read_bytes() == path.read_bytes()
+
+
+def test_a_group_that_comes_out_otherwise_is_not_mixed(pair, mined, tmp_path):
+    """The rest of a group is mined with those that are there, whose features are written anew."""
+    given = replace(mined[0], out=tmp_path / "mined.jsonl")
+    first, *lines = mined[0].out.read_text().splitlines()
+    changed = json.loads(lines[0])
+    changed["rows"][0]["signals"]["js"] += 1e-3
+    given.out.write_text("\n".join([first, json.dumps(changed)]) + "\n")
+    with pytest.raises(ValueError, match="question 0 was mined before, and came out otherwise now"):
+        mine(pair, read_checked(given), given)
+    assert not features_path(given.out, 0).exists()
 
 
 def test_a_file_of_other_settings_is_not_continued(pair, mined, tmp_path):

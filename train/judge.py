@@ -24,8 +24,10 @@ from eagle_fsd.acceptance.judge import SIGNALS, LearnedJudge
 from eagle_fsd.cli.arguments import parse_options
 from eagle_fsd.cli.exits import exit_status
 from eagle_fsd.experiments.records import environment
+from eagle_fsd.heads.checkpoint import load_head
+from eagle_fsd.models.placement import weights_digest
 from eagle_fsd.quality.judges import store_judge
-from train.mining.regression import columns, dial_stopping, fit, harmless_passed, precision_at
+from train.mining.regression import columns, dial_stopping, fit, passing
 from train.mining.store import Mined, read_mined
 
 ABOUT = ("file", "questions", "dtype", "tree", "floor", "max_new_tokens", "nats")  # of a file of train.mine
@@ -84,8 +86,7 @@ def learn(mined: Mined, label: str, seed: int = 0) -> LearnedJudge:
         "penalty": found.penalty, "auc": float(roc_auc_score(harmful, found.scores)),
         "at_recall": [{
             "stopped": recall, "dial": dial_stopping(found.scores, harmful, recall),
-            "precision": precision_at(found.scores, harmful, recall),
-            "harmless_passed": harmless_passed(found.scores, harmful, recall)} for recall in RECALLS],
+            **unseen(found.scores, harmful, groups, recall, seed)} for recall in RECALLS],
         "environment": environment(),
     }
     weight, mean, scale = (torch.from_numpy(part).float()
@@ -93,15 +94,29 @@ def learn(mined: Mined, label: str, seed: int = 0) -> LearnedJudge:
     return LearnedJudge(weight, mean, scale, float(regression.intercept_[0]), card)
 
 
+def unseen(scores: np.ndarray, harmful: np.ndarray, groups: np.ndarray, recall: float, seed: int) -> dict:
+    """What dials do that stop this share of the harmful of other questions than they are measured on: which share they
+    stop, how many of all that they stop are harmful, and the share of the harmless that they pass."""
+    passes = passing(scores, harmful, groups, recall, seed)
+    return {"really_stopped": float((~passes)[harmful].mean()),
+            "precision": float(harmful[~passes].mean()) if not passes.all() else None,
+            "harmless_passed": float(passes[~harmful].mean())}
+
+
 def run(arguments: Arguments) -> dict:
     """Learn and write the judge; returns its card.
 
     Raises:
-        ValueError: `out` holds no head; see `read_mined` and `learn`.
+        ValueError: `out` holds no head, or another than was mined with; see `read_mined` and `learn`.
     """
     if not (arguments.out / "config.json").is_file():
         raise ValueError(f"--out {arguments.out} is no folder of a head: it has no config.json")
-    judge = learn(read_mined(arguments.mined), arguments.label, arguments.seed)
+    mined, head = read_mined(arguments.mined), load_head(arguments.out)
+    # One that shares the target's embeddings is another number without them.
+    if not head.shares_embeddings and weights_digest(head) != mined.about[0]["head"]:
+        raise ValueError(f"the files were mined with another head than that in --out {arguments.out}: give the head "
+                         "that was --draft, or a copy of it")
+    judge = learn(mined, arguments.label, arguments.seed)
     store_judge(arguments.out, judge)
     return judge.card
 

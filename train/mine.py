@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+import torch
+
 import eagle_fsd
 from eagle_fsd.checks import check_interval
 from eagle_fsd.cli.arguments import Tree, parse_options, tree_text
@@ -121,6 +123,7 @@ def mine(model: EagleModel, questions: Sequence[Question], arguments: Arguments)
     prompts = [_prompt(question, model) for question in questions]
     about = {
         "target": model.target.digest(), "head": weights_digest(model.draft), "dtype": str(model.target.dtype),
+        "device": str(model.target.device), "threads": torch.get_num_threads(),
         "questions": fingerprint(questions), "file": arguments.questions.name, "tree": tree_text(tree),
         **{name: getattr(arguments, name) for name in ("label", "nats", "floor", "most", "max_new_tokens", "batch",
                                                        "run_code", "seed")},
@@ -130,7 +133,7 @@ def mine(model: EagleModel, questions: Sequence[Question], arguments: Arguments)
         finished = begin_store(arguments.out, about)
         for line in finished:
             count_line(counts, line, line["rows"])
-        done = {line["question"] for line in finished}
+        done = {line["question"]: line["rows"] for line in finished}
         with Progress(desc="mining", unit="question", total=len(questions), done=len(done)) as progress:
             for group, first in enumerate(range(0, len(questions), arguments.batch)):
                 numbers = range(first, min(first + arguments.batch, len(questions)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import weakref
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,6 +25,7 @@ log = logging.getLogger(__name__)
 
 JUDGE_FILE = "judge.safetensors"
 COMMAND = "python -m train.judge"
+_checked: weakref.WeakKeyDictionary[LearnedJudge, tuple] = weakref.WeakKeyDictionary()  # the pair it was seen with
 CARD = ("target", "head", "signals", "hidden_size", "floor")  # of what is read here
 
 
@@ -45,6 +47,19 @@ def read_judge(head: str | Path) -> LearnedJudge | None:
     except Exception as error:  # safetensors raises its own
         raise ValueError(f"{path} cannot be read ({error}); delete it and run {COMMAND} again") from error
     return found
+
+
+def _check_pair(judge: LearnedJudge, target: TargetModel, head: DraftHead | None) -> None:
+    """Raise or warn where the judge belongs to another pair; the same pair is looked at once."""
+    pair = weakref.ref(target), head and weakref.ref(head)
+    if _checked.get(judge) == pair:
+        return
+    if judge.card["target"] != target.digest():
+        raise ValueError(f"the {JUDGE_FILE} beside the head was made for the target {judge.card['target']}, and this "
+                         f"is {target.digest()}: make one with {COMMAND}")
+    if head is not None and judge.card["head"] != weights_digest(head):
+        log.warning("the judge was made with another head: its probabilities may be wrong")
+    _checked[judge] = pair
 
 
 def _check(judge: LearnedJudge) -> None:
@@ -88,11 +103,7 @@ def equip(rule: Rule, judge: LearnedJudge | None, target: TargetModel, head: Dra
     if judge is None:
         raise ValueError(f"rule {rule.name!r} needs a judge, and there is no {JUDGE_FILE} beside the head: "
                          f"python -m train.mine and {COMMAND} make one")
-    if judge.card["target"] != target.digest():
-        raise ValueError(f"the {JUDGE_FILE} beside the head was made for the target {judge.card['target']}, and this "
-                         f"is {target.digest()}: make one with {COMMAND}")
-    if head is not None and judge.card["head"] != weights_digest(head):
-        log.warning("the judge was made with another head: its probabilities may be wrong")
+    _check_pair(judge, target, head)
 
     def with_judge(part: Rule) -> Rule:
         return replace(part, learned=judge) if isinstance(part, Judge) and part.learned is None else part

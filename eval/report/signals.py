@@ -5,13 +5,13 @@ K mismatches, R resamples of their questions.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from eval.report.tables import markdown, percent, span
-from train.mining.regression import dial_stopping, folds
+from train.mining.regression import passing
 
 RESAMPLES = 1000
 STOPPED = (0.95, 0.99)  # shares of the harmful that a dial is to stop
@@ -37,14 +37,6 @@ def area(scores: np.ndarray, harmful: np.ndarray, weights: np.ndarray) -> np.nda
         return (bad * (below + good / 2)).sum(1) / (bad.sum(1) * good.sum(1))
 
 
-def passed(scores: np.ndarray, harmful: np.ndarray, groups: np.ndarray, stopped: float) -> np.ndarray:
-    """[K] bool: what passes a dial that stops this share of the harmful of the *other* folds' questions."""
-    passes = np.zeros(len(scores), dtype=bool)
-    for train, test in folds(harmful, groups):
-        passes[test] = scores[test] < dial_stopping(scores[train], harmful[train], stopped)
-    return passes
-
-
 def ends(values: np.ndarray) -> list[float] | None:
     """95% percentile interval of resampled values; None where hardly any resample has one."""
     values = values[np.isfinite(values)]
@@ -61,12 +53,13 @@ def share(what: np.ndarray, of: np.ndarray, weights: np.ndarray) -> tuple[float 
 
 
 def signal_rows(
-    signals: dict[str, np.ndarray], harmful: np.ndarray, groups: np.ndarray, parts: dict[str, np.ndarray]
+    signals: dict[str, np.ndarray], harmful: np.ndarray, groups: np.ndarray, parts: dict[str, np.ndarray], seed: int = 0
 ) -> list[dict]:
     """A row per part of the mismatches (such as a kind of token) and signal.
 
     Args:
         signals: scores by name, larger where harm is likelier. parts: [K] bool by name; dials are set on all.
+        seed: of the folds.
 
     Returns:
         part; signal; count; harmful (share); auc with interval, None where a kind is missing; per share that dials
@@ -74,7 +67,7 @@ def signal_rows(
     """
     weights, rows = resampled(groups), []
     for name, scores in signals.items():
-        passes = {level: passed(scores, harmful, groups, level) for level in STOPPED}
+        passes = {level: passing(scores, harmful, groups, level, seed) for level in STOPPED}
         for part, inside in parts.items():
             if not inside.any():
                 continue
@@ -91,11 +84,24 @@ def signal_rows(
     return rows
 
 
-def oracle_row(part: str, harmful: np.ndarray, groups: np.ndarray, tokens: int) -> dict:
-    """What a gate would give that passes exactly the harmless mismatches: the most that any gate can."""
-    found, interval = share(~harmful, np.ones(len(harmful), dtype=bool), resampled(groups))
-    return {"part": part, "count": len(harmful), "passed": found, "passed_interval": interval,
-            "per_100_tokens": 100 * int((~harmful).sum()) / tokens if tokens else None}
+def oracle_row(
+    part: str, inside: np.ndarray, harmful: np.ndarray, groups: np.ndarray, questions: Sequence[Mapping]
+) -> dict:
+    """What a gate would give that passes exactly the harmless mismatches: the most that any gate can.
+
+    Not all mismatches of a question were tried: its share of harmless ones, of the part among those tried, stands for
+    all that it has.
+
+    Args:
+        inside: [K] bool, the mismatches of the part. questions: by their number in `groups`, with `tokens` and
+            `mismatches`.
+    """
+    found, interval = share(~harmful, inside, resampled(groups))
+    labelled = [(questions[group], groups == group) for group in np.unique(groups)]
+    tokens = sum(each["tokens"] for each, _ in labelled)
+    harmless = sum(each["mismatches"] * (inside & ~harmful)[own].mean() for each, own in labelled)
+    return {"part": part, "count": int(inside.sum()), "passed": found, "passed_interval": interval,
+            "per_100_tokens": float(100 * harmless / tokens) if tokens else None}
 
 
 def agreement(outcome: Sequence[bool], likelihood: Sequence[bool], nats: Sequence[float], groups: np.ndarray) -> dict:

@@ -34,14 +34,18 @@ def folds(harmful: np.ndarray, groups: np.ndarray, seed: int = 0) -> list[tuple[
     """Training and test parts; all mismatches of a question are in one of them.
 
     Raises:
-        ValueError: too few questions, or only one class.
+        ValueError: too few questions, or only one class, in all or in a training part.
     """
     least = min(len(np.unique(groups[harmful == value])) for value in (False, True))
     if least < 2:
         raise ValueError(f"{int(harmful.sum())} of {len(harmful)} mismatches are harmful, and one of the two kinds "
                          f"occurs in {least} questions: at least 2 are needed, mine more")
     splitter = StratifiedGroupKFold(min(FOLDS, least), shuffle=True, random_state=seed)
-    return list(splitter.split(harmful, harmful, groups))
+    parts = list(splitter.split(harmful, harmful, groups))
+    if any(harmful[train].all() or not harmful[train].any() for train, _ in parts):
+        raise ValueError(f"{int(harmful.sum())} of {len(harmful)} mismatches are harmful, and without the questions of "
+                         "one fold only one of the two kinds is left: mine more")
+    return parts
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,21 +91,15 @@ def _fitted(known: np.ndarray, harmful: np.ndarray, penalty: float) -> Pipeline:
     return make_pipeline(StandardScaler(), LogisticRegression(C=penalty, max_iter=1000)).fit(known, harmful)
 
 
-def harmless_passed(scores: np.ndarray, harmful: np.ndarray, stopped: float) -> float:
-    """Share of the harmless with a score below the dial that stops this share of the harmful (scores at or above it).
-
-    Of equal scores all are stopped or none.
-    """
-    dial = dial_stopping(scores, harmful, stopped)
-    return float((scores[~harmful] < dial).mean())
+def passing(scores: np.ndarray, harmful: np.ndarray, groups: np.ndarray, stopped: float, seed: int = 0) -> np.ndarray:
+    """[K] bool: what passes a dial that stops this share of the harmful of the *other* folds' questions."""
+    passes = np.zeros(len(scores), dtype=bool)
+    for train, test in folds(harmful, groups, seed):
+        passes[test] = scores[test] < dial_stopping(scores[train], harmful[train], stopped)
+    return passes
 
 
 def dial_stopping(scores: np.ndarray, harmful: np.ndarray, stopped: float) -> float:
     """The largest score that is reached by at least this share of the harmful."""
     ordered = np.sort(scores[harmful])
     return float(ordered[int(np.floor((1 - stopped) * len(ordered) + 1e-9))])
-
-
-def precision_at(scores: np.ndarray, harmful: np.ndarray, recall: float) -> float:
-    """Share of the harmful among what is stopped, where this share of them is."""
-    return float(harmful[scores >= dial_stopping(scores, harmful, recall)].mean())

@@ -5,7 +5,8 @@ K mismatches, D hidden size of the target.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,8 +23,21 @@ def features_path(out: Path, group: int) -> Path:
     return out.with_name(f"{out.name}.features") / f"{group:05d}.safetensors"
 
 
-def append_group(out: Path, group: int, trails: Sequence[Trail], done: set) -> None:
-    """Add the questions of a group that are not there; its features are whole before the first line is."""
+def append_group(out: Path, group: int, trails: Sequence[Trail], done: Mapping[object, list[dict]]) -> None:
+    """Add the questions of a group that are not there; its features are whole before the first line is.
+
+    Args:
+        done: the rows of the questions that are there, by id.
+
+    Raises:
+        ValueError: a question that is there came out otherwise this time, so that its features are not those of its
+            rows.
+    """
+    for trail in trails:
+        question = trail.about["question"]
+        if question in done and json.loads(json.dumps(trail.rows)) != done[question]:
+            raise ValueError(f"{out}: question {question!r} was mined before, and came out otherwise now: continue "
+                             "where it was begun, or choose another --out")
     features = [each for trail in trails for each in trail.features]
     if features:
         path = features_path(out, group)
