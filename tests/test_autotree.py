@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -18,14 +19,14 @@ from eagle_fsd.engine.drafting import Pause
 from eagle_fsd.engine.request import BatchSettings, RequestSettings
 from eagle_fsd.heads.checkpoint import save_head
 from eagle_fsd.trees.confidence import apply_confidence, confidence_lines
-from eagle_fsd.trees.config import Choice, Confidence, TreeConfig
+from eagle_fsd.trees.config import CPU_TREE, Choice, Confidence, TreeConfig
 from eagle_fsd.tuning import fitting
-from eagle_fsd.tuning.choice import AutoTree, choose
+from eagle_fsd.tuning.choice import TRIED_NODES, AutoTree, choose
 from eagle_fsd.tuning.fitting import fit_confidence
 from eagle_fsd.tuning.latency import Latency, between
 from eagle_fsd.tuning.logs import LEAST_CYCLES, LOGGED_TREE, CycleLog, LoggedCycle, TreeLog, read_logs, store_log
 from eagle_fsd.tuning.machine import known_latency
-from eagle_fsd.tuning.measuring import measure, share_of
+from eagle_fsd.tuning.measuring import ROW_TREE, ROWS, _with_rows, measure, share_of
 from eagle_fsd.tuning.replay import Replay
 
 FREE = Latency({1: 1.0}, {k: 0.0 for k in (1, 2, 3, 4)}, 1.0)  # drafting costs nothing
@@ -268,6 +269,40 @@ def test_what_was_measured_beside_other_work_is_measured_again(pair, tmp_path, m
     assert json.loads((tmp_path / "latency.json").read_text())  # kept in place of the old one
     monkeypatch.setattr("eagle_fsd.tuning.machine.share_of", lambda *_: 1.0)
     assert known_latency(pair.target, pair.draft) == quiet
+
+
+def test_rows_cost_what_they_do_not_share(pair, cycles):
+    """A batch of the measured cycles themselves is predicted; where rows cost much, nothing is drafted for many."""
+    tree, measured = ROW_TREE, {1: 1.0, 64: 7.3}
+    shared = Latency(measured, {1: 0.5}, 0.9)
+    found = _with_rows(shared, drafted=9.0, plain=2.0)
+    assert found.cycle(tree.nodes, tree.depth, tree.top_k, ROWS) == pytest.approx(9.0)
+    assert found.plain_cycle(ROWS) == pytest.approx(2.0) and found.plain_cycle() == pytest.approx(0.9)
+    assert _with_rows(shared, drafted=0.1, plain=0.1) == shared
+    real = measure(pair.target, pair.draft)
+    assert real.row >= 0 and real.plain_row >= 0 and real.cycle(4, 2, 1, 8) >= real.cycle(4, 2, 1, 4)
+    cheap = Latency({1: 1.0, 64: 1.1}, {k: 0.01 for k in (1, 2, 3, 4)}, 1.0)
+    dear = replace(cheap, row=1.0)
+    assert choose(cycles, dear).tree == choose(cycles, cheap).tree
+    assert choose(cycles, cheap, rows=8).tree is not None and choose(cycles, dear, rows=8).tree is None
+
+
+def test_a_steady_tree_pays_for_all_numbers_of_rows(cycles):
+    """The best geometric mean of all shapes, by trying each."""
+    latency = Latency({1: 1.0, 16: 1.5, 64: 6.0}, {k: 0.05 * k for k in (1, 2, 3, 4)}, 1.0, row=0.1)
+    trees = AutoTree([TreeLog("FSD(0.3)", 0.0, cycles), TreeLog("Exact()", 0.0, cycles[:50])], latency, stopping=True)
+    rows, found = [1, 2, 4, 6], trees.steady(6)
+    assert not found.least_reach and not found.least_probability
+
+    def mean(tree: TreeConfig) -> float:
+        replay = Replay(cycles, fit_confidence(cycles), tree.top_k)
+        return float(np.prod([replay.rate(tree, latency, rows=count)[0] for count in rows]))
+
+    every = [replace(found, total_tokens=nodes, depth=depth, top_k=top_k)
+             for nodes in TRIED_NODES for depth in range(1, 17) for top_k in (1, 2, 3, 4)]
+    assert mean(found) == pytest.approx(max(map(mean, every)))
+    assert found.total_tokens < trees.steady(1).total_tokens
+    assert AutoTree([], latency, stopping=True).steady(4) == CPU_TREE
 
 
 def test_latency_is_linear_between_measurements():

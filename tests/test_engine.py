@@ -47,6 +47,9 @@ class Trees:
 
     largest, logs = (eagle_fsd.TreeConfig(30, 5, 4),), ()
 
+    def steady(self, most_rows):
+        return TREE
+
     def of(self, rule, temperature, rows=1):
         if rows > 3:
             return Choice(None)
@@ -360,10 +363,11 @@ def test_trees_are_chosen_before_anyone_waits():
     asked, pair = [], tiny_pair()
     pair.trees = Trees()
     pair.trees.logs = [SimpleNamespace(temperature=each) for each in (0.7, 0.0, 0.7)]
+    pair.trees.steady = lambda most: eagle_fsd.TreeConfig(most, 2, 2)
     pair.trees.of = lambda rule, temperature, rows=1: asked.append((temperature, rows)) or Trees().of(rule, 0.0, rows)
     with eagle_fsd.Engine(pair, max_rows=5) as engine:
         assert asked == [(temperature, rows) for temperature in (0.0, 0.7) for rows in (1, 2, 4, 5)]
-        assert engine.tree == pair.default_tree
+        assert engine.tree == eagle_fsd.TreeConfig(5, 2, 2)
 
 
 def test_nothing_is_kept_of_every_temperature():

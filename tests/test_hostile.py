@@ -638,12 +638,13 @@ def test_the_table_is_as_long_as_promised():
 
 # What a cache file may hold in place of what was measured: another version's, damaged, or edited by hand.
 FOREIGN = ["", "{", "[" * 9**5, "[]", "3", "null", '"text"', "\udcff"]
-LATENCY = {"base": {"1": 1.0, "2": 2.0}, "level": {"1": 0.5}, "plain": 1.0}
+LATENCY = {"base": {"1": 1.0, "2": 2.0}, "level": {"1": 0.5}, "plain": 1.0, "row": 0.1, "plain_row": 0.0}
 FOREIGN_ENTRIES = [
     [], 3, "text", {}, LATENCY | {"more": 1}, {name: LATENCY[name] for name in ("base", "level")},
     *(LATENCY | {"plain": bad} for bad in (0, -1.0, None, "fast", [1.0], NAN, INF)),
     *(LATENCY | {"base": bad} for bad in ({}, [], {"1": 0}, {"1": None}, {"one": 1.0}, {"2": 1.0}, 5, {"1": -1.0})),
     *(LATENCY | {"level": bad} for bad in ({}, [1.0], {"1": NAN}, {"1": -1.0}, None)),
+    *(LATENCY | {"row": bad} for bad in (-1.0, None, NAN, "2 s")),
 ]
 
 

@@ -42,8 +42,9 @@ class Engine:
         prefill_chunk: tokens of prompts that are read between two cycles.
         prefixes: recent texts whose caches are kept for prompts that begin alike (0: none); they take at most half as
             much room again as `max_tokens`.
-        tree: the draft tree of every request. None: fuzzy requests, whose text depends on it, all get the model's
-            default tree, without stopping rules; lossless ones what pays for the number of rows, also none.
+        tree: the draft tree of every request. None: fuzzy requests, whose text depends on it, all get one that pays on
+            the whole with 1 to `max_rows` rows, without stopping rules; lossless ones what pays for the number of
+            rows, also none.
 
     Attributes:
         tree: of fuzzy requests.
@@ -69,7 +70,7 @@ class Engine:
         if tree is not None and (tree.least_reach or tree.least_probability):
             raise ValueError(f"the tree of an engine must not stop early, as that depends on other rows: {tree!r}")
         self.model, self.max_waiting = model, max_waiting
-        self.tree = check_tree(tree or default_tree(model), model)
+        self.tree = check_tree(tree or steady_tree(model, max_rows), model)
         nodes = nodes_of(model, self.tree)
         if max_tokens is None:
             max_tokens = positions_that_fit(model, max_rows, nodes)
@@ -226,8 +227,10 @@ class Engine:
         return self._rows.reading is not None
 
 
-def default_tree(model: EagleModel) -> TreeConfig:
-    """The model's, of the same nodes in whatever company: without stopping rules, which go by the mean over rows."""
+def steady_tree(model: EagleModel, max_rows: int) -> TreeConfig:
+    """Of the same nodes in whatever company: what pays for up to so many rows, else the model's default."""
+    if model.trees is not None:
+        return model.trees.steady(max_rows)
     tree = model.default_tree
     most = tree.top_k if model.draft is None else min(tree.top_k, model.draft.draft_vocab_size)
     return replace(tree, top_k=most, least_reach=0, least_probability=0)

@@ -8,8 +8,10 @@ these logs, without generating.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+
+from scipy.stats import gmean
 
 from ..acceptance import Rule
 from ..trees.config import CPU_TREE, Choice, TreeConfig
@@ -33,32 +35,45 @@ def choose(cycles: Sequence[LoggedCycle], latency: Latency, *, stopping: bool = 
         stopping: whether a cycle may draft less than the whole tree, which waits for the device at every level.
         rows: sequences of the batch.
     """
-    confidence = fit_confidence(cycles)
-    widths = [top_k for top_k in sorted(latency.level) if top_k <= LOGGED_TREE.top_k]
-    replays = {top_k: Replay(cycles, confidence, top_k) for top_k in widths}
-    base = TreeConfig(2, 1, 1, confidence=confidence)
-
-    def best_shape(start: TreeConfig) -> tuple[float, TreeConfig]:
-        found = []
-        for top_k, replay in replays.items():
-            for depth in range(1, LOGGED_TREE.depth + 1):
-                tree = replace(start, depth=depth, top_k=top_k)
-                rates = replay.rate(tree, latency, TRIED_NODES, rows)
-                at = int(rates.argmax())
-                found.append((float(rates[at]), replace(tree, total_tokens=TRIED_NODES[at])))
-        return max(found, key=lambda each: each[0])
-
-    rate, tree = best_shape(base)
+    base, replays = _replays(cycles, latency)
+    rate, tree = _best_shape(base, replays, latency, [rows])
     if stopping:
         whole = replace(base, depth=LOGGED_TREE.depth, total_tokens=max(TRIED_NODES))
         candidates = [replace(whole, top_k=top_k, least_reach=reach, least_probability=p)
                       for top_k in replays for reach in REACHES for p in PROBABILITIES]
         start = max(candidates, key=lambda c: replays[c.top_k].rate(c, latency, rows=rows)[0])
-        rate, tree = max((rate, tree), best_shape(start), key=lambda each: each[0])
+        rate, tree = max((rate, tree), _best_shape(start, replays, latency, [rows]), key=lambda each: each[0])
     plain = latency.plain_cycle(rows)
     log.info("tree for %d logged cycles in batches of %d: %s, %.1f tokens/s expected, %.1f plainly", len(cycles), rows,
              describe_tree(tree), rows * rate, rows / plain)
     return Choice(tree if rate * plain > 1 else None, rate, cost_of(tree, latency, rows))
+
+
+def choose_steady(cycles: Sequence[LoggedCycle], latency: Latency, rows: Sequence[int]) -> TreeConfig:
+    """The tree without stopping rules for batches whose sizes change: with the highest geometric mean of the tokens per
+    second at these numbers of rows."""
+    return _best_shape(*_replays(cycles, latency), latency, rows)[1]
+
+
+def _replays(cycles: Sequence[LoggedCycle], latency: Latency) -> tuple[TreeConfig, dict[int, Replay]]:
+    """A smallest tree with the confidence that these cycles show, and they themselves, by top_k."""
+    confidence = fit_confidence(cycles)
+    widths = [top_k for top_k in sorted(latency.level) if top_k <= LOGGED_TREE.top_k]
+    return TreeConfig(2, 1, 1, confidence=confidence), {k: Replay(cycles, confidence, k) for k in widths}
+
+
+def _best_shape(
+    start: TreeConfig, replays: Mapping[int, Replay], latency: Latency, rows: Sequence[int]
+) -> tuple[float, TreeConfig]:
+    """The best rate, a geometric mean over these numbers of rows, of such a tree with any nodes, depth and top_k."""
+    found = []
+    for top_k, replay in replays.items():
+        for depth in range(1, LOGGED_TREE.depth + 1):
+            tree = replace(start, depth=depth, top_k=top_k)
+            rates = gmean([replay.rate(tree, latency, TRIED_NODES, count) for count in rows])
+            at = int(rates.argmax())
+            found.append((float(rates[at]), replace(tree, total_tokens=TRIED_NODES[at])))
+    return max(found, key=lambda each: each[0])
 
 
 def cost_of(tree: TreeConfig, latency: Latency, rows: int) -> Callable[[int, int], float]:
@@ -98,6 +113,15 @@ class AutoTree:
     def largest(self) -> list[TreeConfig]:
         """No tree that it chooses has more nodes, levels or nodes of a level than the largest of these."""
         return [self.default, LOGGED_TREE]
+
+    def steady(self, most_rows: int) -> TreeConfig:
+        """That of a batch in which up to so many requests come and go: without stopping rules, which go by the mean
+        over rows. By the log of a fuzzy rule, where there is one: only their texts depend on the tree."""
+        if not self.logs:
+            return replace(self.default, least_reach=0, least_probability=0)
+        chosen = min(self.logs, key=lambda entry: (entry.rule.startswith("Exact"), entry.temperature))
+        powers = [1 << power for power in range((most_rows - 1).bit_length())]
+        return choose_steady(chosen.cycles, self.latency, [*powers, most_rows])
 
     def of(self, rule: Rule, temperature: float, rows: int = 1) -> Choice:
         """For a rule at a temperature: greedy logs for greedy decoding, of those at the nearest temperature its own,

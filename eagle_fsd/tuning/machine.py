@@ -93,9 +93,9 @@ def _latency_of(path: Path, key: str) -> Latency | None:
         return None
     try:
         kept = Latency(*({int(at): float(value) for at, value in entry[name].items()} for name in ("base", "level")),
-                       float(entry["plain"]))
-        times = [*kept.base.values(), *kept.level.values(), kept.plain]
-        if len(entry) == 3 and 1 in kept.base and kept.level and all(0 <= time < math.inf for time in times) \
+                       *(float(entry[name]) for name in ("plain", "row", "plain_row")))
+        times = [*kept.base.values(), *kept.level.values(), kept.plain, kept.row, kept.plain_row]
+        if len(entry) == 5 and 1 in kept.base and kept.level and all(0 <= time < math.inf for time in times) \
                 and min(*kept.base.values(), kept.plain) > 0:
             return kept
     except (AttributeError, KeyError, TypeError, ValueError, OverflowError):

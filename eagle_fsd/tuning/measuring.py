@@ -8,6 +8,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 import transformers
@@ -27,6 +28,7 @@ log = logging.getLogger(__name__)
 MEASURED_NODES = (2, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 TOP_K = (1, 2, 3, 4)
 SHORT, LONG, WIDEST = 6, 14, 4  # levels, and top_k, of the measured trees
+ROWS, ROW_TREE = 4, TreeConfig(4, 2, 1)  # of the measured batch
 CONTEXT = 256  # tokens before the measured cycles
 LONG_CONTEXT = 1024  # tokens before the tree that attention implementations are compared with
 ROUNDS = 9
@@ -49,27 +51,38 @@ def measure(target: TargetModel, head: DraftHead, graphs: GraphCycles | None = N
         **{("short", top_k): cycle(TreeConfig(SHORT, SHORT, top_k)) for top_k in widths},
         **{("long", top_k): cycle(TreeConfig(SHORT, LONG, top_k)) for top_k in widths},
     }
-    if graphs is None:  # with graphs nothing stops at the root
-        parts["root", 1] = cycle(TreeConfig(2, 1, 1, least_reach=2.0))
+    if graphs is None:  # with graphs nothing stops at the root, and there are no batches
+        parts |= {("root", 1): cycle(TreeConfig(2, 1, 1, least_reach=2.0)),
+                  ("plain", ROWS): cycle(None, rows=ROWS), ("drafted", ROWS): cycle(ROW_TREE, rows=ROWS)}
     seconds = fastest(parts, target)
     steps = (max(0.0, seconds["long", k] - seconds["short", k]) / (LONG - SHORT) for k in widths)
     level = dict(zip(widths, itertools.accumulate(steps, max), strict=True))
     further = (SHORT - 1) * level[wide]
-    sizes = itertools.accumulate((seconds["nodes", count] - further for count in nodes), max,
-                                 initial=seconds["plain" if graphs else "root", 1])
-    return Latency(dict(zip([1, *nodes], sizes, strict=True)), level, seconds["plain", 1])
+    sizes = [seconds["plain" if graphs else "root", 1], *(seconds["nodes", count] - further for count in nodes)]
+    # None costs more than a larger one: where it seems so, it was disturbed.
+    least = list(itertools.accumulate(reversed(sizes), min))[::-1]
+    shared = Latency(dict(zip([1, *nodes], least, strict=True)), level, seconds["plain", 1])
+    return shared if graphs else _with_rows(shared, seconds["drafted", ROWS], seconds["plain", ROWS])
+
+
+def _with_rows(shared: Latency, drafted: float, plain: float) -> Latency:
+    """With what the rows of a batch add, from the seconds of its two cycles."""
+    tree = ROW_TREE
+    row = (drafted - shared.cycle(tree.nodes, tree.depth, tree.top_k, ROWS)) / (ROWS - 1)
+    plain_row = (plain - shared.plain_cycle(ROWS)) / (ROWS - 1)
+    return replace(shared, row=max(0.0, row), plain_row=max(0.0, plain_row))
 
 
 def _measured_cycle(
-    target: TargetModel, head: DraftHead, graphs: GraphCycles | None, tree: TreeConfig | None
+    target: TargetModel, head: DraftHead, graphs: GraphCycles | None, tree: TreeConfig | None, rows: int = 1
 ) -> Callable[[], object]:
-    """A cycle with this tree behind the context that all measurements have in common."""
+    """A cycle with this tree behind the context that all measurements have in common, for so many rows."""
     room = max(MEASURED_NODES) + LONG
     context = min(CONTEXT, (target.max_positions or CONTEXT + room) - room)
     if context < 4:
         raise ValueError(f"a target with {target.max_positions} positions has no room to measure its latency in")
     prompt = torch.randint(target.vocab_size, (context,), generator=torch.Generator().manual_seed(0)).tolist()
-    return same_cycle(greedy_decoder(target, head, prompt, tree, room, graphs))
+    return same_cycle(greedy_decoder(target, head, prompt, tree, room, graphs, rows))
 
 
 @torch.inference_mode()
@@ -90,25 +103,26 @@ def share_of(latency: Latency, target: TargetModel, head: DraftHead, graphs: Gra
 
 def greedy_decoder(
     target: TargetModel, head: DraftHead | None, prompt: Sequence[int], tree: TreeConfig | None, max_new_tokens: int,
-    graphs: GraphCycles | None = None,
+    graphs: GraphCycles | None = None, rows: int = 1,
 ) -> Decoder:
-    """Lossless greedy decoding of one prompt with always the same tree; None: without drafting."""
+    """Lossless greedy decoding of so many times the same prompt with always the same tree; None: without drafting."""
     batch = BatchSettings(lambda requests: Choice(tree))
-    settings = [RequestSettings(transformers.LogitsProcessorList(), seed=0, max_new_tokens=max_new_tokens)]
-    return Decoder(target, head if tree else None, [prompt], batch, settings, graphs=graphs)
+    settings = RequestSettings(transformers.LogitsProcessorList(), seed=0, max_new_tokens=max_new_tokens)
+    return Decoder(target, head if tree else None, [prompt] * rows, batch, [settings] * rows, graphs=graphs)
 
 
 def same_cycle(decoder: Decoder) -> Callable[[], object]:
     """A cycle from the same state each time, behind three tokens that the draft has yet to read."""
     decoder.prefill()
-    (request,), forwards, length = decoder.requests, decoder.forwards, decoder.forwards.cache.length
-    said = list(request.tokens)
-    features = None if decoder.head is None else request.features[-1:].expand(3, -1)  # what they hold takes no time
+    forwards, length = decoder.forwards, decoder.forwards.cache.length
+    before = [(request, list(request.tokens), None if decoder.head is None else request.features[-1:].expand(3, -1))
+              for request in decoder.requests]  # what features hold takes no time
 
     def once() -> None:
-        if features is not None:
+        if decoder.head is not None:
             forwards.draft_cache.truncate(length - 3)
-        request.features, request.tokens = features, list(said)
+        for request, said, features in before:
+            request.features, request.tokens = features, list(said)
         decoder.step()
         forwards.cache.truncate(length)
 
