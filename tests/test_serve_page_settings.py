@@ -7,11 +7,13 @@ import pytest
 from tiny import tiny_chat_pair
 
 import eagle_fsd
-from eagle_fsd.acceptance import RULES
+from eagle_fsd.acceptance import RULES, make_rule
 from eagle_fsd.serve.app import Service
 
 gradio = pytest.importorskip("gradio")
-from eagle_fsd.serve.page import WAITING, Page, build, nothing_said, settings_of, stopped  # noqa: E402, it needs gradio
+from eagle_fsd.serve.page import (  # noqa: E402, it needs gradio
+    WAITING, Page, build, dial_end, nothing_said, settings_of, stopped,
+)
 
 
 @pytest.mark.parametrize(("defaults", "shown"), [
@@ -34,6 +36,13 @@ def test_whatever_the_server_was_started_with_is_among_the_settings(defaults, sh
     for part in parts:  # what the page sends as it stands
         assert part.preprocess(part.value) == part.value
     assert len(parts) == 4
+
+
+@pytest.mark.parametrize("rule", [*RULES, "fsd+fly", "regret+relaxed"])
+def test_the_dial_ends_where_the_rule_allows(rule):
+    end = dial_end(rule)
+    assert make_rule(rule, end).threshold == end and (end > 0) == (rule != "exact")
+    assert dial_end("regret") > dial_end("fsd") == 1.0
 
 
 @pytest.fixture(scope="module")

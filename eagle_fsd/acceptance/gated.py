@@ -48,6 +48,10 @@ class Gated(Rule):
         return self.rule.threshold_limit
 
     @property
+    def threshold_scale(self) -> float:
+        return self.rule.threshold_scale
+
+    @property
     def reads_draft(self) -> bool:
         return any(part.reads_draft for part in self.parts)
 

@@ -27,6 +27,7 @@ class Lenience(FuzzyRule):
     """
 
     name: ClassVar[str] = "lenience"
+    threshold_scale: ClassVar[float] = 3.0
     reads_draft: ClassVar[bool] = False
     looks_ahead: ClassVar[bool] = False
 

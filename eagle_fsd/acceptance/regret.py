@@ -33,6 +33,7 @@ class Regret(GatingRule):
     looks_ahead: ClassVar[bool] = True  # not ahead but back: a node alone has no path
     knows_kl: ClassVar[bool] = False  # which steps above are fuzzy depends on the noise
     threshold_limit: ClassVar[tuple[float, bool]] = (math.inf, True)
+    threshold_scale: ClassVar[float] = 50.0
 
     most: int = field(default=2, kw_only=True)
 

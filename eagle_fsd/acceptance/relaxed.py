@@ -29,6 +29,7 @@ class Relaxed(GatingRule):
     name: ClassVar[str] = "relaxed"
     reads_draft: ClassVar[bool] = False
     gate_default: ClassVar[float] = 0.6
+    threshold_scale: ClassVar[float] = 4.0
     siblings: ClassVar[tuple[str, ...]] = ("target", "longest")
 
     top: int = field(default=10, kw_only=True)

@@ -27,6 +27,7 @@ class Rule(ABC):
 
     name: ClassVar[str]
     threshold_limit: ClassVar[tuple[float, bool]] = (math.inf, False)  # upper end, and whether it is accepted
+    threshold_scale: ClassVar[float] = 1.0  # hardly anyone wants more: where a slider ends
     reads_draft: ClassVar[bool] = True  # whether it looks at the draft's distribution, and not at the tree alone
     knows_kl: ClassVar[bool] = True  # whether decisions carry the KL of their law when sampling
     looks_ahead: ClassVar[bool] = True  # whether a node's decision depends on more than its children and its logits

@@ -44,6 +44,7 @@ class Tilt(FuzzyRule):
     name: ClassVar[str] = "tilt"
     reads_draft: ClassVar[bool] = False
     threshold_limit: ClassVar[tuple[float, bool]] = (1000.0, True)
+    threshold_scale: ClassVar[float] = 4.0
 
     max_regret: float = field(default=2.0, kw_only=True)
 

@@ -101,7 +101,7 @@ def _step_alone(node: int, here: Verification, decision: Decision) -> Step:
     return Step(
         node, token, token == here.exact_choice.item(),
         math.nan if decision.divergence is None else decision.divergence.item(),
-        raw.log_softmax(-1)[token].item(), raw.amax().item() - raw[token].item(), drawn, warped.amax().item() - drawn,
+        (raw[token] - raw.logsumexp(-1)).item(), raw.amax().item() - raw[token].item(), drawn, warped.amax().item() - drawn,
     )
 
 

@@ -231,10 +231,17 @@ def settings_of(defaults: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     heat, length = float(defaults.get("temperature", 0.0)), int(defaults.get("max_new_tokens", 256))
     return {
         "rule": {"value": rule, "choices": [*RULES, *([] if rule in RULES else [rule])]},
-        "dial": {"value": dial, "minimum": 0, "maximum": max(1, dial), "step": 0.01},
+        "dial": {"value": dial, "minimum": 0, "maximum": max(dial_end(rule), dial), "step": 0.01},
         "temperature": {"value": heat, "minimum": 0, "maximum": max(1.5, heat), "step": 0.05},
         "length": {"value": length, "minimum": min(16, length), "maximum": max(LONGEST_ANSWER, length), "step": 1},
     }
+
+
+def dial_end(rule: str) -> float:
+    """Where the dial of a rule, or of the first of several, ends."""
+    kind = RULES[rule.split("+")[0]]
+    limit, included = kind.threshold_limit
+    return min(kind.threshold_scale, limit if included else limit - 0.01)
 
 
 def nothing_said() -> dict:
@@ -264,6 +271,9 @@ def build(service: Service) -> gradio.Blocks:
                 beside = gradio.Checkbox(label="Side by side with exact",
                                          info="Both answer at once; words that differ are marked.")
                 gradio.HTML(LEGEND)
+        # A dial means something else under each rule: it starts at a third of the new one's way.
+        rule.input(lambda name: gradio.Slider(maximum=max(dial_end(name), 0.01), value=round(dial_end(name) * 0.3, 2)),
+                   rule, dial, api_visibility="private", show_progress="hidden")
         inputs, outputs = [asked, said, rule, dial, temperature, length, beside], [asked, shown, said]
         running = gradio.on([send.click, asked.submit], page.answer, inputs, outputs, api_visibility="private",
                             show_progress="hidden", concurrency_limit=None)
