@@ -53,7 +53,7 @@ class BenchmarkArguments:
         per_category: only the first questions of each category.
         max_new_tokens: of a turn.
         temperature: 0 is greedy.
-        run_code: allow the generated programs of HumanEval and MBPP to be run, to grade them.
+        run_code: allow the generated programs of HumanEval and MBPP to be run, to grade them; else they are not graded.
         warm_up: questions that are answered once unmeasured.
         threads: of torch; without it what OMP_NUM_THREADS says, or torch.
         seed: of the noise.
@@ -121,11 +121,13 @@ def record_of(answers: Sequence[Answer], question: Question, run_code: bool) -> 
     """What is kept of a method's answers to a question's turns."""
     outputs = [answer.output for answer in answers if answer.output]
     sources = [receipt.source for output in outputs for receipt in output.receipts]
+    graded = question.category not in CODE or run_code
     return {
         "turns": [answer.text for answer in answers], "tokens": sum(len(answer.token_ids) for answer in answers),
         "ids": [answer.token_ids for answer in answers], "seconds": sum(answer.seconds for answer in answers),
         "emitted": [length + 1 for output in outputs for length in output.stats.accepted_lengths],
-        "fuzzy": sources.count("fuzzy"), "right": is_right(question, answers[-1].text, run_code=run_code),
+        "fuzzy": sources.count("fuzzy"),
+        "right": is_right(question, answers[-1].text, run_code=run_code) if graded else None,
     }
 
 
@@ -235,8 +237,6 @@ def run(args: BenchmarkArguments) -> None:
     if not by_batch and args.out is None:
         raise ValueError("--out is missing: where the record goes, such as eval/results/mt-bench")
     questions = chosen_questions(args.questions, args.per_category)
-    if any(question.category in CODE for question in questions) and not args.run_code:
-        raise ValueError("grading HumanEval and MBPP runs generated programs; allow it with --run-code")
     model = args.pair.load()
     if by_batch:
         run_batches(args, model, args.out or Path("eval/results/batches"))
@@ -261,7 +261,7 @@ def run_questions(args: BenchmarkArguments, model: eagle_fsd.EagleModel, questio
     methods = methods_of(model, args.tree, args.fsd, args.tilt, args.temperature, args.seed)
     about = {"questions": fingerprint(questions), "target": model.target.digest(), "methods": list(methods),
              "dtype": str(model.target.dtype), "temperature": args.temperature, "seed": args.seed,
-             "max_new_tokens": args.max_new_tokens, "tree": model.tree_name(args.tree)}
+             "max_new_tokens": args.max_new_tokens, "tree": model.tree_name(args.tree), "run_code": args.run_code}
     log = record_path(out, ".answers.jsonl")
     with only_writer(log):
         found = answer_all(methods, questions, log, about, max_new_tokens=args.max_new_tokens, run_code=args.run_code,

@@ -8,6 +8,7 @@ from tiny import PROMPT, tiny_chat_pair
 
 import eagle_fsd
 from eagle_fsd.cli.arguments import Loading
+from eagle_fsd.data.questions import Question
 from eagle_fsd.experiments.methods import Answer, engine, hf_generate, interleaved
 from eagle_fsd.experiments.records import environment, record_path, shown, write_record
 from eval import benchmark, profile
@@ -116,13 +117,14 @@ def test_a_benchmark_of_nothing_is_refused_before_loading(more, said, tmp_path, 
     assert said.format(path) in capsys.readouterr().err
 
 
-def test_programs_are_run_only_by_leave(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(Loading, "load", lambda self: pytest.fail("loaded"))
-    path = tmp_path / "humaneval.jsonl"
-    path.write_text(json.dumps({"task_id": "HumanEval/0", "prompt": "def f():\n", "test": "def check(f): pass",
-                                "entry_point": "f"}))
-    assert benchmark.main(["--questions", str(path), "--out", str(tmp_path / "x")]) == 2
-    assert "--run-code" in capsys.readouterr().err
+@pytest.mark.parametrize("leave", [False, True])
+def test_programs_are_run_only_by_leave(leave, monkeypatch):
+    ran = []
+    monkeypatch.setattr("eagle_fsd.experiments.grading.passes", lambda *_: ran.append(1) or True)
+    question = Question("H/0", "humaneval", ("def f():\n",), tests="def check(f): pass")
+    answer = Answer("text", [1, 2], 0.5)
+    assert benchmark.record_of([answer], question, leave)["right"] is (True if leave else None)
+    assert bool(ran) == leave
 
 
 def test_the_first_questions_of_each_category_are_chosen(tmp_path):
