@@ -122,7 +122,7 @@ def test_programs_are_run_only_by_leave(leave, monkeypatch):
     ran = []
     monkeypatch.setattr("eagle_fsd.experiments.grading.passes", lambda *_: ran.append(1) or True)
     question = Question("H/0", "humaneval", ("def f():\n",), tests="def check(f): pass")
-    answer = Answer("text", [1, 2], 0.5)
+    answer = Answer(0.5, [1, 2], "text")
     assert benchmark.record_of([answer], question, leave)["right"] is (True if leave else None)
     assert bool(ran) == leave
 
