@@ -196,6 +196,26 @@ def test_grouped_is_stock_sdpa_bit_by_bit(mask):
         assert torch.equal(ours, call(stock_attention, query, key, value, given, scaling=0.3))
 
 
+@pytest.mark.parametrize("heads", [(6, 2), (4, 1), (4, 4)], ids=str)
+@pytest.mark.parametrize("nodes", [1, 5])
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_ragged_rows_are_stock_sdpa_up_to_rounding(dtype, nodes, heads):
+    """Of float32 bit by bit; heads that stand side by side as positions see what each saw."""
+    torch.manual_seed(nodes)
+    query = torch.randn(3, heads[0], nodes, 16).to(dtype)
+    key, value = (torch.randn(3, heads[1], 40, 16).to(dtype) for _ in range(2))
+    seen = torch.rand(3, 1, nodes, 40) < 0.6
+    seen[..., 0] = True
+    for mask in (seen, torch.where(seen, 0.0, -torch.inf).to(dtype)):
+        ours, stock = (call(function, query, key, value, mask, scaling=0.3)
+                       for function in (grouped_attention, stock_attention))
+        if dtype == torch.float32:
+            assert torch.equal(ours, stock)
+        else:
+            assert_close(ours, stock)
+            assert_close(ours, slow_attention(query, key, value, seen[:, 0], 0.3, None, None))
+
+
 # Families ----------------------------------------------------------------------------------------------------
 
 OWN_CLASS = {"falcon", "gptj"}  # choose their attention in their own way
