@@ -302,7 +302,7 @@ def load(
         trust_remote_code=trust_remote_code,
     )
     pair = EagleModel.from_parts(model, head, tokenizer)
-    _set_attention(pair.target, attn_implementation)
+    set_attention(pair.target, attn_implementation)
     pair.calibrations, pair.judge = calibrations, judge
     if prepack:
         pair.prepack()
@@ -321,8 +321,11 @@ def load(
     return pair
 
 
-def _set_attention(target: TargetModel, wanted: str | None) -> None:
-    """Switch the target to the attention that `load` was asked for; where it cannot serve it, say why not."""
+def set_attention(target: TargetModel, wanted: str | None) -> None:
+    """Switch the target to the attention that `load` was asked for; where it cannot serve it, say why not.
+
+    None: what is faster on its device and computes the same.
+    """
     config, level = target.config, logging.WARNING
     if wanted is None and target.device.type == "cpu" and config._attn_implementation == "sdpa":
         key_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads

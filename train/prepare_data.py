@@ -27,7 +27,7 @@ from eagle_fsd.data.files import only_writer
 from eagle_fsd.data.gguf import target_source
 from eagle_fsd.models.loading import check_dtype, load_target
 from eagle_fsd.options import SamplingOptions
-from eagle_fsd.pair import EagleModel
+from eagle_fsd.pair import EagleModel, set_attention
 from train.data.chat_mask import check_tokenizer
 from train.data.encoding import encode_dataset
 from train.data.regeneration import Respondent, regenerate, self_prompted
@@ -139,6 +139,7 @@ def regenerated(
         model = eagle_fsd.load(place, arguments.draft, dtype=arguments.dtype, trust_remote_code=trusted)
     else:
         model = EagleModel.from_parts(load_target(place, dtype=arguments.dtype, trust_remote_code=trusted)[0], None)
+        set_attention(model.target, None)
     model.tokenizer = tokenizer
     model.prepack()
     store = store_of(arguments)
