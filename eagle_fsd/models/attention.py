@@ -50,7 +50,7 @@ def grouped_attention(
         attention_mask = attention_mask[..., : key.shape[2]]
         return _by_position(_joined(query, key, value, attention_mask, scale, softcap, s_aux)), None
     merges = query.shape[0] > 1 and query.shape[2] == 1 and query.dtype in HALF
-    stock = attention_mask is None or (query.shape[2] == 1 and not merges) or query.shape[1] == key.shape[1]
+    stock = not merges and (attention_mask is None or query.shape[2] == 1) or query.shape[1] == key.shape[1]
     more = any(options.get(name) is not None for name in ("position_bias", "cache"))
     if stock or more or query.requires_grad or query.device.type != "cpu":
         return stock_attention(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **options)
