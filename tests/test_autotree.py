@@ -172,6 +172,30 @@ def test_replayed_stopping_equals_real_stopping(pair):
     assert deepest
 
 
+@pytest.mark.parametrize("options", [{}, {"least_reach": 0.4, "least_probability": 0.05}], ids=str)
+def test_a_replayed_batch_equals_a_real_one(pair, options):
+    """Rows share levels and number of nodes: both go by their mean."""
+    tree, sizes = TreeConfig(10, 4, 3, **options), set()
+    for start in range(0, 18, 3):
+        noted, seen = CycleLog(make_rule("exact")), []
+
+        def rule(verification, seen=seen):
+            seen.append(verification.tree)
+            return make_rule("exact")(verification)
+
+        batch, first = prompts(18)[start : start + 3], []
+        for prompt in batch:
+            before = len(noted.cycles)
+            eagle_fsd.generate(prompt, pair, acceptance=noted, tree=TreeConfig(64, 12, 4), max_new_tokens=14)
+            first.append(noted.cycles[before])
+        real = eagle_fsd.generate(batch, pair, acceptance=rule, tree=tree, max_new_tokens=14)
+        tokens, verified, _ = Replay(first, None, tree.top_k).run(tree, np.array([tree.total_tokens]), rows=3)
+        assert tokens.item() == pytest.approx(np.mean([1 + own.stats.accepted_lengths[0] for own in real]))
+        assert verified.item() == seen[0].tokens.shape[1]
+        sizes.add(verified.item())
+    assert (len(sizes) > 1) == bool(options)
+
+
 def test_a_pause_comes_when_drafting_does_not_pay_and_grows():
     pause, drafted = Pause(), []
     for _ in range(400):

@@ -26,24 +26,39 @@ class Replay:
         counts = np.array(nodes or [tree.total_tokens])
         flat = np.array([latency.cycle(size, 1, self.top_k, rows) for size in range(max(counts) + 1)])
         level = latency.cycle(1, 2, self.top_k, rows) - flat[1]
-        tokens, verified, levels = self.run(tree, counts)
+        tokens, verified, levels = self.run(tree, counts, rows)
         return tokens.sum(0) / (flat[verified] + level * (levels - 1)[:, None]).sum(0)
 
-    def run(self, tree: TreeConfig, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Tokens and verified nodes [cycles, counts], and drafted levels [cycles]."""
+    def run(self, tree: TreeConfig, counts: np.ndarray, rows: int = 1) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Tokens of a row and its verified nodes [cycles, counts], and drafted levels [cycles].
+
+        Several rows are cycles drawn at random: as in `grow_tree`, the stopping rules go by their mean.
+        """
         tokens, verified, levels = [], [], []
         least = math.log(tree.least_probability) if tree.least_probability else -math.inf
-        for depths, scores, accepted, reach in self.cycles:
+        for group in self._groups(rows):
+            reach = np.mean([cycle[3] for cycle in group], 0)
             weak = np.flatnonzero(reach[: tree.depth] < tree.least_reach) if tree.least_reach else ()
             depth = int(weak[0]) + 1 if len(weak) else tree.depth  # levels that were scored
             drafted = not (len(weak) and weak[0] == 0)
-            inside = (depths <= depth) & (scores >= least) if drafted else np.zeros(len(depths), bool)
-            taken = np.concatenate([[0], accepted[inside].cumsum()])  # in the order of scores
-            kept = np.minimum(counts - 1, len(taken) - 1)
-            tokens.append(1 + taken[kept])
-            verified.append(1 + kept)
+            inside = [cycle[0] <= depth if drafted else np.zeros(len(cycle[0]), bool) for cycle in group]
+            likely = [(cycle[1][own] >= least).sum() for cycle, own in zip(group, inside, strict=True)]
+            most = np.minimum(counts - 1, math.ceil(np.mean(likely)))
+            taken = [np.concatenate([[0], cycle[2][own].cumsum()])  # in the order of scores
+                     for cycle, own in zip(group, inside, strict=True)]
+            tokens.append(np.mean([1 + own[np.minimum(most, len(own) - 1)] for own in taken], 0))
+            verified.append(1 + most)
             levels.append(depth if drafted else 1)
         return np.array(tokens), np.array(verified), np.array(levels)
+
+    def _groups(self, rows: int) -> list[list[tuple[np.ndarray, ...]]]:
+        """The cycles, each in one group of so many."""
+        if rows == 1:
+            return [[cycle] for cycle in self.cycles]
+        order = np.random.default_rng(0).permutation(len(self.cycles))
+        each = min(rows, len(order))
+        return [[self.cycles[at] for at in order[start : start + each]]
+                for start in range(0, len(order) - each + 1, each)]
 
 
 def _scored(cycle: LoggedCycle, knots: list[np.ndarray] | None, top_k: int) -> tuple[np.ndarray, ...]:
@@ -68,5 +83,5 @@ def _scored(cycle: LoggedCycle, knots: list[np.ndarray] | None, top_k: int) -> t
         expanded = set(frontier)
         reach.append(np.exp(scores[frontier]).sum())
     order = [n for n in np.argsort(-scores, kind="stable") if reached[n]]
-    reach += [0.0] * LOGGED_TREE.depth
-    return depths[order], scores[order], np.array(cycle.accepted, float)[order], np.array(reach)
+    reach = np.pad(reach, (0, max(0, LOGGED_TREE.depth - len(reach))))
+    return depths[order], scores[order], np.array(cycle.accepted, float)[order], reach
