@@ -23,6 +23,7 @@ from .replay import Replay
 log = logging.getLogger(__name__)
 TRIED_NODES = (2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 64)
 REACHES = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6)
+WORTH = 1.1  # what a batch has to gain: where drafting fails after all, every row of it has to catch up to try again
 PROBABILITIES = (0.01, 0.03, 0.06, 0.1, 0.15, 0.2, 0.3)
 
 
@@ -46,7 +47,8 @@ def choose(cycles: Sequence[LoggedCycle], latency: Latency, *, stopping: bool = 
     plain = latency.plain_cycle(rows)
     log.info("tree for %d logged cycles in batches of %d: %s, %.1f tokens/s expected, %.1f plainly", len(cycles), rows,
              describe_tree(tree), rows * rate, rows / plain)
-    return Choice(tree if rate * plain > 1 else None, rate, cost_of(tree, latency, rows))
+    worth = 1.0 if rows == 1 else WORTH
+    return Choice(tree if rate * plain > worth else None, rate, cost_of(tree, latency, rows))
 
 
 def choose_steady(cycles: Sequence[LoggedCycle], latency: Latency, rows: Sequence[int]) -> TreeConfig:
