@@ -12,7 +12,13 @@ from eagle_fsd.serve.app import Service
 
 gradio = pytest.importorskip("gradio")
 from eagle_fsd.serve.page import (  # noqa: E402, it needs gradio
-    WAITING, Page, build, dial_end, nothing_said, settings_of, stopped,
+    WAITING,
+    Page,
+    build,
+    dial_end,
+    nothing_said,
+    settings_of,
+    stopped,
 )
 
 

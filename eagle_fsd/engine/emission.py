@@ -101,7 +101,8 @@ def _step_alone(node: int, here: Verification, decision: Decision) -> Step:
     return Step(
         node, token, token == here.exact_choice.item(),
         math.nan if decision.divergence is None else decision.divergence.item(),
-        (raw[token] - raw.logsumexp(-1)).item(), raw.amax().item() - raw[token].item(), drawn, warped.amax().item() - drawn,
+        (raw[token] - raw.logsumexp(-1)).item(), raw.amax().item() - raw[token].item(), drawn,
+        warped.amax().item() - drawn,
     )
 
 
