@@ -112,7 +112,7 @@ def decode_batch(
                   session=session, graphs=model.graphs)
     for output in answers:
         if trees[-1] is None and output.stats.undrafted == output.stats.target_forwards:
-            output.stats.plain_because = "no tree is expected to be faster than plain decoding"
+            output.stats.plain_because = "no tree is expected to be sufficiently faster than plain decoding"
     return answers
 
 

@@ -13,6 +13,7 @@ come, in OUT.answers.jsonl: a run that was stopped goes on with the questions th
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -115,6 +116,11 @@ def chosen_questions(paths: Iterable[Path], per_category: int | None) -> list[Qu
         if per_category is None or counts[question.category] <= per_category:
             chosen.append(question)
     return chosen
+
+
+def has_code(questions: Sequence[Question]) -> bool:
+    """Whether answers to some of them are programs."""
+    return any(question.category in CODE for question in questions)
 
 
 def record_of(answers: Sequence[Answer], question: Question, run_code: bool) -> dict:
@@ -237,6 +243,8 @@ def run(args: BenchmarkArguments) -> None:
     if not by_batch and args.out is None:
         raise ValueError("--out is missing: where the record goes, such as eval/results/mt-bench")
     questions = chosen_questions(args.questions, args.per_category)
+    if has_code(questions) and not args.run_code:
+        logging.getLogger("eval.benchmark").warning("programs are not graded: --run-code allows them to be run")
     model = args.pair.load()
     if by_batch:
         run_batches(args, model, args.out or Path("eval/results/batches"))
@@ -261,7 +269,8 @@ def run_questions(args: BenchmarkArguments, model: eagle_fsd.EagleModel, questio
     methods = methods_of(model, args.tree, args.fsd, args.tilt, args.temperature, args.seed)
     about = {"questions": fingerprint(questions), "target": model.target.digest(), "methods": list(methods),
              "dtype": str(model.target.dtype), "temperature": args.temperature, "seed": args.seed,
-             "max_new_tokens": args.max_new_tokens, "tree": model.tree_name(args.tree), "run_code": args.run_code}
+             "max_new_tokens": args.max_new_tokens, "tree": model.tree_name(args.tree),
+             "code_graded": args.run_code and has_code(questions)}
     log = record_path(out, ".answers.jsonl")
     with only_writer(log):
         found = answer_all(methods, questions, log, about, max_new_tokens=args.max_new_tokens, run_code=args.run_code,

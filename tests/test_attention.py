@@ -206,7 +206,8 @@ def test_ragged_rows_are_stock_sdpa_up_to_rounding(dtype, nodes, heads):
     key, value = (torch.randn(3, heads[1], 40, 16).to(dtype) for _ in range(2))
     seen = torch.rand(3, 1, nodes, 40) < 0.6
     seen[..., 0] = True
-    for mask in (seen, torch.where(seen, 0.0, -torch.inf).to(dtype), *([None] if nodes == 1 else [])):
+    each_head = seen.expand(-1, heads[0], -1, -1).contiguous()
+    for mask in (seen, torch.where(seen, 0.0, -torch.inf).to(dtype), each_head, *([None] if nodes == 1 else [])):
         ours, stock = (call(function, query, key, value, mask, scaling=0.3)
                        for function in (grouped_attention, stock_attention))
         if dtype == torch.float32:

@@ -196,6 +196,14 @@ def test_a_replayed_batch_equals_a_real_one(pair, options):
     assert (len(sizes) > 1) == bool(options)
 
 
+def test_logs_deeper_than_ours_are_replayed_in_batches():
+    chains = [LoggedCycle(list(range(-1, depth - 1)), [0] * depth, [-0.1] * depth, [True] * depth) for depth in (20, 3)]
+    tokens, _, _ = Replay(chains, None, 1).run(TreeConfig(30, 16, 1), np.array([30]), rows=2)
+    assert tokens.item() == (17 + 4) / 2
+    fewer = TreeConfig(30, 16, 1, least_probability=0.01)
+    assert Replay(chains, None, 1).run(fewer, np.array([30]), rows=2)[0].item() == (1 + 10 + 4) / 2  # half of 16 + 3
+
+
 def test_a_pause_comes_when_drafting_does_not_pay_and_grows():
     pause, drafted = Pause(), []
     for _ in range(400):
@@ -318,13 +326,14 @@ def test_a_steady_tree_pays_for_all_numbers_of_rows(cycles):
     rows, found = [1, 2, 4, 6], trees.steady(6)
     assert not found.least_reach and not found.least_probability
 
+    replays = {top_k: Replay(cycles, found.confidence, top_k) for top_k in (1, 2, 3, 4)}
+
     def mean(tree: TreeConfig) -> float:
-        replay = Replay(cycles, fit_confidence(cycles), tree.top_k)
-        return float(np.prod([replay.rate(tree, latency, rows=count)[0] for count in rows]))
+        return float(np.prod([replays[tree.top_k].rate(tree, latency, rows=count)[0] for count in rows]))
 
     every = [replace(found, total_tokens=nodes, depth=depth, top_k=top_k)
-             for nodes in TRIED_NODES for depth in range(1, 17) for top_k in (1, 2, 3, 4)]
-    assert mean(found) == pytest.approx(max(map(mean, every)))
+             for nodes in TRIED_NODES[::3] for depth in range(1, 17, 3) for top_k in (1, 2, 3, 4)]
+    assert mean(found) >= max(map(mean, every)) - 1e-12
     assert found.total_tokens < trees.steady(1).total_tokens
     assert AutoTree([], latency, stopping=True).steady(4) == CPU_TREE
 

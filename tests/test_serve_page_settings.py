@@ -16,6 +16,7 @@ from eagle_fsd.serve.page import (  # noqa: E402, it needs gradio
     Page,
     build,
     dial_end,
+    dial_of,
     nothing_said,
     settings_of,
     stopped,
@@ -29,6 +30,7 @@ from eagle_fsd.serve.page import (  # noqa: E402, it needs gradio
     ({"max_new_tokens": 4}, ("fsd", 0.3, 0.0, 4)),
     ({"acceptance": "regret", "threshold": 20.0}, ("regret", 20.0, 0.0, 256)),
     ({"acceptance": "fsd+fly", "threshold": 0.5}, ("fsd+fly", 0.5, 0.0, 256)),
+    ({"acceptance": "exact", "threshold": 0.0}, ("exact", 0.0, 0.0, 256)),
     ({"threshold": float("inf")}, ("fsd", 1e6, 0.0, 256)),
 ])
 def test_whatever_the_server_was_started_with_is_among_the_settings(defaults, shown):
@@ -49,6 +51,10 @@ def test_the_dial_ends_where_the_rule_allows(rule):
     end = dial_end(rule)
     assert make_rule(rule, end).threshold == end and (end > 0) == (rule != "exact")
     assert dial_end("regret") > dial_end("fsd") == 1.0
+    settings = settings_of({"acceptance": "regret", "threshold": 80.0})
+    found = dial_of(rule, settings)
+    assert 0 <= found["value"] <= found["maximum"] > 0
+    assert dial_of("regret", settings) == {"maximum": 80.0, "value": 80.0}
 
 
 @pytest.fixture(scope="module")

@@ -57,6 +57,8 @@ def grouped_attention(
     shape = query.shape
     if merges:
         query = query.reshape(shape[0], key.shape[1], -1, shape[3])  # [B, K, G, D]
+        if attention_mask is not None and attention_mask.shape[1] > 1:  # a mask of each head
+            attention_mask = attention_mask.reshape(*query.shape[:3], -1)
     out = nn.functional.scaled_dot_product_attention(
         query, key, value, attn_mask=attention_mask, dropout_p=dropout, scale=scaling, enable_gqa=not merges
     )

@@ -18,6 +18,7 @@ from ..pair import EagleModel
 from ..prompts import encode_prompt
 from ..settings import check_tree, resolve
 from ..trees.config import TreeConfig
+from ..tuning.choice import describe_tree
 from .jobs import Job
 from .room import Room, positions_that_fit
 from .rows import EngineStats, Rows, nodes_of
@@ -42,9 +43,9 @@ class Engine:
         prefill_chunk: tokens of prompts that are read between two cycles.
         prefixes: recent texts whose caches are kept for prompts that begin alike (0: none); they take at most half as
             much room again as `max_tokens`.
-        tree: the draft tree of every request. None: fuzzy requests, whose text depends on it, all get one that pays on
-            the whole with 1 to `max_rows` rows, without stopping rules; lossless ones what pays for the number of
-            rows, also none.
+        tree: the draft tree of every request. None: fuzzy requests, whose text depends on it, all get the one with the
+            best mean over 1 to `max_rows` rows by the pair's logs, without stopping rules; lossless ones what pays for
+            the number of rows, also none.
 
     Attributes:
         tree: of fuzzy requests.
@@ -71,6 +72,7 @@ class Engine:
             raise ValueError(f"the tree of an engine must not stop early, as that depends on other rows: {tree!r}")
         self.model, self.max_waiting = model, max_waiting
         self.tree = check_tree(tree or steady_tree(model, max_rows), model)
+        log.info("fuzzy requests are drafted with %s", describe_tree(self.tree))
         nodes = nodes_of(model, self.tree)
         if max_tokens is None:
             max_tokens = positions_that_fit(model, max_rows, nodes)

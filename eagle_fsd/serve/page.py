@@ -231,7 +231,7 @@ def settings_of(defaults: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     heat, length = float(defaults.get("temperature", 0.0)), int(defaults.get("max_new_tokens", 256))
     return {
         "rule": {"value": rule, "choices": [*RULES, *([] if rule in RULES else [rule])]},
-        "dial": {"value": dial, "minimum": 0, "maximum": max(dial_end(rule), dial), "step": 0.01},
+        "dial": {"value": dial, "minimum": 0, "maximum": max(dial_end(rule), dial, 0.01), "step": 0.01},
         "temperature": {"value": heat, "minimum": 0, "maximum": max(1.5, heat), "step": 0.05},
         "length": {"value": length, "minimum": min(16, length), "maximum": max(LONGEST_ANSWER, length), "step": 1},
     }
@@ -242,6 +242,13 @@ def dial_end(rule: str) -> float:
     kind = RULES[rule.split("+")[0]]
     limit, included = kind.threshold_limit
     return min(kind.threshold_scale, limit if included else limit - 0.01)
+
+
+def dial_of(rule: str, settings: Mapping[str, dict[str, Any]]) -> dict[str, float]:
+    """The dial of a rule that was chosen: the server's own, else a third of the way, as each means another thing."""
+    if rule == settings["rule"]["value"]:
+        return {name: settings["dial"][name] for name in ("maximum", "value")}
+    return {"maximum": max(dial_end(rule), 0.01), "value": round(dial_end(rule) * 0.3, 2)}
 
 
 def nothing_said() -> dict:
@@ -271,9 +278,8 @@ def build(service: Service) -> gradio.Blocks:
                 beside = gradio.Checkbox(label="Side by side with exact",
                                          info="Both answer at once; words that differ are marked.")
                 gradio.HTML(LEGEND)
-        # A dial means something else under each rule: it starts at a third of the new one's way.
-        rule.input(lambda name: gradio.Slider(maximum=max(dial_end(name), 0.01), value=round(dial_end(name) * 0.3, 2)),
-                   rule, dial, api_visibility="private", show_progress="hidden")
+        rule.input(lambda name: gradio.Slider(**dial_of(name, settings)), rule, dial, api_visibility="private",
+                   show_progress="hidden")
         inputs, outputs = [asked, said, rule, dial, temperature, length, beside], [asked, shown, said]
         running = gradio.on([send.click, asked.submit], page.answer, inputs, outputs, api_visibility="private",
                             show_progress="hidden", concurrency_limit=None)

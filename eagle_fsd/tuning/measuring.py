@@ -59,8 +59,8 @@ def measure(target: TargetModel, head: DraftHead, graphs: GraphCycles | None = N
     level = dict(zip(widths, itertools.accumulate(steps, max), strict=True))
     further = (SHORT - 1) * level[wide]
     sizes = [seconds["plain" if graphs else "root", 1], *(seconds["nodes", count] - further for count in nodes)]
-    # None costs more than a larger one: where it seems so, it was disturbed.
-    least = list(itertools.accumulate(reversed(sizes), min))[::-1]
+    # None costs more than a larger one, nor less than a cycle without drafting: where it seems so, it was disturbed.
+    least = [max(seconds["plain", 1], size) for size in itertools.accumulate(reversed(sizes), min)][::-1]
     shared = Latency(dict(zip([1, *nodes], least, strict=True)), level, seconds["plain", 1])
     return shared if graphs else _with_rows(shared, seconds["drafted", ROWS], seconds["plain", ROWS])
 

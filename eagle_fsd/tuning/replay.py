@@ -43,7 +43,8 @@ class Replay:
             drafted = not (len(weak) and weak[0] == 0)
             inside = [cycle[0] <= depth if drafted else np.zeros(len(cycle[0]), bool) for cycle in group]
             likely = [(cycle[1][own] >= least).sum() for cycle, own in zip(group, inside, strict=True)]
-            most = np.minimum(counts - 1, math.ceil(np.mean(likely)))
+            shared = math.ceil(np.mean(likely)) if tree.least_probability else max(likely)
+            most = np.minimum(counts - 1, shared)
             taken = [np.concatenate([[0], cycle[2][own].cumsum()])  # in the order of scores
                      for cycle, own in zip(group, inside, strict=True)]
             tokens.append(np.mean([1 + own[np.minimum(most, len(own) - 1)] for own in taken], 0))
@@ -83,5 +84,5 @@ def _scored(cycle: LoggedCycle, knots: list[np.ndarray] | None, top_k: int) -> t
         expanded = set(frontier)
         reach.append(np.exp(scores[frontier]).sum())
     order = [n for n in np.argsort(-scores, kind="stable") if reached[n]]
-    reach = np.pad(reach, (0, max(0, LOGGED_TREE.depth - len(reach))))
+    reach = np.array(reach + [0.0] * LOGGED_TREE.depth)[: LOGGED_TREE.depth]
     return depths[order], scores[order], np.array(cycle.accepted, float)[order], reach
