@@ -37,7 +37,7 @@ def grouped_attention(
 
     The kernel is the same on a CPU, and so is every bit of the result. On CUDA no kernel but the slow one does that.
     In half precision the kernel converts all keys for each head: where a batch decodes single tokens, the heads that
-    share keys stand side by side as positions of one, 4 to 9 times as fast, and now and then a last bit differs.
+    share keys stand side by side as positions of one, several times as fast, and now and then a last bit differs.
     With a soft cap or sinks, for which sdpa has no place, it computes what eager attention does.
     """
     if softcap is not None or s_aux is not None:
