@@ -87,6 +87,7 @@ def compare(mined: Mined, label: str, seed: int = 0) -> dict:
     found = {"label": label, "mismatches": len(rows), "harmful": float(harmful.mean()),
              "questions": len(mined.questions), "tokens": sum(each["tokens"] for each in mined.questions),
              "own_right": [each["own_right"] for each in mined.questions].count(True),
+             "again": [each["again_differs"] for each in mined.questions if each["again_differs"] is not None],
              "by_mode": {mode: {"count": int((modes == mode).sum()), "harmful": float(harmful[modes == mode].mean())}
                          for mode in MODES if (modes == mode).any()},
              "rows": signal_rows(scores, harmful, groups, parts, seed)}
@@ -129,6 +130,8 @@ def page(found: Mapping) -> str:
         f"An oracle gate, which passes exactly the harmless ones, would pass {percent(oracle['passed'], 1)} of the "
         f"mismatches that were tried ({' to '.join(percent(end, 1) for end in oracle['passed_interval'])}): "
         f"{oracle['per_100_tokens']:.1f} fuzzy tokens in 100, with all mismatches of these answers counted.",
+        *([f"The label's noise: {sum(found['again'])} of {len(found['again'])} own answers come to something else when "
+           "they are gone on with from the first tried mismatch with nothing replaced."] if found["again"] else []),
         "Shares are of unseen questions: each dial is set on the other folds. A judge's scores are each of a fit to "
         "the other folds, so those that a dial is set on come from fits that saw the questions it is measured on.",
         signal_table(every),

@@ -12,6 +12,7 @@ Stage `answers` answers all questions losslessly, and again under every setting 
 from __future__ import annotations
 
 import json
+import re
 import sys
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
@@ -32,10 +33,11 @@ from eagle_fsd.trees.config import Confidence, TreeConfig
 from eval.command import run_command
 from eval.questions import load_questions
 from eval.sweep_report import write_report
-from eval.sweep_times import time_methods
+from eval.sweep_times import Sampling, lossless_samplings, time_methods
 
 STAGES = ("answers", "times", "report")
 COOLER = (0.75, 0.5, 0.25, 0)  # shares of the temperature
+SETTING = r"\S+( [-+.\de]+)+"
 
 
 @dataclass(frozen=True)
@@ -48,10 +50,11 @@ class SweepArguments:
         tasks: how many questions.
         task_seed: of the generated tasks.
         rules: with all their thresholds.
-        settings: only these, such as "fsd 0.1" "tilt 0.5".
+        settings: only these, such as "fsd 0.1" "tilt 0.5"; with the dials of gates behind: "fsd+judge 0.3 0.1".
         head_guard: try fsd with this head guard as well.
         temperature: of all settings.
         cooler: lossless at these as well; without it at four lower ones.
+        top_p: lossless from these nuclei as well.
         seeds: of the sampled answers.
         max_new_tokens: of a turn.
         tree: of all settings; without it the fastest for exact, which is then kept.
@@ -74,6 +77,7 @@ class SweepArguments:
     head_guard: float | None = None
     temperature: float = 0.0
     cooler: tuple[float, ...] | None = None
+    top_p: tuple[float, ...] = ()
     seeds: tuple[int, ...] = (0,)
     max_new_tokens: int = 256
     tree: Tree = None
@@ -97,6 +101,9 @@ def checked(args: SweepArguments) -> SweepArguments:
     if args.temperature < 0 or any(not 0 <= t < args.temperature for t in args.cooler):
         raise ValueError(f"--temperature must be at least 0 and --cooler below it, got {args.temperature} and "
                          f"{list(args.cooler)}")
+    if any(not 0 < p < 1 for p in args.top_p) or args.top_p and args.temperature == 0:
+        raise ValueError(f"--top-p must be between 0 and 1, and takes a --temperature, got {list(args.top_p)} and "
+                         f"{args.temperature}")
     if args.temperature == 0 and len(args.seeds) > 1:
         raise ValueError(f"greedy decoding has no seeds, got {list(args.seeds)}")
     for name in ("rules", "seeds", "stage"):
@@ -105,8 +112,9 @@ def checked(args: SweepArguments) -> SweepArguments:
     if processes(args.pair.device).num_processes > 1 and args.stage != ("answers",):
         raise ValueError("several processes can only share --stage answers; times and report are for one process")
     for name in args.settings:
-        if len(name.rsplit(" ", 1)) != 2:
-            raise ValueError(f'--settings takes a rule and a threshold, such as "fsd 0.1", got {name!r}')
+        if not re.fullmatch(SETTING, name):
+            raise ValueError(f'--settings takes a rule and a threshold, such as "fsd 0.1", and dials of gates, such as '
+                             f'"fsd+judge 0.3 0.1", got {name!r}')
     for options in chosen_settings(args).values():
         make_rule(**options)
     return args
@@ -115,8 +123,12 @@ def checked(args: SweepArguments) -> SweepArguments:
 def chosen_settings(args: SweepArguments) -> dict[str, dict]:
     """The settings of the sweep: those asked for, else every rule with its thresholds."""
     if args.settings:
-        pairs = [name.rsplit(" ", 1) for name in args.settings]
-        return {f"{rule} {float(t):g}": {"rule": rule, "threshold": float(t)} for rule, t in pairs}
+        found = {}
+        for rule, threshold, *gates in map(str.split, args.settings):
+            dials = [float(dial) for dial in (threshold, *gates)]
+            found[" ".join([rule, *(f"{dial:g}" for dial in dials)])] = {
+                "rule": rule, "threshold": dials[0], "gate_threshold": dials[1:] or None}
+        return found
     settings = settings_of({rule: DIALS[rule] for rule in args.rules})
     if args.head_guard is not None:
         guarded = settings_of({"fsd": DIALS["fsd"]}, head_guard=args.head_guard)
@@ -143,17 +155,17 @@ def kept_tree(args: SweepArguments, model: eagle_fsd.EagleModel) -> TreeConfig:
 
 
 def experiments(args: SweepArguments, model: eagle_fsd.EagleModel, questions: list) -> dict[tuple, Experiment]:
-    """By (temperature, seed): the sweep's own, and lossless ones at lower temperatures."""
+    """By (`Sampling`, seed): the sweep's own, and lossless ones that sample less freely."""
     state = processes(model.target.device)
     share = (state.process_index, state.num_processes)
     found = {}
-    for temperature in (args.temperature, *args.cooler):
-        for seed in args.seeds if temperature else [0]:
-            log = args.work / f"answers-{temperature:g}-{seed}.jsonl"
+    for sampling in (Sampling(args.temperature), *lossless_samplings(args)):
+        for seed in args.seeds if sampling.temperature else [0]:
+            log = args.work / f"answers-{sampling.short}-{seed}.jsonl"
             with state.main_process_first():  # which begins the file
-                found[temperature, seed] = Experiment(
-                    model, questions, chosen_settings(args) if temperature == args.temperature else {}, log,
-                    temperature=temperature, max_new_tokens=args.max_new_tokens, seed=seed, tree=args.tree,
+                found[sampling, seed] = Experiment(
+                    model, questions, chosen_settings(args) if sampling == Sampling(args.temperature) else {}, log,
+                    **asdict(sampling), max_new_tokens=args.max_new_tokens, seed=seed, tree=args.tree,
                     run_code=args.run_code, share=share,
                 )
     state.wait_for_everyone()

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from eagle_fsd.acceptance import Rule
 from eagle_fsd.experiments.experiment import EXACT, Experiment
 from eagle_fsd.experiments.records import record_path, write_record
 from eagle_fsd.experiments.search import family_confidence
@@ -19,7 +21,7 @@ from eval.report.intervals import interval
 from eval.report.plots import plot_sweep
 from eval.report.predictions import prediction_errors, prediction_text
 from eval.report.sweeps import by_rule, headline, pareto, sweep_table
-from eval.sweep_times import BARE, baseline_names, cooler, time_rows, timed_questions
+from eval.sweep_times import BARE, Sampling, baseline_names, lossless_samplings, time_rows, timed_questions
 
 if TYPE_CHECKING:
     from eval.sweep import SweepArguments
@@ -27,7 +29,7 @@ if TYPE_CHECKING:
 
 def own_runs(args: SweepArguments, runs: dict[tuple, Experiment]) -> list[Experiment]:
     """Those at the sweep's own temperature, one per seed."""
-    return [run for (temperature, _), run in runs.items() if temperature == args.temperature]
+    return [run for (sampling, _), run in runs.items() if sampling == Sampling(args.temperature)]
 
 
 def setting_rows(args: SweepArguments, runs: dict[tuple, Experiment], speeds: dict[str, dict]) -> list[dict]:
@@ -35,9 +37,10 @@ def setting_rows(args: SweepArguments, runs: dict[tuple, Experiment], speeds: di
     own = own_runs(args, runs)
     exact = [run.results(EXACT) for run in own]
     groups = {EXACT: exact, **{name: [run.results(name) for run in own] for name in own[0].rules}}
-    for temperature in args.cooler:
-        found = [run.results(EXACT) for (t, _), run in runs.items() if t == temperature]
-        groups[cooler(temperature)] = found * (len(own) // len(found))
+    samplings = {sampling.name: sampling for sampling in lossless_samplings(args)}
+    for name, sampling in samplings.items():
+        found = [run.results(EXACT) for (other, _), run in runs.items() if other == sampling]
+        groups[name] = found * (len(own) // len(found))
     tested = by_rule([{"setting": name, "threshold": rule.threshold} for name, rule in own[0].rules.items()])
     confidence = family_confidence(len(tested))
     rows = []
@@ -46,10 +49,9 @@ def setting_rows(args: SweepArguments, runs: dict[tuple, Experiment], speeds: di
         lost, gained, count = (sum(column) for column in zip(*pairs, strict=True))
         drops = np.array([[theirs["correct"] - ours["correct"] for ours, theirs in zip(a, b, strict=True)]
                           for a, b in zip(given, exact, strict=True)], float)
-        temperature = next((t for t in args.cooler if name == cooler(t)), args.temperature)
         rows.append({
-            "setting": name, "temperature": temperature,
-            **(own[0].rules[name].__dict__ if name in own[0].rules else {}),
+            "setting": name, **asdict(samplings.get(name, Sampling(args.temperature))),
+            **(plain_options(own[0].rules[name]) if name in own[0].rules else {}),
             **summarise([record for records in given for record in records]), "lost": lost, "gained": gained,
             "drop": (lost - gained) / count, "drop_interval": interval(np.mean, drops.mean(0)),
             # Seeds of one question are not independent: the bound counts every question once.
@@ -62,19 +64,29 @@ def setting_rows(args: SweepArguments, runs: dict[tuple, Experiment], speeds: di
     return rows
 
 
-def match_temperatures(rows: list[dict]) -> None:
-    """Beside each fuzzy setting, lossless decoding at the temperature with its log-probability per token.
+def plain_options(rule: Rule) -> dict:
+    """Of a rule what a record can hold: its dial and other numbers and names, no gates and no judge."""
+    return {name: value for name, value in vars(rule).items() if isinstance(value, str | float | int | None)}
 
-    Interpolated between the temperatures that were run; outside of them the nearest.
+
+def match_baselines(rows: list[dict]) -> None:
+    """Beside each fuzzy setting, lossless decoding with its log-probability per token: at the `temperature` that has
+    it, and, where such were run, truncated at the `top_p` that has it.
+
+    Interpolated between those that were run; outside of them the nearest.
     """
-    lossless = sorted((row for row in rows if row["setting"].startswith(EXACT)), key=lambda r: r["logprob_per_token"])
-    if len(lossless) < 2:
-        return
-    known = [row["logprob_per_token"] for row in lossless]
-    for row in rows:
-        if "threshold" in row:
-            row["matched"] = {value: float(np.interp(row["logprob_per_token"], known, [r[value] for r in lossless]))
-                              for value in ("temperature", "accuracy", "time_of_exact") if value in lossless[0]}
+    lossless = [row for row in rows if row["setting"].startswith(EXACT)]
+    for key, by in (("matched", "temperature"), ("matched_top_p", "top_p")):
+        others = ("top_p" if by == "temperature" else "temperature")
+        known = sorted((row for row in lossless if row[others] == lossless[0][others]),
+                       key=lambda row: row["logprob_per_token"])
+        if len(known) < 2:
+            continue
+        for row in rows:
+            if "threshold" in row:
+                row[key] = {value: float(np.interp(row["logprob_per_token"], [r["logprob_per_token"] for r in known],
+                                                   [r[value] for r in known]))
+                            for value in (by, "accuracy", "time_of_exact") if value in known[0]}
 
 
 def all_harm_rows(runs: Sequence[Experiment]) -> list[dict]:
@@ -87,13 +99,13 @@ def all_harm_rows(runs: Sequence[Experiment]) -> list[dict]:
 def write_report(args: SweepArguments, runs: dict[tuple, Experiment]) -> None:
     """OUT.json, OUT.md and the pictures."""
     own = own_runs(args, runs)
-    names = [*baseline_names(args), EXACT, *map(cooler, args.cooler), *own[0].rules]
+    names = [*baseline_names(args), EXACT, *(each.name for each in lossless_samplings(args)), *own[0].rules]
     speeds = time_rows(list(timed_questions(args, own[0], names).values()), names)
     rows = setting_rows(args, runs, speeds)
     baselines = [{"setting": name, **speeds[name]} for name in baseline_names(args) if name in speeds]
     slower = {name: speeds[name]["seconds_per_answer"] / speeds[other]["seconds_per_answer"]
               for name, other in BARE.items() if other in speeds}
-    match_temperatures(rows)
+    match_baselines(rows)
     front = pareto(rows)
     for row in rows:
         row["front"] = row["setting"] in front

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,9 +28,28 @@ ASSISTED, PLAIN = "assisted", "plain"
 BARE = {BASELINE: "model.generate, bare call", LOOKUP: "prompt lookup, bare call"}  # greedy only
 
 
-def cooler(temperature: float) -> str:
-    """Name of lossless decoding at a lower temperature."""
-    return f"{EXACT} at temperature {temperature:g}"
+@dataclass(frozen=True)
+class Sampling:
+    """How freely lossless decoding samples; top_p 1 is the whole distribution."""
+
+    temperature: float
+    top_p: float = 1.0
+
+    @property
+    def name(self) -> str:
+        """Of a baseline."""
+        way = f"temperature {self.temperature:g}" if self.top_p == 1 else f"top-p {self.top_p:g}"
+        return f"{EXACT} at {way}"
+
+    @property
+    def short(self) -> str:
+        """In names of files."""
+        return f"{self.temperature:g}" + ("" if self.top_p == 1 else f"-top{self.top_p:g}")
+
+
+def lossless_samplings(args: SweepArguments) -> list[Sampling]:
+    """The lossless baselines when sampling: lower temperatures, and truncation."""
+    return [*map(Sampling, args.cooler), *(Sampling(args.temperature, top_p) for top_p in args.top_p)]
 
 
 def baseline_names(args: SweepArguments) -> list[str]:
@@ -56,9 +76,8 @@ def timed_methods(args: SweepArguments, own: Experiment) -> dict[str, Method]:
     if args.assistant:
         assistant, _ = load_target(args.assistant, dtype=model.target.dtype, device=model.target.device)
         methods[ASSISTED] = hf_generate(model, **sampling, assistant=assistant)
-    for temperature in args.cooler:
-        methods[cooler(temperature)] = engine(
-            model, acceptance=EXACT, tree=args.tree, temperature=temperature, seed=args.seeds[0])
+    for less in lossless_samplings(args):
+        methods[less.name] = engine(model, acceptance=EXACT, tree=args.tree, **asdict(less), seed=args.seeds[0])
     for name, rule in own.rules.items():
         methods[name] = engine(model, acceptance=rule, tree=args.tree, **sampling)
     return methods

@@ -81,6 +81,7 @@ def test_labels_are_what_was_constructed(mined):
         assert [row["kept_before"] for row in rows] == kept[: len(rows)]
         assert [row["kind"] for row in rows] == ["word", "digit"][: len(rows)]
         assert line["mismatches"] == len(rows)
+        assert line["again_differs"] is (False if line["mode"] == "alone" else None)
     assert counts["mismatches"] == 16 and counts["harmful by outcome"] == 8 and counts["questions"] == 12
     assert counts["own answers that are right"] == 8
 
@@ -207,6 +208,21 @@ def test_in_a_sequence_the_nats_add_up(outcome):
     assert not any(row["likelihood"] for row in alone)
 
 
+def test_the_noise_of_the_outcome_is_that_of_an_answer_with_nothing_replaced():
+    mismatches = [Mismatch(at, 5, 6, {}, torch.zeros(2, 1)) for at in (2, 4)]
+    own, question = [1, 2, 5, 3, 5, 4], Question(1, "gsm8k", ("q",), "#### 3")
+
+    def answers(run_, again):
+        replaced = list(run_.begun) != own[: len(run_.begun)]
+        return Answer(own, "#### 3" if run_.mines or replaced else again, mismatches, True)
+
+    for again, differs in (("#### 3", False), ("#### 4", True)):
+        trail = Labels(True, False, 1.0, 8, 0, False, str).trail(question, [3], "alone")
+        found = carried(trail, lambda run_, again=again: answers(run_, again), [])
+        assert found.about["again_differs"] is differs
+        assert [row["outcome"] for row in found.rows] == [False, False]
+
+
 def test_behind_texts_that_do_not_meet_there_is_no_likelihood_label():
     mismatches = [Mismatch(at, 5, 6, {}, torch.zeros(2, 1)) for at in range(3)]
     trail = Labels(True, True, 1.0, 8, 0, False, str).trail(Question(1, "gsm8k", ("q",), "3"), [3], "sequence")
@@ -238,6 +254,8 @@ def test_mismatches_of_a_batch_are_those_of_its_answers():
         assert alone.tokens == answer.tokens
         assert [(m.at, m.own, m.substitute) for m in alone.mismatches] == [
             (m.at, m.own, m.substitute) for m in answer.mismatches]
+    for answer, plain in zip(together, decoding.answers([replace(run_, mines=False) for run_ in runs]), strict=True):
+        assert plain.tokens == answer.tokens and not plain.mismatches
 
 
 # --- the file -----------------------------------------------------------------------------------

@@ -51,10 +51,12 @@ def options(place, name: str, *more: str, arguments: type = SweepArguments):
 
 
 def test_a_greedy_sweep_writes_table_and_pictures(place):
-    run(options(place, "greedy", "--settings", "fsd 0.05", "fsd 0.3", "tilt 0.5"))
+    run(options(place, "greedy", "--settings", "fsd 0.05", "fsd 0.3", "tilt 0.5", "fsd+fly 0.3 0.9"))
     record = json.loads((place / "greedy" / "out.json").read_text())
     rows = {row["setting"]: row for row in record["rows"]}
-    assert list(rows) == ["exact", "fsd 0.05", "fsd 0.3", "tilt 0.5"]
+    assert list(rows) == ["exact", "fsd 0.05", "fsd 0.3", "tilt 0.5", "fsd+fly 0.3 0.9"]
+    assert rows["fsd+fly 0.3 0.9"]["threshold"] == 0.3 and rows["fsd+fly 0.3 0.9"]["tau"] <= rows["fsd 0.3"]["tau"]
+    assert list(sweeps.by_rule(record["rows"])) == ["fsd", "tilt", "fsd+fly 0.9"]
     assert [row["setting"] for row in record["baselines"]] == [
         "model.generate", "prompt lookup", "model.generate, bare call", "prompt lookup, bare call", "plain"]
     assert record["baselines_over_bare_calls"].keys() == {"model.generate", "prompt lookup"}
@@ -110,14 +112,17 @@ def test_stages_go_on_where_they_were(place, monkeypatch):
 
 def test_sampling_with_seeds_and_lower_temperatures(place):
     run(options(place, "sampled", "--settings", "fsd 0.3", "tilt 0.5", "--temperature", "0.9", "--seeds", "0", "1",
-                "--cooler", "0.5", "0"))
+                "--cooler", "0.5", "0", "--top-p", "0.5"))
     rows = {row["setting"]: row for row in json.loads((place / "sampled" / "out.json").read_text())["rows"]}
-    assert list(rows) == ["exact", "fsd 0.3", "tilt 0.5", "exact at temperature 0.5", "exact at temperature 0"]
+    assert list(rows) == ["exact", "fsd 0.3", "tilt 0.5", "exact at temperature 0.5", "exact at temperature 0",
+                          "exact at top-p 0.5"]
     assert all(row["answers"] == 24 for row in rows.values())
     assert rows["exact"]["kl_per_token"] == 0 < rows["tilt 0.5"]["kl_per_token"] < rows["fsd 0.3"]["kl_per_token"]
     assert rows["fsd 0.3"]["matched"].keys() == {"temperature", "accuracy", "time_of_exact"}
     assert 0 <= rows["fsd 0.3"]["matched"]["temperature"] <= 0.9
-    assert rows["exact at temperature 0"]["logprob_per_token"] > rows["exact"]["logprob_per_token"]
+    assert rows["fsd 0.3"]["matched_top_p"].keys() == {"top_p", "accuracy", "time_of_exact"}
+    for less in ("temperature 0", "top-p 0.5"):
+        assert rows[f"exact at {less}"]["logprob_per_token"] > rows["exact"]["logprob_per_token"]
 
 
 @pytest.mark.parametrize(
@@ -127,6 +132,8 @@ def test_sampling_with_seeds_and_lower_temperatures(place):
         (("--seeds", "0", "1"), "greedy decoding has no seeds"),
         (("--cooler", "0.5"), "--cooler below it"),
         (("--settings", "fsd"), "a rule and a threshold"),
+        (("--settings", "fsd+fly 0.3 x"), "and dials of gates"),
+        (("--top-p", "0.5"), "takes a --temperature"),
         (("--settings", "fsd -1"), "threshold"),
         (("--settings", "warp 1"), "unknown rule 'warp'"),
     ],
@@ -154,6 +161,9 @@ def test_a_rule_that_is_exact_when_greedy_is_left_out(place):
     assert {s["rule"] for s in sweep.chosen_settings(options(place, "x")).values()} == {
         "fsd", "tilt", "relaxed", "typical", "fsd_paper", "fly", "regret"}
     sampled = options(place, "x", "--temperature", "0.8")
+    gated = sweep.chosen_settings(options(place, "x", "--settings", "fsd+fly+regret 0.3 0.9 2"))
+    assert gated == {"fsd+fly+regret 0.3 0.9 2": {
+        "rule": "fsd+fly+regret", "threshold": 0.3, "gate_threshold": [0.9, 2.0]}}
     assert "lenience 1" in sweep.chosen_settings(sampled) and sampled.cooler == pytest.approx([0.6, 0.4, 0.2, 0])
 
 

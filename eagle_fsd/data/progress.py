@@ -61,7 +61,7 @@ class Progress(Generic[T]):
                          f"{1 / rate:.0f} s/{self.unit}")
         parts += [f"{name} {value}" for name, value in shown.items()]
         if rate and self.total is not None:
-            left = (self.total - self.done) / rate
+            left = max(0, self.total - self.done) / rate  # batches may bring more than was asked for
             parts.append(f"{left / 60:.0f} min left" if left >= 60 else f"{left:.0f} s left")
         return ", ".join(parts)
 

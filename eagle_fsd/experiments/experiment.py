@@ -65,14 +65,15 @@ class Experiment:
 
     def __init__(
         self, model: EagleModel, questions: Sequence[Question], settings: Mapping[str, Mapping[str, Any]], log: Path, *,
-        temperature: float = 0.0, max_new_tokens: int = 256, seed: int = 0, tree: TreeConfig | None = None,
-        run_code: bool = False, share: tuple[int, int] = (0, 1),
+        temperature: float = 0.0, top_p: float = 1.0, max_new_tokens: int = 256, seed: int = 0,
+        tree: TreeConfig | None = None, run_code: bool = False, share: tuple[int, int] = (0, 1),
     ) -> None:
         assert model.draft is not None
         if EXACT in settings:
             raise ValueError(f"a setting cannot be called {EXACT!r}: that is lossless decoding, which is always there")
         self.model, self.questions, self.log, self.share = model, list(questions), log, share
         self.rules = {name: with_judge(make_rule(**options), model) for name, options in settings.items()}
+        self.sampling = {"temperature": temperature, "top_p": top_p, "seed": seed}
         self.temperature, self.max_new_tokens, self.seed = temperature, max_new_tokens, seed
         self.tree, self.run_code = tree, run_code
         for question in questions:
@@ -90,7 +91,7 @@ class Experiment:
         about = {
             "questions": fingerprint(questions), "target": model.target.digest(), "head": weights_digest(model.draft),
             "dtype": str(model.target.dtype), "temperature": temperature, "max_new_tokens": max_new_tokens,
-            "seed": seed, "tree": model.describe_tree(tree, temperature),
+            "seed": seed, "tree": model.describe_tree(tree, temperature), **({"top_p": top_p} if top_p < 1 else {}),
         }
         begun, *finished = read_lines(log, repair=share[0] == 0) or [None]
         if begun is None:
@@ -119,7 +120,7 @@ class Experiment:
         self._take(record)
 
     def _converse(self, question: Question, acceptance: Callable | Rule) -> list[Output]:
-        answer = engine(self.model, acceptance=acceptance, tree=self.tree, temperature=self.temperature, seed=self.seed)
+        answer = engine(self.model, acceptance=acceptance, tree=self.tree, **self.sampling)
         answers = converse(lambda chat: answer(chat, self.max_new_tokens), question.turns)
         return [answer.output for answer in answers]
 

@@ -10,12 +10,12 @@ MARGIN = 0.01  # accuracy that counts as equal: the one-sided 95% bound of the d
 
 
 def by_rule(rows: list[dict]) -> dict[str, list[dict]]:
-    """Rows with a threshold by rule; guarded ones are a rule of their own."""
+    """Rows with a threshold by rule; guarded ones, and each dial of a gate, are a rule of their own."""
     groups: dict[str, list[dict]] = {}
     for row in rows:
         if "threshold" in row:
-            name = row["setting"].split(" ")[0] + (" guarded" if row["setting"].endswith("guarded") else "")
-            groups.setdefault(name, []).append(row)
+            rule, _, *more = row["setting"].split(" ")
+            groups.setdefault(" ".join([rule, *more]), []).append(row)
     return {name: sorted(found, key=lambda row: row["threshold"]) for name, found in groups.items()}
 
 

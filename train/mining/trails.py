@@ -23,6 +23,7 @@ from train.mining.mismatches import Mismatch
 from train.mining.rollouts import Answer, Decoding, Run
 
 MODES = ("alone", "sequence")
+PLAIN = 4  # times as many answers are decoded together where each has one token in a forward, not a tree
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,9 @@ class Trail:
 
     Args:
         about: of the question: id, digest of its prompt, category, mode, whether the own answer is right (None:
-            unknown) and whether it ended, its tokens and number of mismatches.
+            unknown) and whether it ended, its tokens and number of mismatches; and whether going on with nothing
+            replaced, from the first place that was tried alone, comes to something else (`again_differs`; None: not
+            tried). That is the outcome label's noise: in half precision ties may fall otherwise in another batch.
         rows: of each mismatch that was tried. features: of each, see `Mismatch`.
     """
 
@@ -80,6 +83,7 @@ class Labels:
         (own,) = yield [Run(prompt)]
         labels = replace(self, outcome=self.outcome and own.ended)
         wanted = labels._outcome(question, own) if labels.outcome else None
+        again = None
         if mode == "sequence" and labels.outcome:
             tried = yield from labels._sequence(question, prompt, own, wanted, rng)
         else:
@@ -88,29 +92,32 @@ class Labels:
             if mode == "sequence":
                 tried = yield from labels._spliced(prompt, own, chosen)
             else:
-                tried = yield from labels._alone(question, prompt, own, wanted, chosen)
+                tried, again = yield from labels._alone(question, prompt, own, wanted, chosen)
         rows = [self._row(question, own, mismatch, found) for mismatch, found in tried]
         right = None if question.category in CODE and not self.run_code else is_right(
             question, own.text, run_code=self.run_code)
         about = {"question": question.id, "prompt": digest_of(prompt), "category": question.category, "mode": mode,
                  "own_right": right, "own_ended": own.ended, "tokens": len(own.tokens),
-                 "mismatches": len(own.mismatches)}
+                 "mismatches": len(own.mismatches), "again_differs": again}
         return Trail(about, rows, [mismatch.features for mismatch, _ in tried])
 
     def _alone(
         self, question: Question, prompt: Sequence[int], own: Answer, wanted: object, chosen: list[Mismatch]
     ) -> Steps:
-        """Each on the own answer, which comes to `wanted`."""
+        """Each on the own answer, which comes to `wanted`; and whether the answer without any does not."""
         labels: list[dict] = [{"kept_before": 0} for _ in chosen]
+        again_differs = None
         if self.outcome and chosen:
-            answers = yield [Run(prompt, [*own.tokens[: m.at], m.substitute]) for m in chosen]
+            begun = [[*own.tokens[: m.at], m.substitute] for m in chosen] + [own.tokens[: chosen[0].at + 1]]
+            *answers, again = yield [Run(prompt, each, mines=False) for each in begun]
             for label, answer in zip(labels, answers, strict=True):
                 label["outcome"] = self._differs(question, answer, wanted)
+            again_differs = self._differs(question, again, wanted)
         if self.likelihood and chosen:
             found = yield Losses(prompt, own.tokens, [(m.at, m.substitute) for m in chosen])
             for label, loss in zip(labels, found, strict=True):
                 label |= self._lost(loss)
-        return list(zip(chosen, labels, strict=True))
+        return list(zip(chosen, labels, strict=True)), again_differs
 
     def _sequence(
         self, question: Question, prompt: Sequence[int], own: Answer, wanted: object, rng: random.Random
@@ -187,13 +194,14 @@ def digest_of(prompt: Sequence[int]) -> str:
 def follow(
     trails: Sequence[Steps], decoding: Decoding, batch: int, tell: Callable[[int], None] = lambda runs: None
 ) -> list[Trail]:
-    """All trails to their ends, with runs of different trails decoded together, at most `batch` at a time.
+    """All trails to their ends, with runs of different trails decoded together: `batch` at a time that mine, or `PLAIN`
+    times as many that do not.
 
     Args:
         tell: told how many answers each batch has decoded.
     """
     ends: list[Trail | None] = [None] * len(trails)
-    waiting: deque[tuple[int, int, Run]] = deque()  # (trail, which of its runs, run)
+    mining, plain = deque(), deque()  # what waits: (trail, which of its runs, run)
     answers: dict[int, list[Answer | None]] = {}
 
     def advance(number: int, found: list | None) -> None:
@@ -206,13 +214,14 @@ def follow(
             ends[number] = end.value
             return
         answers[number] = [None] * len(asked)
-        runs = [(number, place, run) for place, run in enumerate(asked)]
-        waiting.extendleft(runs) if len(runs) == 1 else waiting.extend(runs)  # a sequence goes first: it is the longest
+        for place, run in enumerate(asked):
+            (mining if run.mines else plain).append((number, place, run))
 
     for number in range(len(trails)):
         advance(number, None)
-    while waiting:
-        taken = [waiting.popleft() for _ in range(min(batch, len(waiting)))]
+    while mining or plain:
+        waiting, most = (mining, batch) if mining else (plain, PLAIN * batch)
+        taken = [waiting.popleft() for _ in range(min(most, len(waiting)))]
         for (number, place, _), answer in zip(taken, decoding.answers([run for *_, run in taken]), strict=True):
             answers[number][place] = answer
         tell(len(taken))
