@@ -87,7 +87,7 @@ def compare(mined: Mined, label: str, seed: int = 0) -> dict:
     found = {"label": label, "mismatches": len(rows), "harmful": float(harmful.mean()),
              "questions": len(mined.questions), "tokens": sum(each["tokens"] for each in mined.questions),
              "own_right": [each["own_right"] for each in mined.questions].count(True),
-             "again": [each["again_differs"] for each in mined.questions if each["again_differs"] is not None],
+             "again": [each["again_differs"] for each in mined.questions if each.get("again_differs") is not None],
              "by_mode": {mode: {"count": int((modes == mode).sum()), "harmful": float(harmful[modes == mode].mean())}
                          for mode in MODES if (modes == mode).any()},
              "rows": signal_rows(scores, harmful, groups, parts, seed)}

@@ -4,9 +4,11 @@
     torchrun --nproc_per_node 2 -m eval.sweep ... --stage answers                   # any number of processes
     python -m eval.sweep ... --stage times                                          # alone on the machine
 
-Stage `answers` answers all questions losslessly, and again under every setting that changes the answer (see
-`eagle_fsd.experiments`); it may run beside other work. Stage `times` times all settings and the baselines on the first
-`--timed` questions, interleaved. Stage `report` writes OUT.json, OUT.md and the plots. An interrupted stage goes on.
+Stage `screen`, which has to be asked for, answers all questions losslessly and predicts from the logged cycles what
+each setting would do, to choose a few. Stage `answers` answers all questions losslessly, and again under every setting
+that changes the answer (see `eagle_fsd.experiments`); it may run beside other work. Stage `times` times all settings
+and the baselines on the first `--timed` questions, interleaved. Stage `report` writes OUT.json, OUT.md and the plots.
+An interrupted stage goes on.
 """
 
 from __future__ import annotations
@@ -32,10 +34,10 @@ from eagle_fsd.experiments.search import DIALS
 from eagle_fsd.trees.config import Confidence, TreeConfig
 from eval.command import run_command
 from eval.questions import load_questions
-from eval.sweep_report import write_report
+from eval.sweep_report import own_runs, write_report, write_screen
 from eval.sweep_times import Sampling, lossless_samplings, time_methods
 
-STAGES = ("answers", "times", "report")
+STAGES = ("screen", "answers", "times", "report")
 COOLER = (0.75, 0.5, 0.25, 0)  # shares of the temperature
 SETTING = r"\S+( [-+.\de]+)+"
 
@@ -84,7 +86,7 @@ class SweepArguments:
     timed: int = 40
     repeats: int = 1
     run_code: bool = False
-    stage: tuple[Literal[STAGES], ...] = STAGES
+    stage: tuple[Literal[STAGES], ...] = STAGES[1:]
     work: Path = Path("runs/sweep")
     out: Path = Path("eval/results/sweep")
 
@@ -110,7 +112,7 @@ def checked(args: SweepArguments) -> SweepArguments:
         if not getattr(args, name):
             raise ValueError(f"--{name} takes at least one value")
     if processes(args.pair.device).num_processes > 1 and args.stage != ("answers",):
-        raise ValueError("several processes can only share --stage answers; times and report are for one process")
+        raise ValueError("several processes can only share --stage answers; the others are for one process")
     for name in args.settings:
         if not re.fullmatch(SETTING, name):
             raise ValueError(f'--settings takes a rule and a threshold, such as "fsd 0.1", and dials of gates, such as '
@@ -200,6 +202,10 @@ def take_stages(args: SweepArguments, questions: list[Question]) -> None:
     with processes(args.pair.device).main_process_first():
         args = replace(args, tree=args.tree or kept_tree(args, model))
     runs = experiments(args, model, questions)
+    if "screen" in args.stage:
+        for each in own_runs(args, runs):
+            each.observe()
+        write_screen(args, runs)
     if "answers" in args.stage:
         answer_all(runs)
     if "times" in args.stage:

@@ -1,4 +1,4 @@
-"""The stage `report` of a sweep: a row per setting, the tables and the pictures."""
+"""The stages `screen` and `report` of a sweep: a row per setting, the tables and the pictures."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from eval.report.intervals import interval
 from eval.report.plots import plot_sweep
 from eval.report.predictions import prediction_errors, prediction_text
 from eval.report.sweeps import by_rule, headline, pareto, sweep_table
+from eval.report.tables import markdown, percent
 from eval.sweep_times import BARE, Sampling, baseline_names, lossless_samplings, time_rows, timed_questions
 
 if TYPE_CHECKING:
@@ -94,6 +95,20 @@ def all_harm_rows(runs: Sequence[Experiment]) -> list[dict]:
     tokenizer = runs[0].model.tokenizer
     return [row for name in runs[0].rules
             for row in added_up([harm_rows(run, name, lambda token: tokenizer.decode([token])) for run in runs])]
+
+
+def write_screen(args: SweepArguments, runs: dict[tuple, Experiment]) -> None:
+    """OUT-screen.json and OUT-screen.md: what each setting would have done in the cycles of the lossless answers."""
+    own = own_runs(args, runs)
+    exact = summarise([record for run in own for record in run.results(EXACT)])
+    found = {name: predict([trace for run in own for trace in run.traces(name)]) for name in own[0].rules}
+    rows = [{"setting": name, **each, "tau_of_exact": each["tau"] / exact["tau"]} for name, each in found.items()]
+    record = {"arguments": noted(args), "questions": len(own[0].questions), "exact": exact, "rows": rows}
+    table = markdown({
+        "setting": row["setting"], "tau": f"{row['tau']:.3f}", "of exact's": f"{row['tau_of_exact']:.3f}",
+        "nats/token": "" if row["cost"] is None else f"{row['cost']:.4f}",
+        "answers that change, at most": percent(row["diverging"])} for row in rows)
+    print(write_record(record_path(args.out, "-screen"), record, f"`exact`: tau {exact['tau']:.3f}\n\n{table}"))
 
 
 def write_report(args: SweepArguments, runs: dict[tuple, Experiment]) -> None:

@@ -110,6 +110,17 @@ def test_stages_go_on_where_they_were(place, monkeypatch):
     assert (place / "stages" / "out.json").exists()
 
 
+def test_a_screening_predicts_from_the_lossless_pass_alone(place):
+    run(options(place, "screened", "--settings", "fsd 0.05", "fsd 0.3", "--stage", "screen"))
+    record = json.loads((place / "screened" / "out-screen.json").read_text())
+    rows = {row["setting"]: row for row in record["rows"]}
+    assert 1 <= rows["fsd 0.05"]["tau_of_exact"] <= rows["fsd 0.3"]["tau_of_exact"] and rows["fsd 0.3"]["diverging"] > 0
+    log = (place / "screened" / "answers-0-0.jsonl").read_text().splitlines()
+    assert len(log) == 1 + len(PROMPTS) and all(json.loads(line)["setting"] == "exact" for line in log[1:])
+    assert "| fsd 0.3 " in (place / "screened" / "out-screen.md").read_text()
+    assert not (place / "screened" / "out.json").exists()
+
+
 def test_sampling_with_seeds_and_lower_temperatures(place):
     run(options(place, "sampled", "--settings", "fsd 0.3", "tilt 0.5", "--temperature", "0.9", "--seeds", "0", "1",
                 "--cooler", "0.5", "0", "--top-p", "0.5"))
