@@ -64,6 +64,9 @@ def scores_of(mined: Mined, has: np.ndarray, harmful: np.ndarray, seed: int = 0)
     for window in WINDOWS:  # as FLy: the entropy decides where the steps that follow are the target's own
         opens = values["own_steps"] >= window - 1
         found[f"window {window}"] = np.where(opens, -values["entropy_top3"], NEVER)
+    in_code = [row.get("in_code") for row in rows]  # files of earlier versions do not say
+    if set(in_code) == {True, False}:
+        found["outside code"] = np.array(in_code, dtype=float)
     known = {"judge, features only": columns(mined, signals=()), "judge, signals only": columns(mined, features=False),
              "judge": columns(mined)}
     found |= {name: fit(each[has], harmful, groups, seed).scores for name, each in known.items()}
@@ -84,10 +87,11 @@ def compare(mined: Mined, label: str, seed: int = 0) -> dict:
     kinds, modes = np.array([row["kind"] for row in rows]), np.array([row["mode"] for row in rows])
     parts = {ALL: np.ones(len(rows), dtype=bool), **{kind: kinds == kind for kind in KINDS}}
     scores = scores_of(mined, has, harmful, seed)
+    again = [each.get("again_differs") for each in mined.questions if label != "likelihood"]
     found = {"label": label, "mismatches": len(rows), "harmful": float(harmful.mean()),
              "questions": len(mined.questions), "tokens": sum(each["tokens"] for each in mined.questions),
              "own_right": [each["own_right"] for each in mined.questions].count(True),
-             "again": [each["again_differs"] for each in mined.questions if each.get("again_differs") is not None],
+             "noise": {"answers": len(again) - again.count(None), "differ": again.count(True)},
              "by_mode": {mode: {"count": int((modes == mode).sum()), "harmful": float(harmful[modes == mode].mean())}
                          for mode in MODES if (modes == mode).any()},
              "rows": signal_rows(scores, harmful, groups, parts, seed)}
@@ -123,15 +127,16 @@ def page(found: Mapping) -> str:
     every = [row for row in found["rows"] if row["part"] == ALL]
     modes = ", ".join(f"{mode} {row['count']} ({percent(row['harmful'], 1)} harmful)"
                       for mode, row in found["by_mode"].items())
-    oracle = found["oracle"][0]
+    oracle, noise = found["oracle"][0], found["noise"]
     parts = [
         f"{found['mismatches']} mismatches of {found['questions']} answers ({found['own_right']} of them right), label "
         f"{found['label']}: {percent(found['harmful'], 1)} are harmful. Tried: {modes}.",
         f"An oracle gate, which passes exactly the harmless ones, would pass {percent(oracle['passed'], 1)} of the "
         f"mismatches that were tried ({' to '.join(percent(end, 1) for end in oracle['passed_interval'])}): "
         f"{oracle['per_100_tokens']:.1f} fuzzy tokens in 100, with all mismatches of these answers counted.",
-        *([f"The label's noise: {sum(found['again'])} of {len(found['again'])} own answers come to something else when "
-           "they are gone on with from the first tried mismatch with nothing replaced."] if found["again"] else []),
+        *([f"The outcome label's noise, in questions tried alone: {noise['differ']} of {noise['answers']} own answers "
+           "come to something else when they are gone on with from the first tried mismatch with nothing replaced."]
+          if noise["answers"] else []),
         "Shares are of unseen questions: each dial is set on the other folds. A judge's scores are each of a fit to "
         "the other folds, so those that a dial is set on come from fits that saw the questions it is measured on.",
         signal_table(every),

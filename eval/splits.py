@@ -25,6 +25,7 @@ from eagle_fsd.quality.promises import parse_promise
 from eagle_fsd.quality.statistics import drop_is_within, fixed_sequence, mean_bound
 from eval.command import run_command
 from eval.questions import load_questions
+from eval.report.sweeps import family_of
 from eval.sweep import SweepArguments, checked, experiments, kept_tree
 from eval.sweep_times import timed_questions
 
@@ -130,7 +131,7 @@ def logged(args: SplitsArguments) -> dict:
 
     return {
         "exact": correct(EXACT), "timed": [number[question] for question in timed], "exact_seconds": seconds(EXACT),
-        "settings": {name: {"rule": rule.name, "threshold": rule.threshold, "correct": correct(name),
+        "settings": {name: {"rule": family_of(name), "threshold": rule.threshold, "correct": correct(name),
                             "seconds": seconds(name)} for name, rule in own.rules.items()},
     }
 

@@ -14,7 +14,6 @@ An interrupted stage goes on.
 from __future__ import annotations
 
 import json
-import re
 import sys
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
@@ -39,7 +38,6 @@ from eval.sweep_times import Sampling, lossless_samplings, time_methods
 
 STAGES = ("screen", "answers", "times", "report")
 COOLER = (0.75, 0.5, 0.25, 0)  # shares of the temperature
-SETTING = r"\S+( [-+.\de]+)+"
 
 
 @dataclass(frozen=True)
@@ -60,6 +58,8 @@ class SweepArguments:
         seeds: of the sampled answers.
         max_new_tokens: of a turn.
         tree: of all settings; without it the fastest for exact, which is then kept.
+        batch: questions that are answered together; in half precision what differs includes ties then. What is timed
+            is answered alone.
         timed: questions that are timed.
         repeats: timed runs per question, of which the median counts.
         run_code: allow programs of HumanEval and MBPP answers to be run.
@@ -83,6 +83,7 @@ class SweepArguments:
     seeds: tuple[int, ...] = (0,)
     max_new_tokens: int = 256
     tree: Tree = None
+    batch: int = 1
     timed: int = 40
     repeats: int = 1
     run_code: bool = False
@@ -97,7 +98,7 @@ def checked(args: SweepArguments) -> SweepArguments:
     Raises:
         ValueError: an option that would only fail after the models are loaded.
     """
-    check_counts(args, "tasks", "timed", "repeats", "max_new_tokens")
+    check_counts(args, "tasks", "batch", "timed", "repeats", "max_new_tokens")
     if args.cooler is None:
         args = replace(args, cooler=tuple(args.temperature * share for share in COOLER) if args.temperature else ())
     if args.temperature < 0 or any(not 0 <= t < args.temperature for t in args.cooler):
@@ -113,24 +114,33 @@ def checked(args: SweepArguments) -> SweepArguments:
             raise ValueError(f"--{name} takes at least one value")
     if processes(args.pair.device).num_processes > 1 and args.stage != ("answers",):
         raise ValueError("several processes can only share --stage answers; the others are for one process")
-    for name in args.settings:
-        if not re.fullmatch(SETTING, name):
-            raise ValueError(f'--settings takes a rule and a threshold, such as "fsd 0.1", and dials of gates, such as '
-                             f'"fsd+judge 0.3 0.1", got {name!r}')
     for options in chosen_settings(args).values():
         make_rule(**options)
     return args
 
 
+def parse_setting(text: str) -> tuple[str, dict]:
+    """Name and `make_rule`'s arguments of a setting such as "fsd 0.1" or "fsd+judge 0.3 0.1".
+
+    Raises:
+        ValueError: no name, or other than one dial for the rule and one for each gate.
+    """
+    name, *words = text.split() or [""]
+    try:
+        dials = [float(word) for word in words]
+    except ValueError:
+        dials = []
+    if len(dials) != 1 + name.count("+"):
+        raise ValueError('--settings takes a rule and a threshold, and one for each gate, such as "fsd 0.1" or '
+                         f'"fsd+judge 0.3 0.1", got {text!r}')
+    options = {"rule": name, "threshold": dials[0], "gate_threshold": dials[1:] or None}
+    return " ".join([name, *(f"{dial:g}" for dial in dials)]), options
+
+
 def chosen_settings(args: SweepArguments) -> dict[str, dict]:
     """The settings of the sweep: those asked for, else every rule with its thresholds."""
     if args.settings:
-        found = {}
-        for rule, threshold, *gates in map(str.split, args.settings):
-            dials = [float(dial) for dial in (threshold, *gates)]
-            found[" ".join([rule, *(f"{dial:g}" for dial in dials)])] = {
-                "rule": rule, "threshold": dials[0], "gate_threshold": dials[1:] or None}
-        return found
+        return dict(map(parse_setting, args.settings))
     settings = settings_of({rule: DIALS[rule] for rule in args.rules})
     if args.head_guard is not None:
         guarded = settings_of({"fsd": DIALS["fsd"]}, head_guard=args.head_guard)
@@ -168,7 +178,7 @@ def experiments(args: SweepArguments, model: eagle_fsd.EagleModel, questions: li
                 found[sampling, seed] = Experiment(
                     model, questions, chosen_settings(args) if sampling == Sampling(args.temperature) else {}, log,
                     **asdict(sampling), max_new_tokens=args.max_new_tokens, seed=seed, tree=args.tree,
-                    run_code=args.run_code, share=share,
+                    run_code=args.run_code, share=share, batch=args.batch,
                 )
     state.wait_for_everyone()
     return found

@@ -13,7 +13,7 @@ from eagle_fsd.data.files import append_lines, read_lines
 from eagle_fsd.data.gguf import target_source
 from eagle_fsd.data.progress import Progress
 from eagle_fsd.data.questions import converse
-from eagle_fsd.experiments.experiment import EXACT, Experiment, spread
+from eagle_fsd.experiments.experiment import EXACT, Experiment, meaning, spread
 from eagle_fsd.experiments.methods import Answer, Method, bare_generate, engine, hf_generate, interleaved
 from eagle_fsd.experiments.search import BASELINE
 from eagle_fsd.heads.catalogue import find_pair
@@ -124,7 +124,7 @@ def time_methods(args: SweepArguments, own: Experiment) -> None:
     path = times_path(own)
     methods = {name: conversation(method) for name, method in timed_methods(args, own).items()}
     done = timed_questions(args, own, list(methods))
-    rules = {name: repr(rule) for name, rule in own.rules.items()}
+    rules = {name: meaning(rule) for name, rule in own.rules.items()}
     if not read_lines(path):
         append_lines(path, [times_about(args, own)])
     warm_up = 2
@@ -143,7 +143,7 @@ def timed_questions(args: SweepArguments, own: Experiment, names: Sequence[str])
     A line does not count where a name meant another rule, as "fsd 0.1 guarded" does with another guard.
     """
     known = {question.id for question in own.questions}
-    meant = {name: repr(own.rules[name]) for name in names if name in own.rules}
+    meant = {name: meaning(own.rules[name]) for name in names if name in own.rules}
     return {line["question"]: line["methods"] for line in read_times(args, own)
             if line["methods"].keys() >= set(names) and line["rules"].items() >= meant.items()
             and line["question"] in known}

@@ -1,5 +1,6 @@
 """Promises, the statistics behind them, and settings found on a tiny pair."""
 
+import copy
 import dataclasses
 import json
 import math
@@ -139,12 +140,13 @@ def test_the_observer_tells_which_answers_a_rule_changes(pair, temperature):
         prompt = [*PROMPT, seed + 4]
         observer = Observer(rules)
         observed = eagle_fsd.generate(prompt, pair, acceptance=observer, **options)
+        (traces,) = observer.notes([len(observed.stats.accepted_lengths)])
         exact = eagle_fsd.generate(prompt, pair, acceptance="exact", **options)
         assert observed.token_ids == exact.token_ids
         assert observed.stats.accepted_lengths == exact.stats.accepted_lengths
         for name, rule in rules.items():
             output = eagle_fsd.generate(prompt, pair, acceptance=rule, **options)
-            trace = observer.traces[name]
+            trace = traces[name]
             if not trace.diverges:
                 assert output.token_ids == exact.token_ids
                 assert output.stats.accepted_lengths == trace.lengths
@@ -174,7 +176,7 @@ def test_what_is_emitted_ends_with_an_end_token(pair):
 def test_predictions_are_means_over_cycles(pair):
     observer = Observer({"a": make_rule("tilt", 0.5)})
     eagle_fsd.generate(PROMPT, pair, acceptance=observer, max_new_tokens=20, tree=TREE, temperature=1.0, seed=0)
-    trace = observer.traces["a"]
+    trace = observer.notes([0])[0]["a"]
     found = predict([trace, trace])
     assert found["tau"] == pytest.approx(sum(trace.lengths) / len(trace.lengths) + 1)
     assert found["cost"] == pytest.approx(sum(trace.costs) / len(trace.costs) / found["tau"])
@@ -225,6 +227,37 @@ def test_answers_that_are_not_generated_again_are_the_right_ones(pair, tmp_path,
         assert summarise(run.results("exact"))["kl_per_token"] == 0
 
 
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_questions_that_are_answered_together_get_what_they_would_alone(pair, tmp_path, temperature):
+    """Of several turns, with traces and KL."""
+    talks = [Question(each.id, "letters", (each.turns[0], "b a d e"[: each.id + 1])[: 1 + each.id % 2], "x")
+             for each in questions(7)]
+    found = []
+    for batch in (1, 4):
+        run = Experiment(pair, talks, SETTINGS, tmp_path / f"{batch}.jsonl", max_new_tokens=9, tree=TREE,
+                         temperature=temperature, batch=batch)
+        run.observe()
+        for name in SETTINGS:
+            run.answer(name)
+        found.append(run)
+    alone, together = found
+    for name in ("exact", *SETTINGS):
+        for one, other in zip(*(copy.deepcopy(run.results(name)) for run in (alone, together)), strict=True):
+            parts = {part: (one.pop(part, None), other.pop(part, None))
+                     for part in ("logprob", "regret", "kl", "fuzzy_tokens", "traces")}
+            assert one == other
+            for part in ("logprob", "regret", "kl"):
+                assert parts[part][0] == pytest.approx(parts[part][1], abs=1e-3)
+            tokens = [[token for token, _ in found] for found in parts["fuzzy_tokens"]]
+            assert tokens[0] == tokens[1]
+            if name == "exact":
+                for ours, theirs in ([found[setting] for found in parts["traces"]] for setting in SETTINGS):
+                    assert (ours["lengths"], ours["diverges"]) == (theirs["lengths"], theirs["diverges"])
+                    assert ours["costs"] == pytest.approx(theirs["costs"], abs=1e-3)
+    with pytest.raises(ValueError, match="begun with other batch"):
+        Experiment(pair, talks, SETTINGS, tmp_path / "4.jsonl", max_new_tokens=9, tree=TREE, temperature=temperature)
+
+
 def test_an_experiment_goes_on_where_it_was(pair, tmp_path, monkeypatch):
     log = tmp_path / "log.jsonl"
     first = experiment(pair, log)
@@ -234,7 +267,7 @@ def test_an_experiment_goes_on_where_it_was(pair, tmp_path, monkeypatch):
     log.write_bytes(lines[:-20])  # as if killed while writing
     again = experiment(pair, log)
     made = []
-    monkeypatch.setattr(Experiment, "_converse", lambda self, question, rule: made.append(question.id))
+    monkeypatch.setattr(Experiment, "_converse", lambda self, group, rule: made.extend(group))
     again.observe()
     assert made == []
     monkeypatch.undo()

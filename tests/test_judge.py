@@ -18,7 +18,7 @@ import eagle_fsd
 from eagle_fsd.acceptance import RULES, make_rule
 from eagle_fsd.acceptance.judge import SIGNALS, LearnedJudge, step_signals
 from eagle_fsd.data.questions import read_questions
-from eagle_fsd.experiments.experiment import Experiment
+from eagle_fsd.experiments.experiment import Experiment, meaning
 from eagle_fsd.quality.judges import JUDGE_FILE, read_judge, store_judge
 from eval.report.signals import agreement, area, oracle_row, resampled
 from eval.signals import SignalsArguments, compare
@@ -114,6 +114,9 @@ def test_experiments_give_the_rules_under_test_the_judge(folder, pair, tmp_path)
     for name, texts in (("judge 0.5", ["ekg1", "hi4", "np5"]), ("judge 1", ["ekg2", "hlm3", "np5"])):
         found.answer(name)
         assert [record["text"] for record in found.results(name)] == [text for text in texts for _ in range(2)]
+    learned = found.rules["judge 1"].learned  # another judge is another rule, whose answers are not known
+    other = replace(found.rules["judge 1"], learned=replace(learned, weight=learned.weight + 1))
+    assert meaning(other) != meaning(found.rules["judge 1"]) == meaning(replace(other, learned=learned))
 
 
 def test_both_ends_of_the_dial(pair):
@@ -382,7 +385,8 @@ def test_the_command_writes_record_page_and_picture(folder, tmp_path, capsys):
     assert rows["judge"]["auc"] == 1 and rows["judge"]["passed_95"] == 1 and rows["judge"]["stopped_99"] == 1
     page = (tmp_path / "signals.md").read_text()
     assert page in capsys.readouterr().out and "| judge " in page and "An oracle gate" in page
-    assert "64 mismatches of 48 answers" in page and "label outcome: 50.0% are harmful" in page
+    assert "64 mismatches of 48 answers" in page and "in questions tried alone: 0 of 24 own answers" in page
+    assert "label outcome: 50.0% are harmful" in page
     assert (tmp_path / "signals.png").read_bytes().startswith(b"\x89PNG")
     assert record["agreement"]["harmful_found"] == 0  # where the tables have no memory, no likelihood falls
 

@@ -18,7 +18,7 @@ from eagle_fsd.data.files import only_writer
 from eagle_fsd.experiments.search import family_confidence
 from eagle_fsd.quality.statistics import drop_bound
 from eagle_fsd.trees.config import Confidence, TreeConfig
-from eval import splits, sweep, sweep_times
+from eval import splits, sweep, sweep_report, sweep_times
 from eval.report import sweeps
 from eval.report.predictions import prediction_errors
 from eval.report.results import sweep_section
@@ -55,7 +55,7 @@ def test_a_greedy_sweep_writes_table_and_pictures(place):
     record = json.loads((place / "greedy" / "out.json").read_text())
     rows = {row["setting"]: row for row in record["rows"]}
     assert list(rows) == ["exact", "fsd 0.05", "fsd 0.3", "tilt 0.5", "fsd+fly 0.3 0.9"]
-    assert rows["fsd+fly 0.3 0.9"]["threshold"] == 0.3 and rows["fsd+fly 0.3 0.9"]["tau"] <= rows["fsd 0.3"]["tau"]
+    assert rows["fsd+fly 0.3 0.9"]["threshold"] == 0.3 and rows["fsd+fly 0.3 0.9"]["tau"] < rows["fsd 0.3"]["tau"]
     assert list(sweeps.by_rule(record["rows"])) == ["fsd", "tilt", "fsd+fly 0.9"]
     assert [row["setting"] for row in record["baselines"]] == [
         "model.generate", "prompt lookup", "model.generate, bare call", "prompt lookup, bare call", "plain"]
@@ -143,7 +143,9 @@ def test_sampling_with_seeds_and_lower_temperatures(place):
         (("--seeds", "0", "1"), "greedy decoding has no seeds"),
         (("--cooler", "0.5"), "--cooler below it"),
         (("--settings", "fsd"), "a rule and a threshold"),
-        (("--settings", "fsd+fly 0.3 x"), "and dials of gates"),
+        (("--settings", "fsd e"), "got 'fsd e'"),
+        (("--settings", "fsd+fly 0.3"), "one for each gate, such as"),
+        (("--settings", "fsd 0.3 0.1"), "one for each gate, such as"),
         (("--top-p", "0.5"), "takes a --temperature"),
         (("--settings", "fsd -1"), "threshold"),
         (("--settings", "warp 1"), "unknown rule 'warp'"),
@@ -189,6 +191,19 @@ def test_splits_of_a_sweeps_answers(place, monkeypatch, capsys):
     assert len(record["exact"]) == len(record["timed"]) == 12 and sum(record["exact"]) == 11
     assert {row["setting"] for row in record["splits"]} == {"exact"}  # six answers show nothing
     assert record["splits"] == splits.try_splits(record, 0.1)
+
+
+def test_baselines_are_matched_along_one_axis_each():
+    """Log p of -0.3 lies half way from temperature 1 to 0.5, and two thirds from top-p 1 to 0.7."""
+    rows = [{"setting": "exact", "temperature": 1.0, "top_p": 1.0, "logprob_per_token": -0.5, "accuracy": 0.2},
+            {"setting": "exact at temperature 0.5", "temperature": 0.5, "top_p": 1.0, "logprob_per_token": -0.1,
+             "accuracy": 0.6},
+            {"setting": "exact at top-p 0.7", "temperature": 1.0, "top_p": 0.7, "logprob_per_token": -0.2,
+             "accuracy": 0.5},
+            {"setting": "fsd 0.3", "threshold": 0.3, "logprob_per_token": -0.3, "accuracy": 0.3}]
+    sweep_report.match_baselines(rows)
+    assert rows[-1]["matched"] == pytest.approx({"temperature": 0.75, "accuracy": 0.4})
+    assert rows[-1]["matched_top_p"] == pytest.approx({"top_p": 0.8, "accuracy": 0.4})
 
 
 def test_another_guard_is_another_setting(place):

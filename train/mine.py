@@ -59,7 +59,7 @@ class Arguments:
         most: mismatches of a question that are tried, chosen by the seed.
         limit: only the first questions.
         max_new_tokens: of an answer.
-        batch: answers that are decoded together, and questions of a group.
+        batch: answers that are drafted together, and questions of a group; four times as many where nothing is drafted.
         tree: of drafting; default the pair's for its device.
         run_code: run the programs of answers, in a limited subprocess.
         dtype: as in eagle_fsd.load.

@@ -8,40 +8,57 @@ and several processes can share the work.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import logging
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, astuple
 from pathlib import Path
 from typing import Any
 
 from ..acceptance import Decision, Rule, Verification, make_rule
+from ..acceptance.judge import Judge
+from ..api import generate
 from ..data.files import append_lines, read_lines
 from ..data.progress import Progress
-from ..data.questions import Question, converse
+from ..data.questions import Question
 from ..engine.receipts import Output
 from ..models.placement import weights_digest
 from ..pair import EagleModel
 from ..prompts import check_length, encode_prompt, end_tokens
-from ..quality.traces import Observer, Trace
+from ..quality.traces import Observer, Trace, by_request, joined
 from ..settings import tree_chooser, with_judge
 from ..trees.config import TreeConfig
 from .grading import is_right
-from .methods import engine
+from .methods import prompt_seed
 from .summaries import conversation_record
 
+log = logging.getLogger(__name__)
 EXACT = "exact"  # the setting that is always there
 
 
 class Meter:
-    """A rule that adds up the KL of its decisions."""
+    """A rule that notes the KL of its decisions."""
 
     def __init__(self, rule: Rule) -> None:
-        self.rule, self.kl = rule, 0.0
+        self.rule = rule
+        self._cycles: list[list[float]] = []
 
     def __call__(self, verification: Verification) -> Decision:
         decision = self.rule(verification)
-        if decision.kl is not None:
-            self.kl += decision.kl().item()
+        rows = len(verification.tree.tokens)
+        self._cycles.append([0.0] * rows if decision.kl is None else decision.kl().tolist())
         return decision
+
+    def notes(self, counts: Sequence[int]) -> list[float]:
+        """Of each request its KL, after the one call of `generate`; see `by_request`."""
+        return [math.fsum(cycles) for cycles in by_request(self._cycles, counts)]
+
+
+def meaning(rule: Rule) -> str:
+    """What a rule under test is, by which its records are known again: its options, and the judge that it goes by."""
+    judges = [part.learned for part in rule.parts if isinstance(part, Judge) and part.learned is not None]
+    digests = [hashlib.sha256(judge.weight.numpy().tobytes()).hexdigest()[:16] for judge in judges]
+    return " ".join([repr(rule), *digests])
 
 
 def fingerprint(questions: Iterable[Question]) -> str:
@@ -57,6 +74,7 @@ class Experiment:
         log: JSON lines file of finished records, begun for these questions, models and options.
         share: (number, count): this process does every count-th question, and writes to the same file as the others.
             The first one has to begin the file before the others come.
+        batch: questions that are answered together; in half precision ties may fall otherwise in other company.
 
     Raises:
         ValueError: the file was begun for something else; a setting is bad; a question is too long for the target; or
@@ -67,21 +85,18 @@ class Experiment:
         self, model: EagleModel, questions: Sequence[Question], settings: Mapping[str, Mapping[str, Any]], log: Path, *,
         temperature: float = 0.0, top_p: float = 1.0, max_new_tokens: int = 256, seed: int = 0,
         tree: TreeConfig | None = None, run_code: bool = False, share: tuple[int, int] = (0, 1),
+        batch: int = 1,
     ) -> None:
         assert model.draft is not None
         if EXACT in settings:
             raise ValueError(f"a setting cannot be called {EXACT!r}: that is lossless decoding, which is always there")
         self.model, self.questions, self.log, self.share = model, list(questions), log, share
         self.rules = {name: with_judge(make_rule(**options), model) for name, options in settings.items()}
-        self.sampling = {"temperature": temperature, "top_p": top_p, "seed": seed}
+        self.batch, self.top_p = batch, top_p
         self.temperature, self.max_new_tokens, self.seed = temperature, max_new_tokens, seed
         self.tree, self.run_code = tree, run_code
         for question in questions:
-            try:
-                ids = encode_prompt([{"role": "user", "content": question.turns[0]}], model)
-                check_length(len(ids), 1, model)
-            except ValueError as error:
-                raise ValueError(f"question {question.id}: {error}") from error
+            self._encoded(question, [{"role": "user", "content": question.turns[0]}])
         chosen = {tree_chooser(tree, rule, temperature, model)(1).tree
                   for rule in (make_rule("exact"), *self.rules.values())}
         if len(chosen) > 1:
@@ -92,13 +107,14 @@ class Experiment:
             "questions": fingerprint(questions), "target": model.target.digest(), "head": weights_digest(model.draft),
             "dtype": str(model.target.dtype), "temperature": temperature, "max_new_tokens": max_new_tokens,
             "seed": seed, "tree": model.describe_tree(tree, temperature), **({"top_p": top_p} if top_p < 1 else {}),
+            **({"batch": batch} if batch > 1 else {}),
         }
         begun, *finished = read_lines(log, repair=share[0] == 0) or [None]
         if begun is None:
             log.parent.mkdir(parents=True, exist_ok=True)
             append_lines(log, [about])
         elif begun != about:
-            changed = [name for name, value in about.items() if begun.get(name) != value]
+            changed = [name for name in {**about, **begun} if begun.get(name) != about.get(name)]
             raise ValueError(f"{log} was begun with other {', '.join(changed)}; delete it or choose another file")
         for record in finished:
             self._take(record)
@@ -109,20 +125,64 @@ class Experiment:
         if name == EXACT:
             before = self.records.get(key, {"traces": {}})["traces"]
             record["traces"] = {**before, **{
-                name: trace for name, trace in record["traces"].items() if trace["rule"] == repr(self.rules.get(name))
+                name: trace for name, trace in record["traces"].items() if trace["rule"] == self._meaning(name)
             }}
-        elif record["rule"] != repr(self.rules.get(name)):
+        elif record["rule"] != self._meaning(name):
             return
         self.records[key] = record
+
+    def _meaning(self, name: str) -> str | None:
+        return meaning(self.rules[name]) if name in self.rules else None
 
     def _keep(self, record: dict) -> None:
         append_lines(self.log, [record])
         self._take(record)
 
-    def _converse(self, question: Question, acceptance: Callable | Rule) -> list[Output]:
-        answer = engine(self.model, acceptance=acceptance, tree=self.tree, **self.sampling)
-        answers = converse(lambda chat: answer(chat, self.max_new_tokens), question.turns)
-        return [answer.output for answer in answers]
+    def _converse(
+        self, questions: Sequence[Question], acceptance: Callable[[], Observer | Meter]
+    ) -> list[tuple[list[Output], list[Any]]]:
+        """Of each question its answers, turn by turn, and what the rule that decided on each has noted.
+
+        A conversation that has outgrown the target ends with the turns it has, as in `converse`.
+        """
+        chats: list[list[dict[str, str]]] = [[] for _ in questions]
+        found: list[tuple[list[Output], list[Any]]] = [([], []) for _ in questions]
+        for turn in range(max(len(question.turns) for question in questions)):
+            prompts = {}
+            for number, question in enumerate(questions):
+                if turn < len(question.turns) and turn == len(found[number][0]):
+                    chats[number].append({"role": "user", "content": question.turns[turn]})
+                    ids = self._encoded(question, chats[number])
+                    prompts |= {number: ids} if ids else {}
+            going = list(prompts)
+            for group in self.model.target.batches([len(prompts[number]) for number in going]):
+                numbers, rule = [going[place] for place in group], acceptance()
+                outputs = generate(
+                    [prompts[number] for number in numbers], self.model, acceptance=rule, tree=self.tree,
+                    temperature=self.temperature, top_p=self.top_p, max_new_tokens=self.max_new_tokens,
+                    seed=[prompt_seed(self.seed, chats[number]) for number in numbers])
+                noted = rule.notes([len(output.stats.accepted_lengths) for output in outputs])
+                for number, output, notes in zip(numbers, outputs, noted, strict=True):
+                    chats[number].append({"role": "assistant", "content": output.text})
+                    found[number][0].append(output)
+                    found[number][1].append(notes)
+        return found
+
+    def _encoded(self, question: Question, chat: list[dict[str, str]]) -> list[int] | None:
+        """The chat's tokens; None: it is too long, behind the first turn.
+
+        Raises:
+            ValueError: the first turn is.
+        """
+        try:
+            ids = encode_prompt(chat, self.model)
+            check_length(len(ids), 1, self.model)
+        except ValueError as error:
+            if len(chat) == 1:
+                raise ValueError(f"question {question.id}: {error}") from error
+            log.warning("question %s ends before turn %d: %s", question.id, len(chat) // 2 + 1, error)
+            return None
+        return ids
 
     def _record(self, setting: str, question: Question, outputs: list[Output], reference: list[int] | None) -> dict:
         text = outputs[-1].text or ""
@@ -138,24 +198,31 @@ class Experiment:
             return record is None or not self.rules.keys() <= record["traces"].keys()
 
         missing = [question for question in self._mine if is_missing(question)]
-        for question in Progress(missing, desc="lossless pass", unit="question"):
-            observer = Observer(self.rules, end_tokens(self.model))
-            outputs = self._converse(question, observer)
-            tokens = [token for output in outputs for token in output.token_ids]
-            traces = {name: {**asdict(trace), "rule": repr(self.rules[name])}
-                      for name, trace in observer.traces.items()}
-            self._keep({**self._record(EXACT, question, outputs, tokens), "kl": 0.0 if self.temperature else None,
-                        "token_ids": tokens, "traces": traces})
+        for group in self._groups(missing, "lossless pass"):
+            found = self._converse(group, lambda: Observer(self.rules, end_tokens(self.model)))
+            for question, (outputs, turns) in zip(group, found, strict=True):
+                tokens = [token for output in outputs for token in output.token_ids]
+                traces = {name: {**asdict(joined([turn[name] for turn in turns])), "rule": meaning(rule)}
+                          for name, rule in self.rules.items()}
+                self._keep({**self._record(EXACT, question, outputs, tokens), "kl": 0.0 if self.temperature else None,
+                            "token_ids": tokens, "traces": traces})
 
     def answer(self, setting: str) -> None:
         """A setting's answers where they may differ from the lossless ones; after `observe`."""
         rule = self.rules[setting]
         missing = [question for question in self._mine if self._is_missing(setting, question)]
-        for question in Progress(missing, desc=setting, unit="question"):
-            meter = Meter(rule)
-            outputs = self._converse(question, meter)
-            record = self._record(setting, question, outputs, self.records[EXACT, question.id]["token_ids"])
-            self._keep({**record, "rule": repr(rule), "kl": meter.kl if self._knows_kl(rule) else None})
+        for group in self._groups(missing, setting):
+            for question, (outputs, kls) in zip(group, self._converse(group, lambda: Meter(rule)), strict=True):
+                record = self._record(setting, question, outputs, self.records[EXACT, question.id]["token_ids"])
+                self._keep({**record, "rule": meaning(rule), "kl": sum(kls) if self._knows_kl(rule) else None})
+
+    def _groups(self, questions: Sequence[Question], desc: str) -> Iterator[list[Question]]:
+        """The questions that are answered together, with progress."""
+        with Progress(desc=desc, unit="question", total=len(questions)) as progress:
+            for first in range(0, len(questions), self.batch):
+                group = list(questions[first : first + self.batch])
+                yield group
+                progress.update(len(group))
 
     @property
     def _mine(self) -> list[Question]:

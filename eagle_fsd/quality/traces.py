@@ -11,11 +11,14 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from ..acceptance import Decision, Rule, Verification, Walk, walk
 from ..acceptance.budget import EXACT_RULE, cycle_costs
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -25,6 +28,27 @@ class Trace:
     lengths: list[int] = field(default_factory=list)  # accepted draft tokens
     costs: list[float | None] = field(default_factory=list)  # nats, see `cycle_costs`; None where not known
     diverges: bool = False  # whether any cycle would have emitted other tokens, or fewer at a time
+
+
+def joined(traces: Sequence[Trace]) -> Trace:
+    """Of one setting, traces of cycles that follow each other."""
+    return Trace([length for trace in traces for length in trace.lengths],
+                 [cost for trace in traces for cost in trace.costs], any(trace.diverges for trace in traces))
+
+
+def by_request(cycles: Sequence[Sequence[T]], counts: Sequence[int]) -> Iterator[list[T]]:
+    """What was noted of each request of a batch, of what was noted of each row in each cycle.
+
+    A cycle's rows are the requests that were not finished then, in their order.
+
+    Args:
+        counts: how many cycles each request took.
+    """
+    if len(counts) == 1:
+        yield [row for (row,) in cycles]
+        return
+    for number, count in enumerate(counts):
+        yield [cycles[cycle][sum(other > cycle for other in counts[:number])] for cycle in range(count)]
 
 
 def emitted(verification: Verification, walked: Walk, stop_ids: Collection[int] = ()) -> list[int]:
@@ -44,20 +68,31 @@ class Observer:
 
     def __init__(self, rules: Mapping[str, Rule], stop_ids: Collection[int] = ()) -> None:
         self.rules, self.stop_ids = rules, stop_ids
-        self.traces = {name: Trace() for name in rules}
+        self._cycles: list[list[dict[str, Trace]]] = []  # of each row what each rule would have done in that cycle
 
     def __call__(self, verification: Verification) -> Decision:
-        exact = EXACT_RULE(verification)
-        said = emitted(verification, walk(verification, exact), self.stop_ids)
+        rows = len(verification.tree.tokens)
+        alone = [verification] if rows == 1 else map(verification.row, range(rows))
+        self._cycles.append([self._noted(row) for row in alone])
+        return EXACT_RULE(verification)
+
+    def _noted(self, verification: Verification) -> dict[str, Trace]:
+        """A cycle of a single row."""
+        said = emitted(verification, walk(verification, EXACT_RULE(verification)), self.stop_ids)
+        found = {}
         for name, rule in self.rules.items():
             decision = rule(verification)
             walked = walk(verification, decision)
-            trace = self.traces[name]
-            trace.lengths.append(walked.length.item())
             known = verification.greedy or decision.kl is not None
-            trace.costs.append(math.fsum(cycle_costs(verification, decision)) if known else None)
-            trace.diverges |= emitted(verification, walked, self.stop_ids) != said
-        return exact
+            found[name] = Trace(
+                [walked.length.item()], [math.fsum(cycle_costs(verification, decision)) if known else None],
+                emitted(verification, walked, self.stop_ids) != said)
+        return found
+
+    def notes(self, counts: Sequence[int]) -> list[dict[str, Trace]]:
+        """Of each request, after the one call of `generate`, the trace of each rule; see `by_request`."""
+        return [{name: joined([cycle[name] for cycle in cycles]) for name in self.rules}
+                for cycles in by_request(self._cycles, counts)]
 
 
 def predict(traces: Sequence[Trace]) -> dict[str, float | None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import cycle
 from pathlib import Path
 
 from eagle_fsd.experiments.experiment import EXACT
@@ -76,14 +77,14 @@ def _frontier(record: dict, rows: list[dict], path: Path) -> Path:
         axes.errorbar(
             [row["time_of_exact"] for row in found], [100 * row["accuracy"] for row in found],
             xerr=_whiskers(found, "time_of_exact", "time_of_exact_interval", 1),
-            yerr=_whiskers(found, "drop", "drop_interval", 100), color=colours(number), label=rule, marker="o",
+            yerr=_whiskers(found, "drop", "drop_interval", 100), color=colours(number % 10), label=rule, marker="o",
             markersize=4, linewidth=1, elinewidth=0.6, alpha=0.8,
         )
         for row in found:
             axes.annotate(f"{row['threshold']:g}", (row["time_of_exact"], 100 * row["accuracy"]), fontsize=6,
-                          xytext=(3, 3), textcoords="offset points", color=colours(number))
+                          xytext=(3, 3), textcoords="offset points", color=colours(number % 10))
     lossless = [row for row in rows if "threshold" not in row]
-    for row, marker in zip(lossless, "*^vsDP<>", strict=False):
+    for row, marker in zip(lossless, cycle("*^vsDP<>Xhd"), strict=False):
         axes.plot(row["time_of_exact"], 100 * row["accuracy"], color="black", linestyle="none", marker=marker,
                   markersize=12 if marker == "*" else 6, label=row["setting"], zorder=5)
     front = sorted((row for row in rows if row["front"]), key=lambda row: row["time_of_exact"])

@@ -9,13 +9,18 @@ from eval.report.tables import markdown, percent, span
 MARGIN = 0.01  # accuracy that counts as equal: the one-sided 95% bound of the drop is at most this
 
 
+def family_of(setting: str) -> str:
+    """The rule whose thresholds a setting is among; a guard, and each dial of a gate, makes a rule of its own."""
+    rule, _, *more = setting.split(" ")
+    return " ".join([rule, *more])
+
+
 def by_rule(rows: list[dict]) -> dict[str, list[dict]]:
-    """Rows with a threshold by rule; guarded ones, and each dial of a gate, are a rule of their own."""
+    """Rows with a threshold by `family_of` their setting."""
     groups: dict[str, list[dict]] = {}
     for row in rows:
         if "threshold" in row:
-            rule, _, *more = row["setting"].split(" ")
-            groups.setdefault(" ".join([rule, *more]), []).append(row)
+            groups.setdefault(family_of(row["setting"]), []).append(row)
     return {name: sorted(found, key=lambda row: row["threshold"]) for name, found in groups.items()}
 
 
@@ -55,11 +60,13 @@ def headline(rows: list[dict]) -> str:
     start = "At equal accuracy (a loss of at most one point) the fastest setting," if equal else \
         "No setting is shown to lose at most one point of accuracy. The fastest one,"
     text = f"{start} {time}; {forwards}; {told}."
-    if "matched" in chosen:
-        matched = chosen["matched"]
-        text += (f" Lossless decoding of the same log-probability per token (temperature {matched['temperature']:.2f}) "
-                 f"takes {matched['time_of_exact']:.2f} at {100 * matched['accuracy']:.1f}% accuracy, against "
-                 f"{100 * chosen['accuracy']:.1f}%.")
+    for key, by in (("matched", "temperature"), ("matched_top_p", "top_p")):
+        if key in chosen:
+            found = chosen[key]
+            name = by.replace("_", "-")
+            text += (f" Lossless decoding of the same log-probability per token ({name} {found[by]:.2f}) "
+                     f"takes {found['time_of_exact']:.2f} at {100 * found['accuracy']:.1f}% accuracy, against "
+                     f"{100 * chosen['accuracy']:.1f}%.")
     return text
 
 

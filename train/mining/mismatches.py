@@ -16,6 +16,7 @@ from torch import Tensor
 from eagle_fsd.acceptance import Decision, Rule, Verification, Walk, walk
 from eagle_fsd.acceptance.budget import EXACT_RULE
 from eagle_fsd.acceptance.judge import SIGNALS, step_signals
+from eagle_fsd.quality.traces import by_request
 
 DIVERGENCES = tuple(f"{name}{top}" for name in ("kl", "reverse_kl", "js", "tv") for top in ("", "_top10"))
 LARGEST = 1e9  # in place of an infinite divergence, which JSON does not know
@@ -118,16 +119,12 @@ def placed(
 ) -> Iterator[list[Mismatch]]:
     """The mismatches of each request, at their places in what was generated.
 
-    A cycle's rows are the requests that were not finished then, in their order.
-
     Args:
         counts: how many cycles each request took.
     """
-    for number, count in enumerate(counts):
+    for rows in by_request(cycles, counts):
         begin, found = 1, []  # the first token comes without a cycle
-        for cycle in range(count):
-            row = sum(other > cycle for other in counts[:number])
-            length, mismatch = cycles[cycle][row]
+        for length, mismatch in rows:
             if mismatch is not None:
                 found.append(Mismatch(begin + length, mismatch.own, mismatch.substitute, mismatch.signals,
                                       mismatch.features))
