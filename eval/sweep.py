@@ -62,6 +62,7 @@ class SweepArguments:
             is answered alone.
         timed: questions that are timed.
         repeats: timed runs per question, of which the median counts.
+        baselines: time model.generate, prompt lookup and plain decoding as well.
         run_code: allow programs of HumanEval and MBPP answers to be run.
         stage: what to do.
         work: folder of answers and times.
@@ -86,6 +87,7 @@ class SweepArguments:
     batch: int = 1
     timed: int = 40
     repeats: int = 1
+    baselines: bool = True
     run_code: bool = False
     stage: tuple[Literal[STAGES], ...] = STAGES[1:]
     work: Path = Path("runs/sweep")

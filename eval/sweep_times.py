@@ -54,6 +54,8 @@ def lossless_samplings(args: SweepArguments) -> list[Sampling]:
 
 def baseline_names(args: SweepArguments) -> list[str]:
     """Of what is timed beside the settings."""
+    if not args.baselines:
+        return []
     bare = list(BARE.values()) if args.temperature == 0 else []
     return [BASELINE, LOOKUP, *bare, *([ASSISTED] if args.assistant else []), PLAIN]
 
@@ -62,18 +64,17 @@ def timed_methods(args: SweepArguments, own: Experiment) -> dict[str, Method]:
     """All settings and baselines."""
     model = own.model
     sampling = {"temperature": args.temperature, "seed": args.seeds[0]}
-    methods = {
-        BASELINE: hf_generate(model, **sampling),
-        LOOKUP: hf_generate(model, **sampling, prompt_lookup_num_tokens=10),
-        PLAIN: engine(model, plain=True, acceptance=EXACT, **sampling),
-        EXACT: engine(model, acceptance=EXACT, tree=args.tree, **sampling),
-    }
-    if args.temperature == 0:
+    methods = {EXACT: engine(model, acceptance=EXACT, tree=args.tree, **sampling)}
+    if args.baselines:
+        methods |= {BASELINE: hf_generate(model, **sampling),
+                    LOOKUP: hf_generate(model, **sampling, prompt_lookup_num_tokens=10),
+                    PLAIN: engine(model, plain=True, acceptance=EXACT, **sampling)}
+    if args.baselines and args.temperature == 0:
         named = find_pair(args.pair.target, args.pair.draft)[0]
         place = (target_source(named), model.target.dtype, model.target.device)
         methods[BARE[BASELINE]] = bare_generate(*place)
         methods[BARE[LOOKUP]] = bare_generate(*place, prompt_lookup_num_tokens=10)
-    if args.assistant:
+    if args.baselines and args.assistant:
         assistant, _ = load_target(args.assistant, dtype=model.target.dtype, device=model.target.device)
         methods[ASSISTED] = hf_generate(model, **sampling, assistant=assistant)
     for less in lossless_samplings(args):
@@ -163,6 +164,7 @@ def time_rows(lines: Sequence[dict], names: Sequence[str]) -> dict[str, dict]:
             "time_of_exact": seconds[name].sum() / seconds[EXACT].sum(),
             "time_of_exact_interval": ratio_interval(seconds[name], seconds[EXACT]),
             "timed_tokens": tokens[name].mean(),
-            "speedup": rate / (tokens[BASELINE].sum() / seconds[BASELINE].sum()),
         }
+        if BASELINE in names:
+            rows[name]["speedup"] = rate / (tokens[BASELINE].sum() / seconds[BASELINE].sum())
     return rows

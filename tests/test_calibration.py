@@ -304,8 +304,10 @@ def test_answers_to_something_else_are_not_taken(pair, tmp_path):
     first = experiment(pair, log)
     first.observe()
     first.answer("fsd 0.3")
-    with pytest.raises(ValueError, match="begun with other questions"):
-        Experiment(pair, questions(13)[1:], SETTINGS, log, max_new_tokens=10, tree=TREE)
+    another = Experiment(pair, [Question(0, "none", ("another question",)), *questions(2)[1:]], SETTINGS, log,
+                         max_new_tokens=10, tree=TREE)
+    with pytest.raises(ValueError, match="1 answers of exact are missing"):
+        another.results("exact")
     with pytest.raises(ValueError, match="begun with other target, head"):
         experiment(tiny_pair(seed=1, tokenizer=pair.tokenizer), log)
     # A rule of the same name that means something else is observed and answered anew; the others stay.

@@ -71,7 +71,8 @@ class Experiment:
 
     Args:
         settings: arguments of `make_rule` by name, `threshold` among them; lossless decoding ("exact") is always there.
-        log: JSON lines file of finished records, begun for these questions, models and options.
+        log: JSON lines file of finished records, begun for these models and options. It may hold other questions too:
+            an experiment goes on with more of them.
         share: (number, count): this process does every count-th question, and writes to the same file as the others.
             The first one has to begin the file before the others come.
         batch: questions that are answered together; in half precision ties may fall otherwise in other company.
@@ -102,11 +103,12 @@ class Experiment:
         if len(chosen) > 1:
             raise ValueError("the head has logs of several rules, by which tree=\"auto\" takes different trees for the "
                              "rules under test: give one tree")
+        self._asked = {question.id: fingerprint([question]) for question in questions}
         self.records: dict[tuple[str, int | str], dict[str, Any]] = {}
         about = {
-            "questions": fingerprint(questions), "target": model.target.digest(), "head": weights_digest(model.draft),
-            "dtype": str(model.target.dtype), "temperature": temperature, "max_new_tokens": max_new_tokens,
-            "seed": seed, "tree": model.describe_tree(tree, temperature), **({"top_p": top_p} if top_p < 1 else {}),
+            "target": model.target.digest(), "head": weights_digest(model.draft), "dtype": str(model.target.dtype),
+            "temperature": temperature, "max_new_tokens": max_new_tokens, "seed": seed,
+            "tree": model.describe_tree(tree, temperature), **({"top_p": top_p} if top_p < 1 else {}),
             **({"batch": batch} if batch > 1 else {}),
         }
         begun, *finished = read_lines(log, repair=share[0] == 0) or [None]
@@ -120,8 +122,10 @@ class Experiment:
             self._take(record)
 
     def _take(self, record: dict) -> None:
-        """Keep a record in memory, unless it is of a rule that has changed its meaning."""
+        """Keep a record in memory, unless it is of another question or of a rule that has changed its meaning."""
         name, key = record["setting"], (record["setting"], record["question"])
+        if record["asked"] != self._asked.get(record["question"]):
+            return
         if name == EXACT:
             before = self.records.get(key, {"traces": {}})["traces"]
             record["traces"] = {**before, **{
@@ -188,8 +192,9 @@ class Experiment:
         text = outputs[-1].text or ""
         complete = len(outputs) == len(question.turns)
         right = is_right(question, text, run_code=self.run_code)
-        return {"setting": setting, "question": question.id, "correct": right if right is None else right and complete,
-                **conversation_record(outputs, reference), "text": text}
+        return {"setting": setting, "question": question.id, "asked": self._asked[question.id],
+                "correct": right if right is None else right and complete, **conversation_record(outputs, reference),
+                "text": text}
 
     def observe(self) -> None:
         """The lossless pass: every question's exact answer, with the traces of all settings."""

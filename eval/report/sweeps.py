@@ -104,7 +104,7 @@ def _speed_cells(row: dict) -> dict[str, str]:
         return dict.fromkeys(("time of exact (95%)", "s/answer", "tokens/s", "vs HF"), "")
     return {"time of exact (95%)": f"{row['time_of_exact']:.2f} ({span(row['time_of_exact_interval'])})",
             "s/answer": f"{row['seconds_per_answer']:.3f}", "tokens/s": f"{row['tokens_per_second']:.0f}",
-            "vs HF": f"{row['speedup']:.2f}x"}
+            "vs HF": f"{row['speedup']:.2f}x" if "speedup" in row else ""}
 
 
 def front_table(record: dict) -> str:
@@ -114,7 +114,7 @@ def front_table(record: dict) -> str:
         "setting": row["setting"], "accuracy": percent(row["accuracy"], 1) if "accuracy" in row else "",
         "bound of the loss": f"{100 * row['drop_bound']:.1f}" if "drop_bound" in row else "",
         "s/answer": f"{row['seconds_per_answer']:.3f}", "time of exact": f"{row['time_of_exact']:.2f}",
-        "tokens/s": f"{row['tokens_per_second']:.0f}", "vs model.generate": f"{row['speedup']:.2f}x",
+        "tokens/s": f"{row['tokens_per_second']:.0f}", "vs model.generate": f"{row['speedup']:.2f}x" if "speedup" in row else "",
         "tau": f"{row['tau']:.2f}" if "tau" in row else "",
         "tokens/answer": f"{row.get('tokens_per_answer', row['timed_tokens']):.0f}",
     } for row in [*record["baselines"], *shown])
