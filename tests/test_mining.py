@@ -189,11 +189,10 @@ def carried(trail, answers, nats):
             return end.value
 
 
-@pytest.mark.parametrize("outcome", [False, True], ids=["likelihood", "both"])
-def test_in_a_sequence_the_nats_add_up(outcome):
+def test_in_a_sequence_the_nats_add_up():
     """0.6 and 0.6 are harm together, where the limit is 1; alone neither is."""
     mismatches = [Mismatch(at, 5, 6, {}, torch.zeros(2, 1)) for at in range(6)]
-    labels = Labels(outcome, True, 1.0, 8, 0, False, str)
+    labels = Labels(False, True, 1.0, 8, 0, False, str)
     question = Question(1, "gsm8k", ("q",), "#### 3")
 
     def answers(run_):
@@ -201,7 +200,7 @@ def test_in_a_sequence_the_nats_add_up(outcome):
 
     lost = [0.6, 0.6, 0.3, 0.2, -0.5, 0.5]
     rows = carried(labels.trail(question, [3], "sequence"), answers, lost).rows
-    kept = [0, 0.6, 1.2, 1.5, 1.7, 1.2] if outcome else [0, 0.6, 0.6, 0.9, 0.9, 0.4]  # what stays goes by the outcome
+    kept = [0, 0.6, 0.6, 0.9, 0.9, 0.4]
     assert [row["carried_nats"] for row in rows] == pytest.approx(kept)
     assert [row["likelihood"] for row in rows] == [before + nats > 1 for before, nats in zip(kept, lost, strict=True)]
     alone = carried(labels.trail(question, [3], "alone"), answers, lost).rows
@@ -223,11 +222,11 @@ def test_the_noise_of_the_outcome_is_that_of_an_answer_with_nothing_replaced():
         assert [row["outcome"] for row in found.rows] == [False, False]
 
 
-def test_behind_texts_that_do_not_meet_there_is_no_likelihood_label():
+def test_a_sequence_that_goes_by_the_outcome_has_no_likelihood_label():
     mismatches = [Mismatch(at, 5, 6, {}, torch.zeros(2, 1)) for at in range(3)]
     trail = Labels(True, True, 1.0, 8, 0, False, str).trail(Question(1, "gsm8k", ("q",), "3"), [3], "sequence")
-    rows = carried(trail, lambda run_: Answer([5] * 3, "3", mismatches, True), [0.1, None]).rows
-    assert [row.get("likelihood") for row in rows] == [False, True, None]
+    rows = carried(trail, lambda run_: Answer([5] * 3, "3", mismatches, True), []).rows
+    assert [(row["outcome"], row.get("likelihood")) for row in rows] == [(False, None)] * 3
 
 
 def test_an_answer_that_begins_with_an_end_is_over(pair):

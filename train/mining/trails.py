@@ -124,11 +124,10 @@ class Labels:
     ) -> Steps:
         """By outcome: behind a harmless substitute the target's own continuation is what is gone on with.
 
-        Once that does not meet the text before again, nothing is known of what the likelihood of the rest has lost.
+        Nothing is asked about likelihoods: the texts before and behind a kept substitute need not meet again.
         """
         tried: list[tuple[Mismatch, dict]] = []
         text, begin, kept = own, 0, 0
-        carried: float | None = 0.0
         share = min(1.0, self.most / max(1, len(own.mismatches)))
         while len(tried) < self.most:
             mismatch = next((m for m in text.mismatches if m.at >= begin and rng.random() < share), None)
@@ -136,15 +135,10 @@ class Labels:
                 break
             (answer,) = yield [Run(prompt, [*text.tokens[: mismatch.at], mismatch.substitute])]
             label = {"kept_before": kept, "outcome": self._differs(question, answer, wanted)}
-            loss = Loss(None)
-            if self.likelihood and carried is not None:
-                (loss,) = yield Losses(prompt, text.tokens, [(mismatch.at, mismatch.substitute)])
-                label |= self._lost(loss, carried)
             tried.append((mismatch, label))
             begin = mismatch.at + 1
             if not label["outcome"]:
                 text, kept = answer, kept + 1
-                carried = None if carried is None or loss.nats is None else carried + loss.nats
         return tried
 
     def _spliced(self, prompt: Sequence[int], own: Answer, chosen: list[Mismatch]) -> Steps:
