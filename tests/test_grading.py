@@ -81,18 +81,25 @@ def test_programs_are_run_only_where_it_is_allowed():
 def test_programs_of_mbpp(answer, right):
     question = Question(511, "mbpp", ("Add.",), tests="assert add(2, 3) == 5\n")
     assert is_right(question, answer, run_code=True) is right
-    assert outcome(question, answer, run_code=True) == (right,)
+    assert (outcome(question, answer, run_code=True) == (5,)) is right
     with pytest.raises(ValueError, match="grading HumanEval and MBPP runs .*; allow it with --run-code"):
         outcome(question, answer)
 
 
-def test_the_outcome_of_a_program_is_which_tests_it_passes():
+def test_the_outcome_of_a_program_is_what_it_gives_in_the_tests():
     question = Question(1, "mbpp", ("Add.",), tests="import math\nassert f(1) == 2\nassert f(\n  4) == math.inf\n")
-    for answer, passed in (("def f(x): return 2", (True, False)), ("def f(x): return math.inf", (False, True)),
-                           ("def f(x): return 2 if x == 1 else math.inf", (True, True)), ("f =", (False, False))):
-        assert outcome(question, answer, run_code=True) == passed
-        assert is_right(question, answer, run_code=True) is all(passed)
-    assert outcome(PROBLEM, "    return a + b", run_code=True) == (True,)
+    inf = "2 if x == 1 else math.inf"  # which is no literal: whether the test passes is all that is told
+    for answer, given in (("2", (2, 2)), ("math.inf", (False, True)), (inf, (2, True)),
+                          ("[x, {x}]", ([1, {1}], [4, {4}])), ("g(x)", (None, None)), ("= 2", (None, None))):
+        assert outcome(question, f"def f(x): return {answer}", run_code=True) == given
+        assert is_right(question, f"def f(x): return {answer}", run_code=True) is (answer == inf)
+    assert outcome(PROBLEM, "    return a + b", run_code=True) == (5,)
+
+
+def test_other_tests_of_a_program_pass_or_not():
+    tests = "assert f(1)\nassert f(2) != 3, 'no'\nassert f(\n"
+    question = Question(1, "mbpp", ("Add.",), tests=tests)
+    assert outcome(question, "def f(x): return x + 1", run_code=True) == (True, False, False)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import secrets
@@ -25,9 +26,10 @@ proof = sys.stdin.buffer.read()
 for limit, value in ((resource.RLIMIT_CPU, {seconds}), (resource.RLIMIT_AS, {memory}), (resource.RLIMIT_FSIZE, {file}),
                      (resource.RLIMIT_NPROC, 0), (resource.RLIMIT_NOFILE, 16), (resource.RLIMIT_CORE, 0)):
     resource.setrlimit(limit, (value, value))
-runpy.run_path("program.py", run_name="__main__")
-write({place}, proof)
+found = runpy.run_path("program.py", run_name="__main__")
+write({place}, proof + repr(found.get("{result}")).encode(errors="replace")[:{file} // 2])
 """
+RESULT = "_result"  # the name of what a program leaves to be looked at
 
 
 def extract_result(text: str) -> str | None:
@@ -82,9 +84,10 @@ def _check_leave(run_code: bool) -> None:
 
 
 def outcome(question: Question, text: str, *, run_code: bool = False) -> object:
-    """What an answer comes to, right or wrong: a number, a result, or which of the tests its program passes.
+    """What an answer comes to, right or wrong: a number, a result, or what its program does in each of the tests.
 
     A text that states no result is the right answer, whole, or None: any two of these that are wrong come to the same.
+    Of a program, see `behaviour`.
 
     Args:
         run_code: see `is_right`.
@@ -96,7 +99,7 @@ def outcome(question: Question, text: str, *, run_code: bool = False) -> object:
         _check_leave(run_code)
         before, *tests = re.split(r"^(?=assert )", question.tests or "", flags=re.MULTILINE)
         program = program_of(question, text)
-        return tuple(passes(program, before + test) for test in tests or [""])
+        return tuple(behaviour(program, before, test) for test in tests or [""])
     if question.category == "gsm8k" and final_number(question.answer or "") is not None:
         return final_number(text)
     stated = extract_result(text)
@@ -134,16 +137,43 @@ def cut_program(text: str) -> str:
     return text[: min(ends)] if ends else text
 
 
+def behaviour(program: str, before: str, test: str) -> object:
+    """What a program does in one test, right or wrong: the value that the left side of `assert ... == ...` has there;
+    whether the test passes where it is of another form, or the value is no plain Python literal."""
+    try:
+        (statement,) = ast.parse(test).body
+    except (SyntaxError, ValueError):
+        statement = None
+    if isinstance(statement, ast.Assert) and isinstance(statement.test, ast.Compare):
+        if len(statement.test.ops) == 1 and isinstance(statement.test.ops[0], ast.Eq):
+            found = finish(program, f"{before}\n{RESULT} = {ast.unparse(statement.test.left)}")
+            try:
+                return None if found is None else ast.literal_eval(found)
+            except (SyntaxError, ValueError, RecursionError, MemoryError):
+                pass
+    return passes(program, before + test)
+
+
 def passes(program: str, tests: str) -> bool:
-    """Whether a program passes its tests and gets to their end: in a subprocess with an empty environment and
-    directory, limited in processor and wall time, memory, file size, open files and (unless the user is root) to no
-    further processes. POSIX only.
+    """Whether a program passes its tests and gets to their end, see `finish`."""
+    return finish(program, tests) is not None
+
+
+def finish(program: str, tests: str) -> str | None:
+    """Run a program and what follows it to the end; None: it does not get there.
+
+    In a subprocess with an empty environment and directory, limited in processor and wall time, memory, file size, open
+    files and (unless the user is root) to no further processes. POSIX only.
 
     The limits stop accidents; they are no jail for hostile code (files that the user can read, it can read).
+
+    Returns:
+        What `RESULT` is then, as `repr` says it.
     """
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile() as end:
         Path(folder, "program.py").write_text(f"{program}\n\n{tests}\n", encoding="utf-8")
-        starter = LIMITED.format(seconds=SECONDS, memory=MEMORY_BYTES, file=FILE_BYTES, place=end.fileno())
+        starter = LIMITED.format(seconds=SECONDS, memory=MEMORY_BYTES, file=FILE_BYTES, place=end.fileno(),
+                                 result=RESULT)
         proof = secrets.token_bytes()
         try:
             finished = subprocess.run(
@@ -151,6 +181,8 @@ def passes(program: str, tests: str) -> bool:
                 input=proof, pass_fds=[end.fileno()], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
             )
         except subprocess.TimeoutExpired:
-            return False
+            return None
         end.seek(0)
-        return finished.returncode == 0 and end.read() == proof
+        written = end.read()
+        ended = finished.returncode == 0 and written.startswith(proof)
+        return written[len(proof) :].decode(errors="replace") if ended else None
