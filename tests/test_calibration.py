@@ -140,13 +140,12 @@ def test_the_observer_tells_which_answers_a_rule_changes(pair, temperature):
         prompt = [*PROMPT, seed + 4]
         observer = Observer(rules)
         observed = eagle_fsd.generate(prompt, pair, acceptance=observer, **options)
-        (traces,) = observer.notes([len(observed.stats.accepted_lengths)])
         exact = eagle_fsd.generate(prompt, pair, acceptance="exact", **options)
         assert observed.token_ids == exact.token_ids
         assert observed.stats.accepted_lengths == exact.stats.accepted_lengths
         for name, rule in rules.items():
             output = eagle_fsd.generate(prompt, pair, acceptance=rule, **options)
-            trace = traces[name]
+            trace = observer.traces[name]
             if not trace.diverges:
                 assert output.token_ids == exact.token_ids
                 assert output.stats.accepted_lengths == trace.lengths
@@ -176,7 +175,7 @@ def test_what_is_emitted_ends_with_an_end_token(pair):
 def test_predictions_are_means_over_cycles(pair):
     observer = Observer({"a": make_rule("tilt", 0.5)})
     eagle_fsd.generate(PROMPT, pair, acceptance=observer, max_new_tokens=20, tree=TREE, temperature=1.0, seed=0)
-    trace = observer.notes([0])[0]["a"]
+    trace = observer.traces["a"]
     found = predict([trace, trace])
     assert found["tau"] == pytest.approx(sum(trace.lengths) / len(trace.lengths) + 1)
     assert found["cost"] == pytest.approx(sum(trace.costs) / len(trace.costs) / found["tau"])
@@ -267,7 +266,7 @@ def test_an_experiment_goes_on_where_it_was(pair, tmp_path, monkeypatch):
     log.write_bytes(lines[:-20])  # as if killed while writing
     again = experiment(pair, log)
     made = []
-    monkeypatch.setattr(Experiment, "_converse", lambda self, group, rule: made.extend(group))
+    monkeypatch.setattr(Experiment, "_converse", lambda self, question, *_: made.append(question))
     again.observe()
     assert made == []
     monkeypatch.undo()

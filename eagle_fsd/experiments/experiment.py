@@ -11,7 +11,10 @@ import hashlib
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import ExitStack
 from dataclasses import asdict, astuple
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +28,8 @@ from ..engine.receipts import Output
 from ..models.placement import weights_digest
 from ..pair import EagleModel
 from ..prompts import check_length, encode_prompt, end_tokens
-from ..quality.traces import Observer, Trace, by_request, joined
+from ..quality.traces import Observer, Trace, joined
+from ..serve.engine import Engine
 from ..settings import tree_chooser, with_judge
 from ..trees.config import TreeConfig
 from .grading import is_right
@@ -37,21 +41,16 @@ EXACT = "exact"  # the setting that is always there
 
 
 class Meter:
-    """A rule that notes the KL of its decisions."""
+    """A rule of one request that adds up the KL of its decisions."""
 
     def __init__(self, rule: Rule) -> None:
-        self.rule = rule
-        self._cycles: list[list[float]] = []
+        self.rule, self.kl = rule, 0.0
 
     def __call__(self, verification: Verification) -> Decision:
         decision = self.rule(verification)
-        rows = len(verification.tree.tokens)
-        self._cycles.append([0.0] * rows if decision.kl is None else decision.kl().tolist())
+        if decision.kl is not None:
+            self.kl += decision.kl().item()
         return decision
-
-    def notes(self, counts: Sequence[int]) -> list[float]:
-        """Of each request its KL, after the one call of `generate`; see `by_request`."""
-        return [math.fsum(cycles) for cycles in by_request(self._cycles, counts)]
 
 
 def meaning(rule: Rule) -> str:
@@ -75,7 +74,8 @@ class Experiment:
             an experiment goes on with more of them.
         share: (number, count): this process does every count-th question, and writes to the same file as the others.
             The first one has to begin the file before the others come.
-        batch: questions that are answered together; in half precision ties may fall otherwise in other company.
+        batch: questions that are answered together, each joining as another ends; it takes a tree. In half precision
+            ties may fall otherwise in other company.
 
     Raises:
         ValueError: the file was begun for something else; a setting is bad; a question is too long for the target; or
@@ -100,6 +100,8 @@ class Experiment:
             self._encoded(question, [{"role": "user", "content": question.turns[0]}])
         chosen = {tree_chooser(tree, rule, temperature, model)(1).tree
                   for rule in (make_rule("exact"), *self.rules.values())}
+        if batch > 1 and tree is None:
+            raise ValueError(f"questions that are answered together take a tree, got batch={batch} and none")
         if len(chosen) > 1:
             raise ValueError("the head has logs of several rules, by which tree=\"auto\" takes different trees for the "
                              "rules under test: give one tree")
@@ -142,35 +144,49 @@ class Experiment:
         append_lines(self.log, [record])
         self._take(record)
 
-    def _converse(
-        self, questions: Sequence[Question], acceptance: Callable[[], Observer | Meter]
-    ) -> list[tuple[list[Output], list[Any]]]:
-        """Of each question its answers, turn by turn, and what the rule that decided on each has noted.
+    def _answers(
+        self, questions: Sequence[Question], acceptance: Callable[[], Rule | Observer | Meter], desc: str
+    ) -> Iterator[tuple[Question, list[Output], list[Any]]]:
+        """Each question's answers, turn by turn, with the rule that decided on each; in the order in which they end."""
+        def converse(question: Question, ask: Callable[..., Output]) -> tuple[Question, list[Output], list[Any]]:
+            return question, *self._converse(question, ask, acceptance)
 
-        A conversation that has outgrown the target ends with the turns it has, as in `converse`.
+        with ExitStack() as stack:
+            progress = stack.enter_context(Progress(desc=desc, unit="question", total=len(questions)))
+            if self.batch == 1 or not questions:
+                alone = partial(generate, model=self.model, tree=self.tree)
+                found = (converse(question, alone) for question in questions)
+            else:
+                pool = stack.enter_context(ThreadPoolExecutor(self.batch))  # each thread waits for its question
+                engine = stack.enter_context(Engine(
+                    self.model, max_rows=self.batch, max_waiting=self.batch, prefixes=0, tree=self.tree))
+                found = (each.result() for each in as_completed([pool.submit(
+                    converse, question, lambda ids, **options: engine.submit(ids, **options).result(),
+                ) for question in questions]))
+            for each in found:
+                yield each
+                progress.update(1)
+
+    def _converse(
+        self, question: Question, ask: Callable[..., Output], acceptance: Callable[[], Rule | Observer | Meter]
+    ) -> tuple[list[Output], list[Any]]:
+        """The answers of a conversation, and the rules that decided on them.
+
+        One that has outgrown the target ends with the turns it has, as in `converse`.
         """
-        chats: list[list[dict[str, str]]] = [[] for _ in questions]
-        found: list[tuple[list[Output], list[Any]]] = [([], []) for _ in questions]
-        for turn in range(max(len(question.turns) for question in questions)):
-            prompts = {}
-            for number, question in enumerate(questions):
-                if turn < len(question.turns) and turn == len(found[number][0]):
-                    chats[number].append({"role": "user", "content": question.turns[turn]})
-                    ids = self._encoded(question, chats[number])
-                    prompts |= {number: ids} if ids else {}
-            going = list(prompts)
-            for group in self.model.target.batches([len(prompts[number]) for number in going]):
-                numbers, rule = [going[place] for place in group], acceptance()
-                outputs = generate(
-                    [prompts[number] for number in numbers], self.model, acceptance=rule, tree=self.tree,
-                    temperature=self.temperature, top_p=self.top_p, max_new_tokens=self.max_new_tokens,
-                    seed=[prompt_seed(self.seed, chats[number]) for number in numbers])
-                noted = rule.notes([len(output.stats.accepted_lengths) for output in outputs])
-                for number, output, notes in zip(numbers, outputs, noted, strict=True):
-                    chats[number].append({"role": "assistant", "content": output.text})
-                    found[number][0].append(output)
-                    found[number][1].append(notes)
-        return found
+        chat: list[dict[str, str]] = []
+        outputs, rules = [], []
+        for turn in question.turns:
+            chat.append({"role": "user", "content": turn})
+            ids = self._encoded(question, chat)
+            if ids is None:
+                break
+            rules.append(acceptance())
+            outputs.append(ask(
+                ids, acceptance=rules[-1], temperature=self.temperature, top_p=self.top_p,
+                max_new_tokens=self.max_new_tokens, seed=prompt_seed(self.seed, chat)))
+            chat.append({"role": "assistant", "content": outputs[-1].text})
+        return outputs, rules
 
     def _encoded(self, question: Question, chat: list[dict[str, str]]) -> list[int] | None:
         """The chat's tokens; None: it is too long, behind the first turn.
@@ -203,31 +219,23 @@ class Experiment:
             return record is None or not self.rules.keys() <= record["traces"].keys()
 
         missing = [question for question in self._mine if is_missing(question)]
-        for group in self._groups(missing, "lossless pass"):
-            found = self._converse(group, lambda: Observer(self.rules, end_tokens(self.model)))
-            for question, (outputs, turns) in zip(group, found, strict=True):
-                tokens = [token for output in outputs for token in output.token_ids]
-                traces = {name: {**asdict(joined([turn[name] for turn in turns])), "rule": meaning(rule)}
-                          for name, rule in self.rules.items()}
-                self._keep({**self._record(EXACT, question, outputs, tokens), "kl": 0.0 if self.temperature else None,
-                            "token_ids": tokens, "traces": traces})
+        ends = end_tokens(self.model)
+        for question, outputs, observers in self._answers(missing, lambda: Observer(self.rules, ends), "lossless pass"):
+            tokens = [token for output in outputs for token in output.token_ids]
+            traces = {name: {**asdict(joined([observer.traces[name] for observer in observers])), "rule": meaning(rule)}
+                      for name, rule in self.rules.items()}
+            self._keep({**self._record(EXACT, question, outputs, tokens), "kl": 0.0 if self.temperature else None,
+                        "token_ids": tokens, "traces": traces})
 
     def answer(self, setting: str) -> None:
         """A setting's answers where they may differ from the lossless ones; after `observe`."""
         rule = self.rules[setting]
+        meters = self._knows_kl(rule)
         missing = [question for question in self._mine if self._is_missing(setting, question)]
-        for group in self._groups(missing, setting):
-            for question, (outputs, kls) in zip(group, self._converse(group, lambda: Meter(rule)), strict=True):
-                record = self._record(setting, question, outputs, self.records[EXACT, question.id]["token_ids"])
-                self._keep({**record, "rule": meaning(rule), "kl": sum(kls) if self._knows_kl(rule) else None})
-
-    def _groups(self, questions: Sequence[Question], desc: str) -> Iterator[list[Question]]:
-        """The questions that are answered together, with progress."""
-        with Progress(desc=desc, unit="question", total=len(questions)) as progress:
-            for first in range(0, len(questions), self.batch):
-                group = list(questions[first : first + self.batch])
-                yield group
-                progress.update(len(group))
+        for question, outputs, rules in self._answers(missing, lambda: Meter(rule) if meters else rule, setting):
+            record = self._record(setting, question, outputs, self.records[EXACT, question.id]["token_ids"])
+            kl = math.fsum(meter.kl for meter in rules) if meters else None
+            self._keep({**record, "rule": meaning(rule), "kl": kl})
 
     @property
     def _mine(self) -> list[Question]:

@@ -11,14 +11,11 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
 
 from ..acceptance import Decision, Rule, Verification, Walk, walk
 from ..acceptance.budget import EXACT_RULE, cycle_costs
-
-T = TypeVar("T")
 
 
 @dataclass
@@ -36,21 +33,6 @@ def joined(traces: Sequence[Trace]) -> Trace:
                  [cost for trace in traces for cost in trace.costs], any(trace.diverges for trace in traces))
 
 
-def by_request(cycles: Sequence[Sequence[T]], counts: Sequence[int]) -> Iterator[list[T]]:
-    """What was noted of each request of a batch, of what was noted of each row in each cycle.
-
-    A cycle's rows are the requests that were not finished then, in their order.
-
-    Args:
-        counts: how many cycles each request took.
-    """
-    if len(counts) == 1:
-        yield [row for (row,) in cycles]
-        return
-    for number, count in enumerate(counts):
-        yield [cycles[cycle][sum(other > cycle for other in counts[:number])] for cycle in range(count)]
-
-
 def emitted(verification: Verification, walked: Walk, stop_ids: Collection[int] = ()) -> list[int]:
     """The tokens of a single row's cycle, up to the first that ends the answer."""
     path = walked.accepted[0].nonzero()[1:, 0]
@@ -60,39 +42,30 @@ def emitted(verification: Verification, walked: Walk, stop_ids: Collection[int] 
 
 
 class Observer:
-    """Decodes losslessly, as a rule for `generate`, and notes what each of `rules` would have done in each cycle.
+    """Decodes one request losslessly, as its rule, and notes what each of `rules` would have done in each cycle.
 
     Args:
         stop_ids: end tokens; what a rule would do behind them does not count.
+
+    Attributes:
+        traces: of each rule.
     """
 
     def __init__(self, rules: Mapping[str, Rule], stop_ids: Collection[int] = ()) -> None:
         self.rules, self.stop_ids = rules, stop_ids
-        self._cycles: list[list[dict[str, Trace]]] = []  # of each row what each rule would have done in that cycle
+        self.traces = {name: Trace() for name in rules}
 
     def __call__(self, verification: Verification) -> Decision:
-        rows = len(verification.tree.tokens)
-        alone = [verification] if rows == 1 else map(verification.row, range(rows))
-        self._cycles.append([self._noted(row) for row in alone])
-        return EXACT_RULE(verification)
-
-    def _noted(self, verification: Verification) -> dict[str, Trace]:
-        """A cycle of a single row."""
-        said = emitted(verification, walk(verification, EXACT_RULE(verification)), self.stop_ids)
-        found = {}
+        exact = EXACT_RULE(verification)
+        said = emitted(verification, walk(verification, exact), self.stop_ids)
         for name, rule in self.rules.items():
-            decision = rule(verification)
+            decision, trace = rule(verification), self.traces[name]
             walked = walk(verification, decision)
             known = verification.greedy or decision.kl is not None
-            found[name] = Trace(
-                [walked.length.item()], [math.fsum(cycle_costs(verification, decision)) if known else None],
-                emitted(verification, walked, self.stop_ids) != said)
-        return found
-
-    def notes(self, counts: Sequence[int]) -> list[dict[str, Trace]]:
-        """Of each request, after the one call of `generate`, the trace of each rule; see `by_request`."""
-        return [{name: joined([cycle[name] for cycle in cycles]) for name in self.rules}
-                for cycles in by_request(self._cycles, counts)]
+            trace.lengths.append(walked.length.item())
+            trace.costs.append(math.fsum(cycle_costs(verification, decision)) if known else None)
+            trace.diverges |= emitted(verification, walked, self.stop_ids) != said
+        return exact
 
 
 def predict(traces: Sequence[Trace]) -> dict[str, float | None]:
