@@ -231,7 +231,7 @@ def test_the_command_refuses_what_it_cannot_use(folder, tmp_path, monkeypatch, c
     with pytest.raises(ValueError, match="were mined with another head than that in --out"):
         run(Arguments((folder / "mined.jsonl",), tmp_path / "head"))
     mined = read_mined([folder / "mined.jsonl"])
-    with pytest.raises(ValueError, match="0 of 64 mismatches are harmful.*mine more"):
+    with pytest.raises(ValueError, match="0 of 32 mismatches are harmful.*mine more"):
         learn(mined, "likelihood")
 
 

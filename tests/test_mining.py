@@ -9,12 +9,14 @@ import signal
 import subprocess
 import sys
 import time
+from collections import deque
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from known_harm import HARMFUL, NEXT, SUBSTITUTES, TREE, known_pair, write_questions
+from safetensors.torch import load_file
 from tiny import PROMPT, save_pair, tiny_pair, tiny_tokenizer
 
 import eagle_fsd
@@ -229,9 +231,14 @@ def test_a_sequence_that_goes_by_the_outcome_has_no_likelihood_label():
     assert [(row["outcome"], row.get("likelihood")) for row in rows] == [(False, None)] * 3
 
 
+def answers_of(decoding, runs):
+    found = dict(decoding.answers(deque(enumerate(runs)), mines=runs[0].mines))
+    return [found[number] for number in range(len(runs))]
+
+
 def test_an_answer_that_begins_with_an_end_is_over(pair):
-    decoding = Decoding(pair, TREE, 0.01, 3)
-    ended, full, going = decoding.answers([Run([5], [4, 1]), Run([5], [4, 8, 9]), Run([5], [4])])
+    decoding = Decoding(pair, TREE, 0.01, 3, 2)
+    ended, full, going = answers_of(decoding, [Run([5], [4, 1]), Run([5], [4, 8, 9]), Run([5], [4])])
     assert (ended.ended, full.ended, going.ended) == (True, False, False)
     assert (ended.tokens, full.tokens) == ([4, 1], [4, 8, 9]) and not ended.mismatches
     assert going.tokens[0] == 4 and len(going.tokens) == 3
@@ -242,18 +249,19 @@ def test_mismatches_of_a_batch_are_those_of_its_answers():
     pair = tiny_pair()
     pair.target.model.generation_config.eos_token_id = [3, 7, 11]
     pair.tokenizer = tiny_tokenizer()
-    decoding = Decoding(pair, replace(TREE, total_tokens=8), 0.01, 30)
+    decoding = Decoding(pair, replace(TREE, total_tokens=8), 0.01, 30, 3)
     runs = [Run(PROMPT[:length], PROMPT[length : length + begun])
             for length, begun in ((4, 0), (9, 0), (6, 2), (12, 0))]
-    together = decoding.answers(runs)
+    together = answers_of(decoding, runs)
     assert len({len(answer.tokens) for answer in together}) > 1
     assert sum(len(answer.mismatches) for answer in together) > 3
     for answer, run_ in zip(together, runs, strict=True):
-        (alone,) = decoding.answers([run_])
+        (alone,) = answers_of(decoding, [run_])
         assert alone.tokens == answer.tokens
         assert [(m.at, m.own, m.substitute) for m in alone.mismatches] == [
             (m.at, m.own, m.substitute) for m in answer.mismatches]
-    for answer, plain in zip(together, decoding.answers([replace(run_, mines=False) for run_ in runs]), strict=True):
+    undrafted = answers_of(decoding, [replace(run_, mines=False) for run_ in runs])
+    for answer, plain in zip(together, undrafted, strict=True):
         assert plain.tokens == answer.tokens and not plain.mismatches
 
 
@@ -282,7 +290,7 @@ def test_a_file_cut_off_anywhere_ends_the_same(pair, mined, share, tmp_path):
 
 
 def test_killed_and_started_again(tmp_path):
-    """A real process, killed with -9 in the middle: what was finished is kept, and the file ends the same."""
+    """A real process, killed with -9 in the middle: what was finished is kept, and the file ends the same but for rounding."""
     save_pair(tmp_path, known_pair())
     write_questions(tmp_path / "questions.jsonl", 240)
     first, out = tmp_path / "whole.jsonl", tmp_path / "killed.jsonl"
@@ -298,10 +306,16 @@ def test_killed_and_started_again(tmp_path):
     process.wait()
     finished = out.read_bytes().count(b"\n")
     assert 9 <= finished < 241, "it was to be killed in the middle"
-    assert run(given) == run(replace(given, out=first)) and out.read_bytes() == first.read_bytes()
-    assert first.read_bytes().count(b"\n") == 241
+    assert run(given) == run(replace(given, out=first)) and len(mined_lines(first)) == 240
+    for ours, theirs in zip(mined_lines(out), mined_lines(first), strict=True):
+        for row, other in zip(ours["rows"], theirs["rows"], strict=True):
+            for name in ("signals", "lost_nats"):  # which company an answer is decoded in changes the rounding
+                assert row.pop(name, None) == pytest.approx(other.pop(name, None), abs=1e-3)
+        assert ours == theirs
     for path in features_path(first, 0).parent.iterdir():
-        assert (features_path(out, 0).parent / path.name).read_bytes() == path.read_bytes()
+        for part, theirs in load_file(path).items():
+            torch.testing.assert_close(load_file(features_path(out, 0).parent / path.name)[part], theirs,
+                                       rtol=1e-3, atol=1e-3)
 
 
 def test_a_group_that_comes_out_otherwise_is_not_mixed(pair, mined, tmp_path):
@@ -309,7 +323,7 @@ def test_a_group_that_comes_out_otherwise_is_not_mixed(pair, mined, tmp_path):
     given = replace(mined[0], out=tmp_path / "mined.jsonl")
     first, *lines = mined[0].out.read_text().splitlines()
     changed = json.loads(lines[0])
-    changed["rows"][0]["signals"]["js"] += 1e-3
+    changed["rows"][0]["substitute"] += 1
     given.out.write_text("\n".join([first, json.dumps(changed)]) + "\n")
     with pytest.raises(ValueError, match="question 0 was mined before, and came out otherwise now"):
         mine(pair, read_checked(given), given)

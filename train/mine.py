@@ -9,6 +9,7 @@ stays, and the next is tried on top of it. An interrupted run loses at most the 
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import sys
@@ -38,6 +39,8 @@ from train.mining.rollouts import Decoding
 from train.mining.store import append_group
 from train.mining.trails import MODES, Labels, follow
 
+GROUP = 2  # times as many questions as are drafted together are mined before any is written
+
 
 @dataclass(frozen=True)
 class Arguments:
@@ -59,7 +62,8 @@ class Arguments:
         most: mismatches of a question that are tried, chosen by the seed.
         limit: only the first questions.
         max_new_tokens: of an answer.
-        batch: answers that are drafted together, and questions of a group; four times as many where nothing is drafted.
+        batch: answers that are drafted together, each joining as another ends; four times as many where nothing is
+            drafted, twice as many questions in a group.
         tree: of drafting; default the pair's for its device.
         run_code: run the programs of answers, in a limited subprocess.
         dtype: as in eagle_fsd.load.
@@ -117,7 +121,7 @@ def mine(model: EagleModel, questions: Sequence[Question], arguments: Arguments)
         ValueError: the file was begun for something else or is being written; a question too long for the target.
     """
     tree = arguments.tree or model.default_tree
-    decoding = Decoding(model, tree, arguments.floor, arguments.max_new_tokens)
+    decoding = Decoding(model, tree, arguments.floor, arguments.max_new_tokens, arguments.batch)
     labels = Labels(arguments.label != "likelihood", arguments.label != "outcome", arguments.nats, arguments.most,
                     arguments.seed, arguments.run_code, lambda token: model.tokenizer.decode([token]))
     prompts = [_prompt(question, model) for question in questions]
@@ -129,20 +133,22 @@ def mine(model: EagleModel, questions: Sequence[Question], arguments: Arguments)
                                                        "run_code", "seed")},
     }
     counts: Counter[str] = Counter()
+    answers = itertools.count(1)
     with only_writer(arguments.out):
         finished = begin_store(arguments.out, about)
         for line in finished:
             count_line(counts, line, line["rows"])
         done = {line["question"]: line["rows"] for line in finished}
         with Progress(desc="mining", unit="question", total=len(questions), done=len(done)) as progress:
-            for group, first in enumerate(range(0, len(questions), arguments.batch)):
-                numbers = range(first, min(first + arguments.batch, len(questions)))
+            size = GROUP * arguments.batch
+            for group, first in enumerate(range(0, len(questions), size)):
+                numbers = range(first, min(first + size, len(questions)))
                 new = [number for number in numbers if questions[number].id not in done]
                 if not new:
                     continue
                 trails = follow([labels.trail(questions[number], prompts[number], MODES[number % 2])
-                                 for number in numbers], decoding, arguments.batch,
-                                lambda runs: progress.update(0, mismatches=counts["mismatches"]))
+                                 for number in numbers], decoding,
+                                lambda: progress.update(0, answers=next(answers), mismatches=counts["mismatches"]))
                 append_group(arguments.out, group, trails, done)
                 for number in new:
                     count_line(counts, trails[number - first].about, trails[number - first].rows)

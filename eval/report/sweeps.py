@@ -114,7 +114,8 @@ def front_table(record: dict) -> str:
         "setting": row["setting"], "accuracy": percent(row["accuracy"], 1) if "accuracy" in row else "",
         "bound of the loss": f"{100 * row['drop_bound']:.1f}" if "drop_bound" in row else "",
         "s/answer": f"{row['seconds_per_answer']:.3f}", "time of exact": f"{row['time_of_exact']:.2f}",
-        "tokens/s": f"{row['tokens_per_second']:.0f}", "vs model.generate": f"{row['speedup']:.2f}x" if "speedup" in row else "",
+        "tokens/s": f"{row['tokens_per_second']:.0f}",
+        "vs model.generate": f"{row['speedup']:.2f}x" if "speedup" in row else "",
         "tau": f"{row['tau']:.2f}" if "tau" in row else "",
         "tokens/answer": f"{row.get('tokens_per_answer', row['timed_tokens']):.0f}",
     } for row in [*record["baselines"], *shown])

@@ -1,15 +1,21 @@
-"""Answers that are decoded exactly, in batches: from the beginning, or behind given tokens."""
+"""Answers that are decoded exactly, together: from the beginning, or behind given tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, replace
+from typing import TypeVar
 
-import eagle_fsd
 from eagle_fsd.pair import EagleModel
 from eagle_fsd.prompts import decode, end_tokens
+from eagle_fsd.serve.engine import Engine
 from eagle_fsd.trees.config import TreeConfig
-from train.mining.mismatches import Miner, Mismatch, placed
+from train.mining.mismatches import Miner, Mismatch
+
+Key = TypeVar("Key")
+PLAIN = 4  # times as many answers are decoded together where each has one token in a forward, not a tree
 
 
 @dataclass(frozen=True)
@@ -45,43 +51,41 @@ class Decoding:
 
     Args:
         floor: of `Miner`. max_new_tokens: of an answer, what was given included.
+        batch: answers that are drafted together, or a `PLAIN`th of those that are not drafted.
     """
 
     model: EagleModel
     tree: TreeConfig
     floor: float
     max_new_tokens: int
+    batch: int
 
-    def answers(self, runs: Sequence[Run]) -> list[Answer]:
-        """The runs' answers, decoded together: all of them mine, or none."""
-        ends = end_tokens(self.model)
-        found = {number: Answer(list(run.begun), decode(self.model, list(run.begun)), [], run.begun[-1] in ends)
-                 for number, run in enumerate(runs)
-                 if len(run.begun) >= self.max_new_tokens or run.begun and run.begun[-1] in ends}
-        going = [number for number in range(len(runs)) if number not in found]
-        lengths = [len(runs[number].prompt) + len(runs[number].begun) for number in going]
-        for group in self.model.target.batches(lengths):
-            numbers = [going[place] for place in group]
-            found |= zip(numbers, self._together([runs[number] for number in numbers], ends), strict=True)
-        return [found[number] for number in range(len(runs))]
+    def answers(self, waiting: deque[tuple[Key, Run]], mines: bool) -> Iterator[tuple[Key, Answer]]:
+        """Take runs out of the queue, which all mine or none does, and give their answers in the order in which they
+        end. Who takes an answer may add runs to the queue."""
+        model, tree, rows = self.model, self.tree, self.batch
+        if not mines:
+            model, tree, rows = EagleModel(model.target, None, model.tokenizer), None, PLAIN * rows
+        with (ThreadPoolExecutor(rows) as pool,  # a thread waits for each answer
+              Engine(model, max_rows=rows, max_waiting=rows, prefixes=rows, tree=tree) as engine):
+            going: dict[Future[Answer], Key] = {}
+            while waiting or going:
+                while waiting:
+                    key, run = waiting.popleft()
+                    going[pool.submit(self._answer, engine, run)] = key
+                for future in wait(going, return_when=FIRST_COMPLETED).done:
+                    yield going.pop(future), future.result()
 
-    def _together(self, runs: Sequence[Run], ends: Collection[int]) -> list[Answer]:
-        prompts = [[*run.prompt, *run.begun] for run in runs]
-        most = self.max_new_tokens - min(len(run.begun) for run in runs)
-        if runs[0].mines:
-            miner = Miner(floor=self.floor, width=self.model.target.hidden_size)
-            outputs = eagle_fsd.generate(
-                prompts, self.model, acceptance=miner, tree=self.tree, seed=0, max_new_tokens=most)
-            found = list(placed(miner.cycles, [len(output.stats.accepted_lengths) for output in outputs]))
-        else:
-            plain = EagleModel(self.model.target, None, self.model.tokenizer)
-            outputs = eagle_fsd.generate(prompts, plain, acceptance="exact", seed=0, max_new_tokens=most)
-            found = [[] for _ in runs]
-        answers = []
-        for run, output, mismatches in zip(runs, outputs, found, strict=True):
-            tokens = [*run.begun, *output.token_ids][: self.max_new_tokens]
-            mismatches = [Mismatch(len(run.begun) + m.at, m.own, m.substitute, m.signals, m.features)
-                          for m in mismatches if len(run.begun) + m.at < len(tokens)]
-            assert all(tokens[mismatch.at] == mismatch.own for mismatch in mismatches)
-            answers.append(Answer(tokens, decode(self.model, tokens), mismatches, tokens[-1] in ends))
-        return answers
+    def _answer(self, engine: Engine, run: Run) -> Answer:
+        ends, begun = end_tokens(self.model), list(run.begun)
+        if len(begun) >= self.max_new_tokens or begun and begun[-1] in ends:
+            return Answer(begun, decode(self.model, begun), [], begun[-1] in ends)
+        miner = Miner(floor=self.floor, width=self.model.target.hidden_size)
+        output = engine.submit(
+            [*run.prompt, *begun], acceptance=miner if run.mines else "exact", seed=0,
+            max_new_tokens=self.max_new_tokens - len(begun)).result()
+        tokens = [*begun, *output.token_ids]
+        mismatches = [replace(mismatch, at=len(begun) + mismatch.at) for mismatch in miner.mismatches
+                      if len(begun) + mismatch.at < len(tokens)]
+        assert all(tokens[mismatch.at] == mismatch.own for mismatch in mismatches)
+        return Answer(tokens, decode(self.model, tokens), mismatches, tokens[-1] in ends)

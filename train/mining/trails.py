@@ -16,14 +16,12 @@ from torch import Tensor
 
 from eagle_fsd.data.questions import Question
 from eagle_fsd.experiments.grading import CODE, is_right, outcome
-from eagle_fsd.models.target import TargetModel
 from train.mining.kinds import is_in_code, kind_of
 from train.mining.likelihood import Loss, losses
 from train.mining.mismatches import Mismatch
 from train.mining.rollouts import Answer, Decoding, Run
 
 MODES = ("alone", "sequence")
-PLAIN = 4  # times as many answers are decoded together where each has one token in a forward, not a tree
 
 
 @dataclass(frozen=True)
@@ -186,44 +184,43 @@ def digest_of(prompt: Sequence[int]) -> str:
 
 
 def follow(
-    trails: Sequence[Steps], decoding: Decoding, batch: int, tell: Callable[[int], None] = lambda runs: None
+    trails: Sequence[Steps], decoding: Decoding, tell: Callable[[], None] = lambda: None
 ) -> list[Trail]:
-    """All trails to their ends, with runs of different trails decoded together: `batch` at a time that mine, or `PLAIN`
-    times as many that do not.
+    """All trails to their ends, with runs of different trails decoded together: first those that mine, then those that
+    do not, then losses.
 
     Args:
-        tell: told how many answers each batch has decoded.
+        tell: called behind each answer.
     """
     ends: list[Trail | None] = [None] * len(trails)
-    mining, plain = deque(), deque()  # what waits: (trail, which of its runs, run)
+    mining, plain = deque(), deque()  # what waits: ((trail, which of its runs), run)
+    losing: deque[tuple[int, Losses]] = deque()
     answers: dict[int, list[Answer | None]] = {}
 
     def advance(number: int, found: list | None) -> None:
-        """Send a trail what it asked for, up to the next runs."""
+        """Send a trail what it asked for; what it asks for next waits."""
         try:
             asked = next(trails[number]) if found is None else trails[number].send(found)
-            while isinstance(asked, Losses):
-                asked = trails[number].send(_losses(decoding.model.target, asked))
         except StopIteration as end:
             ends[number] = end.value
             return
+        if isinstance(asked, Losses):
+            losing.append((number, asked))
+            return
         answers[number] = [None] * len(asked)
         for place, run in enumerate(asked):
-            (mining if run.mines else plain).append((number, place, run))
+            (mining if run.mines else plain).append(((number, place), run))
 
     for number in range(len(trails)):
         advance(number, None)
-    while mining or plain:
-        waiting, most = (mining, batch) if mining else (plain, PLAIN * batch)
-        taken = [waiting.popleft() for _ in range(min(most, len(waiting)))]
-        for (number, place, _), answer in zip(taken, decoding.answers([run for *_, run in taken]), strict=True):
-            answers[number][place] = answer
-        tell(len(taken))
-        for number in sorted({number for number, *_ in taken}):
-            if all(answer is not None for answer in answers[number]):
-                advance(number, answers[number])
+    while mining or plain or losing:
+        if mining or plain:
+            for (number, place), answer in decoding.answers(mining or plain, mines=bool(mining)):
+                answers[number][place] = answer
+                tell()
+                if all(each is not None for each in answers[number]):
+                    advance(number, answers[number])
+        else:
+            number, asked = losing.popleft()
+            advance(number, losses(decoding.model.target, asked.prompt, asked.answer, asked.substitutions))
     return ends
-
-
-def _losses(target: TargetModel, asked: Losses) -> list[Loss]:
-    return losses(target, asked.prompt, asked.answer, asked.substitutions)
