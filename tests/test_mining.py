@@ -290,7 +290,7 @@ def test_a_file_cut_off_anywhere_ends_the_same(pair, mined, share, tmp_path):
 
 
 def test_killed_and_started_again(tmp_path):
-    """A real process, killed with -9 in the middle: what was finished is kept, and the file ends the same but for rounding."""
+    """A real process, killed with -9 in the middle: what was finished is kept, and the file ends the same, to rounding."""
     save_pair(tmp_path, known_pair())
     write_questions(tmp_path / "questions.jsonl", 240)
     first, out = tmp_path / "whole.jsonl", tmp_path / "killed.jsonl"
