@@ -30,6 +30,7 @@ from eagle_fsd.data.questions import Question
 from eagle_fsd.experiments.experiment import EXACT, Experiment, settings_of
 from eagle_fsd.experiments.records import processes
 from eagle_fsd.experiments.search import DIALS
+from eagle_fsd.serve.engine import steady_tree
 from eagle_fsd.trees.config import Confidence, TreeConfig
 from eval.command import run_command
 from eval.questions import load_questions
@@ -162,7 +163,7 @@ def kept_tree(args: SweepArguments, model: eagle_fsd.EagleModel) -> TreeConfig:
             stored["confidence"] = Confidence(**{name: tuple(values) for name, values in stored["confidence"].items()})
         return TreeConfig(**stored)
     chosen = model.trees.of(make_rule(EXACT), args.temperature).tree if model.trees else None
-    tree = chosen or model.default_tree
+    tree = steady_tree(model, args.batch) if args.batch > 1 else chosen or model.default_tree
     args.work.mkdir(parents=True, exist_ok=True)
     save_atomically(path, lambda part: part.write_text(json.dumps(asdict(tree)), encoding="utf-8"))
     return tree

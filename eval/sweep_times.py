@@ -13,7 +13,7 @@ from eagle_fsd.data.files import append_lines, read_lines
 from eagle_fsd.data.gguf import target_source
 from eagle_fsd.data.progress import Progress
 from eagle_fsd.data.questions import converse
-from eagle_fsd.experiments.experiment import EXACT, Experiment, meaning, spread
+from eagle_fsd.experiments.experiment import EXACT, Experiment, fingerprint, meaning, spread
 from eagle_fsd.experiments.methods import Answer, Method, bare_generate, engine, hf_generate, interleaved
 from eagle_fsd.experiments.search import BASELINE
 from eagle_fsd.heads.catalogue import find_pair
@@ -134,7 +134,7 @@ def time_methods(args: SweepArguments, own: Experiment) -> None:
             answers = interleaved(methods, [question.turns], args.max_new_tokens, args.repeats, warm_up=warm_up,
                                   start=number)
             warm_up = 0
-            append_lines(path, [{"question": question.id, "rules": rules, "methods": {
+            append_lines(path, [{"question": question.id, "asked": fingerprint([question]), "rules": rules, "methods": {
                 name: {"seconds": a.seconds, "tokens": len(a.token_ids)} for name, (a,) in answers.items()}}])
 
 
@@ -143,11 +143,11 @@ def timed_questions(args: SweepArguments, own: Experiment, names: Sequence[str])
 
     A line does not count where a name meant another rule, as "fsd 0.1 guarded" does with another guard.
     """
-    known = {question.id for question in own.questions}
+    known = {(question.id, fingerprint([question])) for question in own.questions}
     meant = {name: meaning(own.rules[name]) for name in names if name in own.rules}
     return {line["question"]: line["methods"] for line in read_times(args, own)
             if line["methods"].keys() >= set(names) and line["rules"].items() >= meant.items()
-            and line["question"] in known}
+            and (line["question"], line.get("asked")) in known}
 
 
 def time_rows(lines: Sequence[dict], names: Sequence[str]) -> dict[str, dict]:

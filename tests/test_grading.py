@@ -81,7 +81,7 @@ def test_programs_are_run_only_where_it_is_allowed():
 def test_programs_of_mbpp(answer, right):
     question = Question(511, "mbpp", ("Add.",), tests="assert add(2, 3) == 5\n")
     assert is_right(question, answer, run_code=True) is right
-    assert (outcome(question, answer, run_code=True) == (5,)) is right
+    assert (outcome(question, answer, run_code=True) == (("gives", 5),)) is right
     with pytest.raises(ValueError, match="grading HumanEval and MBPP runs .*; allow it with --run-code"):
         outcome(question, answer)
 
@@ -89,17 +89,30 @@ def test_programs_of_mbpp(answer, right):
 def test_the_outcome_of_a_program_is_what_it_gives_in_the_tests():
     question = Question(1, "mbpp", ("Add.",), tests="import math\nassert f(1) == 2\nassert f(\n  4) == math.inf\n")
     inf = "2 if x == 1 else math.inf"  # which is no literal: whether the test passes is all that is told
-    for answer, given in (("2", (2, 2)), ("math.inf", (False, True)), (inf, (2, True)),
-                          ("[x, {x}]", ([1, {1}], [4, {4}])), ("g(x)", (None, None)), ("= 2", (None, None))):
-        assert outcome(question, f"def f(x): return {answer}", run_code=True) == given
+    for answer, given in (("2", (2, 2)), ("math.inf", (False, True)), (inf, (2, True)), ("None", (None, None)),
+                          ("[x, {x}]", ([1, {1}], [4, {4}])), ("g(x)", "no"), ("= 2", "no")):
+        expected = tuple(None if given == "no" else ("passes" if isinstance(each, bool) else "gives", each)
+                         for each in given)
+        assert outcome(question, f"def f(x): return {answer}", run_code=True) == expected
         assert is_right(question, f"def f(x): return {answer}", run_code=True) is (answer == inf)
-    assert outcome(PROBLEM, "    return a + b", run_code=True) == (5,)
 
 
 def test_other_tests_of_a_program_pass_or_not():
-    tests = "assert f(1)\nassert f(2) != 3, 'no'\nassert f(\n"
+    tests = "assert f(1)\nassert f(2) != 3, 'no'\nassert f(\nassert 2 == f(1)\n"
     question = Question(1, "mbpp", ("Add.",), tests=tests)
-    assert outcome(question, "def f(x): return x + 1", run_code=True) == (True, False, False)
+    assert [passed for _, passed in outcome(question, "def f(x): return x + 1", run_code=True)] == [
+        True, False, False, True]
+    whole = Question("HumanEval/x", "humaneval", ("def add(a, b):\n",),
+                     tests="def check(candidate):\n    assert candidate(2, 3) == 5\n\ncheck(add)\n")
+    for sign, passed in (("+", True), ("-", False), ("*", False)):
+        assert outcome(whole, f"    return a {sign} b", run_code=True) == (("passes", passed),)
+
+
+def test_values_that_cannot_be_shown_are_no_error():
+    """4301 digits, and a name that is the one that is looked at."""
+    question = Question(1, "mbpp", ("Big.",), tests="assert f() == 10**5000\n")
+    assert outcome(question, "def f(): return 10**5000", run_code=True) == (("passes", True),)
+    assert passes("class A:\n    __repr__ = None\n_result = A()", "")
 
 
 @pytest.mark.parametrize(

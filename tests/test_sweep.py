@@ -110,6 +110,28 @@ def test_stages_go_on_where_they_were(place, monkeypatch):
     assert (place / "stages" / "out.json").exists()
 
 
+def test_a_sweep_in_batches_goes_on_with_more_questions_and_times_no_baselines(place, monkeypatch):
+    given = ("--settings", "fsd 0.3", "--batch", "3", "--no-baselines", "--max-new-tokens", "8")
+    run(options(place, "grown", *given, "--tasks", "5"))
+    log, times = (place / "grown" / name for name in ("answers-0-0.jsonl", "times-answers-0-0.jsonl"))
+    first = log.read_text().splitlines(), times.read_text().splitlines()
+    run(options(place, "grown", *given, "--tasks", "12"))
+    assert log.read_text().splitlines()[: len(first[0])] == first[0]
+    answered = [(each["setting"], each["question"]) for each in map(json.loads, log.read_text().splitlines()[1:])]
+    assert len(set(answered)) == len(answered) and sum(setting == "exact" for setting, _ in answered) == 12
+    record = json.loads((place / "grown" / "out.json").read_text())
+    assert record["baselines"] == [] and [row["setting"] for row in record["rows"]] == ["exact", "fsd 0.3"]
+    alone = json.loads((place / "greedy" / "out.json").read_text())["rows"]
+    for row in record["rows"]:
+        (same,) = (each for each in alone if each["setting"] == row["setting"])
+        assert row["answers"] == 12 and row["accuracy"] == same["accuracy"] and row["tau"] == same["tau"]
+    # Other questions of the same numbers are answered and timed anew.
+    tasks = (place / "tasks.jsonl").read_text().splitlines()
+    (place / "other.jsonl").write_text("\n".join(tasks[::-1]))
+    run(options(place, "grown", *given, "--tasks", "5", "--questions", str(place / "other.jsonl")))
+    assert len(times.read_text().splitlines()) == len(first[1]) + 1 + 2  # of 12 the first was timed among the 5
+
+
 def test_a_screening_predicts_from_the_lossless_pass_alone(place):
     run(options(place, "screened", "--settings", "fsd 0.05", "fsd 0.3", "--stage", "screen"))
     record = json.loads((place / "screened" / "out-screen.json").read_text())

@@ -138,21 +138,20 @@ def mine(model: EagleModel, questions: Sequence[Question], arguments: Arguments)
         finished = begin_store(arguments.out, about)
         for line in finished:
             count_line(counts, line, line["rows"])
-        done = {line["question"]: line["rows"] for line in finished}
+        done = {line["question"] for line in finished}
+        left = [number for number, question in enumerate(questions) if question.id not in done]
+        begin = 1 + max((line["group"] for line in finished), default=-1)
         with Progress(desc="mining", unit="question", total=len(questions), done=len(done)) as progress:
             size = GROUP * arguments.batch
-            for group, first in enumerate(range(0, len(questions), size)):
-                numbers = range(first, min(first + size, len(questions)))
-                new = [number for number in numbers if questions[number].id not in done]
-                if not new:
-                    continue
+            for group, first in enumerate(range(0, len(left), size), begin):
+                numbers = left[first : first + size]
                 trails = follow([labels.trail(questions[number], prompts[number], MODES[number % 2])
                                  for number in numbers], decoding,
                                 lambda: progress.update(0, answers=next(answers), mismatches=counts["mismatches"]))
-                append_group(arguments.out, group, trails, done)
-                for number in new:
-                    count_line(counts, trails[number - first].about, trails[number - first].rows)
-                progress.update(len(new), mismatches=counts["mismatches"])
+                append_group(arguments.out, group, trails)
+                for trail in trails:
+                    count_line(counts, trail.about, trail.rows)
+                progress.update(len(numbers), mismatches=counts["mismatches"])
     return dict(counts)
 
 

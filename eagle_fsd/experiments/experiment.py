@@ -100,8 +100,9 @@ class Experiment:
             self._encoded(question, [{"role": "user", "content": question.turns[0]}])
         chosen = {tree_chooser(tree, rule, temperature, model)(1).tree
                   for rule in (make_rule("exact"), *self.rules.values())}
-        if batch > 1 and tree is None:
-            raise ValueError(f"questions that are answered together take a tree, got batch={batch} and none")
+        if batch > 1 and (tree is None or tree.least_reach or tree.least_probability):
+            raise ValueError(f"questions that are answered together (batch={batch}) take a tree without stopping "
+                             f"rules, which look at all of them, got {tree}")
         if len(chosen) > 1:
             raise ValueError("the head has logs of several rules, by which tree=\"auto\" takes different trees for the "
                              "rules under test: give one tree")
@@ -160,6 +161,7 @@ class Experiment:
                 pool = stack.enter_context(ThreadPoolExecutor(self.batch))  # each thread waits for its question
                 engine = stack.enter_context(Engine(
                     self.model, max_rows=self.batch, max_waiting=self.batch, prefixes=0, tree=self.tree))
+                stack.callback(pool.shutdown, wait=False, cancel_futures=True)
                 found = (each.result() for each in as_completed([pool.submit(
                     converse, question, lambda ids, **options: engine.submit(ids, **options).result(),
                 ) for question in questions]))

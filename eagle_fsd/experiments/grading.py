@@ -27,7 +27,11 @@ for limit, value in ((resource.RLIMIT_CPU, {seconds}), (resource.RLIMIT_AS, {mem
                      (resource.RLIMIT_NPROC, 0), (resource.RLIMIT_NOFILE, 16), (resource.RLIMIT_CORE, 0)):
     resource.setrlimit(limit, (value, value))
 found = runpy.run_path("program.py", run_name="__main__")
-write({place}, proof + repr(found.get("{result}")).encode(errors="replace")[:{file} // 2])
+try:
+    shown = repr(found.get("{result}"))
+except Exception:
+    shown = "?"
+write({place}, proof + shown.encode(errors="replace")[:{file} // 2])
 """
 RESULT = "_result"  # the name of what a program leaves to be looked at
 
@@ -87,7 +91,7 @@ def outcome(question: Question, text: str, *, run_code: bool = False) -> object:
     """What an answer comes to, right or wrong: a number, a result, or what its program does in each of the tests.
 
     A text that states no result is the right answer, whole, or None: any two of these that are wrong come to the same.
-    Of a program, see `behaviour`.
+    Of a program, see `behaviour`, in each test that begins a line; of others, as in HumanEval, whether it passes all.
 
     Args:
         run_code: see `is_right`.
@@ -138,20 +142,28 @@ def cut_program(text: str) -> str:
 
 
 def behaviour(program: str, before: str, test: str) -> object:
-    """What a program does in one test, right or wrong: the value that the left side of `assert ... == ...` has there;
-    whether the test passes where it is of another form, or the value is no plain Python literal."""
+    """What a program does in one test, right or wrong: ("gives", the value that the left side of `assert f(...) == ...`
+    has there), or None where it raises; ("passes", whether the test does) where the test is of another form, or the
+    value is no plain Python literal."""
+    match _statement(test):
+        case ast.Assert(test=ast.Compare(left=left, ops=[ast.Eq()])) if any(
+            isinstance(node, ast.Call) for node in ast.walk(left)
+        ):
+            found = finish(program, f"{before}\n{RESULT} = {ast.unparse(left)}")
+            try:
+                return None if found is None else ("gives", ast.literal_eval(found))
+            except (SyntaxError, ValueError, RecursionError, MemoryError):
+                pass
+    return "passes", passes(program, before + test)
+
+
+def _statement(test: str) -> ast.stmt | None:
+    """The only statement of a test; None: it is something else."""
     try:
         (statement,) = ast.parse(test).body
     except (SyntaxError, ValueError):
-        statement = None
-    if isinstance(statement, ast.Assert) and isinstance(statement.test, ast.Compare):
-        if len(statement.test.ops) == 1 and isinstance(statement.test.ops[0], ast.Eq):
-            found = finish(program, f"{before}\n{RESULT} = {ast.unparse(statement.test.left)}")
-            try:
-                return None if found is None else ast.literal_eval(found)
-            except (SyntaxError, ValueError, RecursionError, MemoryError):
-                pass
-    return passes(program, before + test)
+        return None
+    return statement
 
 
 def passes(program: str, tests: str) -> bool:
@@ -177,7 +189,7 @@ def finish(program: str, tests: str) -> str | None:
         proof = secrets.token_bytes()
         try:
             finished = subprocess.run(
-                [sys.executable, "-I", "-S", "-c", starter], cwd=folder, env={}, timeout=SECONDS + 5,
+                [sys.executable, "-I", "-S", "-c", starter], cwd=folder, env={}, timeout=4 * SECONDS,
                 input=proof, pass_fds=[end.fileno()], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
             )
         except subprocess.TimeoutExpired:

@@ -176,6 +176,7 @@ class Engine:
         for job in left:
             self._rows.end(job, EngineClosed("the engine was closed before the request's turn came"))
         self._thread.join()
+        self._rows.release()
 
     def __enter__(self) -> Engine:
         return self

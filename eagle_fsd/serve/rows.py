@@ -61,7 +61,8 @@ class Rows:
         self.prefixes = Prefixes(kept, room.tokens // 2)
         self.jobs: list[Job] = []  # of the decoder's requests
         self.reading: tuple[Job, Decoder] | None = None  # the prompt that is being read
-        self.decoder = Decoder(model.target, model.draft, [], BatchSettings(lambda count: self._choice(self.jobs)), [])
+        self.decoder: Decoder | None = Decoder(
+            model.target, model.draft, [], BatchSettings(lambda count: self._choice(self.jobs)), [])
 
     def choose_trees(self) -> None:
         """Make the choices now that take seconds to make, so that no request waits for them."""
@@ -70,6 +71,11 @@ class Rows:
             for temperature in sorted({entry.temperature for entry in self.model.trees.logs} or {0.0}):
                 for power in range((self.room.rows - 1).bit_length() + 1):
                     self.model.trees.of(EXACT_RULE, temperature, min(1 << power, self.room.rows))
+
+    def release(self) -> None:
+        """Let go of the caches, behind the last cycle: decoder and rows hold each other, and would stay for long."""
+        self.prefixes.kept.clear()
+        self.decoder = None
 
     def __len__(self) -> int:
         return len(self.jobs) + (self.reading is not None)

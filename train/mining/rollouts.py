@@ -47,7 +47,8 @@ class Answer:
 
 @dataclass(frozen=True)
 class Decoding:
-    """How answers are decoded: greedily, exactly, and with one tree, so that they do not depend on the machine's speed.
+    """How answers are decoded: greedily, exactly, and with one tree. In half precision ties fall by the company that an
+    answer is decoded in, which is a matter of time.
 
     Args:
         floor: of `Miner`. max_new_tokens: of an answer, what was given included.
@@ -69,12 +70,15 @@ class Decoding:
         with (ThreadPoolExecutor(rows) as pool,  # a thread waits for each answer
               Engine(model, max_rows=rows, max_waiting=rows, prefixes=rows, tree=tree) as engine):
             going: dict[Future[Answer], Key] = {}
-            while waiting or going:
-                while waiting:
-                    key, run = waiting.popleft()
-                    going[pool.submit(self._answer, engine, run)] = key
-                for future in wait(going, return_when=FIRST_COMPLETED).done:
-                    yield going.pop(future), future.result()
+            try:
+                while waiting or going:
+                    while waiting:
+                        key, run = waiting.popleft()
+                        going[pool.submit(self._answer, engine, run)] = key
+                    for future in wait(going, return_when=FIRST_COMPLETED).done:
+                        yield going.pop(future), future.result()
+            finally:
+                pool.shutdown(wait=False, cancel_futures=True)
 
     def _answer(self, engine: Engine, run: Run) -> Answer:
         ends, begun = end_tokens(self.model), list(run.begun)

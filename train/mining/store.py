@@ -5,7 +5,7 @@ K mismatches, D hidden size of the target.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,25 +22,12 @@ def features_path(out: Path, group: int) -> Path:
     return out.with_name(f"{out.name}.features") / f"{group:05d}.safetensors"
 
 
-def append_group(out: Path, group: int, trails: Sequence[Trail], done: Mapping[object, list[dict]]) -> None:
-    """Add the questions of a group that are not there; its features are whole before the first line is.
+def append_group(out: Path, group: int, trails: Sequence[Trail]) -> None:
+    """Add a group of questions; its features are whole before the first line is.
 
     Args:
-        done: the rows of the questions that are there, by id.
-
-    Raises:
-        ValueError: a question that is there came out otherwise this time, so that its features are not those of its
-            rows.
+        group: a number that no line has.
     """
-    def tried(rows: Sequence[dict]) -> list[tuple]:
-        """Signals are the same but for rounding, which depends on the company in a batch."""
-        return [tuple(row.get(name) for name in ("at", "own", "substitute", "outcome")) for row in rows]
-
-    for trail in trails:
-        question = trail.about["question"]
-        if question in done and tried(trail.rows) != tried(done[question]):
-            raise ValueError(f"{out}: question {question!r} was mined before, and came out otherwise now: continue "
-                             "where it was begun, or choose another --out")
     features = [each for trail in trails for each in trail.features]
     if features:
         path = features_path(out, group)
@@ -48,8 +35,7 @@ def append_group(out: Path, group: int, trails: Sequence[Trail], done: Mapping[o
         save_atomically(path, lambda part: save_file({"features": torch.stack(features)}, part))
     lines, place = [], 0
     for trail in trails:
-        if trail.about["question"] not in done:
-            lines.append({**trail.about, "group": group, "first": place, "rows": trail.rows})
+        lines.append({**trail.about, "group": group, "first": place, "rows": trail.rows})
         place += len(trail.rows)
     append_lines(out, lines)
 
