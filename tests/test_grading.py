@@ -1,12 +1,14 @@
-"""Grading: numbers, values, programs in their limits."""
+"""Grading: numbers, values, instructions, programs in their limits."""
 
+import json
 import os
 
 import pytest
 
-from eagle_fsd.data.questions import Question
-from eagle_fsd.experiments import grading
+from eagle_fsd.data.questions import Question, read_questions
+from eagle_fsd.experiments import grading, ifeval
 from eagle_fsd.experiments.grading import cut_program, extract_result, final_number, is_right, outcome, passes
+from eagle_fsd.experiments.ifeval import check_instructions
 
 
 @pytest.mark.parametrize(
@@ -106,6 +108,33 @@ def test_other_tests_of_a_program_pass_or_not():
                      tests="def check(candidate):\n    assert candidate(2, 3) == 5\n\ncheck(add)\n")
     for sign, passed in (("+", True), ("-", False), ("*", False)):
         assert outcome(whole, f"    return a {sign} b", run_code=True) == (("passes", passed),)
+
+
+def test_instructions_are_checked_as_the_harness_does(tmp_path):
+    record = {"key": 7, "prompt": "Say hello.", "instruction_id_list": ["punctuation:no_comma", "keywords:existence"],
+              "kwargs": [{}, {"keywords": ["hello"]}]}
+    (tmp_path / "questions.jsonl").write_text(json.dumps(record))
+    (question,) = read_questions(tmp_path / "questions.jsonl")
+    assert (question.id, question.category, question.turns) == (7, "ifeval", ("Say hello.",))
+    with pytest.raises(ValueError, match="line 1: a prompt, an instruction_id_list and as many kwargs are needed"):
+        (tmp_path / "bad.jsonl").write_text(json.dumps({**record, "kwargs": []}))
+        read_questions(tmp_path / "bad.jsonl")
+    pytest.importorskip("lm_eval.tasks.ifeval.utils")
+    assert is_right(question, "Oh hello") and not is_right(question, "Oh, hello") and not is_right(question, "Hi")
+    assert outcome(question, "Oh, hello") == (False, True)
+    needy = Question(1, "ifeval", ("q",), tests=json.dumps(
+        {"instruction_id_list": ["length_constraints:number_sentences"], "kwargs": [{"num_sentences": 2}]}))
+    if not ifeval._has_punkt():
+        with pytest.raises(ValueError, match="question 1: length_constraints:number_sentences .* punkt_tab"):
+            check_instructions(needy)
+
+
+def test_instructions_take_the_harness(monkeypatch):
+    monkeypatch.setattr(ifeval, "import_module", lambda name: (_ for _ in ()).throw(ImportError("no " + name)))
+    ifeval._checks.cache_clear()
+    with pytest.raises(ValueError, match="graded by lm-evaluation-harness, which is not there .*pip install"):
+        check_instructions(Question(1, "ifeval", ("q",), tests='{"instruction_id_list": [], "kwargs": []}'))
+    ifeval._checks.cache_clear()
 
 
 def test_values_that_cannot_be_shown_are_no_error():

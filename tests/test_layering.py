@@ -35,7 +35,7 @@ HOUSE: dict[str, list[str]] = {
     "chat": [],
     "web": ["limits guards metrics", "protocol server"],
     "serve": ["tickets room prefixes", "jobs", "rows", "engine", "page", "app", "ray"],
-    "experiments": ["methods grading records summaries", "experiment cycles", "search"],
+    "experiments": ["ifeval", "methods grading records summaries", "experiment cycles", "search"],
     "lm_eval": ["arguments", "model", "__main__"],
     "cli": ["exits terminal", "arguments", "calibrate chat demo generate heads serve tune vocab", "__init__"],
     "__init__": [],

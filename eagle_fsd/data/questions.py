@@ -1,7 +1,8 @@
-"""Question files: MT-Bench, Spec-Bench, HumanEval, MBPP, GSM8K, and any prompt/answer file."""
+"""Question files: MT-Bench, Spec-Bench, HumanEval, MBPP, GSM8K, IFEval, and any prompt/answer file."""
 
 from __future__ import annotations
 
+import json
 import logging
 from codecs import BOM_UTF8
 from collections import Counter
@@ -18,7 +19,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Question:
-    """One question of one or more user turns; `answer` is the reference and `tests` a program's, if any."""
+    """One question of one or more user turns; `answer` is the reference, `tests` a program's or, as JSON, IFEval's
+    instructions, if any."""
 
     id: int | str
     category: str
@@ -81,6 +83,14 @@ def as_question(record: dict, number: int) -> Question:
         if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) for turn in turns):
             raise ValueError(f"turns must be a list of strings, got {turns!r}")
         return Question(_id_of(record, "question_id", number), record.get("category", "all"), tuple(turns))
+    if "instruction_id_list" in record:  # IFEval
+        kinds, given, prompt = (record[name] for name in ("instruction_id_list", "kwargs", "prompt"))
+        lists = isinstance(kinds, list) and isinstance(given, list) and len(kinds) == len(given) > 0
+        if not isinstance(prompt, str) or not lists:
+            raise ValueError("a prompt, an instruction_id_list and as many kwargs are needed, got "
+                             f"{prompt!r}, {kinds!r} and {given!r}")
+        return Question(_id_of(record, "key", number), "ifeval", (prompt,),
+                        tests=json.dumps({"instruction_id_list": kinds, "kwargs": given}))
     if "test_list" in record:  # MBPP, whose sanitised version has a prompt in place of a text
         task, tests = record["prompt"] if "prompt" in record else record["text"], record["test_list"]
         if not isinstance(task, str) or not isinstance(tests, list) or not all(isinstance(test, str) for test in tests):

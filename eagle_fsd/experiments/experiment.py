@@ -33,6 +33,7 @@ from ..serve.engine import Engine
 from ..settings import tree_chooser, with_judge
 from ..trees.config import TreeConfig
 from .grading import is_right
+from .ifeval import check_instructions
 from .methods import prompt_seed
 from .summaries import conversation_record
 
@@ -78,8 +79,9 @@ class Experiment:
             ties may fall otherwise in other company.
 
     Raises:
-        ValueError: the file was begun for something else; a setting is bad; a question is too long for the target; or
-            the tree is chosen, and not the same for all settings: their texts would tell nothing about one another.
+        ValueError: the file was begun for something else; a setting is bad; a question is too long for the target, or
+            cannot be graded here; or the tree is chosen, and not the same for all settings: their texts would tell
+            nothing about one another.
     """
 
     def __init__(
@@ -97,6 +99,8 @@ class Experiment:
         self.temperature, self.max_new_tokens, self.seed = temperature, max_new_tokens, seed
         self.tree, self.run_code = tree, run_code
         for question in questions:
+            if question.category == "ifeval":
+                check_instructions(question)
             self._encoded(question, [{"role": "user", "content": question.turns[0]}])
         chosen = {tree_chooser(tree, rule, temperature, model)(1).tree
                   for rule in (make_rule("exact"), *self.rules.values())}

@@ -1,4 +1,4 @@
-"""Whether an answer is right: generated tasks, GSM8K, HumanEval, MBPP, and any file of prompts with answers."""
+"""Whether an answer is right: generated tasks, GSM8K, HumanEval, MBPP, IFEval, and any file of prompts with answers."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import tempfile
 from pathlib import Path
 
 from ..data.questions import Question
+from .ifeval import followed
 
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 CODE = ("humaneval", "mbpp")  # categories of questions whose answers are programs
@@ -72,6 +73,8 @@ def is_right(question: Question, text: str, *, run_code: bool = False) -> bool |
     if question.category in CODE:
         _check_leave(run_code)
         return None if question.tests is None else passes(program_of(question, text), question.tests)
+    if question.category == "ifeval":
+        return all(followed(question, text))
     if question.answer is None:
         return None
     if question.category == "gsm8k" and final_number(question.answer) is not None:
@@ -91,7 +94,8 @@ def outcome(question: Question, text: str, *, run_code: bool = False) -> object:
     """What an answer comes to, right or wrong: a number, a result, or what its program does in each of the tests.
 
     A text that states no result is the right answer, whole, or None: any two of these that are wrong come to the same.
-    Of a program, see `behaviour`, in each test that begins a line; of others, as in HumanEval, whether it passes all.
+    Of instructions, which of them it follows. Of a program, see `behaviour`, in each test that begins a line; of
+    others, as in HumanEval, whether it passes all.
 
     Args:
         run_code: see `is_right`.
@@ -104,6 +108,8 @@ def outcome(question: Question, text: str, *, run_code: bool = False) -> object:
         before, *tests = re.split(r"^(?=assert )", question.tests or "", flags=re.MULTILINE)
         program = program_of(question, text)
         return tuple(behaviour(program, before, test) for test in tests or [""])
+    if question.category == "ifeval":
+        return followed(question, text)
     if question.category == "gsm8k" and final_number(question.answer or "") is not None:
         return final_number(text)
     stated = extract_result(text)
