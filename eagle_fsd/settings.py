@@ -7,11 +7,15 @@ import logging
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
-from transformers import LogitsProcessor, StoppingCriteriaList
+import torch
+from torch import Tensor
+from transformers import LogitsProcessor, PreTrainedTokenizerBase, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
 from .acceptance import Rule, make_rule
+from .acceptance.prose import Prose, mark_of
 from .checks import check_functions, require_integer
 from .engine.request import BatchSettings, RequestSettings
 from .engine.sampling import build_processors
@@ -78,23 +82,39 @@ def resolve_rule(
         if shaped and not found.holds_anywhere(temperature == 0):
             log.warning("%s was calibrated without top_k, top_p, min_p, repetition_penalty and processors of your own: "
                         "it may not hold", options.quality)
-        return with_judge(make_rule(**found.options), model)
+        return equipped(make_rule(**found.options), model)
     if threshold is None and options.acceptance == "fsd" and not shaped:
         threshold = model.default_threshold(options.divergence or "js", temperature, options.tree)
         if threshold is None:
             log.info("no threshold given and none calibrated for this head: decoding losslessly (threshold 0)")
     rule = make_rule(**options.rule | {"threshold": threshold})
     warn_of_infinity(rule, model)
-    return with_judge(rule, model)
+    return equipped(rule, model)
 
 
-def with_judge(rule: Rule, model: EagleModel) -> Rule:
-    """The rule, with this pair's judge where it wants one.
+def equipped(rule: Rule, model: EagleModel) -> Rule:
+    """The rule, with this pair's judge, and what its tokens do, where it wants them.
 
     Raises:
-        ValueError: the pair has none, or one of another target.
+        ValueError: the pair has none, or a judge of another target.
     """
-    return equip(rule, model.judge, model.target, model.draft)
+    rule = equip(rule, model.judge, model.target, model.draft)
+    if not any(isinstance(part, Prose) and part.marks is None for part in rule.parts):
+        return rule
+    if model.tokenizer is None:
+        raise ValueError(f"rule {rule.name!r} looks for code in the text, and the pair has no tokenizer")
+    marks = marks_of(model.tokenizer, model.target.vocab_size)
+    return rule.each_part(lambda part: replace(part, marks=marks) if isinstance(part, Prose) else part)
+
+
+@functools.lru_cache(maxsize=4)
+def marks_of(tokenizer: PreTrainedTokenizerBase, size: int) -> Tensor:  # [V] long
+    """`mark_of` each token, by what the vocabulary has for it: backticks stand for themselves in all kinds."""
+    marks = torch.zeros(size, dtype=torch.long)
+    for text, token in tokenizer.get_vocab().items():
+        if "`" in text and token < size:
+            marks[token] = mark_of(text)
+    return marks
 
 
 def warn_of_infinity(rule: Rule, model: EagleModel) -> None:

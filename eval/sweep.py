@@ -189,7 +189,7 @@ def experiments(args: SweepArguments, model: eagle_fsd.EagleModel, questions: li
 
 def answer_all(runs: dict[tuple, Experiment]) -> None:
     for run in runs.values():
-        run.observe()
+        run.observe(again=False)
         for name in run.rules:
             run.answer(name)
 

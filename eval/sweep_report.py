@@ -60,7 +60,7 @@ def setting_rows(args: SweepArguments, runs: dict[tuple, Experiment], speeds: di
             "family_bound": drop_bound(lost / len(own), gained / len(own), count // len(own), confidence),
             "predicted": None, **speeds.get(name, {}),
         })
-        if name in own[0].rules:
+        if name in own[0].rules and all(run.traces(name) for run in own):
             rows[-1]["predicted"] = predict([trace for run in own for trace in run.traces(name)])
     return rows
 

@@ -107,8 +107,10 @@ def random_verification(
     features = normal(batch, nodes, 5)
     regret = torch.rand(batch, generator=generator, dtype=torch.float64)
     said = torch.randint(1, 250, (batch,), generator=generator)
+    answers = torch.randint(-1, vocab_size, (batch, 7), generator=generator)
     return Verification(
-        tree, target_logits, warped_logits, draft_logits, None if greedy else noise, None, features, regret, said)
+        tree, target_logits, warped_logits, draft_logits, None if greedy else noise, None, features, regret, said,
+        answers)
 
 
 def mapped(verification: Verification, change) -> Verification:

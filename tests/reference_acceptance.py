@@ -61,6 +61,7 @@ class Reference:
         self.features = None if verification.features is None else verification.features[row].tolist()
         self.greedy = verification.noise is None
         self.regret_before = 0.0 if verification.regret is None else verification.regret[row].item()
+        self.answer = [] if verification.answers is None else verification.answers[row].tolist()
         self.said = 1 if verification.said is None else verification.said[row].item()
         noise = torch.zeros_like(verification.warped_logits) if self.greedy else verification.noise
         self.noise = noise[row].tolist()
@@ -97,7 +98,7 @@ class Reference:
     def shut(self, rule):
         """Whether the gate is closed throughout."""
         return rule.threshold == 0 and (
-            rule.name in ("fsd", "fly", "regret", "judge") or rule.name == "relaxed" and self.greedy)
+            rule.name in ("fsd", "fly", "regret", "judge", "prose") or rule.name == "relaxed" and self.greedy)
 
     def allowed(self, v):
         """Children that all gates let a fuzzy step go to."""
@@ -195,6 +196,23 @@ class Reference:
             node, depth = parent, depth + 1
         parent, within = self.parents[child], spent <= rule.threshold * math.ceil((self.said + depth) / 100)
         return within and fuzzy <= rule.most and child == self.preferred(parent, self.open_to(rule, parent))
+
+    def prose_passes(self, rule, v, child):
+        def mark(token):
+            return rule.marks[token].item()
+
+        path, node = [], v
+        while node != 0:
+            path, node = [self.tokens[node], *path], self.parents[node]
+        inside = False
+        for token in [*self.answer, *path]:
+            if token >= 0 and mark(token) == 2:
+                inside = not inside
+        token, best = self.tokens[child], max(self.target_logits[v])
+        if inside or mark(token) or mark(self.target_logits[v].index(best)):
+            return False
+        return best - self.target_logits[v][token] <= rule.threshold and child == self.preferred(
+            v, self.open_to(rule, v))
 
     def judge_passes(self, rule, v, child):
         token, draft_logits = self.tokens[child], self.draft_logits[self.draft_rows[v]]

@@ -6,7 +6,7 @@ import pytest
 import torch
 from random_trees import fuzzy_nodes, random_verification
 from reference_acceptance import Reference
-from tiny import tiny_judge
+from tiny import MARKS, tiny_judge
 
 from eagle_fsd.acceptance import RULES, make_rule, walk
 
@@ -26,6 +26,7 @@ SETTINGS = {
         *({"threshold": 0.15, "divergence": divergence} for divergence in DIVERGENCES),
         *({"threshold": 0.4, "gates": [make_rule("judge", dial, learned=tiny_judge(5))]} for dial in (0.3, 0.9)),
         {"threshold": 0.4, "sibling": "longest", "gates": [make_rule("fly", 0.9, window=1)]},
+        {"threshold": 0.4, "gates": [make_rule("prose", math.inf, marks=MARKS)]},
     ],
     "fsd_paper": [
         *({"threshold": threshold, **guard} for threshold in (0.0, 0.05, 0.2, math.inf) for guard in GUARDS),
@@ -58,6 +59,8 @@ SETTINGS = {
     ],
     "judge": [{"threshold": threshold, "learned": tiny_judge(width), **guard}
               for threshold in (0.0, 0.3, 0.7, 1.0) for width in (3, 5) for guard in GUARDS],
+    "prose": [{"threshold": threshold, "marks": MARKS, **guard}
+              for threshold in (0.0, 0.5, 3.0, math.inf) for guard in GUARDS],
     "fsd+fly": [{"threshold": 0.4, "gate_threshold": dial} for dial in (0.4, 0.9)],
     "fsd+regret": [{"threshold": 0.4, "gate_threshold": dial} for dial in (0.0, 1.0, 3.0)],
     "fsd+fsd": [{"threshold": 0.4, "gate_threshold": 0.2, "sibling": "draft"}],

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_trees import moved, random_verification, rows_of
-from tiny import readable, tiny_judge
+from tiny import MARKS, readable, tiny_judge
 
 from eagle_fsd.acceptance import RULES, Custom, Decision, Gated, Verification, make_rule, walk
 from eagle_fsd.acceptance.divergence import get_divergence
@@ -25,6 +25,7 @@ OPTIONS = {
     "regret": [{}, {"most": 1}],
     "judge": [{"learned": tiny_judge(5)}],
     "relaxed": [{"sibling": "target"}, {"sibling": "longest"}, {"top": 2}],
+    "prose": [{"marks": MARKS}],
     "fsd+fly": [{"gate_threshold": 0.9}, {"sibling": "draft"}],
     "fsd+regret": [{"gate_threshold": 2.0}],
     "relaxed+fsd": [{"gate_threshold": 0.1, "divergence": "tv"}],
@@ -32,7 +33,8 @@ OPTIONS = {
 }
 GATED = (0.0, 0.1, math.inf)
 DIALS = {"exact": (0.0,), "typical": (0.0, 0.7), "fsd": GATED, "fsd_paper": GATED, "fly": (0.0, 0.6, math.log(3)),
-         "judge": (0.0, 0.3, 1.0), "regret": (0.0, 0.5, 4.0, math.inf)}
+         "judge": (0.0, 0.3, 1.0), "regret": (0.0, 0.5, 4.0, math.inf),
+         "prose": (0.0, 0.5, math.inf)}
 GUARDS = (None, 0.0, 0.4, 0.8)
 
 
@@ -164,9 +166,9 @@ def test_what_says_that_it_has_no_memory_and_reads_no_features_decides_without_t
             if not rule.reads_features or rule.is_lossless(greedy):
                 blind = replace(blind, features=None)
             if not rule.remembers or rule.is_lossless(greedy):
-                blind = replace(blind, regret=None, said=None)
+                blind = replace(blind, regret=None, said=None, answers=None)
             assert torch.equal(rule(blind).log_weights, rule(verification).log_weights), rule
-    assert all(rule.remembers is ("regret" in name) for rule in all_rules(name))
+    assert all(rule.remembers is ("regret" in name or "prose" in name) for rule in all_rules(name))
 
 
 # --- the lossless end ---------------------------------------------------------------------------
@@ -182,6 +184,7 @@ LOSSLESS_AT_ZERO = {  # rule: (greedy, sampling)
     "regret": (True, True),
     "judge": (True, True),
     "relaxed": (True, False),
+    "prose": (True, True),
     "fsd+fly": (True, True),
     "fsd+regret": (True, True),
     "relaxed+fsd": (True, False),
@@ -287,6 +290,7 @@ MONOTONE = {
     "fly": [Claim([*OPTIONS["fly"], {"window": 4}], st.floats(0.0, math.log(3)))],
     "regret": [Claim([*OPTIONS["regret"], {"most": 5}], st.floats(0.0))],
     "judge": [Claim(OPTIONS["judge"], st.floats(0.0, 1.0))],
+    "prose": [Claim(OPTIONS["prose"], st.floats(0.0))],
     "fsd+fly": [Claim(OPTIONS["fsd+fly"], st.floats(0.0))],
     "fsd+regret": [Claim([{"gate_threshold": 2.0}, {"gate_threshold": 20.0, "sibling": "longest"}], st.floats(0.0))],
     "relaxed+fsd": [
@@ -337,6 +341,7 @@ def test_looser_gates_never_accept_less(data):
     """The dial of a gate behind a +; with relaxed and typical where the target's pick is its best child."""
     name, most = data.draw(st.sampled_from([("fsd+fly", math.log(3)), ("relaxed+fly", math.log(3)), ("fsd+fsd", 1.0),
                                             ("fsd+regret", 30.0), ("fsd+judge", 1.0), ("relaxed+regret", 30.0),
+                                            ("fsd+prose", 9.0),
                                             ("fly+relaxed", 9.0), ("fsd+typical", 0.99)]))
     free = name not in ("fly+relaxed", "fsd+typical")
     verification = random_verification(
@@ -344,9 +349,9 @@ def test_looser_gates_never_accept_less(data):
         banned=data.draw(st.sampled_from([0.0, 0.4])) if free else 0.0, coarse=data.draw(st.booleans()))
     tight, loose = sorted(data.draw(st.floats(0.0, most)) for _ in range(2))
     threshold = data.draw(st.sampled_from([0.2, 1.0]))
-    judge = make_rule("judge", learned=tiny_judge(5))
+    known = {"fsd+judge": make_rule("judge", learned=tiny_judge(5)), "fsd+prose": make_rule("prose", marks=MARKS)}
     before, after = (accepted_length(
-        make_rule("fsd", threshold, gates=[replace(judge, threshold=dial)]) if name == "fsd+judge" else
+        make_rule("fsd", threshold, gates=[replace(known[name], threshold=dial)]) if name in known else
         make_rule(name, threshold, gate_threshold=dial), verification) for dial in (tight, loose))
     assert (after >= before).all()
 

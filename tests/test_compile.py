@@ -9,7 +9,7 @@ from dataclasses import fields
 import pytest
 import torch
 from random_trees import random_verification
-from tiny import PROMPT, tiny_judge, tiny_pair
+from tiny import MARKS, PROMPT, tiny_judge, tiny_pair
 
 from eagle_fsd import RULES, TreeConfig, Verification, make_rule
 from eagle_fsd.acceptance import walk
@@ -23,7 +23,7 @@ DIALS = {"exact": [{}], "typical": [{"threshold": 0.5}], "lenience": [{"threshol
          "relaxed": [{"threshold": 1.0}], "fsd_paper": [{"threshold": 0.3}],
          "tilt": [{"threshold": 1.0}, {"threshold": 1.0, "head_guard": 0.5}],
          "fly": [{"threshold": 0.8, "window": 1}, {"threshold": 0.8, "window": 3}], "regret": [{"threshold": 3.0}],
-         "judge": [{"threshold": 0.5, "learned": tiny_judge(5)}],
+         "judge": [{"threshold": 0.5, "learned": tiny_judge(5)}], "prose": [{"threshold": 3.0, "marks": MARKS}],
          "fsd+fly": [{"threshold": 0.3, "gate_threshold": 0.9}],
          "relaxed+fsd+regret": [{"threshold": 1.0, "gate_threshold": [0.3, 3.0], "divergence": "js_top4"}],
          "fsd": [{"threshold": 0.3}, {"threshold": 0.3, "divergence": "js_top4", "sibling": "longest"},

@@ -125,6 +125,14 @@ def test_a_sweep_in_batches_goes_on_with_more_questions_and_times_no_baselines(p
     for row in record["rows"]:
         (same,) = (each for each in alone if each["setting"] == row["setting"])
         assert row["answers"] == 12 and row["accuracy"] == same["accuracy"] and row["tau"] == same["tau"]
+    # Another setting takes no new lossless pass, and has no prediction.
+    run(options(place, "grown", *given[2:], "--tasks", "12", "--settings", "fsd 0.3", "fsd 0.05", "--stage", "answers",
+                "report"))
+    lines = [json.loads(line) for line in log.read_text().splitlines()[1:]]
+    assert sum(each["setting"] == "exact" for each in lines) == 12
+    added = {row["setting"]: row for row in json.loads((place / "grown" / "out.json").read_text())["rows"]}
+    (same,) = (each for each in alone if each["setting"] == "fsd 0.05")
+    assert added["fsd 0.05"]["tau"] == same["tau"] and added["fsd 0.05"]["predicted"] is None
     # Other questions of the same numbers are answered and timed anew.
     tasks = (place / "tasks.jsonl").read_text().splitlines()
     (place / "other.jsonl").write_text("\n".join(tasks[::-1]))
@@ -194,7 +202,7 @@ def test_the_order_of_the_timed_methods_rotates(place, monkeypatch):
 
 def test_a_rule_that_is_exact_when_greedy_is_left_out(place):
     assert {s["rule"] for s in sweep.chosen_settings(options(place, "x")).values()} == {
-        "fsd", "tilt", "relaxed", "typical", "fsd_paper", "fly", "regret"}
+        "fsd", "tilt", "relaxed", "typical", "fsd_paper", "fly", "regret", "prose"}
     sampled = options(place, "x", "--temperature", "0.8")
     gated = sweep.chosen_settings(options(place, "x", "--settings", "fsd+fly+regret 0.3 0.9 2"))
     assert gated == {"fsd+fly+regret 0.3 0.9 2": {

@@ -220,9 +220,13 @@ def tiny_judge(width: int = HIDDEN) -> LearnedJudge:
     return LearnedJudge(weight, mean, 1 + scale.abs(), 0.3, {"floor": 0.5})
 
 
-def judged(rule: str) -> dict[str, LearnedJudge]:
-    """What `make_rule` has to be told of a rule for pairs of these sizes, which have no judge beside their head."""
-    return {"learned": tiny_judge()} if rule == "judge" else {}
+MARKS = torch.tensor([0, 0, 2, 0, 0, 1, 0, 0] * 8)  # of made-up tokens, see `Prose`
+
+
+def judged(rule: str) -> dict[str, object]:
+    """What `make_rule` has to be told of a rule for pairs of these sizes, which have no judge beside their head and may
+    have no tokenizer."""
+    return {"judge": {"learned": tiny_judge()}, "prose": {"marks": MARKS}}.get(rule, {})
 
 
 def save_pair(folder, model: EagleModel | None = None) -> None:

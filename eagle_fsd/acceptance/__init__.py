@@ -18,6 +18,7 @@ RULE_CLASSES = {  # module -> class; a rule is known by its module's name
     "fly": "FLy",
     "regret": "Regret",
     "judge": "Judge",
+    "prose": "Prose",
     "relaxed": "Relaxed",
 }
 

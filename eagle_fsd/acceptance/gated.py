@@ -1,5 +1,6 @@
 """A rule with other rules' gates behind it, such as `fsd+judge`."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from torch import Tensor
@@ -38,6 +39,9 @@ class Gated(Rule):
     @property
     def parts(self) -> tuple[GatingRule, ...]:
         return (self.rule, *self.gates)
+
+    def each_part(self, change: Callable[[Rule], Rule]) -> Rule:
+        return replace(self, rule=change(self.rule), gates=tuple(map(change, self.gates)))
 
     @property
     def name(self) -> str:

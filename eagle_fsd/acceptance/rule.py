@@ -44,6 +44,10 @@ class Rule(ABC):
         """The rules that it is made of: itself, or for a composed one those between the `+`."""
         return (self,)
 
+    def each_part(self, change: "Callable[[Rule], Rule]") -> "Rule":
+        """The rule with each of its parts changed."""
+        return change(self)
+
     @abstractmethod
     def is_lossless(self, greedy: bool) -> bool:
         """Whether this setting draws exactly what the target draws with the same noise."""

@@ -52,6 +52,7 @@ class Verification:
     # For a rule with a memory (`Rule.remembers`), else None: what it may go by of the request so far.
     regret: Tensor | None = None  # [B] float64, logits given up by its fuzzy tokens, see `Budget.regret`
     said: Tensor | None = None  # [B] long, tokens of its answer: the root's included
+    answers: Tensor | None = None  # [B, T] long, these tokens; shorter ones end with -1
 
     @property
     def greedy(self) -> bool:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from ..acceptance import Decision, Verification, walk
 from ..acceptance.budget import EXACT_RULE, decide_rows
@@ -214,7 +215,8 @@ class Decoder:
         """What a rule with a memory goes by."""
         regret = torch.tensor([request.budget.regret for request in requests], dtype=torch.float64)
         said = torch.tensor([len(request.emitted) for request in requests])
-        return {"regret": regret.to(self.device), "said": said.to(self.device)}
+        answers = pad_sequence([torch.tensor(request.emitted) for request in requests], True, -1)
+        return {"regret": regret.to(self.device), "said": said.to(self.device), "answers": answers.to(self.device)}
 
     def _decide(self, requests: Sequence[Request], verification: Verification) -> Decision:
         """Their rule's decision, for each request within its budget."""

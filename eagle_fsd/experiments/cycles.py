@@ -8,7 +8,7 @@ from ..acceptance import Rule
 from ..data.progress import Progress
 from ..pair import EagleModel
 from ..prompts import check_length, encode_prompts
-from ..settings import with_judge
+from ..settings import equipped
 from ..trees.config import TreeConfig
 from ..tuning.logs import LOGGED_TREE, CycleLog, TreeLog
 from .methods import engine
@@ -26,7 +26,7 @@ def log_cycles(
     """
     for ids in encode_prompts(list(prompts), model)[0]:
         check_length(len(ids), 1, model)
-    noted = CycleLog(with_judge(rule, model))
+    noted = CycleLog(equipped(rule, model))
     answer = engine(model, acceptance=noted, tree=wide, temperature=temperature, seed=seed)
     for prompt in Progress(prompts, desc="logging cycles", unit="prompt"):
         answer(prompt, max_new_tokens)

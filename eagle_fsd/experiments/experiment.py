@@ -30,7 +30,7 @@ from ..pair import EagleModel
 from ..prompts import check_length, encode_prompt, end_tokens
 from ..quality.traces import Observer, Trace, joined
 from ..serve.engine import Engine
-from ..settings import tree_chooser, with_judge
+from ..settings import equipped, tree_chooser
 from ..trees.config import TreeConfig
 from .grading import is_right
 from .ifeval import check_instructions
@@ -94,7 +94,7 @@ class Experiment:
         if EXACT in settings:
             raise ValueError(f"a setting cannot be called {EXACT!r}: that is lossless decoding, which is always there")
         self.model, self.questions, self.log, self.share = model, list(questions), log, share
-        self.rules = {name: with_judge(make_rule(**options), model) for name, options in settings.items()}
+        self.rules = {name: equipped(make_rule(**options), model) for name, options in settings.items()}
         self.batch, self.top_p = batch, top_p
         self.temperature, self.max_new_tokens, self.seed = temperature, max_new_tokens, seed
         self.tree, self.run_code = tree, run_code
@@ -218,11 +218,15 @@ class Experiment:
                 "correct": right if right is None else right and complete, **conversation_record(outputs, reference),
                 "text": text}
 
-    def observe(self) -> None:
-        """The lossless pass: every question's exact answer, with the traces of all settings."""
+    def observe(self, again: bool = True) -> None:
+        """The lossless pass: every question's exact answer, with the traces of all settings.
+
+        Args:
+            again: answer those again that lack the trace of a setting, which was not asked for then.
+        """
         def is_missing(question: Question) -> bool:
             record = self.records.get((EXACT, question.id))
-            return record is None or not self.rules.keys() <= record["traces"].keys()
+            return record is None or again and not self.rules.keys() <= record["traces"].keys()
 
         missing = [question for question in self._mine if is_missing(question)]
         ends = end_tokens(self.model)
@@ -249,17 +253,17 @@ class Experiment:
 
     def _is_missing(self, setting: str, question: Question) -> bool:
         exact = self.records.get((EXACT, question.id))
-        if exact is None or setting != EXACT and setting not in exact["traces"]:
-            return True
-        return (setting, question.id) not in self.records and exact["traces"][setting]["diverges"]
+        if exact is None or (setting, question.id) in self.records:
+            return exact is None
+        return setting not in exact["traces"] or exact["traces"][setting]["diverges"]
 
     def _knows_kl(self, rule: Rule) -> bool:
         return self.temperature > 0 and rule.knows_kl
 
     def traces(self, setting: str) -> list[Trace]:
-        """What the setting would have done in each lossless answer."""
-        found = [self.records[EXACT, question.id]["traces"][setting] for question in self.questions]
-        return [Trace(trace["lengths"], trace["costs"], trace["diverges"]) for trace in found]
+        """What the setting would have done in each lossless answer; empty where some lack its trace."""
+        found = [self.records[EXACT, question.id]["traces"].get(setting) for question in self.questions]
+        return [] if None in found else [Trace(trace["lengths"], trace["costs"], trace["diverges"]) for trace in found]
 
     def results(self, setting: str) -> list[dict[str, Any]]:
         """A setting's records in the order of the questions, those that equal the lossless ones included.

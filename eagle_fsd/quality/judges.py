@@ -12,7 +12,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from ..acceptance import Gated, Rule
+from ..acceptance import Rule
 from ..acceptance.judge import SIGNALS, Judge, LearnedJudge
 from ..checks import require_number
 from ..data.files import save_atomically
@@ -108,6 +108,4 @@ def equip(rule: Rule, judge: LearnedJudge | None, target: TargetModel, head: Dra
     def with_judge(part: Rule) -> Rule:
         return replace(part, learned=judge) if isinstance(part, Judge) and part.learned is None else part
 
-    if isinstance(rule, Gated):
-        return replace(rule, rule=with_judge(rule.rule), gates=tuple(map(with_judge, rule.gates)))
-    return with_judge(rule)
+    return rule.each_part(with_judge)
