@@ -78,7 +78,7 @@ def test_a_greedy_sweep_writes_table_and_pictures(place):
     assert 0 < sum(row["tokens"] for row in harmful) <= right
     assert max(row["lost"] for row in harmful) <= fuzzy["lost"] <= sum(row["lost"] for row in harmful)
     assert all(row["alone_lost"] <= row["alone"] <= row["answers"] for row in harmful)
-    section = sweep_section("out", record)
+    section = sweep_section("out", "Letters", record)
     assert record["headline"] in section and "| exact " in section and "| prompt lookup " in section
     for name in ("out-frontier.png", "out-dials.png"):
         assert (place / "greedy" / name).read_bytes().startswith(b"\x89PNG")

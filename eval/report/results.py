@@ -21,7 +21,11 @@ QUESTIONS = {  # stored records of eval.benchmark, in this order
     "qwen-humaneval": "HumanEval, Qwen2.5-Coder-0.5B-Instruct",
     "qwen-gsm8k": "GSM8K, Qwen2.5-Coder-0.5B-Instruct",
 }
-SWEEPS = ("sweep-greedy", "sweep-sampled")
+SWEEPS = {  # stored records of eval.sweep: of real pairs, then of the toy
+    "sweep-code": "HumanEval and MBPP, Qwen2.5-Coder-0.5B-Instruct",
+    "sweep-ifeval": "IFEval, SmolLM2-135M-Instruct",
+}
+TOY_SWEEPS = {"sweep-greedy": "Generated tasks", "sweep-sampled": "Generated tasks"}
 INTRODUCTION = f"""Tables are of several commits ("+changes": with uncommitted edits), which they name: compare within a
 table only. Methods are interleaved question by question. tau counts tokens per target forward; intervals are 95%
 bootstraps over questions; "= {BASELINE}" and "= plain" are shares of answers that are the same tokens. `{BASELINE}` and
@@ -69,14 +73,14 @@ def command_of(about: dict) -> str:
     return re.sub(r" --stage \w+", "", about["command"])
 
 
-def sweep_section(name: str, record: dict) -> str:
+def sweep_section(name: str, title: str, record: dict) -> str:
     """What a sweep has shown, its picture and its front."""
     about = record["environment"]
-    what = "Greedy" if record["temperature"] == 0 else f"Temperature {record['temperature']:g}"
+    what = "greedy" if record["temperature"] == 0 else f"temperature {record['temperature']:g}"
     seeds = f", {len(record['seeds'])} seeds" if len(record["seeds"]) > 1 else ""
     timed = next(row["timed"] for row in record["rows"] if "timed" in row)
     least = 100 * next(row for row in record["rows"] if row["setting"] == "exact")["family_bound"]
-    return f"""**{what}, {record['questions']} tasks{seeds}** (`{command_of(about)}`, {about['processor']},
+    return f"""**{title}**, {what}, {record['questions']} tasks{seeds} (`{command_of(about)}`, {about['processor']},
 commit {about['commit']}, {timed} of the tasks timed, interleaved). {record['headline']} Such a sentence goes
 by bounds that are corrected for the choice among settings, the table shows each setting's own;
 {record['questions']} tasks are too few for one point: `exact` against itself has {least:.1f}.
@@ -116,10 +120,11 @@ def results() -> str:
 
     parts = [INTRODUCTION]
     parts += [questions_section(name, title, record) for name, title in QUESTIONS.items() if (record := stored(name))]
+    parts += [sweep_section(name, title, record) for name, title in SWEEPS.items() if (record := stored(name))]
     parts.append(MECHANISMS)
     if batches := stored("batches"):
         parts.append(batches_section(batches))
-    parts += [sweep_section(name, record) for name in SWEEPS if (record := stored(name))]
+    parts += [sweep_section(name, title, record) for name, title in TOY_SWEEPS.items() if (record := stored(name))]
     return "\n\n".join(parts)
 
 

@@ -6,6 +6,7 @@ from eagle_fsd.experiments.experiment import EXACT
 from eagle_fsd.quality.statistics import fixed_sequence
 from eval.report.tables import markdown, percent, span
 
+FEW = 8  # settings that all go into the short table
 MARGIN = 0.01  # accuracy that counts as equal: the one-sided 95% bound of the drop is at most this
 
 
@@ -108,14 +109,16 @@ def _speed_cells(row: dict) -> dict[str, str]:
 
 
 def front_table(record: dict) -> str:
-    """Baselines, lossless decoding and the settings on the Pareto front."""
-    shown = [row for row in record["rows"] if "time_of_exact" in row and (row["front"] or "threshold" not in row)]
+    """Baselines, lossless decoding and the settings on the Pareto front; of few settings all."""
+    timed = [row for row in record["rows"] if "time_of_exact" in row]
+    shown = [row for row in timed if len(timed) <= FEW or row["front"] or "threshold" not in row]
     return markdown({
         "setting": row["setting"], "accuracy": percent(row["accuracy"], 1) if "accuracy" in row else "",
         "bound of the loss": f"{100 * row['drop_bound']:.1f}" if "drop_bound" in row else "",
         "s/answer": f"{row['seconds_per_answer']:.3f}", "time of exact": f"{row['time_of_exact']:.2f}",
         "tokens/s": f"{row['tokens_per_second']:.0f}",
-        "vs model.generate": f"{row['speedup']:.2f}x" if "speedup" in row else "",
+        **({"vs model.generate": f"{row['speedup']:.2f}x"} if "speedup" in row else {}),
         "tau": f"{row['tau']:.2f}" if "tau" in row else "",
         "tokens/answer": f"{row.get('tokens_per_answer', row['timed_tokens']):.0f}",
+        "fuzzy tokens": percent(row["fuzzy_share"], 1) if "fuzzy_share" in row else "",
     } for row in [*record["baselines"], *shown])
