@@ -102,7 +102,8 @@ def equipped(rule: Rule, model: EagleModel) -> Rule:
     if not any(isinstance(part, Prose) and part.marks is None for part in rule.parts):
         return rule
     if model.tokenizer is None:
-        raise ValueError(f"rule {rule.name!r} looks for code in the text, and the pair has no tokenizer")
+        raise ValueError(f"rule {rule.name!r} looks for code in the text, and there is no tokenizer (custom_generate "
+                         "has none): give make_rule marks=eagle_fsd.settings.marks_of(tokenizer, vocab_size)")
     marks = marks_of(model.tokenizer, model.target.vocab_size)
     return rule.each_part(lambda part: replace(part, marks=marks) if isinstance(part, Prose) else part)
 

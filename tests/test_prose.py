@@ -62,5 +62,10 @@ def test_fuzzy_tokens_stand_outside_of_code_only(pair, options, temperature):
 
 def test_without_a_tokenizer_it_is_refused(pair):
     bare = replace(pair, tokenizer=None)
-    with pytest.raises(ValueError, match="rule 'fsd\\+prose' looks for code .*, and the pair has no tokenizer"):
+    with pytest.raises(ValueError, match="rule 'fsd\\+prose' looks for code .*, and there is no tokenizer"):
         eagle_fsd.generate(PROMPT, bare, acceptance="fsd+prose", threshold=0.3)
+    marks = marks_of(pair.tokenizer, pair.target.vocab_size)
+    given = eagle_fsd.make_rule("fsd", 0.3, gates=[eagle_fsd.make_rule("prose", math.inf, marks=marks)])
+    assert (eagle_fsd.generate(PROMPT, bare, acceptance=given, tree=TREE, max_new_tokens=20).token_ids
+            == eagle_fsd.generate(PROMPT, pair, acceptance="fsd+prose", threshold=0.3, tree=TREE,
+                                  max_new_tokens=20).token_ids)
