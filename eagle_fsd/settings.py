@@ -10,12 +10,11 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
-from torch import Tensor
 from transformers import LogitsProcessor, PreTrainedTokenizerBase, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
 from .acceptance import Rule, make_rule
-from .acceptance.prose import Prose, mark_of
+from .acceptance.prose import TURNING, Marks, Prose, mark_of
 from .checks import check_functions, require_integer
 from .engine.request import BatchSettings, RequestSettings
 from .engine.sampling import build_processors
@@ -99,23 +98,26 @@ def equipped(rule: Rule, model: EagleModel) -> Rule:
         ValueError: the pair has none, or a judge of another target.
     """
     rule = equip(rule, model.judge, model.target, model.draft)
-    if not any(isinstance(part, Prose) and part.marks is None for part in rule.parts):
+    lossless = all(map(rule.is_lossless, (True, False)))
+    if lossless or not any(isinstance(part, Prose) and part.marks is None for part in rule.parts):
         return rule
     if model.tokenizer is None:
         raise ValueError(f"rule {rule.name!r} looks for code in the text, and there is no tokenizer (custom_generate "
                          "has none): give make_rule marks=eagle_fsd.settings.marks_of(tokenizer, vocab_size)")
-    marks = marks_of(model.tokenizer, model.target.vocab_size)
+    marks = marks_of(model.tokenizer, model.target.vocab_size, model.target.output_device)
+    if not (marks.of == TURNING).any():
+        log.warning("rule %r finds no code: the tokenizer has no token with ```", rule.name)
     return rule.each_part(lambda part: replace(part, marks=marks) if isinstance(part, Prose) else part)
 
 
 @functools.lru_cache(maxsize=4)
-def marks_of(tokenizer: PreTrainedTokenizerBase, size: int) -> Tensor:  # [V] long
-    """`mark_of` each token, by what the vocabulary has for it: backticks stand for themselves in all kinds."""
+def marks_of(tokenizer: PreTrainedTokenizerBase, size: int, device: torch.device | None = None) -> Marks:
+    """What each of `size` tokens does, by what the vocabulary has for it: all kinds write backticks as themselves."""
     marks = torch.zeros(size, dtype=torch.long)
     for text, token in tokenizer.get_vocab().items():
         if "`" in text and token < size:
             marks[token] = mark_of(text)
-    return marks
+    return Marks(marks.to(device))
 
 
 def warn_of_infinity(rule: Rule, model: EagleModel) -> None:

@@ -30,6 +30,7 @@ from eagle_fsd.data.progress import Progress
 from eagle_fsd.data.questions import Question, converse, read_questions
 from eagle_fsd.experiments.experiment import fingerprint
 from eagle_fsd.experiments.grading import CODE, is_right
+from eagle_fsd.experiments.ifeval import check_instructions
 from eagle_fsd.experiments.methods import Answer, Method, engine, hf_generate
 from eagle_fsd.experiments.records import record_path, write_record
 from eagle_fsd.experiments.search import BASELINE
@@ -115,6 +116,7 @@ def chosen_questions(paths: Iterable[Path], per_category: int | None) -> list[Qu
         counts[question.category] = counts.get(question.category, 0) + 1
         if per_category is None or counts[question.category] <= per_category:
             chosen.append(question)
+    check_instructions(chosen)
     return chosen
 
 

@@ -199,7 +199,7 @@ class Reference:
 
     def prose_passes(self, rule, v, child):
         def mark(token):
-            return rule.marks[token].item()
+            return rule.marks.of[token].item()
 
         path, node = [], v
         while node != 0:
@@ -209,7 +209,7 @@ class Reference:
             if token >= 0 and mark(token) == 2:
                 inside = not inside
         token, best = self.tokens[child], max(self.target_logits[v])
-        if inside or mark(token) or mark(self.target_logits[v].index(best)):
+        if inside or mark(token) or mark(self.exact_token(v)):
             return False
         return best - self.target_logits[v][token] <= rule.threshold and child == self.preferred(
             v, self.open_to(rule, v))

@@ -11,7 +11,7 @@ from itertools import product
 import pytest
 import torch
 from random_trees import emitted, rows_of, tree_from_parents
-from tiny import tiny_judge
+from tiny import MARKS, tiny_judge
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from eagle_fsd.acceptance import Verification, make_rule, walk
@@ -406,7 +406,8 @@ def test_rules_say_where_their_kl_is_not_known():
     verification = verify(PathModel(10))
     for name, options in (("fsd", {"sibling": "longest"}), ("relaxed", {"sibling": "longest"}),
                           ("typical", {"sibling": "longest"}), ("lenience", {"head_guard": 0.5}), ("fly", {}),
-                          ("regret", {}), ("fsd+fly", {}), ("fsd+regret", {"gate_threshold": 1.0})):
+                          ("regret", {}), ("fsd+fly", {}), ("fsd+regret", {"gate_threshold": 1.0}),
+                          ("prose", {"marks": MARKS}), ("fsd", {"gates": [make_rule("prose", 1.0, marks=MARKS)]})):
         rule = make_rule(name, 0.5, **options)
         assert not rule.knows_kl and rule(verification).kl is None
     greedy = replace(verification, noise=None)

@@ -122,18 +122,23 @@ def test_instructions_are_checked_as_the_harness_does(tmp_path):
     pytest.importorskip("lm_eval.tasks.ifeval.utils")
     assert is_right(question, "Oh hello") and not is_right(question, "Oh, hello") and not is_right(question, "Hi")
     assert outcome(question, "Oh, hello") == (False, True)
+    for changed in ({"instruction_id_list": ["no:such", "keywords:existence"]}, {"kwargs": [{"wrong": 1}, {}]}):
+        unknown = Question(1, "ifeval", ("q",), tests=json.dumps(
+            {"instruction_id_list": record["instruction_id_list"], "kwargs": record["kwargs"]} | changed))
+        with pytest.raises(ValueError, match="question 1: the harness cannot check its instructions"):
+            check_instructions([question, unknown])
     needy = Question(1, "ifeval", ("q",), tests=json.dumps(
         {"instruction_id_list": ["length_constraints:number_sentences"], "kwargs": [{"num_sentences": 2}]}))
     if not ifeval._has_punkt():
         with pytest.raises(ValueError, match="question 1: length_constraints:number_sentences .* punkt_tab"):
-            check_instructions(needy)
+            check_instructions([needy])
 
 
 def test_instructions_take_the_harness(monkeypatch):
     monkeypatch.setattr(ifeval, "import_module", lambda name: (_ for _ in ()).throw(ImportError("no " + name)))
     ifeval._checks.cache_clear()
     with pytest.raises(ValueError, match="graded by lm-evaluation-harness, which is not there .*pip install"):
-        check_instructions(Question(1, "ifeval", ("q",), tests='{"instruction_id_list": [], "kwargs": []}'))
+        check_instructions([PROBLEM, Question(1, "ifeval", ("q",), tests='{"instruction_id_list": [], "kwargs": []}')])
     ifeval._checks.cache_clear()
 
 

@@ -8,8 +8,8 @@ import torch
 from tiny import PROMPT, tiny_pair, tiny_tokenizer
 
 import eagle_fsd
-from eagle_fsd.acceptance.prose import PLAIN, TICKED, TURNING, mark_of
-from eagle_fsd.settings import marks_of
+from eagle_fsd.acceptance.prose import PLAIN, TICKED, TURNING, Marks, mark_of
+from eagle_fsd.settings import equipped, marks_of
 
 TREE = eagle_fsd.TreeConfig(10, 4, 3)
 NAMES = dict(zip("abcdefgh", ["```", "`x`", "``````", "a", "````", "d", "e", "f"], strict=True))
@@ -28,7 +28,7 @@ def pair():
 
 def test_marks_are_of_what_the_vocabulary_says(pair):
     number = pair.tokenizer.convert_tokens_to_ids
-    marks = marks_of(pair.tokenizer, 64).tolist()
+    marks = marks_of(pair.tokenizer, 64).of.tolist()
     assert [marks[number(letter)] for letter in "abcdefgh"] == [
         TURNING, TICKED, TICKED, PLAIN, TURNING, PLAIN, PLAIN, PLAIN]
     assert len(marks) == 64 and not any(marks[32:])
@@ -39,7 +39,7 @@ def test_marks_are_of_what_the_vocabulary_says(pair):
 @pytest.mark.parametrize("options", [{"acceptance": "prose", "threshold": math.inf},
                                      {"acceptance": "fsd+prose", "threshold": 0.6}], ids=["prose", "fsd+prose"])
 def test_fuzzy_tokens_stand_outside_of_code_only(pair, options, temperature):
-    marks, count, inside = marks_of(pair.tokenizer, pair.target.vocab_size), 0, 0
+    marks, count, inside = marks_of(pair.tokenizer, pair.target.vocab_size).of, 0, 0
     prompts = [[*PROMPT, token] for token in range(4, 24)]
     given = {"max_new_tokens": 24, "tree": TREE, "temperature": temperature, "seed": 3}
     for output in (outputs := eagle_fsd.generate(prompts, pair, **options, **given)):
@@ -55,15 +55,23 @@ def test_fuzzy_tokens_stand_outside_of_code_only(pair, options, temperature):
         alone = eagle_fsd.generate(prompt, pair, **options, **given | {"seed": output.seed})
         assert alone.token_ids == output.token_ids
     if temperature == 0 and options["acceptance"] == "prose":  # where no token has a mark, all is prose
-        free = eagle_fsd.make_rule("prose", math.inf, marks=torch.zeros_like(marks))
+        free = eagle_fsd.make_rule("prose", math.inf, marks=Marks(torch.zeros_like(marks)))
         found = eagle_fsd.generate(prompts, pair, acceptance=free, **given)
         assert sum(receipt.source == "fuzzy" for output in found for receipt in output.receipts) > count
+
+
+def test_a_vocabulary_without_fences_is_told(caplog):
+    pair = tiny_pair(tokenizer=tiny_tokenizer())
+    pair.tokenizer = tiny_tokenizer()
+    equipped(eagle_fsd.make_rule("fsd+prose", 0.3), pair)
+    assert "rule 'fsd+prose' finds no code: the tokenizer has no token with ```" in caplog.text
 
 
 def test_without_a_tokenizer_it_is_refused(pair):
     bare = replace(pair, tokenizer=None)
     with pytest.raises(ValueError, match="rule 'fsd\\+prose' looks for code .*, and there is no tokenizer"):
         eagle_fsd.generate(PROMPT, bare, acceptance="fsd+prose", threshold=0.3)
+    assert eagle_fsd.generate(PROMPT, bare, acceptance="fsd+prose", max_new_tokens=4).token_ids  # lossless at 0
     marks = marks_of(pair.tokenizer, pair.target.vocab_size)
     given = eagle_fsd.make_rule("fsd", 0.3, gates=[eagle_fsd.make_rule("prose", math.inf, marks=marks)])
     assert (eagle_fsd.generate(PROMPT, bare, acceptance=given, tree=TREE, max_new_tokens=20).token_ids

@@ -16,6 +16,7 @@ from transformers import (
 
 import eagle_fsd
 from eagle_fsd.acceptance.judge import SIGNALS, LearnedJudge
+from eagle_fsd.acceptance.prose import Marks
 from eagle_fsd.heads.checkpoint import save_head
 from eagle_fsd.heads.eagle import DraftHead
 from eagle_fsd.pair import EagleModel
@@ -220,7 +221,7 @@ def tiny_judge(width: int = HIDDEN) -> LearnedJudge:
     return LearnedJudge(weight, mean, 1 + scale.abs(), 0.3, {"floor": 0.5})
 
 
-MARKS = torch.tensor([0, 0, 2, 0, 0, 1, 0, 0] * 8)  # of made-up tokens, see `Prose`
+MARKS = Marks(torch.tensor([0, 0, 2, 0, 0, 1, 0, 0] * 8))  # of made-up tokens, see `Prose`
 
 
 def judged(rule: str) -> dict[str, object]:

@@ -30,6 +30,7 @@ from eagle_fsd.data.progress import Progress
 from eagle_fsd.data.questions import Question, read_questions
 from eagle_fsd.experiments.experiment import fingerprint
 from eagle_fsd.experiments.grading import CODE
+from eagle_fsd.experiments.ifeval import check_instructions
 from eagle_fsd.models.loading import check_dtype
 from eagle_fsd.models.placement import weights_digest
 from eagle_fsd.pair import EagleModel
@@ -105,6 +106,7 @@ def read_checked(arguments: Arguments) -> list[Question]:
     if not arguments.questions.is_file():
         raise ValueError(f"--questions {arguments.questions} does not exist")
     questions = read_questions(arguments.questions)[: arguments.limit]
+    check_instructions(questions)
     for question in questions if arguments.label != "likelihood" else ():
         if question.answer is None and question.tests is None:
             raise ValueError(f"question {question.id} has no answer to tell outcomes by: take --label likelihood")

@@ -98,9 +98,8 @@ class Experiment:
         self.batch, self.top_p = batch, top_p
         self.temperature, self.max_new_tokens, self.seed = temperature, max_new_tokens, seed
         self.tree, self.run_code = tree, run_code
+        check_instructions(questions)
         for question in questions:
-            if question.category == "ifeval":
-                check_instructions(question)
             self._encoded(question, [{"role": "user", "content": question.turns[0]}])
         chosen = {tree_chooser(tree, rule, temperature, model)(1).tree
                   for rule in (make_rule("exact"), *self.rules.values())}
