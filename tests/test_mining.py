@@ -403,5 +403,8 @@ def test_kinds_of_tokens(token, in_code, kind):
 
 
 def test_code_is_within_fences_or_where_a_bare_program_is_asked_for():
-    assert is_in_code("So:\n```python\nx = ", "gsm8k") and not is_in_code("```\nx\n```\nThus ", "humaneval")
-    assert is_in_code("    return ", "humaneval") and not is_in_code("It is ", "gsm8k")
+    answer = "So:\n```python\nx = 3\n```\nThus done"
+    assert is_in_code("So:\n```python\nx = ", answer, "gsm8k")
+    for before in ("So", "So:\n```python\nx = 3\n```\nThus "):
+        assert not is_in_code(before, answer, "humaneval")
+    assert is_in_code("    return ", "    return x", "humaneval") and not is_in_code("It is ", "It is 3", "gsm8k")

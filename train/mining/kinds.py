@@ -26,7 +26,6 @@ def kind_of(token: str, in_code: bool) -> str:
     return "operator" if text and OPERATORS.issuperset(text) else "layout"
 
 
-def is_in_code(before: str, category: str) -> bool:
-    """Whether an answer goes on in code behind this text: within a fence, or where a bare program was asked for."""
-    fences = before.count(FENCE)
-    return fences % 2 == 1 if fences else category in CODE
+def is_in_code(before: str, answer: str, category: str) -> bool:
+    """Whether an answer is in code behind its part `before`: within a fence; if it has none, as a bare program is."""
+    return before.count(FENCE) % 2 == 1 if FENCE in answer else category in CODE

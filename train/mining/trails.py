@@ -173,7 +173,7 @@ class Labels:
     def _row(self, question: Question, own: Answer, mismatch: Mismatch, labels: dict) -> dict:
         before = "".join(map(self.text_of, own.tokens[: mismatch.at]))  # of a changed text nearly the same
         texts = {"own_text": self.text_of(mismatch.own), "text": self.text_of(mismatch.substitute)}
-        in_code = is_in_code(before, question.category)
+        in_code = is_in_code(before, own.text, question.category)
         return {"at": mismatch.at, "own": mismatch.own, "substitute": mismatch.substitute, **texts,
                 "kind": kind_of(texts["own_text"], in_code), "in_code": in_code, **labels, "signals": mismatch.signals}
 
