@@ -83,7 +83,8 @@ def sweep_section(name: str, title: str, record: dict) -> str:
     return f"""**{title}**, {what}, {record['questions']} tasks{seeds} (`{command_of(about)}`, {about['processor']},
 commit {about['commit']}, {timed} of the tasks timed, interleaved). {record['headline']} Such a sentence goes
 by bounds that are corrected for the choice among settings, the table shows each setting's own;
-{record['questions']} tasks are too few for one point: `exact` against itself has {least:.1f}.
+{record['questions']} tasks are too few for one point: `exact` against itself has {least:.1f}. Forwards are
+of all answers, times of the timed ones, whose lengths differ by chance as well.
 
 ![Accuracy against time per answer](../eval/results/{name}-frontier.png)
 

@@ -115,6 +115,7 @@ def front_table(record: dict) -> str:
     return markdown({
         "setting": row["setting"], "accuracy": percent(row["accuracy"], 1) if "accuracy" in row else "",
         "bound of the loss": f"{100 * row['drop_bound']:.1f}" if "drop_bound" in row else "",
+        "forwards of exact": f"{forwards_of_exact(row, record['rows']):.2f}" if "cycles_per_answer" in row else "",
         "s/answer": f"{row['seconds_per_answer']:.3f}", "time of exact": f"{row['time_of_exact']:.2f}",
         "tokens/s": f"{row['tokens_per_second']:.0f}",
         **({"vs model.generate": f"{row['speedup']:.2f}x"} if "speedup" in row else {}),
