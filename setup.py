@@ -23,7 +23,7 @@ EXTRAS = {
     "serve": SERVE,
     "page": [*SERVE, "gradio>=6,<7"],
     "ray": [*SERVE, "ray[serve]>=2.55"],
-    "lm_eval": ["lm_eval[ifeval]>=0.4.13,<0.5"],
+    "lm_eval": ["lm_eval[ifeval]>=0.4.13,<0.5", "nltk>=3.9.1"],
     "dev": [*TRAIN, *EVAL, *SERVE, "openai>=2", "gguf>=0.10", "pytest>=8", "pytest-xdist>=3.6", "hypothesis>=6.100",
             "ruff>=0.8", "nbclient>=0.10", "ipykernel>=6"],
 }

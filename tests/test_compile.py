@@ -9,7 +9,7 @@ from dataclasses import fields
 import pytest
 import torch
 from random_trees import random_verification
-from tiny import MARKS, PROMPT, tiny_judge, tiny_pair
+from tiny import MARKS, PROMPT, readable, tiny_judge, tiny_pair
 
 from eagle_fsd import RULES, TreeConfig, Verification, make_rule
 from eagle_fsd.acceptance import walk
@@ -53,7 +53,7 @@ def assert_same(found, expected):
 
 
 @pytest.mark.parametrize("greedy", [True, False])
-@pytest.mark.parametrize(("name", "options"), RULE_OPTIONS, ids=str)
+@pytest.mark.parametrize(("name", "options"), RULE_OPTIONS, ids=readable)
 def test_acceptance(name, options, greedy):
     rule = make_rule(name, **options)
 
@@ -66,7 +66,7 @@ def test_acceptance(name, options, greedy):
     for seed in range(2):
         given = random_verification(seed, greedy)
         parts = (given.target_logits, given.warped_logits, given.draft_logits, given.noise)
-        memory = {"regret": given.regret, "said": given.said, "features": given.features}
+        memory = {"regret": given.regret, "said": given.said, "answers": given.answers, "features": given.features}
         found = accept_compiled(tensors(given.tree), given.tree.max_depth, *parts, **memory)
         assert_same(found, walk(given, rule(given)))
 

@@ -64,8 +64,9 @@ def test_a_rule_that_does_not_look_ahead_decides_alike_about_each_node_alone(nam
     rules = [make_rule(name, **setting) for setting in SETTINGS[name]]
     looking = [rule for rule in rules if not rule.looks_ahead]
     assert [rule for rule in rules if rule.looks_ahead] == [
-        rule for rule in rules if any(part.name in ("tilt", "regret") or getattr(part, "sibling", "") == "longest"
-                                      or getattr(part, "window", 1) > 1 for part in rule.parts)]
+        rule for rule in rules if any(
+            part.name in ("tilt", "regret", "prose") or getattr(part, "sibling", "") == "longest"
+            or getattr(part, "window", 1) > 1 for part in rule.parts)]
     for index, rule in enumerate(looking):
         verification = random_verification(
             index, greedy, batch=2, gap=0.7, temperature=0.8, banned=0.4 * (index % 2), coarse=index % 3 == 0)
