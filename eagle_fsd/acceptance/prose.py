@@ -15,7 +15,7 @@ PLAIN, TICKED, TURNING = 0, 1, 2  # what a token's text does: nothing, has backt
 
 
 def mark_of(text: str) -> int:
-    """What a token's text does, see `Prose.marks`."""
+    """What a token's text does: one of the three above."""
     return TURNING if text.count(FENCE) % 2 else TICKED if TICK in text else PLAIN
 
 
