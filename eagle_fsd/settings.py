@@ -14,7 +14,7 @@ from transformers import LogitsProcessor, PreTrainedTokenizerBase, StoppingCrite
 from transformers.generation.streamers import BaseStreamer
 
 from .acceptance import Rule, make_rule
-from .acceptance.prose import TURNING, Marks, Prose, mark_of
+from .acceptance.prose import Marks, Prose
 from .checks import check_functions, require_integer
 from .engine.request import BatchSettings, RequestSettings
 from .engine.sampling import build_processors
@@ -105,19 +105,15 @@ def equipped(rule: Rule, model: EagleModel) -> Rule:
         raise ValueError(f"rule {rule.name!r} looks for code in the text, and there is no tokenizer (custom_generate "
                          "has none): give make_rule marks=eagle_fsd.settings.marks_of(tokenizer, vocab_size)")
     marks = marks_of(model.tokenizer, model.target.vocab_size, model.target.output_device)
-    if not (marks.of == TURNING).any():
-        log.warning("rule %r finds no code: the tokenizer has no token with ```", rule.name)
+    if not marks.ticked.any():
+        log.warning("rule %r finds no code: the tokenizer has no token with a backtick", rule.name)
     return rule.each_part(lambda part: replace(part, marks=marks) if isinstance(part, Prose) else part)
 
 
 @functools.lru_cache(maxsize=4)
 def marks_of(tokenizer: PreTrainedTokenizerBase, size: int, device: torch.device | None = None) -> Marks:
     """What each of `size` tokens does, by what the vocabulary has for it: all kinds write backticks as themselves."""
-    marks = torch.zeros(size, dtype=torch.long)
-    for text, token in tokenizer.get_vocab().items():
-        if "`" in text and token < size:
-            marks[token] = mark_of(text)
-    return Marks(marks.to(device))
+    return Marks.of(((token, text) for text, token in tokenizer.get_vocab().items()), size, device)
 
 
 def warn_of_infinity(rule: Rule, model: EagleModel) -> None:

@@ -4,6 +4,7 @@ import math
 from functools import cached_property
 
 import torch
+from tiny import TEXTS
 
 INF = math.inf
 
@@ -98,7 +99,8 @@ class Reference:
     def shut(self, rule):
         """Whether the gate is closed throughout."""
         return rule.threshold == 0 and (
-            rule.name in ("fsd", "fly", "regret", "judge", "prose") or rule.name == "relaxed" and self.greedy)
+            rule.name in ("fsd", "fly", "regret", "judge", "prose", "afterword")
+            or rule.name == "relaxed" and self.greedy)
 
     def allowed(self, v):
         """Children that all gates let a fuzzy step go to."""
@@ -197,22 +199,19 @@ class Reference:
         parent, within = self.parents[child], spent <= rule.threshold * math.ceil((self.said + depth) / 100)
         return within and fuzzy <= rule.most and child == self.preferred(parent, self.open_to(rule, parent))
 
-    def prose_passes(self, rule, v, child):
-        def mark(token):
-            return rule.marks.of[token].item()
-
+    def prose_passes(self, rule, v, child, behind_only=False):
         path, node = [], v
         while node != 0:
             path, node = [self.tokens[node], *path], self.parents[node]
-        inside = False
-        for token in [*self.answer, *path]:
-            if token >= 0 and mark(token) == 2:
-                inside = not inside
+        fences = "".join(TEXTS[token] for token in [*self.answer, *path] if token >= 0).count("```")
         token, best = self.tokens[child], max(self.target_logits[v])
-        if inside or mark(token) or mark(self.exact_token(v)):
+        if fences % 2 or (behind_only and not fences) or "`" in TEXTS[token] + TEXTS[self.exact_token(v)]:
             return False
         return best - self.target_logits[v][token] <= rule.threshold and child == self.preferred(
             v, self.open_to(rule, v))
+
+    def afterword_passes(self, rule, v, child):
+        return self.prose_passes(rule, v, child, behind_only=True)
 
     def judge_passes(self, rule, v, child):
         token, draft_logits = self.tokens[child], self.draft_logits[self.draft_rows[v]]

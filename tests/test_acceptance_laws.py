@@ -407,7 +407,8 @@ def test_rules_say_where_their_kl_is_not_known():
     for name, options in (("fsd", {"sibling": "longest"}), ("relaxed", {"sibling": "longest"}),
                           ("typical", {"sibling": "longest"}), ("lenience", {"head_guard": 0.5}), ("fly", {}),
                           ("regret", {}), ("fsd+fly", {}), ("fsd+regret", {"gate_threshold": 1.0}),
-                          ("prose", {"marks": MARKS}), ("fsd", {"gates": [make_rule("prose", 1.0, marks=MARKS)]})):
+                          ("prose", {"marks": MARKS}), ("afterword", {"marks": MARKS}),
+                          ("fsd", {"gates": [make_rule("prose", 1.0, marks=MARKS)]})):
         rule = make_rule(name, 0.5, **options)
         assert not rule.knows_kl and rule(verification).kl is None
     greedy = replace(verification, noise=None)

@@ -61,6 +61,7 @@ SETTINGS = {
               for threshold in (0.0, 0.3, 0.7, 1.0) for width in (3, 5) for guard in GUARDS],
     "prose": [{"threshold": threshold, "marks": MARKS, **guard}
               for threshold in (0.0, 0.5, 3.0, math.inf) for guard in GUARDS],
+    "afterword": [{"threshold": threshold, "marks": MARKS} for threshold in (0.0, 0.5, 3.0, math.inf)],
     "fsd+fly": [{"threshold": 0.4, "gate_threshold": dial} for dial in (0.4, 0.9)],
     "fsd+regret": [{"threshold": 0.4, "gate_threshold": dial} for dial in (0.0, 1.0, 3.0)],
     "fsd+fsd": [{"threshold": 0.4, "gate_threshold": 0.2, "sibling": "draft"}],

@@ -26,6 +26,7 @@ OPTIONS = {
     "judge": [{"learned": tiny_judge(5)}],
     "relaxed": [{"sibling": "target"}, {"sibling": "longest"}, {"top": 2}],
     "prose": [{"marks": MARKS}],
+    "afterword": [{"marks": MARKS}],
     "fsd+fly": [{"gate_threshold": 0.9}, {"sibling": "draft"}],
     "fsd+regret": [{"gate_threshold": 2.0}],
     "relaxed+fsd": [{"gate_threshold": 0.1, "divergence": "tv"}],
@@ -34,7 +35,7 @@ OPTIONS = {
 GATED = (0.0, 0.1, math.inf)
 DIALS = {"exact": (0.0,), "typical": (0.0, 0.7), "fsd": GATED, "fsd_paper": GATED, "fly": (0.0, 0.6, math.log(3)),
          "judge": (0.0, 0.3, 1.0), "regret": (0.0, 0.5, 4.0, math.inf),
-         "prose": (0.0, 0.5, math.inf)}
+         "prose": (0.0, 0.5, math.inf), "afterword": (0.0, 0.5, math.inf)}
 GUARDS = (None, 0.0, 0.4, 0.8)
 
 
@@ -168,7 +169,8 @@ def test_what_says_that_it_has_no_memory_and_reads_no_features_decides_without_t
             if not rule.remembers or rule.is_lossless(greedy):
                 blind = replace(blind, regret=None, said=None, answers=None)
             assert torch.equal(rule(blind).log_weights, rule(verification).log_weights), rule
-    assert all(rule.remembers is ("regret" in name or "prose" in name) for rule in all_rules(name))
+    remembers = any(part in name for part in ("regret", "prose", "afterword"))
+    assert all(rule.remembers is remembers for rule in all_rules(name))
 
 
 # --- the lossless end ---------------------------------------------------------------------------
@@ -185,6 +187,7 @@ LOSSLESS_AT_ZERO = {  # rule: (greedy, sampling)
     "judge": (True, True),
     "relaxed": (True, False),
     "prose": (True, True),
+    "afterword": (True, True),
     "fsd+fly": (True, True),
     "fsd+regret": (True, True),
     "relaxed+fsd": (True, False),
@@ -291,6 +294,7 @@ MONOTONE = {
     "regret": [Claim([*OPTIONS["regret"], {"most": 5}], st.floats(0.0))],
     "judge": [Claim(OPTIONS["judge"], st.floats(0.0, 1.0))],
     "prose": [Claim(OPTIONS["prose"], st.floats(0.0))],
+    "afterword": [Claim(OPTIONS["afterword"], st.floats(0.0))],
     "fsd+fly": [Claim(OPTIONS["fsd+fly"], st.floats(0.0))],
     "fsd+regret": [Claim([{"gate_threshold": 2.0}, {"gate_threshold": 20.0, "sibling": "longest"}], st.floats(0.0))],
     "relaxed+fsd": [

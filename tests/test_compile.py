@@ -24,6 +24,7 @@ DIALS = {"exact": [{}], "typical": [{"threshold": 0.5}], "lenience": [{"threshol
          "tilt": [{"threshold": 1.0}, {"threshold": 1.0, "head_guard": 0.5}],
          "fly": [{"threshold": 0.8, "window": 1}, {"threshold": 0.8, "window": 3}], "regret": [{"threshold": 3.0}],
          "judge": [{"threshold": 0.5, "learned": tiny_judge(5)}], "prose": [{"threshold": 3.0, "marks": MARKS}],
+         "afterword": [{"threshold": 3.0, "marks": MARKS}],
          "fsd+fly": [{"threshold": 0.3, "gate_threshold": 0.9}],
          "relaxed+fsd+regret": [{"threshold": 1.0, "gate_threshold": [0.3, 3.0], "divergence": "js_top4"}],
          "fsd": [{"threshold": 0.3}, {"threshold": 0.3, "divergence": "js_top4", "sibling": "longest"},

@@ -1,18 +1,20 @@
-"""The rule `prose` in whole answers: fuzzy outside of fenced code, the target's own inside."""
+"""The rules `prose` and `afterword` in whole answers: fuzzy outside of fenced code, the target's own inside."""
 
+import itertools
 import math
 from dataclasses import replace
 
 import pytest
-import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tiny import PROMPT, tiny_pair, tiny_tokenizer
 
 import eagle_fsd
-from eagle_fsd.acceptance.prose import PLAIN, TICKED, TURNING, Marks, mark_of
+from eagle_fsd.acceptance.prose import BEFORE, BEHIND, FENCE, INSIDE, Marks, after_all
 from eagle_fsd.settings import equipped, marks_of
 
 TREE = eagle_fsd.TreeConfig(10, 4, 3)
-NAMES = dict(zip("abcdefgh", ["```", "`x`", "``````", "a", "````", "d", "e", "f"], strict=True))
+NAMES = {"z": "```", "n": "``", "l": "`\n\n", "a": "`x`", "t": "``````", "k": " ``"}
 
 
 @pytest.fixture(scope="module")
@@ -23,40 +25,54 @@ def pair():
     tokenizer.get_vocab = lambda: written
     pair = tiny_pair(tokenizer=tokenizer)
     pair.tokenizer = tokenizer
+    pair.texts = {token: text for text, token in written.items()}
     return pair
 
 
 def test_marks_are_of_what_the_vocabulary_says(pair):
     number = pair.tokenizer.convert_tokens_to_ids
-    marks = marks_of(pair.tokenizer, 64).of.tolist()
-    assert [marks[number(letter)] for letter in "abcdefgh"] == [
-        TURNING, TICKED, TICKED, PLAIN, TURNING, PLAIN, PLAIN, PLAIN]
-    assert len(marks) == 64 and not any(marks[32:])
-    assert [mark_of(text) for text in ("```python", "``", "a", "```\n```")] == [TURNING, TICKED, PLAIN, TICKED]
+    marks = marks_of(pair.tokenizer, 64)
+    assert [letter for letter in "abcdefghijklmnopqrstuvwxyz" if marks.ticked[number(letter)]] == sorted(NAMES)
+    assert marks.moves.shape == (64, 9) and len(marks.ticked) == 64 and not marks.ticked[32:].any()
+    for letter, states in {"z": (3, 4, 5, 6), "n": (2, 3, 4, 5), "l": (0, 0, 3, 3), "b": (0, 0, 0, 3)}.items():
+        assert marks.moves[number(letter)][:4].tolist() == list(states)  # from no, one, two backticks; within a block
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(st.lists(st.text("`a\n", min_size=1, max_size=7), min_size=1, max_size=9))
+def test_a_text_of_any_tokens_ends_where_its_fences_say(texts):
+    marks = Marks.of(enumerate(texts), len(texts))
+    fences = "".join(texts).count("```")
+    place = BEFORE if not fences else INSIDE if fences % 2 else BEHIND
+    assert after_all(marks.moves[None].long()).item() // FENCE == place
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
-@pytest.mark.parametrize("options", [{"acceptance": "prose", "threshold": math.inf},
-                                     {"acceptance": "fsd+prose", "threshold": 0.6}], ids=["prose", "fsd+prose"])
-def test_fuzzy_tokens_stand_outside_of_code_only(pair, options, temperature):
-    marks, count, inside = marks_of(pair.tokenizer, pair.target.vocab_size).of, 0, 0
-    prompts = [[*PROMPT, token] for token in range(4, 24)]
-    given = {"max_new_tokens": 24, "tree": TREE, "temperature": temperature, "seed": 3}
-    for output in (outputs := eagle_fsd.generate(prompts, pair, **options, **given)):
-        turns = 0
+@pytest.mark.parametrize(("rule", "options"), [
+    ("prose", {"threshold": math.inf}), ("fsd+prose", {"threshold": 0.6}), ("afterword", {"threshold": math.inf}),
+    ("fsd+afterword", {"threshold": 0.6})])
+def test_fuzzy_tokens_stand_outside_of_code_only(pair, rule, options, temperature):
+    count, inside, split = 0, 0, 0
+    prompts = [[*PROMPT, *more] for more in itertools.product(range(4, 24), range(4, 8))]
+    asked = {"max_new_tokens": 24, "tree": TREE, "temperature": temperature, "seed": 3, "acceptance": rule, **options}
+    for output in (outputs := eagle_fsd.generate(prompts, pair, **asked)):
+        text = ""
         for token, receipt in zip(output.token_ids, output.receipts, strict=True):
-            inside += turns % 2
+            fences = text.count("```")
+            inside += fences % 2
             if receipt.source == "fuzzy":
-                assert turns % 2 == 0 and marks[token] == PLAIN
+                assert fences % 2 == 0 and "`" not in pair.texts[token]
+                assert fences or "afterword" not in rule
                 count += 1
-            turns += int(marks[token] == TURNING)
-    assert count > 5 and inside > 5
+            text += (own := pair.texts.get(token, ""))
+            split += text.count("```") > fences and "```" not in own
+    assert count > 5 and inside > 5 and split > 5  # some fences are of several tokens
     for prompt, output in zip(prompts[:4], outputs, strict=False):
-        alone = eagle_fsd.generate(prompt, pair, **options, **given | {"seed": output.seed})
+        alone = eagle_fsd.generate(prompt, pair, **asked | {"seed": output.seed})
         assert alone.token_ids == output.token_ids
-    if temperature == 0 and options["acceptance"] == "prose":  # where no token has a mark, all is prose
-        free = eagle_fsd.make_rule("prose", math.inf, marks=Marks(torch.zeros_like(marks)))
-        found = eagle_fsd.generate(prompts, pair, acceptance=free, **given)
+    if temperature == 0 and rule == "prose":  # where no token has a mark, all is prose
+        free = eagle_fsd.make_rule("prose", math.inf, marks=Marks.of([], pair.target.vocab_size))
+        found = eagle_fsd.generate(prompts, pair, **asked | {"acceptance": free, "threshold": None})
         assert sum(receipt.source == "fuzzy" for output in found for receipt in output.receipts) > count
 
 
@@ -64,7 +80,7 @@ def test_a_vocabulary_without_fences_is_told(caplog):
     pair = tiny_pair(tokenizer=tiny_tokenizer())
     pair.tokenizer = tiny_tokenizer()
     equipped(eagle_fsd.make_rule("fsd+prose", 0.3), pair)
-    assert "rule 'fsd+prose' finds no code: the tokenizer has no token with ```" in caplog.text
+    assert "rule 'fsd+prose' finds no code: the tokenizer has no token with a backtick" in caplog.text
 
 
 def test_without_a_tokenizer_it_is_refused(pair):

@@ -65,7 +65,7 @@ def test_a_rule_that_does_not_look_ahead_decides_alike_about_each_node_alone(nam
     looking = [rule for rule in rules if not rule.looks_ahead]
     assert [rule for rule in rules if rule.looks_ahead] == [
         rule for rule in rules if any(
-            part.name in ("tilt", "regret", "prose") or getattr(part, "sibling", "") == "longest"
+            part.name in ("tilt", "regret", "prose", "afterword") or getattr(part, "sibling", "") == "longest"
             or getattr(part, "window", 1) > 1 for part in rule.parts)]
     for index, rule in enumerate(looking):
         verification = random_verification(

@@ -202,7 +202,7 @@ def test_the_order_of_the_timed_methods_rotates(place, monkeypatch):
 
 def test_a_rule_that_is_exact_when_greedy_is_left_out(place):
     assert {s["rule"] for s in sweep.chosen_settings(options(place, "x")).values()} == {
-        "fsd", "tilt", "relaxed", "typical", "fsd_paper", "fly", "regret", "prose"}
+        "fsd", "tilt", "relaxed", "typical", "fsd_paper", "fly", "regret", "prose", "afterword"}
     sampled = options(place, "x", "--temperature", "0.8")
     gated = sweep.chosen_settings(options(place, "x", "--settings", "fsd+fly+regret 0.3 0.9 2"))
     assert gated == {"fsd+fly+regret 0.3 0.9 2": {

@@ -221,13 +221,14 @@ def tiny_judge(width: int = HIDDEN) -> LearnedJudge:
     return LearnedJudge(weight, mean, 1 + scale.abs(), 0.3, {"floor": 0.5})
 
 
-MARKS = Marks(torch.tensor([0, 0, 2, 0, 0, 1, 0, 0] * 8))  # of made-up tokens, see `Prose`
+TEXTS = ["x", "a", "```", "``", "b", "`", "\n```\n", "c"] * 8  # of made-up tokens, see `Prose`
+MARKS = Marks.of(enumerate(TEXTS), len(TEXTS))
 
 
 def judged(rule: str) -> dict[str, object]:
     """What `make_rule` has to be told of a rule for pairs of these sizes, which have no judge beside their head and may
     have no tokenizer."""
-    return {"judge": {"learned": tiny_judge()}, "prose": {"marks": MARKS}}.get(rule, {})
+    return {"judge": {"learned": tiny_judge()}, "prose": {"marks": MARKS}, "afterword": {"marks": MARKS}}.get(rule, {})
 
 
 def save_pair(folder, model: EagleModel | None = None) -> None:

@@ -19,6 +19,7 @@ RULE_CLASSES = {  # module -> class; a rule is known by its module's name
     "regret": "Regret",
     "judge": "Judge",
     "prose": "Prose",
+    "afterword": "Afterword",
     "relaxed": "Relaxed",
 }
 
