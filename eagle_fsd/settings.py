@@ -95,25 +95,35 @@ def equipped(rule: Rule, model: EagleModel) -> Rule:
     """The rule, with this pair's judge, and what its tokens do, where it wants them.
 
     Raises:
-        ValueError: the pair has none, or a judge of another target.
+        ValueError: the pair has none, or what is given is of another target.
     """
     rule = equip(rule, model.judge, model.target, model.draft)
-    lossless = all(map(rule.is_lossless, (True, False)))
-    if lossless or not any(isinstance(part, Prose) and part.marks is None for part in rule.parts):
+    given = [part.marks for part in rule.parts if isinstance(part, Prose)]
+    for marks in filter(None, given):
+        if len(marks.ticked) < model.target.vocab_size:
+            raise ValueError(f"the marks of rule {rule.name!r} are of {len(marks.ticked)} tokens, the target has "
+                             f"{model.target.vocab_size}")
+    if None not in given or all(map(rule.is_lossless, (True, False))):
         return rule
     if model.tokenizer is None:
         raise ValueError(f"rule {rule.name!r} looks for code in the text, and there is no tokenizer (custom_generate "
-                         "has none): give make_rule marks=eagle_fsd.settings.marks_of(tokenizer, vocab_size)")
+                         "has none): give make_rule marks=eagle_fsd.settings.marks_of(tokenizer, vocab_size, device)")
     marks = marks_of(model.tokenizer, model.target.vocab_size, model.target.output_device)
     if not marks.ticked.any():
         log.warning("rule %r finds no code: the tokenizer has no token with a backtick", rule.name)
-    return rule.each_part(lambda part: replace(part, marks=marks) if isinstance(part, Prose) else part)
+
+    def with_marks(part: Rule) -> Rule:
+        return replace(part, marks=marks) if isinstance(part, Prose) and part.marks is None else part
+
+    return rule.each_part(with_marks)
 
 
 @functools.lru_cache(maxsize=4)
 def marks_of(tokenizer: PreTrainedTokenizerBase, size: int, device: torch.device | None = None) -> Marks:
-    """What each of `size` tokens does, by what the vocabulary has for it: all kinds write backticks as themselves."""
-    return Marks.of(((token, text) for text, token in tokenizer.get_vocab().items()), size, device)
+    """What each of `size` tokens does, by what the vocabulary has for it: all kinds write backticks as themselves, but
+    where a piece of SentencePiece is a byte."""
+    written = {"<0x60>": "`"}
+    return Marks.of(((token, written.get(text, text)) for text, token in tokenizer.get_vocab().items()), size, device)
 
 
 def warn_of_infinity(rule: Rule, model: EagleModel) -> None:

@@ -26,7 +26,7 @@ SETTINGS = {
         *({"threshold": 0.15, "divergence": divergence} for divergence in DIVERGENCES),
         *({"threshold": 0.4, "gates": [make_rule("judge", dial, learned=tiny_judge(5))]} for dial in (0.3, 0.9)),
         {"threshold": 0.4, "sibling": "longest", "gates": [make_rule("fly", 0.9, window=1)]},
-        {"threshold": 0.4, "gates": [make_rule("prose", math.inf, marks=MARKS)]},
+        *({"threshold": 0.4, "gates": [make_rule(name, math.inf, marks=MARKS)]} for name in ("prose", "afterword")),
     ],
     "fsd_paper": [
         *({"threshold": threshold, **guard} for threshold in (0.0, 0.05, 0.2, math.inf) for guard in GUARDS),
@@ -61,7 +61,8 @@ SETTINGS = {
               for threshold in (0.0, 0.3, 0.7, 1.0) for width in (3, 5) for guard in GUARDS],
     "prose": [{"threshold": threshold, "marks": MARKS, **guard}
               for threshold in (0.0, 0.5, 3.0, math.inf) for guard in GUARDS],
-    "afterword": [{"threshold": threshold, "marks": MARKS} for threshold in (0.0, 0.5, 3.0, math.inf)],
+    "afterword": [{"threshold": threshold, "marks": MARKS, **guard}
+                  for threshold in (0.0, 0.5, 3.0, math.inf) for guard in GUARDS],
     "fsd+fly": [{"threshold": 0.4, "gate_threshold": dial} for dial in (0.4, 0.9)],
     "fsd+regret": [{"threshold": 0.4, "gate_threshold": dial} for dial in (0.0, 1.0, 3.0)],
     "fsd+fsd": [{"threshold": 0.4, "gate_threshold": 0.2, "sibling": "draft"}],

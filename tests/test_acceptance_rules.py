@@ -345,7 +345,7 @@ def test_looser_gates_never_accept_less(data):
     """The dial of a gate behind a +; with relaxed and typical where the target's pick is its best child."""
     name, most = data.draw(st.sampled_from([("fsd+fly", math.log(3)), ("relaxed+fly", math.log(3)), ("fsd+fsd", 1.0),
                                             ("fsd+regret", 30.0), ("fsd+judge", 1.0), ("relaxed+regret", 30.0),
-                                            ("fsd+prose", 9.0),
+                                            ("fsd+prose", 9.0), ("fsd+afterword", 9.0),
                                             ("fly+relaxed", 9.0), ("fsd+typical", 0.99)]))
     free = name not in ("fly+relaxed", "fsd+typical")
     verification = random_verification(
@@ -353,7 +353,8 @@ def test_looser_gates_never_accept_less(data):
         banned=data.draw(st.sampled_from([0.0, 0.4])) if free else 0.0, coarse=data.draw(st.booleans()))
     tight, loose = sorted(data.draw(st.floats(0.0, most)) for _ in range(2))
     threshold = data.draw(st.sampled_from([0.2, 1.0]))
-    known = {"fsd+judge": make_rule("judge", learned=tiny_judge(5)), "fsd+prose": make_rule("prose", marks=MARKS)}
+    known = {"fsd+judge": make_rule("judge", learned=tiny_judge(5)), "fsd+prose": make_rule("prose", marks=MARKS),
+             "fsd+afterword": make_rule("afterword", marks=MARKS)}
     before, after = (accepted_length(
         make_rule("fsd", threshold, gates=[replace(known[name], threshold=dial)]) if name in known else
         make_rule(name, threshold, gate_threshold=dial), verification) for dial in (tight, loose))

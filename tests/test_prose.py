@@ -5,12 +5,14 @@ import math
 from dataclasses import replace
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import PROMPT, tiny_pair, tiny_tokenizer
 
 import eagle_fsd
 from eagle_fsd.acceptance.prose import BEFORE, BEHIND, FENCE, INSIDE, Marks, after_all
+from eagle_fsd.experiments.experiment import meaning
 from eagle_fsd.settings import equipped, marks_of
 
 TREE = eagle_fsd.TreeConfig(10, 4, 3)
@@ -33,18 +35,22 @@ def test_marks_are_of_what_the_vocabulary_says(pair):
     number = pair.tokenizer.convert_tokens_to_ids
     marks = marks_of(pair.tokenizer, 64)
     assert [letter for letter in "abcdefghijklmnopqrstuvwxyz" if marks.ticked[number(letter)]] == sorted(NAMES)
+    assert marks_of(pair.tokenizer, 10).moves.equal(marks.moves[:10])
     assert marks.moves.shape == (64, 9) and len(marks.ticked) == 64 and not marks.ticked[32:].any()
     for letter, states in {"z": (3, 4, 5, 6), "n": (2, 3, 4, 5), "l": (0, 0, 3, 3), "b": (0, 0, 0, 3)}.items():
         assert marks.moves[number(letter)][:4].tolist() == list(states)  # from no, one, two backticks; within a block
 
 
 @settings(max_examples=300, deadline=None, derandomize=True)
-@given(st.lists(st.text("`a\n", min_size=1, max_size=7), min_size=1, max_size=9))
-def test_a_text_of_any_tokens_ends_where_its_fences_say(texts):
+@given(st.lists(st.text("`a\n", min_size=1, max_size=7), min_size=1, max_size=9), st.integers(0, 8))
+def test_a_text_of_any_tokens_ends_where_its_fences_say(texts, shorter):
     marks = Marks.of(enumerate(texts), len(texts))
-    fences = "".join(texts).count("```")
-    place = BEFORE if not fences else INSIDE if fences % 2 else BEHIND
-    assert after_all(marks.moves[None].long()).item() // FENCE == place
+    moves, kept = torch.stack([marks.moves, marks.moves]).long(), max(0, len(texts) - shorter)
+    moves[1, kept:] = torch.arange(9)  # a row that ends earlier
+    for row, said in zip(after_all(moves).tolist(), (texts, texts[:kept]), strict=True):
+        *behind, rest = "".join(said).replace("```", "|").split("|")
+        place = BEFORE if not behind else INSIDE if len(behind) % 2 else BEHIND
+        assert row == FENCE * place + len(rest) - len(rest.rstrip("`"))
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
@@ -74,6 +80,26 @@ def test_fuzzy_tokens_stand_outside_of_code_only(pair, rule, options, temperatur
         free = eagle_fsd.make_rule("prose", math.inf, marks=Marks.of([], pair.target.vocab_size))
         found = eagle_fsd.generate(prompts, pair, **asked | {"acceptance": free, "threshold": None})
         assert sum(receipt.source == "fuzzy" for output in found for receipt in output.receipts) > count
+
+
+def test_a_byte_of_sentencepiece_is_a_backtick():
+    tokenizer = tiny_tokenizer()
+    tokenizer.get_vocab = lambda: {"<0x60>": 5, "```": 6}
+    marks = marks_of(tokenizer, 8)
+    assert marks.ticked.nonzero().flatten().tolist() == [5, 6] and marks.moves[5, :3].tolist() == [1, 2, 3]
+
+
+def test_answers_under_other_marks_are_of_another_rule():
+    rule = eagle_fsd.make_rule("fsd+prose", 0.3)
+    first, same, other = (replace(rule, gates=(replace(rule.gates[0], marks=Marks.of([(3, text)], 8)),))
+                          for text in ("```", "```", "``"))
+    assert meaning(first) == meaning(same) != meaning(other)
+
+
+def test_marks_of_fewer_tokens_are_refused(pair):
+    few = eagle_fsd.make_rule("prose", 1.0, marks=marks_of(pair.tokenizer, 20))
+    with pytest.raises(ValueError, match="the marks of rule 'prose' are of 20 tokens, the target has"):
+        eagle_fsd.generate(PROMPT, pair, acceptance=few)
 
 
 def test_a_vocabulary_without_fences_is_told(caplog):

@@ -11,7 +11,8 @@ class Afterword(Prose):
     """`prose` behind the end of the answer's first fenced block only, outside of further ones.
 
     In front of the first block, where a program is announced, and in answers without a block the target's own tokens
-    stay: another announcement may be another program. What it spares is measured in docs/fuzzy.md.
+    stay: another announcement may be another program. What announces a second block is not spared. Measured in
+    docs/fuzzy.md.
 
     Args:
         threshold: as of `prose`, in nats.

@@ -53,7 +53,7 @@ class Marks:
 
 
 def after_all(
-    moves: Tensor,  # [B, T, STATES] long
+    moves: Tensor,  # [B, T, STATES] long, T >= 1
 ) -> Tensor:  # [B]
     """The state of a text that begins in state 0 and makes these moves: two neighbours are as one, again and again."""
     stay = torch.arange(STATES, device=moves.device)
@@ -69,10 +69,11 @@ class Prose(GatingRule):
     """Allow a child whose log-probability is within T of the target's best, outside of fenced code blocks only.
 
     Where a token stands is told by three backticks in a row in the answer before it, be they one token or several, the
-    path through the tree included; the prompt does not count, so an answer that goes on with a block that the prompt
-    has begun is taken for prose, as is one that is code without a fence. A token with a backtick is never exchanged, in
-    neither direction: where blocks begin and end is the target's own. Of each node's children only the one that the
-    target prefers is taken, whatever the dial. What it spares is measured in docs/fuzzy.md.
+    path through the tree included; other fences (tildes, four backticks around three) are not known. The prompt does
+    not count, so an answer that goes on with a block that the prompt has begun is taken for prose, as is one that is
+    code without a fence. A token with a backtick is never exchanged, in neither direction: where blocks begin and end
+    is the target's own. Of each node's children only the one that the target prefers is taken, whatever the dial. What
+    it spares is measured in docs/fuzzy.md.
 
     Args:
         threshold: T >= 0 in nats; 0 is lossless, inf allows whatever the tree holds, as it does behind a + by default.
@@ -109,14 +110,13 @@ class Prose(GatingRule):
     def states(self, verification: Verification) -> Tensor:
         """[B, N] long: the state behind each node's token."""
         tree, moves = verification.tree, self.marks.moves.to(verification.target_logits.device)
-        root = torch.zeros_like(tree.tokens[:, :1])
+        stay = torch.arange(STATES, device=moves.device)
+        states = torch.zeros_like(tree.tokens)
         if verification.answers is not None:
             said = moves[verification.answers.clamp_min(0)].long()
-            stay = torch.arange(STATES, device=said.device)
-            root = after_all(torch.where((verification.answers >= 0)[..., None], said, stay))[:, None]
-        states = root.expand_as(tree.tokens)
-        own = moves[tree.tokens].long()
+            said = after_all(torch.where((verification.answers >= 0)[..., None], said, stay))
+            states = said[:, None].expand_as(tree.tokens)
+        own = torch.where(verification.is_child[..., None], moves[tree.tokens].long(), stay)
         for _ in range(tree.max_depth):  # right down to one more level each time
-            below = own.gather(-1, verification.of_parent(states)[..., None])[..., 0]
-            states = torch.where(verification.is_child, below, root)
+            states = own.gather(-1, verification.of_parent(states)[..., None])[..., 0]
         return states

@@ -32,7 +32,7 @@ class Rule(ABC):
     knows_kl: ClassVar[bool] = True  # whether decisions carry the KL of their law when sampling
     looks_ahead: ClassVar[bool] = True  # whether a node's decision depends on more than its children and its logits
     reads_features: ClassVar[bool] = False  # whether it looks at `Verification.features`
-    remembers: ClassVar[bool] = False  # whether it looks at what the request has given up so far
+    remembers: ClassVar[bool] = False  # whether it looks at what the request has given up, or said, so far
 
     threshold: float = 0.0
 

@@ -20,6 +20,7 @@ from typing import Any
 
 from ..acceptance import Decision, Rule, Verification, make_rule
 from ..acceptance.judge import Judge
+from ..acceptance.prose import Prose
 from ..api import generate
 from ..data.files import append_lines, read_lines
 from ..data.progress import Progress
@@ -55,9 +56,11 @@ class Meter:
 
 
 def meaning(rule: Rule) -> str:
-    """What a rule under test is, by which its records are known again: its options, and the judge that it goes by."""
-    judges = [part.learned for part in rule.parts if isinstance(part, Judge) and part.learned is not None]
-    digests = [hashlib.sha256(judge.weight.numpy().tobytes()).hexdigest()[:16] for judge in judges]
+    """What a rule under test is, by which its records are known again: its options, and the judge or the marks that it
+    goes by."""
+    judges = [part.learned.weight for part in rule.parts if isinstance(part, Judge) and part.learned is not None]
+    marks = [part.marks.moves for part in rule.parts if isinstance(part, Prose) and part.marks is not None]
+    digests = [hashlib.sha256(found.cpu().numpy().tobytes()).hexdigest()[:16] for found in (*judges, *marks)]
     return " ".join([repr(rule), *digests])
 
 
