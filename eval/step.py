@@ -4,9 +4,10 @@
     python -m eval.benchmark --step --shape qwen2.5-7b --layers 4 --device cpu      # shortened
 
 A target and a head of a published shape are built with random weights on the device; nothing is downloaded. A random
-head guesses nothing, so that every cycle emits one token and starts from the same state; the draft reads three new
-tokens in each. Parts are timed with a wait for the device before and after each, the whole cycle without; all of them
-in turn, and the median counts.
+head guesses nothing, so that a cycle of `exact` emits one token; one of `fsd` 0.3 may take more. All start from the
+same state; the draft reads three new tokens in each. Parts are timed with a wait for the device before and after each,
+the whole cycle without; all of them in turn, and the median counts. With --kernels, torch's profiler says which
+operations take the most time.
 
 The floor of a part is the longer of two times: its weights and keys and values, each moved once, at the rate of a large
 copy (bytes read plus bytes written), and its matrix products at the rate of a large one. Both rates are measured in the
@@ -26,7 +27,10 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from torch.profiler import ProfilerActivity, profile
 
+from eagle_fsd.acceptance import Rule, make_rule
+from eagle_fsd.acceptance.budget import EXACT_RULE
 from eagle_fsd.cli.arguments import Tree
 from eagle_fsd.cli.exits import check_counts
 from eagle_fsd.data.progress import Progress
@@ -43,6 +47,8 @@ from eval.shapes import SHAPES, ShapeName, build_pair
 
 PHASES = {"draft": ("tree_building", "draft_forward"), "verify": ("verify_inputs", "target_forward", "target_output"),
           "accept": ("accept",), "commit": ("commit",), "other": (CYCLE,)}
+FUZZY = "fuzzy cycle"
+PROFILED = 5  # cycles
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +62,7 @@ class StepArguments:
         tree: of the whole cycle.
         context: tokens behind which a cycle begins.
         rounds: of all cycles; the median counts.
+        kernels: so many operations of a cycle are listed, those that take the most time.
         dtype: auto: float32 on a CPU, else bfloat16.
         device: without it CUDA where available, else the CPU.
         attn_implementation: of the target; see docs/attention.md.
@@ -70,6 +77,7 @@ class StepArguments:
     tree: Tree = GPU_TREE
     context: int = 512
     rounds: int = 20
+    kernels: int = 0
     dtype: str = "auto"
     device: str | None = None
     attn_implementation: str | None = None
@@ -84,23 +92,48 @@ def bushy(nodes: int) -> TreeConfig:
     return TreeConfig(nodes, 2, top_k)
 
 
+def repeated(
+    pair: EagleModel, context: int, tree: TreeConfig | None, rule: Rule = EXACT_RULE
+) -> Callable[[], object]:
+    """A cycle behind so many random tokens, from the same state each time; without a tree plain decoding."""
+    prompt = torch.randint(pair.target.vocab_size, (context,), generator=torch.Generator().manual_seed(0)).tolist()
+    room = tree.nodes if tree else 1
+    return same_cycle(greedy_decoder(pair.target, pair.draft, prompt, tree, room, pair.graphs, rule=rule))
+
+
+@torch.inference_mode()
+def kernel_rows(pair: EagleModel, tree: TreeConfig, context: int, count: int) -> list[dict]:
+    """Of a cycle of `exact` the operations that take the most time by themselves, as torch's profiler sees them: on
+    CUDA the kernels' own time there."""
+    device = pair.target.output_device
+    once, kinds = repeated(pair, context, tree), [ProfilerActivity.CPU]
+    if device.type == "cuda":
+        kinds.append(ProfilerActivity.CUDA)
+    for _ in range(3):
+        once()
+    now(device)  # waits for it
+    with profile(activities=kinds) as found:
+        for _ in range(PROFILED):
+            once()
+        now(device)
+    taken = "self_device_time_total" if device.type == "cuda" else "self_cpu_time_total"
+    rows = sorted(found.key_averages(), key=lambda row: -getattr(row, taken))[:count]
+    return [{"operation": row.key, "calls": row.count / PROFILED, "microseconds": getattr(row, taken) / PROFILED}
+            for row in rows]
+
+
 @torch.inference_mode()
 def measure_cycles(
     pair: EagleModel, tree: TreeConfig, nodes: Sequence[int], context: int, rounds: int
 ) -> tuple[dict[str, dict[str, float]], dict[str, float]]:
     """Median seconds of each phase of each kind of cycle, and of whole cycles without waits in between."""
-    target, head = pair.target, pair.draft
-    prompt = torch.randint(target.vocab_size, (context,), generator=torch.Generator().manual_seed(0)).tolist()
     trees = {"cycle": tree, "shallow": replace(tree, depth=2), **{f"verify {n}": bushy(n) for n in nodes}}
-
-    def cycle(tree: TreeConfig | None) -> Callable[[], object]:
-        room = tree.nodes if tree else 1
-        return same_cycle(greedy_decoder(target, head, prompt, tree, room, pair.graphs))
-
-    cycles = {"plain": cycle(None), **{name: cycle(shape) for name, shape in trees.items()}}
+    cycles = {"plain": repeated(pair, context, None),
+              **{name: repeated(pair, context, shape) for name, shape in trees.items()},
+              FUZZY: repeated(pair, context, tree, make_rule("fsd", 0.3))}
     whole: dict[str, list[float]] = defaultdict(list)
     parts: dict[tuple[str, str], list[float]] = defaultdict(list)
-    device = target.output_device
+    device = pair.target.output_device
     for number in Progress(range(rounds + 1), desc="measuring", unit="round"):
         for name, once in cycles.items():
             started = now(device)
@@ -143,6 +176,8 @@ def part_rows(
         ("commit", tree.nodes, found["commit"], None),
         ("other", tree.nodes, found["other"], None),
         ("cycle", tree.nodes, whole["cycle"], cycle),
+        ("accept, fsd", tree.nodes, phases[FUZZY]["accept"], accept),
+        ("cycle, fsd", tree.nodes, whole[FUZZY], cycle),
         ("plain cycle", 1, whole["plain"], verify.floor(rates, 1, context)),
     ]
     return [{"part": part, "nodes": count, "ms": 1000 * seconds,
@@ -162,6 +197,12 @@ def part_table(rows: Sequence[dict]) -> str:
     } for row in rows)
 
 
+def kernel_table(rows: Sequence[dict]) -> str:
+    """The rows in Markdown, if there are any."""
+    return markdown({"operation": row["operation"][:80], "calls of a cycle": f"{row['calls']:g}",
+                     "microseconds": f"{row['microseconds']:.0f}"} for row in rows) if rows else ""
+
+
 def run(args: StepArguments) -> None:
     check_measurable(args)
     device = check_device(args.device)
@@ -177,12 +218,14 @@ def run(args: StepArguments) -> None:
     rates = measure_rates(dtype, device)
     phases, whole = measure_cycles(pair, args.tree, args.nodes, args.context, args.rounds)
     rows = part_rows(pair, rates, args.tree, args.nodes, args.context, phases, whole)
+    kernels = kernel_rows(pair, args.tree, args.context, args.kernels) if args.kernels else []
     target = pair.target
     record = {
         "shape": args.shape, "layers": len(target.decoder_layers), "dtype": str(dtype), "device": device.type,
         "attention": target.config._attn_implementation, "context": args.context, "tree": repr(args.tree),
         "rounds": args.rounds, "compiled": compiled, "copy_gigabytes_per_second": rates.copy / 1e9,
         "matrix_teraoperations_per_second": rates.matrix / 1e12, "rows": rows, "phases": phases, "whole": whole,
+        "kernels": kernels,
     }
     print(write_record(args.out or Path(f"eval/results/step-{args.shape}.json"), record, f"""\
 {args.shape}, {record['layers']} layers, {dtype}, {record['attention']}{", compiled" if compiled else ""},
@@ -190,13 +233,16 @@ def run(args: StepArguments) -> None:
 medians of {args.rounds}. Copy {rates.copy / 1e9:.1f} GB/s, matrix products {rates.matrix / 1e12:.2f} TFLOP/s,
 both measured here.
 
-{part_table(rows)}"""))
+{part_table(rows)}
+
+{kernel_table(kernels)}"""))
 
 
 def check_measurable(args: StepArguments) -> None:
     """Raise for what cannot be measured, before anything is built."""
     check_counts(args, "context", least=4)
     check_counts(args, "rounds", "layers")
+    check_counts(args, "kernels", least=0)
     if args.tree.depth < 3:
         raise ValueError(f"the time of a level is told from trees of depth 3 or more, got {args.tree.depth}")
     if min(args.nodes, default=0) < 2:

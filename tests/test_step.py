@@ -57,12 +57,13 @@ def test_command(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(step, "measure_rates", lambda dtype, device: Rates(1e9, 1e9))
     monkeypatch.setattr("sys.argv", [
         "eval/benchmark.py", "--step", "--shape", "tiny", "--layers", "1", "--nodes", "4", "8", "--tree", "8,4,2",
-        "--context", "12", "--rounds", "2", "--device", "cpu", "--out", str(tmp_path / "step.json")])
+        "--context", "12", "--rounds", "2", "--device", "cpu", "--kernels", "5", "--out", str(tmp_path / "step.json")])
     assert benchmark.main() == 0
     record = json.loads((tmp_path / "step.json").read_text())
     rows = {(row["part"], row["nodes"]): row for row in record["rows"]}
     assert list(rows) == [("draft level", 2), ("draft phase", 8), ("verify", 1), ("verify", 4), ("verify", 8),
-                          ("accept", 8), ("commit", 8), ("other", 8), ("cycle", 8), ("plain cycle", 1)]
+                          ("accept", 8), ("commit", 8), ("other", 8), ("cycle", 8), ("accept, fsd", 8),
+                          ("cycle, fsd", 8), ("plain cycle", 1)]
     draft, verify, accept = (rows[key] for key in (("draft phase", 8), ("verify", 8), ("accept", 8)))
     assert rows["cycle", 8]["memory_ms"] == pytest.approx(
         sum(row["memory_ms"] for row in (draft, verify, accept)))
@@ -72,6 +73,9 @@ def test_command(tmp_path, monkeypatch, capsys):
     found = record["phases"]["cycle"]
     assert set(found) == set(step.PHASES) and all(found[phase] > 0 for phase in ("draft", "verify", "accept"))
     assert record["phases"]["plain"]["draft"] == 0
+    kernels = record["kernels"]
+    assert len(kernels) == 5 and kernels[0]["microseconds"] >= kernels[-1]["microseconds"] > 0
+    assert f"| {kernels[0]['operation']}" in (tmp_path / "step.md").read_text()
     assert re.search(r"\| verify +\| 8 +\|", (tmp_path / "step.md").read_text()) and record["layers"] == 1
 
 

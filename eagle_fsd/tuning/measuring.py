@@ -14,6 +14,8 @@ import torch
 import transformers
 from tqdm import tqdm
 
+from ..acceptance import Rule
+from ..acceptance.budget import EXACT_RULE
 from ..engine.decoder import Decoder
 from ..engine.graphs import GraphCycles
 from ..engine.request import BatchSettings, RequestSettings
@@ -103,11 +105,11 @@ def share_of(latency: Latency, target: TargetModel, head: DraftHead, graphs: Gra
 
 def greedy_decoder(
     target: TargetModel, head: DraftHead | None, prompt: Sequence[int], tree: TreeConfig | None, max_new_tokens: int,
-    graphs: GraphCycles | None = None, rows: int = 1,
+    graphs: GraphCycles | None = None, rows: int = 1, rule: Rule = EXACT_RULE,
 ) -> Decoder:
-    """Lossless greedy decoding of so many times the same prompt with always the same tree; None: without drafting."""
+    """Greedy decoding of so many times the same prompt with always the same tree; None: without drafting."""
     batch = BatchSettings(lambda requests: Choice(tree))
-    settings = RequestSettings(transformers.LogitsProcessorList(), seed=0, max_new_tokens=max_new_tokens)
+    settings = RequestSettings(transformers.LogitsProcessorList(), seed=0, max_new_tokens=max_new_tokens, rule=rule)
     return Decoder(target, head if tree else None, [prompt] * rows, batch, [settings] * rows, graphs=graphs)
 
 

@@ -1,0 +1,37 @@
+"""`eval/on_gpu.sh`, the commands of a first hour on a GPU, at toy size on the CPU."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+pytestmark = pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
+
+
+def take(folder, *parts):
+    given = {**os.environ, "PYTHON": sys.executable, "TOY": "1", "DEVICE": "cpu", "CUDA_VISIBLE_DEVICES": ""}
+    return subprocess.run(["bash", ROOT / "eval" / "on_gpu.sh", folder, *parts], env=given, capture_output=True,
+                          text=True, timeout=300)
+
+
+def test_parts_that_are_not_there_are_refused(tmp_path):
+    found = take(tmp_path / "out", "kernels", "teste")
+    assert found.returncode == 2 and "there is no part teste" in found.stdout
+
+
+def test_a_part_runs_and_leaves_its_results(tmp_path):
+    found = take(tmp_path / "out", "kernels")
+    assert found.returncode == 0 and found.stdout.endswith("all ran\n"), found.stdout + found.stderr
+    assert len(json.loads((tmp_path / "out" / "kernels.json").read_text())["kernels"]) == 25
+    assert "aten::" in (tmp_path / "out" / "kernels.log").read_text()
+
+
+def test_what_fails_is_told_at_the_end(tmp_path, monkeypatch):
+    monkeypatch.setenv("TARGET", str(tmp_path / "nothing"))
+    found = take(tmp_path / "out", "model")
+    assert found.returncode == 1 and found.stdout.endswith("failed, or out of time: model model-compile\n")
