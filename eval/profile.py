@@ -50,7 +50,8 @@ class Clock:
 
     Args:
         device: of the models.
-        nested: whether parts within a part are timed; without, all of it counts for the outer one.
+        nested: whether parts within a part are timed; without, all but the target's output layer counts for the outer
+            one.
     """
 
     def __init__(self, device: torch.device, nested: bool = True) -> None:
@@ -63,7 +64,8 @@ class Clock:
         def timed(*args, **kwargs):
             if not self._stack and part != CYCLE:  # the prefill's forwards belong to no cycle
                 return function(*args, **kwargs)
-            if not self.nested and len(self._stack) > 1:
+            # The target's output layer is asked within `accept`, and is no part of it.
+            if not self.nested and len(self._stack) > 1 and (part, self._parts[-1]) != ("target_output", "accept"):
                 return function(*args, **kwargs)
             if part in FORWARDS and self._parts[-1] in FORWARDS:  # the draft's logits from the target's layer
                 return function(*args, **kwargs)

@@ -27,6 +27,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from eagle_fsd.acceptance import Rule, make_rule
@@ -116,8 +117,11 @@ def kernel_rows(pair: EagleModel, tree: TreeConfig, context: int, count: int) ->
         for _ in range(PROFILED):
             once()
         now(device)
-    taken = "self_device_time_total" if device.type == "cuda" else "self_cpu_time_total"
-    rows = sorted(found.key_averages(), key=lambda row: -getattr(row, taken))[:count]
+    rows = found.key_averages()
+    taken = "self_cpu_time_total"
+    if device.type == "cuda":  # not the operators too, which have their kernels' time
+        taken, rows = "self_device_time_total", [row for row in rows if row.device_type == DeviceType.CUDA]
+    rows = sorted(rows, key=lambda row: -getattr(row, taken))[:count]
     return [{"operation": row.key, "calls": row.count / PROFILED, "microseconds": getattr(row, taken) / PROFILED}
             for row in rows]
 

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from eagle_fsd.experiments.records import environment
+
 ROOT = Path(__file__).parents[1]
 pytestmark = pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
 
@@ -20,18 +22,26 @@ def take(folder, *parts):
 
 
 def test_parts_that_are_not_there_are_refused(tmp_path):
-    found = take(tmp_path / "out", "kernels", "teste")
+    found = take(tmp_path / "out", "step", "teste")
     assert found.returncode == 2 and "there is no part teste" in found.stdout
 
 
 def test_a_part_runs_and_leaves_its_results(tmp_path):
-    found = take(tmp_path / "out", "kernels")
+    found = take(tmp_path / "out", "step")
     assert found.returncode == 0 and found.stdout.endswith("all ran\n"), found.stdout + found.stderr
-    assert len(json.loads((tmp_path / "out" / "kernels.json").read_text())["kernels"]) == 25
-    assert "aten::" in (tmp_path / "out" / "kernels.log").read_text()
+    assert len(json.loads((tmp_path / "out" / "step--compile.json").read_text())["kernels"]) == 25
+    assert "aten::" in (tmp_path / "out" / "step.log").read_text()
+
+
+def test_a_record_is_written_where_there_is_no_git(monkeypatch):
+    def missing(*args, **kwargs):
+        raise FileNotFoundError("git")
+
+    monkeypatch.setattr(subprocess, "run", missing)
+    assert environment()["commit"] == "unknown"
 
 
 def test_what_fails_is_told_at_the_end(tmp_path, monkeypatch):
     monkeypatch.setenv("TARGET", str(tmp_path / "nothing"))
     found = take(tmp_path / "out", "model")
-    assert found.returncode == 1 and found.stdout.endswith("failed, or out of time: model model-compile\n")
+    assert found.returncode == 1 and found.stdout.endswith("failed, or out of time: model model--compile\n")

@@ -20,7 +20,10 @@ def environment() -> dict:
     """Commit, command, versions and hardware of this process."""
     def git(*args: str) -> str:
         root = Path(__file__).parent
-        return subprocess.run(["git", *args], cwd=root, capture_output=True, text=True, check=False).stdout.strip()
+        try:
+            return subprocess.run(["git", *args], cwd=root, capture_output=True, text=True, check=False).stdout.strip()
+        except OSError:  # there is no git
+            return ""
 
     processor = platform.processor() or platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
@@ -28,7 +31,8 @@ def environment() -> dict:
         names = [line.split(":", 1)[1].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line]
         processor = names[0] if names else processor
     return {
-        "commit": git("rev-parse", "--short", "HEAD") + ("+changes" if git("status", "--porcelain", "-uno") else ""),
+        "commit": (git("rev-parse", "--short", "HEAD") or "unknown")
+        + ("+changes" if git("status", "--porcelain", "-uno") else ""),
         "command": "python -m " + shlex.join([_module_name(), *map(shown, sys.argv[1:])]),
         "python": platform.python_version(),
         "torch": torch.__version__,
