@@ -23,6 +23,8 @@ QUESTIONS = {  # stored records of eval.benchmark, in this order
 }
 SWEEPS = {  # stored records of eval.sweep: of real pairs, then of the toy
     "sweep-code": "HumanEval and MBPP, Qwen2.5-Coder-0.5B-Instruct",
+    "sweep-code-afterword": "HumanEval and MBPP, more problems, Qwen2.5-Coder-0.5B-Instruct",
+    "sweep-code-sampled": "HumanEval and MBPP, Qwen2.5-Coder-0.5B-Instruct",
     "sweep-ifeval": "IFEval, SmolLM2-135M-Instruct",
 }
 TOY_SWEEPS = {"sweep-greedy": "Generated tasks", "sweep-sampled": "Generated tasks"}
