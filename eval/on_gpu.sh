@@ -4,7 +4,7 @@
 #   TOY=1 DEVICE=cpu bash eval/on_gpu.sh OUT                              # the same commands, small
 # A command has LIMIT seconds (540). One that fails or runs out of them is told at the end; the others still run.
 # TARGET, DRAFT: a pair; without them the bundled small one. QUESTIONS: MT-Bench's file. PYTHON: the interpreter.
-# TRAIN_FROM: a head to go on with for EAGLE-2. Paths but OUT are from the root of the checkout.
+# EAGER=1: nothing compiled, no graphs. TRAIN_FROM: a head to go on with for EAGLE-2. Paths but OUT are from the root of the checkout.
 set -uo pipefail
 OUT=$(mkdir -p "${1:?a folder for the results}" && cd "$1" && pwd); shift
 cd "$(dirname "$0")/.." || exit 2
@@ -20,6 +20,7 @@ if [ -z "${QUESTIONS:-}" ]; then
 fi
 PROMPTS=16 EACH=3 TOKENS=128 SHAPE=(--shape llama-3.1-8b --nodes 16 32 60 --kernels 25)
 [ "$TOY" ] && PROMPTS=2 EACH=1 TOKENS=8 SHAPE=(--shape tiny --nodes 8 --tree 8,4,2 --context 16 --rounds 2 --kernels 25)
+COMPILE=("" --compile); [ "${EAGER:-}" ] && COMPILE=("")
 failed=()
 
 take() {  # NAME COMMAND...: its output in OUT/NAME.log and here
@@ -42,7 +43,7 @@ part_identity() {  # greedy texts against model.generate, on prompts of the gene
 
 part_step() {  # random weights of an 8B shape: each part beside the floor of streaming the weights, and its operations
     local compile
-    for compile in "" --compile; do
+    for compile in "${COMPILE[@]}"; do
         take "step$compile" "$PYTHON" -m eval.step "${SHAPE[@]}" --device "$DEVICE" $compile \
             --out "$OUT/step$compile.json"
     done
@@ -50,7 +51,7 @@ part_step() {  # random weights of an 8B shape: each part beside the floor of st
 
 part_model() {
     local compile
-    for compile in "" --compile; do
+    for compile in "${COMPILE[@]}"; do
         take "model$compile" "$PYTHON" -m eval.benchmark "${PAIR[@]}" $compile --questions "$QUESTIONS" --warm-up 1 \
             --per-category $EACH --max-new-tokens $TOKENS --fsd 0.3 0.5 --profile 1 --out "$OUT/model$compile"
     done
