@@ -4,7 +4,8 @@
 #   TOY=1 DEVICE=cpu bash eval/on_gpu.sh OUT                              # the same commands, small
 # A command has LIMIT seconds (540). One that fails or runs out of them is told at the end; the others still run.
 # TARGET, DRAFT: a pair; without them the bundled small one. QUESTIONS: MT-Bench's file. PYTHON: the interpreter.
-# EAGER=1: nothing compiled, no graphs. TRAIN_FROM: a head to go on with for EAGLE-2. Paths but OUT are from the root of the checkout.
+# EAGER=1: nothing compiled, no graphs. TRAIN_FROM: a head to go on with for EAGLE-2.
+# Paths but OUT are from the root of the checkout.
 set -uo pipefail
 OUT=$(mkdir -p "${1:?a folder for the results}" && cd "$1" && pwd); shift
 cd "$(dirname "$0")/.." || exit 2

@@ -16,9 +16,9 @@ pytestmark = pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash
 
 
 def take(folder, *parts):
-    given = {**os.environ, "PYTHON": sys.executable, "TOY": "1", "DEVICE": "cpu", "EAGER": "1", "CUDA_VISIBLE_DEVICES": ""}
-    return subprocess.run(["bash", ROOT / "eval" / "on_gpu.sh", folder, *parts], env=given, capture_output=True,
-                          text=True, timeout=300)
+    given = {"PYTHON": sys.executable, "TOY": "1", "DEVICE": "cpu", "EAGER": "1", "CUDA_VISIBLE_DEVICES": ""}
+    return subprocess.run(["bash", ROOT / "eval" / "on_gpu.sh", folder, *parts], env={**os.environ, **given},
+                          capture_output=True, text=True, timeout=300)
 
 
 def test_parts_that_are_not_there_are_refused(tmp_path):
