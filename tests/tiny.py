@@ -139,7 +139,7 @@ REFUSED = {
 
 def readable(value) -> str:
     """The id of a test's parameter: the same in every process, so that they can share the tests."""
-    return re.sub(r" at 0x[0-9a-f]+|\(of=tensor\(.*?\)\)", "", str(value), flags=re.DOTALL)
+    return re.sub(r" at 0x[0-9a-f]+|\(moves=tensor\(.*?\)\)", "", str(value), flags=re.DOTALL)
 
 
 def tiny_config(family: str, **options):
