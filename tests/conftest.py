@@ -1,3 +1,5 @@
+import logging
+
 import pytest
 import torch
 from accelerate.state import AcceleratorState
@@ -33,6 +35,15 @@ def accelerate_state():
     """Accelerate keeps the precision of the first training in a process for all later ones."""
     yield
     AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def loggers():
+    """What a module does to the loggers would decide what tests after it in the same process find in `caplog`."""
+    yield
+    changed = [name for name, logger in logging.Logger.manager.loggerDict.items() if name.startswith("eagle_fsd")
+               and isinstance(logger, logging.Logger) and (logger.level or logger.disabled or not logger.propagate)]
+    assert not changed and logging.getLogger().level == logging.WARNING
 
 
 @pytest.fixture(scope="session")

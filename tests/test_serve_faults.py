@@ -1,6 +1,7 @@
 """Faults of the server and options that it cannot serve with: what clients are told, and how its process ends."""
 
 import asyncio
+import functools
 import json
 import logging
 import resource
@@ -18,6 +19,7 @@ from tiny import tiny_chat_pair
 
 import eagle_fsd
 from eagle_fsd.cli import main
+from eagle_fsd.cli.serve import begin_log
 from eagle_fsd.data.bundled import small_pair
 from eagle_fsd.engine.decoder import Decoder
 from eagle_fsd.serve.app import create_app, serve
@@ -67,6 +69,16 @@ def test_the_command_ends_with_status_1(monkeypatch):
     with pytest.raises(SystemExit) as ended:
         main(["serve", "--port", "0"])
     assert ended.value.code == 1
+
+
+def test_its_log_leaves_out_what_is_said_of_every_request(request, monkeypatch, capsys):
+    root = logging.getLogger()
+    request.addfinalizer(functools.partial(root.setLevel, root.level))
+    monkeypatch.setattr(root, "handlers", [])
+    begin_log()
+    for name in ("eagle_fsd.settings", "eagle_fsd.prompts", "eagle_fsd.engine"):
+        logging.getLogger(name).warning("by %s", name)
+    assert [line.split("WARNING")[1] for line in capsys.readouterr().err.splitlines()] == [" by eagle_fsd.engine"]
 
 
 def test_until_then_it_says_that_the_engine_failed(monkeypatch):

@@ -37,9 +37,7 @@ class ServeCommand:
         from ..serve.app import serve
         from ..web.server import name_of, reserve
 
-        logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s")
-        for each in ("settings", "prompts"):  # what they say of one call would be said of every request
-            logging.getLogger(f"eagle_fsd.{each}").setLevel(logging.ERROR)
+        begin_log()
         name = self.serving.name or name_of(self.pair.target or default_pair()[0])
         if key is None and self.serving.host not in ("127.0.0.1", "localhost", "::1"):
             logging.warning("everyone who reaches %s can use the model: set %s", self.serving.host, KEY_VARIABLE)
@@ -50,6 +48,14 @@ class ServeCommand:
             model = replace(model, draft=None, trees=None)
         if not serve(model, name, place, self.serving, defaults, defaults.pop("tree"), key):
             sys.exit(1)
+
+
+def begin_log() -> None:
+    """Log to stderr, where what `settings` and `prompts` say of one call would be said of every request."""
+    handler = logging.StreamHandler(sys.stderr)
+    every = ("eagle_fsd.settings", "eagle_fsd.prompts")
+    handler.addFilter(lambda record: record.levelno >= logging.ERROR or record.name not in every)
+    logging.basicConfig(level=logging.INFO, handlers=[handler], format="%(asctime)s %(levelname)s %(message)s")
 
 
 def need_packages(page: bool) -> None:
