@@ -19,7 +19,13 @@ class Replay:
     def __init__(self, cycles: Sequence[LoggedCycle], confidence: Confidence | None, top_k: int) -> None:
         knots = None if confidence is None else [np.array(v) for v in asdict(confidence).values()]
         self.top_k = top_k
-        self.cycles = [_scored(cycle, knots, top_k) for cycle in cycles]
+        scored = [_scored(cycle, knots, top_k) for cycle in cycles]
+        width = max((len(depths) for depths, *_ in scored), default=0)
+        # [C, N], best nodes first, and [C, levels]; nodes that a cycle lacks lie below every tree.
+        self.depths, self.scores, self.accepted = (
+            np.array([np.pad(cycle[part], (0, width - len(cycle[part])), constant_values=lacking) for cycle in scored])
+            for part, lacking in enumerate((np.iinfo(int).max, -math.inf, 0.0)))
+        self.reach = np.array([cycle[3] for cycle in scored])
 
     def rate(self, tree: TreeConfig, latency: Latency, nodes: Sequence[int] = (), rows: int = 1) -> np.ndarray:
         """Tokens per second and row, for each number of nodes (default: the tree's own)."""
@@ -34,32 +40,34 @@ class Replay:
 
         Several rows are cycles drawn at random: as in `grow_tree`, the stopping rules go by their mean.
         """
-        tokens, verified, levels = [], [], []
-        least = math.log(tree.least_probability) if tree.least_probability else -math.inf
-        for group in self._groups(rows):
-            reach = np.mean([cycle[3] for cycle in group], 0)
-            weak = np.flatnonzero(reach[: tree.depth] < tree.least_reach) if tree.least_reach else ()
-            depth = int(weak[0]) + 1 if len(weak) else tree.depth  # levels that were scored
-            drafted = not (len(weak) and weak[0] == 0)
-            inside = [cycle[0] <= depth if drafted else np.zeros(len(cycle[0]), bool) for cycle in group]
-            likely = [(cycle[1][own] >= least).sum() for cycle, own in zip(group, inside, strict=True)]
-            shared = math.ceil(np.mean(likely)) if tree.least_probability else max(likely)
-            most = np.minimum(counts - 1, shared)
-            taken = [np.concatenate([[0], cycle[2][own].cumsum()])  # in the order of scores
-                     for cycle, own in zip(group, inside, strict=True)]
-            tokens.append(np.mean([1 + own[np.minimum(most, len(own) - 1)] for own in taken], 0))
-            verified.append(1 + most)
-            levels.append(depth if drafted else 1)
-        return np.array(tokens), np.array(verified), np.array(levels)
+        groups = self._groups(rows)  # [G, R]
+        levels = np.full(len(groups), tree.depth)  # that were scored
+        drafted = np.ones(len(groups), bool)
+        if tree.least_reach:
+            weak = self.reach[groups].mean(1)[:, : tree.depth] < tree.least_reach
+            levels = np.where(weak.any(1), weak.argmax(1) + 1, tree.depth)
+            drafted = ~weak[:, 0]
+        inside = (self.depths[groups] <= levels[:, None, None]) & drafted[:, None, None]  # [G, R, N]
+        if tree.least_probability:
+            likely = inside & (self.scores[groups] >= math.log(tree.least_probability))
+            shared = np.ceil(likely.sum(-1).mean(1)).astype(int)
+        else:
+            shared = inside.sum(-1).max(1)
+        most = np.minimum(counts - 1, shared[:, None])  # [G, K]
+        first = np.argsort(~inside, axis=-1, kind="stable")  # the nodes inside, in the order of scores
+        taken = np.take_along_axis(np.where(inside, self.accepted[groups], 0), first, -1).cumsum(-1)
+        taken = np.concatenate([np.zeros_like(taken[..., :1]), taken], -1)  # [G, R, 1 + N], by number of nodes
+        tokens = 1 + np.take_along_axis(taken, most[:, None].repeat(groups.shape[1], 1), -1).mean(1)
+        return tokens, 1 + most, np.where(drafted, levels, 1)
 
-    def _groups(self, rows: int) -> list[list[tuple[np.ndarray, ...]]]:
-        """The cycles, each in one group of so many."""
+    def _groups(self, rows: int) -> np.ndarray:
+        """[G, R]: the cycles, each in one group of so many."""
+        count = len(self.reach)
         if rows == 1:
-            return [[cycle] for cycle in self.cycles]
-        order = np.random.default_rng(0).permutation(len(self.cycles))
-        each = min(rows, len(order))
-        return [[self.cycles[at] for at in order[start : start + each]]
-                for start in range(0, len(order) - each + 1, each)]
+            return np.arange(count)[:, None]
+        each = min(rows, count)
+        order = np.random.default_rng(0).permutation(count)
+        return order[: count // each * each].reshape(-1, each)
 
 
 def _scored(cycle: LoggedCycle, knots: list[np.ndarray] | None, top_k: int) -> tuple[np.ndarray, ...]:
