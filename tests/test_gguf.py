@@ -82,6 +82,15 @@ def test_a_file_is_dequantised_once(target, tmp_path, cache, caplog):
     assert "quantization_config" not in json.loads((folder / "config.json").read_text())
 
 
+def test_options_are_refused_before_that(target, tmp_path, cache):
+    file = write(tmp_path / "tiny.gguf", target)
+    save_head(tiny_head(target), tmp_path / "head")
+    for wrong in ({"device": "abacus"}, {"dtype": "float99"}, {"tp_plan": "auto"}):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            eagle_fsd.load(file, tmp_path / "head", **wrong)
+    assert not cache.exists()
+
+
 def test_another_content_is_another_model(target, tmp_path):
     first = dequantised(write(tmp_path / "tiny.gguf", target))
     with torch.no_grad():

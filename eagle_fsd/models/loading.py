@@ -86,7 +86,6 @@ def load_target(
     Raises:
         ValueError, TypeError, OSError: see `load`.
     """
-    target = target_source(target)
     check_dtype(dtype)
     if not (quantization_config is None or isinstance(quantization_config, (dict, QuantizationConfigMixin))):
         raise TypeError(f"quantization_config must be one of transformers or None, got {quantization_config!r}")
@@ -96,6 +95,7 @@ def load_target(
     check_placement(device, device_map, tp_plan)
     options = loading_options(tp_plan)
     place = check_device(device)
+    target = target_source(target)  # last: a GGUF file is dequantised
     if dtype == "auto" and device_map is None and place.type == "cpu":
         dtype = cpu_dtype(target, trust_remote_code)
     if quantization_config is not None:  # None would take a saved one away
