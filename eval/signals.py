@@ -88,9 +88,10 @@ def compare(mined: Mined, label: str, seed: int = 0) -> dict:
     parts = {ALL: np.ones(len(rows), dtype=bool), **{kind: kinds == kind for kind in KINDS}}
     scores = scores_of(mined, has, harmful, seed)
     again = [each.get("again_differs") for each in mined.questions if label != "likelihood"]
+    rights = [each["own_right"] for each in mined.questions]
     found = {"label": label, "mismatches": len(rows), "harmful": float(harmful.mean()),
              "questions": len(mined.questions), "tokens": sum(each["tokens"] for each in mined.questions),
-             "own_right": [each["own_right"] for each in mined.questions].count(True),
+             "own_right": None if set(rights) == {None} else rights.count(True),
              "noise": {"answers": len(again) - again.count(None), "differ": again.count(True)},
              "by_mode": {mode: {"count": int((modes == mode).sum()), "harmful": float(harmful[modes == mode].mean())}
                          for mode in MODES if (modes == mode).any()},
@@ -128,9 +129,10 @@ def page(found: Mapping) -> str:
     modes = ", ".join(f"{mode} {row['count']} ({percent(row['harmful'], 1)} harmful)"
                       for mode, row in found["by_mode"].items())
     oracle, noise = found["oracle"][0], found["noise"]
+    right = "" if found["own_right"] is None else f" ({found['own_right']} of them right)"
     parts = [
-        f"{found['mismatches']} mismatches of {found['questions']} answers ({found['own_right']} of them right), label "
-        f"{found['label']}: {percent(found['harmful'], 1)} are harmful. Tried: {modes}.",
+        f"{found['mismatches']} mismatches of {found['questions']} answers{right}, label {found['label']}: "
+        f"{percent(found['harmful'], 1)} are harmful. Tried: {modes}.",
         f"An oracle gate, which passes exactly the harmless ones, would pass {percent(oracle['passed'], 1)} of the "
         f"mismatches that were tried ({' to '.join(percent(end, 1) for end in oracle['passed_interval'])}): "
         f"{oracle['per_100_tokens']:.1f} fuzzy tokens in 100, with all mismatches of these answers counted.",

@@ -21,7 +21,7 @@ from eagle_fsd.data.questions import read_questions
 from eagle_fsd.experiments.experiment import Experiment, meaning
 from eagle_fsd.quality.judges import JUDGE_FILE, read_judge, store_judge
 from eval.report.signals import agreement, area, oracle_row, resampled
-from eval.signals import SignalsArguments, compare
+from eval.signals import SignalsArguments, compare, page
 from eval.signals import run as compare_files
 from train.judge import Arguments, learn, main, run
 from train.mine import Arguments as MineArguments
@@ -349,6 +349,15 @@ def test_the_record_has_its_parts(found):
     both = found["agreement"]
     assert both["count"] == 480 and both["agree"] == pytest.approx(0.9) and both["auc_of_nats"] == 1
     assert both["kappa"] == pytest.approx(0.8, abs=0.02)
+
+
+def test_without_gold_answers_the_page_says_nothing_of_them(found):
+    assert "480 mismatches of 120 answers (80 of them right), label outcome: " in page(found)
+    open_ended = constructed(40)
+    for each in (*open_ended.questions, *open_ended.rows):
+        each["own_right"] = None
+    found = compare(open_ended, "likelihood")
+    assert "160 mismatches of 40 answers, label likelihood: " in page(found) and "right_alone" not in found
 
 
 def test_oracle_counts_all_mismatches_of_labelled_questions():
