@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from .acceptance import RULES, Decision, Verification, make_rule
     from .api import generate
     from .chat import Chat
+    from .drafting.config import TreeConfig
     from .engine.decoder import Session
     from .engine.receipts import Output, Receipt, Stats
     from .heads.checkpoint import load_head, save_head
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
     from .pair import EagleModel, load
     from .serve.engine import Engine
     from .serve.tickets import EngineClosed, Piece, QueueFull, Ticket
-    from .trees.config import TreeConfig
 
 __all__ = [
     "RULES",
@@ -62,5 +62,5 @@ __getattr__, __dir__ = lazy_names(__name__, {
     **dict.fromkeys(("EagleModel", "load"), "pair"),
     "Engine": "serve.engine",
     **dict.fromkeys(("EngineClosed", "Piece", "QueueFull", "Ticket"), "serve.tickets"),
-    "TreeConfig": "trees.config",
+    "TreeConfig": "drafting.config",
 })

@@ -10,6 +10,7 @@ from transformers import LogitsProcessor
 from transformers.generation.streamers import BaseStreamer
 
 from .acceptance import Rule
+from .drafting.config import TreeConfig
 from .engine.decoder import Session
 from .engine.loop import run
 from .engine.receipts import Output
@@ -18,7 +19,6 @@ from .options import AcceptanceOptions, SamplingOptions
 from .pair import EagleModel, default_model
 from .prompts import decode, encode_prompts
 from .settings import ends_streamer, resolve
-from .trees.config import TreeConfig
 
 
 @ends_streamer

@@ -22,19 +22,19 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from .acceptance import Rule
+from .drafting.config import TreeConfig
 from .engine.loop import run
 from .engine.request import BatchSettings, RequestSettings
 from .engine.sampling import check_processors, processors_of_row
 from .heads.checkpoint import load_head
 from .heads.eagle import DraftHead
+from .measure.calibrations import read_calibrations
+from .measure.judges import read_judge
 from .models.parallel import of_first
 from .options import AcceptanceOptions, SamplingOptions
 from .pair import EagleModel
 from .prompts import check_ids, check_length
-from .quality.calibrations import read_calibrations
-from .quality.judges import read_judge
 from .settings import agreed_criteria, check_budget, ending, resolve_rule, seeds_of, tree_chooser
-from .trees.config import TreeConfig
 
 # What `model.generate` prepares for a forward and the decode loop works out itself.
 RECOMPUTED = ("attention_mask", "cache_position", "logits_to_keep", "past_key_values", "position_ids", "use_cache")

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .checks import check_placement, require_bool, require_integer, require_number
+from .drafting.config import TreeConfig
+from .measure.promises import parse_promise
 from .models.implementations import IMPLEMENTATIONS
-from .quality.promises import parse_promise
-from .trees.config import TreeConfig
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -16,24 +16,24 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from .acceptance import make_rule
 from .acceptance.judge import LearnedJudge
 from .data.sources import check_source
+from .drafting.choice import AutoTree, describe_tree
+from .drafting.config import CPU_TREE, GPU_TREE, TreeConfig
+from .drafting.logs import TreeLog, read_logs, with_own_logs
+from .drafting.machine import known_latency, use_fastest_attention
+from .drafting.policy import Pause
 from .engine.compiled import compile_forwards
-from .engine.drafting import Pause
 from .engine.graphs import GraphCycles, why_no_graphs
 from .heads.catalogue import find_pair
 from .heads.checkpoint import load_head
 from .heads.eagle import DraftHead
+from .measure.calibrations import Calibration, read_calibrations
+from .measure.judges import read_judge
+from .measure.promises import parse_promise
 from .models.implementations import GROUPED, STOCK
 from .models.loading import load_target
 from .models.placement import pack_linears, unpack_linears, weights_digest
 from .models.target import TargetModel
 from .options import LoadOptions
-from .quality.calibrations import Calibration, read_calibrations
-from .quality.judges import read_judge
-from .quality.promises import parse_promise
-from .trees.config import CPU_TREE, GPU_TREE, TreeConfig
-from .tuning.choice import AutoTree, describe_tree
-from .tuning.logs import TreeLog, read_logs, with_own_logs
-from .tuning.machine import known_latency, use_fastest_attention
 
 log = logging.getLogger(__name__)
 _checked: WeakSet[PreTrainedModel] = WeakSet()  # targets that have passed the checks of TargetModel

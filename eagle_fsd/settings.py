@@ -16,15 +16,15 @@ from transformers.generation.streamers import BaseStreamer
 from .acceptance import Rule, make_rule
 from .acceptance.prose import Marks, Prose
 from .checks import check_functions, require_integer
+from .drafting.config import Choice, TreeConfig
 from .engine.request import BatchSettings, RequestSettings
 from .engine.sampling import build_processors
+from .measure.judges import equip
 from .models.parallel import of_first
 from .options import AcceptanceOptions, SamplingOptions
 from .pair import EagleModel
 from .prompts import check_ids, check_length, encodable, end_tokens, need_tokenizer
-from .quality.judges import equip
 from .text import StopStrings
-from .trees.config import Choice, TreeConfig
 
 log = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from eagle_fsd.cli.exits import check_counts
 from eagle_fsd.data.files import append_lines, only_writer, write_lines
 from eagle_fsd.data.progress import Progress
 from eagle_fsd.data.questions import Question
-from eagle_fsd.experiments.records import environment, write_json
+from eagle_fsd.measure.records import environment, write_json
 from eval import mt_bench
 from eval.command import run_command
 from eval.mt_bench import MtBenchArguments, answer_question, method_of, read_answers

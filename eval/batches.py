@@ -17,8 +17,8 @@ import torch
 import eagle_fsd
 from eagle_fsd.data.progress import Progress
 from eagle_fsd.engine.receipts import Output
-from eagle_fsd.experiments.methods import interleaved, only_special_tokens
-from eagle_fsd.experiments.search import BASELINE
+from eagle_fsd.measure.methods import interleaved, only_special_tokens
+from eagle_fsd.measure.search import BASELINE
 from eagle_fsd.pair import EagleModel
 from eagle_fsd.prompts import encode_prompt, end_tokens
 from eval.report.tables import markdown, percent

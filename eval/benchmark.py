@@ -28,12 +28,12 @@ from eagle_fsd.cli.exits import check_counts
 from eagle_fsd.data.files import append_lines, only_writer, read_lines
 from eagle_fsd.data.progress import Progress
 from eagle_fsd.data.questions import Question, converse, read_questions
-from eagle_fsd.experiments.experiment import fingerprint
-from eagle_fsd.experiments.grading import CODE, is_right
-from eagle_fsd.experiments.ifeval import check_instructions
-from eagle_fsd.experiments.methods import Answer, Method, engine, hf_generate
-from eagle_fsd.experiments.records import record_path, write_record
-from eagle_fsd.experiments.search import BASELINE
+from eagle_fsd.measure.experiment import fingerprint
+from eagle_fsd.measure.grading import CODE, is_right
+from eagle_fsd.measure.ifeval import check_instructions
+from eagle_fsd.measure.methods import Answer, Method, engine, hf_generate
+from eagle_fsd.measure.records import record_path, write_record
+from eagle_fsd.measure.search import BASELINE
 from eval import batches, step
 from eval.command import noted, run_command
 from eval.profile import profile_cycles

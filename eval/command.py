@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from eagle_fsd.cli.arguments import parse_options
 from eagle_fsd.cli.exits import exit_status
-from eagle_fsd.experiments.records import shown_settings
+from eagle_fsd.measure.records import shown_settings
 from eagle_fsd.options import Options
 
 A = TypeVar("A")

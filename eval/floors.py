@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from eagle_fsd.tuning.measuring import now
+from eagle_fsd.drafting.measuring import now
 
 # Bytes that are copied, and the side of the matrices that are multiplied, to measure the rates.
 RATE_SIZES = {"cuda": (2**30, 8192), "cpu": (2**28, 1024)}

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from eagle_fsd.cli.exits import check_counts
 from eagle_fsd.data.bundled import small_pair
-from eagle_fsd.experiments.records import environment, shown, write_json
+from eagle_fsd.measure.records import environment, shown, write_json
 from eval.command import run_command
 from eval.report.tables import markdown
 from train.tasks.generator import tasks

@@ -33,7 +33,7 @@ from pathlib import Path
 import httpx
 
 from eagle_fsd.cli.exits import check_counts
-from eagle_fsd.experiments.records import write_record
+from eagle_fsd.measure.records import write_record
 from eval.command import noted, run_command
 from eval.questions import load_questions
 from eval.report.load import Asked, summary, table

@@ -27,9 +27,9 @@ from scipy.stats import chi2_contingency
 from eagle_fsd.cli.arguments import Acceptance, Loading
 from eagle_fsd.cli.exits import check_counts
 from eagle_fsd.data.progress import Progress
-from eagle_fsd.experiments.methods import Method, engine, hf_generate
-from eagle_fsd.experiments.records import environment, write_json
-from eagle_fsd.experiments.summaries import first_difference
+from eagle_fsd.measure.methods import Method, engine, hf_generate
+from eagle_fsd.measure.records import environment, write_json
+from eagle_fsd.measure.summaries import first_difference
 from eagle_fsd.pair import EagleModel
 from eagle_fsd.prompts import encode_prompt
 from eval.command import noted, run_command

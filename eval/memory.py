@@ -22,11 +22,11 @@ from torch.profiler import ProfilerActivity, profile
 
 from eagle_fsd.api import generate
 from eagle_fsd.cli.arguments import Loading, Tree
+from eagle_fsd.drafting.config import TreeConfig
 from eagle_fsd.engine.decoder import Session
-from eagle_fsd.experiments.records import write_record
+from eagle_fsd.measure.records import write_record
 from eagle_fsd.models.loading import check_device
 from eagle_fsd.pair import EagleModel
-from eagle_fsd.trees.config import TreeConfig
 from eval.command import run_command
 from eval.report.tables import markdown, percent
 from eval.shapes import SHAPES, ShapeName, build_pair

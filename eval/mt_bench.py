@@ -31,8 +31,8 @@ from eagle_fsd.cli.exits import check_counts
 from eagle_fsd.data.files import append_lines, only_writer, read_lines, write_lines
 from eagle_fsd.data.progress import Progress
 from eagle_fsd.data.questions import Question, converse
-from eagle_fsd.experiments.methods import Method, engine, hf_generate
-from eagle_fsd.experiments.records import environment, processes, record_path, shown, shown_settings, write_json
+from eagle_fsd.measure.methods import Method, engine, hf_generate
+from eagle_fsd.measure.records import environment, processes, record_path, shown, shown_settings, write_json
 from eval.command import run_command
 from eval.questions import load_questions
 

@@ -24,13 +24,13 @@ import eagle_fsd
 from eagle_fsd.cli.arguments import Loading, RuleName, Tree
 from eagle_fsd.cli.exits import check_counts
 from eagle_fsd.data.progress import Progress
+from eagle_fsd.drafting.measuring import now
 from eagle_fsd.engine import forwards
 from eagle_fsd.engine.decoder import Decoder
 from eagle_fsd.engine.graphs import StaticCycle
-from eagle_fsd.experiments.records import write_record
+from eagle_fsd.measure.records import write_record
 from eagle_fsd.models.cache import TreeCache
 from eagle_fsd.models.target import TargetModel
-from eagle_fsd.tuning.measuring import now
 from eval.command import run_command
 from eval.questions import load_questions
 from eval.report.tables import markdown, percent

@@ -18,7 +18,7 @@ from typing import Literal
 import numpy as np
 from scipy.stats import rankdata
 
-from eagle_fsd.experiments.records import record_path, shown, write_record
+from eagle_fsd.measure.records import record_path, shown, write_record
 from eval.command import noted, run_command
 from eval.report.signals import agreement, kind_table, oracle_row, plot_signals, signal_rows, signal_table
 from eval.report.tables import markdown, percent

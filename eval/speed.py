@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 from tyro.conf import Positional
 
-from eagle_fsd.experiments.records import record_path, write_json
+from eagle_fsd.measure.records import record_path, write_json
 from eval.command import run_command
 from eval.mt_bench import read_answers, read_note
 from eval.report.intervals import interval

@@ -17,12 +17,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from eagle_fsd.experiments.experiment import EXACT
-from eagle_fsd.experiments.records import environment
-from eagle_fsd.experiments.search import family_confidence
-from eagle_fsd.experiments.summaries import paired
-from eagle_fsd.quality.promises import parse_promise
-from eagle_fsd.quality.statistics import drop_is_within, fixed_sequence, mean_bound
+from eagle_fsd.measure.experiment import EXACT
+from eagle_fsd.measure.promises import parse_promise
+from eagle_fsd.measure.records import environment
+from eagle_fsd.measure.search import family_confidence
+from eagle_fsd.measure.statistics import drop_is_within, fixed_sequence, mean_bound
+from eagle_fsd.measure.summaries import paired
 from eval.command import run_command
 from eval.questions import load_questions
 from eval.report.sweeps import family_of

@@ -35,11 +35,11 @@ from eagle_fsd.acceptance.budget import EXACT_RULE
 from eagle_fsd.cli.arguments import Tree
 from eagle_fsd.cli.exits import check_counts
 from eagle_fsd.data.progress import Progress
-from eagle_fsd.experiments.records import write_record
+from eagle_fsd.drafting.config import GPU_TREE, TreeConfig
+from eagle_fsd.drafting.measuring import greedy_decoder, now, same_cycle
+from eagle_fsd.measure.records import write_record
 from eagle_fsd.models.loading import check_device, check_dtype
 from eagle_fsd.pair import EagleModel
-from eagle_fsd.trees.config import GPU_TREE, TreeConfig
-from eagle_fsd.tuning.measuring import greedy_decoder, now, same_cycle
 from eval.command import run_command
 from eval.floors import Rates, Work, measure_rates
 from eval.profile import CYCLE, timed_parts

@@ -6,7 +6,7 @@
 
 Stage `screen`, which has to be asked for, answers all questions losslessly and predicts from the logged cycles what
 each setting would do, to choose a few. Stage `answers` answers all questions losslessly, and again under every setting
-that changes the answer (see `eagle_fsd.experiments`); it may run beside other work. Stage `times` times all settings
+that changes the answer (see `eagle_fsd.measure`); it may run beside other work. Stage `times` times all settings
 and the baselines on the first `--timed` questions, interleaved. Stage `report` writes OUT.json, OUT.md and the plots.
 An interrupted stage goes on.
 """
@@ -27,11 +27,11 @@ from eagle_fsd.cli.arguments import Loading, Tree
 from eagle_fsd.cli.exits import check_counts
 from eagle_fsd.data.files import only_writer, save_atomically
 from eagle_fsd.data.questions import Question
-from eagle_fsd.experiments.experiment import EXACT, Experiment, settings_of
-from eagle_fsd.experiments.records import processes
-from eagle_fsd.experiments.search import DIALS
+from eagle_fsd.drafting.config import Confidence, TreeConfig
+from eagle_fsd.measure.experiment import EXACT, Experiment, settings_of
+from eagle_fsd.measure.records import processes
+from eagle_fsd.measure.search import DIALS
 from eagle_fsd.serve.engine import steady_tree
-from eagle_fsd.trees.config import Confidence, TreeConfig
 from eval.command import run_command
 from eval.questions import load_questions
 from eval.sweep_report import own_runs, write_report, write_screen

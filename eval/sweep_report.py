@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from eagle_fsd.acceptance import Rule
-from eagle_fsd.experiments.experiment import EXACT, Experiment
-from eagle_fsd.experiments.records import record_path, write_record
-from eagle_fsd.experiments.search import family_confidence
-from eagle_fsd.experiments.summaries import paired, summarise
-from eagle_fsd.quality.statistics import drop_bound
-from eagle_fsd.quality.traces import predict
+from eagle_fsd.measure.experiment import EXACT, Experiment
+from eagle_fsd.measure.records import record_path, write_record
+from eagle_fsd.measure.search import family_confidence
+from eagle_fsd.measure.statistics import drop_bound
+from eagle_fsd.measure.summaries import paired, summarise
+from eagle_fsd.measure.traces import predict
 from eval.command import noted
 from eval.report.harm import added_up, harm_rows, harm_table
 from eval.report.intervals import interval

@@ -13,10 +13,10 @@ from eagle_fsd.data.files import append_lines, read_lines
 from eagle_fsd.data.gguf import target_source
 from eagle_fsd.data.progress import Progress
 from eagle_fsd.data.questions import converse
-from eagle_fsd.experiments.experiment import EXACT, Experiment, fingerprint, meaning, spread
-from eagle_fsd.experiments.methods import Answer, Method, bare_generate, engine, hf_generate, interleaved
-from eagle_fsd.experiments.search import BASELINE
 from eagle_fsd.heads.catalogue import find_pair
+from eagle_fsd.measure.experiment import EXACT, Experiment, fingerprint, meaning, spread
+from eagle_fsd.measure.methods import Answer, Method, bare_generate, engine, hf_generate, interleaved
+from eagle_fsd.measure.search import BASELINE
 from eagle_fsd.models.loading import load_target
 from eval.benchmark import LOOKUP
 from eval.report.intervals import ratio_interval

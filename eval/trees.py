@@ -24,9 +24,9 @@ import torch
 import eagle_fsd
 from eagle_fsd.cli.arguments import Loading
 from eagle_fsd.cli.exits import check_counts
-from eagle_fsd.experiments.methods import Answer, Method, engine, interleaved
-from eagle_fsd.experiments.records import write_record
-from eagle_fsd.trees.config import TreeConfig
+from eagle_fsd.drafting.config import TreeConfig
+from eagle_fsd.measure.methods import Answer, Method, engine, interleaved
+from eagle_fsd.measure.records import write_record
 from eval.command import run_command
 from eval.report.intervals import ratio_interval
 from eval.report.tables import markdown, percent, span

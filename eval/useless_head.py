@@ -23,13 +23,13 @@ import torch
 from eagle_fsd.acceptance import make_rule
 from eagle_fsd.cli.arguments import Loading
 from eagle_fsd.cli.exits import check_counts
-from eagle_fsd.experiments.cycles import log_cycles
-from eagle_fsd.experiments.methods import engine, interleaved
-from eagle_fsd.experiments.records import write_record
+from eagle_fsd.drafting.logs import FILE, store_log
 from eagle_fsd.heads.catalogue import find_pair
 from eagle_fsd.heads.checkpoint import load_head, save_head
+from eagle_fsd.measure.cycles import log_cycles
+from eagle_fsd.measure.methods import engine, interleaved
+from eagle_fsd.measure.records import write_record
 from eagle_fsd.pair import EagleModel
-from eagle_fsd.tuning.logs import FILE, store_log
 from eval.command import run_command
 from eval.trees import prompts_of, timing_row, timing_table
 

@@ -10,9 +10,9 @@ import torch
 from tiny import SIZES, tiny_target, tiny_tokenizer
 from transformers import LlamaConfig
 
+from eagle_fsd.drafting.config import TreeConfig
 from eagle_fsd.heads.eagle import DraftHead
 from eagle_fsd.pair import EagleModel
-from eagle_fsd.trees.config import TreeConfig
 
 LETTERS = "abcdefghijklmnopqrst01234567"
 END = 1

@@ -17,8 +17,8 @@ from transformers import TorchAoConfig
 
 import eagle_fsd
 from eagle_fsd import Chat, TreeConfig
+from eagle_fsd.drafting import measuring
 from eagle_fsd.models.target import TargetModel
-from eagle_fsd.tuning import measuring
 
 TREE = TreeConfig(16, 5, 4)
 CASES = {

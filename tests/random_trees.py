@@ -6,7 +6,7 @@ from dataclasses import fields
 import torch
 
 from eagle_fsd.acceptance import Verification
-from eagle_fsd.trees.tree import DraftTree
+from eagle_fsd.drafting.tree import DraftTree
 
 
 def tree_from_parents(parents, tokens, scores=None, draft_rows=None) -> DraftTree:

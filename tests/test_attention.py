@@ -15,14 +15,14 @@ from tiny import FAMILIES, PROMPT, VOCAB, save_pair, tiny_pair, tiny_target
 from transformers import CONFIG_MAPPING
 
 import eagle_fsd
+from eagle_fsd.drafting import machine, measuring
+from eagle_fsd.drafting.tree import ancestors_of
 from eagle_fsd.models import flash as flash_module
 from eagle_fsd.models.attention import grouped_attention, split_attention, stock_attention
 from eagle_fsd.models.flash import find_flash
 from eagle_fsd.models.implementations import GROUPED, IMPLEMENTATIONS, SPLIT
 from eagle_fsd.models.masks import tree_masks
 from eagle_fsd.models.target import TargetModel
-from eagle_fsd.trees.tree import ancestors_of
-from eagle_fsd.tuning import machine, measuring
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 #       0

@@ -14,20 +14,20 @@ from transformers import LogitsProcessorList
 import eagle_fsd
 from eagle_fsd.acceptance import make_rule
 from eagle_fsd.cli import main
+from eagle_fsd.drafting import fitting
+from eagle_fsd.drafting.choice import TRIED_NODES, AutoTree, choose
+from eagle_fsd.drafting.confidence import apply_confidence, confidence_lines
+from eagle_fsd.drafting.config import CPU_TREE, Choice, Confidence, TreeConfig
+from eagle_fsd.drafting.fitting import fit_confidence
+from eagle_fsd.drafting.latency import Latency, between
+from eagle_fsd.drafting.logs import LEAST_CYCLES, LOGGED_TREE, CycleLog, LoggedCycle, TreeLog, read_logs, store_log
+from eagle_fsd.drafting.machine import known_latency
+from eagle_fsd.drafting.measuring import ROW_TREE, ROWS, _with_rows, measure, share_of
+from eagle_fsd.drafting.policy import Pause
+from eagle_fsd.drafting.replay import Replay
 from eagle_fsd.engine.decoder import Decoder
-from eagle_fsd.engine.drafting import Pause
 from eagle_fsd.engine.request import BatchSettings, RequestSettings
 from eagle_fsd.heads.checkpoint import save_head
-from eagle_fsd.trees.confidence import apply_confidence, confidence_lines
-from eagle_fsd.trees.config import CPU_TREE, Choice, Confidence, TreeConfig
-from eagle_fsd.tuning import fitting
-from eagle_fsd.tuning.choice import TRIED_NODES, AutoTree, choose
-from eagle_fsd.tuning.fitting import fit_confidence
-from eagle_fsd.tuning.latency import Latency, between
-from eagle_fsd.tuning.logs import LEAST_CYCLES, LOGGED_TREE, CycleLog, LoggedCycle, TreeLog, read_logs, store_log
-from eagle_fsd.tuning.machine import known_latency
-from eagle_fsd.tuning.measuring import ROW_TREE, ROWS, _with_rows, measure, share_of
-from eagle_fsd.tuning.replay import Replay
 
 FREE = Latency({1: 1.0}, {k: 0.0 for k in (1, 2, 3, 4)}, 1.0)  # drafting costs nothing
 TREE = TreeConfig(16, 5, 4)
@@ -279,10 +279,10 @@ def test_latencies_are_measured_and_kept(pair, tmp_path, monkeypatch):
     assert list(first.base.values()) == sorted(first.base.values()) and first.plain > 0
     assert first.base.keys() == {1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64}
     assert first.cycle(16, 4, 2) >= first.cycle(16, 1, 2) > 0
-    monkeypatch.setattr("eagle_fsd.tuning.machine.measure", lambda *_: pytest.fail("measured again"))
+    monkeypatch.setattr("eagle_fsd.drafting.machine.measure", lambda *_: pytest.fail("measured again"))
     assert known_latency(pair.target, pair.draft) == first
     (tmp_path / "latency.json").write_text("{broken")
-    monkeypatch.setattr("eagle_fsd.tuning.machine.measure", lambda *_: FREE)
+    monkeypatch.setattr("eagle_fsd.drafting.machine.measure", lambda *_: FREE)
     assert known_latency(pair.target, pair.draft) == FREE
 
 
@@ -290,16 +290,16 @@ def test_what_was_measured_beside_other_work_is_measured_again(pair, tmp_path, m
     monkeypatch.setenv("EAGLE_FSD_CACHE", str(tmp_path))
     quiet = known_latency(pair.target, pair.draft)
     slow = Latency({at: 50 * s for at, s in quiet.base.items()}, quiet.level, 50 * quiet.plain)
-    monkeypatch.setattr("eagle_fsd.tuning.machine.measure", lambda *_: slow)
+    monkeypatch.setattr("eagle_fsd.drafting.machine.measure", lambda *_: slow)
     (tmp_path / "latency.json").unlink()
     assert known_latency(pair.target, pair.draft) == slow
-    monkeypatch.setattr("eagle_fsd.tuning.machine.measure", lambda *_: quiet)
+    monkeypatch.setattr("eagle_fsd.drafting.machine.measure", lambda *_: quiet)
     assert known_latency(pair.target, pair.draft) == slow  # conftest: nothing is compared
-    monkeypatch.setattr("eagle_fsd.tuning.machine.share_of", share_of)
+    monkeypatch.setattr("eagle_fsd.drafting.machine.share_of", share_of)
     assert share_of(slow, pair.target, pair.draft) < 0.3
     assert known_latency(pair.target, pair.draft) == quiet and "when other work slowed the machine" in caplog.text
     assert json.loads((tmp_path / "latency.json").read_text())  # kept in place of the old one
-    monkeypatch.setattr("eagle_fsd.tuning.machine.share_of", lambda *_: 1.0)
+    monkeypatch.setattr("eagle_fsd.drafting.machine.share_of", lambda *_: 1.0)
     assert known_latency(pair.target, pair.draft) == quiet
 
 
@@ -376,7 +376,7 @@ def test_a_loaded_pair_chooses_its_tree(tmp_path, monkeypatch, cycles, caplog):
     monkeypatch.setenv("EAGLE_FSD_CACHE", str(tmp_path / "cache"))
     save_pair(tmp_path)
     places = (tmp_path / "target", tmp_path / "head")
-    monkeypatch.setattr("eagle_fsd.tuning.machine.measure", lambda *_: FREE)
+    monkeypatch.setattr("eagle_fsd.drafting.machine.measure", lambda *_: FREE)
     unknown = eagle_fsd.load(*places, device="cpu")
     choice = unknown.trees.of(make_rule("exact"), 0.0)
     assert all("measuring once" in record.getMessage() for record in caplog.records)
@@ -397,9 +397,9 @@ def test_a_loaded_pair_chooses_its_tree(tmp_path, monkeypatch, cycles, caplog):
 def tune(tmp_path, monkeypatch, capsys):
     """Status, output and errors of the command for a pair that is saved in `tmp_path`."""
     monkeypatch.setenv("EAGLE_FSD_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("eagle_fsd.tuning.machine.measure", lambda *_: FREE)
-    monkeypatch.setattr("eagle_fsd.tuning.logs.LEAST_CYCLES", 8)
-    monkeypatch.setattr("eagle_fsd.tuning.choice.choose", lambda *_, **__: Choice(TREE, 7.0))
+    monkeypatch.setattr("eagle_fsd.drafting.machine.measure", lambda *_: FREE)
+    monkeypatch.setattr("eagle_fsd.drafting.logs.LEAST_CYCLES", 8)
+    monkeypatch.setattr("eagle_fsd.drafting.choice.choose", lambda *_, **__: Choice(TREE, 7.0))
     save_pair(tmp_path)
     (tmp_path / "prompts.jsonl").write_text("\n".join(json.dumps({"prompt": a + b}) for a in "abcd" for b in "efgh"))
 
@@ -455,11 +455,11 @@ def test_the_log_of_more_cycles_is_kept(tmp_path, tune, cycles):
 @pytest.mark.parametrize("few", [["--max-new-tokens", "6"], ["--limit", "3"]], ids=str)
 def test_a_log_of_few_cycles_is_refused(tmp_path, tune, few, monkeypatch):
     """Where there cannot be enough, and where there turn out not to be."""
-    monkeypatch.setattr("eagle_fsd.tuning.logs.LEAST_CYCLES", LEAST_CYCLES)
+    monkeypatch.setattr("eagle_fsd.drafting.logs.LEAST_CYCLES", LEAST_CYCLES)
     if few[0] == "--limit":
-        monkeypatch.setattr("eagle_fsd.tuning.logs.LEAST_CYCLES", 3 * 24)
+        monkeypatch.setattr("eagle_fsd.drafting.logs.LEAST_CYCLES", 3 * 24)
     else:
-        monkeypatch.setattr("eagle_fsd.experiments.cycles.log_cycles", lambda *_, **__: pytest.fail("decoded"))
+        monkeypatch.setattr("eagle_fsd.measure.cycles.log_cycles", lambda *_, **__: pytest.fail("decoded"))
     status, _, errors = tune(*few)
     assert status == 2 and "at least" in errors and "are needed. Give more prompts" in errors
     assert not list(tmp_path.glob("cache/trees/*/tree.json")) and not (tmp_path / "head" / "tree.json").exists()

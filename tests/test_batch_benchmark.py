@@ -9,7 +9,7 @@ from tiny import PROMPT
 
 import eagle_fsd
 from eagle_fsd.cli.arguments import Loading
-from eagle_fsd.experiments.methods import hf_generate
+from eagle_fsd.measure.methods import hf_generate
 from eval import batches, benchmark
 from eval.batches import batch_engine, padded_generate, until_end
 

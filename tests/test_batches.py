@@ -9,8 +9,8 @@ from transformers import LogitsProcessor
 from transformers.generation.streamers import BaseStreamer
 
 import eagle_fsd
+from eagle_fsd.drafting.config import Choice
 from eagle_fsd.models.cache import TreeCache
-from eagle_fsd.trees.config import Choice
 
 CPU = torch.device("cpu")
 TREE = eagle_fsd.TreeConfig(12, 4, 3)

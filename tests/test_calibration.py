@@ -14,23 +14,23 @@ from eagle_fsd.acceptance import make_rule, walk
 from eagle_fsd.cli import main
 from eagle_fsd.data.files import only_writer
 from eagle_fsd.data.questions import Question
-from eagle_fsd.experiments.cycles import log_cycles
-from eagle_fsd.experiments.experiment import Experiment, settings_of, spread
-from eagle_fsd.experiments.methods import prompt_seed
-from eagle_fsd.experiments.search import calibrate, check_promise
-from eagle_fsd.experiments.summaries import first_difference, paired, repetition, summarise
-from eagle_fsd.models.placement import weights_digest
-from eagle_fsd.quality.calibrations import Calibration, read_calibrations, store_calibration
-from eagle_fsd.quality.promises import Promise, parse_promise
-from eagle_fsd.quality.statistics import (
+from eagle_fsd.drafting.config import Choice
+from eagle_fsd.measure.calibrations import Calibration, read_calibrations, store_calibration
+from eagle_fsd.measure.cycles import log_cycles
+from eagle_fsd.measure.experiment import Experiment, settings_of, spread
+from eagle_fsd.measure.methods import prompt_seed
+from eagle_fsd.measure.promises import Promise, parse_promise
+from eagle_fsd.measure.search import calibrate, check_promise
+from eagle_fsd.measure.statistics import (
     drop_bound,
     drop_is_within,
     fewest_answers,
     fixed_sequence,
     mean_bound,
 )
-from eagle_fsd.quality.traces import Observer, emitted, predict
-from eagle_fsd.trees.config import Choice
+from eagle_fsd.measure.summaries import first_difference, paired, repetition, summarise
+from eagle_fsd.measure.traces import Observer, emitted, predict
+from eagle_fsd.models.placement import weights_digest
 
 TREE = eagle_fsd.TreeConfig(8, 3, 3)
 LETTERS = "abcdefghijklmnopqrstuvwxyz"

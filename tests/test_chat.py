@@ -14,9 +14,9 @@ from transformers.generation.streamers import BaseStreamer
 
 import eagle_fsd
 from eagle_fsd import Chat, Session, TreeConfig
+from eagle_fsd.drafting.config import Choice
 from eagle_fsd.pair import EagleModel
 from eagle_fsd.prompts import encode_prompt
-from eagle_fsd.trees.config import Choice
 
 TREE = TreeConfig(16, 5, 4)
 SAID = ("hello there.", "and now.", "what else")

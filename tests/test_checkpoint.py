@@ -14,11 +14,11 @@ from transformers import PreTrainedTokenizerFast
 import eagle_fsd
 from eagle_fsd import load_head, save_head
 from eagle_fsd.acceptance import make_rule
-from eagle_fsd.experiments.cycles import log_cycles
+from eagle_fsd.drafting.logs import store_log
 from eagle_fsd.heads.eagle import DraftHead
+from eagle_fsd.measure.calibrations import Calibration, store_calibration
+from eagle_fsd.measure.cycles import log_cycles
 from eagle_fsd.pair import EagleModel
-from eagle_fsd.quality.calibrations import Calibration, store_calibration
-from eagle_fsd.tuning.logs import store_log
 
 KEYS = {
     "embed_tokens.weight",

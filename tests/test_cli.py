@@ -18,7 +18,7 @@ from eagle_fsd.cli.arguments import parse_tree, tree_text
 from eagle_fsd.cli.heads import HeadsCommand
 from eagle_fsd.data.bundled import bundled_directory
 from eagle_fsd.options import AcceptanceOptions, LoadOptions, Options, SamplingOptions
-from eagle_fsd.web.limits import ServeOptions
+from eagle_fsd.serve.limits import ServeOptions
 
 PACKAGE = Path(eagle_fsd.__file__).parent
 OPTIONS = {"pair": LoadOptions, "sampling": SamplingOptions, "acceptance": AcceptanceOptions}

@@ -13,9 +13,9 @@ from tiny import MARKS, PROMPT, readable, tiny_judge, tiny_pair
 
 from eagle_fsd import RULES, TreeConfig, Verification, make_rule
 from eagle_fsd.acceptance import walk
-from eagle_fsd.trees.config import Confidence
-from eagle_fsd.trees.growth import draft_tree
-from eagle_fsd.trees.tree import DraftTree
+from eagle_fsd.drafting.config import Confidence
+from eagle_fsd.drafting.growth import draft_tree
+from eagle_fsd.drafting.tree import DraftTree
 
 CONFIDENCE = Confidence((-4.0, -1.0, 0.0), (-3.0, -0.5, -0.1), (-5.0, -2.0, -1.0))
 TREES = [TreeConfig(16, 5, 4), TreeConfig(6, 5, 1), TreeConfig(4, 1, 3), TreeConfig(16, 4, 3, confidence=CONFIDENCE)]

@@ -13,9 +13,9 @@ from torch import nn
 
 import eagle_fsd
 from eagle_fsd import EagleModel, TreeConfig
+from eagle_fsd.drafting.machine import circumstances
 from eagle_fsd.engine.compiled import CompiledDecoder, compile_forwards, is_compiled, lay_out_weights
 from eagle_fsd.models.placement import weights_digest
-from eagle_fsd.tuning.machine import circumstances
 
 TREES = [TreeConfig(16, 5, 4), TreeConfig(6, 5, 1), TreeConfig(4, 1, 3), TreeConfig(2, 1, 1), None]
 PROMPTS = [PROMPT, PROMPT[:1], PROMPT * 3]

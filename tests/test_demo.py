@@ -11,7 +11,7 @@ from eagle_fsd.cli import main
 from eagle_fsd.cli.demo import BASELINE, DEMO_PROMPTS, conclusion, is_tie, print_table
 from eagle_fsd.data.bundled import small_pair
 from eagle_fsd.engine.receipts import Output, Stats
-from eagle_fsd.experiments.methods import Answer
+from eagle_fsd.measure.methods import Answer
 
 
 def answer(seconds, tokens, lengths=()):

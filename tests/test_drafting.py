@@ -10,11 +10,11 @@ from transformers import LogitsProcessorList
 
 import eagle_fsd
 from eagle_fsd.acceptance import make_rule
+from eagle_fsd.drafting.config import Choice, TreeConfig
+from eagle_fsd.drafting.growth import draft_tree, rerank
 from eagle_fsd.engine.decoder import Decoder
 from eagle_fsd.engine.request import BatchSettings, RequestSettings
 from eagle_fsd.pair import EagleModel
-from eagle_fsd.trees.config import Choice, TreeConfig
-from eagle_fsd.trees.growth import draft_tree, rerank
 
 SHAPES = [(2, 1, 1), (5, 3, 2), (16, 5, 4), (60, 8, 10), (4, 1, 3), (9, 1, 3), (99, 3, 3), (12, 6, 1)]
 

@@ -16,12 +16,12 @@ import eagle_fsd
 from eagle_fsd import TreeConfig, load_head, save_head
 from eagle_fsd.acceptance.divergence import DIVERGENCES, get_divergence
 from eagle_fsd.cli import main
+from eagle_fsd.drafting.growth import draft_tree
 from eagle_fsd.heads.eagle3 import Eagle3Head
 from eagle_fsd.heads.export import export_head
 from eagle_fsd.heads.inspection import inspect_head
 from eagle_fsd.models.target import TargetModel
 from eagle_fsd.pair import EagleModel
-from eagle_fsd.trees.growth import draft_tree
 
 LAYERS = 8  # of the targets, so that the default layers exist: 2, 4 and 5
 NAMED = [1, 2, 3, 5, 6, 7, 8, 9, 12, 13, 14, 17, 19, 20, 22, 23, 24, 26, 28, 30, 31]  # a reduced draft vocabulary

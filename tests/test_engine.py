@@ -15,10 +15,10 @@ from test_eagle3 import deep_target, random_head
 from tiny import PROMPT, VOCAB, readable, tiny_pair, tiny_tokenizer
 
 import eagle_fsd
+from eagle_fsd.drafting.config import Choice
 from eagle_fsd.engine.decoder import Decoder
 from eagle_fsd.serve.prefixes import Prefixes
 from eagle_fsd.serve.rows import Rows
-from eagle_fsd.trees.config import Choice
 
 TREE = eagle_fsd.TreeConfig(12, 4, 3)
 PROCESSOR = NoThreeAfterOne()

@@ -9,11 +9,11 @@ from tiny import tiny_pair
 import eagle_fsd
 from eagle_fsd.acceptance import Verification, make_rule, walk
 from eagle_fsd.data.documents import Documents
+from eagle_fsd.drafting.config import TreeConfig
+from eagle_fsd.drafting.growth import draft_tree
 from eagle_fsd.models.implementations import SPLIT
 from eagle_fsd.models.target import TargetModel
 from eagle_fsd.pair import EagleModel, fit_head
-from eagle_fsd.trees.config import TreeConfig
-from eagle_fsd.trees.growth import draft_tree
 from train.core import estimate
 from train.core.estimate import Stretch, estimate_tau, last_answers, stretches
 

@@ -9,8 +9,8 @@ from tiny import PROMPT, tiny_chat_pair
 import eagle_fsd
 from eagle_fsd.cli.arguments import Loading
 from eagle_fsd.data.questions import Question
-from eagle_fsd.experiments.methods import Answer, engine, hf_generate, interleaved
-from eagle_fsd.experiments.records import environment, record_path, shown, write_record
+from eagle_fsd.measure.methods import Answer, engine, hf_generate, interleaved
+from eagle_fsd.measure.records import environment, record_path, shown, write_record
 from eval import benchmark, profile
 from eval.profile import FORWARDS, Clock, profile_cycles
 from eval.report import results as report
@@ -120,7 +120,7 @@ def test_a_benchmark_of_nothing_is_refused_before_loading(more, said, tmp_path, 
 @pytest.mark.parametrize("leave", [False, True])
 def test_programs_are_run_only_by_leave(leave, monkeypatch):
     ran = []
-    monkeypatch.setattr("eagle_fsd.experiments.grading.passes", lambda *_: ran.append(1) or True)
+    monkeypatch.setattr("eagle_fsd.measure.grading.passes", lambda *_: ran.append(1) or True)
     question = Question("H/0", "humaneval", ("def f():\n",), tests="def check(f): pass")
     answer = Answer(0.5, [1, 2], "text")
     assert benchmark.record_of([answer], question, leave)["right"] is (True if leave else None)

@@ -16,10 +16,10 @@ from transformers.generation.streamers import BaseStreamer
 import eagle_fsd
 from eagle_fsd import Decision, TreeConfig, make_rule
 from eagle_fsd.acceptance.divergence import get_divergence
+from eagle_fsd.drafting.choice import AutoTree
+from eagle_fsd.drafting.latency import Latency
+from eagle_fsd.measure.calibrations import Calibration
 from eagle_fsd.pair import EagleModel
-from eagle_fsd.quality.calibrations import Calibration
-from eagle_fsd.tuning.choice import AutoTree
-from eagle_fsd.tuning.latency import Latency
 
 TREE = TreeConfig(16, 5, 4)
 

@@ -6,9 +6,9 @@ import os
 import pytest
 
 from eagle_fsd.data.questions import Question, read_questions
-from eagle_fsd.experiments import grading, ifeval
-from eagle_fsd.experiments.grading import cut_program, extract_result, final_number, is_right, outcome, passes
-from eagle_fsd.experiments.ifeval import check_instructions
+from eagle_fsd.measure import grading, ifeval
+from eagle_fsd.measure.grading import cut_program, extract_result, final_number, is_right, outcome, passes
+from eagle_fsd.measure.ifeval import check_instructions
 
 
 @pytest.mark.parametrize(

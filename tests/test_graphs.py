@@ -13,11 +13,11 @@ from transformers.generation.streamers import BaseStreamer
 
 import eagle_fsd
 from eagle_fsd import EagleModel, TreeConfig, make_rule
+from eagle_fsd.drafting.latency import Latency
+from eagle_fsd.drafting.machine import known_latency
+from eagle_fsd.drafting.measuring import greedy_decoder, measure
 from eagle_fsd.engine import graphs
 from eagle_fsd.engine.graphs import MOST_NODES, GraphCycles, bucket_of
-from eagle_fsd.tuning.latency import Latency
-from eagle_fsd.tuning.machine import known_latency
-from eagle_fsd.tuning.measuring import greedy_decoder, measure
 
 TREES = [TreeConfig(16, 5, 4), TreeConfig(6, 5, 1), TreeConfig(4, 1, 3), None]
 NAMES = {"drafting": "_draft", "verifying": "_verify"}  # of the phases' functions
@@ -228,8 +228,8 @@ def test_latencies_with_graphs_are_those_of_single_prompts(monkeypatch):
 
 def test_measured_with_graphs_where_they_serve_the_text(monkeypatch):
     pair, measured = tiny_pair(max_position_embeddings=1024), []
-    monkeypatch.setattr("eagle_fsd.tuning.measuring.ROUNDS", 1)
-    monkeypatch.setattr("eagle_fsd.tuning.machine.measure", lambda *parts: measured.append(parts) or measure(*parts))
+    monkeypatch.setattr("eagle_fsd.drafting.measuring.ROUNDS", 1)
+    monkeypatch.setattr("eagle_fsd.drafting.machine.measure", lambda *parts: measured.append(parts) or measure(*parts))
     for length, used in ((600, True), (300, False)):
         static = GraphCycles(pair.target, pair.draft, length, capture=False)
         latency = known_latency(pair.target, pair.draft, static)

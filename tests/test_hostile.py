@@ -50,7 +50,7 @@ from eagle_fsd.cli import main
 from eagle_fsd.data.conversations import read_records
 from eagle_fsd.data.files import read_lines
 from eagle_fsd.data.questions import read_questions
-from eagle_fsd.tuning.latency import Latency
+from eagle_fsd.drafting.latency import Latency
 
 SECONDS = 60  # after which a test that hangs is ended with all stacks shown
 TREE = TreeConfig(16, 5, 4)
@@ -663,7 +663,7 @@ def test_a_latency_of_another_form_is_measured_again(world, tmp_path, monkeypatc
     monkeypatch.setenv("EAGLE_FSD_CACHE", str(tmp_path))
     measured = []
     latency = Latency({1: 1.0, 2: 2.0}, {1: 0.5}, 1.0)
-    monkeypatch.setattr("eagle_fsd.tuning.machine.measure", lambda *_: measured.append(1) or latency)
+    monkeypatch.setattr("eagle_fsd.drafting.machine.measure", lambda *_: measured.append(1) or latency)
     world.load()
     damaged_cache(tmp_path, "latency.json", content)
     for count in (2, 2):  # kept in place of what was there
@@ -675,7 +675,7 @@ def test_an_attention_of_another_form_is_measured_again(world, tmp_path, monkeyp
     monkeypatch.setenv("EAGLE_FSD_CACHE", str(tmp_path))
     measured = []
     times = {"eager": 1.0, "sdpa": 2.0}
-    monkeypatch.setattr("eagle_fsd.tuning.machine.measure_attention", lambda *_: measured.append(1) or times)
+    monkeypatch.setattr("eagle_fsd.drafting.machine.measure_attention", lambda *_: measured.append(1) or times)
     world.load(attn_implementation="auto", tree=None)
     damaged_cache(tmp_path, "attention.json", content)
     for count in (2, 2):

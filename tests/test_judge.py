@@ -18,8 +18,8 @@ import eagle_fsd
 from eagle_fsd.acceptance import RULES, make_rule
 from eagle_fsd.acceptance.judge import SIGNALS, LearnedJudge, step_signals
 from eagle_fsd.data.questions import read_questions
-from eagle_fsd.experiments.experiment import Experiment, meaning
-from eagle_fsd.quality.judges import JUDGE_FILE, read_judge, store_judge
+from eagle_fsd.measure.experiment import Experiment, meaning
+from eagle_fsd.measure.judges import JUDGE_FILE, read_judge, store_judge
 from eval.report.signals import agreement, area, oracle_row, resampled
 from eval.signals import SignalsArguments, compare, page
 from eval.signals import run as compare_files

@@ -7,9 +7,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig, OPTConfig, T5Config,
 
 import eagle_fsd
 from eagle_fsd import TreeConfig
+from eagle_fsd.drafting.tree import ancestors_of
 from eagle_fsd.models.target import TargetModel
 from eagle_fsd.pair import EagleModel
-from eagle_fsd.trees.tree import ancestors_of
 
 NEW = 28
 SMALL, WIDE, CHAIN = TreeConfig(5, 3, 2), TreeConfig(16, 5, 4), TreeConfig(6, 5, 1)

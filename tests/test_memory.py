@@ -7,10 +7,10 @@ import torch
 from tiny import FAMILIES, PROMPT, save_pair, tiny_head, tiny_pair, tiny_target
 
 import eagle_fsd
+from eagle_fsd.drafting.config import TreeConfig
+from eagle_fsd.drafting.growth import extend_draft
 from eagle_fsd.models import target as target_module
 from eagle_fsd.models.target import TargetModel
-from eagle_fsd.trees.config import TreeConfig
-from eagle_fsd.trees.growth import extend_draft
 from eval import memory
 from eval.memory import ALLOWED, Peak, bytes_of, peak_of
 from eval.shapes import SHAPES, build_pair

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from eagle_fsd.experiments.records import environment
+from eagle_fsd.measure.records import environment
 
 ROOT = Path(__file__).parents[1]
 pytestmark = pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")

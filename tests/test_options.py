@@ -11,8 +11,8 @@ import torch
 from tiny import PROMPT, tiny_pair
 
 import eagle_fsd
+from eagle_fsd.drafting.measuring import greedy_decoder
 from eagle_fsd.options import AcceptanceOptions, LoadOptions, SamplingOptions
-from eagle_fsd.tuning.measuring import greedy_decoder
 
 DECODING = {field.name: field.default for kind in (SamplingOptions, AcceptanceOptions) for field in fields(kind)}
 OF_TRANSFORMERS = {"logits_processor", "stopping_criteria", "streamer", "synced_gpus", "generation_config"}

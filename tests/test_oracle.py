@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import eagle_fsd
-from eagle_fsd.tuning.measuring import greedy_decoder
+from eagle_fsd.drafting.measuring import greedy_decoder
 
 ORACLE = Path(os.environ.get("EAGLE_FSD_ORACLE", Path(__file__).parents[2] / "shared" / "oracle"))
 pytestmark = pytest.mark.skipif(not (ORACLE / "expected.json").exists(), reason=f"no recording in {ORACLE}")

@@ -9,9 +9,9 @@ from tiny import PROMPT, tiny_head, tiny_target
 from torch import nn
 
 import eagle_fsd
+from eagle_fsd.drafting.machine import circumstances
 from eagle_fsd.models.placement import PackedLinear, is_packed, pack_linears, stock_layout, unpack_linears
 from eagle_fsd.pair import EagleModel
-from eagle_fsd.tuning.machine import circumstances
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch without oneDNN")
 

@@ -18,9 +18,9 @@ from eagle_fsd import EagleModel
 from eagle_fsd.acceptance import make_rule
 from eagle_fsd.cli import main
 from eagle_fsd.data.bundled import small_pair
-from eagle_fsd.experiments.cycles import log_cycles
+from eagle_fsd.drafting.logs import store_log
+from eagle_fsd.measure.cycles import log_cycles
 from eagle_fsd.models.parallel import of_first, tensor_of_first
-from eagle_fsd.tuning.logs import store_log
 
 ROOT = Path(__file__).parents[1]
 FAMILIES = ("qwen3", "gemma2", "mixtral")

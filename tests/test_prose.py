@@ -12,7 +12,7 @@ from tiny import PROMPT, tiny_pair, tiny_tokenizer
 
 import eagle_fsd
 from eagle_fsd.acceptance.prose import BEFORE, BEHIND, FENCE, INSIDE, Marks, after_all
-from eagle_fsd.experiments.experiment import meaning
+from eagle_fsd.measure.experiment import meaning
 from eagle_fsd.settings import equipped, marks_of
 
 TREE = eagle_fsd.TreeConfig(10, 4, 3)

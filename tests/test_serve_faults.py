@@ -23,10 +23,10 @@ from eagle_fsd.cli.serve import begin_log
 from eagle_fsd.data.bundled import small_pair
 from eagle_fsd.engine.decoder import Decoder
 from eagle_fsd.serve.app import create_app, serve
-from eagle_fsd.web.guards import Guard
-from eagle_fsd.web.limits import ServeOptions
-from eagle_fsd.web.protocol import usage
-from eagle_fsd.web.server import configuration, reserve
+from eagle_fsd.serve.guards import Guard
+from eagle_fsd.serve.limits import ServeOptions
+from eagle_fsd.serve.protocol import usage
+from eagle_fsd.serve.server import configuration, reserve
 
 CHAT = "/v1/chat/completions"
 PAIR = [word for name, path in zip(("--target", "--draft"), small_pair(), strict=True) for word in (name, str(path))]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from eagle_fsd.experiments.summaries import paired
+from eagle_fsd.measure.summaries import paired
 from eval.splits import choose_on, half_records, time_of_exact, try_splits
 
 

@@ -15,9 +15,9 @@ from tiny import save_pair
 import eagle_fsd
 from eagle_fsd.cli.arguments import parse_options
 from eagle_fsd.data.files import only_writer
-from eagle_fsd.experiments.search import family_confidence
-from eagle_fsd.quality.statistics import drop_bound
-from eagle_fsd.trees.config import Confidence, TreeConfig
+from eagle_fsd.drafting.config import Confidence, TreeConfig
+from eagle_fsd.measure.search import family_confidence
+from eagle_fsd.measure.statistics import drop_bound
 from eval import splits, sweep, sweep_report, sweep_times
 from eval.report import sweeps
 from eval.report.predictions import prediction_errors

@@ -7,7 +7,7 @@ import statistics
 
 import pytest
 
-from eagle_fsd.experiments.grading import extract_result
+from eagle_fsd.measure.grading import extract_result
 from train.tasks import generator
 from train.tasks.families import FAMILIES
 from train.tasks.generator import Arguments, Task, is_correct, make_task, split_of, tasks, write_tasks

@@ -10,11 +10,11 @@ from tiny import save_pair
 import eagle_fsd
 from eagle_fsd.acceptance import make_rule
 from eagle_fsd.cli.arguments import parse_options
-from eagle_fsd.experiments.cycles import log_cycles
+from eagle_fsd.drafting.largest import BLOCK, WORTH_IT, first_largest, largest
+from eagle_fsd.drafting.latency import Latency
+from eagle_fsd.drafting.logs import store_log
 from eagle_fsd.heads.checkpoint import load_head
-from eagle_fsd.trees.largest import BLOCK, WORTH_IT, first_largest, largest
-from eagle_fsd.tuning.latency import Latency
-from eagle_fsd.tuning.logs import store_log
+from eagle_fsd.measure.cycles import log_cycles
 from eval import trees, useless_head
 from eval.trees import PROMPT_KINDS, TreesArguments, main, prompts_of, run
 
@@ -61,7 +61,7 @@ def test_heads_that_know_nothing(tmp_path, monkeypatch):
     monkeypatch.setenv("EAGLE_FSD_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(useless_head, "prompts_of", lambda kind, count, seed: [[seed, n] for n in range(count)])
     latency = Latency({1: 1e-3, 64: 4e-3}, {1: 1e-3, 4: 2e-3}, 1e-3)
-    monkeypatch.setattr("eagle_fsd.tuning.machine.measure", lambda *_: latency)
+    monkeypatch.setattr("eagle_fsd.drafting.machine.measure", lambda *_: latency)
     save_pair(tmp_path)
     options = parse_options(useless_head.UselessHeadArguments, [
         "--target", str(tmp_path / "target"), "--draft", str(tmp_path / "head"), "--device", "cpu", "--prompts", "2",

@@ -33,13 +33,13 @@ from eagle_fsd import RULES, TreeConfig, load_head, make_rule, save_head
 from eagle_fsd.acceptance import walk
 from eagle_fsd.cli import main
 from eagle_fsd.data.documents import Documents
+from eagle_fsd.drafting.growth import draft_tree
 from eagle_fsd.heads.export import export_head
 from eagle_fsd.heads.inspection import inspect_head
 from eagle_fsd.heads.token_map import TOKEN_MAP
 from eagle_fsd.heads.vocabulary import BLOCK, TokenCounts, count_tokens
 from eagle_fsd.models.placement import weights_digest
 from eagle_fsd.pair import EagleModel
-from eagle_fsd.trees.growth import draft_tree
 
 NAMED = [1, 2, 3, 5, 6, 7, 8, 9, 12, 13, 14, 17, 19, 20, 22, 23, 24, 26, 28, 30, 31]
 OUTSIDE = sorted({*range(VOCAB)} - {*NAMED})

@@ -32,13 +32,13 @@ from eagle_fsd.cli.exits import check_counts, exit_status
 from eagle_fsd.data.documents import Documents
 from eagle_fsd.data.files import append_lines, only_writer, read_lines, save_atomically
 from eagle_fsd.data.progress import Progress
-from eagle_fsd.experiments.methods import Answer, engine, interleaved
-from eagle_fsd.experiments.records import shown_settings, write_record
+from eagle_fsd.drafting.config import TreeConfig
 from eagle_fsd.heads.eagle3 import default_layers
+from eagle_fsd.measure.methods import Answer, engine, interleaved
+from eagle_fsd.measure.records import shown_settings, write_record
 from eagle_fsd.models.loading import load_target
 from eagle_fsd.models.target import TargetModel
 from eagle_fsd.pair import EagleModel
-from eagle_fsd.trees.config import TreeConfig
 from train.core.config import make_config
 from train.core.objectives import OBJECTIVES
 from train.features import write_features

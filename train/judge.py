@@ -23,10 +23,10 @@ from sklearn.metrics import roc_auc_score
 from eagle_fsd.acceptance.judge import SIGNALS, LearnedJudge
 from eagle_fsd.cli.arguments import parse_options
 from eagle_fsd.cli.exits import exit_status
-from eagle_fsd.experiments.records import environment
 from eagle_fsd.heads.checkpoint import load_head
+from eagle_fsd.measure.judges import store_judge
+from eagle_fsd.measure.records import environment
 from eagle_fsd.models.placement import weights_digest
-from eagle_fsd.quality.judges import store_judge
 from train.mining.regression import columns, dial_stopping, fit, passing
 from train.mining.store import Mined, read_mined
 

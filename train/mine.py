@@ -28,9 +28,9 @@ from eagle_fsd.cli.exits import check_counts, exit_status
 from eagle_fsd.data.files import only_writer
 from eagle_fsd.data.progress import Progress
 from eagle_fsd.data.questions import Question, read_questions
-from eagle_fsd.experiments.experiment import fingerprint
-from eagle_fsd.experiments.grading import CODE
-from eagle_fsd.experiments.ifeval import check_instructions
+from eagle_fsd.measure.experiment import fingerprint
+from eagle_fsd.measure.grading import CODE
+from eagle_fsd.measure.ifeval import check_instructions
 from eagle_fsd.models.loading import check_dtype
 from eagle_fsd.models.placement import weights_digest
 from eagle_fsd.pair import EagleModel

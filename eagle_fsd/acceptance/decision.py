@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..trees.largest import first_largest
+from ..drafting.largest import first_largest
 from .verification import ChildWeights, Verification
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..trees.largest import largest
+from ..drafting.largest import largest
 
 Divergence = Callable[[Tensor, Tensor], Tensor]
 

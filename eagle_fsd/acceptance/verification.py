@@ -11,8 +11,8 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from ..trees.largest import first_largest
-from ..trees.tree import DraftTree
+from ..drafting.largest import first_largest
+from ..drafting.tree import DraftTree
 from .divergence import get_divergence, widen
 
 IN_CACHE = 1 << 17  # numbers: on a CPU a divergence takes several times as long once its steps leave the cache

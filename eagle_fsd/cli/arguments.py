@@ -19,9 +19,9 @@ from tyro.conf import Suppress, UseAppendAction
 from tyro.constructors import PrimitiveConstructorSpec
 
 from ..acceptance import RULE_CLASSES
+from ..drafting.config import TreeConfig
 from ..models.implementations import IMPLEMENTATIONS
 from ..options import AcceptanceOptions, LoadOptions, SamplingOptions
-from ..trees.config import TreeConfig
 from .exits import as_flags
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..checks import check_choice
-from ..quality.promises import parse_promise
+from ..measure.promises import parse_promise
 from .arguments import Loading, Measuring, RuleName, Tree
 from .exits import check_counts
 
@@ -45,9 +45,9 @@ class CalibrateCommand:
         from ..acceptance import make_rule
         from ..data.files import only_writer
         from ..data.questions import read_questions
-        from ..experiments.experiment import fingerprint
-        from ..experiments.search import DIALS, calibrate, check_promise
-        from ..quality.calibrations import read_calibrations, store_calibration
+        from ..measure.calibrations import read_calibrations, store_calibration
+        from ..measure.experiment import fingerprint
+        from ..measure.search import DIALS, calibrate, check_promise
 
         given = self.measuring
         if not self.acceptance:

@@ -15,7 +15,7 @@ from .exits import check_counts
 from .terminal import BOLD, COLOURS, DIM, RESET, SourceStreamer, use_colour
 
 if TYPE_CHECKING:
-    from ..experiments.methods import Answer
+    from ..measure.methods import Answer
     from ..pair import EagleModel
 
 DEMO_PROMPTS = Path(__file__).with_name("demo_prompts.json")
@@ -41,7 +41,7 @@ class DemoCommand:
 
     def run(self) -> None:
         from ..data.bundled import default_pair, small_pair
-        from ..experiments.methods import engine, hf_generate, interleaved
+        from ..measure.methods import engine, hf_generate, interleaved
 
         check_counts(self, "max_new_tokens", "timed_tokens", "repeats")
         target = self.pair.target or default_pair()[0]

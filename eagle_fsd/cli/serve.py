@@ -6,7 +6,7 @@ import logging
 import sys
 from dataclasses import dataclass, replace
 
-from ..web.limits import KEY_VARIABLE, ServeOptions, key_from_environment
+from ..serve.limits import KEY_VARIABLE, ServeOptions, key_from_environment
 from .arguments import Acceptance, Flags, Loading, Sampling
 
 
@@ -35,7 +35,7 @@ class ServeCommand:
         self.acceptance.check()
         need_packages(self.serving.page)
         from ..serve.app import serve
-        from ..web.server import name_of, reserve
+        from ..serve.server import name_of, reserve
 
         begin_log()
         name = self.serving.name or name_of(self.pair.target or default_pair()[0])

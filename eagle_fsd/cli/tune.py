@@ -10,7 +10,7 @@ from .arguments import Measuring, RuleName, ShardedLoading
 from .exits import check_counts
 
 if TYPE_CHECKING:
-    from ..tuning.logs import TreeLog
+    from ..drafting.logs import TreeLog
 
 
 @dataclass(frozen=True)
@@ -36,11 +36,11 @@ class TuneCommand:
     def run(self) -> None:
         from ..acceptance import make_rule
         from ..data.questions import read_questions
-        from ..experiments.cycles import log_cycles
+        from ..drafting.choice import choose, describe_tree
+        from ..drafting.logs import FILE, own_logs, read_logs
+        from ..drafting.machine import known_latency
+        from ..measure.cycles import log_cycles
         from ..models.parallel import of_first
-        from ..tuning.choice import choose, describe_tree
-        from ..tuning.logs import FILE, own_logs, read_logs
-        from ..tuning.machine import known_latency
 
         given = self.measuring
         rule = make_rule(self.acceptance, self.threshold, given.divergence, given.gate_threshold)
@@ -67,7 +67,7 @@ class TuneCommand:
 
 def check_cycles(most: int) -> None:
     """Raise ValueError where a log cannot have or has not enough cycles to choose a tree by."""
-    from ..tuning.logs import LEAST_CYCLES
+    from ..drafting.logs import LEAST_CYCLES
 
     if most < LEAST_CYCLES:
         raise ValueError(f"too few cycles to choose a tree by: {most}, at least {LEAST_CYCLES} are needed. Give more "
@@ -76,7 +76,7 @@ def check_cycles(most: int) -> None:
 
 def keep_larger(out: Path, found: TreeLog) -> tuple[TreeLog, str]:
     """Store a log unless there is one of more cycles; returns the one that is there then, and what became of it."""
-    from ..tuning.logs import FILE, read_logs, store_log
+    from ..drafting.logs import FILE, read_logs, store_log
 
     known = next((entry for entry in read_logs(out) if entry.key == found.key), None)
     if known is not None and len(known.cycles) > len(found.cycles):

@@ -16,12 +16,12 @@ from torch.nn.utils.rnn import pad_sequence
 
 from ..acceptance import Decision, Verification, walk
 from ..acceptance.budget import EXACT_RULE, decide_rows
+from ..drafting.config import Choice
+from ..drafting.policy import Drafting
+from ..drafting.tree import DraftTree, root_only
 from ..heads.eagle import DraftHead
 from ..models.parallel import tensor_of_first
 from ..models.target import TargetModel
-from ..trees.config import Choice
-from ..trees.tree import DraftTree, root_only
-from .drafting import Drafting
 from .emission import Emission, Step, emitted, read_walk, walk_stepwise
 from .forwards import Forwards
 from .graphs import GraphCycles, GraphForwards

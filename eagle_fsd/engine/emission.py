@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..acceptance import Decision, Rule, Verification, Walk, draw
+from ..drafting.tree import DraftTree
 from ..models.parallel import tensor_of_first
-from ..trees.tree import DraftTree
 from .receipts import Receipt
 
 

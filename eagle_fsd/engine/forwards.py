@@ -12,12 +12,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from ..drafting.config import TreeConfig
+from ..drafting.growth import draft_tree, extend_draft
+from ..drafting.tree import DraftTree, root_only
 from ..heads.eagle import DraftHead
 from ..models.cache import TreeCache
 from ..models.target import TargetModel
-from ..trees.config import TreeConfig
-from ..trees.growth import draft_tree, extend_draft
-from ..trees.tree import DraftTree, root_only
 from .request import Request
 
 

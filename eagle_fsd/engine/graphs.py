@@ -18,15 +18,15 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from ..drafting.confidence import confidence_lines
+from ..drafting.config import TreeConfig
+from ..drafting.growth import extend_draft, grow_tree
+from ..drafting.tree import DraftTree, root_only
 from ..heads.eagle import DraftHead
 from ..models.cache import TreeCache
 from ..models.masks import tree_mask
 from ..models.placement import Lock
 from ..models.target import TargetModel
-from ..trees.confidence import confidence_lines
-from ..trees.config import TreeConfig
-from ..trees.growth import extend_draft, grow_tree
-from ..trees.tree import DraftTree, root_only
 from .compiled import why_not_together
 from .forwards import Forwards
 from .request import Request

@@ -16,8 +16,8 @@ from transformers.generation.streamers import BaseStreamer
 
 from ..acceptance import Rule
 from ..acceptance.budget import EXACT_RULE, Budget
-from ..trees.config import Choice
-from .drafting import Pause
+from ..drafting.config import Choice
+from ..drafting.policy import Pause
 from .emission import Emission
 from .receipts import Output, Receipt, Stats
 

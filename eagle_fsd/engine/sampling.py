@@ -37,8 +37,8 @@ from transformers.generation.logits_process import (
 )
 
 from ..checks import check_functions
+from ..drafting.tree import DraftTree
 from ..options import SamplingOptions
-from ..trees.tree import DraftTree
 
 # Processors whose result does not depend on the tokens before: one call serves all nodes.
 CONTEXT_FREE = (

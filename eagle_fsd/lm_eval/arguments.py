@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..acceptance import make_rule
+from ..drafting.config import TreeConfig
 from ..options import AcceptanceOptions, LoadOptions, names_of
-from ..trees.config import TreeConfig
 
 # Those of one process, without what is no text; `tree` is that of `load`.
 LOADING = [name for name in names_of(LoadOptions) if name not in ("tp_plan", "quantization_config", "compile")]

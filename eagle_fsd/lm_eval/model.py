@@ -6,10 +6,10 @@ from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
 from torch import Tensor
 
+from ..drafting.config import TreeConfig
 from ..hf import custom_generate
 from ..pair import load
 from ..settings import resolve_rule, tree_chooser
-from ..trees.config import TreeConfig
 from .arguments import sort_arguments
 
 SMALLEST = TreeConfig(2, 1, 1)  # where plain decoding would be faster: `custom_generate` always drafts

@@ -14,15 +14,25 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
 
+from ..drafting.config import TreeConfig
 from ..engine.receipts import Output
 from ..pair import EagleModel
-from ..trees.config import TreeConfig
-from ..web import protocol
-from ..web.guards import Guard, Refusal, wrong_value
-from ..web.limits import ServeOptions
-from ..web.metrics import Metrics
-from ..web.protocol import FINISHED, RENAMED, Asked, ChatRequest, CompletionRequest, Form, as_event, cancel, interleaved
-from ..web.server import DrainingServer, configuration
+from ..serve import protocol
+from ..serve.guards import Guard, Refusal, wrong_value
+from ..serve.limits import ServeOptions
+from ..serve.metrics import Metrics
+from ..serve.protocol import (
+    FINISHED,
+    RENAMED,
+    Asked,
+    ChatRequest,
+    CompletionRequest,
+    Form,
+    as_event,
+    cancel,
+    interleaved,
+)
+from ..serve.server import DrainingServer, configuration
 from .engine import Engine
 from .tickets import EngineClosed, Piece, QueueFull, Ticket
 

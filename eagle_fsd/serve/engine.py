@@ -13,12 +13,12 @@ import torch
 from transformers import LogitsProcessor
 
 from ..checks import require_integer
+from ..drafting.choice import describe_tree
+from ..drafting.config import TreeConfig
 from ..options import AcceptanceOptions, SamplingOptions, names_of
 from ..pair import EagleModel
 from ..prompts import encode_prompt
 from ..settings import check_tree, resolve
-from ..trees.config import TreeConfig
-from ..tuning.choice import describe_tree
 from .jobs import Job
 from .room import Room, positions_that_fit
 from .rows import EngineStats, Rows, nodes_of

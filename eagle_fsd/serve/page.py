@@ -21,9 +21,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ..acceptance import RULES
 from ..engine.receipts import Output, Receipt
+from ..serve.guards import Refusal
+from ..serve.protocol import interleaved, merged
 from ..text import GrowingText
-from ..web.guards import Refusal
-from ..web.protocol import interleaved, merged
 from .tickets import EngineClosed, QueueFull, Ticket
 
 if TYPE_CHECKING:

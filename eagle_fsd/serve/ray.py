@@ -11,11 +11,11 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ..acceptance import make_rule
 from ..data.bundled import default_pair
+from ..drafting.config import TreeConfig
 from ..options import AcceptanceOptions, LoadOptions, SamplingOptions, names_of
 from ..pair import load
-from ..trees.config import TreeConfig
-from ..web.limits import ServeOptions, key_from_environment
-from ..web.server import name_of
+from ..serve.limits import ServeOptions, key_from_environment
+from ..serve.server import name_of
 from .app import create_app, new_engine
 
 KINDS = (LoadOptions, ServeOptions, SamplingOptions, AcceptanceOptions)

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import torch
 
+from ..drafting.growth import extend_draft
 from ..pair import EagleModel
-from ..trees.growth import extend_draft
 
 # Caches that grow stand beside those that they grow from, and prefixes and prompts in parts take some as well.
 SHARE = 1 / 4

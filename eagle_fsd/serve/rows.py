@@ -8,12 +8,12 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from ..acceptance.budget import EXACT_RULE
+from ..drafting.config import Choice, TreeConfig
 from ..engine.decoder import Decoder
 from ..engine.emission import Emission
 from ..engine.forwards import Forwards
 from ..engine.request import BatchSettings, Request
 from ..pair import EagleModel
-from ..trees.config import Choice, TreeConfig
 from .jobs import Job
 from .prefixes import Prefixes
 from .room import Room

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from eagle_fsd.experiments.experiment import EXACT, Experiment
+from eagle_fsd.measure.experiment import EXACT, Experiment
 from eval.report.tables import markdown, percent
 
 TOKEN_KINDS = ("digit", "word", "other")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import cycle
 from pathlib import Path
 
-from eagle_fsd.experiments.experiment import EXACT
+from eagle_fsd.measure.experiment import EXACT
 from eval.report.sweeps import MARGIN, by_rule
 
 

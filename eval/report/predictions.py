@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from eagle_fsd.experiments.experiment import EXACT
+from eagle_fsd.measure.experiment import EXACT
 from eval.report.sweeps import by_rule
 
 

@@ -6,8 +6,8 @@ import json
 import re
 from pathlib import Path
 
-from eagle_fsd.experiments.experiment import EXACT
-from eagle_fsd.experiments.search import BASELINE
+from eagle_fsd.measure.experiment import EXACT
+from eagle_fsd.measure.search import BASELINE
 from eval.benchmark import ALL, category_table, method_table
 from eval.report.sweeps import front_table
 from eval.report.tables import markdown, percent

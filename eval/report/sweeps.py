@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from eagle_fsd.experiments.experiment import EXACT
-from eagle_fsd.quality.statistics import fixed_sequence
+from eagle_fsd.measure.experiment import EXACT
+from eagle_fsd.measure.statistics import fixed_sequence
 from eval.report.tables import markdown, percent, span
 
 FEW = 8  # settings that all go into the short table
@@ -36,7 +36,7 @@ def pareto(rows: list[dict]) -> list[str]:
 
 def harmless(rows: list[dict]) -> list[dict]:
     """Settings that are shown to lose at most MARGIN: each rule's thresholds from the smallest on, up to the first that
-    fails, so that the choice among many costs no error (see `eagle_fsd.quality.statistics.fixed_sequence`)."""
+    fails, so that the choice among many costs no error (see `eagle_fsd.measure.statistics.fixed_sequence`)."""
     found = []
     for family in by_rule(rows).values():
         bounds = {row["setting"]: row["family_bound"] for row in family}

@@ -18,10 +18,10 @@ from eagle_fsd.acceptance import Rule
 from eagle_fsd.data.documents import Documents
 from eagle_fsd.data.files import read_lines
 from eagle_fsd.data.progress import Progress
+from eagle_fsd.drafting.config import TreeConfig
 from eagle_fsd.heads.eagle import DraftHead
 from eagle_fsd.models.target import TargetModel
 from eagle_fsd.pair import EagleModel
-from eagle_fsd.trees.config import TreeConfig
 from train.core.config import TrainingConfig
 from train.core.estimate import last_answers
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from eagle_fsd.acceptance import Rule, make_rule
 from eagle_fsd.checks import check_choice
-from eagle_fsd.trees.config import TreeConfig
+from eagle_fsd.drafting.config import TreeConfig
 from train.core.objectives import make_objective, require_count
 
 try:

@@ -23,11 +23,11 @@ from torch import Tensor
 from eagle_fsd.acceptance.divergence import Divergence, get_divergence
 from eagle_fsd.data.documents import Documents
 from eagle_fsd.data.progress import Progress
+from eagle_fsd.drafting.config import TreeConfig
+from eagle_fsd.drafting.growth import draft_tree
+from eagle_fsd.drafting.tree import DraftTree
 from eagle_fsd.heads.eagle import DraftHead
 from eagle_fsd.models.target import TargetModel
-from eagle_fsd.trees.config import TreeConfig
-from eagle_fsd.trees.growth import draft_tree
-from eagle_fsd.trees.tree import DraftTree
 
 LOGITS = {"cpu": 2**25, "cuda": 2**28}  # draft logits held at a time: 128 MB, 1 GB, and about three times that in all
 MOST_TEXTS = 16  # walked together: the target's cache holds them

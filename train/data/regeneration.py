@@ -17,7 +17,7 @@ import eagle_fsd
 from eagle_fsd.data.conversations import BadRow, Record
 from eagle_fsd.data.files import append_lines, read_lines
 from eagle_fsd.data.progress import Progress
-from eagle_fsd.experiments.summaries import repetition
+from eagle_fsd.measure.summaries import repetition
 from eagle_fsd.pair import EagleModel
 from train.data.chat_mask import ANYTHING, render
 

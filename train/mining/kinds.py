@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import keyword
 
-from eagle_fsd.experiments.grading import CODE
+from eagle_fsd.measure.grading import CODE
 
 KINDS = ("digit", "operator", "name", "keyword", "word", "layout")
 OPERATORS = frozenset("+-*/%=<>!&|^~@\u00d7\u00f7")

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from eagle_fsd.drafting.tree import ancestors_of
 from eagle_fsd.models.target import TargetModel
-from eagle_fsd.trees.tree import ancestors_of
 
 OFFSETS = (0, 1, -1)  # tokens of the answer that the substitute takes the place of, less one
 MEETING = 4  # so many tokens in a row that are the target's own again, and the texts have met

@@ -8,10 +8,10 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
+from eagle_fsd.drafting.config import TreeConfig
 from eagle_fsd.pair import EagleModel
 from eagle_fsd.prompts import decode, end_tokens
 from eagle_fsd.serve.engine import Engine
-from eagle_fsd.trees.config import TreeConfig
 from train.mining.mismatches import Miner, Mismatch
 
 Key = TypeVar("Key")

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from eagle_fsd.data.questions import Question
-from eagle_fsd.experiments.grading import CODE, is_right, outcome
+from eagle_fsd.measure.grading import CODE, is_right, outcome
 from train.mining.kinds import is_in_code, kind_of
 from train.mining.likelihood import Loss, losses
 from train.mining.mismatches import Mismatch

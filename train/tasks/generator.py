@@ -25,7 +25,7 @@ from typing import Literal
 
 from eagle_fsd.cli.arguments import parse_options
 from eagle_fsd.cli.exits import check_counts, exit_status
-from eagle_fsd.experiments.grading import extract_result, same_json
+from eagle_fsd.measure.grading import extract_result, same_json
 from train.tasks.families import FAMILIES
 from train.tasks.wordings import Writer
 

@@ -11,13 +11,13 @@ from typing import Any
 from ..acceptance import Rule, make_rule
 from ..checks import require_integer
 from ..data.questions import Question
+from ..drafting.config import TreeConfig
+from ..measure.calibrations import Calibration
+from ..measure.promises import Promise, parse_promise
+from ..measure.statistics import CONFIDENCE, drop_bound, drop_is_within, fewest_answers, fixed_sequence, mean_bound
+from ..measure.traces import predict
 from ..models.placement import weights_digest
 from ..pair import EagleModel
-from ..quality.calibrations import Calibration
-from ..quality.promises import Promise, parse_promise
-from ..quality.statistics import CONFIDENCE, drop_bound, drop_is_within, fewest_answers, fixed_sequence, mean_bound
-from ..quality.traces import predict
-from ..trees.config import TreeConfig
 from .experiment import EXACT, Experiment, settings_of, spread
 from .methods import Method, engine, hf_generate, interleaved
 from .summaries import paired, summarise

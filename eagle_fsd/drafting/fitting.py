@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from scipy.optimize import isotonic_regression
 
-from ..trees.config import Confidence
+from ..drafting.config import Confidence
 from .logs import LoggedCycle
 
 BINS = 24

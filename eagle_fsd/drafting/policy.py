@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from ..trees.config import Choice, TreeConfig
-from ..trees.tree import DraftTree
+from ..drafting.config import Choice, TreeConfig
+from ..drafting.tree import DraftTree
 
 SHORTEST_PAUSE, LONGEST_PAUSE = 16, 128  # cycles without drafting
 MEMORY = 8  # drafted cycles that decide about a pause

@@ -16,6 +16,7 @@ from tqdm import tqdm
 
 from ..acceptance import Rule
 from ..acceptance.budget import EXACT_RULE
+from ..drafting.config import Choice, TreeConfig
 from ..engine.decoder import Decoder
 from ..engine.graphs import GraphCycles
 from ..engine.request import BatchSettings, RequestSettings
@@ -23,7 +24,6 @@ from ..heads.eagle import DraftHead
 from ..models.implementations import GROUPED, SPLIT
 from ..models.parallel import of_first
 from ..models.target import TargetModel
-from ..trees.config import Choice, TreeConfig
 from .latency import Latency
 
 log = logging.getLogger(__name__)

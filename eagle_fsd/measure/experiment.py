@@ -25,14 +25,14 @@ from ..api import generate
 from ..data.files import append_lines, read_lines
 from ..data.progress import Progress
 from ..data.questions import Question
+from ..drafting.config import TreeConfig
 from ..engine.receipts import Output
+from ..measure.traces import Observer, Trace, joined
 from ..models.placement import weights_digest
 from ..pair import EagleModel
 from ..prompts import check_length, encode_prompt, end_tokens
-from ..quality.traces import Observer, Trace, joined
 from ..serve.engine import Engine
 from ..settings import equipped, tree_chooser
-from ..trees.config import TreeConfig
 from .grading import is_right
 from .ifeval import check_instructions
 from .methods import prompt_seed

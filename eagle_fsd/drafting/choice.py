@@ -14,7 +14,7 @@ from dataclasses import replace
 from scipy.stats import gmean
 
 from ..acceptance import Rule
-from ..trees.config import CPU_TREE, Choice, TreeConfig
+from ..drafting.config import CPU_TREE, Choice, TreeConfig
 from .fitting import fit_confidence
 from .latency import Latency
 from .logs import LOGGED_TREE, LoggedCycle, TreeLog

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 from ..acceptance import Rule
 from ..data.progress import Progress
+from ..drafting.config import TreeConfig
+from ..drafting.logs import LOGGED_TREE, CycleLog, TreeLog
 from ..pair import EagleModel
 from ..prompts import check_length, encode_prompts
 from ..settings import equipped
-from ..trees.config import TreeConfig
-from ..tuning.logs import LOGGED_TREE, CycleLog, TreeLog
 from .methods import engine
 
 

@@ -8,7 +8,7 @@ from dataclasses import asdict
 
 import numpy as np
 
-from ..trees.config import Confidence, TreeConfig
+from ..drafting.config import Confidence, TreeConfig
 from .latency import Latency
 from .logs import LOGGED_TREE, LoggedCycle
 

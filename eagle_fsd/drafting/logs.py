@@ -16,10 +16,10 @@ from pathlib import Path
 from ..acceptance import Decision, Rule, Verification, walk
 from ..data.files import cache_directory, read_entries, write_entries
 from ..data.sources import fetch
+from ..drafting.config import TreeConfig
 from ..heads.eagle import DraftHead
 from ..models.placement import weights_digest
 from ..models.target import TargetModel
-from ..trees.config import TreeConfig
 
 log = logging.getLogger(__name__)
 FILE = "tree.json"

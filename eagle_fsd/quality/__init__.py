@@ -1,1 +1,0 @@
-"""Promises about quality: their statistics, what other settings would have done, stored calibrations."""

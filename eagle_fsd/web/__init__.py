@@ -1,1 +1,0 @@
-"""HTTP around an engine: what is let in, what is asked and answered, what is counted, and the process that serves."""
