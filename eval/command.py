@@ -1,8 +1,7 @@
-"""What all commands of evaluation do alike: read their options, choose questions, end with a status, note their options."""
+"""What all commands of evaluation do alike: read and note their options, choose questions, end with a status."""
 
 from __future__ import annotations
 
-import logging
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import is_dataclass
@@ -16,7 +15,6 @@ from eagle_fsd.measure.grading import check_instructions
 from eagle_fsd.measure.records import shown
 
 A = TypeVar("A")
-log = logging.getLogger(__name__)
 
 
 def run_command(

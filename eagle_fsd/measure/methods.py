@@ -19,15 +19,15 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
-from ..acceptance import make_rule
 from ..api import generate
 from ..data.progress import Progress
-from ..drafting.config import TreeConfig
-from ..engine.receipts import Output
+from ..drafting.config import Choice, TreeConfig
+from ..engine.decoder import Decoder
+from ..engine.output import Output
 from ..models.placement import stock_layout, weights_digest
-from ..options import AcceptanceOptions
+from ..options import GenerateOptions
 from ..pair import EagleModel
-from ..prompts import encode_prompt
+from ..requests import encode_prompt, make_requests
 
 
 @dataclass(frozen=True)
@@ -50,8 +50,7 @@ def prompt_seed(seed: int, prompt: object) -> int:
 
 def check_options(options: Mapping[str, object]) -> None:
     """Raise ValueError or TypeError as `generate` would for these options, before anything is loaded."""
-    AcceptanceOptions.of(options)
-    make_rule(options["acceptance"], options.get("threshold"), options.get("divergence"))
+    GenerateOptions.from_names(options)
 
 
 def described(model: EagleModel, tree: TreeConfig | None, **settings: object) -> dict[str, object]:
@@ -133,6 +132,18 @@ def engine(
 def in_batch(joined: Any) -> Callable[..., Output]:
     """Asks an `Engine`, which decodes what several threads ask at once in one batch."""
     return lambda prompt, **options: joined.submit(prompt, **options).result()
+
+
+def decoder_of(
+    model: EagleModel, prompts: Sequence[list[int]], *, tree: TreeConfig | None, cycles: int, **options: object
+) -> Decoder:
+    """A decoder that has read these prompts, with room for so many cycles; always with this tree, None: undrafted."""
+    room = cycles * (1 + (tree.depth if tree else 0)) + 1
+    requests = make_requests(model, prompts, GenerateOptions.from_names(
+        {**options, "tree": tree, "max_new_tokens": room, "ignore_eos": True, "seed": 0}))
+    decoder = Decoder(model.target, model.draft if tree else None, requests, lambda count: Choice(tree))
+    decoder.prefill()
+    return decoder
 
 
 def interleaved(
