@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import LogitsProcessor
 from transformers.generation.streamers import BaseStreamer
 
+from .drafting.config import TreeConfig
 from .engine.decoder import Session
 from .engine.loop import run
 from .engine.output import Output
@@ -89,7 +90,9 @@ def with_options(options: GenerateOptions | None, given: dict[str, object]) -> G
     return GenerateOptions.from_names({**before, **given})
 
 
-def decode_requests(model: EagleModel, requests: Sequence[Request], tree: object = None, **options: object) -> list[Output]:
+def decode_requests(
+    model: EagleModel, requests: Sequence[Request], tree: TreeConfig | None = None, **options: object
+) -> list[Output]:
     """Answers to requests with one rule, decoded together where one cache serves them; `options` are those of `run`."""
     outputs: dict[int, Output] = {}
     for numbers in model.target.batches([len(request.prompt) for request in requests]):

@@ -1,14 +1,14 @@
 """Every option of decoding and of loading: its name, default, meaning and check, once.
 
-`generate`, `custom_generate`, `Chat`, the command line, the endpoint and the lm-evaluation-harness take theirs from here.
-The docstrings are what `--help` says. Nothing here imports torch before an object is made, so that `--help` is quick.
+`generate`, `custom_generate`, `Chat`, the command line, the endpoint and the harness take theirs from here. The
+docstrings are what `--help` says. Nothing here imports torch before an object is made, so that `--help` is quick.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from numbers import Real
 from pathlib import Path
@@ -40,7 +40,7 @@ ELSEWHERE = {
     "stop_strings": "stop=",
     "stream": "streamer=, or Engine(model).submit(...), whose ticket is an iterator",
     # of load
-    "calibration": "threshold= of generate: nothing is read beside a head any more (eagle-fsd calibrate recommends one)",
+    "calibration": "threshold= of generate: nothing is read beside a head (eagle-fsd calibrate recommends one)",
     "compile": "nothing: it gained less than prepacked weights, which are the default",
     "load_in_4bit": "quantization_config=",
     "load_in_8bit": "quantization_config=",
@@ -95,8 +95,8 @@ class GenerateOptions(Options):
         head_guard: alpha in [0, 1]: a fuzzy token needs target probability >= (1 - alpha) * the best token's. None: no
             guard, as in the papers. "default": the rule's own, 0.7 for fsd, typical and relaxed.
         budget: nats of regret (log-probability of the target's best token less that of the token taken) that the fuzzy
-            tokens of an answer may cost together. A dearer token is refused and the answer is exact from there, as it is
-            from where the text starts to repeat; `out.stats` says where. 0: exact; inf: only repetition counts.
+            tokens of an answer may cost together. A dearer token is refused and the answer is exact from there, as it
+            is from where the text starts to repeat; `out.stats` says where. 0: exact; inf: only repetition counts.
         tree: size of the draft tree; None: as the model was loaded for (`load(tree=)`).
     """
 

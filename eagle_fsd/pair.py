@@ -14,11 +14,11 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .acceptance import Rule, make_rule
-from .drafting.choice import AutoTree, describe_tree
+from .drafting.autotree import AutoTree, describe_tree
 from .drafting.config import CPU_TREE, GPU_TREE, Choice, TreeConfig
-from .drafting.logs import TreeLog, read_logs, with_own_logs
-from .drafting.machine import known_latency, use_fastest_attention
-from .drafting.policy import Pause
+from .drafting.logs import Setting, TreeLog, read_logs, with_own_logs
+from .drafting.pause import Pause
+from .engine.timing import known_latency, use_fastest_attention
 from .heads.catalogue import find_pair
 from .heads.checkpoint import load_head
 from .heads.eagle import DraftHead
@@ -90,7 +90,7 @@ class EagleModel:
         if tree is None and self.trees is not None and self.draft is not None:
             # Texts of a fuzzy rule depend on where drafting pauses, and must not depend on earlier requests.
             pause = self.pauses[temperature] if rule.is_lossless(temperature == 0) else None
-            return functools.partial(self.trees.of, rule, temperature), pause
+            return functools.partial(self.trees.of, Setting.of(rule, temperature)), pause
         choice = Choice(self.check_tree(self.default_tree if tree is None else tree))
         return (lambda requests: choice), None  # with a given tree nothing pauses
 
@@ -113,7 +113,7 @@ class EagleModel:
         if tree is not None or self.trees is None:
             given = tree or self.default_tree
             return repr(given) if given.confidence is None else describe_tree(given)
-        chosen = self.trees.of(make_rule("exact"), temperature).tree
+        chosen = self.trees.of(Setting.of(make_rule("exact"), temperature)).tree
         return "auto: " + ("no draft tree" if chosen is None else describe_tree(chosen))
 
     @property

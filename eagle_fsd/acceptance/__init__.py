@@ -1,6 +1,6 @@
 """Acceptance rules: which drafted tokens a cycle keeps.
 
-A rule is a frozen dataclass with a `threshold`. At each level of the walk it is shown the `Nodes` that the rows stand on
+A rule is a frozen dataclass with a `threshold`. At each level of the walk it sees the `Nodes` that the rows stand on
 and answers `Weights`; the walk draws from them. A new rule is one file and one line in `RULE_CLASSES`.
 """
 

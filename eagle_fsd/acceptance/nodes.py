@@ -18,8 +18,8 @@ from .divergence import get_divergence
 class Weights(NamedTuple):
     """A rule's answer at the nodes that the walks stand on; log-weights count up to a constant per row.
 
-    By `children` and `others` a child is drawn or the token that the target itself draws, so no child may lose more than
-    the other tokens do; `tokens` may say anything.
+    By `children` and `others` a child is drawn or the token that the target itself draws, so no child may lose more
+    than the other tokens do; `tokens` may say anything.
     """
 
     children: Tensor | None  # [B, C] log-weight of each child; other columns are not read

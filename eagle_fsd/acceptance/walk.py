@@ -2,8 +2,8 @@
 
 B rows, N tree nodes, C = N columns of it, K expanded nodes of a level, V vocabulary, R the draft's.
 
-At every node the walk draws `argmax(log_weights + noise)`. If that token is a child it descends, else it emits the token
-and stops; at a leaf it emits. A token is *exact* where the target itself draws it with the same noise,
+At every node the walk draws `argmax(log_weights + noise)`. If that token is a child it descends, else it emits the
+token and stops; at a leaf it emits. A token is *exact* where the target itself draws it with the same noise,
 `argmax(warped_logits + noise)`, and *fuzzy* otherwise.
 """
 
@@ -41,7 +41,7 @@ class Target(NamedTuple):
     logits: Tensor  # [B, N, V] float32, raw
     warp: Callable[[Tensor, Tensor, Sequence[Tensor], Tensor], Tensor]
     # warp(raw [B, V], node [B], tokens from the root on, each [B], going [B]) -> [B, V] after all processors
-    noise: Callable[[int], Tensor] | None  # noise(depth) -> [B, V] for the tokens after nodes of that depth; None: greedy
+    noise: Callable[[int], Tensor] | None  # noise(depth) -> [B, V] for the tokens after its nodes; None: greedy
     warp_tree: Callable[[], Tensor]  # [B, N, V], the same for all nodes
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from ..acceptance import Rule
 from ..acceptance.walk import Step, Target, walk
 from ..drafting.config import Choice
-from ..drafting.policy import Drafting, Pause
+from ..drafting.pause import Drafting, Pause
 from ..drafting.tree import DraftTree, root_only
 from ..heads.eagle import DraftHead
 from ..models.target import TargetModel

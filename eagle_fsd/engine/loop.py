@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers.generation.streamers import BaseStreamer
 
 from ..drafting.config import Choice
-from ..drafting.policy import Pause
+from ..drafting.pause import Pause
 from ..drafting.tree import DraftTree
 from ..heads.eagle import DraftHead
 from ..models.target import TargetModel

@@ -37,16 +37,16 @@ class Request:
 
     Args:
         prompt: token ids. rule, temperature, seed, max_new_tokens, budget: as asked for; see `GenerateOptions`.
-        processors: of logits, warpers included. alike: what they were made of, where their result does not depend on the
-            tokens before: one call serves all requests of an equal one. None: they are called for each row alone.
+        processors: of logits, warpers included. alike: what they were made of, where their result does not depend on
+            the tokens before: one call serves all requests of an equal one. None: they are called for each row alone.
         eos_ids, stop_ids: tokens that end it. text_ends: told each new token, says whether a stop string is complete.
         criteria: of `transformers`; they see the whole text.
         padding: before the prompt, for processors and criteria, which see it in `model.generate`.
     """
 
     def __init__(
-        self, prompt: Sequence[int], *, max_new_tokens: int, rule: Rule = EXACT, temperature: float = 0.0, seed: int = 0,
-        budget: float | None = None, processors: LogitsProcessorList | None = None, alike: object = None,
+        self, prompt: Sequence[int], *, max_new_tokens: int, rule: Rule = EXACT, temperature: float = 0.0,
+        seed: int = 0, budget: float | None = None, processors: LogitsProcessorList | None = None, alike: object = None,
         eos_ids: frozenset[int] = frozenset(), stop_ids: frozenset[int] = frozenset(),
         text_ends: Callable[[int], bool] | None = None, criteria: Sequence[Callable] = (), padding: Sequence[int] = (),
         device: torch.device | str = "cpu",

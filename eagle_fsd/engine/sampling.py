@@ -2,8 +2,8 @@
 
 B batch, N nodes, L length of the emitted context (prompt and tokens before the root), V vocabulary.
 
-What a processor raises is the error of the row that it was called for, noted in `errors`: where it may depend on the text,
-or is the user's, it is called row by row.
+What a processor raises is the error of the row that it was called for, noted in `errors`: where it may depend on the
+text, or is the user's, it is called row by row.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ def warp_trees(
     warped = logits.clone()
     for row, request in enumerate(requests):
         try:
-            warped[row] = _warp_tree(request.processors, request.context, tree.row(row), logits[row])
+            warped[row] = _warp_tree(request.processors, request.context, tree.take(slice(row, row + 1)), logits[row])
         except Exception as error:
             errors[row] = error
     return warped
