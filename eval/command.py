@@ -31,7 +31,7 @@ def run_command(
     args = parse_options(arguments, argv, program=f"python -m {module}",
                          description=sys.modules[arguments.__module__].__doc__)
     found: list[int | None] = [0]
-    status = exit_status(module, lambda: found.append(work(args)), stopped=stopped, flags=True)
+    status = exit_status(module, lambda: found.append(work(args)), stopped=stopped)
     return status or found[-1] or 0
 
 

@@ -11,7 +11,7 @@ speed of --timed ones, answered alone and interleaved. A setting may also be los
 from __future__ import annotations
 
 import sys
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,7 +19,6 @@ from pathlib import Path
 from eagle_fsd.cli.arguments import Loading, Tree
 from eagle_fsd.cli.exits import check_counts
 from eagle_fsd.measure.comparison import compare_settings, read_settings
-from eagle_fsd.serve.engine import Engine
 from eval.command import chosen_questions, run_command
 
 
@@ -62,13 +61,17 @@ def run(args: QualityArguments) -> None:
     settings = read_settings(args.settings)
     questions = chosen_questions(args.questions, args.per_category)
     model = args.pair.load()
-    in_batches = args.batch > 1
-    with Engine(model, max_rows=args.batch, max_waiting=args.batch, prefixes=0, tree=args.tree) if in_batches else \
-            nullcontext() as engine:
+    with ExitStack() as stack:
+        joined = None
+        if args.batch > 1:
+            from eagle_fsd.serve.engine import Engine
+
+            joined = stack.enter_context(
+                Engine(model, max_rows=args.batch, max_waiting=args.batch, prefixes=0, tree=args.tree))
         print(compare_settings(
             model, questions, settings, args.out, points=args.points, temperature=args.temperature,
             max_new_tokens=args.max_new_tokens, seed=args.seed, tree=args.tree, run_code=args.run_code,
-            timed=args.timed, joined=engine, workers=args.batch))
+            timed=args.timed, joined=joined, workers=args.batch))
 
 
 main = partial(run_command, "eval.quality", QualityArguments, run, stopped="stopped; the same command goes on")

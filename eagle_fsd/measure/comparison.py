@@ -177,6 +177,10 @@ def recommend(rows: Sequence[Mapping], reference: str, points: float) -> tuple[s
     others = [row for row in rows if row["method"] != reference]
     if any(row["accuracy"] is None for row in rows):
         return None, "Nothing is recommended: these questions have no grader, so that what is lost is not known."
+    accuracy = next(row["accuracy"] for row in rows if row["method"] == reference)
+    if 100 * accuracy <= points:
+        return None, (f"Nothing is recommended: {reference} answers {percent(accuracy, 1)} rightly, so that there is "
+                      "nothing to lose; look at the answers and at how they are compared.")
     kept = [row for row in others if 100 * row["bound"] <= points]
     faster = [row for row in kept if row["time_interval"][1] < 1]
     if not faster:
@@ -201,15 +205,17 @@ def parse_setting(text: str) -> tuple[str, dict[str, object]]:
     options: dict[str, object] = {"acceptance": rule}
     for word in words:
         name, _, value = word.rpartition("=")
+        name = name or "threshold"
         try:
-            given: object = None if value == "none" else float(value)
+            given: object = None if value == "none" else int(value) if name == "top_k" else float(value)
         except ValueError:
             given = value
-        name = name or "threshold"
-        if not rule or name in options or name == "threshold" and not isinstance(given, float):
-            raise ValueError(f'{text!r} is no setting; it takes a rule, a threshold and options, such as "fsd 0.3" or '
-                             '"fsd 0.5 head_guard=none"')
-        options[name] = int(given) if name == "top_k" else given
+        if name in options or name == "threshold" and not isinstance(given, float):
+            rule = ""
+        options[name] = given
+    if not rule:
+        raise ValueError(f'{text!r} is no setting; it takes a rule, a threshold and options, such as "fsd 0.3" or '
+                         '"fsd 0.5 head_guard=none"')
     return " ".join([rule, *words]), options
 
 
