@@ -97,7 +97,7 @@ def run(args: BenchmarkArguments) -> None:
     rows = by_category(found, BASELINE)
     print(write_record(args.out, {"settings": noted(args), **about, "rows": rows}, f"""\
 {len(found)} questions, {about["dtype"]}, temperature {args.temperature:g}, at most {args.max_new_tokens} tokens a turn,
-tree {about["tree"]}
+tree {model.describe_tree(args.tree, args.temperature)}
 
 {page_text(rows, BASELINE)}"""))
     plot_speeds(rows, record_path(args.out, ".png"))

@@ -208,13 +208,11 @@ def run(args: ForwardsArguments) -> None:
     record = {"settings": noted(args), **described(model, args.tree), "attention": target.config._attn_implementation,
               "weight_bytes": weights, "copy_bytes_per_second": rate, "rows": rows,
               "peak_bytes": torch.cuda.max_memory_allocated() if cuda else None}
-    floor = 1000 * weights / rate
-    print(write_record(args.out, record, f"""\
-{args.shape or "the pair"}, {len(target.decoder_layers)} layers, {target.dtype}, {record["attention"]}; a context of
-{args.context} tokens, trees of depth {args.tree.depth} and top_k {args.tree.top_k}; medians of {args.rounds}, in
-milliseconds. Layers of {weights / 1e9:.3g} GB, copied at {rate / 1e9:.1f} GB/s.
-
-{latency_table(rows, floor)}"""))
+    said = (f"{args.shape or 'the pair'}, {len(target.decoder_layers)} layers, {target.dtype}, attention "
+            f"{record['attention']}; {args.context} tokens before, trees of depth {args.tree.depth} and top_k "
+            f"{args.tree.top_k}; milliseconds, medians of {args.rounds}. The floor is the time in which the layers' "
+            f"{weights / 1e9:.3g} GB are read once, at the {rate / 1e9:.1f} GB/s of a copy.")
+    print(write_record(args.out, record, f"{said}\n\n{latency_table(rows, 1000 * weights / rate)}"))
     plot_forwards(rows, record_path(args.out, ".png"))
 
 

@@ -19,7 +19,7 @@ import numpy as np
 from tyro.conf import Positional
 
 from eagle_fsd.measure.records import markdown, percent, span, write_record
-from eagle_fsd.measure.statistics import interval, ratio_interval
+from eagle_fsd.measure.statistics import interval, ratio_interval, speedup
 from eval.command import run_command
 from eval.mt_bench import read_answers, read_note
 
@@ -66,11 +66,6 @@ def speed_row(category: str, method: Sequence[Mapping], baseline: Sequence[Mappi
     tokens, seconds = totals(method, "new_tokens"), totals(method, "wall_time")
     their_tokens, their_seconds = totals(baseline, "new_tokens"), totals(baseline, "wall_time")
     emitted = [count for record in method for choice in record["choices"] for count in choice.get("accept_lengths", [])]
-
-    def speedup(*columns: np.ndarray) -> np.ndarray:
-        a, b, c, d = (column.sum(-1) for column in columns)
-        return a / b / (c / d)
-
     columns = tokens, seconds, their_tokens, their_seconds
     same = [[choice["turns"] for choice in ours["choices"]] == [choice["turns"] for choice in theirs["choices"]]
             for ours, theirs in zip(method, baseline, strict=True)]

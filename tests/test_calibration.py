@@ -20,6 +20,7 @@ from eagle_fsd.measure.statistics import (
     drop_interval,
     first_difference,
     interval,
+    method_rows,
     ratio_interval,
     repetition,
 )
@@ -136,6 +137,7 @@ def test_a_comparison_goes_on_where_it_was(tmp_path):
     found = run("ab", 5, timed=1, together=together, workers=2)
     assert sorted(asked) == [(name, f"question {number}") for name in "ab" for number in (3, 4)]
     assert [line["id"] for line in found] == [0, 1, 2, 3, 4] and not found[4]["methods"]["a"]["timed"]
+    assert method_rows(found, "a")[1]["timed"] == 1 and method_rows(found[1:], "a")[1]["time"] is None
     with pytest.raises(ValueError, match="begun with other seed: delete it"):
         compare({"a": counted("a")}, [question(0)], log, {"seed": 1}, max_new_tokens=1)
 

@@ -21,7 +21,7 @@ from ..drafting.config import TreeConfig
 from ..pair import EagleModel
 from .grading import CODE, check_instructions, is_right
 from .methods import Answer, Method, check_options, described, engine, in_batch
-from .records import markdown, percent, plot_comparison, record_path, span, write_record
+from .records import decimals, markdown, percent, plot_comparison, record_path, span, write_record
 from .statistics import by_category, repetition
 
 logger = logging.getLogger(__name__)
@@ -111,8 +111,8 @@ def record_of(answers: Sequence[Answer], question: Question, run_code: bool) -> 
     Returns:
         turns: texts; ids; seconds; tokens; forwards of the target and the tokens that they `emitted` (0 where the
         engine is not ours); fuzzy: tokens that only the rule accepted; regret: nats below the target's best, summed
-        over the tokens; repeated: share of repeated 4-grams; cut_off: by the length limit; right: None where there is
-        nothing to compare with.
+        over the tokens; repeated: share of repeated 4-grams; cut_off: by the length limit, None where the engine is not
+        ours; right: None where there is nothing to compare with.
     """
     outputs = [answer.output for answer in answers if answer.output]
     receipts = [receipt for output in outputs for receipt in output.receipts]
@@ -124,7 +124,7 @@ def record_of(answers: Sequence[Answer], question: Question, run_code: bool) -> 
         "seconds": sum(answer.seconds for answer in answers), "forwards": len(lengths),
         "emitted": sum(lengths) + len(lengths), "fuzzy": sum(receipt.source == "fuzzy" for receipt in receipts),
         "regret": sum(receipt.regret for receipt in receipts), "repeated": repetition(ids),
-        "cut_off": any(output.finish_reason == "length" for output in outputs),
+        "cut_off": any(output.finish_reason == "length" for output in outputs) if outputs else None,
         "right": None if right is None else bool(right and len(answers) == len(question.turns)),
     }
 
@@ -133,26 +133,29 @@ def method_table(rows: Sequence[Mapping], reference: str) -> str:
     """The rows in Markdown. tau = tokens emitted per forward of the target."""
     graded = any(row["accuracy"] is not None for row in rows)
     return markdown({
-        "method": row["method"], "tokens/s": f"{row['tokens_per_second']:.1f}",
-        f"speed vs {reference} (95%)": f"{row['speedup']:.2f}x ({span(row['speedup_interval'])})",
-        f"time per answer vs {reference} (95%)": f"{row['time']:.2f} ({span(row['time_interval'])})",
-        "s/answer": f"{row['seconds_per_answer']:.2f}", "tokens/answer": f"{row['tokens_per_answer']:.0f}",
-        "tau": "" if row["tau"] is None else f"{row['tau']:.2f}",
-        "same answers": percent(row["same_answers"]), "same tokens": percent(row["same_tokens"]),
-        "fuzzy tokens": percent(row["fuzzy_share"], 1),
-        "regret/token": "" if row["regret_per_token"] is None else f"{row['regret_per_token']:.3f}",
-        "repeated 4-grams": percent(row["repeated"]), "cut off": percent(row["cut_off"]),
-        **(_accuracy_cells(row) if graded else {}),
+        "method": row["method"], "tokens/s": decimals(row["tokens_per_second"], 1),
+        f"speed vs {reference} (95%)": ratio(row, "speedup", "x"),
+        f"time per answer vs {reference} (95%)": ratio(row, "time"),
+        "s/answer": decimals(row["seconds_per_answer"]), "tokens/answer": decimals(row["tokens_per_answer"], 0),
+        "tau": decimals(row["tau"]), "same answers": percent(row["same_answers"]),
+        "same tokens": percent(row["same_tokens"]), "fuzzy tokens": percent(row["fuzzy_share"], 1),
+        "regret/token": decimals(row["regret_per_token"], 3), "repeated 4-grams": percent(row["repeated"]),
+        "cut off": percent(row["cut_off"]), **(accuracy_cells(row) if graded else {}),
     } for row in rows)
 
 
-def _accuracy_cells(row: Mapping) -> dict[str, str]:
+def ratio(row: Mapping, key: str, unit: str = "") -> str:
+    """A ratio with its interval; empty where nothing was timed."""
+    return "" if row[key] is None else f"{row[key]:.2f}{unit} ({span(row[f'{key}_interval'])})"
+
+
+def accuracy_cells(row: Mapping) -> dict[str, str]:
     if row["accuracy"] is None:
         return {}
     change = sorted(-100 * end for end in row["drop_interval"])
     return {"accuracy": percent(row["accuracy"], 1), "lost, gained": f"{row['lost']}, {row['gained']}",
             "change in points (95%)": f"{0 - 100 * row['drop']:+.1f} ({span(change, 1)})",
-            "loss at most": f"{100 * row['bound']:.1f}"}
+            "loss at most": decimals(100 * row["bound"], 1)}
 
 
 def page_text(rows: Mapping[str, Sequence[Mapping]], reference: str) -> str:
@@ -161,9 +164,9 @@ def page_text(rows: Mapping[str, Sequence[Mapping]], reference: str) -> str:
     if len(rows) > 1:
         text += f"\n\nTimes the speed of {reference}, tau, and accuracy, by category:\n\n" + markdown({
             "category": category, "questions": each[0]["answers"],
-            **{row["method"]: " / ".join(cell for cell in (
-                f"{row['speedup']:.2f}x", "" if row["tau"] is None else f"{row['tau']:.2f}",
-                percent(row["accuracy"], 1)) if cell) for row in each},
+            **{row["method"]: " / ".join(filter(None, (
+                decimals(row["speedup"], unit="x"), decimals(row["tau"]), percent(row["accuracy"], 1))))
+               for row in each},
         } for category, each in rows.items())
     return text
 
@@ -267,7 +270,7 @@ def compare_settings(
     page = write_record(out, {**about, "workers": workers, "points": points, "recommended": name, "said": said,
                               "rows": rows}, f"""\
 {len(found)} questions, {rows["all"][0]["timed"]} of them timed, {about["dtype"]}, temperature {temperature:g}, at most
-{max_new_tokens} tokens a turn, tree {about["tree"]}
+{max_new_tokens} tokens a turn, tree {model.describe_tree(tree, temperature)}
 
 {page_text(rows, EXACT)}
 

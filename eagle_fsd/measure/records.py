@@ -82,8 +82,13 @@ def markdown(rows: Iterable[Mapping[str, object]]) -> str:
     return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
 
 
+def decimals(value: float | None, digits: int = 2, unit: str = "") -> str:
+    """A number as a cell; empty where there is none."""
+    return "" if value is None else f"{value:.{digits}f}{unit}"
+
+
 def percent(share: float | None, digits: int = 0) -> str:
-    return "" if share is None else f"{100 * share:.{digits}f}%"
+    return decimals(None if share is None else 100 * share, digits, "%")
 
 
 def span(ends: Sequence[float], digits: int = 2) -> str:

@@ -36,6 +36,11 @@ def ratio_interval(ours: np.ndarray, theirs: np.ndarray) -> list[float]:
     return interval(lambda a, b: a.sum(-1) / b.sum(-1), ours, theirs)
 
 
+def speedup(tokens: np.ndarray, seconds: np.ndarray, their_tokens: np.ndarray, their_seconds: np.ndarray) -> np.ndarray:
+    """Tokens per second over another method's, of the last axes' sums."""
+    return tokens.sum(-1) / seconds.sum(-1) / (their_tokens.sum(-1) / their_seconds.sum(-1))
+
+
 def drop_bound(lost: float, gained: float, count: int, confidence: float = 0.95) -> float:
     """One-sided upper bound of what accuracy has fallen by (Tango, Stat. Med. 17, 1998); below 0 it has risen.
 
@@ -78,48 +83,56 @@ def method_rows(found: Sequence[Mapping], reference: str) -> list[dict]:
     """One row per method over the questions of `compare`, beside the reference on the same questions.
 
     Returns:
-        speedup (tokens per second) and time (per answer) are ratios to the reference's, with 95% intervals, of the
-        timed questions; same_tokens: share before the first difference; drop: of accuracy, with its interval, and
-        bound: its one-sided 95% bound, with Bonferroni's correction over all methods but the reference.
+        speedup (tokens per second) and time (per answer) are ratios to the reference's, with 95% intervals, over the
+        timed questions (None: there are none); same_tokens: share before the first difference; drop: of accuracy, with
+        its interval, and bound: its one-sided 95% bound, with Bonferroni's correction over all methods but the
+        reference.
     """
-    timed = [line for line in found if all(record["timed"] for record in line["methods"].values())]
-    others = max(1, len(found[0]["methods"]) - 1)
-
-    def column(name: str, key: str, lines: Sequence[Mapping] = found) -> np.ndarray:
-        return np.array([line["methods"][name][key] for line in lines], float)
-
-    def rates(*columns: np.ndarray) -> np.ndarray:
-        ours, our_seconds, theirs, their_seconds = (values.sum(-1) for values in columns)
-        return ours / our_seconds / (theirs / their_seconds)
-
+    timed = [line["methods"] for line in found if all(record["timed"] for record in line["methods"].values())]
     rows = []
     for name in found[0]["methods"]:
-        columns = [column(each, key, timed) for each in (name, reference) for key in ("tokens", "seconds")]
         ours = [line["methods"][name] for line in found]
         theirs = [line["methods"][reference] for line in found]
         parts = [first_difference(a["ids"], b["ids"]) for a, b in zip(ours, theirs, strict=True)]
         same = sum(a["tokens"] if at is None else at for a, at in zip(ours, parts, strict=True))
-        tokens, forwards = column(name, "tokens").sum(), column(name, "forwards").sum()
-        pairs = [(a["right"], b["right"]) for a, b in zip(ours, theirs, strict=True) if a["right"] is not None]
-        row = {
-            "method": name, "tokens_per_second": float(columns[0].sum() / columns[1].sum()), "timed": len(timed),
-            "speedup": float(rates(*columns)), "speedup_interval": interval(rates, *columns),
-            "time": float(columns[1].sum() / columns[3].sum()),
-            "time_interval": ratio_interval(columns[1], columns[3]), "seconds_per_answer": float(columns[1].mean()),
-            "tau": float(column(name, "emitted").sum() / forwards) if forwards else None, "answers": len(found),
-            "tokens_per_answer": float(tokens / len(found)), "same_answers": parts.count(None) / len(found),
-            "same_tokens": float(same / max(1, tokens)), "fuzzy_share": float(column(name, "fuzzy").sum() / tokens),
-            "regret_per_token": float(column(name, "regret").sum() / tokens) if forwards else None,
-            "repeated": float(column(name, "repeated").mean()), "cut_off": float(column(name, "cut_off").mean()),
-            "graded": len(pairs), "accuracy": sum(right for right, _ in pairs) / len(pairs) if pairs else None,
-        }
-        if pairs:
-            lost, gained = (sum(them and not us for us, them in pairs), sum(us and not them for us, them in pairs))
-            row |= {"lost": lost, "gained": gained, "drop": (lost - gained) / len(pairs),
-                    "drop_interval": drop_interval(lost, gained, len(pairs)),
-                    "bound": drop_bound(lost, gained, len(pairs), 1 - 0.05 / others)}
-        rows.append(row)
+        tokens, forwards = (sum(record[key] for record in ours) for key in ("tokens", "forwards"))
+        own = {  # what only our engine says
+            "tau": sum(record["emitted"] for record in ours) / forwards,
+            "regret_per_token": sum(record["regret"] for record in ours) / max(1, tokens),
+            "cut_off": sum(record["cut_off"] for record in ours) / len(ours),
+        } if forwards else dict.fromkeys(("tau", "regret_per_token", "cut_off"))
+        rows.append({
+            "method": name, "answers": len(found), "timed": len(timed), **_speeds(timed, name, reference), **own,
+            "tokens_per_answer": tokens / len(found), "same_answers": parts.count(None) / len(found),
+            "same_tokens": same / max(1, tokens),
+            "fuzzy_share": sum(record["fuzzy"] for record in ours) / max(1, tokens),
+            "repeated": sum(record["repeated"] for record in ours) / len(ours),
+            **_accuracy(ours, theirs, max(1, len(found[0]["methods"]) - 1)),
+        })
     return rows
+
+
+def _speeds(timed: Sequence[Mapping], name: str, reference: str) -> dict:
+    if not timed:
+        return dict.fromkeys(("tokens_per_second", "speedup", "speedup_interval", "time", "time_interval",
+                              "seconds_per_answer"))
+    tokens, seconds, their_tokens, their_seconds = columns = [
+        np.array([line[each][key] for line in timed], float)
+        for each in (name, reference) for key in ("tokens", "seconds")]
+    return {"tokens_per_second": float(tokens.sum() / seconds.sum()), "speedup": float(speedup(*columns)),
+            "speedup_interval": interval(speedup, *columns), "time": float(seconds.sum() / their_seconds.sum()),
+            "time_interval": ratio_interval(seconds, their_seconds), "seconds_per_answer": float(seconds.mean())}
+
+
+def _accuracy(ours: Sequence[Mapping], theirs: Sequence[Mapping], methods: int) -> dict:
+    pairs = [(a["right"], b["right"]) for a, b in zip(ours, theirs, strict=True) if a["right"] is not None]
+    if not pairs:
+        return {"graded": 0, "accuracy": None}
+    lost, gained = sum(them and not us for us, them in pairs), sum(us and not them for us, them in pairs)
+    return {"graded": len(pairs), "accuracy": sum(right for right, _ in pairs) / len(pairs), "lost": lost,
+            "gained": gained, "drop": (lost - gained) / len(pairs),
+            "drop_interval": drop_interval(lost, gained, len(pairs)),
+            "bound": drop_bound(lost, gained, len(pairs), 1 - 0.05 / methods)}
 
 
 def by_category(found: Sequence[Mapping], reference: str) -> dict[str, list[dict]]:
