@@ -20,7 +20,9 @@ ROOT = Path(__file__).parents[2]
 
 
 def environment() -> dict:
-    """Commit, command, versions and hardware of this process; `clean`: whether the commit is all there is to the code.
+    """Commit, command, versions and hardware of this process.
+
+    `clean`: whether the commit has all of the code that ran; results and documentation may have changed since.
     """
     def git(*args: str) -> str:
         try:
@@ -33,7 +35,8 @@ def environment() -> dict:
     if cpuinfo.exists():
         names = [line.split(":", 1)[1].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line]
         processor = names[0] if names else processor
-    commit, changed = git("rev-parse", "--short", "HEAD"), git("status", "--porcelain", "-uno")
+    commit = git("rev-parse", "--short", "HEAD")
+    changed = git("status", "--porcelain", "-uno", "--", ".", ":!eval/results", ":!docs")
     program = Path(sys.argv[0])
     name = f"python -m {program.parent.name}.{program.stem}" if program.suffix == ".py" else program.name
     return {
