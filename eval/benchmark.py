@@ -46,6 +46,7 @@ class BenchmarkArguments:
         temperature: 0 is greedy; otherwise sampling.
         run_code: allow the generated programs of HumanEval and MBPP to be run, to grade them; else they are not graded.
         warm_up: questions that are answered once unmeasured.
+        repeats: timed runs of each question, of which the median counts.
         threads: of torch; without it what OMP_NUM_THREADS says, or torch.
         seed: of the noise.
         tree: of exact and of the settings.
@@ -61,6 +62,7 @@ class BenchmarkArguments:
     temperature: float = 0.0
     run_code: bool = False
     warm_up: int = 2
+    repeats: int = 1
     threads: int | None = None
     seed: int = 1
     tree: Tree = None
@@ -79,7 +81,7 @@ def methods_of(model: EagleModel, args: BenchmarkArguments) -> dict[str, Method]
 
 
 def run(args: BenchmarkArguments) -> None:
-    check_counts(args, "max_new_tokens", "per_category", "threads")
+    check_counts(args, "max_new_tokens", "per_category", "repeats", "threads")
     check_counts(args, "warm_up", least=0)
     read_settings(args.settings)
     questions = chosen_questions(args.questions, args.per_category)
@@ -89,11 +91,11 @@ def run(args: BenchmarkArguments) -> None:
         torch.set_num_threads(args.threads)
     model = args.pair.load()
     about = described(model, args.tree, temperature=args.temperature, seed=args.seed,
-                      max_new_tokens=args.max_new_tokens, run_code=args.run_code)
+                      max_new_tokens=args.max_new_tokens, repeats=args.repeats, run_code=args.run_code)
     log = record_path(args.out, ".answers.jsonl")
     with only_writer(log):
         found = compare(methods_of(model, args), questions, log, about, max_new_tokens=args.max_new_tokens,
-                        run_code=args.run_code, warm_up=args.warm_up)
+                        run_code=args.run_code, warm_up=args.warm_up, repeats=args.repeats)
     rows = by_category(found, BASELINE)
     print(write_record(args.out, {"settings": noted(args), **about, "rows": rows}, f"""\
 {len(found)} questions, {about["dtype"]}, temperature {args.temperature:g}, at most {args.max_new_tokens} tokens a turn,

@@ -30,11 +30,15 @@ from eagle_fsd import EagleModel, TreeConfig
 from eagle_fsd.cli.arguments import Loading, Tree
 from eagle_fsd.cli.exits import check_counts
 from eagle_fsd.data.progress import Progress
+from eagle_fsd.drafting.config import Choice
+from eagle_fsd.engine.decoder import Decoder
 from eagle_fsd.heads.eagle import DraftHead
 from eagle_fsd.measure.comparison import parse_setting
-from eagle_fsd.measure.methods import check_options, decoder_of, described
+from eagle_fsd.measure.methods import check_options, described
 from eagle_fsd.measure.records import markdown, record_path, write_record
 from eagle_fsd.models.loading import check_device
+from eagle_fsd.options import GenerateOptions
+from eagle_fsd.requests import make_requests
 from eval.command import noted, run_command
 from eval.plots import plot_forwards
 
@@ -124,6 +128,18 @@ def forward_of(model: EagleModel, nodes: int, rows: int, context: int, output: b
     return once
 
 
+def decoder_of(
+    model: EagleModel, prompts: Sequence[list[int]], cycles: int, tree: TreeConfig | None, **options: object
+) -> Decoder:
+    """A decoder that has read these prompts, with room for so many cycles; always with this tree, None: undrafted."""
+    room = cycles * (1 + (tree.depth if tree else 0)) + 1
+    given = GenerateOptions.from_names({**options, "tree": tree, "max_new_tokens": room, "ignore_eos": True, "seed": 0})
+    decoder = Decoder(model.target, model.draft if tree else None, make_requests(model, prompts, given),
+                      lambda count: Choice(tree))
+    decoder.prefill()
+    return decoder
+
+
 def parts_of(model: EagleModel, args: ForwardsArguments) -> dict[tuple[str, int, int], Callable[[], object]]:
     """What is timed, by name, nodes and rows."""
     parts: dict[tuple[str, int, int], Callable[[], object]] = {}
@@ -131,7 +147,7 @@ def parts_of(model: EagleModel, args: ForwardsArguments) -> dict[tuple[str, int,
     context = min(args.context, limit - max(args.nodes) - 2 * args.rounds - 2)
     prompt = torch.randint(model.target.vocab_size, (max(4, context),), generator=torch.Generator().manual_seed(0))
     for rows in args.rows:
-        cycle = partial(decoder_of, model, [prompt.tolist()] * rows, cycles=args.rounds + 1)
+        cycle = partial(decoder_of, model, [prompt.tolist()] * rows, args.rounds + 1)
         for nodes in args.nodes:
             parts["forward", nodes, rows] = forward_of(model, nodes, rows, len(prompt), output=False)
             parts["forward and output layer", nodes, rows] = forward_of(model, nodes, rows, len(prompt), output=True)

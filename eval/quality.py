@@ -37,6 +37,7 @@ class QualityArguments:
         tree: of all settings; without it the fastest that is known here.
         batch: questions that are answered together, all but the timed ones; 1: all are timed.
         timed: questions that are answered alone, interleaved, to time them.
+        repeats: timed runs of each, of which the median counts.
         run_code: allow programs of HumanEval and MBPP answers to be run.
         out: where the record goes, without .json and .md.
     """
@@ -53,11 +54,12 @@ class QualityArguments:
     tree: Tree = None
     batch: int = 1
     timed: int = 24
+    repeats: int = 1
     run_code: bool = False
 
 
 def run(args: QualityArguments) -> None:
-    check_counts(args, "per_category", "max_new_tokens", "batch", "timed")
+    check_counts(args, "per_category", "max_new_tokens", "batch", "timed", "repeats")
     settings = read_settings(args.settings)
     questions = chosen_questions(args.questions, args.per_category)
     model = args.pair.load()
@@ -71,7 +73,7 @@ def run(args: QualityArguments) -> None:
         print(compare_settings(
             model, questions, settings, args.out, points=args.points, temperature=args.temperature,
             max_new_tokens=args.max_new_tokens, seed=args.seed, tree=args.tree, run_code=args.run_code,
-            timed=args.timed, joined=joined, workers=args.batch))
+            repeats=args.repeats, timed=args.timed, joined=joined, workers=args.batch))
 
 
 main = partial(run_command, "eval.quality", QualityArguments, run, stopped="stopped; the same command goes on")

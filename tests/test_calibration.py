@@ -137,9 +137,16 @@ def test_a_comparison_goes_on_where_it_was(tmp_path):
     found = run("ab", 5, timed=1, together=together, workers=2)
     assert sorted(asked) == [(name, f"question {number}") for name in "ab" for number in (3, 4)]
     assert [line["id"] for line in found] == [0, 1, 2, 3, 4] and not found[4]["methods"]["a"]["timed"]
-    assert method_rows(found, "a")[1]["timed"] == 1 and method_rows(found[1:], "a")[1]["time"] is None
+    assert method_rows(found, "a")[1]["timed"] == 3 and method_rows(found[3:], "a")[1]["time"] is None
     with pytest.raises(ValueError, match="begun with other seed: delete it"):
         compare({"a": counted("a")}, [question(0)], log, {"seed": 1}, max_new_tokens=1)
+
+
+def test_the_median_time_of_repeats_counts(tmp_path):
+    seconds = iter([9.0, 3.0, 1.0, 2.0])  # the warm-up comes first
+    (line,) = compare({"a": lambda chat, most: Answer(next(seconds), [1], "yes")}, [question(0)], tmp_path / "log", {},
+                      max_new_tokens=1, repeats=3)
+    assert line["methods"]["a"]["seconds"] == 2.0
 
 
 def test_an_error_names_the_question(tmp_path):

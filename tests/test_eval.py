@@ -12,7 +12,7 @@ from eagle_fsd.cli.arguments import Loading
 from eagle_fsd.drafting.logs import LOGGED_TREE
 from eagle_fsd.measure import comparison
 from eagle_fsd.measure.cycles import log_cycles
-from eagle_fsd.measure.methods import Answer, engine, hf_generate, interleaved
+from eagle_fsd.measure.methods import engine, hf_generate
 from eagle_fsd.measure.records import ROOT, environment, markdown, record_path, shown, write_record
 from eval import benchmark, forwards, quality
 
@@ -57,16 +57,6 @@ def test_the_baseline_leaves_out_what_our_engine_does_not_read(model, monkeypatc
     penalised = stock.generate(torch.tensor([PROMPT]), max_new_tokens=20, do_sample=False)[0, len(PROMPT) :].tolist()
     assert hf_generate(model)(PROMPT, 20).token_ids == expected != penalised
     assert stock.generation_config.repetition_penalty == 1.5
-
-
-def test_median_time_and_first_answer_are_kept():
-    times = iter([9.0, 9.0, 3.0, 1.0, 2.0])  # the warm-up run comes first
-
-    def method(prompt, max_new_tokens):
-        return Answer(next(times, 5.0), [1], "x")
-
-    (answer,) = interleaved({"m": method}, ["p"], 4, repeats=3)["m"]
-    assert answer.seconds in (2.0, 3.0)
 
 
 def test_cycles_are_logged_as_they_were_accepted(model):

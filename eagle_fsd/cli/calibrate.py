@@ -27,6 +27,7 @@ class CalibrateCommand:
         seed: of the sampling noise.
         tree: size of the draft tree; without it the fastest that is known here.
         limit: use only the first prompts.
+        repeats: timed runs of each prompt, of which the median counts.
         run_code: allow programs of HumanEval and MBPP answers to be run.
         out: OUT.json, OUT.md and OUT.png are written, and OUT.answers.jsonl, which a stopped run goes on with.
     """
@@ -39,6 +40,7 @@ class CalibrateCommand:
     seed: int = 0
     tree: Tree = None
     limit: int | None = None
+    repeats: int = 1
     run_code: bool = False
     out: Path = Path("calibration")
     pair: Loading = Loading()
@@ -47,9 +49,10 @@ class CalibrateCommand:
         from ..data.questions import read_questions
         from ..measure.comparison import compare_settings, read_settings
 
-        check_counts(self, "limit", "max_new_tokens")
+        check_counts(self, "limit", "max_new_tokens", "repeats")
         settings = read_settings(self.settings)
         questions = read_questions(self.prompts)[: self.limit]
         print(compare_settings(
             self.pair.load(), questions, settings, self.out, points=self.points, temperature=self.temperature,
-            max_new_tokens=self.max_new_tokens, seed=self.seed, tree=self.tree, run_code=self.run_code))
+            max_new_tokens=self.max_new_tokens, seed=self.seed, tree=self.tree, repeats=self.repeats,
+            run_code=self.run_code))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import statistics
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import astuple
@@ -30,7 +31,7 @@ EXACT = "exact"
 
 def compare(
     methods: Mapping[str, Method], questions: Sequence[Question], log: Path, about: Mapping[str, object], *,
-    max_new_tokens: int, run_code: bool = False, warm_up: int = 2, timed: int | None = None,
+    max_new_tokens: int, run_code: bool = False, warm_up: int = 2, repeats: int = 1, timed: int | None = None,
     together: Mapping[str, Method] | None = None, workers: int = 1,
 ) -> list[dict]:
     """Every method's record of every question; the same call goes on with what `log` has.
@@ -39,7 +40,8 @@ def compare(
         methods: by names that say all in which they differ.
         about: what all methods have in common.
         timed: so many questions, spread evenly, are answered alone, each by all methods in an order that rotates, so
-            that a slow moment of the machine meets all alike; None: all. `warm_up` of them come first, unmeasured.
+            that a slow moment of the machine meets all alike; None: all. `warm_up` of them come first, unmeasured. The
+            median of `repeats` times counts.
         together: the same methods for the other questions, of which `workers` threads ask at once.
 
     Returns:
@@ -74,8 +76,12 @@ def compare(
         for method in methods.values():
             method([{"role": "user", "content": question.turns[0]}], min(32, max_new_tokens))
     for number, question in enumerate(Progress(missing, desc="in turn", unit="question")):
-        shift = number % len(names)
-        keep([answer(methods[name], name, question, True) for name in names[shift:] + names[:shift]])
+        runs: dict[str, list[dict]] = {name: [] for name in names}
+        for shift in range(number, number + repeats):
+            for name in names[shift % len(names) :] + names[: shift % len(names)]:
+                runs[name].append(answer(methods[name], name, question, True))
+        keep([{**taken[0], "seconds": statistics.median(record["seconds"] for record in taken)}
+              for taken in runs.values()])
     rest = [(question, name) for question in questions for name in names
             if question not in alone and is_missing(question, name, False)]
     pool = ThreadPoolExecutor(workers)
@@ -239,14 +245,14 @@ def read_settings(texts: Sequence[str]) -> dict[str, dict[str, object]]:
 def compare_settings(
     model: EagleModel, questions: Sequence[Question], settings: Mapping[str, Mapping[str, object]], out: Path, *,
     points: float, temperature: float = 0.0, max_new_tokens: int = 256, seed: int = 0, tree: TreeConfig | None = None,
-    run_code: bool = False, timed: int | None = None, joined: Any = None, workers: int = 1,
+    run_code: bool = False, repeats: int = 1, timed: int | None = None, joined: Any = None, workers: int = 1,
 ) -> str:
     """Answer questions exactly and under settings, and store what was found as OUT.json, OUT.md and OUT.png.
 
     Args:
         settings: options of `generate` by name, see `parse_setting`.
         points: of accuracy, that a recommended setting loses at most.
-        timed: questions that are timed; the others go to `joined`, an `Engine`, by so many `workers` at once.
+        repeats, timed: see `compare`; the other questions go to `joined`, an `Engine`, by so many `workers` at once.
 
     Returns:
         The page, which ends with the recommendation.
@@ -260,11 +266,12 @@ def compare_settings(
     methods = {name: engine(model, **common | options) for name, options in given.items()}
     together = joined and {name: engine(model, ask=in_batch(joined), **common | options)
                            for name, options in given.items()}
-    about = described(model, tree, temperature=temperature, seed=seed, max_new_tokens=max_new_tokens, run_code=run_code)
+    about = described(model, tree, temperature=temperature, seed=seed, max_new_tokens=max_new_tokens,
+                      repeats=repeats, run_code=run_code)
     log = record_path(out, ".answers.jsonl")
     with only_writer(log):
-        found = compare(methods, questions, log, about, max_new_tokens=max_new_tokens, run_code=run_code, timed=timed,
-                        together=together, workers=workers)
+        found = compare(methods, questions, log, about, max_new_tokens=max_new_tokens, run_code=run_code,
+                        repeats=repeats, timed=timed, together=together, workers=workers)
     rows = by_category(found, EXACT)
     name, said = recommend(rows["all"], EXACT, points)
     page = write_record(out, {**about, "workers": workers, "points": points, "recommended": name, "said": said,

@@ -5,12 +5,9 @@ All that measuring asks of the engine, it asks here.
 
 from __future__ import annotations
 
-import dataclasses
-import statistics
 import time
 import zlib
-from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -20,14 +17,12 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 
 from ..api import generate
-from ..data.progress import Progress
-from ..drafting.config import Choice, TreeConfig
-from ..engine.decoder import Decoder
+from ..drafting.config import TreeConfig
 from ..engine.output import Output
 from ..models.placement import stock_layout, weights_digest
 from ..options import GenerateOptions
 from ..pair import EagleModel
-from ..requests import encode_prompt, make_requests
+from ..requests import encode_prompt
 
 
 @dataclass(frozen=True)
@@ -132,40 +127,3 @@ def engine(
 def in_batch(joined: Any) -> Callable[..., Output]:
     """Asks an `Engine`, which decodes what several threads ask at once in one batch."""
     return lambda prompt, **options: joined.submit(prompt, **options).result()
-
-
-def decoder_of(
-    model: EagleModel, prompts: Sequence[list[int]], *, tree: TreeConfig | None, cycles: int, **options: object
-) -> Decoder:
-    """A decoder that has read these prompts, with room for so many cycles; always with this tree, None: undrafted."""
-    room = cycles * (1 + (tree.depth if tree else 0)) + 1
-    requests = make_requests(model, prompts, GenerateOptions.from_names(
-        {**options, "tree": tree, "max_new_tokens": room, "ignore_eos": True, "seed": 0}))
-    decoder = Decoder(model.target, model.draft if tree else None, requests, lambda count: Choice(tree))
-    decoder.prefill()
-    return decoder
-
-
-def interleaved(
-    methods: Mapping[Hashable, Method], prompts: Sequence, max_new_tokens: int, repeats: int, *, warm_up: int = 2,
-) -> dict[Hashable, list[Answer]]:
-    """Each method's answers, with the median time of `repeats` runs.
-
-    Every prompt is answered by every method before the next one, in an order that rotates, so that a slow moment of the
-    machine meets all alike; the first `warm_up` prompts are run once unmeasured.
-    """
-    names = list(methods)
-    for prompt in prompts[:warm_up]:
-        for name in names:
-            methods[name](prompt, 32)
-    answers: dict[Hashable, list[Answer]] = defaultdict(list)
-    for number, prompt in enumerate(Progress(prompts, desc="timing", unit="prompt")):
-        runs: dict[Hashable, list[Answer]] = defaultdict(list)
-        for repeat in range(repeats):
-            shift = (number + repeat) % len(names)
-            for name in names[shift:] + names[:shift]:
-                runs[name].append(methods[name](prompt, max_new_tokens))
-        for name, measured in runs.items():
-            seconds = statistics.median(answer.seconds for answer in measured)
-            answers[name].append(dataclasses.replace(measured[0], seconds=seconds))
-    return answers
