@@ -34,7 +34,7 @@ class QualityArguments:
         temperature: 0 is greedy; otherwise sampling.
         max_new_tokens: of a turn.
         seed: of the sampling noise.
-        tree: of all settings; without it the fastest that is known here.
+        tree: of all settings; without it the fastest that is known here, for one request and for a batch.
         batch: questions that are answered together, all but the timed ones; 1: all are timed.
         timed: questions that are answered alone, interleaved, to time them.
         repeats: timed runs of each, of which the median counts.

@@ -252,7 +252,8 @@ def compare_settings(
     Args:
         settings: options of `generate` by name, see `parse_setting`.
         points: of accuracy, that a recommended setting loses at most.
-        repeats, timed: see `compare`; the other questions go to `joined`, an `Engine`, by so many `workers` at once.
+        repeats, timed: see `compare`; the other questions go to `joined`, an `Engine`, which has a tree of its own, by
+            so many `workers` at once.
 
     Returns:
         The page, which ends with the recommendation.
@@ -260,10 +261,8 @@ def compare_settings(
     check_instructions(questions)
     if any(question.category in CODE for question in questions) and not run_code:
         logger.warning("programs are not graded: --run-code allows them to be run")
-    tree = joined.tree if joined else tree
-    common = {"temperature": temperature, "seed": seed, "tree": tree}
-    given = {EXACT: {"acceptance": EXACT}, **settings}
-    methods = {name: engine(model, **common | options) for name, options in given.items()}
+    common, given = {"temperature": temperature, "seed": seed}, {EXACT: {"acceptance": EXACT}, **settings}
+    methods = {name: engine(model, tree=tree, **common | options) for name, options in given.items()}
     together = joined and {name: engine(model, ask=in_batch(joined), **common | options)
                            for name, options in given.items()}
     about = described(model, tree, temperature=temperature, seed=seed, max_new_tokens=max_new_tokens,
