@@ -1,7 +1,8 @@
 """Conversations in which every answer is the target's own, which is what a head will have to predict.
 
-The user's turns come from given conversations, or from the target itself: behind the opening of a user turn of its own
-template it writes what a user would ask (Magpie, arXiv 2406.08464).
+The user's turns come from given conversations, or from the target itself: after the opening of a user turn of its own
+template it writes what a user would ask (Magpie, arXiv 2406.08464). Finished conversations are added to a JSON lines
+file, the store, after each batch: an interrupted run continues there.
 """
 
 from __future__ import annotations
@@ -14,22 +15,23 @@ from itertools import islice
 from pathlib import Path
 
 import eagle_fsd
+from eagle_fsd import EagleModel
 from eagle_fsd.data.conversations import BadRow, Record
 from eagle_fsd.data.files import append_lines, read_lines
 from eagle_fsd.data.progress import Progress
-from eagle_fsd.measure.summaries import repetition
-from eagle_fsd.pair import EagleModel
-from train.data.chat_mask import ANYTHING, render
+from train.encoding import ANYTHING, render
+
+Messages = list[dict[str, str]]
 
 WINDOW = 16  # batches of conversations that are sorted by length together
 USER_TOKENS = 256  # that a user's turn may have
+USER_SAMPLING = {"temperature": 1.0, "top_p": 0.95}
 SHORTEST, LONGEST = 12, 1200  # characters of a user's turn
 MOST_REPETITION = 0.2  # share of its 4-grams of words that have occurred before
-USER_SAMPLING = {"temperature": 1.0, "top_p": 0.95}
 
 
 class Respondent:
-    """The target, answering many conversations at a time.
+    """The target, writing the next turn of many conversations at a time.
 
     Args:
         batch: conversations that are decoded together.
@@ -42,57 +44,58 @@ class Respondent:
         self.temperature, self.max_new_tokens = temperature, max_new_tokens
         self.tokens, self.seconds = 0, 0.0  # generated so far, and what it took
 
-    def _generate(self, texts: Sequence[str], seeds: Sequence[int], **options: object) -> list[str]:
-        tokenizer = self.model.tokenizer
-        prompts = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
-        started = time.perf_counter()
-        outputs = eagle_fsd.generate(prompts, self.model, seed=list(seeds), acceptance="exact", **options)
-        self.seconds += time.perf_counter() - started
-        self.tokens += sum(len(output.token_ids) for output in outputs)
-        return [output.text or "" for output in outputs]
+    @property
+    def settings(self) -> dict[str, object]:
+        """What its answers depend on."""
+        return {"temperature": self.temperature, "max_new_tokens": self.max_new_tokens, "seed": self.seed}
 
     @property
     def speed(self) -> dict[str, object]:
         """What a progress bar says beside its count."""
         return {"tokens": self.tokens, "tokens/s": round(self.tokens / max(self.seconds, 1e-9))}
 
-    def answers(self, conversations: Sequence[list[dict]], seeds: Sequence[int]) -> list[str | BadRow]:
+    def _continue(self, texts: Sequence[str], seeds: Sequence[int], **options: object) -> list[str | None]:
+        """What the target writes after each text; None where it is too long for the target."""
+        model, limit = self.model, self.model.target.max_positions
+        prompts = [model.tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+        fitting = [number for number, ids in enumerate(prompts) if limit is None or len(ids) < limit]
+        written: list[str | None] = [None] * len(texts)
+        if fitting:
+            started = time.perf_counter()
+            outputs = eagle_fsd.generate([prompts[number] for number in fitting], model, acceptance="exact",
+                                         seed=[seeds[number] for number in fitting], **options)
+            self.seconds += time.perf_counter() - started
+            self.tokens += sum(len(output.token_ids) for output in outputs)
+            for number, output in zip(fitting, outputs, strict=True):
+                written[number] = output.text or ""
+        return written
+
+    def answers(self, conversations: Sequence[Messages], seeds: Sequence[int]) -> list[str | BadRow]:
         """The next answer to each conversation, or why there is none."""
         found: list[str | BadRow] = [BadRow("empty answer of the target")] * len(conversations)
         texts: dict[int, str] = {}
         for number, messages in enumerate(conversations):
             try:
                 texts[number] = render(self.model.tokenizer, messages, True)
-                if not self._fits(texts[number]):
-                    raise BadRow("prompt too long to answer")
             except BadRow as error:
-                texts.pop(number, None)
                 found[number] = error
-        if texts:
-            said = self._generate(list(texts.values()), [seeds[number] for number in texts],
-                                  temperature=self.temperature, max_new_tokens=self.max_new_tokens)
-            for number, text in zip(texts, said, strict=True):
-                found[number] = text if text.strip() else found[number]
+        said = self._continue(list(texts.values()), [seeds[number] for number in texts],
+                              temperature=self.temperature, max_new_tokens=self.max_new_tokens)
+        for number, text in zip(texts, said, strict=True):
+            if text is None:
+                found[number] = BadRow("prompt too long to answer")
+            elif text.strip():
+                found[number] = text
         return found
 
-    def _fits(self, text: str) -> bool:
-        limit = self.model.target.max_positions
-        return limit is None or len(self.model.tokenizer(text, add_special_tokens=False)["input_ids"]) < limit
-
-    def user_turns(self, conversations: Sequence[list[dict]], seeds: Sequence[int]) -> list[str]:
+    def user_turns(self, conversations: Sequence[Messages], seeds: Sequence[int]) -> list[str]:
         """What a user would say next in each conversation, empty where none fits; empty conversations begin."""
         openings = [user_opening(self.model, messages) for messages in conversations]
-        fitting = [number for number, text in enumerate(openings) if self._fits(text)]
-        turns = [""] * len(openings)
-        if fitting:
-            said = self._generate([openings[number] for number in fitting], [seeds[number] for number in fitting],
-                                  max_new_tokens=USER_TOKENS, **USER_SAMPLING)
-            for number, text in zip(fitting, said, strict=True):
-                turns[number] = text.strip()
-        return turns
+        said = self._continue(openings, seeds, max_new_tokens=USER_TOKENS, **USER_SAMPLING)
+        return [(text or "").strip() for text in said]
 
 
-def user_opening(model: EagleModel, messages: Sequence[dict[str, str]]) -> str:
+def user_opening(model: EagleModel, messages: Messages) -> str:
     """A conversation as text up to where the user's next words begin.
 
     Raises:
@@ -106,8 +109,10 @@ def user_opening(model: EagleModel, messages: Sequence[dict[str, str]]) -> str:
 
 def is_sensible(text: str) -> bool:
     """Whether a self-written user's turn is worth an answer: of some length, with words, not going round in circles."""
+    words = text.split()
+    grams = list(zip(*(words[start:] for start in range(4)), strict=False))
     return (SHORTEST <= len(text) <= LONGEST and re.search(r"[^\W\d_]{3}", text) is not None
-            and repetition(text.split()) <= MOST_REPETITION)
+            and len(set(grams)) >= (1 - MOST_REPETITION) * len(grams))
 
 
 def begin_store(store: Path, about: dict) -> list:
@@ -134,62 +139,57 @@ def regenerate(
     the others.
 
     Args:
-        store: JSON lines file that finished conversations are added to after each batch; those found there are not
-            answered again.
         about: what the answers depend on besides the writer; kept in the store's first line.
 
     Raises:
         ValueError: the store was begun for something else.
     """
-    settings = {"temperature": writer.temperature, "max_new_tokens": writer.max_new_tokens, "seed": writer.seed}
-    done: dict[int, list[dict[str, str]] | str] = dict(begin_store(store, settings | (about or {})))
+    done: dict[int, Messages | str] = dict(begin_store(store, writer.settings | (about or {})))
     numbered = enumerate(records)
     with Progress(desc="answers", unit="conversation") as progress:
         while window := list(islice(numbered, WINDOW * writer.batch)):
             todo = {number: record.messages for number, record in window
                     if record.messages is not None and number not in done}
-            for number, answered in _answer_window(todo, writer, store, progress):
-                done[number] = answered
+            # Those of as many turns and like length together.
+            order = sorted(todo, key=lambda number: (len(todo[number]), asked_length(todo[number])))
+            for start in range(0, len(order), writer.batch):
+                batch = {number: todo[number] for number in order[start : start + writer.batch]}
+                answered = answer_batch(batch, writer)
+                append_lines(store, [list(each) for each in answered.items()])
+                done |= answered
+                progress.update(len(answered), **writer.speed)
             for number, record in window:
-                answered = done.pop(number, None)
-                if answered is None:
+                answer = done.pop(number, None)
+                if answer is None:
                     yield record
                 else:
-                    yield Record(reason=answered) if isinstance(answered, str) else Record(messages=answered)
+                    yield Record(reason=answer) if isinstance(answer, str) else Record(messages=answer)
 
 
-def _answer_window(
-    todo: dict[int, list[dict[str, str]]], writer: Respondent, store: Path, progress: Progress
-) -> Iterator[tuple[int, list[dict[str, str]] | str]]:
-    """Each conversation with the target's answers, cut before a turn that does not fit; or why there is none."""
-    asked = {number: [m for m in messages if m["role"] != "assistant"] for number, messages in todo.items()}
-    turns = {number: sum(m["role"] == "assistant" for m in messages) for number, messages in todo.items()}
-    order = sorted(todo, key=lambda number: (turns[number], sum(len(m["content"]) for m in asked[number])))
-    for start in range(0, len(order), writer.batch):
-        numbers = order[start : start + writer.batch]
-        said: dict[int, list[dict[str, str]]] = {number: [] for number in numbers}
-        reasons: dict[int, str] = {}
-        for turn in range(max((turns[number] for number in numbers), default=0)):
-            going = [number for number in numbers if number not in reasons and turn < turns[number]]
-            for number in going:
-                given = todo[number]
-                at = [i for i, m in enumerate(given) if m["role"] == "assistant"][turn]
-                since = next((i + 1 for i in range(at - 1, -1, -1) if given[i]["role"] == "assistant"), 0)
-                said[number] += given[since:at]
-            seeds = [writer.seed + number for number in going]
-            for number, answer in zip(going, writer.answers([said[n] for n in going], seeds), strict=True):
-                if isinstance(answer, BadRow):
-                    reasons[number] = str(answer)
-                else:
-                    said[number].append({"role": "assistant", "content": answer})
-        finished = []
-        for number in numbers:
-            while said[number] and said[number][-1]["role"] != "assistant":
-                said[number].pop()
-            finished.append((number, said[number] or reasons.get(number, "no answer to learn")))
-        append_lines(store, [list(each) for each in finished])
-        progress.update(len(numbers), **writer.speed)
-        yield from finished
+def asked_length(messages: Messages) -> int:
+    """Characters of all but the answers."""
+    return sum(len(message["content"]) for message in messages if message["role"] != "assistant")
+
+
+def answer_batch(batch: dict[int, Messages], writer: Respondent) -> dict[int, Messages | str]:
+    """Each conversation with the target's answers, cut before a turn that has none; or why it has none at all."""
+    said: dict[int, Messages] = {number: [] for number in batch}
+    reasons: dict[int, str] = {}
+    for place in range(max(map(len, batch.values()))):
+        going = [number for number, messages in batch.items() if place < len(messages) and number not in reasons]
+        asked = [number for number in going if batch[number][place]["role"] == "assistant"]
+        for number in set(going) - set(asked):
+            said[number].append(batch[number][place])
+        answers = writer.answers([said[number] for number in asked], [writer.seed + number for number in asked])
+        for number, answer in zip(asked, answers, strict=True):
+            if isinstance(answer, BadRow):
+                reasons[number] = str(answer)
+            else:
+                said[number].append({"role": "assistant", "content": answer})
+    for messages in said.values():
+        while messages and messages[-1]["role"] != "assistant":
+            messages.pop()
+    return {number: said[number] or reasons.get(number, "no answer to learn") for number in batch}
 
 
 def self_prompted(
@@ -198,21 +198,20 @@ def self_prompted(
     """Conversations that the target writes alone, both sides of them.
 
     Args:
-        count: conversations. store: as of `regenerate`.
+        count: conversations. about: as of `regenerate`.
         follow_ups: share of the conversations that go on for a second turn.
 
     Raises:
         ValueError: the store was begun for something else; or hardly any of the user's turns is worth an answer.
     """
-    settings = {"temperature": writer.temperature, "max_new_tokens": writer.max_new_tokens, "seed": writer.seed,
-                "follow_ups": follow_ups, "batch": writer.batch, "self_prompted": True}
+    settings = writer.settings | {"follow_ups": follow_ups, "batch": writer.batch, "self_prompted": True}
     found = begin_store(store, settings | (about or {}))
     seen = {messages[0]["content"].casefold() for _, messages in found}
-    conversations, batch = [messages for _, messages in found], max((batch for batch, _ in found), default=-1) + 1
-    first = batch
+    conversations = [messages for _, messages in found]
+    first = batch = max((batch for batch, _ in found), default=-1) + 1
     with Progress(desc="self-prompted", unit="conversation", total=count, done=len(conversations)) as progress:
         while len(conversations) < count:
-            new = _one_batch(writer, batch, seen, follow_ups)
+            new = write_batch(writer, batch, seen, follow_ups)
             append_lines(store, [[batch, messages] for messages in new])
             conversations += new
             batch += 1
@@ -223,27 +222,33 @@ def self_prompted(
     yield from (Record(messages=messages) for messages in conversations[:count])
 
 
-def _one_batch(writer: Respondent, batch: int, seen: set[str], follow_ups: float) -> list[list[dict[str, str]]]:
+def write_batch(writer: Respondent, batch: int, seen: set[str], follow_ups: float) -> list[Messages]:
     """The conversations of one batch; a function of its number, but for those that were written before."""
-    seeds = [writer.seed + (batch * writer.batch + row) * 4 for row in range(writer.batch)]
-    begun = []
-    for row, text in enumerate(writer.user_turns([[]] * writer.batch, seeds)):
-        if is_sensible(text) and text.casefold() not in seen:
-            seen.add(text.casefold())
-            begun.append((row, [{"role": "user", "content": text}]))
-    whole = _answered(writer, begun, [seeds[row] + 1 for row, _ in begun])
-    going = [(row, messages) for row, messages in whole if (batch * writer.batch + row) % 10 < 10 * follow_ups]
-    asked = writer.user_turns([messages for _, messages in going], [seeds[row] + 2 for row, _ in going])
-    more = [(row, [*messages, {"role": "user", "content": text}])
-            for (row, messages), text in zip(going, asked, strict=True) if is_sensible(text)]
-    longer = dict(_answered(writer, more, [seeds[row] + 3 for row, _ in more]))
-    return [longer.get(row, messages) for row, messages in whole]
+    numbers = range(batch * writer.batch, (batch + 1) * writer.batch)
+    whole = ask_and_answer(writer, {number: [] for number in numbers}, 0, seen)
+    going = {number: messages for number, messages in whole.items() if number % 10 < 10 * follow_ups}
+    return list((whole | ask_and_answer(writer, going, 2)).values())
 
 
-def _answered(
-    writer: Respondent, asked: list[tuple[int, list[dict[str, str]]]], seeds: list[int]
-) -> list[tuple[int, list[dict[str, str]]]]:
-    """The conversations with the target's next answer; those that it has none for are left out."""
-    answers = writer.answers([messages for _, messages in asked], seeds) if asked else []
-    return [(row, [*messages, {"role": "assistant", "content": answer}])
-            for (row, messages), answer in zip(asked, answers, strict=True) if not isinstance(answer, BadRow)]
+def ask_and_answer(
+    writer: Respondent, conversations: dict[int, Messages], turn: int, seen: set[str] | None = None
+) -> dict[int, Messages]:
+    """Those of the conversations, by number, that go on: with a user's turn that is worth an answer, and the answer.
+
+    Args:
+        turn: turns so far, which the seeds depend on.
+        seen: what users have said, which is not to be said again, and is added to.
+    """
+    def seeds(numbers: Iterable[int], turn: int) -> list[int]:
+        return [writer.seed + 4 * number + turn for number in numbers]
+
+    asked: dict[int, Messages] = {}
+    turns = writer.user_turns(list(conversations.values()), seeds(conversations, turn))
+    for (number, messages), text in zip(conversations.items(), turns, strict=True):
+        if is_sensible(text) and (seen is None or text.casefold() not in seen):
+            if seen is not None:
+                seen.add(text.casefold())
+            asked[number] = [*messages, {"role": "user", "content": text}]
+    answers = writer.answers(list(asked.values()), seeds(asked, turn + 1))
+    return {number: [*messages, {"role": "assistant", "content": answer}]
+            for (number, messages), answer in zip(asked.items(), answers, strict=True) if isinstance(answer, str)}

@@ -1,184 +1,162 @@
-"""Configuration of a head training run: a dataclass, filled from one YAML or JSON file and `name=value` overrides."""
+"""Settings of a training run: one dataclass, whose fields are the flags, and recipes to start from."""
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Literal
 
-from eagle_fsd.acceptance import Rule, make_rule
-from eagle_fsd.checks import check_choice
+from tyro.constructors import PrimitiveConstructorSpec
+
+from eagle_fsd.checks import check_choice, require_integer, require_number
+from eagle_fsd.cli.arguments import Tree
 from eagle_fsd.drafting.config import TreeConfig
-from train.core.objectives import make_objective, require_count
+from train.objectives import OBJECTIVES, Objective, make_objective, objective_text
 
-try:
-    from omegaconf import ListConfig, OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-    from yaml import YAMLError
-except ImportError as error:
-    raise ImportError("training needs OmegaConf: pip install eagle_fsd[train] (in the checkout: .[train])") from error
-
-DTYPES = ("float32", "bfloat16", "float16")
-CLIPS = ("norm", "value")
-TRACKERS = ("tensorboard", "wandb", "none")
-COUNTS = ("batch_tokens", "gradient_accumulation", "eval_documents", "eval_tokens", "save_every", "eval_every",
-          "log_every", "keep", "decode_prompts", "decode_tokens")
-HEAD_COUNTS = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_size",
-               "vocab_size", "draft_vocab_size", "max_position_embeddings", "num_hidden_layers")
-MOST_ALIGNED_STEPS = 32  # each takes the memory of one more step
+# How the command line writes an objective: a name, fields, or a name and what differs from it.
+ObjectiveText = Annotated[Objective, PrimitiveConstructorSpec(
+    nargs=1, metavar="NAME[,FIELD=VALUE]", instance_from_str=lambda words: make_objective(*words),
+    is_instance=lambda value: isinstance(value, Objective),
+    str_from_instance=lambda objective: [objective_text(objective)])]
+COUNTS = ("steps", "batch_tokens", "gradient_accumulation", "save_every", "keep", "eval_every", "eval_documents",
+          "eval_tokens", "decode_prompts", "decode_tokens", "log_every")
+SIZES = ("draft_vocab_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+CHOICES = {
+    "head": ("eagle2", "eagle3"), "target_dtype": ("float32", "bfloat16", "float16"),
+    "mixed_precision": ("no", "bf16"), "clip": ("norm", "value"), "tracker": ("none", "tensorboard", "wandb"),
+}
 
 
 @dataclass(frozen=True)
 class TrainingConfig:
-    """What a run needs to know. Paths are as seen from where the script runs.
+    """Train a draft head for a target.
 
     Args:
-        target: directory or hub id. data: dataset of train.prepare_data. output: folder of the run; the trained head
-            is in its `head`, the best by estimated tau in `best`.
-        eval_data: dataset for tau and the held-out loss; None: the last `eval_documents` of `data`, kept out of it.
-        eval_tokens: of the held-out answers that an estimate of tau walks through, in all: of longer answers a stretch
-            each, always the same.
-        features: folder of train.features; None: online, by the target's forward in each step.
-        target_dtype: of the target when features are made online and for evaluation.
-        device_map: placement of a large target, such as "auto".
-        init_from: a head to continue from (directory or hub id); None: a new one.
-        head: fields of a new head's Llama config that differ from the target's, such as intermediate_size, `bias` of
-            its fc, and `kind`: "eagle2" (the default) or "eagle3", which takes draft_vocab_size too.
-        objective: name in train.core.objectives.OBJECTIVES, or a mapping of its fields (`name` says what to start
-            from); the configuration holds the `Objective` that is meant.
-        steps: optimiser steps; None: as many as `epochs` take.
-        batch_tokens: tokens of one optimiser step over all processes, padding included.
-        gradient_accumulation: forwards that a process deals its share of them out to.
-        lr, warmup, betas, weight_decay: AdamW; the rate rises over `warmup` steps, then falls linearly to zero.
-        clip: "norm" or "value" (the published EAGLE recipe), at `clip_at`.
-        save_every, eval_every, log_every: in steps. keep: how many resumable states are kept.
-        evaluate: estimate tau while training and decode at the end, for which the main process holds the whole target;
-            without it, training with `features` never loads the target.
-        eval_thresholds: of fsd, for the estimate of tau.
-        decode_prompts, decode_tokens: what the finished head is measured on, by real decoding.
-        tree: total_tokens, depth, top_k and, as a fourth, draft_temperature of the trees that tau is estimated with.
-        mixed_precision: of the head: "no" or "bf16".
+        target: directory, hub id or GGUF file.
+        data: dataset of train.prepare_data.
+        output: folder of the run, with the trained head in `head` and the best by held-out tau in `best`.
+        features: folder of train.features; without it the target makes them in each step.
+        target_dtype: of the target, for features made on the spot and for evaluation.
+        device_map: placement of a large target by accelerate, such as auto.
+        trust_remote_code: allow a target to run code from its repository.
+        head: kind of a new head.
+        init_from: a head to continue from (directory or hub id), in place of a new one.
+        draft_vocab_size: a new head names so many of the target's tokens, those that are learned most often.
+        intermediate_size: of a new head; this and the next three are the target's unless they are given.
+        num_attention_heads: of a new head.
+        num_key_value_heads: of a new head.
+        head_dim: of a new head.
+        layers: what enters these target layers is read by a new EAGLE-3 head; else 2, half, third from the end.
+        bias: give a new head's fc a bias.
+        qkv_bias: give a new EAGLE-2 head's q, k and v a bias.
+        norm_before_residual: of a new EAGLE-3 head.
+        objective: name in train.objectives.OBJECTIVES, fields of an Objective (tv=1,soft_ce=0.1), or a name and what
+            differs from it (hass,aligned_steps=4).
+        steps: optimiser steps; without it as many as --epochs take.
+        epochs: passes over the data.
+        batch_tokens: of one optimiser step over all processes, padding included.
+        gradient_accumulation: forwards that a process deals its share of a step out to.
+        lr: learning rate of AdamW after the warm-up, from where it falls linearly to zero.
+        warmup: steps in which the rate rises.
+        betas: of AdamW.
+        weight_decay: of AdamW.
+        clip: norm, or value as in the published EAGLE recipe.
+        clip_at: largest norm or value of the gradients.
+        mixed_precision: of the head.
+        seed: of a new head, the order of the data and the noise.
+        save_every: steps from one resumable state to the next.
+        keep: how many states are kept.
+        log_every: steps from one entry of the tracker to the next; train.jsonl has every step.
+        evaluate: decode held-out prompts while training and at the end, for which the main process holds the target;
+            without it, training with --features never loads the target.
+        eval_every: steps from one evaluation to the next.
+        eval_data: dataset for evaluations; without it the last --eval-documents of --data, which are not learned.
+        eval_documents: how many of its answers are continued.
+        eval_tokens: decoded of each.
+        decode_prompts: prompts that the finished head and plain decoding are compared on.
+        decode_tokens: decoded of each.
+        tree: draft tree of evaluations.
+        tracker: what accelerate logs to besides.
+        cpu: keep off a GPU that is there.
 
     Raises:
-        ValueError: a value out of range.
+        TypeError, ValueError: a value of the wrong type or out of range.
     """
 
     target: str
-    data: str
-    output: str
-    eval_data: str | None = None
-    eval_documents: int = 64
-    eval_tokens: int = 1024
-    features: str | None = None
-    target_dtype: str = "bfloat16"
+    data: Path
+    output: Path
+    features: Path | None = None
+    target_dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
     device_map: str | None = None
     trust_remote_code: bool = False
+    head: Literal["eagle2", "eagle3"] = "eagle2"
     init_from: str | None = None
-    head: dict[str, Any] = field(default_factory=dict)
-    objective: Any = "hass"  # once made, an Objective
+    draft_vocab_size: int | None = None
+    intermediate_size: int | None = None
+    num_attention_heads: int | None = None
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    layers: tuple[int, ...] = ()
+    bias: bool = False
+    qkv_bias: bool = False
+    norm_before_residual: bool = False
+    objective: ObjectiveText = OBJECTIVES["hass"]
     steps: int | None = None
     epochs: float = 20.0
-    batch_tokens: int = 16_384
-    gradient_accumulation: int = 1
+    batch_tokens: int = 32_768
+    gradient_accumulation: int = 16  # the logits of a forward are what fills the memory
     lr: float = 1e-4
-    warmup: int = 200
+    warmup: int = 2000
     betas: tuple[float, float] = (0.9, 0.95)
     weight_decay: float = 0.0
-    clip: str = "norm"
+    clip: Literal["norm", "value"] = "norm"
     clip_at: float = 0.5
+    mixed_precision: Literal["no", "bf16"] = "bf16"
     seed: int = 0
-    mixed_precision: str = "bf16"
-    save_every: int = 500
+    save_every: int = 1000
     keep: int = 2
-    eval_every: int = 500
     log_every: int = 10
     evaluate: bool = True
-    eval_thresholds: tuple[float, ...] = (0.1, 0.3)
+    eval_every: int = 1000
+    eval_data: Path | None = None
+    eval_documents: int = 64
+    eval_tokens: int = 32
     decode_prompts: int = 24
     decode_tokens: int = 128
-    tree: tuple[float, ...] = (60, 8, 10)
-    tracker: str = "tensorboard"
+    tree: Tree = TreeConfig(60, 8, 10)
+    tracker: Literal["none", "tensorboard", "wandb"] = "none"
+    cpu: bool = False
 
     def __post_init__(self) -> None:
-        for name in COUNTS if self.steps is None else (*COUNTS, "steps"):
-            require_count(name, getattr(self, name))
+        for name in (*COUNTS, *SIZES):
+            if getattr(self, name) is not None:
+                require_integer(name, getattr(self, name), 1)
+        require_integer("warmup", self.warmup, 0)
         for name in ("lr", "epochs", "clip_at"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} must be a number above 0, got {getattr(self, name)!r}")
-        if self.warmup < 0:
-            raise ValueError(f"warmup must be a whole number of at least 0, got {self.warmup!r}")
-        if not all(0 <= beta < 1 for beta in self.betas):
-            raise ValueError(f"betas must be two numbers of at least 0 and below 1, got {self.betas!r}")
-        for name, accepted in (
-            ("target_dtype", DTYPES), ("clip", CLIPS), ("tracker", TRACKERS), ("mixed_precision", ("no", "bf16"))
-        ):
+            require_number(name, getattr(self, name), "a number above 0", lambda value: value > 0)
+        for beta in self.betas:
+            require_number("betas", beta, "two numbers of at least 0 and below 1", lambda value: 0 <= value < 1)
+        for name, accepted in CHOICES.items():
             check_choice(name, getattr(self, name), accepted)
-        if len(self.tree) not in (3, 4):
-            raise ValueError(f"tree must be [total_tokens, depth, top_k] or with a draft temperature, got {self.tree}")
-        self.tree_config, self.rules  # noqa: B018 (both check what they are made of)
-        object.__setattr__(self, "objective", make_objective(self.objective))
-        if self.objective.aligned_steps > MOST_ALIGNED_STEPS:
-            raise ValueError(f"objective: aligned_steps must be at most {MOST_ALIGNED_STEPS}, got "
-                             f"{self.objective.aligned_steps}")
-        for name in HEAD_COUNTS:
-            if self.head.get(name) is not None:
-                require_count(f"head: {name}", self.head[name])
-
-    @property
-    def tree_config(self) -> TreeConfig:
-        """The tree that tau is estimated and measured with."""
-        total, depth, top_k, *temperature = self.tree
-        return TreeConfig(*(int(n) if n == int(n) else n for n in (total, depth, top_k)), *temperature)
-
-    @property
-    def rules(self) -> dict[str, Rule]:
-        """The rules that tau is estimated and measured for, by name."""
-        return {"exact": make_rule("exact"), **{f"fsd {t:g}": make_rule("fsd", t) for t in self.eval_thresholds}}
 
 
-def make_config(values: Mapping[str, Any]) -> TrainingConfig:
-    """A configuration from plain values.
-
-    Raises:
-        ValueError: a setting that does not exist, one that is missing, or a value of another type or out of range.
-    """
-    kinds = {field.name: field.type for field in dataclasses.fields(TrainingConfig)}
-    config = OmegaConf.structured(TrainingConfig)
-    OmegaConf.set_readonly(config, False)  # as frozen dataclasses are
-    for name, value in values.items():
-        if name not in kinds:
-            raise ValueError(f"unknown setting {name!r}; accepted: {', '.join(kinds)}")
-        try:  # an unquoted `no` in YAML is False
-            OmegaConf.update(config, name, "no" if name == "mixed_precision" and value is False else value)
-        except OmegaConfBaseException as error:
-            raise ValueError(f"{name} must be {kinds[name]}, got {value!r}") from error
-    for name in sorted(OmegaConf.missing_keys(config)):
-        raise ValueError(f"setting {name!r} is missing")
-    return OmegaConf.to_object(config)
-
-
-def read_config(path: Path, overrides: Sequence[str] = ()) -> TrainingConfig:
-    """The configuration of a YAML or JSON file, changed by overrides.
-
-    Args:
-        overrides: `name=value` with the value in YAML; `head.bias=true` changes one entry of a mapping.
-
-    Raises:
-        ValueError: what cannot be read; see `make_config`.
-    """
-    try:
-        settings = OmegaConf.load(path)
-        if isinstance(settings, ListConfig):
-            raise ValueError(f"{path} must hold settings by name")
-        if isinstance(settings.get("objective"), str):
-            settings.objective = {"name": settings.objective}
-        for override in overrides:
-            name, equals, _ = override.partition("=")
-            if not (name and equals):
-                raise ValueError(f"an override is name=value, got {override!r}")
-            OmegaConf.update(settings, name, OmegaConf.select(OmegaConf.from_dotlist([override]), name), merge=False)
-    except (OSError, YAMLError, OmegaConfBaseException) as error:
-        raise ValueError(f"{path} {' '.join(overrides)} cannot be read as settings: {error}") from error
-    return make_config(OmegaConf.to_container(settings))
+# What differs from the defaults above, which are `hass` for a target of 7 to 13 B parameters on one GPU.
+RECIPES: dict[str, dict] = {
+    "hass": {},
+    # As published with EAGLE-1/2 (arXiv 2401.15077, appendix), for comparison.
+    "eagle2": {"objective": OBJECTIVES["eagle"], "lr": 3e-5, "clip": "value"},
+    # EAGLE-3 (arXiv 2503.01840): features of three target layers, seven steps on the head's own states.
+    "eagle3": {"head": "eagle3", "draft_vocab_size": 32_000, "objective": OBJECTIVES["eagle3"], "epochs": 10.0,
+               "lr": 5e-5, "warmup": 1000},
+    # The output layer is most of a step's cost, and of a draft level's: a part of it on a part of the positions.
+    "small": {"draft_vocab_size": 16_384, "objective": OBJECTIVES["sparse"], "batch_tokens": 4096,
+              "gradient_accumulation": 1, "lr": 1.5e-3, "warmup": 100, "save_every": 200, "eval_every": 500,
+              "tree": TreeConfig(16, 5, 4)},
+}
+ABOUT = {
+    "hass": "targets of 7 to 13 B parameters on one GPU: EAGLE-2 head, unrolled over three steps",
+    "eagle2": "the recipe published with EAGLE-1/2",
+    "eagle3": "the recipe published with EAGLE-3",
+    "small": "targets of 0.1 to 0.5 B parameters on a CPU, from stored features",
+}

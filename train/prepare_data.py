@@ -18,7 +18,7 @@ from typing import Literal
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 import eagle_fsd
-from eagle_fsd.checks import check_interval
+from eagle_fsd.checks import check_interval, require_number
 from eagle_fsd.cli.arguments import parse_options
 from eagle_fsd.cli.exits import check_counts, exit_status
 from eagle_fsd.data.conversations import Record, read_records
@@ -26,11 +26,9 @@ from eagle_fsd.data.documents import check_place
 from eagle_fsd.data.files import only_writer
 from eagle_fsd.data.gguf import target_source
 from eagle_fsd.models.loading import check_dtype, load_target
-from eagle_fsd.options import SamplingOptions
 from eagle_fsd.pair import EagleModel, set_attention
-from train.data.chat_mask import check_tokenizer
-from train.data.encoding import encode_dataset
-from train.data.regeneration import Respondent, regenerate, self_prompted
+from train.answers import Respondent, regenerate, self_prompted
+from train.encoding import check_tokenizer, encode_dataset
 
 
 @dataclass(frozen=True)
@@ -97,7 +95,7 @@ def run(arguments: Arguments) -> dict:
     check_counts(arguments, "limit", "max_new_tokens", "self_prompted", "batch")
     if bool(arguments.data) == (arguments.self_prompted is not None):
         raise ValueError("give either --data or --self-prompted")
-    SamplingOptions(temperature=arguments.temperature, seed=arguments.seed)
+    require_number("--temperature", arguments.temperature, "a number of at least 0", lambda value: value >= 0)
     check_interval("--follow-ups", arguments.follow_ups, 1.0, True)
     for source in arguments.data:
         if Path(source).suffix and "/" in source and not Path(source).exists():

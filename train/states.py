@@ -11,18 +11,20 @@ from pathlib import Path
 import torch
 
 from eagle_fsd.data.files import append_lines, read_lines, write_lines
-from train.core.config import TrainingConfig
-from train.core.run import Run
-
-DAMAGED = ".damaged"  # of a state that could not be read
+from train.config import TrainingConfig
+from train.trainer import Trainer
 
 log = logging.getLogger("train.train_draft_head")
 
+# Settings that may change when a run is continued.
+FREE = ("output", "evaluate", "save_every", "keep", "log_every", "eval_every", "eval_tokens", "decode_prompts",
+        "decode_tokens", "tree", "tracker", "cpu")
 
-def save_state(run: Run) -> None:
+
+def save_state(trainer: Trainer) -> None:
     """Everything that is needed to continue bit by bit, complete or not there at all. All processes must call it."""
-    accelerator, states = run.accelerator, run.output / "states"
-    part, final = states / f"step-{run.step}.part", states / f"step-{run.step}"
+    accelerator, states = trainer.accelerator, trainer.config.output / "states"
+    part, final = states / f"step-{trainer.step}.part", states / f"step-{trainer.step}"
     if final.exists():
         return
     if accelerator.is_main_process:
@@ -32,99 +34,67 @@ def save_state(run: Run) -> None:
     accelerator.save_state(str(part))
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
-        record = {"step": run.step, "config": comparable(run.config)}
+        record = {"step": trainer.step, "config": comparable(trainer.config)}
         (part / "run.json").write_text(json.dumps(record, indent=1) + "\n")
         part.rename(final)
-        for old in saved_states(run.output)[: -run.config.keep]:
+        for old in saved_states(trainer.config.output)[: -trainer.config.keep]:
             shutil.rmtree(old)
 
 
-def resume(run: Run) -> None:
-    """Continue from the last complete state that can be read, where there is one.
-
-    A damaged state (a disk that was full, a machine that went down) is set aside under another name.
+def resume(trainer: Trainer) -> None:
+    """Continue from the last complete state, where there is one. All processes must call it.
 
     Raises:
-        ValueError: it was made with other settings, or the machines do not see the same folder; none can be read.
+        ValueError: it was made with other settings, or cannot be read, or the machines do not see the same folder.
     """
-    states, accelerator = saved_states(run.output), run.accelerator
+    output, accelerator = trainer.config.output, trainer.accelerator
+    states = saved_states(output)
     if accelerator.num_processes > 1:
         seen = accelerator.gather(torch.tensor([len(states)], device=accelerator.device))
         if int(seen.min()) != int(seen.max()):
-            raise ValueError(f"{run.output} is not the same folder for all machines, which have to write into one")
-    damaged: list[tuple[Path, str]] = []
-    for state in reversed(states):
-        why = load(run, state)
-        if why is None:
-            break
-        damaged.append((state, why))
-    if damaged and len(damaged) == len(states):
-        state, why = damaged[0]
-        raise ValueError(f"no state of {run.output} can be read ({state.name}: {why}); delete {state.parent} to begin "
-                         "anew, or choose another output")
-    accelerator.wait_for_everyone()
-    for state, why in damaged if accelerator.is_main_process else ():
-        aside = state.with_name(state.name + DAMAGED)
-        shutil.rmtree(aside, ignore_errors=True)
-        state.rename(aside)
-        log.warning("%s is damaged (%s): now %s, the run continues from an older state", state, why, aside.name)
-    if states:
-        log.info("continuing at step %d", run.step)
-
-
-def load(run: Run, state: Path) -> str | None:
-    """Continue from a state; why it cannot be read on some process, else None.
-
-    Raises:
-        ValueError: it was made with other settings.
-    """
-    why, record, accelerator = None, {}, run.accelerator
+            raise ValueError(f"{output} is not the same folder for all machines, which have to write into one")
+    if not states:
+        return
     try:
-        record = json.loads((state / "run.json").read_text())
+        record = json.loads((states[-1] / "run.json").read_text())
         made_with, step = record["config"], int(record["step"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        why = f"run.json: {error!r}"
-    else:
-        changed = [k for k, v in comparable(run.config).items() if made_with.get(k) != v]
-        if changed:
-            raise ValueError(
-                f"{run.output} holds a run with another {', '.join(changed)}; choose another output or delete it"
-            )
-        try:
-            accelerator.load_state(str(state))
-            run.step = step
-        except Exception as error:  # whatever torch, pickle and safetensors raise at what is no file of theirs
-            why = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no more is known'}"
-    failed = torch.tensor(float(why is not None), device=accelerator.device)
-    if accelerator.num_processes > 1 and accelerator.reduce(failed, "sum") > 0:
-        return why or "another process cannot read it"
-    return why
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{states[-1]} is damaged ({error!r}); delete it to continue from the one before") from error
+    changed = [name for name, value in comparable(trainer.config).items() if made_with.get(name) != value]
+    if changed:
+        raise ValueError(f"{output} holds a run with another {', '.join(changed)}; choose another output or delete it")
+    try:
+        accelerator.load_state(str(states[-1]))
+    except Exception as error:  # whatever torch, pickle and safetensors raise at what is no file of theirs
+        raise ValueError(f"{states[-1]} is damaged ({error!r}); delete it to continue from the one before") from error
+    trainer.step = step
+    log.info("continuing at step %d", step)
 
 
 def comparable(config: TrainingConfig) -> dict:
     """The settings that a resumed run has to share."""
-    free = ("output", "evaluate", "save_every", "keep", "log_every", "eval_every", "eval_tokens", "eval_thresholds",
-            "tracker", "decode_prompts", "decode_tokens")
-    values = json.loads(json.dumps(dataclasses.asdict(config)))
-    return {name: value for name, value in values.items() if name not in free}
+    values = json.loads(json.dumps(dataclasses.asdict(config), default=str))
+    return {name: value for name, value in values.items() if name not in FREE}
 
 
 def saved_states(output: Path) -> list[Path]:
     """Complete states, oldest first."""
-    found = [path for path in (output / "states").glob("step-*") if (path / "run.json").is_file()]
-    whole = [path for path in found if path.suffix not in (".part", DAMAGED)]
-    return sorted(whole, key=lambda path: int(path.name.removeprefix("step-")))
+    found = [path for path in (output / "states").glob("step-*") if path.suffix != ".part"]
+    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
 
 
 class Logs:
-    """`train.jsonl` and `eval.jsonl` of a run, on the main process; a resumed run drops the lines behind its state."""
+    """`train.jsonl` and `eval.jsonl` of a run, on the main process; a resumed run drops the lines after its state."""
 
-    def __init__(self, output: Path, step: int, enabled: bool) -> None:
-        self.output, self.enabled = output, enabled
+    def __init__(self, trainer: Trainer) -> None:
+        self.output, self.enabled = trainer.config.output, trainer.accelerator.is_main_process
         for name in ("train", "eval"):
-            path = output / f"{name}.jsonl"
-            if enabled and path.exists():
-                write_lines(path, [record for record in read_lines(path) if record["step"] <= step])
+            path = self.output / f"{name}.jsonl"
+            if self.enabled and path.exists():
+                write_lines(path, [record for record in read_lines(path) if record["step"] <= trainer.step])
+
+    def read(self, name: str) -> list[dict]:
+        return read_lines(self.output / f"{name}.jsonl", repair=False)
 
     def write(self, name: str, record: dict) -> None:
         if self.enabled:
