@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 from jinja2 import TemplateError
@@ -25,8 +25,7 @@ ANYTHING = "Qwertzuiop"  # stands for an answer, to see what a template puts aro
 
 
 def encode_dataset(
-    records: Iterable[Record], tokenizer: PreTrainedTokenizerBase, *, max_length: int, long: str = "truncate",
-    packed: bool = False,
+    records: Iterable[Record], tokenizer: PreTrainedTokenizerBase, *, max_length: int, long: str = "truncate"
 ) -> tuple[Documents, dict]:
     """The dataset of `records` and its summary: how many there were, and how many were bad, by reason.
 
@@ -47,11 +46,9 @@ def encode_dataset(
             truncated += record.text is None and len(encoded[-1][0]) == max_length
     if not documents:
         raise ValueError(f"none of {count} rows can be used: {dict(bad) or 'there are none'}")
-    if packed:
-        documents = list(pack(documents, max_length))
     summary = {
         "rows": count, "bad_rows": sum(bad.values()), "bad_reasons": dict(bad.most_common()),
-        "at_full_length": truncated, "max_length": max_length, "packed": packed,
+        "at_full_length": truncated, "max_length": max_length,
     }
     return Documents.of(documents), summary
 
@@ -83,20 +80,6 @@ def encode_record(
     if not cut:
         raise BadRow("nothing to learn within the length")
     return cut
-
-
-def pack(
-    documents: Iterable[tuple[np.ndarray, np.ndarray]], max_length: int
-) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Join consecutive documents, each its tokens and their learned marks, as long as `max_length` is not exceeded."""
-    joined: list[tuple[np.ndarray, np.ndarray]] = []
-    for document in documents:
-        if joined and sum(len(ids) for ids, _ in joined) + len(document[0]) > max_length:
-            yield tuple(map(np.concatenate, zip(*joined, strict=True)))
-            joined = []
-        joined.append(document)
-    if joined:
-        yield tuple(map(np.concatenate, zip(*joined, strict=True)))
 
 
 def encode_conversation(

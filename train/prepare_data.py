@@ -47,7 +47,6 @@ class Arguments:
         split: of a dataset that the package datasets opens.
         max_length: tokens per document.
         long: what to do with longer conversations.
-        pack: join short documents into rows of --max-length.
         limit: use only the first rows.
         chat_template: a Jinja file, for a tokenizer without a chat template.
         trust_remote_code: allow a target to run code from its repository.
@@ -69,7 +68,6 @@ class Arguments:
     split: str = "train"
     max_length: int = 2048
     long: Literal["truncate", "drop"] = "truncate"
-    pack: bool = False
     limit: int | None = None
     chat_template: Path | None = None
     trust_remote_code: bool = False
@@ -114,9 +112,7 @@ def run(arguments: Arguments) -> dict:
     with only_writer(store_of(arguments)) if own else nullcontext():
         if own:
             records = regenerated(records, arguments, place, tokenizer)
-        documents, counts = encode_dataset(
-            records, tokenizer, max_length=arguments.max_length, long=arguments.long, packed=arguments.pack
-        )
+        documents, counts = encode_dataset(records, tokenizer, max_length=arguments.max_length, long=arguments.long)
     about = {"target": arguments.target, "data": list(arguments.data), "regenerated": arguments.regenerate,
              "self_prompted": arguments.self_prompted}
     documents.save(arguments.out, about | counts)
