@@ -12,7 +12,7 @@ from tiny import tiny_target
 from eagle_fsd.data.documents import Documents
 from eagle_fsd.data.files import only_writer
 from eagle_fsd.models.target import TargetModel
-from train.features import main, shard_starts, write_features
+from train.features import main, write_features
 from train.teacher import OfflineFeatures, OnlineFeatures, TargetEnds
 
 LENGTHS = [5, 9, 3, 12, 4, 7, 6]
@@ -93,13 +93,6 @@ def test_a_full_disk_is_noticed_before_anything_is_written(target, tmp_path, mon
     with pytest.raises(ValueError, match="0.00 GB free"):
         write(target, tmp_path / "full")
     assert not [path for path in (tmp_path / "full").iterdir() if not path.name.startswith(".")]
-
-
-@pytest.mark.parametrize(
-    ("per_shard", "starts"), [(100, [0]), (46, [0]), (45, [0, 6]), (15, [0, 2, 4, 6]), (1, list(range(7)))]
-)
-def test_shards_hold_whole_documents(per_shard, starts):
-    assert shard_starts(np.cumsum(LENGTHS), per_shard) == starts
 
 
 def test_the_command_writes_them(target, tmp_path, monkeypatch, capsys):

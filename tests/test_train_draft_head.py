@@ -10,14 +10,19 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
-from tiny import PROMPT, tiny_target
+from tiny import PROMPT, tiny_pair, tiny_target
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.fsdp import fully_shard
 
 import eagle_fsd
 from eagle_fsd.data.documents import Documents
@@ -30,7 +35,7 @@ from eagle_fsd.models.target import TargetModel
 from train import evaluation, train_draft_head
 from train.config import RECIPES, TrainingConfig
 from train.features import write_features
-from train.objectives import OBJECTIVES, make_objective
+from train.objectives import OBJECTIVES, AlignedLoss, make_objective
 from train.schedule import DocumentSplit, Schedule, feature_noise, learning_rate, shares
 from train.train_draft_head import main, train
 from train.trainer import Trainer
@@ -210,73 +215,53 @@ def test_stored_features_and_accumulated_parts_give_the_same_curve(place, whole)
     np.testing.assert_allclose(losses(place / "stored"), losses(whole), atol=1e-3)
 
 
-def torchrun(*words: str) -> str:
-    """What two processes say."""
+def two_processes(work: Callable, *given: object) -> None:
+    """`work` in both, with what torchrun tells them; forked, which takes no imports."""
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
-        port = probe.getsockname()[1]
-    result = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", str(port), *words],
-        env=ENVIRONMENT, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr[-3000:]
-    return result.stderr
+        told = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(probe.getsockname()[1]),
+                "OMP_NUM_THREADS": "1"}
+    torch.multiprocessing.start_processes(as_told, (told, work, given), nprocs=2, start_method="fork")
 
 
-@pytest.mark.slow
+def as_told(rank: int, told: dict[str, str], work: Callable, given: tuple) -> None:
+    os.environ |= told | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+    AcceleratorState._reset_state(reset_partial_state=True)
+    work(*given)
+
+
 def test_two_processes_are_one(place, whole):
-    assert "2 process(es) on cpu" in torchrun(*command(place, "two", "--no-evaluate"))
+    two_processes(run, place, "two")
     np.testing.assert_allclose(losses(place / "two"), losses(whole), atol=1e-4)
     one, two = weights(whole), weights(place / "two")
     assert all(torch.allclose(one[name], two[name], atol=1e-3) for name in one)
 
 
-SHARDED = f"""
-import sys, torch
-import torch.distributed as dist
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from torch.distributed.fsdp import fully_shard
-sys.path.append({str(ROOT / "tests")!r})
-from tiny import tiny_pair
-from train.objectives import OBJECTIVES, AlignedLoss
-torch.set_num_threads(1)
-dist.init_process_group("gloo")
-model = tiny_pair()
-target, head = model.target, model.draft
-head.share_embeddings(target.embed_tokens)
-mesh = torch.distributed.init_device_mesh("cpu", (2,))
-loss = AlignedLoss(head.train(), OBJECTIVES["hass"], target.logits)
-fully_shard(head.layers[0], mesh=mesh)
-fully_shard(loss, mesh=mesh)
-optimizer = torch.optim.AdamW([p for p in loss.parameters() if p.requires_grad], lr=1e-2)
-tokens = torch.randint(3, 32, (2, 12), generator=torch.Generator().manual_seed(0))
-features = target.decoder(tokens).last_hidden_state.detach()
-mine, first = slice(dist.get_rank(), dist.get_rank() + 1), None
-for _ in range(10):
-    value, _ = loss(features[mine], tokens[mine], torch.ones(1, 12, dtype=torch.bool))
-    value.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    first = first or value.item()
-assert value.item() < first
-assert all(p.to_local().numel() < p.numel() for p in head.fc.parameters())
-state = get_model_state_dict(loss, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
-if dist.get_rank() == 0:
-    head = tiny_pair().draft
-    head.share_embeddings(None)
-    before = head.fc.weight.clone()
-    head.load_state_dict({{name.removeprefix("head."): value for name, value in state.items()}})
-    assert not torch.equal(head.fc.weight, before)
-dist.barrier()
-dist.destroy_process_group()
-"""
+def train_sharded() -> None:
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    model, whole = tiny_pair(), tiny_pair().draft.fc.weight
+    model.draft.share_embeddings(model.target.embed_tokens)
+    loss = AlignedLoss(model.draft.train(), OBJECTIVES["hass"], model.target.logits)
+    for part in (model.draft.layers[0], loss):
+        fully_shard(part, mesh=dist.init_device_mesh("cpu", (2,)))
+    optimizer = torch.optim.AdamW([p for p in loss.parameters() if p.requires_grad], lr=1e-2)
+    tokens = torch.randint(3, 32, (1, 12), generator=torch.Generator().manual_seed(rank))
+    features, values = model.target.decoder(tokens).last_hidden_state.detach(), []
+    for _ in range(10):
+        values.append(loss(features, tokens, tokens > 0)[0])
+        values[-1].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert values[-1] < values[0] and all(p.to_local().numel() < p.numel() for p in model.draft.fc.parameters())
+    state = get_model_state_dict(loss, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    assert rank or state["head.fc.weight"].shape == whole.shape and not torch.equal(state["head.fc.weight"], whole)
+    dist.destroy_process_group()
 
 
-@pytest.mark.slow
-def test_a_sharded_loss_trains_and_gives_a_whole_head(tmp_path):
+def test_a_sharded_loss_trains_and_gives_a_whole_head():
     """Accelerate refuses FSDP on a CPU: this is what it does on GPUs."""
-    program = tmp_path / "sharded.py"
-    program.write_text(SHARDED)
-    torchrun(str(program))
+    two_processes(train_sharded)
 
 
 def test_a_head_that_names_some_tokens_learns_them_and_is_continued_so(place):
