@@ -121,21 +121,10 @@ def test_the_answer_is_found_where_it_is_shown(name, answer, span):
     assert [text[a:b] for a, b in spans] == [span]
 
 
-@pytest.mark.parametrize(
-    ("template", "reason"),
-    [
-        ("{{ raise_exception('no') }}", "refused"),
-        ("{% for m in messages %}{{ m.role }}{{ m.content | upper }}{% endfor %}", "does not show an answer"),
-        ("{% set n = messages | length %}{{ n }}{% for m in messages %}{{ m.content }}{{ n }}{% endfor %}", "not show"),
-    ],
-)
+@pytest.mark.parametrize(("template", "reason"), [
+    ("{{ raise_exception('no') }}", "refused"),
+    ("{% for m in messages %}{{ m.role }}{{ m.content | upper }}{% endfor %}", "does not show an answer"),
+])
 def test_templates_that_hide_the_answers_make_bad_rows(template, reason):
     with pytest.raises(BadRow, match=reason):
         encode_conversation(word_tokenizer(template, S), chat(CHAT))
-
-
-def test_a_tokenizer_without_template_is_an_error():
-    tokenizer = word_tokenizer(CHATML, IM)
-    tokenizer.chat_template = None
-    with pytest.raises(ValueError, match="no chat template"):
-        encode_conversation(tokenizer, chat(CHAT))

@@ -67,8 +67,8 @@ class TrainingConfig:
         save_every: steps from one resumable state to the next.
         keep: how many states are kept.
         log_every: steps from one entry of the tracker to the next; train.jsonl has every step.
-        evaluate: decode held-out prompts while training and at the end, for which the main process holds the target;
-            without it, training with --features never loads the target.
+        evaluate: where it is off, no held-out prompts are decoded while training and at the end, and training with
+            --features never loads the target.
         eval_every: steps from one evaluation to the next.
         eval_data: dataset for evaluations; without it the last --eval-documents of --data, which are not learned.
         eval_documents: how many of its answers are continued.

@@ -49,8 +49,11 @@ class DocumentSplit:
         return cls(documents, np.arange(count - kept), documents, np.arange(count - kept, count))
 
     def prompts(self, tokens: int) -> list[list[int]]:
-        """Token ids of the held-out documents up to where decoding begins: so many tokens before the end of the last
-        answer or earlier, each elsewhere in its answer; plain text is cut in the middle.
+        """Token ids of the held-out documents up to where decoding begins, in the last answer of each.
+
+        Args:
+            tokens: that are decoded. Where an answer is longer, decoding begins elsewhere in each; plain text is cut in
+                the middle.
 
         Raises:
             ValueError: no document has an answer.

@@ -94,11 +94,16 @@ def stop_if_asked(trainer: Trainer, stop: StopRequest) -> None:
 
 
 def main() -> int:
+    if "--config" in sys.argv:  # of versions with YAML files
+        print("settings are flags now, and the files recipes: "
+              "python -m train.train_draft_head small --target T --data D --output O", file=sys.stderr)
+        return 2
     recipes = {name: TrainingConfig(target=tyro.MISSING, data=tyro.MISSING, output=tyro.MISSING, **settings)
                for name, settings in RECIPES.items()}
     config = parse_options(tyro.extras.subcommand_type_from_defaults(recipes, ABOUT),
                            program="python -m train.train_draft_head", description=__doc__)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
+    logging.getLogger("accelerate").setLevel(logging.WARNING)  # it says of every file that it is saved
     return exit_status("train.train_draft_head", lambda: train(config), also=(FloatingPointError,),
                        stopped="stopped; the same command continues")
 
