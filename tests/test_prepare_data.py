@@ -10,7 +10,6 @@ import eagle_fsd
 from eagle_fsd.cli.arguments import parse_options
 from eagle_fsd.data.conversations import BadRow, Record, read_records
 from eagle_fsd.data.documents import Documents
-from eagle_fsd.data.files import only_writer
 from train.answers import Respondent, is_sensible, regenerate, self_prompted
 from train.encoding import encode_dataset, encode_record
 from train.prepare_data import Arguments, run
@@ -144,8 +143,6 @@ def test_the_command_writes_a_dataset_with_its_summary(tmp_path, model):
     assert prepared("data")["bad_reasons"] == {"broken JSON": 1} and prepared("own", *own)["documents"] == 2
     given, answered = Documents.load(tmp_path / "data"), Documents.load(tmp_path / "own")
     assert len(given) == 2 and not np.array_equal(answered.tokens, given.tokens)
-    with only_writer(tmp_path / "taken.answers.jsonl"), pytest.raises(ValueError, match="is being written by process"):
-        prepared("taken", *own)
     (tmp_path / "full").mkdir()
     write(tmp_path / "full" / "notes.txt", ["mine"])
     for more, match in ((["--max-length", "3"], "--max-length.*3"), (["--limit", "0"], "--limit.*0"),

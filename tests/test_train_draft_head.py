@@ -105,7 +105,7 @@ def assert_same_run(output: Path, whole: Path) -> None:
 
 
 def assert_decodes_losslessly(place, head: Path):
-    pair = eagle_fsd.load(place / "target", head, device="cpu", dtype="float32")
+    pair = eagle_fsd.load(place / "target", head, device="cpu", dtype="float32", tree=None)
     expected = pair.target.model.generate(torch.tensor([PROMPT]), max_new_tokens=12, do_sample=False)
     output = eagle_fsd.generate(PROMPT, pair, max_new_tokens=12, acceptance="exact")
     assert output.token_ids == expected[0, len(PROMPT) :].tolist()
@@ -127,7 +127,7 @@ def test_the_run_says_what_it_measured(place, whole):
     assert len(list((whole / "states").iterdir())) == 2  # keep=2
     # tau is that of decoding the held-out answers from where they are cut, one by one
     config = settings(place, "whole")
-    pair = eagle_fsd.load(place / "target", whole / "head", device="cpu", dtype="float32")
+    pair = eagle_fsd.load(place / "target", whole / "head", device="cpu", dtype="float32", tree=None)
     lengths = [length + 1 for prompt in DocumentSplit.of(config).prompts(8) for length in eagle_fsd.generate(
         prompt, pair, max_new_tokens=8, acceptance="exact", tree=config.tree).stats.accepted_lengths]
     assert evaluations[-1]["tau"] == pytest.approx(np.mean(lengths))
@@ -233,8 +233,7 @@ def as_told(rank: int, told: dict[str, str], work: Callable, given: tuple) -> No
 def test_two_processes_are_one(place, whole):
     two_processes(run, place, "two")
     np.testing.assert_allclose(losses(place / "two"), losses(whole), atol=1e-4)
-    one, two = weights(whole), weights(place / "two")
-    assert all(torch.allclose(one[name], two[name], atol=1e-3) for name in one)
+    assert all(torch.allclose(one, weights(place / "two")[name], atol=1e-3) for name, one in weights(whole).items())
 
 
 def train_sharded() -> None:
@@ -318,9 +317,7 @@ def test_noise_belongs_to_the_document_and_fades_with_length():
 
 @pytest.mark.parametrize(("changes", "match"), [
     ({"steps": 0}, "steps must be at least 1, got 0"), ({"lr": 0}, "lr must be a number above 0, got 0"),
-    ({"clip": "both"}, "clip must be one of norm, value"), ({"warmup": -1}, "warmup must be at least 0"),
-    ({"betas": (0.9, 1.0)}, "betas must be two numbers"), ({"head_dim": 0}, "head_dim must be at least 1"),
-    ({"head": "eagle4"}, "head must be one of eagle2, eagle3"),
+    ({"clip": "both"}, "clip must be one of norm, value"), ({"betas": (0.9, 1.0)}, "betas must be two numbers"),
     ({"head": "eagle3"}, "an EAGLE-3 head predicts no features, regression must be 0, got 1.0"),
     ({"draft_vocab_size": 33}, "draft_vocab_size 33 exceeds vocab_size 32"),
     ({"layers": (0, 8)}, "layers is no setting of an eagle2 head"),
