@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args, get_origin, get_type_hints
 
 from tyro.constructors import PrimitiveConstructorSpec
 
@@ -21,10 +21,6 @@ ObjectiveText = Annotated[Objective, PrimitiveConstructorSpec(
 COUNTS = ("steps", "batch_tokens", "gradient_accumulation", "save_every", "keep", "eval_every", "eval_documents",
           "eval_tokens", "decode_prompts", "decode_tokens", "log_every")
 SIZES = ("draft_vocab_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
-CHOICES = {
-    "head": ("eagle2", "eagle3"), "target_dtype": ("float32", "bfloat16", "float16"),
-    "mixed_precision": ("no", "bf16"), "clip": ("norm", "value"), "tracker": ("none", "tensorboard", "wandb"),
-}
 
 
 @dataclass(frozen=True)
@@ -137,26 +133,22 @@ class TrainingConfig:
             require_number(name, getattr(self, name), "a number above 0", lambda value: value > 0)
         for beta in self.betas:
             require_number("betas", beta, "two numbers of at least 0 and below 1", lambda value: 0 <= value < 1)
-        for name, accepted in CHOICES.items():
-            check_choice(name, getattr(self, name), accepted)
+        for name, kind in get_type_hints(type(self)).items():
+            if get_origin(kind) is Literal:
+                check_choice(name, getattr(self, name), get_args(kind))
 
 
-# What differs from the defaults above, which are `hass` for a target of 7 to 13 B parameters on one GPU.
-RECIPES: dict[str, dict] = {
-    "hass": {},
-    # As published with EAGLE-1/2 (arXiv 2401.15077, appendix), for comparison.
-    "eagle2": {"objective": OBJECTIVES["eagle"], "lr": 3e-5, "clip": "value"},
-    # EAGLE-3 (arXiv 2503.01840): features of three target layers, seven steps on the head's own states.
-    "eagle3": {"head": "eagle3", "draft_vocab_size": 32_000, "objective": OBJECTIVES["eagle3"], "epochs": 10.0,
-               "lr": 5e-5, "warmup": 1000},
+# What each recipe is for, and what differs from the defaults above in it.
+RECIPES: dict[str, tuple[str, dict]] = {
+    "hass": ("targets of 7 to 13 B parameters on one GPU: EAGLE-2 head, unrolled over three steps", {}),
+    "eagle2": ("the recipe published with EAGLE-1/2 (arXiv 2401.15077, appendix)",
+               {"objective": OBJECTIVES["eagle"], "lr": 3e-5, "clip": "value"}),
+    "eagle3": ("EAGLE-3 (arXiv 2503.01840): features of three target layers, seven steps on the head's own states",
+               {"head": "eagle3", "draft_vocab_size": 32_000, "objective": OBJECTIVES["eagle3"], "epochs": 10.0,
+                "lr": 5e-5, "warmup": 1000}),
     # The output layer is most of a step's cost, and of a draft level's: a part of it on a part of the positions.
-    "small": {"draft_vocab_size": 16_384, "objective": OBJECTIVES["sparse"], "batch_tokens": 4096,
-              "gradient_accumulation": 1, "lr": 1.5e-3, "warmup": 100, "save_every": 200, "eval_every": 500,
-              "tree": TreeConfig(16, 5, 4)},
-}
-ABOUT = {
-    "hass": "targets of 7 to 13 B parameters on one GPU: EAGLE-2 head, unrolled over three steps",
-    "eagle2": "the recipe published with EAGLE-1/2",
-    "eagle3": "the recipe published with EAGLE-3",
-    "small": "targets of 0.1 to 0.5 B parameters on a CPU, from stored features",
+    "small": ("targets of 0.1 to 0.5 B parameters on a CPU, from stored features",
+              {"draft_vocab_size": 16_384, "objective": OBJECTIVES["sparse"], "batch_tokens": 4096,
+               "gradient_accumulation": 1, "lr": 1.5e-3, "warmup": 100, "save_every": 200, "eval_every": 500,
+               "tree": TreeConfig(16, 5, 4)}),
 }

@@ -21,7 +21,7 @@ from eagle_fsd.cli.arguments import parse_options
 from eagle_fsd.cli.exits import exit_status
 from eagle_fsd.data.files import only_writer
 from eagle_fsd.data.progress import Progress
-from train.config import ABOUT, RECIPES, TrainingConfig
+from train.config import RECIPES, TrainingConfig
 from train.evaluation import Evaluation
 from train.states import Logs, comparable, resume, save_state
 from train.stopping import StopRequest
@@ -99,9 +99,9 @@ def main() -> int:
               "python -m train.train_draft_head small --target T --data D --output O", file=sys.stderr)
         return 2
     recipes = {name: TrainingConfig(target=tyro.MISSING, data=tyro.MISSING, output=tyro.MISSING, **settings)
-               for name, settings in RECIPES.items()}
-    config = parse_options(tyro.extras.subcommand_type_from_defaults(recipes, ABOUT),
-                           program="python -m train.train_draft_head", description=__doc__)
+               for name, (_, settings) in RECIPES.items()}
+    kind = tyro.extras.subcommand_type_from_defaults(recipes, {name: about for name, (about, _) in RECIPES.items()})
+    config = parse_options(kind, program="python -m train.train_draft_head", description=__doc__)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
     logging.getLogger("accelerate").setLevel(logging.WARNING)  # it says of every file that it is saved
     return exit_status("train.train_draft_head", lambda: train(config), also=(FloatingPointError,),
