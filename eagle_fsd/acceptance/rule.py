@@ -85,9 +85,12 @@ class GatingRule(FuzzyRule):
         """[B, C] or [B, 1] bool: which fuzzy steps pass; and the divergence [B] that it went by, for receipts."""
 
     def weigh(self, nodes: Nodes) -> Weights | None:
-        candidates = self.candidates(nodes) & ~nodes.is_exact.any(-1, keepdim=True)
+        would_stop = nodes.children & ~nodes.is_exact.any(-1, keepdim=True)
+        if nodes.nowhere(would_stop):
+            return None
+        candidates = would_stop & self.candidates(nodes)
         asked = candidates.any(-1)
-        if nodes.raw.is_cpu and not asked.any():  # elsewhere, to look would be to wait for the device
+        if nodes.nowhere(candidates):
             return None
         passes, divergence = self.gate(nodes)
         if divergence is not None:

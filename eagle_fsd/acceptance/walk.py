@@ -79,8 +79,8 @@ def walk(
         exact = first_largest(warped if noise is None else warped + noise)
         token, children, weights = exact, parents == node[:, None], None
         if not lossless:
-            expanded = draft[depth][rows, tree.draft_rows[rows, node]] if depth < len(draft) else None
-            nodes = Nodes(raw, warped, noise, exact, tree.tokens, children, tree.scores, expanded, draft_tokens,
+            nodes = Nodes(raw, warped, noise, exact, tree.tokens, children, tree.scores,
+                          draft[depth] if depth < len(draft) else None, tree.draft_rows[rows, node], draft_tokens,
                           threshold, left, going, errors, ahead)
             weights = rule.weigh(nodes)
         if weights is not None:
