@@ -1,7 +1,7 @@
 """The MT-Bench command and its speeds: formats, both turns, resuming, FastChat's file, intervals."""
 
 import json
-import os
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -169,6 +169,8 @@ FORMATS = {
     "mbpp, sanitised": ({"prompt": "Add.", "code": "x", "task_id": 2, "test_imports": [], "test_list": ["assert f(1)"]},
                         Question(2, "mbpp", ("Add.\nYour code should pass these tests:\n\nassert f(1)\n",), "x",
                                  "assert f(1)\n")),
+    "ifeval": ({"key": 7, "prompt": "Say.", "instruction_id_list": ["a:b"], "kwargs": [{}]}, Question(
+        7, "ifeval", ("Say.",), tests='{"instruction_id_list": ["a:b"], "kwargs": [{}]}')),
     "gsm8k": ({"question": "a", "answer": "b\n#### 3"}, Question(1, "gsm8k", ("a",), "b\n#### 3")),
     "prompts": ({"prompt": "a", "answer": 4}, Question(1, "prompts", ("a",), "4")),
 }
@@ -193,6 +195,7 @@ def test_only_line_ends_end_a_line(tmp_path, end):
     [("", "no question"), ("[1]", "line 1: not a JSON object"), ('{"x": 1}', "line 1: no known format"),
      ('{"turns": [1]}', "list of strings"),
      ('{"test_list": "x", "text": "a"}', "a text and a test_list of strings"), ("{", "line 1"),
+     ('{"prompt": "a", "instruction_id_list": ["a:b"], "kwargs": []}', "instruction_id_list and as many kwargs"),
      ('{"turns": ["a"], "question_id": 3}\n{"turns": ["b"], "question_id": 3}', "3 occurs twice")],
 )
 def test_bad_question_files_say_where(tmp_path, text, match):
@@ -201,14 +204,10 @@ def test_bad_question_files_say_where(tmp_path, text, match):
         read_questions(tmp_path / "q.jsonl")
 
 
-@pytest.mark.skipif(not os.path.isdir("../shared/data"), reason="needs ../shared/data")
-@pytest.mark.parametrize(
-    ("name", "count"), [("mt_bench", 80), ("spec_bench", 480), ("gsm8k_test", 1319), ("humaneval", 164), ("mbpp", 600)]
-)
-def test_published_files_are_read(name, count):
-    from pathlib import Path
-
-    assert len(read_questions(Path("../shared/data") / f"{name}.jsonl")) == count
+@pytest.mark.skipif(not Path("../shared/data").is_dir(), reason="needs ../shared/data")
+def test_published_files_are_read():
+    for name, count in (("mt_bench", 80), ("spec_bench", 480), ("gsm8k_test", 1319), ("humaneval", 164), ("mbpp", 600)):
+        assert len(read_questions(Path("../shared/data") / f"{name}.jsonl")) == count
 
 
 def answers(speeds: list[float]) -> dict:
