@@ -95,8 +95,7 @@ class Decoder:
         _, emission = self._accept_rows([request], EXACT, root, raw, [], [len(request.tokens) - 1])[0]
         if emission.error is not None:
             raise emission.error
-        receipts = [receipt._replace(exact_because=None) for receipt in emission.receipts]
-        return emission._replace(receipts=receipts)
+        return emission
 
     def step(self) -> list[Emission]:
         """One cycle; each request emits its accepted draft tokens and one token of the target."""
