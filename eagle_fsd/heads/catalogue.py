@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..data.bundled import default_pair, find_bundled
+from ..data.sources import default_pair, find_bundled
 
 log = logging.getLogger(__name__)
 
