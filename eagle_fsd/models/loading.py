@@ -13,7 +13,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ..checks import check_placement
 from ..data.gguf import target_source
-from ..data.progress import no_bars_for
+from ..data.sources import no_bars_for
 from . import STOCK
 
 log = logging.getLogger(__name__)
