@@ -82,7 +82,7 @@ def find_head(target: str | Path) -> PublishedHead:
 
 def is_copy(path: Path, hub_id: str) -> bool:
     """Whether a directory or GGUF file is called what the hub's model is called: in the hub's cache, as a clone, or
-    with a quantisation behind the name."""
+    with a quantisation after the name."""
     name = re.escape(hub_id.rpartition("/")[2])
     quantised = rf"{name}[._-](i?q\d|b?f16|f32)[\w.-]*|{name}\.gguf"
     return (f"models--{hub_id.replace('/', '--')}" in path.absolute().parts

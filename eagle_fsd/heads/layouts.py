@@ -1,5 +1,4 @@
-"""What the files of published heads say: their `config.json` in several dialects, and EAGLE-3 weights under our names.
-"""
+"""What the files of published heads say: `config.json` in several dialects, and EAGLE-3 weights under our names."""
 
 from __future__ import annotations
 

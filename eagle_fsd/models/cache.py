@@ -217,7 +217,7 @@ class TreeCache(Cache):
         return other
 
     def add_row(self, source: TreeCache, row: int) -> None:
-        """One more sequence, behind the others: one of another cache. `keep_rows` takes it away."""
+        """One more sequence, after the others: one of another cache. `keep_rows` takes it away."""
         lengths = self.lengths
         assert len(lengths) < self.batch, f"{self.batch} sequences are all that this cache has room for"
         self.rows = slice(0, len(lengths) + 1)

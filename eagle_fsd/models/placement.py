@@ -82,7 +82,7 @@ class PackedLinear(nn.Linear):
     copying or pickling, it computes as the stock layer does.
 
     Args:
-        layer: whose weight and bias it shares, and whose place it takes.
+        layer: whose place it takes; it shares its weight, bias and hooks.
     """
 
     ROWS = 64  # that the layout is chosen for; it serves one row as well
@@ -90,9 +90,7 @@ class PackedLinear(nn.Linear):
 
     def __init__(self, layer: nn.Linear) -> None:
         nn.Module.__init__(self)
-        self.in_features, self.out_features = layer.in_features, layer.out_features
-        self.weight, self.bias = layer.weight, layer.bias
-        self.train(layer.training)
+        self.__dict__.update(layer.__dict__)
         self.packed: Tensor | None = torch.ops.mkldnn._reorder_linear_weight(self.weight.detach(), self.ROWS)
         self.packed_of = self.weight.data_ptr(), self.weight._version
 
