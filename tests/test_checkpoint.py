@@ -87,12 +87,6 @@ def test_stored_in_half_precision_and_loaded_in_full(tmp_path, head):
     torch.testing.assert_close(predicted(loaded), predicted(head), rtol=0.1, atol=0.1)
 
 
-def test_pickled_weights(saved, head):
-    torch.save(load_file(saved / "model.safetensors"), saved / "pytorch_model.bin")
-    (saved / "model.safetensors").unlink()
-    assert torch.equal(predicted(load_head(saved)), predicted(head))
-
-
 def test_a_head_replaces_one_in_the_other_format(saved, head):
     changed = tiny_head(tiny_target(), seed=5)
     save_head(changed, saved, file="pytorch_model.bin")
@@ -109,7 +103,7 @@ class Exploit:
         return Path.touch, (self.path,)
 
 
-@pytest.mark.parametrize("save", [torch.save, lambda value, path: path.write_bytes(pickle.dumps(value))])
+@pytest.mark.parametrize("save", [torch.save, lambda value, path: path.write_bytes(pickle.dumps(value, 2))])
 def test_a_pickle_with_code_is_refused_and_not_run(saved, tmp_path, save):
     save({"fc.weight": Exploit(tmp_path / "ran")}, saved / "pytorch_model.bin")
     (saved / "model.safetensors").unlink()
@@ -128,19 +122,14 @@ def test_without_embeddings_the_targets_are_used(saved, tmp_path):
     assert "embed_tokens.weight" not in load_file(tmp_path / "again" / "model.safetensors")
 
 
-def test_a_bias_that_the_config_announces_but_the_file_lacks(saved, head):
+def test_the_file_and_not_the_config_says_whether_there_is_a_bias(saved, head):
     rewrite(saved, lambda config, state: config.pop("bias"))  # a missing key means true
     loaded = load_head(saved)
-    assert loaded.fc.bias is None
-    assert torch.equal(predicted(loaded), predicted(head))
-
-
-def test_a_bias_that_only_the_file_knows(saved, head):
+    assert loaded.fc.bias is None and torch.equal(predicted(loaded), predicted(head))
     bias = torch.randn(HIDDEN)
-    rewrite(saved, lambda config, state: state.update({"fc.bias": bias}))
+    rewrite(saved, lambda config, state: config.update(bias=False) or state.update({"fc.bias": bias}))
     loaded = load_head(saved)
-    assert torch.equal(loaded.fc.bias, bias)
-    assert not torch.equal(predicted(loaded), predicted(head))
+    assert torch.equal(loaded.fc.bias, bias) and not torch.equal(predicted(loaded), predicted(head))
 
 
 def drop(name):
@@ -159,12 +148,8 @@ def configure(**fields):
     ("change", "message"),
     [
         (drop("fc.weight"), "missing .*fc.weight"),
-        (drop("layers.0.mlp.up_proj.weight"), "missing .*up_proj"),
         (put("lm_head.weight", VOCAB, HIDDEN), "unknown .*lm_head.weight"),
-        (put("layers.0.input_layernorm.weight", HIDDEN), "unknown .*input_layernorm"),
         (put("fc.weight", HIDDEN, 3 * HIDDEN), "(?s)does not fit its config.json: .*fc.weight"),
-        (put("fc.bias", HIDDEN + 1), "(?s)does not fit its config.json: .*fc.bias"),
-        (put("embed_tokens.weight", VOCAB - 1, HIDDEN), "(?s)does not fit its config.json: .*embed_tokens"),
         (configure(num_hidden_layers=2), "2 layers"),
         (configure(qkv_bias=True), "missing .*q_proj.bias"),
         (configure(hidden_size="wide"), "config.json is no Llama config"),
@@ -198,36 +183,22 @@ def test_weights_that_are_no_dictionary_are_refused(saved):
         load_head(saved)
 
 
-def save_target(target, directory, tokenizer=None):
-    target.save_pretrained(directory)
-    if tokenizer is not None:
-        tokenizer.save_pretrained(directory)
-
-
 def test_load_joins_a_target_its_tokenizer_and_its_head(saved, tmp_path, tokenizer):
     target = tiny_target()
-    save_target(target, tmp_path / "target", tokenizer)
-    pair = eagle_fsd.load(tmp_path / "target", saved, device="cpu")
+    target.save_pretrained(tmp_path / "target")
+    tokenizer.save_pretrained(tmp_path / "target")
+    pair = eagle_fsd.load(tmp_path / "target", saved, device="cpu", tree=None)
     assert isinstance(pair.tokenizer, PreTrainedTokenizerFast)
     output = eagle_fsd.generate(PROMPT, pair, max_new_tokens=12)
     expected = target.generate(torch.tensor([PROMPT]), max_new_tokens=12, do_sample=False)[0, len(PROMPT) :]
     assert output.token_ids == expected.tolist()
-    half = eagle_fsd.load(str(tmp_path / "target"), str(saved), device="cpu", dtype="bfloat16")
+    half = eagle_fsd.load(str(tmp_path / "target"), str(saved), device="cpu", dtype="bfloat16", tree=None)
     assert half.target.dtype == half.draft.dtype == torch.bfloat16
-
-
-def test_load_takes_the_attention_that_a_model_has(saved, tmp_path):
-    """Gemma-2 has no sdpa."""
-    target = tiny_target("gemma2")
-    save_target(target, tmp_path / "target")
-    pair = eagle_fsd.load(tmp_path / "target", saved, device="cpu")
-    expected = target.generate(torch.tensor([PROMPT]), max_new_tokens=8, do_sample=False)[0, len(PROMPT) :]
-    assert eagle_fsd.generate(PROMPT, pair, max_new_tokens=8).token_ids == expected.tolist()
 
 
 @pytest.mark.parametrize("option", [{"hidden_size": 32}, {"vocab_size": 40}], ids=str)
 def test_load_refuses_a_head_of_another_target(saved, tmp_path, option):
-    save_target(tiny_target(**option), tmp_path / "target")
+    tiny_target(**option).save_pretrained(tmp_path / "target")
     with pytest.raises(ValueError, match="does not fit the target"):
         eagle_fsd.load(tmp_path / "target", saved, device="cpu")
 
