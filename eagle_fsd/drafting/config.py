@@ -10,7 +10,7 @@ from numbers import Real
 
 @dataclass(frozen=True)
 class Confidence:
-    """How likely a drafted token is to be accepted behind an accepted parent, given the draft's probability of it.
+    """How likely a drafted token is to be accepted after an accepted parent, given the draft's probability of it.
 
     Piecewise linear from log-probability to log-probability, for a parent's best child and for its other children.
 

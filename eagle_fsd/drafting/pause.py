@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from ..drafting.config import Choice, TreeConfig
-from ..drafting.tree import DraftTree
+from .config import Choice, TreeConfig
+from .tree import DraftTree
 
 SHORTEST_PAUSE, LONGEST_PAUSE = 16, 128  # cycles without drafting
 MEMORY = 8  # drafted cycles that decide about a pause
@@ -56,9 +56,9 @@ class Drafting:
 
     def next(self) -> TreeConfig | None:
         """The tree of the next cycle; None: it emits one token without drafting."""
-        if self.choice.tree is None:
+        if self.choice.tree is None or self.choice.cost is not None and not self.pause.drafts():
             return None
-        return self.choice.tree if self.choice.cost is None or self.pause.drafts() else None
+        return self.choice.tree
 
     def learn(self, tree: DraftTree, emitted: Sequence[int]) -> None:
         """Take note of what a drafted cycle emitted for each request."""

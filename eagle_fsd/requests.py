@@ -1,18 +1,108 @@
-"""Prompts as token ids: text, chats through the tokenizer's template, ids, and batches of them."""
+"""From prompts and options to requests: everything is checked here, before any forward."""
 
 from __future__ import annotations
 
 import logging
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from numbers import Integral
 
 import torch
 from torch import Tensor
+from transformers import LogitsProcessor
+from transformers.generation.streamers import BaseStreamer
 
-from .checks import require_integer
+from .checks import check_functions, require_integer
 from .data.rendering import check_rendering, most_characters
+from .engine.request import Request
+from .engine.sampling import build_processors
+from .options import GenerateOptions
 from .pair import EagleModel
+from .text import StopStrings
 
 log = logging.getLogger(__name__)
+
+
+def make_requests(
+    model: EagleModel, prompts: Sequence[Sequence[int]], options: GenerateOptions,
+    logits_processor: Sequence[LogitsProcessor] | None = None, stopping_criteria: Sequence[Callable] | None = None,
+) -> list[Request]:
+    """One request for each prompt, as token ids.
+
+    Raises:
+        ValueError, TypeError: options that this pair or these prompts cannot be decoded with.
+    """
+    check_functions("stopping_criteria", stopping_criteria)
+    if options.tree is not None:
+        model.check_tree(options.tree)
+    rule = options.rule
+    warn_of_infinity(rule, model)
+    rooms = [check_length(len(ids), options.max_new_tokens, model) for ids in prompts]
+    seeds, eos_ids = seeds_of(options.seed, len(prompts)), end_tokens(model)
+    strings, stop_ids = options.stop_strings, check_stop_ids(options.stop_token_ids, model)
+    for string in strings:
+        encodable("stop", string)
+        need_tokenizer(model)
+    text_free = not (options.repetition_penalty != 1 or options.min_new_tokens or logits_processor)
+    return [Request(
+        ids, max_new_tokens=room, rule=rule, temperature=float(options.temperature), seed=seed,
+        budget=None if options.budget is None else float(options.budget),
+        processors=build_processors(options, logits_processor, prompt_length=len(ids), eos_ids=sorted(eos_ids),
+                                    device=model.target.device),
+        alike=(options.temperature, options.top_k, options.top_p, options.min_p) if text_free else None,
+        eos_ids=frozenset() if options.ignore_eos else eos_ids, stop_ids=stop_ids,
+        text_ends=StopStrings(model.tokenizer, strings) if strings else None, criteria=list(stopping_criteria or []),
+        device=model.target.device,
+    ) for ids, room, seed in zip(prompts, rooms, seeds, strict=True)]
+
+
+def warn_of_infinity(rule: object, model: EagleModel) -> None:
+    """Warn where a divergence of the rule is infinite because the draft cannot name every token."""
+    if model.draft is None or model.draft.draft_vocab_size == model.target.vocab_size:
+        return
+    divergence = getattr(rule, "divergence", None)
+    if divergence in ("kl", "js_fsd_code") and rule.threshold > 0:
+        log.warning("%s is infinite with a draft that names %d of %d tokens: nothing passes; take js, tv or reverse_kl",
+                    divergence, model.draft.draft_vocab_size, model.target.vocab_size)
+
+
+def seeds_of(seed: int | Sequence[int] | None, count: int) -> list[int]:
+    """One for each prompt; drawn where none is given."""
+    if seed is None:
+        generator = random.SystemRandom()
+        return [generator.getrandbits(48) for _ in range(count)]
+    if isinstance(seed, (list, tuple)):
+        if len(seed) != count:
+            raise ValueError(f"a list of seeds needs one for each prompt: {count}, got {len(seed)}")
+        return list(map(int, seed))
+    if int(seed) + count > 2**63:
+        raise ValueError(f"seed must be below 2**63, got {int(seed) + count - 1}")
+    return [int(seed) + number for number in range(count)]
+
+
+def check_stop_ids(stop_token_ids: Sequence[int] | None, model: EagleModel) -> frozenset[int]:
+    """The tokens, refused where the target has no such ones."""
+    ids = [] if stop_token_ids is None else list(stop_token_ids)
+    for token in ids:
+        require_integer("stop_token_ids", token, 0)
+    return frozenset(check_ids(ids, model)) if ids else frozenset()
+
+
+@contextmanager
+def ending(streamer: BaseStreamer | None) -> Iterator[None]:
+    """Ends the streamer also where decoding fails: who reads it in another thread would wait for ever.
+
+    Raises:
+        TypeError: it has not the methods of the streamers of `transformers`.
+    """
+    if streamer is not None and not all(callable(getattr(streamer, name, None)) for name in ("put", "end")):
+        raise TypeError(f"streamer must have the methods put and end, got {streamer!r}")
+    try:
+        yield
+    finally:
+        if streamer is not None:
+            streamer.end()
 
 
 def decode(model: EagleModel, ids: list[int]) -> str:
