@@ -1,22 +1,85 @@
-"""Token ids of a conversation and which of them are learned: the assistant's own words and their end marks.
+"""From records to a tokenised dataset: token ids, which of them are learned, and what was left out and why.
 
-Where the chat template marks answers with `{% generation %}`, `transformers` says which tokens those are. Other
-templates are rendered up to each answer: the answer begins where the rendering with a generation prompt ends.
+Of a conversation the assistant's own words and their end marks are learned. Where the chat template marks answers with
+`{% generation %}`, `transformers` says which tokens those are. Other templates are rendered up to each answer: the
+answer begins where the rendering with a generation prompt ends.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 
+import numpy as np
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from eagle_fsd.data.conversations import BadRow
+from eagle_fsd.data.conversations import BadRow, Record
+from eagle_fsd.data.documents import Documents
+from eagle_fsd.data.progress import Progress
 
 # What a template may put between the generation prompt and an answer: an empty block of thoughts.
 BEFORE_ANSWER = re.compile(r"\s*(<think>\s*</think>\s*)?")
 ANYTHING = "Qwertzuiop"  # stands for an answer, to see what a template puts around one
+
+
+def encode_dataset(
+    records: Iterable[Record], tokenizer: PreTrainedTokenizerBase, *, max_length: int, long: str = "truncate"
+) -> tuple[Documents, dict]:
+    """The dataset of `records` and its summary: how many there were, and how many were bad, by reason.
+
+    Raises:
+        ValueError: not one record can be used.
+    """
+    bad: Counter[str] = Counter()
+    documents: list[tuple[np.ndarray, np.ndarray]] = []  # lists would take five times the memory
+    count = truncated = 0
+    for record in Progress(records, desc="rows", unit="row"):
+        count += 1
+        try:
+            encoded = encode_record(record, tokenizer, max_length, long)
+        except BadRow as error:
+            bad[str(error)] += 1
+        else:
+            documents += [(np.asarray(ids, np.uint32), np.asarray(learned)) for ids, learned in encoded]
+            truncated += record.text is None and len(encoded[-1][0]) == max_length
+    if not documents:
+        raise ValueError(f"none of {count} rows can be used: {dict(bad) or 'there are none'}")
+    summary = {
+        "rows": count, "bad_rows": sum(bad.values()), "bad_reasons": dict(bad.most_common()),
+        "at_full_length": truncated, "max_length": max_length,
+    }
+    return Documents.of(documents), summary
+
+
+def encode_record(
+    record: Record, tokenizer: PreTrainedTokenizerBase, max_length: int, long: str
+) -> list[tuple[list[int], list[bool]]]:
+    """The documents of a record: one per conversation; plain text is cut into as many as it takes.
+
+    Raises:
+        BadRow: the record is bad, over-long under `long="drop"`, or nothing to learn is left of it.
+    """
+    if record.reason is not None:
+        raise BadRow(record.reason)
+    if record.text is not None:
+        ids = tokenizer(record.text, add_special_tokens=False)["input_ids"]
+        first = [tokenizer.bos_token_id] if tokenizer.bos_token_id is not None else []
+        last = [tokenizer.eos_token_id] if tokenizer.eos_token_id is not None else []
+        ids, body = ids + last, max_length - len(first)
+        pieces = [first + ids[i : i + body] for i in range(0, len(ids), body)]
+        pieces = [piece for piece in pieces if len(piece) > 2]  # nothing could be learned from less
+        return [(piece, [False] * len(first) + [True] * (len(piece) - len(first))) for piece in pieces]
+    encoded = encode_conversation(tokenizer, record.messages or [])
+    if long == "drop" and any(len(ids) > max_length for ids, _ in encoded):
+        raise BadRow("over-long")
+    cut = [(ids[:max_length], learned[:max_length]) for ids, learned in encoded]
+    # Position i pairs a feature with the next token and learns the one after: two tokens have to precede.
+    cut = [(ids, learned) for ids, learned in cut if any(learned[2:])]
+    if not cut:
+        raise BadRow("nothing to learn within the length")
+    return cut
 
 
 def encode_conversation(
@@ -47,6 +110,14 @@ def encode_conversation(
         return [mark_spans(tokenizer, *last_answer_span(tokenizer, messages[: end + 1])) for end in ends]
 
 
+def check_tokenizer(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise where a tokenizer cannot serve `encode_conversation`."""
+    if not tokenizer.chat_template:
+        raise ValueError("the target's tokenizer has no chat template; give one (--chat-template FILE) or plain text")
+    if not tokenizer.is_fast:
+        raise ValueError(f"{type(tokenizer).__name__} does not say where its tokens lie in the text; a fast one does")
+
+
 def mark_spans(
     tokenizer: PreTrainedTokenizerBase, text: str, spans: list[tuple[int, int]]
 ) -> tuple[list[int], list[bool]]:
@@ -58,14 +129,6 @@ def mark_spans(
             span += 1
         learned.append(span < len(spans) and spans[span][0] <= start and start < end <= spans[span][1])
     return encoded["input_ids"], learned
-
-
-def check_tokenizer(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise where a tokenizer cannot serve `encode_conversation`."""
-    if not tokenizer.chat_template:
-        raise ValueError("the target's tokenizer has no chat template; give one (--chat-template FILE) or plain text")
-    if not tokenizer.is_fast:
-        raise ValueError(f"{type(tokenizer).__name__} does not say where its tokens lie in the text; a fast one does")
 
 
 def answer_spans(
@@ -123,7 +186,7 @@ def render(tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, str]
 
 
 def _end_mark(tokenizer: PreTrainedTokenizerBase, text: str, end: int) -> int:
-    """Where the special token behind an answer ends; `end` itself where none follows."""
+    """Where the special token after an answer ends; `end` itself where none follows."""
     added = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
     for token in {*tokenizer.all_special_tokens, *added}:
         found = re.compile(r"\s*" + re.escape(token)).match(text, end)

@@ -21,7 +21,7 @@ from eagle_fsd.models.loading import load_target
 from eagle_fsd.models.output import OutputRows, output_logits
 from eagle_fsd.models.placement import copy_to
 from eagle_fsd.models.target import TargetModel
-from train.core.config import TrainingConfig
+from train.config import TrainingConfig
 
 DTYPES = {"torch.float32": torch.float32, "torch.bfloat16": torch.bfloat16, "torch.float16": torch.float16}
 
@@ -151,7 +151,7 @@ class Teacher:
         if config.features is None:
             target = open_target(config, accelerator, layers)
             return cls(target, OnlineFeatures(target), TargetEnds.of(target, accelerator.device))
-        features = OfflineFeatures(Path(config.features), documents)
+        features = OfflineFeatures(config.features, documents)
         if tuple(features.index["layers"]) != layers:
             raise ValueError(f"the head reads what enters layers {list(layers)}, {config.features} holds "
                              f"{features.index['layers']} (--layers of train.features)")

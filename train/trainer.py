@@ -2,25 +2,54 @@
 
 from __future__ import annotations
 
+import datetime
 import math
-from pathlib import Path
 
 import numpy as np
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, DistributedType, InitProcessGroupKwargs
+from accelerate.tracking import get_available_trackers
 from torch import Tensor
+from transformers import AutoConfig
 
+from eagle_fsd.data.gguf import target_source
 from eagle_fsd.heads.checkpoint import load_head
 from eagle_fsd.heads.eagle import DraftHead
-from eagle_fsd.heads.eagle3 import Eagle3Head
-from train.core.config import TrainingConfig
-from train.core.new_heads import VOCABULARY, limit_output, new_head, start_output, text_config
-from train.core.objectives import AlignedLoss
-from train.core.schedule import DocumentSplit, Schedule, feature_noise, learning_rate, shares
-from train.core.teacher import Teacher
+from train.config import TrainingConfig
+from train.heads import name_tokens, new_head
+from train.objectives import AlignedLoss
+from train.schedule import DocumentSplit, Schedule, feature_noise, learning_rate, shares
+from train.teacher import Teacher
 
 
-class Run:
+def make_accelerator(config: TrainingConfig) -> Accelerator:
+    """Accelerate's side of the run, told what the settings say.
+
+    Raises:
+        ValueError: settings that accelerate's configuration contradicts or that sharding does not offer.
+    """
+    tracker = None if config.tracker == "none" else config.tracker
+    if tracker and tracker not in [str(name) for name in get_available_trackers()]:
+        raise ValueError(f"tracker {tracker} is asked for, and the package {tracker} is not installed")
+    accelerator = Accelerator(
+        mixed_precision=config.mixed_precision, gradient_accumulation_steps=config.gradient_accumulation,
+        cpu=config.cpu, log_with=tracker, project_dir=str(config.output) if tracker else None,
+        # The main process evaluates while the others wait.
+        kwargs_handlers=[InitProcessGroupKwargs(timeout=datetime.timedelta(hours=6))],
+    )
+    if accelerator.gradient_accumulation_steps != config.gradient_accumulation:
+        raise ValueError(
+            f"gradient_accumulation is {config.gradient_accumulation} here and "
+            f"{accelerator.gradient_accumulation_steps} in accelerate's configuration"
+        )
+    if accelerator.distributed_type == DistributedType.FSDP and config.clip == "value":
+        raise ValueError("clip value does not work under FSDP; use clip norm")
+    if config.device_map and accelerator.num_processes > 1:
+        raise ValueError("device_map spreads the target over all devices: launch one process, or use stored features")
+    return accelerator
+
+
+class Trainer:
     """One training run; `train.train_draft_head` drives it.
 
     Raises:
@@ -29,15 +58,18 @@ class Run:
     """
 
     def __init__(self, config: TrainingConfig, accelerator: Accelerator) -> None:
-        self.config, self.accelerator, self.output = config, accelerator, Path(config.output)
+        self.config, self.accelerator = config, accelerator
         self.split = DocumentSplit.of(config)
         self.documents = self.split.documents
-        head = load_head(config.init_from).train() if config.init_from else new_head(config)
+        self.prompts = self.split.prompts(config.eval_tokens) if config.evaluate else []  # of evaluations
+        text = AutoConfig.from_pretrained(
+            target_source(config.target), trust_remote_code=config.trust_remote_code).get_text_config(decoder=True)
+        head = load_head(config.init_from).train() if config.init_from else new_head(config, text)
         highest = int(self.documents.tokens.max())
         if highest >= head.config.vocab_size:
             raise ValueError(f"{config.data} has token {highest}, the head's vocabulary ends before "
                              f"{head.config.vocab_size}: it was prepared for another target")
-        layers = head.target_layers(text_config(config).num_hidden_layers)
+        layers = head.target_layers(text.num_hidden_layers)
         self.teacher = Teacher.of(config, accelerator, self.documents, layers)
         self._prepare(head)
         self.schedule = Schedule(self.documents, self.split.learned, config)
@@ -52,19 +84,15 @@ class Run:
                              f"{(head.config.vocab_size, head.config.hidden_size)}, the target's are {wanted}")
         head.share_embeddings(ends.embed_tokens)
         head.to(device)
-        if not isinstance(head, Eagle3Head):
-            limit_output(head, config.head.get(VOCABULARY), self.documents, ends)
-        elif not config.init_from:
-            start_output(head, self.documents, ends)
+        name_tokens(head, config, self.documents, ends)
         if device.type == "cpu":
             head.config._attn_implementation = "eager"  # its backward takes half of the time that sdpa's takes there
-        self.head_kind, self.head_config, self.head_bias = type(head), head.config, head.fc.bias is not None
-        self.token_map = head.token_map
+        self.head = head  # for its kind and shape: sharding replaces its weights
         optimizer = torch.optim.AdamW(
             head.parameters(), lr=config.lr, betas=config.betas, weight_decay=config.weight_decay
         )
-        loss = AlignedLoss(head, config.objective, ends.logits)
-        self.model, self.optimizer = self.accelerator.prepare(loss, optimizer)
+        self.model, self.optimizer = self.accelerator.prepare(
+            AlignedLoss(head, config.objective, ends.logits), optimizer)
         self.trained = [p for p in self.model.parameters() if p.requires_grad]  # sharding has replaced the head's own
 
     def train_step(self) -> dict[str, float]:
@@ -73,12 +101,11 @@ class Run:
         rate = learning_rate(config, step, self.steps)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        batch, parts = self.schedule.batch(step), accelerator.num_processes * accelerator.gradient_accumulation_steps
+        batch, parts = self.schedule.batch(step), accelerator.num_processes * config.gradient_accumulation
         # Every process knows the whole batch, and so by how many positions the sum has to be divided.
         count = max(1, self.documents.learnable(batch))
-        loss_module = accelerator.unwrap_model(self.model)
-        loss_module.start(step, self.steps)
-        sums = torch.zeros(1 + loss_module.steps, device=accelerator.device)
+        accelerator.unwrap_model(self.model).residue = step % config.objective.logit_stride
+        sums = torch.zeros(1 + config.objective.aligned_steps, device=accelerator.device)
         for indices in shares(batch, parts)[accelerator.process_index :: accelerator.num_processes]:
             with accelerator.accumulate(self.model):
                 loss, agreement = self.loss(indices, batch)
@@ -120,15 +147,11 @@ class Run:
         state = self.accelerator.get_state_dict(self.model)
         if not self.accelerator.is_main_process:
             return None
-        head, target = self.head_kind(self.head_config, bias=self.head_bias), self.teacher.target
-        head.config._attn_implementation = "sdpa"
-        head.share_embeddings(
-            self.teacher.ends.embed_tokens if target is None else target.embeddings_on(target.output_device)
-        )
+        head = type(self.head)(self.head.config, bias=self.head.fc.bias is not None)
+        head.share_embeddings(self.teacher.ends.embed_tokens)
         head.load_state_dict({name.removeprefix("head."): value.to("cpu") for name, value in state.items()})
-        if self.token_map is not None:
-            head.limit_vocabulary(self.token_map)
-            head.output_rows = (target.output_rows if target else self.teacher.ends.rows)(self.token_map)
+        if self.head.token_map is not None:
+            head.limit_vocabulary(self.head.token_map.cpu())
         return head.eval()
 
     def close(self) -> None:

@@ -6,15 +6,15 @@ All are functions of the settings and the step, so that a run can be resumed and
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from eagle_fsd.data.documents import Documents
-from train.core.config import TrainingConfig
-from train.core.estimate import last_answers
+from train.config import TrainingConfig
+
+GOLDEN = 0.618034  # its multiples are spread evenly over [0, 1)
 
 
 @dataclass(frozen=True)
@@ -38,21 +38,44 @@ class DocumentSplit:
         Raises:
             ValueError: no datasets, or one that is too small to keep any back.
         """
-        documents = Documents.load(Path(config.data))
+        documents = Documents.load(config.data)
         count = len(documents)
         if config.eval_data is not None:
-            held_out = Documents.load(Path(config.eval_data))
+            held_out = Documents.load(config.eval_data)
             return cls(documents, np.arange(count), held_out, np.arange(min(config.eval_documents, len(held_out))))
         kept = min(config.eval_documents, count // 10)
         if kept < 1:
             raise ValueError(f"{config.data} has {count} documents, too few to keep some back; give eval_data")
         return cls(documents, np.arange(count - kept), documents, np.arange(count - kept, count))
 
-    def check_answers(self) -> None:
-        """Raise now what the first evaluation would raise."""
-        if not any(last_answers(self.held_out, self.measured.tolist())):
-            raise ValueError("tau cannot be estimated: no held-out document has an answer of four tokens or more; "
-                             "give eval_data, or evaluate=false")
+    def prompts(self, tokens: int) -> list[list[int]]:
+        """Token ids of the held-out documents up to where decoding begins, in the last answer of each.
+
+        Args:
+            tokens: that are decoded. Where an answer is longer, decoding begins elsewhere in each; plain text is cut in
+                the middle.
+
+        Raises:
+            ValueError: no document has an answer.
+        """
+        found = []
+        for number, index in enumerate(self.measured.tolist()):
+            ids, learned = self.held_out.document(index)
+            answer = np.flatnonzero(learned)
+            if not len(answer):
+                continue
+            end = int(answer[-1]) + 1
+            before = np.flatnonzero(~learned[:end])
+            start = int(before[-1]) + 1 if len(before) else 0
+            if start < 2:
+                start = end // 2
+            start += int(max(0, end - start - tokens) * (number * GOLDEN % 1))
+            if start >= 2:
+                found.append(ids[:start].tolist())
+        if not found:
+            raise ValueError("tau cannot be measured: no held-out document has an answer; give eval_data, or "
+                             "--no-evaluate")
+        return found
 
 
 def learning_rate(config: TrainingConfig, step: int, steps: int) -> float:

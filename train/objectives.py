@@ -10,27 +10,23 @@ back. One step is the published EAGLE-1/2 training; several are HASS (arXiv 2408
 regression of features the training of EAGLE-3 heads (arXiv 2503.01840, section 3.2).
 
 Terms are sums over the R tokens that the head can name: p does not sum to 1 over them where it has mass elsewhere, so
-that a position counts the less the less of it the head can name. `gate` and `divergence` compare p given those tokens.
+that a position counts the less the less of it the head can name.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
-from eagle_fsd.acceptance.divergence import get_divergence
-from eagle_fsd.checks import require_number
+from eagle_fsd.checks import require_integer, require_number
 from eagle_fsd.heads.eagle import DraftHead
 from eagle_fsd.heads.eagle3 import Eagle3Head
 
-
-def require_count(name: str, value: object) -> None:
-    """Raise ValueError unless `value` is a whole number of at least 1."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
+MOST_STEPS = 32  # each takes the memory of one more step
 
 
 @dataclass(frozen=True)
@@ -42,34 +38,25 @@ class Objective:
         soft_ce: cross-entropy from p to q (same place).
         top_k: the same over the target's `top_k_tokens` best tokens only (HASS, arXiv 2408.15766, eq. 5).
         tv: total variation, 1 - sum min(p, q): the rejection rate of lossless speculative sampling.
-        overlap: -log sum min(p, q).
-        gate: share of positions whose divergence fails the fuzzy rule's gate, made smooth:
-            sigmoid((Div(p, q) - gate_threshold) / gate_softness).
-        divergence: Div(p, q) itself.
-        gate_divergence: Div of both; a name that `eagle_fsd.generate(divergence=...)` takes.
+        lk: -log sum min(p, q), the log of the acceptance rate (LK losses, arXiv 2602.23881).
         aligned_steps: how often the head is fed its own features, the first step included.
-        aligned_from: share of the run before which only the first step is taken: the later ones cost several times as
-            much, and teach little while the first is bad.
+        step_decay: weight of step s is step_decay ** (s - 1).
         logit_stride: the terms on distributions are taken at every `logit_stride`-th position only, another residue in
             each step, and weigh as much more. The output layer is most of a step's cost; the regression does not need
             it. Without such terms the positions are only those that the accuracy is told from.
-        step_decay: weight of step s is step_decay ** (s - 1).
         noise: features are read with uniform noise of +- this much, times 512 / length of the document.
+
+    Raises:
+        TypeError, ValueError: a value of the wrong type or out of range.
     """
 
     regression: float = 0.0
     soft_ce: float = 0.0
     top_k: float = 0.0
     tv: float = 0.0
-    overlap: float = 0.0
-    gate: float = 0.0
-    divergence: float = 0.0
+    lk: float = 0.0
     top_k_tokens: int = 10
-    gate_divergence: str = "js"
-    gate_threshold: float = 0.1
-    gate_softness: float = 0.05
     aligned_steps: int = 1
-    aligned_from: float = 0.0
     step_decay: float = 1.0
     logit_stride: int = 1
     noise: float = 0.0
@@ -80,13 +67,10 @@ class Objective:
         if not any(getattr(self, name) for name in TERMS):
             raise ValueError(f"objective: one of {', '.join(TERMS)} must have a weight above 0")
         for name in ("aligned_steps", "logit_stride", "top_k_tokens"):
-            require_count(f"objective: {name}", getattr(self, name))
-        for name, accepted, valid in (
-            ("aligned_from", "in [0, 1)", lambda x: 0 <= x < 1), ("step_decay", "in (0, 1]", lambda x: 0 < x <= 1),
-            ("gate_softness", "above 0", lambda x: x > 0), ("gate_threshold", "of at least 0", lambda x: x >= 0),
-        ):
-            require_number(f"objective: {name}", getattr(self, name), f"a number {accepted}", valid)
-        get_divergence(self.gate_divergence)
+            require_integer(f"objective: {name}", getattr(self, name), 1)
+        if self.aligned_steps > MOST_STEPS:
+            raise ValueError(f"objective: aligned_steps must be at most {MOST_STEPS}, got {self.aligned_steps}")
+        require_number("objective: step_decay", self.step_decay, "a number in (0, 1]", lambda x: 0 < x <= 1)
 
     @property
     def learns_logits(self) -> bool:
@@ -94,80 +78,72 @@ class Objective:
         return any(getattr(self, name) for name in ON_LOGITS)
 
 
-ON_LOGITS = ("soft_ce", "top_k", "tv", "overlap", "gate", "divergence")
+ON_LOGITS = ("soft_ce", "top_k", "tv", "lk")
 TERMS = ("regression", *ON_LOGITS)
 
 # Objectives by name. A new one is one line here; a new term is a field above and a line in `term_sums`.
-# `plain` is the reference: each of the others but `soft_ce`, `features_ce` and `eagle3*` differs in one thing.
 OBJECTIVES: dict[str, Objective] = {
     "eagle": Objective(regression=1.0, soft_ce=0.1, noise=0.1),
-    "plain": Objective(regression=1.0, soft_ce=0.1),
     "sparse": Objective(regression=1.0, soft_ce=0.1, logit_stride=4),
-    "features": Objective(regression=1.0, logit_stride=8),
-    "features_ce": Objective(regression=1.0, soft_ce=0.01, logit_stride=4),
-    "soft_ce": Objective(soft_ce=1.0, regression=0.1),
-    "aligned": Objective(regression=1.0, soft_ce=0.1, aligned_steps=3),
-    "late": Objective(regression=1.0, soft_ce=0.1, aligned_steps=2, aligned_from=0.7),
     "hass": Objective(regression=1.0, soft_ce=0.1, top_k=1.0, aligned_steps=3),
     "tv": Objective(regression=1.0, soft_ce=0.1, tv=1.0),
-    "overlap": Objective(regression=1.0, soft_ce=0.1, overlap=1.0),
-    "gate": Objective(regression=1.0, soft_ce=0.1, gate=1.0),
-    "divergence": Objective(regression=1.0, soft_ce=0.1, divergence=2.0),
+    "lk": Objective(regression=1.0, soft_ce=0.1, lk=1.0),
     "eagle3": Objective(soft_ce=1.0, aligned_steps=7, step_decay=0.8),
-    "eagle3_late": Objective(soft_ce=1.0, aligned_steps=3, aligned_from=0.7, step_decay=0.8, logit_stride=2),
 }
 
 
-def make_objective(description: object) -> Objective:
-    """An objective from a name in OBJECTIVES, or from a mapping of fields; `name` in it says what to start from.
+def make_objective(text: str) -> Objective:
+    """An objective from "NAME", "FIELD=VALUE,..." or "NAME,FIELD=VALUE,...".
 
     Raises:
-        ValueError: unknown name or field, or a value out of range.
+        ValueError: unknown name or field, or a value of the wrong type or out of range.
     """
-    if isinstance(description, str):
-        description = {"name": description}
-    changes = dict(description)
-    name = changes.pop("name", None)
-    if name is not None and name not in OBJECTIVES:
-        raise ValueError(f"unknown objective {name!r}; accepted: {', '.join(OBJECTIVES)}")
-    known = [field.name for field in fields(Objective)]
-    for key in changes:
+    name, *changes = text.split(",")
+    if "=" in name:
+        name, changes = "", [name, *changes]
+    if name and name not in OBJECTIVES:
+        raise ValueError(f"unknown objective {name!r}; accepted: {', '.join(OBJECTIVES)}, or FIELD=VALUE,...")
+    known = {field.name: type(field.default) for field in fields(Objective)}
+    values = vars(OBJECTIVES[name]).copy() if name else {}
+    for change in changes:
+        key, _, value = change.partition("=")
         if key not in known:
-            raise ValueError(f"objective has no field {key!r}; accepted: name, {', '.join(known)}")
-    start = {key: getattr(OBJECTIVES[name], key) for key in known} if name else {}
-    return Objective(**(start | changes))
+            raise ValueError(f"objective has no field {key!r}; accepted: {', '.join(known)}")
+        try:
+            values[key] = known[key](value)
+        except ValueError:
+            raise ValueError(f"objective: {key} must be {known[key].__name__}, got {value!r}") from None
+    return Objective(**values)
+
+
+def objective_text(objective: Objective) -> str:
+    """What `make_objective` takes."""
+    for name, known in OBJECTIVES.items():
+        if objective == known:
+            return name
+    return ",".join(f"{field.name}={getattr(objective, field.name):g}" for field in fields(objective)
+                    if getattr(objective, field.name) != field.default)
 
 
 def term_sums(
     objective: Objective,
     predicted: Tensor,  # [M, D]
     wanted: Tensor,  # [M, D]
-    draft_logits: Tensor,  # [M / logit_stride, R]
-    target_logits: Tensor,  # [M / logit_stride, R]
+    log_q: Tensor,  # [M / logit_stride, R], the head's log-probabilities
     p: Tensor,  # [M / logit_stride, R], the target's probabilities
 ) -> Tensor:
     """Weighted sum of the objective's terms over the M positions, a scalar."""
-    log_q = draft_logits.log_softmax(-1)
-    total = draft_logits.new_zeros(())
+    total = log_q.new_zeros(())
     if objective.soft_ce:
         total = total - objective.soft_ce * (p * log_q).sum()
     if objective.top_k:
         best = p.topk(min(objective.top_k_tokens, p.shape[-1]))
         total = total - objective.top_k * (best.values * log_q.gather(-1, best.indices)).sum()
-    if objective.tv or objective.overlap:
+    if objective.tv or objective.lk:
         overlap = torch.minimum(p, log_q.exp()).sum(-1)
         total = total + objective.tv * (1 - overlap).sum()
-        if objective.overlap:
-            total = total - objective.overlap * overlap.clamp_min(1e-6).log().sum()
-    if objective.gate or objective.divergence:
-        # Probabilities that round to 0 have no finite gradient: logits count from 60 below the best one.
-        floors = (logits.detach().amax(-1, keepdim=True) - 60 for logits in (target_logits, draft_logits))
-        pair = (torch.maximum(a, b) for a, b in zip((target_logits, draft_logits), floors, strict=True))
-        gap = get_divergence(objective.gate_divergence)(*pair)
-        total = total + objective.divergence * gap.sum()
-        if objective.gate:
-            passes = torch.sigmoid((gap - objective.gate_threshold) / objective.gate_softness)
-            total = total + objective.gate * passes.sum()
+        if objective.lk:
+            total = total - objective.lk * overlap.clamp_min(1e-6).log().sum()
     total = total * objective.logit_stride
     if objective.regression:
         distance = nn.functional.smooth_l1_loss(predicted.float(), wanted.float(), reduction="none")
@@ -204,21 +180,15 @@ class AlignedLoss(nn.Module):
         ValueError: regression of features that the head does not predict.
     """
 
-    def __init__(self, head: DraftHead, objective: Objective, logits) -> None:
+    def __init__(self, head: DraftHead, objective: Objective, logits: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
         if objective.regression and isinstance(head, Eagle3Head):
             raise ValueError(
                 f"objective: an EAGLE-3 head predicts no features, regression must be 0, got {objective.regression!r}"
             )
-        self.head = head
-        self.objective = objective
-        self.start(0, 1)
+        self.head, self.objective = head, objective
+        self.residue = 0  # of the positions whose distributions are compared, by `logit_stride`
         self._logits = [logits]  # in a list: not registered, neither trained nor saved
-
-    def start(self, step: int, steps: int) -> None:
-        """Say how far the run has come before a forward: see `aligned_from` and `logit_stride`."""
-        self.steps = self.objective.aligned_steps if step / steps >= self.objective.aligned_from else 1
-        self.residue = step % self.objective.logit_stride
 
     def forward(
         self,
@@ -240,26 +210,23 @@ class AlignedLoss(nn.Module):
         positions = torch.arange(length, device=tokens.device)[None]
         compared = chosen & (positions % objective.logit_stride == self.residue)
         with torch.no_grad():
-            every = logits_of(wanted[compared]).float()
-            best, whole = every.amax(-1, keepdim=True), every.logsumexp(-1, keepdim=True)
-            target_logits = self.head.narrow(every)
-            p = (target_logits - whole).exp()
+            every = logits_of(wanted[compared]).float().log_softmax(-1)
+            best, p = every.argmax(-1), self.head.narrow(every).exp()  # [M / logit_stride], [M / logit_stride, R]
             del every
         kind = tokens.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else inputs.dtype
         needs_mask = self.head.config._attn_implementation == "eager"  # sdpa is causal by itself, without a mask
-        cache, loss, agreement = DynamicCache(), target_logits.new_zeros(()), []
-        for step in range(1, self.steps + 1):
+        cache, loss, agreement = DynamicCache(), p.new_zeros(()), []
+        for step in range(1, objective.aligned_steps + 1):
             mask = None
             if step > 1 or needs_mask:
                 mask = additive(aligned_mask(length, step, tokens.device), dtype)
             predicted = self.head(inputs, following, positions, mask, cache)
             with torch.set_grad_enabled(torch.is_grad_enabled() and objective.learns_logits):
-                draft_logits = self.head.own_logits(predicted[compared], logits_of).float()
-            terms = term_sums(objective, predicted[chosen], wanted[chosen], draft_logits, target_logits, p)
+                log_q = self.head.own_logits(predicted[compared], logits_of).float().log_softmax(-1)
+            terms = term_sums(objective, predicted[chosen], wanted[chosen], log_q, p)
             loss = loss + objective.step_decay ** (step - 1) * terms
-            drafted = target_logits.gather(-1, draft_logits.argmax(-1, keepdim=True))
-            agreement.append((drafted == best).sum().detach() * objective.logit_stride)
+            agreement.append((self.head.named(log_q.argmax(-1)) == best).sum() * objective.logit_stride)
             # The next step's input at i is this step's prediction for i, made at i - 1; position 0 has none.
             inputs = torch.cat([first.to(predicted.dtype), predicted[:, :-1]], 1)
         return loss, torch.stack(agreement)
