@@ -30,7 +30,8 @@ def test_the_page_adds_a_rule(tmp_path):
     shutil.copytree(ROOT / "eagle_fsd", tmp_path / "eagle_fsd", ignore=shutil.ignore_patterns("__pycache__"))
     (tmp_path / path).write_text(rule, encoding="utf-8")
     registry = tmp_path / "eagle_fsd" / "acceptance" / "__init__.py"
-    registry.write_text(registry.read_text(encoding="utf-8").replace("RULE_CLASSES = {", "RULE_CLASSES = {\n" + line, 1))
+    lines = registry.read_text(encoding="utf-8").replace("RULE_CLASSES = {", "RULE_CLASSES = {\n" + line, 1)
+    registry.write_text(lines, encoding="utf-8")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT / "tests")])}
     done = subprocess.run([sys.executable, "-c", DECODE], env=environment, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
