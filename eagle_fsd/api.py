@@ -48,6 +48,7 @@ def generate(
     stopping_criteria: Sequence[Callable] | None = None,
     streamer: BaseStreamer | None = None,
     session: Session | None = None,
+    options: object | None = None,  # TEMP
 ) -> Output | list[Output]:
     """Generate an answer with EAGLE-2 draft trees and fuzzy acceptance.
 
@@ -77,6 +78,11 @@ def generate(
     What a rule, processor, criterion or streamer raises itself is passed on. No error changes the model: the next call
     gives what it would have given without.
     """
+    if options is not None:  # TEMP
+        given = {**vars(options), "acceptance": options.rule, "divergence": None, "threshold": None}
+        given.pop("head_guard")
+        return generate.__wrapped__(prompt, model, **given, logits_processor=logits_processor,
+                                    stopping_criteria=stopping_criteria, streamer=streamer, session=session)
     sampling, accepting = SamplingOptions.of(locals()), AcceptanceOptions.of(locals())
     model = default_model() if model is None else model
     if not isinstance(model, EagleModel):

@@ -176,23 +176,15 @@ class LoadOptions(Options):
             checkpoint is stored in it and the processor is faster in it, else float32.
         device: where to put both models; default: CUDA where available, else the CPU.
         device_map: placement by accelerate, instead of `device`; the head goes where the output layer is.
-        tp_plan: "auto" shards the target's weights over the processes of `torchrun`, by the model's own plan for tensor
-            parallelism, or with rules on top of it (docs/large_targets.md). Every process loads, calls and gets the
-            same.
         quantization_config: one of `transformers`, to quantise the target with while it is loaded. A checkpoint that
             was saved quantised needs none.
         attn_implementation: "sdpa", "eager", "grouped", "split", or "auto": the fastest here, measured once; see
             docs/attention.md. Default: sdpa where the model has it, on a CPU without its copies ("grouped").
         trust_remote_code: allow a target to run code from its repository.
-        calibration: directory of `calibration.json` (`eagle-fsd calibrate --out`) and, before the head's own, of
-            `tree.json` (`eagle-fsd tune --out`); None: the head's. Logs in the user's cache (`eagle-fsd tune`) count
-            where the directory has none.
         tree: where `generate` is given none: "auto", the one that emits the most tokens per second on this machine,
             where there are logs to choose it by (`eagle-fsd tune`), else a default for the device; drafting pauses
             where it does not pay. The models' latency is measured for it and kept, and measured again where it turns
             out that other work had slowed the machine. None: that default, without pauses; or a `TreeConfig`.
-        compile: compile the models' forwards first, or capture them as CUDA graphs, see `EagleModel.compile`: pays with
-            a small target, whose forwards are half overhead.
         prepack: on a CPU, keep a second copy of bfloat16 weights in the layout that its kernels read: same results, a
             third of the time less with 1 to 16 tokens, twice the memory. Not together with compile.
     """
@@ -202,13 +194,10 @@ class LoadOptions(Options):
     dtype: str = "auto"  # or a torch dtype
     device: str | None = None  # or a torch device
     device_map: str | dict | None = None
-    tp_plan: str | dict[str, str] | None = None
     quantization_config: object | None = None
     attn_implementation: str | None = None
     trust_remote_code: bool = False
-    calibration: str | Path | None = None
     tree: TreeConfig | str | None = "auto"
-    compile: bool = False
     prepack: bool = True
 
     def __post_init__(self) -> None:
@@ -217,11 +206,76 @@ class LoadOptions(Options):
         if self.attn_implementation not in (None, "auto", *IMPLEMENTATIONS):
             raise ValueError(f"attn_implementation must be None, auto or one of {', '.join(IMPLEMENTATIONS)}, got "
                              f"{self.attn_implementation!r}")
-        check_placement(self.device, self.device_map, self.tp_plan)
+        check_placement(self.device, self.device_map, None)
         if not (self.tree is None or self.tree == "auto" or isinstance(self.tree, TreeConfig)):
             raise ValueError(f'tree must be "auto", a TreeConfig or None, got {self.tree!r}')
-        require_bool("compile", self.compile)
         require_bool("prepack", self.prepack)
+
+
+# TEMP: what the founding engineer defines; replaced by that.
+@dataclass(frozen=True)
+class GenerateOptions(Options):
+    """How tokens are drawn, where an answer ends, and which drafted tokens are kept.
+
+    Args:
+        max_new_tokens: tokens of an answer, never exceeded; lowered where the target has fewer positions left.
+        temperature: 0 is greedy; otherwise sampling.
+        top_p: sample from the most likely tokens that together have this probability; 1: off.
+        top_k: sample from so many of the most likely tokens; 0: off.
+        min_p: leave out tokens below this share of the most likely one's probability; 0: off.
+        repetition_penalty: as in `model.generate`; 1: off.
+        min_new_tokens: no end token before so many tokens.
+        ignore_eos: go on past end tokens.
+        seed: of the sampling noise; None draws one.
+        stop: strings that end the answer; not part of its text.
+        stop_token_ids: further tokens that end it.
+        acceptance: a rule's name.
+        threshold: of the rule; None: 0.
+        divergence: for the rules that gate on one, default js.
+        head_guard: a fuzzy token needs this share less 1 of the best token's probability.
+        budget: nats of regret that fuzzy tokens of this answer may cost.
+        tree: size of the draft tree; None: as the model was loaded for.
+    """
+
+    max_new_tokens: int = 256
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    min_new_tokens: int = 0
+    ignore_eos: bool = False
+    seed: int | Sequence[int] | None = None
+    stop: str | Sequence[str] | None = None
+    stop_token_ids: Sequence[int] | None = None
+    acceptance: str | object = "fsd"
+    threshold: float | None = None
+    divergence: str | None = None
+    head_guard: float | str | None = "default"
+    budget: float | None = None
+    tree: TreeConfig | None = None
+
+    def __post_init__(self) -> None:
+        SamplingOptions.of(vars(self))
+        AcceptanceOptions.of(vars(self))
+
+    @property
+    def rule(self):
+        from .acceptance import RULES, make_rule
+
+        guard = {}
+        if isinstance(self.acceptance, str) and self.acceptance in RULES and "head_guard" in RULES[
+                self.acceptance].__dataclass_fields__:
+            guard = {"head_guard": 0.7 if self.head_guard == "default" else self.head_guard}
+        return make_rule(self.acceptance, self.threshold, self.divergence, **guard)
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0
+
+    @property
+    def stop_strings(self) -> list[str]:
+        return [self.stop] if isinstance(self.stop, str) else list(self.stop or [])
 
 
 def names_of(options: type[Options]) -> list[str]:
