@@ -81,6 +81,7 @@ def generate(
     if options is not None:  # TEMP
         given = {**vars(options), "acceptance": options.rule, "divergence": None, "threshold": None}
         given.pop("head_guard")
+        given.pop("rule")
         return generate.__wrapped__(prompt, model, **given, logits_processor=logits_processor,
                                     stopping_criteria=stopping_criteria, streamer=streamer, session=session)
     sampling, accepting = SamplingOptions.of(locals()), AcceptanceOptions.of(locals())

@@ -6,6 +6,7 @@ docstrings are what `--help` says. Nothing here imports torch, so that `--help` 
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -21,6 +22,7 @@ from .models.implementations import IMPLEMENTATIONS
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+ELSEWHERE = {"max_tokens": "max_new_tokens=", "quality": "eagle-fsd calibrate"}
 LEAST_TEMPERATURE = 1e-6  # below, quotients leave the range of float32
 
 
@@ -258,8 +260,9 @@ class GenerateOptions(Options):
     def __post_init__(self) -> None:
         SamplingOptions.of(vars(self))
         AcceptanceOptions.of(vars(self))
+        _ = self.rule
 
-    @property
+    @functools.cached_property
     def rule(self):
         from .acceptance import RULES, make_rule
 

@@ -1,0 +1,2 @@
+"""TEMP."""
+from .prompts import *  # noqa
