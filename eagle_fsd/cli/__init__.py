@@ -44,9 +44,10 @@ def parse(argv: Sequence[str]) -> Command:
         try:
             return parse_options(COMMANDS[argv[0]], argv[1:], program=f"eagle-fsd {argv[0]}")
         except SystemExit as end:
-            known = [word for word in argv[1:] if end.code and word.removeprefix("--").replace("-", "_") in ELSEWHERE]
-            for word in known:
-                print(f"{word}: use {ELSEWHERE[word.removeprefix('--').replace('-', '_')]}", file=sys.stderr)
+            for name, instead in ELSEWHERE.items():
+                flag = f"--{name.replace('_', '-')}"
+                if end.code and flag in argv:
+                    print(f"{flag}: use {instead}", file=sys.stderr)
             raise
     listed = [Annotated[kind, tyro.conf.subcommand(name, description=kind.__doc__.splitlines()[0])]
               for name, kind in COMMANDS.items()]

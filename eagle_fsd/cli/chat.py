@@ -123,10 +123,12 @@ class Terminal:
 
     def system(self, text: str) -> None:
         self.chat.system = text or None
+        print(f"system message: {self.chat.system}")
 
     def save(self, name: str) -> None:
         with Path(name).expanduser().open("x", encoding="utf-8") as file:
             json.dump({"messages": self.chat.messages}, file, ensure_ascii=False)
+        print(f"written to {name}")
 
     def load(self, name: str) -> None:
         from ..requests import encode_prompt
@@ -139,9 +141,11 @@ class Terminal:
         self.chat.reset()
         self.chat.system = messages[0]["content"] if messages[0]["role"] == "system" else None
         self.chat.messages = messages
+        print(f"{len(messages)} messages read")
 
     def reset(self, rest: str) -> None:
         self.chat.reset()
+        print("a new conversation")
 
     def help(self, rest: str) -> None:
         print(HELP)

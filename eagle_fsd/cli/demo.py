@@ -8,11 +8,11 @@ import operator
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from ..options import GenerateOptions
 from .arguments import Loading
-from .exits import check_counts
 from .terminal import BOLD, DIM, SourceStreamer, coloured, legend
 
 if TYPE_CHECKING:
@@ -47,12 +47,12 @@ class DemoCommand:
     def run(self) -> None:
         import torch
 
-        from ..acceptance import make_rule
+        from ..api import generate
         from ..measure.methods import hf_generate
 
-        check_counts(self, "max_new_tokens")
-        rules = {"plain": make_rule("exact"), "exact": make_rule("exact"),
-                 f"fsd {self.threshold:g}": make_rule("fsd", self.threshold)}
+        exact = GenerateOptions(acceptance="exact", max_new_tokens=self.max_new_tokens)
+        ways = {"plain": exact, "exact": exact,
+                f"fsd {self.threshold:g}": replace(exact, acceptance="fsd", threshold=self.threshold)}
         print("Loading the model and its draft head.", flush=True)
         model = self.pair.load()
         print(f"""
@@ -66,18 +66,20 @@ The model has {model.target.model.num_parameters() / 1e6:.0f} M parameters; {nam
            {self.threshold:g}) and the model finds it nearly as probable as its own: another text.
 
 {legend()}
+Before that, unseen, each prompt is answered by model.generate.
 """)
-        answers: dict[str, list[Answer]] = {BASELINE: [], **{name: [] for name in rules}}
-        baseline = hf_generate(model)
+        answers: dict[str, list[Answer]] = {BASELINE: [], **{name: [] for name in ways}}
+        baseline, hello = hf_generate(model), [{"role": "user", "content": "Hello"}]
+        baseline(hello, 8)  # once unmeasured
+        generate(hello, model, options=replace(exact, max_new_tokens=8))
         for kind, turns in PROMPTS.items():
             chat = [{"role": ("user", "assistant")[number % 2], "content": turn} for number, turn in enumerate(turns)]
-            print("\n".join(coloured(f"[{kind}] {turn}", BOLD) for turn in turns))
+            print("\n".join(coloured(f"[{kind}] {turn}", BOLD) for turn in turns), flush=True)
             answers[BASELINE].append(baseline(chat, self.max_new_tokens))
             seen: dict[str, Answer] = {}  # of this prompt
-            for name, rule in rules.items():
+            for name, options in ways.items():
                 sys.stdout.write(coloured(f"{name}: ", DIM))
-                seen[name] = shown(model, chat, drafting=name != "plain", acceptance=rule,
-                                   max_new_tokens=self.max_new_tokens)
+                seen[name] = shown(model, chat, options, drafting=name != "plain")
                 answers[name].append(seen[name])
                 print(coloured(f"[{remarks(name, seen, model)}]", DIM), flush=True)
             print()
@@ -89,7 +91,7 @@ The model has {model.target.model.num_parameters() / 1e6:.0f} M parameters; {nam
                   f"{rate(*given) / rate(*answers[BASELINE]):>9.2f}x  {same} of {len(given)}")
 
 
-def shown(model: EagleModel, chat: list[dict[str, str]], *, drafting: bool, **options: object) -> Answer:
+def shown(model: EagleModel, chat: list[dict[str, str]], options: GenerateOptions, *, drafting: bool) -> Answer:
     """An answer, written as it comes."""
     from ..api import generate
     from ..measure.methods import Answer
@@ -97,7 +99,7 @@ def shown(model: EagleModel, chat: list[dict[str, str]], *, drafting: bool, **op
 
     used = model if drafting else EagleModel(model.target, None, model.tokenizer)
     started = time.perf_counter()
-    output = generate(chat, used, streamer=SourceStreamer(model.tokenizer), **options)
+    output = generate(chat, used, options=options, streamer=SourceStreamer(model.tokenizer))
     return Answer(time.perf_counter() - started, output.token_ids, output.text, output)
 
 
@@ -110,6 +112,8 @@ def remarks(name: str, seen: Mapping[str, Answer], model: EagleModel) -> str:
     if ours != theirs:
         shared = sum(itertools.takewhile(bool, map(operator.eq, ours, theirs)))
         longer = len(ours) - len(theirs)
+        fuzzy = sum(receipt.source == "fuzzy" for receipt in answer.output.receipts)
+        said += [f"{fuzzy} fuzzy tokens"] if fuzzy else []
         said.append(f"another text than plain after {shared} tokens")
         said += [f"{abs(longer)} tokens {'longer' if longer > 0 else 'shorter'}"] if longer else []
         if name == "exact":

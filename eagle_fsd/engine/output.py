@@ -1,0 +1,2 @@
+"""TEMP."""
+from .receipts import Output, Receipt, Stats  # noqa
