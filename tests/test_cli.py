@@ -113,14 +113,13 @@ def test_what_is_no_users_error_is_shown_in_full(monkeypatch):
         main(["heads"])
 
 
-@pytest.mark.parametrize("buffered", ["", "1"])
-@pytest.mark.parametrize("argv", [["generate", "--help"], ["heads"]])
-def test_a_reader_that_goes_is_no_error(argv, buffered):
-    """As `head` does."""
+@pytest.mark.parametrize("argv", [["--help"], ["heads"], ["heads", "--target", "llama"]])
+def test_a_reader_that_goes_is_no_error(argv):
+    """As `head` does, while much is written or before a few lines are."""
     reading, writing = os.pipe()
     os.close(reading)
     done = subprocess.run([sys.executable, "-m", "eagle_fsd", *argv], cwd=ROOT, stdout=writing, stderr=subprocess.PIPE,
-                          env={**os.environ, "PYTHONUNBUFFERED": buffered})
+                          env={**os.environ, "PYTHONUNBUFFERED": ""})
     os.close(writing)
     assert (done.returncode, done.stderr) == (0, b"")
 
