@@ -90,7 +90,9 @@ class Terminal:
             name, _, rest = line.partition(" ")
             if name in ("/quit", "/bye", "/exit"):
                 return False
-            if name in self.commands:
+            if name in ("/save", "/load") and not rest:
+                print(f"{name} takes the name of a file")
+            elif name in self.commands:
                 self.commands[name](rest.strip())
             elif line.startswith("/"):
                 print(f"unknown command {name}; /help lists those that there are")
