@@ -11,35 +11,30 @@ from eagle_fsd.engine.output import Output, Receipt, Stats
 from eagle_fsd.measure.methods import Answer
 
 
-@pytest.fixture(scope="module")
-def model():
-    return tiny_chat_pair()
-
-
 def answer(seconds, tokens, source="exact", logprob=-0.7):
     receipts = [Receipt(source, None, logprob, 0.0) for _ in tokens]
     return Answer(seconds, tokens, "", Output(tokens, "eos", 0, Stats(accepted_lengths=[1, 1]), receipts))
 
 
-def test_equal_texts_and_gains(model):
+def test_equal_texts_and_gains():
     seen = {"plain": answer(2.0, [5, 6, 7, 8])}
-    assert remarks("plain", seen, model) == "4 tokens, 2 tokens/s, 2.0 tokens per step"
+    assert remarks("plain", seen, "float32") == "4 tokens, 2 tokens/s, 2.0 tokens per step"
     seen["exact"] = answer(1.0, [5, 6, 7, 8])
-    assert remarks("exact", seen, model) == "4 tokens, 4 tokens/s, 2.0 tokens per step; the same text as plain"
+    assert remarks("exact", seen, "float32") == "4 tokens, 4 tokens/s, 2.0 tokens per step; the same text as plain"
 
 
-def test_what_a_fuzzy_answer_lost(model):
+def test_what_a_fuzzy_answer_lost():
     seen = {"plain": answer(2.0, [5, 6, 7, 8]), "exact": answer(1.0, [5, 6, 7, 8]),
             "fsd": answer(2.0, [5, 9], "fuzzy")}
-    said = remarks("fsd", seen, model).split("; ")
+    said = remarks("fsd", seen, "float32").split("; ")
     assert said[1:] == ["2 fuzzy tokens", "another text than plain after 1 tokens", "2 tokens shorter",
                         "not faster than plain", "not faster than exact"]
 
 
 @pytest.mark.parametrize(("logprob", "tied"), [(-0.72, True), (-3.0, False)])
-def test_a_tie_is_told_from_an_error(model, logprob, tied):
+def test_a_tie_is_told_from_an_error(logprob, tied):
     seen = {"plain": answer(2.0, [5, 6, 7]), "exact": answer(1.0, [5, 6, 8], logprob=logprob)}
-    said = remarks("exact", seen, model)
+    said = remarks("exact", seen, "float32")
     assert "after 2 tokens; there plain's token has probability 49.7% and its own" in said
     assert said.endswith(", a tie in float32") == tied
 

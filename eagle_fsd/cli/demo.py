@@ -6,18 +6,15 @@ import itertools
 import math
 import operator
 import sys
-import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ..options import GenerateOptions
 from .arguments import Loading
 from .terminal import BOLD, DIM, SourceStreamer, coloured, legend
 
 if TYPE_CHECKING:
     from ..measure.methods import Answer
-    from ..pair import EagleModel
 
 BASELINE = "model.generate"
 PROMPTS = {  # turns of user and assistant
@@ -47,17 +44,19 @@ class DemoCommand:
     def run(self) -> None:
         import torch
 
-        from ..api import generate
-        from ..measure.methods import hf_generate
+        from ..measure.methods import engine, hf_generate
+        from ..options import GenerateOptions
 
-        exact = GenerateOptions(acceptance="exact", max_new_tokens=self.max_new_tokens)
-        ways = {"plain": exact, "exact": exact,
-                f"fsd {self.threshold:g}": replace(exact, acceptance="fsd", threshold=self.threshold)}
+        fuzzy = {"acceptance": "fsd", "threshold": self.threshold}
+        GenerateOptions(**fuzzy, max_new_tokens=self.max_new_tokens)  # refused before anything is loaded
+        ways = {"plain": {"acceptance": "exact", "plain": True}, "exact": {"acceptance": "exact"},
+                f"fsd {self.threshold:g}": fuzzy}
         print("Loading the model and its draft head.", flush=True)
         model = self.pair.load()
+        dtype = str(model.target.dtype).removeprefix("torch.")
         print(f"""
-The model has {model.target.model.num_parameters() / 1e6:.0f} M parameters; {name_of(model.target.dtype)} on \
-{model.target.device}, {torch.get_num_threads()} threads. All answers are greedy.
+The model has {model.target.model.num_parameters() / 1e6:.0f} M parameters; {dtype} on {model.target.device}, \
+{torch.get_num_threads()} threads. All answers are greedy.
 
   plain    no drafting: one token per step.
   exact    a draft head proposes tokens; the model checks them all in one step and keeps those that it would have
@@ -66,12 +65,12 @@ The model has {model.target.model.num_parameters() / 1e6:.0f} M parameters; {nam
            {self.threshold:g}) and the model finds it nearly as probable as its own: another text.
 
 {legend()}
-Before that, unseen, each prompt is answered by model.generate.
+Each prompt is first answered by {BASELINE}, unseen, to compare with.
 """)
-        answers: dict[str, list[Answer]] = {BASELINE: [], **{name: [] for name in ways}}
         baseline, hello = hf_generate(model), [{"role": "user", "content": "Hello"}]
-        baseline(hello, 8)  # once unmeasured
-        generate(hello, model, options=replace(exact, max_new_tokens=8))
+        for method in (baseline, engine(model, **fuzzy)):
+            method(hello, 8)  # once unmeasured
+        answers: dict[str, list[Answer]] = {BASELINE: [], **{name: [] for name in ways}}
         for kind, turns in PROMPTS.items():
             chat = [{"role": ("user", "assistant")[number % 2], "content": turn} for number, turn in enumerate(turns)]
             print("\n".join(coloured(f"[{kind}] {turn}", BOLD) for turn in turns), flush=True)
@@ -79,9 +78,10 @@ Before that, unseen, each prompt is answered by model.generate.
             seen: dict[str, Answer] = {}  # of this prompt
             for name, options in ways.items():
                 sys.stdout.write(coloured(f"{name}: ", DIM))
-                seen[name] = shown(model, chat, options, drafting=name != "plain")
+                method = engine(model, **options, streamer=SourceStreamer(model.tokenizer))
+                seen[name] = method(chat, self.max_new_tokens)
                 answers[name].append(seen[name])
-                print(coloured(f"[{remarks(name, seen, model)}]", DIM), flush=True)
+                print(coloured(f"[{remarks(name, seen, dtype)}]", DIM), flush=True)
             print()
         print(f"{'method':<16}{'tokens':>8}{'tokens/s':>10}{'speed-up':>10}  same text as {BASELINE}")
         for name, given in answers.items():
@@ -91,19 +91,7 @@ Before that, unseen, each prompt is answered by model.generate.
                   f"{rate(*given) / rate(*answers[BASELINE]):>9.2f}x  {same} of {len(given)}")
 
 
-def shown(model: EagleModel, chat: list[dict[str, str]], options: GenerateOptions, *, drafting: bool) -> Answer:
-    """An answer, written as it comes."""
-    from ..api import generate
-    from ..measure.methods import Answer
-    from ..pair import EagleModel
-
-    used = model if drafting else EagleModel(model.target, None, model.tokenizer)
-    started = time.perf_counter()
-    output = generate(chat, used, options=options, streamer=SourceStreamer(model.tokenizer))
-    return Answer(time.perf_counter() - started, output.token_ids, output.text, output)
-
-
-def remarks(name: str, seen: Mapping[str, Answer], model: EagleModel) -> str:
+def remarks(name: str, seen: Mapping[str, Answer], dtype: str) -> str:
     """What is to be said of the last of a prompt's answers, and of what it is beside those before it."""
     answer, plain = seen[name], seen["plain"]
     ours, theirs = answer.token_ids, plain.token_ids
@@ -118,7 +106,7 @@ def remarks(name: str, seen: Mapping[str, Answer], model: EagleModel) -> str:
         said += [f"{abs(longer)} tokens {'longer' if longer > 0 else 'shorter'}"] if longer else []
         if name == "exact":
             chances = [math.exp(each.output.receipts[shared].logprob) for each in (plain, answer)]
-            tied = f", a tie in {name_of(model.target.dtype)}" if abs(chances[0] - chances[1]) < 0.05 else ""
+            tied = f", a tie in {dtype}" if abs(chances[0] - chances[1]) < 0.05 else ""
             said.append(f"there plain's token has probability {chances[0]:.1%} and its own {chances[1]:.1%}{tied}")
     elif name != "plain":
         said.append("the same text as plain")
@@ -129,7 +117,3 @@ def remarks(name: str, seen: Mapping[str, Answer], model: EagleModel) -> str:
 def rate(*answers: Answer) -> float:
     """Tokens per second."""
     return sum(len(answer.token_ids) for answer in answers) / sum(answer.seconds for answer in answers)
-
-
-def name_of(dtype: object) -> str:
-    return str(dtype).removeprefix("torch.")
