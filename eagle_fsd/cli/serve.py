@@ -1,16 +1,68 @@
-"""TEMP."""
-from dataclasses import dataclass
+"""`eagle-fsd serve`: an OpenAI-compatible endpoint."""
 
-from .arguments import Decoding, Loading
+from __future__ import annotations
+
+import logging
+import sys
+from dataclasses import dataclass, replace
+
+from ..serve.limits import KEY_VARIABLE, ServeOptions, key_from_environment
+from .arguments import Acceptance, Flags, Loading, Sampling
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
+class Serving(Flags, ServeOptions):
+    """Where the server listens, what the model is called, and how much it takes on."""
+
+
+@dataclass(frozen=True)
 class ServeCommand:
-    """TEMP."""
+    """Serve the pair to OpenAI clients.
 
-    limit: int = 3
+    The options of decoding are those of requests that do not say. With a variable EAGLE_FSD_API_KEY in the environment
+    clients must show its value.
+    """
+
+    serving: Serving = Serving()
     pair: Loading = Loading()
-    decoding: Decoding
+    sampling: Sampling = Sampling()
+    acceptance: Acceptance = Acceptance()
 
     def run(self) -> None:
-        pass
+        from ..data.bundled import default_pair
+
+        key = key_from_environment()
+        self.acceptance.check()
+        need_packages(self.serving.page)
+        from ..serve.app import serve
+        from ..serve.server import name_of, reserve
+
+        begin_log()
+        name = self.serving.name or name_of(self.pair.target or default_pair()[0])
+        if key is None and self.serving.host not in ("127.0.0.1", "localhost", "::1"):
+            logging.warning("everyone who reaches %s can use the model: set %s", self.serving.host, KEY_VARIABLE)
+        place = reserve(self.serving)
+        defaults = {**vars(self.sampling), **vars(self.acceptance)}
+        model = self.pair.load()
+        if self.serving.plain:
+            model = replace(model, draft=None, trees=None)
+        if not serve(model, name, place, self.serving, defaults, defaults.pop("tree"), key):
+            sys.exit(1)
+
+
+def begin_log() -> None:
+    """Log to stderr, where what `settings` and `prompts` say of one call would be said of every request."""
+    handler = logging.StreamHandler(sys.stderr)
+    every = ("eagle_fsd.settings", "eagle_fsd.prompts")
+    handler.addFilter(lambda record: record.levelno >= logging.ERROR or record.name not in every)
+    logging.basicConfig(level=logging.INFO, handlers=[handler], format="%(asctime)s %(levelname)s %(message)s")
+
+
+def need_packages(page: bool) -> None:
+    """Raise ImportError, in words, where what serving needs is not installed."""
+    from importlib.util import find_spec
+
+    extras = {"serve": ("fastapi", "uvicorn", "prometheus_client"), "page": ("gradio",) if page else ()}
+    missing = [extra for extra, packages in extras.items() if not all(map(find_spec, packages))]
+    if missing:
+        raise ImportError(f"serving needs further packages: pip install 'eagle_fsd[{','.join(missing)}]'")
