@@ -12,7 +12,8 @@ VERSION = next(
 
 GGUF = ["gguf>=0.10"]  # for the default pair, too
 EVAL = ["matplotlib>=3.8"]
-SERVE = ["fastapi>=0.115", "starlette>=0.46", "pydantic>=2.10", "uvicorn>=0.34", "h11>=0.14", "prometheus-client>=0.21"]
+SERVE = ["fastapi>=0.115", "starlette>=0.46", "pydantic>=2.10", "uvicorn>=0.34", "h11>=0.14", "prometheus-client>=0.21",
+         "psutil>=5.9"]
 EXTRAS = {
     "gguf": GGUF,
     "flash": ["flash-attn-4>=4.0.0b36; platform_system == 'Linux'"],  # or 2, or 3: docs/performance.md

@@ -85,6 +85,8 @@ class Loading(LoadOptions):
         prepack: do without the second copy of bfloat16 weights that a CPU's kernels read faster: less memory, slower.
     """
 
+    dtype: str = "auto"
+    device: str | None = None
     device_map: str | None = None
     quantization_config: Suppress[object] = None
     attn_implementation: Implementation | None = None
