@@ -17,8 +17,7 @@ from tiny import PROMPT, VOCAB, readable, tiny_pair, tiny_tokenizer
 import eagle_fsd
 from eagle_fsd.drafting.config import Choice
 from eagle_fsd.engine.decoder import Decoder
-from eagle_fsd.serve.prefixes import Prefixes
-from eagle_fsd.serve.rows import Rows
+from eagle_fsd.serve.rows import Prefixes, Rows
 
 TREE = eagle_fsd.TreeConfig(12, 4, 3)
 PROCESSOR = NoThreeAfterOne()
@@ -37,8 +36,7 @@ OPTIONS = [
     {"acceptance": "tilt", "threshold": 0.7, "temperature": 1.0},
     {"acceptance": "exact", "temperature": 0.9, "logits_processor": [PROCESSOR]},
     {"threshold": 0.2, "logits_processor": [PROCESSOR]},
-    {"acceptance": "regret", "threshold": 20.0},
-    {"acceptance": "fsd+fly", "threshold": 0.5, "temperature": 0.6},
+    {"acceptance": "lenience", "threshold": 0.5, "temperature": 0.6},
 ]
 
 
@@ -143,7 +141,7 @@ def run_schedule(seed):
             before = len(engine._rows) + len(engine._queue)
             engine._rows.drop_cancelled()
             assert len(engine._rows) <= before
-            assert all(not job.answer.cancelled for job in engine._rows.going)
+            assert not any(map(engine._rows.cancelled, engine._rows.requests))
         return event
 
     events = [[] for _ in range(40)]
@@ -177,14 +175,12 @@ def run_schedule(seed):
     return stats, {output.finish_reason for output in outputs}
 
 
-Scheduled.decoder_is_empty = property(lambda self: not self._rows.decoder.requests and not self._rows.jobs)
+Scheduled.decoder_is_empty = property(lambda self: not self._rows.requests and not self._rows.live)
 
 
-@pytest.mark.parametrize("part", range(4))
-def test_random_schedules(part):
-    """200 of them in all."""
+def test_random_schedules():
     reused, reasons = 0, set()
-    for seed in range(50 * part, 50 * part + 50):
+    for seed in range(60):
         stats, ended = run_schedule(seed)
         reused += stats.reused_tokens
         reasons |= ended
@@ -222,7 +218,7 @@ def run_gaps(seed):
 
 
 def test_rows_that_joined_while_nothing_was_drafted():
-    assert sum(run_gaps(seed) for seed in range(40)) > 100
+    assert sum(run_gaps(seed) for seed in range(20)) > 50
 
 
 @pytest.mark.parametrize("family", ["gemma2", "llama4_text", "deepseek_v3", "gpt2"])
@@ -286,7 +282,7 @@ def test_others_wait_at_most_one_part():
 
     def note(engine):
         if engine._rows.reading is not None:
-            between.append((engine._rows.decoder.forwards.lengths, engine._rows.reading[1].forwards.lengths))
+            between.append((engine._rows.decoder.forwards.lengths, engine._rows.reading.forwards.lengths))
 
     long = [(5 * i + 3) % VOCAB for i in range(90)]
     tickets = []
@@ -380,7 +376,7 @@ def test_nothing_is_kept_of_every_temperature():
 
 def test_free_memory_says_how_many_tokens():
     with eagle_fsd.Engine(model(), max_rows=4) as engine:
-        assert engine.room.tokens == 4 * (model().target.max_positions + engine.room.nodes)
+        assert engine._rows.positions == 4 * (model().target.max_positions + engine._rows.nodes)
 
 
 def blocked(engine):
@@ -594,7 +590,6 @@ def test_every_request_ends_whatever_fails(place, count, monkeypatch):
         ({"seed": [1, 2]}, ValueError, "one for each prompt: 1, got 2"),
         ({"tree": eagle_fsd.TreeConfig(4, 2, 2)}, ValueError, "every request has the engine's tree"),
         ({"logits_processor": 5}, TypeError, "logits_processor must be a list"),
-        ({"quality": "accuracy_drop<=1%"}, ValueError, "not calibrated"),
         ({"stop_token_ids": [VOCAB]}, ValueError, "outside the vocabulary"),
     ],
     ids=readable,

@@ -1,16 +1,22 @@
-"""What `Engine.submit` returns: an answer that is being made, as an iterator for threads and for asyncio."""
+"""What `Engine.submit` returns: an answer that is being made, to be read from threads and from asyncio."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
 import time
-import weakref
 from collections.abc import AsyncIterator, Generator, Iterator
 from contextlib import suppress
 from typing import NamedTuple
 
+from transformers import PreTrainedTokenizerBase
+
+from ..api import cut_text
 from ..engine.receipts import Output, Receipt
+from ..text import StreamedText
+from ._old import Request
+
+ALL = 1 << 62  # more pieces than there ever are: until the end
 
 
 class QueueFull(RuntimeError):
@@ -36,117 +42,65 @@ class Piece(NamedTuple):
     text: str
 
 
-class Answer:
-    """An answer that the engine's thread makes and others read: pieces, then an output or an error."""
-
-    def __init__(self) -> None:
-        self.submitted = time.perf_counter()
-        self.started: float | None = None
-        self.first: float | None = None
-        self.ended: float | None = None
-        self.pieces: list[Piece] = []
-        self.output: Output | None = None
-        self.error: BaseException | None = None
-        self.cancelled = False  # set by whoever holds the ticket; the engine looks at it in each cycle
-        self._changed = threading.Condition()
-        self._waking: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []
-
-    @property
-    def done(self) -> bool:
-        return self.ended is not None
-
-    def begin(self) -> None:
-        """Its prompt is being read."""
-        self.started = time.perf_counter()
-
-    def add(self, piece: Piece) -> None:
-        """One more piece."""
-        with self._changed:
-            self.pieces.append(piece)
-            if self.first is None:
-                self.first = time.perf_counter()
-            self._wake()
-
-    def end(self, output: Output | None = None, error: BaseException | None = None) -> None:
-        """No more will come."""
-        with self._changed:
-            self.output, self.error, self.ended = output, error, time.perf_counter()
-            self._wake()
-
-    def _wake(self) -> None:
-        self._changed.notify_all()
-        for loop, change in self._waking:
-            with suppress(RuntimeError):  # the loop is closed: nobody waits
-                loop.call_soon_threadsafe(change.set)
-        self._waking.clear()
-
-    def cancel(self) -> None:
-        """Nobody waits for it any more."""
-        self.cancelled = True
-
-    def wait(self, count: int, timeout: float | None = None) -> bool:
-        """Wait until there are more pieces than `count`, or no more will come; False: the time is over."""
-        with self._changed:
-            return self._changed.wait_for(lambda: len(self.pieces) > count or self.done, timeout)
-
-    async def wait_async(self, count: int) -> None:
-        """`wait` without blocking the event loop."""
-        while True:
-            with self._changed:
-                if len(self.pieces) > count or self.done:
-                    return
-                change = asyncio.Event()
-                self._waking.append((asyncio.get_running_loop(), change))
-            await change.wait()
-
-
 class Ticket:
-    """A request to an `Engine`, and its answer as far as it is made. Every iteration begins at the first piece.
-
-    A ticket that nobody holds any more is cancelled.
+    """The handle of a request to an `Engine`: its answer as far as it is made. Every iteration begins at the first
+    piece. A ticket that nobody holds any more is cancelled.
 
     Attributes:
         prompt_tokens: length of the prompt.
         seed: of the sampling noise.
+        cancelled: whether its holder has cancelled it.
     """
 
-    def __init__(self, answer: Answer, prompt_tokens: int, seed: int) -> None:
-        self._answer = answer
-        self.prompt_tokens, self.seed = prompt_tokens, seed
-        weakref.finalize(self, answer.cancel).atexit = False
+    def __init__(self, request: Request, tokenizer: PreTrainedTokenizerBase | None) -> None:
+        self.prompt_tokens, self.seed = len(request.prompt), request.seed
+        self.cancelled = False
+        self._tokenizer, self._stops = tokenizer, request.options.stop_strings
+        self._text = None if tokenizer is None else StreamedText(tokenizer, self._stops)
+        self._pieces: list[Piece] = []
+        self._output: Output | None = None
+        self._error: BaseException | None = None
+        self._submitted = time.perf_counter()
+        self._begun: float | None = None
+        self._first: float | None = None
+        self._ended: float | None = None
+        self._changed = threading.Condition()
+        self._waking: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []
+
+    # For whoever holds it ---------------------------------------------------------------------------------------
 
     @property
     def done(self) -> bool:
         """Whether no more will come."""
-        return self._answer.done
+        return self._ended is not None
 
     @property
     def queued_seconds(self) -> float | None:
         """From `submit` to when its prompt began to be read; None: it waits, or never left the queue."""
-        answer = self._answer
-        return None if answer.started is None else answer.started - answer.submitted
+        return self._since(self._begun)
 
     @property
     def first_token_seconds(self) -> float | None:
         """From `submit` to the first token; None: there is none yet."""
-        answer = self._answer
-        return None if answer.first is None else answer.first - answer.submitted
+        return self._since(self._first)
 
     @property
     def total_seconds(self) -> float | None:
         """From `submit` to the end; None: it has not ended."""
-        answer = self._answer
-        return None if answer.ended is None else answer.ended - answer.submitted
+        return self._since(self._ended)
+
+    def _since(self, moment: float | None) -> float | None:
+        return None if moment is None else moment - self._submitted
 
     def cancel(self) -> None:
         """End it within a cycle, with what is there and `finish_reason` "cancelled"; one that has ended stays so."""
-        self._answer.cancel()
+        self.cancelled = True
 
     def __iter__(self) -> Iterator[Piece]:
         at = 0
         while True:
-            self._answer.wait(at)
-            pieces = self._answer.pieces[at:]
+            self._wait(at)
+            pieces = self._pieces[at:]
             if not pieces:
                 break
             yield from pieces
@@ -156,8 +110,8 @@ class Ticket:
     async def __aiter__(self) -> AsyncIterator[Piece]:
         at = 0
         while True:
-            await self._answer.wait_async(at)
-            pieces = self._answer.pieces[at:]
+            await self._wait_async(at)
+            pieces = self._pieces[at:]
             if not pieces:
                 break
             for piece in pieces:
@@ -176,25 +130,74 @@ class Ticket:
             EngineClosed: the engine was closed before the request's turn came.
             Exception: what ended the request, such as a logits processor's error.
         """
-        if not self._answer.wait(_ALL, timeout):
+        if not self._wait(ALL, timeout):
             raise TimeoutError(f"the answer takes longer than {timeout} s")
-        return self._result()
+        self._raise()
+        return self._output
 
     def __await__(self) -> Generator[object, None, Output]:
-        return self._await().__await__()
-
-    async def _await(self) -> Output:
-        await self._answer.wait_async(_ALL)
-        return self._result()
-
-    def _result(self) -> Output:
+        yield from self._wait_async(ALL).__await__()
         self._raise()
-        assert self._answer.output is not None
-        return self._answer.output
+        return self._output
 
     def _raise(self) -> None:
-        if self._answer.error is not None:
-            raise self._answer.error
+        if self._error is not None:
+            raise self._error
 
+    def _wait(self, count: int, timeout: float | None = None) -> bool:
+        """Wait until there are more pieces than `count`, or no more will come; False: the time is over."""
+        with self._changed:
+            return self._changed.wait_for(lambda: len(self._pieces) > count or self.done, timeout)
 
-_ALL = 1 << 62  # more pieces than there ever are: until the end
+    async def _wait_async(self, count: int) -> None:
+        """`_wait` without blocking the event loop."""
+        while True:
+            with self._changed:
+                if len(self._pieces) > count or self.done:
+                    return
+                change = asyncio.Event()
+                self._waking.append((asyncio.get_running_loop(), change))
+            await change.wait()
+
+    # For the engine ---------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Its prompt is being read."""
+        self._begun = time.perf_counter()
+
+    def add(self, tokens: list[int], receipts: list[Receipt]) -> None:
+        """What a cycle emitted."""
+        piece = Piece(tokens, receipts, "" if self._text is None else self._text.add(tokens))
+        with self._changed:
+            self._pieces.append(piece)
+            self._first = self._first or time.perf_counter()
+            self._wake()
+
+    def end(self, request: Request, error: BaseException | None = None) -> None:
+        """No more will come: the request has ended, or an error has ended it."""
+        try:
+            output = self._whole(request) if error is None else None
+        except Exception as failed:  # of the tokenizer
+            output, error = None, failed
+        with self._changed:
+            self._output, self._error, self._ended = output, error, time.perf_counter()
+            self._wake()
+
+    def _whole(self, request: Request) -> Output:
+        output, now = request.output(), time.perf_counter()
+        if self._begun is not None:
+            first = self._first or now
+            output.stats.prefill_seconds, output.stats.decode_seconds = first - self._begun, now - first
+        if self._tokenizer is not None:
+            output.text = cut_text(self._tokenizer.decode(output.token_ids, skip_special_tokens=True), self._stops)
+            rest = self._text.rest(output.text)
+            if rest:
+                self._pieces.append(Piece([], [], rest))
+        return output
+
+    def _wake(self) -> None:
+        self._changed.notify_all()
+        for loop, change in self._waking:
+            with suppress(RuntimeError):  # the loop is closed: nobody waits
+                loop.call_soon_threadsafe(change.set)
+        self._waking.clear()
