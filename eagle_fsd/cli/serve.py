@@ -6,7 +6,7 @@ import logging
 import sys
 from dataclasses import dataclass, replace
 
-from ..serve.limits import KEY_VARIABLE, ServeOptions, key_from_environment
+from ..serve.limits import KEY_VARIABLE, ServeOptions, key_from_environment, name_of
 from .arguments import Acceptance, Flags, Loading, Sampling
 
 
@@ -29,20 +29,18 @@ class ServeCommand:
     acceptance: Acceptance = Acceptance()
 
     def run(self) -> None:
-        from ..data.bundled import default_pair
-
         key = key_from_environment()
         self.acceptance.check()
         need_packages(self.serving.page)
-        from ..serve.app import serve
-        from ..serve.server import name_of, reserve
+        from ..serve.server import reserve, serve
 
         begin_log()
-        name = self.serving.name or name_of(self.pair.target or default_pair()[0])
+        name = self.serving.name or name_of(self.pair.target)
         if key is None and self.serving.host not in ("127.0.0.1", "localhost", "::1"):
             logging.warning("everyone who reaches %s can use the model: set %s", self.serving.host, KEY_VARIABLE)
         place = reserve(self.serving)
         defaults = {**vars(self.sampling), **vars(self.acceptance)}
+        del defaults["quality"], defaults["gate_threshold"]
         model = self.pair.load()
         if self.serving.plain:
             model = replace(model, draft=None, trees=None)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -10,6 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import psutil
 import torch
 from torch import Tensor
 
@@ -349,14 +349,10 @@ def positions_that_fit(model: EagleModel, rows: int, nodes: int) -> int:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Memory of the device that is free now; on a host that does not say, half of what it has."""
+    """Memory of the device that is free now."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    known, limit = Path("/proc/meminfo"), Path("/sys/fs/cgroup/memory.max")
-    if known.exists():
-        sizes = dict(line.split(":") for line in known.read_text().splitlines())
-        free = int(sizes["MemAvailable"].split()[0]) * 1024
-        if limit.exists() and limit.read_text().strip() != "max":  # a container's
-            free = min(free, int(limit.read_text()) - int(limit.with_name("memory.current").read_text()))
-        return max(0, free)
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+    free, limit = psutil.virtual_memory().available, Path("/sys/fs/cgroup/memory.max")
+    if limit.exists() and limit.read_text().strip() != "max":  # a container's
+        free = min(free, int(limit.read_text()) - int(limit.with_name("memory.current").read_text()))
+    return max(0, free)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator, Generator, Iterator
+from collections.abc import AsyncIterator, Generator, Iterator, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -49,21 +49,23 @@ class Ticket:
     Attributes:
         prompt_tokens: length of the prompt.
         seed: of the sampling noise.
-        cancelled: whether its holder has cancelled it.
+        cancelled: whether `cancel` was called.
+        queued_seconds: from `submit` to when its prompt began to be read; None: it waits, or never left the queue.
+        first_token_seconds: from `submit` to the first token; None: there is none yet.
+        total_seconds: from `submit` to the end; None: it has not ended.
     """
 
     def __init__(self, request: Request, tokenizer: PreTrainedTokenizerBase | None) -> None:
-        self.prompt_tokens, self.seed = len(request.prompt), request.seed
-        self.cancelled = False
+        self.prompt_tokens, self.seed, self.cancelled = len(request.prompt), request.seed, False
+        self.queued_seconds: float | None = None
+        self.first_token_seconds: float | None = None
+        self.total_seconds: float | None = None
+        self._submitted = time.perf_counter()
         self._tokenizer, self._stops = tokenizer, request.options.stop_strings
         self._text = None if tokenizer is None else StreamedText(tokenizer, self._stops)
         self._pieces: list[Piece] = []
         self._output: Output | None = None
         self._error: BaseException | None = None
-        self._submitted = time.perf_counter()
-        self._begun: float | None = None
-        self._first: float | None = None
-        self._ended: float | None = None
         self._changed = threading.Condition()
         self._waking: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []
 
@@ -72,25 +74,7 @@ class Ticket:
     @property
     def done(self) -> bool:
         """Whether no more will come."""
-        return self._ended is not None
-
-    @property
-    def queued_seconds(self) -> float | None:
-        """From `submit` to when its prompt began to be read; None: it waits, or never left the queue."""
-        return self._since(self._begun)
-
-    @property
-    def first_token_seconds(self) -> float | None:
-        """From `submit` to the first token; None: there is none yet."""
-        return self._since(self._first)
-
-    @property
-    def total_seconds(self) -> float | None:
-        """From `submit` to the end; None: it has not ended."""
-        return self._since(self._ended)
-
-    def _since(self, moment: float | None) -> float | None:
-        return None if moment is None else moment - self._submitted
+        return self.total_seconds is not None
 
     def cancel(self) -> None:
         """End it within a cycle, with what is there and `finish_reason` "cancelled"; one that has ended stays so."""
@@ -163,14 +147,15 @@ class Ticket:
 
     def begin(self) -> None:
         """Its prompt is being read."""
-        self._begun = time.perf_counter()
+        self.queued_seconds = self._seconds()
 
     def add(self, tokens: list[int], receipts: list[Receipt]) -> None:
         """What a cycle emitted."""
         piece = Piece(tokens, receipts, "" if self._text is None else self._text.add(tokens))
         with self._changed:
             self._pieces.append(piece)
-            self._first = self._first or time.perf_counter()
+            if self.first_token_seconds is None:
+                self.first_token_seconds = self._seconds()
             self._wake()
 
     def end(self, request: Request, error: BaseException | None = None) -> None:
@@ -180,14 +165,14 @@ class Ticket:
         except Exception as failed:  # of the tokenizer
             output, error = None, failed
         with self._changed:
-            self._output, self._error, self._ended = output, error, time.perf_counter()
+            self._output, self._error, self.total_seconds = output, error, self._seconds()
             self._wake()
 
     def _whole(self, request: Request) -> Output:
-        output, now = request.output(), time.perf_counter()
-        if self._begun is not None:
-            first = self._first or now
-            output.stats.prefill_seconds, output.stats.decode_seconds = first - self._begun, now - first
+        output, now = request.output(), self._seconds()
+        if self.queued_seconds is not None:
+            first = now if self.first_token_seconds is None else self.first_token_seconds
+            output.stats.prefill_seconds, output.stats.decode_seconds = first - self.queued_seconds, now - first
         if self._tokenizer is not None:
             output.text = cut_text(self._tokenizer.decode(output.token_ids, skip_special_tokens=True), self._stops)
             rest = self._text.rest(output.text)
@@ -195,9 +180,42 @@ class Ticket:
                 self._pieces.append(Piece([], [], rest))
         return output
 
+    def _seconds(self) -> float:
+        return time.perf_counter() - self._submitted
+
     def _wake(self) -> None:
         self._changed.notify_all()
         for loop, change in self._waking:
             with suppress(RuntimeError):  # the loop is closed: nobody waits
                 loop.call_soon_threadsafe(change.set)
         self._waking.clear()
+
+
+async def interleaved(tickets: Sequence[Ticket]) -> AsyncIterator[tuple[int, Piece | None]]:
+    """The pieces of several answers as they come, with the number of theirs; None where one has ended.
+
+    Whoever stops reading cancels them all.
+    """
+    found: asyncio.Queue[tuple[int, Piece | None | Exception]] = asyncio.Queue()
+
+    async def read(number: int, ticket: Ticket) -> None:
+        try:
+            async for piece in ticket:
+                found.put_nowait((number, piece))
+            found.put_nowait((number, None))
+        except Exception as error:
+            found.put_nowait((number, error))
+
+    readers = [asyncio.ensure_future(read(number, ticket)) for number, ticket in enumerate(tickets)]
+    try:
+        left = len(tickets)
+        while left:
+            number, piece = await found.get()
+            if isinstance(piece, Exception):
+                raise piece
+            left -= piece is None
+            yield number, piece
+    finally:
+        for ticket, reader in zip(tickets, readers, strict=True):
+            ticket.cancel()
+            reader.cancel()
