@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import queue
 import threading
 import time
-from collections.abc import AsyncIterator, Generator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -15,8 +16,6 @@ from ..api import cut_text
 from ..engine.receipts import Output, Receipt
 from ..text import StreamedText
 from ._old import Request
-
-ALL = 1 << 62  # more pieces than there ever are: until the end
 
 
 class QueueFull(RuntimeError):
@@ -63,45 +62,33 @@ class Ticket:
         self._submitted = time.perf_counter()
         self._tokenizer, self._stops = tokenizer, request.options.stop_strings
         self._text = None if tokenizer is None else StreamedText(tokenizer, self._stops)
-        self._pieces: list[Piece] = []
+        self._pieces: list[Piece | None] = []  # after the last one None
+        self._readers: list[Callable[[Piece | None], None]] = []  # told each piece; called by the engine's thread
+        self._lock = threading.Lock()  # of these two
+        self._ended = threading.Event()
         self._output: Output | None = None
         self._error: BaseException | None = None
-        self._changed = threading.Condition()
-        self._waking: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []
-
-    # For whoever holds it ---------------------------------------------------------------------------------------
 
     @property
     def done(self) -> bool:
         """Whether no more will come."""
-        return self.total_seconds is not None
+        return self._ended.is_set()
 
     def cancel(self) -> None:
         """End it within a cycle, with what is there and `finish_reason` "cancelled"; one that has ended stays so."""
         self.cancelled = True
 
     def __iter__(self) -> Iterator[Piece]:
-        at = 0
-        while True:
-            self._wait(at)
-            pieces = self._pieces[at:]
-            if not pieces:
-                break
-            yield from pieces
-            at += len(pieces)
+        found: queue.SimpleQueue[Piece | None] = queue.SimpleQueue()
+        self._tell(found.put)
+        while (piece := found.get()) is not None:
+            yield piece
         self._raise()
 
     async def __aiter__(self) -> AsyncIterator[Piece]:
-        at = 0
-        while True:
-            await self._wait_async(at)
-            pieces = self._pieces[at:]
-            if not pieces:
-                break
-            for piece in pieces:
+        async for _, piece in interleaved([self], cancelling=False):
+            if piece is not None:
                 yield piece
-            at += len(pieces)
-        self._raise()
 
     def result(self, timeout: float | None = None) -> Output:
         """Wait for the whole answer; `await ticket` is the same for asyncio.
@@ -114,34 +101,35 @@ class Ticket:
             EngineClosed: the engine was closed before the request's turn came.
             Exception: what ended the request, such as a logits processor's error.
         """
-        if not self._wait(ALL, timeout):
+        if not self._ended.wait(timeout):
             raise TimeoutError(f"the answer takes longer than {timeout} s")
         self._raise()
         return self._output
 
     def __await__(self) -> Generator[object, None, Output]:
-        yield from self._wait_async(ALL).__await__()
-        self._raise()
-        return self._output
+        async def whole() -> Output:
+            async for _ in self:
+                pass
+            return self.result()
+
+        return whole().__await__()
 
     def _raise(self) -> None:
         if self._error is not None:
             raise self._error
 
-    def _wait(self, count: int, timeout: float | None = None) -> bool:
-        """Wait until there are more pieces than `count`, or no more will come; False: the time is over."""
-        with self._changed:
-            return self._changed.wait_for(lambda: len(self._pieces) > count or self.done, timeout)
+    def _tell(self, reader: Callable[[Piece | None], None]) -> None:
+        """Tell a reader all pieces, those that are there at once; None: no more will come."""
+        with self._lock:
+            for piece in self._pieces:
+                reader(piece)
+            self._readers.append(reader)
 
-    async def _wait_async(self, count: int) -> None:
-        """`_wait` without blocking the event loop."""
-        while True:
-            with self._changed:
-                if len(self._pieces) > count or self.done:
-                    return
-                change = asyncio.Event()
-                self._waking.append((asyncio.get_running_loop(), change))
-            await change.wait()
+    def _add(self, piece: Piece | None) -> None:
+        with self._lock:
+            self._pieces.append(piece)
+            for reader in self._readers:
+                reader(piece)
 
     # For the engine ---------------------------------------------------------------------------------------------
 
@@ -151,22 +139,20 @@ class Ticket:
 
     def add(self, tokens: list[int], receipts: list[Receipt]) -> None:
         """What a cycle emitted."""
-        piece = Piece(tokens, receipts, "" if self._text is None else self._text.add(tokens))
-        with self._changed:
-            self._pieces.append(piece)
-            if self.first_token_seconds is None:
-                self.first_token_seconds = self._seconds()
-            self._wake()
+        if self.first_token_seconds is None:
+            self.first_token_seconds = self._seconds()
+        self._add(Piece(tokens, receipts, "" if self._text is None else self._text.add(tokens)))
 
     def end(self, request: Request, error: BaseException | None = None) -> None:
         """No more will come: the request has ended, or an error has ended it."""
         try:
-            output = self._whole(request) if error is None else None
+            if error is None:
+                self._output = self._whole(request)
         except Exception as failed:  # of the tokenizer
-            output, error = None, failed
-        with self._changed:
-            self._output, self._error, self.total_seconds = output, error, self._seconds()
-            self._wake()
+            error = failed
+        self._error, self.total_seconds = error, self._seconds()
+        self._ended.set()
+        self._add(None)
 
     def _whole(self, request: Request) -> Output:
         output, now = request.output(), self._seconds()
@@ -177,45 +163,40 @@ class Ticket:
             output.text = cut_text(self._tokenizer.decode(output.token_ids, skip_special_tokens=True), self._stops)
             rest = self._text.rest(output.text)
             if rest:
-                self._pieces.append(Piece([], [], rest))
+                self._add(Piece([], [], rest))
         return output
 
     def _seconds(self) -> float:
         return time.perf_counter() - self._submitted
 
-    def _wake(self) -> None:
-        self._changed.notify_all()
-        for loop, change in self._waking:
-            with suppress(RuntimeError):  # the loop is closed: nobody waits
-                loop.call_soon_threadsafe(change.set)
-        self._waking.clear()
 
-
-async def interleaved(tickets: Sequence[Ticket]) -> AsyncIterator[tuple[int, Piece | None]]:
+async def interleaved(
+    tickets: Sequence[Ticket], *, cancelling: bool = True
+) -> AsyncIterator[tuple[int, Piece | None]]:
     """The pieces of several answers as they come, with the number of theirs; None where one has ended.
 
-    Whoever stops reading cancels them all.
+    Args:
+        cancelling: whoever stops reading cancels them all.
     """
-    found: asyncio.Queue[tuple[int, Piece | None | Exception]] = asyncio.Queue()
+    loop, found = asyncio.get_running_loop(), asyncio.Queue()
 
-    async def read(number: int, ticket: Ticket) -> None:
-        try:
-            async for piece in ticket:
-                found.put_nowait((number, piece))
-            found.put_nowait((number, None))
-        except Exception as error:
-            found.put_nowait((number, error))
+    def reader(number: int) -> Callable[[Piece | None], None]:
+        def tell(piece: Piece | None) -> None:
+            with suppress(RuntimeError):  # the loop is closed: nobody waits
+                loop.call_soon_threadsafe(found.put_nowait, (number, piece))
+        return tell
 
-    readers = [asyncio.ensure_future(read(number, ticket)) for number, ticket in enumerate(tickets)]
     try:
+        for number, ticket in enumerate(tickets):
+            ticket._tell(reader(number))
         left = len(tickets)
         while left:
             number, piece = await found.get()
-            if isinstance(piece, Exception):
-                raise piece
-            left -= piece is None
+            if piece is None:
+                tickets[number]._raise()
+                left -= 1
             yield number, piece
     finally:
-        for ticket, reader in zip(tickets, readers, strict=True):
-            ticket.cancel()
-            reader.cancel()
+        if cancelling:
+            for ticket in tickets:
+                ticket.cancel()
