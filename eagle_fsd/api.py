@@ -3,66 +3,47 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 
 import torch
 from torch import Tensor
 from transformers import LogitsProcessor
 from transformers.generation.streamers import BaseStreamer
 
-from .acceptance import Rule
 from .drafting.config import TreeConfig
 from .engine.decoder import Session
 from .engine.loop import run
-from .engine.receipts import Output
-from .engine.request import BatchSettings, RequestSettings
-from .options import AcceptanceOptions, SamplingOptions
+from .engine.output import Output
+from .engine.request import Request
+from .options import GenerateOptions
 from .pair import EagleModel, default_model
-from .prompts import decode, encode_prompts
-from .settings import ends_streamer, resolve
+from .requests import decode, encode_prompts, ending, make_requests
 
 
-@ends_streamer
 def generate(
     prompt: str | list | Tensor,
     model: EagleModel | None = None,
     *,
-    max_new_tokens: int = 256,
-    temperature: float = 0.0,
-    top_p: float = 1.0,
-    top_k: int = 0,
-    min_p: float = 0.0,
-    repetition_penalty: float = 1.0,
-    min_new_tokens: int = 0,
-    ignore_eos: bool = False,
-    seed: int | Sequence[int] | None = None,
-    stop: str | Sequence[str] | None = None,
-    stop_token_ids: Sequence[int] | None = None,
-    acceptance: str | Rule | Callable = "fsd",
-    threshold: float | None = None,
-    divergence: str | None = None,
-    gate_threshold: float | Sequence[float] | None = None,
-    quality: str | None = None,
-    budget: float | None = None,
-    tree: TreeConfig | None = None,
+    options: GenerateOptions | None = None,
     logits_processor: Sequence[LogitsProcessor] | None = None,
     stopping_criteria: Sequence[Callable] | None = None,
     streamer: BaseStreamer | None = None,
     session: Session | None = None,
+    **given: object,
 ) -> Output | list[Output]:
-    """Generate an answer with EAGLE-2 draft trees and fuzzy acceptance.
+    """Generate an answer with EAGLE-2 draft trees and fuzzy acceptance; lossless without a `threshold`.
 
     Args:
         prompt: text (tokenised as it is), a chat (list of {"role", "content"}, put through the tokenizer's chat
             template), or token ids (list of int, or tensor [L] or [1, L]). A list of such prompts is a batch: they are
-            decoded together, each as it would be alone (docs/batches.md).
+            decoded together, each as it would be alone.
         model: from `load`; None: the default pair.
-        max_new_tokens, temperature, top_p, top_k, min_p, repetition_penalty, min_new_tokens, ignore_eos, seed, stop,
-            stop_token_ids: see `SamplingOptions`.
-        acceptance, threshold, divergence, gate_threshold, quality, budget, tree: see `AcceptanceOptions`.
+        given: options by name, such as `max_new_tokens=200` or `threshold=0.3`: see `GenerateOptions`, which has them
+            all; they come on top of `options`.
         logits_processor, stopping_criteria, streamer: those of `transformers`. Processors see each node's own path and
-            must be functions of it and the scores (docs/processors.md). A streamer with a method
-            `on_receipts(receipts)` gets the receipts of each cycle before its tokens, and every streamer is ended also
-            where this call raises. Stop strings are streamed like all other text.
+            must be functions of it and the scores. A streamer with a method `on_receipts(receipts)` gets the receipts
+            of each cycle before its tokens, and every streamer is ended also where this call raises. Stop strings are
+            streamed like all other text.
         session: a `Session` that several calls share: what the caches hold of the prompt since the last call is not
             processed again. `Chat` is made of it.
 
@@ -77,43 +58,54 @@ def generate(
     What a rule, processor, criterion or streamer raises itself is passed on. No error changes the model: the next call
     gives what it would have given without.
     """
-    sampling, accepting = SamplingOptions.of(locals()), AcceptanceOptions.of(locals())
-    model = default_model() if model is None else model
-    if not isinstance(model, EagleModel):
-        raise TypeError(f"model must come from eagle_fsd.load, got {type(model).__name__}")
-    prompts, batched = encode_prompts(prompt, model)
-    batch, settings = resolve(model, prompts, sampling, accepting, logits_processor, stopping_criteria)
-    if session is not None and not isinstance(session, Session):
-        raise TypeError(f"session must be a Session or None, got {session!r}")
-    if len(prompts) > 1 and (session is not None or streamer is not None):
-        name = "a session" if session is not None else "a streamer"
-        raise ValueError(f"{name} serves one prompt at a time, got a batch of {len(prompts)}")
-    if streamer is not None:
-        streamer.put(torch.tensor(prompts))
-    outputs: list[Output] = [None] * len(prompts)
-    for numbers in model.target.batches([len(ids) for ids in prompts]):
-        answers = decode_batch(model, [prompts[number] for number in numbers], batch,
-                               [settings[number] for number in numbers], streamer, session)
-        for number, output in zip(numbers, answers, strict=True):
-            outputs[number] = output
-            if model.tokenizer is not None:
-                output.text = cut_text(decode(model, output.token_ids), sampling.stop_strings)
+    with ending(streamer):
+        options = with_options(options, given)
+        model = default_model() if model is None else model
+        if not isinstance(model, EagleModel):
+            raise TypeError(f"model must come from eagle_fsd.load, got {type(model).__name__}")
+        prompts, batched = encode_prompts(prompt, model)
+        requests = make_requests(model, prompts, options, logits_processor, stopping_criteria)
+        if session is not None and not isinstance(session, Session):
+            raise TypeError(f"session must be a Session or None, got {session!r}")
+        if len(prompts) > 1 and (session is not None or streamer is not None):
+            name = "a session" if session is not None else "a streamer"
+            raise ValueError(f"{name} serves one prompt at a time, got a batch of {len(prompts)}")
+        if streamer is not None:
+            streamer.put(torch.tensor(prompts))
+        outputs = decode_requests(model, requests, options.tree, streamer=streamer, session=session)
+    for output in outputs if model.tokenizer is not None else []:
+        output.text = cut_text(decode(model, output.token_ids), options.stop_strings)
     return outputs if batched else outputs[0]
 
 
-def decode_batch(
-    model: EagleModel, prompts: list[list[int]], batch: BatchSettings, settings: list[RequestSettings],
-    streamer: BaseStreamer | None, session: Session | None,
+def with_options(options: GenerateOptions | None, given: dict[str, object]) -> GenerateOptions:
+    """These options with some given by name.
+
+    Raises:
+        TypeError, ValueError: an unknown name, or a bad value.
+    """
+    if not (options is None or isinstance(options, GenerateOptions)):
+        raise TypeError(f"options must be GenerateOptions or None, got {options!r}")
+    before = {} if options is None else {each.name: getattr(options, each.name) for each in fields(options)}
+    return GenerateOptions.from_names({**before, **given})
+
+
+def decode_requests(
+    model: EagleModel, requests: Sequence[Request], tree: TreeConfig | None = None, **options: object
 ) -> list[Output]:
-    """Answers to prompts that one cache serves."""
-    trees = [batch.choose(count).tree for count in range(1, len(prompts) + 1)]
-    drafting = any(trees) or session is not None  # as others end, or in a later call
-    answers = run(model.target, model.draft if drafting else None, prompts, batch, settings, streamer=streamer,
-                  session=session, graphs=model.graphs)
-    for output in answers:
-        if trees[-1] is None and output.stats.undrafted == output.stats.target_forwards:
-            output.stats.plain_because = "no tree is expected to be sufficiently faster than plain decoding"
-    return answers
+    """Answers to requests with one rule, decoded together where one cache serves them; `options` are those of `run`."""
+    outputs: dict[int, Output] = {}
+    for numbers in model.target.batches([len(request.prompt) for request in requests]):
+        group = [requests[number] for number in numbers]
+        choose, pause = model.chooser(tree, group[0].rule, group[0].temperature)
+        trees = [choose(count).tree for count in range(1, len(group) + 1)]
+        drafting = any(trees) or options.get("session") is not None  # as others end, or in a later call
+        answers = run(model.target, model.draft if drafting else None, group, choose, pause, **options)
+        for output in answers:
+            if trees[-1] is None and output.stats.undrafted == output.stats.target_forwards:
+                output.stats.plain_because = "no tree is expected to be sufficiently faster than decoding without one"
+        outputs |= dict(zip(numbers, answers, strict=True))
+    return [outputs[number] for number in range(len(requests))]
 
 
 def cut_text(text: str, stops: Sequence[str]) -> str:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .api import generate
 from .engine.decoder import Session
-from .engine.receipts import Output
+from .engine.output import Output
 from .models.placement import Lock
 from .pair import EagleModel, default_model
 

@@ -51,7 +51,7 @@ def check_functions(name: str, given: object) -> None:
             raise TypeError(f"{name} must hold functions or objects that can be called, got {each!r}")
 
 
-def check_placement(device: object, device_map: object, tp_plan: object) -> None:
+def check_placement(device: object, device_map: object, tp_plan: object = None) -> None:
     """Raise where the target's place is given twice."""
     given = {name: value for name, value in
              (("device", device), ("device_map", device_map), ("tp_plan", tp_plan)) if value is not None}

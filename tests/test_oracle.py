@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import eagle_fsd
-from eagle_fsd.drafting.measuring import greedy_decoder
+from eagle_fsd.engine.timing import greedy_decoder
 
 ORACLE = Path(os.environ.get("EAGLE_FSD_ORACLE", Path(__file__).parents[2] / "shared" / "oracle"))
 pytestmark = pytest.mark.skipif(not (ORACLE / "expected.json").exists(), reason=f"no recording in {ORACLE}")
@@ -27,7 +27,7 @@ def prompts():
 def decode(pair, prompt, run, spy):
     """New tokens and accepted lengths of one recorded run; `spy(tree)` sees every drafted tree."""
     tree = eagle_fsd.TreeConfig(run["total_token"], run["depth"] + 1, run["top_k"])
-    decoder = greedy_decoder(pair.target, pair.draft, prompt["prompt_ids"], tree, 200)
+    decoder = greedy_decoder(pair.target, pair.draft, [prompt["prompt_ids"]], tree, 200)
     draft = decoder.forwards.draft
     decoder.forwards.draft = lambda *given: spy(draft(*given))
     tokens, lengths = decoder.prefill()[0].tokens, []

@@ -114,8 +114,9 @@ def get_divergence(name: str, draft_tokens: Tensor | None = None) -> Divergence:
 
     def on_draft_tokens(target_logits: Tensor, draft_logits: Tensor) -> Tensor:
         # What the draft cannot draw counts by its target mass alone, in every divergence: one bucket holds it all.
-        kept = draft_tokens.expand(*target_logits.shape[:-1], -1)
-        return full(coarsen(target_logits.float(), kept), pad(draft_logits, (0, 1), value=-math.inf))
+        others = target_logits.softmax(-1).index_fill_(-1, draft_tokens, 0.0).sum(-1, keepdim=True)
+        named = target_logits.log_softmax(-1).index_select(-1, draft_tokens)
+        return full(torch.cat([named, others.log()], -1), pad(draft_logits, (0, 1), value=-math.inf))
 
     def on_top_tokens(target_logits: Tensor, draft_logits: Tensor) -> Tensor:
         if draft_tokens is not None:

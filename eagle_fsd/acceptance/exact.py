@@ -3,9 +3,8 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from .decision import Decision
+from .nodes import Nodes, Weights
 from .rule import Rule
-from .verification import Verification
 
 
 @dataclass(frozen=True)
@@ -18,12 +17,10 @@ class Exact(Rule):
     """
 
     name: ClassVar[str] = "exact"
-    reads_draft: ClassVar[bool] = False
-    looks_ahead: ClassVar[bool] = False
     threshold_limit: ClassVar[tuple[float, bool]] = (0.0, True)
 
     def is_lossless(self, greedy: bool) -> bool:
         return True
 
-    def decide(self, verification: Verification) -> Decision:
-        return Decision(verification.warped_logits)
+    def weigh(self, nodes: Nodes) -> Weights:
+        return Weights(nodes.steps)

@@ -4,13 +4,9 @@ import math
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-import torch
-from torch import Tensor
-
-from .decision import Decision
 from .divergence import get_divergence
-from .rule import FuzzyRule, cycle_kl
-from .verification import Verification
+from .nodes import Nodes, Weights
+from .rule import FuzzyRule, only
 
 
 @dataclass(frozen=True)
@@ -26,7 +22,6 @@ class FSDPaper(FuzzyRule):
     """
 
     name: ClassVar[str] = "fsd_paper"
-    looks_ahead: ClassVar[bool] = False
     threshold_limit: ClassVar[tuple[float, bool]] = (math.inf, True)
 
     divergence: str = field(default="js", kw_only=True)
@@ -38,25 +33,10 @@ class FSDPaper(FuzzyRule):
     def is_lossless(self, greedy: bool) -> bool:
         return False
 
-    def decide(self, verification: Verification) -> Decision:
-        divergence = verification.divergence(self.divergence)
-        passes = divergence <= self.threshold  # Div(target, draft) <= T, at the parent
-        scores = torch.where(verification.is_child, verification.tree.scores, -math.inf)
-        first = scores == verification.of_parent(verification.best_child(scores))
-        allowed = self.candidates(verification) | verification.is_exact
-        drafted = first & verification.of_parent(passes)
-        accepted = drafted & allowed
-        fuzzy = drafted & self.candidates(verification)
-
-        def kl() -> Tensor:
-            """At an accepted node its token is certain, where the target draws it with probability p: -log p."""
-            chosen = verification.any_child(fuzzy)
-            steps = verification.step_log_probs
-            node_kl = -verification.sum_of_children(torch.where(fuzzy, steps, 0.0))
-            law = torch.where(fuzzy, 0.0, torch.where(verification.of_parent(chosen), -math.inf, steps))
-            return cycle_kl(verification, law, node_kl, drafted)
-
-        return Decision(
-            verification.only_children(accepted), divergence, None if verification.greedy else kl,
-            stop=~verification.any_child(accepted),
-        )
+    def weigh(self, nodes: Nodes) -> Weights:
+        divergence = nodes.divergence(self.divergence)
+        passes = divergence <= nodes.threshold.float()  # Div(target, draft) <= T
+        scores = nodes.scores.masked_fill(~nodes.children, -math.inf)
+        first = nodes.children & (scores == scores.amax(-1, keepdim=True))
+        accepted = first & passes[:, None] & (self.candidates(nodes) | nodes.is_exact)
+        return only(nodes, accepted, divergence)._replace(stop=~accepted.any(-1))

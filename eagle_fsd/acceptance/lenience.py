@@ -5,11 +5,9 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from torch import Tensor
 
-from .decision import Decision
-from .rule import FuzzyRule, cycle_kl
-from .verification import ChildWeights, Verification
+from .nodes import Nodes, Weights
+from .rule import FuzzyRule
 
 
 @dataclass(frozen=True)
@@ -28,42 +26,23 @@ class Lenience(FuzzyRule):
 
     name: ClassVar[str] = "lenience"
     threshold_scale: ClassVar[float] = 3.0
-    reads_draft: ClassVar[bool] = False
-    looks_ahead: ClassVar[bool] = False
-
-    @property
-    def knows_kl(self) -> bool:
-        return self.head_guard is None
 
     def is_lossless(self, greedy: bool) -> bool:
         return greedy or self.threshold == 0
 
-    def decide(self, verification: Verification) -> Decision:
-        lifted = self.candidates(verification)
-        steps = verification.step_logits
-        inside = verification.log_sum_of_children(torch.where(lifted, steps, -math.inf).double())  # [B, M]
-        others = verification.set_children(verification.warped_logits, torch.where(lifted, -math.inf, steps))
-        outside = others.logsumexp(-1).double()
+    def weigh(self, nodes: Nodes) -> Weights:
+        lifted, steps, threshold = self.candidates(nodes), nodes.steps, nodes.threshold
+        inside = steps.masked_fill(~lifted, -math.inf).double().logsumexp(-1)
+        # Columns may name one token twice, as children of different nodes: the lifted one counts.
+        taken = torch.zeros_like(nodes.warped).scatter_reduce_(1, nodes.tokens, lifted.float(), "amax") > 0
+        outside = nodes.warped.masked_fill(taken, -math.inf).logsumexp(-1).double()
 
         # P -> min(1, P / l) multiplies the odds P / (1 - P) by exp(handicap), where
         # handicap = T - log(1 - min(1, P / (1 - P) * (exp(T) - 1))), infinite from P = l on.
-        log_expm1 = self.threshold + math.log(-math.expm1(-self.threshold))
+        log_expm1 = threshold + (-torch.expm1(-threshold)).log()
         excess = (inside - outside + log_expm1).exp().clamp_max(1.0)
-        handicap = self.threshold - torch.log1p(-excess)
-        handicap = torch.where(inside > -math.inf, handicap, 0.0)
+        handicap = threshold - torch.log1p(-excess)
+        handicap = torch.where(inside > -math.inf, handicap, 0.0).float()
 
-        kept = lifted | verification.is_exact
-        handicapped = steps - verification.of_parent(handicap).float()
-        weights = ChildWeights(verification, torch.where(kept, steps, handicapped), -handicap.float())
-        if not self.knows_kl:  # an exact step outside the guard is not handicapped: the noise decides
-            return Decision(weights)
-
-        def kl() -> Tensor:
-            """Of masses P and 1 - P the second is multiplied by exp(-handicap); z is what is left of their sum."""
-            log_p, log_rest = (mass - torch.logaddexp(inside, outside) for mass in (inside, outside))
-            z = torch.logaddexp(log_p, log_rest - handicap)  # log
-            lowered = (log_rest - handicap - z).exp()
-            node_kl = -z - torch.where(lowered > 0, lowered * handicap, 0.0)
-            return cycle_kl(verification, verification.step_log_probs - verification.of_parent(z), node_kl)
-
-        return Decision(weights, kl=kl)
+        kept = lifted | nodes.is_exact
+        return Weights(torch.where(kept, steps, steps - handicap[:, None]), -handicap)

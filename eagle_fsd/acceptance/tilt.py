@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from ..checks import check_interval
-from .decision import Decision
-from .rule import FuzzyRule
-from .verification import ChildWeights, Verification
+from .nodes import Nodes, Weights
+from .rule import Ahead, FuzzyRule, only
 
 NO_MASS = -1e6  # stands for log 0, so that differences of path sums stay defined; exp of it is 0
 
@@ -26,8 +25,7 @@ class Tilt(FuzzyRule):
 
     The emitted segment then has law p(segment) exp(T * length) / exp(V(root)): of all laws on this tree with
     its expected length, the one with the smallest KL to the target (Gibbs variational principle). That KL is
-    T * E[length] - V(root) per cycle and known before anything is drawn. The draft's probabilities play no
-    part.
+    T * E[length] - V(root) per cycle. The draft's probabilities play no part.
 
     A head guard sets r(x) = 0 from the first step outside the head on, so the law is tilted by the length of
     the leading run inside the head, and a child outside it never weighs more than its target probability.
@@ -42,7 +40,6 @@ class Tilt(FuzzyRule):
     """
 
     name: ClassVar[str] = "tilt"
-    reads_draft: ClassVar[bool] = False
     threshold_limit: ClassVar[tuple[float, bool]] = (1000.0, True)
     threshold_scale: ClassVar[float] = 4.0
 
@@ -55,43 +52,50 @@ class Tilt(FuzzyRule):
     def is_lossless(self, greedy: bool) -> bool:
         return self.threshold == 0
 
-    def decide(self, verification: Verification) -> Decision:
-        return self._decide_greedily(verification) if verification.greedy else self._tilt(verification)
+    def weigh(self, nodes: Nodes) -> Weights:
+        if nodes.greedy:
+            return only(nodes, nodes.children & (nodes.ahead > 0))
+        return Weights(nodes.steps + nodes.ahead)
 
-    def _tilt(self, verification: Verification) -> Decision:
-        depths, rewards = verification.tree.depths, self._rewards(verification)
-        tilted = verification.step_log_probs.clamp_min(NO_MASS) + self.threshold * rewards
-        totals = verification.path_sum(torch.where(verification.is_child, tilted, 0.0))
+    def look_ahead(self, ahead: Ahead) -> Tensor:
+        """[B, N]: of each child T r(x) + V(x); greedy: 1 where it opens its parent's best path, else 0."""
+        return self._best_paths(ahead).float() if ahead.greedy else self._lifts(ahead).float()
+
+    def _lifts(self, ahead: Ahead) -> Tensor:
+        tree, threshold = ahead.tree, ahead.threshold
+        is_child = tree.depths > 0
+        rewards = (is_child & (_on_path(tree, ahead.in_head) if self.head_guard is not None else is_child)).double()
+        totals = _path_sum(tree, ahead.log_probs.clamp_min(NO_MASS) + threshold * rewards)
 
         # The recursion for V, unrolled: exp V(v) - 1 = sum over nodes u below v of
         #   p(v -> u) * (exp(T * rewards from v to u) - exp(T * rewards from v to u's parent)).
-        log_unit = math.log(-math.expm1(-self.threshold))
-        gains = torch.where(rewards > 0, totals + log_unit, -math.inf)  # [B, N (u)]
-        below = verification.tree.ancestors & (depths[:, :, None] > depths[:, None, :])  # u strictly below v
+        gains = torch.where(rewards > 0, totals + (-torch.expm1(-threshold)).log(), -math.inf)  # [B, N (u)]
+        below = tree.ancestors & (tree.depths[:, :, None] > tree.depths[:, None, :])  # u strictly below v
         log_excess = torch.where(below, gains[:, :, None], -math.inf).logsumexp(1) - totals  # [B, N (v)]
-        values = torch.logaddexp(log_excess, torch.zeros_like(log_excess))  # V = log(1 + excess)
+        return threshold * rewards + torch.logaddexp(log_excess, torch.zeros_like(log_excess))  # V = log(1 + excess)
 
-        # a node is reached with probability exp(totals + V - V(root)); each rewarded one counts
-        root_value = values[:, :1]
-        expected_length = (rewards * (totals + values - root_value).exp()).sum(-1)
-        kl = (self.threshold * expected_length - root_value[:, 0]).clamp_min(0.0)
-        lifted = verification.step_logits + (self.threshold * rewards + values).float()
-        nothing = lifted.new_zeros(verification.warped_logits.shape[:2])
-        return Decision(ChildWeights(verification, lifted, nothing), kl=lambda: kl.float())
+    def _best_paths(self, ahead: Ahead) -> Tensor:
+        """[B, N] bool: the children that open their parent's best downward path, where its gain is positive."""
+        tree = ahead.tree
+        is_child = tree.depths > 0
+        regret = (ahead.best - ahead.steps).double()
+        allowed = is_child & ahead.in_head & (ahead.steps > -math.inf) & (regret <= self.max_regret)
+        # best(v) = max(0, max over x with rho(x) <= m of 1 - rho(x) / T + best(x)); what lies below a step that must
+        # never be taken cannot make up for it.
+        gains = torch.where(allowed, 1.0 - regret / ahead.threshold, -(tree.max_depth + 1.0))
+        totals = _path_sum(tree, torch.where(ahead.exact & is_child, 1.0, gains))
+        below = torch.where(tree.ancestors, totals[:, :, None], -math.inf).amax(1)  # [B, N], the best path's end
+        best = torch.full_like(below, -math.inf).scatter_reduce_(1, tree.parents[:, 1:], below[:, 1:], "amax")
+        opens = is_child & (below == best.gather(1, tree.parents))
+        return opens & (below > totals.gather(1, tree.parents))
 
-    def _rewards(self, verification: Verification) -> Tensor:
-        """[B, N] 1.0 for children on the leading run inside the head, else 0.0."""
-        rewarded = verification.is_child
-        if self.head_guard is not None:
-            rewarded = rewarded & verification.on_whole_path(verification.in_head(self.head_guard))
-        return rewarded.double()
 
-    def _decide_greedily(self, verification: Verification) -> Decision:
-        best = verification.warped_logits.amax(-1)
-        regret = (verification.of_parent(best) - verification.step_logits).double()
-        # best(v) = max(0, max over x with rho(x) <= m of 1 - rho(x) / T + best(x))
-        allowed = self.candidates(verification) & (regret <= self.max_regret)
-        never = -(verification.tree.max_depth + 1.0)
-        gains = torch.where(allowed, 1.0 - regret / self.threshold, never)
-        gains = torch.where(verification.is_exact, 1.0, gains)
-        return Decision(verification.only_children(verification.best_paths(gains)))
+def _path_sum(tree, steps: Tensor) -> Tensor:
+    """[B, N]: the sum over the steps from the root to each node."""
+    steps = torch.where(tree.depths > 0, steps, 0.0)
+    return torch.where(tree.ancestors, steps[:, None, :], 0).sum(-1)
+
+
+def _on_path(tree, steps: Tensor) -> Tensor:
+    """[B, N] bool: whether every step from the root to each node has it."""
+    return (steps[:, None, :] | ~tree.ancestors | (tree.depths == 0)[:, None, :]).all(-1)

@@ -1,1 +1,1 @@
-"""Draft trees: their shape, growth and reranking."""
+"""Draft trees: their shape, growth and reranking, and which tree this machine is to draft."""

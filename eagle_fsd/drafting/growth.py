@@ -11,21 +11,20 @@ nodes are numbered in the same order; expanded node e has children 1 + e * K to 
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from ..heads.eagle import DraftHead
 from ..models.cache import TreeCache
 from ..models.masks import tree_mask
-from ..models.parallel import tensor_of_first
 from ..models.target import TargetModel, prefill_rows
-from .confidence import Lines, apply_confidence, confidence_lines
-from .config import TreeConfig
+from .config import Confidence, TreeConfig
 from .largest import largest
 from .tree import DraftTree, ancestors_of, root_only
 
@@ -73,29 +72,15 @@ def draft_tree(
     tokens: Sequence[Tensor],  # B x [T], the last one being the root
     cache: TreeCache,
     config: TreeConfig,
-    keep_logits: bool = True,
-) -> tuple[DraftTree, Tensor]:
-    """One draft tree per row, and the draft's raw logits [B, E, R] of its expanded nodes; [B, 0, R] without
-    `keep_logits`: with large vocabularies it takes long to put them together.
+) -> tuple[DraftTree, list[Tensor]]:
+    """One draft tree per row, and the draft's raw logits of each level's expanded nodes: [B, 1, R] of the root, then
+    [B, K, R] of each depth that was expanded.
 
     The draft's cache is left holding the accepted tokens only. With `least_reach` or `least_probability` a tree may be
     shallower or smaller than `config` says, down to the root alone; both wait for the device once per level.
     """
-    predicted = extend_draft(head, features, tokens, cache)
-    root = torch.stack([each[-1] for each in tokens])
-    return grow_tree(head, target, predicted, root, cache, config, keep_logits)
-
-
-def grow_tree(
-    head: DraftHead,
-    target: TargetModel,
-    predicted: Tensor,  # [B, 1, D] features of the root
-    root: Tensor,  # [B]
-    cache: TreeCache,  # of what comes before the root's children
-    config: TreeConfig,
-    keep_logits: bool = True,
-) -> tuple[DraftTree, Tensor]:
-    """`draft_tree`, once the accepted tokens have been read."""
+    predicted = extend_draft(head, features, tokens, cache)  # [B, 1, D]
+    root = torch.stack([each[-1] for each in tokens])  # [B]
     k, depth, base = config.top_k, config.depth, cache.length
     batch, device = len(root), root.device
     lines = None if config.confidence is None else confidence_lines(config.confidence, k, device)
@@ -103,10 +88,10 @@ def grow_tree(
     # Level 1: the root's K best children are all scored and all expanded.
     logits = head.own_logits(predicted, target.logits)  # [B, 1, R]
     draft_logits = [logits]
-    child_scores, child_tokens = _best_children(head, logits, config, lines, target.group)
+    child_scores, child_tokens = _best_children(head, logits, config, lines)
     frontier_scores, frontier_tokens = child_scores[:, 0], child_tokens[:, 0]  # [B, K]
     if not _worth_a_level(frontier_scores, config):
-        return root_only(root), logits[:, : int(keep_logits)]
+        return root_only(root), draft_logits
     scores = [torch.zeros_like(frontier_scores[:, :1]), frontier_scores]
     levels = [root[:, None], frontier_tokens]
     expanded = [torch.arange(1 + (k if depth > 1 else 0), device=device).expand(batch, -1)]  # their scored numbers
@@ -119,9 +104,8 @@ def grow_tree(
     for level in range(2, depth + 1):
         predicted = head(frontier_features, frontier_tokens, positions, mask, cache)  # [B, K, D]
         logits = head.own_logits(predicted, target.logits)
-        if keep_logits:
-            draft_logits.append(logits)
-        child_scores, child_tokens = _best_children(head, logits, config, lines, target.group)
+        draft_logits.append(logits)
+        child_scores, child_tokens = _best_children(head, logits, config, lines)
         child_scores = (child_scores + frontier_scores[..., None]).flatten(1)  # [B, K * K], cumulative
         child_tokens = child_tokens.flatten(1)
         scores.append(child_scores)
@@ -139,11 +123,11 @@ def grow_tree(
             mask = torch.cat([inherited, itself], -1)
     cache.truncate(base)
     tree = rerank(torch.cat(levels, 1), torch.cat(scores, 1), torch.cat(expanded, 1), len(levels) - 1, config)
-    return tree, torch.cat(draft_logits, 1) if keep_logits else logits[:, :0].clone()
+    return tree, draft_logits
 
 
 def _best_children(
-    head: DraftHead, logits: Tensor, config: TreeConfig, lines: Lines | None, group: dist.ProcessGroup | None
+    head: DraftHead, logits: Tensor, config: TreeConfig, lines: Lines | None
 ) -> tuple[Tensor, Tensor]:
     """Scores and tokens [B, *, K] of the K best children of each node: what a step adds to a path's score."""
     logits = logits if config.draft_temperature == 1 else logits / config.draft_temperature
@@ -151,11 +135,11 @@ def _best_children(
     scores = logits.log_softmax(-1).gather(-1, tokens)
     if lines is not None:
         scores = apply_confidence(lines, scores)
-    return tensor_of_first(group, scores), tensor_of_first(group, head.named(tokens))
+    return scores, head.named(tokens)
 
 
 def _worth_a_level(scores: Tensor, config: TreeConfig) -> bool:
-    """Whether nodes [B, K] of this level are likely enough to be accepted, over the rows, to draft behind them."""
+    """Whether nodes [B, K] of this level are likely enough to be accepted, over the rows, to draft on after them."""
     if not config.least_reach:
         return True
     return sum(map(math.exp, scores.flatten().tolist())) >= config.least_reach * len(scores)
@@ -187,8 +171,8 @@ def rerank(
     parent = ((kept - 1) // k).clamp_min(0)  # as expanded node; the root is its own
     parents = torch.searchsorted(kept, expanded.gather(1, parent))
     depths = ((parent - 1) // k + 2).minimum(kept)  # 0 for the root, scored node 0
-    rows = torch.arange(expanded.shape[1], device=tokens.device).expand(batch, -1)
-    draft_rows = torch.zeros_like(tokens).scatter_(1, expanded, rows)
+    rows = (torch.arange(expanded.shape[1], device=tokens.device) - 1).clamp_min(0) % k  # within their levels
+    draft_rows = torch.zeros_like(tokens).scatter_(1, expanded, rows.expand(batch, -1))
     return DraftTree(
         tokens=tokens.gather(1, kept),
         parents=parents,
@@ -198,3 +182,36 @@ def rerank(
         scores=scores.gather(1, kept),
         max_depth=depth,
     )
+
+
+class Lines(NamedTuple):
+    """A `Confidence` of M knots as lines y = slope * x + offset, for each child those left of a knot and the last."""
+
+    knots: Tensor  # [M]
+    first: Tensor  # [K], where a child's lines begin
+    slopes: Tensor  # [2 * (M + 1)]
+    offsets: Tensor  # [2 * (M + 1)]
+
+
+def apply_confidence(
+    lines: Lines,
+    log_probs: Tensor,  # [..., K], the children of each node in descending order
+) -> Tensor:  # [..., K]
+    """Log acceptance probabilities; linear between the knots, constant outside."""
+    line = torch.bucketize(log_probs, lines.knots) + lines.first
+    return torch.addcmul(lines.offsets.take(line), lines.slopes.take(line), log_probs)
+
+
+@functools.lru_cache(maxsize=64)
+def confidence_lines(confidence: Confidence, children: int, device: torch.device) -> Lines:
+    """The lines of K = `children` children."""
+    knots = torch.tensor(confidence.knots, dtype=torch.float64)
+    slopes, offsets = [], []
+    for values in (confidence.first, confidence.others):
+        heights = torch.tensor(values, dtype=torch.float64)
+        slope = torch.nn.functional.pad(heights.diff() / knots.diff(), (1, 1))
+        slopes.append(slope)
+        offsets.append(torch.cat([heights[:1], heights]) - slope * torch.cat([knots[:1], knots]))
+    first = torch.tensor([0] + [len(knots) + 1] * (children - 1))
+    tables = (knots.float(), first, torch.cat(slopes).float(), torch.cat(offsets).float())
+    return Lines(*(each.to(device) for each in tables))

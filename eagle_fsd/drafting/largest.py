@@ -51,5 +51,5 @@ def _candidates(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
     places = (best[..., None] * BLOCK + torch.arange(BLOCK, device=values.device)).flatten(-2)
     if not rest.shape[-1]:
         return inside, places
-    behind = torch.arange(whole, values.shape[-1], device=values.device).expand(rest.shape)
-    return torch.cat([inside, rest], -1), torch.cat([places, behind], -1)
+    after = torch.arange(whole, values.shape[-1], device=values.device).expand(rest.shape)
+    return torch.cat([inside, rest], -1), torch.cat([places, after], -1)

@@ -1,25 +1,30 @@
 """What a wide tree's nodes did in some hundred cycles, logged and stored beside a head or in the user's cache.
 
-A log belongs to a pair, a rule and a temperature, not to a machine. Those of the user's own prompts are in the user's
-cache directory, by what tells the pair from others.
+A log belongs to a pair and a setting, not to a machine. Those of the user's own prompts are in the user's cache
+directory, by what tells the pair from others.
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NamedTuple
 
-from ..acceptance import Decision, Rule, Verification, walk
+import torch
+from torch import Tensor
+
 from ..data.files import cache_directory, read_entries, write_entries
 from ..data.sources import fetch
-from ..drafting.config import TreeConfig
 from ..heads.eagle import DraftHead
 from ..models.placement import weights_digest
 from ..models.target import TargetModel
+from .config import TreeConfig
+from .tree import DraftTree
 
 log = logging.getLogger(__name__)
 FILE = "tree.json"
@@ -27,63 +32,67 @@ LOGGED_TREE = TreeConfig(total_tokens=64, depth=16, top_k=4, draft_temperature=0
 LEAST_CYCLES = 100  # from fewer the tokens per cycle are not known to a tenth
 
 
+class Setting(NamedTuple):
+    """What decides, beside the pair, which nodes are accepted: a place has one log of each."""
+
+    rule: str
+    threshold: float
+    head_guard: float | None
+    temperature: float
+
+    @classmethod
+    def of(cls, rule: Any, temperature: float) -> Setting:
+        """That of an acceptance rule; all that are lossless accept what `exact` accepts."""
+        if rule.is_lossless(temperature == 0):
+            return cls("exact", 0.0, None, float(temperature))
+        return cls(rule.name, float(rule.threshold), getattr(rule, "head_guard", None), float(temperature))
+
+
 @dataclass
 class LoggedCycle:
-    """One cycle's wide tree without its root: a row per node, parents first."""
+    """One cycle's wide tree without its root: an entry per node, parents first."""
 
-    parents: list[int]  # index of the parent's row, -1 for the root
+    parents: list[int]  # index of the parent's entry, -1 for the root
     ranks: list[int]  # among the siblings, the best 0
     log_probs: list[float]  # of the step under the draft, at temperature 1
     accepted: list[bool]
 
 
-class CycleLog:
-    """Decodes by a rule, as a rule for `generate`, and notes each cycle's tree and what was accepted."""
-
-    def __init__(self, rule: Rule) -> None:
-        self.rule = rule
-        self.cycles: list[LoggedCycle] = []
-
-    def __call__(self, verification: Verification) -> Decision:
-        decision = self.rule(verification)
-        tree = verification.tree
-        if tree.max_depth:
-            draft = verification.node_draft_logits.log_softmax(-1)
-            log_probs = verification.of_step(draft)[0, 1:].tolist()
-            parents = tree.parents[0, 1:].tolist()
-            accepted = walk(verification, decision).accepted[0, 1:].tolist()
-            ranks = [sum(other == parent and log_probs[j] > log_probs[i] for j, other in enumerate(parents))
-                     for i, parent in enumerate(parents)]
-            self.cycles.append(LoggedCycle([parent - 1 for parent in parents], ranks, log_probs, accepted))
-        return decision
-
-
 @dataclass(frozen=True)
 class TreeLog:
-    """Logged cycles of a rule at a temperature."""
+    """Logged cycles of a setting."""
 
-    rule: str  # repr
-    temperature: float
+    setting: Setting
     cycles: list[LoggedCycle]
 
-    @property
-    def key(self) -> tuple[str, float]:
-        """What there is one log of in a place."""
-        return self.rule, self.temperature
+
+def logged_cycle(
+    tree: DraftTree,  # with nodes below the root
+    draft_logits: Sequence[Tensor],  # of each level [B, K or 1, R]
+    path: Sequence[int],  # of one row: nodes that were accepted, the root included
+    row: int = 0,
+    draft_tokens: Tensor | None = None,  # [R], the target's number of each token of the draft; None: the same
+) -> LoggedCycle:
+    """The tree of one row of a batch, and what became of its nodes."""
+    tokens, parents = tree.tokens[row, 1:], tree.parents[row, 1:]
+    if draft_tokens is not None:
+        tokens = (draft_tokens == tokens[:, None]).long().argmax(-1)
+    starts = torch.tensor([0, *itertools.accumulate(level.shape[1] for level in draft_logits)], device=tokens.device)
+    rows = starts[tree.depths[row, parents]] + tree.draft_rows[row, parents]
+    steps = torch.cat([level[row] for level in draft_logits]).log_softmax(-1)
+    log_probs, places = steps[rows, tokens].tolist(), [parent - 1 for parent in parents.tolist()]
+    ranks = [sum(other == parent and log_probs[j] > log_probs[i] for j, other in enumerate(places))
+             for i, parent in enumerate(places)]
+    return LoggedCycle(places, ranks, log_probs, [node in path for node in range(1, len(places) + 1)])
 
 
 def read_logs(head: str | Path) -> list[TreeLog]:
     """Those stored beside a head, in a directory or hub repository; none where there are none.
 
     Raises:
-        ValueError: the file is damaged.
+        ValueError: the file is damaged, or of a version that named rules otherwise.
     """
-    def build(entry: dict) -> TreeLog:
-        if not entry["cycles"]:
-            raise ValueError("a log without cycles")
-        return TreeLog(entry["rule"], float(entry["temperature"]), [_unpacked(*each) for each in entry["cycles"]])
-
-    return read_entries(fetch(str(head), FILE), "logs", build, "eagle-fsd tune")
+    return read_entries(fetch(str(head), FILE), "logs", _unpacked_log, "eagle-fsd tune")
 
 
 def own_logs(target: TargetModel, head: DraftHead) -> Path:
@@ -93,26 +102,34 @@ def own_logs(target: TargetModel, head: DraftHead) -> Path:
 
 
 def with_own_logs(logs: Sequence[TreeLog], target: TargetModel, head: DraftHead) -> list[TreeLog]:
-    """These logs and the user's own ones; of those for the same rule and temperature the one of more cycles."""
+    """These logs and the user's own ones; of those of the same setting the one of more cycles."""
     place, own = own_logs(target, head), []
     try:
         own = read_logs(place) if place.is_dir() else []
     except (OSError, ValueError) as error:
         log.warning("%s", error)
-    best: dict[tuple[str, float], TreeLog] = {}
+    best: dict[Setting, TreeLog] = {}
     for entry in [*own, *logs]:
-        known = best.get(entry.key)
-        if known is None or len(entry.cycles) > len(known.cycles):
-            best[entry.key] = entry
+        if entry.setting not in best or len(entry.cycles) > len(best[entry.setting].cycles):
+            best[entry.setting] = entry
     return list(best.values())
 
 
 def store_log(head: str | Path, found: TreeLog) -> Path:
-    """Add one to those beside a head, in place of one for the same rule and temperature."""
-    kept = [entry for entry in read_logs(head) if entry.key != found.key]
+    """Add one to those beside a head, in place of one of the same setting."""
+    kept = [entry for entry in read_logs(head) if entry.setting != found.setting]
     return write_entries(Path(head) / FILE, "logs", [
-        {"rule": entry.rule, "temperature": entry.temperature, "cycles": [_packed(cycle) for cycle in entry.cycles]}
-        for entry in [*kept, found]])
+        {**entry.setting._asdict(), "cycles": [_packed(cycle) for cycle in entry.cycles]} for entry in [*kept, found]])
+
+
+def _unpacked_log(entry: dict) -> TreeLog:
+    if "threshold" not in entry:
+        raise ValueError("a log of an earlier version, which names its rule otherwise")
+    if not entry["cycles"]:
+        raise ValueError("a log without cycles")
+    guard = entry["head_guard"]
+    numbers = float(entry["threshold"]), None if guard is None else float(guard), float(entry["temperature"])
+    return TreeLog(Setting(str(entry["rule"]), *numbers), [_unpacked(*each) for each in entry["cycles"]])
 
 
 def _packed(cycle: LoggedCycle) -> list:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -21,34 +20,14 @@ class DraftTree:
     parents: Tensor  # [B, N] long, index of the parent; the root is its own parent
     depths: Tensor  # [B, N] long, root 0
     ancestors: Tensor  # [B, N, N] bool, ancestors[b, i, j]: j is i or an ancestor of i
-    draft_rows: Tensor  # [B, N] long, row of draft_logits that predicts the node's children; leaves: any
+    draft_rows: Tensor  # [B, N] long, row that predicts its children, in the draft logits of its depth; leaves: any
     scores: Tensor  # [B, N] float, cumulative draft log-probability (root 0)
     max_depth: int  # levels below the root
-
-    def row(self, row: int) -> DraftTree:
-        """That of one sequence of the batch, as a batch of one."""
-        return self.take(slice(row, row + 1))
 
     def take(self, rows: slice | Sequence[int]) -> DraftTree:
         """Those of some sequences of the batch."""
         parts = (self.tokens, self.parents, self.depths, self.ancestors, self.draft_rows, self.scores)
         return DraftTree(*(part[rows] for part in parts), max_depth=self.max_depth)
-
-    def family(self, row: int, nodes: Sequence[int]) -> DraftTree:
-        """A node of one sequence with its children, in this order, as a tree of its own; scores stay as they are."""
-        places = torch.tensor([nodes], device=self.tokens.device)
-        tokens, draft_rows, scores = (part[row, places] for part in (self.tokens, self.draft_rows, self.scores))
-        star = _star(len(nodes), self.tokens.device)
-        return DraftTree(tokens, *star, draft_rows, scores, max_depth=int(len(nodes) > 1))
-
-
-@functools.lru_cache(maxsize=1024)
-def _star(nodes: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Parents, depths and ancestors of a root with children."""
-    parents = torch.zeros(1, nodes, dtype=torch.long, device=device)
-    ancestors = torch.eye(nodes, dtype=torch.bool, device=device)
-    ancestors[:, 0] = True
-    return parents, (torch.arange(nodes, device=device) > 0).long()[None], ancestors[None]
 
 
 def ancestors_of(

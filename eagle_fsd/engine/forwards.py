@@ -61,19 +61,18 @@ class Forwards:
             request.features = request.features[-1:].clone()
 
     def draft(
-        self, requests: Sequence[Request], config: TreeConfig | None, keep_logits: bool
-    ) -> tuple[DraftTree, Tensor]:
-        """Draft trees, and the draft's logits [B, E or 0, R], see `draft_tree`; without a config the roots alone.
+        self, requests: Sequence[Request], config: TreeConfig | None
+    ) -> tuple[DraftTree, list[Tensor]]:
+        """Draft trees, and the draft's logits by level, see `draft_tree`; without a config the roots alone.
 
         Drafting takes the requests' features: what the draft has read is no longer kept.
         """
         if config is None:
-            roots = torch.tensor([request.tokens[-1] for request in requests], device=self.device)
-            return root_only(roots), self.no_logits(len(requests))
+            return root_only(torch.tensor([request.tokens[-1] for request in requests], device=self.device)), []
         self._catch_up(requests, config)
         drafted = draft_tree(
             self.head, self.target, [request.features for request in requests],
-            [request.unread(self.device) for request in requests], self.draft_cache, config, keep_logits=keep_logits,
+            [request.unread(self.device) for request in requests], self.draft_cache, config,
         )
         for request in requests:
             request.features = None
@@ -89,11 +88,6 @@ class Forwards:
             for number, count in enumerate(unread):
                 if count > path + 1:
                     self.read(number, requests[number])
-
-    def no_logits(self, count: int) -> Tensor:
-        """[B, 1, R] in place of a draft's logits, where nothing was drafted."""
-        named = self.target.vocab_size if self.head is None else self.head.draft_vocab_size
-        return torch.zeros((), device=self.device).expand(count, 1, named)
 
     def verify(self, tree: DraftTree) -> Tensor:
         """Features [B, N, F] of the trees' nodes."""

@@ -3,65 +3,63 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Sequence
 
 import torch
+from torch import Tensor
 from transformers.generation.streamers import BaseStreamer
 
+from ..drafting.config import Choice
+from ..drafting.pause import Pause
+from ..drafting.tree import DraftTree
 from ..heads.eagle import DraftHead
 from ..models.target import TargetModel
 from .decoder import Decoder, Session
-from .graphs import GraphCycles
-from .receipts import Output
-from .request import BatchSettings, RequestSettings
+from .output import Output
+from .request import Request
 
 
 @torch.inference_mode()
 def run(
     target: TargetModel,
     head: DraftHead | None,
-    prompts: Sequence[Sequence[int]],
-    batch: BatchSettings,
-    settings: Sequence[RequestSettings],
+    requests: Sequence[Request],
+    choose: Callable[[int], Choice],
+    pause: Pause | None = None,
     *,
     streamer: BaseStreamer | None = None,
     session: Session | None = None,
-    graphs: GraphCycles | None = None,
+    observe: Callable[[DraftTree, list[Tensor], list[list[int]]], None] | None = None,
 ) -> list[Output]:
-    """Decode prompts together to their ends. Ending the streamer is up to the caller.
+    """Decode requests together to their ends. Ending the streamer is up to the caller.
 
     Args:
-        settings: of each prompt.
+        choose, pause: see `Decoder`.
         streamer: gets each cycle's tokens [n] on the CPU; before, their receipts, where it has `on_receipts`.
         session: that of earlier requests to these models. It and the streamer serve a single prompt.
-        graphs: see `Decoder`; in use by another request, or with a session, which keeps its caches, they are left.
+        observe: called after each drafted cycle with the trees, the draft's logits of each level [B, K, R], and the
+            accepted path of each row: nodes, the root first.
     """
     started = time.perf_counter()
-    with ExitStack() as afterwards:
-        if session is not None or len(prompts) > 1 or graphs is None or not graphs.in_use.acquire(blocking=False):
-            graphs = None
-        else:
-            afterwards.callback(graphs.in_use.release)
-        earlier = None
-        if session is not None:  # empty until the end: an error may leave caches in the middle of a cycle
-            earlier, session.decoder = session.decoder, None
-        decoder = Decoder(target, head, prompts, batch, settings, earlier, graphs)
-        requests = list(decoder.requests)
-        emissions = decoder.prefill()
-        prefilled = time.perf_counter()
-        while True:
-            for request, emission in zip(decoder.requests, emissions, strict=True):
-                request.take(emission, streamer)
-                if request.reason is not None:
-                    request.stats.prefill_seconds = prefilled - started
-                    request.stats.decode_seconds = time.perf_counter() - prefilled
-            going = [number for number, request in enumerate(decoder.requests) if request.reason is None]
-            if not going:
-                break
-            if len(going) < len(decoder.requests):
-                decoder.keep(going)
-            emissions = decoder.step()
-        if session is not None:
-            session.decoder = decoder
-        return [request.output() for request in requests]
+    earlier = None
+    if session is not None:  # empty until the end: an error may leave caches in the middle of a cycle
+        earlier, session.decoder = session.decoder, None
+    decoder = Decoder(target, head, requests, choose, pause, earlier=earlier)
+    decoder.observe = observe
+    emissions = decoder.prefill()
+    prefilled = time.perf_counter()
+    while True:
+        for request, emission in zip(decoder.requests, emissions, strict=True):
+            request.take(emission, streamer)
+            if request.reason is not None:
+                request.stats.prefill_seconds = prefilled - started
+                request.stats.decode_seconds = time.perf_counter() - prefilled
+        going = [number for number, request in enumerate(decoder.requests) if request.reason is None]
+        if not going:
+            break
+        if len(going) < len(decoder.requests):
+            decoder.keep(going)
+        emissions = decoder.step()
+    if session is not None:
+        session.decoder = decoder
+    return [request.output() for request in requests]

@@ -1,4 +1,4 @@
-"""One request of a batch: what it asks for, what is known of its text, and the answer so far.
+"""One sequence being decoded: what was asked for, what is known of its text, and the answer so far.
 
 T positions that the draft has not read, F width of the target's features.
 """
@@ -7,91 +7,89 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import LogitsProcessorList, StoppingCriteriaList
+from transformers import LogitsProcessorList
 from transformers.generation.streamers import BaseStreamer
 
-from ..acceptance import Rule
-from ..acceptance.budget import EXACT_RULE, Budget
-from ..drafting.config import Choice
-from ..drafting.policy import Pause
-from .emission import Emission
-from .receipts import Output, Receipt, Stats
+from ..acceptance import Rule, make_rule
+from .output import Output, Receipt, Stats
+
+EXACT = make_rule("exact")
+# The text repeats itself when it ends in this many copies of a span, together of at least so many tokens.
+COPIES, REPEATED_TOKENS, LONGEST_SPAN = 3, 12, 32
 
 
-@dataclass(frozen=True)
-class BatchSettings:
-    """What requests that are decoded together have in common.
+class Emission(NamedTuple):
+    """What one forward of the target emitted for a request; the first one is the prefill's single token."""
 
-    Args:
-        choose: tree and cost for so many requests, see `Drafting`.
-        pause: where drafting has not paid in earlier requests; None: nothing is known of them.
-    """
-
-    choose: Callable[[int], Choice]
-    pause: Pause | None = None
+    tokens: list[int]
+    receipts: list[Receipt]
+    logits: list[float]  # of the tokens, after processors
+    drafted: bool = False
+    error: Exception | None = None  # what a processor or a user's rule raised: nothing was emitted
 
 
-@dataclass(frozen=True)
-class RequestSettings:
-    """What one request asks for, checked and resolved.
+class Request:
+    """One sequence being decoded.
 
     Args:
-        text_ends: told each new token, whether a stop string is complete.
-        budget: nats, see `Budget`.
+        prompt: token ids. rule, temperature, seed, max_new_tokens, budget: as asked for; see `GenerateOptions`.
+        processors: of logits, warpers included. alike: what they were made of, where their result does not depend on
+            the tokens before: one call serves all requests of an equal one. None: they are called for each row alone.
+        eos_ids, stop_ids: tokens that end it. text_ends: told each new token, says whether a stop string is complete.
+        criteria: of `transformers`; they see the whole text.
         padding: before the prompt, for processors and criteria, which see it in `model.generate`.
-        alike: what the processors were made of: those of requests with equal values treat a node's logits alike.
     """
 
-    processors: LogitsProcessorList
-    seed: int
-    max_new_tokens: int
-    eos_ids: frozenset[int] = frozenset()
-    stop_ids: frozenset[int] = frozenset()
-    text_ends: Callable[[int], bool] | None = None
-    criteria: StoppingCriteriaList = field(default_factory=StoppingCriteriaList)
-    budget: float | None = None
-    padding: Sequence[int] = ()
-    rule: Rule = EXACT_RULE
-    greedy: bool = True
-    alike: object = None
+    def __init__(
+        self, prompt: Sequence[int], *, max_new_tokens: int, rule: Rule = EXACT, temperature: float = 0.0,
+        seed: int = 0, budget: float | None = None, processors: LogitsProcessorList | None = None, alike: object = None,
+        eos_ids: frozenset[int] = frozenset(), stop_ids: frozenset[int] = frozenset(),
+        text_ends: Callable[[int], bool] | None = None, criteria: Sequence[Callable] = (), padding: Sequence[int] = (),
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.prompt, self.max_new_tokens, self.temperature, self.seed = list(prompt), max_new_tokens, temperature, seed
+        self.rule, self.budget = rule, budget
+        self.processors, self.alike = processors or LogitsProcessorList(), alike
+        self.eos_ids, self.stop_ids, self.text_ends, self.criteria = eos_ids, stop_ids, text_ends, criteria
+        self.padding, self.device = padding, device
+        self.tokens = list(prompt)  # prompt and all emitted tokens; the last one is the root once decoding has begun
+        self.new: list[int] = []  # the answer
+        self.receipts: list[Receipt] = []
+        self.stats = Stats()
+        self.reason: str | None = None  # why it ended
+        self.closed: str | None = "budget" if budget == 0 else None  # why the rule no longer decides
+        self.spent = 0.0  # regret of the answer's fuzzy tokens, in nats
+        self._features: list[Tensor] = []  # parts of `features`
+        self._text: Tensor | None = None  # [1, padding, prompt and room for the answer], for criteria
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0
 
     @property
     def lossless(self) -> bool:
         """Whether the text is what the target alone would write."""
         return self.rule.is_lossless(self.greedy)
 
+    def deciding(self) -> Rule:
+        """The rule of the next cycle: `exact` from where the budget is spent or the text repeats itself."""
+        if self.closed is None and self.budget is not None and repeats(self.emitted):
+            self._close("repetition", len(self.new))
+        return EXACT if self.lossless or self.closed else self.rule
+
     @property
-    def decides_locally(self) -> bool:
-        """Whether a node with its children is all that a decision about it needs. What a request has given up by then
-        depends on the path to it, and the KL of a cycle's law, which a budget counts when sampling, is a sum over the
-        whole tree."""
-        local = not (self.rule.looks_ahead or self.rule.remembers)
-        return (self.lossless or local) and (self.greedy or self.budget is None)
+    def left(self) -> float:
+        """Nats of the budget that fuzzy tokens may still cost."""
+        return math.inf if self.budget is None else max(0.0, self.budget - self.spent)
 
-    def joins(self, other: RequestSettings) -> bool:
-        """Whether one decision can be made for both."""
-        ours, theirs = ((own.rule, own.greedy, own.alike, own.budget is None) for own in (self, other))
-        return ours == theirs
-
-
-class Request:
-    """One sequence being decoded."""
-
-    def __init__(self, prompt: Sequence[int], settings: RequestSettings, device: torch.device) -> None:
-        self.settings, self.device = settings, device
-        self.prompt = list(prompt)
-        self.tokens = list(prompt)  # prompt and all emitted tokens; the last one is the root once decoding has begun
-        self._features: list[Tensor] = []  # parts of `features`
-        self.budget = Budget(settings.budget)
-        self.new: list[int] = []  # the answer
-        self.receipts: list[Receipt] = []
-        self.stats = Stats()
-        self.reason: str | None = None  # why it ended
-        self._text: Tensor | None = None  # [1, padding, prompt and room for the answer], for criteria
+    def _close(self, why: str, at: int) -> None:
+        """The rule no longer decides, from so many new tokens on."""
+        self.closed = why
+        self.stats.exact_from, self.stats.exact_because = at, why
 
     @property
     def features(self) -> Tensor | None:
@@ -107,11 +105,11 @@ class Request:
     @property
     def context(self) -> list[int]:
         """What processors see of the text before the root."""
-        return [*self.settings.padding, *self.tokens[:-1]]
+        return [*self.padding, *self.tokens[:-1]]
 
     @property
     def emitted(self) -> list[int]:
-        """All tokens behind the prompt: the answer, and what was emitted behind its end."""
+        """All tokens after the prompt: the answer, and what was emitted after its end."""
         return self.tokens[len(self.prompt) :]
 
     def unread(self, device: torch.device) -> Tensor:
@@ -120,7 +118,7 @@ class Request:
         return torch.tensor(self.tokens[-len(self.features) :], device=device)
 
     def advance(self, emission: Emission, features: Tensor | None) -> None:
-        """Go on behind what a cycle emitted.
+        """Go on after what a cycle emitted.
 
         Args:
             features: [A + 1, F] of the nodes that it was emitted at; None: there is no head to read them.
@@ -133,14 +131,19 @@ class Request:
         """Add what a cycle emitted to the answer, as far as it belongs to it; or raise what kept it from that."""
         if emission.error is not None:
             raise emission.error
+        before = len(self.new)
         count = self._cut(emission.tokens)
-        self.budget.keep(count, [each.regret if each.source == "fuzzy" else 0.0 for each in emission.receipts])
-        for logit in emission.logits[:count]:  # behind an end a processor may have nothing to say
+        for logit in emission.logits[:count]:  # after an end a processor may have nothing to say
             require_drawable(logit)
-        self.receipts += emission.receipts[:count]
+        receipts = emission.receipts[:count]
+        self.spent += math.fsum(receipt.regret for receipt in receipts if receipt.source == "fuzzy")
+        refused = next((at for at, receipt in enumerate(receipts) if receipt.exact_because == "budget"), None)
+        if refused is not None and self.closed is None:
+            self._close("budget", before + refused)
+        self.receipts += receipts
         if streamer is not None:
             if hasattr(streamer, "on_receipts"):
-                streamer.on_receipts(emission.receipts[:count])
+                streamer.on_receipts(receipts)
             streamer.put(torch.tensor(emission.tokens[:count]))
 
     def _cut(self, emitted: Sequence[int]) -> int:
@@ -154,14 +157,13 @@ class Request:
 
     def _reason_after(self, token: int) -> str | None:
         """Why the answer ends with this token, its last; None: it goes on."""
-        settings = self.settings
-        if token in settings.eos_ids:
+        if token in self.eos_ids:
             return "eos"
-        if token in settings.stop_ids or settings.text_ends is not None and settings.text_ends(token):
+        if token in self.stop_ids or self.text_ends is not None and self.text_ends(token):
             return "stop"
-        if settings.criteria and self._criteria_met():
+        if self.criteria and self._criteria_met():
             return "stop"
-        return "length" if len(self.new) == settings.max_new_tokens else None
+        return "length" if len(self.new) == self.max_new_tokens else None
 
     def _criteria_met(self) -> bool:
         """Whether any of the criteria ends the answer; they see the whole text, which they must not change.
@@ -169,14 +171,14 @@ class Request:
         Raises:
             TypeError: a criterion that answers neither with a bool nor with a tensor of one.
         """
-        end = len(self.settings.padding) + len(self.prompt) + len(self.new)
+        before = [*self.padding, *self.prompt]
+        end = len(before) + len(self.new)
         if self._text is None:
-            before = [*self.settings.padding, *self.prompt]
-            self._text = torch.empty(1, len(before) + self.settings.max_new_tokens, dtype=torch.long)
+            self._text = torch.empty(1, len(before) + self.max_new_tokens, dtype=torch.long)
             self._text[0, : len(before)] = torch.tensor(before)
             self._text = self._text.to(self.device)
         self._text[0, end - 1] = self.new[-1]
-        for criterion in self.settings.criteria:
+        for criterion in self.criteria:
             found = criterion(self._text[:, :end], None)
             if not (isinstance(found, bool) or isinstance(found, Tensor) and found.numel() == 1):
                 raise TypeError(f"a stopping criterion must return a bool or a tensor of one, got {found!r}")
@@ -184,26 +186,31 @@ class Request:
                 return True
         return False
 
-    def count(self, emission: Emission) -> Emission:
-        """Note what a verify forward did; returns its emission, with why the rule no longer decided in the receipts."""
-        if emission.error is not None:
-            return emission
-        if self.budget.ended:
-            receipts = [receipt._replace(exact_because=self.budget.ended) for receipt in emission.receipts]
-            emission = emission._replace(receipts=receipts)
-            if self.stats.exact_because is None:
-                self.stats.exact_from, self.stats.exact_because = len(self.new), self.budget.ended
-        self.stats.accepted_lengths.append(len(emission.tokens) - 1)
-        self.stats.target_forwards += 1
-        self.stats.undrafted += not emission.drafted
-        return emission
+    def count(self, emission: Emission) -> None:
+        """Note what a verify forward did."""
+        if emission.error is None:
+            self.stats.accepted_lengths.append(len(emission.tokens) - 1)
+            self.stats.target_forwards += 1
+            self.stats.undrafted += not emission.drafted
 
     def output(self) -> Output:
         """The answer, ended."""
         assert self.reason is not None
         self.stats.new_tokens = len(self.new)
-        self.stats.budget_spent = None if self.settings.budget is None else self.budget.spent
-        return Output(self.new, self.reason, self.settings.seed, self.stats, self.receipts)
+        self.stats.budget_spent = None if self.budget is None else self.spent
+        return Output(self.new, self.reason, self.seed, self.stats, self.receipts)
+
+
+def repeats(tokens: Sequence[int]) -> bool:
+    """Whether the tokens end in copies of one span."""
+    for span in range(1, LONGEST_SPAN + 1):
+        length = max(COPIES * span, REPEATED_TOKENS)
+        if length > len(tokens):
+            break
+        end = tokens[-length:]
+        if end[span:] == end[:-span]:
+            return True
+    return False
 
 
 def require_drawable(logit: float) -> None:

@@ -1,6 +1,9 @@
 """Logits processing: the processors and warpers of `transformers`, applied to the nodes of a tree.
 
 B batch, N nodes, L length of the emitted context (prompt and tokens before the root), V vocabulary.
+
+What a processor raises is the error of the row that it was called for, noted in `errors`: where it may depend on the
+text, or is the user's, it is called row by row.
 """
 
 from __future__ import annotations
@@ -38,7 +41,8 @@ from transformers.generation.logits_process import (
 
 from ..checks import check_functions
 from ..drafting.tree import DraftTree
-from ..options import SamplingOptions
+from ..options import GenerateOptions
+from .request import Request
 
 # Processors whose result does not depend on the tokens before: one call serves all nodes.
 CONTEXT_FREE = (
@@ -72,7 +76,7 @@ def check_processors(processors: Sequence[LogitsProcessor] | None) -> LogitsProc
 
 
 def build_processors(
-    options: SamplingOptions,
+    options: GenerateOptions,
     custom: Sequence[LogitsProcessor] | None,
     *,
     prompt_length: int,
@@ -105,22 +109,6 @@ def build_processors(
     return processors
 
 
-def warp_trees(
-    processors: Sequence[LogitsProcessorList],  # of each row
-    contexts: Sequence[Sequence[int]],  # of each row
-    tree: DraftTree,
-    logits: Tensor,  # [B, N, V] float32
-) -> Tensor:  # [B, N, V]
-    """`warp_tree` for each row; one call for all where no processor looks at the tokens before.
-
-    The rows' processors are of the same kinds: those of one `generate` call.
-    """
-    if len(logits) == 1 or is_context_free(processors[0]):
-        return warp_tree(processors[0], contexts[0], tree, logits)
-    rows = enumerate(zip(processors, contexts, strict=True))
-    return torch.cat([warp_tree(own, context, tree.row(at), logits[at : at + 1]) for at, (own, context) in rows])
-
-
 def processors_of_row(processors: LogitsProcessorList, row: int) -> LogitsProcessorList:
     """Those of one row, from processors that `model.generate` made for a padded batch."""
     own = LogitsProcessorList()
@@ -133,28 +121,70 @@ def processors_of_row(processors: LogitsProcessorList, row: int) -> LogitsProces
 
 
 def is_context_free(processors: LogitsProcessorList) -> bool:
+    """Whether their result depends on the scores only, so that one call serves all nodes."""
     return all(type(processor) in CONTEXT_FREE for processor in processors)
 
 
-def warp_tree(
-    processors: LogitsProcessorList,
-    context: Sequence[int],  # the L emitted tokens before the root
+def warp_nodes(
+    requests: Sequence[Request],
+    raw: Tensor,  # [B, V] float32, of one node of each row, all of one depth
+    said: Sequence[Tensor],  # the tokens from the root to that node, [B] each
+    going: Tensor,  # [B] bool: rows that are asked about
+    errors: dict[int, Exception],
+) -> Tensor:  # [B, V]
+    """Processed logits, each with the row's own path as context."""
+    if _alike(requests):
+        return requests[0].processors(None, raw.clone()) if requests[0].processors else raw
+    warped, path = raw.clone(), torch.stack(list(said), 1)  # [B, depth + 1]
+    for row in going.nonzero()[:, 0].tolist():
+        if row not in errors and requests[row].processors:
+            before = torch.tensor([requests[row].context], dtype=torch.long, device=raw.device)
+            try:
+                warped[row] = _processed(requests[row].processors, torch.cat([before, path[row, None]], 1),
+                                         raw[row, None].clone())[0]
+            except Exception as error:
+                errors[row] = error
+    return warped
+
+
+def warp_trees(
+    requests: Sequence[Request],
     tree: DraftTree,
     logits: Tensor,  # [B, N, V] float32
+    errors: dict[int, Exception],
 ) -> Tensor:  # [B, N, V]
-    """Processed logits of every node, each with its own path as context.
+    """Processed logits of every node, each with its own path as context."""
+    if _alike(requests):
+        processors = requests[0].processors
+        return processors(None, logits.flatten(0, 1).clone()).view_as(logits) if processors else logits
+    warped = logits.clone()
+    for row, request in enumerate(requests):
+        try:
+            warped[row] = _warp_tree(request.processors, request.context, tree.take(slice(row, row + 1)), logits[row])
+        except Exception as error:
+            errors[row] = error
+    return warped
+
+
+def _alike(requests: Sequence[Request]) -> bool:
+    """Whether one call serves all rows."""
+    first = requests[0]
+    if not any(request.processors for request in requests):
+        return True
+    return first.alike is not None and all(request.alike == first.alike for request in requests)
+
+
+def _warp_tree(
+    processors: LogitsProcessorList,
+    context: Sequence[int],  # the L emitted tokens before the root
+    tree: DraftTree,  # of one row
+    logits: Tensor,  # [N, V] float32
+) -> Tensor:  # [N, V]
+    """`warp_trees` of one row.
 
     A node whose token is impossible at its parent (-inf there) is never reached: its logits stay as they are, so that
     no processor is asked about a text that it, or another one, has ruled out.
-
-    Raises:
-        ValueError: a processor that returns something other than scores for each node.
     """
-    if not processors:
-        return logits
-    if is_context_free(processors):
-        return processors(None, logits.flatten(0, 1).clone()).view_as(logits)
-    assert len(logits) == 1, "contexts of different lengths need one call per row"
     warped = logits.clone()
     reachable = torch.ones_like(tree.depths[0], dtype=torch.bool)
     before = torch.tensor(context, dtype=torch.long, device=logits.device)
@@ -162,26 +192,31 @@ def warp_tree(
         nodes = (tree.depths[0] == depth).nonzero()[:, 0]
         if depth:
             parents = tree.parents[0, nodes]
-            reachable[nodes] = reachable[parents] & (warped[0, parents, tree.tokens[0, nodes]] > -math.inf)
+            reachable[nodes] = reachable[parents] & (warped[parents, tree.tokens[0, nodes]] > -math.inf)
             nodes = nodes[reachable[nodes]]
         if not len(nodes):
             break
         path_nodes = tree.ancestors[0, nodes].nonzero()[:, 1].view(len(nodes), depth + 1)
         contexts = torch.cat([before.expand(len(nodes), -1), tree.tokens[0][path_nodes]], 1)
-        scores = logits[0, nodes]  # a copy: indexed by a tensor
-        for processor in processors:
-            if type(processor) in ROW_WISE:
-                scores = _processed(processor, contexts, scores)
-            else:
-                rows = zip(contexts.split(1), scores.split(1), strict=True)
-                scores = torch.cat([_processed(processor, context, row) for context, row in rows])
-        warped[0, nodes] = scores
+        warped[nodes] = _processed(processors, contexts, logits[nodes])  # a copy: indexed by a tensor
     return warped
 
 
-def _processed(processor: LogitsProcessor, contexts: Tensor, scores: Tensor) -> Tensor:
-    processed = processor(contexts, scores)
-    if not isinstance(processed, Tensor) or processed.shape != scores.shape:
-        got = list(processed.shape) if isinstance(processed, Tensor) else repr(processed)
-        raise ValueError(f"logits processors must return scores {list(scores.shape)}, got {got}")
-    return processed.float()
+def _processed(processors: LogitsProcessorList, contexts: Tensor, scores: Tensor) -> Tensor:
+    """Scores [M, V] of texts of one length [M, L].
+
+    Raises:
+        ValueError: a processor that returns something other than scores for each text.
+    """
+    for processor in processors:
+        if type(processor) in ROW_WISE:
+            processed = [processor(contexts, scores)]
+        else:
+            processed = [processor(*row) for row in zip(contexts.split(1), scores.split(1), strict=True)]
+        wanted = [len(scores) // len(processed), scores.shape[1]]
+        for given in processed:
+            if not isinstance(given, Tensor) or list(given.shape) != wanted:
+                got = list(given.shape) if isinstance(given, Tensor) else repr(given)
+                raise ValueError(f"logits processors must return scores {wanted}, got {got}")
+        scores = torch.cat([given.float() for given in processed])
+    return scores

@@ -1,0 +1,152 @@
+"""The walk: from the root down while the token that is drawn is a child, level by level, for all rows at once.
+
+B rows, N tree nodes, C = N columns of it, K expanded nodes of a level, V vocabulary, R the draft's.
+
+At every node the walk draws `argmax(log_weights + noise)`. If that token is a child it descends, else it emits the
+token and stops; at a leaf it emits. A token is *exact* where the target itself draws it with the same noise,
+`argmax(warped_logits + noise)`, and *fuzzy* otherwise.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..drafting.largest import first_largest
+from ..drafting.tree import DraftTree
+from .nodes import Nodes, Weights
+from .rule import Ahead, Rule
+
+
+class Step(NamedTuple):
+    """What was drawn at a node of the path."""
+
+    node: int
+    token: int
+    exact: bool  # whether the target itself draws it
+    divergence: float  # NaN: none was computed
+    logprob: float  # of the token, under the target at temperature 1
+    regret: float  # that of the target's best token, less this
+    drawn: float  # the token's logit after processors
+    closed: bool  # whether the budget was spent, here or before
+
+
+class Target(NamedTuple):
+    """What the target says of a verified batch of trees."""
+
+    logits: Tensor  # [B, N, V] float32, raw
+    warp: Callable[[Tensor, Tensor, Sequence[Tensor], Tensor], Tensor]
+    # warp(raw [B, V], node [B], tokens from the root on, each [B], going [B]) -> [B, V] after all processors
+    noise: Callable[[int], Tensor] | None  # noise(depth) -> [B, V] for the tokens after its nodes; None: greedy
+    warp_tree: Callable[[], Tensor]  # [B, N, V], the same for all nodes
+
+
+def walk(
+    rule: Rule,
+    tree: DraftTree,
+    draft: Sequence[Tensor],  # per drafted level [B, K, R], the draft's raw logits; rows are `tree.draft_rows`
+    target: Target,
+    threshold: Tensor,  # [B] float64
+    left: Tensor,  # [B] float64, of each row's budget: nats of regret that fuzzy tokens may still cost
+    draft_tokens: Tensor | None = None,  # [R] long; None: the draft names all tokens
+    errors: dict[int, Exception] | None = None,  # takes what a user's function raises, by row
+) -> list[list[Step]]:
+    """The steps of each row, the last of which is the target's own token; one copy to the host, at the end.
+
+    A fuzzy token dearer than what is left is refused: the target's own is taken, and all after it.
+    """
+    batch, device = len(tree.tokens), tree.tokens.device
+    rows = torch.arange(batch, device=device)
+    parents = tree.parents.masked_fill(tree.depths == 0, -1)  # the root is nobody's child
+    lossless, errors = rule.is_lossless(target.noise is None), {} if errors is None else errors
+    ahead = None
+    if rule.look_ahead is not None and not lossless:
+        whole = target.warp_tree()
+        target = target._replace(warp=lambda raw, node, said, going: whole[rows, node])
+        ahead = rule.look_ahead(_ahead(rule, tree, target, whole, threshold))
+    node = torch.zeros_like(rows)
+    going, closed = torch.ones_like(rows, dtype=torch.bool), torch.zeros_like(rows, dtype=torch.bool)
+    unknown = torch.full_like(left, math.nan)
+    said, path = [tree.tokens[:, 0]], []
+    for depth in range(tree.max_depth + 1):
+        raw = target.logits[rows, node]
+        warped = target.warp(raw, node, said, going)
+        noise = None if target.noise is None else target.noise(depth)
+        exact = first_largest(warped if noise is None else warped + noise)
+        token, children, weights = exact, parents == node[:, None], None
+        if not lossless:
+            nodes = Nodes(raw, warped, noise, exact, tree.tokens, children, tree.scores,
+                          draft[depth] if depth < len(draft) else None, tree.draft_rows[rows, node], draft_tokens,
+                          threshold, left, going, errors, ahead)
+            weights = rule.weigh(nodes)
+        if weights is not None:
+            token = draw(nodes, weights)
+            regret = (raw.amax(-1) - raw.gather(1, token[:, None])[:, 0]).double()
+            closed = closed | (token != exact) & (regret > left)  # dearer than what is left: refused, exact from here
+            token = torch.where(closed, exact, token)
+            left = left - torch.where(token != exact, regret, 0.0)
+        drawn = warped.gather(1, token[:, None])[:, 0]
+        divergence = unknown if weights is None or weights.divergence is None else weights.divergence
+        path.append((node, token, exact, going, closed, divergence, drawn))
+        found = children & (tree.tokens == token[:, None])  # at most one: siblings differ in their token
+        going = found.any(-1) & going
+        if weights is not None and weights.stop is not None:
+            going = going & ~(weights.stop & ~closed)
+        if device.type == "cpu" and not going.any():
+            break
+        node = torch.where(going, found.long().argmax(-1), node)
+        said.append(token)
+    return _steps(path, target.logits)
+
+
+def _steps(path: Sequence[tuple[Tensor, ...]], logits: Tensor) -> list[list[Step]]:
+    """The steps of each row, with what receipts say of them, in one copy to the host."""
+    columns = [torch.stack(column, 1) for column in zip(*path, strict=True)]
+    node, token, exact, going, closed, divergence, drawn = columns  # [B, P]
+    rows = torch.arange(len(node), device=node.device)[:, None]
+    raw = logits[rows, node]  # [B, P, V]
+    best, taken = raw.amax(-1), raw.gather(-1, token[..., None])[..., 0]
+    logprob = raw.log_softmax(-1).gather(-1, token[..., None])[..., 0]
+    columns = (node, token, token == exact, divergence, logprob, best - taken, drawn, closed, going)
+    table = torch.stack([column.double() for column in columns], -1).tolist()  # [B, P, 9]
+    return [[Step(int(node), int(token), bool(exact), *numbers, bool(closed))
+             for node, token, exact, *numbers, closed, went in steps if went] for steps in table]
+
+
+def draw(nodes: Nodes, weights: Weights) -> Tensor:  # [B] long
+    """The token of the largest log-weight plus noise, the first of equal ones."""
+    if weights.tokens is not None:
+        return first_largest(weights.tokens if nodes.noise is None else weights.tokens + nodes.noise)
+    exact, is_exact = nodes.exact, nodes.is_exact
+    steps = weights.children.masked_fill(~nodes.children, -math.inf)
+    own = nodes.warped.gather(1, exact[:, None])[:, 0] + weights.others
+    if nodes.noise is not None:
+        steps = steps + nodes.noise.gather(1, nodes.tokens)
+        own = own + nodes.noise.gather(1, exact[:, None])[:, 0]
+    own = torch.where(is_exact.any(-1), -math.inf, own)  # it has a step
+    best = steps.amax(-1)
+    none = nodes.warped.shape[-1]
+    first = nodes.tokens.masked_fill(~nodes.children | (steps != best[:, None]), none).amin(-1)
+    return torch.where((best > own) | (best == own) & (first < exact), first, exact)
+
+
+def _ahead(rule: Rule, tree: DraftTree, target: Target, warped: Tensor, threshold: Tensor) -> Ahead:
+    """What a rule that looks ahead sees, from the processed logits [B, N, V] of the whole tree."""
+    at = tree.parents * warped.shape[-1] + tree.tokens  # where (parent, token) lies in a flattened [N, V]
+    raw_steps, steps = (logits.flatten(1).gather(1, at) for logits in (target.logits, warped))
+
+    def of_parent(values: Tensor) -> Tensor:
+        return values.gather(1, tree.parents)
+
+    guard = getattr(rule, "head_guard", None)
+    slack = 0.0 if guard is None else math.log1p(-guard) if guard < 1 else -math.inf
+    in_head = torch.ones_like(tree.depths, dtype=torch.bool)
+    if guard is not None:
+        in_head = raw_steps >= of_parent(target.logits.amax(-1) + slack)
+    return Ahead(
+        tree, steps, steps.double() - of_parent(warped.logsumexp(-1)).double(), of_parent(warped.amax(-1)),
+        tree.tokens == of_parent(first_largest(warped)), in_head, threshold[:, None], target.noise is None)

@@ -1,0 +1,226 @@
+"""From prompts and options to requests: everything is checked here, before any forward."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from numbers import Integral
+
+import torch
+from torch import Tensor
+from transformers import LogitsProcessor
+from transformers.generation.streamers import BaseStreamer
+
+from .checks import check_functions, require_integer
+from .data.rendering import check_rendering, most_characters
+from .engine.request import Request
+from .engine.sampling import build_processors
+from .options import GenerateOptions
+from .pair import EagleModel
+from .text import StopStrings
+
+log = logging.getLogger(__name__)
+
+
+def make_requests(
+    model: EagleModel, prompts: Sequence[Sequence[int]], options: GenerateOptions,
+    logits_processor: Sequence[LogitsProcessor] | None = None, stopping_criteria: Sequence[Callable] | None = None,
+) -> list[Request]:
+    """One request for each prompt, as token ids.
+
+    Raises:
+        ValueError, TypeError: options that this pair or these prompts cannot be decoded with.
+    """
+    check_functions("stopping_criteria", stopping_criteria)
+    if options.tree is not None:
+        model.check_tree(options.tree)
+    rule = options.rule
+    warn_of_infinity(rule, model)
+    rooms = [check_length(len(ids), options.max_new_tokens, model) for ids in prompts]
+    seeds, eos_ids = seeds_of(options.seed, len(prompts)), end_tokens(model)
+    strings, stop_ids = options.stop_strings, check_stop_ids(options.stop_token_ids, model)
+    for string in strings:
+        encodable("stop", string)
+        need_tokenizer(model)
+    text_free = not (options.repetition_penalty != 1 or options.min_new_tokens or logits_processor)
+    return [Request(
+        ids, max_new_tokens=room, rule=rule, temperature=float(options.temperature), seed=seed,
+        budget=None if options.budget is None else float(options.budget),
+        processors=build_processors(options, logits_processor, prompt_length=len(ids), eos_ids=sorted(eos_ids),
+                                    device=model.target.device),
+        alike=(options.temperature, options.top_k, options.top_p, options.min_p) if text_free else None,
+        eos_ids=frozenset() if options.ignore_eos else eos_ids, stop_ids=stop_ids,
+        text_ends=StopStrings(model.tokenizer, strings) if strings else None, criteria=list(stopping_criteria or []),
+        device=model.target.device,
+    ) for ids, room, seed in zip(prompts, rooms, seeds, strict=True)]
+
+
+def warn_of_infinity(rule: object, model: EagleModel) -> None:
+    """Warn where a divergence of the rule is infinite because the draft cannot name every token."""
+    if model.draft is None or model.draft.draft_vocab_size == model.target.vocab_size:
+        return
+    divergence = getattr(rule, "divergence", None)
+    if divergence in ("kl", "js_fsd_code") and rule.threshold > 0:
+        log.warning("%s is infinite with a draft that names %d of %d tokens: nothing passes; take js, tv or reverse_kl",
+                    divergence, model.draft.draft_vocab_size, model.target.vocab_size)
+
+
+def seeds_of(seed: int | Sequence[int] | None, count: int) -> list[int]:
+    """One for each prompt; drawn where none is given."""
+    if seed is None:
+        generator = random.SystemRandom()
+        return [generator.getrandbits(48) for _ in range(count)]
+    if isinstance(seed, (list, tuple)):
+        if len(seed) != count:
+            raise ValueError(f"a list of seeds needs one for each prompt: {count}, got {len(seed)}")
+        return list(map(int, seed))
+    if int(seed) + count > 2**63:
+        raise ValueError(f"seed must be below 2**63, got {int(seed) + count - 1}")
+    return [int(seed) + number for number in range(count)]
+
+
+def check_stop_ids(stop_token_ids: Sequence[int] | None, model: EagleModel) -> frozenset[int]:
+    """The tokens, refused where the target has no such ones."""
+    ids = [] if stop_token_ids is None else list(stop_token_ids)
+    for token in ids:
+        require_integer("stop_token_ids", token, 0)
+    return frozenset(check_ids(ids, model)) if ids else frozenset()
+
+
+@contextmanager
+def ending(streamer: BaseStreamer | None) -> Iterator[None]:
+    """Ends the streamer also where decoding fails: who reads it in another thread would wait for ever.
+
+    Raises:
+        TypeError: it has not the methods of the streamers of `transformers`.
+    """
+    if streamer is not None and not all(callable(getattr(streamer, name, None)) for name in ("put", "end")):
+        raise TypeError(f"streamer must have the methods put and end, got {streamer!r}")
+    try:
+        yield
+    finally:
+        if streamer is not None:
+            streamer.end()
+
+
+def decode(model: EagleModel, ids: list[int]) -> str:
+    return model.tokenizer.decode(ids, skip_special_tokens=True)
+
+
+def encode_prompts(prompt: object, model: EagleModel) -> tuple[list[list[int]], bool]:
+    """Token ids of each prompt, and whether they came as a batch.
+
+    Raises:
+        ValueError, TypeError: see `generate`.
+    """
+    if not (isinstance(prompt, (list, tuple)) and prompt and isinstance(prompt[0], (str, list, tuple, Tensor))):
+        return [encode_prompt(prompt, model)], False
+    prompts = []
+    for number, each in enumerate(prompt):
+        try:
+            prompts.append(encode_prompt(each, model))
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"prompt {number} of {len(prompt)}: {error}") from error
+    return prompts, True
+
+
+def encode_prompt(prompt: object, model: EagleModel) -> list[int]:
+    """Token ids of a single prompt.
+
+    Raises:
+        ValueError, TypeError: see `generate`.
+    """
+    if isinstance(prompt, Tensor):
+        integers = not (prompt.is_floating_point() or prompt.is_complex() or prompt.dtype == torch.bool)
+        if not integers or prompt.is_meta or prompt.dim() not in (1, 2) or (prompt.dim() == 2 and len(prompt) != 1):
+            raise ValueError(
+                f"a prompt tensor must be integer [L] or [1, L] (a batch is a list of prompts, without padding), got "
+                f"{prompt.dtype} {list(prompt.shape)}"
+            )
+        return check_ids(prompt.flatten().tolist(), model)
+    if isinstance(prompt, str):
+        ids = tokenised("the prompt", prompt, model)
+    elif isinstance(prompt, (list, tuple)) and all(isinstance(message, dict) for message in prompt) and prompt:
+        ids = _encode_chat(list(prompt), model)
+    elif isinstance(prompt, (list, tuple)):
+        if not all(isinstance(token, Integral) and not isinstance(token, bool) for token in prompt):
+            raise TypeError("a list prompt must hold token ids, chat messages, or prompts, not a mixture or others")
+        ids = [int(token) for token in prompt]
+    else:
+        raise TypeError(f"a prompt must be text, a chat, or token ids, got {type(prompt).__name__}")
+    return check_ids(ids, model)
+
+
+def check_ids(ids: list[int], model: EagleModel) -> list[int]:
+    if not ids:
+        raise ValueError("the prompt is empty: at least one token is needed")
+    wrong = next((token for token in ids if not 0 <= token < model.target.vocab_size), None)
+    if wrong is not None:
+        raise ValueError(f"token id {wrong} is outside the vocabulary (0 to {model.target.vocab_size - 1})")
+    return ids
+
+
+def need_tokenizer(model: EagleModel):
+    if model.tokenizer is None:
+        raise ValueError("this model has no tokenizer: give the prompt as token ids")
+    return model.tokenizer
+
+
+def encodable(what: str, text: str) -> str:
+    """The text, refused where a lone surrogate in it cannot be encoded."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{what} is no valid text: a lone surrogate {text[error.start]!r} at {error.start}") from error
+    return text
+
+
+def _encode_chat(messages: list[dict], model: EagleModel) -> list[int]:
+    tokenizer = need_tokenizer(model)
+    for message in messages:
+        if not (isinstance(message.get("role"), str) and isinstance(message.get("content"), str)):
+            raise ValueError(f'a chat message needs "role" and "content", both text, got {message!r}')
+    if tokenizer.chat_template is None:
+        raise ValueError("the tokenizer has no chat template: give the prompt as text or token ids")
+    positions = model.target.max_positions
+    if positions is not None:
+        check_rendering(tokenizer, messages, most_characters(tokenizer, positions))
+    try:
+        rendered = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    except Exception as error:  # templates raise for roles or an order that they do not know
+        raise ValueError(f"the tokenizer's chat template refuses the chat: {error}") from error
+    return tokenised("the chat", rendered, model, add_special_tokens=False)
+
+
+def tokenised(what: str, text: str, model: EagleModel, **options: object) -> list[int]:
+    """The token ids of a text.
+
+    Raises:
+        ValueError: it cannot be encoded, or is longer than anything that the target has positions for.
+    """
+    tokenizer, positions = need_tokenizer(model), model.target.max_positions
+    if positions is not None and len(text) > most_characters(tokenizer, positions):
+        raise ValueError(f"{what} has {len(text)} characters, more than the target's {positions} positions can hold")
+    return tokenizer(encodable(what, text), **options)["input_ids"]
+
+
+def check_length(prompt_length: int, max_new_tokens: int, model: EagleModel) -> int:
+    """`max_new_tokens`, or the number of positions left where that is smaller."""
+    require_integer("max_new_tokens", max_new_tokens, 1)
+    limit = model.target.limit_of(prompt_length)
+    if limit is None:
+        return max_new_tokens
+    if prompt_length >= limit:
+        raise ValueError(f"the prompt has {prompt_length} tokens, the target takes at most {limit - 1} and one new one")
+    if prompt_length + max_new_tokens > limit:
+        log.warning("max_new_tokens lowered from %d to the %d positions left", max_new_tokens, limit - prompt_length)
+    return min(max_new_tokens, limit - prompt_length)
+
+
+def end_tokens(model: EagleModel) -> frozenset[int]:
+    """The target's end tokens, from its generation config."""
+    config = model.target.model.generation_config
+    ids = config.eos_token_id if config is not None else None
+    return frozenset([ids] if isinstance(ids, int) else ids or ())
