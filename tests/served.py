@@ -15,12 +15,12 @@ import httpx
 from tiny import tiny_chat_pair
 
 import eagle_fsd
-from eagle_fsd.data.bundled import small_pair
 from eagle_fsd.serve.app import create_app
 from eagle_fsd.serve.limits import ServeOptions
 from eagle_fsd.serve.server import DrainingServer, configuration, reserve
 
 ROOT = Path(__file__).parents[1]
+SMALL = [str(Path(__file__).parent / "pairs" / name) for name in ("small-target", "small-draft")]
 STARTS = 90  # seconds within which it must
 
 
@@ -82,7 +82,7 @@ class Served:
 @contextmanager
 def served(*words, key=None):
     """The command with these flags, around the small pair."""
-    target, draft = small_pair()
+    target, draft = SMALL
     environment = {**os.environ, "OMP_NUM_THREADS": "1"} | ({} if key is None else {"EAGLE_FSD_API_KEY": key})
     command = [sys.executable, "-m", "eagle_fsd", "serve", "--target", target, "--draft", draft, "--port", "0",
                "--name", "small", "--device", "cpu", *words]

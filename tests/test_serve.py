@@ -42,8 +42,8 @@ def test_a_chat_is_what_generate_says(client, server):
 
 
 def test_options_of_acceptance_go_through(client, server):
-    answer = client.chat.completions.create(**OPTIONS, extra_body={**FUZZY, "budget": 2.5})
-    expected = eagle_fsd.generate(CHAT, server.pair, max_new_tokens=24, budget=2.5, tree=TREE, **FUZZY)
+    answer = client.chat.completions.create(**OPTIONS, extra_body={**FUZZY, "budget": 2.5, "head_guard": None})
+    expected = eagle_fsd.generate(CHAT, server.pair, max_new_tokens=24, budget=2.5, head_guard=None, tree=TREE, **FUZZY)
     assert answer.choices[0].message.content == expected.text
     assert answer.usage.model_extra["fuzzy_tokens"] == sum(r.source == "fuzzy" for r in expected.receipts)
 

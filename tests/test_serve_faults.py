@@ -12,15 +12,14 @@ from contextlib import contextmanager
 import httpx
 import pytest
 from fastapi.testclient import TestClient
-from served import wait_until
+from served import SMALL, wait_until
 from starlette.responses import PlainTextResponse
-from test_vocabulary import limited_with_tokenizer
-from tiny import tiny_chat_pair
+from test_eagle3 import deep_target, random_head
+from tiny import tiny_chat_pair, tiny_tokenizer
 
 import eagle_fsd
 from eagle_fsd.cli import main
 from eagle_fsd.cli.serve import begin_log
-from eagle_fsd.data.bundled import small_pair
 from eagle_fsd.engine.decoder import Decoder
 from eagle_fsd.serve.app import create_app
 from eagle_fsd.serve.guards import Guard
@@ -29,7 +28,7 @@ from eagle_fsd.serve.protocol import usage
 from eagle_fsd.serve.server import configuration, reserve, serve
 
 CHAT = "/v1/chat/completions"
-PAIR = [word for name, path in zip(("--target", "--draft"), small_pair(), strict=True) for word in (name, str(path))]
+PAIR = [word for name, path in zip(("--target", "--draft"), SMALL, strict=True) for word in (name, path)]
 BODY = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
 
 
@@ -72,7 +71,7 @@ def test_its_log_leaves_out_what_is_said_of_every_request(request, monkeypatch, 
     request.addfinalizer(functools.partial(root.setLevel, root.level))
     monkeypatch.setattr(root, "handlers", [])
     begin_log()
-    for name in ("eagle_fsd.prompts", "eagle_fsd.engine"):
+    for name in ("eagle_fsd.requests", "eagle_fsd.engine"):
         logging.getLogger(name).warning("by %s", name)
     assert [line.split("WARNING")[1] for line in capsys.readouterr().err.splitlines()] == [" by eagle_fsd.engine"]
 
@@ -105,7 +104,7 @@ def test_what_goes_wrong_in_an_answer_is_no_fault_of_the_client(stream, monkeypa
 
 def test_an_infinite_divergence_is_null():
     """Of a draft that does not name the token, by kl."""
-    pair = limited_with_tokenizer()
+    pair = eagle_fsd.EagleModel.from_parts(deep_target(), random_head(named=range(4, 20)), tiny_tokenizer())
     pair.tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
     chat = {"messages": [{"role": "user", "content": "abcde"}], "max_tokens": 20, "logprobs": True,
             "divergence": "kl", "threshold": 0.5, "acceptance": "fsd"}

@@ -10,13 +10,13 @@ from pathlib import Path
 import httpx
 import openai
 import pytest
+from served import SMALL
 
 import eagle_fsd
-from eagle_fsd.data.bundled import small_pair
 
 pytest.importorskip("ray")
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
-PAGE = Path(__file__).parents[1] / "docs" / "serve.md"
+PAGE = Path(__file__).parents[1] / "docs" / "serving.md"
 PROMPTS = [f"What is {number} plus {number + 8}?" for number in range(10, 30)]
 SETTINGS = {"name": "small", "device": "cpu", "dtype": "float32", "max_rows": 2, "max_waiting": 32,
             "tree": {"total_tokens": 16, "depth": 5, "top_k": 4}}
@@ -43,7 +43,7 @@ def url(cluster):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    target, draft = small_pair()
+    target, draft = SMALL
     serve.start(http_options={"host": "127.0.0.1", "port": port})
     two = Replica.options(num_replicas=2, ray_actor_options={"num_cpus": 1})
     serve.run(two.bind({"target": target, "draft": draft, **SETTINGS}), name="eagle", route_prefix="/")
@@ -70,7 +70,7 @@ def test_a_conversation_goes_to_the_replica_that_holds_it(url):
 
 def test_a_replica_is_killed_and_every_request_ends_right(cluster, url):
     """100 requests of 8 clients: the right text, or an error that says to try again, after which it is right."""
-    pair = eagle_fsd.load(*small_pair(), device="cpu", dtype="float32")
+    pair = eagle_fsd.load(*SMALL, device="cpu", dtype="float32")
     expected = [eagle_fsd.generate([{"role": "user", "content": prompt}], pair, max_new_tokens=32,
                                    tree=eagle_fsd.TreeConfig(**SETTINGS["tree"])).text for prompt in PROMPTS]
     client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60)

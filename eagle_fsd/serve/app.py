@@ -14,7 +14,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
 
-from ..engine.receipts import Output
+from ..engine.output import Output
 from .engine import Engine
 from .guards import Guard, Refusal
 from .limits import ServeOptions

@@ -13,13 +13,14 @@ from typing import Any
 import torch
 from transformers import LogitsProcessor
 
+from ..api import with_options
 from ..checks import require_integer
-from ..drafting.choice import describe_tree
+from ..drafting.autotree import describe_tree
 from ..drafting.config import TreeConfig
+from ..engine.request import Request
+from ..options import GenerateOptions
 from ..pair import EagleModel
-from ..prompts import encode_prompt
-from ..settings import check_tree
-from ._old import GenerateOptions, Request, make_requests
+from ..requests import encode_prompt, make_requests
 from .rows import EngineStats, Rows
 from .tickets import EngineClosed, QueueFull, Ticket
 
@@ -66,7 +67,7 @@ class Engine:
         if tree is not None and (tree.least_reach or tree.least_probability):
             raise ValueError(f"the tree of an engine must not stop early, as that depends on other rows: {tree!r}")
         self.model, self.max_waiting = model, max_waiting
-        self.tree = check_tree(tree or steady_tree(model, max_rows), model)
+        self.tree = model.check_tree(tree or steady_tree(model, max_rows))
         log.info("fuzzy requests are drafted with %s", describe_tree(self.tree))
         # With such a rotary embedding keys depend on how many positions a forward reaches.
         self.prefill_chunk = prefill_chunk if model.target.reads_in_parts else 1 << 62
@@ -115,7 +116,7 @@ class Engine:
 
         Args:
             prompt: one, as `generate` takes it.
-            options: a `GenerateOptions`, or its fields by name, but for another `tree`.
+            options: a `GenerateOptions`; its fields may also be given by name, but for another `tree`.
             logits_processor, stopping_criteria: as of `generate`; called in the engine's thread.
 
         Raises:
@@ -123,13 +124,11 @@ class Engine:
             QueueFull: `max_waiting` requests wait already.
             EngineClosed: `close` was called, or the engine has failed.
         """
-        if options is not None and given:
-            raise TypeError(f"give options= or options by name, not both: {', '.join(given)}")
-        options = self._with_tree(GenerateOptions.from_names(given) if options is None else options)
+        options = self._with_tree(with_options(options, given))
         ids = encode_prompt(prompt, self.model)
         (request,) = make_requests(self.model, [ids], options, logits_processor, stopping_criteria)
         self._rows.require_room(request)
-        ticket = Ticket(request, self.model.tokenizer)
+        ticket = Ticket(request, self.model.tokenizer, options.stop_strings)
         with self._changed:
             if self._closing:
                 why = "it was closed" if self._error is None else f"it has failed: {self._error!r}"

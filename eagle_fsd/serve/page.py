@@ -21,7 +21,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from transformers import PreTrainedTokenizerBase
 
 from ..acceptance import RULES
-from ..engine.receipts import Output, Receipt
+from ..engine.output import Output, Receipt
 from ..text import GrowingText
 from .app import Service, cancel
 from .guards import Refusal

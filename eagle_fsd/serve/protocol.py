@@ -7,14 +7,14 @@ import math
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 from transformers import PreTrainedTokenizerBase
 
-from ..engine.receipts import Output, Receipt
-from ._old import GenerateOptions
+from ..engine.output import Output, Receipt
+from ..options import GenerateOptions, names_of
 from .guards import Refusal
 from .tickets import Piece, Ticket
 
@@ -24,7 +24,7 @@ MOST_STOPS = 16
 MOST_MESSAGES = 4096
 MOST_PARTS = 1024  # of a message
 
-OPTIONS = [each.name for each in fields(GenerateOptions)]
+OPTIONS = names_of(GenerateOptions)
 RENAMED = {"max_tokens": "max_new_tokens", "max_completion_tokens": "max_new_tokens"}  # the API's name: ours
 RULE = {"threshold", "divergence", "head_guard"}  # belong to the rule that they were given with
 NULLS = {"head_guard"}  # where null says something else than nothing

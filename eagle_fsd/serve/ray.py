@@ -11,9 +11,8 @@ from ray import serve
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ..drafting.config import TreeConfig
-from ..options import LoadOptions
+from ..options import GenerateOptions, LoadOptions
 from ..pair import load
-from ._old import GenerateOptions
 from .app import create_app
 from .engine import Engine
 from .limits import ServeOptions, key_from_environment, name_of

@@ -13,13 +13,13 @@ import psutil
 import torch
 from torch import Tensor
 
-from ..acceptance import make_rule
 from ..drafting.config import Choice, TreeConfig
 from ..drafting.growth import extend_draft
-from ..engine.emission import Emission
+from ..drafting.logs import Setting
+from ..engine.decoder import Decoder
 from ..engine.forwards import Forwards, shared_prefix
+from ..engine.request import EXACT, Emission, Request
 from ..pair import EagleModel
-from ._old import Decoder, Request
 from .tickets import Ticket
 
 # Caches that grow stand beside those that they grow from, and prefixes and prompts in parts take some as well.
@@ -95,9 +95,9 @@ class Rows:
     def choose_trees(self) -> None:
         """Make the choices now that take seconds to make, so that no request waits for them."""
         if self.chooses and self.model.draft is not None:
-            for temperature in sorted({entry.temperature for entry in self.model.trees.logs} or {0.0}):
+            for temperature in sorted({entry.setting.temperature for entry in self.model.trees.logs} or {0.0}):
                 for power in range((self.most - 1).bit_length() + 1):
-                    self.model.trees.of(make_rule("exact"), temperature, min(1 << power, self.most))
+                    self.model.trees.of(Setting.of(EXACT, temperature), min(1 << power, self.most))
 
     def _choice(self, requests: Sequence[Request]) -> Choice:
         """The tree for these. A fuzzy rule's text depends on its tree and on pauses: it has always the same, and no
@@ -105,7 +105,7 @@ class Rows:
         if not requests or self.model.draft is None:
             return Choice(None)
         if self.chooses and all(request.lossless for request in requests):
-            return self.model.trees.of(make_rule("exact"), requests[0].temperature, len(requests))
+            return self.model.trees.of(Setting.of(EXACT, requests[0].temperature), len(requests))
         return Choice(self.tree)
 
     # Room -------------------------------------------------------------------------------------------------------

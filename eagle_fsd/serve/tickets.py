@@ -13,9 +13,9 @@ from typing import NamedTuple
 from transformers import PreTrainedTokenizerBase
 
 from ..api import cut_text
-from ..engine.receipts import Output, Receipt
+from ..engine.output import Output, Receipt
+from ..engine.request import Request
 from ..text import StreamedText
-from ._old import Request
 
 
 class QueueFull(RuntimeError):
@@ -54,14 +54,16 @@ class Ticket:
         total_seconds: from `submit` to the end; None: it has not ended.
     """
 
-    def __init__(self, request: Request, tokenizer: PreTrainedTokenizerBase | None) -> None:
+    def __init__(
+        self, request: Request, tokenizer: PreTrainedTokenizerBase | None, stops: Sequence[str]
+    ) -> None:
         self.prompt_tokens, self.seed, self.cancelled = len(request.prompt), request.seed, False
         self.queued_seconds: float | None = None
         self.first_token_seconds: float | None = None
         self.total_seconds: float | None = None
         self._submitted = time.perf_counter()
-        self._tokenizer, self._stops = tokenizer, request.options.stop_strings
-        self._text = None if tokenizer is None else StreamedText(tokenizer, self._stops)
+        self._tokenizer, self._stops = tokenizer, stops
+        self._text = None if tokenizer is None else StreamedText(tokenizer, stops)
         self._pieces: list[Piece | None] = []  # after the last one None
         self._readers: list[Callable[[Piece | None], None]] = []  # told each piece; called by the engine's thread
         self._lock = threading.Lock()  # of these two
