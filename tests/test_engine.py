@@ -11,17 +11,25 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from test_batches import NoThreeAfterOne
-from test_eagle3 import deep_target, random_head
-from tiny import PROMPT, VOCAB, readable, tiny_pair, tiny_tokenizer
+from tiny import PROMPT, SIZES, VOCAB, readable, tiny_pair, tiny_target, tiny_tokenizer
+from transformers import LlamaConfig
 
 import eagle_fsd
 from eagle_fsd.drafting.config import Choice
 from eagle_fsd.engine.decoder import Decoder
+from eagle_fsd.heads.eagle3 import Eagle3Head
 from eagle_fsd.serve.rows import Prefixes
 
 TREE = eagle_fsd.TreeConfig(12, 4, 3)
-PROCESSOR = NoThreeAfterOne()
+
+
+def no_three_after_one(input_ids, scores):
+    """A user's processor."""
+    scores = scores.clone()
+    scores[input_ids[:, -1] == 1, 3] = -torch.inf
+    return scores
+
+
 OPTIONS = [
     {},
     {"acceptance": "exact", "temperature": 0.8, "top_k": 5},
@@ -35,8 +43,8 @@ OPTIONS = [
     {"threshold": 0.3, "budget": 0.4},
     {"threshold": 0.3, "budget": 0.4, "temperature": 1.0},
     {"acceptance": "tilt", "threshold": 0.7, "temperature": 1.0},
-    {"acceptance": "exact", "temperature": 0.9, "logits_processor": [PROCESSOR]},
-    {"threshold": 0.2, "logits_processor": [PROCESSOR]},
+    {"acceptance": "exact", "temperature": 0.9, "logits_processor": [no_three_after_one]},
+    {"threshold": 0.2, "logits_processor": [no_three_after_one]},
     {"acceptance": "lenience", "threshold": 0.5, "temperature": 0.6},
 ]
 
@@ -68,6 +76,19 @@ def model(trees: bool = False):
     pair = tiny_pair(tokenizer=tiny_tokenizer())
     pair.tree, pair.trees = TREE, Trees() if trees else None
     return pair
+
+
+def eagle3_pair(named=None, tokenizer=None):
+    """A deep target and a head of random weights; `named`: the tokens of its vocabulary, None for all."""
+    sizes = SIZES | {"num_hidden_layers": 1, "draft_vocab_size": named and len(named)}
+    head = Eagle3Head(LlamaConfig(**sizes))
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for weight in head.parameters():
+            weight.normal_(std=0.3) if weight.dim() > 1 else weight.normal_(1.0, 0.2)
+        if named is not None:
+            head.d2t.copy_(torch.tensor(named) - torch.arange(len(named)))
+    return eagle_fsd.EagleModel.from_parts(tiny_target(num_hidden_layers=8), head.eval(), tokenizer)
 
 
 @functools.cache
@@ -238,7 +259,7 @@ def test_families(family):
 
 @pytest.mark.parametrize(("head", "chunk"), [("eagle", 1), ("eagle", 16), ("eagle3", 5)])
 def test_a_prompt_in_parts_is_the_whole_prompt(chunk, head):
-    pair = model() if head == "eagle" else eagle_fsd.EagleModel.from_parts(deep_target(), random_head())
+    pair = model() if head == "eagle" else eagle3_pair()
     prompt = [(5 * i + 3) % VOCAB for i in range(33)]
     expected = eagle_fsd.generate(prompt, pair, max_new_tokens=15, threshold=0.3, tree=TREE, seed=0)
     with eagle_fsd.Engine(pair, tree=TREE, prefill_chunk=chunk) as engine:

@@ -14,7 +14,7 @@ import pytest
 from fastapi.testclient import TestClient
 from served import SMALL, wait_until
 from starlette.responses import PlainTextResponse
-from test_eagle3 import deep_target, random_head
+from test_engine import eagle3_pair
 from tiny import tiny_chat_pair, tiny_tokenizer
 
 import eagle_fsd
@@ -104,7 +104,7 @@ def test_what_goes_wrong_in_an_answer_is_no_fault_of_the_client(stream, monkeypa
 
 def test_an_infinite_divergence_is_null():
     """Of a draft that does not name the token, by kl."""
-    pair = eagle_fsd.EagleModel.from_parts(deep_target(), random_head(named=range(4, 20)), tiny_tokenizer())
+    pair = eagle3_pair(range(4, 20), tiny_tokenizer())
     pair.tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
     chat = {"messages": [{"role": "user", "content": "abcde"}], "max_tokens": 20, "logprobs": True,
             "divergence": "kl", "threshold": 0.5, "acceptance": "fsd"}
