@@ -57,7 +57,7 @@ class Trees:
     def steady(self, most_rows):
         return TREE
 
-    def of(self, rule, temperature, rows=1):
+    def of(self, setting, rows=1):
         if rows > 3:
             return Choice(None)
         tree = [TREE, eagle_fsd.TreeConfig(30, 5, 4), eagle_fsd.TreeConfig(4, 2, 2)][rows - 1]
@@ -67,8 +67,8 @@ class Trees:
 class Gaps(Trees):
     """None for two rows or for three, but for fewer and for more of them."""
 
-    def of(self, rule, temperature, rows=1):
-        return Choice(None if rows in (2, 3) else super().of(rule, temperature, min(rows, 3)).tree)
+    def of(self, setting, rows=1):
+        return Choice(None if rows in (2, 3) else super().of(setting, min(rows, 3)).tree)
 
 
 @functools.cache
@@ -350,9 +350,9 @@ def test_trees_are_chosen_before_anyone_waits():
     """At every temperature that there are logs of, and for every number of rows."""
     asked, pair = [], tiny_pair()
     pair.trees = Trees()
-    pair.trees.logs = [SimpleNamespace(temperature=each) for each in (0.7, 0.0, 0.7)]
+    pair.trees.logs = [SimpleNamespace(setting=SimpleNamespace(temperature=each)) for each in (0.7, 0.0, 0.7)]
     pair.trees.steady = lambda most: eagle_fsd.TreeConfig(most, 2, 2)
-    pair.trees.of = lambda rule, temperature, rows=1: asked.append((temperature, rows)) or Trees().of(rule, 0.0, rows)
+    pair.trees.of = lambda setting, rows=1: asked.append((setting.temperature, rows)) or Trees().of(setting, rows)
     with eagle_fsd.Engine(pair, max_rows=5) as engine:
         assert asked == [(temperature, rows) for temperature in (0.0, 0.7) for rows in (1, 2, 4, 5)]
         assert engine.tree == eagle_fsd.TreeConfig(5, 2, 2)
