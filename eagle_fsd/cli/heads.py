@@ -84,8 +84,8 @@ class ExportCommand:
     trust_remote_code: bool = False
 
     def run(self) -> None:
-        from ..heads.export import export_head
         from ..heads.checkpoint import TOKEN_MAP
+        from ..heads.export import export_head
 
         path = export_head(self.head, self.to, self.out, target=self.target, trust_remote_code=self.trust_remote_code)
         print(f"{path} and config.json written for {self.to}")
@@ -124,9 +124,8 @@ class VocabCommand:
         from transformers import AutoTokenizer
 
         from ..data.gguf import target_source
-        from ..heads.checkpoint import check_copy_place, copy_head, load_head
+        from ..heads.checkpoint import TOKEN_MAP, check_copy_place, copy_head, load_head, save_token_map
         from ..heads.eagle3 import Eagle3Head
-        from ..heads.checkpoint import TOKEN_MAP, save_token_map
         from ..heads.vocabulary import count_tokens
 
         if not self.data:
