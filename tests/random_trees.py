@@ -53,9 +53,9 @@ def tree_from_parents(parents, tokens, scores=None, draft_rows=None) -> DraftTre
         depths[:, node] = depths.gather(1, parents[:, node, None])[:, 0] + 1
     deepest = int(depths.max())
     nodes = torch.arange(parents.shape[1]).expand_as(parents)
-    return DraftTree(
-        torch.tensor(tokens), parents, depths, ancestors_of(parents, deepest), nodes if draft_rows is None else draft_rows,
-        -nodes.float() if scores is None else torch.tensor(scores), deepest)
+    draft_rows = nodes if draft_rows is None else draft_rows
+    scores = -nodes.float() if scores is None else torch.tensor(scores)
+    return DraftTree(torch.tensor(tokens), parents, depths, ancestors_of(parents, deepest), draft_rows, scores, deepest)
 
 
 def random_parents(generator: torch.Generator, nodes: int, most: int) -> list[int]:

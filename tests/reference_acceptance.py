@@ -56,8 +56,9 @@ class Reference:
         names = range(len(self.raw[0])) if case.draft_tokens is None else case.draft_tokens.tolist()
         self.draft = [[-INF] * len(self.raw[0]) for _ in depths]
         for v, (depth, at) in enumerate(zip(depths, draft_rows, strict=True)):
-            for token, logit in zip(names, case.draft[depth][row, at].tolist() if self.children(v) else [], strict=False):
-                self.draft[v][token] = logit
+            if self.children(v):
+                for token, logit in zip(names, case.draft[depth][row, at].tolist(), strict=True):
+                    self.draft[v][token] = logit
 
     # --- the walk --------------------------------------------------------------------------------
 
@@ -158,7 +159,7 @@ class Reference:
             return self.warped[v], True
         rest = math.fsum(p for token, p in enumerate(probs) if token not in lifted)
         more = min(1.0, mass * math.exp(self.threshold))
-        factors = [more / mass if token in lifted else (1 - more) / rest if rest else 1.0 for token in range(len(probs))]
+        factors = [more / mass if token in lifted else (1 - more) / (rest or 1.0) for token in range(len(probs))]
         return [logit + (math.log(f) if f else -INF) for logit, f in zip(self.warped[v], factors, strict=True)], True
 
     def tilt(self, v):
@@ -178,8 +179,8 @@ class Reference:
     def tilt_value(self, v):
         """V(v) = log(1 + sum over children x of p(x) (exp(T r(x) + V(x)) - 1))."""
         probs = softmax(self.warped[v])
-        return math.log1p(sum(probs[self.tokens[c]] * math.expm1(self.threshold * self.reward(v, c) + self.tilt_value(c))
-                              for c in self.children(v)))
+        gains = {c: self.threshold * self.reward(v, c) + self.tilt_value(c) for c in self.children(v)}
+        return math.log1p(sum(probs[self.tokens[c]] * math.expm1(gain) for c, gain in gains.items()))
 
     def tilt_gains(self, v):
         """What the best path through each admissible child gains: 1 - rho(x) / T a step."""

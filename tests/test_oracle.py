@@ -24,9 +24,9 @@ def test_trees_tokens_and_lengths_equal_the_recording(setting):
     assert len(prompts) == 8
     for prompt in prompts:
         run, trees = prompt["runs"][setting], []
-        config = eagle_fsd.TreeConfig(run["total_token"], run["depth"] + 1, run["top_k"])
+        choice = Choice(eagle_fsd.TreeConfig(run["total_token"], run["depth"] + 1, run["top_k"]))
         request = Request(prompt["prompt_ids"], max_new_tokens=200)
-        decoder = Decoder(pair.target, pair.draft, [request], lambda count, choice=Choice(config): choice)
+        decoder = Decoder(pair.target, pair.draft, [request], lambda count, choice=choice: choice)
         decoder.observe = lambda tree, draft_logits, paths, trees=trees: trees.append(tree)
         decoder.prefill()
         for _ in run["accept_lengths"]:

@@ -46,6 +46,7 @@ def extreme_cases(greedy):
         "nearly all banned": random_case(12, greedy, banned=0.9),
         "draft lacks tokens": replace(equal, draft=lacking),
         "two tokens": random_case(14, greedy, vocab_size=2, named=2, nodes=6),
+        "a root alone": random_case(15, greedy, nodes=1),
     }
 
 
@@ -56,6 +57,7 @@ def compare(rule, case, thresholds, left, divergences=True):
         reference = Reference(rule, case, row, threshold, budget)
         expected = reference.walk()
         assert [(step.node, step.token, step.exact, step.closed) for step in steps] == expected, (rule, row, threshold)
+        assert sum(step.regret for step in steps if not step.exact) <= budget
         alone = case.take([row]).walk(replace(rule, threshold=threshold), left=budget)[0]
         assert [pytest.approx(step, nan_ok=True, rel=1e-5, abs=1e-6) for step in alone] == steps
         for step in steps if divergences else []:
@@ -74,9 +76,9 @@ def test_a_rule_equals_the_reference(name, greedy):
     fuzzy = 0
     for index, options in enumerate(OPTIONS[name]):
         rule = make_rule(name, THRESHOLDS[name][-1], **options)
-        for number, (banned, named, most) in enumerate([(0.0, None, None), (0.4, 7, 3.0), (0.0, 5, None)]):
+        for number, (banned, named, most) in enumerate([(0.0, None, math.inf), (0.4, 7, 3.0), (0.0, 5, 1.0)]):
             case = random_case(3 * index + number, greedy, banned=banned, named=named)
-            budgets = [math.inf if most is None else most * row / 3 for row in range(4)]
+            budgets = [most, most / 3, 0.0, math.inf]
             fuzzy += compare(rule, case, THRESHOLDS[name], budgets)
     assert (fuzzy > 5) == (name != "exact" and (name, greedy) != ("lenience", True))
 
@@ -110,18 +112,6 @@ def test_the_lossless_end_is_exact(name, greedy):
             assert repr(case.walk(rule)) == repr(case.walk(make_rule("exact")))
 
 
-@BOTH
-def test_at_infinity_fsd_always_descends(greedy):
-    """And `fsd_paper`, also where the divergence is infinite."""
-    for seed in range(5):
-        case = random_case(seed, greedy, gap=3.0)
-        for level in case.draft:
-            level[..., 1:] = -math.inf
-        for rule in (make_rule("fsd", math.inf, "kl", head_guard=None), make_rule("fsd_paper", math.inf, "kl")):
-            for steps, parents in zip(case.walk(rule), case.tree.parents.tolist(), strict=True):
-                assert steps[0].divergence == math.inf and steps[-1].node not in parents
-
-
 def accepted(case, rule, thresholds):
     """[rows, thresholds]: accepted lengths."""
     lengths = [len(steps) - 1 for row in range(len(case.raw))
@@ -134,6 +124,7 @@ MONOTONE = {  # rule: options, thresholds, whether also with noise and processor
             [0.001, 0.02, 0.05, 0.1, 0.2, 0.4, 1.0, math.inf], True),
     "fsd_paper": ([{}, {"head_guard": 0.5}], [0.0, 0.02, 0.05, 0.1, 0.2, 0.4, 1.0, math.inf], True),
     "lenience": ([{}, {"head_guard": 0.5}], [0.001, 0.1, 0.3, 0.6, 1.0, 2.0, 4.0, 50.0], True),
+    "tilt": ([{}, {"max_regret": 0.5}, {"head_guard": 0.5}], [0.05, 0.2, 0.5, 1.0, 2.0, 5.0, 20.0, 1000.0], False),
     # Which child the target picks depends on which may be taken; without noise it is its best, which passes first.
     "typical": ([{}, {"head_guard": None}], [0.0, 0.2, 0.4, 0.6, 0.8, 0.9, 0.95, 0.99], False),
     "relaxed": ([{}, {"top": 3}], [0.001, 0.1, 0.3, 0.6, 1.0, 2.0, 4.0, 50.0], False),
@@ -154,15 +145,6 @@ def test_a_larger_threshold_never_accepts_less(name):
             assert (lengths.diff(dim=1) >= 0).all(), (seed, options, lengths)
             longer += int((lengths[:, -1] > lengths[:, 0]).sum())
     assert longer > 10
-
-
-@pytest.mark.parametrize("options", [{}, {"max_regret": 0.5}, {"max_regret": math.inf}, {"head_guard": 0.5}], ids=str)
-def test_a_larger_threshold_of_greedy_tilt_never_accepts_less(options):
-    thresholds = [0.05, 0.2, 0.5, 1.0, 2.0, 5.0, 20.0, 1000.0]
-    lengths = [accepted(random_case(seed, True, nodes=14), make_rule("tilt", 1.0, **options), thresholds)
-               for seed in range(16)]
-    assert all((each.diff(dim=1) >= 0).all() for each in lengths)
-    assert sum(int((each[:, -1] > each[:, 0]).sum()) for each in lengths) > 10
 
 
 # --- making rules --------------------------------------------------------------------------------
@@ -195,22 +177,16 @@ def test_options_reach_the_rule():
         ({"rule": "fsd", "threshold": -0.1}, ValueError, r"must lie in \[0, inf\], got -0.1"),
         ({"rule": "fsd", "threshold": math.nan}, ValueError, r"must lie in \[0, inf\], got nan"),
         ({"rule": "fsd", "threshold": "0.1"}, TypeError, "must be a number, got '0.1'"),
-        ({"rule": "fsd", "threshold": True}, TypeError, "must be a number, got True"),
-        ({"rule": "fsd_paper", "threshold": -1}, ValueError, r"\[0, inf\], got -1"),
         ({"rule": "tilt", "threshold": math.inf}, ValueError, r"\[0, 1000\], got inf"),
         ({"rule": "lenience", "threshold": math.inf}, ValueError, r"\[0, inf\), got inf"),
-        ({"rule": "relaxed", "threshold": math.inf}, ValueError, r"\[0, inf\), got inf"),
         ({"rule": "typical", "threshold": 1.0}, ValueError, r"\[0, 1\), got 1.0"),
         ({"rule": "fsd", "divergence": "jsd"}, ValueError, "unknown divergence 'jsd'; accepted: kl"),
-        ({"rule": "fsd_paper", "divergence": "js_top0"}, ValueError, "unknown divergence 'js_top0'"),
         ({"rule": "tilt", "divergence": "js"}, ValueError, "'tilt' has no option 'divergence'; accepted: threshold"),
         ({"rule": "fsd", "sibling": "draft"}, ValueError, "no option 'sibling'"),
         ({"rule": "relaxed", "top": 0}, ValueError, "top must be at least 1, got 0"),
-        ({"rule": "relaxed", "top": 2.5}, TypeError, "top must be an int, got 2.5"),
         ({"rule": "tilt", "max_regret": -1}, ValueError, r"max_regret must lie in \[0, inf\], got -1"),
         ({"rule": "exact", "head_guard": 0.5}, ValueError, "'exact' has no option 'head_guard'"),
         ({"rule": "typical", "head_guard": 1.1}, ValueError, r"head_guard must lie in \[0, 1\], got 1.1"),
-        ({"rule": "fsd", "head_guard": "no"}, TypeError, "head_guard must be a number, got 'no'"),
         ({"rule": lambda nodes: None, "threshold": 0.1}, ValueError, "takes no options, got threshold"),
     ],
     ids=lambda value: value["rule"] if isinstance(value, dict) and isinstance(value["rule"], str) else "",
@@ -247,16 +223,15 @@ class MARS(FuzzyRule):
 def test_a_rule_of_ones_own_decodes():
     pair = tiny_pair()
 
-    def answer(**options):
-        return eagle_fsd.generate(PROMPT, pair, max_new_tokens=48, tree=eagle_fsd.TreeConfig(8, 3, 3), **options)
+    def answer(rule, **options):
+        return eagle_fsd.generate(PROMPT, pair, max_new_tokens=48, acceptance=rule, tree=eagle_fsd.TreeConfig(8, 3, 3),
+                                  **options)
 
-    mars, exact = answer(acceptance=MARS(0.1)), answer(acceptance="exact")
-    fuzzy = [receipt for receipt in mars.receipts if receipt.source == "fuzzy"]
-    assert fuzzy and mars.stats.target_forwards < exact.stats.target_forwards
+    mars, exact = answer(MARS(0.1)), answer("exact")
+    assert mars.stats.target_forwards < exact.stats.target_forwards
     raw = pair.target.model(torch.tensor([PROMPT + mars.token_ids])).logits[0, len(PROMPT) - 1 : -1]
-    for receipt, logits in zip(mars.receipts, raw, strict=True):
-        first, second = logits.topk(2).values.tolist()
-        assert receipt.regret == pytest.approx(0 if receipt.source != "fuzzy" else first - second, abs=1e-4)
-        assert receipt.source != "fuzzy" or second > 0.9 * first
-    assert answer(acceptance=MARS(0.1), threshold=0.0).token_ids == exact.token_ids
-    assert answer(acceptance=MARS(0.1), budget=0).token_ids == exact.token_ids
+    best, second = raw.topk(2).values.T
+    fuzzy = torch.tensor([receipt.source == "fuzzy" for receipt in mars.receipts])
+    assert fuzzy.any() and (second[fuzzy] > 0.9 * best[fuzzy]).all()
+    assert [each.regret for each in mars.receipts] == pytest.approx((fuzzy * (best - second)).tolist(), abs=1e-4)
+    assert answer(MARS(0.1), threshold=0.0).token_ids == answer(MARS(0.1), budget=0).token_ids == exact.token_ids
