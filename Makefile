@@ -11,7 +11,7 @@ setup: $(VENV)/.ready
 # torch comes first and alone: a plain `pip install torch` may fetch gigabytes of CUDA packages.
 $(VENV)/.ready: requirements.txt setup.py
 	@echo "Setting up $(VENV), once and for some minutes: torch (CPU build: 200 MB to download, 750 MB on disk; with CUDA"
-	@echo "several GB, see docs/index.md for TORCH=), then transformers and the packages of requirements.txt (600 MB on disk)."
+	@echo "several GB: see TORCH= in docs/index.md), then transformers and the packages of requirements.txt (600 MB on disk)."
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install $(TORCH)
