@@ -1,143 +1,115 @@
-"""Random draft trees with logits and noise, for tests. B batch, N nodes, V vocabulary."""
+"""Random draft trees with logits and noise. B batch, N nodes, V vocabulary, R tokens that the draft can name."""
 
 import math
-from dataclasses import fields
+from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
-from eagle_fsd.acceptance import Verification
-from eagle_fsd.drafting.tree import DraftTree
+from eagle_fsd.acceptance import Rule
+from eagle_fsd.acceptance.walk import Step, Target, walk
+from eagle_fsd.drafting.tree import DraftTree, ancestors_of
+from eagle_fsd.engine.noise import gumbel_noise
+
+
+@dataclass
+class Case:
+    """What a walk is given."""
+
+    tree: DraftTree
+    draft: list[Tensor]  # of each level [B, K, R]
+    raw: Tensor  # [B, N, V]
+    warped: Tensor  # [B, N, V]
+    noise: Tensor | None = None  # [B, depth + 1, V]
+    draft_tokens: Tensor | None = None  # [R]
+
+    def walk(self, rule: Rule, threshold=None, left=math.inf, errors: dict | None = None) -> list[list[Step]]:
+        """The steps of each row; threshold and budget are one for all rows or one each."""
+        batch = len(self.raw)
+        rows = torch.arange(batch)
+        target = Target(
+            self.raw, lambda raw, node, said, going: self.warped[rows, node],
+            None if self.noise is None else lambda depth: self.noise[:, depth], lambda: self.warped)
+        threshold, left = (torch.as_tensor(each, dtype=torch.float64, device=self.raw.device).expand(batch)
+                           for each in (rule.threshold if threshold is None else threshold, left))
+        return walk(rule, self.tree, self.draft, target, threshold, left, self.draft_tokens, errors)
+
+    def paths(self, rule: Rule, *given) -> list[list[int]]:
+        """The accepted nodes of each row, the root first."""
+        return [[step.node for step in steps] for steps in self.walk(rule, *given)]
+
+    def take(self, rows: list[int]) -> "Case":
+        """Those rows, or one row several times."""
+        noise = None if self.noise is None else self.noise[rows]
+        return Case(self.tree.take(rows), [level[rows] for level in self.draft], self.raw[rows], self.warped[rows],
+                    noise, self.draft_tokens)
 
 
 def tree_from_parents(parents, tokens, scores=None, draft_rows=None) -> DraftTree:
     """A batch of trees from nested lists [B][N]; parents come before their children."""
     parents = torch.tensor(parents)
-    batch, nodes = parents.shape
     depths = torch.zeros_like(parents)
-    ancestors = torch.eye(nodes, dtype=torch.bool).expand(batch, -1, -1).clone()
-    for row in range(batch):
-        for node in range(1, nodes):
-            parent = parents[row, node]
-            depths[row, node] = depths[row, parent] + 1
-            ancestors[row, node] |= ancestors[row, parent]
-    if draft_rows is None:
-        draft_rows = torch.arange(nodes).expand(batch, -1)
-    if scores is None:
-        scores = -torch.arange(nodes).float().expand(batch, -1)
+    for node in range(1, parents.shape[1]):
+        depths[:, node] = depths.gather(1, parents[:, node, None])[:, 0] + 1
+    deepest = int(depths.max())
+    nodes = torch.arange(parents.shape[1]).expand_as(parents)
     return DraftTree(
-        torch.tensor(tokens),
-        parents,
-        depths,
-        ancestors,
-        torch.as_tensor(draft_rows),
-        torch.as_tensor(scores),
-        int(depths.max()),
-    )
+        torch.tensor(tokens), parents, depths, ancestors_of(parents, deepest), nodes if draft_rows is None else draft_rows,
+        -nodes.float() if scores is None else torch.tensor(scores), deepest)
 
 
-def random_parents(generator, nodes: int, max_children: int) -> list[int]:
-    """Parents of a random tree whose nodes are ordered by level."""
-    parents, depths, counts = [0], [0], [0]
+def random_parents(generator: torch.Generator, nodes: int, most: int) -> list[int]:
+    """Parents of a random tree of at most so many children each, ordered by level."""
+    parents, depths = [0], [0]
     while len(parents) < nodes:
         parent = int(torch.randint(len(parents), (), generator=generator))
-        if counts[parent] < max_children:
-            counts[parent] += 1
+        if parents[1:].count(parent) < most:
             parents.append(parent)
             depths.append(depths[parent] + 1)
-            counts.append(0)
-    order = sorted(range(nodes), key=lambda node: depths[node])
-    place = {node: index for index, node in enumerate(order)}
-    return [place[parents[node]] for node in order]
+    order = sorted(range(nodes), key=depths.__getitem__)
+    return [order.index(parents[node]) for node in order]
 
 
-def random_verification(
-    seed: int,
-    greedy: bool,
-    batch: int = 3,
-    nodes: int = 12,
-    vocab_size: int = 11,
-    max_children: int = 4,
-    gap: float = 1.0,
-    temperature: float = 1.0,
-    banned: float = 0.0,
-    coarse: bool = False,
-) -> Verification:
+def random_case(
+    seed: int, greedy: bool, batch: int = 4, nodes: int = 12, vocab_size: int = 11, gap: float = 0.7,
+    temperature: float = 0.8, banned: float = 0.0, coarse: bool = False, named: int | None = None,
+) -> Case:
     """Trees whose siblings are the draft's best tokens, best first.
 
     Args:
         gap: scale of the difference between target and draft logits; 0 makes them equal.
         banned: share of tokens that a processor sets to -inf in the warped logits (never all of a node).
         coarse: round logits to integers, so that ties abound.
+        named: how many tokens the draft can name; None: all.
     """
     generator = torch.Generator().manual_seed(seed)
 
-    def normal(*shape):
-        return torch.randn(shape, generator=generator)
+    def normal(*shape: int) -> Tensor:
+        values = torch.randn(shape, generator=generator)
+        return values.round() if coarse else values
 
-    draft_logits = 2 * normal(batch, nodes + 2, vocab_size)
-    all_parents = [random_parents(generator, nodes, max_children) for _ in range(batch)]
-    rows = torch.stack([torch.randperm(nodes + 2, generator=generator)[:nodes] for _ in range(batch)])
-    target_logits = gap * normal(batch, nodes, vocab_size)
-    target_logits += draft_logits.gather(1, rows[..., None].expand_as(target_logits))
-    if coarse:
-        draft_logits, target_logits = draft_logits.round(), target_logits.round()
+    parents = [random_parents(generator, nodes, most=min(4, named or 4)) for _ in range(batch)]
+    shape = tree_from_parents(parents, parents)
+    draft_rows = torch.stack([torch.randperm(nodes, generator=generator) for _ in range(batch)])
+    draft_rows = draft_rows.masked_fill(~torch.zeros_like(draft_rows).scatter(1, shape.parents, 1).bool(), 0)  # leaves
+    names = torch.randperm(vocab_size, generator=generator)[:named].sort().values
+    levels = 2 * normal(batch, shape.max_depth + 1, nodes, vocab_size)
+    own = levels[torch.arange(batch)[:, None], shape.depths, draft_rows]  # [B, N, V]
+    raw = own + gap * normal(batch, nodes, vocab_size)
 
-    draft_log_probs = draft_logits.log_softmax(-1)
-    tokens = [[int(torch.randint(vocab_size, (), generator=generator))] for _ in range(batch)]
-    scores = [[0.0] for _ in range(batch)]
-    for row, parents in enumerate(all_parents):
+    best = own[..., names].log_softmax(-1).sort(dim=-1, descending=True, stable=True)
+    tokens, scores = [[0] * nodes for _ in range(batch)], [[0.0] * nodes for _ in range(batch)]
+    for row in range(batch):
         for node in range(1, nodes):
-            parent = parents[node]
-            rank = sum(parents[other] == parent for other in range(1, node))
-            best = draft_log_probs[row, rows[row, parent]].sort(descending=True, stable=True)
-            tokens[row].append(int(best.indices[rank]))
-            scores[row].append(scores[row][parent] + float(best.values[rank]))
-    tree = tree_from_parents(all_parents, tokens, scores, rows)
-    has_children = torch.zeros(batch, nodes, dtype=torch.bool).scatter(1, tree.parents[:, 1:], True)
-    tree.draft_rows[~has_children] = 0
-
-    warped_logits = target_logits / (1.0 if greedy else temperature)
-    refused = torch.rand(batch, nodes, vocab_size, generator=generator) < banned
-    spared = torch.randint(vocab_size, (batch, nodes, 1), generator=generator)
-    refused.scatter_(-1, spared, False)
-    warped_logits = warped_logits.masked_fill(refused, -math.inf)
-    uniform = torch.rand(batch, nodes, vocab_size, generator=generator, dtype=torch.float64)
-    by_depth = -(-(uniform.clamp_min(1e-12)).log()).log().float()
-    noise = by_depth.gather(1, tree.depths[..., None].expand_as(by_depth))
-    features = normal(batch, nodes, 5)
-    regret = torch.rand(batch, generator=generator, dtype=torch.float64)
-    said = torch.randint(1, 250, (batch,), generator=generator)
-    answers = torch.randint(-1, vocab_size, (batch, 7), generator=generator)
-    return Verification(
-        tree, target_logits, warped_logits, draft_logits, None if greedy else noise, None, features, regret, said,
-        answers)
-
-
-def mapped(verification: Verification, change) -> Verification:
-    """The same verification with every tensor changed."""
-
-    def parts(record):
-        values = [getattr(record, field.name) for field in fields(record)]
-        return [change(value) if isinstance(value, torch.Tensor) else value for value in values]
-
-    return Verification(DraftTree(*parts(verification.tree)), *parts(verification)[1:])
-
-
-def rows_of(verification: Verification, rows: slice | torch.Tensor) -> Verification:
-    """Only those rows of the batch, or rows repeated."""
-    return mapped(verification, lambda tensor: tensor[rows])
-
-
-def moved(verification: Verification, device: str) -> Verification:
-    return mapped(verification, lambda tensor: tensor.to(device))
-
-
-def emitted(verification: Verification, walked, row: int = 0) -> list[int]:
-    """Tokens a row emits: those of its accepted nodes below the root, then one more."""
-    nodes = walked.accepted[row].nonzero()[1:, 0]  # ordered by level, so along the path
-    return [*verification.tree.tokens[row, nodes].tolist(), int(walked.choice[row, walked.last[row]])]
-
-
-def fuzzy_nodes(verification, walked):
-    """[B, N] bool: accepted nodes whose token the target itself would not have drawn there."""
-    return walked.accepted & verification.is_child & ~verification.is_exact
+            parent = parents[row][node]
+            rank = parents[row][1:node].count(parent)
+            tokens[row][node] = int(names[best.indices[row, parent, rank]])
+            scores[row][node] = scores[row][parent] + float(best.values[row, parent, rank])
+    refused = torch.rand(raw.shape, generator=generator) < banned
+    refused.scatter_(-1, torch.randint(vocab_size, (batch, nodes, 1), generator=generator), False)
+    warped = (raw / (1.0 if greedy else temperature)).masked_fill(refused, -math.inf)
+    positions = torch.arange(shape.max_depth + 1).expand(batch, -1)
+    return Case(
+        tree_from_parents(parents, tokens, scores, draft_rows), list(levels[:, :-1, :, names].unbind(1)), raw, warped,
+        None if greedy else gumbel_noise(seed * batch + torch.arange(batch), positions, vocab_size),
+        None if named is None else names)

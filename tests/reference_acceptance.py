@@ -1,10 +1,7 @@
-"""The acceptance rules once more, slow and obvious: one row, one node, one token at a time."""
+"""The acceptance rules and the walk once more, slow and obvious: one row, one node, one token at a time."""
 
 import math
 from functools import cached_property
-
-import torch
-from tiny import TEXTS
 
 INF = math.inf
 
@@ -15,12 +12,12 @@ def softmax(logits):
     return [weight / sum(weights) for weight in weights]
 
 
+def entropy(probs):
+    return -sum(p * math.log(p) for p in probs if p > 0)
+
+
 def kl_divergence(first, second):
-    total = 0.0
-    for a, b in zip(first, second, strict=True):
-        if a > 0:
-            total += a * math.log(a / b) if b > 0 else INF
-    return total
+    return sum(a * math.log(a / b) if b > 0 else INF for a, b in zip(first, second, strict=True) if a > 0)
 
 
 def divergence(name, target_logits, draft_logits):
@@ -46,244 +43,150 @@ def divergence(name, target_logits, draft_logits):
 
 
 class Reference:
-    """One row of a verification under a rule: what is drawn at each node, and if the walk goes on there."""
+    """One row of a `random_trees.Case` under a rule, with a threshold and a budget of its own."""
 
-    def __init__(self, rule, verification, row):
-        tree = verification.tree
-        self.rule, *self.gates = rule.parts  # the first one decides, the gates behind it veto
-        self.threshold = rule.threshold
-        self.tokens = tree.tokens[row].tolist()
-        self.parents = tree.parents[row].tolist()
-        self.draft_rows = tree.draft_rows[row].tolist()
-        self.scores = tree.scores[row].tolist()
-        self.target_logits = verification.target_logits[row].tolist()
-        self.warped_logits = verification.warped_logits[row].tolist()
-        self.draft_logits = verification.draft_logits[row].tolist()
-        self.features = None if verification.features is None else verification.features[row].tolist()
-        self.greedy = verification.noise is None
-        self.regret_before = 0.0 if verification.regret is None else verification.regret[row].item()
-        self.answer = [] if verification.answers is None else verification.answers[row].tolist()
-        self.said = 1 if verification.said is None else verification.said[row].item()
-        noise = torch.zeros_like(verification.warped_logits) if self.greedy else verification.noise
-        self.noise = noise[row].tolist()
-        self.noisy = (verification.warped_logits[row] + noise[row]).tolist()
+    def __init__(self, rule, case, row, threshold, left=INF):
+        self.rule, self.threshold, self.left = rule, threshold, left
+        self.tokens, self.parents, depths, draft_rows, self.scores = (
+            getattr(case.tree, name)[row].tolist() for name in ("tokens", "parents", "depths", "draft_rows", "scores"))
+        self.raw, self.warped = case.raw[row].tolist(), case.warped[row].tolist()
+        self.greedy = case.noise is None
+        self.noise = [[0.0] * len(self.raw[0]) if self.greedy else case.noise[row, depth].tolist() for depth in depths]
+        # What the draft says of each node's children: the logits of all tokens, -inf of those that it cannot name.
+        names = range(len(self.raw[0])) if case.draft_tokens is None else case.draft_tokens.tolist()
+        self.draft = [[-INF] * len(self.raw[0]) for _ in depths]
+        for v, (depth, at) in enumerate(zip(depths, draft_rows, strict=True)):
+            for token, logit in zip(names, case.draft[depth][row, at].tolist() if self.children(v) else [], strict=False):
+                self.draft[v][token] = logit
+
+    # --- the walk --------------------------------------------------------------------------------
+
+    def children(self, v):
+        return self.child_lists[v]
 
     @cached_property
     def child_lists(self):
         nodes = range(len(self.parents))
         return [[n for n in nodes if n != 0 and self.parents[n] == v] for v in nodes]
 
-    def children(self, v):
-        return self.child_lists[v]
+    def drawn(self, v, weights):
+        """The first token of the largest log-weight plus noise."""
+        noisy = [weight + noise for weight, noise in zip(weights, self.noise[v], strict=True)]
+        return noisy.index(max(noisy))
 
     def exact_token(self, v):
-        return max(range(len(self.noisy[v])), key=lambda token: self.noisy[v][token])
-
-    def exact_child(self, v):
-        return next((c for c in self.children(v) if self.tokens[c] == self.exact_token(v)), None)
-
-    def guarded(self, v, child):
-        if self.rule.head_guard is None:
-            return True
-        probs = softmax(self.target_logits[v])
-        return probs[self.tokens[child]] >= (1 - self.rule.head_guard) * max(probs)
-
-    def candidates(self, v):
-        return [c for c in self.children(v) if self.warped_logits[v][self.tokens[c]] > -INF and self.guarded(v, c)]
-
-    def open_to(self, rule, v):
-        """`candidates` of a rule that may stand behind a +, where the first one's guard is not its own."""
-        return [c for c in self.children(v) if self.warped_logits[v][self.tokens[c]] > -INF
-                and (rule.head_guard is None or self.guarded(v, c))]
-
-    def shut(self, rule):
-        """Whether the gate is closed throughout."""
-        return rule.threshold == 0 and (
-            rule.name in ("fsd", "fly", "regret", "judge", "prose", "afterword")
-            or rule.name == "relaxed" and self.greedy)
-
-    def allowed(self, v):
-        """Children that all gates let a fuzzy step go to."""
-        found = self.candidates(v)
-        for rule in (self.rule, *self.gates):
-            passes = getattr(self, f"{rule.name}_passes")
-            found = [c for c in found if not self.shut(rule) and passes(rule, v, c)]
-        return found
-
-    def preferred(self, v, children):
-        return max(children, key=lambda c: self.noisy[v][self.tokens[c]])
-
-    def choice(self, v):
-        """(token drawn at v, whether the walk may go on below v)."""
-        if hasattr(self, f"{self.rule.name}_passes"):
-            return self.among(v)
-        return getattr(self, self.rule.name)(v)
+        return self.drawn(v, self.warped[v])
 
     def walk(self):
-        path, v = [0], 0
+        """(node, token, whether it is the exact one, whether the budget is spent) of each step."""
+        path, v, closed = [], 0, False
         while True:
-            token, goes_on = self.choice(v)
+            exact, (weights, goes_on) = self.exact_token(v), getattr(self, self.rule.name)(v)
+            token = self.drawn(v, weights)
+            regret = self.regret(v, token)
+            if token != exact and regret > self.left:
+                closed = True
+            if closed:
+                token, goes_on = exact, True
+            elif token != exact:
+                self.left -= regret
+            path.append((v, token, token == exact, closed))
             child = next((c for c in self.children(v) if self.tokens[c] == token), None)
             if child is None or not goes_on:
-                return path, token
-            path.append(child)
+                return path
             v = child
 
-    # --- the rules -------------------------------------------------------------------------------
+    def regret(self, v, token):
+        return max(self.raw[v]) - self.raw[v][token]
+
+    # --- what rules have in common ---------------------------------------------------------------
+
+    def guarded(self, v, child):
+        """p(x) >= (1 - alpha) max p, at temperature 1."""
+        probs = softmax(self.raw[v])
+        return self.rule.head_guard is None or probs[self.tokens[child]] >= (1 - self.rule.head_guard) * max(probs)
+
+    def candidates(self, v):
+        return [c for c in self.children(v) if self.warped[v][self.tokens[c]] > -INF and self.guarded(v, c)]
+
+    def among(self, v, allowed):
+        """A fuzzy step to the child, of those allowed, that the target prefers; exact steps stay open."""
+        if not allowed:
+            return self.warped[v], True
+        kept = {self.tokens[c] for c in allowed} | {self.tokens[c] for c in self.children(v)} & {self.exact_token(v)}
+        return [logit if token in kept else -INF for token, logit in enumerate(self.warped[v])], True
+
+    def divergence(self, v):
+        """Of receipts: NaN where the rule computes none."""
+        if not self.children(v) or not hasattr(self.rule, "divergence"):
+            return math.nan
+        return divergence(self.rule.divergence, self.raw[v], self.draft[v])
+
+    # --- the rules: log-weights [V] of all tokens, and whether the walk may go on ------------------
 
     def exact(self, v):
-        return self.exact_token(v), True
+        return self.warped[v], True
 
-    def among(self, v):
-        """A fuzzy step to one of the children allowed, if any; exact steps stay open to every rule."""
-        exact_child, allowed = self.exact_child(v), self.allowed(v)
-        if not allowed:
-            return self.exact_token(v), True
-        if self.rule.sibling == "longest":
-            eligible = set(allowed) | ({exact_child} - {None})
-            lengths = {c: self.longest_path(c) for c in eligible}
-            best = self.preferred(v, [c for c in eligible if lengths[c] == max(lengths.values())])
-        elif exact_child is not None:
-            best = exact_child
-        elif self.rule.sibling == "target":
-            best = self.preferred(v, allowed)
-        else:
-            best = max(allowed, key=lambda c: self.scores[c])
-        return self.tokens[best], True
-
-    def longest_path(self, v):
-        eligible = set(self.allowed(v)) | ({self.exact_child(v)} - {None})
-        return max((1 + self.longest_path(c) for c in eligible), default=0)
-
-    def node_divergence(self, v, rule=None):
-        return divergence((rule or self.rule).divergence, self.target_logits[v], self.draft_logits[self.draft_rows[v]])
-
-    def fsd_passes(self, rule, v, child):
-        return self.node_divergence(v, rule) <= rule.threshold
+    def fsd(self, v):
+        passes = self.children(v) and self.divergence(v) <= self.threshold
+        return self.among(v, self.candidates(v) if passes else [])
 
     def fsd_paper(self, v):
-        if self.children(v) and self.node_divergence(v) <= self.threshold:
-            first = max(self.children(v), key=lambda c: self.scores[c])
-            if first in self.candidates(v) or first == self.exact_child(v):
-                return self.tokens[first], True
-        return self.exact_token(v), False
+        passes = self.children(v) and self.divergence(v) <= self.threshold
+        best = max([self.scores[c] for c in self.children(v)], default=None)
+        allowed = {self.tokens[c] for c in self.children(v) if self.scores[c] == best and passes}
+        allowed &= {self.tokens[c] for c in self.candidates(v)} | {self.exact_token(v)}
+        if not allowed:
+            return self.warped[v], False
+        return [logit if token in allowed else -INF for token, logit in enumerate(self.warped[v])], True
 
-    def typical_passes(self, rule, v, child):
-        probs = softmax(self.target_logits[v])
-        entropy = -sum(p * math.log(p) for p in probs if p > 0)
-        return probs[self.tokens[child]] > (1 - rule.threshold) * min(0.09, 0.3 * math.exp(-entropy))
+    def typical(self, v):
+        probs = softmax(self.raw[v])
+        bar = (1 - self.threshold) * min(0.09, 0.3 * math.exp(-entropy(probs)))
+        return self.among(v, [c for c in self.candidates(v) if probs[self.tokens[c]] > bar])
 
-    def relaxed_passes(self, rule, v, child):
-        best = sorted(self.target_logits[v], reverse=True)[: rule.top]
-        logit = self.target_logits[v][self.tokens[child]]
-        return logit in best and best[0] - logit <= rule.threshold
-
-    def fly_passes(self, rule, v, child):
-        three = sorted(softmax(self.target_logits[v]), reverse=True)[:3]
-        if rule.renormalised:
-            three = [p / sum(three) for p in three]
-        entropy = -sum(p * math.log(p) for p in three if p > 0)
-        node = child
-        for _ in range(rule.window - 1):
-            node = None if node is None else self.exact_child(node)
-        return node is not None and entropy >= math.log(3) - rule.threshold
-
-    def regret_passes(self, rule, v, child):
-        spent, fuzzy, depth, node = self.regret_before, 0, 0, child
-        while node != 0:
-            parent = self.parents[node]
-            if node != self.exact_child(parent):
-                spent += max(self.target_logits[parent]) - self.target_logits[parent][self.tokens[node]]
-                fuzzy += 1
-            node, depth = parent, depth + 1
-        parent, within = self.parents[child], spent <= rule.threshold * math.ceil((self.said + depth) / 100)
-        return within and fuzzy <= rule.most and child == self.preferred(parent, self.open_to(rule, parent))
-
-    def prose_passes(self, rule, v, child, behind_only=False):
-        path, node = [], v
-        while node != 0:
-            path, node = [self.tokens[node], *path], self.parents[node]
-        fences = "".join(TEXTS[token] for token in [*self.answer, *path] if token >= 0).count("```")
-        token, best = self.tokens[child], max(self.target_logits[v])
-        if fences % 2 or (behind_only and not fences) or "`" in TEXTS[token] + TEXTS[self.exact_token(v)]:
-            return False
-        return best - self.target_logits[v][token] <= rule.threshold and child == self.preferred(
-            v, self.open_to(rule, v))
-
-    def afterword_passes(self, rule, v, child):
-        return self.prose_passes(rule, v, child, behind_only=True)
-
-    def judge_passes(self, rule, v, child):
-        token, draft_logits = self.tokens[child], self.draft_logits[self.draft_rows[v]]
-        probs, drafted = softmax(self.target_logits[v]), softmax(draft_logits)
-        known = self.features[child][-rule.learned.width :] + [
-            math.log(probs[token]), max(self.target_logits[v]) - self.target_logits[v][token],
-            -sum(p * math.log(p) for p in probs if p > 0), math.log(drafted[token]),
-            divergence("js", self.target_logits[v], draft_logits)]
-        parts = (rule.learned.weight.tolist(), rule.learned.mean.tolist(), rule.learned.scale.tolist(), known)
-        odds = rule.learned.bias + sum(w * (x - m) / s for w, m, s, x in zip(*parts, strict=True))
-        best = max(self.open_to(rule, v), key=lambda c: self.target_logits[v][self.tokens[c]])
-        if probs[token] < rule.learned.floor * max(probs):  # nothing like it was mined
-            return False
-        return child == best and 1 / (1 + math.exp(-odds)) < rule.threshold
+    def relaxed(self, v):
+        best = sorted(self.raw[v], reverse=True)[: self.rule.top]
+        return self.among(v, [c for c in self.candidates(v) if self.raw[v][self.tokens[c]] in best
+                              and self.regret(v, self.tokens[c]) <= self.threshold])
 
     def lenience(self, v):
-        lifted = [self.tokens[c] for c in self.candidates(v)]
-        probs = softmax(self.warped_logits[v])
-        mass = sum(probs[token] for token in lifted)
-        if self.greedy or self.threshold == 0 or mass == 0 or self.exact_child(v) is not None:
-            return self.exact_token(v), True
-        lifted_mass = min(1.0, mass / math.exp(-self.threshold))
-        weights = []
-        for token, p in enumerate(probs):
-            p *= lifted_mass / mass if token in lifted else (1 - lifted_mass) / (1 - mass)
-            weights.append(math.log(p) + self.noise[v][token] if p > 0 else -INF)
-        return max(range(len(weights)), key=lambda token: weights[token]), True
+        """The mass P of the candidates becomes min(1, P / l); an exact step is taken in any case."""
+        probs, lifted = softmax(self.warped[v]), {self.tokens[c] for c in self.candidates(v)}
+        mass = math.fsum(probs[token] for token in lifted)
+        if self.greedy or not mass or any(self.tokens[c] == self.exact_token(v) for c in self.children(v)):
+            return self.warped[v], True
+        rest = math.fsum(p for token, p in enumerate(probs) if token not in lifted)
+        more = min(1.0, mass * math.exp(self.threshold))
+        factors = [more / mass if token in lifted else (1 - more) / rest if rest else 1.0 for token in range(len(probs))]
+        return [logit + (math.log(f) if f else -INF) for logit, f in zip(self.warped[v], factors, strict=True)], True
 
     def tilt(self, v):
-        if self.threshold == 0:
-            return self.exact_token(v), True
-        return self.tilt_greedy(v) if self.greedy else self.tilt_sampling(v)
+        if self.greedy:
+            gains = {self.tokens[c]: gain for c, gain in self.tilt_gains(v).items() if gain > 0}
+            best = [token for token, gain in gains.items() if gain == max(gains.values())] or range(len(self.warped[v]))
+            return [logit if token in best else -INF for token, logit in enumerate(self.warped[v])], True
+        weights = list(self.warped[v])
+        for c in self.children(v):
+            weights[self.tokens[c]] += self.threshold * self.reward(v, c) + self.tilt_value(c)
+        return weights, True
 
     def reward(self, v, child):
         """1 while the path from the root to the child stays inside the head, else 0."""
-        while child != 0:
-            if not self.guarded(self.parents[child], child):
-                return 0
-            child = self.parents[child]
-        return 1
+        return int(self.guarded(v, child) and (v == 0 or self.reward(self.parents[v], v)))
 
     def tilt_value(self, v):
-        probs = softmax(self.warped_logits[v])
-        total = 0.0
-        for c in self.children(v):
-            gain = self.threshold * self.reward(v, c) + self.tilt_value(c)
-            total += probs[self.tokens[c]] * math.expm1(gain)
-        return math.log1p(total)
+        """V(v) = log(1 + sum over children x of p(x) (exp(T r(x) + V(x)) - 1))."""
+        probs = softmax(self.warped[v])
+        return math.log1p(sum(probs[self.tokens[c]] * math.expm1(self.threshold * self.reward(v, c) + self.tilt_value(c))
+                              for c in self.children(v)))
 
-    def tilt_sampling(self, v):
-        weights = list(self.noisy[v])
+    def tilt_gains(self, v):
+        """What the best path through each admissible child gains: 1 - rho(x) / T a step."""
+        gains, candidates = {}, self.candidates(v)
         for c in self.children(v):
-            weights[self.tokens[c]] += self.threshold * self.reward(v, c) + self.tilt_value(c)
-        return max(range(len(weights)), key=lambda token: weights[token]), True
-
-    def tilt_options(self, v):
-        """Admissible children with what the best path through each gains."""
-        gains = {}
-        for c in self.children(v):
-            regret = max(self.warped_logits[v]) - self.warped_logits[v][self.tokens[c]]
-            if c == self.exact_child(v):
-                gains[c] = 1 + self.tilt_best(c)
-            elif c in self.candidates(v) and regret <= self.rule.max_regret:
-                gains[c] = 1 - regret / self.threshold + self.tilt_best(c)
+            rho = max(self.warped[v]) - self.warped[v][self.tokens[c]]
+            exact = self.tokens[c] == self.exact_token(v)
+            if exact or c in candidates and rho <= self.rule.max_regret:
+                gains[c] = (1 if exact else 1 - rho / self.threshold) + max([0.0, *self.tilt_gains(c).values()])
         return gains
-
-    def tilt_best(self, v):
-        return max(0.0, *self.tilt_options(v).values(), 0.0)
-
-    def tilt_greedy(self, v):
-        gains = {c: gain for c, gain in self.tilt_options(v).items() if gain > 0}
-        if not gains:
-            return self.exact_token(v), True
-        best = self.preferred(v, [c for c in gains if gains[c] == max(gains.values())])
-        return self.tokens[best], True

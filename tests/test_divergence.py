@@ -4,9 +4,10 @@ import pytest
 import torch
 from reference_acceptance import divergence as reference
 
-from eagle_fsd.acceptance.divergence import DIVERGENCES, coarsen, get_divergence
+from eagle_fsd.acceptance.divergence import DIVERGENCES, coarsen, get_divergence, widen
 
-NAMES = [*DIVERGENCES, *(f"{name}_top{k}" for name in DIVERGENCES for k in (1, 3, 11, 40))]
+NAMES = [*DIVERGENCES, *(f"{name}_top{k}" for name in DIVERGENCES for k in (1, 3, 40))]
+BOUND = {"js": math.log(2), "tv": 1.0}
 
 
 def random_logits(*shape, seed=0, scale=2.0):
@@ -15,13 +16,16 @@ def random_logits(*shape, seed=0, scale=2.0):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_equals_the_definition(name):
-    target_logits, draft_logits = random_logits(20, 11), random_logits(20, 11, seed=1)
-    computed = get_divergence(name)(target_logits, draft_logits)
-    expected = [
-        reference(name, target, draft)
-        for target, draft in zip(target_logits.tolist(), draft_logits.tolist(), strict=True)
-    ]
-    torch.testing.assert_close(computed, torch.tensor(expected), rtol=1e-4, atol=1e-6)
+    """In any shape; with a draft that names some tokens, the others have none of its mass."""
+    target, draft, names = random_logits(2, 10, 11), random_logits(2, 10, 11, seed=1), torch.tensor([0, 2, 3, 7, 10])
+    widened = torch.full_like(draft, -math.inf).index_copy(-1, names, draft[..., names])
+    assert torch.equal(widen(draft[..., names], names, 11), widened)
+    for computed, second in ((get_divergence(name)(target, draft), draft),
+                             (get_divergence(name, names)(target, draft[..., names]), widened)):
+        expected = [[reference(name, *pair) for pair in zip(*rows, strict=True)]
+                    for rows in zip(target.tolist(), second.tolist(), strict=True)]
+        torch.testing.assert_close(computed, torch.tensor(expected), rtol=1e-4, atol=1e-6)
+    assert get_divergence(name)(target.bfloat16(), draft.bfloat16()).dtype == torch.float32
 
 
 def test_values_worked_by_hand():
@@ -37,40 +41,26 @@ def test_values_worked_by_hand():
         "kl_top1": 0.5 * math.log(2) + 0.5 * math.log(0.5 / 0.75),
     }
     for name, value in expected.items():
-        computed = get_divergence(name)(target_logits, draft_logits).item()
-        assert computed == pytest.approx(value, abs=1e-6), name
+        assert get_divergence(name)(target_logits, draft_logits).item() == pytest.approx(value, abs=1e-6), name
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_zero_for_equal_distributions_and_never_negative(name):
-    measure = get_divergence(name)
-    logits = random_logits(500, 64, scale=5.0)
-    shifted = measure(logits, logits + 3.0)
-    assert (shifted >= 0).all() and (shifted < 1e-5).all()
-    assert (measure(logits, random_logits(500, 64, seed=1, scale=5.0)) >= 0).all()
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_extreme_logits_give_limits_and_no_nan(name):
-    inf = math.inf
-    rows = torch.tensor(
-        [
-            [0.0, -inf, -inf, -inf],
-            [-inf, -inf, -inf, 0.0],
-            [1e4, 0.0, -1e4, 3.0],
-            [-1e4, 0.0, 1e4, 3.0],
-            [0.0, 0.0, 0.0, -inf],
-            [88.0, -88.0, 88.0, -88.0],
-        ]
-    )
-    values = get_divergence(name)(rows[:, None].expand(6, 6, 4), rows.expand(6, 6, 4))
-    assert not values.isnan().any() and (values >= 0).all()
-    assert (values.diagonal() < 1e-6).all()
-    if name.startswith("js") and "fsd" not in name:
-        assert (values <= math.log(2)).all()
-        assert values[0, 1].item() == pytest.approx(math.log(2))
-    if name.startswith("tv"):
-        assert (values <= 1).all() and values[2, 3].item() == pytest.approx(1)
+def test_limits_at_extreme_logits_and_no_nan(name):
+    """Never negative, 0 for equal distributions, within its bound."""
+    measure, bound, inf = get_divergence(name), BOUND.get(name.split("_")[0], math.inf), math.inf
+    bound = inf if "fsd" in name else bound
+    rows = torch.tensor([
+        [0.0, -inf, -inf, -inf], [-inf, -inf, -inf, 0.0], [1e4, 0.0, -1e4, 3.0], [-1e4, 0.0, 1e4, 3.0],
+        [0.0, 0.0, 0.0, -inf], [88.0, -88.0, 88.0, -88.0],
+    ])
+    extreme = measure(rows[:, None].expand(6, 6, 4), rows.expand(6, 6, 4))
+    assert (extreme.diagonal() < 1e-6).all()
+    if bound < inf:
+        assert extreme[0, 1].item() == pytest.approx(bound)
+    logits = random_logits(300, 64, scale=5.0)
+    assert (measure(logits, logits + 3.0) < 1e-5).all()
+    for values in (extreme, measure(logits, logits + 3.0), measure(logits, random_logits(300, 64, seed=1, scale=5.0))):
+        assert ((values >= 0) & (values <= bound)).all()
 
 
 @pytest.mark.parametrize("name", DIVERGENCES)
@@ -93,19 +83,7 @@ def test_coarsen_keeps_the_mass():
     torch.testing.assert_close(probs[:, 5], logits.softmax(-1)[:, 5:].sum(-1))
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_leading_shape_and_half_precision(name):
-    target_logits, draft_logits = random_logits(2, 3, 11), random_logits(2, 3, 11, seed=1)
-    measure = get_divergence(name)
-    values = measure(target_logits, draft_logits)
-    assert values.shape == (2, 3) and values.dtype == torch.float32
-    torch.testing.assert_close(values[1, 2], measure(target_logits[1, 2], draft_logits[1, 2]))
-    assert measure(target_logits.bfloat16(), draft_logits.bfloat16()).dtype == torch.float32
-
-
-@pytest.mark.parametrize(
-    "name", ["", "jsd", "js_top", "js_top0", "js_top-1", "js_top1.5", "top3", "JS", None]
-)
+@pytest.mark.parametrize("name", ["", "jsd", "js_top", "js_top0", "js_top-1", "js_top1.5", "top3", "JS", None])
 def test_unknown_names_are_refused_with_what_is_accepted(name):
     with pytest.raises(ValueError, match="kl, reverse_kl, js, tv, js_fsd_code"):
         get_divergence(name)

@@ -1,62 +1,40 @@
-"""Parity with the published EAGLE-2 code, on a recording that development checkouts keep beside the repository."""
+"""Parity with the published EAGLE-2 code: trees, masks, tokens and accepted lengths of a recording in tests/oracle."""
 
 import json
-import os
 from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 import eagle_fsd
-from eagle_fsd.engine.timing import greedy_decoder
+from eagle_fsd.drafting.config import Choice
+from eagle_fsd.engine.decoder import Decoder
+from eagle_fsd.engine.request import Request
 
-ORACLE = Path(os.environ.get("EAGLE_FSD_ORACLE", Path(__file__).parents[2] / "shared" / "oracle"))
-pytestmark = pytest.mark.skipif(not (ORACLE / "expected.json").exists(), reason=f"no recording in {ORACLE}")
-
-
-@pytest.fixture(scope="module")
-def pair():
-    return eagle_fsd.load(ORACLE / "target", ORACLE / "head", device="cpu")
+ORACLE = Path(__file__).parent / "oracle"
 
 
-@pytest.fixture(scope="module")
-def prompts():
-    return json.loads((ORACLE / "expected.json").read_text())["prompts"] if ORACLE.exists() else []
-
-
-def decode(pair, prompt, run, spy):
-    """New tokens and accepted lengths of one recorded run; `spy(tree)` sees every drafted tree."""
-    tree = eagle_fsd.TreeConfig(run["total_token"], run["depth"] + 1, run["top_k"])
-    decoder = greedy_decoder(pair.target, pair.draft, [prompt["prompt_ids"]], tree, 200)
-    draft = decoder.forwards.draft
-    decoder.forwards.draft = lambda *given: spy(draft(*given))
-    tokens, lengths = decoder.prefill()[0].tokens, []
-    while len(lengths) < len(run["accept_lengths"]):
-        emitted = decoder.step()[0].tokens
-        tokens += emitted
-        lengths.append(len(emitted) - 1)
-    return tokens, lengths
-
-
-@pytest.mark.parametrize("index", range(8))
-@pytest.mark.parametrize("setting", range(2))
-def test_trees_tokens_and_lengths_equal_the_recording(pair, prompts, index, setting):
-    prompt = prompts[index]
-    run = prompt["runs"][setting]
-    trees = []
-
-    def spy(drafted):
-        trees.append(drafted[0])
-        return drafted
-
-    with torch.inference_mode():
-        tokens, lengths = decode(pair, prompt, run, spy)
-    greedy = prompt["greedy_ids"]
-    assert tokens[: len(greedy)] == greedy
-    assert lengths == run["accept_lengths"]
-    for tree, cycle in zip(trees, run["cycles"], strict=False):
-        assert tree.tokens[0].tolist() == cycle["draft_tokens"]
-        assert tree.depths[0].tolist() == cycle["tree_position_ids"]
-        if "tree_mask" in cycle:
-            recorded = [[int(bit) for bit in row] for row in cycle["tree_mask"]]
-            assert tree.ancestors[0].long().tolist() == recorded
+@pytest.mark.parametrize("setting", [0, 1], ids=["60-7-10", "16-4-4"])
+@torch.inference_mode()
+def test_trees_tokens_and_lengths_equal_the_recording(setting):
+    target = AutoModelForCausalLM.from_pretrained(ORACLE / "target").eval()
+    pair = eagle_fsd.EagleModel.from_parts(target, eagle_fsd.load_head(ORACLE / "head"))
+    prompts = json.loads((ORACLE / "expected.json").read_text())["prompts"]
+    assert len(prompts) == 8
+    for prompt in prompts:
+        run, trees = prompt["runs"][setting], []
+        config = eagle_fsd.TreeConfig(run["total_token"], run["depth"] + 1, run["top_k"])
+        request = Request(prompt["prompt_ids"], max_new_tokens=200)
+        decoder = Decoder(pair.target, pair.draft, [request], lambda count, choice=Choice(config): choice)
+        decoder.observe = lambda tree, draft_logits, paths, trees=trees: trees.append(tree)
+        decoder.prefill()
+        for _ in run["accept_lengths"]:
+            decoder.step()
+        assert request.emitted[: len(prompt["greedy_ids"])] == prompt["greedy_ids"]
+        assert request.stats.accepted_lengths == run["accept_lengths"]
+        for tree, cycle in zip(trees, run["cycles"], strict=False):
+            assert tree.tokens[0].tolist() == cycle["draft_tokens"]
+            assert tree.depths[0].tolist() == cycle["tree_position_ids"]
+            if "tree_mask" in cycle:
+                assert tree.ancestors[0].int().tolist() == [list(map(int, row)) for row in cycle["tree_mask"]]

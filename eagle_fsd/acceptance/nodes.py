@@ -48,7 +48,7 @@ class Nodes:
     draft_row: Tensor  # [B] long, the row of `drafted` that is the node's
     draft_tokens: Tensor | None  # [R] long, the tokens that `drafted` is of; None: all, R = V
     threshold: Tensor  # [B] float64
-    left: Tensor  # [B] float64, of the budget; inf: there is none
+    left: Tensor | None  # [B] float64, of the budget; None: no row has one
     going: Tensor  # [B] bool: rows whose walk has not ended; what is answered of others is not read
     errors: dict[int, Exception]  # of rows: what a user's function raised there
     ahead: Tensor | None = None  # [B, C], what `Rule.look_ahead` said of each column

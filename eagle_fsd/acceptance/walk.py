@@ -51,7 +51,7 @@ def walk(
     draft: Sequence[Tensor],  # per drafted level [B, K, R], the draft's raw logits; rows are `tree.draft_rows`
     target: Target,
     threshold: Tensor,  # [B] float64
-    left: Tensor,  # [B] float64, of each row's budget: nats of regret that fuzzy tokens may still cost
+    left: Tensor | None,  # [B] float64, of each row's budget: nats of regret that fuzzy tokens may still cost
     draft_tokens: Tensor | None = None,  # [R] long; None: the draft names all tokens
     errors: dict[int, Exception] | None = None,  # takes what a user's function raises, by row
 ) -> list[list[Step]]:
@@ -70,7 +70,7 @@ def walk(
         ahead = rule.look_ahead(_ahead(rule, tree, target, whole, threshold))
     node = torch.zeros_like(rows)
     going, closed = torch.ones_like(rows, dtype=torch.bool), torch.zeros_like(rows, dtype=torch.bool)
-    unknown = torch.full_like(left, math.nan)
+    unknown = torch.full_like(threshold, math.nan)
     said, path = [tree.tokens[:, 0]], []
     for depth in range(tree.max_depth + 1):
         raw = target.logits[rows, node]
@@ -85,10 +85,11 @@ def walk(
             weights = rule.weigh(nodes)
         if weights is not None:
             token = draw(nodes, weights)
-            regret = (raw.amax(-1) - raw.gather(1, token[:, None])[:, 0]).double()
-            closed = closed | (token != exact) & (regret > left)  # dearer than what is left: refused, exact from here
-            token = torch.where(closed, exact, token)
-            left = left - torch.where(token != exact, regret, 0.0)
+            if left is not None:
+                regret = (raw.amax(-1) - raw.gather(1, token[:, None])[:, 0]).double()
+                closed = closed | (token != exact) & (regret > left)  # dearer than what is left: exact from here
+                token = torch.where(closed, exact, token)
+                left = left - torch.where(token != exact, regret, 0.0)
         drawn = warped.gather(1, token[:, None])[:, 0]
         divergence = unknown if weights is None or weights.divergence is None else weights.divergence
         path.append((node, token, exact, going, closed, divergence, drawn))

@@ -61,10 +61,12 @@ class Request:
         self.receipts: list[Receipt] = []
         self.stats = Stats()
         self.reason: str | None = None  # why it ended
-        self.closed: str | None = "budget" if budget == 0 else None  # why the rule no longer decides
+        self.closed: str | None = None  # why the rule no longer decides
         self.spent = 0.0  # regret of the answer's fuzzy tokens, in nats
         self._features: list[Tensor] = []  # parts of `features`
         self._text: Tensor | None = None  # [1, padding, prompt and room for the answer], for criteria
+        if budget == 0:
+            self._close("budget", 0)
 
     @property
     def greedy(self) -> bool:

@@ -23,8 +23,8 @@ from ..data.files import cache_directory, save_atomically
 from ..drafting.config import Choice, TreeConfig
 from ..drafting.latency import Latency
 from ..heads.eagle import DraftHead
+from ..models import GROUPED, IMPLEMENTATIONS, SPLIT
 from ..models.flash import find_flash
-from ..models.implementations import GROUPED, IMPLEMENTATIONS, SPLIT
 from ..models.placement import is_packed, weights_digest
 from ..models.target import TargetModel
 from .decoder import Decoder

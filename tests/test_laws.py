@@ -1,0 +1,302 @@
+"""The law of what a cycle emits (a segment), by enumeration over a small vocabulary, and that the noise draws it.
+
+With independent noise at every depth the law of segments is a product along the tree.
+"""
+
+import math
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from itertools import product
+from typing import ClassVar
+
+import pytest
+import torch
+from random_trees import Case, tree_from_parents
+from reference_acceptance import divergence, entropy
+from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+from eagle_fsd.acceptance import Nodes, Rule, Weights, make_rule
+from eagle_fsd.engine.noise import gumbel_noise
+
+VOCAB, DEPTH = 6, 3
+#                          root
+#              /            |            \
+#          1: token 0   2: token 3   3: token 5
+#          /     \          |
+#      4: 1     5: 2      6: 3
+#     /   \      |
+#  7: 4  8: 0   9: 2
+PARENTS = [0, 0, 0, 0, 1, 1, 2, 4, 4, 5]
+TOKENS = [3, 0, 3, 5, 1, 2, 3, 4, 0, 2]
+NODES = range(len(PARENTS))
+CHILDREN = [{TOKENS[n]: n for n in NODES[1:] if PARENTS[n] == v} for v in NODES]  # by token
+PATHS = [()]
+for node in NODES[1:]:
+    PATHS.append((*PATHS[PARENTS[node]], TOKENS[node]))
+
+WARPERS = {
+    "plain": [], "temperature": [TemperatureLogitsWarper(0.6)], "top_k_2": [TopKLogitsWarper(2)],
+    "top_p": [TemperatureLogitsWarper(1.3), TopPLogitsWarper(0.8)],
+}
+
+
+def case_of(seed: int, warpers: str = "temperature") -> Case:
+    """That tree with random logits; the noise says "sampling"."""
+    generator = torch.Generator().manual_seed(seed)
+    raw = 1.5 * torch.randn(1, len(NODES), VOCAB, generator=generator)
+    draft = raw + 0.5 * torch.randn(raw.shape, generator=generator)
+    return Case(tree_from_parents([PARENTS], [TOKENS]), [draft] * DEPTH, raw, warped(raw, warpers),
+                torch.zeros(1, DEPTH + 1, VOCAB))
+
+
+def warped(raw, warpers):
+    scores = raw.flatten(0, -2)
+    for warper in WARPERS[warpers]:
+        scores = warper(None, scores)
+    return scores.view_as(raw)
+
+
+@dataclass(frozen=True)
+class Steered(Rule):
+    """Leads each row along the path to a node of its own, and keeps what a rule answers at each depth."""
+
+    name: ClassVar[str] = "steered"
+    rule: Rule = None
+    answers: list[tuple[Nodes, Weights]] = field(default_factory=list)
+
+    look_ahead = property(lambda self: self.rule.look_ahead)
+    head_guard = property(lambda self: getattr(self.rule, "head_guard", None))
+
+    def is_lossless(self, greedy):
+        return False
+
+    def weigh(self, nodes):
+        depth = len(self.answers)
+        self.answers.append((nodes, self.rule.weigh(nodes)))
+        to = torch.tensor([path[depth] if depth < len(path) else 0 for path in PATHS])
+        return Weights(None, tokens=torch.nn.functional.one_hot(to, VOCAB).float())
+
+
+def law_of(name, threshold, case, **options) -> dict[tuple, float]:
+    """From the log-weights that the rule answers at each node, where these do not depend on the noise."""
+    rule, node_probs = Steered(rule=make_rule(name, threshold, **options)), []
+    case.take([0] * len(NODES)).walk(rule, threshold)
+    for v, path in enumerate(PATHS):
+        nodes, answer = rule.answers[len(path)]
+        weights, own = nodes.warped[v] + torch.as_tensor(answer.others).expand(len(NODES))[v], nodes.children[v]
+        weights = weights.index_copy(0, nodes.tokens[v, own], answer.children[v, own])
+        node_probs.append(weights.double().softmax(-1).tolist())
+    return segment_law(node_probs)
+
+
+def target_probs(case):
+    return case.warped[0].double().softmax(-1).tolist()
+
+
+def segment_law(node_probs, stops=()) -> dict[tuple, float]:
+    """Probability of each segment from the probabilities of the token at each node; at some nodes the walk stops."""
+    law = {}
+
+    def descend(v, prob):
+        for token, p in enumerate(node_probs[v]):
+            if token in CHILDREN[v] and v not in stops:
+                descend(CHILDREN[v][token], prob * p)
+            elif prob * p > 0:
+                law[(*PATHS[v], token)] = prob * p
+
+    descend(0, 1.0)
+    return law
+
+
+def kl_of(law, other):
+    return sum(p * math.log(p / other[segment]) for segment, p in law.items() if p > 0)
+
+
+def mean_length(law):
+    return sum(p * (len(segment) - 1) for segment, p in law.items())
+
+
+def approx(law):
+    return pytest.approx({segment: p for segment, p in law.items() if p > 1e-12}, abs=1e-6)
+
+
+def drawn(law):
+    return {segment: p for segment, p in law.items() if p > 1e-12}
+
+
+# --- exact ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("warpers", WARPERS)
+def test_exact_emits_what_plain_sampling_does_with_the_same_noise(warpers):
+    """With logits that are an arbitrary function of the path; and so does every rule at its lossless end."""
+    generator = torch.Generator().manual_seed(3)
+    paths = [path for length in range(DEPTH + 1) for path in product(range(VOCAB), repeat=length)]
+    logits = warped(1.5 * torch.randn(len(paths), VOCAB, generator=generator), warpers)
+    model = dict(zip(paths, logits, strict=True))
+    rows = 300
+    noise = gumbel_noise(torch.arange(rows), torch.arange(100, 101 + DEPTH).expand(rows, -1), VOCAB)
+    case = replace(case_of(0), warped=torch.stack([model[path] for path in PATHS])[None]).take([0] * rows)
+    for name in ("exact", "fsd", "tilt", "lenience"):
+        for row, steps in enumerate(replace(case, noise=noise).walk(make_rule(name))):
+            plain = ()
+            while len(plain) < len(steps):
+                plain += (int((model[plain] + noise[row, len(plain)]).argmax()),)
+            assert tuple(step.token for step in steps) == plain and all(step.exact for step in steps)
+
+
+def test_exact_accepts_as_much_as_testing_sibling_by_sibling():
+    """Test the children in turn with probability p, renormalising p after each refusal (EAGLE-2)."""
+    case = case_of(2)
+    sequential = []
+    for children, probs in zip(CHILDREN, target_probs(case), strict=True):
+        left, residual, law = 1.0, list(probs), [0.0] * VOCAB
+        for token in children:
+            accept = residual[token] / sum(residual)
+            law[token], left = left * accept, left * (1 - accept)
+            residual[token] = 0
+        sequential.append([p + left * r / sum(residual) for p, r in zip(law, residual, strict=True)])
+    assert law_of("exact", 0.0, case) == approx(segment_law(sequential)) == segment_law(target_probs(case))
+
+
+# --- tilt and lenience ---------------------------------------------------------------------------
+
+
+def run_in_head(case, alpha):
+    """Steps of a segment up to the first outside the head."""
+    probs = case.raw[0].softmax(-1).tolist()
+
+    def run(segment):
+        nodes = [PATHS.index(segment[:at]) for at in range(len(segment))]
+        inside = [probs[v][token] >= (1 - alpha) * max(probs[v]) for v, token in zip(nodes[:-1], segment, strict=False)]
+        return [*inside, False].index(False)
+
+    return run
+
+
+@pytest.mark.parametrize("alpha", [None, 0.5, 0.9])
+@pytest.mark.parametrize("warpers", WARPERS)
+def test_tilt_has_the_law_of_the_papers_formula(warpers, alpha):
+    """p(segment) exp(T r(segment)) / Z; P(r >= k) never falls in T."""
+    case = case_of(6, warpers)
+    target, run, tails = segment_law(target_probs(case)), run_in_head(case, 1.0 if alpha is None else alpha), [0.0] * 4
+    for threshold in (1e-30, 1e-4, 0.3, 1.0, 5.0, 20.0):
+        law = law_of("tilt", threshold, case, head_guard=alpha)
+        weights = {segment: math.log(p) + threshold * run(segment) for segment, p in target.items()}
+        most = max(weights.values())
+        total = math.fsum(math.exp(weight - most) for weight in weights.values())
+        assert drawn(law) == approx({segment: math.exp(w - most) / total for segment, w in weights.items()})
+        tails, before = [sum(p for segment, p in law.items() if run(segment) >= k) for k in range(4)], tails
+        assert all(now >= then - 1e-6 for now, then in zip(tails, before, strict=True))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_no_other_rule_reaches_the_length_of_tilt_with_less_kl(seed):
+    case = case_of(seed)
+    target = segment_law(target_probs(case))
+    for name, threshold in (("lenience", 0.3), ("lenience", 1.0), ("fsd", 0.02), ("fsd", math.inf)):
+        other = law_of(name, threshold, case, head_guard=None)
+        low, high = 0.0, 100.0
+        for _ in range(30):
+            middle = (low + high) / 2
+            longer = mean_length(law_of("tilt", middle, case)) > mean_length(other)
+            low, high = (low, middle) if longer else (middle, high)
+        tilted = law_of("tilt", low, case)
+        assert mean_length(tilted) == pytest.approx(mean_length(other), abs=1e-3)
+        assert kl_of(tilted, target) <= kl_of(other, target) + 1e-4
+
+
+@pytest.mark.parametrize("warpers", ["plain", "top_k_2"])
+def test_lenience_lifts_the_mass_of_the_children(warpers):
+    """P becomes min(1, P / l), in the target's odds on both sides."""
+    case = case_of(8, warpers)
+    for threshold in (1e-6, 0.2, 1.0, 60.0, 1e300):
+        lifted = []
+        for children, probs in zip(CHILDREN, target_probs(case), strict=True):
+            mass = sum(probs[token] for token in children)
+            more = min(1.0, mass * math.exp(min(threshold, 700.0)))
+            lifted.append([p if not mass else p * more / mass if token in children else p * (1 - more) / (1 - mass)
+                           for token, p in enumerate(probs)])
+        assert drawn(law_of("lenience", threshold, case)) == approx(segment_law(lifted))
+
+
+# --- the noise draws the laws --------------------------------------------------------------------
+
+
+def gated(case, allowed):
+    """What the target draws outside the children goes to those that may be taken, in proportion; theirs it stays."""
+    law = []
+    for v, probs in enumerate(target_probs(case)):
+        raw = case.raw[0, v].softmax(-1).tolist()
+        open_to = [token for token in CHILDREN[v] if allowed(v, token, raw)]
+        stops = sum(p for token, p in enumerate(probs) if token not in CHILDREN[v]) if open_to else 0.0
+        total = sum(probs[token] for token in open_to)
+        law.append([p + (stops * p / total if token in open_to else 0.0) if token in CHILDREN[v] or not open_to else 0.0
+                    for token, p in enumerate(probs)])
+    return law
+
+
+def closeness(case):
+    return [divergence("js", case.raw[0, v].tolist(), case.draft[0][0, v].tolist()) for v in NODES]
+
+
+def paper(case, threshold):
+    """fsd_paper: the draft's first child, the one of the smallest number, wherever the gate is open; else it stops."""
+    open_at = [v for v, js in enumerate(closeness(case)) if CHILDREN[v] and js <= threshold]
+    firsts = {v: min(CHILDREN[v], key=CHILDREN[v].get) for v in open_at}
+    probs = [[float(token == firsts[v]) for token in range(VOCAB)] if v in firsts else p
+             for v, p in enumerate(target_probs(case))]
+    return segment_law(probs, stops=set(NODES) - set(open_at))
+
+
+LAWS = {  # rule, threshold, options: its law from the papers' inequalities
+    ("exact", 0.0): lambda case: target_probs(case),
+    ("fsd", 0.02): lambda case: gated(case, lambda v, x, p: closeness(case)[v] <= 0.02),
+    ("fsd", math.inf, 0.9): lambda case: gated(case, lambda v, x, p: p[x] >= 0.1 * max(p)),
+    ("typical", 0.5): lambda case: gated(case, lambda v, x, p: p[x] > 0.5 * min(0.09, 0.3 * math.exp(-entropy(p)))),
+    ("relaxed", 1.0): lambda case: gated(case, lambda v, x, p: math.log(max(p) / p[x]) <= 1.0),
+    ("fsd_paper", 0.03): lambda case: paper(case, 0.03),
+    ("tilt", 0.5): lambda case: law_of("tilt", 0.5, case),
+    ("tilt", 0.5, 0.9): lambda case: law_of("tilt", 0.5, case, head_guard=0.9),
+    ("lenience", 0.4): lambda case: law_of("lenience", 0.4, case),
+}
+
+
+@pytest.mark.parametrize("setting", LAWS, ids=str)
+def test_walks_draw_the_law(setting):
+    name, threshold, guard = (*setting, None)[:3]
+    rule = make_rule(name, threshold, **({} if name == "exact" else {"head_guard": guard}))
+    draws, case = 20_000, case_of(10)
+    law = LAWS[setting](case)
+    law = law if isinstance(law, dict) else segment_law(law)
+    assert name == "exact" or max(abs(law.get(s, 0) - p) for s, p in segment_law(target_probs(case)).items()) > 0.03
+    noise = gumbel_noise(torch.arange(draws), torch.arange(DEPTH + 1).expand(draws, -1), VOCAB)
+    walks = replace(case.take([0] * draws), noise=noise).walk(rule)
+    counts = Counter(tuple(step.token for step in steps) for steps in walks)
+    assert not counts.keys() - law.keys()
+    assert chi_square_fits(counts, law)
+
+
+def chi_square_fits(counts, law) -> bool:
+    """What is expected less than five times is counted as one."""
+    draws = sum(counts.values())
+    pairs = [(counts[each], p * draws) for each, p in law.items()]
+    rare = [pair for pair in pairs if pair[1] < 5]
+    cells = [pair for pair in pairs if pair[1] >= 5] + [tuple(map(sum, zip(*rare, strict=True)))] * bool(rare)
+    freedom = len(cells) - 1
+    chi_square = sum((seen - expected) ** 2 / max(expected, 1.0) for seen, expected in cells)
+    return chi_square < freedom + 3.5 * math.sqrt(2 * freedom)
+
+
+@pytest.mark.parametrize("name", ["exact", "fsd"])
+def test_of_a_larger_vocabulary_too(name):
+    """The first token, of 300: the target's law, or that of its children."""
+    vocab, draws, children = 300, 10_000, [5, 17, 40, 299]
+    logits = 3 * torch.randn(1, 5, vocab, generator=torch.Generator().manual_seed(1))
+    case = Case(tree_from_parents([[0] * 5], [[0, *children]]), [logits], logits, logits).take([0] * draws)
+    noise = gumbel_noise(torch.arange(draws), torch.arange(2).expand(draws, -1), vocab)
+    rule = make_rule("exact") if name == "exact" else make_rule("fsd", 0.1, head_guard=None)
+    counts = Counter(steps[0].token for steps in replace(case, noise=noise).walk(rule))
+    probs = logits[0, 0].double().softmax(-1)
+    law = {token: probs[token].item() for token in (range(vocab) if name == "exact" else children)}
+    assert chi_square_fits(counts, {token: p / sum(law.values()) for token, p in law.items()})

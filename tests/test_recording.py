@@ -1,0 +1,53 @@
+"""Tokens and accepted lengths are those that commit 767fce7 gave: every rule, greedy and sampled, on the small pair."""
+
+import json
+import lzma
+from pathlib import Path
+
+import pytest
+import torch
+
+import eagle_fsd
+from eagle_fsd.api import decode_requests
+from eagle_fsd.requests import make_requests
+
+TESTS = Path(__file__).parent
+RECORD = json.loads(lzma.decompress((TESTS / "recorded" / "small.json.xz").read_bytes()))
+
+
+@pytest.fixture(scope="module")
+def model():
+    pairs = TESTS / "pairs"
+    return eagle_fsd.load(pairs / "small-target", pairs / "small-draft", device="cpu", dtype=torch.float32,
+                          tree=eagle_fsd.TreeConfig(16, 5, 4))
+
+
+def recorded(model, setting, numbers):
+    """Requests for some of the prompts, and their runs."""
+    rule, threshold, divergence, temperature = setting.split(" ")
+    unguarded = {} if rule == "exact" else {"head_guard": None}
+    options = eagle_fsd.GenerateOptions(
+        acceptance=eagle_fsd.make_rule(rule, float(threshold), divergence or None, **unguarded), max_new_tokens=32,
+        temperature=float(temperature), ignore_eos=True, seed=[100 + number for number in numbers])
+    requests = make_requests(model, [RECORD["prompts"][number] for number in numbers], options)
+    return list(zip(requests, (RECORD["runs"][setting][number] for number in numbers), strict=True))
+
+
+def differing(model, pairs):
+    outputs = decode_requests(model, [request for request, _ in pairs])
+    return sum([output.token_ids, output.stats.accepted_lengths] != run
+               for output, (_, run) in zip(outputs, pairs, strict=True))
+
+
+@pytest.mark.parametrize("first", [0, 4])
+def test_all_rules_together_equal_the_recording(model, first):
+    """38 settings with 4 prompts each, in one batch. A processor that rounds otherwise may turn one run of 152."""
+    pairs = [pair for setting in RECORD["runs"] for pair in recorded(model, setting, range(first, first + 4))]
+    assert len(pairs) == 152 and differing(model, pairs) <= 1
+
+
+def test_batches_of_one_rule_equal_the_recording(model):
+    for number, setting in enumerate(RECORD["runs"]):
+        if number % 5 == 0:
+            assert differing(model, recorded(model, setting, range(4))) == 0, setting
+            assert differing(model, recorded(model, setting, [7])) == 0, setting
