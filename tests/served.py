@@ -3,7 +3,6 @@
 import asyncio
 import os
 import re
-import signal
 import subprocess
 import sys
 import threading
@@ -72,11 +71,6 @@ class Served:
                 self.url = found[1]
                 self.ready.set()
         self.ready.set()
-
-    def stop(self, number=signal.SIGTERM, seconds=60):
-        """Its exit status."""
-        self.process.send_signal(number)
-        return self.process.wait(seconds)
 
 
 @contextmanager

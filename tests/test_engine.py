@@ -6,7 +6,6 @@ import gc
 import random
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -305,17 +304,6 @@ def test_what_was_read_before_is_copied(trees):
         assert len(engine._rows.prefixes.kept) == 4  # the first one is the beginning of the second's text
 
 
-def test_beginnings_are_shared_with_rows_that_go_on():
-    tickets, prompt = [], [(3 * i + 1) % VOCAB for i in range(25)]
-    engine = scheduled(model(), [
-        [lambda engine: tickets.append(engine.submit(prompt, max_new_tokens=40))], [], [],
-        [lambda engine: tickets.append(engine.submit([*prompt[:22], 8], max_new_tokens=5, threshold=0.3))],
-    ], prefixes=0)
-    assert engine.stats.reused_tokens >= 21 and not engine._rows.prefixes.kept
-    assert_as_alone(tickets[1].result(), eagle_fsd.generate([*prompt[:22], 8], model(), max_new_tokens=5, threshold=0.3,
-                                                            tree=TREE, seed=tickets[1].seed))
-
-
 def test_prefixes_are_bounded():
     with eagle_fsd.Engine(model(), max_tokens=200, prefixes=3) as engine:
         for number in range(6):
@@ -582,18 +570,6 @@ def test_bad_engines(options, error, message):
 
 
 # Threads, asyncio, and nobody -------------------------------------------------------------------------------------
-
-
-def test_many_threads():
-    with eagle_fsd.Engine(model(), max_rows=3) as engine, ThreadPoolExecutor(12) as pool:
-        def ask(number):
-            prompt, options = request(number)
-            ticket = engine.submit(prompt, **options)
-            return pieces_of(ticket), ticket.result()
-
-        for number, (pieces, output) in enumerate(pool.map(ask, range(12))):
-            assert_as_alone(output, alone(number))
-            assert pieces == (output.token_ids, output.receipts, output.text)
 
 
 def test_asyncio():

@@ -205,8 +205,9 @@ def test_middleware_inside_sees_only_what_the_guard_lets_through():
 
 def test_bad_rules_are_refused_before_loading(monkeypatch, capsys):
     monkeypatch.setattr("eagle_fsd.cli.arguments.Loading.load", lambda self: pytest.fail("it was loaded"))
-    assert main(["serve", "--port", "0", "--threshold", "-1"]) == 2
-    assert "threshold of rule 'fsd' must lie in [0, inf], got -1" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as ended:
+        main(["serve", "--port", "0", "--threshold", "-1"])
+    assert ended.value.code == 2 and "threshold of rule 'fsd' must lie in" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("defaults", "message"), [

@@ -28,7 +28,6 @@ from eagle_fsd.serve.page import (  # noqa: E402, it needs gradio
 )
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-WIDE, NARROW = {"width": 1280, "height": 900}, {"width": 390, "height": 844}
 
 
 @pytest.mark.parametrize(("defaults", "shown"), [
@@ -152,8 +151,8 @@ def opened(server, browser):
             outside.append(route.request.url)
             route.abort()
 
-    def open_page(viewport=WIDE, scheme="light"):
-        context = browser.new_context(viewport=viewport, color_scheme=scheme)
+    def open_page():
+        context = browser.new_context()
         context.route("**/*", guard)
         contexts.append(context)
         page = context.new_page()
@@ -169,7 +168,7 @@ def opened(server, browser):
 
 def ask(page, text, answers=1):
     page.get_by_label("Your message").fill(text)
-    page.get_by_role("button", name="Send").click()
+    page.keyboard.press("Enter")
     page.wait_for_function("count => [...document.querySelectorAll('.cost')].filter(each => "
                            "each.textContent.includes('ended by')).length >= count", arg=answers, timeout=30_000)
 
@@ -203,39 +202,6 @@ def test_a_prompt_is_answered_with_coloured_tokens(opened):
     assert page.locator(".token.fuzzy").count() > 0
     left, right = (each.text_content() for each in page.locator(".text").all())
     assert (page.locator(".token.differs").count() > 0) == (left.split() != right.split())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("viewport", "scheme"), [(WIDE, "dark"), (NARROW, "light")], ids=["wide-dark", "narrow-light"])
-def test_it_fits_and_is_readable(opened, viewport, scheme):
-    page = opened(viewport, scheme)
-    ask(page, "How many days are in 3 weeks?")
-    assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
-    assert page.evaluate("document.body.classList.contains('dark')") == (scheme == "dark")
-    text, ground = map(luminance, page.locator(".token.exact").first.evaluate(
-        "each => [getComputedStyle(each).color, getComputedStyle(each).backgroundColor]"))
-    assert (max(text, ground) + 0.05) / (min(text, ground) + 0.05) >= 4.5  # the contrast of WCAG 2
-
-
-def luminance(colour):
-    parts = [int(part) / 255 for part in re.findall(r"\d+", colour)[:3]]
-    linear = [part / 12.92 if part <= 0.03928 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
-    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
-
-
-@pytest.mark.slow
-def test_the_keyboard_is_enough(opened):
-    page = opened()
-    page.get_by_label("Your message").focus()
-    page.keyboard.type("What is 6 plus 7?")
-    page.keyboard.press("Enter")
-    page.locator(".cost", has_text="ended by").wait_for(timeout=30_000)
-    reached = set()
-    for _ in range(30):
-        page.keyboard.press("Tab")
-        reached.add(page.evaluate("(document.activeElement.getAttribute('aria-label') || "
-                                  "document.activeElement.textContent || '').trim()"))
-    assert all(any(wanted in each for each in reached) for wanted in ("Send", "Stop", "New", "Threshold", "Rule"))
 
 
 @pytest.mark.slow

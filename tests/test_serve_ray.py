@@ -1,11 +1,9 @@
 """Replicas on a Ray cluster of this machine, one of which is killed; skipped where Ray is not installed."""
 
-import re
 import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import httpx
 import openai
@@ -16,7 +14,6 @@ import eagle_fsd
 
 pytest.importorskip("ray")
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
-PAGE = Path(__file__).parents[1] / "docs" / "serving.md"
 PROMPTS = [f"What is {number} plus {number + 8}?" for number in range(10, 30)]
 SETTINGS = {"name": "small", "device": "cpu", "dtype": "float32", "max_rows": 2, "max_waiting": 32,
             "tree": {"total_tokens": 16, "depth": 5, "top_k": 4}}
@@ -100,21 +97,6 @@ def test_a_replica_is_killed_and_every_request_ends_right(cluster, url):
     while len(set(replicas(cluster)) - {before[0]}) < 2 and time.monotonic() < end:
         time.sleep(0.5)
     assert len(set(replicas(cluster)) - {before[0]}) == 2  # another one has come
-
-
-def test_the_examples_of_the_page_are_what_serve_takes():
-    import yaml
-    from ray.serve.schema import ServeDeploySchema
-
-    from eagle_fsd.serve import ray as ours
-
-    found = [yaml.safe_load(block) for block in re.findall(r"```yaml\n(.*?)```", PAGE.read_text(), re.DOTALL)]
-    deployed = [ServeDeploySchema.model_validate(each) for each in found if "applications" in each]
-    assert deployed
-    for each in deployed:
-        (application,) = each.applications
-        assert application.import_path == "eagle_fsd.serve.ray:app" and ours.app(application.args)
-        assert [deployment.name for deployment in application.deployments] == [ours.Replica.name]
 
 
 @pytest.mark.parametrize(("settings", "said"), [
