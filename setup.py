@@ -51,6 +51,6 @@ setup(
     extras_require=EXTRAS,
     entry_points={
         "console_scripts": ["eagle-fsd=eagle_fsd.cli:main"],
-        "lm_eval.models": ["eagle_fsd=eagle_fsd.measure.lm_eval:EagleLM"],  # read by versions after 0.4.13
+        "lm_eval.models": ["eagle_fsd=eagle_fsd.lm_eval:EagleLM"],  # read by versions after 0.4.13
     },
 )
