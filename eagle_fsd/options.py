@@ -191,8 +191,8 @@ class LoadOptions(Options):
         device_map: placement by accelerate, instead of `device`; the head goes where the output layer is.
         quantization_config: one of `transformers`, to quantise the target with while it is loaded. A checkpoint that
             was saved quantised needs none.
-        attn_implementation: "sdpa", "eager", "grouped", "split", or "auto": the fastest here, measured once; see
-            docs/performance.md. Default: sdpa where the model has it, on a CPU without its copies ("grouped").
+        attn_implementation: "sdpa", "eager", "grouped" or "split", see docs/performance.md. Default: sdpa where the model
+            has it, on a CPU without its copies ("grouped").
         trust_remote_code: allow a target to run code from its repository.
         tree: where `generate` is given none: "auto", the one that emits the most tokens per second on this machine,
             where there are logs to choose it by (`eagle-fsd tune`), else a default for the device; drafting pauses
@@ -216,9 +216,9 @@ class LoadOptions(Options):
     def __post_init__(self) -> None:
         if self.target is None and self.draft is not None:
             raise ValueError("target= is missing: give both target= and draft=, or neither for the default pair")
-        if self.attn_implementation not in (None, "auto", *IMPLEMENTATIONS):
-            raise ValueError(f"attn_implementation must be None, auto or one of {', '.join(IMPLEMENTATIONS)}, got "
-                             f"{self.attn_implementation!r}")
+        if self.attn_implementation not in (None, *IMPLEMENTATIONS):
+            raise ValueError(f"attn_implementation must be one of {', '.join(IMPLEMENTATIONS)}, or None for what is "
+                             f"fastest on most machines, got {self.attn_implementation!r}")
         check_placement(self.device, self.device_map)
         if not (self.tree is None or self.tree == "auto" or isinstance(self.tree, TreeConfig)):
             raise ValueError(f'tree must be "auto", a TreeConfig or None, got {self.tree!r}')

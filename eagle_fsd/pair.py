@@ -18,7 +18,7 @@ from .drafting.autotree import AutoTree, describe_tree
 from .drafting.config import CPU_TREE, GPU_TREE, Choice, TreeConfig
 from .drafting.logs import Setting, TreeLog, read_logs, with_own_logs
 from .drafting.pause import Pause
-from .engine.timing import known_latency, use_fastest_attention
+from .engine.timing import known_latency
 from .heads.catalogue import find_pair
 from .heads.checkpoint import load_head
 from .heads.eagle import DraftHead
@@ -201,9 +201,7 @@ def set_attention(target: TargetModel, wanted: str | None) -> None:
     if wanted is None and target.device.type == "cpu" and config._attn_implementation == "sdpa":
         key_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         wanted, level = GROUPED if key_heads < config.num_attention_heads else None, logging.INFO
-    if wanted == "auto":
-        use_fastest_attention(target)
-    elif wanted not in (None, *STOCK):
+    if wanted not in (None, *STOCK):
         try:
             target.use_attention(wanted)
         except ValueError as error:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from eagle_fsd.prompts import encode_prompt
 from tiny import CHAT_TEMPLATE, HIDDEN, PROMPT, tiny_chat_pair, tiny_pair
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
@@ -16,7 +17,6 @@ import eagle_fsd
 from eagle_fsd import Chat, Session, TreeConfig
 from eagle_fsd.drafting.config import Choice
 from eagle_fsd.pair import EagleModel
-from eagle_fsd.prompts import encode_prompt
 
 TREE = TreeConfig(16, 5, 4)
 SAID = ("hello there.", "and now.", "what else")

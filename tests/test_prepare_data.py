@@ -9,8 +9,8 @@ from tiny import tiny_pair, tiny_tokenizer
 import eagle_fsd
 from eagle_fsd.cli.arguments import parse_options
 from eagle_fsd.data.conversations import BadRow, Record, read_records
-from eagle_fsd.data.documents import Documents
 from train.answers import Respondent, is_sensible, regenerate, self_prompted
+from train.documents import Documents
 from train.encoding import encode_dataset, encode_record
 from train.prepare_data import Arguments, run
 

@@ -25,7 +25,6 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.fsdp import fully_shard
 
 import eagle_fsd
-from eagle_fsd.data.documents import Documents
 from eagle_fsd.data.files import only_writer
 from eagle_fsd.drafting.config import TreeConfig
 from eagle_fsd.heads.checkpoint import load_head
@@ -34,6 +33,7 @@ from eagle_fsd.models.loading import load_target
 from eagle_fsd.models.target import TargetModel
 from train import evaluation, train_draft_head
 from train.config import RECIPES, TrainingConfig
+from train.documents import Documents
 from train.features import write_features
 from train.objectives import OBJECTIVES, AlignedLoss, make_objective
 from train.schedule import DocumentSplit, Schedule, feature_noise, learning_rate, shares

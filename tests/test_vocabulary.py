@@ -19,7 +19,6 @@ from tiny import HIDDEN, PROMPT, VOCAB, accepted_while_sampling, save_pair, tiny
 
 import eagle_fsd
 from eagle_fsd import TreeConfig, load_head, save_head
-from eagle_fsd.data.documents import Documents
 from eagle_fsd.drafting.growth import draft_tree
 from eagle_fsd.heads.checkpoint import TOKEN_MAP, copy_head, save_token_map
 from eagle_fsd.heads.export import export_head
@@ -27,6 +26,7 @@ from eagle_fsd.heads.inspection import inspect_head
 from eagle_fsd.heads.vocabulary import BLOCK, TokenCounts, count_tokens
 from eagle_fsd.models.placement import weights_digest
 from eagle_fsd.pair import EagleModel
+from train.documents import Documents
 
 NAMED = [1, 2, 3, 5, 6, 7, 8, 9, 12, 13, 14, 17, 19, 20, 22, 23, 24, 26, 28, 30, 31]
 OUTSIDE = sorted({*range(VOCAB)} - {*NAMED})

@@ -16,8 +16,8 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from eagle_fsd.data.conversations import BadRow, Record
-from eagle_fsd.data.documents import Documents
 from eagle_fsd.data.progress import Progress
+from train.documents import Documents
 
 # What a template may put between the generation prompt and an answer: an empty block of thoughts.
 BEFORE_ANSWER = re.compile(r"\s*(<think>\s*</think>\s*)?")

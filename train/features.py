@@ -23,12 +23,12 @@ from torch import Tensor
 
 from eagle_fsd.cli.arguments import parse_options
 from eagle_fsd.cli.exits import check_counts, exit_status
-from eagle_fsd.data.documents import Documents, split_rows
 from eagle_fsd.data.files import only_writer, save_atomically
 from eagle_fsd.data.progress import Progress
 from eagle_fsd.heads.eagle3 import check_layers
 from eagle_fsd.models.loading import load_target
 from eagle_fsd.models.target import TargetModel
+from train.documents import Documents, split_rows
 from train.teacher import OnlineFeatures, read_index, shard_path
 
 log = logging.getLogger("train.features")

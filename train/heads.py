@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, PreTrainedConfig
 
-from eagle_fsd.data.documents import Documents
 from eagle_fsd.heads.eagle import DraftHead
 from eagle_fsd.heads.eagle3 import Eagle3Head
 from eagle_fsd.heads.layouts import LAYER_IDS
 from train.config import SIZES, TrainingConfig
+from train.documents import Documents
 from train.teacher import TargetEnds
 
 # Fields of the target's config that the head's begins with.

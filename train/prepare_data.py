@@ -22,12 +22,12 @@ from eagle_fsd.checks import check_interval, require_number
 from eagle_fsd.cli.arguments import parse_options
 from eagle_fsd.cli.exits import check_counts, exit_status
 from eagle_fsd.data.conversations import Record, read_records
-from eagle_fsd.data.documents import check_place
 from eagle_fsd.data.files import only_writer
 from eagle_fsd.data.gguf import target_source
 from eagle_fsd.models.loading import check_dtype, load_target
 from eagle_fsd.pair import EagleModel, set_attention
 from train.answers import Respondent, regenerate, self_prompted
+from train.documents import check_place
 from train.encoding import check_tokenizer, encode_dataset
 
 

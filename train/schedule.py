@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from eagle_fsd.data.documents import Documents
 from train.config import TrainingConfig
+from train.documents import Documents
 
 GOLDEN = 0.618034  # its multiples are spread evenly over [0, 1)
 

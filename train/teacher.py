@@ -16,12 +16,12 @@ from accelerate import Accelerator
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from eagle_fsd.data.documents import Documents
 from eagle_fsd.models.loading import load_target
 from eagle_fsd.models.output import OutputRows, output_logits
 from eagle_fsd.models.placement import copy_to
 from eagle_fsd.models.target import TargetModel
 from train.config import TrainingConfig
+from train.documents import Documents
 
 DTYPES = {"torch.float32": torch.float32, "torch.bfloat16": torch.bfloat16, "torch.float16": torch.float16}
 

@@ -74,7 +74,7 @@ HeadGuard = Annotated[float | str | None, PrimitiveConstructorSpec(
     is_instance=lambda value: value is None or isinstance(value, (float, int, str)),
     str_from_instance=lambda guard: ["none" if guard is None else str(guard)])]
 RuleName = Literal[tuple(RULE_CLASSES)]
-Implementation = Literal[("auto", *IMPLEMENTATIONS)]
+Implementation = Literal[tuple(IMPLEMENTATIONS)]
 
 
 @dataclass(frozen=True)

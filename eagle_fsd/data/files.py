@@ -6,20 +6,14 @@ import importlib
 import json
 import logging
 import os
-import platform
-import shlex
-import shutil
-import sys
-import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO, TypeVar
+from typing import BinaryIO
 
 from safetensors import SafetensorError
 
 log = logging.getLogger(__name__)
-T = TypeVar("T")
 
 
 def read_lines(path: Path, repair: bool = True) -> list:
@@ -78,25 +72,6 @@ def write_lines(path: Path, values: Iterable) -> None:
     save_atomically(path, lambda part: part.write_text(text, encoding="utf-8"))
 
 
-def read_entries(path: str | None, name: str, build: Callable[[dict], T], command: str) -> list[T]:
-    """The entries of a JSON file {name: [...]}, none where there is none (None).
-
-    Raises:
-        ValueError: the file is damaged; `command` makes it anew.
-    """
-    try:
-        return [build(entry) for entry in json.loads(Path(path).read_text(encoding="utf-8"))[name]] if path else []
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise ValueError(f"{path} cannot be read ({error}); delete it and run {command} again") from error
-
-
-def write_entries(path: Path, name: str, entries: Iterable[dict]) -> Path:
-    """Replace the file's entries, one per line; returns the path."""
-    lines = ",\n".join(json.dumps(entry, separators=(",", ":")) for entry in entries)
-    save_atomically(path, lambda part: part.write_text(f'{{"{name}": [\n{lines}\n]}}\n', encoding="utf-8"))
-    return path
-
-
 def save_atomically(path: Path, write: Callable[[Path], object]) -> None:
     """Let `write` make a file beside `path`, then put it in place with the permissions of any new file.
 
@@ -115,31 +90,6 @@ def save_atomically(path: Path, write: Callable[[Path], object]) -> None:
             part.unlink(missing_ok=True)
         if isinstance(error, (SafetensorError, RuntimeError)):  # what they make of a disk that is full
             raise OSError(f"{path} cannot be written: {error}") from error
-        raise
-
-
-@contextmanager
-def together(directory: Path) -> Iterator[Path]:
-    """A folder for files that then go into `directory` together, config.json last; where one fails, none does.
-
-    Raises:
-        OSError: `directory` cannot be written; one that was not there is not there afterwards either.
-    """
-    made = [folder for folder in (directory, *directory.parents) if not folder.exists()]
-    part = directory / f".{os.getpid()}.part"
-    try:
-        part.mkdir(parents=True)
-        yield part
-        for file in sorted(part.iterdir(), key=lambda file: file.name == "config.json"):
-            os.replace(file, directory / file.name)
-        part.rmdir()
-    except BaseException as error:
-        shutil.rmtree(part, ignore_errors=True)
-        with suppress(OSError):  # one that is not empty
-            for folder in made:
-                folder.rmdir()
-        if isinstance(error, OSError):
-            raise OSError(f"{directory} cannot be written: {error}") from error
         raise
 
 
@@ -168,28 +118,21 @@ def locked(path: Path, *, wait: bool) -> Iterator[BinaryIO]:
 def only_writer(path: Path) -> Iterator[None]:
     """Within, no other process that asks for the same gets to write a folder, or a file that is added to.
 
-    The lock is on a file `.writer.lock` in the folder or .NAME.writer.lock beside the file, which says who holds it.
-
-    Args:
-        path: a folder that is there, or a file, which need not be.
+    The lock is on a file `.writer.lock` in the folder or .NAME.writer.lock beside the file.
 
     Raises:
-        ValueError: another process holds it; it is named.
+        ValueError: another process holds it; its number is said.
     """
-    folder = path.is_dir()
-    place = path / ".writer.lock" if folder else path.with_name(f".{path.name}.writer.lock")
-    own = f"process {os.getpid()} on {platform.node()} ({shlex.join(sys.orig_argv)[:300]})"
+    place = path / ".writer.lock" if path.is_dir() else path.with_name(f".{path.name}.writer.lock")
     try:
         with locked(place, wait=False) as file:
             file.truncate(0)
-            file.write(f"{' '.join(own.split())} since {time.strftime('%Y-%m-%d %H:%M:%S')}".encode())
+            file.write(str(os.getpid()).encode())
             file.flush()
             yield
-            file.truncate(0)
     except BlockingIOError:
-        holder = place.read_text(encoding="utf-8", errors="replace") or "another process"  # which is just beginning
-        raise ValueError(f"{path} is being written by {holder}: wait for its end or choose another "
-                         f"{'folder' if folder else 'file'}") from None
+        raise ValueError(f"{path} is being written by process {place.read_text()}: wait for its end, or choose another "
+                         "place") from None
 
 
 def cache_directory() -> Path:

@@ -13,7 +13,7 @@ import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from .files import cache_directory, locked
-from .sources import check_source, fetch, no_bars_for
+from .sources import check_source, fetch
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ def target_source(source: object) -> str:
     checked = check_target(source)
     if Path(checked).is_file():
         return str(dequantised(Path(checked)))
-    fetch(checked, "config.json")
+    fetch(checked, "config.json", needed=True)
     return checked
 
 
@@ -60,8 +60,7 @@ def dequantised(file: Path) -> Path:
         part = folder.with_name(f"{folder.name}.part")
         shutil.rmtree(part, ignore_errors=True)  # of a process that was killed
         try:
-            with no_bars_for(file):
-                _write(file, part)
+            _write(file, part)
             part.rename(folder)
         finally:
             shutil.rmtree(part, ignore_errors=True)

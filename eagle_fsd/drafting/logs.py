@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import json
 import logging
 import math
 from collections.abc import Sequence
@@ -18,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..data.files import cache_directory, read_entries, write_entries
+from ..data.files import cache_directory, save_atomically
 from ..data.sources import fetch
 from ..heads.eagle import DraftHead
 from ..models.placement import weights_digest
@@ -92,7 +93,11 @@ def read_logs(head: str | Path) -> list[TreeLog]:
     Raises:
         ValueError: the file is damaged, or of a version that named rules otherwise.
     """
-    return read_entries(fetch(str(head), FILE), "logs", _unpacked_log, "eagle-fsd tune")
+    path = fetch(str(head), FILE)
+    try:
+        return [_unpacked_log(entry) for entry in json.loads(Path(path).read_text())["logs"]] if path else []
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise ValueError(f"{path} cannot be read ({error}); delete it and run eagle-fsd tune again") from error
 
 
 def own_logs(target: TargetModel, head: DraftHead) -> Path:
@@ -118,8 +123,12 @@ def with_own_logs(logs: Sequence[TreeLog], target: TargetModel, head: DraftHead)
 def store_log(head: str | Path, found: TreeLog) -> Path:
     """Add one to those beside a head, in place of one of the same setting."""
     kept = [entry for entry in read_logs(head) if entry.setting != found.setting]
-    return write_entries(Path(head) / FILE, "logs", [
-        {**entry.setting._asdict(), "cycles": [_packed(cycle) for cycle in entry.cycles]} for entry in [*kept, found]])
+    entries = [{**entry.setting._asdict(), "cycles": [_packed(cycle) for cycle in entry.cycles]}
+               for entry in [*kept, found]]
+    lines = ",\n".join(json.dumps(entry, separators=(",", ":")) for entry in entries)
+    path = Path(head) / FILE
+    save_atomically(path, lambda part: part.write_text(f'{{"logs": [\n{lines}\n]}}\n'))
+    return path
 
 
 def _unpacked_log(entry: dict) -> TreeLog:

@@ -1,5 +1,4 @@
-"""What decode cycles and attention implementations cost on this machine: measured on whole cycles, kept in the user's
-cache directory."""
+"""What decode cycles cost on this machine: measured on whole cycles, kept in the user's cache directory."""
 
 from __future__ import annotations
 
@@ -23,8 +22,6 @@ from ..data.files import cache_directory, save_atomically
 from ..drafting.config import Choice, TreeConfig
 from ..drafting.latency import Latency
 from ..heads.eagle import DraftHead
-from ..models import GROUPED, IMPLEMENTATIONS, SPLIT
-from ..models.flash import find_flash
 from ..models.placement import is_packed, weights_digest
 from ..models.target import TargetModel
 from .decoder import Decoder
@@ -36,7 +33,6 @@ TOP_K = (1, 2, 3, 4)
 SHORT, LONG, WIDEST = 6, 14, 4  # levels, and top_k, of the measured trees
 ROWS, ROW_TREE = 4, TreeConfig(4, 2, 1)  # of the measured batch
 CONTEXT = 256  # tokens before the measured cycles
-LONG_CONTEXT = 1024  # tokens before the tree that attention implementations are compared with
 ROUNDS = 20
 ENOUGH = 40.0  # seconds, after which no further round is begun
 DISTURBED = 0.6  # cycles that take less than this share of what is kept show that it was measured beside other work
@@ -176,13 +172,13 @@ def known_latency(target: TargetModel, head: DraftHead) -> Latency:
     return latency
 
 
-def circumstances(target: TargetModel, head: DraftHead | None) -> str:
+def circumstances(target: TargetModel, head: DraftHead) -> str:
     """What a latency depends on, as one string."""
     device = target.output_device
     threads = f"{device}, {processor_name()}, {torch.get_num_threads()} threads"
     return "; ".join([
         *(["packed"] if is_packed(target.model) else []), target.digest(),
-        "no head" if head is None else weights_digest(head), str(target.dtype),
+        weights_digest(head), str(target.dtype),
         torch.cuda.get_device_name(device) if device.type == "cuda" else threads,
         target.config._attn_implementation, f"torch {torch.__version__}", f"transformers {transformers.__version__}",
     ])
@@ -203,25 +199,21 @@ def _latency_of(path: Path, key: str) -> Latency | None:
     try:
         base, level = ({int(at): float(value) for at, value in entry[name].items()} for name in ("base", "level"))
         plain, row, plain_row = (float(entry[name]) for name in ("plain", "row", "plain_row"))
-        times = [*base.values(), *level.values(), plain, row, plain_row]
-        if 1 in base and level and all(0 <= time < math.inf for time in times) and min(*base.values(), plain) > 0:
+        if 1 in base and level and min(*base.values(), plain) > 0:
             return Latency(base, level, plain, row, plain_row)
-    except (AttributeError, KeyError, TypeError, ValueError, OverflowError):
+    except (TypeError, AttributeError, KeyError, ValueError):
         pass
-    if entry is not None:
-        log.warning("%s holds something else than a latency: measuring again", path)
     return None
 
 
 def _kept(path: Path) -> dict:
     try:
-        held = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
         return {}
-    return held if isinstance(held, dict) else {}
 
 
-def _keep(path: Path, key: str, value: object) -> None:
+def _keep(path: Path, key: str, value: dict) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         text = json.dumps({**_kept(path), key: value}, indent=1)
@@ -229,52 +221,3 @@ def _keep(path: Path, key: str, value: object) -> None:
     except OSError as error:
         log.warning("%s cannot be written (%s): latencies are measured again next time", path, error)
 
-
-def use_fastest_attention(target: TargetModel) -> None:
-    """Switch to the attention implementation that verifies a tree fastest, of those that agree with the present one.
-
-    The choice is kept on disk like the latencies; that it agrees is checked at every load.
-    """
-    flash = find_flash(target.device)
-    key, path = f"{circumstances(target, None)}; {flash and flash[0]}", cache_directory() / "attention.json"
-    chosen = _kept(path).get(key)
-    if chosen not in IMPLEMENTATIONS:  # nothing, or what a damaged file holds
-        seconds = measure_attention(target)
-        chosen = min(seconds, key=seconds.__getitem__)
-        log.info("attention %s is the fastest: %s", chosen, seconds)
-        _keep(path, key, chosen)
-    try:
-        target.use_attention(chosen)
-    except ValueError as error:
-        log.warning("%s", error)
-
-
-@torch.inference_mode()
-def measure_attention(target: TargetModel) -> dict[str, float]:
-    """Seconds that verifying a tree takes with the present implementation and with those of ours that agree with it."""
-    present, nodes = target.config._attn_implementation, 32
-    context = min(LONG_CONTEXT, (target.max_positions or LONG_CONTEXT + nodes) - nodes)
-    tokens = torch.randint(target.vocab_size, (1, context + nodes), generator=torch.Generator().manual_seed(0))
-    tokens = tokens.to(target.device)
-    cache = target.new_cache(context + nodes)
-    target.prefill(tokens[:, :context], cache)
-    ancestors = torch.eye(nodes, dtype=torch.bool, device=target.device)[None].clone()
-    ancestors[:, :, 0] = True
-    positions = context + ancestors.sum(-1) - 1
-
-    def verify(implementation: str) -> None:
-        target.model.set_attn_implementation(implementation)
-        target.verify(tokens[:, context:], positions, ancestors, cache)
-        cache.truncate(context)
-
-    parts = {present: functools.partial(verify, present)}
-    for implementation in (GROUPED, SPLIT) if target.device.type == "cpu" else (SPLIT,):
-        try:
-            target.use_attention(implementation)
-            parts[implementation] = functools.partial(verify, implementation)
-        except ValueError as error:
-            log.info("%s", error)
-    try:
-        return fastest(parts, target.device)
-    finally:
-        target.model.set_attn_implementation(present)

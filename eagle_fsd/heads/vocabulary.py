@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +16,6 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from ..data.conversations import read_records
-from ..data.documents import Documents, is_dataset
 
 log = logging.getLogger(__name__)
 BLOCK = 1024  # tokens; every tenth block is kept back to measure the coverage on
@@ -68,28 +67,20 @@ class TokenCounts:
 
 
 def count_tokens(
-    sources: Iterable[str], vocab_size: int, tokenizer: PreTrainedTokenizerBase | None = None
+    sources: Sequence[str], vocab_size: int, tokenizer: PreTrainedTokenizerBase | None = None
 ) -> TokenCounts:
     """Count the tokens of answers, and of plain text.
 
     Args:
-        sources: files that `read_records` reads, and datasets of `train.prepare_data`, which need no tokenizer.
+        sources: files that `read_records` reads, and folders of `train.prepare_data`, which need no tokenizer.
 
     Raises:
-        ValueError: neither files nor such datasets, text without a tokenizer, nothing to count, or tokens beyond the
+        ValueError: neither files nor such folders, text without a tokenizer, nothing to count, or tokens beyond the
             vocabulary.
     """
-    sources = list(sources)
-    datasets = [source for source in sources if is_dataset(Path(source))]
-    unknown = next((source for source in sources if source not in datasets and not Path(source).is_file()), None)
-    if unknown is not None:
-        raise ValueError(f"{unknown} is neither a file nor a dataset of train.prepare_data")
-    if tokenizer is None and len(datasets) < len(sources):
-        raise ValueError("text needs the target's tokenizer: give the target")
     counts, seen = np.zeros((2, vocab_size), np.int64), 0
     for source in sources:
-        learned = Documents.load(Path(source)).learned_tokens() if source in datasets else None
-        for ids in learned or _text_tokens(source, tokenizer):
+        for ids in _tokens_of(Path(source), tokenizer):
             if len(ids) and not 0 <= ids.min() <= ids.max() < vocab_size:
                 raise ValueError(f"{source} holds token {ids.max()}, the head knows 0 to {vocab_size - 1}")
             blocks = np.arange(seen, seen + len(ids)) // BLOCK
@@ -102,10 +93,17 @@ def count_tokens(
     return TokenCounts(counts[0], counts[1], tuple(sorted(number for number in special if number < vocab_size)))
 
 
-def _text_tokens(source: str, tokenizer: PreTrainedTokenizerBase) -> Iterator[np.ndarray]:
+def _tokens_of(source: Path, tokenizer: PreTrainedTokenizerBase | None) -> Iterator[np.ndarray]:
     """The tokens of each answer or plain text, without what the chat template puts around them."""
+    if (source / "learned.npy").is_file():
+        yield np.load(source / "tokens.npy")[np.load(source / "learned.npy")]
+        return
+    if not source.is_file():
+        raise ValueError(f"{source} is neither a file nor a dataset of train.prepare_data")
+    if tokenizer is None:
+        raise ValueError("text needs the target's tokenizer: give the target")
     bad: Counter[str] = Counter()
-    for record in tqdm(read_records(source), desc=source, unit="row", disable=None, leave=False):
+    for record in tqdm(read_records(str(source)), desc=source.name, unit="row", disable=None, leave=False):
         if record.reason is not None:
             bad[record.reason] += 1
         answers = [message["content"] for message in record.messages or () if message["role"] == "assistant"]

@@ -13,7 +13,6 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ..checks import check_placement
 from ..data.gguf import target_source
-from ..data.sources import no_bars_for
 from . import STOCK
 
 log = logging.getLogger(__name__)
@@ -97,11 +96,10 @@ def load_target(
         dtype = cpu_dtype(target, trust_remote_code)
     options = {} if quantization_config is None else {"quantization_config": quantization_config}  # None: the saved one
     try:
-        with no_bars_for(target):
-            model, loaded = AutoModelForCausalLM.from_pretrained(
-                target, dtype=dtype, device_map=device_map, attn_implementation=attn_implementation,
-                trust_remote_code=trust_remote_code, output_loading_info=True, **options,
-            )
+        model, loaded = AutoModelForCausalLM.from_pretrained(
+            target, dtype=dtype, device_map=device_map, attn_implementation=attn_implementation,
+            trust_remote_code=trust_remote_code, output_loading_info=True, **options,
+        )
     except (OSError, ValueError, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # what damaged files and unknown devices end in

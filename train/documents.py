@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -118,12 +118,6 @@ class Documents:
         inside = column < lengths[:, None]
         where = np.where(inside, (ends - lengths)[:, None] + column, 0)
         return np.where(inside, self.tokens[where], 0).astype(np.int64), inside & self.learned[where]
-
-    def learned_tokens(self) -> Iterator[np.ndarray]:
-        """The tokens that are training targets, in order, in pieces that fit into memory."""
-        for start in range(0, len(self.tokens), 1 << 20):
-            piece = slice(start, start + (1 << 20))
-            yield self.tokens[piece][self.learned[piece]]
 
     def learnable(self, indices: Iterable[int]) -> int:
         """How many positions of the given documents a head learns from: a learned token needs two others before it."""
