@@ -191,8 +191,8 @@ class LoadOptions(Options):
         device_map: placement by accelerate, instead of `device`; the head goes where the output layer is.
         quantization_config: one of `transformers`, to quantise the target with while it is loaded. A checkpoint that
             was saved quantised needs none.
-        attn_implementation: "sdpa", "eager", "grouped" or "split", see docs/performance.md. Default: sdpa where the model
-            has it, on a CPU without its copies ("grouped").
+        attn_implementation: "sdpa", "eager", "grouped" or "split", see docs/performance.md. Default: sdpa where the
+            model has it, on a CPU without its copies ("grouped").
         trust_remote_code: allow a target to run code from its repository.
         tree: where `generate` is given none: "auto", the one that emits the most tokens per second on this machine,
             where there are logs to choose it by (`eagle-fsd tune`), else a default for the device; drafting pauses

@@ -96,7 +96,7 @@ def draft_tree(
     levels = [root[:, None], frontier_tokens]
     expanded = [torch.arange(1 + (k if depth > 1 else 0), device=device).expand(batch, -1)]  # their scored numbers
     frontier_features = predicted.expand(-1, k, -1)
-    positions = cache.starts(device)[:, None].expand(-1, k)
+    positions = torch.tensor(cache.lengths, device=device)[:, None].expand(-1, k)
     itself = torch.eye(k, dtype=torch.bool, device=device).expand(batch, -1, -1)
     mask = tree_mask(itself, base, head.dtype, cache.visible(device))  # [B, 1, K, keys]
     itself = mask[..., base:]

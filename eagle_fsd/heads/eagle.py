@@ -145,9 +145,9 @@ class DraftHead(nn.Module):
         """Layers of a target of `count` layers whose entering hidden states it reads; the last feature always comes."""
         return ()
 
-    def new_cache(self, capacity: int, batch: int = 1, **options: bool) -> TreeCache:
-        """An empty cache for `capacity` positions of each sequence of a batch; `options` are those of `TreeCache`."""
-        return TreeCache([self.device], capacity, batch, **options)
+    def new_cache(self, capacity: int, batch: int = 1) -> TreeCache:
+        """An empty cache for `capacity` positions of each sequence of a batch."""
+        return TreeCache([self.device], capacity, batch)
 
     def read(
         self,

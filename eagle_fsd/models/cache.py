@@ -5,7 +5,7 @@ B sequences, H key/value heads, C capacity, D head size, N positions appended fo
 
 Position j of sequence b lies at place j of its row. A forward appends its keys for all rows at one place, the length of
 the longest sequence; a shorter one has stale places before them, which a mask must hide, and gets what it keeps moved
-to its own end. Pinned, a cache has forwards append further on than any sequence reaches: at a place that stays.
+to its own end.
 """
 
 from __future__ import annotations
@@ -66,21 +66,16 @@ class TreeCache(Cache):
 
     Args:
         capacity: positions of each sequence. batch: sequences.
-        stale: whether there can be places that hold nothing yet before those that a forward appends.
     """
 
-    def __init__(
-        self, devices: list[torch.device], capacity: int, batch: int = 1, *, stale: bool | None = None
-    ) -> None:
+    def __init__(self, devices: list[torch.device], capacity: int, batch: int = 1) -> None:
         super().__init__(layers=[TreeCacheLayer(self, device) for device in devices])
         self.capacity = capacity
         self.batch = batch
         self.rows = slice(0, batch)  # those that a forward reads and writes
         # For models that take rows for positions: [N], by how much they differ in the forward of a tree.
         self.skew: Tensor | int = 0
-        self.stale = batch > 1 if stale is None else stale
         self._lengths: list[int] | None = None  # of the sequences; None: all are as long as the cache
-        self._pinned: tuple[Tensor, Tensor] | None = None  # see `pin`
         self._storages: list[tuple[torch.device, Tensor]] = []  # [layers, 2, B, H, C, D], or with one of the two
         self._free: dict[tuple, list[Tensor]] = {}  # [2, B, H, C, D] that no layer has yet, by device and shape
 
@@ -96,7 +91,7 @@ class TreeCache(Cache):
         return free.pop(0)
 
     def _storage(self, device: torch.device, states: Tensor, layers: int, each: int) -> Tensor:
-        new = states.new_zeros if self.stale else states.new_empty  # stale places must hold no NaN
+        new = states.new_zeros if self.batch > 1 else states.new_empty  # stale places must hold no NaN
         storage = new(layers, each, self.batch, states.shape[1], self.capacity, states.shape[3])
         self._storages.append((device, storage))
         return storage
@@ -117,14 +112,8 @@ class TreeCache(Cache):
         count = self.rows.stop - self.rows.start
         return [self.length] * count if self._lengths is None else list(self._lengths)
 
-    def starts(self, device: torch.device) -> Tensor:
-        """[B] long: the position of each sequence that comes next."""
-        return torch.tensor(self.lengths, device=device) if self._pinned is None else self._pinned[0]
-
     def visible(self, device: torch.device) -> Tensor | None:
         """[B, length] bool: the places that hold a position of their sequence; None: all do."""
-        if self._pinned is not None:
-            return self._pinned[1]
         if self._lengths is None:
             return None
         places = torch.arange(self.length, device=device)
@@ -132,21 +121,9 @@ class TreeCache(Cache):
 
     def _settle(self, lengths: Sequence[int]) -> None:
         """Take note of what each sequence holds."""
-        self._pinned = None
         for layer in self.layers:
             layer.length = max(lengths, default=0)
         self._lengths = list(lengths) if len(set(lengths)) > 1 else None
-
-    def pin(
-        self,
-        starts: Tensor,  # [B] long, the position of each sequence that comes next
-        visible: Tensor,  # [B, place] bool, the places that hold one
-    ) -> None:
-        """Until the next `commit`, forwards append at this place, and the sequences' lengths are known to the device
-        only: of the same shapes whatever the lengths."""
-        self._pinned = starts, visible
-        for layer in self.layers:
-            layer.length = visible.shape[1]
 
     @contextmanager
     def one_row(self, row: int) -> Iterator[None]:
@@ -181,11 +158,6 @@ class TreeCache(Cache):
 
     def truncate(self, length: int) -> None:
         """Forget all places from `length` on."""
-        if self._pinned is not None:
-            assert length == self._pinned[1].shape[1], "a pinned cache forgets what forwards have appended"
-            for layer in self.layers:
-                layer.length = length
-            return
         self._settle([min(held, length) for held in self.lengths])
 
     def keep_rows(self, rows: Sequence[int]) -> None:

@@ -27,13 +27,12 @@ def flash_for(query: Tensor, value: Tensor) -> Flash | None:
     size = query.shape[-1]
     if query.dtype not in HALF or size != value.shape[-1] or size % 8 or size > 256:
         return None
-    found = find_flash(query.device)
-    return found and found[1]
+    return find_flash(query.device)
 
 
 @functools.cache
-def find_flash(device: torch.device) -> tuple[str, Flash] | None:
-    """The flash-attn package that is used on the device, of those that can be imported, and how to call it.
+def find_flash(device: torch.device) -> Flash | None:
+    """How to call the flash-attn package that is used on the device, of those that can be imported.
 
     On Hopper 3, else 2; on newer devices 4, else 2; on Ampere and Ada 2. Version 4 cuts the keys into parts that run
     side by side, without which a tree occupies few of the multiprocessors, on devices newer than Hopper only.
@@ -43,7 +42,7 @@ def find_flash(device: torch.device) -> tuple[str, Flash] | None:
     for name in (name for name, serves in candidates.items() if serves):
         try:
             module = importlib.import_module(name)
-            return name, _flash_4(module) if name == "flash_attn.cute" else _flash_2_or_3(module)
+            return _flash_4(module) if name == "flash_attn.cute" else _flash_2_or_3(module)
         except ModuleNotFoundError:
             continue
         except Exception as error:  # an extension that was built for another torch raises anything

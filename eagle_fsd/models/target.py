@@ -17,7 +17,7 @@ from . import attention as _registered  # noqa: F401  (its functions are chosen 
 from .cache import TreeCache
 from .masks import CHUNKED, SLIDING, MaskedLayers, kinds_of
 from .output import OutputRows, output_logits
-from .placement import Lock, copy_to, device_of, plain_parts, weights_digest
+from .placement import Lock, copy_to, device_of, weights_digest
 
 log = logging.getLogger(__name__)
 
@@ -38,8 +38,8 @@ class TargetModel:
 
     Raises:
         ValueError: a model that cannot be verified with a tree: no rollback of its cache, an attention
-            implementation without arbitrary masks, or logits that are not the model's own when computed our way; or
-            one with weights that are not finite.
+            implementation without arbitrary masks, or logits that are not finite, or not the model's own when computed
+            our way.
     """
 
     def __init__(self, model: PreTrainedModel, *, check: bool = True) -> None:
@@ -70,7 +70,6 @@ class TargetModel:
         self.counts_positions = bool(getattr(self.config, "attn_temperature_tuning", False))
         self.decoder_layers = find_layers(self.decoder, self.config, type(model).__name__)
         if check:
-            check_weights(model)
             self._check_logits()
             if self.config._attn_implementation == SPLIT:  # not every class passes on all that it needs
                 self.model.set_attn_implementation("eager")
@@ -88,8 +87,7 @@ class TargetModel:
             self.model.set_attn_implementation(implementation)
             if self.config._attn_implementation != implementation:
                 raise ValueError("its class does not choose its attention by name")
-            found = self._tree_of_two_rows()
-            difference = ((found - expected).norm() / expected.norm()).item()
+            difference = ((self._tree_of_two_rows() - expected).norm() / expected.norm()).item()
             if not difference <= (PARITY if self.dtype in FULL else HALF_PARITY):
                 raise ValueError(f"the features of a tree differ by {difference:.1g} of their size")
         except Exception as error:  # kernels raise anything
@@ -106,7 +104,7 @@ class TargetModel:
         branches = torch.stack([tokens[0, [0, 1, 2, 3, 4]], tokens[0, [0, 1, 2, 5, 6]]])
         stock = self.model(input_ids=branches, use_cache=False).logits.float().to(self.output_device)
         if not stock.isfinite().all():
-            raise ValueError(f"{name} is not supported: its logits are not finite in {self.dtype}")
+            raise ValueError(f"{name} is damaged, or not supported: its logits are not finite in {self.dtype}")
         stock = torch.cat([stock[0], stock[1, 3:]])
         ancestors = torch.tensor([[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 1, 1, 0, 0], [1, 0, 0, 1, 0], [1, 0, 0, 1, 1]])
         ancestors, positions = ancestors.bool().to(device)[None], torch.tensor([[2, 3, 4, 3, 4]], device=device)
@@ -188,9 +186,9 @@ class TargetModel:
             groups.setdefault(self.limit_of(length), []).append(number)
         return list(groups.values())
 
-    def new_cache(self, capacity: int, batch: int = 1, **options: bool) -> TreeCache:
-        """An empty cache for `capacity` positions of each sequence of a batch; `options` are those of `TreeCache`."""
-        return TreeCache([device_of(layer) for layer in self.decoder_layers], capacity, batch, **options)
+    def new_cache(self, capacity: int, batch: int = 1) -> TreeCache:
+        """An empty cache for `capacity` positions of each sequence of a batch."""
+        return TreeCache([device_of(layer) for layer in self.decoder_layers], capacity, batch)
 
     @property
     def feature_size(self) -> int:
@@ -236,8 +234,7 @@ class TargetModel:
     def prefill(self, tokens: Tensor, cache: TreeCache) -> Tensor:
         """Features [B, N, F] of a prompt [B, N], through the model's own causal mask; a long one in parts."""
         rows = prefill_rows(self.device) if self.reads_in_parts else tokens.shape[1]
-        parts = [self.forward(part, None, {}, cache) for part in tokens.split(rows, 1)]
-        return torch.cat(parts, 1) if len(parts) > 1 else parts[0]
+        return torch.cat([self.forward(part, None, {}, cache) for part in tokens.split(rows, 1)], 1)
 
     def verify(
         self,
@@ -313,14 +310,3 @@ def find_layers(decoder: nn.Module, config: PreTrainedConfig, name: str) -> nn.M
         if isinstance(module, nn.ModuleList) and len(module) == config.num_hidden_layers:
             return module
     raise ValueError(f"{name} is not supported: its decoder has no list of layers to place a cache for")
-
-
-@torch.inference_mode()
-def check_weights(model: PreTrainedModel) -> None:
-    """Refuse damaged weights; a finite sum, which is quicker to take, already shows that all are finite."""
-    for name, weight in model.named_parameters():
-        for part in plain_parts(weight):
-            if part.is_meta or not part.is_floating_point() or part.element_size() == 1:
-                continue
-            if not part.sum(dtype=torch.float32).isfinite() and not part.isfinite().all():
-                raise ValueError(f"{type(model).__name__} is damaged: its {name} holds values that are not finite")
