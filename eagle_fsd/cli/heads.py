@@ -124,7 +124,7 @@ class VocabCommand:
         from transformers import AutoTokenizer
 
         from ..data.gguf import target_source
-        from ..heads.checkpoint import TOKEN_MAP, check_copy_place, copy_head, load_head, save_token_map
+        from ..heads.checkpoint import TOKEN_MAP, check_place, copy_head, load_head, save_token_map
         from ..heads.eagle3 import Eagle3Head
         from ..heads.vocabulary import count_tokens
 
@@ -133,12 +133,10 @@ class VocabCommand:
         head = load_head(self.head)
         if isinstance(head, Eagle3Head):
             raise ValueError(f"{self.head} is an EAGLE-3 head, whose output layer has a draft vocabulary already")
-        if self.out is None and not Path(self.head).is_dir():
-            raise ValueError(f"{self.head} is no directory to store {TOKEN_MAP} in: give --out")
         if self.out is not None:
-            if self.out.resolve() == Path(self.head).resolve():
-                raise ValueError(f"--out {self.out} is the head's own directory: leave --out away")
-            check_copy_place(self.head, self.out)
+            check_place(self.out)
+        elif not Path(self.head).is_dir():
+            raise ValueError(f"{self.head} is no directory to store {TOKEN_MAP} in: give --out")
         tokenizer = None if self.target is None else AutoTokenizer.from_pretrained(
             target_source(self.target), trust_remote_code=self.trust_remote_code)
         counts = count_tokens(self.data, head.config.vocab_size, tokenizer)

@@ -53,7 +53,7 @@ def known_heads() -> tuple[PublishedHead, ...]:
 
 
 def find_head(target: str | Path) -> PublishedHead:
-    """The head that is taken for a target where none is given.
+    """The head that is taken for a target where none is given: a bundled one, else the preferred or only one.
 
     A directory or GGUF file is known by its name, and has a bundled head or none. (The name that its config holds may
     be that of the model it was fine-tuned from.)
@@ -63,21 +63,18 @@ def find_head(target: str | Path) -> PublishedHead:
     """
     known = [head for head in known_heads() if head.place is not None]
     if Path(target).exists():
-        found = [head for head in known if head.bundled and is_copy(Path(target), head.target)]
-        if not found:
-            what = "directory" if Path(target).is_dir() else "file"
-            raise ValueError(f"draft= is missing: heads are known by their target's hub id, and {target} is a {what}")
-        return found[0]
-    heads = [head for head in known if head.target.casefold() == str(target).casefold()]
+        heads = [head for head in known if head.bundled and is_copy(Path(target), head.target)]
+    else:
+        heads = [head for head in known if head.target.casefold() == str(target).casefold()]
     if not heads:
         targets = ", ".join(dict.fromkeys(head.target for head in known))
-        raise ValueError(f"draft= is missing, and no head is known for {str(target)!r}; known targets: {targets}")
-    chosen = heads if len(heads) == 1 else [head for head in heads if head.bundled] or [
-        head for head in heads if head.preferred]
-    if len(chosen) != 1:
+        raise ValueError(f"draft= is missing, and no head is known for {str(target)!r} by its name; known targets: "
+                         f"{targets}")
+    chosen = max(heads, key=lambda head: (head.bundled, head.preferred))
+    if len(heads) > 1 and not (chosen.bundled or chosen.preferred):
         choices = ", ".join(f"{head.head} ({head.kind}, licence {head.licence})" for head in heads)
         raise ValueError(f"draft= is missing, and several heads are known for {heads[0].target}: {choices}")
-    return chosen[0]
+    return chosen
 
 
 def is_copy(path: Path, hub_id: str) -> bool:

@@ -17,8 +17,9 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import LlamaConfig
 
-from ..data.files import save_atomically, together
+from ..data.files import save_atomically
 from ..data.sources import check_source, fetch
 from .eagle import DraftHead
 from .eagle3 import Eagle3Head
@@ -55,12 +56,9 @@ def read_token_map(path: str) -> Tensor:
     """
     held = read_weights(path)
     try:
-        tokens = torch.as_tensor(held)
+        return torch.as_tensor(held)
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
-        raise ValueError(f"{path} holds no list of token ids: {error}") from error
-    if tokens.is_floating_point() or tokens.is_complex() or tokens.dtype == torch.bool:
-        raise ValueError(f"{path} holds no list of token ids but {tokens.dtype}")
-    return tokens
+        raise ValueError(f"it holds no list of token ids: {error}") from error
 
 
 def save_token_map(
@@ -79,14 +77,11 @@ def _check_tensors(state: object, path: str) -> None:
                                               for name, value in state.items()):
         raise ValueError(f"{path} holds no dictionary of tensors by name")
     for name, value in state.items():
-        if value.layout != torch.strided or value.is_quantized or value.is_meta:
-            raise ValueError(f"{path} cannot be used: {name} is no plain tensor but "
-                             f"{'meta' if value.is_meta else value.dtype if value.is_quantized else value.layout}")
         if name in NUMBERING:
             continue
-        if value.dtype not in PLAIN:
-            raise ValueError(f"{path} cannot be used: {name} is of {value.dtype}; read are "
-                             f"{', '.join(map(str, PLAIN))}, and heads that are quantised are not")
+        if value.layout != torch.strided or value.is_meta or value.dtype not in PLAIN:
+            raise ValueError(f"{path} cannot be used: {name} is {value.dtype}, {value.layout}, on {value.device}; "
+                             f"read are plain tensors of {', '.join(map(str, PLAIN))}")
         if not value.isfinite().all():
             raise ValueError(f"{path} is damaged: {name} holds values that are not finite")
 
@@ -108,7 +103,7 @@ def load_head(source: str | Path) -> DraftHead:
         OSError: a hub id that cannot be found or fetched.
     """
     source = check_source("a draft head", source)
-    config_path = fetch(source, "config.json")
+    config_path = fetch(source, "config.json", needed=True)
     if config_path is None:
         raise ValueError(f"{source!r} has no config.json; a draft head needs config.json and {' or '.join(WEIGHTS)}")
     fields = read_fields(config_path)
@@ -121,10 +116,7 @@ def load_head(source: str | Path) -> DraftHead:
     state = read_weights(weights_path)
     _check_tensors(state, weights_path)
     is_eagle3 = "draft_vocab_size" in fields or any(name.endswith("hidden_norm.weight") for name in state)
-    try:
-        head = (Eagle3Head if is_eagle3 else DraftHead)(config, bias="fc.bias" in state)
-    except (ArithmeticError, LookupError, MemoryError, RuntimeError, TypeError, ValueError) as error:  # such sizes
-        raise ValueError(f"{config_path} describes no head that can be made: {error}") from error
+    head = make_head(Eagle3Head if is_eagle3 else DraftHead, config, "fc.bias" in state, config_path)
     if "fc.bias" not in state and not is_eagle3 and fields.get("bias", True):  # missing: true in the published code
         log.info("%s has no fc.bias although its config says so; loading it without one", source)
     _take_weights(head, state, weights_path)
@@ -134,9 +126,26 @@ def load_head(source: str | Path) -> DraftHead:
     elif token_map:
         try:
             head.limit_vocabulary(read_token_map(token_map))
-        except ValueError as error:
+        except (TypeError, ValueError) as error:
             raise ValueError(f"{token_map} cannot be used: {error}") from error
     return head.eval()
+
+
+@torch.no_grad()
+def make_head(kind: type[DraftHead], config: LlamaConfig, bias: bool, path: str) -> DraftHead:
+    """A head of random weights that has computed something.
+
+    Raises:
+        ValueError: nothing can be made of, or computed with, what `path` says.
+    """
+    try:
+        head = kind(config, bias=bias)
+        features, tokens = torch.zeros(1, 2, config.hidden_size), torch.zeros(1, 2, dtype=torch.long)
+        if not head(features, tokens, torch.arange(2)[None]).isfinite().all():
+            raise ValueError("what it computes is not finite")
+        return head
+    except Exception as error:  # anything that such sizes and names end in
+        raise ValueError(f"{path} describes no head that can be made: {type(error).__name__}: {error}") from error
 
 
 def check_place(directory: str | Path) -> None:
@@ -156,15 +165,13 @@ def copy_head(
 
     Raises:
         ValueError: see `check_place`.
-        OSError: `directory` cannot be written; nothing in it is changed then.
     """
     check_place(directory)
-    files = (fetch(str(source), name) for name in ("config.json", *WEIGHTS))
-    with together(directory) as part:
-        for file in list(filter(None, files))[:2]:  # of two kinds of weights the ones that `load_head` reads
-            shutil.copyfile(file, part / Path(file).name)
-        save_token_map(part, tokens)
-    return directory / TOKEN_MAP
+    directory.mkdir(parents=True, exist_ok=True)
+    files = filter(None, (fetch(str(source), name) for name in ("config.json", *WEIGHTS)))
+    for file in list(files)[:2]:  # of two kinds of weights the ones that `load_head` reads
+        shutil.copyfile(file, directory / Path(file).name)
+    return save_token_map(directory, tokens)
 
 
 def _take_weights(head: DraftHead, state: dict[str, Tensor], path: str) -> None:
@@ -252,14 +259,14 @@ def save_head(
             state["t2d"][head.target_tokens.cpu()] = True
     fields = config_fields(head, state["fc.weight"].dtype) | extra
     text = json.dumps(fields, indent=1, sort_keys=True) + "\n"
-    with together(directory) as part:
-        if file.endswith(".bin"):
-            save_atomically(part / file, lambda path: torch.save(state, path))
-        else:
-            save_atomically(part / file, lambda path: save_file(state, path, metadata={"format": "pt"}))
-        if head.token_map is not None:
-            save_token_map(part, head.token_map)
-        save_atomically(part / "config.json", lambda path: path.write_text(text, encoding="utf-8"))
+    directory.mkdir(parents=True, exist_ok=True)
+    if file.endswith(".bin"):
+        save_atomically(directory / file, lambda path: torch.save(state, path))
+    else:
+        save_atomically(directory / file, lambda path: save_file(state, path, metadata={"format": "pt"}))
+    if head.token_map is not None:
+        save_token_map(directory, head.token_map)
+    save_atomically(directory / "config.json", lambda path: path.write_text(text, encoding="utf-8"))
     kept = {file} if head.token_map is None else {file, TOKEN_MAP}
     for other in {*WEIGHTS, TOKEN_MAP} - kept:  # another head's
         (directory / other).unlink(missing_ok=True)

@@ -11,11 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
-from torch import Tensor
-from transformers import AutoModelForCausalLM
 
-from ..data.gguf import target_source
+from ..models.loading import load_target
 from .checkpoint import check_place, load_head, save_head
 from .eagle import DraftHead
 from .eagle3 import Eagle3Head
@@ -55,32 +52,6 @@ def has_trained_bias(head: DraftHead) -> bool:
     return head.fc.bias is not None and bool(head.fc.bias.detach().abs().max() > 0)
 
 
-def target_embeddings(target: str | Path, *, trust_remote_code: bool = False) -> Tensor:
-    """[V, D] token embeddings of a target; of a local safetensors directory, without loading the rest.
-
-    Raises:
-        ValueError: its files hold none.
-    """
-    target = target_source(target)
-    try:
-        for shard in sorted(Path(target).glob("*.safetensors")) if Path(target).is_dir() else []:
-            with safe_open(shard, "pt") as file:
-                for name in file.keys():
-                    if name.endswith("embed_tokens.weight"):
-                        return file.get_tensor(name)
-        model, loaded = AutoModelForCausalLM.from_pretrained(
-            target, dtype="auto", trust_remote_code=trust_remote_code, output_loading_info=True)
-    except (OSError, ValueError):
-        raise
-    except Exception as error:  # what damaged files end in
-        raise ValueError(f"{target} cannot be loaded as a causal LM: {type(error).__name__}: {error}") from error
-    embeddings = model.get_input_embeddings().weight
-    names = {name for name, weight in model.named_parameters(remove_duplicate=False) if weight is embeddings}
-    if names & set(loaded["missing_keys"]):  # transformers goes on with random numbers
-        raise ValueError(f"{target} has no token embeddings: its files lack {min(names)}")
-    return embeddings.detach()
-
-
 def export_head(
     source: str | Path, to: str, directory: str | Path, *, target: str | Path | None = None,
     dtype: torch.dtype = torch.bfloat16, trust_remote_code: bool = False,
@@ -96,7 +67,7 @@ def export_head(
     Raises:
         ValueError: an unknown consumer, an EAGLE-3 head, a trained bias that the consumer would drop, missing
             embeddings, or a folder that is not empty.
-        OSError: `directory` cannot be written; nothing in it is changed then.
+        OSError: `directory` cannot be written.
     """
     if to not in LAYOUTS:
         raise ValueError(f"unknown format {to!r}; accepted: {', '.join(LAYOUTS)}")
@@ -113,7 +84,8 @@ def export_head(
     if layout.embeddings and head.shares_embeddings:
         if target is None:
             raise ValueError(f"{source} has no embeddings, and {to} wants them in the file: give the target")
-        embeddings = target_embeddings(target, trust_remote_code=trust_remote_code)
+        model, _ = load_target(target, device="cpu", trust_remote_code=trust_remote_code)
+        embeddings = model.get_input_embeddings().weight.detach()
         wanted = (head.config.vocab_size, head.config.hidden_size)
         if not embeddings.is_floating_point():
             raise ValueError(f"the embeddings of {target} are {embeddings.dtype}: give the target before quantisation")

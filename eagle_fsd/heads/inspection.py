@@ -44,8 +44,6 @@ def inspect_head(
         "draft vocabulary": "all of them" if named == config.vocab_size
         else f"{named} of them" + ("" if eagle3 else f", in {TOKEN_MAP}; vLLM drafts all"),
         "attention": f"{config.num_attention_heads} heads, {config.num_key_value_heads} key/value",
-        "intermediate size": str(config.intermediate_size),
-        "positions": str(config.max_position_embeddings),
         "fc bias": "none" if head.fc.bias is None else "trained" if has_trained_bias(head) else "all zero",
         "q/k/v bias": "yes" if config.attention_bias else "no",
         "embeddings": "the target's" if head.shares_embeddings else "its own",
@@ -54,9 +52,7 @@ def inspect_head(
     }
     if eagle3:
         layers = ", ".join(map(str, getattr(config, LAYER_IDS, None) or ("2", "n/2", "n-3")))
-        before = getattr(config, "norm_before_residual", False)
         facts["reads"] = f"what enters layers {layers} of the target's n"
-        facts["residual"] = "after hidden_norm" if before else "before hidden_norm"
     architecture = (getattr(config, "architectures", None) or ["none"])[0]
     problems = {} if eagle3 else {
         name: layout_problems(head, layout, architecture, Path(source)) for name, layout in LAYOUTS.items()

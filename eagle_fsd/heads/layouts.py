@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 
 import torch
 from torch import Tensor
 from transformers import LlamaConfig
-from transformers.activations import ACT2FN
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from .eagle3 import Eagle3Head
 
@@ -76,32 +73,9 @@ def llama_config(fields: dict, path: str) -> LlamaConfig:
     given = {**fields, LAYER_IDS: layers}
     given = {name: value for name, value in given.items() if name not in ("bias", "model_type") and value is not None}
     try:
-        config = LlamaConfig(**given)
+        return LlamaConfig(**given)
     except Exception as error:  # one of the config classes' own errors
         raise ValueError(f"{path} is no Llama config: {error}") from error
-    _check_numbers(config, path)
-    return config
-
-
-def _check_numbers(config: LlamaConfig, path: str) -> None:
-    """Raise ValueError for what a config class accepts and no layer can be made of or compute with."""
-    rope, kinds = config.rope_parameters, ("default", *ROPE_INIT_FUNCTIONS)
-    heads, shared = config.num_attention_heads, config.num_key_value_heads
-    for name in ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads",
-                 "max_position_embeddings", "head_dim"):
-        if not getattr(config, name) >= 1:
-            raise ValueError(f"{path}: {name} must be at least 1, got {getattr(config, name)}")
-    if heads % shared:
-        raise ValueError(f"{path}: num_attention_heads must be a multiple of num_key_value_heads, got {heads} and "
-                         f"{shared}")
-    for name, value, accepted in (("hidden_act", config.hidden_act, ACT2FN),
-                                  ("rope_type", rope.get("rope_type", "default"), kinds)):
-        if value not in accepted:
-            raise ValueError(f"{path}: {name} must be one that transformers knows, got {value!r}")
-    for name, value in (("rms_norm_eps", config.rms_norm_eps), ("rope_theta", rope.get("rope_theta")),
-                        ("factor", rope.get("factor", 1.0))):
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
-            raise ValueError(f"{path}: {name} must be a positive number, got {value!r}")
 
 
 def eagle3_state(head: Eagle3Head, state: dict[str, Tensor], path: str) -> dict[str, Tensor]:
