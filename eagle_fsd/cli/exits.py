@@ -30,12 +30,9 @@ def exit_status(
         also: what a user can get wrong besides; everything else is shown with its traceback.
         stopped: what to say after Ctrl-C.
     """
-    from ..data.progress import lines_on_stderr
-
     try:
         try:
-            with lines_on_stderr():
-                work()
+            work()
         finally:
             sys.stdout.flush()  # here, where it can still be caught that nobody reads it
     except KeyboardInterrupt:

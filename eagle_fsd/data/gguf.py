@@ -27,8 +27,7 @@ def target_source(source: object) -> str:
     """A target's directory or hub id; that of a GGUF file is where its weights are kept dequantised.
 
     Raises:
-        TypeError, ValueError: see `check_source`; a file that is no GGUF, is damaged, has no tokenizer, or is of an
-            architecture that `transformers` cannot read from one.
+        TypeError, ValueError: see `check_source`; a file that `transformers` cannot read, or without a tokenizer.
         ImportError: the package gguf is missing.
         OSError: the cache cannot be written, or a hub id that cannot be found or fetched.
     """
@@ -73,11 +72,8 @@ def _write(file: Path, folder: Path) -> None:
     Raises:
         ValueError: it can make nothing of it.
     """
-    with open(file, "rb") as start:
-        if start.read(4) != b"GGUF":
-            raise ValueError(f"{file} is no GGUF file: it does not begin with GGUF")
     where = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
-    what = "be read as a causal LM: it is damaged, or of an architecture that transformers does not read from GGUF"
+    what = "be read as a causal LM: it is no GGUF file, damaged, or of an architecture that transformers does not read"
     try:
         model = AutoModelForCausalLM.from_pretrained(**where, dtype=DTYPE, **UNPACKED)
         what = "be used: it has no tokenizer that transformers can read"

@@ -1,32 +1,18 @@
-"""How far long work has come: a bar on a terminal, elsewhere a line in the log every half minute."""
+"""How far long work has come."""
 
 from __future__ import annotations
 
-import io
-import logging
 import sys
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 
 from tqdm import tqdm
 
-log = logging.getLogger(__name__)
-
-LOG_SECONDS = 30.0  # between lines; one that takes longer has a line of its own
-LINE = "{desc}: {n_fmt} of {total_fmt} {unit}s, {rate_fmt}, {remaining} left{postfix}"
-
-
-class _Lines(io.StringIO):
-    """What a bar is written to where there is no terminal."""
-
-    def write(self, text: str) -> int:
-        if text.strip():
-            log.info("%s", text.strip())
-        return len(text)
+LOG_SECONDS = 30.0  # between the lines where there is no terminal
 
 
 class Progress(tqdm):
-    """Work that is counted: iterate over it, or tell `update` what is done.
+    """Work that is counted: iterate over it, or tell `update` what is done. A bar on a terminal, elsewhere a line every
+    half minute.
 
     Args:
         work: what is iterated over, if anything.
@@ -41,30 +27,14 @@ class Progress(tqdm):
         self, work: Iterable | None = None, *, desc: str, unit: str, total: int | None = None, done: int = 0,
         quiet: bool = False, leave: bool = True,
     ) -> None:
-        shown = {} if sys.stderr.isatty() else {
-            "file": _Lines(), "mininterval": LOG_SECONDS, "miniters": 1, "delay": LOG_SECONDS, "bar_format": LINE}
+        lines = {} if sys.stderr.isatty() else {
+            "mininterval": LOG_SECONDS, "miniters": 1, "delay": LOG_SECONDS,
+            "bar_format": "{desc}: {n_fmt} of {total_fmt}, {rate_fmt}, {remaining} left{postfix}\n"}
         super().__init__(work, desc=desc, unit=unit, total=total, initial=done, disable=quiet, leave=leave,
-                         unit_scale=unit == "token", **shown)
+                         unit_scale=unit == "token", **lines)
 
     def update(self, count: int = 1, **shown: object) -> None:
         """So many more are done; `shown` is said beside."""
         if shown and not self.disable:
             self.set_postfix(shown, refresh=False)
         super().update(count)
-
-
-@contextmanager
-def lines_on_stderr() -> Iterator[None]:
-    """Within, the lines are written to stderr, as a command wants them; nothing where logging is set up already."""
-    if logging.getLogger().handlers:
-        yield
-        return
-    handler, level = logging.StreamHandler(sys.stderr), log.level
-    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
-    log.addHandler(handler)
-    log.setLevel(logging.INFO)
-    try:
-        yield
-    finally:
-        log.removeHandler(handler)
-        log.setLevel(level)

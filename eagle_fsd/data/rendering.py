@@ -28,23 +28,19 @@ def check_rendering(tokenizer: PreTrainedTokenizerBase, messages: list[dict], mo
     """
     length = 0
     try:
-        template = _bounded(tokenizer.get_chat_template())
-        for piece in template.generate(messages=messages, tools=None, documents=None, add_generation_prompt=True,
-                                       **tokenizer.special_tokens_map):
+        for piece in _bounded(tokenizer.get_chat_template()).generate(
+            messages=messages, tools=None, documents=None, add_generation_prompt=True, **tokenizer.special_tokens_map
+        ):
             length += len(piece)
             if length > most:
                 break
-    except TooLong:
+    except MemoryError:
         length = most + 1
     except Exception:  # anything that a template may raise
         return
     if length > most:
         raise ValueError(f"the tokenizer's chat template makes more than {most} characters of the chat, which are more "
                          "than the target has positions for")
-
-
-class TooLong(Exception):
-    """Of a text that a template multiplies."""
 
 
 @functools.lru_cache(maxsize=8)
@@ -60,5 +56,5 @@ def _bounded(source: str) -> Any:
 def _multiplied(context: object, operator: str, left: Any, right: Any) -> Any:
     for sequence, count in ((left, right), (right, left)):
         if isinstance(sequence, (str, list, tuple)) and isinstance(count, int) and len(sequence) * count > 1 << 24:
-            raise TooLong
+            raise MemoryError
     return left * right

@@ -103,18 +103,20 @@ class Forwards:
         """Keep the accepted nodes' keys and values."""
         self.cache.commit(lengths, [[self.place + node for node in path] for path in paths])
 
+    @property
+    def caches(self) -> list[TreeCache]:
+        return [self.cache] if self.draft_cache is None else [self.cache, self.draft_cache]
+
     def keep(self, numbers: Sequence[int]) -> None:
         """Go on with these requests only, ascending."""
-        for cache in (self.cache, self.draft_cache):
-            if cache is not None:
-                cache.keep_rows(numbers)
+        for cache in self.caches:
+            cache.keep_rows(numbers)
 
     def join(self, other: Forwards) -> None:
-        """Go on with another's requests as well, behind one's own: the inverse of `keep`. There must be room."""
-        for cache, joining in ((self.cache, other.cache), (self.draft_cache, other.draft_cache)):
-            if cache is not None:
-                for row in range(len(joining.lengths)):
-                    cache.add_row(joining, row)
+        """Go on with another's requests as well, after one's own: the inverse of `keep`. There must be room."""
+        for cache, joining in zip(self.caches, other.caches, strict=True):
+            for row in range(len(joining.lengths)):
+                cache.add_row(joining, row)
 
     def resize(self, requests: int, room: int, draft_room: int) -> None:
         """Have room for so many requests of so many positions, those of the draft beside its levels."""
@@ -125,16 +127,13 @@ class Forwards:
 
     def erase(self, number: int) -> None:
         """Leave nothing of a request whose forwards may have gone wrong to who gets its place."""
-        for cache in (self.cache, self.draft_cache):
-            if cache is not None:
-                cache.erase_row(number)
+        for cache in self.caches:
+            cache.erase_row(number)
 
     def row(self, number: int) -> Forwards:
         """A copy for one request alone, without further room."""
-        alone = Forwards(self.target, self.head, self.cache.row_alone(number), None)
-        if self.draft_cache is not None:
-            alone.draft_cache = self.draft_cache.row_alone(number)
-        return alone
+        alone = [cache.row_alone(number) for cache in self.caches]
+        return Forwards(self.target, self.head, alone[0], alone[1] if len(alone) > 1 else None)
 
     def take_over(self, request: Request, before: Held, room: int, draft_room: int) -> None:
         """Go on with the caches of an earlier request, as far as they hold the beginning of this one's prompt."""

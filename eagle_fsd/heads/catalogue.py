@@ -68,7 +68,7 @@ def find_head(target: str | Path) -> PublishedHead:
         heads = [head for head in known if head.target.casefold() == str(target).casefold()]
     if not heads:
         targets = ", ".join(dict.fromkeys(head.target for head in known))
-        raise ValueError(f"draft= is missing, and no head is known for {str(target)!r} by its name; known targets: "
+        raise ValueError(f"draft= is missing, and no head is known for {str(target)!r}; known targets: "
                          f"{targets}")
     chosen = max(heads, key=lambda head: (head.bundled, head.preferred))
     if len(heads) > 1 and not (chosen.bundled or chosen.preferred):

@@ -49,32 +49,23 @@ def llama_config(fields: dict, path: str) -> LlamaConfig:
     Raises:
         ValueError: no Llama config, or a variant that is not read.
     """
-    nested = fields.get("eagle_config") or {}  # of SGLang, SpecForge and ModelOpt
-    if not isinstance(nested, dict):
-        raise ValueError(f"{path}: eagle_config must hold fields by name, got {nested!r}")
-    for name in ("draft_vocab_size", "target_hidden_size"):
-        size = fields.get(name)
-        if size is not None and (type(size) is not int or size < 1):
-            raise ValueError(f"{path}: {name} must be a whole number of at least 1, got {size!r}")
+    nested = fields.get("eagle_config")  # of SGLang, SpecForge and ModelOpt
+    nested = nested if isinstance(nested, dict) else {}
     variant = next((name for name in VARIANTS if fields.get(name) or nested.get(name)), None)
     if variant is not None:
         raise ValueError(f"{path} is of a variant of EAGLE-3 that is not read: it has {variant}")
     layer = fields.get("model_type") or "llama"
     if "draft_vocab_size" in fields and layer not in LLAMA_LIKE:
         raise ValueError(f"{path} has a layer of type {layer!r}; read are {', '.join(LLAMA_LIKE)}")
-    layers, shift = fields.get(LAYER_IDS), 0
-    if layers is None:  # there the layers are named whose output is read, elsewhere those that it enters
-        layers, shift = nested.get(LAYER_IDS), 1
-    if layers is not None:
-        if not isinstance(layers, list) or not layers or not all(type(number) is int for number in layers):
-            raise ValueError(f"{path}: {LAYER_IDS} must be a list of layer numbers, got {layers!r}")
-        layers = [number + shift for number in layers]
-    # Published configs carry the target's `head_dim`-free Llama fields; null entries stand for defaults.
-    given = {**fields, LAYER_IDS: layers}
-    given = {name: value for name, value in given.items() if name not in ("bias", "model_type") and value is not None}
     try:
+        layers = fields.get(LAYER_IDS)
+        if layers is None and nested.get(LAYER_IDS) is not None:  # the layers whose output is read, not those it enters
+            layers = [number + 1 for number in nested[LAYER_IDS]]
+        # Published configs carry the target's `head_dim`-free Llama fields; null entries stand for defaults.
+        given = {name: value for name, value in {**fields, LAYER_IDS: layers}.items()
+                 if name not in ("bias", "model_type") and value is not None}
         return LlamaConfig(**given)
-    except Exception as error:  # one of the config classes' own errors
+    except Exception as error:  # among them the config classes' own errors
         raise ValueError(f"{path} is no Llama config: {error}") from error
 
 

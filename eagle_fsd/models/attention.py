@@ -1,7 +1,7 @@
 """Attention implementations of our own for trees, beside the stock ones.
 
 Both serve any model whose attention is chosen by name: "grouped" is stock sdpa without its copies of shared keys,
-"split" runs the prefix without a mask, by flash-attn where it is installed, and joins the tree to it.
+"split" runs the prefix without a mask by flash-attn, which must be installed, and joins the tree to it.
 
 B batch, H query heads, K key heads, G = H / K, L prefix length, N nodes (queries), M columns of a mask, P keys of a
 part, D head size, W head size of the values.
@@ -79,25 +79,27 @@ def split_attention(
 ) -> tuple[Tensor, None]:  # [B, N, H, W]
     """The prefix without a mask by flash-attn, joined with the masked rest by log-sum-exp.
 
-    FlashAttention (arXiv 2205.14135, section 3.1) joins blocks of keys in the same way. Masks of all keys, and causal
-    attention where there is no flash-attn, go to `grouped_attention`.
+    FlashAttention (arXiv 2205.14135, section 3.1) joins blocks of keys in the same way. Masks of all keys go to
+    `grouped_attention`.
+
+    Raises:
+        ValueError: there is no flash-attn for these tensors.
     """
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    if attention_mask is None and flash_for(query, value) is not None:
-        nodes = query.shape[2]
+    prefix = key.shape[2] if attention_mask is None else key.shape[2] - attention_mask.shape[-1]
+    if not prefix:
+        return grouped_attention(
+            module, query, key, value, attention_mask, scaling=scaling, softcap=softcap, s_aux=s_aux, **options
+        )
+    scale, nodes = query.shape[-1] ** -0.5 if scaling is None else scaling, query.shape[2]
+    if attention_mask is None:
         if nodes > 1:  # from an empty cache; a static one has more keys by then
             key, value = key[:, :, :nodes], value[:, :, :nodes]
-        out, lse = _prefix_attention(query, key, value, scale, softcap, causal=nodes > 1)
+        out, lse = _flash(query, key, value, scale, softcap, causal=nodes > 1)
         if s_aux is not None:
             share = (lse - s_aux.to(lse.dtype).view(1, *lse.shape[1:3], 1)).sigmoid()
             out = out * share[..., None].to(out.dtype)
         return _by_position(out), None
-    prefix = 0 if attention_mask is None else key.shape[2] - attention_mask.shape[-1]
-    if prefix <= 0:
-        return grouped_attention(
-            module, query, key, value, attention_mask, scaling=scaling, softcap=softcap, s_aux=s_aux, **options
-        )
-    before = _prefix_attention(query, key[:, :, :prefix], value[:, :, :prefix], scale, softcap, prefix_lengths)
+    before = _flash(query, key[:, :, :prefix], value[:, :, :prefix], scale, softcap, prefix_lengths)
     key, value = key[:, :, prefix:], value[:, :, prefix:]
     return _by_position(_joined(query, key, value, attention_mask, scale, softcap, s_aux, before)), None
 
@@ -110,11 +112,12 @@ def _joined(
     scale: float,
     softcap: float | None,
     sinks: Tensor | None,  # [H]
-    before: tuple[Tensor, Tensor] | None = None,  # as of `_prefix_attention`
+    before: tuple[Tensor, Tensor] | None = None,  # as of `_flash`
 ) -> Tensor:  # [B, K, G, N, W]
     """Attention to masked keys; the prefix is one more key, its logit the log-sum-exp and its value the output."""
-    grouped = _grouped(query, key)
-    scores = _scores(grouped, key, scale, softcap)
+    grouped = query.unflatten(1, (key.shape[1], -1))  # [B, K, G, N, D]
+    scores = (grouped.flatten(2, 3) @ key.mT).unflatten(2, grouped.shape[2:4]).float() * scale
+    scores = scores if softcap is None else torch.tanh(scores / softcap) * softcap
     mask = mask[:, :, None]
     scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min) if mask.dtype == torch.bool else scores + mask
     columns = [] if before is None else [before[1][..., None]]
@@ -125,41 +128,24 @@ def _joined(
     return out if before is None else torch.addcmul(out, weights[..., :1], before[0])
 
 
-def _prefix_attention(
+def _flash(
     query: Tensor,  # [B, H, N, D]
     key: Tensor,  # [B, K, P, D], P > 0
     value: Tensor,  # [B, K, P, W]
     scale: float,
     softcap: float | None,
     lengths: Tensor | None = None,  # [B] int32, see `split_attention`
-    causal: bool = False,  # for flash-attn only
+    causal: bool = False,
 ) -> tuple[Tensor, Tensor]:  # [B, K, G, N, W], and the log-sum-exp of the scores [B, K, G, N] in float32
-    """Attention that, but for `causal`, no two nodes of a row do differently."""
-    grouped = _grouped(query, key)
+    """Attention by flash-attn, which but for `causal` no two nodes of a row do differently."""
     flash = flash_for(query, value)
-    if flash is not None:
-        each = (states.transpose(1, 2) for states in (query, key, value))
-        out, lse = flash(*each, scale, softcap or 0.0, lengths, causal)  # [B, N, H, W], [B, H, N]
-        return out.transpose(1, 2).unflatten(1, grouped.shape[1:3]), lse.unflatten(1, grouped.shape[1:3])
-    assert not causal
-    scores = _scores(grouped, key, scale, softcap)
-    if lengths is not None:
-        unseen = torch.arange(key.shape[2], device=key.device) >= lengths[:, None]
-        scores = scores.masked_fill(unseen[:, None, None, None], torch.finfo(scores.dtype).min)
-    lse = scores.logsumexp(-1)
-    weights = (scores - lse[..., None]).exp().to(value.dtype)
-    return (weights.flatten(2, 3) @ value).unflatten(2, grouped.shape[2:4]), lse
-
-
-def _grouped(query: Tensor, key: Tensor) -> Tensor:
-    """[B, H, N, D] -> [B, K, G, N, D]."""
-    return query.unflatten(1, (key.shape[1], -1))
-
-
-def _scores(grouped: Tensor, key: Tensor, scale: float, softcap: float | None) -> Tensor:
-    """[B, K, G, N, P] in float32."""
-    scores = (grouped.flatten(2, 3) @ key.mT).unflatten(2, grouped.shape[2:4]).float() * scale
-    return scores if softcap is None else torch.tanh(scores / softcap) * softcap
+    if flash is None:
+        raise ValueError(f"no flash-attn is installed that serves {query.dtype} and heads of {query.shape[-1]} on "
+                         f"{query.device}")
+    each = (states.transpose(1, 2) for states in (query, key, value))
+    out, lse = flash(*each, scale, softcap or 0.0, lengths, causal)  # [B, N, H, W], [B, H, N]
+    shape = key.shape[1], query.shape[1] // key.shape[1]
+    return out.transpose(1, 2).unflatten(1, shape), lse.unflatten(1, shape)
 
 
 def _by_position(out: Tensor) -> Tensor:

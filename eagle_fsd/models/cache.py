@@ -177,15 +177,10 @@ class TreeCache(Cache):
 
     def resized(self, capacity: int, batch: int) -> TreeCache:
         """A new cache of this size that holds the same sequences."""
-        assert self.rows.stop <= batch, f"{self.rows.stop} sequences exceed the {batch} that there is to be room for"
         other = TreeCache([layer.layer_device for layer in self.layers], capacity, batch)
-        other.rows, other._lengths = self.rows, self._lengths
-        for mine, theirs in zip(other.layers, self.layers, strict=True):
-            if theirs.is_initialized:
-                mine.lazy_initialization(theirs.keys, theirs.values)
-                held = self.rows, slice(None), slice(0, theirs.length)
-                mine.keys[held], mine.values[held] = theirs.keys[held], theirs.values[held]
-            mine.length = theirs.length
+        other.rows = slice(0, 0)
+        for row in range(len(self.lengths)):
+            other.add_row(self, row)
         return other
 
     def add_row(self, source: TreeCache, row: int) -> None:
