@@ -15,7 +15,7 @@ from transformers import CONFIG_MAPPING
 
 import eagle_fsd
 from eagle_fsd.drafting.tree import ancestors_of
-from eagle_fsd.models import GROUPED, IMPLEMENTATIONS, SPLIT
+from eagle_fsd.models import GROUPED, SPLIT
 from eagle_fsd.models import flash as flash_module
 from eagle_fsd.models.attention import grouped_attention, split_attention, stock_attention
 from eagle_fsd.models.flash import find_flash
@@ -105,14 +105,60 @@ def assert_close(found, expected):
     assert found.shape == expected.shape and difference < TOLERANCE[found.dtype]
 
 
+class Package(ModuleType):
+    """A slow and exact flash-attn (flash_attn/flash_attn_interface.py, hopper/flash_attn_interface.py); keeps calls."""
+
+    def __init__(self, name):
+        super().__init__(name)
+        self.calls = []
+
+    def flash_attn_with_kvcache(
+        self, q, k_cache, v_cache, k=None, v=None, *, cache_seqlens=None, softmax_scale=None, causal=False,
+        window_size=(-1, -1), softcap=0.0, num_splits=0, return_softmax_lse=False,
+    ):
+        assert return_softmax_lse and q.dtype == k_cache.dtype == v_cache.dtype == torch.bfloat16
+        assert k_cache.stride(-1) == v_cache.stride(-1) == 1
+        assert cache_seqlens is None or cache_seqlens.dtype == torch.int32
+        self.calls.append((causal, None if cache_seqlens is None else cache_seqlens.tolist(), k_cache.shape[1]))
+        (batch, nodes, heads, _), keys = q.shape, k_cache.shape[1]
+        seen = torch.ones(batch, nodes, keys).tril(keys - nodes if causal else keys).bool()
+        if cache_seqlens is not None:
+            seen &= torch.arange(keys) < cache_seqlens[:, None, None]
+        k, v = (each.double().repeat_interleave(heads // each.shape[2], 2) for each in (k_cache, v_cache))
+        scores = torch.einsum("bnhd,bkhd->bhnk", q.double(), k) * softmax_scale
+        scores = (scores / softcap).tanh() * softcap if softcap else scores
+        scores = scores.masked_fill(~seen[:, None], torch.finfo(scores.dtype).min)
+        out = torch.einsum("bhnk,bkhd->bnhd", scores.softmax(-1), v)
+        return out.to(q.dtype), scores.logsumexp(-1).float(), None, None
+
+
+@pytest.fixture
+def install(monkeypatch):
+    """Installs such packages on a device of a given compute capability, and no others."""
+
+    def install(capability, *names):
+        monkeypatch.setattr(flash_module, "_capability", lambda device: capability)
+        find_flash.cache_clear()
+        packages = {name: Package(name) for name in names}
+        for name in ("flash_attn", "flash_attn_interface"):
+            monkeypatch.setitem(sys.modules, name, packages.get(name))  # None: an import of it fails
+        return packages
+
+    yield install
+    find_flash.cache_clear()
+
+
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("way", [{}, {"window": 8}, {"window": 60}, {"chunk": 4}, {"chunk": 16}], ids=str)
-def test_all_implementations_see_what_they_should(way, dtype):
-    for lengths in ([0], [1], [40], [15, 15], [40, 20, 1]):
+@pytest.mark.parametrize("way", [{}, {"window": 8}, {"window": 60}, {"chunk": 16}], ids=str)
+def test_all_implementations_see_what_they_should(way, dtype, install):
+    install(8, "flash_attn")
+    for lengths in ([0], [1], [15, 15], [40, 20, 1]):
         prefix = max(lengths)
         query, key, value = states(prefix + NODES, batch=len(lengths), dtype=dtype)
         expected = slow_attention(query, key, value, seen_by(prefix, lengths, **way), 0.4)
         for name, function in FUNCTIONS.items():
+            if name == SPLIT and dtype == torch.float32:
+                continue  # which flash-attn does not serve
             mask, options = options_of(name, prefix, lengths, way, dtype)
             small = name == SPLIT and (not way or prefix + NODES <= max(way.values()))
             assert mask.shape[-1] == NODES + (0 if small else prefix)
@@ -133,20 +179,17 @@ def test_masks_of_a_window_drawn():
         assert (masks["full_attention"][0, 0, :, -4:] == 0).equal(ancestors[0])
 
 
-@pytest.mark.parametrize("heads", [(4, 4), (6, 2), (4, 1)], ids=str)
-@pytest.mark.parametrize("options", [{}, {"width": 6}, {"softcap": 3.0}, {"softcap": 2.0, "sinks": 1}], ids=str)
-def test_heads_sizes_softcaps_and_sinks(options, heads):
-    for dtype in TOLERANCE:
-        query, key, value = states(20 + NODES, heads, width=options.get("width"), dtype=dtype)
-        sinks = torch.randn(heads[0]).to(dtype) if "sinks" in options else None
-        own = {"scaling": 0.5, "softcap": options.get("softcap"), "s_aux": sinks}
-        expected = slow_attention(query, key, value, seen_by(20, [20]), *own.values())
-        for name, function in ((GROUPED, grouped_attention), (GROUPED, split_attention), (SPLIT, split_attention)):
-            assert_close(call(function, query, key, value, options_of(name, 20, [20], dtype=dtype)[0], **own), expected)
-        query, key, value = states(NODES, heads, width=options.get("width"), dtype=dtype)
-        causal = slow_attention(query, key, value, torch.ones(1, NODES, NODES).tril().bool(), *own.values())
-        for function in (grouped_attention, split_attention):
-            assert_close(call(function, query, key, value, None, **own), causal)
+@pytest.mark.parametrize("heads", [(4, 4), (6, 2)], ids=str)
+@pytest.mark.parametrize("options", [{}, {"softcap": 3.0}, {"sinks": True}, {"width": 16}], ids=str)
+def test_softcaps_sinks_and_values_of_another_size(options, heads):
+    query, key, value = states(20 + NODES, heads, width=options.get("width"))
+    sinks = torch.randn(heads[0]) if "sinks" in options else None
+    own = {"scaling": 0.5, "softcap": options.get("softcap"), "s_aux": sinks}
+    expected = slow_attention(query, key, value, seen_by(20, [20]), *own.values())
+    assert_close(call(grouped_attention, query, key, value, options_of(GROUPED, 20, [20])[0], **own), expected)
+    query, key, value = states(NODES, heads, width=options.get("width"))
+    causal = slow_attention(query, key, value, torch.ones(1, NODES, NODES).tril().bool(), *own.values())
+    assert_close(call(grouped_attention, query, key, value, None, **own), causal)
 
 
 @pytest.mark.parametrize("heads", [(6, 2), (4, 1), (4, 4)], ids=str)
@@ -170,132 +213,12 @@ def test_grouped_is_stock_sdpa(dtype, nodes, heads):
             assert_close(ours, stock.double())
 
 
-# Families ----------------------------------------------------------------------------------------------------
-
-OWN_CLASS = {"falcon", "gptj"}  # choose their attention in their own way
-DROPS_KEYWORDS = {"stablelm", "nemotron"}  # their layers do not pass on `prefix_lengths`
-NOT_SDPA = {"gemma2", "gpt_oss", "gptj"}
-
-
-@pytest.mark.parametrize("family", [
-    name for name, options in FAMILIES.items() if options.get("model_type", name) in CONFIG_MAPPING])
-def test_every_family_has_the_features_of_stock_attention(family):
-    """Of a tree of two rows of different lengths, windows and chunks being shorter; `use_attention` compares."""
-    reference = "eager" if family in NOT_SDPA else "sdpa"
-    target = TargetModel(tiny_target(family, attention=reference), check=False)
-    for name in (GROUPED, SPLIT):
-        if family in OWN_CLASS | (DROPS_KEYWORDS if name == SPLIT else set()):
-            with pytest.raises(ValueError, match=f"stays with attention {reference}, {name} fails: "):
-                target.use_attention(name)
-            assert target.config._attn_implementation == reference
-        else:
-            target.use_attention(name)
-            target.model.set_attn_implementation(reference)
-
-
-def test_a_model_that_arrives_with_split_is_checked_as_well():
-    with pytest.raises(ValueError, match="stays with attention eager, split fails: the features of a tree differ"):
-        TargetModel(tiny_target("stablelm", attention=SPLIT))
-
-
-@pytest.mark.parametrize("name", [GROUPED, SPLIT])
-@pytest.mark.parametrize("family", ["llama", "mistral-window", "gpt_oss", "deepseek_v3"])
-def test_tokens_of_batches_are_those_of_stock_attention_alone(family, name):
-    options = {"max_new_tokens": 16, "tree": eagle_fsd.TreeConfig(12, 4, 3), "acceptance": "exact"}
-    prompts = [PROMPT, PROMPT[:2], PROMPT * 2]
-    stock = tiny_pair(family, attention="eager")
-    found = eagle_fsd.generate(prompts, tiny_pair(family, attention=name), **options)
-    for prompt, output in zip(prompts, found, strict=True):
-        assert output.token_ids == eagle_fsd.generate(prompt, stock, **options).token_ids
-
-
-# flash-attn, of which only the signatures are here ------------------------------------------------------------
-
-
-class Package(ModuleType):
-    """A slow and exact package with the published signatures; keeps the calls."""
-
-    def __init__(self, name, *functions):
-        super().__init__(name)
-        self.calls = []
-        for each in functions:
-            setattr(self, each, getattr(self, "_" + each))
-
-    def _attend(self, q, k, v, lengths, scale, causal, softcap):
-        assert q.dtype == k.dtype == v.dtype == torch.bfloat16 and q.dim() == 4 and q.shape[-1] % 8 == 0
-        assert k.stride(-1) == v.stride(-1) == 1 and (lengths is None or lengths.dtype == torch.int32)
-        self.calls.append((causal, None if lengths is None else lengths.tolist(), k.shape[1]))
-        batch, nodes, heads, _ = q.shape
-        keys = k.shape[1]
-        seen = torch.ones(batch, nodes, keys).tril(keys - nodes if causal else keys).bool()
-        if lengths is not None:
-            seen &= torch.arange(keys) < lengths[:, None, None]
-        k, v = (each.double().repeat_interleave(heads // k.shape[2], 2) for each in (k, v))
-        scores = torch.einsum("bnhd,bkhd->bhnk", q.double(), k) * scale
-        scores = (scores / softcap).tanh() * softcap if softcap else scores
-        scores = scores.masked_fill(~seen[:, None], -torch.inf)
-        out = torch.einsum("bhnk,bkhd->bnhd", scores.softmax(-1), v)
-        return out.to(q.dtype), scores.logsumexp(-1).float()
-
-    # Versions 2 and 3 (flash_attn/flash_attn_interface.py, hopper/flash_attn_interface.py): out, or (out, lse, ...).
-    def _flash_attn_with_kvcache(
-        self, q, k_cache, v_cache, k=None, v=None, *, cache_seqlens=None, softmax_scale=None, causal=False,
-        window_size=(-1, -1), softcap=0.0, num_splits=0, return_softmax_lse=False,
-    ):
-        assert k is None and v is None and window_size == (-1, -1)
-        out, lse = self._attend(q, k_cache, v_cache, cache_seqlens, softmax_scale, causal, softcap)
-        return (out, lse, None, None) if return_softmax_lse else out
-
-    # Version 4 (flash_attn/cute/interface.py of 4.0.0b36): always (out, lse).
-    def _flash_attn_func(
-        self, q, k, v, qv=None, gather_kv_indices=None, softmax_scale=None, causal=False, window_size=(None, None),
-        learnable_sink=None, softcap=0.0, num_splits=1, return_lse=False,
-    ):
-        out, lse = self._attend(q, k, v, None, softmax_scale, causal, softcap)
-        return out, lse if return_lse else None
-
-    def _flash_attn_varlen_func(
-        self, q, k, v, qv=None, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None, max_seqlen_k=None, *,
-        seqused_q=None, seqused_k=None, softmax_scale=None, causal=False, window_size=(None, None), softcap=0.0,
-        num_splits=1, return_lse=False,
-    ):
-        out, lse = self._attend(q, k, v, seqused_k, softmax_scale, causal, softcap)
-        return out, lse if return_lse else None
-
-
-PACKAGES = {
-    "flash_attn": (8, ["flash_attn_with_kvcache"]),
-    "flash_attn_interface": (9, ["flash_attn_with_kvcache"]),
-    "flash_attn.cute": (10, ["flash_attn_func", "flash_attn_varlen_func"]),
-}
-
-
-@pytest.fixture
-def install(monkeypatch):
-    """Installs fake packages on a device of a given compute capability, and nothing else."""
-
-    def install(capability, *names, functions=None):
-        monkeypatch.setattr(flash_module, "_capability", lambda device: capability)
-        find_flash.cache_clear()
-        for name in PACKAGES:
-            monkeypatch.setitem(sys.modules, name, None)  # an import of it fails
-        packages = {name: Package(name, *(functions or PACKAGES[name][1])) for name in names}
-        for name, package in packages.items():
-            monkeypatch.setitem(sys.modules, name, package)
-            parent, _, child = name.rpartition(".")
-            if parent and not sys.modules[parent]:
-                monkeypatch.setitem(sys.modules, parent, ModuleType(parent))
-                monkeypatch.setattr(sys.modules[parent], child, package, raising=False)
-        return packages
-
-    yield install
-    find_flash.cache_clear()
+# flash-attn, of which only the signature is here -------------------------------------------------------------
 
 
 @pytest.mark.parametrize("options", [{}, {"softcap": 3.0}, {"sinks": True}], ids=str)
-@pytest.mark.parametrize("name", PACKAGES)
-def test_flash_takes_the_prefix_and_the_prefill(name, options, install):
-    package = install(PACKAGES[name][0], name)[name]
+def test_flash_takes_the_prefix_and_the_prefill(options, install):
+    package = install(8, "flash_attn")["flash_attn"]
     own = {"scaling": 0.5, "softcap": options.get("softcap"),
            "s_aux": torch.randn(4).bfloat16() if "sinks" in options else None}
     for lengths in ([20], [20, 7]):
@@ -311,79 +234,98 @@ def test_flash_takes_the_prefix_and_the_prefill(name, options, install):
     assert package.calls == [(False, None, 20), (False, [20, 7], 20), (False, None, 5), (True, None, NODES)]
     mask, _ = options_of(SPLIT, 20, [20], dtype=torch.bfloat16)
     for sizes in ({"size": 12}, {"width": 16}, {"size": 264}, {"dtype": torch.float32}):
-        call(split_attention, *states(20 + NODES, **{"dtype": torch.bfloat16} | sizes), mask)
-    assert len(package.calls) == 4  # it does not serve these
+        with pytest.raises(ValueError, match="no flash-attn is installed that serves"):
+            call(split_attention, *states(20 + NODES, **{"dtype": torch.bfloat16} | sizes), mask)
 
 
-@pytest.mark.parametrize(
-    ("capability", "installed", "used"),
-    [
-        (0, list(PACKAGES), None),  # no CUDA
-        (7, list(PACKAGES), None),
-        (8, list(PACKAGES), "flash_attn"),
-        (9, list(PACKAGES), "flash_attn_interface"),
-        (9, ["flash_attn", "flash_attn.cute"], "flash_attn"),
-        (10, list(PACKAGES), "flash_attn.cute"),
-        (10, ["flash_attn_interface", "flash_attn"], "flash_attn"),
-        (10, [], None),
-    ],
-)
+@pytest.mark.parametrize(("capability", "installed", "used"), [
+    (0, ["flash_attn", "flash_attn_interface"], None),  # no CUDA
+    (8, ["flash_attn", "flash_attn_interface"], "flash_attn"),
+    (9, ["flash_attn", "flash_attn_interface"], "flash_attn_interface"),
+    (9, ["flash_attn"], "flash_attn"),
+    (10, [], None),
+])
 def test_the_package_is_chosen_by_the_device(capability, installed, used, install):
-    install(capability, *installed)
-    found = find_flash(torch.device("cpu"))
-    assert (found and found[0]) == used
+    packages = install(capability, *installed)
+    expected = packages[used].flash_attn_with_kvcache if used else None
+    assert find_flash(torch.device("cpu")) == expected
 
 
 def test_a_broken_package_is_passed_over_and_said_so(install, monkeypatch, caplog):
-    install(9, "flash_attn_interface", "flash_attn", functions=["flash_attn_func"])
-    load = importlib.import_module
+    install(9, "flash_attn_interface")
+    monkeypatch.setattr(importlib, "import_module", lambda name: (_ for _ in ()).throw(OSError("undefined symbol")))
+    assert find_flash(torch.device("cpu")) is None and "flash_attn is not used: undefined symbol" in caplog.text
 
-    def broken(name):
-        if name == "flash_attn_interface":
-            raise OSError("undefined symbol")
-        return load(name)
 
-    monkeypatch.setattr(importlib, "import_module", broken)
-    assert find_flash(torch.device("cpu")) is None
-    assert "flash_attn_interface is not used: undefined symbol" in caplog.text
-    assert "flash_attn is not used: module 'flash_attn' has no attribute 'flash_attn_with_kvcache'" in caplog.text
+def test_a_pair_decodes_with_it(install):
+    """In bfloat16, of a target with heads of 8: `use_attention` has compared the features of a tree of two rows."""
+    package = install(8, "flash_attn")["flash_attn"]
+    target = TargetModel(tiny_target("qwen3", attention="sdpa").bfloat16())
+    target.use_attention(SPLIT)
+    assert {lengths is None for _, lengths, _ in package.calls} == {True, False}
+    package.calls.clear()
+    pair = tiny_pair("qwen3", attention="sdpa")
+    pair = eagle_fsd.EagleModel.from_parts(target.model, pair.draft)
+    found = eagle_fsd.generate([PROMPT, PROMPT[:2]], pair, max_new_tokens=8, tree=eagle_fsd.TreeConfig(12, 4, 3))
+    assert package.calls and all(len(output.token_ids) == 8 for output in found)
+
+
+# Families ----------------------------------------------------------------------------------------------------
+
+OWN_CLASS = {"falcon", "gptj"}  # choose their attention in their own way
+NOT_SDPA = {"gemma2", "gpt_oss", "gptj"}
+
+
+@pytest.mark.parametrize("family", [
+    name for name, options in FAMILIES.items() if options.get("model_type", name) in CONFIG_MAPPING])
+def test_every_family_has_the_features_of_stock_attention(family):
+    """Of a tree of two rows of different lengths, windows and chunks being shorter; `use_attention` compares."""
+    reference = "eager" if family in NOT_SDPA else "sdpa"
+    target = TargetModel(tiny_target(family, attention=reference), check=False)
+    if family in OWN_CLASS:
+        with pytest.raises(ValueError, match=f"stays with attention {reference}, {GROUPED} fails: "):
+            target.use_attention(GROUPED)
+        assert target.config._attn_implementation == reference
+    else:
+        target.use_attention(GROUPED)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral-window", "gpt_oss", "deepseek_v3"])
+def test_tokens_of_batches_are_those_of_stock_attention_alone(family):
+    options = {"max_new_tokens": 16, "tree": eagle_fsd.TreeConfig(12, 4, 3), "acceptance": "exact"}
+    prompts = [PROMPT, PROMPT[:2], PROMPT * 2]
+    stock = tiny_pair(family, attention="eager")
+    found = eagle_fsd.generate(prompts, tiny_pair(family, attention=GROUPED), **options)
+    for prompt, output in zip(prompts, found, strict=True):
+        assert output.token_ids == eagle_fsd.generate(prompt, stock, **options).token_ids
 
 
 # Choice ------------------------------------------------------------------------------------------------------
 
 
-def load(folder, **options):
-    return eagle_fsd.load(folder / "target", folder / "head", device="cpu", tree=None, **options)
-
-
-def test_load_takes_attention_by_name(tmp_path):
+def test_load_takes_attention_by_name(tmp_path, caplog):
     save_pair(tmp_path)
-    for name in (None, *IMPLEMENTATIONS):
-        model = load(tmp_path, attn_implementation=name)
+    places = tmp_path / "target", tmp_path / "head"
+    for name in (None, "eager", "sdpa", GROUPED):
+        model = eagle_fsd.load(*places, device="cpu", tree=None, attn_implementation=name)
         assert model.target.config._attn_implementation == (name or GROUPED)  # keys are shared by two heads
         expected = model.target.model.generate(torch.tensor([PROMPT]), max_new_tokens=8, do_sample=False)
         found = eagle_fsd.generate(PROMPT, model, max_new_tokens=8, acceptance="exact")
         assert found.token_ids == expected[0, len(PROMPT) :].tolist()
-    for wrong in ("flash_attention_2", "", 3):
-        with pytest.raises(ValueError, match="must be None, auto or one of sdpa, eager, grouped, split, got"):
-            load(tmp_path, attn_implementation=wrong)
-
-
-def test_what_a_family_cannot_serve_is_said(tmp_path, tokenizer, caplog):
-    save_pair(tmp_path, tiny_pair("stablelm", tokenizer=tokenizer))
     with caplog.at_level(logging.WARNING, "eagle_fsd"):
-        assert load(tmp_path, attn_implementation=SPLIT).target.config._attn_implementation == "sdpa"
-    assert "StableLmForCausalLM stays with attention sdpa, split fails" in caplog.text
+        model = eagle_fsd.load(*places, device="cpu", tree=None, attn_implementation=SPLIT)
+    assert model.target.config._attn_implementation == "sdpa"
+    assert "LlamaForCausalLM stays with attention sdpa, split fails: no flash-attn is installed" in caplog.text
+    for wrong in ("flash_attention_2", "auto", 3):
+        with pytest.raises(ValueError, match="must be one of sdpa, eager, grouped, split, or None .*, got"):
+            eagle_fsd.load(*places, attn_implementation=wrong)
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("flash", [False, True])
-def test_cuda_kernels_agree(flash, monkeypatch):
+def test_cuda_kernels_agree():
     device = torch.device("cuda", torch.cuda.current_device())
-    if flash and find_flash(device) is None:
+    if find_flash(device) is None:
         pytest.skip("no flash-attn package is installed")
-    if not flash:
-        monkeypatch.setattr(flash_module, "find_flash", lambda device: None)
     for lengths in ([300], [300, 77]):
         query, key, value = states(300 + NODES, (8, 2), 64, batch=len(lengths), dtype=torch.bfloat16)
         mask, more = options_of(SPLIT, 300, lengths, dtype=torch.bfloat16)

@@ -11,7 +11,7 @@ import setuptools
 from tiny import save_pair, tiny_chat_pair
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = {"yaml": "pyyaml", "flash_attn": "flash-attn-4", "prometheus_client": "prometheus-client"}  # installed as
+PACKAGES = {"yaml": "pyyaml", "prometheus_client": "prometheus-client"}  # installed as
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -25,6 +26,19 @@ class Latency:
     plain: float
     row: float = 0.0
     plain_row: float = 0.0
+
+    @classmethod
+    def from_json(cls, text: str) -> Latency:
+        """What `json.dumps(asdict(latency))` gave.
+
+        Raises:
+            ValueError, TypeError, KeyError, AttributeError: something else.
+        """
+        held = json.loads(text)
+        base, level = ({int(at): float(value) for at, value in held.pop(name).items()} for name in ("base", "level"))
+        if not (1 in base and level and min(*base.values(), held["plain"]) > 0):
+            raise ValueError("times must be positive, with that of one node and of a level")
+        return cls(base, level, **held)
 
     def cycle(self, nodes: ArrayLike, levels: ArrayLike, top_k: int, rows: int = 1) -> np.ndarray | float:
         """Seconds of a cycle that drafts so many levels (at least 1) and verifies so many nodes for each of the rows.

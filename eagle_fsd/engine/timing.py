@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import itertools
 import json
 import logging
@@ -157,18 +158,27 @@ def share_of(latency: Latency, target: TargetModel, head: DraftHead) -> float:
 
 def known_latency(target: TargetModel, head: DraftHead) -> Latency:
     """From the cache on disk, else measured and kept there."""
-    key, path = circumstances(target, head), cache_directory() / "latency.json"
-    kept = _latency_of(path, key)
-    if kept is not None:
-        share = share_of(kept, target, head)
-        if share >= DISTURBED:
-            return kept
-        log.warning("cycles take %.0f%% of what was measured here before, when other work slowed the machine: "
-                    "measuring again", 100 * share)
+    key = hashlib.sha256(circumstances(target, head).encode()).hexdigest()[:16]
+    path = cache_directory() / "latency" / f"{key}.json"
+    if path.is_file():
+        try:
+            kept = Latency.from_json(path.read_text())
+        except (ValueError, TypeError, KeyError, AttributeError) as error:  # damaged, or another version's
+            log.warning("%s holds no latency (%s): measuring again", path, error)
+        else:
+            share = share_of(kept, target, head)
+            if share >= DISTURBED:
+                return kept
+            log.warning("cycles take %.0f%% of what was measured here before, when other work slowed the machine: "
+                        "measuring again", 100 * share)
     log.warning("measuring once how long drafting and checking take on this machine, to choose how much to draft: up "
                 "to a minute; kept in %s", path)
     latency = measure(target, head)
-    _keep(path, key, asdict(latency))
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_atomically(path, lambda part: part.write_text(json.dumps(asdict(latency), indent=1)))
+    except OSError as error:
+        log.warning("%s cannot be written (%s): latencies are measured again next time", path, error)
     return latency
 
 
@@ -191,33 +201,3 @@ def processor_name() -> str:
     lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.exists() else []
     names = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
     return next(names, platform.processor() or platform.machine())
-
-
-def _latency_of(path: Path, key: str) -> Latency | None:
-    """A kept latency; None where there is none, or what is kept is none: another version's, or damaged."""
-    entry = _kept(path).get(key)
-    try:
-        base, level = ({int(at): float(value) for at, value in entry[name].items()} for name in ("base", "level"))
-        plain, row, plain_row = (float(entry[name]) for name in ("plain", "row", "plain_row"))
-        if 1 in base and level and min(*base.values(), plain) > 0:
-            return Latency(base, level, plain, row, plain_row)
-    except (TypeError, AttributeError, KeyError, ValueError):
-        pass
-    return None
-
-
-def _kept(path: Path) -> dict:
-    try:
-        return dict(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):
-        return {}
-
-
-def _keep(path: Path, key: str, value: dict) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        text = json.dumps({**_kept(path), key: value}, indent=1)
-        save_atomically(path, lambda part: part.write_text(text, encoding="utf-8"))
-    except OSError as error:
-        log.warning("%s cannot be written (%s): latencies are measured again next time", path, error)
-

@@ -143,7 +143,10 @@ def _flash(
         raise ValueError(f"no flash-attn is installed that serves {query.dtype} and heads of {query.shape[-1]} on "
                          f"{query.device}")
     each = (states.transpose(1, 2) for states in (query, key, value))
-    out, lse = flash(*each, scale, softcap or 0.0, lengths, causal)  # [B, N, H, W], [B, H, N]
+    out, lse, *_ = flash(  # [B, N, H, W], [B, H, N]
+        *each, cache_seqlens=lengths, softmax_scale=scale, softcap=softcap or 0.0, causal=causal,
+        return_softmax_lse=True,
+    )
     shape = key.shape[1], query.shape[1] // key.shape[1]
     return out.transpose(1, 2).unflatten(1, shape), lse.unflatten(1, shape)
 

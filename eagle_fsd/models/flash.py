@@ -1,4 +1,4 @@
-"""flash-attn where it is installed: which of its packages serves a device, and how each is called.
+"""flash-attn where it is installed: which of its packages serves a device.
 
 B batch, H query heads, K key heads, N nodes (queries), P keys, D head size.
 """
@@ -9,7 +9,6 @@ import functools
 import importlib
 import logging
 from collections.abc import Callable
-from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -17,13 +16,9 @@ from torch import Tensor
 log = logging.getLogger(__name__)
 HALF = (torch.float16, torch.bfloat16)
 
-# (query [B, N, H, D], key [B, P, K, D], value [B, P, K, D], scale, softcap or 0, lengths [B] or None, causal)
-# -> out [B, N, H, D], log-sum-exp [B, H, N]
-Flash = Callable[[Tensor, Tensor, Tensor, float, float, Tensor | None, bool], tuple[Tensor, Tensor]]
 
-
-def flash_for(query: Tensor, value: Tensor) -> Flash | None:
-    """flash-attn where it is installed and serves these tensors."""
+def flash_for(query: Tensor, value: Tensor) -> Callable | None:
+    """`flash_attn_with_kvcache` where it is installed and serves these tensors."""
     size = query.shape[-1]
     if query.dtype not in HALF or size != value.shape[-1] or size % 8 or size > 256:
         return None
@@ -31,18 +26,13 @@ def flash_for(query: Tensor, value: Tensor) -> Flash | None:
 
 
 @functools.cache
-def find_flash(device: torch.device) -> Flash | None:
-    """How to call the flash-attn package that is used on the device, of those that can be imported.
-
-    On Hopper 3, else 2; on newer devices 4, else 2; on Ampere and Ada 2. Version 4 cuts the keys into parts that run
-    side by side, without which a tree occupies few of the multiprocessors, on devices newer than Hopper only.
-    """
+def find_flash(device: torch.device) -> Callable | None:
+    """That of version 3 on Hopper, else of version 2, on Ampere and newer; None: there is none that can be imported."""
     major = _capability(device)
-    candidates = {"flash_attn_interface": major == 9, "flash_attn.cute": major >= 10, "flash_attn": major >= 8}
-    for name in (name for name, serves in candidates.items() if serves):
+    packages = {"flash_attn_interface": major == 9, "flash_attn": major >= 8}
+    for name in (name for name, serves in packages.items() if serves):
         try:
-            module = importlib.import_module(name)
-            return _flash_4(module) if name == "flash_attn.cute" else _flash_2_or_3(module)
+            return importlib.import_module(name).flash_attn_with_kvcache
         except ModuleNotFoundError:
             continue
         except Exception as error:  # an extension that was built for another torch raises anything
@@ -53,24 +43,3 @@ def find_flash(device: torch.device) -> Flash | None:
 def _capability(device: torch.device) -> int:
     """Major version of the compute capability; 0: no CUDA."""
     return torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 0
-
-
-def _flash_2_or_3(module: ModuleType) -> Flash:
-    with_kvcache = module.flash_attn_with_kvcache
-    return lambda query, key, value, scale, softcap, lengths, causal: with_kvcache(
-        query, key, value, cache_seqlens=lengths, softmax_scale=scale, softcap=softcap, causal=causal,
-        return_softmax_lse=True,
-    )[:2]
-
-
-def _flash_4(module: ModuleType) -> Flash:
-    uniform, ragged = module.flash_attn_func, module.flash_attn_varlen_func
-
-    def attend(query, key, value, scale, softcap, lengths, causal):
-        # num_splits=0: as many parts as pay, which is the default of versions 2 and 3.
-        options = {"softmax_scale": scale, "softcap": softcap, "causal": causal, "num_splits": 0, "return_lse": True}
-        if lengths is None:
-            return uniform(query, key, value, **options)[:2]
-        return ragged(query, key, value, seqused_k=lengths, **options)[:2]
-
-    return attend
