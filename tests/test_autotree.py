@@ -19,7 +19,7 @@ from eagle_fsd.drafting.growth import apply_confidence, confidence_lines
 from eagle_fsd.drafting.latency import Latency, between
 from eagle_fsd.drafting.logs import LOGGED_TREE, LoggedCycle, Setting, TreeLog, read_logs, store_log
 from eagle_fsd.drafting.pause import Drafting, Pause
-from eagle_fsd.engine.timing import ROW_TREE, ROWS, greedy_decoder, known_latency, measure, share_of, with_rows
+from eagle_fsd.engine.timing import ROW_TREE, ROWS, greedy_decoder, known_latency, share_of, with_rows
 from eagle_fsd.heads.checkpoint import save_head
 
 LEAST_CYCLES = logs.LEAST_CYCLES
@@ -213,18 +213,10 @@ def paused(pause: Pause, gain: float, cycles: int) -> list[bool]:
     return drafted
 
 
-def test_a_pause_comes_when_drafting_does_not_pay_and_grows():
-    drafted = paused(Pause(), -1, 400)
-    assert drafted[:6] == [True] * 6 and sum(drafted) < 20  # soon found out, then tried now and then
-    assert sum(drafted[200:]) >= 2
-    pause = Pause()
-    for gain in [1] * 50 + [0.5] * 50 + [-1, 2] * 50:  # it pays on average
-        assert pause.drafts()
-        pause.learn(gain)
-
-
 def test_the_next_request_knows_that_drafting_did_not_pay():
     """It tries once, and goes on as long as that pays."""
+    drafted = paused(Pause(), -1, 400)
+    assert drafted[:6] == [True] * 6 and 2 < sum(drafted) < 20  # soon found out, then tried now and then
     pause = Pause()
     paused(pause, -1, 60)
     for _ in range(3):
@@ -269,9 +261,11 @@ def test_latencies_are_measured_and_kept(pair, tmp_path, monkeypatch):
     assert first.cycle(16, 4, 2) >= first.cycle(16, 1, 2) > 0
     monkeypatch.setattr("eagle_fsd.engine.timing.measure", lambda *_: pytest.fail("measured again"))
     assert known_latency(pair.target, pair.draft) == first
-    (tmp_path / "latency.json").write_text("{broken")
+    (file,) = tmp_path.glob("latency/*.json")
     monkeypatch.setattr("eagle_fsd.engine.timing.measure", lambda *_: FREE)
-    assert known_latency(pair.target, pair.draft) == FREE
+    for damaged in ("{broken", "[]", json.dumps({"base": {"1": 0.0}, "level": {"1": 1}, "plain": 1})):
+        file.write_text(damaged)
+        assert known_latency(pair.target, pair.draft) == FREE
 
 
 def test_what_was_measured_beside_other_work_is_measured_again(pair, tmp_path, monkeypatch, caplog):
@@ -279,25 +273,19 @@ def test_what_was_measured_beside_other_work_is_measured_again(pair, tmp_path, m
     quiet = known_latency(pair.target, pair.draft)
     slow = Latency({at: 50 * s for at, s in quiet.base.items()}, quiet.level, 50 * quiet.plain)
     monkeypatch.setattr("eagle_fsd.engine.timing.measure", lambda *_: slow)
-    (tmp_path / "latency.json").unlink()
+    next(tmp_path.glob("latency/*.json")).unlink()
     assert known_latency(pair.target, pair.draft) == slow
     monkeypatch.setattr("eagle_fsd.engine.timing.measure", lambda *_: quiet)
     assert known_latency(pair.target, pair.draft) == slow  # conftest: nothing is compared
     assert share_of(slow, pair.target, pair.draft) < 0.3
     monkeypatch.setattr("eagle_fsd.engine.timing.share_of", share_of)
     assert known_latency(pair.target, pair.draft) == quiet and "when other work slowed the machine" in caplog.text
-    assert len(json.loads((tmp_path / "latency.json").read_text())) == 1  # in place of the old one
+    assert len(list(tmp_path.glob("latency/*"))) == 1  # in place of the old one
 
 
 def test_latency_is_linear_between_measurements():
     assert between({2: 1.0, 4: 3.0, 8: 5.0}, [1, 2, 3, 4, 6, 8, 10]).tolist() == [1, 1, 2, 3, 4, 5, 6]
     assert between({3: 2.0}, [1, 5]).tolist() == [2, 2]
-
-
-def test_a_target_without_room_is_refused():
-    small = tiny_pair(max_position_embeddings=40)
-    with pytest.raises(ValueError, match="40 positions"):
-        measure(small.target, small.draft)
 
 
 def test_logs_are_kept_beside_the_head(cycles, tmp_path):

@@ -65,7 +65,7 @@ def test_round_trip(tmp_path, head, bias, qkv_bias):
         head = DraftHead(config, bias=bias)
         for weight in head.parameters():
             torch.nn.init.normal_(weight)
-    save_head(head, tmp_path, tree={"depth": 3})
+    save_head(head, tmp_path, dtype=torch.float64 if bias else None, tree={"depth": 3})
     config = json.loads((tmp_path / "config.json").read_text())
     assert config["bias"] is bias and config["num_hidden_layers"] == 1 and config["tree"] == {"depth": 3}
     keys = set(load_file(tmp_path / "model.safetensors"))
@@ -73,18 +73,11 @@ def test_round_trip(tmp_path, head, bias, qkv_bias):
     if qkv_bias:  # q, k and v, but not o
         extra |= {f"layers.0.self_attn.{name}_proj.bias" for name in "qkv"}
     assert keys == KEYS | extra
+    assert load_file(tmp_path / "model.safetensors")["fc.weight"].dtype == (torch.float64 if bias else torch.float32)
     loaded = load_head(tmp_path)
-    assert not loaded.shares_embeddings and not loaded.training
+    assert not loaded.shares_embeddings and not loaded.training and loaded.dtype == torch.float32
     assert loaded.state_dict().keys() == head.state_dict().keys()
     assert torch.equal(predicted(loaded), predicted(head))
-
-
-def test_stored_in_half_precision_and_loaded_in_full(tmp_path, head):
-    save_head(head, tmp_path, dtype=torch.bfloat16)
-    assert {value.dtype for value in load_file(tmp_path / "model.safetensors").values()} == {torch.bfloat16}
-    loaded = load_head(tmp_path)
-    assert loaded.dtype == torch.float32
-    torch.testing.assert_close(predicted(loaded), predicted(head), rtol=0.1, atol=0.1)
 
 
 def test_a_head_replaces_one_in_the_other_format(saved, head):
@@ -110,6 +103,9 @@ def test_a_pickle_with_code_is_refused_and_not_run(saved, tmp_path, save):
     with pytest.raises(ValueError, match="pytorch_model.bin"):
         load_head(saved)
     assert not (tmp_path / "ran").exists()
+    torch.save([torch.zeros(2)], saved / "pytorch_model.bin")
+    with pytest.raises(ValueError, match="no dictionary of tensors"):
+        load_head(saved)
 
 
 def test_without_embeddings_the_targets_are_used(saved, tmp_path):
@@ -153,6 +149,11 @@ def configure(**fields):
         (configure(num_hidden_layers=2), "2 layers"),
         (configure(qkv_bias=True), "missing .*q_proj.bias"),
         (configure(hidden_size="wide"), "config.json is no Llama config"),
+        (configure(hidden_act="magic"), "config.json describes no head that can be made: KeyError"),
+        (configure(rms_norm_eps=-1.0), "config.json describes no head that can be made: .* not finite"),
+        (configure(num_key_value_heads=3), "config.json describes no head that can be made"),
+        (lambda config, state: state["fc.weight"].fill_(torch.nan), "damaged: fc.weight holds values that are not"),
+        (lambda config, state: state.update({"fc.weight": state["fc.weight"].to(torch.int8)}), "is torch.int8, "),
     ],
 )
 def test_heads_that_do_not_fit_are_refused(saved, change, message):
@@ -176,13 +177,6 @@ def test_truncated_and_missing_files_are_refused(saved, name):
         load_head(saved)
 
 
-def test_weights_that_are_no_dictionary_are_refused(saved):
-    torch.save([torch.zeros(2)], saved / "pytorch_model.bin")
-    (saved / "model.safetensors").unlink()
-    with pytest.raises(ValueError, match="no dictionary of tensors"):
-        load_head(saved)
-
-
 def test_load_joins_a_target_its_tokenizer_and_its_head(saved, tmp_path, tokenizer):
     target = tiny_target()
     target.save_pretrained(tmp_path / "target")
@@ -201,19 +195,3 @@ def test_load_refuses_a_head_of_another_target(saved, tmp_path, option):
     tiny_target(**option).save_pretrained(tmp_path / "target")
     with pytest.raises(ValueError, match="does not fit the target"):
         eagle_fsd.load(tmp_path / "target", saved, device="cpu")
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"target": "somewhere"}, "draft= is missing, and no head is known for .somewhere."),
-        ({"draft": "somewhere"}, "target= is missing"),
-        ({"target": "a", "draft": "b", "device": "cpu", "device_map": "auto"}, "not both"),
-        ({"tree": "wide"}, 'tree must be "auto", a TreeConfig or None, got .wide.'),
-        ({"tree": 16}, "tree must be"),
-    ],
-    ids=str,
-)
-def test_load_refuses_bad_options(options, message):
-    with pytest.raises(ValueError, match=message):
-        eagle_fsd.load(**options)

@@ -1,4 +1,3 @@
-import dataclasses
 import math
 
 import pytest
@@ -27,11 +26,6 @@ def test_nodes_are_what_is_asked_for_or_what_can_be_scored(shape, scored, nodes)
 def test_bad_values_are_refused_with_their_name(options, error):
     with pytest.raises(error, match=next(iter(options))):
         TreeConfig(**options)
-
-
-def test_a_config_cannot_change_after_its_check():
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        TreeConfig().depth = 0
 
 
 @pytest.mark.parametrize("knots", [((0.0,), (0.0,), (0.0,)), ((0, -1), (-1, 0), (-1, 0)), ((-1, 0), (0, -1), (-1, 0)),

@@ -179,7 +179,7 @@ def test_drafted_trees_are_those_of_the_definition(target, named, before):
 # What the target hands out ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral-window", "mixtral", "gemma2"])
+@pytest.mark.parametrize("family", ["llama", "mistral-window", "gemma2"])
 @torch.no_grad()
 def test_features_are_the_states_that_enter_the_layers(family):
     model = deep_target(family, 3)
@@ -211,7 +211,7 @@ def test_published_layouts_load_and_decode_losslessly(target, tmp_path, layout, 
     assert output.stats.accepted_lengths == generate(written).stats.accepted_lengths
 
 
-@pytest.mark.parametrize("family", ["qwen3", "mistral-window", "gemma2"])
+@pytest.mark.parametrize("family", ["mistral-window", "gemma2"])
 def test_other_families_decode_losslessly(family):
     model = deep_target(family, 3)
     pair = EagleModel.from_parts(model, good_head(model, NAMED, eagle_aux_hidden_state_layer_ids=[0, 1, 2]))
@@ -223,18 +223,6 @@ def test_other_families_decode_losslessly(family):
 def test_sampled_tokens_are_those_of_plain_decoding_with_the_same_seed(target):
     pair = EagleModel.from_parts(target, good_head(target, NAMED))
     assert accepted_while_sampling(pair, range(2), max_new_tokens=NEW, tree=WIDE) > 12
-
-
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_fuzzy_rules_decode_with_a_reduced_vocabulary(target, temperature):
-    pair = EagleModel.from_parts(target, good_head(target, NAMED))
-    output = generate(pair, acceptance="fsd", threshold=0.5, temperature=temperature, seed=1)
-    assert len(output.token_ids) == NEW
-    for receipt in output.receipts:
-        assert receipt.divergence is None or 0 <= receipt.divergence <= math.log(2)
-    drafted = [token for token, receipt in zip(output.token_ids, output.receipts, strict=True)
-               if receipt.source != "target"]
-    assert drafted and set(drafted) <= set(NAMED)
 
 
 # Files ------------------------------------------------------------------------------------------------------------
@@ -300,20 +288,6 @@ def test_layers_are_read_from_where_they_are_named(target, tmp_path, layout):
     assert EagleModel.from_parts(target, four).target.feature_size == 5 * HIDDEN
     with pytest.raises(ValueError, match=r"enters layers \(0, 3, 7\) are wanted; the target has 7"):
         named.target_layers(7)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"num_hidden_layers": 2}, r"enters layers \(2, 1, -1\) are wanted; the target has 2"),
-        ({"num_hidden_layers": LAYERS, "hidden_size": 32}, "hidden size is 16, the target's is 32"),
-        ({"num_hidden_layers": LAYERS, "vocab_size": 40}, "vocabulary size is 32, the target's is 40"),
-    ],
-    ids=str,
-)
-def test_heads_of_another_target_are_refused(options, message):
-    with pytest.raises(ValueError, match=message):
-        EagleModel.from_parts(tiny_target(**options), random_head(NAMED))
 
 
 def test_a_head_of_its_own_size_reads_a_wider_target(tmp_path):

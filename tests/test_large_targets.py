@@ -9,7 +9,6 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, 
 
 import eagle_fsd
 from eagle_fsd import DraftHead, EagleModel, TreeConfig
-from eagle_fsd.models.placement import copy_to, device_of
 from eagle_fsd.models.target import TargetModel
 
 TREE = TreeConfig(16, 5, 4)
@@ -46,17 +45,6 @@ def test_parts_that_are_kept_on_disk(folder, away, shares):
     assert answer(model).token_ids == answer(here).token_ids
     sampled = {"temperature": 1.0, "seed": 3}
     assert answer(model, **sampled).token_ids == answer(here, **sampled).token_ids
-
-
-def test_a_copy_of_embeddings_that_are_kept_on_disk(folder):
-    places = dict.fromkeys(PARTS, "cpu") | {"model.embed_tokens": "disk"}
-    model = AutoModelForCausalLM.from_pretrained(folder / "target", dtype=torch.float32, device_map=places)
-    embeddings = model.get_input_embeddings()
-    copied = copy_to(embeddings, torch.device("cpu"))
-    assert embeddings.weight.is_meta and device_of(embeddings) == torch.device("cpu")
-    assert not hasattr(copied, "_hf_hook") and not copied.weight.is_meta
-    ids = torch.tensor(PROMPT)
-    assert torch.equal(copied(ids), embeddings(ids))
 
 
 def test_the_head_goes_where_the_output_layer_is(monkeypatch):

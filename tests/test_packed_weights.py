@@ -75,12 +75,6 @@ def test_other_layers_stay_as_they_are():
     assert not is_packed(module)
 
 
-def test_a_layer_alone_is_packed_as_well():
-    layer = nn.Linear(8, 8, dtype=torch.bfloat16)
-    packed = pack_linears(layer)
-    assert type(packed) is PackedLinear and packed.weight is layer.weight and packed.bias is layer.bias
-
-
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_pair_decodes_the_same(tied):
     target = tiny_target(tie_word_embeddings=tied).to(torch.bfloat16)

@@ -64,12 +64,6 @@ def test_the_draft_reads_ragged_rows_in_parts(parts_of_five):
         assert cache.lengths == list(lengths)
 
 
-def test_parts_do_not_change_the_text(parts_of_five):
-    model = tiny_pair()
-    wanted = model.target.model.generate(torch.tensor([PROMPT]), max_new_tokens=20, do_sample=False)[0, 12:].tolist()
-    assert eagle_fsd.generate(PROMPT, model, max_new_tokens=20, tree=TREE, acceptance="exact").token_ids == wanted
-
-
 def test_keys_that_depend_on_the_length_are_made_at_once():
     rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
     assert not TargetModel(tiny_target(rope_parameters=rope), check=False).reads_in_parts
@@ -80,5 +74,5 @@ def test_weights_that_are_not_finite_are_refused():
     model = tiny_target()
     with torch.no_grad():
         model.model.layers[1].mlp.up_proj.weight[3, 3] = torch.nan
-    with pytest.raises(ValueError, match="is damaged: its model.layers.1.mlp.up_proj.weight holds values that are not"):
+    with pytest.raises(ValueError, match="is damaged, or not supported: its logits are not finite"):
         TargetModel(model)

@@ -3,23 +3,16 @@
 V = 32 vocabulary, R = 21 draft vocabulary, D = 16 hidden size.
 """
 
-import copy
-import errno
 import json
 import math
-import os
-import shutil
 
 import numpy as np
 import pytest
-import reference_eagle
 import torch
-from test_drafting import assert_same_tree
 from tiny import HIDDEN, PROMPT, VOCAB, accepted_while_sampling, save_pair, tiny_head, tiny_target, tiny_tokenizer
 
 import eagle_fsd
 from eagle_fsd import TreeConfig, load_head, save_head
-from eagle_fsd.drafting.growth import draft_tree
 from eagle_fsd.heads.checkpoint import TOKEN_MAP, copy_head, save_token_map
 from eagle_fsd.heads.export import export_head
 from eagle_fsd.heads.inspection import inspect_head
@@ -55,11 +48,10 @@ def stock(target):
 
 
 @pytest.mark.parametrize("family", ["llama", "phi", "granite", "gemma2"])
-@pytest.mark.parametrize("tied", [False, True])
 @torch.no_grad()
-def test_own_logits_are_the_targets_own_for_these_tokens(family, tied):
+def test_own_logits_are_the_targets_own_for_these_tokens(family):
     """Output layers with a bias (phi), a scale (granite) and a softcap (gemma2)."""
-    pair = limited(family, tie_word_embeddings=tied)
+    pair = limited(family, tie_word_embeddings=family == "gemma2")
     bias = pair.target.lm_head.bias
     if bias is not None:
         bias.normal_()
@@ -77,27 +69,6 @@ def refuse(predicted):
     raise AssertionError("the whole output layer was computed")
 
 
-def widened(own):
-    """[..., R] -> [..., V], -inf for tokens that are not named."""
-    return own.new_full((*own.shape[:-1], VOCAB), -math.inf).index_copy_(-1, torch.tensor(NAMED), own)
-
-
-@pytest.mark.parametrize("shape", [(16, 5, 4), (60, 4, 10), (12, 6, 1)], ids=str)
-@torch.no_grad()
-def test_drafted_trees_are_those_of_a_target_that_never_names_the_others(shape):
-    config, pair = TreeConfig(*shape), limited()
-    features = reference_eagle.forward(pair.target.model, PROMPT[:-1])[0]
-    cache = pair.draft.new_cache(len(PROMPT) + config.depth * config.top_k)
-    tree, logits = draft_tree(pair.draft, pair.target, features[None], torch.tensor([PROMPT[1:]]), cache, config)
-    silenced = copy.deepcopy(pair.target.model)
-    silenced.get_output_embeddings().weight[OUTSIDE] = 0
-    bias = torch.zeros(VOCAB).index_fill(0, torch.tensor(OUTSIDE), -math.inf)
-    silenced.get_output_embeddings().bias = torch.nn.Parameter(bias)
-    reference = reference_eagle.draft(pair.draft, silenced, list(features), PROMPT[1:], config)
-    assert_same_tree(tree, [widened(level) for level in logits], reference, config)
-    assert not set(OUTSIDE) & set(tree.tokens[0, 1:].tolist())
-
-
 def test_narrow_and_named_are_by_token():
     head = limited(tokens=NAMED[::-1]).draft
     assert head.draft_vocab_size == 21 and head.target_tokens.tolist() == NAMED
@@ -113,12 +84,9 @@ def test_narrow_and_named_are_by_token():
 @pytest.mark.parametrize(
     ("tokens", "error", "message"),
     [
-        ([1, 2], TypeError, "a tensor of integers, got list"),
-        (torch.tensor([1.0]), TypeError, "got torch.float32"),
-        (torch.tensor([], dtype=torch.long), ValueError, "got 0 different ones"),
+        (torch.tensor([1.0]), TypeError, "a tensor of integers, got torch.float32"),
         (torch.tensor([1, 2, 1]), ValueError, r"2 different ones in \[3\]"),
         (torch.tensor([1, 32]), ValueError, "draft token 32 is none of the target's, which are 0 to 31"),
-        (torch.tensor([-1, 2]), ValueError, "draft token -1"),
     ],
     ids=str,
 )
@@ -194,14 +162,6 @@ def test_greedy_decoding_stays_the_targets_own(family):
     assert generate(pair, acceptance="fsd", threshold=0.0).token_ids == expected
 
 
-def test_a_vocabulary_that_names_nothing_right_costs_acceptance_only():
-    whole = generate(limited(tokens=None))
-    wrong = sorted({*range(VOCAB)} - {*whole.token_ids})
-    output = generate(limited(tokens=wrong))
-    assert output.token_ids == whole.token_ids and sum(whole.stats.accepted_lengths) > 0
-    assert sum(output.stats.accepted_lengths) == 0
-
-
 def test_sampling_draws_what_plain_decoding_draws_with_the_same_seed():
     assert accepted_while_sampling(limited(), range(3), max_new_tokens=NEW, tree=WIDE) > 12
 
@@ -249,9 +209,7 @@ def test_token_maps_of_others_are_read_in_any_order(tmp_path, held):
         (lambda path: path.write_bytes(b""), "token_map.pt cannot be read"),
         (lambda path: path.write_text("1 2 3"), "token_map.pt was refused"),
         (lambda path: torch.save(["a"], path), "no list of token ids"),
-        (lambda path: torch.save([1.5], path), "no list of token ids but torch.float32"),
-        (lambda path: torch.save([1, 1], path), "token_map.pt cannot be used: .* 1 different ones"),
-        (lambda path: torch.save([VOCAB], path), "draft token 32 is none of the target's"),
+        (lambda path: torch.save([VOCAB], path), "token_map.pt cannot be used: draft token 32 is none of the target's"),
     ],
 )
 def test_damaged_token_maps_are_refused(tmp_path, write, message):
@@ -275,30 +233,14 @@ def test_export_gives_it_to_those_who_can_use_it(tmp_path, caplog):
     assert inspect_head(tmp_path / "vllm").facts["draft vocabulary"] == "all of them"
 
 
-def files(folder):
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
-
-
-def test_a_copy_has_the_heads_files_and_a_vocabulary(tmp_path, monkeypatch):
+def test_a_copy_has_the_heads_files_and_a_vocabulary(tmp_path):
     save_head(limited(tokens=None).draft, tmp_path / "head")
     (tmp_path / "head" / "notes.txt").write_text("not the head's")
-    before, tokens = files(tmp_path / "head"), torch.tensor(NAMED)
-    copy_file = shutil.copyfile
-
-    def half(source, goal):
-        copy_file(source, goal)
-        os.truncate(goal, 100)
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    with monkeypatch.context() as patch, pytest.raises(OSError, match="new cannot be written"):
-        patch.setattr(shutil, "copyfile", half)
-        copy_head(tmp_path / "head", tmp_path / "new", tokens)
-    assert not (tmp_path / "new").exists()
+    tokens = torch.tensor(NAMED)
     assert copy_head(tmp_path / "head", tmp_path / "copy", tokens) == tmp_path / "copy" / TOKEN_MAP
-    copied = files(tmp_path / "copy")
-    assert copied.keys() == {"config.json", "model.safetensors", TOKEN_MAP}
-    assert copied["model.safetensors"] == before["model.safetensors"]
-    assert load_head(tmp_path / "copy").target_tokens.tolist() == NAMED and files(tmp_path / "head") == before
+    assert {path.name for path in (tmp_path / "copy").iterdir()} == {"config.json", "model.safetensors", TOKEN_MAP}
+    assert load_head(tmp_path / "copy").target_tokens.tolist() == NAMED
+    assert not (tmp_path / "head" / TOKEN_MAP).exists()
     with pytest.raises(ValueError, match="copy holds config.json, and nothing is replaced"):
         copy_head(tmp_path / "head", tmp_path / "copy", tokens)
     save_token_map(tmp_path / "copy", tokens[:8])
@@ -361,18 +303,11 @@ def test_what_cannot_be_counted_is_refused(tmp_path):
     empty, other = tmp_path / "empty.jsonl", tmp_path / "other"
     empty.write_text('{"text": ""}\n')
     Documents.of([([4, VOCAB], [True, True])]).save(other)
-    for name in ("half", "damaged"):
-        Documents.of([([4, 5], [True, True])]).save(tmp_path / name)
-    (tmp_path / "half" / "ends.npy").unlink()
-    np.save(tmp_path / "damaged" / "learned.npy", np.ones(1, bool))
     for source, tokenizer, message in (
         (tmp_path / "none.jsonl", tiny_tokenizer(), "is neither a file nor a dataset"),
-        (tmp_path, tiny_tokenizer(), "is neither a file nor a dataset"),
         (empty, None, "needs the target's tokenizer"),
         (empty, tiny_tokenizer(), "no answer to count"),
         (other, None, "holds token 32, the head knows 0 to 31"),
-        (tmp_path / "half", None, "is neither a file nor a dataset"),
-        (tmp_path / "damaged", None, "damaged is damaged: its arrays differ in length"),
     ):
         with pytest.raises(ValueError, match=message):
             count_tokens([str(source)], VOCAB, tokenizer)
