@@ -89,8 +89,7 @@ def test_logged_steps_are_those_that_the_draft_took(pair):
 STOPPING = {"least_reach": 0.4, "least_probability": 0.05}
 
 
-@pytest.mark.parametrize("tree", [TreeConfig(2, 1, 1), TreeConfig(5, 4, 1), TreeConfig(12, 5, 2), TreeConfig(16, 6, 4),
-                                  TreeConfig(24, 6, 3, **STOPPING)], ids=str)
+@pytest.mark.parametrize("tree", [TreeConfig(2, 1, 1), TreeConfig(16, 6, 4), TreeConfig(24, 6, 3, **STOPPING)], ids=str)
 @pytest.mark.parametrize("rows", [1, 3])
 def test_a_replay_equals_decoding_with_the_smaller_tree(pair, tree, rows):
     """In the first cycle after a prompt both see the same state; rows of a batch share levels and number of nodes."""
@@ -108,14 +107,6 @@ def test_a_replay_equals_decoding_with_the_smaller_tree(pair, tree, rows):
             deepest += levels.item() == drafted.max_depth
         sizes.add(drafted.tokens.shape[1])
     assert deepest and (len(sizes) > 1) == bool(tree.least_reach)
-
-
-def test_logs_deeper_than_ours_are_replayed_in_batches():
-    chains = [LoggedCycle(list(range(-1, depth - 1)), [0] * depth, [-0.1] * depth, [True] * depth) for depth in (20, 3)]
-    tokens, _, _ = Replay(chains, None, 1).run(TreeConfig(30, 16, 1), np.array([30]), rows=2)
-    assert tokens.item() == (17 + 4) / 2
-    fewer = TreeConfig(30, 16, 1, least_probability=0.01)
-    assert Replay(chains, None, 1).run(fewer, np.array([30]), rows=2)[0].item() == (1 + 10 + 4) / 2  # half of 16 + 3
 
 
 def test_isotonic_rates_by_hand(monkeypatch):
@@ -226,17 +217,6 @@ def test_the_next_request_knows_that_drafting_did_not_pay():
     assert all(paused(pause, 2, 30))
     pause.begin()  # success is not trusted for long
     assert paused(pause, -1, 12) == [True] * 6 + [False] * 6
-
-
-def test_requests_share_what_they_learn_only_where_texts_do_not_depend_on_it(pair):
-    pair.trees = AutoTree([], Latency({1: 1.0, 16: 9.0}, {1: 1.0}, 1.0), stopping=True)  # drafting never pays
-
-    def drafted(**options):
-        output = eagle_fsd.generate(PROMPT, pair, max_new_tokens=40, **options)
-        return output.stats.target_forwards - output.stats.undrafted
-
-    assert drafted(acceptance="exact") > drafted(acceptance="exact") > 0
-    assert drafted(threshold=0.3) == drafted(threshold=0.3) > drafted(threshold=0.0)
 
 
 def test_decoding_with_pauses_gives_the_same_tokens(pair):
@@ -385,17 +365,10 @@ def test_the_log_of_more_cycles_is_kept(tmp_path, tune, cycles):
     assert status == 0 and f"{count} cycles stored in {tmp_path}" in shown and "7.0 tokens/s expected" in shown
     status, shown, _ = tune("--limit", "8")
     assert status == 0 and f"keeps its log of {count}: delete it" in shown and in_cache(tmp_path) == {setting: count}
-    assert tune()[0] == 0 and in_cache(tmp_path) == {setting: count}  # one as good takes its place
-
-    def loaded():
-        return [len(entry.cycles) for entry in eagle_fsd.load(
-            tmp_path / "target", tmp_path / "head", device="cpu").trees.logs]
-
     for beside, expected in ((count - 1, count), (count + 1, count + 1)):
         store_log(tmp_path / "head", TreeLog(setting, (cycles * 9)[:beside]))
-        assert loaded() == [expected]
-    status, shown, _ = tune("--out", str(tmp_path / "head"))
-    assert status == 0 and f"keeps its log of {count + 1}" in shown and loaded() == [count + 1]
+        (found,) = eagle_fsd.load(tmp_path / "target", tmp_path / "head", device="cpu").trees.logs
+        assert len(found.cycles) == expected
 
 
 @pytest.mark.parametrize("few", [["--max-new-tokens", "6"], ["--limit", "3"]], ids=str)

@@ -75,17 +75,6 @@ def test_draft_temperature_shapes_the_tree_but_not_the_logits(temperature):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("shape", [(4, 5, 4), (20, 5, 4)], ids=str)
-def test_a_child_whose_log_probability_rounds_to_0_does_not_displace_its_parent(shape):
-    pair, config = tiny_pair(), TreeConfig(*shape)
-    pair.target.lm_head.weight *= 60
-    (tree, draft_logits), reference = draft_both(pair, PROMPT, config)
-    ties = [path for path, score in reference.scores.items() if path and score == reference.scores[path[:-1]]]
-    assert len(ties) > 3
-    assert_same_tree(tree, draft_logits, reference, config)
-
-
-@torch.no_grad()
 def test_rows_of_a_batch_are_independent():
     pair, config = tiny_pair(), TreeConfig(16, 5, 4)
     prompts = [PROMPT, PROMPT[::-1]]
@@ -146,8 +135,7 @@ def test_the_root_stays_whatever_the_scores():
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
-@pytest.mark.parametrize("shape", [(16, 5, 4), (4, 1, 3)], ids=str)
+@pytest.mark.parametrize(("family", "shape"), [("llama", (16, 5, 4)), ("gemma2", (4, 1, 3))], ids=str)
 def test_greedy_cycles_equal_the_reference(family, shape):
     pair, config, seen = tiny_pair(family), TreeConfig(*shape), []
     decoder = greedy_decoder(pair.target, pair.draft, [PROMPT], config, 60)

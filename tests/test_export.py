@@ -85,6 +85,10 @@ def test_a_trained_bias_is_not_dropped_silently(place, tmp_path):
     found = inspect_head(tmp_path / "biased")
     assert found.facts["fc bias"] == "trained"
     assert any("dropped" in problem for problem in found.server_problems["vllm"])
+    tiny_target(vocab_size=40).save_pretrained(tmp_path / "other")
+    found = inspect_head(place / "head", tmp_path / "other")
+    assert found.target_problems == ["vocabulary: head 32, target 40"]
+    assert "no fc.bias" in found.server_problems["sglang"][1]
 
 
 def test_embeddings_have_to_come_from_somewhere_that_fits(place, tmp_path):
@@ -130,11 +134,3 @@ def test_a_full_disk_is_said_and_leaves_no_half_file(place, tmp_path, monkeypatc
     with pytest.raises(OSError, match="model.safetensors cannot be written: os error 28"):
         export_head(place / "head", "vllm", tmp_path / "new")
     assert not list((tmp_path / "new").iterdir())
-
-
-def test_inspection_says_what_a_head_fits(place, tmp_path):
-    tiny_target(vocab_size=40).save_pretrained(tmp_path / "other")
-    found = inspect_head(place / "head", place / "target")
-    assert found.facts["kind"].startswith("EAGLE-1/2") and found.target_problems == []
-    assert found.server_problems["sglang"] and "no fc.bias" in found.server_problems["sglang"][1]
-    assert inspect_head(place / "head", tmp_path / "other").target_problems == ["vocabulary: head 32, target 40"]

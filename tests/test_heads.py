@@ -12,27 +12,11 @@ from tiny import tiny_head, tiny_target
 import eagle_fsd
 from eagle_fsd import pair as pairs
 from eagle_fsd.heads import catalogue
-from eagle_fsd.heads.catalogue import HEAD, KINDS, find_head, find_pair, is_copy, known_heads, packaged_target
+from eagle_fsd.heads.catalogue import HEAD, find_head, find_pair, is_copy, packaged_target
 from eagle_fsd.heads.checkpoint import save_head
 
 LLAMA = "meta-llama/Llama-3.1-8B-Instruct"
 SMOL, CODER = "HuggingFaceTB/SmolLM2-135M-Instruct", "Qwen/Qwen2.5-Coder-0.5B-Instruct"
-
-
-def test_the_list_is_well_formed():
-    known = known_heads()
-    for head in known:
-        for hub_id in (head.target, head.head):
-            assert re.fullmatch(r"[\w.-]+/[\w.-]+", hub_id)
-        assert head.kind in KINDS and head.licence
-        assert head.source.startswith("https://") or head.bundled and head.source == f"{head.head}/README.md"
-        assert re.fullmatch(r"\d{4}-\d\d-\d\d", head.looked_up)
-    assert len({head.head.casefold() for head in known}) == len(known)  # a head has one target
-    for target in {head.target for head in known}:
-        of_target = [head for head in known if head.target == target]
-        assert sum(head.preferred for head in of_target) <= (len(of_target) > 1)
-    assert {head.target for head in known if head.bundled} == {SMOL, CODER}
-    assert all(head.place and Path(head.place, "config.json").is_file() for head in known if head.bundled)
 
 
 def test_one_head_or_the_preferred_one_is_taken(tmp_path):

@@ -208,8 +208,8 @@ def test_token_maps_of_others_are_read_in_any_order(tmp_path, held):
     [
         (lambda path: path.write_bytes(b""), "token_map.pt cannot be read"),
         (lambda path: path.write_text("1 2 3"), "token_map.pt was refused"),
-        (lambda path: torch.save(["a"], path), "no list of token ids"),
-        (lambda path: torch.save([VOCAB], path), "token_map.pt cannot be used: draft token 32 is none of the target's"),
+        (lambda path: torch.save(["a"], path), "token_map.pt cannot be used as a list of token ids"),
+        (lambda path: torch.save([VOCAB], path), "as a list of token ids: draft token 32 is none of the target's"),
     ],
 )
 def test_damaged_token_maps_are_refused(tmp_path, write, message):

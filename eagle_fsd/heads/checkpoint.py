@@ -48,19 +48,6 @@ def read_weights(path: str) -> object:
         raise ValueError(f"{path} was refused, since it holds more than tensors or is damaged: {error}") from error
 
 
-def read_token_map(path: str) -> Tensor:
-    """[R] integers: the tokens of a file of FR-Spec's kind.
-
-    Raises:
-        ValueError: not such a file.
-    """
-    held = read_weights(path)
-    try:
-        return torch.as_tensor(held)
-    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
-        raise ValueError(f"it holds no list of token ids: {error}") from error
-
-
 def save_token_map(
     directory: str | Path,
     tokens: Tensor,  # [R] long
@@ -125,9 +112,9 @@ def load_head(source: str | Path) -> DraftHead:
         log.warning("%s is not used: an EAGLE-3 head has a draft vocabulary of its own", token_map)
     elif token_map:
         try:
-            head.limit_vocabulary(read_token_map(token_map))
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"{token_map} cannot be used: {error}") from error
+            head.limit_vocabulary(torch.as_tensor(read_weights(token_map)))
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise ValueError(f"{token_map} cannot be used as a list of token ids: {error}") from error
     return head.eval()
 
 

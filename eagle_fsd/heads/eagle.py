@@ -75,14 +75,6 @@ class DraftHead(nn.Module):
         self._modules.pop("embed_tokens", None)
         self.__dict__["embed_tokens"] = embed_tokens  # past nn.Module, which would register them
 
-    def own_embeddings(
-        self,
-        weight: Tensor,  # [V, D]
-    ) -> None:
-        """Embeddings of the head's own, saved with it, in place of shared ones."""
-        self.__dict__.pop("embed_tokens", None)
-        self.embed_tokens = nn.Embedding.from_pretrained(weight)
-
     @property
     def shares_embeddings(self) -> bool:
         return "embed_tokens" not in self._modules

@@ -91,7 +91,8 @@ def export_head(
             raise ValueError(f"the embeddings of {target} are {embeddings.dtype}: give the target before quantisation")
         if tuple(embeddings.shape) != wanted:
             raise ValueError(f"the embeddings of {target} are {tuple(embeddings.shape)}, the head needs {wanted}")
-        head.own_embeddings(embeddings.float())
+        vars(head).pop("embed_tokens")
+        head.embed_tokens = torch.nn.Embedding.from_pretrained(embeddings.float())
     if head.token_map is not None and not layout.token_map:
         log.warning("%s drafts all %d tokens: it takes no reduced vocabulary", to, head.config.vocab_size)
         head.limit_vocabulary(None)

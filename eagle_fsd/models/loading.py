@@ -13,7 +13,6 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ..checks import check_placement
 from ..data.gguf import target_source
-from . import STOCK
 
 log = logging.getLogger(__name__)
 
@@ -86,9 +85,6 @@ def load_target(
     check_dtype(dtype)
     if not (quantization_config is None or isinstance(quantization_config, (dict, QuantizationConfigMixin))):
         raise TypeError(f"quantization_config must be one of transformers or None, got {quantization_config!r}")
-    if attn_implementation not in (None, *STOCK):
-        accepted = ", ".join(STOCK)
-        raise ValueError(f"attn_implementation must be None or one of {accepted}, got {attn_implementation!r}")
     check_placement(device, device_map)
     place = check_device(device)
     target = target_source(target)  # last: a GGUF file is dequantised

@@ -31,11 +31,7 @@ def weights_digest(module: nn.Module) -> str:
         for part in plain_parts(weight.detach()):
             if not part.is_meta:
                 step = max(1, part.numel() // 97)
-                if part.is_contiguous():
-                    values = part.flatten()[::step]
-                else:  # to flatten one that lies otherwise would be to copy it
-                    places = torch.arange(0, part.numel(), step, device=part.device)
-                    values = part[torch.unravel_index(places, part.shape)]
+                values = part.reshape(-1)[::step]
                 total += values.to(torch.bfloat16).double().sum().item() / number
     tokens = getattr(module, "token_map", None)
     return f"{total:.9g}" + ("" if tokens is None else f"/{len(tokens)}-{tokens.sum().item()}")
