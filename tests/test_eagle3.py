@@ -211,15 +211,6 @@ def test_published_layouts_load_and_decode_losslessly(target, tmp_path, layout, 
     assert output.stats.accepted_lengths == generate(written).stats.accepted_lengths
 
 
-@pytest.mark.parametrize("family", ["mistral-window", "gemma2"])
-def test_other_families_decode_losslessly(family):
-    model = deep_target(family, 3)
-    pair = EagleModel.from_parts(model, good_head(model, NAMED, eagle_aux_hidden_state_layer_ids=[0, 1, 2]))
-    expected = model.generate(torch.tensor([PROMPT]), max_new_tokens=NEW, do_sample=False)[0, len(PROMPT) :].tolist()
-    output = generate(pair)
-    assert output.token_ids == expected and sum(output.stats.accepted_lengths) > 0
-
-
 def test_sampled_tokens_are_those_of_plain_decoding_with_the_same_seed(target):
     pair = EagleModel.from_parts(target, good_head(target, NAMED))
     assert accepted_while_sampling(pair, range(2), max_new_tokens=NEW, tree=WIDE) > 12
@@ -253,8 +244,6 @@ def drop(name):
         (drop("d2t"), "no d2t, which says what its 21 tokens stand for among 32"),
         (put("d2t", torch.zeros(20, dtype=torch.long)), r"d2t must be integers \[21\], got torch.int64 \[20\]"),
         (put("d2t", torch.full((21,), 12)), "d2t must name 21 different tokens of 32"),
-        (put("midlayer.self_attn.q_norm.weight", torch.ones(4)), "unknown .*q_norm"),
-        (put("fc.weight", torch.zeros(HIDDEN, 2 * HIDDEN)), "(?s)does not fit its config.json: .*fc.weight"),
         (configure(draft_vocab_size=33), "draft_vocab_size 33 exceeds vocab_size 32"),
         (configure(norm_output=True), "variant of EAGLE-3 that is not read: it has norm_output"),
         (configure(model_type="llama4_text"), "layer of type 'llama4_text'; read are llama"),

@@ -1,10 +1,9 @@
 """Targets that accelerate places or keeps elsewhere, and quantised ones."""
 
-import importlib.util
 
 import pytest
 import torch
-from tiny import PROMPT, SIZES, save_pair, tiny_chat_pair, tiny_head, tiny_target
+from tiny import PROMPT, SIZES, save_pair, tiny_chat_pair, tiny_target
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, TorchAoConfig
 
 import eagle_fsd
@@ -45,15 +44,6 @@ def test_parts_that_are_kept_on_disk(folder, away, shares):
     assert answer(model).token_ids == answer(here).token_ids
     sampled = {"temperature": 1.0, "seed": 3}
     assert answer(model, **sampled).token_ids == answer(here, **sampled).token_ids
-
-
-def test_the_head_goes_where_the_output_layer_is(monkeypatch):
-    target, moved = tiny_target(attention="sdpa"), []
-    model = EagleModel.from_parts(target, tiny_head(target))
-    monkeypatch.setattr(TargetModel, "output_device", property(lambda self: torch.device("meta")))
-    monkeypatch.setattr(DraftHead, "to", lambda self, device, dtype: moved.append(device) or self)
-    eagle_fsd.pair.fit_head(model.draft, model.target)
-    assert moved == [torch.device("meta")]
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
@@ -157,9 +147,3 @@ def test_only_quantised_targets_may_differ(monkeypatch, caplog):
     monkeypatch.setattr(TargetModel, "logits", lambda self, features: stock(self, features) * 1.1)
     with pytest.raises(ValueError, match="is not supported: its logits"):
         TargetModel(target)
-
-
-@pytest.mark.skipif(importlib.util.find_spec("torchao") is not None, reason="torchao is installed")
-def test_a_missing_package_is_named(folder):
-    with pytest.raises(ValueError, match="torchao"):
-        eagle_fsd.load(folder / "target", folder / "head", quantization_config={"quant_method": "torchao"})

@@ -64,12 +64,6 @@ def test_the_draft_reads_ragged_rows_in_parts(parts_of_five):
         assert cache.lengths == list(lengths)
 
 
-def test_keys_that_depend_on_the_length_are_made_at_once():
-    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
-    assert not TargetModel(tiny_target(rope_parameters=rope), check=False).reads_in_parts
-    assert TargetModel(tiny_target(), check=False).reads_in_parts
-
-
 def test_weights_that_are_not_finite_are_refused():
     model = tiny_target()
     with torch.no_grad():
