@@ -76,8 +76,8 @@ def test_a_rule_equals_the_reference(name, greedy):
     fuzzy = 0
     for index, options in enumerate(OPTIONS[name]):
         rule = make_rule(name, THRESHOLDS[name][-1], **options)
-        for number, (banned, named, most) in enumerate([(0.0, None, math.inf), (0.4, 7, 3.0), (0.0, 5, 1.0)]):
-            case = random_case(3 * index + number, greedy, banned=banned, named=named)
+        for number, (banned, named, most) in enumerate([(0.0, None, math.inf), (0.4, 7, 3.0), (0.0, 5, 1.0), (0.6, None, math.inf)]):
+            case = random_case(4 * index + number, greedy, banned=banned, named=named)
             budgets = [most, most / 3, 0.0, math.inf]
             fuzzy += compare(rule, case, THRESHOLDS[name], budgets)
     assert (fuzzy > 5) == (name != "exact" and (name, greedy) != ("lenience", True))
