@@ -76,7 +76,8 @@ def test_a_rule_equals_the_reference(name, greedy):
     fuzzy = 0
     for index, options in enumerate(OPTIONS[name]):
         rule = make_rule(name, THRESHOLDS[name][-1], **options)
-        for number, (banned, named, most) in enumerate([(0.0, None, math.inf), (0.4, 7, 3.0), (0.0, 5, 1.0), (0.6, None, math.inf)]):
+        cases = [(0.0, None, math.inf), (0.4, 7, 3.0), (0.0, 5, 1.0), (0.6, None, math.inf)]
+        for number, (banned, named, most) in enumerate(cases):
             case = random_case(4 * index + number, greedy, banned=banned, named=named)
             budgets = [most, most / 3, 0.0, math.inf]
             fuzzy += compare(rule, case, THRESHOLDS[name], budgets)
@@ -90,6 +91,16 @@ def test_a_rule_equals_the_reference_at_extremes(name, greedy):
         for options in OPTIONS[name][::2]:
             rule = make_rule(name, THRESHOLDS[name][-1], **options)
             compare(rule, case, THRESHOLDS[name], [math.inf, 1.0, math.inf, 3.0], divergences=False)
+
+
+@pytest.mark.cuda
+@BOTH
+@pytest.mark.parametrize("name", RULES)
+def test_cuda_walks_as_the_cpu(name, greedy):
+    for case in (random_case(10, greedy, banned=0.2), random_case(11, greedy, named=6)):
+        rule, given = make_rule(name, THRESHOLDS[name][-1]), (THRESHOLDS[name], [math.inf, 0.0, 1.0, 3.0])
+        for steps, expected in zip(case.to("cuda").walk(rule, *given), case.walk(rule, *given), strict=True):
+            assert [pytest.approx(step, nan_ok=True, rel=1e-4, abs=1e-5) for step in steps] == expected
 
 
 # --- the ends of the threshold -------------------------------------------------------------------

@@ -106,7 +106,8 @@ def test_the_guard_is_not_for_exact_steps():
     warped[0, 1, 2], warped[0, 1, 9] = -math.inf, 1.0
     case = replace(case, warped=warped)
     assert case.paths(make_rule("tilt", 0.4, head_guard=0.5)) == case.paths(make_rule("fsd", 1.0)) == [[0, 1, 4]]
-    assert case.paths(make_rule("tilt", 0.2, head_guard=0.5)) == [[0]] == case.paths(make_rule("fsd", 1.0, head_guard=0.3))
+    assert case.paths(make_rule("tilt", 0.2, head_guard=0.5)) == [[0]]
+    assert case.paths(make_rule("fsd", 1.0, head_guard=0.3)) == [[0]]
 
 
 @pytest.mark.parametrize(("best", "threshold", "step"), [(5, math.inf, (3, [0, 1])), (1, math.inf, (3, [0, 1])),
