@@ -1,4 +1,4 @@
-"""Packaging. The bundled checkpoints travel inside the package as `eagle_fsd/checkpoints`."""
+"""Packaging. The bundled heads travel inside the package as `eagle_fsd/checkpoints`; `tests/pairs` does not."""
 
 from pathlib import Path
 
@@ -10,22 +10,22 @@ VERSION = next(
     if line.startswith("__version__")
 )
 
-TRAIN = ["omegaconf>=2.4", "pyyaml>=6", "scikit-learn>=1.5", "tokenizers>=0.21"]
-EVAL = ["httpx>=0.27", "matplotlib>=3.8", "tabulate>=0.9"]
-DOCS = ["mkdocs>=1.6,<2", "mkdocs-material>=9.6", "mkdocstrings[python]>=1.0"]
-SERVE = ["fastapi>=0.115", "starlette>=0.46", "pydantic>=2.10", "uvicorn>=0.34", "h11>=0.14", "prometheus-client>=0.21"]
+GGUF = ["gguf>=0.10"]  # for the default pair, too
+EVAL = ["matplotlib>=3.8"]
+SERVE = ["fastapi>=0.115", "starlette>=0.46", "pydantic>=2.10", "uvicorn>=0.34", "h11>=0.14", "prometheus-client>=0.21",
+         "psutil>=5.9"]
 EXTRAS = {
-    "train": TRAIN,  # train/ and eval/ run from a checkout
-    "eval": EVAL,
-    "docs": DOCS,
-    "gguf": ["gguf>=0.10"],
-    "flash": ["flash-attn-4>=4.0.0b36; platform_system == 'Linux'"],  # or 2, or 3: docs/attention.md
+    "gguf": GGUF,
+    "flash": ["flash-attn-4>=4.0.0b36; platform_system == 'Linux'"],  # or 2, or 3: docs/performance.md
     "serve": SERVE,
     "page": [*SERVE, "gradio>=6,<7"],
     "ray": [*SERVE, "ray[serve]>=2.55"],
     "lm_eval": ["lm_eval[ifeval]>=0.4.13,<0.5", "nltk>=3.9.1"],
-    "dev": [*TRAIN, *EVAL, *SERVE, "openai>=2", "gguf>=0.10", "pytest>=8", "pytest-xdist>=3.6", "hypothesis>=6.100",
-            "ruff>=0.8", "nbclient>=0.10", "ipykernel>=6"],
+    "train": ["datasets>=3", "tensorboard>=2.16"],  # for data sets by name, and --tracker tensorboard
+    "eval": EVAL,  # train/ and eval/ run from a checkout
+    "docs": ["mkdocs>=1.6,<2", "mkdocs-material>=9.6", "mkdocstrings[python]>=1.0"],
+    "dev": [*GGUF, *EVAL, *SERVE, "httpx>=0.27", "openai>=2", "pytest>=8", "pytest-xdist>=3.6", "hypothesis>=6.100",
+            "pyyaml>=6", "ruff>=0.8"],
 }
 
 setup(
@@ -40,18 +40,17 @@ setup(
     packages=[*find_packages(include=["eagle_fsd*"]), "eagle_fsd.checkpoints"],
     package_dir={"eagle_fsd.checkpoints": "checkpoints"},
     package_data={
-        "eagle_fsd.cli": ["demo_prompts.json"],
         "eagle_fsd.heads": ["catalogue.json"],
         "eagle_fsd.serve": ["page.css"],
-        "eagle_fsd.checkpoints": ["*/*.json", "*/*.safetensors", "*/*.pt", "*/*.jinja", "*/*.md", "*.md"],
+        "eagle_fsd.checkpoints": ["*/*.json", "*/*.safetensors", "*/*.pt", "*/*.md", "*.md"],
     },
     install_requires=[
         "torch>=2.9", "transformers>=5.17,<6", "safetensors>=0.5", "huggingface_hub>=1.31", "accelerate>=1.1",
-        "tqdm>=4.66", "numpy>=1.26", "scipy>=1.15", "tyro>=1.0", "jinja2>=3.1", "filelock>=3.15",
+        "numpy>=1.26", "tqdm>=4.66", "jinja2>=3.1", "tyro>=1.0",
     ],
     extras_require=EXTRAS,
     entry_points={
         "console_scripts": ["eagle-fsd=eagle_fsd.cli:main"],
-        "lm_eval.models": ["eagle_fsd=eagle_fsd.lm_eval.model:EagleLM"],  # read by versions after 0.4.13
+        "lm_eval.models": ["eagle_fsd=eagle_fsd.lm_eval:EagleLM"],  # read by versions after 0.4.13
     },
 )

@@ -11,6 +11,8 @@ __all__ = [
     "EagleModel",
     "Engine",
     "EngineClosed",
+    "FuzzyRule",
+    "GatingRule",
     "GenerateOptions",
     "LoadOptions",
     "Nodes",
@@ -18,6 +20,7 @@ __all__ = [
     "Piece",
     "QueueFull",
     "Receipt",
+    "Rule",
     "Session",
     "Stats",
     "Ticket",
@@ -32,7 +35,7 @@ __all__ = [
 ]
 
 __getattr__, __dir__ = lazy_names(__name__, {
-    **dict.fromkeys(("RULES", "Nodes", "Weights", "make_rule"), "acceptance"),
+    **dict.fromkeys(("RULES", "FuzzyRule", "GatingRule", "Nodes", "Rule", "Weights", "make_rule"), "acceptance"),
     "generate": "api",
     "Chat": "chat",
     "Session": "engine.decoder",
@@ -40,9 +43,7 @@ __getattr__, __dir__ = lazy_names(__name__, {
     **dict.fromkeys(("load_head", "save_head"), "heads.checkpoint"),
     "DraftHead": "heads.eagle",
     "custom_generate": "hf",
-    **dict.fromkeys(("AcceptanceOptions", "GenerateOptions",
-    "LoadOptions",
-    "Nodes", "SamplingOptions"), "options"),
+    **dict.fromkeys(("GenerateOptions", "LoadOptions"), "options"),
     **dict.fromkeys(("EagleModel", "load"), "pair"),
     "Engine": "serve.engine",
     **dict.fromkeys(("EngineClosed", "Piece", "QueueFull", "Ticket"), "serve.tickets"),

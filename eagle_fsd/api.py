@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 
 import torch
@@ -21,7 +21,7 @@ from .requests import decode, encode_prompts, ending, make_requests
 
 
 def generate(
-    prompt: str | list | Tensor,
+    prompt: str | list | Tensor | Mapping,
     model: EagleModel | None = None,
     *,
     options: GenerateOptions | None = None,
@@ -36,7 +36,8 @@ def generate(
     Args:
         prompt: text (tokenised as it is), a chat (list of {"role", "content"}, put through the tokenizer's chat
             template), or token ids (list of int, or tensor [L] or [1, L]). A list of such prompts is a batch: they are
-            decoded together, each as it would be alone.
+            decoded together, each as it would be alone. Also what a tokenizer returns: `input_ids` of one or more
+            prompts, with an `attention_mask` where they are padded on the left.
         model: from `load`; None: the default pair.
         given: options by name, such as `max_new_tokens=200` or `threshold=0.3`: see `GenerateOptions`, which has them
             all; they come on top of `options`.

@@ -51,9 +51,7 @@ def check_functions(name: str, given: object) -> None:
             raise TypeError(f"{name} must hold functions or objects that can be called, got {each!r}")
 
 
-def check_placement(device: object, device_map: object, tp_plan: object = None) -> None:
+def check_placement(device: object, device_map: object) -> None:
     """Raise where the target's place is given twice."""
-    given = {name: value for name, value in
-             (("device", device), ("device_map", device_map), ("tp_plan", tp_plan)) if value is not None}
-    if len(given) > 1:
-        raise ValueError(f"give {' or '.join(f'{name}={value!r}' for name, value in given.items())}, not both")
+    if device is not None and device_map is not None:
+        raise ValueError(f"give device={device!r} or device_map={device_map!r}, not both")

@@ -27,7 +27,7 @@ from .heads.checkpoint import load_head
 from .heads.eagle import DraftHead
 from .options import GenerateOptions
 from .pair import EagleModel
-from .requests import check_ids, check_length, ending, make_requests
+from .requests import check_ids, check_length, ending, left_padding, make_requests
 
 # What `model.generate` prepares for a forward and the decode loop works out itself.
 RECOMPUTED = ("attention_mask", "cache_position", "logits_to_keep", "past_key_values", "position_ids", "use_cache")
@@ -55,7 +55,7 @@ def custom_generate(
     seed: int | Sequence[int] | None = None,
     text_streamer: BaseStreamer | None = None,
     stop: str | Sequence[str] | None = None,
-    tokenizer: PreTrainedTokenizerBase | None = None,
+    text_tokenizer: PreTrainedTokenizerBase | None = None,
     **model_kwargs,
 ) -> Tensor | GenerateDecoderOnlyOutput:
     """Decode inside the target's own `generate`:
@@ -67,9 +67,11 @@ def custom_generate(
     Args:
         draft: a `DraftHead` (from `load_head`) or where to load one from.
         acceptance, threshold, divergence, head_guard, budget, tree, seed: see `GenerateOptions`.
-        text_streamer: a streamer. `generate` keeps its own `streamer=` from callables.
-        stop, tokenizer: strings that end an answer, and what its text is read with. `generate` keeps `tokenizer=` from
-            callables too, so its own `stop_strings=` cannot be used: it asks for a tokenizer that was given.
+        text_streamer: a streamer; gets the prompt first, as in `generate`.
+        stop, text_tokenizer: strings that end an answer, and what its text is read with.
+
+    `generate` passes its own `streamer=`, `tokenizer=` and `assistant_model=` to no callable, and with `stop_strings=`
+    asks for a tokenizer even where one was given.
 
     Returns:
         sequences [B, prompt + new tokens], a short one with pad tokens after its end, or an output object where the
@@ -79,19 +81,21 @@ def custom_generate(
         ValueError, TypeError: padding elsewhere, beams, another method of generation, inputs other than tokens, outputs
             other than tokens, or a bad option.
     """
-    streamer = text_streamer if streamer is None else streamer
+    told, streamer = streamer, text_streamer if streamer is None else streamer
     with ending(streamer):
         if assistant_model is not None:
             raise ValueError("custom_generate drafts with draft=, and cannot take an assistant_model as well")
         pad = check_call(input_ids, generation_config, streamer, model_kwargs)
         if draft is None:
             raise ValueError("draft= is missing: a DraftHead or the directory or hub id of one")
+        if stop is not None and text_tokenizer is None:
+            raise ValueError("stop= needs text_tokenizer=: model.generate does not pass its tokenizer= on")
         greedy = not generation_config.do_sample
         options = GenerateOptions(
             acceptance=acceptance, threshold=threshold, divergence=divergence, head_guard=head_guard, budget=budget,
             tree=tree, seed=seed, stop=stop, temperature=0.0 if greedy else float(generation_config.temperature or 1.0))
         padding = left_padding(input_ids, model_kwargs.get("attention_mask"))
-        pair = EagleModel.from_parts(model, draft if isinstance(draft, DraftHead) else load_head(draft), tokenizer)
+        pair = EagleModel.from_parts(model, draft if isinstance(draft, DraftHead) else load_head(draft), text_tokenizer)
         prompts = [check_ids(row[count:].tolist(), pair) for row, count in zip(input_ids, padding, strict=True)]
         requests = make_requests(pair, prompts, options)
         criteria, eos_ids, max_length = split_criteria(stopping_criteria or StoppingCriteriaList())
@@ -105,6 +109,8 @@ def custom_generate(
             request.padding = input_ids[number, : padding[number]].tolist()
             if seed is None:  # the noise follows torch's global generator, as model.generate does
                 request.seed = int(torch.randint(2**62, ()))
+        if streamer is not None and told is None:  # `generate` gives the prompt to the streamer that it knows of
+            streamer.put(input_ids.cpu())
         answers = decode_requests(pair, requests, tree, streamer=streamer)
     new = pad_tokens([answer.token_ids for answer in answers], pad)
     sequences = torch.cat([input_ids, input_ids.new_tensor(new)], 1)
@@ -167,21 +173,6 @@ def criteria_of_row(criteria: StoppingCriteriaList, row: int, rows: int) -> Stop
         return met
 
     return StoppingCriteriaList([of_row(criterion) for criterion in criteria])
-
-
-def left_padding(input_ids: Tensor, mask: Tensor | None) -> list[int]:
-    """How many pad tokens each row of input_ids [B, L] begins with.
-
-    Raises:
-        ValueError: an attention mask [B, L] with zeros elsewhere.
-    """
-    if mask is None:  # newer versions of transformers pass None for all ones
-        return [0] * len(input_ids)
-    counts = (mask == 0).sum(-1)
-    expected = torch.arange(mask.shape[-1], device=mask.device) >= counts[..., None]
-    if mask.shape != input_ids.shape or not torch.equal(mask == 1, expected):
-        raise ValueError("prompts may be padded on the left only: the attention mask must be zeros, then ones")
-    return counts.tolist()
 
 
 def pad_tokens(rows: list[list[int]], pad: int | None) -> list[list[int]]:

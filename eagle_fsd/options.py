@@ -16,7 +16,7 @@ from typing import Any
 
 from .checks import check_placement, require_bool, require_integer, require_number
 from .drafting.config import TreeConfig
-from .models.implementations import IMPLEMENTATIONS
+from .models import IMPLEMENTATIONS
 
 LEAST_TEMPERATURE = 1e-6  # below, quotients leave the range of float32
 # Names that people know from elsewhere or from earlier versions, and what to use here.

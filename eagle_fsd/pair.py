@@ -22,7 +22,7 @@ from .engine.timing import known_latency, use_fastest_attention
 from .heads.catalogue import find_pair
 from .heads.checkpoint import load_head
 from .heads.eagle import DraftHead
-from .models.implementations import GROUPED, STOCK
+from .models import GROUPED, STOCK
 from .models.loading import load_target
 from .models.placement import pack_linears
 from .models.target import TargetModel
@@ -72,10 +72,12 @@ class EagleModel:
 
         `load` does so unless it is told not to.
         """
-        rows = getattr(self.draft, "output_rows", None)
-        for part in (self.target.model, self.draft, None if rows is None else rows.layer):
-            if part is not None:
-                pack_linears(part)
+        pack_linears(self.target.model)
+        if self.draft is not None:
+            pack_linears(self.draft)
+            rows = self.draft.output_rows
+            if rows is not None:
+                rows.layer = pack_linears(rows.layer)
 
     def choose_trees(self, logs: Sequence[TreeLog], *, stopping: bool, default: TreeConfig) -> None:
         """Have the tree chosen by these logs, see `AutoTree`, and the models' latencies, which are measured."""

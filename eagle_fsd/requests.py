@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from numbers import Integral
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import LogitsProcessor
@@ -115,6 +116,8 @@ def encode_prompts(prompt: object, model: EagleModel) -> tuple[list[list[int]], 
     Raises:
         ValueError, TypeError: see `generate`.
     """
+    if isinstance(prompt, Mapping) and "input_ids" in prompt:
+        prompt = unpadded(prompt)
     if not (isinstance(prompt, (list, tuple)) and prompt and isinstance(prompt[0], (str, list, tuple, Tensor))):
         return [encode_prompt(prompt, model)], False
     prompts = []
@@ -124,6 +127,43 @@ def encode_prompts(prompt: object, model: EagleModel) -> tuple[list[list[int]], 
         except (TypeError, ValueError) as error:
             raise type(error)(f"prompt {number} of {len(prompt)}: {error}") from error
     return prompts, True
+
+
+def unpadded(encoding: Mapping) -> object:
+    """The prompt or prompts of what a tokenizer returns, without padding on their left.
+
+    Raises:
+        ValueError: padding elsewhere, or inputs other than tokens.
+    """
+    others = encoding.keys() - {"input_ids", "attention_mask", "token_type_ids"}
+    if others:
+        raise ValueError(f"a prompt has input_ids and attention_mask only, got {', '.join(sorted(others))}")
+    ids, mask = encoding["input_ids"], encoding.get("attention_mask")
+    if not len(ids) or np.ndim(ids[0]) == 0:
+        ids, mask = [ids], None if mask is None else [mask]
+        alone = True
+    else:
+        alone = len(ids) == 1 and not isinstance(ids, list)
+    rows = [torch.as_tensor(row) for row in ids]
+    if mask is not None:
+        ones = [torch.as_tensor(row) for row in mask]
+        rows = [row[left_padding(row[None], seen[None])[0] :] for row, seen in zip(rows, ones, strict=True)]
+    return rows[0] if alone else rows
+
+
+def left_padding(input_ids: Tensor, mask: Tensor | None) -> list[int]:
+    """How many pad tokens each row of input_ids [B, L] begins with.
+
+    Raises:
+        ValueError: an attention mask [B, L] with zeros elsewhere.
+    """
+    if mask is None:  # newer versions of transformers pass None for all ones
+        return [0] * len(input_ids)
+    counts = (mask == 0).sum(-1)
+    expected = torch.arange(mask.shape[-1], device=mask.device) >= counts[..., None]
+    if mask.shape != input_ids.shape or not torch.equal(mask == 1, expected):
+        raise ValueError("prompts may be padded on the left only: the attention mask must be zeros, then ones")
+    return counts.tolist()
 
 
 def encode_prompt(prompt: object, model: EagleModel) -> list[int]:

@@ -1,15 +1,18 @@
-"""What all commands of evaluation do alike: read their options, end with a status, and note what they were given."""
+"""What all commands of evaluation do alike: read and note their options, choose questions, end with a status."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import is_dataclass
+from pathlib import Path
 from typing import TypeVar
 
 from eagle_fsd.cli.arguments import parse_options
 from eagle_fsd.cli.exits import exit_status
-from eagle_fsd.measure.records import shown_settings
-from eagle_fsd.options import Options
+from eagle_fsd.data.questions import Question, read_questions
+from eagle_fsd.measure.grading import check_instructions
+from eagle_fsd.measure.records import shown
 
 A = TypeVar("A")
 
@@ -21,19 +24,41 @@ def run_command(
     """The exit status of a command: that of `work` (None: 0), or see `exit_status`.
 
     Args:
-        module: such as "eval.sweep".
+        module: such as "eval.benchmark".
         arguments: the dataclass of its options; what its module says is what --help begins with.
         stopped: what to say after Ctrl-C.
     """
     args = parse_options(arguments, argv, program=f"python -m {module}",
                          description=sys.modules[arguments.__module__].__doc__)
     found: list[int | None] = [0]
-    status = exit_status(module, lambda: found.append(work(args)), stopped=stopped, flags=True)
+    status = exit_status(module, lambda: found.append(work(args)), stopped=stopped)
     return status or found[-1] or 0
 
 
 def noted(args: object) -> dict[str, str]:
     """Every option by its flag's name, as records keep them."""
-    groups = [vars(group) for group in vars(args).values() if isinstance(group, Options)]
-    own = {name: value for name, value in vars(args).items() if not isinstance(value, Options)}
-    return shown_settings({name: value for options in (*groups, own) for name, value in options.items()})
+    found: dict[str, str] = {}
+    for name, value in vars(args).items():
+        if is_dataclass(value) and name in ("pair", "decoding"):  # a group of options, whose flags have no prefix
+            found |= noted(value)
+        else:
+            found[name] = shown(value)
+    return found
+
+
+def chosen_questions(paths: Iterable[Path], per_category: int | None = None) -> list[Question]:
+    """The questions of all files, of each category the first ones.
+
+    Raises:
+        ValueError: no questions, bad ones, or ones that cannot be graded here.
+    """
+    counts: dict[str, int] = {}
+    chosen = []
+    for question in (question for path in paths for question in read_questions(path)):
+        counts[question.category] = counts.get(question.category, 0) + 1
+        if per_category is None or counts[question.category] <= per_category:
+            chosen.append(question)
+    if not chosen:
+        raise ValueError("there is nothing to ask: give --questions")
+    check_instructions(chosen)
+    return chosen

@@ -20,20 +20,18 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 import torch
-from scipy.stats import chi2_contingency
 
-from eagle_fsd.cli.arguments import Acceptance, Loading
+from eagle_fsd.cli.arguments import Loading, Tree
 from eagle_fsd.cli.exits import check_counts
 from eagle_fsd.data.progress import Progress
-from eagle_fsd.measure.methods import Method, engine, hf_generate
+from eagle_fsd.data.questions import read_questions
+from eagle_fsd.measure.comparison import parse_setting
+from eagle_fsd.measure.methods import Method, check_options, encode_prompt, engine, hf_generate
 from eagle_fsd.measure.records import environment, write_json
-from eagle_fsd.measure.summaries import first_difference
+from eagle_fsd.measure.statistics import first_difference
 from eagle_fsd.pair import EagleModel
-from eagle_fsd.prompts import encode_prompt
 from eval.command import noted, run_command
-from eval.questions import load_questions
 
 LEAST_EXPECTED = 5  # rarer tokens of a position are counted together
 SIGNIFICANCE = 0.01
@@ -44,28 +42,28 @@ class LosslessArguments:
     """What `eval.lossless_check` compares.
 
     Args:
-        decoding: to see the check fail, take another rule than exact.
-        questions: JSON lines; without them tasks of the generator.
+        questions: JSON lines, of which the first turns are asked.
+        setting: to see the check fail, take another rule than exact, such as "fsd 0.5".
+        tree: size of the draft tree; without it the fastest that is known here.
         prompts: how many are decoded greedily.
         max_new_tokens: of a greedy answer.
         temperature: of the sampled answers.
         samples: answers to each sampled prompt; 0: none.
         sampled_prompts: how many are sampled.
         sampled_tokens: of each sampled answer.
-        seed: of the generated tasks.
         out: JSON file for what was found.
     """
 
+    questions: Path
     pair: Loading = Loading()
-    decoding: Acceptance = Acceptance(acceptance="exact")
-    questions: Path | None = None
+    setting: str = "exact"
+    tree: Tree = None
     prompts: int = 50
     max_new_tokens: int = 128
     temperature: float = 1.0
     samples: int = 100
     sampled_prompts: int = 1
     sampled_tokens: int = 8
-    seed: int = 1
     out: Path | None = None
 
 
@@ -119,18 +117,18 @@ def check_greedy(
 
 def homogeneity(first: Sequence[object], second: Sequence[object]) -> float:
     """p-value of a chi-square test that two samples come from one distribution; rare values are counted together."""
-    counts = [Counter(first), Counter(second)]
-    sizes = (len(first), len(second))
-    both = counts[0] + counts[1]
-    share = min(sizes) / sum(sizes)
+    counts, both = [Counter(first), Counter(second)], Counter([*first, *second])
+    share = min(len(first), len(second)) / both.total()
     common = [value for value, count in both.items() if count * share >= LEAST_EXPECTED]
-    cells = [[count[value] for value in common] for count in counts]
-    rest = [size - sum(row) for size, row in zip(sizes, cells, strict=True)]
-    if sum(rest):
-        for row, left in zip(cells, rest, strict=True):
-            row.append(left)
-    observed = np.array(cells)
-    return float(chi2_contingency(observed, correction=False).pvalue) if observed.shape[1] > 1 else 1.0
+    seen = torch.tensor([[count[value] for value in common] for count in counts], dtype=torch.float64)
+    sizes = torch.tensor([[len(first)], [len(second)]], dtype=torch.float64)
+    seen = torch.cat([seen, sizes - seen.sum(1, keepdim=True)], 1)  # [2, values], the rare ones last
+    seen = seen[:, seen.sum(0) > 0]
+    expected = sizes * seen.sum(0) / both.total()
+    statistic, freedom = ((seen - expected) ** 2 / expected).sum(), seen.shape[1] - 1
+    if freedom == 0:
+        return 1.0
+    return torch.special.gammaincc(torch.tensor(freedom / 2, dtype=torch.float64), statistic / 2).item()
 
 
 def check_sampling(
@@ -162,11 +160,12 @@ def tell_differences(found: Sequence[Difference], prompts: int) -> None:
 
 def run(args: LosslessArguments) -> int:
     """Print and store what was found; 0 where nothing speaks against losslessness, else 1."""
-    args.decoding.check()
+    options = {**parse_setting(args.setting)[1], "tree": args.tree}
+    check_options(options)
     check_counts(args, "prompts", "max_new_tokens", "sampled_prompts", "sampled_tokens")
     check_counts(args, "samples", least=0)
-    questions = load_questions(args.questions, args.prompts, args.seed, args.prompts)
-    model, options = args.pair.load(), vars(args.decoding)
+    questions = read_questions(args.questions)[: args.prompts]
+    model = args.pair.load()
     chats = {question.id: [{"role": "user", "content": question.turns[0]}] for question in questions}
     found, (common, total) = check_greedy(model, chats, engine(model, **options), args.max_new_tokens)
     tell_differences(found, len(chats))

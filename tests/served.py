@@ -1,22 +1,60 @@
-"""A server in a process of its own, on the small bundled pair."""
+"""Servers to test: one in a thread of this process around a tiny pair, or the command `eagle-fsd serve` itself."""
 
+import asyncio
 import os
 import re
-import signal
 import subprocess
 import sys
 import threading
+import time
 from contextlib import contextmanager
 from pathlib import Path
 
-from eagle_fsd.data.bundled import small_pair
+import httpx
+from tiny import tiny_chat_pair
+
+import eagle_fsd
+from eagle_fsd.serve.app import create_app
+from eagle_fsd.serve.limits import ServeOptions
+from eagle_fsd.serve.server import DrainingServer, configuration, reserve
 
 ROOT = Path(__file__).parents[1]
-STARTS = 240  # seconds until it must answer
+SMALL = [str(Path(__file__).parent / "pairs" / name) for name in ("small-target", "small-draft")]
+STARTS = 90  # seconds within which it must
+
+
+class Here:
+    """A server in a thread."""
+
+    def __init__(self, pair, options, key, tree):
+        self.pair, place = pair, reserve(options)
+        self.engine = eagle_fsd.Engine(pair, **options.engine, tree=tree)
+        app = create_app(self.engine, "tiny", options, {}, key)
+        self.port = place.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.server = DrainingServer(configuration(app, options), app.state.service, options.drain_seconds)
+        self.thread = threading.Thread(target=lambda: asyncio.run(self.server.serve([place])))
+        self.thread.start()
+        wait_until(lambda: self.server.started)
+
+    def stop(self):
+        self.server.should_exit = self.server.force_exit = True
+        self.engine.close(drain=False)
+        self.thread.join(30)
+
+
+@contextmanager
+def here(pair=None, key=None, tree=None, **options):
+    """A server with these `ServeOptions` around the tiny pair, or another one."""
+    made = Here(pair or tiny_chat_pair(max_position_embeddings=2048), ServeOptions(port=0, **options), key, tree)
+    try:
+        yield made
+    finally:
+        made.stop()
 
 
 class Served:
-    """Where it listens, what it has said, and its end."""
+    """The command in a process of its own: where it listens, what it has said."""
 
     def __init__(self, process):
         self.process, self.said, self.url = process, [], None
@@ -34,20 +72,11 @@ class Served:
                 self.ready.set()
         self.ready.set()
 
-    @property
-    def port(self):
-        return int(self.url.rpartition(":")[2])
-
-    def stop(self, number=signal.SIGTERM, seconds=60):
-        """Its exit status."""
-        self.process.send_signal(number)
-        return self.process.wait(seconds)
-
 
 @contextmanager
 def served(*words, key=None):
-    """A server with these flags."""
-    target, draft = small_pair()
+    """The command with these flags, around the small pair."""
+    target, draft = SMALL
     environment = {**os.environ, "OMP_NUM_THREADS": "1"} | ({} if key is None else {"EAGLE_FSD_API_KEY": key})
     command = [sys.executable, "-m", "eagle_fsd", "serve", "--target", target, "--draft", draft, "--port", "0",
                "--name", "small", "--device", "cpu", *words]
@@ -59,3 +88,15 @@ def served(*words, key=None):
             process.kill()
         process.wait()
         process.stderr.close()
+
+
+def wait_until(condition, seconds=30):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def wait_for_health(server, seconds=30, **expected):
+    """Until /health says so, of rows and waiting."""
+    wait_until(lambda: expected.items() <= httpx.get(f"{server.url}/health").json().items(), seconds)

@@ -2,47 +2,49 @@
 
 import json
 import math
-from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from tiny import PROMPT, save_pair, tiny_pair
-from transformers import LogitsProcessorList
 
 import eagle_fsd
 from eagle_fsd.acceptance import make_rule
 from eagle_fsd.cli import main
-from eagle_fsd.drafting import fitting
-from eagle_fsd.drafting.choice import TRIED_NODES, AutoTree, choose
-from eagle_fsd.drafting.confidence import apply_confidence, confidence_lines
+from eagle_fsd.drafting import autotree, logs
+from eagle_fsd.drafting.autotree import TRIED_NODES, AutoTree, Replay, choose, fit_confidence
 from eagle_fsd.drafting.config import CPU_TREE, Choice, Confidence, TreeConfig
-from eagle_fsd.drafting.fitting import fit_confidence
+from eagle_fsd.drafting.growth import apply_confidence, confidence_lines
 from eagle_fsd.drafting.latency import Latency, between
-from eagle_fsd.drafting.logs import LEAST_CYCLES, LOGGED_TREE, CycleLog, LoggedCycle, TreeLog, read_logs, store_log
-from eagle_fsd.drafting.machine import known_latency
-from eagle_fsd.drafting.measuring import ROW_TREE, ROWS, _with_rows, measure, share_of
-from eagle_fsd.drafting.policy import Pause
-from eagle_fsd.drafting.replay import Replay
-from eagle_fsd.engine.decoder import Decoder
-from eagle_fsd.engine.request import BatchSettings, RequestSettings
+from eagle_fsd.drafting.logs import LOGGED_TREE, LoggedCycle, Setting, TreeLog, read_logs, store_log
+from eagle_fsd.drafting.pause import Drafting, Pause
+from eagle_fsd.engine.timing import ROW_TREE, ROWS, greedy_decoder, known_latency, measure, share_of, with_rows
 from eagle_fsd.heads.checkpoint import save_head
 
+LEAST_CYCLES = logs.LEAST_CYCLES
+WIDE = TreeConfig(64, 12, 4)
 FREE = Latency({1: 1.0}, {k: 0.0 for k in (1, 2, 3, 4)}, 1.0)  # drafting costs nothing
 TREE = TreeConfig(16, 5, 4)
 DEAR = Latency({1: 10.0, 2: 18.0}, {k: 9.0 for k in (1, 2, 3, 4)}, 1.0)
+EXACT, FUZZY = Setting("exact", 0.0, None, 0.0), Setting("fsd", 0.2, 0.7, 0.0)
+PROMPTS = torch.randint(32, (24, 8), generator=torch.Generator().manual_seed(3)).tolist()
 
 
-def prompts(count: int) -> list[list[int]]:
-    return torch.randint(32, (count, 8), generator=torch.Generator().manual_seed(3)).tolist()
+def decode(pair, prompts, tree, tokens):
+    """The texts of prompts that are decoded together, and of each cycle the tree, the draft's logits and the paths."""
+    seen, decoder = [], greedy_decoder(pair.target, pair.draft, prompts, tree, len(prompts) * tokens + 20)
+    decoder.observe = lambda *drafted: seen.append(drafted)
+    with torch.inference_mode():
+        decoder.prefill()
+        while min(len(request.emitted) for request in decoder.requests) < tokens:
+            decoder.step()
+    return [request.emitted[:tokens] for request in decoder.requests], seen
 
 
-def logged(model, tree: TreeConfig, count: int = 12, tokens: int = 30) -> list[LoggedCycle]:
-    noted = CycleLog(make_rule("exact"))
-    for prompt in prompts(count):
-        eagle_fsd.generate(prompt, model, acceptance=noted, tree=tree, max_new_tokens=tokens)
-    return noted.cycles
+def logged(pair, prompt, tree=WIDE, tokens=14) -> list[LoggedCycle]:
+    _, seen = decode(pair, [prompt], tree, tokens)
+    return [logs.logged_cycle(tree, levels, paths[0]) for tree, levels, paths in seen]
 
 
 @pytest.fixture(scope="module")
@@ -52,10 +54,10 @@ def pair():
 
 @pytest.fixture(scope="module")
 def cycles(pair):
-    return logged(pair, LOGGED_TREE, count=24)
+    return [cycle for prompt in PROMPTS for cycle in logged(pair, prompt, LOGGED_TREE, 30)]
 
 
-def test_a_logged_cycle_is_the_tree_and_what_became_of_it(cycles):
+def test_a_logged_cycle_is_the_tree_and_what_became_of_it(pair, cycles):
     for cycle in cycles[:20]:
         assert len(cycle.parents) == LOGGED_TREE.total_tokens - 1
         assert all(parent < node for node, parent in enumerate(cycle.parents))
@@ -68,24 +70,61 @@ def test_a_logged_cycle_is_the_tree_and_what_became_of_it(cycles):
         assert [cycle.parents[node] for node in taken] == [-1, *taken[:-1]][: len(taken)]  # one path from the root
 
 
-@pytest.mark.parametrize("shape", [(2, 1, 1), (5, 4, 1), (8, 3, 3), (12, 5, 2), (16, 6, 4)], ids=str)
-def test_a_replay_equals_decoding_with_the_smaller_tree(pair, shape):
-    """In the first cycle after a prompt both see the same state."""
-    wide, small = TreeConfig(64, 12, 4), TreeConfig(*shape)
-    for prompt in prompts(20):
-        noted = CycleLog(make_rule("exact"))
-        eagle_fsd.generate(prompt, pair, acceptance=noted, tree=wide, max_new_tokens=14)
-        real = eagle_fsd.generate(prompt, pair, acceptance="exact", tree=small, max_new_tokens=14)
-        replay = Replay(noted.cycles[:1], None, small.top_k)
-        tokens, _, _ = replay.run(small, np.array([small.total_tokens]))
-        assert tokens.item() == 1 + real.stats.accepted_lengths[0]
+def test_logged_steps_are_those_that_the_draft_took(pair):
+    """At draft temperature 1 a node's score is the sum of its path's; a row of a batch is logged as it would be alone,
+    and a draft that numbers its tokens otherwise as one that does not."""
+    _, ((tree, levels, paths), *_) = decode(pair, PROMPTS[:3], TREE, 9)
+    for row, path in enumerate(paths):
+        found = logs.logged_cycle(tree, levels, path, row)
+        scores = [0.0] * (len(found.parents) + 1)  # the root's is the last: parent -1
+        for node, parent in enumerate(found.parents):
+            scores[node] = scores[parent] + found.log_probs[node]
+        assert scores[:-1] == pytest.approx(tree.scores[row, 1:].tolist(), abs=1e-5)
+        assert [node + 1 for node, kept in enumerate(found.accepted) if kept] == path[1:]
+        order = torch.randperm(32, generator=torch.Generator().manual_seed(row))
+        renamed = logs.logged_cycle(tree, [level[..., order] for level in levels], path, row, order)
+        assert renamed.log_probs == pytest.approx(found.log_probs) and renamed.ranks == found.ranks
+
+
+STOPPING = {"least_reach": 0.4, "least_probability": 0.05}
+
+
+@pytest.mark.parametrize("tree", [TreeConfig(2, 1, 1), TreeConfig(5, 4, 1), TreeConfig(12, 5, 2), TreeConfig(16, 6, 4),
+                                  TreeConfig(24, 6, 3, **STOPPING)], ids=str)
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_replay_equals_decoding_with_the_smaller_tree(pair, tree, rows):
+    """In the first cycle after a prompt both see the same state; rows of a batch share levels and number of nodes."""
+    sizes, deepest = set(), 0
+    for start in range(0, 24, rows):
+        prompts = PROMPTS[start : start + rows]
+        drafted, _, paths = decode(pair, prompts, tree, 2)[1][0]
+        replay = Replay([logged(pair, prompt)[0] for prompt in prompts], None, tree.top_k)
+        tokens, verified, levels = replay.run(tree, np.array([tree.total_tokens]), rows)
+        assert tokens.item() == pytest.approx(np.mean([len(path) for path in paths]))
+        if tree.least_probability:  # else the log may lack unlikely nodes that fill the tree
+            assert verified.item() == drafted.tokens.shape[1]
+        if drafted.max_depth:
+            assert levels.item() >= drafted.max_depth  # a drafted level may have no node that is kept
+            deepest += levels.item() == drafted.max_depth
+        sizes.add(drafted.tokens.shape[1])
+    assert deepest and (len(sizes) > 1) == bool(tree.least_reach)
+
+
+def test_logs_deeper_than_ours_are_replayed_in_batches():
+    chains = [LoggedCycle(list(range(-1, depth - 1)), [0] * depth, [-0.1] * depth, [True] * depth) for depth in (20, 3)]
+    tokens, _, _ = Replay(chains, None, 1).run(TreeConfig(30, 16, 1), np.array([30]), rows=2)
+    assert tokens.item() == (17 + 4) / 2
+    fewer = TreeConfig(30, 16, 1, least_probability=0.01)
+    assert Replay(chains, None, 1).run(fewer, np.array([30]), rows=2)[0].item() == (1 + 10 + 4) / 2  # half of 16 + 3
 
 
 def test_isotonic_rates_by_hand(monkeypatch):
-    """Three bins of two edges; the second rate, 0.5, falls behind the first, 2.5 of 3: together 4 of 6."""
-    monkeypatch.setattr(fitting, "BINS", 3)
-    at, rates = fitting._isotonic(np.array([-3.0, -3, -2, -2, -1, -1]), np.array([1.0, 1, 0, 1, 1, 1]))
+    """Three bins of two edges; the second rate, 0.5, falls below the first, 2.5 of 3: together 4 of 6."""
+    monkeypatch.setattr(autotree, "BINS", 3)
+    at, rates = autotree._curve(np.array([-3.0, -3, -2, -2, -1, -1]), np.array([1.0, 1, 0, 1, 1, 1]))
     assert at.tolist() == [-3, -2, -1] and np.exp(rates) == pytest.approx([4 / 6, 4 / 6, 2.5 / 3])
+    pooled = autotree._isotonic(np.array([4.0, 3, 1, 2, 6]), np.array([4.0, 4, 2, 4, 6]))  # one pool after the other
+    assert pooled.tolist() == pytest.approx([10 / 14] * 4 + [1])
 
 
 def test_isotonic_fit_finds_the_rates():
@@ -112,14 +151,6 @@ def test_confidence_is_linear_between_knots_and_constant_outside():
     assert found.tolist() == [[-0.75, -4.5], [-3.0, -6.0], [-0.5, -5.5]]
 
 
-@pytest.mark.parametrize("knots", [((0.0,), (0.0,), (0.0,)), ((0, -1), (-1, 0), (-1, 0)), ((-1, 0), (0, -1), (-1, 0)),
-                                   ((-1, 0), (-1, 0.5), (-1, 0)), ((-1, 0), (-1, 0), (-math.inf, 0)),
-                                   ((-1, -1), (-1, 0), (-1, 0))])
-def test_bad_confidences_are_refused(knots):
-    with pytest.raises(ValueError, match="Confidence"):
-        Confidence(*knots)
-
-
 def test_the_choice_depends_on_what_drafting_costs(cycles):
     free, dear = choose(cycles, FREE), choose(cycles, DEAR)
     assert free.tree is not None and free.tree.total_tokens > 16 and free.rate > 1.5
@@ -131,188 +162,14 @@ def test_the_choice_depends_on_what_drafting_costs(cycles):
     assert fixed is not None and fixed.least_reach == fixed.least_probability == 0
 
 
-def test_stopping_rules_shrink_the_tree_and_change_no_token(pair):
-    loose = TreeConfig(24, 6, 3)
-    for options in ({"least_reach": 0.5}, {"least_probability": 0.2}, {"least_reach": 0.3, "least_probability": 0.1}):
-        tree = TreeConfig(24, 6, 3, **options)
-        for prompt in prompts(4):
-            seen = []
-
-            def rule(verification, seen=seen):
-                seen.append(verification.tree)
-                return make_rule("exact")(verification)
-
-            found = eagle_fsd.generate(prompt, pair, acceptance=rule, tree=tree, max_new_tokens=30)
-            plain = eagle_fsd.generate(prompt, pair, acceptance="exact", tree=loose, max_new_tokens=30)
-            assert found.token_ids == plain.token_ids
-            assert found.stats.undrafted == sum(tree.max_depth == 0 for tree in seen)
-            assert len({tree.tokens.shape[1] for tree in seen}) > 1
-            if "least_probability" in options:
-                assert all(t.scores.exp().min() >= options["least_probability"] - 1e-6 for t in seen)
-
-
-def test_replayed_stopping_equals_real_stopping(pair):
-    tree, deepest = TreeConfig(24, 6, 3, least_reach=0.4, least_probability=0.05), 0
-    for prompt in prompts(20):
-        noted, seen = CycleLog(make_rule("exact")), []
-
-        def rule(verification, seen=seen):
-            seen.append(verification.tree)
-            return make_rule("exact")(verification)
-
-        eagle_fsd.generate(prompt, pair, acceptance=noted, tree=TreeConfig(64, 12, 4), max_new_tokens=14)
-        real = eagle_fsd.generate(prompt, pair, acceptance=rule, tree=tree, max_new_tokens=14)
-        replay = Replay(noted.cycles[:1], None, tree.top_k)
-        tokens, verified, levels = replay.run(tree, np.array([tree.total_tokens]))
-        assert tokens.item() == 1 + real.stats.accepted_lengths[0]
-        assert verified.item() == seen[0].tokens.shape[1]
-        if seen[0].max_depth:
-            assert levels.item() >= seen[0].max_depth  # a drafted level may have no node that is kept
-            deepest += levels.item() == seen[0].max_depth
-    assert deepest
-
-
-@pytest.mark.parametrize("options", [{}, {"least_reach": 0.4, "least_probability": 0.05}], ids=str)
-def test_a_replayed_batch_equals_a_real_one(pair, options):
-    """Rows share levels and number of nodes: both go by their mean."""
-    tree, sizes = TreeConfig(10, 4, 3, **options), set()
-    for start in range(0, 18, 3):
-        noted, seen = CycleLog(make_rule("exact")), []
-
-        def rule(verification, seen=seen):
-            seen.append(verification.tree)
-            return make_rule("exact")(verification)
-
-        batch, first = prompts(18)[start : start + 3], []
-        for prompt in batch:
-            before = len(noted.cycles)
-            eagle_fsd.generate(prompt, pair, acceptance=noted, tree=TreeConfig(64, 12, 4), max_new_tokens=14)
-            first.append(noted.cycles[before])
-        real = eagle_fsd.generate(batch, pair, acceptance=rule, tree=tree, max_new_tokens=14)
-        tokens, verified, _ = Replay(first, None, tree.top_k).run(tree, np.array([tree.total_tokens]), rows=3)
-        assert tokens.item() == pytest.approx(np.mean([1 + own.stats.accepted_lengths[0] for own in real]))
-        assert verified.item() == seen[0].tokens.shape[1]
-        sizes.add(verified.item())
-    assert (len(sizes) > 1) == bool(options)
-
-
-def test_logs_deeper_than_ours_are_replayed_in_batches():
-    chains = [LoggedCycle(list(range(-1, depth - 1)), [0] * depth, [-0.1] * depth, [True] * depth) for depth in (20, 3)]
-    tokens, _, _ = Replay(chains, None, 1).run(TreeConfig(30, 16, 1), np.array([30]), rows=2)
-    assert tokens.item() == (17 + 4) / 2
-    fewer = TreeConfig(30, 16, 1, least_probability=0.01)
-    assert Replay(chains, None, 1).run(fewer, np.array([30]), rows=2)[0].item() == (1 + 10 + 4) / 2  # half of 16 + 3
-
-
-def test_a_pause_comes_when_drafting_does_not_pay_and_grows():
-    pause, drafted = Pause(), []
-    for _ in range(400):
-        drafted.append(pause.drafts())
-        if drafted[-1]:
-            pause.learn(-1)
-    assert drafted[:6] == [True] * 6 and sum(drafted) < 20  # soon found out, then tried now and then
-    assert sum(drafted[200:]) >= 2
-    pause = Pause()
-    for gain in [1] * 50 + [0.5] * 50 + [-1, 2] * 50:  # it pays on average
-        assert pause.drafts()
-        pause.learn(gain)
-
-
-def test_the_next_request_knows_that_drafting_did_not_pay():
-    """It tries once, and goes on as long as that pays."""
-    pause = Pause()
-    for _ in range(60):
-        if pause.drafts():
-            pause.learn(-1)
-    for _ in range(3):
-        pause.begin()
-        assert pause.drafts()
-        pause.learn(-1)
-        assert not any(pause.drafts() for _ in range(60))
-    pause.begin()
-    for _ in range(30):
-        assert pause.drafts()
-        pause.learn(2)
-    pause.begin()  # success is not trusted for long
-    drafted = []
-    for _ in range(12):
-        drafted.append(pause.drafts())
-        if drafted[-1]:
-            pause.learn(-1)
-    assert drafted == [True] * 6 + [False] * 6
-
-
-def test_requests_share_what_they_learn_only_where_texts_do_not_depend_on_it(pair):
-    pair.trees = AutoTree([], Latency({1: 1.0, 16: 9.0}, {1: 1.0}, 1.0), stopping=True)  # drafting never pays
-
-    def drafted(**options):
-        output = eagle_fsd.generate(PROMPT, pair, max_new_tokens=40, **options)
-        return output.stats.target_forwards - output.stats.undrafted
-    plain = eagle_fsd.generate(PROMPT, pair, max_new_tokens=40, acceptance="exact", tree=TreeConfig(2, 1, 1)).token_ids
-    assert drafted(acceptance="exact") > drafted(acceptance="exact") > 0
-    assert eagle_fsd.generate(PROMPT, pair, max_new_tokens=40, acceptance="exact").token_ids == plain
-    assert drafted(threshold=0.3) == drafted(threshold=0.3) > drafted(threshold=0.0)
-
-
-def test_decoding_with_pauses_gives_the_same_tokens(pair):
-    """The draft reads what it missed: afterwards it drafts as if there had been no pause."""
-    def decode(cost: Callable | None) -> tuple[list[int], list[bool]]:
-        batch = BatchSettings(lambda requests: Choice(TreeConfig(8, 3, 2), cost=cost))
-        settings = RequestSettings(LogitsProcessorList(), seed=0, max_new_tokens=80)
-        decoder = Decoder(pair.target, pair.draft, [PROMPT], batch, [settings])
-        (row,) = decoder.requests
-        decoder.prefill()
-        drafted = []
-        while len(row.tokens) < len(PROMPT) + 70:
-            drafted.append(decoder.step()[0].drafted)
-        assert decoder.forwards.draft_cache.length + len(row.features) == len(row.tokens) - 1
-        return row.tokens[: len(PROMPT) + 70], drafted
-
-    with torch.inference_mode():
-        steady, paused = decode(None), decode(lambda nodes, levels: 3.9)
-    assert steady[0] == paused[0] and all(steady[1]) and not all(paused[1]) and any(paused[1][10:])
-
-
-def test_latencies_are_measured_and_kept(pair, tmp_path, monkeypatch):
-    monkeypatch.setenv("EAGLE_FSD_CACHE", str(tmp_path))
-    first = known_latency(pair.target, pair.draft)
-    assert list(first.base.values()) == sorted(first.base.values()) and first.plain > 0
-    assert first.base.keys() == {1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64}
-    assert first.cycle(16, 4, 2) >= first.cycle(16, 1, 2) > 0
-    monkeypatch.setattr("eagle_fsd.drafting.machine.measure", lambda *_: pytest.fail("measured again"))
-    assert known_latency(pair.target, pair.draft) == first
-    (tmp_path / "latency.json").write_text("{broken")
-    monkeypatch.setattr("eagle_fsd.drafting.machine.measure", lambda *_: FREE)
-    assert known_latency(pair.target, pair.draft) == FREE
-
-
-def test_what_was_measured_beside_other_work_is_measured_again(pair, tmp_path, monkeypatch, caplog):
-    monkeypatch.setenv("EAGLE_FSD_CACHE", str(tmp_path))
-    quiet = known_latency(pair.target, pair.draft)
-    slow = Latency({at: 50 * s for at, s in quiet.base.items()}, quiet.level, 50 * quiet.plain)
-    monkeypatch.setattr("eagle_fsd.drafting.machine.measure", lambda *_: slow)
-    (tmp_path / "latency.json").unlink()
-    assert known_latency(pair.target, pair.draft) == slow
-    monkeypatch.setattr("eagle_fsd.drafting.machine.measure", lambda *_: quiet)
-    assert known_latency(pair.target, pair.draft) == slow  # conftest: nothing is compared
-    monkeypatch.setattr("eagle_fsd.drafting.machine.share_of", share_of)
-    assert share_of(slow, pair.target, pair.draft) < 0.3
-    assert known_latency(pair.target, pair.draft) == quiet and "when other work slowed the machine" in caplog.text
-    assert json.loads((tmp_path / "latency.json").read_text())  # kept in place of the old one
-    monkeypatch.setattr("eagle_fsd.drafting.machine.share_of", lambda *_: 1.0)
-    assert known_latency(pair.target, pair.draft) == quiet
-
-
 def test_rows_cost_what_they_do_not_share(pair, cycles):
     """A batch of the measured cycles themselves is predicted; where rows cost much, nothing is drafted for many."""
     tree, measured = ROW_TREE, {1: 1.0, 64: 7.3}
     shared = Latency(measured, {1: 0.5}, 0.9)
-    found = _with_rows(shared, drafted=9.0, plain=2.0)
+    found = with_rows(shared, drafted=9.0, plain=2.0)
     assert found.cycle(tree.nodes, tree.depth, tree.top_k, ROWS) == pytest.approx(9.0)
     assert found.plain_cycle(ROWS) == pytest.approx(2.0) and found.plain_cycle() == pytest.approx(0.9)
-    assert _with_rows(shared, drafted=0.1, plain=0.1) == shared
-    real = measure(pair.target, pair.draft)
-    assert real.row >= 0 and real.plain_row >= 0 and real.cycle(4, 2, 1, 8) >= real.cycle(4, 2, 1, 4)
+    assert with_rows(shared, drafted=0.1, plain=0.1) == shared
     cheap = Latency({1: 1.0, 64: 1.1}, {k: 0.01 for k in (1, 2, 3, 4)}, 1.0)
     dear = replace(cheap, row=1.0)
     assert choose(cycles, dear).tree == choose(cycles, cheap).tree
@@ -322,7 +179,7 @@ def test_rows_cost_what_they_do_not_share(pair, cycles):
 def test_a_steady_tree_pays_for_all_numbers_of_rows(cycles):
     """The best geometric mean of all shapes, by trying each."""
     latency = Latency({1: 1.0, 16: 1.5, 64: 6.0}, {k: 0.05 * k for k in (1, 2, 3, 4)}, 1.0, row=0.1)
-    trees = AutoTree([TreeLog("FSD(0.3)", 0.0, cycles), TreeLog("Exact()", 0.0, cycles[:50])], latency, stopping=True)
+    trees = AutoTree([TreeLog(FUZZY, cycles), TreeLog(EXACT, cycles[:50])], latency, stopping=True)
     rows, found = [1, 2, 4, 6], trees.steady(6)
     assert not found.least_reach and not found.least_probability
 
@@ -338,8 +195,103 @@ def test_a_steady_tree_pays_for_all_numbers_of_rows(cycles):
     assert AutoTree([], latency, stopping=True).steady(4) == CPU_TREE
 
 
+def test_stopping_rules_shrink_the_tree_and_change_no_token(pair):
+    for prompt in PROMPTS[:4]:
+        said, seen = decode(pair, [prompt], TreeConfig(24, 6, 3, **STOPPING), 30)
+        assert said == decode(pair, [prompt], TreeConfig(24, 6, 3), 30)[0]
+        assert len({tree.tokens.shape[1] for tree, _, _ in seen}) > 1
+        assert all(tree.scores.exp().min() >= STOPPING["least_probability"] - 1e-6 for tree, _, _ in seen)
+
+
+def paused(pause: Pause, gain: float, cycles: int) -> list[bool]:
+    """Which of so many cycles draft, where each drafted one gains so much."""
+    drafted = []
+    for _ in range(cycles):
+        drafted.append(pause.drafts())
+        if drafted[-1]:
+            pause.learn(gain)
+    return drafted
+
+
+def test_a_pause_comes_when_drafting_does_not_pay_and_grows():
+    drafted = paused(Pause(), -1, 400)
+    assert drafted[:6] == [True] * 6 and sum(drafted) < 20  # soon found out, then tried now and then
+    assert sum(drafted[200:]) >= 2
+    pause = Pause()
+    for gain in [1] * 50 + [0.5] * 50 + [-1, 2] * 50:  # it pays on average
+        assert pause.drafts()
+        pause.learn(gain)
+
+
+def test_the_next_request_knows_that_drafting_did_not_pay():
+    """It tries once, and goes on as long as that pays."""
+    pause = Pause()
+    paused(pause, -1, 60)
+    for _ in range(3):
+        pause.begin()
+        assert paused(pause, -1, 61) == [True] + [False] * 60
+    pause.begin()
+    assert all(paused(pause, 2, 30))
+    pause.begin()  # success is not trusted for long
+    assert paused(pause, -1, 12) == [True] * 6 + [False] * 6
+
+
+def test_requests_share_what_they_learn_only_where_texts_do_not_depend_on_it(pair):
+    pair.trees = AutoTree([], Latency({1: 1.0, 16: 9.0}, {1: 1.0}, 1.0), stopping=True)  # drafting never pays
+
+    def drafted(**options):
+        output = eagle_fsd.generate(PROMPT, pair, max_new_tokens=40, **options)
+        return output.stats.target_forwards - output.stats.undrafted
+
+    assert drafted(acceptance="exact") > drafted(acceptance="exact") > 0
+    assert drafted(threshold=0.3) == drafted(threshold=0.3) > drafted(threshold=0.0)
+
+
+def test_decoding_with_pauses_gives_the_same_tokens(pair):
+    """The draft reads what it missed: afterwards it drafts as if there had been no pause."""
+    expected, _ = decode(pair, [PROMPT], TreeConfig(8, 3, 2), 70)
+    decoder = greedy_decoder(pair.target, pair.draft, [PROMPT], TreeConfig(8, 3, 2), 80)
+    decoder.drafting = Drafting(lambda requests: Choice(TreeConfig(8, 3, 2), cost=lambda nodes, levels: 3.9), 1)
+    (row,), drafted = decoder.requests, []
+    with torch.inference_mode():
+        decoder.prefill()
+        while len(row.emitted) < 70:
+            drafted.append(decoder.step()[0].drafted)
+    assert decoder.forwards.draft_cache.length + len(row.features) == len(row.tokens) - 1
+    assert [row.emitted[:70]] == expected and not all(drafted) and any(drafted[10:])
+
+
+def test_latencies_are_measured_and_kept(pair, tmp_path, monkeypatch):
+    monkeypatch.setenv("EAGLE_FSD_CACHE", str(tmp_path))
+    first = known_latency(pair.target, pair.draft)
+    assert list(first.base.values()) == sorted(first.base.values()) and first.plain > 0
+    assert first.base.keys() == {1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64} and min(first.row, first.plain_row) >= 0
+    assert first.cycle(16, 4, 2) >= first.cycle(16, 1, 2) > 0
+    monkeypatch.setattr("eagle_fsd.engine.timing.measure", lambda *_: pytest.fail("measured again"))
+    assert known_latency(pair.target, pair.draft) == first
+    (tmp_path / "latency.json").write_text("{broken")
+    monkeypatch.setattr("eagle_fsd.engine.timing.measure", lambda *_: FREE)
+    assert known_latency(pair.target, pair.draft) == FREE
+
+
+def test_what_was_measured_beside_other_work_is_measured_again(pair, tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("EAGLE_FSD_CACHE", str(tmp_path))
+    quiet = known_latency(pair.target, pair.draft)
+    slow = Latency({at: 50 * s for at, s in quiet.base.items()}, quiet.level, 50 * quiet.plain)
+    monkeypatch.setattr("eagle_fsd.engine.timing.measure", lambda *_: slow)
+    (tmp_path / "latency.json").unlink()
+    assert known_latency(pair.target, pair.draft) == slow
+    monkeypatch.setattr("eagle_fsd.engine.timing.measure", lambda *_: quiet)
+    assert known_latency(pair.target, pair.draft) == slow  # conftest: nothing is compared
+    assert share_of(slow, pair.target, pair.draft) < 0.3
+    monkeypatch.setattr("eagle_fsd.engine.timing.share_of", share_of)
+    assert known_latency(pair.target, pair.draft) == quiet and "when other work slowed the machine" in caplog.text
+    assert len(json.loads((tmp_path / "latency.json").read_text())) == 1  # in place of the old one
+
+
 def test_latency_is_linear_between_measurements():
-    assert [between({2: 1.0, 4: 3.0, 8: 5.0}, at) for at in (1, 2, 3, 4, 6, 8, 10)] == [1, 1, 2, 3, 4, 5, 6]
+    assert between({2: 1.0, 4: 3.0, 8: 5.0}, [1, 2, 3, 4, 6, 8, 10]).tolist() == [1, 1, 2, 3, 4, 5, 6]
+    assert between({3: 2.0}, [1, 5]).tolist() == [2, 2]
 
 
 def test_a_target_without_room_is_refused():
@@ -350,38 +302,44 @@ def test_a_target_without_room_is_refused():
 
 def test_logs_are_kept_beside_the_head(cycles, tmp_path):
     assert read_logs(tmp_path) == []
-    store_log(tmp_path, TreeLog("Exact()", 0.0, cycles[:5]))
-    store_log(tmp_path, TreeLog("Exact()", 0.7, cycles[5:7]))
-    store_log(tmp_path, TreeLog("Exact()", 0.0, cycles[:3]))
-    found = {entry.temperature: entry for entry in read_logs(tmp_path)}
-    assert (len(found[0.0].cycles), len(found[0.7].cycles)) == (3, 2)
-    for ours, stored in zip(cycles[:3], found[0.0].cycles, strict=True):
+    for setting, count in ((EXACT, 5), (FUZZY, 2), (EXACT, 3)):
+        store_log(tmp_path, TreeLog(setting, cycles[:count]))
+    found = {entry.setting: entry.cycles for entry in read_logs(tmp_path)}
+    assert {setting: len(own) for setting, own in found.items()} == {EXACT: 3, FUZZY: 2}
+    for ours, stored in zip(cycles[:3], found[EXACT], strict=True):
         assert (stored.parents, stored.ranks, stored.accepted) == (ours.parents, ours.ranks, ours.accepted)
         assert stored.log_probs == pytest.approx(ours.log_probs, abs=1e-2)
-    (tmp_path / "tree.json").write_text(json.dumps({"logs": [{"rule": 1}]}))
-    with pytest.raises(ValueError, match="tree.json cannot be read"):
-        read_logs(tmp_path)
+    for damage in ({"rule": "Exact(threshold=0.0)", "temperature": 0.0, "cycles": []},
+                   {**EXACT._asdict(), "cycles": [[[0], [0], [-1.0], []]]}, {**EXACT._asdict(), "threshold": None}):
+        (tmp_path / "tree.json").write_text(json.dumps({"logs": [damage]}))
+        with pytest.raises(ValueError, match="tree.json cannot be read .*run eagle-fsd tune again"):
+            read_logs(tmp_path)
 
 
 def test_auto_takes_the_nearest_log(cycles):
-    exact, fuzzy = repr(make_rule("exact")), make_rule("fsd", 0.2)
-    trees = AutoTree([TreeLog(exact, 0.0, cycles), TreeLog(repr(fuzzy), 0.0, cycles[:40]),
-                      TreeLog(exact, 0.7, cycles[40:80])], FREE, stopping=True)
-    assert trees.of(fuzzy, 0.0) is trees.of(fuzzy, 0.0) is not trees.of(make_rule("exact"), 0.0)
-    assert trees.of(make_rule("tilt", 0.5), 0.0) is trees.of(make_rule("exact"), 0.0)
-    assert trees.of(fuzzy, 0.9) is trees.of(make_rule("exact"), 0.7)
+    trees = AutoTree([TreeLog(EXACT, cycles), TreeLog(FUZZY, cycles[:40]),
+                      TreeLog(EXACT._replace(temperature=0.7), cycles[40:80])], FREE, stopping=True)
+    exact, fuzzy = trees.of(EXACT), trees.of(FUZZY)
+    assert fuzzy is trees.of(FUZZY) is not exact
+    for other in ({"threshold": 0.3}, {"head_guard": None}, {"rule": "tilt"}):
+        assert trees.of(FUZZY._replace(**other)) is exact
+    assert trees.of(FUZZY._replace(temperature=0.9)) is trees.of(EXACT._replace(temperature=0.7)) is not exact
+    assert trees.of(EXACT, rows=3) is trees.of(EXACT, rows=4) is not exact
+    rule = make_rule("fsd", 0.2)
+    assert Setting.of(rule, 0.0) == ("fsd", 0.2, rule.head_guard, 0.0)
+    assert Setting.of(make_rule("fsd", 0.0), 0.7) == ("exact", 0.0, None, 0.7)  # lossless: accepts what exact accepts
 
 
 def test_a_loaded_pair_chooses_its_tree(tmp_path, monkeypatch, cycles, caplog):
     monkeypatch.setenv("EAGLE_FSD_CACHE", str(tmp_path / "cache"))
     save_pair(tmp_path)
     places = (tmp_path / "target", tmp_path / "head")
-    monkeypatch.setattr("eagle_fsd.drafting.machine.measure", lambda *_: FREE)
+    monkeypatch.setattr("eagle_fsd.engine.timing.measure", lambda *_: FREE)
     unknown = eagle_fsd.load(*places, device="cpu")
-    choice = unknown.trees.of(make_rule("exact"), 0.0)
+    choice = unknown.trees.of(EXACT)
     assert all("measuring once" in record.getMessage() for record in caplog.records)
     assert choice.tree == unknown.default_tree and choice.cost(16, 6) > 0  # no log: the default, which may pause
-    store_log(tmp_path / "head", TreeLog(repr(make_rule("exact")), 0.0, cycles))
+    store_log(tmp_path / "head", TreeLog(EXACT, cycles))
     fixed = eagle_fsd.load(*places, device="cpu", tree=TreeConfig(8, 3, 2))
     assert fixed.trees is None and fixed.default_tree == TreeConfig(8, 3, 2)
     model = eagle_fsd.load(*places, device="cpu")
@@ -389,7 +347,7 @@ def test_a_loaded_pair_chooses_its_tree(tmp_path, monkeypatch, cycles, caplog):
     assert eagle_fsd.generate(PROMPT, model, acceptance="exact", max_new_tokens=40).token_ids == plain.token_ids
     model.trees = AutoTree(model.trees.logs, DEAR, stopping=True)
     found = eagle_fsd.generate(PROMPT, model, acceptance="exact", max_new_tokens=40)
-    assert found.token_ids == plain.token_ids and "plain decoding" in found.stats.plain_because
+    assert found.token_ids == plain.token_ids and "no tree is expected" in found.stats.plain_because
     assert found.stats.undrafted == found.stats.target_forwards == 39
 
 
@@ -397,9 +355,9 @@ def test_a_loaded_pair_chooses_its_tree(tmp_path, monkeypatch, cycles, caplog):
 def tune(tmp_path, monkeypatch, capsys):
     """Status, output and errors of the command for a pair that is saved in `tmp_path`."""
     monkeypatch.setenv("EAGLE_FSD_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("eagle_fsd.drafting.machine.measure", lambda *_: FREE)
+    monkeypatch.setattr("eagle_fsd.engine.timing.measure", lambda *_: FREE)
     monkeypatch.setattr("eagle_fsd.drafting.logs.LEAST_CYCLES", 8)
-    monkeypatch.setattr("eagle_fsd.drafting.choice.choose", lambda *_, **__: Choice(TREE, 7.0))
+    monkeypatch.setattr("eagle_fsd.drafting.autotree.choose", lambda *_, **__: Choice(TREE, 7.0))
     save_pair(tmp_path)
     (tmp_path / "prompts.jsonl").write_text("\n".join(json.dumps({"prompt": a + b}) for a in "abcd" for b in "efgh"))
 
@@ -413,19 +371,19 @@ def tune(tmp_path, monkeypatch, capsys):
 
 def in_cache(folder):
     (file,) = folder.glob("cache/trees/*/tree.json")
-    return {entry.rule: len(entry.cycles) for entry in read_logs(file.parent)}
+    return {entry.setting: len(entry.cycles) for entry in read_logs(file.parent)}
 
 
 def test_the_command_stores_a_log_and_says_what_it_leads_to(tmp_path, tune):
     """In the cache, where `load` finds it; never in the head's folder, which may be anybody's, unless it is named."""
     before = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "head").iterdir()}
     assert tune("--limit", "6")[0] == tune("--limit", "6", "--acceptance", "fsd", "--threshold", "0.2")[0] == 0
-    rules = repr(make_rule("exact")), repr(make_rule("fsd", 0.2))
-    logs = in_cache(tmp_path)
-    assert list(logs) == list(rules) and min(logs.values()) >= 8
+    settings = EXACT, Setting.of(make_rule("fsd", 0.2), 0.0)
+    found = in_cache(tmp_path)
+    assert list(found) == list(settings) and min(found.values()) >= 8
     assert {path.name: path.stat().st_mtime_ns for path in (tmp_path / "head").iterdir()} == before
     loaded = eagle_fsd.load(tmp_path / "target", tmp_path / "head", device="cpu")
-    assert [entry.rule for entry in loaded.trees.logs] == list(rules)
+    assert [entry.setting for entry in loaded.trees.logs] == list(settings)
     other = tiny_pair(seed=1)
     save_head(other.draft, tmp_path / "other")
     assert not eagle_fsd.load(tmp_path / "target", tmp_path / "other", device="cpu").trees.logs
@@ -435,18 +393,18 @@ def test_the_command_stores_a_log_and_says_what_it_leads_to(tmp_path, tune):
 
 def test_the_log_of_more_cycles_is_kept(tmp_path, tune, cycles):
     status, shown, _ = tune()
-    (rule, count), = in_cache(tmp_path).items()
+    (setting, count), = in_cache(tmp_path).items()
     assert status == 0 and f"{count} cycles stored in {tmp_path}" in shown and "7.0 tokens/s expected" in shown
     status, shown, _ = tune("--limit", "8")
-    assert status == 0 and f"keeps its log of {count}: delete it" in shown and in_cache(tmp_path) == {rule: count}
-    assert tune()[0] == 0 and in_cache(tmp_path) == {rule: count}  # one as good takes its place
+    assert status == 0 and f"keeps its log of {count}: delete it" in shown and in_cache(tmp_path) == {setting: count}
+    assert tune()[0] == 0 and in_cache(tmp_path) == {setting: count}  # one as good takes its place
 
     def loaded():
         return [len(entry.cycles) for entry in eagle_fsd.load(
             tmp_path / "target", tmp_path / "head", device="cpu").trees.logs]
 
     for beside, expected in ((count - 1, count), (count + 1, count + 1)):
-        store_log(tmp_path / "head", TreeLog(rule, 0.0, (cycles * 9)[:beside]))
+        store_log(tmp_path / "head", TreeLog(setting, (cycles * 9)[:beside]))
         assert loaded() == [expected]
     status, shown, _ = tune("--out", str(tmp_path / "head"))
     assert status == 0 and f"keeps its log of {count + 1}" in shown and loaded() == [count + 1]

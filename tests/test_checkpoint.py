@@ -1,6 +1,5 @@
 """Reading and writing heads in the published layout. V = 32, D = 16."""
 
-import dataclasses
 import json
 import pickle
 from pathlib import Path
@@ -13,11 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 import eagle_fsd
 from eagle_fsd import load_head, save_head
-from eagle_fsd.acceptance import make_rule
-from eagle_fsd.drafting.logs import store_log
 from eagle_fsd.heads.eagle import DraftHead
-from eagle_fsd.measure.calibrations import Calibration, store_calibration
-from eagle_fsd.measure.cycles import log_cycles
 from eagle_fsd.pair import EagleModel
 
 KEYS = {
@@ -62,8 +57,7 @@ def predicted(head):
         return head(features, torch.tensor([PROMPT[:5]]), torch.arange(5)[None])
 
 
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("qkv_bias", [False, True])
+@pytest.mark.parametrize(("bias", "qkv_bias"), [(False, False), (True, True)])
 def test_round_trip(tmp_path, head, bias, qkv_bias):
     if bias or qkv_bias:
         config = head.config
@@ -93,12 +87,6 @@ def test_stored_in_half_precision_and_loaded_in_full(tmp_path, head):
     torch.testing.assert_close(predicted(loaded), predicted(head), rtol=0.1, atol=0.1)
 
 
-def test_pickled_weights(saved, head):
-    torch.save(load_file(saved / "model.safetensors"), saved / "pytorch_model.bin")
-    (saved / "model.safetensors").unlink()
-    assert torch.equal(predicted(load_head(saved)), predicted(head))
-
-
 def test_a_head_replaces_one_in_the_other_format(saved, head):
     changed = tiny_head(tiny_target(), seed=5)
     save_head(changed, saved, file="pytorch_model.bin")
@@ -115,7 +103,7 @@ class Exploit:
         return Path.touch, (self.path,)
 
 
-@pytest.mark.parametrize("save", [torch.save, lambda value, path: path.write_bytes(pickle.dumps(value))])
+@pytest.mark.parametrize("save", [torch.save, lambda value, path: path.write_bytes(pickle.dumps(value, 2))])
 def test_a_pickle_with_code_is_refused_and_not_run(saved, tmp_path, save):
     save({"fc.weight": Exploit(tmp_path / "ran")}, saved / "pytorch_model.bin")
     (saved / "model.safetensors").unlink()
@@ -134,19 +122,14 @@ def test_without_embeddings_the_targets_are_used(saved, tmp_path):
     assert "embed_tokens.weight" not in load_file(tmp_path / "again" / "model.safetensors")
 
 
-def test_a_bias_that_the_config_announces_but_the_file_lacks(saved, head):
+def test_the_file_and_not_the_config_says_whether_there_is_a_bias(saved, head):
     rewrite(saved, lambda config, state: config.pop("bias"))  # a missing key means true
     loaded = load_head(saved)
-    assert loaded.fc.bias is None
-    assert torch.equal(predicted(loaded), predicted(head))
-
-
-def test_a_bias_that_only_the_file_knows(saved, head):
+    assert loaded.fc.bias is None and torch.equal(predicted(loaded), predicted(head))
     bias = torch.randn(HIDDEN)
-    rewrite(saved, lambda config, state: state.update({"fc.bias": bias}))
+    rewrite(saved, lambda config, state: config.update(bias=False) or state.update({"fc.bias": bias}))
     loaded = load_head(saved)
-    assert torch.equal(loaded.fc.bias, bias)
-    assert not torch.equal(predicted(loaded), predicted(head))
+    assert torch.equal(loaded.fc.bias, bias) and not torch.equal(predicted(loaded), predicted(head))
 
 
 def drop(name):
@@ -165,12 +148,8 @@ def configure(**fields):
     ("change", "message"),
     [
         (drop("fc.weight"), "missing .*fc.weight"),
-        (drop("layers.0.mlp.up_proj.weight"), "missing .*up_proj"),
         (put("lm_head.weight", VOCAB, HIDDEN), "unknown .*lm_head.weight"),
-        (put("layers.0.input_layernorm.weight", HIDDEN), "unknown .*input_layernorm"),
         (put("fc.weight", HIDDEN, 3 * HIDDEN), "(?s)does not fit its config.json: .*fc.weight"),
-        (put("fc.bias", HIDDEN + 1), "(?s)does not fit its config.json: .*fc.bias"),
-        (put("embed_tokens.weight", VOCAB - 1, HIDDEN), "(?s)does not fit its config.json: .*embed_tokens"),
         (configure(num_hidden_layers=2), "2 layers"),
         (configure(qkv_bias=True), "missing .*q_proj.bias"),
         (configure(hidden_size="wide"), "config.json is no Llama config"),
@@ -182,22 +161,18 @@ def test_heads_that_do_not_fit_are_refused(saved, change, message):
         load_head(saved)
 
 
-@pytest.mark.parametrize("keep", [0, 5, 100, 2000])
 @pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin", "config.json"])
-def test_truncated_files_are_refused(saved, name, keep):
+def test_truncated_and_missing_files_are_refused(saved, name):
     if name == "pytorch_model.bin":
         torch.save(load_file(saved / "model.safetensors"), saved / name)
         (saved / "model.safetensors").unlink()
     data = (saved / name).read_bytes()
-    (saved / name).write_bytes(data[: min(keep, len(data) - 2)])
-    with pytest.raises(ValueError, match=name):
-        load_head(saved)
-
-
-@pytest.mark.parametrize(("name", "message"), [("config.json", "no config.json"), ("model.safetensors", "no weights")])
-def test_missing_files_are_named(saved, name, message):
+    for keep in (len(data) - 2, 100, 0):
+        (saved / name).write_bytes(data[:keep])
+        with pytest.raises(ValueError, match=name):
+            load_head(saved)
     (saved / name).unlink()
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match="no config.json" if name == "config.json" else "no weights"):
         load_head(saved)
 
 
@@ -208,63 +183,22 @@ def test_weights_that_are_no_dictionary_are_refused(saved):
         load_head(saved)
 
 
-def save_target(target, directory, tokenizer=None):
-    target.save_pretrained(directory)
-    if tokenizer is not None:
-        tokenizer.save_pretrained(directory)
-
-
 def test_load_joins_a_target_its_tokenizer_and_its_head(saved, tmp_path, tokenizer):
     target = tiny_target()
-    save_target(target, tmp_path / "target", tokenizer)
-    pair = eagle_fsd.load(tmp_path / "target", saved, device="cpu")
-    assert isinstance(pair.tokenizer, PreTrainedTokenizerFast) and pair.calibrations == []
+    target.save_pretrained(tmp_path / "target")
+    tokenizer.save_pretrained(tmp_path / "target")
+    pair = eagle_fsd.load(tmp_path / "target", saved, device="cpu", tree=None)
+    assert isinstance(pair.tokenizer, PreTrainedTokenizerFast)
     output = eagle_fsd.generate(PROMPT, pair, max_new_tokens=12)
     expected = target.generate(torch.tensor([PROMPT]), max_new_tokens=12, do_sample=False)[0, len(PROMPT) :]
     assert output.token_ids == expected.tolist()
-    half = eagle_fsd.load(str(tmp_path / "target"), str(saved), device="cpu", dtype="bfloat16")
+    half = eagle_fsd.load(str(tmp_path / "target"), str(saved), device="cpu", dtype="bfloat16", tree=None)
     assert half.target.dtype == half.draft.dtype == torch.bfloat16
-
-
-def test_load_takes_the_attention_that_a_model_has(saved, tmp_path):
-    """Gemma-2 has no sdpa."""
-    target = tiny_target("gemma2")
-    save_target(target, tmp_path / "target")
-    pair = eagle_fsd.load(tmp_path / "target", saved, device="cpu")
-    expected = target.generate(torch.tensor([PROMPT]), max_new_tokens=8, do_sample=False)[0, len(PROMPT) :]
-    assert eagle_fsd.generate(PROMPT, pair, max_new_tokens=8).token_ids == expected.tolist()
-
-
-def test_load_reads_the_calibrations(saved, tmp_path):
-    save_target(tiny_target(), tmp_path / "target")
-    options = {"rule": "fsd", "threshold": 0.25}
-    entry = Calibration("accuracy_drop<=1%", options, 0.0, "t", "h", "torch.float32", "tree", "p", 300, {}, [])
-    store_calibration(saved, entry)
-    assert eagle_fsd.load(tmp_path / "target", saved, device="cpu").calibrations == [entry]
-    assert eagle_fsd.load(tmp_path / "target", saved, device="cpu", calibration=tmp_path).calibrations == []
-
-
-def test_load_reads_the_logs_of_the_calibration_directory_first(saved, tmp_path):
-    """Where `eagle-fsd tune --out` has put them."""
-    save_target(tiny_target(), tmp_path / "target")
-    (tmp_path / "tuned").mkdir()
-    pair = eagle_fsd.load(tmp_path / "target", saved, device="cpu", tree=None)
-    found = log_cycles(pair, [PROMPT], make_rule("exact"), max_new_tokens=8)
-    store_log(tmp_path / "tuned", found)
-
-    def logs(**options):
-        pair = eagle_fsd.load(tmp_path / "target", saved, device="cpu", **options)
-        return [log.temperature for log in pair.trees.logs]
-
-    assert logs() == [] and logs(calibration=tmp_path / "tuned") == [0.0]
-    store_log(saved, dataclasses.replace(found, temperature=0.5))
-    assert logs(calibration=tmp_path / "tuned") == [0.0]
-    assert logs(calibration=tmp_path) == [0.5]  # none there: the head's
 
 
 @pytest.mark.parametrize("option", [{"hidden_size": 32}, {"vocab_size": 40}], ids=str)
 def test_load_refuses_a_head_of_another_target(saved, tmp_path, option):
-    save_target(tiny_target(**option), tmp_path / "target")
+    tiny_target(**option).save_pretrained(tmp_path / "target")
     with pytest.raises(ValueError, match="does not fit the target"):
         eagle_fsd.load(tmp_path / "target", saved, device="cpu")
 

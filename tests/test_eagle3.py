@@ -6,16 +6,13 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from reference_acceptance import divergence as reference_divergence
 from reference_eagle import rotate
 from safetensors.torch import load_file, save_file
-from tiny import HIDDEN, PROMPT, SIZES, VOCAB, accepted_while_sampling, judged, tiny_target
+from tiny import HIDDEN, PROMPT, SIZES, VOCAB, accepted_while_sampling, tiny_target
 from transformers import LlamaConfig
 
 import eagle_fsd
 from eagle_fsd import TreeConfig, load_head, save_head
-from eagle_fsd.acceptance.divergence import DIVERGENCES, get_divergence
-from eagle_fsd.cli import main
 from eagle_fsd.drafting.growth import draft_tree
 from eagle_fsd.heads.eagle3 import Eagle3Head
 from eagle_fsd.heads.export import export_head
@@ -153,8 +150,7 @@ def states_by_hand(model, tokens, layers):
     return [output.hidden_states[number][0] for number in layers], output.last_hidden_state[0]
 
 
-@pytest.mark.parametrize("before", [False, True])
-@pytest.mark.parametrize("named", [None, NAMED], ids=["whole", "reduced"])
+@pytest.mark.parametrize(("named", "before"), [(None, False), (NAMED, True)], ids=["whole", "reduced"])
 @torch.no_grad()
 def test_drafted_trees_are_those_of_the_definition(target, named, before):
     head = random_head(named, norm_before_residual=before)
@@ -163,7 +159,6 @@ def test_drafted_trees_are_those_of_the_definition(target, named, before):
     features = pair.target.prefill(torch.tensor([PROMPT[:-1]]), cache)
     tokens = torch.tensor([PROMPT[1:]])
     tree, logits = draft_tree(head, pair.target, features, tokens, draft_cache, TreeConfig(12, 3, 3))
-    logits = head.widen(logits)
     states, _ = states_by_hand(target, PROMPT[:-1], (2, 4, 5))
     read = list(torch.cat(states, -1))
     for node in range(12):
@@ -171,10 +166,10 @@ def test_drafted_trees_are_those_of_the_definition(target, named, before):
         for depth in range(len(path) + 1):
             tokens = PROMPT[1:] + [tree.tokens[0, n].item() for n in path[:depth]]
             hidden.append(hidden_by_hand(head, read + hidden, tokens))
-        if len(path) < 3:  # an expanded node, or one whose row is another's
-            expected = logits_by_hand(head, hidden[-1])
-            if (tree.parents[0] == node)[1:].any():
-                torch.testing.assert_close(logits[0, tree.draft_rows[0, node]], expected, rtol=1e-4, atol=1e-4)
+        if (tree.parents[0] == node)[1:].any():  # an expanded node
+            expected = logits_by_hand(head, hidden[-1])[head.target_tokens]
+            found = logits[len(path)][0, tree.draft_rows[0, node]]
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
         if path:
             step = logits_by_hand(head, hidden[-2]).log_softmax(-1)[tree.tokens[0, node]]
             above = tree.scores[0, tree.parents[0, node]]
@@ -184,7 +179,7 @@ def test_drafted_trees_are_those_of_the_definition(target, named, before):
 # What the target hands out ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral", "mistral-window", "mixtral", "gemma2"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral-window", "mixtral", "gemma2"])
 @torch.no_grad()
 def test_features_are_the_states_that_enter_the_layers(family):
     model = deep_target(family, 3)
@@ -200,24 +195,20 @@ def test_features_are_the_states_that_enter_the_layers(family):
 # Lossless decoding ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("layout", ["midlayer", "layers", "speculators"])
-@pytest.mark.parametrize("named", [None, NAMED], ids=["whole", "reduced"])
+@pytest.mark.parametrize(("layout", "named"), [
+    ("midlayer", None), ("midlayer", NAMED), ("layers", NAMED), ("speculators", NAMED)])
 def test_published_layouts_load_and_decode_losslessly(target, tmp_path, layout, named):
     head = good_head(target, named)
     target.save_pretrained(tmp_path / "target")
     write(tmp_path / "head", head, layout, embeddings=layout != "layers")
-    pair = eagle_fsd.load(tmp_path / "target", tmp_path / "head", device="cpu")
+    pair = eagle_fsd.load(tmp_path / "target", tmp_path / "head", device="cpu", tree=None)
     assert isinstance(pair.draft, Eagle3Head) and pair.target.layers == (2, 4, 5)
     assert pair.draft.shares_embeddings is (layout == "layers")
     expected = target.generate(torch.tensor([PROMPT]), max_new_tokens=NEW, do_sample=False)[0, len(PROMPT) :].tolist()
     written = EagleModel.from_parts(target, head)
-    for tree in (WIDE, TreeConfig(6, 5, 1)):
-        output = generate(pair, tree=tree)
-        assert output.token_ids == expected and sum(output.stats.accepted_lengths) > 1
-        assert output.stats.accepted_lengths == generate(written, tree=tree).stats.accepted_lengths
-    same = target.generate(torch.tensor([PROMPT]), max_new_tokens=NEW, do_sample=False,
-                           custom_generate=eagle_fsd.custom_generate, draft=str(tmp_path / "head"))
-    assert same[0, len(PROMPT) :].tolist() == expected
+    output = generate(pair)
+    assert output.token_ids == expected and sum(output.stats.accepted_lengths) > 1
+    assert output.stats.accepted_lengths == generate(written).stats.accepted_lengths
 
 
 @pytest.mark.parametrize("family", ["qwen3", "mistral-window", "gemma2"])
@@ -235,45 +226,15 @@ def test_sampled_tokens_are_those_of_plain_decoding_with_the_same_seed(target):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("rule", [name for name in eagle_fsd.RULES if name != "exact"])
-def test_every_rule_decodes_with_a_reduced_vocabulary(target, rule, temperature):
+def test_fuzzy_rules_decode_with_a_reduced_vocabulary(target, temperature):
     pair = EagleModel.from_parts(target, good_head(target, NAMED))
-    output = generate(pair, acceptance=eagle_fsd.make_rule(rule, 0.5, **judged(rule)), temperature=temperature, seed=1)
+    output = generate(pair, acceptance="fsd", threshold=0.5, temperature=temperature, seed=1)
     assert len(output.token_ids) == NEW
     for receipt in output.receipts:
         assert receipt.divergence is None or 0 <= receipt.divergence <= math.log(2)
     drafted = [token for token, receipt in zip(output.token_ids, output.receipts, strict=True)
                if receipt.source != "target"]
     assert drafted and set(drafted) <= set(NAMED)
-
-
-# The divergence, with all that the draft cannot name in one bucket ------------------------------------------------
-
-
-@pytest.mark.parametrize("name", DIVERGENCES)
-def test_a_divergence_over_the_draft_vocabulary_has_one_bucket_for_the_rest(name):
-    generator = torch.Generator().manual_seed(0)
-    ids, measure = torch.tensor(NAMED), get_divergence(name)
-    for _ in range(20):
-        target_logits, own = 2 * torch.randn(VOCAB, generator=generator), 2 * torch.randn(len(ids), generator=generator)
-        draft_logits = torch.full((VOCAB,), -math.inf).index_copy(0, ids, own)
-        rest = torch.full((VOCAB,), -math.inf).index_fill(0, ids, 0)
-        bucket = target_logits.masked_fill(rest == 0, -math.inf).logsumexp(0, keepdim=True)
-        expected = reference_divergence(
-            name, torch.cat([target_logits[ids], bucket]).tolist(), [*own.tolist(), -math.inf]
-        )
-        computed = measure(target_logits, draft_logits).item()
-        assert computed == pytest.approx(expected, rel=1e-4, abs=1e-6)
-        assert math.isinf(computed) is (name in ("kl", "js_fsd_code"))
-
-
-def test_a_divergence_that_is_always_infinite_is_warned_of(target, caplog):
-    options = {"acceptance": "fsd", "threshold": 0.5, "divergence": "kl"}
-    whole = EagleModel.from_parts(target, good_head(target))
-    assert any(receipt.source == "fuzzy" for receipt in generate(whole, **options).receipts) and not caplog.records
-    reduced = EagleModel.from_parts(target, good_head(target, NAMED))
-    assert not any(receipt.source == "fuzzy" for receipt in generate(reduced, **options).receipts)
-    assert "kl is infinite with a draft that names 21 of 32 tokens" in caplog.text
 
 
 # Files ------------------------------------------------------------------------------------------------------------
@@ -303,20 +264,11 @@ def drop(name):
     [
         (drop("d2t"), "no d2t, which says what its 21 tokens stand for among 32"),
         (put("d2t", torch.zeros(20, dtype=torch.long)), r"d2t must be integers \[21\], got torch.int64 \[20\]"),
-        (put("d2t", torch.zeros(21)), "d2t must be integers"),
         (put("d2t", torch.full((21,), 12)), "d2t must name 21 different tokens of 32"),
-        (put("d2t", -torch.arange(21)), "d2t must name 21 different"),
-        (drop("midlayer.hidden_norm.weight"), "no EAGLE-3 draft head: missing .*hidden_norm"),
-        (drop("lm_head.weight"), "missing .*lm_head"),
         (put("midlayer.self_attn.q_norm.weight", torch.ones(4)), "unknown .*q_norm"),
         (put("fc.weight", torch.zeros(HIDDEN, 2 * HIDDEN)), "(?s)does not fit its config.json: .*fc.weight"),
-        (put("lm_head.weight", torch.zeros(20, HIDDEN)), "(?s)does not fit its config.json: .*lm_head"),
-        (put("midlayer.self_attn.k_proj.weight", torch.zeros(8, HIDDEN)), "(?s)does not fit .*k_proj"),
         (configure(draft_vocab_size=33), "draft_vocab_size 33 exceeds vocab_size 32"),
-        (configure(draft_vocab_size="many"), "draft_vocab_size must be a whole number"),
-        (configure(num_hidden_layers=2), "has 2 layers"),
         (configure(norm_output=True), "variant of EAGLE-3 that is not read: it has norm_output"),
-        (configure(eagle_config={"norm_before_fc": True}), "it has norm_before_fc"),
         (configure(model_type="llama4_text"), "layer of type 'llama4_text'; read are llama"),
         (configure(eagle_aux_hidden_state_layer_ids="last"), "must be a list of layer numbers, got 'last'"),
         (configure(eagle_config=[1]), "eagle_config must hold fields by name"),
@@ -377,14 +329,8 @@ def test_a_head_of_its_own_size_reads_a_wider_target(tmp_path):
         EagleModel.from_parts(model, head)
 
 
-def test_a_tree_wider_than_the_draft_vocabulary_is_refused(target):
-    pair = EagleModel.from_parts(target, random_head(NAMED))
-    with pytest.raises(ValueError, match="top_k 22 exceeds the draft's vocabulary .21 tokens"):
-        generate(pair, tree=TreeConfig(24, 2, 22))
-
-
-@pytest.mark.parametrize("options", [{}, {"norm_before_residual": True, "eagle_aux_hidden_state_layer_ids": [1, 2, 6]}])
-@pytest.mark.parametrize("named", [None, NAMED], ids=["whole", "reduced"])
+@pytest.mark.parametrize(("named", "options"), [
+    (None, {}), (NAMED, {"norm_before_residual": True, "eagle_aux_hidden_state_layer_ids": [1, 2, 6]})])
 def test_saved_heads_load_again(tmp_path, named, options):
     head = random_head(named, **options)
     save_head(head, tmp_path, dtype=torch.bfloat16)
@@ -402,13 +348,12 @@ def test_saved_heads_load_again(tmp_path, named, options):
     assert getattr(loaded.config, "norm_before_residual", False) is bool(options)
 
 
-def test_inspect_says_what_it_is_and_export_refuses(target, tmp_path, capsys):
+def test_inspect_says_what_it_is_and_export_refuses(target, tmp_path):
     write(tmp_path / "head", random_head(NAMED), "midlayer")
     target.save_pretrained(tmp_path / "target")
-    assert main(["inspect", str(tmp_path / "head"), "--target", str(tmp_path / "target")]) == 0
-    shown = capsys.readouterr().out
-    for words in ("EAGLE-3", "21 of them", "layers 2, n/2, n-3", "the head fits"):
-        assert words in shown
+    found = inspect_head(tmp_path / "head", tmp_path / "target")
+    assert found.facts["kind"].startswith("EAGLE-3") and "layers 2, n/2, n-3" in found.facts["reads"]
+    assert found.facts["draft vocabulary"] == "21 of them" and found.target_problems == []
     tiny_target().save_pretrained(tmp_path / "shallow")
     assert "the target has 2, from 0" in inspect_head(tmp_path / "head", tmp_path / "shallow").target_problems[0]
     with pytest.raises(ValueError, match="is an EAGLE-3 head; only EAGLE-1/2 heads are exported"):

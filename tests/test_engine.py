@@ -10,18 +10,25 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from test_batches import NoThreeAfterOne
-from test_eagle3 import deep_target, random_head
-from tiny import PROMPT, VOCAB, readable, tiny_pair, tiny_tokenizer
+from tiny import PROMPT, SIZES, VOCAB, readable, tiny_pair, tiny_target, tiny_tokenizer
+from transformers import LlamaConfig
 
 import eagle_fsd
 from eagle_fsd.drafting.config import Choice
 from eagle_fsd.engine.decoder import Decoder
-from eagle_fsd.serve.prefixes import Prefixes
-from eagle_fsd.serve.rows import Rows
+from eagle_fsd.heads.eagle3 import Eagle3Head
+from eagle_fsd.serve.rows import Prefixes
 
 TREE = eagle_fsd.TreeConfig(12, 4, 3)
-PROCESSOR = NoThreeAfterOne()
+
+
+def no_three_after_one(input_ids, scores):
+    """A user's processor."""
+    scores = scores.clone()
+    scores[input_ids[:, -1] == 1, 3] = -torch.inf
+    return scores
+
+
 OPTIONS = [
     {},
     {"acceptance": "exact", "temperature": 0.8, "top_k": 5},
@@ -35,10 +42,9 @@ OPTIONS = [
     {"threshold": 0.3, "budget": 0.4},
     {"threshold": 0.3, "budget": 0.4, "temperature": 1.0},
     {"acceptance": "tilt", "threshold": 0.7, "temperature": 1.0},
-    {"acceptance": "exact", "temperature": 0.9, "logits_processor": [PROCESSOR]},
-    {"threshold": 0.2, "logits_processor": [PROCESSOR]},
-    {"acceptance": "regret", "threshold": 20.0},
-    {"acceptance": "fsd+fly", "threshold": 0.5, "temperature": 0.6},
+    {"acceptance": "exact", "temperature": 0.9, "logits_processor": [no_three_after_one]},
+    {"threshold": 0.2, "logits_processor": [no_three_after_one]},
+    {"acceptance": "lenience", "threshold": 0.5, "temperature": 0.6},
 ]
 
 
@@ -50,7 +56,7 @@ class Trees:
     def steady(self, most_rows):
         return TREE
 
-    def of(self, rule, temperature, rows=1):
+    def of(self, setting, rows=1):
         if rows > 3:
             return Choice(None)
         tree = [TREE, eagle_fsd.TreeConfig(30, 5, 4), eagle_fsd.TreeConfig(4, 2, 2)][rows - 1]
@@ -60,8 +66,8 @@ class Trees:
 class Gaps(Trees):
     """None for two rows or for three, but for fewer and for more of them."""
 
-    def of(self, rule, temperature, rows=1):
-        return Choice(None if rows in (2, 3) else super().of(rule, temperature, min(rows, 3)).tree)
+    def of(self, setting, rows=1):
+        return Choice(None if rows in (2, 3) else super().of(setting, min(rows, 3)).tree)
 
 
 @functools.cache
@@ -69,6 +75,19 @@ def model(trees: bool = False):
     pair = tiny_pair(tokenizer=tiny_tokenizer())
     pair.tree, pair.trees = TREE, Trees() if trees else None
     return pair
+
+
+def eagle3_pair(named=None, tokenizer=None):
+    """A deep target and a head of random weights; `named`: the tokens of its vocabulary, None for all."""
+    sizes = SIZES | {"num_hidden_layers": 1, "draft_vocab_size": named and len(named)}
+    head = Eagle3Head(LlamaConfig(**sizes))
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for weight in head.parameters():
+            weight.normal_(std=0.3) if weight.dim() > 1 else weight.normal_(1.0, 0.2)
+        if named is not None:
+            head.d2t.copy_(torch.tensor(named) - torch.arange(len(named)))
+    return eagle_fsd.EagleModel.from_parts(tiny_target(num_hidden_layers=8), head.eval(), tokenizer)
 
 
 @functools.cache
@@ -121,7 +140,11 @@ class Scheduled(eagle_fsd.Engine):
                 return False
 
 
-# The promise ------------------------------------------------------------------------------------------------------
+def scheduled(pair, events, **options):
+    """An engine after its events."""
+    engine = Scheduled(pair, events=events, **options)
+    engine._thread.join()
+    return engine
 
 
 def run_schedule(seed):
@@ -143,7 +166,7 @@ def run_schedule(seed):
             before = len(engine._rows) + len(engine._queue)
             engine._rows.drop_cancelled()
             assert len(engine._rows) <= before
-            assert all(not job.answer.cancelled for job in engine._rows.going)
+            assert not any(map(engine._rows.cancelled, engine._rows.requests))
         return event
 
     events = [[] for _ in range(40)]
@@ -155,10 +178,9 @@ def run_schedule(seed):
     rows = draw.randint(1, 5)
     options = {"max_tokens": draw.choice([120, 300, 2000]), "prefill_chunk": draw.choice([1, 3, 8, 64]),
                "prefixes": draw.choice([0, 1, 3])}
-    engine = Scheduled(model(draw.random() < 0.6), events=events, max_rows=rows, **options)
-    engine._thread.join()
-    assert engine._error is None and len(tickets) == len(numbers)
-    assert engine.rows == engine.waiting == 0 and engine.decoder_is_empty
+    engine = scheduled(model(draw.random() < 0.6), events, max_rows=rows, **options)
+    assert engine.error is None and len(tickets) == len(numbers)
+    assert engine.rows == engine.waiting == 0 and not engine._rows.live
     for at, ticket in tickets.items():
         output, expected = ticket.result(0), alone(numbers[at])
         if output.finish_reason == "cancelled":
@@ -177,24 +199,13 @@ def run_schedule(seed):
     return stats, {output.finish_reason for output in outputs}
 
 
-Scheduled.decoder_is_empty = property(lambda self: not self._rows.decoder.requests and not self._rows.jobs)
-
-
-@pytest.mark.parametrize("part", range(4))
-def test_random_schedules(part):
-    """200 of them in all."""
+def test_random_schedules():
     reused, reasons = 0, set()
-    for seed in range(50 * part, 50 * part + 50):
+    for seed in range(60):
         stats, ended = run_schedule(seed)
         reused += stats.reused_tokens
         reasons |= ended
     assert reused > 100 and reasons >= {"length", "stop", "cancelled"}
-
-
-def long_prompt(draw):
-    """Some length up to what leaves room for 20 tokens."""
-    first, step = draw.randrange(VOCAB), draw.randrange(1, VOCAB)
-    return [(step * i + first) % VOCAB for i in range(draw.choice([2, 9, 40, 75, 100]))]
 
 
 def run_gaps(seed):
@@ -202,30 +213,33 @@ def run_gaps(seed):
     draw = random.Random(seed)
     pair = tiny_pair()
     pair.tree, pair.trees = TREE, Gaps()
-    asked = [(long_prompt(draw), {"max_new_tokens": draw.choice([4, 12, 20]), "acceptance": "exact", "seed": at,
-                                  "temperature": draw.choice([0.0, 0.9])}) for at in range(draw.randint(3, 6))]
+
+    def prompt():
+        first, step = draw.randrange(VOCAB), draw.randrange(1, VOCAB)
+        return [(step * i + first) % VOCAB for i in range(draw.choice([2, 9, 40, 75, 100]))]
+
+    asked = [(prompt(), {"max_new_tokens": draw.choice([4, 12, 20]), "acceptance": "exact", "seed": at,
+                         "temperature": draw.choice([0.0, 0.9])}) for at in range(draw.randint(3, 6))]
     tickets, events = {}, [[] for _ in range(20)]
 
     def submit(at, engine):
-        prompt, options = asked[at]
-        tickets[at] = engine.submit(prompt, **options)
+        tickets[at] = engine.submit(asked[at][0], **asked[at][1])
 
     for at in range(len(asked)):
         events[draw.randrange(12)].append(functools.partial(submit, at))
-    engine = Scheduled(pair, events=events, max_rows=4, max_tokens=draw.choice([155, 320, 460, 620]),
+    engine = scheduled(pair, events, max_rows=4, max_tokens=draw.choice([155, 320, 460, 620]),
                        prefixes=draw.choice([0, 3]), prefill_chunk=draw.choice([16, 512]))
-    engine._thread.join()
-    assert engine._error is None, engine._error
+    assert engine.error is None, engine.error
     for at, (prompt, options) in enumerate(asked):
         assert_as_alone(tickets[at].result(0), eagle_fsd.generate(prompt, pair, tree=TREE, **options))
     return engine.stats.undrafted
 
 
 def test_rows_that_joined_while_nothing_was_drafted():
-    assert sum(run_gaps(seed) for seed in range(40)) > 100
+    assert sum(run_gaps(seed) for seed in range(15)) > 30
 
 
-@pytest.mark.parametrize("family", ["gemma2", "llama4_text", "deepseek_v3", "gpt2"])
+@pytest.mark.parametrize("family", ["gemma2", "deepseek_v3", "gpt2"])
 def test_families(family):
     """Windows, latent keys, positions that are counted (one row at a time)."""
     pair = tiny_pair(family)
@@ -239,31 +253,10 @@ def test_families(family):
             assert_as_alone(ticket.result(), expected)
 
 
-def test_without_a_draft():
-    pair = tiny_pair(tokenizer=tiny_tokenizer())
-    pair.draft = None
-    with eagle_fsd.Engine(pair) as engine:
-        tickets = [engine.submit(PROMPT[:count], max_new_tokens=10) for count in (3, 9)]
-        for count, ticket in zip((3, 9), tickets, strict=True):
-            assert_as_alone(ticket.result(), eagle_fsd.generate(PROMPT[:count], pair, max_new_tokens=10,
-                                                                seed=ticket.seed))
-    assert engine.stats.undrafted == engine.stats.forwards > 0
-
-
-def test_text_and_chats():
-    with eagle_fsd.Engine(model()) as engine:
-        for prompt in ("hello world.", [{"role": "user", "content": "hi"}], torch.tensor([[3, 1, 4]])):
-            ticket = engine.submit(prompt, max_new_tokens=9, acceptance="exact")
-            assert_as_alone(ticket.result(), eagle_fsd.generate(prompt, model(), max_new_tokens=9, acceptance="exact",
-                                                                seed=ticket.seed))
-            assert ticket.prompt_tokens > 0
-
-
 # Prompts in parts, and what is kept of them -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("head", ["eagle", "eagle3"])
-@pytest.mark.parametrize("chunk", [1, 5, 16])
+@pytest.mark.parametrize(("head", "chunk"), [("eagle", 1), ("eagle", 16), ("eagle3", 5)])
 def test_a_prompt_in_parts_is_the_whole_prompt(chunk, head):
     pair = model() if head == "eagle" else eagle3_pair()
     prompt = [(5 * i + 3) % VOCAB for i in range(33)]
@@ -275,26 +268,19 @@ def test_a_prompt_in_parts_is_the_whole_prompt(chunk, head):
     assert output.stats.prefill_tokens == 33
 
 
-def eagle3_pair():
-    target = deep_target()
-    return eagle_fsd.EagleModel.from_parts(target, random_head())
-
-
 def test_others_wait_at_most_one_part():
     """While a long prompt is read, those that are being decoded go on after every part."""
-    between = []
+    between, tickets = [], []
 
     def note(engine):
         if engine._rows.reading is not None:
-            between.append((engine._rows.decoder.forwards.lengths, engine._rows.reading[1].forwards.lengths))
+            between.append((engine._rows.decoder.forwards.lengths, engine._rows.reading.forwards.lengths))
 
     long = [(5 * i + 3) % VOCAB for i in range(90)]
-    tickets = []
-    events = [[lambda engine: tickets.append(engine.submit(PROMPT, max_new_tokens=60))], [],
-              [lambda engine: tickets.append(engine.submit(long, max_new_tokens=2))], *[[note]] * 30]
-    Scheduled(model(), events=events, prefill_chunk=10)._thread.join()
-    read = [own[0] for _, own in between]
-    assert read == list(range(10, 90, 10))
+    scheduled(model(), [[lambda engine: tickets.append(engine.submit(PROMPT, max_new_tokens=60))], [],
+                        [lambda engine: tickets.append(engine.submit(long, max_new_tokens=2))], *[[note]] * 30],
+              prefill_chunk=10)
+    assert [own[0] for _, own in between] == list(range(10, 90, 10))
     decoded = [lengths[0] for lengths, _ in between]
     assert all(later > earlier for earlier, later in zip(decoded, decoded[1:], strict=False))
     assert [ticket.result().finish_reason for ticket in tickets] == ["length", "length"]
@@ -318,18 +304,6 @@ def test_what_was_read_before_is_copied(trees):
         assert len(engine._rows.prefixes.kept) == 4  # the first one is the beginning of the second's text
 
 
-def test_beginnings_are_shared_with_rows_that_go_on():
-    tickets = []
-    prompt = [(3 * i + 1) % VOCAB for i in range(25)]
-    events = [[lambda engine: tickets.append(engine.submit(prompt, max_new_tokens=40))], [], [],
-              [lambda engine: tickets.append(engine.submit([*prompt[:22], 8], max_new_tokens=5, threshold=0.3))]]
-    engine = Scheduled(model(), events=events, prefixes=0)
-    engine._thread.join()
-    assert engine.stats.reused_tokens >= 21 and not engine._rows.prefixes.kept
-    assert_as_alone(tickets[1].result(), eagle_fsd.generate([*prompt[:22], 8], model(), max_new_tokens=5, threshold=0.3,
-                                                            tree=TREE, seed=tickets[1].seed))
-
-
 def test_prefixes_are_bounded():
     with eagle_fsd.Engine(model(), max_tokens=200, prefixes=3) as engine:
         for number in range(6):
@@ -346,41 +320,30 @@ def test_what_never_fits_is_refused_and_what_does_not_fit_yet_waits():
     with eagle_fsd.Engine(model(), max_tokens=130, max_rows=4) as engine:
         with pytest.raises(ValueError, match=r"12 tokens and max_new_tokens=107 need 119 positions, .* room for 118"):
             engine.submit(PROMPT, max_new_tokens=107)
-        most = []
+        most, counts = [], (40, 40, 20, 90, 8)
         tickets = [engine.submit(PROMPT, max_new_tokens=count, seed=count, acceptance="exact",
                                  stopping_criteria=[lambda ids, scores: most.append(engine.rows) or False])
-                   for count in (40, 40, 20, 20, 90, 8)]
-        for count, ticket in zip((40, 40, 20, 20, 90, 8), tickets, strict=True):
+                   for count in counts]
+        for count, ticket in zip(counts, tickets, strict=True):
             assert_as_alone(ticket.result(), eagle_fsd.generate(PROMPT, model(), max_new_tokens=count, seed=count,
                                                                 acceptance="exact", tree=TREE))
         assert max(most) == 2  # 2 * (12 + 40 + 12) <= 130 < 3 * (12 + 20 + 12)
         cache = engine._rows.decoder.forwards.cache
         assert cache.batch * cache.capacity <= 130
+    with eagle_fsd.Engine(model(), max_rows=4) as engine:  # as free memory says
+        assert engine._rows.positions == 4 * (model().target.max_positions + engine._rows.nodes)
 
 
 def test_trees_are_chosen_before_anyone_waits():
     """At every temperature that there are logs of, and for every number of rows."""
     asked, pair = [], tiny_pair()
     pair.trees = Trees()
-    pair.trees.logs = [SimpleNamespace(temperature=each) for each in (0.7, 0.0, 0.7)]
+    pair.trees.logs = [SimpleNamespace(setting=SimpleNamespace(temperature=each)) for each in (0.7, 0.0, 0.7)]
     pair.trees.steady = lambda most: eagle_fsd.TreeConfig(most, 2, 2)
-    pair.trees.of = lambda rule, temperature, rows=1: asked.append((temperature, rows)) or Trees().of(rule, 0.0, rows)
+    pair.trees.of = lambda setting, rows=1: asked.append((setting.temperature, rows)) or Trees().of(setting, rows)
     with eagle_fsd.Engine(pair, max_rows=5) as engine:
         assert asked == [(temperature, rows) for temperature in (0.0, 0.7) for rows in (1, 2, 4, 5)]
         assert engine.tree == eagle_fsd.TreeConfig(5, 2, 2)
-
-
-def test_nothing_is_kept_of_every_temperature():
-    pair = tiny_pair()
-    with eagle_fsd.Engine(pair) as engine:
-        for number in range(5):
-            engine.submit(PROMPT, max_new_tokens=1, temperature=0.5 + number / 10, acceptance="exact").result()
-    assert len(pair.pauses) == 0
-
-
-def test_free_memory_says_how_many_tokens():
-    with eagle_fsd.Engine(model(), max_rows=4) as engine:
-        assert engine.room.tokens == 4 * (model().target.max_positions + engine.room.nodes)
 
 
 def blocked(engine):
@@ -457,23 +420,23 @@ class Raises:
         return scores + self.found
 
 
-@pytest.mark.parametrize("at", [len(PROMPT), len(PROMPT) + 5])
-@pytest.mark.parametrize("found", [ValueError("no such luck"), float("nan"), -float("inf")], ids=readable)
-@pytest.mark.parametrize("acceptance", ["exact", "fsd"])
-def test_an_error_ends_its_own_request(found, at, acceptance):
-    """Also beside rows that are decided together with it, and in the prompt's first token."""
-    options = {"max_new_tokens": 20, "acceptance": acceptance, "threshold": 0.3 if acceptance == "fsd" else None}
-    bad = [Raises(at, found)]
-    good = [Raises(1000, found)]
-    tickets = []
+@pytest.mark.parametrize(("at", "found", "options"), [
+    (0, ValueError("no such luck"), {"threshold": 0.3}),  # in the prompt's first token
+    (5, ValueError("no such luck"), {"acceptance": "exact"}),
+    (5, float("nan"), {"threshold": 0.3}),
+    (5, -float("inf"), {"acceptance": "exact"}),
+], ids=readable)
+def test_an_error_ends_its_own_request(found, at, options):
+    """Also beside rows that are decided together with it."""
+    options, tickets = {"max_new_tokens": 20, **options}, []
+    bad, good = [Raises(len(PROMPT) + at, found)], [Raises(1000, found)]
 
     def submit(engine):
         tickets.append(engine.submit(PROMPT, logits_processor=bad, seed=1, **options))
         tickets.append(engine.submit(PROMPT[:7], logits_processor=good, seed=2, **options))
         tickets.append(engine.submit(PROMPT[:9], seed=3, **options))
 
-    engine = Scheduled(model(), events=[[submit]], prefixes=3)
-    engine._thread.join()
+    engine = scheduled(model(), [[submit]], prefixes=3)
     with pytest.raises(ValueError, match="no such luck|no token can be drawn"):
         tickets[0].result()
     tokens = []
@@ -481,18 +444,17 @@ def test_an_error_ends_its_own_request(found, at, acceptance):
         for piece in tickets[0]:
             tokens += piece.token_ids
     expected = eagle_fsd.generate(PROMPT, model(), seed=1, tree=TREE, **options).token_ids
-    assert tokens == expected[: len(tokens)] and len(tokens) <= at - len(PROMPT) + 4
+    assert tokens == expected[: len(tokens)] and len(tokens) <= at + 4
     for count, ticket in zip((7, 9), tickets[1:], strict=True):
         assert_as_alone(ticket.result(), eagle_fsd.generate(PROMPT[:count], model(), seed=ticket.seed, tree=TREE,
                                                             **options))
-    assert engine.stats.finished == {"error": 1, "length": 2} and engine._error is None
+    assert engine.stats.finished == {"error": 1, "length": 2} and engine.error is None
 
 
 def test_a_row_gone_wrong_leaves_nothing_behind(monkeypatch):
     """Keys that are not finite would reach the next row in their place, whose mask only adds to them."""
-    pair = tiny_pair()
+    pair, calls, tickets = tiny_pair(), [], []
     forward = pair.target.verify
-    calls = []
 
     def verify(tokens, positions, ancestors, cache):
         features = forward(tokens, positions, ancestors, cache)
@@ -504,14 +466,9 @@ def test_a_row_gone_wrong_leaves_nothing_behind(monkeypatch):
         return features
 
     monkeypatch.setattr(pair.target, "verify", verify)
-    tickets = []
-
-    def submit(engine):
-        tickets.extend(engine.submit(PROMPT[:count], max_new_tokens=count + 4, acceptance="exact", seed=0)
-                       for count in (12, 5, 3, 8, 10))
-
-    engine = Scheduled(pair, events=[[submit]], max_rows=2, tree=TREE)
-    engine._thread.join()
+    scheduled(pair, [[lambda engine: tickets.extend(
+        engine.submit(PROMPT[:count], max_new_tokens=count + 4, acceptance="exact", seed=0)
+        for count in (12, 5, 3, 8, 10))]], max_rows=2, tree=TREE)
     monkeypatch.undo()
     with pytest.raises(ValueError, match="no token can be drawn"):
         tickets[0].result()
@@ -560,45 +517,34 @@ def raises(error):
     return broken
 
 
-@pytest.mark.parametrize("count", [1, 9])
-def test_an_answer_needs_no_memory_for_what_is_kept_of_it(count, monkeypatch):
+def test_an_answer_needs_no_memory_for_what_is_kept_of_it(monkeypatch):
     monkeypatch.setattr(Prefixes, "add", raises(RuntimeError("out of memory")))
     with eagle_fsd.Engine(model()) as engine:
-        assert engine.submit(PROMPT, max_new_tokens=count).result(30).finish_reason == "length"
-    assert engine._error is None
+        for count in (1, 9):
+            assert engine.submit(PROMPT, max_new_tokens=count).result(30).finish_reason == "length"
+    assert engine.error is None
 
 
-@pytest.mark.parametrize("count", [1, 9])
 @pytest.mark.parametrize("place", [(Prefixes, "add"), (Decoder, "keep"), (Decoder, "join")], ids=readable)
-def test_every_request_ends_whatever_fails(place, count, monkeypatch):
+def test_every_request_ends_whatever_fails(place, monkeypatch):
     """In the middle of what ends one of them."""
     monkeypatch.setattr(*place, raises(KeyError("a bug")))
     tickets = []
-
-    def submit(engine):
-        tickets.extend(engine.submit(PROMPT[:length], max_new_tokens=count + length - 3) for length in (3, 5, 7))
-
-    engine = Scheduled(model(), events=[[submit]], max_rows=2)
-    engine._thread.join(30)
+    engine = scheduled(model(), [[lambda engine: tickets.extend(
+        engine.submit(PROMPT[:length], max_new_tokens=6 + length) for length in (3, 5, 7))]], max_rows=2)
     assert all(ticket.done for ticket in tickets) and (engine.rows, engine.waiting) == (0, 0)
-    assert engine.stats.finished.total() == 3 and isinstance(engine._error, KeyError)
+    assert engine.stats.finished.total() == 3 and isinstance(engine.error, KeyError)
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"temperatur": 1}, TypeError, "unknown option 'temperatur'; accepted: acceptance, budget"),
-        ({"temperature": -1}, ValueError, "temperature must be"),
-        ({"threshold": -1}, ValueError, "threshold of rule 'fsd'"),
-        ({"acceptance": "none"}, ValueError, "unknown rule 'none'"),
-        ({"seed": [1, 2]}, ValueError, "one for each prompt: 1, got 2"),
-        ({"tree": eagle_fsd.TreeConfig(4, 2, 2)}, ValueError, "every request has the engine's tree"),
-        ({"logits_processor": 5}, TypeError, "logits_processor must be a list"),
-        ({"quality": "accuracy_drop<=1%"}, ValueError, "not calibrated"),
-        ({"stop_token_ids": [VOCAB]}, ValueError, "outside the vocabulary"),
-    ],
-    ids=readable,
-)
+@pytest.mark.parametrize(("options", "error", "message"), [
+    ({"temperatur": 1}, TypeError, "unknown option 'temperatur'; accepted: "),
+    ({"temperature": -1}, ValueError, "temperature must be"),
+    ({"threshold": -1}, ValueError, "threshold of rule 'fsd'"),
+    ({"seed": [1, 2]}, ValueError, "one for each prompt: 1, got 2"),
+    ({"tree": eagle_fsd.TreeConfig(4, 2, 2)}, ValueError, "every request has the engine's tree"),
+    ({"logits_processor": 5}, TypeError, "logits_processor must be a list"),
+    ({"stop_token_ids": [VOCAB]}, ValueError, "outside the vocabulary"),
+], ids=readable)
 def test_bad_requests(options, error, message):
     with eagle_fsd.Engine(model()) as engine:
         with pytest.raises(error, match=message):
@@ -609,18 +555,13 @@ def test_bad_requests(options, error, message):
         assert engine.stats.requests == engine.rows == engine.waiting == 0
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"max_rows": 0}, ValueError, "max_rows must be at least 1"),
-        ({"max_tokens": 5}, ValueError, "max_tokens must be at least 14"),
-        ({"prefill_chunk": 0.5}, TypeError, "prefill_chunk must be an int"),
-        ({"tree": 5}, TypeError, "tree must be a TreeConfig"),
-        ({"tree": eagle_fsd.TreeConfig(8, 3, 2, least_reach=0.1)}, ValueError, "must not stop early"),
-        ({"tree": eagle_fsd.TreeConfig(60, 3, VOCAB + 1)}, ValueError, "exceeds the draft's vocabulary"),
-    ],
-    ids=readable,
-)
+@pytest.mark.parametrize(("options", "error", "message"), [
+    ({"max_rows": 0}, ValueError, "max_rows must be at least 1"),
+    ({"max_tokens": 5}, ValueError, "max_tokens must be at least 14"),
+    ({"tree": 5}, TypeError, "tree must be a TreeConfig"),
+    ({"tree": eagle_fsd.TreeConfig(8, 3, 2, least_reach=0.1)}, ValueError, "must not stop early"),
+    ({"tree": eagle_fsd.TreeConfig(60, 3, VOCAB + 1)}, ValueError, "exceeds the draft's vocabulary"),
+], ids=readable)
 def test_bad_engines(options, error, message):
     with pytest.raises(error, match=message):
         eagle_fsd.Engine(model(), **options)
@@ -631,31 +572,11 @@ def test_bad_engines(options, error, message):
 # Threads, asyncio, and nobody -------------------------------------------------------------------------------------
 
 
-def test_many_threads():
-    found = {}
-    with eagle_fsd.Engine(model(), max_rows=3) as engine:
-        def ask(number):
-            prompt, options = request(number)
-            ticket = engine.submit(prompt, **options)
-            found[number] = pieces_of(ticket), ticket.result()
-
-        threads = [threading.Thread(target=ask, args=(number,)) for number in range(12)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    assert len(found) == 12
-    for number, (pieces, output) in found.items():
-        assert_as_alone(output, alone(number))
-        assert pieces == (output.token_ids, output.receipts, output.text)
-
-
 def test_asyncio():
     async def ask(engine, number):
         prompt, options = request(number)
-        ticket, tokens = engine.submit(prompt, **options), []
-        async for piece in ticket:
-            tokens += piece.token_ids
+        ticket = engine.submit(prompt, **options)
+        tokens = [token async for piece in ticket for token in piece.token_ids]
         output = await ticket
         assert tokens == output.token_ids
         return output
@@ -677,7 +598,8 @@ def test_asyncio():
         assert engine.submit(PROMPT, max_new_tokens=2).result().finish_reason == "length"
 
 
-def test_a_reader_whose_loop_is_gone_holds_nobody_up():
+def test_a_reader_who_has_gone_holds_nobody_up():
+    """Its loop is closed; or its time is over."""
     with eagle_fsd.Engine(model(), max_rows=1) as engine:
         ticket, go = blocked(engine)
 
@@ -688,17 +610,10 @@ def test_a_reader_whose_loop_is_gone_holds_nobody_up():
                 await asyncio.wait_for(read(), 0.05)
 
         asyncio.run(wait_a_little())
-        go.set()
-        assert ticket.result(30).finish_reason == "length"
-
-
-def test_a_time_out_leaves_the_answer_alone():
-    with eagle_fsd.Engine(model()) as engine:
-        ticket, go = blocked(engine)
         with pytest.raises(TimeoutError, match=r"longer than 0\.01 s"):
             ticket.result(0.01)
         go.set()
-        assert ticket.result().finish_reason == "length"
+        assert ticket.result(30).finish_reason == "length"
 
 
 def test_a_ticket_that_nobody_holds_is_cancelled():
@@ -709,13 +624,3 @@ def test_a_ticket_that_nobody_holds_is_cancelled():
         go.set()
         assert engine.submit(PROMPT, max_new_tokens=3).result().finish_reason == "length"
     assert engine.stats.finished == {"cancelled": 1, "length": 1}
-
-
-def test_nothing_is_done_while_nothing_is_asked(monkeypatch):
-    cycles, cycle = [], Rows.cycle
-    monkeypatch.setattr(Rows, "cycle", lambda self: cycles.append(None) or cycle(self))
-    with eagle_fsd.Engine(model()) as engine:
-        engine.submit(PROMPT, max_new_tokens=5).result()
-        count = len(cycles)
-        assert 1 <= count <= 4 and engine.stats.cycles == count
-    assert len(cycles) == count

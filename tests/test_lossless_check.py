@@ -35,11 +35,10 @@ def test_exact_passes_and_its_samples_are_not_told_apart(place, capsys):
 
 
 def test_a_lossy_rule_is_found_out(place, capsys):
-    lossy = ("--acceptance", "fsd", "--threshold", "0.6")
-    assert check(place, *lossy, "--samples", "0") == 1
+    assert check(place, "--setting", "fsd 0.6 head_guard=none", "--samples", "0") == 1
     assert "NOT a tie" in capsys.readouterr().out
     # Rules that only sampling tells apart: greedy lenience is exact.
-    sampled = ("--acceptance", "lenience", "--threshold", "3", "--samples", "80", "--sampled-prompts", "1")
+    sampled = ("--setting", "lenience 3", "--samples", "80", "--sampled-prompts", "1")
     assert check(place, *sampled) == 1
     assert "10 of 10" in (said := capsys.readouterr().out) and "TOLD APART" in said
 

@@ -1,6 +1,7 @@
-"""The options' dataclasses, and the signatures that are made of them."""
+"""The options' dataclasses: what they take, what they refuse, and what they say of names from elsewhere."""
 
 import inspect
+import math
 import subprocess
 import sys
 from dataclasses import MISSING, fields
@@ -8,37 +9,140 @@ from dataclasses import MISSING, fields
 import numpy as np
 import pytest
 import torch
-from tiny import PROMPT, tiny_pair
+from tiny import PROMPT, VOCAB, tiny_pair, tiny_tokenizer
 
 import eagle_fsd
-from eagle_fsd.drafting.measuring import greedy_decoder
-from eagle_fsd.options import AcceptanceOptions, LoadOptions, SamplingOptions
+from eagle_fsd import GenerateOptions, LoadOptions, TreeConfig, make_rule
+from eagle_fsd.options import ELSEWHERE
 
-DECODING = {field.name: field.default for kind in (SamplingOptions, AcceptanceOptions) for field in fields(kind)}
-OF_TRANSFORMERS = {"logits_processor", "stopping_criteria", "streamer", "synced_gpus", "generation_config"}
+NAN, INF = math.nan, math.inf
+
+BAD = [
+    ("max_new_tokens", 0, ValueError, "at least 1, got 0"),
+    ("max_new_tokens", 2.5, TypeError, "an int, got 2.5"),
+    ("max_new_tokens", True, TypeError, "an int, got True"),
+    ("temperature", -0.1, ValueError, "0 .greedy. or a number"),
+    ("temperature", NAN, ValueError, "got nan"),
+    ("temperature", INF, ValueError, "got inf"),
+    ("temperature", 1e-320, ValueError, "1e-06"),
+    ("temperature", "hot", ValueError, "got 'hot'"),
+    ("top_p", 0, ValueError, r"in \(0, 1\]"),
+    ("top_k", -1, ValueError, "at least 0"),
+    ("top_k", 2.0, TypeError, "an int"),
+    ("min_p", 1.5, ValueError, r"in \[0, 1\]"),
+    ("repetition_penalty", 0, ValueError, "positive"),
+    ("min_new_tokens", -1, ValueError, "at least 0"),
+    ("ignore_eos", "no", TypeError, "a bool"),
+    ("seed", -1, ValueError, "at least 0"),
+    ("seed", 2**63, ValueError, r"below 2\*\*63"),
+    ("seed", 1.0, TypeError, "an int"),
+    ("seed", [None], TypeError, "an int"),
+    ("stop", "", ValueError, "non-empty strings"),
+    ("stop", ["a", 7], ValueError, "non-empty strings, got 7"),
+    ("stop", b"a", TypeError, "a string or a list"),
+    ("stop", "\ud800", ValueError, "lone surrogate"),
+    ("stop_token_ids", 7, TypeError, "a sequence of token ids"),
+    ("stop_token_ids", "ab", TypeError, "a sequence of token ids"),
+    ("stop_token_ids", ["a"], TypeError, "an int"),
+    ("stop_token_ids", [True], TypeError, "an int, got True"),
+    ("stop_token_ids", [VOCAB], ValueError, f"token id {VOCAB}"),
+    ("acceptance", "greedy", ValueError, "'greedy'; accepted: exact, fsd"),
+    ("acceptance", "judge", ValueError, "that rule did not earn its place"),
+    ("acceptance", 7, TypeError, "a name, a rule or a function"),
+    ("acceptance", eagle_fsd.RULES["fsd"], TypeError, "a name, a rule or a function"),
+    ("threshold", -0.1, ValueError, "threshold of rule 'fsd'"),
+    ("threshold", NAN, ValueError, "got nan"),
+    ("threshold", torch.tensor(0.1), TypeError, "a number"),
+    ("divergence", "euclid", ValueError, "'euclid'; accepted: kl"),
+    ("head_guard", 1.5, ValueError, r"in \[0, 1\]"),
+    ("head_guard", "none", TypeError, "a number"),
+    ("budget", -1, ValueError, "at least 0 nats"),
+    ("budget", NAN, ValueError, "got nan"),
+    ("budget", "all", TypeError, "a number of nats"),
+    ("tree", (16, 5, 4), TypeError, "a TreeConfig"),
+    ("tree", TreeConfig(16, 5, VOCAB + 1), ValueError, "top_k 33.*32"),
+    ("streamer", "stdout", TypeError, "methods put and end"),
+    ("session", "mine", TypeError, "a Session or None"),
+    ("options", {"temperature": 1.0}, TypeError, "GenerateOptions or None"),
+    ("logits_processor", [5], TypeError, "must hold functions or objects that can be called, got 5"),
+    ("logits_processor", print, TypeError, "must be a list"),
+    ("stopping_criteria", [5], TypeError, "stopping_criteria must hold functions"),
+    ("model", "smollm2", TypeError, "eagle_fsd.load, got str"),
+]
+TOGETHER = [
+    ({"acceptance": "exact", "threshold": 0.1}, "threshold"),
+    ({"acceptance": "typical", "threshold": 1.0}, "threshold"),
+    ({"acceptance": "tilt", "threshold": INF}, r"\[0, 1000\], got inf"),
+    ({"acceptance": "tilt", "divergence": "js"}, "has no option 'divergence'"),
+    ({"acceptance": lambda nodes: nodes.warped, "threshold": 0.1}, "takes no options, got threshold"),
+]
 
 
-def given(function, *without):
-    return {name: parameter.default for name, parameter in inspect.signature(function).parameters.items()
-            if name not in without and parameter.kind is not inspect.Parameter.VAR_KEYWORD}
+@pytest.fixture(scope="module")
+def small():
+    return tiny_pair(tokenizer=tiny_tokenizer())
 
 
-def test_generate_takes_every_option():
-    others = {"prompt", "model", "session"} | OF_TRANSFORMERS
-    assert given(eagle_fsd.generate, *others) == DECODING
+@pytest.mark.parametrize(("given", "error", "message"), [
+    *(({name: value}, error, message) for name, value, error, message in BAD),
+    *((given, ValueError, message) for given, message in TOGETHER),
+], ids=lambda value: str(value)[:40])
+def test_bad_values_are_refused_before_any_forward(small, monkeypatch, given, error, message):
+    def forward(*args, **kwargs):
+        raise AssertionError("a forward ran")
+
+    monkeypatch.setattr(small.target.decoder, "forward", forward)
+    monkeypatch.setattr(small.draft, "forward", forward)
+    with pytest.raises(error, match=message):
+        eagle_fsd.generate(PROMPT, **{"model": small} | given)
 
 
-def test_custom_generate_takes_what_generate_does_not_say_itself():
-    others = {"model", "input_ids", "draft"} | OF_TRANSFORMERS
-    wanted = {field.name: field.default for field in fields(AcceptanceOptions)} | {"seed": None}
-    assert given(eagle_fsd.custom_generate, *others) == wanted
+@pytest.mark.parametrize("name", [
+    "stream", "do_sample", "num_beams", "max_length", "stop_strings", "eos_token_id", "generation_config",
+    "no_repeat_ngram_size", "max_tokens", "max_completion_tokens", "n", "logit_bias", "presence_penalty", "quality",
+    "gate_threshold",
+])
+def test_names_from_elsewhere_lead_to_ours(small, name):
+    with pytest.raises(TypeError, match=f"unknown option '{name}'; use ") as caught:
+        eagle_fsd.generate(PROMPT, small, **{name: 1})
+    assert str(caught.value).endswith(ELSEWHERE[name])
 
 
-def test_load_takes_every_option_of_loading():
-    assert given(eagle_fsd.load) == {field.name: field.default for field in fields(LoadOptions)}
+def test_other_unknown_names_are_told_what_is_accepted(small):
+    with pytest.raises(TypeError, match="unknown option 'speed'; accepted: max_new_tokens, temperature, .*tree$"):
+        eagle_fsd.generate(PROMPT, small, speed=1)
+    for name in ("calibration", "compile", "tp_plan", "torch_dtype"):
+        with pytest.raises(TypeError, match=f"unknown option '{name}'; use "):
+            eagle_fsd.load("somewhere", **{name: 1})
+    with pytest.raises(TypeError, match="unknown option 'speed'; accepted: target, draft, dtype"):
+        eagle_fsd.load("somewhere", speed=1)
 
 
-@pytest.mark.parametrize("kind", [SamplingOptions, AcceptanceOptions, LoadOptions])
+@pytest.mark.parametrize(("given", "error", "message"), [
+    ({"draft": "d"}, ValueError, "target= is missing"),
+    ({"device": "cpu", "device_map": "auto"}, ValueError, "not both"),
+    ({"attn_implementation": "flash"}, ValueError, "split, got 'flash'"),
+    ({"tree": (16, 5, 4)}, ValueError, "tree must be"),
+    ({"prepack": "yes"}, TypeError, "a bool"),
+], ids=str)
+def test_bad_options_of_loading(given, error, message):
+    with pytest.raises(error, match=message):
+        LoadOptions(**given)
+
+
+def test_options_of_trees_and_rules():
+    for given, error, message in (
+        ({"total_tokens": 1}, ValueError, "at least 2"), ({"depth": 10**9}, ValueError, "depth must be at most 256"),
+        ({"total_tokens": "16"}, TypeError, "an int, got '16'"), ({"least_reach": "a"}, ValueError, "least_reach"),
+        ({"draft_temperature": True}, ValueError, "positive number"),
+    ):
+        with pytest.raises(error, match=message):
+            TreeConfig(**given)
+    with pytest.raises(ValueError, match="has no option 'guard'; accepted: threshold, head_guard"):
+        make_rule("fsd", guard=1)
+
+
+@pytest.mark.parametrize("kind", [GenerateOptions, LoadOptions])
 def test_every_option_has_a_default_and_says_what_it_means(kind):
     arguments = inspect.getdoc(kind).split("Args:")[1]
     for field in fields(kind):
@@ -46,54 +150,25 @@ def test_every_option_has_a_default_and_says_what_it_means(kind):
         assert f"    {field.name}: " in arguments, field.name
 
 
+def test_custom_generate_takes_the_options_of_acceptance():
+    """What sampling asks for, `model.generate` takes itself."""
+    own = inspect.signature(eagle_fsd.custom_generate).parameters
+    for name in ("acceptance", "threshold", "divergence", "head_guard", "budget", "tree", "seed", "stop"):
+        assert own[name].default == GenerateOptions.__dataclass_fields__[name].default
+
+
 def test_options_and_rule_names_import_no_torch():
-    code = ("import sys, eagle_fsd; from eagle_fsd.options import SamplingOptions; from eagle_fsd.acceptance import "
-            "RULE_CLASSES; assert SamplingOptions().greedy and 'fsd' in RULE_CLASSES; print('torch' in sys.modules)")
+    code = ("import sys, eagle_fsd; from eagle_fsd.options import GenerateOptions; from eagle_fsd.acceptance import "
+            "RULE_CLASSES; assert GenerateOptions.__dataclass_fields__ and 'fsd' in RULE_CLASSES; "
+            "print('torch' in sys.modules)")
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
 
 
-def test_lazy_names_are_those_for_editors():
-    """What `if TYPE_CHECKING` imports, what `__all__` says and what is really there."""
-    for package in (eagle_fsd, eagle_fsd.acceptance):
-        for name in package.__all__:
-            assert getattr(package, name) is not None
-        assert set(package.__all__) <= set(dir(package))
-    with pytest.raises(AttributeError, match="'eagle_fsd' has no attribute 'nothing'"):
-        eagle_fsd.nothing  # noqa: B018
-
-
-def test_values_of_other_options_are_left_out():
-    assert SamplingOptions.of({"temperature": 0.5, "prompt": "x", "tree": None}) == SamplingOptions(temperature=0.5)
-
-
-def test_numbers_of_numpy_are_numbers():
-    assert AcceptanceOptions(budget=np.float32(2)).budget == 2 and SamplingOptions(max_new_tokens=np.int64(3))
-    pair = tiny_pair()
+def test_numbers_and_arrays_of_numpy(small):
+    assert GenerateOptions(budget=np.float32(2), max_new_tokens=np.int64(3), seed=[np.int64(1)]).budget == 2
     with pytest.raises(ValueError, match="seed must be below"):
-        eagle_fsd.generate([PROMPT, PROMPT], pair, seed=np.int64(2**63 - 1), max_new_tokens=2)
-
-
-@pytest.mark.parametrize("ids", [lambda ids: iter(ids), lambda ids: np.array(ids)], ids=["iterator", "array"])
-def test_stop_tokens_hold_for_every_prompt(ids):
-    pair = tiny_pair()
-    first = eagle_fsd.generate(PROMPT, pair, max_new_tokens=4, acceptance="exact").token_ids[0]
-    found = eagle_fsd.generate([PROMPT, PROMPT], pair, max_new_tokens=4, stop_token_ids=ids([first]))
-    assert [output.finish_reason for output in found] == ["stop", "stop"]
-
-
-def test_plain_decoding_keeps_no_features():
-    """Nobody reads them, and to join them for every token costs what the text is long."""
-    pair = tiny_pair()
-    with torch.inference_mode():
-        decoder = greedy_decoder(pair.target, None, PROMPT, None, 8)
-        decoder.prefill()
-        for _ in range(5):
-            decoder.step()
-            assert decoder.requests[0].features is None
-
-
-def test_a_promise_needs_a_head_that_brings_it():
-    pair, prompt = tiny_pair(), torch.tensor([PROMPT])
-    with pytest.raises(ValueError, match="quality= needs draft= as a directory"):
-        pair.target.model.generate(prompt, custom_generate=eagle_fsd.custom_generate, draft=pair.draft,
-                                   quality="accuracy_drop<=1%", max_new_tokens=2, do_sample=False)
+        eagle_fsd.generate([PROMPT, PROMPT], small, seed=np.int64(2**63 - 1))
+    first = eagle_fsd.generate(PROMPT, small, max_new_tokens=4).token_ids[0]
+    for ids in (iter([first]), np.array([first])):  # for every prompt of a batch, though an iterator is read once
+        found = eagle_fsd.generate([PROMPT, PROMPT], small, max_new_tokens=4, stop_token_ids=ids)
+        assert [output.finish_reason for output in found] == ["stop", "stop"]

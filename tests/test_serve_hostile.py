@@ -1,4 +1,4 @@
-"""Hostile requests: the documented status of each (docs/serve.md), and that the server answers the next one.
+"""Hostile requests: the documented status of each (docs/serving.md), and that the server answers the next one.
 
 A case sends something to the server and returns the status it got, or None where the connection was closed on it.
 """
@@ -9,31 +9,21 @@ import time
 
 import httpx
 import pytest
-from served import served
+from served import here, wait_for_health
+from tiny import tiny_chat_pair
 
 KEY = "the right key"
 CHAT = "/v1/chat/completions"
-BODY = {"messages": [{"role": "user", "content": "What is 2 plus 2?"}], "max_tokens": 4}
-MAX_BODY, READ_SECONDS, POSITIONS = 65536, 1.5, 2048
+BODY = {"messages": [{"role": "user", "content": "what is it"}], "max_tokens": 4}
+LONG = json.dumps({**BODY, "max_tokens": 350, "stream": True}).encode()
+MAX_BODY, READ_SECONDS, POSITIONS = 65536, 0.5, 400
 
 
 @pytest.fixture(scope="module")
 def server():
-    with served("--max-rows", "2", "--max-body", str(MAX_BODY), "--read-seconds", str(READ_SECONDS),
-                "--queue-seconds", "30", key=KEY) as found:
+    pair = tiny_chat_pair(max_position_embeddings=POSITIONS)
+    with here(pair, KEY, max_rows=2, max_body=MAX_BODY, read_seconds=READ_SECONDS, queue_seconds=30) as found:
         yield found
-
-
-@pytest.fixture
-def then_answers(server):
-    """After every case the server answers as usual, and is idle."""
-    yield
-    answer = post(server, json=BODY)
-    assert answer.status_code == 200 and answer.json()["choices"][0]["message"]["content"]
-    end = time.monotonic() + 20
-    while (health := httpx.get(f"{server.url}/health").json())["rows"] and time.monotonic() < end:
-        time.sleep(0.05)
-    assert health["rows"] == health["waiting"] == 0
 
 
 def post(server, path=CHAT, key=KEY, **options):
@@ -41,9 +31,9 @@ def post(server, path=CHAT, key=KEY, **options):
     return httpx.post(f"{server.url}{path}", headers=headers, timeout=60, **options)
 
 
-def raw(server, *parts, close_writing=False, pause=0.0, seconds=20):
+def raw(server, *parts, close_writing=False, pause=0.0):
     """The status of what comes back for these bytes, None where nothing does."""
-    with socket.create_connection(("127.0.0.1", server.port), timeout=seconds) as connection:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=20) as connection:
         received = b""
         try:
             for part in parts:
@@ -61,8 +51,8 @@ def raw(server, *parts, close_writing=False, pause=0.0, seconds=20):
         return int(received.split(b" ")[1])
 
 
-def head(server, length, path=CHAT, more=""):
-    return (f"POST {path} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\nContent-Type: application/json\r\n"
+def head(length, more=""):
+    return (f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\nContent-Type: application/json\r\n"
             f"Content-Length: {length}\r\n{more}\r\n").encode()
 
 
@@ -77,139 +67,101 @@ def text(content, **headers):
     return lambda server: post(server, content=content, headers=headers).status_code
 
 
-def million_tokens(server):
-    """As many as the target has positions for, no more."""
-    answer = post(server, json={**BODY, "max_tokens": 10**6, "stop": [" "]})
-    assert answer.json()["usage"]["total_tokens"] <= POSITIONS
-    return answer.status_code
+def sent(*parts, **how):
+    """A case: these bytes as they are."""
+    return lambda server: raw(server, *parts, **how)
 
 
 def get(path, key=KEY):
-    return lambda server: raw(server, f"GET {path} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {key}\r\n\r\n".encode())
+    return sent(f"GET {path} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {key}\r\n\r\n".encode())
 
 
-def announced(server):
-    """A huge body that is announced and never sent."""
-    return raw(server, head(server, 10**12))
+def million_tokens(server):
+    """As many as the target has positions for, no more."""
+    answer = post(server, json={**BODY, "max_tokens": 10**6})
+    assert answer.json()["usage"]["total_tokens"] <= POSITIONS
+    return answer.status_code
 
 
 def chunked(server):
     """A huge body of unknown length."""
     chunk = b"%x\r\n%s\r\n" % (4096, b" " * 4096)
-    return raw(server, head(server, 0).replace(b"Content-Length: 0", b"Transfer-Encoding: chunked"),
+    return raw(server, head(0).replace(b"Content-Length: 0", b"Transfer-Encoding: chunked"),
                *[chunk] * (MAX_BODY // 4096 + 2), b"0\r\n\r\n")
 
 
-def slow_head(server):
-    return raw(server, b"POST /v1/chat", pause=READ_SECONDS + 0.5)
-
-
-def slow_body(server):
-    return raw(server, head(server, 100), b'{"mess')
-
-
-def half_closed(server):
-    """A client that stops to listen for its answer has gone."""
-    content = json.dumps({**BODY, "max_tokens": 1000, "ignore_eos": True}).encode()
-    return raw(server, head(server, len(content)) + content, close_writing=True)
-
-
 def leaves_at_once(server):
-    content = json.dumps({**BODY, "max_tokens": 1000, "ignore_eos": True, "stream": True}).encode()
     with socket.create_connection(("127.0.0.1", server.port)) as connection:
-        connection.sendall(head(server, len(content)) + content)
+        connection.sendall(head(len(LONG)) + LONG)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\0\0\0\0\0\0\0")  # a reset, no goodbye
-    return None
 
 
 def never_reads(server):
     """A stream that nobody takes: the answer ends none the less, and its row is free."""
-    content = json.dumps({**BODY, "max_tokens": 300, "ignore_eos": True, "stream": True}).encode()
     with socket.create_connection(("127.0.0.1", server.port)) as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
-        connection.sendall(head(server, len(content)) + content)
-        end = time.monotonic() + 30
-        while httpx.get(f"{server.url}/health").json()["rows"] and time.monotonic() < end:
-            time.sleep(0.05)
+        connection.sendall(head(len(LONG)) + LONG)
+        wait_for_health(server, rows=1)
+        wait_for_health(server, rows=0)
         return int(connection.recv(64).split(b" ")[1])
 
 
-NESTED = b'{"messages": ' + b"[" * 20000 + b"]" * 20000 + b"}"
 CASES = {
-    "no JSON": (text(b"{]"), 400),
     "half a JSON": (text(b'{"messages": [{"role": "us'), 400),
     "no body": (text(b""), 400),
     "not UTF-8": (text(b'{"messages": "\xff\xfe"}'), 400),
-    "nested deep": (text(NESTED), 400),
+    "nested deep": (text(b'{"messages": ' + b"[" * 20000 + b"]" * 20000 + b"}"), 400),
     "a number of 5000 digits": (text(b'{"messages": [], "n": ' + b"9" * 5000 + b"}"), 400),
     "a list": (text(b"[1, 2]"), 400),
     "another kind of content": (text(json.dumps(BODY).encode(), **{"Content-Type": "text/plain"}), 400),
-    "no messages": (lambda server: post(server, json={"max_tokens": 4}).status_code, 400),
-    "messages of no object": (body(messages=["hello"]), 400),
     "a message without content": (body(messages=[{"role": "user"}]), 400),
-    "content of a number": (body(messages=[{"role": "user", "content": 5}]), 400),
     "an image": (body(messages=[{"role": "user", "content": [
         {"type": "image_url", "image_url": {"url": "http://127.0.0.1:1/"}}]}]), 400),
-    "a role that there is not": (body(messages=[{"role": "\u202eking", "content": "x"}]), 400),
     "half a character": (text(b'{"messages": [{"role": "user", "content": "\\ud800"}]}'), 400),
     "half a character as model": (text(b'{"model": "\\ud800", "messages": [{"role": "user", "content": "x"}]}'), 404),
     "a prompt that is too long": (body(messages=[{"role": "user", "content": "word " * 5000}]), 400),
     "a million tokens": (million_tokens, 200),
-    "minus one token": (body(max_tokens=-1), 400),
-    "tokens as text": (body(max_tokens="many"), 400),
     "half a token": (body(max_tokens=1.5), 400),
-    "a negative threshold": (body(threshold=-0.1), 400),
     "a threshold of no number": (text(json.dumps({**BODY, "threshold": float("nan")}).encode()), 400),
     "an infinite temperature": (text(json.dumps(BODY).replace("}]", '}], "temperature": 1e999', 1).encode()), 400),
     "a rule that there is not": (body(acceptance="__import__"), 400),
     "a rule as a list": (body(acceptance=["fsd"]), 400),
-    "a promise that there is not": (body(quality="accuracy_drop<=nothing"), 400),
     "a tree of its own": (body(tree={"total_tokens": 4096, "depth": 200, "top_k": 200}), 400),
-    "an empty stop string": (body(stop=[""]), 400),
     "a thousand stop strings": (body(stop=["x"] * 1000), 400),
     "a token that there is not": (body(stop_token_ids=[10**9]), 400),
-    "a seed below 0": (body(seed=-5), 400),
-    "a thousand choices": (body(n=1000), 400),
+    "a list of seeds": (body(seed=[1, 2], n=2), 400),
     "an option that there is not": (body(logits_processor="os.system"), 400),
     "token ids out of range": (lambda server: post(server, "/v1/completions", json={"prompt": [-1, 10**9]}).status_code,
                                400),
     "a large body": (text(b" " * (MAX_BODY + 1)), 413),
-    "a large body, announced": (announced, 413),
+    "a large body, announced and never sent": (sent(head(10**12)), 413),
     "a large body in chunks": (chunked, 413),
-    "a slow head": (slow_head, None),
-    "a slow body": (slow_body, 408),
-    "half closed": (half_closed, None),
+    "a slow head": (sent(b"POST /v1/chat", pause=READ_SECONDS + 0.3), None),
+    "a slow body": (sent(head(100), b'{"mess'), 408),
+    "half closed": (sent(head(len(LONG)) + LONG, close_writing=True), None),  # stops to listen for its answer
     "gone at once": (leaves_at_once, None),
     "a stream that nobody reads": (never_reads, 200),
     "no key": (lambda server: httpx.post(f"{server.url}{CHAT}", json=BODY).status_code, 401),
-    "a wrong key": (lambda server: post(server, key="a wrong key", json=BODY).status_code, 401),
-    "a key with more behind it": (lambda server: post(server, key=f"{KEY}x", json=BODY).status_code, 401),
+    "a key with more after it": (lambda server: post(server, key=f"{KEY}x", json=BODY).status_code, 401),
     "a key in the query": (lambda server: httpx.get(f"{server.url}/v1/models?api_key={KEY}").status_code, 401),
-    "metrics without a key": (lambda server: httpx.get(f"{server.url}/metrics").status_code, 401),
-    "a path upwards": (get("/v1/../../etc/passwd"), 404),
     "a path upwards, encoded": (get("/v1/models/%2e%2e/%2e%2e/etc/passwd"), 404),
-    "a path of two slashes": (get("//v1//models"), 404),
     "a model with zero bytes": (get("/v1/models/small%00"), 404),
     "a health check that is none": (get("/health/../metrics", key="a wrong key"), 401),
-    "another method": (lambda server: httpx.put(f"{server.url}{CHAT}", json=BODY,
-                                                headers={"Authorization": f"Bearer {KEY}"}).status_code, 405),
-    "no HTTP": (lambda server: raw(server, b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n"), 400),
-    "a head without end": (lambda server: raw(server, b"GET / HTTP/1.1\r\n", b"X: " + b"y" * 200_000), 400),
-    "a length that is none": (lambda server: raw(server, head(server, -5)), 400),
-    "two lengths": (lambda server: raw(server, head(server, 5, more="Content-Length: 6\r\n") + b"[1, 2]"), 400),
+    "no HTTP": (sent(b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n"), 400),
+    "a head without end": (sent(b"GET / HTTP/1.1\r\n", b"X: " + b"y" * 200_000), 400),
+    "two lengths": (sent(head(5, more="Content-Length: 6\r\n") + b"[1, 2]"), 400),
     "a web socket": (get("/v1/models HTTP/1.1\r\nConnection: Upgrade\r\nUpgrade: websocket\r\nX: y"), 200),
 }
 
 
-@pytest.mark.usefixtures("then_answers")
 @pytest.mark.parametrize("case", CASES)
 def test_it_is_answered_with_its_status(server, case):
+    """And after it the server answers as usual, and is idle."""
     send, status = CASES[case]
     assert send(server) == status
-
-
-def test_there_are_forty_of_them():
-    assert len(CASES) >= 40
+    answer = post(server, json=BODY)
+    assert answer.status_code == 200 and answer.json()["choices"][0]["message"]["content"]
+    wait_for_health(server, rows=0, waiting=0)
 
 
 @pytest.mark.parametrize("content", [b"{]", b'{"messages": "\xff"}', b'{"model": "\\ud800", "messages": []}',
@@ -219,7 +171,3 @@ def test_errors_have_the_form_of_the_api_and_are_short(server, content):
     error = answer.json()["error"]
     assert error.keys() == {"message", "type", "param", "code"} and error["type"] == "invalid_request_error"
     assert 0 < len(error["message"]) < 1000 and "\n" not in error["message"]
-
-
-def test_the_key_is_not_in_the_log(server):
-    assert not [line for line in server.said if KEY in line]

@@ -1,32 +1,28 @@
 """Replicas on a Ray cluster of this machine, one of which is killed; skipped where Ray is not installed."""
 
-import json
-import re
 import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from importlib.util import find_spec
-from pathlib import Path
 
 import httpx
 import openai
 import pytest
+from served import SMALL
 
 import eagle_fsd
-from eagle_fsd.data.bundled import small_pair
 
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-              pytest.mark.skipif(find_spec("ray") is None, reason="needs ray[serve]")]
-PAGE = Path(__file__).parents[1] / "docs" / "serve.md"
+pytest.importorskip("ray")
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 PROMPTS = [f"What is {number} plus {number + 8}?" for number in range(10, 30)]
 SETTINGS = {"name": "small", "device": "cpu", "dtype": "float32", "max_rows": 2, "max_waiting": 32,
             "tree": {"total_tokens": 16, "depth": 5, "top_k": 4}}
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory):
-    ray = pytest.importorskip("ray")
+def cluster():
+    import ray
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
         ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False,
@@ -44,20 +40,12 @@ def url(cluster):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    target, draft = small_pair()
+    target, draft = SMALL
     serve.start(http_options={"host": "127.0.0.1", "port": port})
     two = Replica.options(num_replicas=2, ray_actor_options={"num_cpus": 1})
     serve.run(two.bind({"target": target, "draft": draft, **SETTINGS}), name="eagle", route_prefix="/")
     yield f"http://127.0.0.1:{port}"
     serve.shutdown()
-
-
-@pytest.fixture(scope="module")
-def expected():
-    target, draft = small_pair()
-    pair = eagle_fsd.load(target, draft, device="cpu", dtype="float32")
-    return {prompt: eagle_fsd.generate([{"role": "user", "content": prompt}], pair, max_new_tokens=32,
-                                       tree=eagle_fsd.TreeConfig(**SETTINGS["tree"])).text for prompt in PROMPTS}
 
 
 def replicas(ray):
@@ -66,7 +54,7 @@ def replicas(ray):
 
 
 def test_a_conversation_goes_to_the_replica_that_holds_it(url):
-    for number in range(6):
+    for number in range(4):
         messages, cached = [{"role": "user", "content": PROMPTS[number]}], []
         for _ in range(2):
             answer = httpx.post(f"{url}/v1/chat/completions", timeout=60, json={"messages": messages, "max_tokens": 24},
@@ -77,10 +65,13 @@ def test_a_conversation_goes_to_the_replica_that_holds_it(url):
         assert cached[1] > 20, f"conversation {number} was read anew"
 
 
-def test_a_replica_is_killed_and_every_request_ends_right(cluster, url, expected):
+def test_a_replica_is_killed_and_every_request_ends_right(cluster, url):
     """100 requests of 8 clients: the right text, or an error that says to try again, after which it is right."""
+    pair = eagle_fsd.load(*SMALL, device="cpu", dtype="float32")
+    expected = [eagle_fsd.generate([{"role": "user", "content": prompt}], pair, max_new_tokens=32,
+                                   tree=eagle_fsd.TreeConfig(**SETTINGS["tree"])).text for prompt in PROMPTS]
     client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60)
-    answered, errors = threading.Semaphore(0), []
+    answered = threading.Semaphore(0)
 
     def ask(number):
         prompt = PROMPTS[number % len(PROMPTS)]
@@ -89,9 +80,8 @@ def test_a_replica_is_killed_and_every_request_ends_right(cluster, url, expected
                 answer = client.chat.completions.create(model="small", max_tokens=32,
                                                         messages=[{"role": "user", "content": prompt}])
                 answered.release()
-                return answer.choices[0].message.content == expected[prompt]
-            except (openai.InternalServerError, openai.APIConnectionError, openai.RateLimitError) as error:
-                errors.append(getattr(error, "status_code", None))
+                return answer.choices[0].message.content == expected[number % len(PROMPTS)]
+            except (openai.InternalServerError, openai.APIConnectionError, openai.RateLimitError):
                 time.sleep(0.25)
         return False
 
@@ -103,58 +93,19 @@ def test_a_replica_is_killed_and_every_request_ends_right(cluster, url, expected
             answered.acquire(timeout=60)
         cluster.kill(cluster.get_actor(before[0], namespace="serve"))
         assert [each.result() for each in found] == [True] * 100
-    print(f"{len(errors)} of {100 + len(errors)} answers were errors, of statuses {set(errors)}; all went well again")
     end = time.monotonic() + 60
     while len(set(replicas(cluster)) - {before[0]}) < 2 and time.monotonic() < end:
         time.sleep(0.5)
     assert len(set(replicas(cluster)) - {before[0]}) == 2  # another one has come
 
 
-def test_the_examples_of_the_page_are_what_serve_takes():
-    import yaml
-    from ray.serve.schema import ServeDeploySchema
-
-    from eagle_fsd.serve import ray as ours
-
-    found = [yaml.safe_load(block) for block in re.findall(r"```yaml\n(.*?)```", PAGE.read_text(), re.DOTALL)]
-    deployed = [ServeDeploySchema.model_validate(each) for each in found if "applications" in each]
-    assert len(deployed) == 2
-    for each in deployed:
-        (application,) = each.applications
-        assert application.import_path == "eagle_fsd.serve.ray:app" and ours.app(application.args)
-        assert [deployment.name for deployment in application.deployments] == [ours.Replica.name]
-
-
 @pytest.mark.parametrize(("settings", "said"), [
-    ({"thresold": 1}, "unknown option 'thresold'"), ({"port": 80}, "unknown option 'port'"),
-    ({"max_rows": 0}, "max_rows must be at least 1"), ({"temperature": -1}, "temperature must be"),
-    ({"threshold": -1}, "threshold of rule 'fsd' must lie in"),
+    ({"thresold": 1}, "unknown option 'thresold'"), ({"port": 80}, "port is not for args"),
+    ({"max_rows": 0}, "max_rows must be at least 1"), ({"threshold": -1}, "threshold of rule 'fsd' must lie in"),
+    ({"draft": "a head"}, "target= is missing"),
 ])
 def test_wrong_options_are_refused_before_anything_is_deployed(settings, said):
-    pytest.importorskip("ray")
     from eagle_fsd.serve.ray import app
 
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises((TypeError, ValueError), match=said):
         app(settings)
-
-
-def test_a_question_file_is_spread_over_the_cluster_and_gone_on_with(cluster, tmp_path):
-    from eval import answers
-
-    questions, out = tmp_path / "questions.jsonl", tmp_path / "answers.jsonl"
-    questions.write_text("".join(json.dumps({"question_id": number, "turns": [prompt]}) + "\n"
-                                 for number, prompt in enumerate(PROMPTS[:6])))
-    target, draft = small_pair()
-    command = ["--target", target, "--draft", draft, "--device", "cpu", "--questions", str(questions), "--answers",
-               str(out), "--max-new-tokens", "24", "--acceptance", "exact", "--warm-up", "0"]
-    assert answers.main([*command, "--ray", "auto", "--workers", "2", "--limit", "3"]) == 0
-    first = [json.loads(line) for line in out.read_text().splitlines()]
-    assert [record["question_id"] for record in first] == [0, 1, 2]
-    assert answers.main([*command, "--ray", "auto", "--workers", "2"]) == 0
-    records = [json.loads(line) for line in out.read_text().splitlines()]
-    assert [record["question_id"] for record in records] == list(range(6)) and records[:3] == first
-    alone = tmp_path / "alone.jsonl"
-    assert answers.main([*command[:9], str(alone), *command[10:]]) == 0
-    texts = [[json.loads(line)["choices"][0]["turns"] for line in path.read_text().splitlines()]
-             for path in (out, alone)]
-    assert texts[0] == texts[1]

@@ -15,8 +15,6 @@ from transformers import (
 )
 
 import eagle_fsd
-from eagle_fsd.acceptance.judge import SIGNALS, LearnedJudge
-from eagle_fsd.acceptance.prose import Marks
 from eagle_fsd.heads.checkpoint import save_head
 from eagle_fsd.heads.eagle import DraftHead
 from eagle_fsd.pair import EagleModel
@@ -215,22 +213,6 @@ def tiny_chat_pair(family: str = "llama", **options) -> EagleModel:
     return model
 
 
-def tiny_judge(width: int = HIDDEN) -> LearnedJudge:
-    """A judge that reads as many features, and says anything from hardly to surely."""
-    weight, mean, scale = torch.randn(3, width + len(SIGNALS), generator=torch.Generator().manual_seed(0))
-    return LearnedJudge(weight, mean, 1 + scale.abs(), 0.3, {"floor": 0.5})
-
-
-TEXTS = ["x", "a", "```", "``", "b", "`", "\n```\n", "c"] * 8  # of made-up tokens, see `Prose`
-MARKS = Marks.of(enumerate(TEXTS), len(TEXTS))
-
-
-def judged(rule: str) -> dict[str, object]:
-    """What `make_rule` has to be told of a rule for pairs of these sizes, which have no judge beside their head and may
-    have no tokenizer."""
-    return {"judge": {"learned": tiny_judge()}, "prose": {"marks": MARKS}, "afterword": {"marks": MARKS}}.get(rule, {})
-
-
 def save_pair(folder, model: EagleModel | None = None) -> None:
     """A pair in `folder`/target and `folder`/head, the former with its tokenizer; None: a tiny one that can chat."""
     if model is None:
@@ -242,7 +224,7 @@ def save_pair(folder, model: EagleModel | None = None) -> None:
 
 
 def accepted_while_sampling(pair: EagleModel, seeds: range, **options) -> int:
-    """Drafted tokens that were accepted, over rules that sample losslessly at their default dial.
+    """Drafted tokens that were accepted, over rules that sample losslessly at their default threshold.
 
     Every output is checked to be that of plain decoding with the same seed.
     """

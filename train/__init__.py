@@ -1,1 +1,1 @@
-"""Training: conversations, features and draft heads, and tasks whose answers can be checked."""
+"""Training a draft head: data, features, heads."""

@@ -3,7 +3,7 @@
     python -m train.features --target T --data data/chat --out data/chat-features
 
 An interrupted run loses at most the shard that was being made, and continues. The disk space needed is said, and
-checked, first. F width of the features (`train.core.teacher`).
+checked, first. F width of the features (`train.teacher`).
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from eagle_fsd.data.progress import Progress
 from eagle_fsd.heads.eagle3 import check_layers
 from eagle_fsd.models.loading import load_target
 from eagle_fsd.models.target import TargetModel
-from train.core.teacher import OnlineFeatures, read_index, shard_path
+from train.teacher import OnlineFeatures, read_index, shard_path
 
 log = logging.getLogger("train.features")
 
-SHARD_TOKENS = 65_536  # 0.5 GB in bf16 at a hidden size of 4,096
+SHARD_TOKENS = 65_536  # what an interrupted run loses at most: 0.5 GB in bf16 at a hidden size of 4,096
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Arguments:
     """Write the target's features of a dataset to disk, for trainings that read them.
 
     Args:
-        target: directory or hub id.
+        target: directory, hub id or GGUF file.
         data: dataset of train.prepare_data.
         out: folder of the features; an interrupted run continues there.
         layers: whose entering states are kept too; EAGLE-3 heads read 2, half, third from the end.
@@ -49,7 +49,6 @@ class Arguments:
         device: where the target goes; default CUDA where available, else the CPU.
         device_map: placement of a large target by accelerate, such as auto.
         batch_tokens: of one forward, padding included.
-        shard_tokens: of one file; what an interrupted run loses at most.
         trust_remote_code: allow a target to run code from its repository.
     """
 
@@ -61,7 +60,6 @@ class Arguments:
     device: str | None = None
     device_map: str | None = None
     batch_tokens: int = 16_384
-    shard_tokens: int = SHARD_TOKENS
     trust_remote_code: bool = False
 
 
@@ -71,60 +69,34 @@ def write_features(
 ) -> None:
     """Write the features of every document; shards that are already there are kept.
 
-    Args:
-        shard_tokens: how many a new folder's shards have at most; one that holds shards keeps to their size.
-
     Raises:
         ValueError: not enough room on the disk (said before anything is written), or a folder that was begun for
             another dataset or target, or that another process is writing.
     """
     directory.mkdir(parents=True, exist_ok=True)
     with only_writer(directory):
-        _write_features(target, documents, directory, batch_tokens, shard_tokens)
-
-
-def _write_features(
-    target: TargetModel, documents: Documents, directory: Path, batch_tokens: int, shard_tokens: int
-) -> None:
-    index = make_index(target, documents, directory, shard_tokens)
-    bounds = [*index["first_documents"], len(documents)]
-    todo = [n for n in range(len(bounds) - 1) if not shard_path(directory, n).is_file()]
-    lengths = documents.lengths
-    missing = sum(int(lengths[bounds[n] : bounds[n + 1]].sum()) for n in todo)
-    needed, free = bytes_needed(missing, target) if todo else 0, shutil.disk_usage(directory).free
-    log.info("features need %.2f GB more in %s, where %.2f GB are free", needed / 1e9, directory, free / 1e9)
-    if needed > free:
-        raise ValueError(f"features need {needed / 1e9:.2f} GB more, {directory} has {free / 1e9:.2f} GB free")
-    save_atomically(directory / "index.json", lambda path: path.write_text(json.dumps(index), encoding="utf-8"))
-    write_ends(target, directory)
-    online, total = OnlineFeatures(target), len(documents.tokens)
-    with Progress(desc="features", unit="token", total=total, done=total - missing) as progress:
-        for number in todo:
-            rows = np.arange(bounds[number], bounds[number + 1])
-            features = shard_features(online, documents, rows, batch_tokens, progress.update)
-            save_atomically(shard_path(directory, number), lambda path, f=features: save_file({"features": f}, path))
-
-
-def make_index(target: TargetModel, documents: Documents, directory: Path, shard_tokens: int) -> dict:
-    """What the features of a folder depend on, and the first document of each shard.
-
-    Raises:
-        ValueError: the folder was begun for something else.
-    """
-    index = {
-        "dataset": documents.digest(), "target": target.digest(), "dtype": str(target.dtype),
-        "feature_size": target.feature_size, "layers": list(target.layers), "scale": target.scale,
-        "softcap": target.softcap, "first_documents": shard_starts(documents.ends, shard_tokens),
-    }
-    if not (directory / "index.json").exists():
-        return index
-    begun = read_index(directory)
-    if begun | {"first_documents": None} != index | {"first_documents": None}:
-        raise ValueError(f"{directory} was begun for another dataset, target or dtype; choose another folder")
-    if begun["first_documents"] != index["first_documents"] and any(directory.glob("features-*.safetensors")):
-        log.info("%s is continued with the %d shards that it was begun with", directory, len(begun["first_documents"]))
-        return begun
-    return index
+        bounds = [*shard_starts(documents.ends, shard_tokens), len(documents)]
+        index = {
+            "dataset": documents.digest(), "target": target.digest(), "dtype": str(target.dtype),
+            "feature_size": target.feature_size, "layers": list(target.layers), "scale": target.scale,
+            "softcap": target.softcap, "first_documents": bounds[:-1],
+        }
+        if (directory / "index.json").exists() and read_index(directory) != index:
+            raise ValueError(f"{directory} was begun for another dataset, target or dtype; choose another folder")
+        todo = [n for n in range(len(bounds) - 1) if not shard_path(directory, n).is_file()]
+        missing = sum(int(documents.lengths[bounds[n] : bounds[n + 1]].sum()) for n in todo)
+        needed, free = bytes_needed(missing, target) if todo else 0, shutil.disk_usage(directory).free
+        log.info("features need %.2f GB more in %s, where %.2f GB are free", needed / 1e9, directory, free / 1e9)
+        if needed > free:
+            raise ValueError(f"features need {needed / 1e9:.2f} GB more, {directory} has {free / 1e9:.2f} GB free")
+        save_atomically(directory / "index.json", lambda path: path.write_text(json.dumps(index), encoding="utf-8"))
+        write_ends(target, directory)
+        total = len(documents.tokens)
+        with Progress(desc="features", unit="token", total=total, done=total - missing) as progress:
+            for number in todo:
+                rows = np.arange(bounds[number], bounds[number + 1])
+                made = {"features": shard_features(target, documents, rows, batch_tokens, progress.update)}
+                save_atomically(shard_path(directory, number), lambda path, made=made: save_file(made, path))
 
 
 def bytes_needed(tokens: int, target: TargetModel) -> int:
@@ -157,17 +129,16 @@ def shard_starts(ends: np.ndarray, per_shard: int) -> list[int]:
 
 
 def shard_features(
-    online: OnlineFeatures, documents: Documents, rows: np.ndarray, batch_tokens: int, advance: Callable[[int], None]
+    target: TargetModel, documents: Documents, rows: np.ndarray, batch_tokens: int, advance: Callable[[int], None]
 ) -> Tensor:
     """[tokens, F] features of consecutive documents, computed in batches of documents of like length.
 
     Args:
         advance: told the tokens of each batch when it is done.
     """
-    lengths = documents.lengths
+    online, lengths = OnlineFeatures(target), documents.lengths
     start = int(documents.ends[rows[0]] - lengths[rows[0]])
-    total = int(documents.ends[rows[-1]]) - start
-    features = torch.empty(total, online.target.feature_size, dtype=online.target.dtype)
+    features = torch.empty(int(documents.ends[rows[-1]]) - start, target.feature_size, dtype=target.dtype)
     order = rows[np.argsort(lengths[rows], kind="stable")]
     for batch in split_rows(order, lengths, batch_tokens):
         tokens, _ = documents.collate(batch)
@@ -185,7 +156,7 @@ def run(arguments: Arguments) -> None:
     Raises:
         ValueError: an option out of range; see `write_features`.
     """
-    check_counts(arguments, "batch_tokens", "shard_tokens")
+    check_counts(arguments, "batch_tokens")
     documents = Documents.load(arguments.data)
     model, _ = load_target(
         arguments.target, dtype=arguments.dtype, device=arguments.device, device_map=arguments.device_map,
@@ -193,9 +164,7 @@ def run(arguments: Arguments) -> None:
     )
     target = TargetModel(model, check=False)
     target.layers = check_layers(arguments.layers, len(target.decoder_layers))
-    write_features(
-        target, documents, arguments.out, batch_tokens=arguments.batch_tokens, shard_tokens=arguments.shard_tokens
-    )
+    write_features(target, documents, arguments.out, batch_tokens=arguments.batch_tokens)
 
 
 def main() -> int:

@@ -18,7 +18,7 @@ from typing import Literal
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 import eagle_fsd
-from eagle_fsd.checks import check_interval
+from eagle_fsd.checks import check_interval, require_number
 from eagle_fsd.cli.arguments import parse_options
 from eagle_fsd.cli.exits import check_counts, exit_status
 from eagle_fsd.data.conversations import Record, read_records
@@ -26,11 +26,9 @@ from eagle_fsd.data.documents import check_place
 from eagle_fsd.data.files import only_writer
 from eagle_fsd.data.gguf import target_source
 from eagle_fsd.models.loading import check_dtype, load_target
-from eagle_fsd.options import SamplingOptions
 from eagle_fsd.pair import EagleModel, set_attention
-from train.data.chat_mask import check_tokenizer
-from train.data.encoding import encode_dataset
-from train.data.regeneration import Respondent, regenerate, self_prompted
+from train.answers import Respondent, regenerate, self_prompted
+from train.encoding import check_tokenizer, encode_dataset
 
 
 @dataclass(frozen=True)
@@ -49,7 +47,6 @@ class Arguments:
         split: of a dataset that the package datasets opens.
         max_length: tokens per document.
         long: what to do with longer conversations.
-        pack: join short documents into rows of --max-length.
         limit: use only the first rows.
         chat_template: a Jinja file, for a tokenizer without a chat template.
         trust_remote_code: allow a target to run code from its repository.
@@ -71,7 +68,6 @@ class Arguments:
     split: str = "train"
     max_length: int = 2048
     long: Literal["truncate", "drop"] = "truncate"
-    pack: bool = False
     limit: int | None = None
     chat_template: Path | None = None
     trust_remote_code: bool = False
@@ -97,7 +93,7 @@ def run(arguments: Arguments) -> dict:
     check_counts(arguments, "limit", "max_new_tokens", "self_prompted", "batch")
     if bool(arguments.data) == (arguments.self_prompted is not None):
         raise ValueError("give either --data or --self-prompted")
-    SamplingOptions(temperature=arguments.temperature, seed=arguments.seed)
+    require_number("--temperature", arguments.temperature, "a number of at least 0", lambda value: value >= 0)
     check_interval("--follow-ups", arguments.follow_ups, 1.0, True)
     for source in arguments.data:
         if Path(source).suffix and "/" in source and not Path(source).exists():
@@ -116,9 +112,7 @@ def run(arguments: Arguments) -> dict:
     with only_writer(store_of(arguments)) if own else nullcontext():
         if own:
             records = regenerated(records, arguments, place, tokenizer)
-        documents, counts = encode_dataset(
-            records, tokenizer, max_length=arguments.max_length, long=arguments.long, packed=arguments.pack
-        )
+        documents, counts = encode_dataset(records, tokenizer, max_length=arguments.max_length, long=arguments.long)
     about = {"target": arguments.target, "data": list(arguments.data), "regenerated": arguments.regenerate,
              "self_prompted": arguments.self_prompted}
     documents.save(arguments.out, about | counts)

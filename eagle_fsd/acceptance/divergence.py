@@ -5,6 +5,7 @@ never negative and has signature `(target_logits [..., V], draft_logits [..., V]
 draft mass (logit -inf) contributes its limit: 0 * log 0 = 0, and infinity where a logarithm of 0 has positive weight.
 """
 
+import functools
 import math
 import re
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from torch.nn.functional import pad
 
 from ..drafting.largest import largest
 
+LEAST = torch.finfo(torch.float32).tiny  # so that quotients have logarithms where probabilities are 0
 Divergence = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -42,12 +44,10 @@ def reverse_kl(target_logits: Tensor, draft_logits: Tensor) -> Tensor:
 
 def js(target_logits: Tensor, draft_logits: Tensor) -> Tensor:
     """Jensen-Shannon: KL(target || m) / 2 + KL(draft || m) / 2, m the mean; natural log, at most ln 2."""
-    target_probs, target_log_probs = _probs_and_logs(target_logits)
-    draft_probs, draft_log_probs = _probs_and_logs(draft_logits)
-    mean_log_probs = ((target_probs + draft_probs) / 2).log()
-    target_to_mean = _expectation(target_probs, target_log_probs - mean_log_probs)
-    draft_to_mean = _expectation(draft_probs, draft_log_probs - mean_log_probs)
-    return ((target_to_mean + draft_to_mean) / 2).clamp(0.0, math.log(2))
+    target_probs, draft_probs = target_logits.float().softmax(-1), draft_logits.float().softmax(-1)
+    mean = (target_probs + draft_probs).div_(2).clamp_min_(LEAST)
+    to_mean = [(probs * (probs.clamp_min(LEAST) / mean).log_()).sum(-1) for probs in (target_probs, draft_probs)]
+    return (sum(to_mean) / 2).clamp(0.0, math.log(2))
 
 
 def js_fsd_code(target_logits: Tensor, draft_logits: Tensor) -> Tensor:
@@ -97,6 +97,15 @@ def widen(
     return nothing.index_copy_(-1, draft_tokens, draft_logits)
 
 
+@functools.lru_cache(maxsize=8)
+def _other_tokens(tokens: Tensor, vocab_size: int) -> Tensor:
+    """[V - R] long: those that are not among `tokens` [R]."""
+    other = torch.ones(vocab_size, dtype=torch.bool, device=tokens.device)
+    other[tokens] = False
+    return other.nonzero()[:, 0]
+
+
+@functools.lru_cache(maxsize=64)
 def get_divergence(name: str, draft_tokens: Tensor | None = None) -> Divergence:
     """The divergence of that name; `<name>_top<k>`: on the target's k best tokens and a bucket for the rest.
 
@@ -114,8 +123,10 @@ def get_divergence(name: str, draft_tokens: Tensor | None = None) -> Divergence:
 
     def on_draft_tokens(target_logits: Tensor, draft_logits: Tensor) -> Tensor:
         # What the draft cannot draw counts by its target mass alone, in every divergence: one bucket holds it all.
-        kept = draft_tokens.expand(*target_logits.shape[:-1], -1)
-        return full(coarsen(target_logits.float(), kept), pad(draft_logits, (0, 1), value=-math.inf))
+        unnamed = target_logits.index_select(-1, _other_tokens(draft_tokens, target_logits.shape[-1]))
+        bucket = unnamed.logsumexp(-1, keepdim=True)
+        both = torch.cat([target_logits.index_select(-1, draft_tokens), bucket], -1)
+        return full(both.float(), pad(draft_logits, (0, 1), value=-math.inf))
 
     def on_top_tokens(target_logits: Tensor, draft_logits: Tensor) -> Tensor:
         if draft_tokens is not None:

@@ -4,13 +4,15 @@ import math
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+from torch import Tensor
+
 from .divergence import get_divergence
-from .nodes import Nodes, Weights
-from .rule import HEAD_GUARD, FuzzyRule, restrict
+from .nodes import Nodes
+from .rule import GatingRule
 
 
 @dataclass(frozen=True)
-class FSD(FuzzyRule):
+class FSD(GatingRule):
     """Descend wherever the draft's next-token distribution is close to the target's (arXiv 2502.20704).
 
     The divergence belongs to the parent, so all siblings pass or fail together and the target chooses among them.
@@ -27,7 +29,6 @@ class FSD(FuzzyRule):
     threshold_limit: ClassVar[tuple[float, bool]] = (math.inf, True)
 
     divergence: str = field(default="js", kw_only=True)
-    head_guard: float | None = field(default=HEAD_GUARD, kw_only=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -36,7 +37,6 @@ class FSD(FuzzyRule):
     def is_lossless(self, greedy: bool) -> bool:
         return self.threshold == 0
 
-    def weigh(self, nodes: Nodes) -> Weights:
+    def gate(self, nodes: Nodes) -> tuple[Tensor, Tensor]:
         divergence = nodes.divergence(self.divergence)
-        passes = divergence <= nodes.threshold.float()  # Div(target, draft) <= T
-        return restrict(nodes, self.candidates(nodes) & passes[:, None], divergence)
+        return (divergence <= nodes.threshold.float())[:, None], divergence  # Div(target, draft) <= T

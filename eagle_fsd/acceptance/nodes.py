@@ -1,6 +1,7 @@
 """What an acceptance rule sees, and what it answers.
 
-B rows of a batch, C columns of a draft tree (all of its nodes), V vocabulary, R tokens that the draft can name.
+B rows of a batch, C columns of a draft tree (all of its nodes), K nodes expanded at a depth, V vocabulary, R tokens
+that the draft can name.
 """
 
 from __future__ import annotations
@@ -43,10 +44,11 @@ class Nodes:
     tokens: Tensor  # [B, C] long
     children: Tensor  # [B, C] bool
     scores: Tensor  # [B, C], cumulative log-probability of the draft
-    draft: Tensor | None  # [B, R], the draft's raw logits for the children; None: nothing was drafted so deep
-    draft_tokens: Tensor | None  # [R] long, the tokens that `draft` is of; None: all, R = V
+    drafted: Tensor | None  # [B, K, R], the draft's raw logits at this depth; None: nothing was drafted so deep
+    draft_row: Tensor  # [B] long, the row of `drafted` that is the node's
+    draft_tokens: Tensor | None  # [R] long, the tokens that `drafted` is of; None: all, R = V
     threshold: Tensor  # [B] float64
-    left: Tensor  # [B] float64, of the budget; inf: there is none
+    left: Tensor | None  # [B] float64, of the budget; None: no row has one
     going: Tensor  # [B] bool: rows whose walk has not ended; what is answered of others is not read
     errors: dict[int, Exception]  # of rows: what a user's function raised there
     ahead: Tensor | None = None  # [B, C], what `Rule.look_ahead` said of each column
@@ -54,6 +56,11 @@ class Nodes:
     @property
     def greedy(self) -> bool:
         return self.noise is None
+
+    @property
+    def draft(self) -> Tensor | None:
+        """[B, R]: the draft's raw logits for the children; at leaves another node's, not to be read."""
+        return None if self.drafted is None else self.drafted[torch.arange(len(self.raw)), self.draft_row]
 
     def row(self, row: int) -> Nodes:
         """One row, as a batch of one."""
@@ -72,6 +79,10 @@ class Nodes:
         """[B, C] bool: the child that the target itself draws."""
         return self.children & (self.tokens == self.exact[:, None])
 
+    def nowhere(self, columns: Tensor) -> bool:
+        """Whether no row has any of these columns [B, C], as far as that can be known without waiting for a device."""
+        return self.raw.is_cpu and not columns.any()
+
     def in_head(
         self,
         head_guard: float | None,  # alpha in [0, 1]; None: no guard
@@ -85,10 +96,7 @@ class Nodes:
     def divergence(self, name: str) -> Tensor:
         """[B]: between the target's and the draft's distribution of the next token; NaN without children, which no
         gate lets pass."""
-        unknown = self.raw.new_full((len(self.raw),), math.nan)
-        if self.draft is None:
-            return unknown
-        asked = self.children.any(-1)
-        if self.raw.is_cpu and not asked.any():  # elsewhere, to look would be to wait for the device
-            return unknown
-        return torch.where(asked, get_divergence(name, self.draft_tokens)(self.raw, self.draft), math.nan)
+        if self.drafted is None:
+            return self.raw.new_full((len(self.raw),), math.nan)
+        measure = get_divergence(name, self.draft_tokens)
+        return torch.where(self.children.any(-1), measure(self.raw, self.draft), math.nan)

@@ -3,13 +3,15 @@
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+from torch import Tensor
+
 from ..checks import require_integer
-from .nodes import Nodes, Weights
-from .rule import HEAD_GUARD, FuzzyRule, restrict
+from .nodes import Nodes
+from .rule import GatingRule
 
 
 @dataclass(frozen=True)
-class Relaxed(FuzzyRule):
+class Relaxed(GatingRule):
     """Allow a child among the target's top N whose log-probability is within T of the best.
 
     "Relaxed acceptance" in TensorRT-LLM, where N is `relaxed_topk` and T `relaxed_delta` (10 and 0.6 in its setup of
@@ -26,7 +28,6 @@ class Relaxed(FuzzyRule):
     threshold_scale: ClassVar[float] = 4.0
 
     top: int = field(default=10, kw_only=True)
-    head_guard: float | None = field(default=HEAD_GUARD, kw_only=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -35,8 +36,8 @@ class Relaxed(FuzzyRule):
     def is_lossless(self, greedy: bool) -> bool:
         return greedy and self.threshold == 0
 
-    def weigh(self, nodes: Nodes) -> Weights:
+    def gate(self, nodes: Nodes) -> tuple[Tensor, None]:
         best = nodes.raw.topk(min(self.top, nodes.raw.shape[-1]), dim=-1).values  # [B, N]
         # log p(top-1) - log p(x) <= T and x among the top N; a common normaliser cancels
         bar = best[:, -1].maximum(best[:, 0] - nodes.threshold.float())
-        return restrict(nodes, self.candidates(nodes) & (nodes.raw.gather(1, nodes.tokens) >= bar[:, None]))
+        return nodes.raw.gather(1, nodes.tokens) >= bar[:, None], None

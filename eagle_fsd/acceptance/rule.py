@@ -44,8 +44,8 @@ class Rule(ABC):
         """Whether this threshold draws exactly what the target draws with the same noise."""
 
     @abstractmethod
-    def weigh(self, nodes: Nodes) -> Weights:
-        """Log-weights of the children of these nodes."""
+    def weigh(self, nodes: Nodes) -> Weights | None:
+        """Log-weights of the children of these nodes; None: the target's own choice at all of them."""
 
 
 @dataclass(frozen=True)
@@ -69,17 +69,33 @@ class FuzzyRule(Rule):
         return nodes.in_head(self.head_guard) & (nodes.steps > -math.inf)
 
 
-def restrict(
-    nodes: Nodes,
-    allowed: Tensor,  # [B, C] bool, fuzzy steps that may be taken
-    divergence: Tensor | None = None,  # [B], that the rule gated on
-) -> Weights:
-    """Descend wherever a fuzzy step may be taken, to the child that the target prefers under this noise.
+@dataclass(frozen=True)
+class GatingRule(FuzzyRule):
+    """A rule with a gate: where the target's own choice is no child, fuzzy steps may be taken that the gate lets pass,
+    and of those the one that the target prefers under this noise is.
 
-    The exact choice, where it is a child, stays eligible beside the fuzzy steps. An argmax over a subset is the overall
-    argmax if the subset contains it, so exact steps stay what they were and only would-be stops change.
+    Where the target's choice is a child it would be taken whatever the gate says: an argmax over a subset is the
+    overall argmax if the subset contains it. So exact steps stay what they were, and only would-be stops change.
     """
-    return only(nodes, (allowed | nodes.is_exact) & allowed.any(-1, keepdim=True), divergence)
+
+    head_guard: float | None = field(default=HEAD_GUARD, kw_only=True)
+
+    @abstractmethod
+    def gate(self, nodes: Nodes) -> tuple[Tensor, Tensor | None]:
+        """[B, C] or [B, 1] bool: which fuzzy steps pass; and the divergence [B] that it went by, for receipts."""
+
+    def weigh(self, nodes: Nodes) -> Weights | None:
+        would_stop = nodes.children & ~nodes.is_exact.any(-1, keepdim=True)
+        if nodes.nowhere(would_stop):
+            return None
+        candidates = would_stop & self.candidates(nodes)
+        asked = candidates.any(-1)
+        if nodes.nowhere(candidates):
+            return None
+        passes, divergence = self.gate(nodes)
+        if divergence is not None:
+            divergence = torch.where(asked, divergence, math.nan)
+        return only(nodes, candidates & passes, divergence)
 
 
 def only(nodes: Nodes, eligible: Tensor, divergence: Tensor | None = None) -> Weights:

@@ -1,20 +1,21 @@
 """Typical acceptance."""
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
+from torch import Tensor
 
-from .nodes import Nodes, Weights
-from .rule import HEAD_GUARD, FuzzyRule, restrict
+from .nodes import Nodes
+from .rule import GatingRule
 
 EPSILON = 0.09  # Medusa's posterior threshold
 DELTA = 0.3  # and posterior alpha, sqrt(EPSILON)
 
 
 @dataclass(frozen=True)
-class Typical(FuzzyRule):
+class Typical(GatingRule):
     """Allow a child whose target probability clears a bar that falls with entropy (Medusa, 2401.10774).
 
     Args:
@@ -26,16 +27,13 @@ class Typical(FuzzyRule):
     name: ClassVar[str] = "typical"
     threshold_limit: ClassVar[tuple[float, bool]] = (1.0, False)
 
-    head_guard: float | None = field(default=HEAD_GUARD, kw_only=True)
-
     def is_lossless(self, greedy: bool) -> bool:
         return False
 
-    def weigh(self, nodes: Nodes) -> Weights:
+    def gate(self, nodes: Nodes) -> tuple[Tensor, None]:
         log_probs = nodes.raw.log_softmax(-1)
         entropy = -(nodes.raw.softmax(-1) * log_probs).nan_to_num(nan=0.0).sum(-1)  # 0 * log 0 = 0
         lowered = torch.log1p(-nodes.threshold).float()
         log_bar = (math.log(DELTA) - entropy).clamp_max(math.log(EPSILON)) + lowered
         # p(x) > (1 - T) * min(epsilon, delta * exp(-H(p)))
-        passes = log_probs.gather(1, nodes.tokens) > log_bar[:, None]
-        return restrict(nodes, self.candidates(nodes) & passes)
+        return log_probs.gather(1, nodes.tokens) > log_bar[:, None], None

@@ -51,7 +51,7 @@ def walk(
     draft: Sequence[Tensor],  # per drafted level [B, K, R], the draft's raw logits; rows are `tree.draft_rows`
     target: Target,
     threshold: Tensor,  # [B] float64
-    left: Tensor,  # [B] float64, of each row's budget: nats of regret that fuzzy tokens may still cost
+    left: Tensor | None,  # [B] float64, of each row's budget: nats of regret that fuzzy tokens may still cost
     draft_tokens: Tensor | None = None,  # [R] long; None: the draft names all tokens
     errors: dict[int, Exception] | None = None,  # takes what a user's function raises, by row
 ) -> list[list[Step]]:
@@ -61,7 +61,8 @@ def walk(
     """
     batch, device = len(tree.tokens), tree.tokens.device
     rows = torch.arange(batch, device=device)
-    lossless = rule.is_lossless(target.noise is None)
+    parents = tree.parents.masked_fill(tree.depths == 0, -1)  # the root is nobody's child
+    lossless, errors = rule.is_lossless(target.noise is None), {} if errors is None else errors
     ahead = None
     if rule.look_ahead is not None and not lossless:
         whole = target.warp_tree()
@@ -69,42 +70,52 @@ def walk(
         ahead = rule.look_ahead(_ahead(rule, tree, target, whole, threshold))
     node = torch.zeros_like(rows)
     going, closed = torch.ones_like(rows, dtype=torch.bool), torch.zeros_like(rows, dtype=torch.bool)
-    said, columns = [tree.tokens[:, 0]], []
+    unknown = torch.full_like(threshold, math.nan)
+    said, path = [tree.tokens[:, 0]], []
     for depth in range(tree.max_depth + 1):
         raw = target.logits[rows, node]
         warped = target.warp(raw, node, said, going)
         noise = None if target.noise is None else target.noise(depth)
         exact = first_largest(warped if noise is None else warped + noise)
-        children = (tree.parents == node[:, None]) & (tree.depths > 0)
-        token, weights = exact, None
+        token, children, weights = exact, parents == node[:, None], None
         if not lossless:
-            expanded = draft[depth][rows, tree.draft_rows[rows, node]] if depth < len(draft) else None
-            nodes = Nodes(raw, warped, noise, exact, tree.tokens, children, tree.scores, expanded, draft_tokens,
-                          threshold, left, going, {} if errors is None else errors, ahead)
+            nodes = Nodes(raw, warped, noise, exact, tree.tokens, children, tree.scores,
+                          draft[depth] if depth < len(draft) else None, tree.draft_rows[rows, node], draft_tokens,
+                          threshold, left, going, errors, ahead)
             weights = rule.weigh(nodes)
+        if weights is not None:
             token = draw(nodes, weights)
-        best, given_up = raw.amax(-1), raw.gather(1, token[:, None])[:, 0]
-        fuzzy, regret = token != exact, (best - given_up).double()
-        closed = closed | fuzzy & (regret > left)
-        token = torch.where(closed, exact, token)
-        left = left - torch.where(fuzzy & ~closed, regret, 0.0)
-        taken = raw.gather(1, token[:, None])[:, 0]
-        columns.append(torch.stack([
-            node.double(), token.double(), (token == exact).double(),
-            _divergence(weights, raw), (taken - raw.logsumexp(-1)).double(), (best - taken).double(),
-            warped.gather(1, token[:, None])[:, 0].double(), closed.double(), going.double(),
-        ]))
+            if left is not None:
+                regret = (raw.amax(-1) - raw.gather(1, token[:, None])[:, 0]).double()
+                closed = closed | (token != exact) & (regret > left)  # dearer than what is left: exact from here
+                token = torch.where(closed, exact, token)
+                left = left - torch.where(token != exact, regret, 0.0)
+        drawn = warped.gather(1, token[:, None])[:, 0]
+        divergence = unknown if weights is None or weights.divergence is None else weights.divergence
+        path.append((node, token, exact, going, closed, divergence, drawn))
         found = children & (tree.tokens == token[:, None])  # at most one: siblings differ in their token
-        descends = found.any(-1) & going
+        going = found.any(-1) & going
         if weights is not None and weights.stop is not None:
-            descends = descends & ~(weights.stop & ~closed)
-        node, going = torch.where(descends, found.long().argmax(-1), node), descends
-        said.append(token)
+            going = going & ~(weights.stop & ~closed)
         if device.type == "cpu" and not going.any():
             break
-    levels = torch.stack(columns, -1).permute(1, 2, 0).tolist()  # [B, depth, 9]
+        node = torch.where(going, found.long().argmax(-1), node)
+        said.append(token)
+    return _steps(path, target.logits)
+
+
+def _steps(path: Sequence[tuple[Tensor, ...]], logits: Tensor) -> list[list[Step]]:
+    """The steps of each row, with what receipts say of them, in one copy to the host."""
+    columns = [torch.stack(column, 1) for column in zip(*path, strict=True)]
+    node, token, exact, going, closed, divergence, drawn = columns  # [B, P]
+    rows = torch.arange(len(node), device=node.device)[:, None]
+    raw = logits[rows, node]  # [B, P, V]
+    best, taken = raw.amax(-1), raw.gather(-1, token[..., None])[..., 0]
+    logprob = raw.log_softmax(-1).gather(-1, token[..., None])[..., 0]
+    columns = (node, token, token == exact, divergence, logprob, best - taken, drawn, closed, going)
+    table = torch.stack([column.double() for column in columns], -1).tolist()  # [B, P, 9]
     return [[Step(int(node), int(token), bool(exact), *numbers, bool(closed))
-             for node, token, exact, *numbers, closed, went in steps if went] for steps in levels]
+             for node, token, exact, *numbers, closed, went in steps if went] for steps in table]
 
 
 def draw(nodes: Nodes, weights: Weights) -> Tensor:  # [B] long
@@ -122,13 +133,6 @@ def draw(nodes: Nodes, weights: Weights) -> Tensor:  # [B] long
     none = nodes.warped.shape[-1]
     first = nodes.tokens.masked_fill(~nodes.children | (steps != best[:, None]), none).amin(-1)
     return torch.where((best > own) | (best == own) & (first < exact), first, exact)
-
-
-def _divergence(weights: Weights | None, raw: Tensor) -> Tensor:
-    """[B] float64, of receipts."""
-    if weights is None or weights.divergence is None:
-        return raw.new_full((len(raw),), math.nan, dtype=torch.float64)
-    return weights.divergence.double()
 
 
 def _ahead(rule: Rule, tree: DraftTree, target: Target, warped: Tensor, threshold: Tensor) -> Ahead:

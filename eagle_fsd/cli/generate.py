@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 from tyro.conf import Positional
 
-from .arguments import Acceptance, Sampling, ShardedLoading
-from .terminal import SourceStreamer, describe_output, use_colour
+from .arguments import Decoding, Loading
+from .terminal import SourceStreamer, describe_output
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class GenerateCommand:
     """Answer one prompt.
 
@@ -24,22 +24,16 @@ class GenerateCommand:
     prompt: Positional[str]
     chat: bool = False
     stats: bool = False
-    pair: ShardedLoading = ShardedLoading()
-    sampling: Sampling = Sampling()
-    acceptance: Acceptance = Acceptance()
+    pair: Loading = Loading()
+    decoding: Decoding
 
     def run(self) -> None:
         from ..api import generate
-        from ..models.parallel import of_first
 
-        self.acceptance.check()
         model = self.pair.load()
-        text = of_first(model.target.group, sys.stdin.read) if self.prompt == "-" else self.prompt
+        text = sys.stdin.read() if self.prompt == "-" else self.prompt
         prompt = [{"role": "user", "content": text}] if self.chat else text
-        # A stop string is not part of the answer, so nothing is shown before the end.
-        streamer = None if self.sampling.stop else SourceStreamer(model.tokenizer, use_colour())
-        output = generate(prompt, model, **vars(self.sampling), **vars(self.acceptance), streamer=streamer)
-        if streamer is None:
-            print(output.text)
+        streamer = SourceStreamer(model.tokenizer, self.decoding.stop_strings)
+        output = generate(prompt, model, options=self.decoding, streamer=streamer)
         if self.stats:
             print(describe_output(output), file=sys.stderr)

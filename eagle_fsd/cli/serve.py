@@ -6,16 +6,12 @@ import logging
 import sys
 from dataclasses import dataclass, replace
 
-from ..serve.limits import KEY_VARIABLE, ServeOptions, key_from_environment
-from .arguments import Acceptance, Flags, Loading, Sampling
+from ..options import names_of
+from ..serve.limits import KEY_VARIABLE, ServeOptions, key_from_environment, name_of
+from .arguments import Decoding, Loading
 
 
-@dataclass(frozen=True)
-class Serving(Flags, ServeOptions):
-    """Where the server listens, what the model is called, and how much it takes on."""
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ServeCommand:
     """Serve the pair to OpenAI clients.
 
@@ -23,26 +19,21 @@ class ServeCommand:
     clients must show its value.
     """
 
-    serving: Serving = Serving()
+    serving: ServeOptions = ServeOptions()
     pair: Loading = Loading()
-    sampling: Sampling = Sampling()
-    acceptance: Acceptance = Acceptance()
+    decoding: Decoding
 
     def run(self) -> None:
-        from ..data.bundled import default_pair
-
         key = key_from_environment()
-        self.acceptance.check()
         need_packages(self.serving.page)
-        from ..serve.app import serve
-        from ..serve.server import name_of, reserve
+        from ..serve.server import reserve, serve
 
         begin_log()
-        name = self.serving.name or name_of(self.pair.target or default_pair()[0])
+        name = self.serving.name or name_of(self.pair.target)
         if key is None and self.serving.host not in ("127.0.0.1", "localhost", "::1"):
             logging.warning("everyone who reaches %s can use the model: set %s", self.serving.host, KEY_VARIABLE)
         place = reserve(self.serving)
-        defaults = {**vars(self.sampling), **vars(self.acceptance)}
+        defaults = {name: getattr(self.decoding, name) for name in names_of(Decoding)}
         model = self.pair.load()
         if self.serving.plain:
             model = replace(model, draft=None, trees=None)
@@ -51,10 +42,9 @@ class ServeCommand:
 
 
 def begin_log() -> None:
-    """Log to stderr, where what `settings` and `prompts` say of one call would be said of every request."""
+    """Log to stderr, where what is said of the options of one call would be said of every request."""
     handler = logging.StreamHandler(sys.stderr)
-    every = ("eagle_fsd.settings", "eagle_fsd.prompts")
-    handler.addFilter(lambda record: record.levelno >= logging.ERROR or record.name not in every)
+    handler.addFilter(lambda record: record.levelno >= logging.ERROR or record.name != "eagle_fsd.requests")
     logging.basicConfig(level=logging.INFO, handlers=[handler], format="%(asctime)s %(levelname)s %(message)s")
 
 

@@ -7,25 +7,43 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from ..text import GrowingText
+from ..text import StreamedText
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedTokenizerBase
 
-    from ..acceptance import Rule
-    from ..engine.receipts import Output, Receipt
+    from ..engine.output import Output, Receipt
 
 COLOURS = {"target": "", "exact": "\033[32m", "fuzzy": "\033[33m"}
 RESET, BOLD, DIM = "\033[0m", "\033[1m", "\033[2m"
 
 
-class SourceStreamer:
-    """Writes tokens as they come, coloured by where they come from; a streamer as `transformers` has them."""
+def use_colour() -> bool:
+    """On a terminal, unless NO_COLOR is set; FORCE_COLOR overrides."""
+    return bool(os.environ.get("FORCE_COLOR")) or (sys.stdout.isatty() and not os.environ.get("NO_COLOR"))
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, colour: bool) -> None:
-        self.text, self.colour = GrowingText(tokenizer), colour
-        self.written = 0  # tokens
+
+def coloured(text: str, code: str) -> str:
+    """The text in a colour, where there are colours."""
+    return f"{code}{text}{RESET}" if text and code and use_colour() else text
+
+
+def legend() -> str:
+    """What the colours of an answer mean."""
+    return (f"{coloured('Green', COLOURS['exact'])}: drafted, and the model's own choice. "
+            f"{coloured('Yellow', COLOURS['fuzzy'])}: drafted, kept by the rule alone. The rest is the model's.")
+
+
+class SourceStreamer:
+    """Writes tokens as they come, coloured by where they come from; a streamer as `transformers` has them.
+
+    Args:
+        stop: strings that end the answer; what may be the beginning of one is held back.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: Sequence[str] = ()) -> None:
+        self.text = StreamedText(tokenizer, stop)
         self.sources: list[str] = []
         self.is_prompt = True
 
@@ -37,31 +55,13 @@ class SourceStreamer:
             self.is_prompt = False
             return
         for token, source in zip(value.tolist(), self.sources, strict=True):
-            self.written += 1
-            self._write(self.text.add(token), source)
+            sys.stdout.write(coloured(self.text.add([token]), COLOURS[source]))
         sys.stdout.flush()
 
     def end(self) -> None:
-        if self.written:
-            self._write(self.text.pending(), self.sources[-1])
-            sys.stdout.write("\n")
-
-    def _write(self, piece: str, source: str) -> None:
-        colour = COLOURS[source] if self.colour else ""
-        sys.stdout.write(f"{colour}{piece}{RESET}" if colour and piece else piece)
-
-
-def describe_rule(rule: Rule, temperature: float) -> str:
-    """A rule and its dial, such as "tilt, threshold 0.5"."""
-    dial = f", threshold {rule.threshold:g}" if max(rule.threshold, rule.threshold_limit[0]) else ""
-    dial += "".join(f", {gate.name} {gate.threshold:.3g}" for gate in rule.parts[1:])
-    own = " (the text stays the model's own)" if rule.is_lossless(temperature == 0) else ""
-    return f"{rule.name}{dial}{own}"
-
-
-def use_colour() -> bool:
-    """On a terminal, unless NO_COLOR is set; FORCE_COLOR overrides."""
-    return bool(os.environ.get("FORCE_COLOR")) or (sys.stdout.isatty() and not os.environ.get("NO_COLOR"))
+        if self.sources:
+            rest = "" if self.text.stopped else self.text.held + self.text.text.pending()
+            sys.stdout.write(coloured(rest, COLOURS[self.sources[-1]]) + "\n")
 
 
 def describe_output(output: Output) -> str:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .arguments import Measuring, RuleName, ShardedLoading
+from .arguments import HeadGuard, Loading, RuleName
 from .exits import check_counts
 
 if TYPE_CHECKING:
@@ -18,51 +19,62 @@ class TuneCommand:
     """Log cycles on your prompts, for tree="auto" to choose by.
 
     Answers the prompts' first turns with a wide draft tree and notes which nodes were accepted. From this log, kept in
-    your cache directory or with --out stored elsewhere, and the machine's latency the fastest tree is chosen whenever
-    the pair is loaded. One log per rule, threshold and temperature; a request takes the nearest.
+    your cache directory, and the machine's latency the fastest tree is chosen whenever the pair is loaded. One log per
+    rule, threshold, head guard and temperature; a request takes the nearest.
 
     Args:
+        prompts: JSON lines: prompts with or without answers, MT-Bench, GSM8K, HumanEval.
         acceptance: the rule.
-        threshold: its dial; without it the rule's lossless end.
+        threshold: of the rule; without it the lossless one.
+        divergence: that fsd compares with the threshold.
+        temperature: 0 is greedy; otherwise sampling.
+        max_new_tokens: of each answer.
+        seed: of the sampling noise.
         limit: use only the first prompts.
+        out: the head's directory, to store the log there for whoever loads the head.
     """
 
-    measuring: Measuring
+    prompts: Path
     acceptance: RuleName = "exact"
     threshold: float | None = None
+    divergence: str | None = None
+    head_guard: HeadGuard = "default"
+    temperature: float = 0.0
+    max_new_tokens: int = 256
+    seed: int = 0
     limit: int = 48
-    pair: ShardedLoading = ShardedLoading()
+    out: Path | None = None
+    pair: Loading = Loading()
 
     def run(self) -> None:
-        from ..acceptance import make_rule
         from ..data.questions import read_questions
-        from ..drafting.choice import choose, describe_tree
-        from ..drafting.logs import FILE, own_logs, read_logs
-        from ..drafting.machine import known_latency
+        from ..drafting.autotree import choose, describe_tree
+        from ..drafting.logs import own_logs, read_logs
+        from ..engine.timing import known_latency
         from ..measure.cycles import log_cycles
-        from ..models.parallel import of_first
+        from ..options import GenerateOptions
 
-        given = self.measuring
-        rule = make_rule(self.acceptance, self.threshold, given.divergence, given.gate_threshold)
+        names = ("acceptance", "threshold", "divergence", "head_guard", "temperature", "max_new_tokens", "seed")
+        options = GenerateOptions(**{name: getattr(self, name) for name in names})
         check_counts(self, "limit")
         prompts = [[{"role": "user", "content": question.turns[0]}]
-                   for question in read_questions(given.prompts)[: self.limit]]
-        check_cycles(len(prompts) * given.max_new_tokens)
-        if given.out is not None:
-            read_logs(given.directory(self.pair, FILE))
+                   for question in read_questions(self.prompts)[: self.limit]]
+        check_cycles(len(prompts) * self.max_new_tokens)
+        if self.out is not None and not (self.out.is_dir() and os.access(self.out, os.W_OK)):
+            raise ValueError(f"--out {self.out} is no directory that can be written")
         model = self.pair.load()
         assert model.draft is not None
-        out = given.out or own_logs(model.target, model.draft)
+        out = self.out or own_logs(model.target, model.draft)
         out.mkdir(parents=True, exist_ok=True)
-        read_logs(out)
-        found = log_cycles(model, prompts, rule, given.temperature, max_new_tokens=given.max_new_tokens,
-                           seed=given.seed)
+        read_logs(out)  # one that is damaged is known before the long work
+        found = log_cycles(model, prompts, options.rule, self.temperature, max_new_tokens=self.max_new_tokens,
+                           seed=self.seed)
         check_cycles(len(found.cycles))
-        kept, said = of_first(model.target.group, lambda: keep_larger(out, found))
+        kept, said = keep_larger(out, found)
         choice = choose(kept.cycles, known_latency(model.target, model.draft),
                         stopping=model.target.output_device.type == "cpu")
         what = "no draft tree" if choice.tree is None else describe_tree(choice.tree)
-        print(f"{said}{given.where_to_load()}. On this machine: {what}; {choice.rate:.1f} tokens/s expected")
+        print(f"{said}. On this machine: {what}; {choice.rate:.1f} tokens/s expected")
 
 
 def check_cycles(most: int) -> None:
@@ -78,7 +90,7 @@ def keep_larger(out: Path, found: TreeLog) -> tuple[TreeLog, str]:
     """Store a log unless there is one of more cycles; returns the one that is there then, and what became of it."""
     from ..drafting.logs import FILE, read_logs, store_log
 
-    known = next((entry for entry in read_logs(out) if entry.key == found.key), None)
+    known = next((entry for entry in read_logs(out) if entry.setting == found.setting), None)
     if known is not None and len(known.cycles) > len(found.cycles):
         return known, (f"{len(found.cycles)} cycles were logged, and {out / FILE} keeps its log of "
                        f"{len(known.cycles)}: delete it to begin anew")

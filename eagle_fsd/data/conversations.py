@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-FORMATS = ("auto", "sharegpt", "messages", "text")
+KEYS = {"sharegpt": ("conversations",), "messages": ("messages",), "text": ("text",)}  # of a row, by format
+FORMATS = ("auto", *KEYS)
 # ShareGPT dumps name the roles in several ways.
 ROLES = {
     "human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant",
@@ -69,14 +70,11 @@ def check_messages(messages: list[dict[str, Any]]) -> list[dict[str, str]]:
 
 
 def parse_row(row: Any, kind: str) -> Record:
-    """A row of data in the given format ("auto" looks at its keys)."""
-    if isinstance(row, list):
-        row = {"messages": row}
+    """A row of data in the given format ("auto" looks at its keys); a bare list is one of messages."""
+    row = {"messages": row} if isinstance(row, list) else row
     if not isinstance(row, dict):
         return Record(reason="not an object")
-    keys = {"sharegpt": ("conversations",), "messages": ("messages",), "text": ("text",)}.get(
-        kind, ("conversations", "messages", "conversation", "text")
-    )
+    keys = KEYS.get(kind, ("conversations", "messages", "conversation", "text"))
     key = next((k for k in keys if k in row), None)
     if key is None:
         return Record(reason=f"no key {' or '.join(keys)}")
@@ -117,30 +115,29 @@ def _read_file(path: Path, kind: str) -> Iterator[Record]:
     with path.open(encoding="utf-8-sig", errors="replace") as file:
         first = next((line for line in file if line.strip()), "")
         file.seek(0)
-        if first.lstrip().startswith("[") and not _is_list_of_messages(first):
-            try:
-                rows = json.load(file)
-            except (json.JSONDecodeError, RecursionError) as error:
-                raise ValueError(f"{path} is neither a JSON array nor JSON lines: {error}") from error
-            yield from (parse_row(row, kind) for row in rows)
-            return
-        for line in file:
-            if line.strip():
-                try:
-                    row = json.loads(line)
-                except (json.JSONDecodeError, RecursionError):
-                    yield Record(reason="broken JSON")
-                else:
-                    yield parse_row(row, kind)
+        if first.lstrip().startswith("[") and not _is_list_of_messages(_parsed(first)):
+            rows = _parsed(file.read())
+            if rows is BROKEN:
+                raise ValueError(f"{path} is neither a JSON array nor JSON lines")
+        else:
+            rows = (_parsed(line) for line in file if line.strip())
+        for row in rows:
+            yield Record(reason="broken JSON") if row is BROKEN else parse_row(row, kind)
 
 
-def _is_list_of_messages(line: str) -> bool:
-    """Whether a line that begins with `[` is one conversation as a bare list, not the beginning of an array."""
+BROKEN = object()
+
+
+def _parsed(line: str) -> Any:
     try:
-        found = json.loads(line)
+        return json.loads(line)
     except (json.JSONDecodeError, RecursionError):
-        return False
-    return bool(found) and isinstance(found[0], dict) and bool({"role", "from"} & found[0].keys())
+        return BROKEN
+
+
+def _is_list_of_messages(row: Any) -> bool:
+    """Whether the first line is one conversation as a bare list, not the beginning of an array."""
+    return isinstance(row, list) and bool(row) and isinstance(row[0], dict) and bool({"role", "from"} & row[0].keys())
 
 
 def _open_dataset(source: str, split: str) -> Any:

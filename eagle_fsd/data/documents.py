@@ -36,9 +36,8 @@ class Documents:
         documents = list(documents)
         if not documents:
             raise ValueError("a dataset needs at least one document")
-        highest = max(int(np.max(ids)) for ids, _ in documents)
-        kind = np.uint16 if highest < 2**16 else np.uint32
-        tokens = np.concatenate([np.asarray(ids, kind) for ids, _ in documents])
+        tokens = np.concatenate([np.asarray(ids, np.uint32) for ids, _ in documents])
+        tokens = tokens.astype(np.uint16) if tokens.max() < 2**16 else tokens
         learned = np.concatenate([np.asarray(marks, bool) for _, marks in documents])
         return cls(tokens, learned, np.cumsum([len(ids) for ids, _ in documents]))
 
@@ -49,14 +48,6 @@ class Documents:
     def lengths(self) -> np.ndarray:
         """[documents] tokens of each."""
         return np.diff(self.ends, prepend=0)
-
-    def joined(self, other: Documents) -> Documents:
-        """These documents and then those."""
-        return Documents(
-            np.concatenate([self.tokens, other.tokens]),
-            np.concatenate([self.learned, other.learned]),
-            np.concatenate([self.ends, other.ends + len(self.tokens)]),
-        )
 
     def document(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         """Tokens and learned marks of one document."""
@@ -99,9 +90,8 @@ class Documents:
         Raises:
             ValueError: the folder is no dataset, or its arrays do not belong together.
         """
-        missing = [name for name in ARRAYS if not (directory / f"{name}.npy").is_file()]
-        if missing:
-            raise ValueError(f"{directory} is no dataset of train.prepare_data: {missing[0]}.npy is missing")
+        if not is_dataset(directory):
+            raise ValueError(f"{directory} is no dataset of train.prepare_data: it holds no {', '.join(ARRAYS)}.npy")
         documents = cls(*(np.load(directory / f"{name}.npy", mmap_mode="r") for name in ARRAYS))
         if len(documents) == 0 or not documents.ends[-1] == len(documents.tokens) == len(documents.learned):
             raise ValueError(f"{directory} is damaged: its arrays differ in length")

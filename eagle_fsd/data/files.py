@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import logging
 import os
@@ -13,15 +14,12 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TypeVar
+from typing import BinaryIO, TypeVar
 
-from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
-
-LONGEST_COMMAND = 300  # characters of a command that are shown
 
 
 def read_lines(path: Path, repair: bool = True) -> list:
@@ -86,10 +84,8 @@ def read_entries(path: str | None, name: str, build: Callable[[dict], T], comman
     Raises:
         ValueError: the file is damaged; `command` makes it anew.
     """
-    if path is None:
-        return []
     try:
-        return [build(entry) for entry in json.loads(Path(path).read_text(encoding="utf-8"))[name]]
+        return [build(entry) for entry in json.loads(Path(path).read_text(encoding="utf-8"))[name]] if path else []
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise ValueError(f"{path} cannot be read ({error}); delete it and run {command} again") from error
 
@@ -148,11 +144,31 @@ def together(directory: Path) -> Iterator[Path]:
 
 
 @contextmanager
+def locked(path: Path, *, wait: bool) -> Iterator[BinaryIO]:
+    """Within, no other process or thread that asks for the same lock has it; the file, which stays, is given.
+
+    The lock is the system's: it ends with the process, however that ends. Where there is none, it is warned of.
+
+    Raises:
+        BlockingIOError: another has it, and it is not to be waited for.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "ab+") as file:
+        try:
+            lock = importlib.import_module("fcntl")  # which Windows has not
+            lock.flock(file, lock.LOCK_EX | (0 if wait else lock.LOCK_NB))
+        except BlockingIOError:
+            raise
+        except (ImportError, OSError) as error:
+            log.warning("%s cannot be locked (%s): see to it that no other process writes beside it", path, error)
+        yield file
+
+
+@contextmanager
 def only_writer(path: Path) -> Iterator[None]:
     """Within, no other process that asks for the same gets to write a folder, or a file that is added to.
 
-    The lock is the system's, on a file `.writer.lock` in the folder or NAME.writer.lock beside the file: it ends with
-    the process, however that ends. Who holds it stands in a file beside it.
+    The lock is on a file `.writer.lock` in the folder or .NAME.writer.lock beside the file, which says who holds it.
 
     Args:
         path: a folder that is there, or a file, which need not be.
@@ -161,37 +177,19 @@ def only_writer(path: Path) -> Iterator[None]:
         ValueError: another process holds it; it is named.
     """
     folder = path.is_dir()
-    place = path / ".writer" if folder else path.with_name(f".{path.name}.writer")
-    place.parent.mkdir(parents=True, exist_ok=True)
-    lock, holder = FileLock(place.with_name(place.name + ".lock")), place.with_name(place.name + ".json")
+    place = path / ".writer.lock" if folder else path.with_name(f".{path.name}.writer.lock")
+    own = f"process {os.getpid()} on {platform.node()} ({shlex.join(sys.orig_argv)[:300]})"
     try:
-        lock.acquire(blocking=False)
-    except Timeout:
-        raise ValueError(f"{path} is being written by {_described(holder)}: wait for its end or choose another "
+        with locked(place, wait=False) as file:
+            file.truncate(0)
+            file.write(f"{' '.join(own.split())} since {time.strftime('%Y-%m-%d %H:%M:%S')}".encode())
+            file.flush()
+            yield
+            file.truncate(0)
+    except BlockingIOError:
+        holder = place.read_text(encoding="utf-8", errors="replace") or "another process"  # which is just beginning
+        raise ValueError(f"{path} is being written by {holder}: wait for its end or choose another "
                          f"{'folder' if folder else 'file'}") from None
-    except NotImplementedError:  # a file system without locks
-        log.warning("%s cannot be locked: see to it that no other process writes it", path)
-        yield
-        return
-    own = {"pid": os.getpid(), "host": platform.node(), "command": shlex.join(sys.orig_argv),
-           "since": time.strftime("%Y-%m-%d %H:%M:%S")}
-    try:
-        save_atomically(holder, lambda part: part.write_text(json.dumps(own) + "\n", encoding="utf-8"))
-        yield
-    finally:
-        holder.unlink(missing_ok=True)
-        lock.release()
-
-
-def _described(holder: Path) -> str:
-    """The process that holds a lock, as it has described itself."""
-    try:
-        found = json.loads(holder.read_text(encoding="utf-8"))
-        host = "" if found["host"] == platform.node() else f" on {found['host']}"
-        command = " ".join(found["command"].split())[:LONGEST_COMMAND]
-        return f"process {found['pid']}{host} ({command}) since {found['since']}"
-    except (OSError, ValueError, KeyError, TypeError):  # it is just beginning, or ending
-        return "another process"
 
 
 def cache_directory() -> Path:

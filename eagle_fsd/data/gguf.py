@@ -10,19 +10,16 @@ from pathlib import Path
 
 import torch
 import transformers
-from filelock import FileLock
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from .bars import no_bars_for
-from .files import cache_directory
-from .sources import check_source, fetch
+from .files import cache_directory, locked
+from .sources import check_source, fetch, no_bars_for
 
 log = logging.getLogger(__name__)
 
 # Newer versions of `transformers` keep weights packed otherwise.
-UNPACKED = {}
-if hasattr(transformers, "GgufConfig"):
-    UNPACKED["quantization_config"] = transformers.GgufConfig(dequantize=True)
+packed = getattr(transformers, "GgufConfig", None)
+UNPACKED = {} if packed is None else {"quantization_config": packed(dequantize=True)}
 DTYPE = torch.bfloat16  # of the kept weights; 4-bit values are known no better than that
 
 
@@ -56,8 +53,7 @@ def dequantised(file: Path) -> Path:
         return folder
     if find_spec("gguf") is None:
         raise ImportError(f"{file} needs the package gguf to be read: pip install eagle_fsd[gguf]")
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(folder.parent.with_name(f"{folder.name}.lock")):  # threads and processes wait for the first
+    with locked(folder.parent.with_name(f"{folder.name}.lock"), wait=True):  # threads and processes wait for the first
         if folder.is_dir():
             return folder
         log.warning("%s is dequantised once, to %s: half a minute, which the next start does not take", file, folder)
@@ -81,18 +77,14 @@ def _write(file: Path, folder: Path) -> None:
     with open(file, "rb") as start:
         if start.read(4) != b"GGUF":
             raise ValueError(f"{file} is no GGUF file: it does not begin with GGUF")
+    where = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
+    what = "be read as a causal LM: it is damaged, or of an architecture that transformers does not read from GGUF"
     try:
-        model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=DTYPE, **UNPACKED)
-    except OSError:
-        raise
-    except Exception as error:  # the reader raises what a damaged file or an unknown architecture ends in
-        raise ValueError(f"{file} cannot be read as a causal LM: it is damaged, or of an architecture that "
-                         f"transformers does not read from GGUF ({type(error).__name__}: {error})") from error
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
-    except Exception as error:
-        raise ValueError(f"{file} has no tokenizer that transformers can read "
-                         f"({type(error).__name__}: {error})") from error
+        model = AutoModelForCausalLM.from_pretrained(**where, dtype=DTYPE, **UNPACKED)
+        what = "be used: it has no tokenizer that transformers can read"
+        tokenizer = AutoTokenizer.from_pretrained(**where)
+    except Exception as error:  # the readers raise what a damaged file or an unknown architecture ends in
+        raise ValueError(f"{file} cannot {what} ({type(error).__name__}: {error})") from error
     model.hf_quantizer, model.is_quantized = None, False  # the weights are plain now, and may be saved
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config

@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import sys
-import time
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Generic, TypeVar
 
 from tqdm import tqdm
 
 log = logging.getLogger(__name__)
-T = TypeVar("T")
 
 LOG_SECONDS = 30.0  # between lines; one that takes longer has a line of its own
+LINE = "{desc}: {n_fmt} of {total_fmt} {unit}s, {rate_fmt}, {remaining} left{postfix}"
 
 
-class Progress(Generic[T]):
+class _Lines(io.StringIO):
+    """What a bar is written to where there is no terminal."""
+
+    def write(self, text: str) -> int:
+        if text.strip():
+            log.info("%s", text.strip())
+        return len(text)
+
+
+class Progress(tqdm):
     """Work that is counted: iterate over it, or tell `update` what is done.
 
     Args:
@@ -30,52 +38,19 @@ class Progress(Generic[T]):
     """
 
     def __init__(
-        self, work: Iterable[T] = (), *, desc: str, unit: str, total: int | None = None, done: int = 0,
+        self, work: Iterable | None = None, *, desc: str, unit: str, total: int | None = None, done: int = 0,
         quiet: bool = False, leave: bool = True,
     ) -> None:
-        self.work, self.desc, self.unit = work, desc, unit
-        self.total = len(work) if total is None and isinstance(work, Sized) and work != () else total
-        self.before = self.done = done
-        self.bar = tqdm(total=self.total, initial=done, desc=desc, unit=unit, unit_scale=unit == "token",
-                        disable=True if quiet else None, leave=leave)
-        self.logs = self.bar.disable and not quiet
-        self.started = self.said = time.monotonic()
+        shown = {} if sys.stderr.isatty() else {
+            "file": _Lines(), "mininterval": LOG_SECONDS, "miniters": 1, "delay": LOG_SECONDS, "bar_format": LINE}
+        super().__init__(work, desc=desc, unit=unit, total=total, initial=done, disable=quiet, leave=leave,
+                         unit_scale=unit == "token", **shown)
 
     def update(self, count: int = 1, **shown: object) -> None:
         """So many more are done; `shown` is said beside."""
-        self.done += count
-        self.bar.update(count)
-        if shown and not self.bar.disable:
-            self.bar.set_postfix(shown, refresh=False)
-        now = time.monotonic()
-        if self.logs and now - self.said >= LOG_SECONDS:
-            self.said = now
-            log.info("%s", self.line(now - self.started, shown))
-
-    def line(self, seconds: float, shown: dict[str, object]) -> str:
-        """How far it is after so many seconds of work."""
-        rate = (self.done - self.before) / max(seconds, 1e-9)
-        parts = [f"{self.desc}: {self.done}{'' if self.total is None else f' of {self.total}'} {self.unit}s"]
-        if rate:
-            parts.append(f"{rate:.{0 if rate >= 10 else 1}f} {self.unit}s/s" if rate >= 1 else
-                         f"{1 / rate:.0f} s/{self.unit}")
-        parts += [f"{name} {value}" for name, value in shown.items()]
-        if rate and self.total is not None:
-            left = max(0, self.total - self.done) / rate  # batches may bring more than was asked for
-            parts.append(f"{left / 60:.0f} min left" if left >= 60 else f"{left:.0f} s left")
-        return ", ".join(parts)
-
-    def __iter__(self) -> Iterator[T]:
-        with self:
-            for each in self.work:
-                yield each
-                self.update()
-
-    def __enter__(self) -> Progress[T]:
-        return self
-
-    def __exit__(self, *raised: object) -> None:
-        self.bar.close()
+        if shown and not self.disable:
+            self.set_postfix(shown, refresh=False)
+        super().update(count)
 
 
 @contextmanager

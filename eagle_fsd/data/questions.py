@@ -80,21 +80,19 @@ def as_question(record: dict, number: int) -> Question:
         raise ValueError("not a JSON object")
     if "turns" in record:  # MT-Bench, Spec-Bench
         turns = record["turns"]
-        if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) for turn in turns):
+        if not _are_texts(turns) or not turns:
             raise ValueError(f"turns must be a list of strings, got {turns!r}")
         return Question(_id_of(record, "question_id", number), record.get("category", "all"), tuple(turns))
     if "instruction_id_list" in record:  # IFEval
-        kinds, given, prompt = (record[name] for name in ("instruction_id_list", "kwargs", "prompt"))
-        lists = isinstance(kinds, list) and isinstance(given, list) and len(kinds) == len(given) > 0
-        if not isinstance(prompt, str) or not lists:
-            raise ValueError("a prompt, an instruction_id_list and as many kwargs are needed, got "
-                             f"{prompt!r}, {kinds!r} and {given!r}")
-        return Question(_id_of(record, "key", number), "ifeval", (prompt,),
+        kinds, given = record["instruction_id_list"], record["kwargs"]
+        if not isinstance(kinds, list) or not isinstance(given, list) or not len(kinds) == len(given) > 0:
+            raise ValueError(f"an instruction_id_list and as many kwargs are needed, got {kinds!r} and {given!r}")
+        return Question(_id_of(record, "key", number), "ifeval", (_text_of(record, "prompt"),),
                         tests=json.dumps({"instruction_id_list": kinds, "kwargs": given}))
     if "test_list" in record:  # MBPP, whose sanitised version has a prompt in place of a text
-        task, tests = record["prompt"] if "prompt" in record else record["text"], record["test_list"]
-        if not isinstance(task, str) or not isinstance(tests, list) or not all(isinstance(test, str) for test in tests):
-            raise ValueError(f"a text and a test_list of strings are needed, got {task!r} and {tests!r}")
+        task, tests = _text_of(record, "prompt" if "prompt" in record else "text"), record["test_list"]
+        if not _are_texts(tests):
+            raise ValueError(f"test_list must be a list of strings, got {tests!r}")
         shown = "\n".join(tests)
         before = [record.get("test_setup_code") or "", *(record.get("test_imports") or ())]
         return Question(_id_of(record, "task_id", number), "mbpp",
@@ -102,9 +100,7 @@ def as_question(record: dict, number: int) -> Question:
                         "\n".join([*filter(None, before), shown, ""]))
     if "task_id" in record and "prompt" in record:  # HumanEval
         tests = f"{record['test']}\ncheck({record['entry_point']})\n" if "test" in record else None
-        if not isinstance(record["prompt"], str):
-            raise ValueError(f"prompt must be a string, got {record['prompt']!r}")
-        return Question(_id_of(record, "task_id", number), "humaneval", (record["prompt"],),
+        return Question(_id_of(record, "task_id", number), "humaneval", (_text_of(record, "prompt"),),
                         record.get("canonical_solution"), tests)
     for asked, category in (("question", "gsm8k"), ("prompt", "prompts")):
         if isinstance(record.get(asked), str):
@@ -112,6 +108,16 @@ def as_question(record: dict, number: int) -> Question:
             return Question(_id_of(record, "question_id", number), record.get("category", category), (record[asked],),
                             None if given is None else str(given))
     raise ValueError("no known format: turns, task_id with prompt, test_list, question or prompt is needed")
+
+
+def _are_texts(value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(each, str) for each in value)
+
+
+def _text_of(record: dict, name: str) -> str:
+    if not isinstance(record[name], str):
+        raise ValueError(f"{name} must be a string, got {record[name]!r}")
+    return record[name]
 
 
 def _id_of(record: dict, name: str, number: int) -> int | str:

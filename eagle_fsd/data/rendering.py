@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 from weakref import WeakKeyDictionary
 
-import jinja2
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import chat_template_utils
 
@@ -26,11 +26,9 @@ def check_rendering(tokenizer: PreTrainedTokenizerBase, messages: list[dict], mo
     Templates are programs from the hub, and what `transformers` renders has no bound. This renders piece by piece, and
     stops; what else is wrong with chat or template is left to be said by `apply_chat_template`.
     """
-    template = _bounded(tokenizer.get_chat_template())
-    if template is None:
-        return
     length = 0
     try:
+        template = _bounded(tokenizer.get_chat_template())
         for piece in template.generate(messages=messages, tools=None, documents=None, add_generation_prompt=True,
                                        **tokenizer.special_tokens_map):
             length += len(piece)
@@ -50,22 +48,16 @@ class TooLong(Exception):
 
 
 @functools.lru_cache(maxsize=8)
-def _bounded(source: str) -> jinja2.Template | None:
-    """The template in the environment that `transformers` makes for templates, where texts are multiplied up to a
-    bound; None where there is none to be had."""
-    compiled = getattr(chat_template_utils, "_compile_jinja_template", None)
-    if compiled is None:
-        return None
-    try:
-        environment = compiled("").environment.overlay()
-        environment.intercepted_binops = frozenset("*")
-        environment.call_binop = _multiplied
-        return environment.from_string(source)
-    except Exception:  # a template that is none
-        return None
+def _bounded(source: str) -> Any:
+    """The jinja template in the environment that `transformers` makes for templates, where texts are multiplied up to a
+    bound."""
+    environment = chat_template_utils._compile_jinja_template("").environment.overlay()
+    environment.intercepted_binops = frozenset("*")
+    environment.call_binop = _multiplied
+    return environment.from_string(source)
 
 
-def _multiplied(context: object, operator: str, left: object, right: object) -> object:
+def _multiplied(context: object, operator: str, left: Any, right: Any) -> Any:
     for sequence, count in ((left, right), (right, left)):
         if isinstance(sequence, (str, list, tuple)) and isinstance(count, int) and len(sequence) * count > 1 << 24:
             raise TooLong

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
 from huggingface_hub.errors import FileMetadataError, HfHubHTTPError
 from transformers.utils import cached_file
+from transformers.utils import logging as bars
+
+BLINK = 1 << 30  # bytes that are read in about a second
 
 
 def check_source(name: str, source: object) -> str:
@@ -65,3 +70,21 @@ def _why_unreachable(source: str, filename: str) -> str | None:
     except Exception as error:  # of the HTTP package, which differs between versions
         return str(error) or type(error).__name__
     return None
+
+
+@contextmanager
+def no_bars_for(place: str | Path) -> Iterator[None]:
+    """Within, `transformers` shows no bars where it loads a file or directory of less than `BLINK` bytes.
+
+    Args:
+        place: a hub id counts as large: it may have to be downloaded.
+    """
+    files = [Path(place)] if Path(place).is_file() else list(Path(place).glob("*"))
+    if not files or sum(file.stat().st_size for file in files) >= BLINK or not bars.is_progress_bar_enabled():
+        yield
+        return
+    bars.disable_progress_bar()
+    try:
+        yield
+    finally:
+        bars.enable_progress_bar()

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
@@ -27,9 +28,6 @@ PROBABILITIES = (0.01, 0.03, 0.06, 0.1, 0.15, 0.2, 0.3)
 WORTH = 1.1  # what a batch has to gain: where drafting fails after all, every row of it has to catch up to try again
 BINS = 24  # of a confidence
 LEAST_EDGES = 200  # to fit a confidence to
-
-
-# How likely a draft probability is to be accepted ----------------------------------------------------------------
 
 
 def fit_confidence(cycles: Sequence[LoggedCycle]) -> Confidence | None:
@@ -73,9 +71,6 @@ def _isotonic(accepted: np.ndarray, seen: np.ndarray) -> np.ndarray:
     return np.concatenate([np.full(int(bins), taken / of) for taken, of, bins in pools])
 
 
-# What another tree would have emitted ----------------------------------------------------------------------------
-
-
 class Replay:
     """The logged cycles as trees of other shapes would have drafted them, with one frontier width."""
 
@@ -91,18 +86,18 @@ class Replay:
 
     def rate(self, tree: TreeConfig, latency: Latency, nodes: Sequence[int] = (), rows: int = 1) -> np.ndarray:
         """[S] tokens per second and row, for each number of nodes (default: the tree's own)."""
-        counts = np.array(nodes or [tree.total_tokens])
-        flat = np.array([latency.cycle(size, 1, self.top_k, rows) for size in range(max(counts) + 1)])
-        level = latency.cycle(1, 2, self.top_k, rows) - flat[1]
-        tokens, verified, levels = self.run(tree, counts, rows)
-        return tokens.sum(0) / (flat[verified] + level * (levels - 1)[:, None]).sum(0)
+        tokens, verified, levels = self.run(tree, np.array(nodes or [tree.total_tokens]), rows)
+        return tokens.sum(0) / latency.cycle(verified, levels[:, None], self.top_k, rows).sum(0)
 
     def run(self, tree: TreeConfig, counts: np.ndarray, rows: int = 1) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Tokens of a row and its verified nodes [G, S], and drafted levels [G].
 
         Several rows are cycles drawn at random: as in `draft_tree`, the stopping rules go by their mean.
         """
-        groups = self._groups(rows)  # [G, R]
+        cycles = len(self.reach)
+        together = min(rows, cycles)
+        order = np.arange(cycles) if rows == 1 else np.random.default_rng(0).permutation(cycles)
+        groups = order[: cycles // together * together].reshape(-1, together)  # [G, R]
         levels = np.full(len(groups), tree.depth)  # that were scored
         drafted = np.ones(len(groups), bool)
         if tree.least_reach:
@@ -121,13 +116,6 @@ class Replay:
         taken = np.concatenate([np.zeros_like(taken[..., :1]), taken], -1)  # [G, R, 1 + N], by number of nodes
         tokens = 1 + np.take_along_axis(taken, most[:, None].repeat(groups.shape[1], 1), -1).mean(1)
         return tokens, 1 + most, np.where(drafted, levels, 1)
-
-    def _groups(self, rows: int) -> np.ndarray:
-        """[G, R]: the cycles, each in one group of so many."""
-        count = len(self.reach)
-        each = min(rows, count)
-        order = np.arange(count) if rows == 1 else np.random.default_rng(0).permutation(count)
-        return order[: count // each * each].reshape(-1, each)
 
 
 def _scored(cycle: LoggedCycle, confidence: Confidence | None, top_k: int) -> tuple[np.ndarray, ...]:
@@ -155,9 +143,6 @@ def _scored(cycle: LoggedCycle, confidence: Confidence | None, top_k: int) -> tu
     return depths[order], scores[order], np.array(cycle.accepted, float)[order], np.array(reach)
 
 
-# The choice ------------------------------------------------------------------------------------------------------
-
-
 def choose(cycles: Sequence[LoggedCycle], latency: Latency, *, stopping: bool = True, rows: int = 1) -> Choice:
     """The tree with the most tokens per second on these cycles.
 
@@ -179,13 +164,7 @@ def choose(cycles: Sequence[LoggedCycle], latency: Latency, *, stopping: bool = 
     log.info("tree for %d logged cycles in batches of %d: %s, %.1f tokens/s expected, %.1f plainly", len(cycles), rows,
              describe_tree(tree), rows * rate, rows / plain)
     worth = 1.0 if rows == 1 else WORTH
-    return Choice(tree if rate * plain > worth else None, rate, _cost_of(tree, latency, rows))
-
-
-def choose_steady(cycles: Sequence[LoggedCycle], latency: Latency, rows: Sequence[int]) -> TreeConfig:
-    """The tree without stopping rules for batches whose sizes change: with the highest geometric mean of the tokens per
-    second at these numbers of rows."""
-    return _best_shape(*_replays(cycles, latency), latency, rows)[1]
+    return Choice(tree if rate * plain > worth else None, rate, partial(latency.relative, tree.top_k, rows))
 
 
 def _replays(cycles: Sequence[LoggedCycle], latency: Latency) -> tuple[TreeConfig, dict[int, Replay]]:
@@ -209,12 +188,6 @@ def _best_shape(
     return max(found, key=lambda each: each[0])
 
 
-def _cost_of(tree: TreeConfig, latency: Latency, rows: int) -> Callable[[int, int], float]:
-    """Of cycles of a batch with such a tree, by nodes and levels, in cycles without drafting: see `Choice`."""
-    plain = latency.plain_cycle(rows)
-    return lambda nodes, levels: latency.cycle(nodes, levels, tree.top_k, rows) / plain
-
-
 def describe_tree(tree: TreeConfig) -> str:
     """A tree without its confidence's numbers."""
     shape = f"{tree.total_tokens} nodes, depth {tree.depth}, top_k {tree.top_k}"
@@ -235,10 +208,6 @@ class AutoTree:
         self.logs, self.latency, self.stopping, self.default = logs, latency, stopping, default
         self._chosen: dict[tuple[int, int], Choice] = {}
 
-    def __getstate__(self) -> dict:
-        """Without the choices, which hold functions: they are made again."""
-        return {**vars(self), "_chosen": {}}
-
     @property
     def largest(self) -> list[TreeConfig]:
         """No tree that it chooses has more nodes, levels or nodes of a level than the largest of these."""
@@ -249,7 +218,7 @@ class AutoTree:
         (which accepts least), else any. A batch gets that of the next power of two."""
         rows = 1 << (rows - 1).bit_length()
         if not self.logs:
-            return Choice(self.default, cost=_cost_of(self.default, self.latency, rows))
+            return Choice(self.default, cost=partial(self.latency.relative, self.default.top_k, rows))
 
         def distance(number: int) -> tuple:
             own = self.logs[number].setting
@@ -263,10 +232,11 @@ class AutoTree:
         return self._chosen[nearest, rows]
 
     def steady(self, most_rows: int) -> TreeConfig:
-        """That of a batch in which up to so many requests come and go: without stopping rules, which go by the mean
-        over rows. By the log of a fuzzy rule, where there is one: only their texts depend on the tree."""
+        """That of a batch in which up to so many requests come and go, with the highest geometric mean of the tokens
+        per second at these numbers of rows: without stopping rules, which go by the mean over rows. By the log of a
+        fuzzy rule, where there is one: only their texts depend on the tree."""
         if not self.logs:
             return replace(self.default, least_reach=0, least_probability=0)
         chosen = min(self.logs, key=lambda entry: (entry.setting.rule == "exact", entry.setting.temperature))
         powers = [1 << power for power in range((most_rows - 1).bit_length())]
-        return choose_steady(chosen.cycles, self.latency, [*powers, most_rows])
+        return _best_shape(*_replays(chosen.cycles, self.latency), self.latency, [*powers, most_rows])[1]

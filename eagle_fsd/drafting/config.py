@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from numbers import Real
+
+from ..checks import require_integer, require_number
 
 
 @dataclass(frozen=True)
@@ -31,10 +32,6 @@ class Confidence:
         for name, values in (("knots", self.knots), ("first", self.first), ("others", self.others)):
             if list(values) != sorted(values) or not all(map(math.isfinite, values)) or values[-1] > 0:
                 raise ValueError(f"Confidence.{name} must ascend to at most 0, got {values}")
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 @dataclass(frozen=True)
@@ -67,18 +64,14 @@ class TreeConfig:
     def __post_init__(self) -> None:
         for name, least, most in (("total_tokens", 2, 4096), ("depth", 1, 256), ("top_k", 1, 256)):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise TypeError(f"TreeConfig.{name} must be an int, got {value!r}")
-            if value < least:
-                raise ValueError(f"TreeConfig.{name} must be at least {least}, got {value}")
+            require_integer(f"TreeConfig.{name}", value, least)
             if value > most:  # beyond any use, and memory would run out in the middle of an answer
                 raise ValueError(f"TreeConfig.{name} must be at most {most}, got {value}")
-        if not (_is_number(self.draft_temperature) and 0 < self.draft_temperature < math.inf):
-            raise ValueError(f"TreeConfig.draft_temperature must be a positive number, got {self.draft_temperature!r}")
+        require_number("TreeConfig.draft_temperature", self.draft_temperature, "a positive number",
+                       lambda value: 0 < value < math.inf)
         for name in ("least_reach", "least_probability"):
-            value = getattr(self, name)
-            if not (_is_number(value) and 0 <= value < math.inf):
-                raise ValueError(f"TreeConfig.{name} must be a number of at least 0, got {value!r}")
+            require_number(f"TreeConfig.{name}", getattr(self, name), "a number of at least 0",
+                           lambda value: 0 <= value < math.inf)
         if not (self.confidence is None or isinstance(self.confidence, Confidence)):
             raise TypeError(f"TreeConfig.confidence must be a Confidence or None, got {self.confidence!r}")
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike
 
 
 @dataclass(frozen=True)
@@ -24,25 +26,26 @@ class Latency:
     row: float = 0.0
     plain_row: float = 0.0
 
-    def cycle(self, nodes: float, levels: float, top_k: int, rows: int = 1) -> float:
+    def cycle(self, nodes: ArrayLike, levels: ArrayLike, top_k: int, rows: int = 1) -> np.ndarray | float:
         """Seconds of a cycle that drafts so many levels (at least 1) and verifies so many nodes for each of the rows.
 
         Rows count like nodes, beside what they do not share.
         """
-        shared = between(self.base, nodes * rows) + (levels - 1) * between(self.level, top_k * rows)
-        return shared + (rows - 1) * self.row
+        further = np.subtract(levels, 1) * between(self.level, top_k * rows)
+        return between(self.base, np.multiply(nodes, rows)) + further + (rows - 1) * self.row
+
+    def relative(self, top_k: int, rows: int, nodes: int, levels: int) -> float:
+        """Of such a cycle, in cycles without drafting."""
+        return float(self.cycle(nodes, levels, top_k, rows)) / self.plain_cycle(rows)
 
     def plain_cycle(self, rows: int = 1) -> float:
         """Seconds of a cycle without drafting."""
-        return self.plain + between(self.base, rows) - between(self.base, 1) + (rows - 1) * self.plain_row
+        return float(self.plain + between(self.base, rows) - between(self.base, 1) + (rows - 1) * self.plain_row)
 
 
-def between(measured: Mapping[int, float], at: float) -> float:
+def between(measured: Mapping[int, float], at: ArrayLike) -> np.ndarray | float:
     """Linear between the measured points and beyond the last two, constant before the first."""
     points = sorted(measured)
-    if at <= points[0] or len(points) == 1:
-        return measured[points[0]]
-    right = min(max(1, bisect_left(points, at)), len(points) - 1)
-    low, high = points[right - 1], points[right]
-    share = (at - low) / (high - low)
-    return (1 - share) * measured[low] + share * measured[high]
+    values = [measured[point] for point in points]
+    slope = (values[-1] - values[-2]) / (points[-1] - points[-2]) if len(points) > 1 else 0.0
+    return np.interp(at, points, values) + np.maximum(0, np.subtract(at, points[-1])) * slope

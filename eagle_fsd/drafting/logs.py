@@ -128,9 +128,8 @@ def _unpacked_log(entry: dict) -> TreeLog:
     if not entry["cycles"]:
         raise ValueError("a log without cycles")
     guard = entry["head_guard"]
-    setting = Setting(str(entry["rule"]), float(entry["threshold"]), None if guard is None else float(guard),
-                      float(entry["temperature"]))
-    return TreeLog(setting, [_unpacked(*each) for each in entry["cycles"]])
+    numbers = float(entry["threshold"]), None if guard is None else float(guard), float(entry["temperature"])
+    return TreeLog(Setting(str(entry["rule"]), *numbers), [_unpacked(*each) for each in entry["cycles"]])
 
 
 def _packed(cycle: LoggedCycle) -> list:

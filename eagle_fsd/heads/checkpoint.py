@@ -8,14 +8,14 @@ D hidden size, R draft vocabulary, V vocabulary of the target.
 
 from __future__ import annotations
 
-import filecmp
 import json
 import logging
 import shutil
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ..data.files import save_atomically, together
@@ -23,12 +23,54 @@ from ..data.sources import check_source, fetch
 from .eagle import DraftHead
 from .eagle3 import Eagle3Head
 from .layouts import LAYER_IDS, eagle3_state, llama_config, read_fields
-from .token_map import TOKEN_MAP, read_token_map, read_weights, save_token_map
 
 log = logging.getLogger(__name__)
 PLAIN = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 NUMBERING = ("d2t", "t2d")  # of an EAGLE-3 head's draft vocabulary: integers and truth values
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")
+TOKEN_MAP = "token_map.pt"  # a list of token ids, as FR-Spec (arXiv 2502.14856) publishes them
+
+
+def read_weights(path: str) -> object:
+    """What a file holds, tensors and plain values only.
+
+    Raises:
+        ValueError: it is damaged, or holds more than that.
+    """
+    try:
+        if path.endswith(".safetensors"):
+            return load_file(path)
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except (SafetensorError, EOFError, OSError, RuntimeError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read as weights: {error}") from error
+    except Exception as error:  # pickle.UnpicklingError and whatever a broken pickle raises
+        raise ValueError(f"{path} was refused, since it holds more than tensors or is damaged: {error}") from error
+
+
+def read_token_map(path: str) -> Tensor:
+    """[R] integers: the tokens of a file of FR-Spec's kind.
+
+    Raises:
+        ValueError: not such a file.
+    """
+    held = read_weights(path)
+    try:
+        tokens = torch.as_tensor(held)
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise ValueError(f"{path} holds no list of token ids: {error}") from error
+    if tokens.is_floating_point() or tokens.is_complex() or tokens.dtype == torch.bool:
+        raise ValueError(f"{path} holds no list of token ids but {tokens.dtype}")
+    return tokens
+
+
+def save_token_map(
+    directory: str | Path,
+    tokens: Tensor,  # [R] long
+) -> Path:
+    """Put a draft vocabulary beside a head's weights; returns its path."""
+    path = Path(directory) / TOKEN_MAP
+    save_atomically(path, lambda part: torch.save(tokens.tolist(), part))
+    return path
 
 
 def _check_tensors(state: object, path: str) -> None:
@@ -97,14 +139,13 @@ def load_head(source: str | Path) -> DraftHead:
     return head.eval()
 
 
-def check_copy_place(source: str | Path, directory: Path) -> None:
-    """Raise ValueError where a copy of a head must not be put: something is there that is no copy of it."""
-    name = _weights_file(source)
-    found = {path.name: path for path in directory.iterdir()} if directory.is_dir() else {}
-    others = found.keys() - {"config.json", name, TOKEN_MAP}
-    if found and (others or name not in found or not filecmp.cmp(fetch(str(source), name), found[name], False)):
-        raise ValueError(f"{directory} holds {min(others or found)}: only an empty folder or a copy of the same head "
-                         "is replaced; choose another folder or empty it")
+def check_place(directory: str | Path) -> None:
+    """Raise ValueError unless `directory` is new or an empty folder: what is in one may be anybody's model."""
+    if not str(directory):
+        raise ValueError("the folder to write to has no name")
+    held = min(Path(directory).iterdir(), default=None) if Path(directory).is_dir() else None
+    if held is not None:
+        raise ValueError(f"{directory} holds {held.name}, and nothing is replaced: choose another folder or empty it")
 
 
 def copy_head(
@@ -114,19 +155,16 @@ def copy_head(
     """Copy the files of a head and nothing that lies beside them, with a draft vocabulary, whose path is returned.
 
     Raises:
-        ValueError: see `check_copy_place`.
+        ValueError: see `check_place`.
         OSError: `directory` cannot be written; nothing in it is changed then.
     """
-    check_copy_place(source, directory)
+    check_place(directory)
+    files = (fetch(str(source), name) for name in ("config.json", *WEIGHTS))
     with together(directory) as part:
-        for name in ("config.json", _weights_file(source)):
-            shutil.copyfile(fetch(str(source), name), part / name)
+        for file in list(filter(None, files))[:2]:  # of two kinds of weights the ones that `load_head` reads
+            shutil.copyfile(file, part / Path(file).name)
         save_token_map(part, tokens)
     return directory / TOKEN_MAP
-
-
-def _weights_file(source: str | Path) -> str:
-    return next(name for name in WEIGHTS if fetch(str(source), name))
 
 
 def _take_weights(head: DraftHead, state: dict[str, Tensor], path: str) -> None:
@@ -192,18 +230,16 @@ def save_head(
         extra: goes into config.json.
 
     Raises:
-        TypeError: not a head, `dtype` is no torch dtype, or an `extra` that JSON does not know.
-        ValueError: `file` is not in WEIGHTS, or a dtype that is not of floating point.
+        TypeError: not a head, or an `extra` that JSON does not know.
+        ValueError: `file` is not in WEIGHTS, or not a dtype of floating point.
         OSError: `directory` cannot be written.
     """
     if not isinstance(head, DraftHead):
         raise TypeError(f"save_head writes a DraftHead, got {type(head).__name__}")
     if file not in WEIGHTS:
         raise ValueError(f"file must be one of {', '.join(WEIGHTS)}, got {file!r}")
-    if dtype is not None and not isinstance(dtype, torch.dtype):
-        raise TypeError(f"dtype must be a torch dtype or None, got {dtype!r}")
-    if dtype is not None and not dtype.is_floating_point:
-        raise ValueError(f"dtype must be of floating point, got {dtype}")
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise ValueError(f"dtype must be a floating torch dtype or None, got {dtype!r}")
     directory = Path(directory)
     state = {
         name: value.detach().to("cpu", dtype if dtype and value.is_floating_point() else value.dtype).contiguous()

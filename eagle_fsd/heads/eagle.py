@@ -8,7 +8,6 @@ B batch, T tokens, D hidden size, F width of the target's features, V vocabulary
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable
 
 import torch
@@ -16,9 +15,9 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
+from ..models import GROUPED
 from ..models import attention as _registered  # noqa: F401  (its functions are chosen by name)
 from ..models.cache import TreeCache
-from ..models.implementations import GROUPED
 
 
 class DraftHead(nn.Module):
@@ -132,13 +131,12 @@ class DraftHead(nn.Module):
             if not isinstance(tokens, Tensor) or tokens.is_floating_point() or tokens.dtype == torch.bool:
                 got = tokens.dtype if isinstance(tokens, Tensor) else type(tokens).__name__
                 raise TypeError(f"a draft vocabulary is a tensor of integers, got {got}")
-            given, tokens = tokens, tokens.unique().long().to(self.device)  # unique: in order
+            given, count, tokens = tokens, self.config.vocab_size, tokens.unique().long().to(self.device)  # in order
             if given.dim() != 1 or not 0 < len(tokens) == len(given):
                 raise ValueError("a draft vocabulary is [R] different tokens, got "
                                  f"{len(tokens)} different ones in {list(given.shape)}")
-            lowest, highest, count = tokens[0].item(), tokens[-1].item(), self.config.vocab_size
-            if lowest < 0 or highest >= count:
-                wrong = lowest if lowest < 0 else highest
+            wrong = next((token for token in (tokens[0].item(), tokens[-1].item()) if not 0 <= token < count), None)
+            if wrong is not None:
                 raise ValueError(f"draft token {wrong} is none of the target's, which are 0 to {count - 1}")
             tokens = None if len(tokens) == count else tokens
         self.token_map, self.output_rows = tokens, None
@@ -166,7 +164,10 @@ class DraftHead(nn.Module):
         mask: Tensor | None = None,  # [B, 1, T, keys] additive; None: causal over these T, or one T
         cache: TreeCache | None = None,
     ) -> Tensor:  # [B, T, D]
-        """Predicted features of the tokens' own positions."""
+        """Predicted features of the tokens' own positions.
+
+        The seam for faster forwards, as `TargetModel.forward` is: assign another callable of this signature.
+        """
         hidden = self.fc(torch.cat([self.embed_tokens(tokens).to(features.dtype), features], -1))
         return self.layers[0](
             hidden, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=cache is not None,
@@ -188,27 +189,9 @@ class DraftHead(nn.Module):
         """The values of the tokens that the head can name, in the order of `own_logits`."""
         return values if self.names_all else values[..., self.target_tokens]
 
-    def widen(
-        self,
-        own: Tensor,  # [..., R]
-    ) -> Tensor:  # [..., V]
-        """`own_logits` over the target's vocabulary, -inf for tokens that the head cannot name."""
-        if self.names_all:
-            return own
-        nothing = own.new_full((*own.shape[:-1], self.config.vocab_size), -math.inf)
-        return nothing.index_copy_(-1, self.target_tokens, own)
-
     def named(
         self,
         numbers: Tensor,  # [...] long, places in `own_logits`
     ) -> Tensor:  # [...] long
         """The target's tokens."""
         return numbers if self.names_all else self.target_tokens[numbers]
-
-    def logits(
-        self,
-        predicted: Tensor,  # [..., D]
-        output: Callable[[Tensor], Tensor],  # as in `own_logits`
-    ) -> Tensor:  # [..., V] float32
-        """Logits over the target's vocabulary, -inf for tokens that the head cannot name."""
-        return self.widen(self.own_logits(predicted, output))

@@ -6,7 +6,6 @@ what they do with the bias of `fc`. The servers themselves are not run here.
 
 from __future__ import annotations
 
-import json
 import logging
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,10 +16,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from ..data.gguf import target_source
-from .checkpoint import WEIGHTS, load_head, save_head
+from .checkpoint import check_place, load_head, save_head
 from .eagle import DraftHead
 from .eagle3 import Eagle3Head
-from .token_map import TOKEN_MAP
 
 log = logging.getLogger(__name__)
 
@@ -50,32 +48,6 @@ LAYOUTS: dict[str, Layout] = {
     "sglang": Layout("LlamaForCausalLMEagle", "always", "model.safetensors", embeddings=False, token_map=True),
     "vllm": Layout("LlamaForCausalLM", "never", "model.safetensors", embeddings=False, token_map=False),
 }
-
-
-MARK = "exported_by_eagle_fsd_for"  # in config.json: the name in LAYOUTS
-
-
-def check_export_place(source: str | Path, directory: str | Path) -> None:
-    """Raise ValueError where an export must not be put: in its source, or where something is that is no export."""
-    if not str(directory):
-        raise ValueError("the folder to export to has no name")
-    folder = Path(directory)
-    if folder.resolve() == Path(source).resolve():
-        raise ValueError(f"{source} is the head to export: choose another folder, it would be replaced")
-    if not folder.is_dir():
-        return  # one that is a file will not be written
-    found = {path.name for path in folder.iterdir()}
-    others = found - {"config.json", TOKEN_MAP, *WEIGHTS}
-    if found and (others or not _is_export(folder)):
-        raise ValueError(f"{directory} holds {min(others or found)}: only an empty folder or an earlier export is "
-                         "replaced; choose another folder or empty it")
-
-
-def _is_export(folder: Path) -> bool:
-    try:
-        return MARK in json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError, TypeError, RecursionError):
-        return False
 
 
 def has_trained_bias(head: DraftHead) -> bool:
@@ -123,12 +95,12 @@ def export_head(
 
     Raises:
         ValueError: an unknown consumer, an EAGLE-3 head, a trained bias that the consumer would drop, missing
-            embeddings, or a folder that holds something else than an earlier export.
+            embeddings, or a folder that is not empty.
         OSError: `directory` cannot be written; nothing in it is changed then.
     """
     if to not in LAYOUTS:
         raise ValueError(f"unknown format {to!r}; accepted: {', '.join(LAYOUTS)}")
-    check_export_place(source, directory)
+    check_place(directory)
     layout, head = LAYOUTS[to], load_head(source)
     if isinstance(head, Eagle3Head):
         raise ValueError(f"{source} is an EAGLE-3 head; only EAGLE-1/2 heads are exported")
@@ -151,4 +123,4 @@ def export_head(
     if head.token_map is not None and not layout.token_map:
         log.warning("%s drafts all %d tokens: it takes no reduced vocabulary", to, head.config.vocab_size)
         head.limit_vocabulary(None)
-    return save_head(head, directory, dtype=dtype, file=layout.file, architectures=[layout.architecture], **{MARK: to})
+    return save_head(head, directory, dtype=dtype, file=layout.file, architectures=[layout.architecture])

@@ -8,12 +8,11 @@ from pathlib import Path
 from transformers import AutoConfig
 
 from ..data.gguf import target_source
-from .checkpoint import load_head
+from .checkpoint import TOKEN_MAP, load_head
 from .eagle import DraftHead
 from .eagle3 import Eagle3Head
 from .export import LAYOUTS, Layout, has_trained_bias
 from .layouts import LAYER_IDS
-from .token_map import TOKEN_MAP
 
 
 @dataclass(frozen=True)
@@ -35,42 +34,35 @@ def inspect_head(
         ValueError: not a head.
     """
     head = load_head(source)
-    config = head.config
+    config, eagle3, named = head.config, isinstance(head, Eagle3Head), head.draft_vocab_size
     count = sum(p.numel() for name, p in head.named_parameters() if not name.startswith("embed_tokens"))
-    bias = "none" if head.fc.bias is None else "trained" if has_trained_bias(head) else "all zero"
-    eagle3 = isinstance(head, Eagle3Head)
     facts = {
         "kind": "EAGLE-3 (one layer; features of several target layers and embeddings in, logits out)" if eagle3
         else "EAGLE-1/2 (one layer; features and embeddings in, features out)",
         "hidden size": str(config.hidden_size),
         "vocabulary": str(config.vocab_size),
-        "draft vocabulary": "all of them" if head.draft_vocab_size == config.vocab_size
-        else f"{head.draft_vocab_size} of them" + ("" if eagle3 else f", in {TOKEN_MAP}; vLLM drafts all"),
-        **(_eagle3_facts(head) if eagle3 else {}),
+        "draft vocabulary": "all of them" if named == config.vocab_size
+        else f"{named} of them" + ("" if eagle3 else f", in {TOKEN_MAP}; vLLM drafts all"),
         "attention": f"{config.num_attention_heads} heads, {config.num_key_value_heads} key/value",
         "intermediate size": str(config.intermediate_size),
         "positions": str(config.max_position_embeddings),
-        "fc bias": bias,
+        "fc bias": "none" if head.fc.bias is None else "trained" if has_trained_bias(head) else "all zero",
         "q/k/v bias": "yes" if config.attention_bias else "no",
         "embeddings": "the target's" if head.shares_embeddings else "its own",
         "parameters": f"{count / 1e6:.2f} M without embeddings",
         "fits": f"targets of hidden size {head.target_hidden_size} and vocabulary {config.vocab_size}",
     }
-    architectures = getattr(config, "architectures", None) or ["none"]
+    if eagle3:
+        layers = ", ".join(map(str, getattr(config, LAYER_IDS, None) or ("2", "n/2", "n-3")))
+        before = getattr(config, "norm_before_residual", False)
+        facts["reads"] = f"what enters layers {layers} of the target's n"
+        facts["residual"] = "after hidden_norm" if before else "before hidden_norm"
+    architecture = (getattr(config, "architectures", None) or ["none"])[0]
     problems = {} if eagle3 else {
-        name: layout_problems(head, layout, architectures[0], Path(source)) for name, layout in LAYOUTS.items()
+        name: layout_problems(head, layout, architecture, Path(source)) for name, layout in LAYOUTS.items()
     }
     fit = None if target is None else target_problems(head, target, trust_remote_code)
     return Inspection(facts, fit, problems)
-
-
-def _eagle3_facts(head: Eagle3Head) -> dict[str, str]:
-    layers = getattr(head.config, LAYER_IDS, None)
-    before = getattr(head.config, "norm_before_residual", False)
-    return {
-        "reads": f"what enters layers {', '.join(map(str, layers or ('2', 'n/2', 'n-3')))} of the target's n",
-        "residual": "after hidden_norm" if before else "before hidden_norm",
-    }
 
 
 def target_problems(head: DraftHead, target: str | Path, trust_remote_code: bool) -> list[str]:

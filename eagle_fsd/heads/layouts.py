@@ -1,5 +1,4 @@
-"""What the files of published heads say: their `config.json` in several dialects, and EAGLE-3 weights under our names.
-"""
+"""What the files of published heads say: `config.json` in several dialects, and EAGLE-3 weights under our names."""
 
 from __future__ import annotations
 
@@ -86,23 +85,21 @@ def llama_config(fields: dict, path: str) -> LlamaConfig:
 
 def _check_numbers(config: LlamaConfig, path: str) -> None:
     """Raise ValueError for what a config class accepts and no layer can be made of or compute with."""
-    sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads",
-             "max_position_embeddings", "head_dim")
-    wrong = next((name for name in sizes if not getattr(config, name) >= 1), None)
-    if wrong is not None:
-        raise ValueError(f"{path}: {wrong} must be at least 1, got {getattr(config, wrong)}")
-    if config.num_attention_heads % config.num_key_value_heads:
-        raise ValueError(f"{path}: num_attention_heads must be a multiple of num_key_value_heads, got "
-                         f"{config.num_attention_heads} and {config.num_key_value_heads}")
-    if config.hidden_act not in ACT2FN:
-        raise ValueError(f"{path}: hidden_act must be one that transformers knows, got {config.hidden_act!r}")
-    rope = config.rope_parameters
-    kinds = ("default", *ROPE_INIT_FUNCTIONS)
-    if rope.get("rope_type", "default") not in kinds:
-        raise ValueError(f"{path}: rope_type must be one of {', '.join(kinds)}, got {rope['rope_type']!r}")
-    positive = {"rms_norm_eps": config.rms_norm_eps, "rope_theta": rope.get("rope_theta"),
-                **({"factor": rope["factor"]} if "factor" in rope else {})}
-    for name, value in positive.items():
+    rope, kinds = config.rope_parameters, ("default", *ROPE_INIT_FUNCTIONS)
+    heads, shared = config.num_attention_heads, config.num_key_value_heads
+    for name in ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads",
+                 "max_position_embeddings", "head_dim"):
+        if not getattr(config, name) >= 1:
+            raise ValueError(f"{path}: {name} must be at least 1, got {getattr(config, name)}")
+    if heads % shared:
+        raise ValueError(f"{path}: num_attention_heads must be a multiple of num_key_value_heads, got {heads} and "
+                         f"{shared}")
+    for name, value, accepted in (("hidden_act", config.hidden_act, ACT2FN),
+                                  ("rope_type", rope.get("rope_type", "default"), kinds)):
+        if value not in accepted:
+            raise ValueError(f"{path}: {name} must be one that transformers knows, got {value!r}")
+    for name, value in (("rms_norm_eps", config.rms_norm_eps), ("rope_theta", rope.get("rope_theta")),
+                        ("factor", rope.get("factor", 1.0))):
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
             raise ValueError(f"{path}: {name} must be a positive number, got {value!r}")
 
@@ -117,12 +114,10 @@ def eagle3_state(head: Eagle3Head, state: dict[str, Tensor], path: str) -> dict[
         "layers.0." + name.removeprefix("midlayer.") if name.startswith("midlayer.") else name: value
         for name, value in state.items() if name != "t2d"  # the tokens of d2t, as a mask
     }
-    named, vocabulary = head.draft_vocab_size, head.config.vocab_size
-    offsets = state.get("d2t")
+    named, vocabulary, offsets = head.draft_vocab_size, head.config.vocab_size, state.get("d2t")
     if head.d2t is None:
-        if offsets is not None and offsets.any():
+        if state.pop("d2t", None) is not None and offsets.any():
             raise ValueError(f"{path} has offsets in d2t, although its draft vocabulary is the whole one")
-        state.pop("d2t", None)
         return state
     if offsets is None:
         raise ValueError(f"{path} has no d2t, which says what its {named} tokens stand for among {vocabulary}")

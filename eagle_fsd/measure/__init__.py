@@ -1,1 +1,1 @@
-"""Answers to question files under many settings: methods compared, grading, the search for a setting."""
+"""Methods side by side on the same questions: answers, times, grades, and what they say."""

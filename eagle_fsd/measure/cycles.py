@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from torch import Tensor
+
 from ..acceptance import Rule
+from ..api import decode_requests
 from ..data.progress import Progress
 from ..drafting.config import TreeConfig
-from ..drafting.logs import LOGGED_TREE, CycleLog, TreeLog
+from ..drafting.logs import LOGGED_TREE, LoggedCycle, Setting, TreeLog, logged_cycle
+from ..drafting.tree import DraftTree
+from ..options import GenerateOptions
 from ..pair import EagleModel
-from ..prompts import check_length, encode_prompts
-from ..settings import equipped
-from .methods import engine
+from ..requests import encode_prompts, make_requests
 
 
 def log_cycles(
@@ -24,12 +27,17 @@ def log_cycles(
         ValueError: a prompt that is too long or otherwise bad, before anything is generated; or not one draft tree was
             verified.
     """
-    for ids in encode_prompts(list(prompts), model)[0]:
-        check_length(len(ids), 1, model)
-    noted = CycleLog(equipped(rule, model))
-    answer = engine(model, acceptance=noted, tree=wide, temperature=temperature, seed=seed)
-    for prompt in Progress(prompts, desc="logging cycles", unit="prompt"):
-        answer(prompt, max_new_tokens)
-    if not noted.cycles:
+    options = GenerateOptions(acceptance=rule, temperature=temperature, max_new_tokens=max_new_tokens, seed=seed,
+                              tree=wide)
+    requests = make_requests(model, encode_prompts(list(prompts), model)[0], options)
+    named = None if model.draft.names_all else model.draft.target_tokens
+    cycles: list[LoggedCycle] = []
+
+    def observe(tree: DraftTree, draft_logits: list[Tensor], paths: list[list[int]]) -> None:
+        cycles.append(logged_cycle(tree, draft_logits, paths[0], draft_tokens=named))
+
+    for request in Progress(requests, desc="logging cycles", unit="prompt"):
+        decode_requests(model, [request], wide, observe=observe)
+    if not cycles:
         raise ValueError(f"{len(prompts)} prompts gave no cycle to log: longer answers are needed")
-    return TreeLog(repr(rule), float(temperature), noted.cycles)
+    return TreeLog(Setting.of(rule, temperature), cycles)

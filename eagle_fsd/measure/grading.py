@@ -1,22 +1,23 @@
-"""Whether an answer is right: generated tasks, GSM8K, HumanEval, MBPP, IFEval, and any file of prompts with answers."""
+"""Whether an answer is right: GSM8K, HumanEval, MBPP, IFEval, and any file of prompts with answers."""
 
 from __future__ import annotations
 
-import ast
 import json
 import re
 import secrets
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterable
+from functools import cache
+from importlib import import_module
 from pathlib import Path
 
 from ..data.questions import Question
-from .ifeval import followed
 
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 CODE = ("humaneval", "mbpp")  # categories of questions whose answers are programs
-# What such a program may use.
+# What a program may use.
 SECONDS, MEMORY_BYTES, FILE_BYTES = 10, 1 << 30, 1 << 20
 # Runs in the child before the program: from here on it can use no more than the limits. What comes on standard input
 # is written to a file at the end, which a program that exits before its tests are through does not reach.
@@ -27,14 +28,27 @@ proof = sys.stdin.buffer.read()
 for limit, value in ((resource.RLIMIT_CPU, {seconds}), (resource.RLIMIT_AS, {memory}), (resource.RLIMIT_FSIZE, {file}),
                      (resource.RLIMIT_NPROC, 0), (resource.RLIMIT_NOFILE, 16), (resource.RLIMIT_CORE, 0)):
     resource.setrlimit(limit, (value, value))
-found = runpy.run_path("program.py", run_name="__main__")
-try:
-    shown = repr(found.get("{result}"))
-except Exception:
-    shown = "?"
-write({place}, proof + shown.encode(errors="replace")[:{file} // 2])
+runpy.run_path("program.py", run_name="__main__")
+write({place}, proof)
 """
-RESULT = "_result"  # the name of what a program leaves to be looked at
+
+
+def is_right(question: Question, text: str, *, run_code: bool = False) -> bool | None:
+    """Whether `text` answers the question; None: there is nothing to compare it with, or no leave to run programs.
+
+    Args:
+        run_code: run the programs of HumanEval and MBPP answers (in a limited subprocess).
+    """
+    if question.category in CODE:
+        graded = run_code and question.tests is not None
+        return passes(program_of(question, text), question.tests) if graded else None
+    if question.category == "ifeval":
+        return all(followed(question, text))
+    if question.answer is None:
+        return None
+    if question.category == "gsm8k" and final_number(question.answer) is not None:
+        return final_number(text) == final_number(question.answer)
+    return (extract_result(text) or text).strip() == question.answer.strip()
 
 
 def extract_result(text: str) -> str | None:
@@ -43,84 +57,14 @@ def extract_result(text: str) -> str | None:
     return found[-1].strip() if found else None
 
 
-def same_json(text: str, wanted: str) -> bool:
-    """Whether `text` is JSON of the wanted value."""
-    try:
-        return json.loads(text) == json.loads(wanted)
-    except (ValueError, RecursionError):
-        return False
-
-
 def final_number(text: str) -> str | None:
-    """The number that an answer ends with, as GSM8K counts it: behind the last `####`, else the last in the text."""
+    """The number that an answer ends with, as GSM8K counts it: after the last `####`, else the last in the text."""
     marked = extract_result(text)
-    found = NUMBER.findall(marked if marked is not None else text)
+    found = NUMBER.findall(text if marked is None else marked)
     if not found:
         return None
-    number = float((found[0] if marked is not None else found[-1]).replace(",", ""))
+    number = float(found[-1 if marked is None else 0].replace(",", ""))
     return str(int(number)) if number.is_integer() else str(number)
-
-
-def is_right(question: Question, text: str, *, run_code: bool = False) -> bool | None:
-    """Whether `text` answers the question; None where the set has no answer to compare with.
-
-    Args:
-        run_code: allow programs of HumanEval and MBPP to be run (in a limited subprocess).
-
-    Raises:
-        ValueError: a question for a program without leave to run code.
-    """
-    if question.category in CODE:
-        _check_leave(run_code)
-        return None if question.tests is None else passes(program_of(question, text), question.tests)
-    if question.category == "ifeval":
-        return all(followed(question, text))
-    if question.answer is None:
-        return None
-    if question.category == "gsm8k" and final_number(question.answer) is not None:
-        return final_number(text) == final_number(question.answer)
-    if question.category == "json":
-        return same_json(extract_result(text) or "", question.answer)
-    stated = extract_result(text)
-    return (text.strip() if stated is None else stated) == question.answer.strip()
-
-
-def _check_leave(run_code: bool) -> None:
-    if not run_code:
-        raise ValueError("grading HumanEval and MBPP runs generated programs; allow it with --run-code")
-
-
-def outcome(question: Question, text: str, *, run_code: bool = False) -> object:
-    """What an answer comes to, right or wrong: a number, a result, or what its program does in each of the tests.
-
-    A text that states no result is the right answer, whole, or None: any two of these that are wrong come to the same.
-    Of instructions, which of them it follows. Of a program, see `behaviour`, in each test that begins a line; of
-    others, as in HumanEval, whether it passes all.
-
-    Args:
-        run_code: see `is_right`.
-
-    Raises:
-        ValueError: a question for a program without leave to run code.
-    """
-    if question.category in CODE:
-        _check_leave(run_code)
-        before, *tests = re.split(r"^(?=assert )", question.tests or "", flags=re.MULTILINE)
-        program = program_of(question, text)
-        return tuple(behaviour(program, before, test) for test in tests or [""])
-    if question.category == "ifeval":
-        return followed(question, text)
-    if question.category == "gsm8k" and final_number(question.answer or "") is not None:
-        return final_number(text)
-    stated = extract_result(text)
-    if stated is None:
-        return (question.answer or "").strip() if is_right(question, text) else None
-    if question.category == "json":
-        try:
-            return json.loads(stated)
-        except (ValueError, RecursionError):
-            pass
-    return stated
 
 
 def program_of(question: Question, text: str) -> str:
@@ -147,51 +91,17 @@ def cut_program(text: str) -> str:
     return text[: min(ends)] if ends else text
 
 
-def behaviour(program: str, before: str, test: str) -> object:
-    """What a program does in one test, right or wrong: ("gives", the value that the left side of `assert f(...) == ...`
-    has there), or None where it raises; ("passes", whether the test does) where the test is of another form, or the
-    value is no plain Python literal."""
-    match _statement(test):
-        case ast.Assert(test=ast.Compare(left=left, ops=[ast.Eq()])) if any(
-            isinstance(node, ast.Call) for node in ast.walk(left)
-        ):
-            found = finish(program, f"{before}\n{RESULT} = {ast.unparse(left)}")
-            try:
-                return None if found is None else ("gives", ast.literal_eval(found))
-            except (SyntaxError, ValueError, RecursionError, MemoryError):
-                pass
-    return "passes", passes(program, before + test)
-
-
-def _statement(test: str) -> ast.stmt | None:
-    """The only statement of a test; None: it is something else."""
-    try:
-        (statement,) = ast.parse(test).body
-    except (SyntaxError, ValueError):
-        return None
-    return statement
-
-
 def passes(program: str, tests: str) -> bool:
-    """Whether a program passes its tests and gets to their end, see `finish`."""
-    return finish(program, tests) is not None
-
-
-def finish(program: str, tests: str) -> str | None:
-    """Run a program and what follows it to the end; None: it does not get there.
+    """Whether a program passes its tests and gets to their end.
 
     In a subprocess with an empty environment and directory, limited in processor and wall time, memory, file size, open
     files and (unless the user is root) to no further processes. POSIX only.
 
     The limits stop accidents; they are no jail for hostile code (files that the user can read, it can read).
-
-    Returns:
-        What `RESULT` is then, as `repr` says it.
     """
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile() as end:
         Path(folder, "program.py").write_text(f"{program}\n\n{tests}\n", encoding="utf-8")
-        starter = LIMITED.format(seconds=SECONDS, memory=MEMORY_BYTES, file=FILE_BYTES, place=end.fileno(),
-                                 result=RESULT)
+        starter = LIMITED.format(seconds=SECONDS, memory=MEMORY_BYTES, file=FILE_BYTES, place=end.fileno())
         proof = secrets.token_bytes()
         try:
             finished = subprocess.run(
@@ -199,8 +109,48 @@ def finish(program: str, tests: str) -> str | None:
                 input=proof, pass_fds=[end.fileno()], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
             )
         except subprocess.TimeoutExpired:
-            return None
+            return False
         end.seek(0)
-        written = end.read()
-        ended = finished.returncode == 0 and written.startswith(proof)
-        return written[len(proof) :].decode(errors="replace") if ended else None
+        return finished.returncode == 0 and end.read() == proof
+
+
+# IFEval, as lm-evaluation-harness checks it (strictly).
+
+
+@cache
+def _checks() -> object:
+    """The harness' module.
+
+    Raises:
+        ValueError: it is not installed.
+    """
+    try:
+        import_module("langdetect").DetectorFactory.seed = 0  # its own is another one in every process
+        return import_module("lm_eval.tasks.ifeval.utils")
+    except (ImportError, AssertionError) as error:  # it asserts a version of nltk
+        raise ValueError(f"IFEval is graded by lm-evaluation-harness, which is not there ({error}): "
+                         "pip install 'eagle-fsd[lm_eval]'") from error
+
+
+def check_instructions(questions: Iterable[Question]) -> None:
+    """Raise where the instructions of one of these cannot be checked here; others than IFEval's are passed over.
+
+    Raises:
+        ValueError: the harness, or what it needs for some kinds of instructions, is not there; or it does not know an
+            instruction or its arguments.
+    """
+    for question in questions:
+        if question.category == "ifeval":
+            try:
+                followed(question, "x")
+            except (LookupError, TypeError, AttributeError) as error:
+                raise ValueError(
+                    f"question {question.id}: the harness cannot check its instructions (some take python -m "
+                    f"nltk.downloader punkt_tab): {error!r}") from error
+
+
+def followed(question: Question, text: str) -> list[bool]:
+    """Which of the instructions an answer follows; see `check_instructions`."""
+    checks = _checks()
+    asked = checks.InputExample(key=question.id, prompt=question.turns[0], **json.loads(question.tests or "{}"))
+    return checks.test_instruction_following_strict(asked, text).follow_instruction_list

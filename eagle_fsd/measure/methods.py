@@ -1,26 +1,28 @@
-"""Decoding methods under comparison: each turns a prompt into an answer and says what it took."""
+"""Decoding methods under comparison: each turns a prompt into an answer and says what it took.
+
+All that measuring asks of the engine, it asks here.
+"""
 
 from __future__ import annotations
 
-import dataclasses
-import statistics
 import time
 import zlib
-from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
+from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 
 from ..api import generate
-from ..data.progress import Progress
-from ..engine.receipts import Output
-from ..models.placement import stock_layout
+from ..drafting.config import TreeConfig
+from ..engine.output import Output
+from ..models.placement import stock_layout, weights_digest
+from ..options import GenerateOptions
 from ..pair import EagleModel
-from ..prompts import encode_prompt
+from ..requests import encode_prompt
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,18 @@ def prompt_seed(seed: int, prompt: object) -> int:
     return seed + (zlib.crc32(repr(prompt).encode()) << 16)
 
 
+def check_options(options: Mapping[str, object]) -> None:
+    """Raise ValueError or TypeError as `generate` would for these options, before anything is loaded."""
+    GenerateOptions.from_names(options)
+
+
+def described(model: EagleModel, tree: TreeConfig | None, **settings: object) -> dict[str, object]:
+    """What answers depend on besides the method, in a form that JSON keeps."""
+    return {"target": model.target.digest(), "head": None if model.draft is None else weights_digest(model.draft),
+            "dtype": str(model.target.dtype), "device": str(model.target.device), "threads": torch.get_num_threads(),
+            "tree": "auto" if tree is None else repr(tree), **settings}
+
+
 @contextmanager
 def only_special_tokens(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
     """The model, within with no more of its generation config than the special tokens, as our engine reads it.
@@ -56,10 +70,7 @@ def only_special_tokens(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
         model.generation_config = own
 
 
-def hf_generate(
-    model: EagleModel, *, temperature: float = 0.0, seed: int = 0, assistant: PreTrainedModel | None = None,
-    **options: object,
-) -> Method:
+def hf_generate(model: EagleModel, *, temperature: float = 0.0, seed: int = 0, **options: object) -> Method:
     """`model.generate`, the users' baseline, told to do what our engine does, with its weights as they were stored.
 
     Of the checkpoint's generation config only the special tokens are taken, since the engine reads no more of it (many
@@ -67,14 +78,11 @@ def hf_generate(
 
     Args:
         seed: of torch's global generator, set before each sampled answer, together with the prompt.
-        assistant: a smaller model of the same tokenizer, for assisted decoding.
         options: others of `model.generate`, such as `prompt_lookup_num_tokens=10`.
     """
     sampling: dict[str, object] = {"do_sample": False}
     if temperature:
         sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
-    if assistant is not None:
-        options["assistant_model"] = assistant
 
     def answer(prompt: object, max_new_tokens: int) -> Answer:
         started = time.perf_counter()
@@ -92,66 +100,30 @@ def hf_generate(
     return answer
 
 
-def bare_generate(target: str | Path, dtype: torch.dtype, device: torch.device, **options: object) -> Method:
-    """What a user of `transformers` writes: `AutoModelForCausalLM`, the tokenizer's chat template and `generate`.
+def engine(
+    model: EagleModel, *, plain: bool = False, ask: Callable[..., Output] | None = None, **options: object
+) -> Method:
+    """`eagle_fsd.generate` with these options.
 
-    All with their defaults, to see that `hf_generate` is no slower.
-    """
-    model = AutoModelForCausalLM.from_pretrained(target, dtype=dtype).to(device)
-    tokenizer = AutoTokenizer.from_pretrained(target)
-
-    def answer(chat: object, max_new_tokens: int) -> Answer:
-        started = time.perf_counter()
-        inputs = tokenizer.apply_chat_template(
-            chat, add_generation_prompt=True, return_tensors="pt", return_dict=True
-        ).to(device)
-        sequence = model.generate(**inputs, max_new_tokens=max_new_tokens, do_sample=False, **options)
-        new = sequence[0, inputs["input_ids"].shape[1] :].tolist()
-        text = tokenizer.decode(new, skip_special_tokens=True)
-        return Answer(time.perf_counter() - started, new, text)
-
-    return answer
-
-
-def engine(model: EagleModel, *, plain: bool = False, **options: object) -> Method:
-    """`eagle_fsd.generate` with these options; `plain`: the same engine without a draft head.
-
-    A `seed` among the options goes together with the prompt.
+    Args:
+        plain: without a draft head.
+        ask: called with prompt and options in place of `generate`, such as `in_batch(engine)`.
+        options: of `generate`; a `seed` goes together with the prompt.
     """
     used = EagleModel(model.target, None, model.tokenizer) if plain else model
+    ask = ask or partial(generate, model=used)
 
     def answer(prompt: object, max_new_tokens: int) -> Answer:
+        given = {**options, "max_new_tokens": max_new_tokens}
+        if "seed" in options:
+            given["seed"] = prompt_seed(options["seed"], prompt)
         started = time.perf_counter()
-        given = {**options, "seed": prompt_seed(options["seed"], prompt)} if "seed" in options else options
-        output = generate(prompt, used, max_new_tokens=max_new_tokens, **given)
+        output = ask(prompt, **given)
         return Answer(time.perf_counter() - started, output.token_ids, output.text, output)
 
     return answer
 
 
-def interleaved(
-    methods: Mapping[Hashable, Method], prompts: Sequence, max_new_tokens: int, repeats: int, *, warm_up: int = 2,
-    start: int = 0,
-) -> dict[Hashable, list[Answer]]:
-    """Each method's answers, with the median time of `repeats` runs.
-
-    Every prompt is answered by every method before the next one, in an order that rotates, so that a slow moment of the
-    machine meets all alike; the first `warm_up` prompts are run once unmeasured. `start`: where in the rotation.
-    """
-    names = list(methods)
-    for prompt in prompts[:warm_up]:
-        for name in names:
-            methods[name](prompt, 32)
-    answers: dict[Hashable, list[Answer]] = defaultdict(list)
-    with Progress(desc="timing", unit="answer", total=len(prompts) * repeats * len(names)) as progress:
-        for number, prompt in enumerate(prompts, start):
-            runs: dict[Hashable, list[Answer]] = defaultdict(list)
-            for repeat in range(repeats):
-                shift = (number + repeat) % len(names)
-                for name in names[shift:] + names[:shift]:
-                    runs[name].append(methods[name](prompt, max_new_tokens))
-                    progress.update()
-            for name, measured in runs.items():
-                seconds = statistics.median(answer.seconds for answer in measured)
-                answers[name].append(dataclasses.replace(measured[0], seconds=seconds))
-    return answers
+def in_batch(joined: Any) -> Callable[..., Output]:
+    """Asks an `Engine`, which decodes what several threads ask at once in one batch."""
+    return lambda prompt, **options: joined.submit(prompt, **options).result()

@@ -1,27 +1,32 @@
-"""What a stored result must say about how it was made."""
+"""Stored results: JSON with how it was made, the same as a Markdown page, tables, and the plot of a comparison."""
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import platform
 import shlex
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
 import transformers
-from accelerate import PartialState
+
+log = logging.getLogger(__name__)
+ROOT = Path(__file__).parents[2]
 
 
 def environment() -> dict:
-    """Commit, command, versions and hardware of this process."""
+    """Commit, command, versions and hardware of this process.
+
+    `clean`: whether the commit has all of the code that ran; results and documentation may have changed since.
+    """
     def git(*args: str) -> str:
-        root = Path(__file__).parent
         try:
-            return subprocess.run(["git", *args], cwd=root, capture_output=True, text=True, check=False).stdout.strip()
+            return subprocess.run(["git", *args], cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
         except OSError:  # there is no git
             return ""
 
@@ -30,62 +35,98 @@ def environment() -> dict:
     if cpuinfo.exists():
         names = [line.split(":", 1)[1].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line]
         processor = names[0] if names else processor
+    commit = git("rev-parse", "--short", "HEAD")
+    changed = git("status", "--porcelain", "-uno", "--", ".", ":!eval/results", ":!docs")
+    program = Path(sys.argv[0])
+    name = f"python -m {program.parent.name}.{program.stem}" if program.suffix == ".py" else program.name
     return {
-        "commit": (git("rev-parse", "--short", "HEAD") or "unknown")
-        + ("+changes" if git("status", "--porcelain", "-uno") else ""),
-        "command": "python -m " + shlex.join([_module_name(), *map(shown, sys.argv[1:])]),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "processor": processor,
+        "commit": (commit or "unknown") + ("+changes" if changed else ""), "clean": bool(commit) and not changed,
+        "command": shlex.join([*name.split(), *map(shown, sys.argv[1:])]), "python": platform.python_version(),
+        "torch": torch.__version__, "transformers": transformers.__version__, "processor": processor,
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "threads": torch.get_num_threads(),
     }
+
+
+def shown(value: object) -> str:
+    """A setting as text; an absolute path relative to the repository, so that no record names a machine's folders."""
+    text = str(value)
+    return os.path.relpath(text, ROOT) if os.path.isabs(text) else text
+
+
+def record_path(out: Path, suffix: str) -> Path:
+    """`out` with this suffix. Any other dot than that of .json, .jsonl and .md belongs to the name: quality-t0.7."""
+    return out.with_name((out.stem if out.suffix in (".json", ".jsonl", ".md") else out.name) + suffix)
+
+
+def write_json(path: Path, record: Mapping[str, object]) -> None:
+    """Write a record, in a folder that is made where it is missing."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def write_record(out: Path, record: Mapping[str, object], text: str) -> str:
     """Write `out` as JSON with how it was made, and beside it the same as a Markdown page, which is returned."""
     about = environment()
     write_json(record_path(out, ".json"), {"environment": about, **record})
-    return write_page(out, about, text)
-
-
-def write_json(path: Path, record: Mapping[str, object]) -> None:
-    """Write a record in a folder that is made where it is missing."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
-def write_page(out: Path, about: Mapping[str, object], text: str) -> str:
-    """Write the Markdown page of a record, which is returned; `about`: its environment."""
-    page = f"# {record_path(out, '').name}\n\n`{about['command']}` at {about['commit']}, " \
+    changed = "" if about["clean"] else " (NOT A CLEAN COMMIT: not to be quoted)"
+    page = f"# {record_path(out, '').name}\n\n`{about['command']}` at {about['commit']}{changed}, " \
            f"{about['gpu'] or about['processor']}, {about['threads']} threads, torch {about['torch']}, " \
            f"transformers {about['transformers']}\n\n{text}\n"
     record_path(out, ".md").write_text(page, encoding="utf-8")
     return page
 
 
-def record_path(out: Path, suffix: str) -> Path:
-    """`out` with this suffix. Any other dot than that of .json, .jsonl and .md belongs to the name: sweep-t0.7."""
-    return out.with_name((out.stem if out.suffix in (".json", ".jsonl", ".md") else out.name) + suffix)
+def markdown(rows: Iterable[Mapping[str, object]]) -> str:
+    """A table of cells by heading; a heading that a row lacks leaves its cell empty."""
+    rows = list(rows)
+    headings = list(dict.fromkeys(heading for row in rows for heading in row))
+    lines = [headings, ["---"] * len(headings), *([row.get(heading, "") for heading in headings] for row in rows)]
+    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
 
 
-def processes(device: str | None = None) -> PartialState:
-    """This process among those that share the work. `torchrun` does not say that they are to work on the CPU."""
-    return PartialState(cpu=str(device) == "cpu" or not torch.cuda.is_available())
+def decimals(value: float | None, digits: int = 2, unit: str = "") -> str:
+    """A number as a cell; empty where there is none."""
+    return "" if value is None else f"{value:.{digits}f}{unit}"
 
 
-def shown(value: object) -> str:
-    """A setting as text; an absolute path relative to the repository, so that no record names a machine's folders."""
-    text = str(value)
-    return os.path.relpath(text, Path(__file__).parents[2]) if os.path.isabs(text) else text
+def percent(share: float | None, digits: int = 0) -> str:
+    return decimals(None if share is None else 100 * share, digits, "%")
 
 
-def shown_settings(settings: Mapping[str, object]) -> dict[str, str]:
-    """Every setting as `shown`."""
-    return {name: shown(value) for name, value in settings.items()}
+def span(ends: Sequence[float], digits: int = 2) -> str:
+    """Both ends of an interval."""
+    return f"{ends[0]:.{digits}f} to {ends[1]:.{digits}f}"
 
 
-def _module_name() -> str:
-    path = Path(sys.argv[0])
-    return f"{path.parent.name}.{path.stem}"
+def new_figure(width: float, height: float) -> tuple | None:
+    """Figure and axes of a plot; None, with a warning, where matplotlib is not installed."""
+    try:
+        import matplotlib
+    except ImportError:
+        log.warning("no plot: it takes matplotlib (pip install 'eagle_fsd[eval]')")
+        return None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot.subplots(figsize=(width, height), layout="constrained")
+
+
+def plot_comparison(rows: Sequence[Mapping], reference: str, path: Path) -> Path | None:
+    """Each method's accuracy (share of equal tokens where nothing is graded) over its time per answer."""
+    figure, axes = new_figure(7, 4.5) or (None, None)
+    if figure is None:
+        return None
+    graded = all(row["accuracy"] is not None for row in rows)
+    for row in rows:
+        time, value = row["time"], 100 * (row["accuracy"] if graded else row["same_tokens"])
+        across = [[time - row["time_interval"][0]], [row["time_interval"][1] - time]]
+        drop, ends = row.get("drop", 0.0), row.get("drop_interval", [0.0, 0.0])
+        along = [[100 * (ends[1] - drop)], [100 * (drop - ends[0])]] if graded else None
+        axes.errorbar(time, value, yerr=along, xerr=across, marker="o", elinewidth=0.7, label=row["method"])
+    axes.set(xlabel=f"time per answer, relative to {reference}",
+             ylabel="accuracy (%)" if graded else f"tokens equal to {reference}'s (%)")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)
+    figure.savefig(path, dpi=130)
+    return path

@@ -1,73 +1,144 @@
-"""Bounds of what is lost, one-sided, and tests in sequence."""
+"""What records of methods on the same questions say, with intervals over the questions.
+
+Ratios have bootstrap intervals, a change of accuracy those of Tango's score test.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import zip_longest
+from statistics import NormalDist
 
 import numpy as np
-from scipy import stats
-from scipy.optimize import brentq
 
-CONFIDENCE = 0.95  # one-sided, of every promise about quality
-LEAST_MARGIN = 1e-12  # margins are looked for between this and 1 minus this
+RESAMPLES = 2000
+GRAM = 4
 
 
-def fewest_answers(margin: float, confidence: float = CONFIDENCE) -> int:
-    """How many answers are needed to tell, if not one of them is lost, that the loss is at most `margin`.
-
-    From (1 - margin)^n <= 1 - confidence, which below a few hundred asks for more than the score test.
-    """
-    return math.ceil(math.log(1 - confidence) / math.log1p(-margin))
-
-
-def drop_score(lost: float, gained: float, count: int, margin: float) -> float:
-    """How many standard errors the drop lies above `margin` (Tango, Stat. Med. 17, 1998); falls with the margin."""
-    # Maximum-likelihood rate of `gained` where the drop is exactly the margin.
-    a, b, c = 2 * count, (2 * count - lost + gained) * margin - lost - gained, -gained * margin * (1 - margin)
-    rate = (math.sqrt(b * b - 4 * a * c) - b) / (2 * a)
-    spread = math.sqrt(count * (2 * rate + margin * (1 - margin)))
-    return (lost - gained - count * margin) / spread
-
-
-def drop_is_within(lost: float, gained: float, count: int, margin: float, confidence: float = CONFIDENCE) -> bool:
-    """Whether paired answers show that accuracy fell by at most `margin` (score test).
+def interval(statistic: Callable[..., np.ndarray], *columns: np.ndarray, seed: int = 0) -> list[float]:
+    """95% percentile interval of a statistic of questions, which are drawn with replacement.
 
     Args:
-        lost: answers that are right losslessly and wrong with the rule. gained: the reverse. count: all pairs.
-            lost and gained may be fractions: means over seeds of the same questions.
+        statistic: of the columns [..., questions], over their last axis.
+        columns: one value per question each; drawn together.
+
+    Returns:
+        Both ends; of a single question twice its value.
     """
-    if count < 1 or not 0 < margin < 1:
-        raise ValueError(f"count must be at least 1 and margin in (0, 1), got {count} and {margin}")
-    return bool(drop_score(lost, gained, count, margin) <= -stats.norm.ppf(confidence))
+    count = len(columns[0])
+    drawn = np.random.default_rng(seed).integers(count, size=(RESAMPLES, count))
+    return np.quantile(statistic(*(np.asarray(column)[drawn] for column in columns)), [0.025, 0.975]).tolist()
 
 
-def drop_bound(lost: float, gained: float, count: int, confidence: float = CONFIDENCE) -> float:
-    """Upper bound of the accuracy drop: the smallest margin that `drop_is_within` accepts; 1 where it accepts none."""
-    if drop_is_within(lost, gained, count, LEAST_MARGIN, confidence):
-        return 0.0
-    if not drop_is_within(lost, gained, count, 1 - LEAST_MARGIN, confidence):
-        return 1.0
-    wanted = -stats.norm.ppf(confidence)
-    return brentq(lambda margin: drop_score(lost, gained, count, margin) - wanted, LEAST_MARGIN, 1 - LEAST_MARGIN)
+def ratio_interval(ours: np.ndarray, theirs: np.ndarray) -> list[float]:
+    """95% percentile interval of the ratio of two sums over the same questions."""
+    return interval(lambda a, b: a.sum(-1) / b.sum(-1), ours, theirs)
 
 
-def mean_bound(values: Sequence[float], confidence: float = CONFIDENCE) -> float:
-    """Upper bound of a mean by Student's t."""
-    if len(values) < 2:
-        return math.inf
-    return float(np.mean(values) + stats.t.ppf(confidence, len(values) - 1) * stats.sem(values))
+def speedup(tokens: np.ndarray, seconds: np.ndarray, their_tokens: np.ndarray, their_seconds: np.ndarray) -> np.ndarray:
+    """Tokens per second over another method's, of the last axes' sums."""
+    return tokens.sum(-1) / seconds.sum(-1) / (their_tokens.sum(-1) / their_seconds.sum(-1))
 
 
-def fixed_sequence(settings: Sequence[str], passes: Callable[[str], bool]) -> list[str]:
-    """The settings that pass, from the safest on, up to the first that does not.
+def drop_bound(lost: float, gained: float, count: int, confidence: float = 0.95) -> float:
+    """One-sided upper bound of what accuracy has fallen by (Tango, Stat. Med. 17, 1998); below 0 it has risen.
 
-    Testing in an order fixed beforehand and stopping at the first failure keeps the error of the whole sequence at that
-    of one test (Maurer, Hothorn and Lehmacher, 1995).
+    Args:
+        lost: answers that are right in the reference and wrong here. gained: the reverse. count: all pairs.
     """
-    passed = []
-    for setting in settings:
-        if not passes(setting):
-            break
-        passed.append(setting)
-    return passed
+    def score(drop: float) -> float:
+        """How many standard errors the drop seen lies above this one; falls with it."""
+        # Maximum-likelihood rate of `gained` where the drop is exactly this.
+        a, b, c = 2 * count, (2 * count - lost + gained) * drop - lost - gained, -gained * drop * (1 - drop)
+        rate = (math.sqrt(max(0.0, b * b - 4 * a * c)) - b) / (2 * a)
+        spread = count * (2 * rate + drop * (1 - drop))
+        return (lost - gained - count * drop) / math.sqrt(max(spread, 1e-30))
+
+    low, high, wanted = -1.0, 1.0, -NormalDist().inv_cdf(confidence)
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (low, middle) if score(middle) <= wanted else (middle, high)
+    return high
+
+
+def drop_interval(lost: float, gained: float, count: int) -> list[float]:
+    """Two-sided 95% interval of what accuracy has fallen by."""
+    return [-drop_bound(gained, lost, count, 0.975), drop_bound(lost, gained, count, 0.975)]
+
+
+def repetition(tokens: Sequence[int]) -> float:
+    """Share of the text's 4-grams that have occurred before."""
+    grams = list(zip(*(tokens[start:] for start in range(GRAM)), strict=False))
+    return 1 - len(set(grams)) / len(grams) if grams else 0.0
+
+
+def first_difference(tokens: Sequence[int], reference: Sequence[int]) -> int | None:
+    """Where two texts part; None where they are the same."""
+    pairs = enumerate(zip_longest(tokens, reference))
+    return next((at for at, (ours, theirs) in pairs if ours != theirs), None)
+
+
+def method_rows(found: Sequence[Mapping], reference: str) -> list[dict]:
+    """One row per method over the questions of `compare`, beside the reference on the same questions.
+
+    Returns:
+        speedup (tokens per second) and time (per answer) are ratios to the reference's, with 95% intervals, over the
+        timed questions (None: there are none); same_tokens: share before the first difference; drop: of accuracy, with
+        its interval, and bound: its one-sided 95% bound, with Bonferroni's correction over all methods but the
+        reference.
+    """
+    timed = [line["methods"] for line in found if all(record["timed"] for record in line["methods"].values())]
+    rows = []
+    for name in found[0]["methods"]:
+        ours = [line["methods"][name] for line in found]
+        theirs = [line["methods"][reference] for line in found]
+        parts = [first_difference(a["ids"], b["ids"]) for a, b in zip(ours, theirs, strict=True)]
+        same = sum(a["tokens"] if at is None else at for a, at in zip(ours, parts, strict=True))
+        tokens, forwards = (sum(record[key] for record in ours) for key in ("tokens", "forwards"))
+        own = {  # what only our engine says
+            "tau": sum(record["emitted"] for record in ours) / forwards,
+            "regret_per_token": sum(record["regret"] for record in ours) / max(1, tokens),
+            "cut_off": sum(record["cut_off"] for record in ours) / len(ours),
+        } if forwards else dict.fromkeys(("tau", "regret_per_token", "cut_off"))
+        rows.append({
+            "method": name, "answers": len(found), "timed": len(timed), **_speeds(timed, name, reference), **own,
+            "tokens_per_answer": tokens / len(found), "same_answers": parts.count(None) / len(found),
+            "same_tokens": same / max(1, tokens),
+            "fuzzy_share": sum(record["fuzzy"] for record in ours) / max(1, tokens),
+            "repeated": sum(record["repeated"] for record in ours) / len(ours),
+            **_accuracy(ours, theirs, max(1, len(found[0]["methods"]) - 1)),
+        })
+    return rows
+
+
+def _speeds(timed: Sequence[Mapping], name: str, reference: str) -> dict:
+    if not timed:
+        return dict.fromkeys(("tokens_per_second", "speedup", "speedup_interval", "time", "time_interval",
+                              "seconds_per_answer"))
+    tokens, seconds, their_tokens, their_seconds = columns = [
+        np.array([line[each][key] for line in timed], float)
+        for each in (name, reference) for key in ("tokens", "seconds")]
+    return {"tokens_per_second": float(tokens.sum() / seconds.sum()), "speedup": float(speedup(*columns)),
+            "speedup_interval": interval(speedup, *columns), "time": float(seconds.sum() / their_seconds.sum()),
+            "time_interval": ratio_interval(seconds, their_seconds), "seconds_per_answer": float(seconds.mean())}
+
+
+def _accuracy(ours: Sequence[Mapping], theirs: Sequence[Mapping], methods: int) -> dict:
+    pairs = [(a["right"], b["right"]) for a, b in zip(ours, theirs, strict=True) if a["right"] is not None]
+    if not pairs:
+        return {"graded": 0, "accuracy": None}
+    lost, gained = sum(them and not us for us, them in pairs), sum(us and not them for us, them in pairs)
+    return {"graded": len(pairs), "accuracy": sum(right for right, _ in pairs) / len(pairs), "lost": lost,
+            "gained": gained, "drop": (lost - gained) / len(pairs),
+            "drop_interval": drop_interval(lost, gained, len(pairs)),
+            "bound": drop_bound(lost, gained, len(pairs), 1 - 0.05 / methods)}
+
+
+def by_category(found: Sequence[Mapping], reference: str) -> dict[str, list[dict]]:
+    """The rows of all questions, and of each category where there are several."""
+    groups = {"all": found}
+    for line in found:
+        groups.setdefault(line["category"], []).append(line)
+    groups = groups if len(groups) > 2 else {"all": found}
+    return {category: method_rows(lines, reference) for category, lines in groups.items()}

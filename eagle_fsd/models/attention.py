@@ -1,7 +1,7 @@
 """Attention implementations of our own for trees, beside the stock ones.
 
-Two implementations of our own stand beside the stock ones, for any model whose attention is chosen by name: "grouped"
-is stock sdpa without its copies of shared keys, "split" runs the prefix without a mask and joins the tree to it.
+Both serve any model whose attention is chosen by name: "grouped" is stock sdpa without its copies of shared keys,
+"split" runs the prefix without a mask, by flash-attn where it is installed, and joins the tree to it.
 
 B batch, H query heads, K key heads, G = H / K, L prefix length, N nodes (queries), M columns of a mask, P keys of a
 part, D head size, W head size of the values.
@@ -13,9 +13,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from . import GROUPED, SPLIT
 from .flash import HALF, flash_for
-from .implementations import GROUPED, SPLIT
-from .masks import Prefix
 
 stock_attention = AttentionInterface()["sdpa"]
 
@@ -70,22 +69,22 @@ def split_attention(
     query: Tensor,  # [B, H, N, D]
     key: Tensor,  # [B, K, keys, D]
     value: Tensor,  # [B, K, keys, W]
-    attention_mask: Tensor | None,  # [B, 1, N, M] of `tree_masks`, or one of all keys; None: causal
+    attention_mask: Tensor | None,  # [B, 1, N, M] of the last M keys, the others being a prefix; None: causal
     *,
     scaling: float | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,  # [H]
-    tree_prefix: Prefix | None = None,
+    prefix_lengths: Tensor | None = None,  # [B] int32, how many keys of the prefix each row sees; None: all
     **options: object,
 ) -> tuple[Tensor, None]:  # [B, N, H, W]
-    """The prefix without a mask by the fastest kernel there is, joined with the masked rest by log-sum-exp.
+    """The prefix without a mask by flash-attn, joined with the masked rest by log-sum-exp.
 
     FlashAttention (arXiv 2205.14135, section 3.1) joins blocks of keys in the same way. Masks of all keys, and causal
     attention where there is no flash-attn, go to `grouped_attention`.
     """
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    nodes, keys = query.shape[2], key.shape[2]
     if attention_mask is None and flash_for(query, value) is not None:
+        nodes = query.shape[2]
         if nodes > 1:  # from an empty cache; a static one has more keys by then
             key, value = key[:, :, :nodes], value[:, :, :nodes]
         out, lse = _prefix_attention(query, key, value, scale, softcap, causal=nodes > 1)
@@ -93,24 +92,13 @@ def split_attention(
             share = (lse - s_aux.to(lse.dtype).view(1, *lse.shape[1:3], 1)).sigmoid()
             out = out * share[..., None].to(out.dtype)
         return _by_position(out), None
-    if attention_mask is None or attention_mask.shape[-1] >= keys:
+    prefix = 0 if attention_mask is None else key.shape[2] - attention_mask.shape[-1]
+    if prefix <= 0:
         return grouped_attention(
             module, query, key, value, attention_mask, scaling=scaling, softcap=softcap, s_aux=s_aux, **options
         )
-    start, partial, bias, lengths = 0, 0, None, None
-    if tree_prefix is not None:
-        start, partial = tree_prefix.starts[module.layer_idx], tree_prefix.partial[module.layer_idx]
-        bias, lengths = tree_prefix.bias, tree_prefix.lengths
-    first, last = start + partial, keys - (attention_mask.shape[-1] - partial)
-    before = None
-    if last > first:
-        before = _prefix_attention(
-            query, key[:, :, first:last], value[:, :, first:last], scale, softcap, bias=bias, lengths=lengths
-        )
-    if partial:
-        key, value = (torch.cat([each[:, :, start:first], each[:, :, last:]], 2) for each in (key, value))
-    else:
-        key, value = key[:, :, last:], value[:, :, last:]
+    before = _prefix_attention(query, key[:, :, :prefix], value[:, :, :prefix], scale, softcap, prefix_lengths)
+    key, value = key[:, :, prefix:], value[:, :, prefix:]
     return _by_position(_joined(query, key, value, attention_mask, scale, softcap, s_aux, before)), None
 
 
@@ -143,36 +131,24 @@ def _prefix_attention(
     value: Tensor,  # [B, K, P, W]
     scale: float,
     softcap: float | None,
-    *,
+    lengths: Tensor | None = None,  # [B] int32, see `split_attention`
     causal: bool = False,  # for flash-attn only
-    bias: Tensor | None = None,  # [B, 1, 1, P], as of `Prefix`
-    lengths: Tensor | None = None,  # [B]
 ) -> tuple[Tensor, Tensor]:  # [B, K, G, N, W], and the log-sum-exp of the scores [B, K, G, N] in float32
     """Attention that, but for `causal`, no two nodes of a row do differently."""
     grouped = _grouped(query, key)
     flash = flash_for(query, value)
-    if flash is not None and (bias is None or lengths is not None):
+    if flash is not None:
         each = (states.transpose(1, 2) for states in (query, key, value))
         out, lse = flash(*each, scale, softcap or 0.0, lengths, causal)  # [B, N, H, W], [B, H, N]
         return out.transpose(1, 2).unflatten(1, grouped.shape[1:3]), lse.unflatten(1, grouped.shape[1:3])
     assert not causal
-    folded = grouped.flatten(2, 3)  # without a mask the queries that share keys are as good as nodes of one head
-    if bias is not None:
-        bias = bias.expand(-1, key.shape[1], folded.shape[2], -1)
-    if softcap is not None or query.shape[-1] != value.shape[-1]:
-        kernel = None
-    elif query.device.type == "cpu":
-        kernel = _cpu_kernel
-    else:
-        kernel = _cuda_kernel if query.is_cuda and query.dtype in HALF and query.shape[-1] % 8 == 0 else None
-    if kernel is not None:
-        out, lse = kernel(folded, key, value, scale, bias)
-    else:
-        scores = _scores(folded[:, :, None], key, scale, softcap)[:, :, 0]
-        scores = scores if bias is None else scores + bias
-        lse = scores.logsumexp(-1)
-        out = (scores - lse[..., None]).exp().to(value.dtype) @ value
-    return out.unflatten(2, grouped.shape[2:4]), lse.unflatten(2, grouped.shape[2:4])
+    scores = _scores(grouped, key, scale, softcap)
+    if lengths is not None:
+        unseen = torch.arange(key.shape[2], device=key.device) >= lengths[:, None]
+        scores = scores.masked_fill(unseen[:, None, None, None], torch.finfo(scores.dtype).min)
+    lse = scores.logsumexp(-1)
+    weights = (scores - lse[..., None]).exp().to(value.dtype)
+    return (weights.flatten(2, 3) @ value).unflatten(2, grouped.shape[2:4]), lse
 
 
 def _grouped(query: Tensor, key: Tensor) -> Tensor:
@@ -189,17 +165,6 @@ def _scores(grouped: Tensor, key: Tensor, scale: float, softcap: float | None) -
 def _by_position(out: Tensor) -> Tensor:
     """[B, K, G, N, W] -> [B, N, H, W]."""
     return out.flatten(1, 2).transpose(1, 2).contiguous()
-
-
-def _cpu_kernel(query: Tensor, key: Tensor, value: Tensor, scale: float, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, attn_mask=bias, scale=scale)
-
-
-def _cuda_kernel(query: Tensor, key: Tensor, value: Tensor, scale: float, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    if bias is None:
-        return torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, scale=scale)[:2]
-    out, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(query, key, value, bias, True, scale=scale)
-    return out, lse[..., : query.shape[2]]  # it is padded
 
 
 for _name, _function in {GROUPED: grouped_attention, SPLIT: split_attention}.items():

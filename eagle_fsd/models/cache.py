@@ -10,7 +10,6 @@ to its own end. Pinned, a cache has forwards append further on than any sequence
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -82,28 +81,25 @@ class TreeCache(Cache):
         self.stale = batch > 1 if stale is None else stale
         self._lengths: list[int] | None = None  # of the sequences; None: all are as long as the cache
         self._pinned: tuple[Tensor, Tensor] | None = None  # see `pin`
-        self._unallocated = Counter(devices)  # layers of each device that have no storage yet
-        self._storages: dict[tuple, tuple[Tensor, int]] = {}  # storage [layers, 2, B, H, C, D] and layers handed out
+        self._storages: list[tuple[torch.device, Tensor]] = []  # [layers, 2, B, H, C, D], or with one of the two
+        self._free: dict[tuple, list[Tensor]] = {}  # [2, B, H, C, D] that no layer has yet, by device and shape
 
-    def allocate(self, device: torch.device, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
+    def allocate(self, device: torch.device, key_states: Tensor, value_states: Tensor) -> Tensor | list[Tensor]:
         """Storage for one more layer of these key and value shapes: two [B, H, C, D]."""
-        _, heads, _, size = key_states.shape
-        new = key_states.new_zeros if self.stale else key_states.new_empty  # stale places must hold no NaN
         if value_states.shape != key_states.shape:  # latent attention (DeepSeek): nothing to share
-            both = [new(self.batch, states.shape[1], self.capacity, states.shape[3])
-                    for states in (key_states, value_states)]
-            self._storages |= {(device, len(self._storages) + i): (storage, 1) for i, storage in enumerate(both)}
-            return both[0], both[1]
-        key = (device, heads, size, key_states.dtype)
-        storage, used = self._storages.get(key, (None, 0))
-        if storage is None or used == len(storage):
-            # Nearly always all layers of a device are alike; others get what is left, one by one.
-            count = self._unallocated[device] if not any(k[0] == device for k in self._storages) else 1
-            storage, used = new(count, 2, self.batch, heads, self.capacity, size), 0
-            key = (*key, len(self._storages)) if key in self._storages else key
-        self._unallocated[device] -= 1
-        self._storages[key] = (storage, used + 1)
-        return storage[used, 0], storage[used, 1]
+            return [self._storage(device, states, 1, 1)[0, 0] for states in (key_states, value_states)]
+        free = self._free.setdefault((device, *key_states.shape[1::2], key_states.dtype), [])
+        if not free:  # nearly always all layers of a device are alike; what differs comes one by one
+            first = all(place != device for place, _ in self._storages)
+            layers = [layer.layer_device for layer in self.layers].count(device) if first else 1
+            free.extend(self._storage(device, key_states, layers, 2))
+        return free.pop(0)
+
+    def _storage(self, device: torch.device, states: Tensor, layers: int, each: int) -> Tensor:
+        new = states.new_zeros if self.stale else states.new_empty  # stale places must hold no NaN
+        storage = new(layers, each, self.batch, states.shape[1], self.capacity, states.shape[3])
+        self._storages.append((device, storage))
+        return storage
 
     @property
     def length(self) -> int:
@@ -113,7 +109,7 @@ class TreeCache(Cache):
     @property
     def nbytes(self) -> int:
         """Bytes of the storage."""
-        return sum(storage.nbytes for storage, _ in self._storages.values())
+        return sum(storage.nbytes for _, storage in self._storages)
 
     @property
     def lengths(self) -> list[int]:
@@ -147,7 +143,7 @@ class TreeCache(Cache):
         visible: Tensor,  # [B, place] bool, the places that hold one
     ) -> None:
         """Until the next `commit`, forwards append at this place, and the sequences' lengths are known to the device
-        only: of the same shapes whatever the lengths, as CUDA graphs want them."""
+        only: of the same shapes whatever the lengths."""
         self._pinned = starts, visible
         for layer in self.layers:
             layer.length = visible.shape[1]
@@ -175,12 +171,12 @@ class TreeCache(Cache):
         moves = [(row, place, length + count) for row, (length, places) in enumerate(zip(lengths, kept, strict=True))
                  for count, place in enumerate(places) if place != length + count]
         if moves:
-            for device in {key[0] for key in self._storages}:
-                row, source, target = torch.tensor(moves).to(device, non_blocking=True).unbind(1)
-                for key, (storage, _) in self._storages.items():
-                    if key[0] == device:
-                        places = storage.transpose(-3, -2)  # [..., B, C, H, D]
-                        places[..., row, target, :, :] = places[..., row, source, :, :]
+            chosen = torch.tensor(moves)
+            moved = {device: chosen.to(device, non_blocking=True).unbind(1) for device, _ in self._storages}
+            for device, storage in self._storages:
+                row, source, target = moved[device]
+                places = storage.transpose(-3, -2)  # [..., B, C, H, D]
+                places[..., row, target, :, :] = places[..., row, source, :, :]
         self._settle([length + len(places) for length, places in zip(lengths, kept, strict=True)])
 
     def truncate(self, length: int) -> None:
@@ -192,16 +188,10 @@ class TreeCache(Cache):
             return
         self._settle([min(held, length) for held in self.lengths])
 
-    def clear(self) -> None:
-        """Forget all, also what a broken forward may have left."""
-        for storage, _ in self._storages.values():
-            storage.zero_()
-        self._settle([0] * self.batch)
-
     def keep_rows(self, rows: Sequence[int]) -> None:
         """Keep these sequences, in this ascending order, and forget the others."""
         lengths = [self.lengths[row] for row in rows]
-        for storage, _ in self._storages.values():
+        for _, storage in self._storages:
             for place, row in enumerate(rows):
                 if place != row:
                     held = storage[..., row, :, : lengths[place], :]
@@ -227,7 +217,7 @@ class TreeCache(Cache):
         return other
 
     def add_row(self, source: TreeCache, row: int) -> None:
-        """One more sequence, behind the others: one of another cache. `keep_rows` takes it away."""
+        """One more sequence, after the others: one of another cache. `keep_rows` takes it away."""
         lengths = self.lengths
         assert len(lengths) < self.batch, f"{self.batch} sequences are all that this cache has room for"
         self.rows = slice(0, len(lengths) + 1)
@@ -255,5 +245,5 @@ class TreeCache(Cache):
 
     def erase_row(self, row: int) -> None:
         """Zeros in place of a sequence's keys and values: a NaN would reach whoever gets its place."""
-        for storage, _ in self._storages.values():
+        for _, storage in self._storages:
             storage[..., row, :, :, :] = 0

@@ -9,6 +9,7 @@ import functools
 import importlib
 import logging
 from collections.abc import Callable
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -30,35 +31,23 @@ def flash_for(query: Tensor, value: Tensor) -> Flash | None:
     return found and found[1]
 
 
-_flash: dict[torch.device, tuple[str, Flash] | None] = {}  # what was found; no functools.cache, for torch.compile
-
-
+@functools.cache
 def find_flash(device: torch.device) -> tuple[str, Flash] | None:
     """The flash-attn package that is used on the device, of those that can be imported, and how to call it.
 
     On Hopper 3, else 2; on newer devices 4, else 2; on Ampere and Ada 2. Version 4 cuts the keys into parts that run
     side by side, without which a tree occupies few of the multiprocessors, on devices newer than Hopper only.
     """
-    if device not in _flash:
-        _flash[device] = _look_for_flash(device)
-    return _flash[device]
-
-
-def _look_for_flash(device: torch.device) -> tuple[str, Flash] | None:
-    capability = _capability(device)
-    runs = {"flash_attn_interface": capability == 9, "flash_attn.cute": capability >= 10, "flash_attn": capability >= 8}
-    for name in (name for name in runs if runs[name]):
+    major = _capability(device)
+    candidates = {"flash_attn_interface": major == 9, "flash_attn.cute": major >= 10, "flash_attn": major >= 8}
+    for name in (name for name, serves in candidates.items() if serves):
         try:
             module = importlib.import_module(name)
-        except Exception as error:  # an extension that was built for another torch raises anything
-            level = logging.DEBUG if isinstance(error, ModuleNotFoundError) else logging.WARNING
-            log.log(level, "%s is not used: %s", name, error)
+            return name, _flash_4(module) if name == "flash_attn.cute" else _flash_2_or_3(module)
+        except ModuleNotFoundError:
             continue
-        wanted, call = FLASH[name]
-        functions = [getattr(module, function, None) for function in wanted]
-        if all(functions):
-            return name, functools.partial(call, *functions)
-        log.warning("%s is not used: it has no %s", name, " and ".join(wanted))
+        except Exception as error:  # an extension that was built for another torch raises anything
+            log.warning("%s is not used: %s", name, error)
     return None
 
 
@@ -67,23 +56,22 @@ def _capability(device: torch.device) -> int:
     return torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 0
 
 
-def _flash_2_or_3(with_kvcache, query, key, value, scale, softcap, lengths, causal):
-    return with_kvcache(
+def _flash_2_or_3(module: ModuleType) -> Flash:
+    with_kvcache = module.flash_attn_with_kvcache
+    return lambda query, key, value, scale, softcap, lengths, causal: with_kvcache(
         query, key, value, cache_seqlens=lengths, softmax_scale=scale, softcap=softcap, causal=causal,
         return_softmax_lse=True,
     )[:2]
 
 
-def _flash_4(uniform, ragged, query, key, value, scale, softcap, lengths, causal):
-    options = {"softmax_scale": scale, "softcap": softcap, "causal": causal, "num_splits": 0, "return_lse": True}
-    if lengths is None:
-        return uniform(query, key, value, **options)[:2]
-    return ragged(query, key, value, seqused_k=lengths, **options)[:2]
+def _flash_4(module: ModuleType) -> Flash:
+    uniform, ragged = module.flash_attn_func, module.flash_attn_varlen_func
 
+    def attend(query, key, value, scale, softcap, lengths, causal):
+        # num_splits=0: as many parts as pay, which is the default of versions 2 and 3.
+        options = {"softmax_scale": scale, "softcap": softcap, "causal": causal, "num_splits": 0, "return_lse": True}
+        if lengths is None:
+            return uniform(query, key, value, **options)[:2]
+        return ragged(query, key, value, seqused_k=lengths, **options)[:2]
 
-# What is called of each package. num_splits=0: as many as pay, which is the default of versions 2 and 3.
-FLASH = {
-    "flash_attn_interface": (("flash_attn_with_kvcache",), _flash_2_or_3),
-    "flash_attn.cute": (("flash_attn_func", "flash_attn_varlen_func"), _flash_4),
-    "flash_attn": (("flash_attn_with_kvcache",), _flash_2_or_3),
-}
+    return attend

@@ -12,10 +12,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ..checks import check_placement
-from ..data.bars import no_bars_for
 from ..data.gguf import target_source
-from .implementations import STOCK
-from .parallel import loading_options
+from ..data.sources import no_bars_for
+from . import STOCK
 
 log = logging.getLogger(__name__)
 
@@ -76,7 +75,6 @@ def load_target(
     dtype: str | torch.dtype = "auto",
     device: str | torch.device | None = None,
     device_map: str | dict | None = None,
-    tp_plan: str | dict[str, str] | None = None,
     quantization_config: object | None = None,
     attn_implementation: str | None = None,
     trust_remote_code: bool = False,
@@ -92,14 +90,12 @@ def load_target(
     if attn_implementation not in (None, *STOCK):
         accepted = ", ".join(STOCK)
         raise ValueError(f"attn_implementation must be None or one of {accepted}, got {attn_implementation!r}")
-    check_placement(device, device_map, tp_plan)
-    options = loading_options(tp_plan)
+    check_placement(device, device_map)
     place = check_device(device)
     target = target_source(target)  # last: a GGUF file is dequantised
     if dtype == "auto" and device_map is None and place.type == "cpu":
         dtype = cpu_dtype(target, trust_remote_code)
-    if quantization_config is not None:  # None would take a saved one away
-        options["quantization_config"] = quantization_config
+    options = {} if quantization_config is None else {"quantization_config": quantization_config}  # None: the saved one
     try:
         with no_bars_for(target):
             model, loaded = AutoModelForCausalLM.from_pretrained(
@@ -112,7 +108,7 @@ def load_target(
         raise ValueError(f"{target} cannot be loaded as a causal LM: {type(error).__name__}: {error}") from error
     if loaded["missing_keys"]:  # transformers would go on with random numbers
         raise ValueError(f"{target} lacks weights: {', '.join(sorted(loaded['missing_keys']))}")
-    if device_map is None and "distributed_config" not in options:
+    if device_map is None:
         model.to(place)
     try:
         tokenizer = AutoTokenizer.from_pretrained(target, trust_remote_code=trust_remote_code)

@@ -7,74 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from .implementations import SPLIT
+from . import SPLIT
 
-
-class Prefix(NamedTuple):
-    """What the small masks of `tree_masks` do not say; reaches "split" as the keyword `tree_prefix` of the forward.
-
-    Args:
-        starts: by layer, the first key that any node sees.
-        partial: by layer, how many keys from there on some nodes see and others do not: they have the mask's first
-            columns. All nodes see what lies between them and the tree.
-        bias: [B, 1, 1, L] additive, where a row does not see all of the prefix.
-        lengths: [B] int32, at least 1, where what a row sees of the prefix is its beginning; says what `bias` says.
-    """
-
-    starts: Sequence[int]
-    partial: Sequence[int]
-    bias: Tensor | None = None
-    lengths: Tensor | None = None
-
-
-def tree_masks(
-    implementation: str,
-    ancestors: Tensor,  # [B, N, N] bool, or self
-    positions: Tensor,  # [B, N], where key j of the prefix is at position j
-    prefix: int,  # L
-    dtype: torch.dtype,
-    layers: Sequence[str],  # the kind of each layer: full_attention, sliding_attention or chunked_attention
-    *,
-    window: int | None = None,  # of the sliding layers
-    chunk: int | None = None,  # of the chunked layers
-    prefix_visible: Tensor | None = None,  # [B, L] bool; None: all of it
-    lengths: Tensor | None = None,  # [B], where row b sees the first lengths[b] keys: what prefix_visible says, shorter
-) -> tuple[dict[str, Tensor], Prefix | None]:
-    """Additive masks [B, 1, N, M] by kind of layer, and what else the forward of a tree must be told.
-
-    For "split" a mask has the columns of the tree, and before them those of the keys that only some nodes see; for all
-    other implementations those of all keys.
-    """
-    if prefix_visible is None and lengths is not None:
-        prefix_visible = torch.arange(prefix, device=positions.device) < lengths[:, None]
-    masks, spans = {}, {}
-    for kind in dict.fromkeys(layers):
-        reach = {"sliding_attention": window, "chunked_attention": chunk}.get(kind)
-        narrow = reach is not None and prefix + ancestors.shape[1] > reach
-        if implementation != SPLIT or (narrow and prefix_visible is not None):
-            start, partial = 0, prefix
-        else:
-            start, partial = _span(kind, reach, prefix, ancestors.shape[1]) if narrow else (0, 0)
-        mask = tree_mask(ancestors, partial, dtype, prefix_visible if partial else None)
-        if narrow:
-            keys = torch.arange(start, start + partial, device=positions.device).expand(len(positions), -1)
-            narrowed = apply_window if kind == "sliding_attention" else apply_chunks
-            mask = narrowed(mask, positions, torch.cat([keys, positions], 1), reach)
-        masks[kind], spans[kind] = mask, (start, partial)
-    if implementation != SPLIT or (prefix_visible is None and not any(map(any, spans.values()))):
-        return masks, None
-    starts, partials = zip(*(spans[kind] for kind in layers), strict=True)
-    bias = None
-    if prefix_visible is not None:  # CUDA kernels want rows of a multiple of 16 bytes
-        bias = torch.zeros(len(positions), 1, 1, -(-prefix // 8) * 8, dtype=dtype, device=positions.device)
-        bias = bias[..., :prefix].masked_fill_(~prefix_visible[:, None, None], torch.finfo(dtype).min)
-    return masks, Prefix(starts, partials, bias, None if lengths is None else lengths.to(torch.int32))
+SLIDING, CHUNKED = "sliding_attention", "chunked_attention"
 
 
 def kinds_of(config: PreTrainedConfig) -> set[str]:
@@ -100,32 +40,44 @@ class MaskedLayers:
     @classmethod
     def of(cls, config: PreTrainedConfig) -> MaskedLayers:
         kinds = kinds_of(config)
-        window = getattr(config, "sliding_window", None) if not kinds or "sliding_attention" in kinds else None
+        window = getattr(config, "sliding_window", None) if not kinds or SLIDING in kinds else None
         by_type = bool(kinds - {"full_attention"})
-        only = "full_attention" if window is None else "sliding_attention"
+        only = "full_attention" if window is None else SLIDING
         layers = config.layer_types if by_type else [only] * config.num_hidden_layers
-        return cls(layers, by_type, window, config.attention_chunk_size if "chunked_attention" in kinds else None)
+        return cls(layers, by_type, window, config.attention_chunk_size if CHUNKED in kinds else None)
 
     def forward_options(
-        self, implementation: str, ancestors: Tensor, positions: Tensor, prefix: int, dtype: torch.dtype,
-        prefix_visible: Tensor | None,
+        self,
+        implementation: str,
+        ancestors: Tensor,  # [B, N, N] bool, or self
+        positions: Tensor,  # [B, N], where key j of the prefix is at position j
+        prefix: int,  # L
+        dtype: torch.dtype,
+        prefix_visible: Tensor | None = None,  # [B, L] bool: the first keys of each row; None: all
     ) -> dict[str, object]:
-        """Keywords of a forward whose tokens see their ancestors; the arguments are those of `tree_masks`."""
-        masks, kept = tree_masks(
-            implementation, ancestors, positions, prefix, dtype, self.kinds, window=self.window, chunk=self.chunk,
-            prefix_visible=prefix_visible, lengths=None if prefix_visible is None else prefix_visible.sum(1),
-        )
-        seen: dict[str, object] = {"attention_mask": masks if self.by_type else masks[self.kinds[0]]}
-        return seen if kept is None else seen | {"tree_prefix": kept}
+        """Keywords of a forward whose tokens see their ancestors: additive masks [B, 1, N, M], by kind of layer or one.
 
-
-def _span(kind: str, reach: int, prefix: int, nodes: int) -> tuple[int, int]:
-    """The first key that any node sees, and how many from there on not all see; nodes are at most N - 1 deep."""
-    if kind == "sliding_attention":
-        start = max(0, prefix - reach + 1)
-        return start, min(prefix, prefix + nodes - reach) - start
-    start = prefix // reach * reach
-    return start, 0 if (prefix + nodes - 1) // reach == prefix // reach else prefix - start
+        For "split" a mask has the columns of the tree alone, and rows of different lengths are told as `prefix_lengths`
+        [B] int32. Layers whose reach ends within the text, and all other implementations, have a mask of all keys.
+        """
+        masks = {}
+        for kind in dict.fromkeys(self.kinds):
+            reach = {SLIDING: self.window, CHUNKED: self.chunk}.get(kind)
+            narrow = reach is not None and prefix + ancestors.shape[1] > reach
+            if implementation == SPLIT and not narrow:
+                masks[kind] = tree_mask(ancestors, 0, dtype)
+                continue
+            mask = tree_mask(ancestors, prefix, dtype, prefix_visible)
+            if narrow:
+                before = torch.arange(prefix, device=positions.device).expand(len(positions), -1)
+                ours, keys = positions[:, None, :, None], torch.cat([before, positions], 1)[:, None, None]
+                hidden = ours - keys >= reach if kind == SLIDING else ours // reach != keys // reach
+                mask = mask.masked_fill(hidden, torch.finfo(dtype).min)
+            masks[kind] = mask
+        options: dict[str, object] = {"attention_mask": masks if self.by_type else masks[self.kinds[0]]}
+        if implementation == SPLIT and prefix_visible is not None:
+            options["prefix_lengths"] = prefix_visible.sum(1, dtype=torch.int32)
+        return options
 
 
 def tree_mask(
@@ -145,25 +97,3 @@ def tree_mask(
         mask[..., :prefix].masked_fill_(~prefix_visible[:, None, None], lowest)
     mask[..., prefix:].masked_fill_(~visible[:, None], lowest)
     return mask
-
-
-def apply_window(
-    mask: Tensor,  # [B, 1, N, L + M], as of `tree_mask`
-    query_positions: Tensor,  # [B, N]
-    key_positions: Tensor,  # [B, L + M]
-    window: int,
-) -> Tensor:
-    """The same mask for sliding-window layers: a key is seen iff query position - key position < window."""
-    distance = query_positions[:, None, :, None] - key_positions[:, None, None, :]
-    return mask.masked_fill(distance >= window, torch.finfo(mask.dtype).min)
-
-
-def apply_chunks(
-    mask: Tensor,  # [B, 1, N, L + M], as of `tree_mask`
-    query_positions: Tensor,  # [B, N]
-    key_positions: Tensor,  # [B, L + M]
-    chunk: int,
-) -> Tensor:
-    """The same mask for layers of chunked attention: a key is seen iff it is in the query's chunk of positions."""
-    elsewhere = (query_positions // chunk)[:, None, :, None] != (key_positions // chunk)[:, None, None, :]
-    return mask.masked_fill(elsewhere, torch.finfo(mask.dtype).min)

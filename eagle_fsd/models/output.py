@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class OutputRows:
     """Some tokens' part of a target's output layer: [..., D] -> [..., R] in float32, scaled and capped as the target's.
 

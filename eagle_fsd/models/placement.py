@@ -11,8 +11,16 @@ import torch
 from accelerate.hooks import remove_hook_from_module
 from accelerate.utils import align_module_device
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from .parallel import plain_parts, whole
+
+def plain_parts(weight: Tensor) -> Iterator[Tensor]:
+    """The plain tensors that make up a weight: several where it is quantised, such as numbers and scales."""
+    if is_traceable_wrapper_subclass(weight):
+        for name in weight.__tensor_flatten__()[0]:
+            yield from plain_parts(getattr(weight, name))
+    else:
+        yield weight
 
 
 def weights_digest(module: nn.Module) -> str:
@@ -20,7 +28,7 @@ def weights_digest(module: nn.Module) -> str:
     do not count."""
     total = 0.0
     for number, weight in enumerate(module.parameters(), 1):
-        for part in plain_parts(whole(weight.detach())):
+        for part in plain_parts(weight.detach()):
             if not part.is_meta:
                 step = max(1, part.numel() // 97)
                 if part.is_contiguous():
@@ -71,16 +79,19 @@ class PackedLinear(nn.Linear):
 
     The stock layer brings its weight into that layout in every forward, which for a few rows takes as long as the
     product. Results are bit for bit the same. Where the weight has changed since, where gradients are wanted, and after
-    copying or pickling, it is the stock layer.
+    copying or pickling, it computes as the stock layer does.
+
+    Args:
+        layer: whose place it takes; it shares its weight, bias and hooks.
     """
 
     ROWS = 64  # that the layout is chosen for; it serves one row as well
     in_use = True  # see `stock_layout`
-    packed: Tensor | None
-    packed_of: tuple[int, int]
 
-    def pack(self) -> None:
-        self.packed = torch.ops.mkldnn._reorder_linear_weight(self.weight.detach(), self.ROWS)
+    def __init__(self, layer: nn.Linear) -> None:
+        nn.Module.__init__(self)
+        self.__dict__.update(layer.__dict__)
+        self.packed: Tensor | None = torch.ops.mkldnn._reorder_linear_weight(self.weight.detach(), self.ROWS)
         self.packed_of = self.weight.data_ptr(), self.weight._version
 
     def forward(self, input: Tensor) -> Tensor:
@@ -93,23 +104,24 @@ class PackedLinear(nn.Linear):
         return self.__dict__ | {"packed": None}
 
 
-def pack_linears(module: nn.Module) -> None:
-    """Pack a module's plain bfloat16 linear layers on a CPU, in place; others stay as they are."""
-    if not torch.backends.mkldnn.is_available():
-        return
-    for layer in module.modules():
-        weight = getattr(layer, "weight", None)
-        if (type(layer) is nn.Linear and type(weight.data) is Tensor and weight.dtype == torch.bfloat16
-                and weight.device.type == "cpu" and not weight.is_inference() and not hasattr(layer, "_hf_hook")):
-            layer.__class__ = PackedLinear
-            layer.pack()
+def pack_linears(module: nn.Module) -> nn.Module:
+    """Put packed layers in the places of a module's plain bfloat16 linear ones on a CPU; others stay as they are.
+
+    Returns:
+        The module, or what takes its place where it is such a layer itself.
+    """
+    for parent in list(module.modules()):
+        for name, child in parent.named_children():
+            if _can_be_packed(child):
+                setattr(parent, name, PackedLinear(child))
+    return PackedLinear(module) if _can_be_packed(module) else module
 
 
-def unpack_linears(module: nn.Module) -> None:
-    """Undo `pack_linears`."""
-    for layer in module.modules():
-        if type(layer) is PackedLinear:
-            layer.__class__, layer.packed = nn.Linear, None
+def _can_be_packed(layer: nn.Module) -> bool:
+    weight = getattr(layer, "weight", None)
+    return (type(layer) is nn.Linear and type(weight.data) is Tensor and weight.dtype == torch.bfloat16
+            and weight.device.type == "cpu" and not weight.is_inference() and not hasattr(layer, "_hf_hook")
+            and torch.backends.mkldnn.is_available())
 
 
 def is_packed(module: nn.Module) -> bool:

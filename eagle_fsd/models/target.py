@@ -5,25 +5,26 @@ B batch, N tokens of a forward, L prefix length, D hidden size, F width of the f
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
+from . import IMPLEMENTATIONS, SPLIT
 from . import attention as _registered  # noqa: F401  (its functions are chosen by name)
-from .admission import FULL, check_config, check_logits, check_weights, find_layers, tree_of_two_rows
 from .cache import TreeCache
-from .implementations import SPLIT
-from .masks import MaskedLayers
+from .masks import CHUNKED, SLIDING, MaskedLayers, kinds_of
 from .output import OutputRows, output_logits
-from .parallel import group_of, of_first
-from .placement import Lock, copy_to, device_of, weights_digest
+from .placement import Lock, copy_to, device_of, plain_parts, weights_digest
 
-PARITY, HALF_PARITY = 1e-4, 2e-2  # how far features may differ between attentions or compiled, of their size
+log = logging.getLogger(__name__)
+
+FULL = (torch.float32, torch.float64)
+PARITY, HALF_PARITY = 1e-4, 2e-2  # how far features may differ between attentions, of their size
+ROUNDING = 0.05  # of the largest logit: what half precision or quantised activations may change, see `_check_logits`
 PREFILL = {"cpu": 256, "cuda": 2048}  # positions of a prompt per forward: what is computed for them is large
-_sharded_digests: WeakKeyDictionary[PreTrainedModel, str] = WeakKeyDictionary()  # which take all processes to compute
 
 
 class TargetModel:
@@ -47,12 +48,10 @@ class TargetModel:
         check_config(model, self.config)
         decoder = model.get_decoder()
         self.decoder: nn.Module = getattr(model, "model", decoder) if decoder is model else decoder  # Llama-4: itself
-        self.lm_head: nn.Module = model.get_output_embeddings()
         self.embed_tokens: nn.Module = model.get_input_embeddings()
         self.hidden_size: int = self.config.hidden_size
         # A packed weight does not have the shape of what it stands for.
         self.vocab_size: int = getattr(self.lm_head, "out_features", self.lm_head.weight.shape[0])
-        self.group = group_of(model)  # processes that share the weights
         # Granite divides its logits, Cohere multiplies them, Gemma-2 caps them; all before the sampling temperature.
         config = self.config
         self.scale: float = (getattr(config, "logit_scale", None) or 1) / (getattr(config, "logits_scaling", None) or 1)
@@ -71,14 +70,11 @@ class TargetModel:
         self.counts_positions = bool(getattr(self.config, "attn_temperature_tuning", False))
         self.decoder_layers = find_layers(self.decoder, self.config, type(model).__name__)
         if check:
-            check_weights(model, self.group)
-            check_logits(self)
+            check_weights(model)
+            self._check_logits()
             if self.config._attn_implementation == SPLIT:  # not every class passes on all that it needs
                 self.model.set_attn_implementation("eager")
                 self.use_attention(SPLIT)
-        if self.group is not None and model not in _sharded_digests:
-            sample = weights_digest(model)
-            _sharded_digests[model] = of_first(self.group, lambda: sample)
 
     def use_attention(self, implementation: str) -> None:
         """Switch to another attention implementation if it gives a tree the same features.
@@ -88,11 +84,11 @@ class TargetModel:
         """
         before = self.config._attn_implementation
         try:
-            expected = tree_of_two_rows(self)
+            expected = self._tree_of_two_rows()
             self.model.set_attn_implementation(implementation)
             if self.config._attn_implementation != implementation:
                 raise ValueError("its class does not choose its attention by name")
-            found = tree_of_two_rows(self)
+            found = self._tree_of_two_rows()
             difference = ((found - expected).norm() / expected.norm()).item()
             if not difference <= (PARITY if self.dtype in FULL else HALF_PARITY):
                 raise ValueError(f"the features of a tree differ by {difference:.1g} of their size")
@@ -100,6 +96,54 @@ class TargetModel:
             self.model.set_attn_implementation(before)
             model = type(self.model).__name__
             raise ValueError(f"{model} stays with attention {before}, {implementation} fails: {error}") from error
+
+    @torch.inference_mode()
+    def _check_logits(self) -> None:
+        """Refuse models whose head, masks or positions do more than we know of: our logits must be the model's own."""
+        name, device = type(self.model).__name__, self.device
+        # Two tokens, then a tree 0 - 1 - 2, 0 - 3 - 4: its second branch is at other positions than its rows.
+        tokens = torch.arange(7, device=device)[None] % self.vocab_size
+        branches = torch.stack([tokens[0, [0, 1, 2, 3, 4]], tokens[0, [0, 1, 2, 5, 6]]])
+        stock = self.model(input_ids=branches, use_cache=False).logits.float().to(self.output_device)
+        if not stock.isfinite().all():
+            raise ValueError(f"{name} is not supported: its logits are not finite in {self.dtype}")
+        stock = torch.cat([stock[0], stock[1, 3:]])
+        ancestors = torch.tensor([[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 1, 1, 0, 0], [1, 0, 0, 1, 0], [1, 0, 0, 1, 1]])
+        ancestors, positions = ancestors.bool().to(device)[None], torch.tensor([[2, 3, 4, 3, 4]], device=device)
+        cache = self.new_cache(7)
+        try:
+            features = [self.prefill(tokens[:, :2], cache), self.verify(tokens[:, 2:], positions, ancestors, cache)]
+        except (AttributeError, IndexError, TypeError, ValueError) as error:
+            raise ValueError(f"{name} is not supported: it cannot verify a tree ({error})") from error
+        ours, largest = self.logits(torch.cat(features, 1))[0], stock.abs().max().item()
+        if torch.allclose(stock, ours, rtol=1e-3, atol=1e-3 * largest):
+            return
+        error, quantised = (stock - ours).abs().max().item() / largest, getattr(self.model, "is_quantized", False)
+        if not ((quantised or self.dtype not in FULL) and error <= ROUNDING):
+            raise ValueError(
+                f"{name} is not supported: its logits are not lm_head(last hidden state) with a scale and a softcap, "
+                "or depend on more than the positions and keys that a tree mask shows"
+            )
+        if quantised:
+            log.warning("%s is quantised so that its logits change with the tokens beside them, by up to %.1f%% of the "
+                        "largest: where its best two are closer, the text may not be that of plain decoding", name,
+                        100 * error)
+
+    @torch.inference_mode()
+    def _tree_of_two_rows(self) -> Tensor:
+        """[2, 5, D] float32: features of a tree after 9 tokens in one row and after the first 5 in the other."""
+        cache, lengths = self.new_cache(14, 2), [9, 5]
+        tokens = (torch.arange(28, device=self.device).view(2, 14) * 7 + 1) % self.vocab_size
+        self.prefill(tokens[:, :9], cache)
+        cache.commit([0, 0], [range(length) for length in lengths])
+        seen = torch.tensor([[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 0, 1, 0, 0], [1, 1, 0, 1, 0], [1, 1, 0, 1, 1]])
+        ancestors = seen.bool().to(self.device).expand(2, -1, -1)
+        positions = torch.tensor(lengths, device=self.device)[:, None] + ancestors.sum(-1) - 1
+        return self.verify(tokens[:, 9:], positions, ancestors, cache)[..., -self.hidden_size :].float()
+
+    @property
+    def lm_head(self) -> nn.Module:
+        return self.model.get_output_embeddings()
 
     @property
     def device(self) -> torch.device:
@@ -121,8 +165,7 @@ class TargetModel:
 
     def digest(self) -> str:
         """What tells one target from another, whatever dtype it is loaded in: its shape and a sample of its weights."""
-        sample = _sharded_digests.get(self.model) or weights_digest(self.model)
-        return f"{type(self.model).__name__}/{self.hidden_size}/{self.vocab_size}/{sample}"
+        return f"{type(self.model).__name__}/{self.hidden_size}/{self.vocab_size}/{weights_digest(self.model)}"
 
     def limit_of(self, length: int) -> int | None:
         """Positions that a text of this length may grow to; None: any number.
@@ -154,12 +197,27 @@ class TargetModel:
         """F."""
         return self.hidden_size * (len(self.layers) + 1)
 
+    def forward(
+        self,
+        tokens: Tensor,  # [B, N]
+        positions: Tensor | None,  # [B, N]; None: those that come next in the cache
+        masks: dict[str, object],  # keywords of `MaskedLayers.forward_options`; none: causal
+        cache: TreeCache,  # to which the tokens' keys and values are appended
+    ) -> Tensor:  # [B, N, F]
+        """One forward, by the stock decoder: all that `prefill` and `verify` compute is computed here.
+
+        This is the seam for faster forwards: assign another callable of this signature (`target.forward = fused`), one
+        that compiles, replays CUDA graphs or fuses the layers. Everything above it stays as it is. A draft head has the
+        same seam in `DraftHead.forward`.
+        """
+        return self.features(tokens, position_ids=positions, past_key_values=cache, use_cache=True, **masks)
+
     def features(
         self,
         tokens: Tensor,  # [B, N]
         **options: object,  # keywords of the stock decoder
     ) -> Tensor:  # [B, N, F]
-        """One forward through the decoder."""
+        """What the stock decoder makes of tokens."""
         if not self.layers:
             return self.decoder(input_ids=tokens, **options).last_hidden_state
         entering: list[Tensor] = []
@@ -178,7 +236,7 @@ class TargetModel:
     def prefill(self, tokens: Tensor, cache: TreeCache) -> Tensor:
         """Features [B, N, F] of a prompt [B, N], through the model's own causal mask; a long one in parts."""
         rows = prefill_rows(self.device) if self.reads_in_parts else tokens.shape[1]
-        parts = [self.features(part, past_key_values=cache, use_cache=True) for part in tokens.split(rows, 1)]
+        parts = [self.forward(part, None, {}, cache) for part in tokens.split(rows, 1)]
         return torch.cat(parts, 1) if len(parts) > 1 else parts[0]
 
     def verify(
@@ -193,24 +251,14 @@ class TargetModel:
         limit = self.limit_of(prefix)
         if limit is not None:  # nodes beyond the last position are never emitted, but have to be embedded
             positions = positions.clamp_max(limit - 1)
-        seen = self.masks(ancestors, positions, prefix, cache.visible(ancestors.device))
+        masks = self.masked_layers.forward_options(
+            self.config._attn_implementation, ancestors, positions, prefix, self.dtype, cache.visible(ancestors.device)
+        )
         if self.counts_positions:
             cache.skew = positions[0] - torch.arange(prefix, prefix + len(positions[0]), device=positions.device)
-        features = self.features(tokens, position_ids=positions, past_key_values=cache, use_cache=True, **seen)
+        features = self.forward(tokens, positions, masks, cache)
         cache.skew = 0
         return features
-
-    def masks(
-        self,
-        ancestors: Tensor,  # [B, N, N] bool
-        positions: Tensor,  # [B, N]
-        prefix: int,  # L, keys before the tree
-        prefix_visible: Tensor | None = None,  # [B, L] bool: what rows hold, the first ones of each; None: all
-    ) -> dict[str, object]:
-        """What a forward of the decoder must be told for its tokens to see their ancestors: its keywords."""
-        return self.masked_layers.forward_options(
-            self.config._attn_implementation, ancestors, positions, prefix, self.dtype, prefix_visible
-        )
 
     def logits(self, features: Tensor) -> Tensor:
         """Raw next-token logits [..., V] in float32, from features [..., F] or last hidden states [..., D]."""
@@ -235,3 +283,44 @@ class TargetModel:
 def prefill_rows(device: torch.device) -> int:
     """How many positions of a prompt are read in one forward."""
     return PREFILL.get(device.type, PREFILL["cuda"])
+
+
+def check_config(model: PreTrainedModel, config: PreTrainedConfig) -> None:
+    """Refuse models that are no causal LMs, or whose layers or attention cannot verify a tree.
+
+    Args:
+        config: of the language model.
+    """
+    name, kinds = type(model).__name__, kinds_of(config)
+    if getattr(model.config, "is_encoder_decoder", False) or model.get_output_embeddings() is None:
+        raise ValueError(f"{name} is not supported: a decoder-only causal LM with an output head is needed")
+    unknown = kinds - {"full_attention", SLIDING, CHUNKED}  # those have a cache of rows of keys
+    if unknown or (getattr(model, "_is_stateful", False) and not kinds):
+        raise ValueError(
+            f"{name} is not supported: it has layers of type {', '.join(sorted(unknown)) or 'recurrent state'}; "
+            "only those of full, sliding or chunked attention can verify a tree and be rolled back to a path of it"
+        )
+    if config._attn_implementation not in IMPLEMENTATIONS:
+        raise ValueError(
+            f"attention implementation {config._attn_implementation!r} takes no tree mask; "
+            f"accepted: {', '.join(IMPLEMENTATIONS)} (attn_implementation= of load())"
+        )
+
+
+def find_layers(decoder: nn.Module, config: PreTrainedConfig, name: str) -> nn.ModuleList:
+    """The decoder's list of layers, whatever it is called."""
+    for module in decoder.children():
+        if isinstance(module, nn.ModuleList) and len(module) == config.num_hidden_layers:
+            return module
+    raise ValueError(f"{name} is not supported: its decoder has no list of layers to place a cache for")
+
+
+@torch.inference_mode()
+def check_weights(model: PreTrainedModel) -> None:
+    """Refuse damaged weights; a finite sum, which is quicker to take, already shows that all are finite."""
+    for name, weight in model.named_parameters():
+        for part in plain_parts(weight):
+            if part.is_meta or not part.is_floating_point() or part.element_size() == 1:
+                continue
+            if not part.sum(dtype=torch.float32).isfinite() and not part.isfinite().all():
+                raise ValueError(f"{type(model).__name__} is damaged: its {name} holds values that are not finite")

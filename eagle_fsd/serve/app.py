@@ -4,37 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import socket
 from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, TypeVar
+from dataclasses import replace
+from typing import TypeVar
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
 
-from ..drafting.config import TreeConfig
-from ..engine.receipts import Output
-from ..pair import EagleModel
-from ..serve import protocol
-from ..serve.guards import Guard, Refusal, wrong_value
-from ..serve.limits import ServeOptions
-from ..serve.metrics import Metrics
-from ..serve.protocol import (
-    FINISHED,
-    RENAMED,
-    Asked,
-    ChatRequest,
-    CompletionRequest,
-    Form,
-    as_event,
-    cancel,
-    interleaved,
-)
-from ..serve.server import DrainingServer, configuration
+from ..engine.output import Output
 from .engine import Engine
-from .tickets import EngineClosed, Piece, QueueFull, Ticket
+from .guards import Guard, Refusal
+from .limits import ServeOptions
+from .metrics import Metrics
+from .protocol import FINISHED, Asked, ChatRequest, CompletionRequest, Form, as_event, options_over, refused
+from .tickets import EngineClosed, Piece, QueueFull, Ticket, interleaved
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -76,8 +62,7 @@ class Service:
         """
         self.check_open()
         if asked.model not in (None, self.name):
-            raise Refusal(404, f"there is no model {asked.model!r}, only {self.name!r}", param="model",
-                          code="model_not_found")
+            raise self.no_model(asked.model)
         options, count = asked.options(self.defaults), asked.n or 1
         if count > (most := self.engine.max_waiting):
             raise Refusal(400, f"n must be at most {most} here (max_waiting), got {count}", param="n")
@@ -85,12 +70,11 @@ class Service:
         self.submitting += 1
         try:
             for number in range(count):
-                seed = options.get("seed")
-                own = options if seed is None else {**options, "seed": seed + number}
+                own = options if options.seed is None else replace(options, seed=options.seed + number)
                 # Long prompts are tokenised beside the event loop.
-                tickets.append(await asyncio.to_thread(self.engine.submit, asked.prompt, **own))
+                tickets.append(await asyncio.to_thread(self.engine.submit, asked.prompt, own))
         except (ValueError, TypeError) as error:
-            raise wrong_value(error, list(options), RENAMED) from error
+            raise refused(error) from error
         except QueueFull as error:
             raise Refusal(429, f"the server is busy: {error}", code="queue_full") from error
         except EngineClosed as error:
@@ -102,26 +86,37 @@ class Service:
                 cancel(tickets)
         return tickets
 
-    async def wait_for_row(self, tickets: list[Ticket], pieces: AsyncIterator[T]) -> T:
-        """The first piece of any of the answers.
+    def no_model(self, name: str) -> Refusal:
+        return Refusal(404, f"there is no model {name!r}, only {self.name!r}", param="model", code="model_not_found")
+
+    async def wait(self, request: Request, tickets: Sequence[Ticket], work: Awaitable[T]) -> T:
+        """What comes of the work, which ends where its client goes away.
 
         Raises:
-            Refusal: 503, none of them left the queue in time.
+            Refusal: the client has gone; or 503, none of the tickets left the queue in time.
         """
-        first = asyncio.ensure_future(anext(pieces))
+        async def gone() -> None:
+            while (await request.receive())["type"] != "http.disconnect":
+                pass
+
+        task, watch = asyncio.ensure_future(work), asyncio.ensure_future(gone())
         try:
-            while True:
-                done, _ = await asyncio.wait([first], timeout=self.queue_seconds)
-                if done:
-                    return first.result()
-                if all(ticket.queued_seconds is None for ticket in tickets):
-                    raise Refusal(503, f"no row became free within {self.queue_seconds:g} seconds",
-                                  code="queue_timeout")
+            done, _ = await asyncio.wait([task, watch], timeout=self.queue_seconds,
+                                         return_when=asyncio.FIRST_COMPLETED)
+            if not done and all(ticket.queued_seconds is None for ticket in tickets):
+                raise Refusal(503, f"no row became free within {self.queue_seconds:g} seconds", code="queue_timeout")
+            await asyncio.wait([task, watch], return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                raise Refusal(GONE, "the client went away")
+            return task.result()
         finally:
-            await end(first)
+            for each in (watch, task):
+                each.cancel()
+                with suppress(asyncio.CancelledError, Exception):
+                    await each
 
     async def ended(self, ticket: Ticket) -> Output:
-        """The answer of a ticket that is done.
+        """The whole answer.
 
         Raises:
             Refusal: the engine was closed in the middle of it.
@@ -132,70 +127,29 @@ class Service:
             raise Refusal(503, "the server was shut down before the answer ended: try again", code="shutting_down")
         return output
 
-
-async def end(task: asyncio.Future) -> None:
-    """Cancel a task, and wait until it is."""
-    task.cancel()
-    with suppress(asyncio.CancelledError, Exception):
-        await task
+    async def all_ended(self, tickets: Sequence[Ticket]) -> list[Output]:
+        return [await self.ended(ticket) for ticket in tickets]
 
 
-async def unless_gone(request: Request, work: Awaitable[T]) -> T:
-    """What comes of the work; it is cancelled where the client goes away.
-
-    Raises:
-        Refusal: the client has gone.
-    """
-    async def gone() -> None:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-
-    task, watch = asyncio.ensure_future(work), asyncio.ensure_future(gone())
-    try:
-        await asyncio.wait([task, watch], return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise Refusal(GONE, "the client went away")
-        return task.result()
-    finally:
-        await end(watch)
-        await end(task)
+def cancel(tickets: Sequence[Ticket]) -> None:
+    for ticket in tickets:
+        ticket.cancel()
 
 
 async def respond(service: Service, request: Request, asked: Asked) -> Response:
     """The answer to a chat or a completion, whole or as a stream."""
-    chat = isinstance(asked, ChatRequest)
-    form = Form(service.name, chat, asked.wants_logprobs, service.engine.model.tokenizer)
+    form = Form(service.name, isinstance(asked, ChatRequest), asked.wants_logprobs, service.engine.model.tokenizer)
     tickets = await service.submit(asked)
-    pieces = interleaved(tickets)
     try:
-        first = await unless_gone(request, service.wait_for_row(tickets, pieces))
-        if asked.stream:
-            return StreamingResponse(stream(service, form, asked, tickets, pieces, first),
-                                     media_type="text/event-stream",
-                                     headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
-        await unless_gone(request, exhaust(pieces))
-        outputs = [await service.ended(ticket) for ticket in tickets]
-        return JSONResponse(form.whole(tickets, outputs))
+        if not asked.stream:
+            return JSONResponse(form.whole(tickets, await service.wait(request, tickets, service.all_ended(tickets))))
+        pieces = interleaved(tickets)
+        first = await service.wait(request, tickets, anext(pieces))  # what fails before it has a status of its own
+        return StreamingResponse(stream(service, form, asked, tickets, pieces, first), media_type="text/event-stream",
+                                 headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
     except BaseException as error:
         cancel(tickets)
-        await pieces.aclose()
         raise as_refusal(error) from error
-
-
-def as_refusal(error: BaseException) -> BaseException:
-    """What a client is told of an answer that failed: its request was in order, so the fault is the server's.
-    Cancellation and the like stay what they are."""
-    if isinstance(error, (Refusal, asyncio.CancelledError)) or not isinstance(error, Exception):
-        return error
-    if isinstance(error, EngineClosed):
-        return Refusal(503, str(error), code="shutting_down")
-    log.error("an answer failed", exc_info=error)
-    return Refusal(500, "the answer failed; the server's log says why")
-
-
-async def exhaust(pieces: AsyncIterator) -> None:
-    async for _ in pieces:
-        pass
 
 
 async def stream(
@@ -203,7 +157,7 @@ async def stream(
     pieces: AsyncIterator[tuple[int, Piece | None]], first: tuple[int, Piece | None],
 ) -> AsyncIterator[str]:
     """The server-sent events of an answer whose first piece is there."""
-    outputs: dict[int, Any] = {}
+    outputs: dict[int, Output] = {}
 
     async def events(number: int, piece: Piece | None) -> str:
         if piece is not None:
@@ -227,11 +181,22 @@ async def stream(
         await pieces.aclose()
 
 
+def as_refusal(error: BaseException) -> BaseException:
+    """What a client is told of an answer that failed: its request was in order, so the fault is the server's.
+    Cancellation and the like stay what they are."""
+    if isinstance(error, (Refusal, asyncio.CancelledError)) or not isinstance(error, Exception):
+        return error
+    if isinstance(error, EngineClosed):
+        return Refusal(503, str(error), code="shutting_down")
+    log.error("an answer failed", exc_info=error)
+    return Refusal(500, "the answer failed; the server's log says why")
+
+
 def create_app(
     engine: Engine, name: str, options: ServeOptions, defaults: Mapping[str, object], key: str | None = None,
     inner: Sequence[type] = (),
 ) -> FastAPI:
-    """The application.
+    """The application, but for the page.
 
     Args:
         name: of the model in requests and answers.
@@ -242,8 +207,7 @@ def create_app(
     Raises:
         ValueError, TypeError: defaults that this model cannot answer with.
     """
-    protocol.check_request(defaults)
-    engine.check(**defaults)
+    engine.check(options_over(defaults, {}))
     service = Service(engine, name, defaults, options.queue_seconds)
 
     # The pages at /docs would be fetched from elsewhere; /openapi.json is the description itself.
@@ -256,10 +220,6 @@ def create_app(
                        count=service.metrics.count)
     add_errors(app)
     add_routes(app, service)
-    if options.page:
-        from .page import mount_page
-
-        app = mount_page(app, service, key)
     return app
 
 
@@ -267,7 +227,7 @@ def add_errors(app: FastAPI) -> None:
     """Every error in the API's form."""
 
     @app.exception_handler(Refusal)
-    async def refused(request: Request, refusal: Refusal) -> Response:
+    async def refusal(request: Request, refusal: Refusal) -> Response:
         return refusal.response()
 
     @app.exception_handler(RequestValidationError)
@@ -300,7 +260,7 @@ def add_routes(app: FastAPI, service: Service) -> None:
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> dict:
         if name != service.name:
-            raise Refusal(404, f"there is no model {name!r}, only {service.name!r}", code="model_not_found")
+            raise service.no_model(name)
         return listed
 
     @app.post("/v1/chat/completions", response_model=None)
@@ -319,32 +279,3 @@ def add_routes(app: FastAPI, service: Service) -> None:
     @app.get("/metrics", response_model=None)
     async def metrics() -> Response:
         return Response(service.metrics.page(), media_type="text/plain; version=0.0.4; charset=utf-8")
-
-
-def new_engine(model: EagleModel, options: ServeOptions, tree: TreeConfig | None = None) -> Engine:
-    """An engine with a server's options."""
-    return Engine(model, max_rows=options.max_rows, max_tokens=options.max_tokens, max_waiting=options.max_waiting,
-                  prefill_chunk=options.prefill_chunk, prefixes=options.prefixes, tree=tree)
-
-
-def serve(
-    model: EagleModel, name: str, place: socket.socket, options: ServeOptions, defaults: dict[str, object],
-    tree: TreeConfig | None, key: str | None,
-) -> bool:
-    """Serve until a signal ends it; False: the engine failed before.
-
-    Args:
-        name: of the model in requests and answers.
-        place: where, from `reserve`.
-        defaults: options of decoding of requests that name none.
-        tree: of all requests; None: see `Engine`.
-        key: what clients must show; None: nothing.
-    """
-    engine = new_engine(model, options, tree)
-    try:
-        app = create_app(engine, name, options, defaults, key)
-        server = DrainingServer(configuration(app, options), app.state.service, options.drain_seconds)
-        asyncio.run(server.serve([place]))
-        return not server.failed
-    finally:
-        engine.close(drain=False)

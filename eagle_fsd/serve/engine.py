@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -12,27 +13,25 @@ from typing import Any
 import torch
 from transformers import LogitsProcessor
 
+from ..api import with_options
 from ..checks import require_integer
-from ..drafting.choice import describe_tree
+from ..drafting.autotree import describe_tree
 from ..drafting.config import TreeConfig
-from ..options import AcceptanceOptions, SamplingOptions, names_of
+from ..engine.request import Request
+from ..options import GenerateOptions
 from ..pair import EagleModel
-from ..prompts import encode_prompt
-from ..settings import check_tree, resolve
-from .jobs import Job
-from .room import Room, positions_that_fit
-from .rows import EngineStats, Rows, nodes_of
+from ..requests import encode_prompt, make_requests
+from .rows import EngineStats, Rows
 from .tickets import EngineClosed, QueueFull, Ticket
 
 log = logging.getLogger(__name__)
-OPTIONS = {*names_of(SamplingOptions), *names_of(AcceptanceOptions)}
 
 
 class Engine:
     """Decodes requests that come at any time, in one batch: a thread of its own runs cycle after cycle.
 
     Between two cycles a new request is read into a free row, and those that have ended leave. What a request gets is
-    what `generate` alone would give it with `tree=engine.tree` (docs/batches.md); each has its own options.
+    what `generate` alone would give it with `tree=engine.tree` (docs/serving.md); each has its own options.
 
     Args:
         model: from `load`.
@@ -49,10 +48,9 @@ class Engine:
 
     Attributes:
         tree: of fuzzy requests.
-        stats: counters, an `EngineStats`.
 
     Raises:
-        TypeError, ValueError: a bad argument; a target whose weights several processes share.
+        TypeError, ValueError: a bad argument.
     """
 
     def __init__(
@@ -61,8 +59,6 @@ class Engine:
     ) -> None:
         if not isinstance(model, EagleModel):
             raise TypeError(f"model must come from eagle_fsd.load, got {type(model).__name__}")
-        if model.target.group is not None:
-            raise ValueError("an engine needs a target in one process, and several share the weights of this one")
         for name, value, least in (("max_rows", max_rows, 1), ("max_waiting", max_waiting, 1),
                                    ("prefill_chunk", prefill_chunk, 1), ("prefixes", prefixes, 0)):
             require_integer(name, value, least)
@@ -71,25 +67,25 @@ class Engine:
         if tree is not None and (tree.least_reach or tree.least_probability):
             raise ValueError(f"the tree of an engine must not stop early, as that depends on other rows: {tree!r}")
         self.model, self.max_waiting = model, max_waiting
-        self.tree = check_tree(tree or steady_tree(model, max_rows), model)
+        self.tree = model.check_tree(tree or steady_tree(model, max_rows))
         log.info("fuzzy requests are drafted with %s", describe_tree(self.tree))
-        nodes = nodes_of(model, self.tree)
-        if max_tokens is None:
-            max_tokens = positions_that_fit(model, max_rows, nodes)
-        require_integer("max_tokens", max_tokens, nodes + 2)
-        self.room = Room(max_rows, max_tokens, nodes)
         # With such a rotary embedding keys depend on how many positions a forward reaches.
         self.prefill_chunk = prefill_chunk if model.target.reads_in_parts else 1 << 62
-        self.stats = EngineStats()
-        self._rows = Rows(model, self.tree, self.room, self.stats, chooses=tree is None and model.trees is not None,
-                          kept=prefixes)
+        self._rows = Rows(model, self.tree, chooses=tree is None and model.trees is not None, most=max_rows,
+                          positions=max_tokens, kept=prefixes)
+        require_integer("max_tokens", self._rows.positions, self._rows.nodes + 2)
         self._rows.choose_trees()
-        self._queue: deque[Job] = deque()
+        self._queue: deque[Request] = deque()
         self._changed = threading.Condition()  # of the queue, and of the next two
         self._closing, self._cutting = False, False
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._work, name="eagle_fsd.Engine", daemon=True)
         self._thread.start()
+
+    @property
+    def stats(self) -> EngineStats:
+        """Counters since it began."""
+        return self._rows.stats
 
     @property
     def rows(self) -> int:
@@ -112,50 +108,47 @@ class Engine:
         return self._error
 
     def submit(
-        self, prompt: Any, *, logits_processor: Sequence[LogitsProcessor] | None = None,
-        stopping_criteria: Sequence[Callable] | None = None, **options: Any,
+        self, prompt: Any, options: GenerateOptions | None = None, *,
+        logits_processor: Sequence[LogitsProcessor] | None = None, stopping_criteria: Sequence[Callable] | None = None,
+        **given: Any,
     ) -> Ticket:
         """Ask for an answer; may be called from any thread. Everything is checked here, and nothing is waited for.
 
         Args:
             prompt: one, as `generate` takes it.
+            options: a `GenerateOptions`; its fields may also be given by name, but for another `tree`.
             logits_processor, stopping_criteria: as of `generate`; called in the engine's thread.
-            options: those of `SamplingOptions` and `AcceptanceOptions`, but for another `tree`.
 
         Raises:
             TypeError, ValueError: as `generate`; also a request that there will never be room for.
             QueueFull: `max_waiting` requests wait already.
             EngineClosed: `close` was called, or the engine has failed.
         """
-        sampling, accepting = self._options(options)
+        options = self._with_tree(with_options(options, given))
         ids = encode_prompt(prompt, self.model)
-        _, (settings,) = resolve(self.model, [ids], sampling, accepting, logits_processor, stopping_criteria)
-        self.room.require(len(ids), settings.max_new_tokens)
-        job = Job(self.model, ids, settings, sampling.stop_strings, float(sampling.temperature))
+        (request,) = make_requests(self.model, [ids], options, logits_processor, stopping_criteria)
+        self._rows.require_room(request)
+        ticket = Ticket(request, self.model.tokenizer, options.stop_strings)
         with self._changed:
             if self._closing:
                 why = "it was closed" if self._error is None else f"it has failed: {self._error!r}"
                 raise EngineClosed(f"the engine takes no requests any more: {why}") from self._error
             if len(self._queue) >= self.max_waiting:
                 raise QueueFull(f"{len(self._queue)} requests wait already, and no more may (max_waiting)")
-            self._queue.append(job)
+            self._rows.live[request] = weakref.ref(ticket)
+            self._queue.append(request)
             self.stats.requests += 1
             self._changed.notify_all()
-        return Ticket(job.answer, len(ids), settings.seed)
+        return ticket
 
-    def check(self, **options: Any) -> None:
+    def check(self, options: GenerateOptions) -> None:
         """Raise TypeError or ValueError as `submit` would for these options, whatever the prompt."""
-        sampling, accepting = self._options(options)
-        resolve(self.model, [[0]], sampling, accepting, None, None)
+        make_requests(self.model, [[0]], self._with_tree(options))
 
-    def _options(self, options: dict[str, Any]) -> tuple[SamplingOptions, AcceptanceOptions]:
-        unknown = sorted(options.keys() - OPTIONS)
-        if unknown:
-            raise TypeError(f"unknown option {unknown[0]!r}; accepted: {', '.join(sorted(OPTIONS))}")
-        sampling, accepting = SamplingOptions.of(options), AcceptanceOptions.of(options)
-        if accepting.tree not in (None, self.tree):
+    def _with_tree(self, options: GenerateOptions) -> GenerateOptions:
+        if options.tree not in (None, self.tree):
             raise ValueError(f"every request has the engine's tree, Engine(tree=...): {self.tree!r}")
-        return sampling, replace(accepting, tree=self.tree)
+        return replace(options, tree=self.tree)
 
     def close(self, drain: bool = True, timeout: float | None = None) -> None:
         """Take no more requests, and return when all have ended.
@@ -173,8 +166,8 @@ class Engine:
         with self._changed:
             left, self._cutting = list(self._queue), True
             self._queue.clear()
-        for job in left:
-            self._rows.end(job, EngineClosed("the engine was closed before the request's turn came"))
+        for request in left:
+            self._rows.end(request, EngineClosed("the engine was closed before the request's turn came"))
         self._thread.join()
         self._rows.release()
 
@@ -193,11 +186,8 @@ class Engine:
             log.exception("the engine ends with all of its requests")
             with self._changed:
                 self._closing, self._error = True, error
-                left = list(self._queue)
                 self._queue.clear()
             self._rows.fail(error)
-            for job in left:
-                self._rows.end(job, error)
 
     def _wait(self) -> bool:
         """Wait until there is something to do; False: there never will be."""
@@ -207,26 +197,23 @@ class Engine:
 
     def _turn(self) -> None:
         """What comes between two cycles, and a cycle."""
-        if self._cutting:
-            for job in self._rows.going:
-                job.answer.cancelled = True
-        self._rows.drop_cancelled()
+        self._rows.drop_cancelled(everyone=self._cutting)
         left = self.prefill_chunk
         while left > 0 and (self._rows.reading is not None or self._begin_next()):
             left -= self._rows.read(left)
-        if self._rows.jobs:
+        if self._rows.requests:
             self._rows.cycle()
 
     def _begin_next(self) -> bool:
         """Let the first in the queue in if it fits."""
         with self._changed:
-            for dropped in [job for job in self._queue if job.answer.cancelled]:
-                self._queue.remove(dropped)
-                self._rows.end(dropped, None)
-            job = self._queue.popleft() if self._queue and self._rows.fits(self._queue[0]) else None
-        if job is not None:
-            job.answer.begin()
-            self._rows.begin(job)
+            for request in [each for each in self._queue if self._rows.cancelled(each)]:
+                request.reason = "cancelled"
+                self._queue.remove(request)
+                self._rows.end(request)
+            request = self._queue.popleft() if self._queue and self._rows.fits(self._queue[0]) else None
+        if request is not None:
+            self._rows.begin(request)
         return self._rows.reading is not None
 
 

@@ -9,12 +9,10 @@ import asyncio
 import hmac
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
-import h11
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 LONGEST_MESSAGE = 600  # characters: a request's own values are shown in it
 TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
@@ -55,21 +53,6 @@ class Refusal(Exception):
         """The answer, with further headers."""
         # In ASCII: half a surrogate pair from a request could not be encoded.
         return Response(json.dumps(self.body), self.status, {**self.headers, **(more or {})}, "application/json")
-
-
-def wrong_value(error: Exception, names: Sequence[str] = (), renamed: dict[str, str] | None = None) -> Refusal:
-    """The refusal for a `ValueError` or `TypeError` about an option, which its message names first.
-
-    Args:
-        names: those of the options, for the field `param`.
-        renamed: our names of options that the API calls otherwise.
-    """
-    message = str(error)
-    param = next((name for name in names if message.startswith((f"{name} ", f"{name}="))), None)
-    for ours, theirs in (renamed or {}).items():
-        message = message.replace(ours, theirs)
-        param = theirs if param == ours else param
-    return Refusal(400, message, param=param)
 
 
 class Guard:
@@ -183,57 +166,3 @@ async def refuse(refusal: Refusal, receive: Receive, send: Send, seconds: float)
         read += len(message.get("body", b""))
         more = message.get("more_body", False)
     await send({"type": "http.response.body", "body": b""})
-
-
-def protocol_with_patience(seconds: float, writing: float) -> type[H11Protocol]:
-    """Uvicorn's HTTP protocol, which waits for ever for a request's head and for its client to read, with a time for
-    each: `writing` seconds for what was sent to leave this machine."""
-
-    class PatientProtocol(H11Protocol):
-        timer: asyncio.TimerHandle | None = None
-        stuck: asyncio.TimerHandle | None = None
-
-        def connection_made(self, transport: asyncio.Transport) -> None:
-            super().connection_made(transport)
-            transport.set_write_buffer_limits(0)  # writing pauses wherever something is left, and goes on once all went
-            self.expect_head()
-
-        def connection_lost(self, exc: Exception | None) -> None:
-            self.stop_timer()
-            self.stop_waiting()
-            super().connection_lost(exc)
-
-        def pause_writing(self) -> None:
-            super().pause_writing()
-            self.stuck = self.loop.call_later(writing, self.transport.abort)
-
-        def resume_writing(self) -> None:
-            self.stop_waiting()
-            super().resume_writing()
-
-        def stop_waiting(self) -> None:
-            if self.stuck is not None:
-                self.stuck.cancel()
-                self.stuck = None
-
-        def data_received(self, data: bytes) -> None:
-            super().data_received(data)
-            self.expect_head()
-
-        def expect_head(self) -> None:
-            """Begin to count where a head is awaited, and end where it has come."""
-            if self.conn.their_state is not h11.IDLE:
-                self.stop_timer()
-            elif self.timer is None:
-                self.timer = self.loop.call_later(seconds, self.give_up)
-
-        def stop_timer(self) -> None:
-            if self.timer is not None:
-                self.timer.cancel()
-                self.timer = None
-
-        def give_up(self) -> None:
-            if not self.transport.is_closing():
-                self.transport.close()
-
-    return PatientProtocol

@@ -5,19 +5,20 @@ from __future__ import annotations
 import math
 import os
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from ..checks import require_bool, require_integer, require_number
-from ..options import Options
 
 KEY_VARIABLE = "EAGLE_FSD_API_KEY"
 
 
 @dataclass(frozen=True)
-class ServeOptions(Options):
+class ServeOptions:
     """Where the server listens, what the model is called, and how much it takes on.
 
     Args:
-        host: address to listen at. 127.0.0.1: this machine only; 0.0.0.0: all that reach it, see docs/serve.md.
+        host: address to listen at. 127.0.0.1: this machine only; 0.0.0.0: all that reach it, see docs/serving.md.
         port: 0 takes a free one, which the log names.
         name: of the model in requests and answers; without it the target's, or the last part of its path.
         max_rows: requests that are decoded together.
@@ -66,6 +67,18 @@ class ServeOptions(Options):
             require_number(name, getattr(self, name), "a positive number of seconds", lambda x: 0 < x < math.inf)
         require_bool("page", self.page)
         require_bool("plain", self.plain)
+
+    @property
+    def engine(self) -> dict[str, Any]:
+        """The arguments of `Engine`."""
+        names = ("max_rows", "max_tokens", "max_waiting", "prefill_chunk", "prefixes")
+        return {name: getattr(self, name) for name in names}
+
+
+def name_of(target: str | Path | None) -> str:
+    """What a target is called where nobody says: its hub id, or the last part of a path."""
+    text = str(target or "SmolLM2-135M-Instruct")
+    return Path(text).name if Path(text).exists() else text
 
 
 def key_from_environment() -> str | None:

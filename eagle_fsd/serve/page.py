@@ -1,4 +1,4 @@
-"""The page: a chat with the dial beside it, tokens coloured by where they come from, two settings side by side."""
+"""The page: a chat with the threshold beside it, tokens coloured by where they come from, two settings side by side."""
 
 from __future__ import annotations
 
@@ -11,30 +11,28 @@ import math
 import re
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import gradio
 from fastapi import FastAPI
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from transformers import PreTrainedTokenizerBase
 
 from ..acceptance import RULES
-from ..engine.receipts import Output, Receipt
-from ..serve.guards import Refusal
-from ..serve.protocol import interleaved, merged
+from ..engine.output import Output, Receipt
 from ..text import GrowingText
-from .tickets import EngineClosed, QueueFull, Ticket
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-    from .app import Service
+from .app import Service, cancel
+from .guards import Refusal
+from .protocol import options_over
+from .tickets import EngineClosed, QueueFull, Ticket, interleaved
 
 log = logging.getLogger(__name__)
 PATH = "/page"
 REFRESH = 0.1  # seconds between two states of the page while an answer grows
 LONGEST_ANSWER = 1024  # tokens, at the slider's end
+USUAL_GUARD = 0.7
 WAITING, STOPPED = '<span class="hint">…</span>', '<span class="hint">stopped</span>'
 # Nothing is fetched from elsewhere, whatever the framework or a text would like to.
 POLICY = (
@@ -144,7 +142,7 @@ def turn_html(asked: str, answers: Sequence[Shown]) -> str:
 
 
 def page_html(turns: Sequence[str]) -> str:
-    inside = "".join(turns) or ('<p class="hint">Ask something. The dial says how far the text may go from the '
+    inside = "".join(turns) or ('<p class="hint">Ask something. The threshold says how far the text may go from the '
                                 "target’s own.</p>")
     return f'<div class="eagle" role="log" aria-label="Conversation">{inside}</div>'
 
@@ -156,7 +154,8 @@ class Page:
         self.service = service
 
     async def answer(
-        self, asked: str, said: dict, rule: str, dial: float, temperature: float, length: int, beside: bool,
+        self, asked: str, said: dict, rule: str, threshold: float, guard: float, temperature: float, length: int,
+        beside: bool,
     ) -> AsyncIterator[tuple[str, str, dict]]:
         """The conversation as it grows: what stands in the field, the page, and the state.
 
@@ -168,10 +167,9 @@ class Page:
             yield asked, page_html(said["turns"]), said
             return
         messages = [*said["messages"], {"role": "user", "content": asked}]
-        chosen = self.chosen(rule, dial)
-        title = rule if rule == "exact" else f"{rule}, {dial:g}"
+        title = rule if rule == "exact" else f"{rule}, {threshold:g}"
         settings = [("exact", {"acceptance": "exact"})] if beside else []
-        settings.append((title, chosen))
+        settings.append((title, self.chosen(rule, threshold, guard)))
         answers = [Shown(name, self.service.engine.model.tokenizer) for name, _ in settings]
         common = {"temperature": float(temperature), "max_new_tokens": int(length), "seed": time.time_ns() % 2**48}
 
@@ -186,9 +184,9 @@ class Page:
         tickets: list[Ticket] = []
         try:
             self.service.check_open()
-            for _, options in settings:
-                chosen = merged(self.service.defaults, {**common, **options})
-                tickets.append(await asyncio.to_thread(self.service.engine.submit, messages, **chosen))
+            for _, chosen in settings:
+                options = options_over(self.service.defaults, {**common, **chosen})
+                tickets.append(await asyncio.to_thread(self.service.engine.submit, messages, options))
             last = time.perf_counter()
             async for number, piece in interleaved(tickets):
                 if piece is None:
@@ -206,16 +204,15 @@ class Page:
             for answer in answers[:-1]:
                 answer.ended = answer.ended or "cancelled"
         finally:
-            for ticket in tickets:
-                ticket.cancel()
+            cancel(tickets)
         yield state()
 
-    def chosen(self, rule: str, dial: float) -> dict[str, object]:
-        """Options for a rule at a dial; the server's own rule keeps what else it was given."""
+    def chosen(self, rule: str, threshold: float, guard: float) -> dict[str, object]:
+        """Options for a rule; the server's own rule keeps what else it was given."""
         if rule == "exact":
             return {"acceptance": rule}
         own = {} if rule == self.service.defaults.get("acceptance", "fsd") else {"acceptance": rule}
-        return {**own, "threshold": float(dial)}
+        return {**own, "threshold": float(threshold), **({"head_guard": float(guard)} if has_guard(rule) else {})}
 
 
 def stopped(said: dict) -> tuple[str, dict]:
@@ -224,35 +221,35 @@ def stopped(said: dict) -> tuple[str, dict]:
     return page_html(said["turns"]), said
 
 
+def nothing_said() -> dict:
+    return {"messages": [], "turns": []}
+
+
+def has_guard(rule: str) -> bool:
+    """Whether a rule takes `head_guard`."""
+    return any(each.name == "head_guard" for each in fields(RULES[rule]))
+
+
+def threshold_end(rule: str) -> float:
+    """Where the slider of a rule's threshold ends."""
+    limit, included = RULES[rule].threshold_limit
+    return max(0.01, min(RULES[rule].threshold_scale, limit if included else limit - 0.01))
+
+
 def settings_of(defaults: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Value, range and choices of the page's settings: whatever the server was started with is among them."""
-    rule, dial = str(defaults.get("acceptance", "fsd")), defaults.get("threshold")
-    dial = 0.3 if dial is None else min(float(dial), 1e6)  # of inf: nothing is as large
+    """Value, range and choices of the page's settings: whatever the server was started with is among them. Without a
+    threshold it starts at 0."""
+    rule, threshold = str(defaults.get("acceptance", "fsd")), min(float(defaults.get("threshold") or 0.0), 1e6)
+    guard = defaults.get("head_guard", "default")
+    guard = {"default": USUAL_GUARD, None: 1.0}.get(guard, guard)
     heat, length = float(defaults.get("temperature", 0.0)), int(defaults.get("max_new_tokens", 256))
     return {
-        "rule": {"value": rule, "choices": [*RULES, *([] if rule in RULES else [rule])]},
-        "dial": {"value": dial, "minimum": 0, "maximum": max(dial_end(rule), dial, 0.01), "step": 0.01},
+        "rule": {"value": rule, "choices": list(RULES)},
+        "threshold": {"value": threshold, "minimum": 0, "maximum": max(threshold_end(rule), threshold), "step": 0.01},
+        "guard": {"value": guard, "minimum": 0, "maximum": 1, "step": 0.05, "visible": has_guard(rule)},
         "temperature": {"value": heat, "minimum": 0, "maximum": max(1.5, heat), "step": 0.05},
         "length": {"value": length, "minimum": min(16, length), "maximum": max(LONGEST_ANSWER, length), "step": 1},
     }
-
-
-def dial_end(rule: str) -> float:
-    """Where the dial of a rule, or of the first of several, ends."""
-    kind = RULES[rule.split("+")[0]]
-    limit, included = kind.threshold_limit
-    return min(kind.threshold_scale, limit if included else limit - 0.01)
-
-
-def dial_of(rule: str, settings: Mapping[str, dict[str, Any]]) -> dict[str, float]:
-    """The dial of a rule that was chosen: the server's own, else a third of the way, as each means another thing."""
-    if rule == settings["rule"]["value"]:
-        return {name: settings["dial"][name] for name in ("maximum", "value")}
-    return {"maximum": max(dial_end(rule), 0.01), "value": round(dial_end(rule) * 0.3, 2)}
-
-
-def nothing_said() -> dict:
-    return {"messages": [], "turns": []}
 
 
 def build(service: Service) -> gradio.Blocks:
@@ -271,22 +268,27 @@ def build(service: Service) -> gradio.Blocks:
                     clear = gradio.Button("New", min_width=80)
             with gradio.Column(scale=1, min_width=280):
                 rule = gradio.Dropdown(label="Rule", filterable=False, **settings["rule"])
-                dial = gradio.Slider(label="Dial (threshold)", **settings["dial"],
-                                     info="0: the target’s own text. More: more drafted tokens pass.")
+                threshold = gradio.Slider(label="Threshold", **settings["threshold"],
+                                          info="0: the target’s own text. More: more drafted tokens pass.")
+                guard = gradio.Slider(label="Head guard", **settings["guard"],
+                                      info="A fuzzy token needs 1 - this of the best one’s probability. 1: no guard.")
                 temperature = gradio.Slider(label="Temperature", info="0: greedy", **settings["temperature"])
                 length = gradio.Slider(label="Longest answer (tokens)", **settings["length"])
                 beside = gradio.Checkbox(label="Side by side with exact",
                                          info="Both answer at once; words that differ are marked.")
                 gradio.HTML(LEGEND)
-        rule.input(lambda name: gradio.Slider(**dial_of(name, settings)), rule, dial, api_visibility="private",
-                   show_progress="hidden")
-        inputs, outputs = [asked, said, rule, dial, temperature, length, beside], [asked, shown, said]
-        running = gradio.on([send.click, asked.submit], page.answer, inputs, outputs, api_visibility="private",
-                            show_progress="hidden", concurrency_limit=None)
-        stop.click(stopped, [said], [shown, said], cancels=[running], api_visibility="private",
-                   show_progress="hidden")
-        clear.click(lambda: ("", page_html([]), nothing_said()), None, outputs, cancels=[running],
-                    api_visibility="private", show_progress="hidden")
+
+        def of_rule(name: str) -> tuple[gradio.Slider, gradio.Slider]:
+            """Another rule's threshold means another thing: it starts at 0 again, but for the server's own."""
+            own = settings["threshold"] if name == settings["rule"]["value"] else {"value": 0}
+            return gradio.Slider(**{"maximum": threshold_end(name), **own}), gradio.Slider(visible=has_guard(name))
+
+        quiet = {"api_visibility": "private", "show_progress": "hidden"}
+        rule.input(of_rule, rule, [threshold, guard], **quiet)
+        inputs, outputs = [asked, said, rule, threshold, guard, temperature, length, beside], [asked, shown, said]
+        running = gradio.on([send.click, asked.submit], page.answer, inputs, outputs, concurrency_limit=None, **quiet)
+        stop.click(stopped, [said], [shown, said], cancels=[running], **quiet)
+        clear.click(lambda: ("", page_html([]), nothing_said()), None, outputs, cancels=[running], **quiet)
     return blocks
 
 
@@ -310,15 +312,15 @@ class Policy:
         await self.app(scope, receive, with_policy if ours else send)
 
 
-def mount_page(app: FastAPI, service: Service, key: str | None) -> FastAPI:
-    """The application with the page at `PATH`; with a key, the page asks for it as a password."""
+def mount_page(app: FastAPI, service: Service, key: str | None) -> None:
+    """Adds the page at `PATH`; with a key, the page asks for it as a password."""
     login: dict[str, Any] = {} if key is None else {
         "auth": lambda user, password: hmac.compare_digest(password.encode(), key.encode()),
         "auth_message": "Any user name; the password is the server’s API key.",
     }
     app.add_middleware(Policy)
     theme = gradio.themes.Default(font=["system-ui", "sans-serif"], font_mono=["ui-monospace", "monospace"])
-    return gradio.mount_gradio_app(
+    gradio.mount_gradio_app(
         app, build(service).queue(default_concurrency_limit=None, max_size=64), PATH, theme=theme,
         css=Path(__file__).with_name("page.css").read_text(encoding="utf-8"), ssr_mode=False, footer_links=[],
         enable_monitoring=False, pwa=False, mcp_server=False, **login,

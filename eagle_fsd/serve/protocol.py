@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import math
 import time
 import uuid
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
+from transformers import PreTrainedTokenizerBase
 
-from ..options import AcceptanceOptions, SamplingOptions, names_of
-from .guards import Refusal, wrong_value
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-    from ..engine.receipts import Output
-    from ..serve.tickets import Piece, Ticket
+from ..engine.output import Output, Receipt
+from ..options import GenerateOptions, names_of
+from .guards import Refusal
+from .tickets import Piece, Ticket
 
 FINISHED = {"eos": "stop", "stop": "stop", "length": "length"}
 MOST_CHOICES = 16
@@ -28,10 +24,10 @@ MOST_STOPS = 16
 MOST_MESSAGES = 4096
 MOST_PARTS = 1024  # of a message
 
-# Ours by their names in the API; all others of `eagle_fsd.options` keep theirs. The tree is the engine's.
-RENAMED = {"max_new_tokens": "max_tokens"}
-OPTIONS = {RENAMED.get(name, name): name for kind in (SamplingOptions, AcceptanceOptions) for name in names_of(kind)
-           if name != "tree"}
+OPTIONS = names_of(GenerateOptions)
+RENAMED = {"max_tokens": "max_new_tokens", "max_completion_tokens": "max_new_tokens"}  # the API's name: ours
+RULE = {"threshold", "divergence", "head_guard"}  # belong to the rule that they were given with
+NULLS = {"head_guard"}  # where null says something else than nothing
 
 # What the API has and this server does not: accepted where it changes nothing.
 WITHOUT_EFFECT = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
@@ -41,6 +37,33 @@ NEUTRAL: dict[str, tuple] = {
     "functions": ([],), "response_format": ({"type": "text"},), "modalities": (["text"],), "echo": (False,),
     "suffix": ("",), "best_of": (1,),
 }
+
+
+# Options of decoding -------------------------------------------------------------------------------------------------
+
+
+def options_over(defaults: Mapping[str, object], given: Mapping[str, object]) -> GenerateOptions:
+    """A request's options over the server's defaults: who chooses a rule chooses its threshold too.
+
+    Raises:
+        TypeError, ValueError: as `GenerateOptions`, and for what one request may not ask for.
+    """
+    kept = {name: value for name, value in defaults.items() if not ("acceptance" in given and name in RULE)}
+    options = GenerateOptions.from_names({**kept, **given})
+    if isinstance(options.seed, (list, tuple)):
+        raise TypeError("seed must be an int: that of the first choice; the others get the numbers that follow")
+    if len(options.stop_strings) > MOST_STOPS:
+        raise ValueError(f"stop must hold at most {MOST_STOPS} strings, got {len(options.stop_strings)}")
+    return options
+
+
+def refused(error: Exception) -> Refusal:
+    """For a `ValueError` or `TypeError` of the core, in its words: they begin with the option that is wrong."""
+    name = str(error).partition(" ")[0]
+    return Refusal(400, str(error), param={"max_new_tokens": "max_tokens"}.get(name, name) if name in OPTIONS else None)
+
+
+# Requests ------------------------------------------------------------------------------------------------------------
 
 
 class Part(BaseModel):
@@ -88,28 +111,31 @@ class Asked(BaseModel):
     stream_options: StreamOptions | None = None
     n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = 1
 
-    def options(self, defaults: Mapping[str, object]) -> dict[str, Any]:
+    def options(self, defaults: Mapping[str, object]) -> GenerateOptions:
         """The options of decoding: those of the request, else the server's.
 
         Raises:
             Refusal: a field that is not known or not supported, or a value that cannot be accepted.
         """
-        extra = {name: value for name, value in (self.model_extra or {}).items() if value is not None}
-        for name, value in extra.items():
-            if name in NEUTRAL and value not in NEUTRAL[name]:
-                raise Refusal(400, f"{name} is not supported here: leave it out, got {value!r}", param=name)
-            if name not in OPTIONS and name not in NEUTRAL and name not in WITHOUT_EFFECT:
-                raise Refusal(400, f"unknown field {name!r}; options of decoding are {', '.join(OPTIONS)}",
-                              param=name, code="unknown_field")
-        given = {OPTIONS[name]: value for name, value in extra.items() if name in OPTIONS}
-        chosen = merged(defaults, given)
+        given: dict[str, Any] = {}
+        for name, value in (self.model_extra or {}).items():
+            if name in WITHOUT_EFFECT or value is None and name not in NULLS:
+                continue
+            if name in NEUTRAL:
+                if value not in NEUTRAL[name]:
+                    raise Refusal(400, f"{name} is not supported here: leave it out, got {value!r}", param=name)
+                continue
+            ours = RENAMED.get(name, name)
+            if ours in given and given[ours] != value:
+                raise Refusal(400, f"{name}={value!r} was given under another name too, with another value", param=name)
+            given[ours] = value
         try:
-            check_request(chosen)
-            SamplingOptions.of(chosen)
-            AcceptanceOptions.of(chosen)
-        except (ValueError, TypeError) as error:
-            raise wrong_value(error, [*names_of(SamplingOptions), *names_of(AcceptanceOptions)], RENAMED) from error
-        return chosen
+            return options_over(defaults, given)
+        except (TypeError, ValueError) as error:
+            unknown = next((name for name in given if name not in OPTIONS), None)
+            if unknown is not None:
+                raise Refusal(400, str(error), param=unknown, code="unknown_field") from error
+            raise refused(error) from error
 
     @property
     def wants_usage(self) -> bool:
@@ -121,7 +147,6 @@ class ChatRequest(Asked):
     """The body of `/v1/chat/completions`."""
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True)]
-    max_completion_tokens: int | None = None  # the newer name of max_tokens
     logprobs: bool | None = False
     top_logprobs: Annotated[int, Field(ge=0, le=0)] | None = None  # of the chosen token alone they are known
 
@@ -132,14 +157,6 @@ class ChatRequest(Asked):
     @property
     def wants_logprobs(self) -> bool:
         return bool(self.logprobs)
-
-    def options(self, defaults: Mapping[str, object]) -> dict[str, Any]:
-        if self.max_completion_tokens is not None:
-            assert self.model_extra is not None
-            if self.model_extra.get("max_tokens") not in (None, self.max_completion_tokens):
-                raise Refusal(400, "give max_completion_tokens or max_tokens, not both", param="max_tokens")
-            self.model_extra["max_tokens"] = self.max_completion_tokens
-        return super().options(defaults)
 
 
 class CompletionRequest(Asked):
@@ -153,38 +170,16 @@ class CompletionRequest(Asked):
         return self.logprobs is not None
 
 
-def merged(defaults: Mapping[str, object], given: Mapping[str, object]) -> dict[str, Any]:
-    """The server's defaults under the request's options: who chooses a rule or a promise chooses its dial too."""
-    dial = {*names_of(AcceptanceOptions)} - {"budget", "tree"}
-    dropped = dial if given.keys() & {"acceptance", "quality"} else {"quality"} if given.keys() & dial else set()
-    return {**{name: value for name, value in defaults.items() if name not in dropped}, **given}
-
-
-def check_request(options: Mapping[str, object]) -> None:
-    """What may be asked for in a request, where it is less than what `generate` takes.
-
-    Raises:
-        ValueError, TypeError: in the words of `eagle_fsd.options`.
-    """
-    if not isinstance(options.get("acceptance", ""), str):
-        raise TypeError(f"acceptance must be the name of a rule, got {options['acceptance']!r}")
-    if isinstance(options.get("seed"), list):
-        raise TypeError("seed must be an int: that of the first choice; the others get the numbers that follow")
-    stops = options.get("stop")
-    if isinstance(stops, (list, tuple)) and len(stops) > MOST_STOPS:
-        raise ValueError(f"stop must hold at most {MOST_STOPS} strings, got {len(stops)}")
-    ids = options.get("stop_token_ids")
-    if ids is not None and not isinstance(ids, list):
-        raise TypeError(f"stop_token_ids must be a list of token ids, got {ids!r}")
+# Answers -------------------------------------------------------------------------------------------------------------
 
 
 @dataclass
 class Form:
-    """How the answers to one request look: of a chat, or of a completion.
+    """How the answers to one request look.
 
     Args:
         model: the name that the server gives its model.
-        chat: of `/v1/chat/completions`.
+        chat: of `/v1/chat/completions`, else of `/v1/completions`.
         logprobs: whether tokens are listed with their log-probabilities.
     """
 
@@ -192,17 +187,8 @@ class Form:
     chat: bool
     logprobs: bool
     tokenizer: PreTrainedTokenizerBase
-    id: str = ""
+    id: str = field(default_factory=lambda: uuid.uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
-
-    def __post_init__(self) -> None:
-        self.id = f"{'chatcmpl' if self.chat else 'cmpl'}-{uuid.uuid4().hex}"
-
-    def body(self, kind: str, choices: list[dict], usage: dict | None) -> dict[str, Any]:
-        """The object around choices; `kind`: what it is of the answer, "" or ".chunk"."""
-        named = f"chat.completion{kind}" if self.chat else "text_completion"
-        return {"id": self.id, "object": named, "created": self.created, "model": self.model, "choices": choices,
-                **({} if usage is None else {"usage": usage})}
 
     def whole(self, tickets: Sequence[Ticket], outputs: Sequence[Output]) -> dict[str, Any]:
         """The answer in one object."""
@@ -210,36 +196,42 @@ class Form:
         for index, output in enumerate(outputs):
             said = {"message": {"role": "assistant", "content": output.text}} if self.chat else {"text": output.text}
             choices.append({"index": index, **said, "finish_reason": FINISHED[output.finish_reason],
-                            "logprobs": self.tokens(output.token_ids, output.receipts), "seed": output.seed})
-        return self.body("", choices, usage(tickets, outputs))
+                            "logprobs": self._tokens(output.token_ids, output.receipts), "seed": output.seed})
+        return self._body("", choices, usage(tickets, outputs))
 
     def opening(self, index: int) -> str:
         """What a chat's stream begins with: who speaks."""
-        return self.event([self.choice(index, {"role": "assistant", "content": ""}, None)])
+        return self._event([self._choice(index, {"role": "assistant", "content": ""})])
 
     def piece(self, index: int, piece: Piece) -> str:
         """What a cycle added to a choice; empty where it is neither text nor asked for."""
-        listed = self.tokens(piece.token_ids, piece.receipts)
+        listed = self._tokens(piece.token_ids, piece.receipts)
         if not piece.text and listed is None:
             return ""
-        return self.event([self.choice(index, {"content": piece.text}, None, listed)])
+        return self._event([self._choice(index, {"content": piece.text}, logprobs=listed)])
 
     def ending(self, index: int, output: Output) -> str:
         """Why a choice ended."""
-        return self.event([self.choice(index, {}, FINISHED[output.finish_reason]) | {"seed": output.seed}])
+        return self._event([self._choice(index, {}, FINISHED[output.finish_reason]) | {"seed": output.seed}])
 
     def closing(self, tickets: Sequence[Ticket], outputs: Sequence[Output], with_usage: bool) -> str:
         """What a stream ends with."""
-        return (self.event([], usage(tickets, outputs)) if with_usage else "") + "data: [DONE]\n\n"
+        return (self._event([], usage(tickets, outputs)) if with_usage else "") + "data: [DONE]\n\n"
 
-    def choice(self, index: int, delta: dict, reason: str | None, logprobs: dict | None = None) -> dict[str, Any]:
+    def _choice(self, index: int, delta: dict, reason: str | None = None, logprobs: dict | None = None) -> dict:
         said = {"delta": delta} if self.chat else {"text": delta.get("content", "")}
         return {"index": index, **said, "finish_reason": reason, "logprobs": logprobs}
 
-    def event(self, choices: list[dict], usage: dict | None = None) -> str:
-        return as_event(self.body(".chunk", choices, usage))
+    def _event(self, choices: list[dict], usage: dict | None = None) -> str:
+        return as_event(self._body(".chunk", choices, usage))
 
-    def tokens(self, ids: Sequence[int], receipts: Sequence) -> dict | None:
+    def _body(self, kind: str, choices: list[dict], usage: dict | None) -> dict[str, Any]:
+        """The object around choices; `kind`: what it is of a chat's answer, "" or ".chunk"."""
+        named, prefix = (f"chat.completion{kind}", "chatcmpl") if self.chat else ("text_completion", "cmpl")
+        return {"id": f"{prefix}-{self.id}", "object": named, "created": self.created, "model": self.model,
+                "choices": choices, **({} if usage is None else {"usage": usage})}
+
+    def _tokens(self, ids: Sequence[int], receipts: Sequence[Receipt]) -> dict | None:
         """Tokens with their log-probabilities under the target, and as further fields where they come from."""
         if not self.logprobs:
             return None
@@ -279,38 +271,3 @@ def usage(tickets: Sequence[Ticket], outputs: Sequence[Output]) -> dict[str, Any
         "fuzzy_tokens": sum(receipt.source == "fuzzy" for output in outputs for receipt in output.receipts),
         "target_forwards": sum(each.target_forwards for each in stats),
     }
-
-
-def cancel(tickets: list[Ticket]) -> None:
-    for ticket in tickets:
-        ticket.cancel()
-
-
-async def interleaved(tickets: list[Ticket]) -> AsyncIterator[tuple[int, Piece | None]]:
-    """The pieces of all answers as they come, with the number of theirs; None where one has ended.
-
-    Whoever stops reading ends the answers too.
-    """
-    found: asyncio.Queue[tuple[int, Piece | None | Exception]] = asyncio.Queue()
-
-    async def read(number: int, ticket: Ticket) -> None:
-        try:
-            async for piece in ticket:
-                found.put_nowait((number, piece))
-            found.put_nowait((number, None))
-        except Exception as error:
-            found.put_nowait((number, error))
-
-    readers = [asyncio.ensure_future(read(number, ticket)) for number, ticket in enumerate(tickets)]
-    try:
-        left = len(tickets)
-        while left:
-            number, piece = await found.get()
-            if isinstance(piece, Exception):
-                raise piece
-            left -= piece is None
-            yield number, piece
-    finally:
-        cancel(tickets)
-        for reader in readers:
-            reader.cancel()

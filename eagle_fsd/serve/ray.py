@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any
 
 from fastapi import FastAPI
 from ray import serve
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from ..acceptance import make_rule
-from ..data.bundled import default_pair
 from ..drafting.config import TreeConfig
-from ..options import AcceptanceOptions, LoadOptions, SamplingOptions, names_of
+from ..options import GenerateOptions, LoadOptions
 from ..pair import load
-from ..serve.limits import ServeOptions, key_from_environment
-from ..serve.server import name_of
-from .app import create_app, new_engine
+from .app import create_app
+from .engine import Engine
+from .limits import ServeOptions, key_from_environment, name_of
 
-KINDS = (LoadOptions, ServeOptions, SamplingOptions, AcceptanceOptions)
 # Serve's own, see its YAML.
-ELSEWHERE = ("host", "port", "read_seconds", "write_seconds", "max_connections", "drain_seconds", "page")
+ELSEWHERE = ("host", "port", "read_seconds", "write_seconds", "max_connections", "drain_seconds", "page", "plain")
 CONVERSATIONS = 256  # whose replica is remembered, in each
 
 
@@ -53,14 +51,10 @@ class Replica:
     """
 
     def __init__(self, settings: dict[str, Any]) -> None:
-        options = ServeOptions.of(settings)
-        model = load(**{name: settings[name] for name in names_of(LoadOptions) if name in settings and name != "tree"})
-        tree = None if settings.get("tree") is None else TreeConfig(**settings["tree"])
-        defaults = {name: value for name, value in settings.items()
-                    if name in {*names_of(SamplingOptions), *names_of(AcceptanceOptions)} and name != "tree"}
-        name = options.name or name_of(settings.get("target") or default_pair()[0])
-        self.engine = new_engine(model, options, tree)
-        self.application = create_app(self.engine, name, options, defaults, key_from_environment(), inner=(Affine,))
+        loading, options, defaults, tree = checked(settings)
+        self.engine = Engine(load(**loading), **options.engine, tree=tree)
+        self.application = create_app(self.engine, options.name or name_of(loading.get("target")), options, defaults,
+                                      key_from_environment(), inner=(Affine,))
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         return self.application
@@ -76,21 +70,28 @@ def app(settings: Mapping[str, Any]) -> serve.Application:
 
     Args:
         settings: what YAML has under `args`: options of `LoadOptions`, `ServeOptions` (but for what Serve has options
-            of its own for), `SamplingOptions` and `AcceptanceOptions` by name; `tree` as an object of the numbers of a
-            `TreeConfig`. The key of the API comes from the replicas' environment.
+            of its own for) and `GenerateOptions` by name; `tree` as an object of the numbers of a `TreeConfig`. The
+            key of the API comes from the replicas' environment.
 
     Raises:
         ValueError, TypeError: an option that is not known, or a value that cannot be accepted.
     """
-    known = [name for kind in KINDS for name in names_of(kind) if name not in ELSEWHERE]
-    for name in settings:
-        if name not in known:
-            raise ValueError(f"unknown option {name!r} under args; accepted: {', '.join(sorted(set(known)))}")
-    plain = {name: value for name, value in settings.items() if name != "tree"}
-    for kind in KINDS:
-        kind.of(plain)
-    if settings.get("quality") is None:
-        make_rule(**AcceptanceOptions.of(plain).rule)
-    if settings.get("tree") is not None:
-        TreeConfig(**settings["tree"])
+    checked(settings)
     return Replica.bind(dict(settings))
+
+
+def checked(
+    settings: Mapping[str, Any],
+) -> tuple[dict[str, Any], ServeOptions, dict[str, Any], TreeConfig | None]:
+    """Options of loading, of serving and of decoding, and the tree."""
+    own = [name for name in settings if name in ELSEWHERE]
+    if own:
+        raise ValueError(f"{own[0]} is not for args: Ray Serve has options of its own for it, see its YAML")
+    rest = dict(settings)
+    tree = None if rest.get("tree") is None else TreeConfig(**rest["tree"])
+    rest.pop("tree", None)
+    loading, serving = ({each.name: rest.pop(each.name) for each in fields(kind) if each.name in rest}
+                        for kind in (LoadOptions, ServeOptions))
+    LoadOptions(**loading)
+    GenerateOptions.from_names(rest)
+    return loading, ServeOptions(**serving), rest, tree

@@ -1,22 +1,30 @@
-"""The requests that an engine decodes at the moment: how they join, go on and leave. For one thread."""
+"""The requests that an engine decodes at the moment: how they join, go on and leave, and the memory that they have."""
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 
-from ..acceptance.budget import EXACT_RULE
+import psutil
+import torch
+from torch import Tensor
+
 from ..drafting.config import Choice, TreeConfig
+from ..drafting.growth import extend_draft
+from ..drafting.logs import Setting
 from ..engine.decoder import Decoder
-from ..engine.emission import Emission
-from ..engine.forwards import Forwards
-from ..engine.request import BatchSettings, Request
+from ..engine.forwards import Forwards, shared_prefix
+from ..engine.request import EXACT, Emission, Request
 from ..pair import EagleModel
-from .jobs import Job
-from .prefixes import Prefixes
-from .room import Room
+from .tickets import Ticket
+
+# Caches that grow stand beside those that they grow from, and prefixes and prompts in parts take some as well.
+SHARE = 1 / 4  # of the free memory
+STEP = 256  # positions that the room of a row is rounded up to
 
 
 @dataclass
@@ -44,202 +52,307 @@ class EngineStats:
 
 
 class Rows:
-    """Requests in one batch whose members change between cycles.
+    """Requests in one batch whose members change between cycles. For the engine's thread.
 
     A prompt is read in caches of its own, a part at a time, and joins the batch with its first token.
 
     Args:
         tree: of fuzzy requests, whose text depends on it. chooses: whether lossless ones get the model's own choice.
+        most: rows. positions: of the caches of all rows together, each as long as the longest; None: as many as fit.
         kept: recent rows whose caches are kept for prompts that begin alike.
     """
 
     def __init__(
-        self, model: EagleModel, tree: TreeConfig, room: Room, stats: EngineStats, *, chooses: bool, kept: int
+        self, model: EagleModel, tree: TreeConfig, *, chooses: bool, most: int, positions: int | None, kept: int
     ) -> None:
-        self.model, self.tree, self.room, self.stats, self.chooses = model, tree, room, stats, chooses
-        self.levels = levels_of(model, tree)
-        self.prefixes = Prefixes(kept, room.tokens // 2)
-        self.jobs: list[Job] = []  # of the decoder's requests
-        self.reading: tuple[Job, Decoder] | None = None  # the prompt that is being read
-        self.decoder: Decoder | None = Decoder(
-            model.target, model.draft, [], BatchSettings(lambda count: self._choice(self.jobs)), [])
+        trees = [tree] if model.trees is None else [tree, *model.trees.largest]
+        self.nodes = 1 if model.draft is None else max(each.nodes for each in trees)  # of the largest tree
+        self.levels = max(each.depth * each.top_k for each in trees)  # beside the text, in the draft's cache
+        self.model, self.tree, self.chooses, self.most = model, tree, chooses, most
+        self.positions = positions_that_fit(model, most, self.nodes) if positions is None else positions
+        self.stats = EngineStats()
+        self.live: dict[Request, weakref.ref[Ticket]] = {}  # all that have not ended, those that wait included
+        self.prefixes = Prefixes(kept, self.positions // 2)
+        self.reading: Decoder | None = None  # of the prompt that is being read
+        self.decoder: Decoder | None = None
+        self.decoder = Decoder(model.target, model.draft, [], lambda count: self._choice(self.requests))
+
+    @property
+    def requests(self) -> list[Request]:
+        """Those that are being decoded."""
+        return [] if self.decoder is None else self.decoder.requests
+
+    def __len__(self) -> int:
+        return len(self.requests) + (self.reading is not None)
+
+    def cancelled(self, request: Request) -> bool:
+        """Whether nobody waits for it."""
+        ticket = self.live[request]()
+        return ticket is None or ticket.cancelled
+
+    # Trees ------------------------------------------------------------------------------------------------------
 
     def choose_trees(self) -> None:
         """Make the choices now that take seconds to make, so that no request waits for them."""
         if self.chooses and self.model.draft is not None:
-            assert self.model.trees is not None
-            for temperature in sorted({entry.temperature for entry in self.model.trees.logs} or {0.0}):
-                for power in range((self.room.rows - 1).bit_length() + 1):
-                    self.model.trees.of(EXACT_RULE, temperature, min(1 << power, self.room.rows))
+            for temperature in sorted({entry.setting.temperature for entry in self.model.trees.logs} or {0.0}):
+                for power in range((self.most - 1).bit_length() + 1):
+                    self.model.trees.of(Setting.of(EXACT, temperature), min(1 << power, self.most))
 
-    def release(self) -> None:
-        """Let go of the caches, behind the last cycle: decoder and rows hold each other, and would stay for long."""
-        self.prefixes.kept.clear()
-        self.decoder = None
-
-    def __len__(self) -> int:
-        return len(self.jobs) + (self.reading is not None)
-
-    def _choice(self, jobs: Sequence[Job]) -> Choice:
+    def _choice(self, requests: Sequence[Request]) -> Choice:
         """The tree for these. A fuzzy rule's text depends on its tree and on pauses: it has always the same, and no
         pauses. That of others does not."""
-        if not jobs or self.model.draft is None:
+        if not requests or self.model.draft is None:
             return Choice(None)
-        if self.chooses and all(job.settings.lossless for job in jobs):
-            assert self.model.trees is not None
-            return self.model.trees.of(EXACT_RULE, jobs[0].temperature, len(jobs))
+        if self.chooses and all(request.lossless for request in requests):
+            return self.model.trees.of(Setting.of(EXACT, requests[0].temperature), len(requests))
         return Choice(self.tree)
 
-    def fits(self, job: Job) -> bool:
+    # Room -------------------------------------------------------------------------------------------------------
+
+    def require_room(self, request: Request) -> None:
+        """Raise ValueError where there will never be room for it."""
+        needed, most = positions_of(request), self.positions - self.nodes
+        if needed > most:
+            raise ValueError(f"a prompt of {len(request.prompt)} tokens and max_new_tokens={request.max_new_tokens} "
+                             f"need {needed} positions, and the engine has room for {most}")
+
+    def fits(self, request: Request) -> bool:
         """Whether it can begin now."""
         if self.reading is not None:
             return False
-        jobs = [*self.jobs, job]
-        batches = self.model.target.batches([len(each.prompt) for each in jobs])
-        return len(batches) == 1 and self.room.of([each.positions for each in jobs]) is not None
+        requests = [*self.requests, request]
+        batches = self.model.target.batches([len(each.prompt) for each in requests])
+        return len(batches) == 1 and self._size(requests) is not None
 
-    def begin(self, job: Job) -> None:
-        """Let a request that fits in; what ends it before its prompt is read ends it alone."""
-        try:
-            self._make_room([*self.jobs, job])
-            target, head, length = self.model.target, self.model.draft, len(job.prompt)
-            draft_cache = None if head is None else head.new_cache(length)
-            forwards = Forwards(target, head, target.new_cache(length), draft_cache)
-            batch = BatchSettings(lambda count: self._choice([*self.jobs, job]))
-            alone = Decoder(target, head, [job.prompt], batch, [job.settings], forwards=forwards)
-            self.prefixes.begin(alone.requests[0], forwards, self.decoder.forwards, self.decoder.requests)
-            self.reading = job, alone
-        except Exception as error:
-            self.end(job, error)
+    def _size(self, requests: Sequence[Request]) -> tuple[int, int] | None:
+        """Rows and positions of caches for these, with some to spare; None: they do not fit."""
+        needed, rows = max(map(positions_of, requests)) + self.nodes, len(requests)
+        if rows > self.most or rows * needed > self.positions:
+            return None
+        each = min(-(-needed // STEP) * STEP, self.positions // rows)
+        return min(1 << (rows - 1).bit_length(), self.most, self.positions // each), each
 
-    def _make_room(self, jobs: Sequence[Job]) -> None:
+    def _make_room(self, requests: Sequence[Request]) -> None:
         """Caches that these fit into."""
-        positions = [job.positions for job in jobs]
-        cache, size = self.decoder.forwards.cache, self.room.of(positions)
+        cache, size = self.decoder.forwards.cache, self._size(requests)
         assert size is not None, "it was asked whether they fit"
-        if cache.batch < len(jobs) or cache.capacity < max(positions) + self.room.nodes:
+        if cache.batch < len(requests) or cache.capacity < max(map(positions_of, requests)) + self.nodes:
             rows, each = size
             self.decoder.forwards.resize(rows, each, each + self.levels)
 
+    # Coming in --------------------------------------------------------------------------------------------------
+
+    def begin(self, request: Request) -> None:
+        """Let a request that fits in; what ends it before its prompt is read ends it alone."""
+        ticket = self.live[request]()
+        if ticket is not None:
+            ticket.begin()
+        try:
+            self._make_room([*self.requests, request])
+            target, head, length = self.model.target, self.model.draft, len(request.prompt)
+            draft_cache = None if head is None else head.new_cache(length)
+            forwards = Forwards(target, head, target.new_cache(length), draft_cache)
+            alone = Decoder(target, head, [request], lambda count: self._choice([*self.requests, request]),
+                            forwards=forwards)
+            self.prefixes.begin(request, forwards, self.decoder.forwards, self.requests)
+            self.reading = alone
+        except Exception as error:
+            self.end(request, error)
+
     def read(self, most: int) -> int:
         """Read so many tokens of the prompt that is being read; returns how many it were."""
-        assert self.reading is not None
-        job, alone = self.reading
-        request = alone.requests[0]
-        before = alone.forwards.lengths[0]
+        alone = self.reading
+        (request,), before = alone.requests, alone.forwards.lengths[0]
         try:
             emission = alone.read(0, most)
             count = alone.forwards.lengths[0] - before
             if emission is None:
                 return count
-            request.take(emission, job)
+            self._take(request, emission)
         except Exception as error:
             self.reading = None
-            self.end(job, error)
+            self.end(request, error)
             return most
         self.stats.prompt_tokens += len(request.prompt)
         self.stats.reused_tokens += len(request.prompt) - request.stats.prefill_tokens
-        self._count(request, 0)
-        if request.reason is not None:
-            self._remember(alone.forwards, 0, request)
-            self.reading = None
-            self.end(job, request)
-        else:
-            self.reading = None
-            self.jobs.append(job)
+        self.reading = None
+        if request.reason is None:
             self.decoder.join(alone)
+        else:
+            self._remember(alone.forwards, 0, request)
+            self.end(request)
         return count
 
-    def _remember(self, forwards: Forwards, number: int, request: Request) -> None:
-        """Keep what a row leaves, where there is memory for what is not needed."""
-        with suppress(RuntimeError):
-            self.prefixes.add(forwards, number, request)
+    # A cycle ----------------------------------------------------------------------------------------------------
 
     def cycle(self) -> None:
         """One cycle of those that are being decoded; those that end leave."""
         emissions = self.decoder.step()
         self.stats.cycles += 1
         self.stats.forwards += len(emissions)
-        ended: dict[int, Request | Exception] = {}
-        for number, emission in enumerate(emissions):
-            outcome = self._take(self.decoder.requests[number], self.jobs[number], emission)
-            if outcome is not None:
-                ended[number] = outcome
+        ended: dict[int, Exception | None] = {}
+        for number, (request, emission) in enumerate(zip(self.requests, emissions, strict=True)):
+            self.stats.undrafted += not emission.drafted
+            self.stats.accepted += max(0, len(emission.tokens) - 1)
+            try:
+                self._take(request, emission)
+            except Exception as error:
+                ended[number] = error
+            else:
+                if request.reason is not None:
+                    ended[number] = None
         self._leave(ended)
 
-    def _take(self, request: Request, job: Job, emission: Emission) -> Request | Exception | None:
-        """Add to an answer what its row emitted; returns the request or its error where it has ended."""
+    def _take(self, request: Request, emission: Emission) -> None:
+        """Add to a request and its ticket what was emitted for it; raises what it ends with."""
         before = len(request.new)
-        self.stats.undrafted += not emission.drafted
-        self.stats.accepted += max(0, len(emission.tokens) - 1)
         try:
-            request.take(emission, job)
-        except Exception as error:
-            return error
+            request.take(emission, None)
         finally:
-            self._count(request, before)
-        return None if request.reason is None else request
+            tokens, receipts = request.new[before:], request.receipts[before:]
+            self.stats.tokens += len(tokens)
+            self.stats.fuzzy += sum(receipt.source == "fuzzy" for receipt in receipts)
+        ticket = self.live[request]()
+        if ticket is not None:
+            ticket.add(tokens, receipts)
 
-    def _count(self, request: Request, before: int) -> None:
-        self.stats.tokens += len(request.new) - before
-        self.stats.fuzzy += sum(receipt.source == "fuzzy" for receipt in request.receipts[before:])
+    # Leaving ----------------------------------------------------------------------------------------------------
 
-    def drop_cancelled(self) -> None:
+    def drop_cancelled(self, everyone: bool = False) -> None:
         """Those that nobody waits for leave with what they have."""
-        if self.reading is not None and self.reading[0].answer.cancelled:
-            (job, _), self.reading = self.reading, None
-            self.end(job, None)
-        ended = {number: self.decoder.requests[number] for number, job in enumerate(self.jobs) if job.answer.cancelled}
-        for request in ended.values():
-            request.reason = "cancelled"
-        self._leave(ended)
+        def dropped(request: Request) -> bool:
+            if everyone or self.cancelled(request):
+                request.reason = "cancelled"
+            return request.reason is not None
 
-    def _leave(self, ended: dict[int, Request | Exception]) -> None:
+        if self.reading is not None and dropped(*self.reading.requests):
+            (request,), self.reading = self.reading.requests, None
+            self.end(request)
+        self._leave({number: None for number, request in enumerate(self.requests) if dropped(request)})
+
+    def _leave(self, ended: dict[int, Exception | None]) -> None:
+        """Rows of these numbers leave, with what ended them where it was an error."""
         if not ended:
             return
-        forwards, jobs = self.decoder.forwards, self.jobs
-        for number, outcome in ended.items():
-            if isinstance(outcome, Request):
-                self._remember(forwards, number, outcome)
+        requests, forwards = self.requests, self.decoder.forwards
+        for number, error in ended.items():
+            if error is None:
+                self._remember(forwards, number, requests[number])
             else:
                 forwards.erase(number)
-        going = [number for number in range(len(jobs)) if number not in ended]
-        self.jobs = [jobs[number] for number in going]
         try:
-            self.decoder.keep(going)
+            self.decoder.keep([number for number in range(len(requests)) if number not in ended])
         finally:  # they have ended, whatever becomes of the others
-            for number, outcome in ended.items():
-                self.end(jobs[number], outcome)
+            for number, error in ended.items():
+                self.end(requests[number], error)
 
-    def end(self, job: Job, outcome: Request | BaseException | None) -> None:
-        """Hand on an answer or an error; None: it was cancelled before its first token."""
-        if isinstance(outcome, BaseException):
-            self.stats.finished["error"] += 1
-            job.fail(outcome)
-        else:
-            self.stats.finished["cancelled" if outcome is None else str(outcome.reason)] += 1
-            job.finish(outcome)
+    def _remember(self, forwards: Forwards, number: int, request: Request) -> None:
+        """Keep what a row leaves, where there is memory for what is not needed."""
+        with suppress(RuntimeError):
+            self.prefixes.add(forwards, number, request)
 
-    @property
-    def going(self) -> list[Job]:
-        """All that are being read or decoded."""
-        reading = self.reading
-        return [*self.jobs, *([] if reading is None else [reading[0]])]
+    def end(self, request: Request, error: BaseException | None = None) -> None:
+        """Tell its ticket that it has ended, or what has ended it; only the first time counts."""
+        holder = self.live.pop(request, None)
+        if holder is not None:
+            self.stats.finished["error" if error is not None else str(request.reason)] += 1
+            ticket = holder()
+            if ticket is not None:
+                ticket.end(request, error)
 
     def fail(self, error: BaseException) -> None:
-        """The loop cannot go on: all end with its error."""
-        going, self.jobs, self.reading = self.going, [], None
-        for job in going:
-            self.end(job, error)
+        """The loop cannot go on: all end with its error, those that wait included."""
+        self.release()
+        for request in list(self.live):
+            self.end(request, error)
+
+    def release(self) -> None:
+        """Let go of the caches, after the last cycle: decoder and rows hold each other, and would stay for long."""
+        self.prefixes.kept.clear()
+        self.decoder = self.reading = None
 
 
-def levels_of(model: EagleModel, tree: TreeConfig) -> int:
-    """Positions that the draft's cache needs beside those of the target's: of the levels of any tree."""
-    trees = [tree] if model.trees is None else [tree, *model.trees.largest]
-    return max(each.depth * each.top_k for each in trees)
+# What recent requests have left, for requests that begin alike -----------------------------------------------------
 
 
-def nodes_of(model: EagleModel, tree: TreeConfig) -> int:
-    """Nodes of the largest tree that may be drafted."""
-    trees = [tree] if model.trees is None else [tree, *model.trees.largest]
-    return 1 if model.draft is None else max(each.nodes for each in trees)
+@dataclass(eq=False)
+class Kept:
+    """A row that was: its text as far as its caches hold it, and what the draft has not read of it."""
+
+    tokens: list[int]
+    features: Tensor | None
+    forwards: Forwards
+
+
+class Prefixes:
+    """The last rows to end, with copies of their caches.
+
+    Args:
+        most: rows. positions: of all of them together.
+    """
+
+    def __init__(self, most: int, positions: int) -> None:
+        self.most, self.positions = most, positions
+        self.kept: list[Kept] = []  # the latest last
+
+    def add(self, forwards: Forwards, number: int, request: Request) -> None:
+        """Keep a row that ends, in place of those that it begins with, and of the oldest where there is no room."""
+        held = request.tokens[: forwards.lengths[number]]
+        if not self.most or not held or len(held) > self.positions:
+            return
+        self.kept = [each for each in self.kept if shared_prefix(each.tokens, held) < len(each.tokens)]
+        while self.kept and (len(self.kept) >= self.most
+                             or sum(len(each.tokens) for each in self.kept) + len(held) > self.positions):
+            del self.kept[0]
+        self.kept.append(Kept(held, request.features, forwards.row(number)))
+
+    def begin(self, request: Request, forwards: Forwards, rows: Forwards, others: Iterable[Request]) -> None:
+        """Copy into a new request's caches what there is of the beginning of its prompt.
+
+        Args:
+            rows: those of the requests that are being decoded, `others`.
+        """
+        held = [(rows, number, other) for number, other in enumerate(others)]
+        held += [(each.forwards, 0, each) for each in self.kept]
+        shared = [forwards.shared(number, other, request)[0] for forwards, number, other in held]
+        if not any(shared):
+            return
+        best = held[shared.index(max(shared))]
+        forwards.begin_with(request, *best)
+        if isinstance(best[2], Kept):  # used: the latest again
+            self.kept.remove(best[2])
+            self.kept.append(best[2])
+
+
+# Memory -----------------------------------------------------------------------------------------------------------
+
+
+def positions_of(request: Request) -> int:
+    """Of its whole text."""
+    return len(request.prompt) + request.max_new_tokens
+
+
+@torch.inference_mode()
+def positions_that_fit(model: EagleModel, rows: int, nodes: int) -> int:
+    """How many positions of caches a quarter of the free memory holds; no more than can be used."""
+    target, head = model.target, model.draft
+    cache, token = target.new_cache(1), torch.zeros(1, 1, dtype=torch.long, device=target.device)
+    features = target.prefill(token, cache).to(target.output_device)
+    size = cache.nbytes
+    if head is not None:
+        draft_cache = head.new_cache(1)
+        extend_draft(head, [features[0]], [token[0].to(features.device)], draft_cache)
+        size += draft_cache.nbytes
+    fitting = int(SHARE * free_bytes(target.output_device) / size)
+    return fitting if target.max_positions is None else min(fitting, rows * (target.max_positions + nodes))
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory of the device that is free now."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    free, limit = psutil.virtual_memory().available, Path("/sys/fs/cgroup/memory.max")
+    if limit.exists() and limit.read_text().strip() != "max":  # a container's
+        free = min(free, int(limit.read_text()) - int(limit.with_name("memory.current").read_text()))
+    return max(0, free)

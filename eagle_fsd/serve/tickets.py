@@ -1,16 +1,21 @@
-"""What `Engine.submit` returns: an answer that is being made, as an iterator for threads and for asyncio."""
+"""What `Engine.submit` returns: an answer that is being made, to be read from threads and from asyncio."""
 
 from __future__ import annotations
 
 import asyncio
+import queue
 import threading
 import time
-import weakref
-from collections.abc import AsyncIterator, Generator, Iterator
+from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
-from ..engine.receipts import Output, Receipt
+from transformers import PreTrainedTokenizerBase
+
+from ..api import cut_text
+from ..engine.output import Output, Receipt
+from ..engine.request import Request
+from ..text import StreamedText
 
 
 class QueueFull(RuntimeError):
@@ -36,134 +41,56 @@ class Piece(NamedTuple):
     text: str
 
 
-class Answer:
-    """An answer that the engine's thread makes and others read: pieces, then an output or an error."""
-
-    def __init__(self) -> None:
-        self.submitted = time.perf_counter()
-        self.started: float | None = None
-        self.first: float | None = None
-        self.ended: float | None = None
-        self.pieces: list[Piece] = []
-        self.output: Output | None = None
-        self.error: BaseException | None = None
-        self.cancelled = False  # set by whoever holds the ticket; the engine looks at it in each cycle
-        self._changed = threading.Condition()
-        self._waking: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []
-
-    @property
-    def done(self) -> bool:
-        return self.ended is not None
-
-    def begin(self) -> None:
-        """Its prompt is being read."""
-        self.started = time.perf_counter()
-
-    def add(self, piece: Piece) -> None:
-        """One more piece."""
-        with self._changed:
-            self.pieces.append(piece)
-            if self.first is None:
-                self.first = time.perf_counter()
-            self._wake()
-
-    def end(self, output: Output | None = None, error: BaseException | None = None) -> None:
-        """No more will come."""
-        with self._changed:
-            self.output, self.error, self.ended = output, error, time.perf_counter()
-            self._wake()
-
-    def _wake(self) -> None:
-        self._changed.notify_all()
-        for loop, change in self._waking:
-            with suppress(RuntimeError):  # the loop is closed: nobody waits
-                loop.call_soon_threadsafe(change.set)
-        self._waking.clear()
-
-    def cancel(self) -> None:
-        """Nobody waits for it any more."""
-        self.cancelled = True
-
-    def wait(self, count: int, timeout: float | None = None) -> bool:
-        """Wait until there are more pieces than `count`, or no more will come; False: the time is over."""
-        with self._changed:
-            return self._changed.wait_for(lambda: len(self.pieces) > count or self.done, timeout)
-
-    async def wait_async(self, count: int) -> None:
-        """`wait` without blocking the event loop."""
-        while True:
-            with self._changed:
-                if len(self.pieces) > count or self.done:
-                    return
-                change = asyncio.Event()
-                self._waking.append((asyncio.get_running_loop(), change))
-            await change.wait()
-
-
 class Ticket:
-    """A request to an `Engine`, and its answer as far as it is made. Every iteration begins at the first piece.
-
-    A ticket that nobody holds any more is cancelled.
+    """The handle of a request to an `Engine`: its answer as far as it is made. Every iteration begins at the first
+    piece. A ticket that nobody holds any more is cancelled.
 
     Attributes:
         prompt_tokens: length of the prompt.
         seed: of the sampling noise.
+        cancelled: whether `cancel` was called.
+        queued_seconds: from `submit` to when its prompt began to be read; None: it waits, or never left the queue.
+        first_token_seconds: from `submit` to the first token; None: there is none yet.
+        total_seconds: from `submit` to the end; None: it has not ended.
     """
 
-    def __init__(self, answer: Answer, prompt_tokens: int, seed: int) -> None:
-        self._answer = answer
-        self.prompt_tokens, self.seed = prompt_tokens, seed
-        weakref.finalize(self, answer.cancel).atexit = False
+    def __init__(
+        self, request: Request, tokenizer: PreTrainedTokenizerBase | None, stops: Sequence[str]
+    ) -> None:
+        self.prompt_tokens, self.seed, self.cancelled = len(request.prompt), request.seed, False
+        self.queued_seconds: float | None = None
+        self.first_token_seconds: float | None = None
+        self.total_seconds: float | None = None
+        self._submitted = time.perf_counter()
+        self._tokenizer, self._stops = tokenizer, stops
+        self._text = None if tokenizer is None else StreamedText(tokenizer, stops)
+        self._pieces: list[Piece | None] = []  # after the last one None
+        self._readers: list[Callable[[Piece | None], None]] = []  # told each piece; called by the engine's thread
+        self._lock = threading.Lock()  # of these two
+        self._ended = threading.Event()
+        self._output: Output | None = None
+        self._error: BaseException | None = None
 
     @property
     def done(self) -> bool:
         """Whether no more will come."""
-        return self._answer.done
-
-    @property
-    def queued_seconds(self) -> float | None:
-        """From `submit` to when its prompt began to be read; None: it waits, or never left the queue."""
-        answer = self._answer
-        return None if answer.started is None else answer.started - answer.submitted
-
-    @property
-    def first_token_seconds(self) -> float | None:
-        """From `submit` to the first token; None: there is none yet."""
-        answer = self._answer
-        return None if answer.first is None else answer.first - answer.submitted
-
-    @property
-    def total_seconds(self) -> float | None:
-        """From `submit` to the end; None: it has not ended."""
-        answer = self._answer
-        return None if answer.ended is None else answer.ended - answer.submitted
+        return self._ended.is_set()
 
     def cancel(self) -> None:
         """End it within a cycle, with what is there and `finish_reason` "cancelled"; one that has ended stays so."""
-        self._answer.cancel()
+        self.cancelled = True
 
     def __iter__(self) -> Iterator[Piece]:
-        at = 0
-        while True:
-            self._answer.wait(at)
-            pieces = self._answer.pieces[at:]
-            if not pieces:
-                break
-            yield from pieces
-            at += len(pieces)
+        found: queue.SimpleQueue[Piece | None] = queue.SimpleQueue()
+        self._tell(found.put)
+        while (piece := found.get()) is not None:
+            yield piece
         self._raise()
 
     async def __aiter__(self) -> AsyncIterator[Piece]:
-        at = 0
-        while True:
-            await self._answer.wait_async(at)
-            pieces = self._answer.pieces[at:]
-            if not pieces:
-                break
-            for piece in pieces:
+        async for _, piece in interleaved([self], cancelling=False):
+            if piece is not None:
                 yield piece
-            at += len(pieces)
-        self._raise()
 
     def result(self, timeout: float | None = None) -> Output:
         """Wait for the whole answer; `await ticket` is the same for asyncio.
@@ -176,25 +103,102 @@ class Ticket:
             EngineClosed: the engine was closed before the request's turn came.
             Exception: what ended the request, such as a logits processor's error.
         """
-        if not self._answer.wait(_ALL, timeout):
+        if not self._ended.wait(timeout):
             raise TimeoutError(f"the answer takes longer than {timeout} s")
-        return self._result()
+        self._raise()
+        return self._output
 
     def __await__(self) -> Generator[object, None, Output]:
-        return self._await().__await__()
+        async def whole() -> Output:
+            async for _ in self:
+                pass
+            return self.result()
 
-    async def _await(self) -> Output:
-        await self._answer.wait_async(_ALL)
-        return self._result()
-
-    def _result(self) -> Output:
-        self._raise()
-        assert self._answer.output is not None
-        return self._answer.output
+        return whole().__await__()
 
     def _raise(self) -> None:
-        if self._answer.error is not None:
-            raise self._answer.error
+        if self._error is not None:
+            raise self._error
+
+    def _tell(self, reader: Callable[[Piece | None], None]) -> None:
+        """Tell a reader all pieces, those that are there at once; None: no more will come."""
+        with self._lock:
+            for piece in self._pieces:
+                reader(piece)
+            self._readers.append(reader)
+
+    def _add(self, piece: Piece | None) -> None:
+        with self._lock:
+            self._pieces.append(piece)
+            for reader in self._readers:
+                reader(piece)
+
+    # For the engine ---------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Its prompt is being read."""
+        self.queued_seconds = self._seconds()
+
+    def add(self, tokens: list[int], receipts: list[Receipt]) -> None:
+        """What a cycle emitted."""
+        if self.first_token_seconds is None:
+            self.first_token_seconds = self._seconds()
+        self._add(Piece(tokens, receipts, "" if self._text is None else self._text.add(tokens)))
+
+    def end(self, request: Request, error: BaseException | None = None) -> None:
+        """No more will come: the request has ended, or an error has ended it."""
+        try:
+            if error is None:
+                self._output = self._whole(request)
+        except Exception as failed:  # of the tokenizer
+            error = failed
+        self._error, self.total_seconds = error, self._seconds()
+        self._ended.set()
+        self._add(None)
+
+    def _whole(self, request: Request) -> Output:
+        output, now = request.output(), self._seconds()
+        if self.queued_seconds is not None:
+            first = now if self.first_token_seconds is None else self.first_token_seconds
+            output.stats.prefill_seconds, output.stats.decode_seconds = first - self.queued_seconds, now - first
+        if self._tokenizer is not None:
+            output.text = cut_text(self._tokenizer.decode(output.token_ids, skip_special_tokens=True), self._stops)
+            rest = self._text.rest(output.text)
+            if rest:
+                self._add(Piece([], [], rest))
+        return output
+
+    def _seconds(self) -> float:
+        return time.perf_counter() - self._submitted
 
 
-_ALL = 1 << 62  # more pieces than there ever are: until the end
+async def interleaved(
+    tickets: Sequence[Ticket], *, cancelling: bool = True
+) -> AsyncIterator[tuple[int, Piece | None]]:
+    """The pieces of several answers as they come, with the number of theirs; None where one has ended.
+
+    Args:
+        cancelling: whoever stops reading cancels them all.
+    """
+    loop, found = asyncio.get_running_loop(), asyncio.Queue()
+
+    def reader(number: int) -> Callable[[Piece | None], None]:
+        def tell(piece: Piece | None) -> None:
+            with suppress(RuntimeError):  # the loop is closed: nobody waits
+                loop.call_soon_threadsafe(found.put_nowait, (number, piece))
+        return tell
+
+    try:
+        for number, ticket in enumerate(tickets):
+            ticket._tell(reader(number))
+        left = len(tickets)
+        while left:
+            number, piece = await found.get()
+            if piece is None:
+                tickets[number]._raise()
+                left -= 1
+            yield number, piece
+    finally:
+        if cancelling:
+            for ticket in tickets:
+                ticket.cancel()

@@ -1,0 +1,285 @@
+"""Methods side by side on questions: answered in turn, timed and graded, every record kept as it comes.
+
+`eval.benchmark` compares decoding methods with `model.generate`; `eval.quality` and `eagle-fsd calibrate` compare
+settings of acceptance with exact (`compare_settings`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import statistics
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import astuple
+from pathlib import Path
+from typing import Any
+
+from ..data.files import append_lines, only_writer, read_lines
+from ..data.progress import Progress
+from ..data.questions import Question, converse
+from ..drafting.config import TreeConfig
+from ..pair import EagleModel
+from .grading import CODE, check_instructions, is_right
+from .methods import Answer, Method, check_options, described, engine, in_batch
+from .records import decimals, markdown, percent, plot_comparison, record_path, span, write_record
+from .statistics import by_category, repetition
+
+logger = logging.getLogger(__name__)
+EXACT = "exact"
+
+
+def compare(
+    methods: Mapping[str, Method], questions: Sequence[Question], log: Path, about: Mapping[str, object], *,
+    max_new_tokens: int, run_code: bool = False, warm_up: int = 2, repeats: int = 1, timed: int | None = None,
+    together: Mapping[str, Method] | None = None, workers: int = 1,
+) -> list[dict]:
+    """Every method's record of every question; the same call goes on with what `log` has.
+
+    Args:
+        methods: by names that say all in which they differ.
+        about: what all methods have in common.
+        timed: so many questions, spread evenly, are answered alone, each by all methods in an order that rotates, so
+            that a slow moment of the machine meets all alike; None: all. `warm_up` of them come first, unmeasured. The
+            median of `repeats` times counts.
+        together: the same methods for the other questions, of which `workers` threads ask at once.
+
+    Returns:
+        For each question its `id`, `category` and the `methods`' records (see `record_of`).
+
+    Raises:
+        ValueError: the log was begun for something else, or the first turn of a question cannot be answered.
+    """
+    known = known_records(log, about)
+    count = len(questions) if timed is None or together is None else min(timed, len(questions))
+    alone = [questions[number * len(questions) // count] for number in range(count)]
+    names = list(methods)
+
+    def answer(method: Method, name: str, question: Question, is_timed: bool) -> dict:
+        try:
+            answers = converse(lambda chat: method(chat, max_new_tokens), question.turns)
+        except ValueError as error:
+            raise ValueError(f"question {question.id}: {error}") from error
+        return {"asked": digest_of(question), "method": name, "timed": is_timed,
+                **record_of(answers, question, run_code)}
+
+    def keep(records: Sequence[dict]) -> None:
+        append_lines(log, records)
+        known.update({(record["asked"], record["method"]): record for record in records})
+
+    def is_missing(question: Question, name: str, is_timed: bool) -> bool:
+        record = known.get((digest_of(question), name))
+        return record is None or is_timed and not record["timed"]
+
+    missing = [question for question in alone if any(is_missing(question, name, True) for name in names)]
+    for question in missing[:warm_up]:
+        for method in methods.values():
+            method([{"role": "user", "content": question.turns[0]}], min(32, max_new_tokens))
+    for number, question in enumerate(Progress(missing, desc="in turn", unit="question")):
+        runs: dict[str, list[dict]] = {name: [] for name in names}
+        for shift in range(number, number + repeats):
+            for name in names[shift % len(names) :] + names[: shift % len(names)]:
+                runs[name].append(answer(methods[name], name, question, True))
+        keep([{**taken[0], "seconds": statistics.median(record["seconds"] for record in taken)}
+              for taken in runs.values()])
+    rest = [(question, name) for question in questions for name in names
+            if question not in alone and is_missing(question, name, False)]
+    pool = ThreadPoolExecutor(workers)
+    try:
+        jobs = [pool.submit(answer, together[name], name, question, False) for question, name in rest]
+        for job in Progress(as_completed(jobs), desc="together", unit="answer", total=len(jobs)) if jobs else ():
+            keep([job.result()])
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+    return [{"id": question.id, "category": question.category,
+             "methods": {name: known[digest_of(question), name] for name in names}} for question in questions]
+
+
+def known_records(log: Path, about: Mapping[str, object]) -> dict[tuple[str, str], dict]:
+    """The records of a log by question and method; a log that is not there is begun."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    begun, *records = read_lines(log) or [None]
+    if begun is None:
+        append_lines(log, [about])
+    elif begun != about:
+        changed = [name for name in {**about, **begun} if begun.get(name) != about.get(name)]
+        raise ValueError(f"{log} was begun with other {', '.join(changed)}: delete it or choose another place")
+    return {(record["asked"], record["method"]): record for record in records}
+
+
+def digest_of(question: Question) -> str:
+    return hashlib.sha256(repr(astuple(question)).encode()).hexdigest()[:16]
+
+
+def record_of(answers: Sequence[Answer], question: Question, run_code: bool) -> dict:
+    """What is kept of the answers to a question's turns.
+
+    Returns:
+        turns: texts; ids; seconds; tokens; forwards of the target and the tokens that they `emitted` (0 where the
+        engine is not ours); fuzzy: tokens that only the rule accepted; regret: nats below the target's best, summed
+        over the tokens; repeated: share of repeated 4-grams; cut_off: by the length limit, None where the engine is not
+        ours; right: None where there is nothing to compare with.
+    """
+    outputs = [answer.output for answer in answers if answer.output]
+    receipts = [receipt for output in outputs for receipt in output.receipts]
+    lengths = [length for output in outputs for length in output.stats.accepted_lengths]
+    ids = [token for answer in answers for token in answer.token_ids]
+    right = is_right(question, answers[-1].text, run_code=run_code)
+    return {
+        "turns": [answer.text for answer in answers], "ids": ids, "tokens": len(ids),
+        "seconds": sum(answer.seconds for answer in answers), "forwards": len(lengths),
+        "emitted": sum(lengths) + len(lengths), "fuzzy": sum(receipt.source == "fuzzy" for receipt in receipts),
+        "regret": sum(receipt.regret for receipt in receipts), "repeated": repetition(ids),
+        "cut_off": any(output.finish_reason == "length" for output in outputs) if outputs else None,
+        "right": None if right is None else bool(right and len(answers) == len(question.turns)),
+    }
+
+
+def method_table(rows: Sequence[Mapping], reference: str) -> str:
+    """The rows in Markdown. tau = tokens emitted per forward of the target."""
+    graded = any(row["accuracy"] is not None for row in rows)
+    return markdown({
+        "method": row["method"], "tokens/s": decimals(row["tokens_per_second"], 1),
+        f"speed vs {reference} (95%)": ratio(row, "speedup", "x"),
+        f"time per answer vs {reference} (95%)": ratio(row, "time"),
+        "s/answer": decimals(row["seconds_per_answer"]), "tokens/answer": decimals(row["tokens_per_answer"], 0),
+        "tau": decimals(row["tau"]), "same answers": percent(row["same_answers"]),
+        "same tokens": percent(row["same_tokens"]), "fuzzy tokens": percent(row["fuzzy_share"], 1),
+        "regret/token": decimals(row["regret_per_token"], 3), "repeated 4-grams": percent(row["repeated"]),
+        "cut off": percent(row["cut_off"]), **(accuracy_cells(row) if graded else {}),
+    } for row in rows)
+
+
+def ratio(row: Mapping, key: str, unit: str = "") -> str:
+    """A ratio with its interval; empty where nothing was timed."""
+    return "" if row[key] is None else f"{row[key]:.2f}{unit} ({span(row[f'{key}_interval'])})"
+
+
+def accuracy_cells(row: Mapping) -> dict[str, str]:
+    if row["accuracy"] is None:
+        return {}
+    change = sorted(-100 * end for end in row["drop_interval"])
+    return {"accuracy": percent(row["accuracy"], 1), "lost, gained": f"{row['lost']}, {row['gained']}",
+            "change in points (95%)": f"{0 - 100 * row['drop']:+.1f} ({span(change, 1)})",
+            "loss at most": decimals(100 * row["bound"], 1)}
+
+
+def page_text(rows: Mapping[str, Sequence[Mapping]], reference: str) -> str:
+    """The table of all questions, and for each category, where there are several, the most important columns."""
+    text = method_table(rows["all"], reference)
+    if len(rows) > 1:
+        text += f"\n\nTimes the speed of {reference}, tau, and accuracy, by category:\n\n" + markdown({
+            "category": category, "questions": each[0]["answers"],
+            **{row["method"]: " / ".join(filter(None, (
+                decimals(row["speedup"], unit="x"), decimals(row["tau"]), percent(row["accuracy"], 1))))
+               for row in each},
+        } for category, each in rows.items())
+    return text
+
+
+def recommend(rows: Sequence[Mapping], reference: str, points: float) -> tuple[str | None, str]:
+    """The fastest method that is surely faster than the reference and surely loses at most so many points of accuracy.
+
+    Returns:
+        Its name, or None; and what to say of it.
+    """
+    others = [row for row in rows if row["method"] != reference]
+    if any(row["accuracy"] is None for row in rows):
+        return None, "Nothing is recommended: these questions have no grader, so that what is lost is not known."
+    accuracy = next(row["accuracy"] for row in rows if row["method"] == reference)
+    if 100 * accuracy <= points:
+        return None, (f"Nothing is recommended: {reference} answers {percent(accuracy, 1)} rightly, so that there is "
+                      "nothing to lose; look at the answers and at how they are compared.")
+    kept = [row for row in others if 100 * row["bound"] <= points]
+    faster = [row for row in kept if row["time_interval"][1] < 1]
+    if not faster:
+        why = f"is shown to lose at most {points:g} points of accuracy ({rows[0]['graded']} answers)" if not kept else \
+            f"that loses at most {points:g} points takes surely less time per answer than {reference}"
+        return None, f"None is recommended: no setting {why}."
+    best = min(faster, key=lambda row: row["time"])
+    return best["method"], (
+        f"Recommended: {best['method']}, {best['time']:.2f} of {reference}'s time per answer "
+        f"({span(best['time_interval'])}), at a loss of at most {100 * best['bound']:.1f} points of accuracy "
+        f"(one-sided 95%, corrected for the choice among {len(others)}). Nothing was set.")
+
+
+def parse_setting(text: str) -> tuple[str, dict[str, object]]:
+    """Name and options of a setting: a rule, its threshold, and other options of `generate`, such as "fsd 0.3",
+    "fsd 0.5 head_guard=none divergence=tv" or "exact temperature=0.35 top_p=0.9".
+
+    Raises:
+        ValueError: not of this form. What the options mean is checked where they are used.
+    """
+    rule, *words = text.split() or [""]
+    options: dict[str, object] = {"acceptance": rule}
+    for word in words:
+        name, _, value = word.rpartition("=")
+        name = name or "threshold"
+        try:
+            given: object = None if value == "none" else int(value) if name == "top_k" else float(value)
+        except ValueError:
+            given = value
+        if name in options or name == "threshold" and not isinstance(given, float):
+            rule = ""
+        options[name] = given
+    if not rule:
+        raise ValueError(f'{text!r} is no setting; it takes a rule, a threshold and options, such as "fsd 0.3" or '
+                         '"fsd 0.5 head_guard=none"')
+    return " ".join([rule, *words]), options
+
+
+def read_settings(texts: Sequence[str]) -> dict[str, dict[str, object]]:
+    """Settings by name, see `parse_setting`.
+
+    Raises:
+        ValueError, TypeError: none or a bad one.
+    """
+    settings = dict(map(parse_setting, texts))
+    if not settings or EXACT in settings:
+        raise ValueError(f"--settings takes at least one, and {EXACT} is always there, got {list(texts)}")
+    for options in settings.values():
+        check_options(options)
+    return settings
+
+
+def compare_settings(
+    model: EagleModel, questions: Sequence[Question], settings: Mapping[str, Mapping[str, object]], out: Path, *,
+    points: float, temperature: float = 0.0, max_new_tokens: int = 256, seed: int = 0, tree: TreeConfig | None = None,
+    run_code: bool = False, repeats: int = 1, timed: int | None = None, joined: Any = None, workers: int = 1,
+) -> str:
+    """Answer questions exactly and under settings, and store what was found as OUT.json, OUT.md and OUT.png.
+
+    Args:
+        settings: options of `generate` by name, see `parse_setting`.
+        points: of accuracy, that a recommended setting loses at most.
+        repeats, timed: see `compare`; the other questions go to `joined`, an `Engine`, which has a tree of its own, by
+            so many `workers` at once.
+
+    Returns:
+        The page, which ends with the recommendation.
+    """
+    check_instructions(questions)
+    if any(question.category in CODE for question in questions) and not run_code:
+        logger.warning("programs are not graded: --run-code allows them to be run")
+    common, given = {"temperature": temperature, "seed": seed}, {EXACT: {"acceptance": EXACT}, **settings}
+    methods = {name: engine(model, tree=tree, **common | options) for name, options in given.items()}
+    together = joined and {name: engine(model, ask=in_batch(joined), **common | options)
+                           for name, options in given.items()}
+    about = described(model, tree, temperature=temperature, seed=seed, max_new_tokens=max_new_tokens,
+                      repeats=repeats, run_code=run_code)
+    log = record_path(out, ".answers.jsonl")
+    with only_writer(log):
+        found = compare(methods, questions, log, about, max_new_tokens=max_new_tokens, run_code=run_code,
+                        repeats=repeats, timed=timed, together=together, workers=workers)
+    rows = by_category(found, EXACT)
+    name, said = recommend(rows["all"], EXACT, points)
+    page = write_record(out, {**about, "workers": workers, "points": points, "recommended": name, "said": said,
+                              "rows": rows}, f"""\
+{len(found)} questions, {rows["all"][0]["timed"]} of them timed, {about["dtype"]}, temperature {temperature:g}, at most
+{max_new_tokens} tokens a turn, tree {model.describe_tree(tree, temperature)}
+
+{page_text(rows, EXACT)}
+
+{said}""")
+    plot_comparison(rows["all"], EXACT, record_path(out, ".png"))
+    return page

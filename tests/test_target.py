@@ -1,0 +1,84 @@
+"""The target's adapter: its seam for other forwards, prompts that are read in parts, damaged weights."""
+
+import pytest
+import torch
+from tiny import PROMPT, tiny_head, tiny_pair, tiny_target
+
+import eagle_fsd
+from eagle_fsd.drafting.config import TreeConfig
+from eagle_fsd.drafting.growth import extend_draft
+from eagle_fsd.models import target as target_module
+from eagle_fsd.models.target import TargetModel
+
+TREE = TreeConfig(8, 3, 2)
+
+
+@pytest.fixture
+def parts_of_five(monkeypatch):
+    monkeypatch.setitem(target_module.PREFILL, "cpu", 5)
+
+
+def test_other_forwards_take_the_place_of_the_stock_ones():
+    pair, calls = tiny_pair(), []
+    expected = eagle_fsd.generate(PROMPT, pair, max_new_tokens=12, tree=TREE, acceptance="exact")
+    stock, head = pair.target.forward, pair.draft.forward
+
+    def target_forward(tokens, positions, masks, cache):
+        calls.append((tokens.shape[1], positions is None, bool(masks)))
+        return stock(tokens, positions, masks, cache)
+
+    def head_forward(features, tokens, positions, mask=None, cache=None):
+        calls.append("head")
+        return head(features, tokens, positions, mask, cache)
+
+    pair.target.forward, pair.draft.forward = target_forward, head_forward
+    found = eagle_fsd.generate(PROMPT, pair, max_new_tokens=12, tree=TREE, acceptance="exact")
+    assert found.token_ids == expected.token_ids and found.stats.accepted_lengths == expected.stats.accepted_lengths
+    assert calls[0] == (len(PROMPT), True, False) and (8, False, True) in calls and "head" in calls
+    assert len([call for call in calls if call != "head"]) == 1 + len(found.stats.accepted_lengths)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral-window", "llama4_text", "deepseek_v3", "gpt2"])
+@torch.inference_mode()
+def test_a_prompt_in_parts_gives_the_same_features(family, monkeypatch):
+    target = TargetModel(tiny_target(family), check=False)
+    tokens = torch.tensor([PROMPT * 2])
+    whole = target.prefill(tokens, target.new_cache(30))
+    monkeypatch.setitem(target_module.PREFILL, "cpu", 5)
+    cache = target.new_cache(30)
+    torch.testing.assert_close(target.prefill(tokens, cache), whole, rtol=1e-4, atol=1e-4)
+    assert cache.length == 24
+
+
+@torch.inference_mode()
+def test_the_draft_reads_ragged_rows_in_parts(parts_of_five):
+    head = tiny_head(tiny_target())
+    for lengths in ((5,), (24,), (1, 13, 6)):
+        features = [torch.randn(length, 16) for length in lengths]
+        tokens = [torch.tensor((PROMPT * 2)[:length]) for length in lengths]
+        cache = head.new_cache(30, len(lengths))
+        got = extend_draft(head, features, tokens, cache)
+        for row, length in enumerate(lengths):
+            alone = head(features[row][None], tokens[row][None], torch.arange(length)[None])[0, -1:]
+            torch.testing.assert_close(got[row], alone, rtol=1e-4, atol=1e-5)
+        assert cache.lengths == list(lengths)
+
+
+def test_parts_do_not_change_the_text(parts_of_five):
+    model = tiny_pair()
+    wanted = model.target.model.generate(torch.tensor([PROMPT]), max_new_tokens=20, do_sample=False)[0, 12:].tolist()
+    assert eagle_fsd.generate(PROMPT, model, max_new_tokens=20, tree=TREE, acceptance="exact").token_ids == wanted
+
+
+def test_keys_that_depend_on_the_length_are_made_at_once():
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    assert not TargetModel(tiny_target(rope_parameters=rope), check=False).reads_in_parts
+    assert TargetModel(tiny_target(), check=False).reads_in_parts
+
+
+def test_weights_that_are_not_finite_are_refused():
+    model = tiny_target()
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight[3, 3] = torch.nan
+    with pytest.raises(ValueError, match="is damaged: its model.layers.1.mlp.up_proj.weight holds values that are not"):
+        TargetModel(model)

@@ -1,1 +1,0 @@
-"""What training a draft head is made of: its settings, objectives, steps, states and evaluation."""

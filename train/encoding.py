@@ -1,0 +1,195 @@
+"""From records to a tokenised dataset: token ids, which of them are learned, and what was left out and why.
+
+Of a conversation the assistant's own words and their end marks are learned. Where the chat template marks answers with
+`{% generation %}`, `transformers` says which tokens those are. Other templates are rendered up to each answer: the
+answer begins where the rendering with a generation prompt ends.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+from jinja2 import TemplateError
+from transformers import PreTrainedTokenizerBase
+
+from eagle_fsd.data.conversations import BadRow, Record
+from eagle_fsd.data.documents import Documents
+from eagle_fsd.data.progress import Progress
+
+# What a template may put between the generation prompt and an answer: an empty block of thoughts.
+BEFORE_ANSWER = re.compile(r"\s*(<think>\s*</think>\s*)?")
+ANYTHING = "Qwertzuiop"  # stands for an answer, to see what a template puts around one
+
+
+def encode_dataset(
+    records: Iterable[Record], tokenizer: PreTrainedTokenizerBase, *, max_length: int, long: str = "truncate"
+) -> tuple[Documents, dict]:
+    """The dataset of `records` and its summary: how many there were, and how many were bad, by reason.
+
+    Raises:
+        ValueError: not one record can be used.
+    """
+    bad: Counter[str] = Counter()
+    documents: list[tuple[np.ndarray, np.ndarray]] = []  # lists would take five times the memory
+    count = truncated = 0
+    for record in Progress(records, desc="rows", unit="row"):
+        count += 1
+        try:
+            encoded = encode_record(record, tokenizer, max_length, long)
+        except BadRow as error:
+            bad[str(error)] += 1
+        else:
+            documents += [(np.asarray(ids, np.uint32), np.asarray(learned)) for ids, learned in encoded]
+            truncated += record.text is None and len(encoded[-1][0]) == max_length
+    if not documents:
+        raise ValueError(f"none of {count} rows can be used: {dict(bad) or 'there are none'}")
+    summary = {
+        "rows": count, "bad_rows": sum(bad.values()), "bad_reasons": dict(bad.most_common()),
+        "at_full_length": truncated, "max_length": max_length,
+    }
+    return Documents.of(documents), summary
+
+
+def encode_record(
+    record: Record, tokenizer: PreTrainedTokenizerBase, max_length: int, long: str
+) -> list[tuple[list[int], list[bool]]]:
+    """The documents of a record: one per conversation; plain text is cut into as many as it takes.
+
+    Raises:
+        BadRow: the record is bad, over-long under `long="drop"`, or nothing to learn is left of it.
+    """
+    if record.reason is not None:
+        raise BadRow(record.reason)
+    if record.text is not None:
+        ids = tokenizer(record.text, add_special_tokens=False)["input_ids"]
+        first = [tokenizer.bos_token_id] if tokenizer.bos_token_id is not None else []
+        last = [tokenizer.eos_token_id] if tokenizer.eos_token_id is not None else []
+        ids, body = ids + last, max_length - len(first)
+        pieces = [first + ids[i : i + body] for i in range(0, len(ids), body)]
+        pieces = [piece for piece in pieces if len(piece) > 2]  # nothing could be learned from less
+        return [(piece, [False] * len(first) + [True] * (len(piece) - len(first))) for piece in pieces]
+    encoded = encode_conversation(tokenizer, record.messages or [])
+    if long == "drop" and any(len(ids) > max_length for ids, _ in encoded):
+        raise BadRow("over-long")
+    cut = [(ids[:max_length], learned[:max_length]) for ids, learned in encoded]
+    # Position i pairs a feature with the next token and learns the one after: two tokens have to precede.
+    cut = [(ids, learned) for ids, learned in cut if any(learned[2:])]
+    if not cut:
+        raise BadRow("nothing to learn within the length")
+    return cut
+
+
+def encode_conversation(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, str]]
+) -> list[tuple[list[int], list[bool]]]:
+    """Token ids of the conversation, and for each whether it is learned.
+
+    One document, in which all answers are learned. Where the template shows earlier turns differently once they are
+    answered (it drops thoughts, or moves the system turn), one per answer, in which only that one is learned.
+
+    Raises:
+        BadRow: the template refuses the conversation, or does not show an answer as it was given.
+        ValueError: the tokenizer has no chat template, or cannot tell where its tokens lie in the text.
+    """
+    check_tokenizer(tokenizer)
+    if "{% generation %}" in tokenizer.chat_template or "{%- generation" in tokenizer.chat_template:
+        try:
+            encoded = tokenizer.apply_chat_template(
+                list(messages), tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+            )
+        except (TemplateError, ValueError) as error:
+            raise BadRow("refused by the chat template") from error
+        return [(list(encoded["input_ids"]), [bool(mark) for mark in encoded["assistant_masks"]])]
+    try:
+        return [mark_spans(tokenizer, *answer_spans(tokenizer, messages))]
+    except BadRow:
+        ends = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+        return [mark_spans(tokenizer, *last_answer_span(tokenizer, messages[: end + 1])) for end in ends]
+
+
+def check_tokenizer(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise where a tokenizer cannot serve `encode_conversation`."""
+    if not tokenizer.chat_template:
+        raise ValueError("the target's tokenizer has no chat template; give one (--chat-template FILE) or plain text")
+    if not tokenizer.is_fast:
+        raise ValueError(f"{type(tokenizer).__name__} does not say where its tokens lie in the text; a fast one does")
+
+
+def mark_spans(
+    tokenizer: PreTrainedTokenizerBase, text: str, spans: list[tuple[int, int]]
+) -> tuple[list[int], list[bool]]:
+    """Token ids of a text, and for each whether it lies in one of the character spans."""
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    learned, span = [], 0
+    for start, end in encoded["offset_mapping"]:
+        while span < len(spans) and start >= spans[span][1]:
+            span += 1
+        learned.append(span < len(spans) and spans[span][0] <= start and start < end <= spans[span][1])
+    return encoded["input_ids"], learned
+
+
+def answer_spans(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, str]]
+) -> tuple[str, list[tuple[int, int]]]:
+    """The rendered conversation and the character span of each answer, its end mark included."""
+    text, spans = render(tokenizer, messages, False), []
+    for index, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        before = render(tokenizer, messages[:index], True)
+        if not text.startswith(before):
+            raise BadRow("the chat template shows earlier turns differently once they are answered")
+        start = len(before)
+        if before == render(tokenizer, messages[:index], False):  # no generation prompt: skip the answer's header
+            shown = render(tokenizer, [*messages[:index], {"role": "assistant", "content": ANYTHING}], False)
+            header = shown[start : shown.find(ANYTHING, start)]
+            if not text.startswith(header, start):
+                raise BadRow("the chat template does not show an answer as it was given")
+            start += len(header.rstrip())
+        content = message["content"].strip()
+        found = text.find(content, start)
+        if found < 0 or not BEFORE_ANSWER.fullmatch(text, start, found):
+            raise BadRow("the chat template does not show an answer as it was given")
+        spans.append((start, _end_mark(tokenizer, text, found + len(content))))
+    return text, spans
+
+
+def last_answer_span(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, str]]
+) -> tuple[str, list[tuple[int, int]]]:
+    """What the target sees when it is to give the last answer, then that answer; and the answer's span."""
+    before = render(tokenizer, messages[:-1], True)
+    answered = render(tokenizer, messages, False)
+    content = messages[-1]["content"].strip()
+    found = answered.rfind(content)
+    kept = answered[:found].rstrip()
+    if found < 0 or kept[-8:] != before.rstrip()[-8:]:
+        raise BadRow("the chat template does not show an answer as it was given")
+    # The space before an answer belongs to it, unless the generation prompt ends with it.
+    gap = answered[len(kept) : found]
+    shown = before.rstrip()
+    gap = before[len(shown) :] or gap
+    start = len(before)
+    text = shown + gap + answered[found:]
+    return text, [(start, _end_mark(tokenizer, text, len(shown + gap) + len(content)))]
+
+
+def render(tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, str]], prompt: bool) -> str:
+    """The conversation as text, with or without a generation prompt."""
+    try:
+        return tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=prompt)
+    except (TemplateError, ValueError, TypeError) as error:
+        raise BadRow("refused by the chat template") from error
+
+
+def _end_mark(tokenizer: PreTrainedTokenizerBase, text: str, end: int) -> int:
+    """Where the special token after an answer ends; `end` itself where none follows."""
+    added = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
+    for token in {*tokenizer.all_special_tokens, *added}:
+        found = re.compile(r"\s*" + re.escape(token)).match(text, end)
+        if found:
+            return found.end()
+    return end

@@ -1,0 +1,178 @@
+"""What a run measures by decoding held-out prompts: tau while training, speed at the end, and the card that says so.
+
+tau = tokens per target forward, of lossless greedy decoding: the texts are the target's own, the same for every head.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import platform
+import shutil
+import statistics
+import time
+from collections.abc import Iterable
+
+import torch
+import transformers
+
+import eagle_fsd
+from eagle_fsd import EagleModel, Output
+from eagle_fsd.cli.arguments import tree_text
+from eagle_fsd.data.progress import Progress
+from eagle_fsd.heads.checkpoint import save_head
+from eagle_fsd.heads.eagle import DraftHead
+from train.config import TrainingConfig
+from train.objectives import objective_text
+from train.states import Logs
+from train.stopping import StopRequest
+from train.trainer import Trainer
+
+log = logging.getLogger("train.train_draft_head")
+
+TOGETHER = 16  # prompts that are decoded in one batch
+
+
+def tau_of(outputs: Iterable[Output]) -> float:
+    """Mean over all cycles of all answers."""
+    return statistics.fmean(length + 1 for output in outputs for length in output.stats.accepted_lengths)
+
+
+def measure_tau(model: EagleModel, prompts: list[list[int]], config: TrainingConfig) -> float:
+    """tau over `eval_tokens` of each prompt's answer."""
+    outputs: list[Output] = []
+    with Progress(desc="tau", unit="prompt", total=len(prompts), leave=False) as progress:
+        for first in range(0, len(prompts), TOGETHER):
+            batch = prompts[first : first + TOGETHER]
+            outputs += eagle_fsd.generate(batch, model, max_new_tokens=config.eval_tokens, acceptance="exact",
+                                          tree=config.tree)
+            progress.update(len(batch))
+    return tau_of(outputs)
+
+
+def measure_speed(model: EagleModel, prompts: list[list[int]], config: TrainingConfig) -> dict[str, list[Output]]:
+    """Answers to some prompts one by one, by plain decoding and with the head in turn."""
+    models = {"plain": EagleModel.from_parts(model.target.model, None), "exact": model}
+    outputs: dict[str, list[Output]] = {name: [] for name in models}
+    for number, prompt in enumerate(Progress(prompts[: config.decode_prompts], desc="decoding", unit="prompt")):
+        for name, each in models.items():
+            for _ in range(1 + (number == 0)):  # the first one twice, to warm up
+                output = eagle_fsd.generate(prompt, each, max_new_tokens=config.decode_tokens, acceptance="exact",
+                                            tree=config.tree)
+            outputs[name].append(output)
+    return outputs
+
+
+class Evaluation:
+    """The evaluations of a run, which write `best` and `head` into its folder.
+
+    Args:
+        logs: with the evaluations of the run so far.
+        stop: what ends an evaluation.
+    """
+
+    def __init__(self, trainer: Trainer, logs: Logs, stop: StopRequest) -> None:
+        self.trainer, self.config, self.logs, self.stop = trainer, trainer.config, logs, stop
+        # A state is saved before its step is evaluated: a resumed run may find an evaluation of its own step.
+        self.taus: dict[int, float] = {
+            line["step"]: line["tau"] for line in logs.read("eval") if line["step"] <= trainer.step}
+
+    @property
+    def due(self) -> bool:
+        """Whether the present step is to be evaluated and was not."""
+        step, config = self.trainer.step, self.config
+        regular = 0 < step < self.trainer.steps and step % config.eval_every == 0
+        return config.evaluate and regular and step not in self.taus
+
+    def measure(self) -> None:
+        """tau of the present head, which is kept where it is the best so far. All processes must call it; one that is
+        asked to stop meanwhile leaves the evaluation out."""
+        trainer, config = self.trainer, self.config
+        head, target, step = trainer.current_head(), trainer.teacher.target, trainer.step
+        if head is None or target is None:
+            return
+        started = time.perf_counter()
+        try:
+            with self.stop.at_once():
+                tau = measure_tau(EagleModel.from_parts(target.model, head), trainer.prompts, config)
+        except KeyboardInterrupt:
+            log.info("the evaluation of step %d is abandoned: the run is to stop", step)
+            return
+        if tau > max(self.taus.values(), default=0.0):
+            self.save(head, "best", tau)
+        self.taus[step] = tau
+        self.logs.write("eval", {"step": step, "tau": tau})
+        trainer.accelerator.log({"tau": tau}, step=step)
+        log.info("step %d tau %.3f (%.0f s)", step, tau, time.perf_counter() - started)
+
+    def save(self, head: DraftHead, name: str, tau: float | None) -> None:
+        """Put a head with its tau into a folder of the run, in place of one that was there."""
+        output, part = self.config.output, self.config.output / f"{name}.part"
+        shutil.rmtree(part, ignore_errors=True)
+        save_head(head, part, dtype=torch.bfloat16 if self.config.target_dtype == "bfloat16" else torch.float32)
+        (part / "evaluation.json").write_text(json.dumps({"step": self.trainer.step, "tau": tau}, indent=1) + "\n")
+        shutil.rmtree(output / name, ignore_errors=True)
+        part.rename(output / name)
+
+    def finish(self) -> None:
+        """Save the head and, where there are to be evaluations, compare it with plain decoding and write its card.
+
+        Raises:
+            KeyboardInterrupt: the run was to stop.
+        """
+        trainer, config = self.trainer, self.config
+        if config.evaluate and trainer.step not in self.taus:
+            self.measure()
+        head, target, directory = trainer.current_head(), trainer.teacher.target, config.output / "head"
+        if head is None:
+            return
+        if target is None or not config.evaluate:
+            self.save(head, "head", None)
+            log.info("the head is in %s; nothing was measured", directory)
+            return
+        if trainer.step not in self.taus:
+            raise KeyboardInterrupt
+        self.save(head, "head", self.taus[trainer.step])
+        with self.stop.at_once():
+            outputs = measure_speed(EagleModel.from_parts(target.model, head), trainer.prompts, config)
+        (directory / "README.md").write_text(card(trainer, outputs, self.logs), encoding="utf-8")
+        log.info("the head is in %s", directory)
+
+
+def card(trainer: Trainer, outputs: dict[str, list[Output]], logs: Logs) -> str:
+    """The model card: how the head was trained, what it does when it decodes, and tau over the tokens of training."""
+    config, speeds = trainer.config, {
+        name: statistics.median(output.stats.tokens_per_second for output in found) for name, found in outputs.items()}
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {torch.get_num_threads()} threads"
+    taus = {line["step"]: line["tau"] for line in logs.read("eval")}
+    steps = logs.read("train")
+    tokens = itertools.accumulate(line["tokens"] for line in steps)
+    curve = [f"| {count / 1e6:.2f} M | {taus[line['step']]:.2f} |"
+             for line, count in zip(steps, tokens, strict=True) if line["step"] in taus]
+    return f"""---
+library_name: eagle_fsd
+base_model: {config.target}
+---
+
+# EAGLE draft head for {config.target}
+
+Trained by `train.train_draft_head` of eagle_fsd {eagle_fsd.__version__}: {trainer.steps} steps of up to
+{config.batch_tokens} tokens on {len(trainer.split.learned)} documents of `{config.data}`, objective
+`{objective_text(config.objective)}`, learning rate {config.lr:g}, seed {config.seed}.
+
+Lossless greedy decoding of {len(outputs["exact"])} held-out prompts, up to {config.decode_tokens} tokens each, tree
+`{tree_text(config.tree)}`, {config.target_dtype}, {device}, {platform.machine()}, torch {torch.__version__},
+transformers {transformers.__version__}:
+
+| decoding | tau | tokens/s | over plain |
+|---|---|---|---|
+| plain | 1 | {speeds["plain"]:.1f} | 1x |
+| with this head | {tau_of(outputs["exact"]):.2f} | {speeds["exact"]:.1f} | {speeds["exact"] / speeds["plain"]:.2f}x |
+
+tau = tokens per target forward. `eagle-fsd calibrate` measures what fuzzy acceptance brings and costs on your own task.
+
+| training tokens | tau, held-out text |
+|---|---|
+{chr(10).join(curve)}
+"""

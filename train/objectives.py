@@ -1,0 +1,232 @@
+"""What a draft head is trained to minimise.
+
+B batch, T tokens of a row, M learned positions, D hidden size, F width of what the target hands out (`TargetModel`),
+V vocabulary, R the head's own (V where it names all tokens). p is the target's next-token distribution, q the head's.
+
+The head is trained as it is used: in step 1 it reads the target's features; in step s its input at each position is
+its own prediction of step s - 1 for the position before, and its attention sees, of the last s - 1 positions, the keys
+of the step that the decoder would have run there (a diagonal of the step's keys), and the target's features further
+back. One step is the published EAGLE-1/2 training; several are HASS (arXiv 2408.15766, section 3.2), and without the
+regression of features the training of EAGLE-3 heads (arXiv 2503.01840, section 3.2).
+
+Terms are sums over the R tokens that the head can name: p does not sum to 1 over them where it has mass elsewhere, so
+that a position counts the less the less of it the head can name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache
+
+from eagle_fsd.checks import require_integer, require_number
+from eagle_fsd.heads.eagle import DraftHead
+from eagle_fsd.heads.eagle3 import Eagle3Head
+
+MOST_STEPS = 32  # each takes the memory of one more step
+
+
+@dataclass(frozen=True)
+class Objective:
+    """Weights of the terms (0: left out), each a mean over learned positions, and how the head is unrolled.
+
+    Args:
+        regression: SmoothL1 between predicted and true feature (EAGLE, arXiv 2401.15077, section 4.2).
+        soft_ce: cross-entropy from p to q (same place).
+        top_k: the same over the target's `top_k_tokens` best tokens only (HASS, arXiv 2408.15766, eq. 5).
+        tv: total variation, 1 - sum min(p, q): the rejection rate of lossless speculative sampling.
+        lk: -log sum min(p, q), the log of the acceptance rate (LK losses, arXiv 2602.23881).
+        aligned_steps: how often the head is fed its own features, the first step included.
+        step_decay: weight of step s is step_decay ** (s - 1).
+        logit_stride: the terms on distributions are taken at every `logit_stride`-th position only, another residue in
+            each step, and weigh as much more. The output layer is most of a step's cost; the regression does not need
+            it. Without such terms the positions are only those that the accuracy is told from.
+        noise: features are read with uniform noise of +- this much, times 512 / length of the document.
+
+    Raises:
+        TypeError, ValueError: a value of the wrong type or out of range.
+    """
+
+    regression: float = 0.0
+    soft_ce: float = 0.0
+    top_k: float = 0.0
+    tv: float = 0.0
+    lk: float = 0.0
+    top_k_tokens: int = 10
+    aligned_steps: int = 1
+    step_decay: float = 1.0
+    logit_stride: int = 1
+    noise: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in (*TERMS, "noise"):
+            require_number(f"objective: {name}", getattr(self, name), "a number of at least 0", lambda x: x >= 0)
+        if not any(getattr(self, name) for name in TERMS):
+            raise ValueError(f"objective: one of {', '.join(TERMS)} must have a weight above 0")
+        for name in ("aligned_steps", "logit_stride", "top_k_tokens"):
+            require_integer(f"objective: {name}", getattr(self, name), 1)
+        if self.aligned_steps > MOST_STEPS:
+            raise ValueError(f"objective: aligned_steps must be at most {MOST_STEPS}, got {self.aligned_steps}")
+        require_number("objective: step_decay", self.step_decay, "a number in (0, 1]", lambda x: 0 < x <= 1)
+
+    @property
+    def learns_logits(self) -> bool:
+        """Whether any term is on distributions."""
+        return any(getattr(self, name) for name in ON_LOGITS)
+
+
+ON_LOGITS = ("soft_ce", "top_k", "tv", "lk")
+TERMS = ("regression", *ON_LOGITS)
+
+# Objectives by name. A new one is one line here; a new term is a field above and a line in `term_sums`.
+OBJECTIVES: dict[str, Objective] = {
+    "eagle": Objective(regression=1.0, soft_ce=0.1, noise=0.1),
+    "sparse": Objective(regression=1.0, soft_ce=0.1, logit_stride=4),
+    "hass": Objective(regression=1.0, soft_ce=0.1, top_k=1.0, aligned_steps=3),
+    "tv": Objective(regression=1.0, soft_ce=0.1, tv=1.0),
+    "lk": Objective(regression=1.0, soft_ce=0.1, lk=1.0),
+    "eagle3": Objective(soft_ce=1.0, aligned_steps=7, step_decay=0.8),
+}
+
+
+def make_objective(text: str) -> Objective:
+    """An objective from "NAME", "FIELD=VALUE,..." or "NAME,FIELD=VALUE,...".
+
+    Raises:
+        ValueError: unknown name or field, or a value of the wrong type or out of range.
+    """
+    name, *changes = text.split(",")
+    if "=" in name:
+        name, changes = "", [name, *changes]
+    if name and name not in OBJECTIVES:
+        raise ValueError(f"unknown objective {name!r}; accepted: {', '.join(OBJECTIVES)}, or FIELD=VALUE,...")
+    known = {field.name: type(field.default) for field in fields(Objective)}
+    values = vars(OBJECTIVES[name]).copy() if name else {}
+    for change in changes:
+        key, _, value = change.partition("=")
+        if key not in known:
+            raise ValueError(f"objective has no field {key!r}; accepted: {', '.join(known)}")
+        try:
+            values[key] = known[key](value)
+        except ValueError:
+            raise ValueError(f"objective: {key} must be {known[key].__name__}, got {value!r}") from None
+    return Objective(**values)
+
+
+def objective_text(objective: Objective) -> str:
+    """What `make_objective` takes."""
+    for name, known in OBJECTIVES.items():
+        if objective == known:
+            return name
+    return ",".join(f"{field.name}={getattr(objective, field.name):g}" for field in fields(objective)
+                    if getattr(objective, field.name) != field.default)
+
+
+def term_sums(
+    objective: Objective,
+    predicted: Tensor,  # [M, D]
+    wanted: Tensor,  # [M, D]
+    log_q: Tensor,  # [M / logit_stride, R], the head's log-probabilities
+    p: Tensor,  # [M / logit_stride, R], the target's probabilities
+) -> Tensor:
+    """Weighted sum of the objective's terms over the M positions, a scalar."""
+    total = log_q.new_zeros(())
+    if objective.soft_ce:
+        total = total - objective.soft_ce * (p * log_q).sum()
+    if objective.top_k:
+        best = p.topk(min(objective.top_k_tokens, p.shape[-1]))
+        total = total - objective.top_k * (best.values * log_q.gather(-1, best.indices)).sum()
+    if objective.tv or objective.lk:
+        overlap = torch.minimum(p, log_q.exp()).sum(-1)
+        total = total + objective.tv * (1 - overlap).sum()
+        if objective.lk:
+            total = total - objective.lk * overlap.clamp_min(1e-6).log().sum()
+    total = total * objective.logit_stride
+    if objective.regression:
+        distance = nn.functional.smooth_l1_loss(predicted.float(), wanted.float(), reduction="none")
+        total = total + objective.regression * distance.mean(-1).sum()
+    return total
+
+
+def aligned_mask(length: int, step: int, device: torch.device) -> Tensor:
+    """[1, 1, T, step * T] bool, what each query of aligned step `step` (1-based) sees of the keys of all steps so far.
+
+    The query at position i stands for a tree node `step - 1` levels below position i - step + 1. It sees target
+    features up to there (keys of step 1), then one key of each later step on its own path:
+    key i - step + s of step s, for s = 2 .. step.
+    """
+    i = torch.arange(length, device=device)[:, None]
+    j = torch.arange(length, device=device)[None, :]
+    blocks = [j <= i - (step - 1), *(j == i - (step - s) for s in range(2, step + 1))]
+    return torch.cat(blocks, 1)[None, None]
+
+
+def additive(visible: Tensor, dtype: torch.dtype) -> Tensor:
+    """A mask to be added to attention weights: 0 where visible, else -inf."""
+    return torch.zeros_like(visible, dtype=dtype).masked_fill_(~visible, -torch.inf)
+
+
+class AlignedLoss(nn.Module):
+    """The objective over all aligned steps, as one module, so that data parallelism sees one forward per step.
+
+    Args:
+        logits: the target's frozen output layer, features [..., D] -> logits [..., V] float32. It is not a part of
+            this module.
+
+    Raises:
+        ValueError: regression of features that the head does not predict.
+    """
+
+    def __init__(self, head: DraftHead, objective: Objective, logits: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        if objective.regression and isinstance(head, Eagle3Head):
+            raise ValueError(
+                f"objective: an EAGLE-3 head predicts no features, regression must be 0, got {objective.regression!r}"
+            )
+        self.head, self.objective = head, objective
+        self.residue = 0  # of the positions whose distributions are compared, by `logit_stride`
+        self._logits = [logits]  # in a list: not registered, neither trained nor saved
+
+    def forward(
+        self,
+        features: Tensor,  # [B, T, F] of the target
+        tokens: Tensor,  # [B, T]
+        learned: Tensor,  # [B, T] bool
+        noise: Tensor | None = None,  # [B, T, F], added to what the head reads
+    ) -> tuple[Tensor, Tensor]:
+        """Sums over learned positions: the loss, and per aligned step how often q's best token is p's [steps].
+
+        With a `logit_stride` the latter are estimates from a part of the positions.
+        """
+        logits_of, objective = self._logits[0], self.objective
+        # Position i pairs feature i with token i + 1 and predicts feature i + 1, whose logits are for token i + 2.
+        read = features if noise is None else features + noise
+        inputs, following = self.head.read(read[:, :-2]), tokens[:, 1:-1]
+        wanted, chosen = features[:, 1:-1], learned[:, 2:]
+        first, length = inputs[:, :1], inputs.shape[1]
+        positions = torch.arange(length, device=tokens.device)[None]
+        compared = chosen & (positions % objective.logit_stride == self.residue)
+        with torch.no_grad():
+            every = logits_of(wanted[compared]).float().log_softmax(-1)
+            best, p = every.argmax(-1), self.head.narrow(every).exp()  # [M / logit_stride], [M / logit_stride, R]
+            del every
+        kind = tokens.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else inputs.dtype
+        needs_mask = self.head.config._attn_implementation == "eager"  # sdpa is causal by itself, without a mask
+        cache, loss, agreement = DynamicCache(), p.new_zeros(()), []
+        for step in range(1, objective.aligned_steps + 1):
+            mask = None
+            if step > 1 or needs_mask:
+                mask = additive(aligned_mask(length, step, tokens.device), dtype)
+            predicted = self.head(inputs, following, positions, mask, cache)
+            with torch.set_grad_enabled(torch.is_grad_enabled() and objective.learns_logits):
+                log_q = self.head.own_logits(predicted[compared], logits_of).float().log_softmax(-1)
+            terms = term_sums(objective, predicted[chosen], wanted[chosen], log_q, p)
+            loss = loss + objective.step_decay ** (step - 1) * terms
+            agreement.append((self.head.named(log_q.argmax(-1)) == best).sum() * objective.logit_stride)
+            # The next step's input at i is this step's prediction for i, made at i - 1; position 0 has none.
+            inputs = torch.cat([first.to(predicted.dtype), predicted[:, :-1]], 1)
+        return loss, torch.stack(agreement)

@@ -1,0 +1,126 @@
+"""What a run learns from: the documents, and those of each step, with its rate and noise.
+
+All are functions of the settings and the step, so that a run can be resumed and shared out to any number of processes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from eagle_fsd.data.documents import Documents
+from train.config import TrainingConfig
+
+GOLDEN = 0.618034  # its multiples are spread evenly over [0, 1)
+
+
+@dataclass(frozen=True)
+class DocumentSplit:
+    """The documents of a run.
+
+    Args:
+        documents, learned: the dataset, and which of it are learned.
+        held_out, measured: the dataset that tau is measured on, and which of it.
+    """
+
+    documents: Documents
+    learned: np.ndarray
+    held_out: Documents
+    measured: np.ndarray
+
+    @classmethod
+    def of(cls, config: TrainingConfig) -> DocumentSplit:
+        """From `eval_data`, else the last of `data`, which are then not learned.
+
+        Raises:
+            ValueError: no datasets, or one that is too small to keep any back.
+        """
+        documents = Documents.load(config.data)
+        count = len(documents)
+        if config.eval_data is not None:
+            held_out = Documents.load(config.eval_data)
+            return cls(documents, np.arange(count), held_out, np.arange(min(config.eval_documents, len(held_out))))
+        kept = min(config.eval_documents, count // 10)
+        if kept < 1:
+            raise ValueError(f"{config.data} has {count} documents, too few to keep some back; give eval_data")
+        return cls(documents, np.arange(count - kept), documents, np.arange(count - kept, count))
+
+    def prompts(self, tokens: int) -> list[list[int]]:
+        """Token ids of the held-out documents up to where decoding begins, in the last answer of each.
+
+        Args:
+            tokens: that are decoded. Where an answer is longer, decoding begins elsewhere in each; plain text is cut in
+                the middle.
+
+        Raises:
+            ValueError: no document has an answer.
+        """
+        found = []
+        for number, index in enumerate(self.measured.tolist()):
+            ids, learned = self.held_out.document(index)
+            answer = np.flatnonzero(learned)
+            if not len(answer):
+                continue
+            end = int(answer[-1]) + 1
+            before = np.flatnonzero(~learned[:end])
+            start = int(before[-1]) + 1 if len(before) else 0
+            if start < 2:
+                start = end // 2
+            start += int(max(0, end - start - tokens) * (number * GOLDEN % 1))
+            if start >= 2:
+                found.append(ids[:start].tolist())
+        if not found:
+            raise ValueError("tau cannot be measured: no held-out document has an answer; give eval_data, or "
+                             "--no-evaluate")
+        return found
+
+
+def learning_rate(config: TrainingConfig, step: int, steps: int) -> float:
+    """Of 0-based `step`: linear up over the warm-up, then linear down to zero."""
+    to_end = (steps - step) / max(1, steps - config.warmup)
+    return config.lr * min((step + 1) / max(1, config.warmup), to_end, 1.0)
+
+
+class Schedule:
+    """Which documents each step learns from: length-bucketed batches, another order in every epoch."""
+
+    def __init__(self, documents: Documents, allowed: np.ndarray, config: TrainingConfig) -> None:
+        self.documents, self.allowed, self.config = documents, allowed, config
+        self.epoch, self.batches = 0, self._epoch(0)
+        self.per_epoch = len(self.batches)
+
+    def _epoch(self, epoch: int) -> list[np.ndarray]:
+        batches = self.documents.batches(self.config.batch_tokens, seed=self.config.seed * 1_000_003 + epoch)
+        kept = [batch[np.isin(batch, self.allowed)] for batch in batches]
+        return [batch for batch in kept if len(batch)]
+
+    @property
+    def steps(self) -> int:
+        return self.config.steps or max(1, round(self.config.epochs * self.per_epoch))
+
+    def batch(self, step: int) -> np.ndarray:
+        """The documents of a step; a function of the step alone. Epochs count as many batches as the first has."""
+        epoch, position = divmod(step, self.per_epoch)
+        if epoch != self.epoch:
+            self.epoch, self.batches = epoch, self._epoch(epoch)
+        return self.batches[position % len(self.batches)]
+
+
+def shares(batch: np.ndarray, parts: int) -> list[np.ndarray]:
+    """A batch dealt out to `parts` forwards: every part-th document, so that all get like lengths."""
+    return [batch[part::parts] for part in range(parts)]
+
+
+def feature_noise(indices: np.ndarray, lengths: np.ndarray, features: Tensor, amplitude: float, seed: int) -> Tensor:
+    """Uniform noise [B, T, D] in +- amplitude * 512 / length, a function of (seed, document): the same in any split
+    of the batch over processes."""
+    noise = torch.zeros_like(features)
+    generator = torch.Generator(features.device)
+    for row, (document, length) in enumerate(zip(indices.tolist(), lengths.tolist(), strict=True)):
+        generator.manual_seed(hash((seed, document)) % 2**63)
+        drawn = torch.rand(length, features.shape[2], generator=generator, device=features.device)
+        noise[row, :length] = (drawn * 2 - 1) * (amplitude * 512 / length)
+    return noise

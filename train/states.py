@@ -1,0 +1,101 @@
+"""What a run leaves on disk to be continued from: its states and its logs."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import shutil
+from pathlib import Path
+
+import torch
+
+from eagle_fsd.data.files import append_lines, read_lines, write_lines
+from train.config import TrainingConfig
+from train.trainer import Trainer
+
+log = logging.getLogger("train.train_draft_head")
+
+# Settings that may change when a run is continued.
+FREE = ("output", "evaluate", "save_every", "keep", "log_every", "eval_every", "eval_tokens", "decode_prompts",
+        "decode_tokens", "tree", "tracker", "cpu")
+
+
+def save_state(trainer: Trainer) -> None:
+    """Everything that is needed to continue bit by bit, complete or not there at all. All processes must call it."""
+    accelerator, states = trainer.accelerator, trainer.config.output / "states"
+    part, final = states / f"step-{trainer.step}.part", states / f"step-{trainer.step}"
+    if final.exists():
+        return
+    if accelerator.is_main_process:
+        shutil.rmtree(part, ignore_errors=True)
+        states.mkdir(parents=True, exist_ok=True)
+    accelerator.wait_for_everyone()
+    accelerator.save_state(str(part))
+    accelerator.wait_for_everyone()
+    if accelerator.is_main_process:
+        record = {"step": trainer.step, "config": comparable(trainer.config)}
+        (part / "run.json").write_text(json.dumps(record, indent=1) + "\n")
+        part.rename(final)
+        for old in saved_states(trainer.config.output)[: -trainer.config.keep]:
+            shutil.rmtree(old)
+
+
+def resume(trainer: Trainer) -> None:
+    """Continue from the last complete state, where there is one. All processes must call it.
+
+    Raises:
+        ValueError: it was made with other settings, or cannot be read, or the machines do not see the same folder.
+    """
+    output, accelerator = trainer.config.output, trainer.accelerator
+    states = saved_states(output)
+    if accelerator.num_processes > 1:
+        seen = accelerator.gather(torch.tensor([len(states)], device=accelerator.device))
+        if int(seen.min()) != int(seen.max()):
+            raise ValueError(f"{output} is not the same folder for all machines, which have to write into one")
+    if not states:
+        return
+    try:
+        record = json.loads((states[-1] / "run.json").read_text())
+        made_with, step = record["config"], int(record["step"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{states[-1]} is damaged ({error!r}); delete it to continue from the one before") from error
+    changed = [name for name, value in comparable(trainer.config).items() if made_with.get(name) != value]
+    if changed:
+        raise ValueError(f"{output} holds a run with another {', '.join(changed)}; choose another output or delete it")
+    try:
+        accelerator.load_state(str(states[-1]))
+    except Exception as error:  # whatever torch, pickle and safetensors raise at what is no file of theirs
+        raise ValueError(f"{states[-1]} is damaged ({error!r}); delete it to continue from the one before") from error
+    trainer.step = step
+    log.info("continuing at step %d", step)
+
+
+def comparable(config: TrainingConfig) -> dict:
+    """The settings that a resumed run has to share."""
+    values = json.loads(json.dumps(dataclasses.asdict(config), default=str))
+    return {name: value for name, value in values.items() if name not in FREE}
+
+
+def saved_states(output: Path) -> list[Path]:
+    """Complete states, oldest first."""
+    found = [path for path in (output / "states").glob("step-*") if path.suffix != ".part"]
+    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
+
+
+class Logs:
+    """`train.jsonl` and `eval.jsonl` of a run, on the main process; a resumed run drops the lines after its state."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.output, self.enabled = trainer.config.output, trainer.accelerator.is_main_process
+        for name in ("train", "eval"):
+            path = self.output / f"{name}.jsonl"
+            if self.enabled and path.exists():
+                write_lines(path, [record for record in read_lines(path) if record["step"] <= trainer.step])
+
+    def read(self, name: str) -> list[dict]:
+        return read_lines(self.output / f"{name}.jsonl", repair=False)
+
+    def write(self, name: str, record: dict) -> None:
+        if self.enabled:
+            append_lines(self.output / f"{name}.jsonl", [record])

@@ -1,1 +1,0 @@
-"""Verifiable tasks and held-out source: text with known answers, made on this machine, for tests and measurements."""

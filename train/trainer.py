@@ -1,0 +1,159 @@
+"""One training run in this process: what is trained, and a step of it."""
+
+from __future__ import annotations
+
+import datetime
+import math
+
+import numpy as np
+import torch
+from accelerate import Accelerator, DistributedType, InitProcessGroupKwargs
+from accelerate.tracking import get_available_trackers
+from torch import Tensor
+from transformers import AutoConfig
+
+from eagle_fsd.data.gguf import target_source
+from eagle_fsd.heads.checkpoint import load_head
+from eagle_fsd.heads.eagle import DraftHead
+from train.config import TrainingConfig
+from train.heads import name_tokens, new_head
+from train.objectives import AlignedLoss
+from train.schedule import DocumentSplit, Schedule, feature_noise, learning_rate, shares
+from train.teacher import Teacher
+
+
+def make_accelerator(config: TrainingConfig) -> Accelerator:
+    """Accelerate's side of the run, told what the settings say.
+
+    Raises:
+        ValueError: settings that accelerate's configuration contradicts or that sharding does not offer.
+    """
+    tracker = None if config.tracker == "none" else config.tracker
+    if tracker and tracker not in [str(name) for name in get_available_trackers()]:
+        raise ValueError(f"tracker {tracker} is asked for, and the package {tracker} is not installed")
+    accelerator = Accelerator(
+        mixed_precision=config.mixed_precision, gradient_accumulation_steps=config.gradient_accumulation,
+        cpu=config.cpu, log_with=tracker, project_dir=str(config.output) if tracker else None,
+        # The main process evaluates while the others wait.
+        kwargs_handlers=[InitProcessGroupKwargs(timeout=datetime.timedelta(hours=6))],
+    )
+    if accelerator.gradient_accumulation_steps != config.gradient_accumulation:
+        raise ValueError(
+            f"gradient_accumulation is {config.gradient_accumulation} here and "
+            f"{accelerator.gradient_accumulation_steps} in accelerate's configuration"
+        )
+    if accelerator.distributed_type == DistributedType.FSDP and config.clip == "value":
+        raise ValueError("clip value does not work under FSDP; use clip norm")
+    if config.device_map and accelerator.num_processes > 1:
+        raise ValueError("device_map spreads the target over all devices: launch one process, or use stored features")
+    return accelerator
+
+
+class Trainer:
+    """One training run; `train.train_draft_head` drives it.
+
+    Raises:
+        ValueError: settings, data, features, head and target that do not fit together; before any long work where it
+            can be known.
+    """
+
+    def __init__(self, config: TrainingConfig, accelerator: Accelerator) -> None:
+        self.config, self.accelerator = config, accelerator
+        self.split = DocumentSplit.of(config)
+        self.documents = self.split.documents
+        self.prompts = self.split.prompts(config.eval_tokens) if config.evaluate else []  # of evaluations
+        text = AutoConfig.from_pretrained(
+            target_source(config.target), trust_remote_code=config.trust_remote_code).get_text_config(decoder=True)
+        head = load_head(config.init_from).train() if config.init_from else new_head(config, text)
+        highest = int(self.documents.tokens.max())
+        if highest >= head.config.vocab_size:
+            raise ValueError(f"{config.data} has token {highest}, the head's vocabulary ends before "
+                             f"{head.config.vocab_size}: it was prepared for another target")
+        layers = head.target_layers(text.num_hidden_layers)
+        self.teacher = Teacher.of(config, accelerator, self.documents, layers)
+        self._prepare(head)
+        self.schedule = Schedule(self.documents, self.split.learned, config)
+        self.step, self.steps = 0, self.schedule.steps
+
+    def _prepare(self, head: DraftHead) -> None:
+        """Join the head with the teacher, and hand it to accelerate with its loss and optimiser."""
+        config, ends, device = self.config, self.teacher.ends, self.accelerator.device
+        wanted = tuple(ends.lm_head.weight.shape)
+        if (head.config.vocab_size, head.config.hidden_size) != wanted:
+            raise ValueError(f"the head is made for vocabulary and hidden size "
+                             f"{(head.config.vocab_size, head.config.hidden_size)}, the target's are {wanted}")
+        head.share_embeddings(ends.embed_tokens)
+        head.to(device)
+        name_tokens(head, config, self.documents, ends)
+        if device.type == "cpu":
+            head.config._attn_implementation = "eager"  # its backward takes half of the time that sdpa's takes there
+        self.head = head  # for its kind and shape: sharding replaces its weights
+        optimizer = torch.optim.AdamW(
+            head.parameters(), lr=config.lr, betas=config.betas, weight_decay=config.weight_decay
+        )
+        self.model, self.optimizer = self.accelerator.prepare(
+            AlignedLoss(head, config.objective, ends.logits), optimizer)
+        self.trained = [p for p in self.model.parameters() if p.requires_grad]  # sharding has replaced the head's own
+
+    def train_step(self) -> dict[str, float]:
+        """One optimiser step; returns what is logged, as global means."""
+        config, accelerator, step = self.config, self.accelerator, self.step
+        rate = learning_rate(config, step, self.steps)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        batch, parts = self.schedule.batch(step), accelerator.num_processes * config.gradient_accumulation
+        # Every process knows the whole batch, and so by how many positions the sum has to be divided.
+        count = max(1, self.documents.learnable(batch))
+        accelerator.unwrap_model(self.model).residue = step % config.objective.logit_stride
+        sums = torch.zeros(1 + config.objective.aligned_steps, device=accelerator.device)
+        for indices in shares(batch, parts)[accelerator.process_index :: accelerator.num_processes]:
+            with accelerator.accumulate(self.model):
+                loss, agreement = self.loss(indices, batch)
+                # Data parallelism and accumulation take means over parts; this makes a sum of them.
+                accelerator.backward(loss * parts / count)
+                if accelerator.sync_gradients:
+                    clip = accelerator.clip_grad_norm_ if config.clip == "norm" else accelerator.clip_grad_value_
+                    clip(self.trained, config.clip_at)
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+            sums += torch.cat([loss.detach()[None], agreement]).float()
+        loss, *agreement = (accelerator.reduce(sums, "sum") / count).tolist()
+        self.step += 1
+        if not math.isfinite(loss):
+            raise FloatingPointError(f"the loss is {loss} at step {self.step}; a lower lr or clip_at may help")
+        tokens = int(self.documents.lengths_of(batch).sum())
+        return {"step": self.step, "loss": loss, "top1": agreement, "lr": rate, "tokens": tokens}
+
+    def loss(self, indices: np.ndarray, batch: np.ndarray) -> tuple[Tensor, Tensor]:
+        """Sums over the learned positions of some documents; of none where this process's share is empty."""
+        empty, device = len(indices) == 0, self.accelerator.device
+        indices = batch[:1] if empty else indices
+        tokens, learned = (torch.from_numpy(array).to(device) for array in self.documents.collate(indices))
+        if empty:
+            learned = torch.zeros_like(learned)
+        features = self.teacher.features(indices, tokens).to(device)
+        if self.accelerator.mixed_precision == "no":
+            features = features.to(self.trained[0].dtype)
+        noise = None
+        if self.config.objective.noise:
+            lengths = self.documents.lengths_of(indices)
+            seed = self.config.seed * 1_000_003 + self.step
+            noise = feature_noise(indices, lengths, features, self.config.objective.noise, seed)
+        with self.accelerator.autocast():
+            return self.model(features, tokens, learned, noise)
+
+    def current_head(self) -> DraftHead | None:
+        """A copy of the head in float32 on the main process; None on others. All processes must call it."""
+        state = self.accelerator.get_state_dict(self.model)
+        if not self.accelerator.is_main_process:
+            return None
+        head = type(self.head)(self.head.config, bias=self.head.fc.bias is not None)
+        head.share_embeddings(self.teacher.ends.embed_tokens)
+        head.load_state_dict({name.removeprefix("head."): value.to("cpu") for name, value in state.items()})
+        if self.head.token_map is not None:
+            head.limit_vocabulary(self.head.token_map.cpu())
+        return head.eval()
+
+    def close(self) -> None:
+        """Let go of the model while its process group lives: gloo's, when it goes with the model, can wait forever."""
+        self.model, self.optimizer = self.accelerator.free_memory(self.model, self.optimizer)
