@@ -11,7 +11,7 @@ from reference_acceptance import Reference
 from tiny import PROMPT, tiny_pair
 
 import eagle_fsd
-from eagle_fsd.acceptance import RULES, FuzzyRule, make_rule, restrict
+from eagle_fsd.acceptance import RULES, GatingRule, make_rule
 
 BOTH = pytest.mark.parametrize("greedy", [True, False], ids=["greedy", "sampling"])
 DIVERGENCES = [{"divergence": name} for name in ("js", "kl", "reverse_kl", "tv", "js_fsd_code", "js_top3", "kl_top1")]
@@ -61,7 +61,7 @@ def compare(rule, case, thresholds, left, divergences=True):
         alone = case.take([row]).walk(replace(rule, threshold=threshold), left=budget)[0]
         assert [pytest.approx(step, nan_ok=True, rel=1e-5, abs=1e-6) for step in alone] == steps
         for step in steps if divergences else []:
-            assert step.divergence == pytest.approx(reference.divergence(step.node), rel=1e-3, abs=1e-6, nan_ok=True)
+            assert step.divergence == pytest.approx(reference.reported(step.node), rel=1e-3, abs=1e-6, nan_ok=True)
             assert step.regret == pytest.approx(reference.regret(step.node, step.token), abs=1e-5)
             log_probs = case.raw[row, step.node].log_softmax(-1)
             assert step.logprob == pytest.approx(log_probs[step.token].item(), abs=1e-5)
@@ -211,7 +211,7 @@ def test_bad_arguments_are_refused(arguments, error, message):
 
 
 @dataclass(frozen=True)
-class MARS(FuzzyRule):
+class MARS(GatingRule):
     """Allow the target's second best token where its logit is above a share of the best one's (arXiv 2601.15498).
 
     Args:
@@ -224,11 +224,11 @@ class MARS(FuzzyRule):
     def is_lossless(self, greedy: bool) -> bool:
         return False
 
-    def weigh(self, nodes):
+    def gate(self, nodes):
         best, second = nodes.raw.topk(2).values.T  # [B] each
         near = second > (1 - nodes.threshold.float()) * best  # z2 / z1 > 1 - T, for positive logits
         runner_up = nodes.raw.gather(1, nodes.tokens) == second[:, None]
-        return restrict(nodes, self.candidates(nodes) & runner_up & near[:, None])
+        return runner_up & near[:, None], None
 
 
 def test_a_rule_of_ones_own_decodes():

@@ -185,6 +185,7 @@ def pair():
     return tiny_pair()
 
 
+@torch.inference_mode()
 def decode(pair, requests):
     """Requests decoded together to their ends; what each one raised, or None."""
     decoder, errors = Decoder(pair.target, pair.draft, requests, lambda count: Choice(TREE)), {}
