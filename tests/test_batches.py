@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 import torch
-from tiny import PROMPT, VOCAB, readable, tiny_head, tiny_pair, tiny_target, tiny_tokenizer
+from tiny import PROMPT, VOCAB, tiny_head, tiny_pair, tiny_target, tiny_tokenizer
 from transformers import LogitsProcessor
 from transformers.generation.logits_process import NoRepeatNGramLogitsProcessor
 
@@ -56,26 +56,6 @@ def assert_rows_as_alone(pair, prompts=PROMPTS, seeds=None, **options):
 @pytest.mark.parametrize("family", ["gemma2", "qwen2-window", "gpt_oss", "llama4_text", "deepseek_v3", "gpt2"])
 def test_rows_are_what_they_are_alone(family):
     assert_rows_as_alone(tiny_pair(family), threshold=0.3, temperature=0.8)
-
-
-@pytest.mark.parametrize("options", [
-    {"threshold": 0.5},
-    {"threshold": 0.3, "budget": 0.4, "temperature": 1.0},
-    {"acceptance": "tilt", "threshold": 0.7, "temperature": 1.0},
-    {"acceptance": "exact", "temperature": 1.0, "top_k": 5, "top_p": 0.9},
-    {"acceptance": "exact", "repetition_penalty": 1.3, "min_new_tokens": 9},
-    {"threshold": 0.2, "temperature": 0.9, "logits_processor": [NoThreeAfterOne()]},
-    {"acceptance": lambda nodes: nodes.warped},
-    {"acceptance": "exact", "stopping_criteria": [lambda ids, scores: ids.shape[1] > 25]},
-], ids=readable)
-def test_with_options(options):
-    assert_rows_as_alone(tiny_pair(attention="sdpa"), **options)
-
-
-def test_rows_end_at_different_times():
-    outputs = assert_rows_as_alone(tiny_pair(), stop_token_ids=[2, 4, 9, 17], max_new_tokens=40, acceptance="exact")
-    assert len({len(output.token_ids) for output in outputs}) > 2
-    assert {output.finish_reason for output in outputs} >= {"stop"}
 
 
 def test_text_and_chats():

@@ -6,8 +6,6 @@ import threading
 import pytest
 import torch
 from tiny import CHAT_TEMPLATE, PROMPT, tiny_chat_pair, tiny_pair
-from tokenizers import Tokenizer, decoders, models
-from transformers import PreTrainedTokenizerFast
 from transformers.generation.streamers import BaseStreamer
 
 import eagle_fsd
@@ -119,23 +117,6 @@ def test_a_template_that_shortens_earlier_answers(model):
     assert shared > 10
 
 
-def test_text_that_is_tokenised_differently(model):
-    """The model says two letters that the tokenizer makes one token of."""
-    answer = scratch(Chat(model, **OPTIONS), SAID[0]).text
-    pair = next(answer[at : at + 2] for at in range(3, len(answer)) if answer[at : at + 2].isalpha())
-    vocabulary = {**model.tokenizer.get_vocab(), pair: 31}
-    del vocabulary["."]
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[tuple(pair)]))
-    tokenizer.decoder = decoders.Fuse()
-    tokenizer.add_special_tokens(["<s>", "</s>", "<user>", "<bot>"])
-    model.tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=CHAT_TEMPLATE)
-    chat = Chat(model, **OPTIONS)
-    first, second, _ = (assert_turn(chat, text.replace(".", "")) for text in SAID)
-    assert pair in first.text and 31 not in first.token_ids
-    prompt = encode_prompt(chat.messages[:3], model)
-    assert 31 in prompt and len(SAID[1]) < second.stats.prefill_tokens < len(prompt) - 12
-
-
 def test_turns_without_a_draft_tree_and_without_a_head(model):
     """The draft reads later what it did not at the time."""
     class Trees:
@@ -237,18 +218,6 @@ def test_an_error_anywhere_leaves_a_conversation_that_goes_on(model, monkeypatch
     assert assert_turn(chat, SAID[2]).stats.prefill_tokens < 13
 
 
-def test_a_conversation_that_is_full():
-    chat = Chat(tiny_chat_pair(max_position_embeddings=64), **OPTIONS)
-    for text in SAID:
-        assert_turn(chat, text)
-    before = list(chat.messages)
-    with pytest.raises(ValueError, match="the prompt has 7. tokens, the target takes at most 63"):
-        chat.send("once more")
-    assert chat.messages == before
-    del chat.messages[-2:]
-    assert len(assert_turn(chat, "abcdefg.").token_ids) < 12  # up to the last position
-
-
 def test_sessions_of_other_models():
     model, other, session, prompt = tiny_chat_pair(), tiny_pair(seed=1), Session(), [3, 4, 5, 6]
     eagle_fsd.generate(prompt, model, session=session, **OPTIONS)
@@ -256,14 +225,6 @@ def test_sessions_of_other_models():
         eagle_fsd.generate(prompt, other, session=session, **OPTIONS)
     expected = eagle_fsd.generate(prompt, other, **OPTIONS)
     assert eagle_fsd.generate(prompt, other, session=session, **OPTIONS).token_ids == expected.token_ids
-
-
-def test_caches_grow_with_the_conversation(model):
-    chat, capacities = Chat(model, **{**OPTIONS, "max_new_tokens": 4}), []
-    for number in range(6):
-        assert_turn(chat, f"{'abcdef'[number]}.")
-        capacities.append(chat.session.decoder.forwards.cache.capacity)
-    assert capacities == sorted(capacities) and len(set(capacities)) == 3  # doubled
 
 
 def test_bad_chats(model):
