@@ -41,10 +41,11 @@ def ours(pair, target):
     {"logits_processor": [NoRepeatNGramLogitsProcessor(3)]},
     {"generation_config": GenerationConfig(max_new_tokens=9, repetition_penalty=1.2, do_sample=False)},
 ], ids=readable)
-def test_greedy_decoding_respects_the_generation_config(target, ours, options):
+def test_greedy_decoding_respects_the_generation_config(target, ours, options, caplog):
     expected = target.generate(IDS, do_sample=False, **{"max_new_tokens": 24} | options)
     sequences = ours(do_sample=False, **options)
     assert sequences.dtype == expected.dtype and torch.equal(sequences, expected)
+    assert "lowered" not in caplog.text  # there is room for what was asked for
 
 
 def test_end_tokens_and_their_delay(target, ours):
