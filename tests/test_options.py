@@ -148,6 +148,8 @@ def test_numbers_and_arrays_of_numpy(small):
     with pytest.raises(ValueError, match="seed must be below"):
         eagle_fsd.generate([PROMPT, PROMPT], small, seed=np.int64(2**63 - 1))
     first = eagle_fsd.generate(PROMPT, small, max_new_tokens=4).token_ids[0]
-    for ids in (iter([first]), np.array([first])):  # for every prompt of a batch, though an iterator is read once
-        found = eagle_fsd.generate([PROMPT, PROMPT], small, max_new_tokens=4, stop_token_ids=ids)
-        assert [output.finish_reason for output in found] == ["stop", "stop"]
+    for ids in (iter([first]), np.array([first])):
+        options = GenerateOptions(max_new_tokens=4, stop_token_ids=ids)
+        for _ in range(2):  # and again, though an iterator is read once
+            found = eagle_fsd.generate([PROMPT, PROMPT], small, options=options)
+            assert [output.finish_reason for output in found] == ["stop", "stop"]
