@@ -44,7 +44,8 @@ def make_requests(
     strings, stop_ids = options.stop_strings, check_stop_ids(options.stop_token_ids, model)
     for string in strings:
         encodable("stop", string)
-        need_tokenizer(model)
+    if strings and model.tokenizer is None:
+        raise ValueError("stop= needs a tokenizer, and this model has no tokenizer")
     text_free = not (options.repetition_penalty != 1 or options.min_new_tokens or logits_processor)
     return [Request(
         ids, max_new_tokens=room, rule=rule, temperature=float(options.temperature), seed=seed,

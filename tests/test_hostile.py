@@ -5,7 +5,6 @@ V = 32: four special tokens, then letters, a space and a full stop. Bad values o
 files: test_checkpoint.py.
 """
 
-import faulthandler
 import math
 
 import numpy as np
@@ -16,7 +15,6 @@ from tiny import PROMPT, VOCAB, tiny_pair, tiny_tokenizer
 import eagle_fsd
 from eagle_fsd import EagleModel, TreeConfig, Weights
 
-SECONDS = 60  # after which a test that hangs is ended with all stacks shown
 TREE = TreeConfig(16, 5, 4)
 IDS = torch.tensor([PROMPT])
 NAN, INF = math.nan, math.inf
@@ -61,13 +59,6 @@ def answers(world):
 @pytest.fixture(scope="module")
 def reference(world):
     return answers(world)
-
-
-@pytest.fixture(autouse=True)
-def no_hang():
-    faulthandler.dump_traceback_later(SECONDS, exit=True)
-    yield
-    faulthandler.cancel_dump_traceback_later()
 
 
 class Streamer:

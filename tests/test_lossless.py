@@ -96,27 +96,6 @@ def test_sampled_tokens_are_those_of_plain_decoding_with_the_same_seed(options):
     assert len(answers) == 3 and accepted > 20
 
 
-def test_sampled_tokens_follow_the_distribution_of_the_target():
-    """The first token comes from the prefill, the second from a tree."""
-    pair, seeds, temperature, top_k = tiny_pair(), 400, 1.5, 3
-    options = {"max_new_tokens": 2, "temperature": temperature, "top_k": top_k, "tree": SMALL, "acceptance": "exact"}
-    counts: dict[tuple, int] = {}
-    for start in range(0, seeds, 50):
-        for output in eagle_fsd.generate([PROMPT] * 50, pair, seed=start, **options):
-            counts[tuple(output.token_ids)] = counts.get(tuple(output.token_ids), 0) + 1
-
-    def law(context):
-        with torch.no_grad():
-            best = pair.target.model(torch.tensor([context])).logits[0, -1].topk(top_k)
-        return dict(zip(best.indices.tolist(), (best.values / temperature).softmax(0).tolist(), strict=True))
-
-    expected = {(first, second): p * q
-                for first, p in law(PROMPT).items() for second, q in law([*PROMPT, first]).items()}
-    assert counts.keys() <= expected.keys()
-    chi_square = sum((counts.get(pair, 0) - seeds * p) ** 2 / (seeds * p) for pair, p in expected.items())
-    assert chi_square < 26.1  # 99.9% quantile at 8 degrees of freedom
-
-
 def test_learned_positions_end_with_the_last_one():
     """The last trees reach below the last position, which has no embedding beyond it."""
     pair = tiny_pair("opt", max_position_embeddings=len(PROMPT) + NEW)

@@ -150,7 +150,8 @@ def test_tokens_are_decoded_a_few_at_a_time(bytes_tokenizer, monkeypatch):
     assert max(longest) <= 3 and len(longest) <= 4 * 400
 
 
-@pytest.mark.parametrize(("stops", "together"), [([], 3), (["nowhere", "好き"], 1), (["G"], 3), (["done. ENDS", "of it"], 1)])
+@pytest.mark.parametrize(
+    ("stops", "together"), [([], 3), (["nowhere", "好き"], 1), (["G"], 3), (["done. ENDS", "of it"], 1)])
 def test_what_is_shown_is_never_taken_back(stops, together, bytes_tokenizer):
     """And what is shown with the rest is the text before the first stop string."""
     text, ids = StreamedText(bytes_tokenizer, stops), bytes_tokenizer(TEXT)["input_ids"]
