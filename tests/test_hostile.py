@@ -1,8 +1,8 @@
 """Hostile prompts, rules, processors and streamers: what each ends in, and that the same model answers as before.
 
 The table is `CASES`; a call gets a `World` and either raises the error named, with the message, or returns True.
-V = 32: four special tokens, then letters, a space and a full stop. Then damaged targets, a hub that cannot be reached, and
-damaged caches. Bad values of options: test_options.py; damaged heads: test_checkpoint.py.
+V = 32: four special tokens, then letters, a space and a full stop. Then damaged targets, a hub that cannot be reached,
+and damaged caches. Bad values of options: test_options.py; damaged heads: test_checkpoint.py.
 """
 
 import json
