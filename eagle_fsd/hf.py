@@ -27,7 +27,7 @@ from .heads.checkpoint import load_head
 from .heads.eagle import DraftHead
 from .options import GenerateOptions
 from .pair import EagleModel
-from .requests import check_ids, check_length, ending, left_padding, make_requests
+from .requests import check_ids, ending, left_padding, make_requests
 
 # What `model.generate` prepares for a forward and the decode loop works out itself.
 RECOMPUTED = ("attention_mask", "cache_position", "logits_to_keep", "past_key_values", "position_ids", "use_cache")
@@ -91,20 +91,19 @@ def custom_generate(
         if stop is not None and text_tokenizer is None:
             raise ValueError("stop= needs text_tokenizer=: model.generate does not pass its tokenizer= on")
         greedy = not generation_config.do_sample
+        criteria, eos_ids, max_length = split_criteria(stopping_criteria or StoppingCriteriaList())
         options = GenerateOptions(
+            max_new_tokens=(generation_config.max_length if max_length is None else max_length) - input_ids.shape[1],
             acceptance=acceptance, threshold=threshold, divergence=divergence, head_guard=head_guard, budget=budget,
             tree=tree, seed=seed, stop=stop, temperature=0.0 if greedy else float(generation_config.temperature or 1.0))
         padding = left_padding(input_ids, model_kwargs.get("attention_mask"))
         pair = EagleModel.from_parts(model, draft if isinstance(draft, DraftHead) else load_head(draft), text_tokenizer)
         prompts = [check_ids(row[count:].tolist(), pair) for row, count in zip(input_ids, padding, strict=True)]
         requests = make_requests(pair, prompts, options)
-        criteria, eos_ids, max_length = split_criteria(stopping_criteria or StoppingCriteriaList())
-        limit = (max_length if max_length is not None else generation_config.max_length) - input_ids.shape[1]
         processors = check_processors(logits_processor)
         for number, request in enumerate(requests):
             request.processors = processors_of_row(processors, number)
             request.alike = id(processors) if is_context_free(processors) else None
-            request.max_new_tokens = check_length(len(request.prompt), limit, pair)
             request.eos_ids, request.criteria = eos_ids, criteria_of_row(criteria, number, len(prompts))
             request.padding = input_ids[number, : padding[number]].tolist()
             if seed is None:  # the noise follows torch's global generator, as model.generate does

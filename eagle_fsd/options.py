@@ -152,6 +152,8 @@ class GenerateOptions(Options):
         ids = self.stop_token_ids
         if ids is not None and (not isinstance(ids, Iterable) or isinstance(ids, (str, bytes))):
             raise TypeError(f"stop_token_ids must be a sequence of token ids, got {ids!r}")
+        if not (ids is None or isinstance(ids, (list, tuple))):  # an iterator, say, is read once
+            object.__setattr__(self, "stop_token_ids", tuple(ids))
 
     @functools.cached_property
     def rule(self) -> Any:

@@ -44,7 +44,8 @@ def make_requests(
     strings, stop_ids = options.stop_strings, check_stop_ids(options.stop_token_ids, model)
     for string in strings:
         encodable("stop", string)
-        need_tokenizer(model)
+    if strings and model.tokenizer is None:
+        raise ValueError("stop= needs a tokenizer, and this model has no tokenizer")
     text_free = not (options.repetition_penalty != 1 or options.min_new_tokens or logits_processor)
     return [Request(
         ids, max_new_tokens=room, rule=rule, temperature=float(options.temperature), seed=seed,
@@ -139,16 +140,14 @@ def unpadded(encoding: Mapping) -> object:
     if others:
         raise ValueError(f"a prompt has input_ids and attention_mask only, got {', '.join(sorted(others))}")
     ids, mask = encoding["input_ids"], encoding.get("attention_mask")
-    if not len(ids) or np.ndim(ids[0]) == 0:
-        ids, mask = [ids], None if mask is None else [mask]
-        alone = True
-    else:
-        alone = len(ids) == 1 and not isinstance(ids, list)
-    rows = [torch.as_tensor(row) for row in ids]
-    if mask is not None:
-        ones = [torch.as_tensor(row) for row in mask]
-        rows = [row[left_padding(row[None], seen[None])[0] :] for row, seen in zip(rows, ones, strict=True)]
-    return rows[0] if alone else rows
+    alone = not len(ids) or np.ndim(ids[0]) == 0
+    rows, masks = ([ids], [mask]) if alone else (ids, [None] * len(ids) if mask is None else mask)
+    prompts = []
+    for row, seen in zip(rows, masks, strict=True):
+        row = torch.as_tensor(row)
+        start = 0 if seen is None else left_padding(row[None], torch.as_tensor(seen)[None])[0]
+        prompts.append(row[start:].tolist())
+    return prompts[0] if alone or (len(prompts) == 1 and not isinstance(ids, list)) else prompts  # [1, L] is one
 
 
 def left_padding(input_ids: Tensor, mask: Tensor | None) -> list[int]:

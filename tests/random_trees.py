@@ -1,7 +1,7 @@
 """Random draft trees with logits and noise. B batch, N nodes, V vocabulary, R tokens that the draft can name."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -23,15 +23,16 @@ class Case:
     noise: Tensor | None = None  # [B, depth + 1, V]
     draft_tokens: Tensor | None = None  # [R]
 
-    def walk(self, rule: Rule, threshold=None, left=math.inf, errors: dict | None = None) -> list[list[Step]]:
-        """The steps of each row; threshold and budget are one for all rows or one each."""
+    def walk(self, rule: Rule, threshold=None, left=None, errors: dict | None = None) -> list[list[Step]]:
+        """The steps of each row; threshold and budget, if any, are one for all rows or one each."""
         batch = len(self.raw)
-        rows = torch.arange(batch)
+        rows = torch.arange(batch, device=self.raw.device)
         target = Target(
             self.raw, lambda raw, node, said, going: self.warped[rows, node],
             None if self.noise is None else lambda depth: self.noise[:, depth], lambda: self.warped)
-        threshold, left = (torch.as_tensor(each, dtype=torch.float64, device=self.raw.device).expand(batch)
-                           for each in (rule.threshold if threshold is None else threshold, left))
+        threshold, left = (
+            None if each is None else torch.as_tensor(each, dtype=torch.float64, device=self.raw.device).expand(batch)
+            for each in (rule.threshold if threshold is None else threshold, left))
         return walk(rule, self.tree, self.draft, target, threshold, left, self.draft_tokens, errors)
 
     def paths(self, rule: Rule, *given) -> list[list[int]]:
@@ -43,6 +44,11 @@ class Case:
         noise = None if self.noise is None else self.noise[rows]
         return Case(self.tree.take(rows), [level[rows] for level in self.draft], self.raw[rows], self.warped[rows],
                     noise, self.draft_tokens)
+
+    def to(self, device: str) -> "Case":
+        tree = {name: part.to(device) for name, part in vars(self.tree).items() if isinstance(part, Tensor)}
+        parts = {name: part.to(device) for name, part in vars(self).items() if isinstance(part, Tensor)}
+        return replace(self, tree=replace(self.tree, **tree), draft=[level.to(device) for level in self.draft], **parts)
 
 
 def tree_from_parents(parents, tokens, scores=None, draft_rows=None) -> DraftTree:

@@ -118,10 +118,14 @@ class Reference:
         return [logit if token in kept else -INF for token, logit in enumerate(self.warped[v])], True
 
     def divergence(self, v):
-        """Of receipts: NaN where the rule computes none."""
-        if not self.children(v) or not hasattr(self.rule, "divergence"):
-            return math.nan
         return divergence(self.rule.divergence, self.raw[v], self.draft[v])
+
+    def reported(self, v):
+        """The divergence of receipts; NaN where no step of the rule depends on it."""
+        exact = any(self.tokens[c] == self.exact_token(v) for c in self.children(v))
+        asked = self.children(v) if self.rule.name == "fsd_paper" else (
+            self.rule.name == "fsd" and not exact and self.candidates(v))
+        return self.divergence(v) if asked else math.nan
 
     # --- the rules: log-weights [V] of all tokens, and whether the walk may go on ------------------
 

@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 import torch
-from tiny import PROMPT, VOCAB, readable, tiny_head, tiny_pair, tiny_target, tiny_tokenizer
+from tiny import PROMPT, VOCAB, tiny_pair, tiny_target, tiny_tokenizer
 from transformers import LogitsProcessor
 from transformers.generation.logits_process import NoRepeatNGramLogitsProcessor
 
@@ -58,26 +58,6 @@ def test_rows_are_what_they_are_alone(family):
     assert_rows_as_alone(tiny_pair(family), threshold=0.3, temperature=0.8)
 
 
-@pytest.mark.parametrize("options", [
-    {"threshold": 0.5},
-    {"threshold": 0.3, "budget": 0.4, "temperature": 1.0},
-    {"acceptance": "tilt", "threshold": 0.7, "temperature": 1.0},
-    {"acceptance": "exact", "temperature": 1.0, "top_k": 5, "top_p": 0.9},
-    {"acceptance": "exact", "repetition_penalty": 1.3, "min_new_tokens": 9},
-    {"threshold": 0.2, "temperature": 0.9, "logits_processor": [NoThreeAfterOne()]},
-    {"acceptance": lambda nodes: nodes.warped},
-    {"acceptance": "exact", "stopping_criteria": [lambda ids, scores: ids.shape[1] > 25]},
-], ids=readable)
-def test_with_options(options):
-    assert_rows_as_alone(tiny_pair(attention="sdpa"), **options)
-
-
-def test_rows_end_at_different_times():
-    outputs = assert_rows_as_alone(tiny_pair(), stop_token_ids=[2, 4, 9, 17], max_new_tokens=40, acceptance="exact")
-    assert len({len(output.token_ids) for output in outputs}) > 2
-    assert {output.finish_reason for output in outputs} >= {"stop"}
-
-
 def test_text_and_chats():
     pair = tiny_pair(tokenizer=tiny_tokenizer())
     prompts = ["hello world.", [{"role": "user", "content": "hi"}], torch.tensor([[3, 1, 4]]), "a"]
@@ -96,15 +76,6 @@ def test_rows_near_the_last_position():
     prompts = [[(3 * i) % VOCAB for i in range(118)], PROMPT, [(7 * i) % VOCAB for i in range(125)]]
     outputs = assert_rows_as_alone(tiny_pair(), prompts, acceptance="exact", max_new_tokens=30)
     assert [len(output.token_ids) for output in outputs] == [10, 30, 3]
-
-
-def test_short_and_long_rows_of_a_model_that_tells_them_apart():
-    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0, 1.0], "long_factor": [4.0, 5.0],
-            "original_max_position_embeddings": 32}
-    target = tiny_target("phi3", rope_parameters=rope, sliding_window=None, original_max_position_embeddings=32)
-    pair = eagle_fsd.EagleModel.from_parts(target, tiny_head(target))
-    assert pair.target.batches([3, 40, 31, 50]) == [[0, 2], [1, 3]]
-    assert_rows_as_alone(pair, [PROMPT, [(3 * i) % VOCAB for i in range(40)], [7, 7]], max_new_tokens=12)
 
 
 def test_one_seed_for_a_batch():
@@ -140,8 +111,6 @@ def test_drafting_begins_and_ends_as_rows_leave(on):
     ([PROMPT, []], {}, ValueError, "prompt 1 of 2: the prompt is empty"),
     ([PROMPT, [VOCAB]], {}, ValueError, "prompt 1 of 2: token id 32"),
     ([PROMPT, "text"], {}, ValueError, "prompt 1 of 2: this model has no tokenizer"),
-    ([PROMPT, 5], {}, TypeError, "prompt 1 of 2: a prompt must be"),
-    ([[PROMPT], PROMPT], {}, TypeError, "prompt 0 of 2"),
     ([PROMPT, [1] * 128], {}, ValueError, "128 tokens"),
     (torch.tensor([PROMPT, PROMPT]), {}, ValueError, "a batch is a list of prompts"),
     ([PROMPT, PROMPT], {"seed": [1]}, ValueError, "one for each prompt: 2, got 1"),

@@ -11,7 +11,7 @@ from transformers.generation.logits_process import NoRepeatNGramLogitsProcessor
 from transformers.generation.stopping_criteria import StopStringCriteria
 
 import eagle_fsd
-from eagle_fsd import custom_generate, save_head
+from eagle_fsd import custom_generate
 
 IDS = torch.tensor([PROMPT])
 PROMPTS = [PROMPT, [7, 7, 2], [5], [(5 * i + 3) % VOCAB for i in range(21)], PROMPT[:6]]
@@ -41,10 +41,11 @@ def ours(pair, target):
     {"logits_processor": [NoRepeatNGramLogitsProcessor(3)]},
     {"generation_config": GenerationConfig(max_new_tokens=9, repetition_penalty=1.2, do_sample=False)},
 ], ids=readable)
-def test_greedy_decoding_respects_the_generation_config(target, ours, options):
+def test_greedy_decoding_respects_the_generation_config(target, ours, options, caplog):
     expected = target.generate(IDS, do_sample=False, **{"max_new_tokens": 24} | options)
     sequences = ours(do_sample=False, **options)
     assert sequences.dtype == expected.dtype and torch.equal(sequences, expected)
+    assert "lowered" not in caplog.text  # there is room for what was asked for
 
 
 def test_end_tokens_and_their_delay(target, ours):
@@ -106,11 +107,6 @@ def test_an_output_object_where_asked_for(ours):
     assert torch.equal(ours(return_dict_in_generate=True).sequences, ours())
 
 
-def test_the_head_may_be_a_directory(pair, ours, tmp_path):
-    save_head(pair.draft, tmp_path)
-    assert torch.equal(ours(draft=str(tmp_path)), ours())
-
-
 def padded(prompts, pad):
     length = max(map(len, prompts))
     ids = torch.tensor([[pad] * (length - len(prompt)) + prompt for prompt in prompts])
@@ -161,15 +157,11 @@ def test_criteria_that_keep_count_of_their_rows(target, ours):
     ({"draft": 5}, TypeError, "a directory or a hub id, got 5"),
     ({"draft": tiny_head(tiny_target(vocab_size=40))}, ValueError, "vocabulary size is 40"),
     ({"prompt_lookup_num_tokens": 3}, ValueError, "a method of its own .*prompt_lookup_num_tokens"),
-    ({"penalty_alpha": 0.6, "top_k": 4}, ValueError, "a method of its own .*penalty_alpha"),
     ({"guidance_scale": 1.5}, ValueError, "Unbatched.* keeps a state"),
     ({"num_beams": 2}, ValueError, "num_beams must be 1"),
     ({"attention_mask": torch.tensor([[1, 0] + [1] * (len(PROMPT) - 2)])}, ValueError, "padded on the left only"),
-    ({"attention_mask": torch.tensor([[1] * (len(PROMPT) - 1) + [0]])}, ValueError, "padded on the left only"),
     ({"input_ids": None, "inputs_embeds": torch.zeros(1, 3, 16)}, ValueError, "inputs_embeds"),
     ({"return_dict_in_generate": True, "output_scores": True}, ValueError, "output_scores"),
-    ({"acceptance": "greedy"}, ValueError, "greedy"),
-    ({"seed": 2**70}, ValueError, r"below 2\*\*63"),
     ({"draft_head": 5}, ValueError, "draft_head"),
 ], ids=lambda value: ", ".join(value) if isinstance(value, dict) else "")
 def test_bad_input_is_refused_before_any_forward(pair, ours, monkeypatch, options, error, message):

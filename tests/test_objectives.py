@@ -152,7 +152,8 @@ def test_a_position_counts_by_what_the_head_can_name_of_it(pair):
     loss, agreed = AlignedLoss(head, Objective(soft_ce=1.0), target.logits)(features, tokens, tokens > 0)
     p = target.logits(features)[0].softmax(-1)
     hidden = head(features[:, :-2], tokens[:, 1:-1], torch.arange(5)[None])
-    log_q = head.logits(hidden, target.logits)[0].log_softmax(-1)
+    log_q = torch.full((5, target.vocab_size), -torch.inf)
+    log_q[:, named] = head.own_logits(hidden, target.logits)[0].log_softmax(-1)
     torch.testing.assert_close(loss, -sum(p[i + 1, token] * log_q[i, token] for i in range(5) for token in named))
     assert agreed.item() == (p[1:-1].argmax(-1) == log_q.argmax(-1)).sum()
 

@@ -9,18 +9,24 @@ from transformers.generation.logits_process import (
     EncoderRepetitionPenaltyLogitsProcessor,
     ExponentialDecayLengthPenalty,
     MinLengthLogitsProcessor,
-    MinPLogitsWarper,
+    MinNewTokensLengthLogitsProcessor,
     NoBadWordsLogitsProcessor,
     NoRepeatNGramLogitsProcessor,
     PrefixConstrainedLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
     SequenceBiasLogitsProcessor,
     SynthIDTextWatermarkLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
     UnbatchedClassifierFreeGuidanceLogitsProcessor,
 )
 
 import eagle_fsd
 from eagle_fsd import RULES, TreeConfig, make_rule
+from eagle_fsd.drafting.tree import DraftTree, ancestors_of
+from eagle_fsd.engine.request import Request
+from eagle_fsd.engine.sampling import warp_nodes, warp_trees
 from eagle_fsd.pair import EagleModel
 
 NEW = 24
@@ -109,18 +115,77 @@ def test_a_grammar_holds_under_every_rule(rule, temperature, pair):
     assert len(output.token_ids) == NEW and legal(torch.tensor(PROMPT + output.token_ids))
 
 
-def test_min_p(pair):
-    """The option and the processor are one, where there is no temperature between them; and it cuts."""
-    options = {"max_new_tokens": NEW, "temperature": 1.0, "seed": 3, "acceptance": "exact", "tree": TREE}
-    by_name, by_processor, without = (
-        eagle_fsd.generate(PROMPT, pair, **options | given).token_ids
-        for given in ({"min_p": 0.3}, {"logits_processor": [MinPLogitsWarper(0.3)]}, {}))
-    assert by_name == by_processor != without
-
-
 def test_processors_that_keep_a_state_are_refused(pair):
     watermark = SynthIDTextWatermarkLogitsProcessor(
         ngram_len=3, keys=[1, 2], sampling_table_size=16, sampling_table_seed=0, context_history_size=8, device="cpu")
     for processor in (watermark, UnbatchedClassifierFreeGuidanceLogitsProcessor(1.5, None)):
         with pytest.raises(ValueError, match=f"{type(processor).__name__} .*keeps a state from call to call"):
             eagle_fsd.generate(PROMPT, pair, logits_processor=[processor])
+
+# Processed logits of a tree, node by node. V = 11.
+
+CONTEXT = [5, 1, 5]  # before the root
+#        0: 1
+#        /  \
+#     1: 5  2: 3
+#      /     /  \
+#    3: 1  4: 1  5: 7
+PARENTS, TOKENS = torch.tensor([[0, 0, 0, 1, 2, 2]]), torch.tensor([[1, 5, 3, 1, 1, 7]])
+ANCESTORS = ancestors_of(PARENTS, 2)
+DRAFTED = DraftTree(TOKENS, PARENTS, ANCESTORS.sum(-1) - 1, ANCESTORS, PARENTS, torch.zeros(1, 6), max_depth=2)
+PATHS = [[1], [1, 5], [1, 3], [1, 5, 1], [1, 3, 1], [1, 3, 7]]
+
+
+class OnlyAfterThree(LogitsProcessor):
+    """Changes its argument in place, and only where the last token but one is 3."""
+
+    def __call__(self, input_ids, scores):
+        scores[input_ids[:, -2] == 3] = scores[input_ids[:, -2] == 3].flip(-1)
+        return scores
+
+
+class LastToken(TemperatureLogitsWarper):
+    """Depends on the context although its parent class does not."""
+
+    def __call__(self, input_ids, scores):
+        return scores / (1 + input_ids[:, -1:])
+
+
+def request(processors):
+    return Request([*CONTEXT, 1], max_new_tokens=9, processors=LogitsProcessorList(processors))
+
+
+def is_possible(node, warped):
+    """Whether no token of the path has been ruled out at the node before it."""
+    steps = []
+    while node:
+        parent = PARENTS[0, node]
+        steps.append(warped[0, parent, TOKENS[0, node]] > -torch.inf)
+        node = parent
+    return all(steps)
+
+
+@pytest.mark.parametrize("processors", [
+    [],
+    [TemperatureLogitsWarper(0.5), TopKLogitsWarper(4), TopPLogitsWarper(0.8)],
+    [RepetitionPenaltyLogitsProcessor(3.0)],
+    [NoRepeatNGramLogitsProcessor(2), TemperatureLogitsWarper(2.0), TopKLogitsWarper(6)],
+    [MinNewTokensLengthLogitsProcessor(3, 3, [0], device="cpu")],
+    [OnlyAfterThree()],
+    [LastToken(1.0)],
+], ids=lambda processors: "-".join(type(processor).__name__ for processor in processors) or "none")
+def test_every_node_is_processed_with_its_own_path(processors):
+    """All at once, as rules that look ahead need them, and one node of each row, as the walk does."""
+    logits, errors = torch.randn(1, 6, 11, generator=torch.Generator().manual_seed(0)), {}
+    raw = logits.clone()
+    warped = warp_trees([request(processors)], DRAFTED, logits, errors)
+    for node, path in enumerate(PATHS):
+        expected = raw[0, node : node + 1].clone()
+        for processor in processors:
+            expected = processor(torch.tensor([CONTEXT + path]), expected)
+        assert torch.equal(warped[0, node], expected[0]) or not is_possible(node, warped)
+        said, going = [torch.tensor([token]) for token in path], torch.tensor([True])
+        assert torch.equal(warp_nodes([request(processors)], logits[:, node], said, going, errors), expected)
+    assert torch.equal(logits, raw) and not errors  # gates still need them
+
+

@@ -11,7 +11,7 @@ from reference_acceptance import Reference
 from tiny import PROMPT, tiny_pair
 
 import eagle_fsd
-from eagle_fsd.acceptance import RULES, FuzzyRule, make_rule, restrict
+from eagle_fsd.acceptance import RULES, GatingRule, make_rule
 
 BOTH = pytest.mark.parametrize("greedy", [True, False], ids=["greedy", "sampling"])
 DIVERGENCES = [{"divergence": name} for name in ("js", "kl", "reverse_kl", "tv", "js_fsd_code", "js_top3", "kl_top1")]
@@ -61,7 +61,7 @@ def compare(rule, case, thresholds, left, divergences=True):
         alone = case.take([row]).walk(replace(rule, threshold=threshold), left=budget)[0]
         assert [pytest.approx(step, nan_ok=True, rel=1e-5, abs=1e-6) for step in alone] == steps
         for step in steps if divergences else []:
-            assert step.divergence == pytest.approx(reference.divergence(step.node), rel=1e-3, abs=1e-6, nan_ok=True)
+            assert step.divergence == pytest.approx(reference.reported(step.node), rel=1e-3, abs=1e-6, nan_ok=True)
             assert step.regret == pytest.approx(reference.regret(step.node, step.token), abs=1e-5)
             log_probs = case.raw[row, step.node].log_softmax(-1)
             assert step.logprob == pytest.approx(log_probs[step.token].item(), abs=1e-5)
@@ -76,8 +76,9 @@ def test_a_rule_equals_the_reference(name, greedy):
     fuzzy = 0
     for index, options in enumerate(OPTIONS[name]):
         rule = make_rule(name, THRESHOLDS[name][-1], **options)
-        for number, (banned, named, most) in enumerate([(0.0, None, math.inf), (0.4, 7, 3.0), (0.0, 5, 1.0)]):
-            case = random_case(3 * index + number, greedy, banned=banned, named=named)
+        cases = [(0.0, None, math.inf), (0.4, 7, 3.0), (0.0, 5, 1.0), (0.6, None, math.inf)]
+        for number, (banned, named, most) in enumerate(cases):
+            case = random_case(4 * index + number, greedy, banned=banned, named=named)
             budgets = [most, most / 3, 0.0, math.inf]
             fuzzy += compare(rule, case, THRESHOLDS[name], budgets)
     assert (fuzzy > 5) == (name != "exact" and (name, greedy) != ("lenience", True))
@@ -90,6 +91,16 @@ def test_a_rule_equals_the_reference_at_extremes(name, greedy):
         for options in OPTIONS[name][::2]:
             rule = make_rule(name, THRESHOLDS[name][-1], **options)
             compare(rule, case, THRESHOLDS[name], [math.inf, 1.0, math.inf, 3.0], divergences=False)
+
+
+@pytest.mark.cuda
+@BOTH
+@pytest.mark.parametrize("name", RULES)
+def test_cuda_walks_as_the_cpu(name, greedy):
+    for case in (random_case(10, greedy, banned=0.2), random_case(11, greedy, named=6)):
+        rule, given = make_rule(name, THRESHOLDS[name][-1]), (THRESHOLDS[name], [math.inf, 0.0, 1.0, 3.0])
+        for steps, expected in zip(case.to("cuda").walk(rule, *given), case.walk(rule, *given), strict=True):
+            assert [pytest.approx(step, nan_ok=True, rel=1e-4, abs=1e-5) for step in steps] == expected
 
 
 # --- the ends of the threshold -------------------------------------------------------------------
@@ -200,7 +211,7 @@ def test_bad_arguments_are_refused(arguments, error, message):
 
 
 @dataclass(frozen=True)
-class MARS(FuzzyRule):
+class MARS(GatingRule):
     """Allow the target's second best token where its logit is above a share of the best one's (arXiv 2601.15498).
 
     Args:
@@ -213,11 +224,11 @@ class MARS(FuzzyRule):
     def is_lossless(self, greedy: bool) -> bool:
         return False
 
-    def weigh(self, nodes):
+    def gate(self, nodes):
         best, second = nodes.raw.topk(2).values.T  # [B] each
         near = second > (1 - nodes.threshold.float()) * best  # z2 / z1 > 1 - T, for positive logits
         runner_up = nodes.raw.gather(1, nodes.tokens) == second[:, None]
-        return restrict(nodes, self.candidates(nodes) & runner_up & near[:, None])
+        return runner_up & near[:, None], None
 
 
 def test_a_rule_of_ones_own_decodes():

@@ -6,10 +6,12 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from tiny import PROMPT, tiny_pair, tiny_tokenizer
-from transformers import AsyncTextIteratorStreamer, TextIteratorStreamer, TextStreamer
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AsyncTextIteratorStreamer, PreTrainedTokenizerFast, TextIteratorStreamer, TextStreamer
 
 import eagle_fsd
 from eagle_fsd import TreeConfig, custom_generate
+from eagle_fsd.text import GrowingText, StopStrings, StreamedText
 
 TIMEOUT = 30  # seconds, so that a reader that is left waiting fails
 SKIP = {"skip_prompt": True, "skip_special_tokens": True}
@@ -98,17 +100,6 @@ def test_a_reader_is_not_left_waiting_by_a_call_that_fails(model, options, error
     assert streamer.text_queue.empty()  # ended once
 
 
-def test_neither_is_an_asynchronous_one(model):
-    async def main():
-        streamer = AsyncTextIteratorStreamer(model.tokenizer, timeout=TIMEOUT, **SKIP)
-        failed = asyncio.create_task(asyncio.to_thread(call, model, streamer, seed=-1))
-        assert [piece async for piece in streamer] == [""]
-        with pytest.raises(ValueError, match="seed"):
-            await failed
-
-    asyncio.run(main())
-
-
 def test_nor_one_of_a_call_inside_generate(model):
     streamer = TextIteratorStreamer(model.tokenizer, timeout=TIMEOUT, **SKIP)
     with ThreadPoolExecutor() as pool:
@@ -117,3 +108,60 @@ def test_nor_one_of_a_call_inside_generate(model):
             draft=model.draft, logits_processor=[Fails()], text_streamer=streamer)
         assert "".join(streamer)
         assert isinstance(failed.exception(), RuntimeError)
+
+
+# Text that grows token by token is what the whole answer decodes to, at a cost that does not grow with it.
+
+TEXT = "Grüße: 猫が好き 👩‍🚀 – done. END of it"
+
+
+@pytest.fixture(scope="module")
+def bytes_tokenizer():
+    """One token per byte: characters are spread over several tokens."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    raw = Tokenizer(models.BPE({letter: number for number, letter in enumerate(alphabet)}, []))
+    raw.pre_tokenizer, raw.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=raw)
+
+
+def test_pieces_are_the_whole_text(bytes_tokenizer):
+    text, ids = GrowingText(bytes_tokenizer), bytes_tokenizer(TEXT)["input_ids"]
+    pieces = [text.add(token) for token in ids]
+    assert len(ids) > len(TEXT) and "".join(pieces) == TEXT and not any("\ufffd" in piece for piece in pieces)
+    assert text.pending() == ""
+    assert [text.add(token) for token in bytes_tokenizer("猫")["input_ids"][:2]] == ["", ""]
+    assert text.pending() == "\ufffd"
+
+
+@pytest.mark.parametrize("stop", [". END", "好き", "👩‍🚀", "G", "of it"])
+def test_a_stop_string_is_found_at_its_last_token(stop, bytes_tokenizer):
+    stops, ids = StopStrings(bytes_tokenizer, ["nowhere", stop]), bytes_tokenizer(TEXT)["input_ids"]
+    ends = [stops(token) for token in ids].index(True) + 1
+    assert bytes_tokenizer.decode(ids[:ends]).endswith(stop)
+    assert not any(stop in bytes_tokenizer.decode(ids[:count]) for count in range(ends))
+
+
+def test_tokens_are_decoded_a_few_at_a_time(bytes_tokenizer, monkeypatch):
+    longest, decode = [], bytes_tokenizer.decode
+    monkeypatch.setattr(type(bytes_tokenizer), "decode",
+                        lambda self, ids, **options: longest.append(len(ids)) or decode(ids, **options))
+    stops = StopStrings(bytes_tokenizer, ["nowhere"])
+    assert not any(stops(token) for token in bytes_tokenizer("ab" * 200)["input_ids"])
+    assert max(longest) <= 3 and len(longest) <= 4 * 400
+
+
+@pytest.mark.parametrize(
+    ("stops", "together"), [([], 3), (["nowhere", "好き"], 1), (["G"], 3), (["done. ENDS", "of it"], 1)])
+def test_what_is_shown_is_never_taken_back(stops, together, bytes_tokenizer):
+    """And what is shown with the rest is the text before the first stop string."""
+    text, ids = StreamedText(bytes_tokenizer, stops), bytes_tokenizer(TEXT)["input_ids"]
+    whole = TEXT[: min([at for stop in stops if (at := TEXT.find(stop)) >= 0], default=len(TEXT))]
+    shown = ""
+    for start in range(0, len(ids), together):
+        shown += text.add(ids[start : start + together])
+        assert whole.startswith(shown)
+        said = bytes_tokenizer.decode(ids[: start + together]).rstrip("\ufffd")
+        held_back = max(map(len, stops), default=1) - 1 + 4  # bytes of a character are tokens
+        assert len(shown) >= min(len(whole), len(said)) - held_back
+    assert shown + text.rest(whole) == whole
+    assert shown == whole or any(whole.endswith(stop[:1]) for stop in stops)

@@ -99,6 +99,27 @@ def test_what_is_left_of_a_budget_is_paid_along_the_path():
     assert [(step.node, step.token, step.closed) for step in steps] == [(0, 3, True), (1, 9, True), (4, 0, True)]
 
 
+def test_the_guard_is_not_for_exact_steps():
+    """Node 1's best token after processors, 9, is far from its best before; the way to it costs 0.5 nats."""
+    case = picture([5, 2, 0, 0, 0, 0], second={0: 3})
+    warped = case.raw.clone()
+    warped[0, 1, 2], warped[0, 1, 9] = -math.inf, 1.0
+    case = replace(case, warped=warped)
+    assert case.paths(make_rule("tilt", 0.4, head_guard=0.5)) == case.paths(make_rule("fsd", 1.0)) == [[0, 1, 4]]
+    assert case.paths(make_rule("tilt", 0.2, head_guard=0.5)) == [[0]]
+    assert case.paths(make_rule("fsd", 1.0, head_guard=0.3)) == [[0]]
+
+
+@pytest.mark.parametrize(("best", "threshold", "step"), [(5, math.inf, (3, [0, 1])), (1, math.inf, (3, [0, 1])),
+                                                         (5, 0.01, (3, [0, 1])), (1, 0.01, (1, [0]))])
+def test_ties_go_to_the_first_token(best, threshold, step):
+    """The children 3 and 7 tie with the best token, which is no child, and with one another."""
+    case = picture([best, 0, 0, 0, 0, 0])
+    case.raw[0, 0, [3, 7]] = 2.0
+    steps = replace(case, warped=case.raw).walk(make_rule("fsd", threshold))[0]
+    assert (steps[0].token, [each.node for each in steps][:2]) == step
+
+
 # --- users' functions ----------------------------------------------------------------------------
 
 
@@ -141,6 +162,19 @@ def test_a_function_may_answer_in_several_forms():
     assert [len(steps) for steps in stopped] == [1] * 4
 
 
+def test_a_function_that_raised_is_not_asked_again():
+    errors, asked = {}, []
+
+    def raises(nodes):
+        asked.append(nodes.raw)
+        raise KeyError(len(asked))
+
+    case = random_case(3, greedy=True)
+    assert max(map(len, case.paths(make_rule("exact")))) > 2
+    case.walk(make_rule(raises), errors=errors)
+    assert [str(errors[row]) for row in range(4)] == ["1", "2", "3", "4"] and len(asked) == 4
+
+
 # --- requests decoded together -------------------------------------------------------------------
 
 TREE = eagle_fsd.TreeConfig(8, 3, 3)
@@ -151,6 +185,7 @@ def pair():
     return tiny_pair()
 
 
+@torch.inference_mode()
 def decode(pair, requests):
     """Requests decoded together to their ends; what each one raised, or None."""
     decoder, errors = Decoder(pair.target, pair.draft, requests, lambda count: Choice(TREE)), {}
@@ -198,9 +233,8 @@ def broken(nodes):
     raise KeyError("mine")
 
 
-def late(nodes, calls=[]):  # noqa: B006
-    calls.append(nodes)
-    return nodes.warped if len(calls) < 5 else [1]
+def late(nodes):
+    return nodes.warped if nodes.tokens[0, 0] % 4 else [1]
 
 
 BROKEN = {

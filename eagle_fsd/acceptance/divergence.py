@@ -105,7 +105,6 @@ def _other_tokens(tokens: Tensor, vocab_size: int) -> Tensor:
     return other.nonzero()[:, 0]
 
 
-@functools.lru_cache(maxsize=64)
 def get_divergence(name: str, draft_tokens: Tensor | None = None) -> Divergence:
     """The divergence of that name; `<name>_top<k>`: on the target's k best tokens and a bucket for the rest.
 

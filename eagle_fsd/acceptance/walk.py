@@ -122,13 +122,12 @@ def draw(nodes: Nodes, weights: Weights) -> Tensor:  # [B] long
     """The token of the largest log-weight plus noise, the first of equal ones."""
     if weights.tokens is not None:
         return first_largest(weights.tokens if nodes.noise is None else weights.tokens + nodes.noise)
-    exact, is_exact = nodes.exact, nodes.is_exact
+    exact = nodes.exact
     steps = weights.children.masked_fill(~nodes.children, -math.inf)
-    own = nodes.warped.gather(1, exact[:, None])[:, 0] + weights.others
+    own = nodes.warped.gather(1, exact[:, None])[:, 0] + weights.others  # the best of all other tokens
     if nodes.noise is not None:
         steps = steps + nodes.noise.gather(1, nodes.tokens)
         own = own + nodes.noise.gather(1, exact[:, None])[:, 0]
-    own = torch.where(is_exact.any(-1), -math.inf, own)  # it has a step
     best = steps.amax(-1)
     none = nodes.warped.shape[-1]
     first = nodes.tokens.masked_fill(~nodes.children | (steps != best[:, None]), none).amin(-1)

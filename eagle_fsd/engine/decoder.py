@@ -131,12 +131,17 @@ class Decoder:
         self, tree: DraftTree, logits: Tensor, draft_logits: Sequence[Tensor], lengths: Sequence[int]
     ) -> tuple[list[list[int]], list[Emission]]:
         """The accepted path of each request, and what it emits; requests with the same rule are walked together."""
-        groups: dict[tuple[Rule, bool], list[int]] = {}
         deciding = [request.deciding() for request in self.requests]
+        groups: list[tuple[object, list[int]]] = []  # rules that differ in their threshold alone, and their rows
         for number, (request, rule) in enumerate(zip(self.requests, deciding, strict=True)):
-            groups.setdefault((replace(rule, threshold=0.0), request.greedy), []).append(number)
+            kind = replace(rule, threshold=0.0), request.greedy
+            rows = next((rows for other, rows in groups if other == kind), None)
+            if rows is None:
+                groups.append((kind, [number]))
+            else:
+                rows.append(number)
         found: dict[int, tuple[list[int], Emission]] = {}
-        for rows in groups.values():
+        for _, rows in groups:
             group = (tree, logits, draft_logits)
             if len(rows) < len(self.requests):
                 group = (tree.take(rows), logits[rows], [level[rows] for level in draft_logits])

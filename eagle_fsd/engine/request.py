@@ -79,9 +79,11 @@ class Request:
 
     def deciding(self) -> Rule:
         """The rule of the next cycle: `exact` from where the budget is spent or the text repeats itself."""
+        if self.lossless:
+            return EXACT
         if self.closed is None and self.budget is not None and repeats(self.emitted):
             self._close("repetition", len(self.new))
-        return EXACT if self.lossless or self.closed else self.rule
+        return EXACT if self.closed else self.rule
 
     @property
     def left(self) -> float:
