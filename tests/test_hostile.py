@@ -191,7 +191,7 @@ def cut(folder):
     (lambda folder: with_weights(folder, lambda state: state.pop("model.layers.0.mlp.up_proj.weight")), {}, ValueError,
      "lacks weights: model.layers.0.mlp.up_proj.weight"),
     (lambda folder: with_weights(folder, lambda state: state["model.norm.weight"].fill_(NAN)), {}, ValueError,
-     "model.norm.weight holds values that are not finite"),
+     "is damaged, or not supported: its logits are not finite"),
     (None, {"dtype": "float99"}, ValueError, "dtype must be .*'float99'"),
     (None, {"device": "abacus"}, ValueError, "device 'abacus' cannot be used here"),
     (None, {"quantization_config": "int8"}, TypeError, "one of transformers or None, got 'int8'"),
@@ -209,13 +209,9 @@ def test_without_a_tokenizer_that_loads_prompts_are_ids(load):
 
 
 def test_a_hub_that_cannot_be_reached_is_said_to_be(load, monkeypatch):
-    def refuse(url, *args, **options):
-        raise ConnectionError("Name or service not known")
-
-    monkeypatch.setattr("eagle_fsd.data.sources.get_hf_file_metadata", refuse)
-    monkeypatch.setattr("eagle_fsd.data.sources.cached_file", lambda *_, **__: pytest.fail("tried for long"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     for target, head in (("someone/target", "someone/head"), ("someone/target", load.folder.parent / "head")):
-        with pytest.raises(OSError, match="'someone/.*the hub cannot be reached: Name or service not known"):
+        with pytest.raises(OSError, match="couldn't connect to"):
             eagle_fsd.load(target, head)
 
 
@@ -228,19 +224,13 @@ MEASURED = Latency({1: 1.0, 2: 2.0}, {1: 0.5}, 1.0)
         for bad in ({"plain": 0}, {"base": {}}, {"base": {"one": 1.0}}, {"level": {"1": NAN}}, {"row": "2 s"}))],
     ids=lambda content: str(content)[:40])
 def test_what_a_damaged_cache_held_is_measured_again(load, tmp_path, monkeypatch, content):
-    """Files of another version, cut off, or edited by hand: text as it is, else in place of the only entry."""
+    """Files of another version, cut off, or edited by hand."""
     measured = []
     monkeypatch.setenv("EAGLE_FSD_CACHE", str(tmp_path))
     monkeypatch.setattr("eagle_fsd.engine.timing.share_of", lambda *_: 1.0)
     monkeypatch.setattr("eagle_fsd.engine.timing.measure", lambda *_: measured.append(1) or MEASURED)
-    monkeypatch.setattr("eagle_fsd.engine.timing.measure_attention", lambda *_: {"eager": 1.0, "sdpa": 2.0})
-    options = {"tree": "auto", "attn_implementation": "auto"}
-    load(**options)
-    for name in ("latency.json", "attention.json"):
-        (key,) = json.loads((tmp_path / name).read_text())
-        text = content if isinstance(content, str) else json.dumps({key: content})
-        (tmp_path / name).write_text(text, errors="surrogateescape")
+    load(tree="auto")
+    (file,) = tmp_path.glob("latency/*.json")
+    file.write_text(content if isinstance(content, str) else json.dumps(content), errors="surrogateescape")
     for _ in range(2):  # the second time it is there again
-        pair = load(**options)
-        assert pair.trees.latency == MEASURED and len(measured) == 2
-        assert pair.target.config._attn_implementation == "eager"
+        assert load(tree="auto").trees.latency == MEASURED and len(measured) == 2

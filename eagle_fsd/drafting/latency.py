@@ -35,10 +35,12 @@ class Latency:
             ValueError, TypeError, KeyError, AttributeError: something else.
         """
         held = json.loads(text)
-        base, level = ({int(at): float(value) for at, value in held.pop(name).items()} for name in ("base", "level"))
-        if not (1 in base and level and min(*base.values(), held["plain"]) > 0):
-            raise ValueError("times must be positive, with that of one node and of a level")
-        return cls(base, level, **held)
+        base, level = ({int(at): float(value) for at, value in held[name].items()} for name in ("base", "level"))
+        plain, row, plain_row = (float(held[name]) for name in ("plain", "row", "plain_row"))
+        times = [*base.values(), *level.values(), plain, row, plain_row]
+        if 1 not in base or not level or not plain > 0 or not all(time >= 0 for time in times):
+            raise ValueError("no such times can have been measured")
+        return cls(base, level, plain, row, plain_row)
 
     def cycle(self, nodes: ArrayLike, levels: ArrayLike, top_k: int, rows: int = 1) -> np.ndarray | float:
         """Seconds of a cycle that drafts so many levels (at least 1) and verifies so many nodes for each of the rows.

@@ -162,8 +162,8 @@ def known_latency(target: TargetModel, head: DraftHead) -> Latency:
     path = cache_directory() / "latency" / f"{key}.json"
     if path.is_file():
         try:
-            kept = Latency.from_json(path.read_text())
-        except (ValueError, TypeError, KeyError, AttributeError) as error:  # damaged, or another version's
+            kept = Latency.from_json(path.read_text(encoding="utf-8"))
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:  # damaged
             log.warning("%s holds no latency (%s): measuring again", path, error)
         else:
             share = share_of(kept, target, head)
