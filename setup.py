@@ -16,7 +16,7 @@ SERVE = ["fastapi>=0.115", "starlette>=0.46", "pydantic>=2.10", "uvicorn>=0.34",
          "psutil>=5.9"]
 EXTRAS = {
     "gguf": GGUF,
-    "flash": ["flash-attn>=2.7; platform_system == 'Linux'"],  # or 3, on Hopper: docs/performance.md
+    "flash": ["flash-attn-4>=4.0.0b36; platform_system == 'Linux'"],  # or 2, or 3: docs/performance.md
     "serve": SERVE,
     "page": [*SERVE, "gradio>=6,<7"],
     "ray": [*SERVE, "ray[serve]>=2.55"],

@@ -140,7 +140,7 @@ def install(monkeypatch):
         monkeypatch.setattr(flash_module, "_capability", lambda device: capability)
         find_flash.cache_clear()
         packages = {name: Package(name) for name in names}
-        for name in ("flash_attn", "flash_attn_interface"):
+        for name in ("flash_attn", "flash_attn_interface", "flash_attn.cute"):
             monkeypatch.setitem(sys.modules, name, packages.get(name))  # None: an import of it fails
         return packages
 
@@ -249,6 +249,21 @@ def test_the_package_is_chosen_by_the_device(capability, installed, used, instal
     packages = install(capability, *installed)
     expected = packages[used].flash_attn_with_kvcache if used else None
     assert find_flash(torch.device("cpu")) == expected
+
+
+def test_version_4_is_called_by_its_own_names(install):
+    package = install(10, "flash_attn.cute")["flash_attn.cute"]
+
+    def cute(q, k, v, *, softmax_scale, causal, softcap, num_splits, return_lse, seqused_k=None):
+        return package.flash_attn_with_kvcache(q, k, v, cache_seqlens=seqused_k, softmax_scale=softmax_scale,
+                                               causal=causal, softcap=softcap, return_softmax_lse=return_lse)
+
+    package.flash_attn_func = package.flash_attn_varlen_func = cute
+    for lengths in ([20], [20, 7]):
+        query, key, value = states(20 + NODES, batch=len(lengths), dtype=torch.bfloat16)
+        mask, more = options_of(SPLIT, 20, lengths, dtype=torch.bfloat16)
+        found = call(split_attention, query, key, value, mask, scaling=0.5, **more)
+        assert_close(found, slow_attention(query, key, value, seen_by(20, lengths), 0.5))
 
 
 def test_a_broken_package_is_passed_over_and_said_so(install, monkeypatch, caplog):

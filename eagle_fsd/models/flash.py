@@ -9,6 +9,7 @@ import functools
 import importlib
 import logging
 from collections.abc import Callable
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ HALF = (torch.float16, torch.bfloat16)
 
 
 def flash_for(query: Tensor, value: Tensor) -> Callable | None:
-    """`flash_attn_with_kvcache` where it is installed and serves these tensors."""
+    """`flash_attn_with_kvcache`, or what stands for it, where it is installed and serves these tensors."""
     size = query.shape[-1]
     if query.dtype not in HALF or size != value.shape[-1] or size % 8 or size > 256:
         return None
@@ -27,17 +28,29 @@ def flash_for(query: Tensor, value: Tensor) -> Callable | None:
 
 @functools.cache
 def find_flash(device: torch.device) -> Callable | None:
-    """That of version 3 on Hopper, else of version 2, on Ampere and newer; None: there is none that can be imported."""
+    """That of version 3 or 4 on Hopper, of 4 on newer ones, else of version 2; None: there is none to be imported."""
     major = _capability(device)
-    packages = {"flash_attn_interface": major == 9, "flash_attn": major >= 8}
+    packages = {"flash_attn_interface": major == 9, "flash_attn.cute": major >= 9, "flash_attn": major >= 8}
     for name in (name for name, serves in packages.items() if serves):
         try:
-            return importlib.import_module(name).flash_attn_with_kvcache
+            module = importlib.import_module(name)
+            return _version_4(module) if name == "flash_attn.cute" else module.flash_attn_with_kvcache
         except ModuleNotFoundError:
             continue
         except Exception as error:  # an extension that was built for another torch raises anything
             log.warning("%s is not used: %s", name, error)
     return None
+
+
+def _version_4(module: ModuleType) -> Callable:
+    """Under the signature of the others. num_splits=0: the keys in as many parts as pay, their default."""
+
+    def flash_attn_with_kvcache(query, key, value, *, cache_seqlens, return_softmax_lse, **options):
+        ragged = functools.partial(module.flash_attn_varlen_func, seqused_k=cache_seqlens)
+        flash = module.flash_attn_func if cache_seqlens is None else ragged
+        return flash(query, key, value, num_splits=0, return_lse=return_softmax_lse, **options)
+
+    return flash_attn_with_kvcache
 
 
 def _capability(device: torch.device) -> int:
