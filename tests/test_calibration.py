@@ -12,8 +12,9 @@ from eagle_fsd.cli import main
 from eagle_fsd.cli.arguments import Loading
 from eagle_fsd.data.files import only_writer
 from eagle_fsd.data.questions import Question
-from eagle_fsd.measure.comparison import compare, parse_setting, recommend, record_of
+from eagle_fsd.measure.comparison import compare, recommend, record_of
 from eagle_fsd.measure.methods import Answer, engine
+from eagle_fsd.measure.settings import ComparisonOptions, parse_setting
 from eagle_fsd.measure.statistics import (
     by_category,
     drop_bound,
@@ -87,7 +88,7 @@ def test_rows_are_paired_question_by_question(tmp_path):
     wrong = iter([False, True, False, False, True, False])
     methods = {"exact": method("yes", [1, 2, 3, 4], 2.0),
                "half": lambda chat, most: Answer(1.0, [1, 2, 9], "no" if next(wrong) else "yes")}
-    found = compare(methods, questions, tmp_path / "log", {"seed": 0}, max_new_tokens=4, warm_up=0)
+    found = compare(methods, questions, ComparisonOptions(out=tmp_path / "x"), {"seed": 0}, warm_up=0)
     rows = by_category(found, "exact")
     assert list(rows) == ["all", "even", "odd"]
     exact, half = rows["all"]
@@ -116,15 +117,15 @@ def test_programs_are_run_only_by_leave():
 
 
 def test_a_comparison_goes_on_where_it_was(tmp_path):
-    asked, log = [], tmp_path / "log"
+    asked, log, given = [], tmp_path / "x.answers.jsonl", ComparisonOptions(out=tmp_path / "x")
 
     def counted(name):
         return lambda chat, most: asked.append((name, chat[0]["content"])) or Answer(1.0, [1], "yes")
 
     def run(names, count, **options):
         asked.clear()
-        return compare({name: counted(name) for name in names}, [question(n) for n in range(count)], log, {"seed": 0},
-                       max_new_tokens=1, warm_up=0, **options)
+        return compare({name: counted(name) for name in names}, [question(n) for n in range(count)], given,
+                       {"seed": 0}, warm_up=0, **options)
 
     run("ab", 2)
     assert [name for name, _ in asked] == ["a", "b", "b", "a"]  # the order rotates
@@ -139,13 +140,13 @@ def test_a_comparison_goes_on_where_it_was(tmp_path):
     assert [line["id"] for line in found] == [0, 1, 2, 3, 4] and not found[4]["methods"]["a"]["timed"]
     assert method_rows(found, "a")[1]["timed"] == 3 and method_rows(found[3:], "a")[1]["time"] is None
     with pytest.raises(ValueError, match="begun with other seed: delete it"):
-        compare({"a": counted("a")}, [question(0)], log, {"seed": 1}, max_new_tokens=1)
+        compare({"a": counted("a")}, [question(0)], given, {"seed": 1})
 
 
 def test_the_median_time_of_repeats_counts(tmp_path):
     seconds = iter([9.0, 3.0, 1.0, 2.0])  # the warm-up comes first
-    (line,) = compare({"a": lambda chat, most: Answer(next(seconds), [1], "yes")}, [question(0)], tmp_path / "log", {},
-                      max_new_tokens=1, repeats=3)
+    (line,) = compare({"a": lambda chat, most: Answer(next(seconds), [1], "yes")}, [question(0)],
+                      ComparisonOptions(out=tmp_path / "x", repeats=3), {})
     assert line["methods"]["a"]["seconds"] == 2.0
 
 
@@ -155,7 +156,7 @@ def test_an_error_names_the_question(tmp_path):
 
     for options in ({"warm_up": 0}, {"timed": 0, "together": {"a": fails}}):
         with pytest.raises(ValueError, match="question 7: the prompt has 600 tokens"):
-            compare({"a": fails}, [question(7)], tmp_path / "log", {}, max_new_tokens=1, **options)
+            compare({"a": fails}, [question(7)], ComparisonOptions(out=tmp_path / "x"), {}, **options)
 
 
 # What is recommended

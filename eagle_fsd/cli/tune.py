@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .arguments import HeadGuard, Loading, RuleName
+from tyro.conf import Suppress
+
+from .arguments import Decoding, Loading
 from .exits import check_counts
 
 if TYPE_CHECKING:
@@ -15,6 +17,14 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
+class TuneDecoding(Decoding):
+    """How tokens are drawn, where an answer ends, and which drafted tokens are kept."""
+
+    seed: int | None = 0
+    tree: Suppress[object] = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class TuneCommand:
     """Log cycles on your prompts, for tree="auto" to choose by.
 
@@ -24,27 +34,15 @@ class TuneCommand:
 
     Args:
         prompts: JSON lines: prompts with or without answers, MT-Bench, GSM8K, HumanEval.
-        acceptance: the rule.
-        threshold: of the rule; without it the lossless one.
-        divergence: that fsd compares with the threshold.
-        temperature: 0 is greedy; otherwise sampling.
-        max_new_tokens: of each answer.
-        seed: of the sampling noise.
         limit: use only the first prompts.
         out: the head's directory, to store the log there for whoever loads the head.
     """
 
     prompts: Path
-    acceptance: RuleName = "exact"
-    threshold: float | None = None
-    divergence: str | None = None
-    head_guard: HeadGuard = "default"
-    temperature: float = 0.0
-    max_new_tokens: int = 256
-    seed: int = 0
     limit: int = 48
     out: Path | None = None
     pair: Loading = Loading()
+    decoding: TuneDecoding
 
     def run(self) -> None:
         from ..data.questions import read_questions
@@ -52,14 +50,11 @@ class TuneCommand:
         from ..drafting.logs import own_logs, read_logs
         from ..engine.timing import known_latency
         from ..measure.cycles import log_cycles
-        from ..options import GenerateOptions
 
-        names = ("acceptance", "threshold", "divergence", "head_guard", "temperature", "max_new_tokens", "seed")
-        options = GenerateOptions(**{name: getattr(self, name) for name in names})
         check_counts(self, "limit")
         prompts = [[{"role": "user", "content": question.turns[0]}]
                    for question in read_questions(self.prompts)[: self.limit]]
-        check_cycles(len(prompts) * self.max_new_tokens)
+        check_cycles(len(prompts) * self.decoding.max_new_tokens)
         if self.out is not None and not (self.out.is_dir() and os.access(self.out, os.W_OK)):
             raise ValueError(f"--out {self.out} is no directory that can be written")
         model = self.pair.load()
@@ -67,8 +62,7 @@ class TuneCommand:
         out = self.out or own_logs(model.target, model.draft)
         out.mkdir(parents=True, exist_ok=True)
         read_logs(out)  # one that is damaged is known before the long work
-        found = log_cycles(model, prompts, options.rule, self.temperature, max_new_tokens=self.max_new_tokens,
-                           seed=self.seed)
+        found = log_cycles(model, prompts, self.decoding)
         check_cycles(len(found.cycles))
         kept, said = keep_larger(out, found)
         choice = choose(kept.cycles, known_latency(model.target, model.draft),
