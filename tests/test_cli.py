@@ -50,7 +50,7 @@ def test_flags_are_the_fields_of_the_options():
     (["generate", "--", "--text"], {"prompt": "--text"}),
     (["generate", "- an item"], {"prompt": "- an item"}),
     (["chat", "--system", "be nice"], {"system": "be nice"}),
-    (["demo", "--threshold", "0.2"], {"threshold": 0.2, "max_new_tokens": 96}),
+    (["demo", "--threshold", "0.2"], {"threshold": 0.2, "max_new_tokens": 64}),
     (["heads", "--target", "llama"], {"target": "llama"}),
     (["inspect", "H", "--target", "T"], {"head": "H", "target": "T", "trust_remote_code": False}),
     (["export", "H", "--to", "vllm", "--out", "O"], {"head": "H", "to": "vllm", "out": "O", "target": None}),

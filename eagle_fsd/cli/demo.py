@@ -35,7 +35,7 @@ class DemoCommand:
     """
 
     threshold: float = 0.5
-    max_new_tokens: int = 96
+    max_new_tokens: int = 64
     pair: Loading = Loading(dtype="float32", tree=None)  # without measuring for a minute which tree is the fastest
 
     def run(self) -> None:
