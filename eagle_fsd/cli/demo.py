@@ -36,7 +36,7 @@ class DemoCommand:
 
     threshold: float = 0.5
     max_new_tokens: int = 64
-    pair: Loading = Loading(dtype="float32", tree=None)  # without measuring for a minute which tree is the fastest
+    pair: Loading = Loading(dtype="float32")
 
     def run(self) -> None:
         import torch
@@ -46,7 +46,7 @@ class DemoCommand:
 
         fuzzy = {"acceptance": "fsd", "threshold": self.threshold}
         GenerateOptions(**fuzzy, max_new_tokens=self.max_new_tokens)  # refused before anything is loaded
-        print("Loading the model and its draft head. The first time takes half a minute longer.", flush=True)
+        print("Loading the model and its draft head. The first time takes a minute longer.", flush=True)
         model = self.pair.load()
         print(f"""
 A language model writes one token (a word or a part of one) per step. A small draft head guesses the next few,
@@ -86,7 +86,7 @@ and the model checks all guesses in one step. Three ways to answer the same prom
 def remarks(answer: Answer, baseline: Answer) -> str:
     """What is to be said of an answer, beside the one without drafting."""
     ours, theirs = answer.token_ids, baseline.token_ids
-    said = [f"{len(ours)} tokens, {rate(answer):.0f} tokens/s"]
+    said = [f"{count(len(ours))}, {rate(answer):.0f} tokens/s"]
     if answer.output is None:
         return said[0]
     said[0] += f", {answer.output.stats.mean_accepted_length:.1f} tokens per step"
@@ -95,11 +95,15 @@ def remarks(answer: Answer, baseline: Answer) -> str:
     else:
         shared, longer = sum(itertools.takewhile(bool, map(operator.eq, ours, theirs))), len(ours) - len(theirs)
         fuzzy = sum(receipt.source == "fuzzy" for receipt in answer.output.receipts)
-        said.append(f"another text after {shared} tokens: " + (
-            f"{fuzzy} tokens are not the model's own choice" if fuzzy else "two tokens tied in rounding"))
-        said += [f"{abs(longer)} tokens {'longer' if longer > 0 else 'shorter'}"] if longer else []
+        said.append(f"another text after {count(shared)}" + ("" if fuzzy else ", where two tie in rounding"))
+        said += [f"{count(fuzzy)} kept that the model would not have written"] if fuzzy else []
+        said += [f"{count(abs(longer))} {'longer' if longer > 0 else 'shorter'}"] if longer else []
     said += ["not faster"] if rate(answer) <= rate(baseline) else []
     return "; ".join(said)
+
+
+def count(tokens: int) -> str:
+    return f"{tokens} token" + ("s" if tokens != 1 else "")
 
 
 def rate(*answers: Answer) -> float:
