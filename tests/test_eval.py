@@ -14,7 +14,7 @@ from eagle_fsd.drafting.logs import LOGGED_TREE
 from eagle_fsd.measure import comparison
 from eagle_fsd.measure.cycles import log_cycles
 from eagle_fsd.measure.methods import engine, hf_generate
-from eagle_fsd.measure.records import ROOT, environment, markdown, record_path, shown, write_record
+from eagle_fsd.measure.records import ROOT, environment, record_path, shown, write_record
 from eval import benchmark, forwards, quality
 
 TREE = eagle_fsd.TreeConfig(8, 3, 2)
@@ -192,7 +192,3 @@ def test_a_dot_in_the_name_of_a_record_is_kept(tmp_path):
     assert sorted(path.name for path in (tmp_path / "new").iterdir()) == [
         "quality-t0.7.json", "quality-t0.7.md", "quality-t0.8.json", "quality-t0.8.md"]
     assert record_path(tmp_path / "fsd-0.2.jsonl", ".meta.json").name == "fsd-0.2.meta.json"
-
-
-def test_tables_leave_out_what_a_row_lacks():
-    assert markdown([{"a": 1}, {"b": "x"}]).splitlines() == ["| a | b |", "| --- | --- |", "| 1 |  |", "|  | x |"]

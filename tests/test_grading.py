@@ -7,7 +7,7 @@ import pytest
 
 from eagle_fsd.data.questions import Question, read_questions
 from eagle_fsd.measure import grading
-from eagle_fsd.measure.grading import check_gradable, cut_program, final_number, is_right, passes
+from eagle_fsd.measure.grading import check_gradable, final_number, is_right, passes
 
 PROBLEM = Question("HumanEval/x", "humaneval", ("def add(a, b):\n",), tests="assert add(2, 3) == 5\n")
 
@@ -61,11 +61,6 @@ def test_programs_in_completions_and_fences(answer, right):
 def test_programs_of_mbpp(answer, right):
     question = Question(511, "mbpp", ("Add.",), tests="assert add(2, 3) == 5\n")
     assert is_right(question, answer, run_code=True) is right
-
-
-def test_completions_end_with_their_function():
-    assert cut_program("    return 1\n\n\ndef g():\n    pass") == "    return 1\n\n"
-    assert cut_program("    return 1") == "    return 1"
 
 
 def test_instructions_are_checked_as_the_harness_does(tmp_path):

@@ -8,7 +8,6 @@ from eagle_fsd import TreeConfig, save_head
 
 pytest.importorskip("lm_eval")
 from lm_eval.api.instance import Instance  # noqa: E402  # only where it is installed
-from lm_eval.api.registry import get_model  # noqa: E402
 from lm_eval.models.huggingface import HFLM  # noqa: E402
 
 from eagle_fsd.lm_eval import EagleLM, sort_arguments  # noqa: E402
@@ -49,10 +48,6 @@ def requests(kind: str, *arguments: tuple) -> list[Instance]:
 
 def generations(options: dict, prompts=("a cat", "the dog sat. the", "<s>x", "b " * 300, "z")) -> list[Instance]:
     return requests("generate_until", *((prompt, GREEDY | options) for prompt in prompts))
-
-
-def test_it_is_registered():
-    assert get_model("eagle_fsd") is EagleLM
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 import transformers
 
+from ..engine.timing import processor_name
+
 log = logging.getLogger(__name__)
 ROOT = Path(__file__).parents[2]
 
@@ -31,11 +33,6 @@ def environment() -> dict:
         except OSError:  # there is no git
             return ""
 
-    processor = platform.processor() or platform.machine()
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        names = [line.split(":", 1)[1].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line]
-        processor = names[0] if names else processor
     commit = git("rev-parse", "--short", "HEAD")
     changed = git("status", "--porcelain", "-uno", "--", ".", ":!eval/results", ":!docs")
     program = Path(sys.argv[0])
@@ -43,7 +40,7 @@ def environment() -> dict:
     return {
         "commit": (commit or "unknown") + ("+changes" if changed else ""), "clean": bool(commit) and not changed,
         "command": shlex.join([*name.split(), *map(shown, sys.argv[1:])]), "python": platform.python_version(),
-        "torch": torch.__version__, "transformers": transformers.__version__, "processor": processor,
+        "torch": torch.__version__, "transformers": transformers.__version__, "processor": processor_name(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "threads": torch.get_num_threads(),
     }
