@@ -98,6 +98,7 @@ def test_instructions_take_the_harness(monkeypatch):
 )
 def test_limits_hold(program, monkeypatch):
     monkeypatch.setattr(grading, "SECONDS", 1)
+    monkeypatch.setattr(grading, "WALL_SECONDS", 2)
     assert not passes(program, "")
 
 

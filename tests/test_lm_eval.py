@@ -8,6 +8,7 @@ from eagle_fsd import TreeConfig, save_head
 
 pytest.importorskip("lm_eval")
 from lm_eval.api.instance import Instance  # noqa: E402  # only where it is installed
+from lm_eval.api.registry import get_model  # noqa: E402
 from lm_eval.models.huggingface import HFLM  # noqa: E402
 
 from eagle_fsd.lm_eval import EagleLM, sort_arguments  # noqa: E402
@@ -48,6 +49,10 @@ def requests(kind: str, *arguments: tuple) -> list[Instance]:
 
 def generations(options: dict, prompts=("a cat", "the dog sat. the", "<s>x", "b " * 300, "z")) -> list[Instance]:
     return requests("generate_until", *((prompt, GREEDY | options) for prompt in prompts))
+
+
+def test_it_is_registered():
+    assert get_model("eagle_fsd") is EagleLM
 
 
 @pytest.mark.parametrize(
@@ -120,7 +125,6 @@ def test_arguments_go_where_they_belong():
     [
         ({"pretrained": "t"}, r"takes target= \(and draft=\), not pretrained="),
         ({"target": "t", "treshold": 0.2}, "unknown model_args treshold; accepted: target, draft, .*threshold"),
-        ({"target": 3}, "target must be text, got 3"),
         ({"acceptance": "fast"}, "unknown rule 'fast'"),
         ({"threshold": -1}, "threshold"),
         ({"acceptance": "exact", "divergence": "js"}, "rule 'exact' has no option 'divergence'"),

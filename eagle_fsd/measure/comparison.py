@@ -134,7 +134,6 @@ def record_of(answers: Sequence[Answer], question: Question, run_code: bool) -> 
 
 def method_table(rows: Sequence[Mapping], reference: str) -> str:
     """The rows in Markdown. tau = tokens emitted per forward of the target."""
-    graded = any(row["accuracy"] is not None for row in rows)
     return markdown({
         "method": row["method"], "tokens/s": decimals(row["tokens_per_second"], 1),
         f"speed vs {reference} (95%)": ratio(row, "speedup", "x"),
@@ -143,7 +142,7 @@ def method_table(rows: Sequence[Mapping], reference: str) -> str:
         "tau": decimals(row["tau"]), "same answers": percent(row["same_answers"]),
         "same tokens": percent(row["same_tokens"]), "fuzzy tokens": percent(row["fuzzy_share"], 1),
         "regret/token": decimals(row["regret_per_token"], 3), "repeated 4-grams": percent(row["repeated"]),
-        "cut off": percent(row["cut_off"]), **(accuracy_cells(row) if graded else {}),
+        "cut off": percent(row["cut_off"]), **(accuracy_cells(row) if row["accuracy"] is not None else {}),
     } for row in rows)
 
 
@@ -153,8 +152,6 @@ def ratio(row: Mapping, key: str, unit: str = "") -> str:
 
 
 def accuracy_cells(row: Mapping) -> dict[str, str]:
-    if row["accuracy"] is None:
-        return {}
     change = sorted(-100 * end for end in row["drop_interval"])
     return {"accuracy": percent(row["accuracy"], 1), "lost, gained": f"{row['lost']}, {row['gained']}",
             "change in points (95%)": f"{0 - 100 * row['drop']:+.1f} ({span(change, 1)})",

@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 CODE = ("humaneval", "mbpp")  # categories of questions whose answers are programs
 # What a program may use.
-SECONDS, MEMORY_BYTES, FILE_BYTES = 10, 1 << 30, 1 << 20
+SECONDS, WALL_SECONDS, MEMORY_BYTES, FILE_BYTES = 10, 40, 1 << 30, 1 << 20
 # Runs in the child before the program: from here on it can use no more than the limits. What comes on standard input
 # is written to a file at the end, which a program that exits before its tests are through does not reach.
 LIMITED = """
@@ -107,7 +107,7 @@ def passes(program: str, tests: str) -> bool:
         proof = secrets.token_bytes()
         try:
             finished = subprocess.run(
-                [sys.executable, "-I", "-S", "-c", starter], cwd=folder, env={}, timeout=4 * SECONDS,
+                [sys.executable, "-I", "-S", "-c", starter], cwd=folder, env={}, timeout=WALL_SECONDS,
                 input=proof, pass_fds=[end.fileno()], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
             )
         except subprocess.TimeoutExpired:

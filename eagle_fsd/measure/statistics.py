@@ -36,11 +36,6 @@ def ratio_interval(ours: np.ndarray, theirs: np.ndarray) -> list[float]:
     return interval(lambda a, b: a.sum(-1) / b.sum(-1), ours, theirs)
 
 
-def speedup(tokens: np.ndarray, seconds: np.ndarray, their_tokens: np.ndarray, their_seconds: np.ndarray) -> np.ndarray:
-    """Tokens per second over another method's, of the last axes' sums."""
-    return tokens.sum(-1) / seconds.sum(-1) / (their_tokens.sum(-1) / their_seconds.sum(-1))
-
-
 def drop_bound(lost: float, gained: float, count: int, confidence: float = 0.95) -> float:
     """One-sided upper bound of what accuracy has fallen by (Tango, Stat. Med. 17, 1998); below 0 it has risen.
 
@@ -119,6 +114,10 @@ def speeds(tokens: np.ndarray, seconds: np.ndarray, their_tokens: np.ndarray, th
     if not len(tokens):
         return dict.fromkeys(("tokens_per_second", "speedup", "speedup_interval", "time", "time_interval",
                               "seconds_per_answer"))
+
+    def speedup(tokens: np.ndarray, seconds: np.ndarray, their_tokens: np.ndarray, their_seconds: np.ndarray):
+        return tokens.sum(-1) / seconds.sum(-1) / (their_tokens.sum(-1) / their_seconds.sum(-1))
+
     columns = tokens, seconds, their_tokens, their_seconds
     return {"tokens_per_second": float(tokens.sum() / seconds.sum()), "speedup": float(speedup(*columns)),
             "speedup_interval": interval(speedup, *columns), "time": float(seconds.sum() / their_seconds.sum()),
