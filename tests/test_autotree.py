@@ -14,7 +14,7 @@ from eagle_fsd.acceptance import make_rule
 from eagle_fsd.cli import main
 from eagle_fsd.drafting import logs
 from eagle_fsd.drafting.autotree import TRIED_NODES, AutoTree, Replay, choose, fit_confidence
-from eagle_fsd.drafting.config import CPU_TREE, Choice, Confidence, TreeConfig
+from eagle_fsd.drafting.config import CPU_TREE, Choice, TreeConfig
 from eagle_fsd.drafting.growth import apply_confidence, confidence_lines
 from eagle_fsd.drafting.latency import Latency
 from eagle_fsd.drafting.logs import LOGGED_TREE, LoggedCycle, Setting, TreeLog, read_logs, store_log
@@ -140,13 +140,6 @@ def test_isotonic_fit_finds_the_rates():
         assert found[0].item() == pytest.approx(probability**2, abs=0.05)
         assert found[1].item() == pytest.approx((1 - probability) / 4 * (1 - probability**2), abs=0.05)
     assert fit_confidence(made[:20]) is None
-
-
-def test_confidence_is_linear_between_knots_and_constant_outside():
-    confidence = Confidence((-4.0, -2.0, 0.0), (-3.0, -1.0, -0.5), (-6.0, -5.0, -4.0))
-    lines = confidence_lines(confidence, 2, torch.device("cpu"))
-    found = apply_confidence(lines, torch.tensor([[-1.0, -1.0], [-9.0, -9.0], [0.0, -3.0]]))
-    assert found.tolist() == [[-0.75, -4.5], [-3.0, -6.0], [-0.5, -5.5]]
 
 
 def test_the_choice_depends_on_what_drafting_costs(cycles):

@@ -101,12 +101,6 @@ def test_records_sum_up_what_receipts_say(model):
     assert record["cut_off"] and record["right"] is None
 
 
-def test_programs_are_run_only_by_leave():
-    program = Question("H/0", "humaneval", ("def f():\n",), tests="assert f() == 1\n")
-    answers = [Answer(0.5, [1, 2], "    return 1\n")]
-    assert [record_of(answers, program, leave)["right"] for leave in (False, True)] == [None, True]
-
-
 def test_a_comparison_goes_on_where_it_was(tmp_path):
     asked, log, given = [], tmp_path / "x.answers.jsonl", ComparisonOptions(out=tmp_path / "x")
 

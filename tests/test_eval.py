@@ -14,7 +14,7 @@ from eagle_fsd.drafting.logs import LOGGED_TREE
 from eagle_fsd.measure import comparison
 from eagle_fsd.measure.cycles import log_cycles
 from eagle_fsd.measure.methods import engine, hf_generate
-from eagle_fsd.measure.records import ROOT, environment, record_path, shown, write_record
+from eagle_fsd.measure.records import ROOT, environment, shown, write_record
 from eval import benchmark, forwards, quality
 
 TREE = eagle_fsd.TreeConfig(8, 3, 2)
@@ -184,11 +184,3 @@ def test_a_record_says_whether_its_commit_is_all_there_is_to_the_code(tmp_path, 
     assert "NOT A CLEAN COMMIT" in write_record(tmp_path / "x", {}, "text")
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: (_ for _ in ()).throw(FileNotFoundError("git")))
     assert environment()["commit"] == "unknown" and not environment()["clean"]
-
-
-def test_a_dot_in_the_name_of_a_record_is_kept(tmp_path):
-    for name in ("quality-t0.7", "quality-t0.8.json"):
-        assert write_record(tmp_path / "new" / name, {"rows": []}, "text").startswith("# quality-t0.")
-    assert sorted(path.name for path in (tmp_path / "new").iterdir()) == [
-        "quality-t0.7.json", "quality-t0.7.md", "quality-t0.8.json", "quality-t0.8.md"]
-    assert record_path(tmp_path / "fsd-0.2.jsonl", ".meta.json").name == "fsd-0.2.meta.json"

@@ -1,7 +1,6 @@
 """The MT-Bench command and its speeds: formats, both turns, resuming, FastChat's file, intervals."""
 
 import json
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -103,23 +102,6 @@ def test_answers_of_unknown_settings_are_not_continued(place, note):
     assert path.read_bytes() == before
     path.unlink()
     about.unlink(missing_ok=True)
-
-
-def test_processes_answer_only_when_all_have_read_the_file(place, monkeypatch):
-    run(options(place, "shared.jsonl", "--setting", "exact", "--limit", "1"))
-    path = place / "shared.jsonl"
-    with path.open("a") as file:
-        file.write('{"question_id"')  # as the main process may be writing it
-    before, events = path.read_bytes(), []
-    second = SimpleNamespace(is_main_process=False, process_index=1, num_processes=2, device="cpu",
-                             wait_for_everyone=lambda: events.append("wait"))
-    read, answer = mt_bench.read_answers, mt_bench.answer_question
-    monkeypatch.setattr(mt_bench, "PartialState", lambda **_: second)
-    monkeypatch.setattr(mt_bench, "read_answers", lambda *args: events.append("read") or read(*args))
-    monkeypatch.setattr(mt_bench, "answer_question", lambda m, q, a: events.append(q.id) or answer(m, q, a))
-    monkeypatch.setattr(mt_bench, "append_lines", lambda path, lines: None)
-    run(options(place, "shared.jsonl", "--setting", "exact"))
-    assert events[-4:] == ["read", "wait", 83, "wait"] and path.read_bytes() == before
 
 
 def test_sampling_follows_the_category_and_the_seed(place):
