@@ -11,7 +11,6 @@ come, in OUT.answers.jsonl: a run that was stopped goes on with the questions th
 
 from __future__ import annotations
 
-import logging
 import sys
 from dataclasses import dataclass
 from functools import partial
@@ -22,47 +21,33 @@ import torch
 from eagle_fsd import EagleModel
 from eagle_fsd.cli.arguments import Loading, Tree
 from eagle_fsd.cli.exits import check_counts
-from eagle_fsd.data.files import only_writer
-from eagle_fsd.measure.comparison import EXACT, compare, page_text, read_settings
-from eagle_fsd.measure.grading import CODE
-from eagle_fsd.measure.methods import Method, described, engine, hf_generate
-from eagle_fsd.measure.records import record_path, write_record
-from eagle_fsd.measure.statistics import by_category
-from eval.command import chosen_questions, noted, run_command
+from eagle_fsd.measure.comparison import compare_and_store, setting_methods
+from eagle_fsd.measure.methods import Method, engine, hf_generate
+from eagle_fsd.measure.records import record_path
+from eagle_fsd.measure.settings import EXACT, ComparisonOptions, read_settings
+from eval.command import chosen_questions, run_command
 from eval.plots import plot_speeds
 
 BASELINE, LOOKUP, UNDRAFTED = "model.generate", "prompt lookup", "no drafting"
 
 
-@dataclass(frozen=True)
-class BenchmarkArguments:
+@dataclass(frozen=True, kw_only=True)
+class BenchmarkArguments(ComparisonOptions):
     """What `eval.benchmark` compares.
 
     Args:
         questions: JSON lines: MT-Bench, Spec-Bench, HumanEval, MBPP, GSM8K, IFEval, or prompts.
         per_category: only the first questions of each category.
-        settings: rules with their thresholds, and other options of generate, beside exact.
-        max_new_tokens: of a turn.
-        temperature: 0 is greedy; otherwise sampling.
-        run_code: allow the generated programs of HumanEval and MBPP to be run, to grade them; else they are not graded.
         warm_up: questions that are answered once unmeasured.
-        repeats: timed runs of each question, of which the median counts.
         threads: of torch; without it what OMP_NUM_THREADS says, or torch.
-        seed: of the noise.
-        tree: of exact and of the settings.
-        out: where the record goes, without .json and .md.
     """
 
     questions: tuple[Path, ...]
-    out: Path
     pair: Loading = Loading()
     per_category: int | None = None
     settings: tuple[str, ...] = ("fsd 0.1", "fsd 0.3")
     max_new_tokens: int = 128
-    temperature: float = 0.0
-    run_code: bool = False
     warm_up: int = 2
-    repeats: int = 1
     threads: int | None = None
     seed: int = 1
     tree: Tree = None
@@ -71,12 +56,10 @@ class BenchmarkArguments:
 def methods_of(model: EagleModel, args: BenchmarkArguments) -> dict[str, Method]:
     """The compared methods by name."""
     sampling = {"temperature": args.temperature, "seed": args.seed}
-    settings = {EXACT: {"acceptance": EXACT}, **read_settings(args.settings)}
     return {
         BASELINE: hf_generate(model, **sampling),
         LOOKUP: hf_generate(model, **sampling, prompt_lookup_num_tokens=10),
-        UNDRAFTED: engine(model, plain=True, acceptance=EXACT, **sampling),
-        **{name: engine(model, tree=args.tree, **sampling | options) for name, options in settings.items()},
+        UNDRAFTED: engine(model, plain=True, acceptance=EXACT, **sampling), **setting_methods(model, args),
     }
 
 
@@ -84,24 +67,12 @@ def run(args: BenchmarkArguments) -> None:
     check_counts(args, "max_new_tokens", "per_category", "repeats", "threads")
     check_counts(args, "warm_up", least=0)
     read_settings(args.settings)
-    questions = chosen_questions(args.questions, args.per_category)
-    if any(question.category in CODE for question in questions) and not args.run_code:
-        logging.getLogger("eval.benchmark").warning("programs are not graded: --run-code allows them to be run")
+    questions = chosen_questions(args.questions, args.per_category, args.run_code)
     if args.threads is not None:
         torch.set_num_threads(args.threads)
     model = args.pair.load()
-    about = described(model, args.tree, temperature=args.temperature, seed=args.seed,
-                      max_new_tokens=args.max_new_tokens, repeats=args.repeats, run_code=args.run_code)
-    log = record_path(args.out, ".answers.jsonl")
-    with only_writer(log):
-        found = compare(methods_of(model, args), questions, log, about, max_new_tokens=args.max_new_tokens,
-                        run_code=args.run_code, warm_up=args.warm_up, repeats=args.repeats)
-    rows = by_category(found, BASELINE)
-    print(write_record(args.out, {"settings": noted(args), **about, "rows": rows}, f"""\
-{len(found)} questions, {about["dtype"]}, temperature {args.temperature:g}, at most {args.max_new_tokens} tokens a turn,
-tree {model.describe_tree(args.tree, args.temperature)}
-
-{page_text(rows, BASELINE)}"""))
+    rows, page = compare_and_store(model, methods_of(model, args), BASELINE, questions, args, warm_up=args.warm_up)
+    print(page)
     plot_speeds(rows, record_path(args.out, ".png"))
 
 

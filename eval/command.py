@@ -11,7 +11,7 @@ from typing import TypeVar
 from eagle_fsd.cli.arguments import parse_options
 from eagle_fsd.cli.exits import exit_status
 from eagle_fsd.data.questions import Question, read_questions
-from eagle_fsd.measure.grading import check_instructions
+from eagle_fsd.measure.grading import check_gradable
 from eagle_fsd.measure.records import shown
 
 A = TypeVar("A")
@@ -46,7 +46,7 @@ def noted(args: object) -> dict[str, str]:
     return found
 
 
-def chosen_questions(paths: Iterable[Path], per_category: int | None = None) -> list[Question]:
+def chosen_questions(paths: Iterable[Path], per_category: int | None, run_code: bool) -> list[Question]:
     """The questions of all files, of each category the first ones.
 
     Raises:
@@ -60,5 +60,5 @@ def chosen_questions(paths: Iterable[Path], per_category: int | None = None) -> 
             chosen.append(question)
     if not chosen:
         raise ValueError("there is nothing to ask: give --questions")
-    check_instructions(chosen)
+    check_gradable(chosen, run_code)
     return chosen

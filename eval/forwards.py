@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import statistics
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -32,10 +31,11 @@ from eagle_fsd.cli.exits import check_counts
 from eagle_fsd.data.progress import Progress
 from eagle_fsd.drafting.config import Choice
 from eagle_fsd.engine.decoder import Decoder
+from eagle_fsd.engine.timing import seconds_of
 from eagle_fsd.heads.eagle import DraftHead
-from eagle_fsd.measure.comparison import parse_setting
-from eagle_fsd.measure.methods import check_options, described
+from eagle_fsd.measure.methods import described
 from eagle_fsd.measure.records import markdown, record_path, write_record
+from eagle_fsd.measure.settings import parse_setting
 from eagle_fsd.models.loading import check_device
 from eagle_fsd.options import GenerateOptions
 from eagle_fsd.requests import make_requests
@@ -103,13 +103,6 @@ def build_pair(name: str, dtype: torch.dtype, device: torch.device, layers: int 
     return EagleModel.from_parts(target, head)
 
 
-def now(device: torch.device) -> float:
-    """The time when the device has done what it was given."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
-
-
 def forward_of(model: EagleModel, nodes: int, rows: int, context: int, output: bool) -> Callable[[], object]:
     """A forward over a chain of nodes after the context, with or without the output layer; the cache stays as it is."""
     target = model.target
@@ -165,14 +158,11 @@ def measure(model: EagleModel, args: ForwardsArguments) -> list[dict]:
     """Median milliseconds of each part, and the spread between its quartiles."""
     parts, device = parts_of(model, args), model.target.output_device
     taken: dict[tuple[str, int, int], list[float]] = {part: [] for part in parts}
-    for number in Progress(range(args.rounds + 1), desc="measuring", unit="round"):
+    for _ in Progress(range(args.rounds + 1), desc="measuring", unit="round"):
         for part, once in parts.items():
-            started = now(device)
-            once()
-            if number:  # the first round warms up
-                taken[part].append(1000 * (now(device) - started))
+            taken[part].append(1000 * seconds_of(once, device))
     rows = []
-    for (part, nodes, count), values in taken.items():
+    for (part, nodes, count), (_, *values) in taken.items():  # the first round warms up
         quarters = statistics.quantiles(values, n=4) if len(values) > 1 else 3 * values
         rows.append({"part": part if len(args.rows) == 1 else f"{part}, {count} rows", "nodes": nodes, "rows": count,
                      "ms": statistics.median(values), "quartiles": [quarters[0], quarters[2]]})
@@ -182,14 +172,8 @@ def measure(model: EagleModel, args: ForwardsArguments) -> list[dict]:
 def copy_rate(device: torch.device) -> float:
     """Bytes that a large copy reads and writes per second: the fastest of several."""
     size = COPIED.get(device.type, COPIED["cuda"])
-    source, target = torch.ones(size, dtype=torch.uint8, device=device), torch.empty(size, dtype=torch.uint8,
-                                                                                      device=device)
-    taken = []
-    for _ in range(6):
-        started = now(device)
-        target.copy_(source)
-        taken.append(now(device) - started)
-    return 2 * size / min(taken[1:])
+    source, target = (torch.ones(size, dtype=torch.uint8, device=device) for _ in range(2))
+    return 2 * size / min(seconds_of(lambda: target.copy_(source), device) for _ in range(6))
 
 
 def latency_table(rows: Sequence[Mapping], floor: float) -> str:
@@ -206,8 +190,7 @@ def run(args: ForwardsArguments) -> None:
     check_counts(args, "rounds", "layers", "threads")
     if min(args.nodes, default=0) < 1 or min(args.rows, default=0) < 1 or args.tree is None:
         raise ValueError(f"--nodes and --rows take numbers of at least 1, got {args.nodes} and {args.rows}")
-    for _, options in map(parse_setting, args.settings):
-        check_options(options)
+    list(map(parse_setting, args.settings))  # a bad one is refused before anything is loaded
     if args.threads is not None:
         torch.set_num_threads(args.threads)
     if args.shape is None:
@@ -221,7 +204,7 @@ def run(args: ForwardsArguments) -> None:
     rows, rate = measure(model, args), copy_rate(target.output_device)
     weights = sum(p.numel() * p.element_size() for p in target.decoder_layers.parameters())
     cuda = target.output_device.type == "cuda"
-    record = {"settings": noted(args), **described(model, args.tree), "attention": target.config._attn_implementation,
+    record = {"settings": noted(args), **described(model), "attention": target.config._attn_implementation,
               "weight_bytes": weights, "copy_bytes_per_second": rate, "rows": rows,
               "peak_bytes": torch.cuda.max_memory_allocated() if cuda else None}
     said = (f"{args.shape or 'the pair'}, {len(target.decoder_layers)} layers, {target.dtype}, attention "

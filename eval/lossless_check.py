@@ -26,9 +26,9 @@ from eagle_fsd.cli.arguments import Loading, Tree
 from eagle_fsd.cli.exits import check_counts
 from eagle_fsd.data.progress import Progress
 from eagle_fsd.data.questions import read_questions
-from eagle_fsd.measure.comparison import parse_setting
-from eagle_fsd.measure.methods import Method, check_options, encode_prompt, engine, hf_generate
+from eagle_fsd.measure.methods import Method, encode_prompt, engine, hf_generate
 from eagle_fsd.measure.records import environment, write_json
+from eagle_fsd.measure.settings import parse_setting
 from eagle_fsd.measure.statistics import first_difference
 from eagle_fsd.pair import EagleModel
 from eval.command import noted, run_command
@@ -161,7 +161,6 @@ def tell_differences(found: Sequence[Difference], prompts: int) -> None:
 def run(args: LosslessArguments) -> int:
     """Print and store what was found; 0 where nothing speaks against losslessness, else 1."""
     options = {**parse_setting(args.setting)[1], "tree": args.tree}
-    check_options(options)
     check_counts(args, "prompts", "max_new_tokens", "sampled_prompts", "sampled_tokens")
     check_counts(args, "samples", least=0)
     questions = read_questions(args.questions)[: args.prompts]

@@ -32,9 +32,9 @@ from eagle_fsd.cli.exits import check_counts
 from eagle_fsd.data.files import append_lines, only_writer, read_lines, write_lines
 from eagle_fsd.data.progress import Progress
 from eagle_fsd.data.questions import Question, converse, read_questions
-from eagle_fsd.measure.comparison import parse_setting
-from eagle_fsd.measure.methods import Method, check_options, engine, hf_generate
+from eagle_fsd.measure.methods import Method, engine, hf_generate
 from eagle_fsd.measure.records import environment, record_path, write_json
+from eagle_fsd.measure.settings import parse_setting
 from eval.command import noted, run_command
 
 # Sampling temperatures by category, as FastChat's judge sets them; other categories are greedy.
@@ -150,7 +150,7 @@ def check(args: MtBenchArguments) -> None:
         if not valid:
             raise ValueError(f'--temperature must be a number of at least 0 or "category", got {args.temperature!r}')
     check_counts(args, "max_new_tokens", "num_choices", "limit")
-    check_options(parse_setting(args.setting)[1])
+    parse_setting(args.setting)
 
 
 def settings_of(args: MtBenchArguments) -> dict:

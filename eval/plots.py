@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from eagle_fsd.measure.records import new_figure
+from eagle_fsd.measure.records import save_plot
 
 
-def plot_speeds(rows: Mapping[str, Sequence[Mapping]], path: Path) -> Path | None:
+def plot_speeds(rows: Mapping[str, Sequence[Mapping]], path: Path) -> None:
     """Times the speed of the first method, by category: a bar for each other one.
 
     Args:
@@ -16,40 +17,35 @@ def plot_speeds(rows: Mapping[str, Sequence[Mapping]], path: Path) -> Path | Non
     """
     categories = list(rows)[::-1]  # the first at the top
     baseline, *names = [row["method"] for row in rows[categories[0]]]
-    figure, axes = new_figure(8, 1.4 + 0.16 * len(categories) * (len(names) + 1)) or (None, None)
-    if figure is None:
-        return None
     height = 0.8 / len(names)
-    for number, name in enumerate(names):
-        found = [next(row for row in rows[category] if row["method"] == name) for category in categories]
-        whiskers = [[max(0.0, sign * (row["speedup_interval"][end] - row["speedup"])) for row in found]
-                    for end, sign in ((0, -1), (1, 1))]
-        places = [at + 0.4 - height * (number + 0.5) for at in range(len(categories))]
-        axes.barh(places, [row["speedup"] for row in found], height, xerr=whiskers, label=name,
-                  error_kw={"elinewidth": 0.7, "ecolor": "0.35"})
-    axes.axvline(1, color="black", linewidth=1)
-    axes.set_yticks(range(len(categories)), categories)
-    axes.set_xlabel(f"tokens per second, times those of {baseline}")
-    axes.grid(axis="x", alpha=0.3)
-    axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
-    figure.savefig(path, dpi=130)
-    return path
+
+    def draw(axes: Any) -> None:
+        for number, name in enumerate(names):
+            found = [next(row for row in rows[category] if row["method"] == name) for category in categories]
+            whiskers = [[max(0.0, sign * (row["speedup_interval"][end] - row["speedup"])) for row in found]
+                        for end, sign in ((0, -1), (1, 1))]
+            places = [at + 0.4 - height * (number + 0.5) for at in range(len(categories))]
+            axes.barh(places, [row["speedup"] for row in found], height, xerr=whiskers, label=name,
+                      error_kw={"elinewidth": 0.7, "ecolor": "0.35"})
+        axes.axvline(1, color="black", linewidth=1)
+        axes.set_yticks(range(len(categories)), categories)
+        axes.set_xlabel(f"tokens per second, times those of {baseline}")
+        axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
+
+    save_plot(path, 8, 1.4 + 0.16 * len(categories) * (len(names) + 1), draw)
 
 
-def plot_forwards(rows: Sequence[Mapping], path: Path) -> Path | None:
+def plot_forwards(rows: Sequence[Mapping], path: Path) -> None:
     """Milliseconds by number of nodes, a line for each part.
 
     Args:
         rows: of `eval.forwards`.
     """
-    figure, axes = new_figure(7, 4.5) or (None, None)
-    if figure is None:
-        return None
-    for part in dict.fromkeys(row["part"] for row in rows):
-        found = [row for row in rows if row["part"] == part]
-        axes.plot([row["nodes"] for row in found], [row["ms"] for row in found], marker="o", label=part)
-    axes.set(xlabel="nodes", ylabel="milliseconds", ylim=(0, None))
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize=8)
-    figure.savefig(path, dpi=130)
-    return path
+    def draw(axes: Any) -> None:
+        for part in dict.fromkeys(row["part"] for row in rows):
+            found = [row for row in rows if row["part"] == part]
+            axes.plot([row["nodes"] for row in found], [row["ms"] for row in found], marker="o", label=part)
+        axes.set(xlabel="nodes", ylabel="milliseconds", ylim=(0, None))
+        axes.legend(fontsize=8)
+
+    save_plot(path, 7, 4.5, draw)

@@ -11,69 +11,53 @@ speed of --timed ones, answered alone and interleaved. A setting may also be los
 from __future__ import annotations
 
 import sys
-from contextlib import ExitStack
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from eagle_fsd.cli.arguments import Loading, Tree
 from eagle_fsd.cli.exits import check_counts
-from eagle_fsd.measure.comparison import compare_settings, read_settings
+from eagle_fsd.measure.comparison import compare_settings
+from eagle_fsd.measure.settings import ComparisonOptions, read_settings
 from eval.command import chosen_questions, run_command
 
 
-@dataclass(frozen=True)
-class QualityArguments:
+@dataclass(frozen=True, kw_only=True)
+class QualityArguments(ComparisonOptions):
     """What `eval.quality` tries.
 
     Args:
         questions: JSON lines with answers: HumanEval, MBPP, GSM8K, IFEval, or prompts.
         per_category: only the first questions of each category.
-        settings: rules with their thresholds, and other options of generate.
         points: of accuracy, that a recommended setting may lose at most.
-        temperature: 0 is greedy; otherwise sampling.
-        max_new_tokens: of a turn.
-        seed: of the sampling noise.
-        tree: of all settings; without it the fastest that is known here, for one request and for a batch.
         batch: questions that are answered together, all but the timed ones; 1: all are timed.
         timed: questions that are answered alone, interleaved, to time them.
-        repeats: timed runs of each, of which the median counts.
-        run_code: allow programs of HumanEval and MBPP answers to be run.
-        out: where the record goes, without .json and .md.
     """
 
     questions: tuple[Path, ...]
-    out: Path
     pair: Loading = Loading()
     per_category: int | None = None
     settings: tuple[str, ...] = ("fsd 0.1", "fsd 0.3", "fsd 0.5", "tilt 0.5", "tilt 1")
     points: float = 1.0
-    temperature: float = 0.0
     max_new_tokens: int = 512
-    seed: int = 0
     tree: Tree = None
     batch: int = 1
     timed: int = 24
-    repeats: int = 1
-    run_code: bool = False
 
 
 def run(args: QualityArguments) -> None:
     check_counts(args, "per_category", "max_new_tokens", "batch", "timed", "repeats")
-    settings = read_settings(args.settings)
-    questions = chosen_questions(args.questions, args.per_category)
-    model = args.pair.load()
-    with ExitStack() as stack:
-        joined = None
-        if args.batch > 1:
-            from eagle_fsd.serve.engine import Engine
+    read_settings(args.settings)
+    questions = chosen_questions(args.questions, args.per_category, args.run_code)
+    model, engine = args.pair.load(), nullcontext()
+    if args.batch > 1:
+        from eagle_fsd.serve.engine import Engine
 
-            joined = stack.enter_context(
-                Engine(model, max_rows=args.batch, max_waiting=args.batch, prefixes=0, tree=args.tree))
-        print(compare_settings(
-            model, questions, settings, args.out, points=args.points, temperature=args.temperature,
-            max_new_tokens=args.max_new_tokens, seed=args.seed, tree=args.tree, run_code=args.run_code,
-            repeats=args.repeats, timed=args.timed, joined=joined, workers=args.batch))
+        engine = Engine(model, max_rows=args.batch, max_waiting=args.batch, prefixes=0, tree=args.tree)
+    with engine as joined:
+        print(compare_settings(model, questions, args, points=args.points, timed=args.timed, joined=joined,
+                               workers=args.batch))
 
 
 main = partial(run_command, "eval.quality", QualityArguments, run, stopped="stopped; the same command goes on")

@@ -19,7 +19,7 @@ import numpy as np
 from tyro.conf import Positional
 
 from eagle_fsd.measure.records import markdown, percent, span, write_record
-from eagle_fsd.measure.statistics import interval, ratio_interval, speedup
+from eagle_fsd.measure.statistics import speeds
 from eval.command import run_command
 from eval.mt_bench import read_answers, read_note
 
@@ -66,14 +66,11 @@ def speed_row(category: str, method: Sequence[Mapping], baseline: Sequence[Mappi
     tokens, seconds = totals(method, "new_tokens"), totals(method, "wall_time")
     their_tokens, their_seconds = totals(baseline, "new_tokens"), totals(baseline, "wall_time")
     emitted = [count for record in method for choice in record["choices"] for count in choice.get("accept_lengths", [])]
-    columns = tokens, seconds, their_tokens, their_seconds
     same = [[choice["turns"] for choice in ours["choices"]] == [choice["turns"] for choice in theirs["choices"]]
             for ours, theirs in zip(method, baseline, strict=True)]
     return {
-        "category": category, "questions": len(method), "tokens_per_second": float(tokens.sum() / seconds.sum()),
-        "tau": sum(emitted) / len(emitted) if emitted else 1.0, "speedup": float(speedup(*columns)),
-        "speedup_interval": interval(speedup, *columns), "time": float(seconds.sum() / their_seconds.sum()),
-        "time_interval": ratio_interval(seconds, their_seconds), "seconds_per_question": float(seconds.mean()),
+        "category": category, "questions": len(method), **speeds(tokens, seconds, their_tokens, their_seconds),
+        "tau": sum(emitted) / len(emitted) if emitted else 1.0,
         "tokens_per_question": float(tokens.mean()), "baseline_tokens_per_question": float(their_tokens.mean()),
         "same": sum(same) / len(same),
     }
@@ -85,7 +82,7 @@ def speed_table(rows: Sequence[Mapping]) -> str:
         "category": row["category"], "questions": row["questions"], "tokens/s": f"{row['tokens_per_second']:.1f}",
         "speed-up (95%)": f"{row['speedup']:.2f}x ({span(row['speedup_interval'])})",
         "time over the baseline's (95%)": f"{row['time']:.2f} ({span(row['time_interval'])})",
-        "tau": f"{row['tau']:.2f}", "s/question": f"{row['seconds_per_question']:.2f}",
+        "tau": f"{row['tau']:.2f}", "s/question": f"{row['seconds_per_answer']:.2f}",
         "tokens/question": f"{row['tokens_per_question']:.0f}",
         "baseline's": f"{row['baseline_tokens_per_question']:.0f}", "same": percent(row["same"]),
     } for row in rows)

@@ -7,7 +7,7 @@ import pytest
 
 from eagle_fsd.data.questions import Question, read_questions
 from eagle_fsd.measure import grading
-from eagle_fsd.measure.grading import check_instructions, cut_program, final_number, is_right, passes
+from eagle_fsd.measure.grading import check_gradable, final_number, is_right, passes
 
 PROBLEM = Question("HumanEval/x", "humaneval", ("def add(a, b):\n",), tests="assert add(2, 3) == 5\n")
 
@@ -63,11 +63,6 @@ def test_programs_of_mbpp(answer, right):
     assert is_right(question, answer, run_code=True) is right
 
 
-def test_completions_end_with_their_function():
-    assert cut_program("    return 1\n\n\ndef g():\n    pass") == "    return 1\n\n"
-    assert cut_program("    return 1") == "    return 1"
-
-
 def test_instructions_are_checked_as_the_harness_does(tmp_path):
     pytest.importorskip("lm_eval.tasks.ifeval.utils")
     record = {"key": 7, "prompt": "Say hello.", "instruction_id_list": ["punctuation:no_comma", "keywords:existence"],
@@ -79,14 +74,14 @@ def test_instructions_are_checked_as_the_harness_does(tmp_path):
         unknown = Question(1, "ifeval", ("q",), tests=json.dumps(
             {"instruction_id_list": record["instruction_id_list"], "kwargs": record["kwargs"]} | changed))
         with pytest.raises(ValueError, match="question 1: the harness cannot check its instructions"):
-            check_instructions([question, unknown])
+            check_gradable([question, unknown])
 
 
 def test_instructions_take_the_harness(monkeypatch):
     monkeypatch.setattr(grading, "import_module", lambda name: (_ for _ in ()).throw(ImportError("no " + name)))
     grading._checks.cache_clear()
     with pytest.raises(ValueError, match="graded by lm-evaluation-harness, which is not there .*pip install"):
-        check_instructions([PROBLEM, Question(1, "ifeval", ("q",), tests='{"instruction_id_list": [], "kwargs": []}')])
+        check_gradable([PROBLEM, Question(1, "ifeval", ("q",), tests='{"instruction_id_list": [], "kwargs": []}')])
     grading._checks.cache_clear()
 
 
@@ -103,6 +98,7 @@ def test_instructions_take_the_harness(monkeypatch):
 )
 def test_limits_hold(program, monkeypatch):
     monkeypatch.setattr(grading, "SECONDS", 1)
+    monkeypatch.setattr(grading, "WALL_SECONDS", 2)
     assert not passes(program, "")
 
 

@@ -125,7 +125,6 @@ def test_arguments_go_where_they_belong():
     [
         ({"pretrained": "t"}, r"takes target= \(and draft=\), not pretrained="),
         ({"target": "t", "treshold": 0.2}, "unknown model_args treshold; accepted: target, draft, .*threshold"),
-        ({"target": 3}, "target must be text, got 3"),
         ({"acceptance": "fast"}, "unknown rule 'fast'"),
         ({"threshold": -1}, "threshold"),
         ({"acceptance": "exact", "divergence": "js"}, "rule 'exact' has no option 'divergence'"),

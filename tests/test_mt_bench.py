@@ -1,15 +1,12 @@
 """The MT-Bench command and its speeds: formats, both turns, resuming, FastChat's file, intervals."""
 
 import json
-from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from tiny import save_pair
 
 from eagle_fsd.cli.arguments import parse_options
-from eagle_fsd.data.files import only_writer
 from eagle_fsd.data.questions import Question, read_questions
 from eval import mt_bench, speed
 from eval.mt_bench import MtBenchArguments, read_answers, run, temperature_of
@@ -107,30 +104,6 @@ def test_answers_of_unknown_settings_are_not_continued(place, note):
     about.unlink(missing_ok=True)
 
 
-def test_one_file_takes_one_run_at_a_time(place):
-    path = place / "taken.jsonl"
-    with only_writer(path), pytest.raises(ValueError, match="taken.jsonl is being written by process .* another file"):
-        run(options(place, path.name, "--setting", "exact"))
-    assert not path.exists() and not (place / "taken.meta.json").exists()
-
-
-def test_processes_answer_only_when_all_have_read_the_file(place, monkeypatch):
-    run(options(place, "shared.jsonl", "--setting", "exact", "--limit", "1"))
-    path = place / "shared.jsonl"
-    with path.open("a") as file:
-        file.write('{"question_id"')  # as the main process may be writing it
-    before, events = path.read_bytes(), []
-    second = SimpleNamespace(is_main_process=False, process_index=1, num_processes=2, device="cpu",
-                             wait_for_everyone=lambda: events.append("wait"))
-    read, answer = mt_bench.read_answers, mt_bench.answer_question
-    monkeypatch.setattr(mt_bench, "PartialState", lambda **_: second)
-    monkeypatch.setattr(mt_bench, "read_answers", lambda *args: events.append("read") or read(*args))
-    monkeypatch.setattr(mt_bench, "answer_question", lambda m, q, a: events.append(q.id) or answer(m, q, a))
-    monkeypatch.setattr(mt_bench, "append_lines", lambda path, lines: None)
-    run(options(place, "shared.jsonl", "--setting", "exact"))
-    assert events[-4:] == ["read", "wait", 83, "wait"] and path.read_bytes() == before
-
-
 def test_sampling_follows_the_category_and_the_seed(place):
     for name in ("a.jsonl", "b.jsonl"):
         run(options(place, name, "--setting", "exact", "--temperature", "category"))
@@ -183,13 +156,6 @@ def test_formats_are_recognised(tmp_path, name):
     assert read_questions(tmp_path / "q.jsonl") == [expected]
 
 
-@pytest.mark.parametrize("end", ["\n", "\r\n"])
-def test_only_line_ends_end_a_line(tmp_path, end):
-    lines = [json.dumps({"prompt": prompt}, ensure_ascii=False) for prompt in ("a\u2028b", "c\x85d")]
-    (tmp_path / "q.jsonl").write_bytes(end.join([*lines, ""]).encode())
-    assert [question.turns for question in read_questions(tmp_path / "q.jsonl")] == [("a\u2028b",), ("c\x85d",)]
-
-
 @pytest.mark.parametrize(
     ("text", "match"),
     [("", "no question"), ("[1]", "line 1: not a JSON object"), ('{"x": 1}', "line 1: no known format"),
@@ -202,12 +168,6 @@ def test_bad_question_files_say_where(tmp_path, text, match):
     (tmp_path / "q.jsonl").write_text(text)
     with pytest.raises(ValueError, match=match):
         read_questions(tmp_path / "q.jsonl")
-
-
-@pytest.mark.skipif(not Path("../shared/data").is_dir(), reason="needs ../shared/data")
-def test_published_files_are_read():
-    for name, count in (("mt_bench", 80), ("spec_bench", 480), ("gsm8k_test", 1319), ("humaneval", 164), ("mbpp", 600)):
-        assert len(read_questions(Path("../shared/data") / f"{name}.jsonl")) == count
 
 
 def answers(speeds: list[float]) -> dict:
@@ -227,11 +187,6 @@ def test_speeds_are_totals_and_intervals_cover_them():
     for row in rows:
         assert row["speedup_interval"][0] < row["speedup"] < row["speedup_interval"][1] and row["tau"] == 4
         assert row["speedup"] == pytest.approx(row["tokens_per_second"] / 100)
-
-
-def test_files_without_a_common_question_are_an_error():
-    with pytest.raises(ValueError, match="no question in common"):
-        speed_rows(answers([1.0]), {9: answers([1.0])[0]})
 
 
 def stored_answers(folder, method=None, baseline=None):

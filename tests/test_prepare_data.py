@@ -100,23 +100,24 @@ def test_answers_do_not_depend_on_the_batch(tmp_path, model, temperature):
     data = rows(*(chat(*"a" * turns) for turns in (2, 4, 2, 6)), chat("bcd", "x"))
     data[1].messages.insert(0, {"role": "system", "content": "be kind"})
     made = [list(regenerate(data, writer(model, batch=batch, temperature=temperature), tmp_path / f"{batch}.jsonl"))
-            for batch in (1, 2, 8)]
-    assert made[0] == made[1] == made[2] and len(made[0]) == 5
+            for batch in (1, 3)]
+    assert made[0] == made[1] and len(made[0]) == 5
 
 
 def test_the_target_prompts_itself_and_goes_on_after_a_kill(tmp_path, model, monkeypatch):
     monkeypatch.setattr("train.answers.is_sensible", lambda text: len(text) > 1)
+    monkeypatch.setattr("train.answers.USER_TOKENS", 12)
     whole, cut = tmp_path / "whole.jsonl", tmp_path / "cut.jsonl"
-    made = [record.messages for record in self_prompted(9, writer(model), whole, follow_ups=0.5)]
-    assert len({messages[0]["content"] for messages in made}) == 9 and {len(messages) for messages in made} == {2, 4}
+    made = [record.messages for record in self_prompted(6, writer(model, batch=3), whole, follow_ups=0.5)]
+    assert len({messages[0]["content"] for messages in made}) == 6 and {len(messages) for messages in made} == {2, 4}
     assert all([m["role"] for m in messages] == ["user", "assistant"] * (len(messages) // 2) for messages in made)
     short = next(messages for messages in made if len(messages) == 2)
     again = eagle_fsd.generate(short[:1], model, max_new_tokens=4, acceptance="exact")
     assert again.text == short[1]["content"]  # greedily, though the user's turn was sampled
     lines = whole.read_text().splitlines(keepends=True)
-    cut.write_text("".join(lines[:5]) + lines[5][:9])
-    kept = [record.messages for record in self_prompted(9, writer(model), cut, follow_ups=0.5)]
-    assert len(kept) == 9 and kept[:4] == made[:4]
+    cut.write_text("".join(lines[:4]) + lines[4][:9])
+    kept = [record.messages for record in self_prompted(6, writer(model, batch=3), cut, follow_ups=0.5)]
+    assert len(kept) == 6 and kept[:3] == made[:3]
     monkeypatch.setattr("train.answers.is_sensible", lambda text: False)
     with pytest.raises(ValueError, match="hardly writes a user's turn"):
         list(self_prompted(4, writer(model), tmp_path / "own.jsonl"))

@@ -39,15 +39,13 @@ def differing(model, pairs):
                for output, (_, run) in zip(outputs, pairs, strict=True))
 
 
-@pytest.mark.parametrize("first", [0, 4])
-def test_all_rules_together_equal_the_recording(model, first):
-    """38 settings with 4 prompts each, in one batch. A processor that rounds otherwise may turn one run of 152."""
-    pairs = [pair for setting in RECORD["runs"] for pair in recorded(model, setting, range(first, first + 4))]
-    assert len(pairs) == 152 and differing(model, pairs) <= 1
+def test_all_rules_together_equal_the_recording(model):
+    """38 settings with one of 8 prompts each, in one batch. A processor that rounds otherwise may turn one run."""
+    pairs = [pair for number, setting in enumerate(RECORD["runs"])
+             for pair in recorded(model, setting, [number % 8])]
+    assert len(pairs) == 38 and differing(model, pairs) <= 1
 
 
 def test_batches_of_one_rule_equal_the_recording(model):
-    for number, setting in enumerate(RECORD["runs"]):
-        if number % 5 == 0:
-            assert differing(model, recorded(model, setting, range(4))) == 0, setting
-            assert differing(model, recorded(model, setting, [7])) == 0, setting
+    for setting in list(RECORD["runs"])[::9]:
+        assert differing(model, recorded(model, setting, range(3))) == 0, setting

@@ -7,7 +7,6 @@ import json
 import os
 import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -40,8 +39,6 @@ from train.schedule import DocumentSplit, Schedule, feature_noise, learning_rate
 from train.train_draft_head import main, train
 from train.trainer import Trainer
 
-ROOT = Path(__file__).parents[1]
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": str(ROOT)}
 TOKENS = np.arange(3, 23)  # those that the data speaks in
 
 
@@ -68,15 +65,6 @@ def settings(place, output, **changes) -> TrainingConfig:
 
 def run(place, output, **changes) -> Path:
     return train(settings(place, output, **changes))
-
-
-def command(place, output, *more: str) -> list[str]:
-    """The words that the same run is started with."""
-    return ["-m", "train.train_draft_head", "small", "--target", f"{place}/target", "--data", f"{place}/data",
-            "--output", f"{place}/{output}", *"""--eval-documents 4 --target-dtype float32 --mixed-precision no
-            --steps 12 --batch-tokens 128 --lr 3e-3 --warmup 3 --save-every 4 --eval-every 6 --log-every 1 --tree 6,3,2
-            --eval-tokens 8 --decode-prompts 2 --decode-tokens 16 --objective eagle,aligned_steps=2 --cpu
-            --draft-vocab-size 32""".split(), *more]
 
 
 def records(output: Path, name: str = "train") -> list[dict]:
@@ -144,22 +132,22 @@ def test_prompts_are_cut_within_the_last_answers(place):
 
 def test_killed_by_force_it_resumes_to_the_same_curve_and_weights(place, whole):
     output = place / "killed"
-    process = subprocess.Popen([sys.executable, *command(place, "killed")], env=ENVIRONMENT, cwd=place,
-                               stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    process = torch.multiprocessing.get_context("fork").Process(target=run, args=(place, "killed"))
+    process.start()
     log = output / "train.jsonl"
-    while process.poll() is None and not (log.exists() and len(log.read_text().splitlines()) >= 6):
+    while process.is_alive() and not (log.exists() and len(log.read_text().splitlines()) >= 6):
         time.sleep(0.002)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+    process.kill()
+    process.join()
     assert 6 <= len(log.read_text().splitlines()) <= 12 and (output / "states" / "step-4").exists()
     with log.open("a") as file:
         file.write('{"step": 7, "lo')  # as a kill in the middle of a line leaves it
-    run(place, "killed", draft_vocab_size=32)
+    run(place, "killed")
     assert_same_run(output, whole)
-    run(place, "killed", draft_vocab_size=32)  # a finished run trains no further
+    run(place, "killed")  # a finished run trains no further
     assert_same_run(output, whole)
     with pytest.raises(ValueError, match="another lr, seed"):
-        run(place, "killed", draft_vocab_size=32, lr=1e-3, seed=3)
+        run(place, "killed", lr=1e-3, seed=3)
 
 
 def test_interrupted_it_saves_and_resumes(place, whole, monkeypatch):

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import math
 import operator
-import sys
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -38,7 +35,7 @@ class DemoCommand:
     """
 
     threshold: float = 0.5
-    max_new_tokens: int = 96
+    max_new_tokens: int = 64
     pair: Loading = Loading(dtype="float32")
 
     def run(self) -> None:
@@ -49,41 +46,36 @@ class DemoCommand:
 
         fuzzy = {"acceptance": "fsd", "threshold": self.threshold}
         GenerateOptions(**fuzzy, max_new_tokens=self.max_new_tokens)  # refused before anything is loaded
-        ways = {"plain": {"acceptance": "exact", "plain": True}, "exact": {"acceptance": "exact"},
-                f"fsd {self.threshold:g}": fuzzy}
-        print("Loading the model and its draft head.", flush=True)
+        print("Loading the model and its draft head. The first time takes a minute longer.", flush=True)
         model = self.pair.load()
-        dtype = str(model.target.dtype).removeprefix("torch.")
         print(f"""
-The model has {model.target.model.num_parameters() / 1e6:.0f} M parameters; {dtype} on {model.target.device}, \
-{torch.get_num_threads()} threads. All answers are greedy.
+A language model writes one token (a word or a part of one) per step. A small draft head guesses the next few,
+and the model checks all guesses in one step. Three ways to answer the same prompts:
 
-  plain    no drafting: one token per step.
-  exact    a draft head proposes tokens; the model checks them all in one step and keeps those that it would have
-           written itself: the same text in fewer steps.
-  fsd      also keeps a drafted token where model and head nearly agree on what comes next (threshold
-           {self.threshold:g}) and the model finds it nearly as probable as its own: another text.
+  {BASELINE}   without drafting, as transformers does it: one token per step.
+  exact            keeps the guesses that the model would have written itself: the same text in fewer steps.
+  fsd {self.threshold:<13g}also keeps a guess where model and head nearly agree on what comes next (the threshold
+                   says how nearly) and it is nearly as probable as the model's own choice: another text.
 
 {legend()}
-Each prompt is first answered by {BASELINE}, unseen, to compare with.
+{model.target.model.num_parameters() / 1e6:.0f} M parameters, {str(model.target.dtype).removeprefix("torch.")}, \
+{model.target.device}, {torch.get_num_threads()} threads. The most probable words are written; so small a model errs.
 """)
-        baseline, hello = hf_generate(model), [{"role": "user", "content": "Hello"}]
-        for method in (baseline, engine(model, **fuzzy)):
-            method(hello, 8)  # once unmeasured
-        answers: dict[str, list[Answer]] = {BASELINE: [], **{name: [] for name in ways}}
+        ways = {BASELINE: lambda **shown: hf_generate(model, **shown),
+                "exact": lambda **shown: engine(model, acceptance="exact", **shown),
+                f"fsd {self.threshold:g}": lambda **shown: engine(model, **fuzzy, **shown)}
+        for way in ways.values():
+            way()([{"role": "user", "content": "Hello"}], 8)  # once unmeasured
+        answers: dict[str, list[Answer]] = {name: [] for name in ways}
         for kind, turns in PROMPTS.items():
             chat = [{"role": ("user", "assistant")[number % 2], "content": turn} for number, turn in enumerate(turns)]
             print("\n".join(coloured(f"[{kind}] {turn}", BOLD) for turn in turns), flush=True)
-            answers[BASELINE].append(baseline(chat, self.max_new_tokens))
-            seen: dict[str, Answer] = {}  # of this prompt
-            for name, options in ways.items():
-                sys.stdout.write(coloured(f"{name}: ", DIM))
-                method = engine(model, **options, streamer=SourceStreamer(model.tokenizer))
-                seen[name] = method(chat, self.max_new_tokens)
-                answers[name].append(seen[name])
-                print(coloured(f"[{remarks(name, seen, dtype)}]", DIM), flush=True)
+            for name, way in ways.items():
+                print(coloured(f"{name}: ", DIM), end="")
+                answers[name].append(way(streamer=SourceStreamer(model.tokenizer))(chat, self.max_new_tokens))
+                print(coloured(f"[{remarks(answers[name][-1], answers[BASELINE][-1])}]", DIM), flush=True)
             print()
-        print(f"{'method':<16}{'tokens':>8}{'tokens/s':>10}{'speed-up':>10}  same text as {BASELINE}")
+        print(f"{'in all':<16}{'tokens':>8}{'tokens/s':>10}{'speed-up':>10}  same text as {BASELINE}")
         for name, given in answers.items():
             same = sum(ours.token_ids == theirs.token_ids
                        for ours, theirs in zip(given, answers[BASELINE], strict=True))
@@ -91,27 +83,27 @@ Each prompt is first answered by {BASELINE}, unseen, to compare with.
                   f"{rate(*given) / rate(*answers[BASELINE]):>9.2f}x  {same} of {len(given)}")
 
 
-def remarks(name: str, seen: Mapping[str, Answer], dtype: str) -> str:
-    """What is to be said of the last of a prompt's answers, and of what it is beside those before it."""
-    answer, plain = seen[name], seen["plain"]
-    ours, theirs = answer.token_ids, plain.token_ids
-    said = [f"{len(ours)} tokens, {rate(answer):.0f} tokens/s, "
-            f"{answer.output.stats.mean_accepted_length:.1f} tokens per step"]
-    if ours != theirs:
-        shared = sum(itertools.takewhile(bool, map(operator.eq, ours, theirs)))
-        longer = len(ours) - len(theirs)
+def remarks(answer: Answer, baseline: Answer) -> str:
+    """What is to be said of an answer, beside the one without drafting."""
+    ours, theirs = answer.token_ids, baseline.token_ids
+    said = [f"{count(len(ours))}, {rate(answer):.0f} tokens/s"]
+    if answer.output is None:
+        return said[0]
+    said[0] += f", {answer.output.stats.mean_accepted_length:.1f} tokens per step"
+    if ours == theirs:
+        said.append("the same text")
+    else:
+        shared, longer = sum(itertools.takewhile(bool, map(operator.eq, ours, theirs))), len(ours) - len(theirs)
         fuzzy = sum(receipt.source == "fuzzy" for receipt in answer.output.receipts)
-        said += [f"{fuzzy} fuzzy tokens"] if fuzzy else []
-        said.append(f"another text than plain after {shared} tokens")
-        said += [f"{abs(longer)} tokens {'longer' if longer > 0 else 'shorter'}"] if longer else []
-        if name == "exact":
-            chances = [math.exp(each.output.receipts[shared].logprob) for each in (plain, answer)]
-            tied = f", a tie in {dtype}" if abs(chances[0] - chances[1]) < 0.05 else ""
-            said.append(f"there plain's token has probability {chances[0]:.1%} and its own {chances[1]:.1%}{tied}")
-    elif name != "plain":
-        said.append("the same text as plain")
-    said += [f"not faster than {other}" for other in seen if other != name and rate(answer) <= rate(seen[other])]
+        said.append(f"another text after {count(shared)}" + ("" if fuzzy else ", where two tie in rounding"))
+        said += [f"{count(fuzzy)} kept that the model would not have written"] if fuzzy else []
+        said += [f"{count(abs(longer))} {'longer' if longer > 0 else 'shorter'}"] if longer else []
+    said += ["not faster"] if rate(answer) <= rate(baseline) else []
     return "; ".join(said)
+
+
+def count(tokens: int) -> str:
+    return f"{tokens} token" + ("s" if tokens != 1 else "")
 
 
 def rate(*answers: Answer) -> float:

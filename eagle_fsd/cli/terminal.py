@@ -36,7 +36,7 @@ def legend() -> str:
 
 
 class SourceStreamer:
-    """Writes tokens as they come, coloured by where they come from; a streamer as `transformers` has them.
+    """Writes tokens as they come, coloured by where they come from; those of `model.generate` plain.
 
     Args:
         stop: strings that end the answer; what may be the beginning of one is held back.
@@ -54,14 +54,14 @@ class SourceStreamer:
         if self.is_prompt:
             self.is_prompt = False
             return
-        for token, source in zip(value.tolist(), self.sources, strict=True):
+        tokens = value.tolist()
+        for token, source in zip(tokens, self.sources or ["target"] * len(tokens), strict=True):
             sys.stdout.write(coloured(self.text.add([token]), COLOURS[source]))
         sys.stdout.flush()
 
     def end(self) -> None:
-        if self.sources:
-            rest = "" if self.text.stopped else self.text.held + self.text.text.pending()
-            sys.stdout.write(coloured(rest, COLOURS[self.sources[-1]]) + "\n")
+        rest = "" if self.text.stopped else self.text.held + self.text.text.pending()
+        sys.stdout.write(coloured(rest, COLOURS[self.sources[-1] if self.sources else "target"]) + "\n")
 
 
 def describe_output(output: Output) -> str:

@@ -5,16 +5,22 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from .arguments import HeadGuard, Loading, RuleName
+from tyro.conf import Suppress
+
+from .arguments import Decoding, Loading
 from .exits import check_counts
-
-if TYPE_CHECKING:
-    from ..drafting.logs import TreeLog
 
 
 @dataclass(frozen=True)
+class TuneDecoding(Decoding):
+    """How tokens are drawn, where an answer ends, and which drafted tokens are kept."""
+
+    seed: int | None = 0
+    tree: Suppress[object] = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class TuneCommand:
     """Log cycles on your prompts, for tree="auto" to choose by.
 
@@ -24,74 +30,42 @@ class TuneCommand:
 
     Args:
         prompts: JSON lines: prompts with or without answers, MT-Bench, GSM8K, HumanEval.
-        acceptance: the rule.
-        threshold: of the rule; without it the lossless one.
-        divergence: that fsd compares with the threshold.
-        temperature: 0 is greedy; otherwise sampling.
-        max_new_tokens: of each answer.
-        seed: of the sampling noise.
         limit: use only the first prompts.
         out: the head's directory, to store the log there for whoever loads the head.
     """
 
     prompts: Path
-    acceptance: RuleName = "exact"
-    threshold: float | None = None
-    divergence: str | None = None
-    head_guard: HeadGuard = "default"
-    temperature: float = 0.0
-    max_new_tokens: int = 256
-    seed: int = 0
     limit: int = 48
     out: Path | None = None
     pair: Loading = Loading()
+    decoding: TuneDecoding
 
     def run(self) -> None:
         from ..data.questions import read_questions
         from ..drafting.autotree import choose, describe_tree
-        from ..drafting.logs import own_logs, read_logs
+        from ..drafting.logs import LEAST_CYCLES, own_logs, read_logs, store_log
         from ..engine.timing import known_latency
         from ..measure.cycles import log_cycles
-        from ..options import GenerateOptions
 
-        names = ("acceptance", "threshold", "divergence", "head_guard", "temperature", "max_new_tokens", "seed")
-        options = GenerateOptions(**{name: getattr(self, name) for name in names})
+        def check_cycles(most: int) -> None:
+            if most < LEAST_CYCLES:
+                raise ValueError(f"too few cycles to choose a tree by: {most}, at least {LEAST_CYCLES} are needed. "
+                                 "Give more prompts or a larger --max-new-tokens")
+
         check_counts(self, "limit")
         prompts = [[{"role": "user", "content": question.turns[0]}]
                    for question in read_questions(self.prompts)[: self.limit]]
-        check_cycles(len(prompts) * self.max_new_tokens)
+        check_cycles(len(prompts) * self.decoding.max_new_tokens)
         if self.out is not None and not (self.out.is_dir() and os.access(self.out, os.W_OK)):
             raise ValueError(f"--out {self.out} is no directory that can be written")
         model = self.pair.load()
-        assert model.draft is not None
         out = self.out or own_logs(model.target, model.draft)
         out.mkdir(parents=True, exist_ok=True)
         read_logs(out)  # one that is damaged is known before the long work
-        found = log_cycles(model, prompts, options.rule, self.temperature, max_new_tokens=self.max_new_tokens,
-                           seed=self.seed)
+        found = log_cycles(model, prompts, self.decoding)
         check_cycles(len(found.cycles))
-        kept, said = keep_larger(out, found)
-        choice = choose(kept.cycles, known_latency(model.target, model.draft),
+        choice = choose(found.cycles, known_latency(model.target, model.draft),
                         stopping=model.target.output_device.type == "cpu")
         what = "no draft tree" if choice.tree is None else describe_tree(choice.tree)
-        print(f"{said}. On this machine: {what}; {choice.rate:.1f} tokens/s expected")
-
-
-def check_cycles(most: int) -> None:
-    """Raise ValueError where a log cannot have or has not enough cycles to choose a tree by."""
-    from ..drafting.logs import LEAST_CYCLES
-
-    if most < LEAST_CYCLES:
-        raise ValueError(f"too few cycles to choose a tree by: {most}, at least {LEAST_CYCLES} are needed. Give more "
-                         "prompts or a larger --max-new-tokens")
-
-
-def keep_larger(out: Path, found: TreeLog) -> tuple[TreeLog, str]:
-    """Store a log unless there is one of more cycles; returns the one that is there then, and what became of it."""
-    from ..drafting.logs import FILE, read_logs, store_log
-
-    known = next((entry for entry in read_logs(out) if entry.setting == found.setting), None)
-    if known is not None and len(known.cycles) > len(found.cycles):
-        return known, (f"{len(found.cycles)} cycles were logged, and {out / FILE} keeps its log of "
-                       f"{len(known.cycles)}: delete it to begin anew")
-    return found, f"{len(found.cycles)} cycles stored in {store_log(out, found)}"
+        print(f"{len(found.cycles)} cycles stored in {store_log(out, found)}. On this machine: {what}; "
+              f"{choice.rate:.1f} tokens/s expected")

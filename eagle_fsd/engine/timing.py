@@ -69,15 +69,13 @@ def same_cycle(decoder: Decoder) -> Callable[[], object]:
 def fastest(parts: Mapping[Hashable, Callable[[], object]], device: torch.device) -> dict[Hashable, float]:
     """Seconds of each part: the shortest of several rounds, since other work on the machine only ever adds to it.
 
-    The first round warms up; with a slow model there are fewer.
+    The first round warms up; with a slow model, or beside other work, there are fewer.
     """
     found, begun = dict.fromkeys(parts, math.inf), time.perf_counter()
     for number in tqdm(range(ROUNDS + 1), desc="measuring the machine", unit="round", leave=False, disable=None):
         for name, work in parts.items():
-            seconds = seconds_of(work, device)
-            if number:
-                found[name] = min(found[name], seconds)
-        if number and time.perf_counter() - begun > ENOUGH:
+            found[name] = min(seconds_of(work, device), found[name] if number > 1 else math.inf)
+        if time.perf_counter() - begun > ENOUGH:
             break
     return found
 

@@ -7,7 +7,6 @@ settings of acceptance with exact (`compare_settings`).
 from __future__ import annotations
 
 import hashlib
-import logging
 import statistics
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -18,30 +17,26 @@ from typing import Any
 from ..data.files import append_lines, only_writer, read_lines
 from ..data.progress import Progress
 from ..data.questions import Question, converse
-from ..drafting.config import TreeConfig
 from ..pair import EagleModel
-from .grading import CODE, check_instructions, is_right
-from .methods import Answer, Method, check_options, described, engine, in_batch
+from .grading import is_right
+from .methods import Answer, Method, described, engine
 from .records import decimals, markdown, percent, plot_comparison, record_path, span, write_record
+from .settings import EXACT, ComparisonOptions, read_settings
 from .statistics import by_category, repetition
-
-logger = logging.getLogger(__name__)
-EXACT = "exact"
 
 
 def compare(
-    methods: Mapping[str, Method], questions: Sequence[Question], log: Path, about: Mapping[str, object], *,
-    max_new_tokens: int, run_code: bool = False, warm_up: int = 2, repeats: int = 1, timed: int | None = None,
+    methods: Mapping[str, Method], questions: Sequence[Question], options: ComparisonOptions,
+    about: Mapping[str, object], *, warm_up: int = 2, timed: int | None = None,
     together: Mapping[str, Method] | None = None, workers: int = 1,
 ) -> list[dict]:
-    """Every method's record of every question; the same call goes on with what `log` has.
+    """Every method's record of every question; the same call goes on with what its log has.
 
     Args:
         methods: by names that say all in which they differ.
         about: what all methods have in common.
         timed: so many questions, spread evenly, are answered alone, each by all methods in an order that rotates, so
-            that a slow moment of the machine meets all alike; None: all. `warm_up` of them come first, unmeasured. The
-            median of `repeats` times counts.
+            that a slow moment of the machine meets all alike; None: all. `warm_up` of them come first, unmeasured.
         together: the same methods for the other questions, of which `workers` threads ask at once.
 
     Returns:
@@ -50,18 +45,18 @@ def compare(
     Raises:
         ValueError: the log was begun for something else, or the first turn of a question cannot be answered.
     """
-    known = known_records(log, about)
+    log = record_path(options.out, ".answers.jsonl")
     count = len(questions) if timed is None or together is None else min(timed, len(questions))
     alone = [questions[number * len(questions) // count] for number in range(count)]
     names = list(methods)
 
     def answer(method: Method, name: str, question: Question, is_timed: bool) -> dict:
         try:
-            answers = converse(lambda chat: method(chat, max_new_tokens), question.turns)
+            answers = converse(lambda chat: method(chat, options.max_new_tokens), question.turns)
         except ValueError as error:
             raise ValueError(f"question {question.id}: {error}") from error
         return {"asked": digest_of(question), "method": name, "timed": is_timed,
-                **record_of(answers, question, run_code)}
+                **record_of(answers, question, options.run_code)}
 
     def keep(records: Sequence[dict]) -> None:
         append_lines(log, records)
@@ -71,26 +66,28 @@ def compare(
         record = known.get((digest_of(question), name))
         return record is None or is_timed and not record["timed"]
 
-    missing = [question for question in alone if any(is_missing(question, name, True) for name in names)]
-    for question in missing[:warm_up]:
-        for method in methods.values():
-            method([{"role": "user", "content": question.turns[0]}], min(32, max_new_tokens))
-    for number, question in enumerate(Progress(missing, desc="in turn", unit="question")):
-        runs: dict[str, list[dict]] = {name: [] for name in names}
-        for shift in range(number, number + repeats):
-            for name in names[shift % len(names) :] + names[: shift % len(names)]:
-                runs[name].append(answer(methods[name], name, question, True))
-        keep([{**taken[0], "seconds": statistics.median(record["seconds"] for record in taken)}
-              for taken in runs.values()])
-    rest = [(question, name) for question in questions for name in names
-            if question not in alone and is_missing(question, name, False)]
-    pool = ThreadPoolExecutor(workers)
-    try:
-        jobs = [pool.submit(answer, together[name], name, question, False) for question, name in rest]
-        for job in Progress(as_completed(jobs), desc="together", unit="answer", total=len(jobs)) if jobs else ():
-            keep([job.result()])
-    finally:
-        pool.shutdown(wait=False, cancel_futures=True)
+    with only_writer(log):
+        known = known_records(log, about)
+        missing = [question for question in alone if any(is_missing(question, name, True) for name in names)]
+        for question in missing[:warm_up]:
+            for method in methods.values():
+                method([{"role": "user", "content": question.turns[0]}], min(32, options.max_new_tokens))
+        for number, question in enumerate(Progress(missing, desc="in turn", unit="question")):
+            runs: dict[str, list[dict]] = {name: [] for name in names}
+            for shift in range(number, number + options.repeats):
+                for name in names[shift % len(names) :] + names[: shift % len(names)]:
+                    runs[name].append(answer(methods[name], name, question, True))
+            keep([{**taken[0], "seconds": statistics.median(record["seconds"] for record in taken)}
+                  for taken in runs.values()])
+        rest = [(question, name) for question in questions for name in names
+                if question not in alone and is_missing(question, name, False)]
+        pool = ThreadPoolExecutor(workers)
+        try:
+            jobs = [pool.submit(answer, together[name], name, question, False) for question, name in rest]
+            for job in Progress(as_completed(jobs), desc="together", unit="answer", total=len(jobs)) if jobs else ():
+                keep([job.result()])
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
     return [{"id": question.id, "category": question.category,
              "methods": {name: known[digest_of(question), name] for name in names}} for question in questions]
 
@@ -137,7 +134,6 @@ def record_of(answers: Sequence[Answer], question: Question, run_code: bool) -> 
 
 def method_table(rows: Sequence[Mapping], reference: str) -> str:
     """The rows in Markdown. tau = tokens emitted per forward of the target."""
-    graded = any(row["accuracy"] is not None for row in rows)
     return markdown({
         "method": row["method"], "tokens/s": decimals(row["tokens_per_second"], 1),
         f"speed vs {reference} (95%)": ratio(row, "speedup", "x"),
@@ -146,7 +142,7 @@ def method_table(rows: Sequence[Mapping], reference: str) -> str:
         "tau": decimals(row["tau"]), "same answers": percent(row["same_answers"]),
         "same tokens": percent(row["same_tokens"]), "fuzzy tokens": percent(row["fuzzy_share"], 1),
         "regret/token": decimals(row["regret_per_token"], 3), "repeated 4-grams": percent(row["repeated"]),
-        "cut off": percent(row["cut_off"]), **(accuracy_cells(row) if graded else {}),
+        "cut off": percent(row["cut_off"]), **(accuracy_cells(row) if row["accuracy"] is not None else {}),
     } for row in rows)
 
 
@@ -156,8 +152,6 @@ def ratio(row: Mapping, key: str, unit: str = "") -> str:
 
 
 def accuracy_cells(row: Mapping) -> dict[str, str]:
-    if row["accuracy"] is None:
-        return {}
     change = sorted(-100 * end for end in row["drop_interval"])
     return {"accuracy": percent(row["accuracy"], 1), "lost, gained": f"{row['lost']}, {row['gained']}",
             "change in points (95%)": f"{0 - 100 * row['drop']:+.1f} ({span(change, 1)})",
@@ -203,83 +197,55 @@ def recommend(rows: Sequence[Mapping], reference: str, points: float) -> tuple[s
         f"(one-sided 95%, corrected for the choice among {len(others)}). Nothing was set.")
 
 
-def parse_setting(text: str) -> tuple[str, dict[str, object]]:
-    """Name and options of a setting: a rule, its threshold, and other options of `generate`, such as "fsd 0.3",
-    "fsd 0.5 head_guard=none divergence=tv" or "exact temperature=0.35 top_p=0.9".
+def compare_and_store(
+    model: EagleModel, methods: Mapping[str, Method], reference: str, questions: Sequence[Question],
+    options: ComparisonOptions, *, points: float | None = None, **how: Any,
+) -> tuple[dict[str, list[dict]], str]:
+    """Compare methods, and store what was found as OUT.json and OUT.md.
 
-    Raises:
-        ValueError: not of this form. What the options mean is checked where they are used.
+    Args:
+        points: of accuracy, that a recommended method loses at most; None: nothing is recommended.
+        how: see `compare`.
+
+    Returns:
+        The rows by category (see `method_rows`), and the page, which ends with the recommendation.
     """
-    rule, *words = text.split() or [""]
-    options: dict[str, object] = {"acceptance": rule}
-    for word in words:
-        name, _, value = word.rpartition("=")
-        name = name or "threshold"
-        try:
-            given: object = None if value == "none" else int(value) if name == "top_k" else float(value)
-        except ValueError:
-            given = value
-        if name in options or name == "threshold" and not isinstance(given, float):
-            rule = ""
-        options[name] = given
-    if not rule:
-        raise ValueError(f'{text!r} is no setting; it takes a rule, a threshold and options, such as "fsd 0.3" or '
-                         '"fsd 0.5 head_guard=none"')
-    return " ".join([rule, *words]), options
+    about = described(model, options)
+    rows = by_category(compare(methods, questions, options, about, **how), reference)
+    name, said = (None, "") if points is None else recommend(rows["all"], reference, points)
+    found = {"workers": how.get("workers", 1), "points": points, "recommended": name, "said": said, "rows": rows}
+    return rows, write_record(options.out, about | found, f"""\
+{len(questions)} questions, {rows["all"][0]["timed"]} of them timed, {about["dtype"]},
+temperature {options.temperature:g}, at most {options.max_new_tokens} tokens a turn,
+tree {model.describe_tree(options.tree, options.temperature)}
+
+{page_text(rows, reference)}
+
+{said}""".rstrip())
 
 
-def read_settings(texts: Sequence[str]) -> dict[str, dict[str, object]]:
-    """Settings by name, see `parse_setting`.
-
-    Raises:
-        ValueError, TypeError: none or a bad one.
-    """
-    settings = dict(map(parse_setting, texts))
-    if not settings or EXACT in settings:
-        raise ValueError(f"--settings takes at least one, and {EXACT} is always there, got {list(texts)}")
-    for options in settings.values():
-        check_options(options)
-    return settings
+def setting_methods(model: EagleModel, options: ComparisonOptions, joined: Any = None) -> dict[str, Method]:
+    """`exact` and the options' settings by name; asked of `joined`, an `Engine`, where there is one."""
+    common = {"temperature": options.temperature, "seed": options.seed}
+    ask = joined and (lambda prompt, **given: joined.submit(prompt, **given).result())
+    return {name: engine(model, ask=ask, tree=options.tree, **common | given)
+            for name, given in read_settings(options.settings).items()}
 
 
 def compare_settings(
-    model: EagleModel, questions: Sequence[Question], settings: Mapping[str, Mapping[str, object]], out: Path, *,
-    points: float, temperature: float = 0.0, max_new_tokens: int = 256, seed: int = 0, tree: TreeConfig | None = None,
-    run_code: bool = False, repeats: int = 1, timed: int | None = None, joined: Any = None, workers: int = 1,
+    model: EagleModel, questions: Sequence[Question], options: ComparisonOptions, *, points: float,
+    joined: Any = None, **how: Any,
 ) -> str:
     """Answer questions exactly and under settings, and store what was found as OUT.json, OUT.md and OUT.png.
 
     Args:
-        settings: options of `generate` by name, see `parse_setting`.
-        points: of accuracy, that a recommended setting loses at most.
-        repeats, timed: see `compare`; the other questions go to `joined`, an `Engine`, which has a tree of its own, by
-            so many `workers` at once.
+        joined: an `Engine` for the questions that are not `timed`; see `compare`.
 
     Returns:
         The page, which ends with the recommendation.
     """
-    check_instructions(questions)
-    if any(question.category in CODE for question in questions) and not run_code:
-        logger.warning("programs are not graded: --run-code allows them to be run")
-    common, given = {"temperature": temperature, "seed": seed}, {EXACT: {"acceptance": EXACT}, **settings}
-    methods = {name: engine(model, tree=tree, **common | options) for name, options in given.items()}
-    together = joined and {name: engine(model, ask=in_batch(joined), **common | options)
-                           for name, options in given.items()}
-    about = described(model, tree, temperature=temperature, seed=seed, max_new_tokens=max_new_tokens,
-                      repeats=repeats, run_code=run_code)
-    log = record_path(out, ".answers.jsonl")
-    with only_writer(log):
-        found = compare(methods, questions, log, about, max_new_tokens=max_new_tokens, run_code=run_code,
-                        repeats=repeats, timed=timed, together=together, workers=workers)
-    rows = by_category(found, EXACT)
-    name, said = recommend(rows["all"], EXACT, points)
-    page = write_record(out, {**about, "workers": workers, "points": points, "recommended": name, "said": said,
-                              "rows": rows}, f"""\
-{len(found)} questions, {rows["all"][0]["timed"]} of them timed, {about["dtype"]}, temperature {temperature:g}, at most
-{max_new_tokens} tokens a turn, tree {model.describe_tree(tree, temperature)}
-
-{page_text(rows, EXACT)}
-
-{said}""")
-    plot_comparison(rows["all"], EXACT, record_path(out, ".png"))
+    together = setting_methods(model, options, joined) if joined else None
+    rows, page = compare_and_store(model, setting_methods(model, options), EXACT, questions, options, points=points,
+                                   together=together, **how)
+    plot_comparison(rows["all"], EXACT, record_path(options.out, ".png"))
     return page

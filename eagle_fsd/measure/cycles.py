@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from torch import Tensor
 
-from ..acceptance import Rule
 from ..api import decode_requests
 from ..data.progress import Progress
-from ..drafting.config import TreeConfig
 from ..drafting.logs import LOGGED_TREE, LoggedCycle, Setting, TreeLog, logged_cycle
 from ..drafting.tree import DraftTree
 from ..options import GenerateOptions
@@ -17,18 +16,14 @@ from ..pair import EagleModel
 from ..requests import encode_prompts, make_requests
 
 
-def log_cycles(
-    model: EagleModel, prompts: Sequence, rule: Rule, temperature: float = 0.0, *, max_new_tokens: int = 256,
-    seed: int = 0, wide: TreeConfig = LOGGED_TREE,
-) -> TreeLog:
-    """Answer prompts (texts, chats or token ids) by a rule with a wide tree, and note every cycle.
+def log_cycles(model: EagleModel, prompts: Sequence, options: GenerateOptions) -> TreeLog:
+    """Answer prompts (texts, chats or token ids) with a wide tree, and note every cycle.
 
     Raises:
         ValueError: a prompt that is too long or otherwise bad, before anything is generated; or not one draft tree was
             verified.
     """
-    options = GenerateOptions(acceptance=rule, temperature=temperature, max_new_tokens=max_new_tokens, seed=seed,
-                              tree=wide)
+    options = replace(options, tree=LOGGED_TREE)
     requests = make_requests(model, encode_prompts(list(prompts), model)[0], options)
     named = None if model.draft.names_all else model.draft.target_tokens
     cycles: list[LoggedCycle] = []
@@ -37,7 +32,7 @@ def log_cycles(
         cycles.append(logged_cycle(tree, draft_logits, paths[0], draft_tokens=named))
 
     for request in Progress(requests, desc="logging cycles", unit="prompt"):
-        decode_requests(model, [request], wide, observe=observe)
+        decode_requests(model, [request], LOGGED_TREE, observe=observe)
     if not cycles:
         raise ValueError(f"{len(prompts)} prompts gave no cycle to log: longer answers are needed")
-    return TreeLog(Setting.of(rule, temperature), cycles)
+    return TreeLog(Setting.of(options.rule, options.temperature), cycles)

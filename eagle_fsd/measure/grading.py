@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 import secrets
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Sequence
 from functools import cache
 from importlib import import_module
 from pathlib import Path
 
 from ..data.questions import Question
 
+log = logging.getLogger(__name__)
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 CODE = ("humaneval", "mbpp")  # categories of questions whose answers are programs
 # What a program may use.
-SECONDS, MEMORY_BYTES, FILE_BYTES = 10, 1 << 30, 1 << 20
+SECONDS, WALL_SECONDS, MEMORY_BYTES, FILE_BYTES = 10, 40, 1 << 30, 1 << 20
 # Runs in the child before the program: from here on it can use no more than the limits. What comes on standard input
 # is written to a file at the end, which a program that exits before its tests are through does not reach.
 LIMITED = """
@@ -105,7 +107,7 @@ def passes(program: str, tests: str) -> bool:
         proof = secrets.token_bytes()
         try:
             finished = subprocess.run(
-                [sys.executable, "-I", "-S", "-c", starter], cwd=folder, env={}, timeout=4 * SECONDS,
+                [sys.executable, "-I", "-S", "-c", starter], cwd=folder, env={}, timeout=WALL_SECONDS,
                 input=proof, pass_fds=[end.fileno()], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
             )
         except subprocess.TimeoutExpired:
@@ -132,13 +134,15 @@ def _checks() -> object:
                          "pip install 'eagle-fsd[lm_eval]'") from error
 
 
-def check_instructions(questions: Iterable[Question]) -> None:
-    """Raise where the instructions of one of these cannot be checked here; others than IFEval's are passed over.
+def check_gradable(questions: Sequence[Question], run_code: bool = True) -> None:
+    """Warn of programs that are not run, and raise where the instructions of an IFEval question cannot be checked here.
 
     Raises:
         ValueError: the harness, or what it needs for some kinds of instructions, is not there; or it does not know an
             instruction or its arguments.
     """
+    if not run_code and any(question.category in CODE for question in questions):
+        log.warning("programs are not graded: --run-code allows them to be run")
     for question in questions:
         if question.category == "ifeval":
             try:
@@ -150,7 +154,7 @@ def check_instructions(questions: Iterable[Question]) -> None:
 
 
 def followed(question: Question, text: str) -> list[bool]:
-    """Which of the instructions an answer follows; see `check_instructions`."""
+    """Which of the instructions an answer follows; see `check_gradable`."""
     checks = _checks()
     asked = checks.InputExample(key=question.id, prompt=question.turns[0], **json.loads(question.tests or "{}"))
     return checks.test_instruction_following_strict(asked, text).follow_instruction_list

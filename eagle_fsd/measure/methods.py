@@ -7,22 +7,19 @@ from __future__ import annotations
 
 import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig
 
 from ..api import generate
-from ..drafting.config import TreeConfig
 from ..engine.output import Output
 from ..models.placement import stock_layout, weights_digest
-from ..options import GenerateOptions
 from ..pair import EagleModel
 from ..requests import encode_prompt
+from .settings import ComparisonOptions
 
 
 @dataclass(frozen=True)
@@ -43,31 +40,15 @@ def prompt_seed(seed: int, prompt: object) -> int:
     return seed + (zlib.crc32(repr(prompt).encode()) << 16)
 
 
-def check_options(options: Mapping[str, object]) -> None:
-    """Raise ValueError or TypeError as `generate` would for these options, before anything is loaded."""
-    GenerateOptions.from_names(options)
-
-
-def described(model: EagleModel, tree: TreeConfig | None, **settings: object) -> dict[str, object]:
+def described(model: EagleModel, options: ComparisonOptions | None = None) -> dict[str, object]:
     """What answers depend on besides the method, in a form that JSON keeps."""
-    return {"target": model.target.digest(), "head": None if model.draft is None else weights_digest(model.draft),
-            "dtype": str(model.target.dtype), "device": str(model.target.device), "threads": torch.get_num_threads(),
-            "tree": "auto" if tree is None else repr(tree), **settings}
-
-
-@contextmanager
-def only_special_tokens(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
-    """The model, within with no more of its generation config than the special tokens, as our engine reads it.
-
-    `generate` goes by what the model has even where it is given another config.
-    """
-    own = model.generation_config
-    model.generation_config = GenerationConfig(
-        bos_token_id=own.bos_token_id, eos_token_id=own.eos_token_id, pad_token_id=own.pad_token_id)
-    try:
-        yield model
-    finally:
-        model.generation_config = own
+    found = {"target": model.target.digest(), "head": None if model.draft is None else weights_digest(model.draft),
+             "dtype": str(model.target.dtype), "device": str(model.target.device), "threads": torch.get_num_threads()}
+    if options is not None:
+        names = ("temperature", "seed", "max_new_tokens", "repeats", "run_code")
+        found |= {"tree": "auto" if options.tree is None else repr(options.tree),
+                  **{name: getattr(options, name) for name in names}}
+    return found
 
 
 def hf_generate(model: EagleModel, *, temperature: float = 0.0, seed: int = 0, **options: object) -> Method:
@@ -83,16 +64,22 @@ def hf_generate(model: EagleModel, *, temperature: float = 0.0, seed: int = 0, *
     sampling: dict[str, object] = {"do_sample": False}
     if temperature:
         sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
+    stock, own = model.target.model, model.target.model.generation_config
+    special = GenerationConfig(
+        bos_token_id=own.bos_token_id, eos_token_id=own.eos_token_id, pad_token_id=own.pad_token_id)
 
     def answer(prompt: object, max_new_tokens: int) -> Answer:
         started = time.perf_counter()
         ids = torch.tensor([encode_prompt(prompt, model)], device=model.target.device)
         if temperature:
             torch.manual_seed(prompt_seed(seed, prompt))
-        with only_special_tokens(model.target.model) as stock, stock_layout():
-            sequence = stock.generate(
-                ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_new_tokens, **sampling, **options
-            )
+        stock.generation_config = special  # what the model has counts even where another config is given
+        try:
+            with stock_layout():
+                sequence = stock.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_new_tokens,
+                                          **sampling, **options)
+        finally:
+            stock.generation_config = own
         new = sequence[0, ids.shape[1] :].tolist()
         seconds = time.perf_counter() - started
         return Answer(seconds, new, model.tokenizer.decode(new, skip_special_tokens=True))
@@ -107,7 +94,7 @@ def engine(
 
     Args:
         plain: without a draft head.
-        ask: called with prompt and options in place of `generate`, such as `in_batch(engine)`.
+        ask: called with prompt and options in place of `generate`.
         options: of `generate`; a `seed` goes together with the prompt.
     """
     used = EagleModel(model.target, None, model.tokenizer) if plain else model
@@ -122,8 +109,3 @@ def engine(
         return Answer(time.perf_counter() - started, output.token_ids, output.text, output)
 
     return answer
-
-
-def in_batch(joined: Any) -> Callable[..., Output]:
-    """Asks an `Engine`, which decodes what several threads ask at once in one batch."""
-    return lambda prompt, **options: joined.submit(prompt, **options).result()

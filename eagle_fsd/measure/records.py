@@ -9,11 +9,14 @@ import platform
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
+
+from ..engine.timing import processor_name
 
 log = logging.getLogger(__name__)
 ROOT = Path(__file__).parents[2]
@@ -30,11 +33,6 @@ def environment() -> dict:
         except OSError:  # there is no git
             return ""
 
-    processor = platform.processor() or platform.machine()
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        names = [line.split(":", 1)[1].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line]
-        processor = names[0] if names else processor
     commit = git("rev-parse", "--short", "HEAD")
     changed = git("status", "--porcelain", "-uno", "--", ".", ":!eval/results", ":!docs")
     program = Path(sys.argv[0])
@@ -42,7 +40,7 @@ def environment() -> dict:
     return {
         "commit": (commit or "unknown") + ("+changes" if changed else ""), "clean": bool(commit) and not changed,
         "command": shlex.join([*name.split(), *map(shown, sys.argv[1:])]), "python": platform.python_version(),
-        "torch": torch.__version__, "transformers": transformers.__version__, "processor": processor,
+        "torch": torch.__version__, "transformers": transformers.__version__, "processor": processor_name(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "threads": torch.get_num_threads(),
     }
@@ -99,34 +97,36 @@ def span(ends: Sequence[float], digits: int = 2) -> str:
     return f"{ends[0]:.{digits}f} to {ends[1]:.{digits}f}"
 
 
-def new_figure(width: float, height: float) -> tuple | None:
-    """Figure and axes of a plot; None, with a warning, where matplotlib is not installed."""
+def save_plot(path: Path, width: float, height: float, draw: Callable[[Any], None]) -> None:
+    """A plot of what `draw` puts on its axes; a warning where matplotlib is not installed."""
     try:
         import matplotlib
     except ImportError:
         log.warning("no plot: it takes matplotlib (pip install 'eagle_fsd[eval]')")
-        return None
+        return
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    return pyplot.subplots(figsize=(width, height), layout="constrained")
-
-
-def plot_comparison(rows: Sequence[Mapping], reference: str, path: Path) -> Path | None:
-    """Each method's accuracy (share of equal tokens where nothing is graded) over its time per answer."""
-    figure, axes = new_figure(7, 4.5) or (None, None)
-    if figure is None:
-        return None
-    graded = all(row["accuracy"] is not None for row in rows)
-    for row in rows:
-        time, value = row["time"], 100 * (row["accuracy"] if graded else row["same_tokens"])
-        across = [[time - row["time_interval"][0]], [row["time_interval"][1] - time]]
-        drop, ends = row.get("drop", 0.0), row.get("drop_interval", [0.0, 0.0])
-        along = [[100 * (ends[1] - drop)], [100 * (drop - ends[0])]] if graded else None
-        axes.errorbar(time, value, yerr=along, xerr=across, marker="o", elinewidth=0.7, label=row["method"])
-    axes.set(xlabel=f"time per answer, relative to {reference}",
-             ylabel="accuracy (%)" if graded else f"tokens equal to {reference}'s (%)")
+    figure, axes = pyplot.subplots(figsize=(width, height), layout="constrained")
     axes.grid(alpha=0.3)
-    axes.legend(fontsize=8)
+    draw(axes)
     figure.savefig(path, dpi=130)
-    return path
+    pyplot.close(figure)
+
+
+def plot_comparison(rows: Sequence[Mapping], reference: str, path: Path) -> None:
+    """Each method's accuracy (share of equal tokens where nothing is graded) over its time per answer."""
+    graded = all(row["accuracy"] is not None for row in rows)
+
+    def draw(axes: Any) -> None:
+        for row in rows:
+            time, value = row["time"], 100 * (row["accuracy"] if graded else row["same_tokens"])
+            across = [[time - row["time_interval"][0]], [row["time_interval"][1] - time]]
+            along = [[100 * (row["drop_interval"][1] - row["drop"])],
+                     [100 * (row["drop"] - row["drop_interval"][0])]] if graded else None
+            axes.errorbar(time, value, yerr=along, xerr=across, marker="o", elinewidth=0.7, label=row["method"])
+        axes.set(xlabel=f"time per answer, relative to {reference}",
+                 ylabel="accuracy (%)" if graded else f"tokens equal to {reference}'s (%)")
+        axes.legend(fontsize=8)
+
+    save_plot(path, 7, 4.5, draw)

@@ -36,11 +36,6 @@ def ratio_interval(ours: np.ndarray, theirs: np.ndarray) -> list[float]:
     return interval(lambda a, b: a.sum(-1) / b.sum(-1), ours, theirs)
 
 
-def speedup(tokens: np.ndarray, seconds: np.ndarray, their_tokens: np.ndarray, their_seconds: np.ndarray) -> np.ndarray:
-    """Tokens per second over another method's, of the last axes' sums."""
-    return tokens.sum(-1) / seconds.sum(-1) / (their_tokens.sum(-1) / their_seconds.sum(-1))
-
-
 def drop_bound(lost: float, gained: float, count: int, confidence: float = 0.95) -> float:
     """One-sided upper bound of what accuracy has fallen by (Tango, Stat. Med. 17, 1998); below 0 it has risen.
 
@@ -95,6 +90,8 @@ def method_rows(found: Sequence[Mapping], reference: str) -> list[dict]:
         theirs = [line["methods"][reference] for line in found]
         parts = [first_difference(a["ids"], b["ids"]) for a, b in zip(ours, theirs, strict=True)]
         same = sum(a["tokens"] if at is None else at for a, at in zip(ours, parts, strict=True))
+        columns = [np.array([line[each][key] for line in timed], float)
+                   for each in (name, reference) for key in ("tokens", "seconds")]
         tokens, forwards = (sum(record[key] for record in ours) for key in ("tokens", "forwards"))
         own = {  # what only our engine says
             "tau": sum(record["emitted"] for record in ours) / forwards,
@@ -102,7 +99,7 @@ def method_rows(found: Sequence[Mapping], reference: str) -> list[dict]:
             "cut_off": sum(record["cut_off"] for record in ours) / len(ours),
         } if forwards else dict.fromkeys(("tau", "regret_per_token", "cut_off"))
         rows.append({
-            "method": name, "answers": len(found), "timed": len(timed), **_speeds(timed, name, reference), **own,
+            "method": name, "answers": len(found), "timed": len(timed), **speeds(*columns), **own,
             "tokens_per_answer": tokens / len(found), "same_answers": parts.count(None) / len(found),
             "same_tokens": same / max(1, tokens),
             "fuzzy_share": sum(record["fuzzy"] for record in ours) / max(1, tokens),
@@ -112,13 +109,16 @@ def method_rows(found: Sequence[Mapping], reference: str) -> list[dict]:
     return rows
 
 
-def _speeds(timed: Sequence[Mapping], name: str, reference: str) -> dict:
-    if not timed:
+def speeds(tokens: np.ndarray, seconds: np.ndarray, their_tokens: np.ndarray, their_seconds: np.ndarray) -> dict:
+    """Speed and time per answer, alone and relative to the reference's; nothing of no questions."""
+    if not len(tokens):
         return dict.fromkeys(("tokens_per_second", "speedup", "speedup_interval", "time", "time_interval",
                               "seconds_per_answer"))
-    tokens, seconds, their_tokens, their_seconds = columns = [
-        np.array([line[each][key] for line in timed], float)
-        for each in (name, reference) for key in ("tokens", "seconds")]
+
+    def speedup(tokens: np.ndarray, seconds: np.ndarray, their_tokens: np.ndarray, their_seconds: np.ndarray):
+        return tokens.sum(-1) / seconds.sum(-1) / (their_tokens.sum(-1) / their_seconds.sum(-1))
+
+    columns = tokens, seconds, their_tokens, their_seconds
     return {"tokens_per_second": float(tokens.sum() / seconds.sum()), "speedup": float(speedup(*columns)),
             "speedup_interval": interval(speedup, *columns), "time": float(seconds.sum() / their_seconds.sum()),
             "time_interval": ratio_interval(seconds, their_seconds), "seconds_per_answer": float(seconds.mean())}
