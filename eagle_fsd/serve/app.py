@@ -203,6 +203,15 @@ def create_app(
             raise Refusal(401, "the API key is missing or wrong: send Authorization: Bearer KEY",
                           code="invalid_api_key")
 
+    slots = asyncio.Semaphore(options.max_connections)
+
+    async def take_slot() -> AsyncIterator[None]:
+        if slots.locked():
+            raise Refusal(503, f"{options.max_connections} requests are under way, and no more may be "
+                               "(max_connections)", code="too_many_connections")
+        async with slots:
+            yield
+
     @app.get("/health")
     async def health() -> dict:
         if engine.closed:
@@ -210,7 +219,7 @@ def create_app(
         return {"status": "ok", "rows": engine.rows, "waiting": engine.waiting}
 
     add_errors(app)
-    app.include_router(routes(service), dependencies=[Depends(check_key)])
+    app.include_router(routes(service), dependencies=[Depends(check_key), Depends(take_slot)])
     if options.page:
         from .page import mount_page
 

@@ -28,11 +28,11 @@ class ServeOptions:
         prefill_chunk: tokens of prompts that are read between two cycles of the others.
         prefixes: recent texts whose caches are kept for prompts that begin alike; 0: none.
         queue_seconds: longest wait for a row, after which a request is told to come back (503).
-        read_seconds: longest time for a request to arrive, head and body; after that its connection is closed.
+        read_seconds: longest time for a request to arrive, head and body (408).
         write_seconds: longest time for a client to take what was sent to it; after that its connection is closed
             (where the system can say so: Linux).
         max_body: bytes of a request's body (413).
-        max_connections: at once, waiting requests included; those above get 503.
+        max_connections: requests that are answered at once, waiting ones included; those above get 503.
         drain_seconds: after SIGTERM, longest time for what runs to end.
         page: serve the page at /page too (extra `page`).
         plain: decode without drafting, to compare with.

@@ -29,7 +29,7 @@ POLICY = (
 
 
 class PatientProtocol(H11Protocol):
-    """Uvicorn's HTTP protocol, which itself waits for ever for a request: here it has `seconds` to arrive."""
+    """Uvicorn's HTTP protocol, which itself waits for ever for a request: here it has `seconds` to arrive (408)."""
 
     def __init__(self, *args, seconds: float, **options) -> None:
         super().__init__(*args, **options)
@@ -53,7 +53,11 @@ class PatientProtocol(H11Protocol):
         if self.conn.their_state not in (h11.IDLE, h11.SEND_BODY):
             self._stop_timer()
         elif self.timer is None:
-            self.timer = self.loop.call_later(self.seconds, self.transport.close)
+            self.timer = self.loop.call_later(self.seconds, self._end)
+
+    def _end(self) -> None:
+        self.transport.write(b"HTTP/1.1 408 Request Timeout\r\nConnection: close\r\nContent-Length: 0\r\n\r\n")
+        self.transport.close()
 
     def _stop_timer(self) -> None:
         if self.timer is not None:
@@ -99,7 +103,6 @@ def configuration(app: ASGIApp, options: ServeOptions) -> uvicorn.Config:
     return uvicorn.Config(
         app, http=partial(PatientProtocol, seconds=options.read_seconds), ws="none", server_header=False,
         headers=[("content-security-policy", POLICY), ("referrer-policy", "no-referrer")],
-        limit_concurrency=options.max_connections + 1,  # it refuses from there on
         timeout_graceful_shutdown=options.drain_seconds, access_log=False, log_config=None, proxy_headers=False,
     )
 
