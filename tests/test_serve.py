@@ -199,13 +199,10 @@ def test_metrics_count_what_was_answered(server, client):
 
 
 def test_a_signal_finishes_what_runs_and_refuses_what_is_new():
-    with here(max_rows=1, queue_seconds=0.2, tree=TREE) as found:
+    with here(max_rows=1, tree=TREE) as found:
         client = openai.OpenAI(base_url=f"{found.url}/v1", api_key="none", max_retries=0)
         stream = client.chat.completions.create(**{**OPTIONS, "max_tokens": 400}, stream=True)
         next(iter(stream))
-        with pytest.raises(openai.InternalServerError) as late:
-            client.chat.completions.create(**OPTIONS)
-        assert late.value.code == "queue_timeout" and late.value.response.headers["retry-after"]
         found.server.handle_exit(signal.SIGTERM, None)
         wait_until(lambda: not found.server.servers or not found.server.servers[0].is_serving())
         with pytest.raises(openai.APIConnectionError):

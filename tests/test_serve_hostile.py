@@ -24,7 +24,7 @@ MAX_BODY, READ_SECONDS, POSITIONS = 65536, 0.3, 200
 @pytest.fixture(scope="module")
 def server():
     pair = tiny_chat_pair(max_position_embeddings=POSITIONS)
-    with here(pair, KEY, max_rows=2, max_body=MAX_BODY, read_seconds=READ_SECONDS, queue_seconds=30) as found:
+    with here(pair, KEY, max_rows=2, max_body=MAX_BODY, read_seconds=READ_SECONDS) as found:
         yield found
 
 

@@ -46,7 +46,7 @@ def engine():
 
 def states(engine, said=None, asked="hi", until=None, **defaults):
     """Those of the page while an answer is made; `until`: it is stopped at the first for which this holds."""
-    service = Service(engine, "tiny", {"max_new_tokens": 40, **defaults}, 60.0)
+    service = Service(engine, "tiny", {"max_new_tokens": 40, **defaults})
 
     async def read():
         found, going = [], answer(service, asked, said or nothing_said(), 0.3, 0.7, 0.0)

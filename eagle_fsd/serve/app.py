@@ -35,11 +35,10 @@ class Service:
     Args:
         name: of the model.
         defaults: options of decoding of requests that name none.
-        queue_seconds: longest wait for a row.
     """
 
-    def __init__(self, engine: Engine, name: str, defaults: Mapping[str, object], queue_seconds: float) -> None:
-        self.engine, self.name, self.defaults, self.queue_seconds = engine, name, dict(defaults), queue_seconds
+    def __init__(self, engine: Engine, name: str, defaults: Mapping[str, object]) -> None:
+        self.engine, self.name, self.defaults = engine, name, dict(defaults)
         self.metrics = Metrics(engine)
 
     async def submit(self, asked: Asked) -> list[Ticket]:
@@ -73,32 +72,6 @@ class Service:
     def no_model(self, name: str) -> Refusal:
         return Refusal(404, f"there is no model {name!r}, only {self.name!r}", param="model", code="model_not_found")
 
-    async def wait(self, request: Request, tickets: Sequence[Ticket], work: Awaitable[T]) -> T:
-        """What comes of the work, which ends where its client goes away.
-
-        Raises:
-            Refusal: the client has gone; or 503, none of the tickets left the queue in time.
-        """
-        async def gone() -> None:
-            while (await request.receive())["type"] != "http.disconnect":
-                pass
-
-        task, watch = asyncio.ensure_future(work), asyncio.ensure_future(gone())
-        try:
-            done, _ = await asyncio.wait([task, watch], timeout=self.queue_seconds,
-                                         return_when=asyncio.FIRST_COMPLETED)
-            if not done and all(ticket.queued_seconds is None for ticket in tickets):
-                raise Refusal(503, f"no row became free within {self.queue_seconds:g} seconds", code="queue_timeout")
-            await asyncio.wait([task, watch], return_when=asyncio.FIRST_COMPLETED)
-            if not task.done():
-                raise Refusal(GONE, "the client went away")
-            return task.result()
-        finally:
-            for each in (watch, task):
-                each.cancel()
-                with suppress(asyncio.CancelledError, Exception):
-                    await each
-
     async def ended(self, ticket: Ticket) -> Output:
         """The whole answer.
 
@@ -113,6 +86,29 @@ class Service:
 
     async def all_ended(self, tickets: Sequence[Ticket]) -> list[Output]:
         return [await self.ended(ticket) for ticket in tickets]
+
+
+async def while_connected(request: Request, work: Awaitable[T]) -> T:
+    """What comes of the work, which ends where its client goes away.
+
+    Raises:
+        Refusal: the client has gone.
+    """
+    async def gone() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    task, watch = asyncio.ensure_future(work), asyncio.ensure_future(gone())
+    try:
+        await asyncio.wait([task, watch], return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise Refusal(GONE, "the client went away")
+        return task.result()
+    finally:
+        for each in (watch, task):
+            each.cancel()
+            with suppress(asyncio.CancelledError, Exception):
+                await each
 
 
 def shutting_down() -> Refusal:
@@ -131,8 +127,8 @@ async def respond(service: Service, request: Request, asked: Asked) -> Response:
     pieces = interleaved(tickets)
     try:
         if not asked.stream:
-            return JSONResponse(form.whole(await service.wait(request, tickets, service.all_ended(tickets))))
-        first = await service.wait(request, tickets, anext(pieces))  # what fails before it has a status of its own
+            return JSONResponse(form.whole(await while_connected(request, service.all_ended(tickets))))
+        first = await while_connected(request, anext(pieces))  # what fails before it has a status of its own
     except BaseException as error:
         cancel(tickets)
         raise (as_refusal(error) if isinstance(error, Exception) else error) from error
@@ -190,7 +186,7 @@ def create_app(
         ValueError, TypeError: defaults that this model cannot answer with.
     """
     engine.check(options_over(defaults, {}))
-    service = Service(engine, name, defaults, options.queue_seconds)
+    service = Service(engine, name, defaults)
 
     # The pages at /docs would be fetched from elsewhere; /openapi.json is the description itself.
     app = FastAPI(title="eagle_fsd", docs_url=None, redoc_url=None, redirect_slashes=False,

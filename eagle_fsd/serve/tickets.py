@@ -109,7 +109,7 @@ class Ticket:
         return self._output.result()
 
     def __await__(self) -> Generator[object, None, Output]:
-        return asyncio.wrap_future(self._output).__await__()
+        return (yield from asyncio.wrap_future(self._output))  # a generator: it holds the ticket
 
     def _tell(self, reader: Callable[[Piece | None], None]) -> None:
         """Tell a reader all pieces, those that are there at once; None: no more will come."""
