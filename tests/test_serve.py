@@ -133,15 +133,11 @@ def test_models_are_listed(client, server):
 @pytest.mark.parametrize(("changed", "error", "param"), [
     ({"model": "large"}, openai.NotFoundError, "model"),
     ({"messages": []}, openai.BadRequestError, "messages"),
-    ({"max_tokens": 0}, openai.BadRequestError, "max_tokens"),
-    ({"temperature": -1}, openai.BadRequestError, "temperature"),
     ({"n": 1000}, openai.BadRequestError, "n"),
-    ({"top_logprobs": 5, "logprobs": True}, openai.BadRequestError, "top_logprobs"),
     ({"frequency_penalty": 1.5}, openai.BadRequestError, "frequency_penalty"),
     ({"max_completion_tokens": 5}, openai.BadRequestError, "max_tokens"),  # which is 24
     ({"extra_body": {"thresold": 1}}, openai.BadRequestError, "thresold"),
     ({"extra_body": {"quality": "accuracy_drop<=1%"}}, openai.BadRequestError, "quality"),
-    ({"extra_body": {"budget": -1}}, openai.BadRequestError, "budget"),
 ])
 def test_errors_reach_the_client_as_its_own(client, changed, error, param):
     with pytest.raises(error) as found:

@@ -56,14 +56,6 @@ def test_a_server_whose_engine_failed_ends(monkeypatch, caplog):
     assert ended == [False] and "the engine ends with all" in caplog.text
 
 
-def test_the_command_ends_with_status_1(monkeypatch):
-    monkeypatch.setattr("eagle_fsd.serve.server.serve", lambda *args: False)
-    monkeypatch.setattr("eagle_fsd.cli.arguments.Loading.load", lambda self: None)
-    with pytest.raises(SystemExit) as ended:
-        main(["serve", "--port", "0"])
-    assert ended.value.code == 1
-
-
 def test_its_log_leaves_out_what_is_said_of_every_request(request, monkeypatch, capsys):
     root = logging.getLogger()
     request.addfinalizer(functools.partial(root.setLevel, root.level))
@@ -152,20 +144,8 @@ def test_small_things_of_the_protocol():
 # Options of the server --------------------------------------------------------------------------------------------
 
 
-def test_bad_rules_are_refused_before_loading(monkeypatch, capsys):
-    monkeypatch.setattr("eagle_fsd.cli.arguments.Loading.load", lambda self: pytest.fail("it was loaded"))
-    with pytest.raises(SystemExit) as ended:
-        main(["serve", "--port", "0", "--threshold", "-1"])
-    assert ended.value.code == 2 and "threshold of rule 'fsd' must lie in" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(("defaults", "message"), [
-    ({"stop_token_ids": [10**6]}, "outside the vocabulary"),
-    ({"seed": [1, 2]}, "seed must be an int"),
-    ({"thresold": 0.5}, "unknown option 'thresold'"),
-])
-def test_defaults_are_checked_against_the_model(defaults, message):
-    with pytest.raises((ValueError, TypeError), match=message), client(defaults=defaults):
+def test_defaults_are_checked_against_the_model():
+    with pytest.raises(ValueError, match="outside the vocabulary"), client(defaults={"stop_token_ids": [10**6]}):
         pass
 
 
@@ -195,11 +175,9 @@ def test_plain_serving_drafts_nothing(monkeypatch):
 
 
 @pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="the system has no such time")
-@pytest.mark.parametrize("size", [2**22, 2**26], ids=["in one", "in parts"])
-def test_a_client_that_never_reads_loses_its_connection(size):
-    """Whether the application waits for it, or has long said all."""
+def test_a_client_that_never_reads_loses_its_connection():
     async def app(scope, receive, send):
-        await PlainTextResponse("x" * size)(scope, receive, send)
+        await PlainTextResponse("x" * 2**24)(scope, receive, send)
 
     options = ServeOptions(port=0, write_seconds=0.3)
     place = reserve(options)
