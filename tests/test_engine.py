@@ -85,8 +85,8 @@ def eagle3_pair(named=None, tokenizer=None):
 def request(number):
     """One of some requests with many beginnings in common: prompt and options."""
     draw = random.Random(number)
-    common = [(7 * i + 2) % VOCAB for i in range(90)]
-    prompt = [*common[: draw.choice([0, 4, 12, 30, 90])], *(draw.randrange(VOCAB) for _ in range(draw.randint(1, 8)))]
+    common = [(7 * i + 2) % VOCAB for i in range(30)]
+    prompt = [*common[: draw.choice([0, 4, 12, 30])], *(draw.randrange(VOCAB) for _ in range(draw.randint(1, 8)))]
     options = {"max_new_tokens": draw.choice([1, 2, 7, 14, 20]), "seed": number, **OPTIONS[number % len(OPTIONS)]}
     return prompt, options
 
@@ -167,7 +167,7 @@ def run_schedule(seed):
         if draw.random() < 0.25:
             events[turn + draw.randrange(1, 12)].append(cancel(at))
     rows = draw.randint(1, 5)
-    options = {"max_tokens": draw.choice([160, 460, 2000]), "prefill_chunk": draw.choice([1, 3, 8, 64]),
+    options = {"max_tokens": draw.choice([120, 300, 2000]), "prefill_chunk": draw.choice([1, 3, 8, 64]),
                "prefixes": draw.choice([0, 1, 3])}
     engine = scheduled(model(draw.random() < 0.6), events, max_rows=rows, **options)
     assert engine.error is None and len(tickets) == len(numbers)
@@ -191,7 +191,6 @@ def run_schedule(seed):
 
 
 def test_random_schedules():
-    """Also of long prompts that join while nothing is drafted, in tight room."""
     reused, undrafted, reasons = 0, 0, set()
     for seed in range(45):
         stats, ended = run_schedule(seed)
@@ -199,6 +198,35 @@ def test_random_schedules():
         undrafted += stats.undrafted
         reasons |= ended
     assert reused > 100 and undrafted > 100 and reasons >= {"length", "stop", "cancelled"}
+
+
+def run_gaps(seed):
+    """Long prompts join while nothing is drafted, and a tree is chosen again while they are there; room is tight."""
+    draw = random.Random(seed)
+    pair = model(True)
+
+    def prompt():
+        first, step = draw.randrange(VOCAB), draw.randrange(1, VOCAB)
+        return [(step * i + first) % VOCAB for i in range(draw.choice([2, 9, 40, 75, 100]))]
+
+    asked = [(prompt(), {"max_new_tokens": draw.choice([4, 12, 20]), "acceptance": "exact", "seed": at})
+             for at in range(draw.randint(3, 6))]
+    tickets, events = {}, [[] for _ in range(20)]
+
+    def submit(at, engine):
+        tickets[at] = engine.submit(asked[at][0], **asked[at][1])
+
+    for at in range(len(asked)):
+        events[draw.randrange(12)].append(functools.partial(submit, at))
+    engine = scheduled(pair, events, max_rows=4, max_tokens=draw.choice([155, 320, 460, 620]))
+    assert engine.error is None, engine.error
+    for at, (prompt, options) in enumerate(asked):
+        assert_as_alone(tickets[at].result(0), eagle_fsd.generate(prompt, pair, tree=TREE, **options))
+    return engine.stats.undrafted
+
+
+def test_rows_that_joined_while_nothing_was_drafted():
+    assert sum(run_gaps(seed) for seed in range(15)) > 30
 
 
 @pytest.mark.parametrize("family", ["gemma2", "deepseek_v3", "gpt2"])
