@@ -4,7 +4,6 @@ import asyncio
 import re
 import shutil
 from importlib.util import find_spec
-from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -12,7 +11,6 @@ from served import here, served, wait_for_health
 from tiny import tiny_chat_pair
 
 import eagle_fsd
-from eagle_fsd.serve.app import Service
 
 gradio = pytest.importorskip("gradio")
 from eagle_fsd.serve.page import WAITING, answer, build, nothing_said, settings_of, stopped  # noqa: E402, needs gradio
@@ -31,8 +29,7 @@ def test_whatever_the_server_was_started_with_is_among_the_settings(defaults, sh
     found = settings_of(defaults)
     assert tuple(each["value"] for each in found.values()) == shown
     assert found["guard"]["visible"] == (defaults.get("acceptance") != "exact")
-    service = SimpleNamespace(name="tiny", defaults=defaults)
-    sliders = [each for each in build(service).blocks.values() if isinstance(each, gradio.Slider)]
+    sliders = [each for each in build(None, "tiny", defaults).blocks.values() if isinstance(each, gradio.Slider)]
     assert len(sliders) == 3
     for slider in sliders:  # what the page sends as it stands
         assert slider.preprocess(slider.value) == slider.value
@@ -46,10 +43,10 @@ def engine():
 
 def states(engine, said=None, asked="hi", until=None, **defaults):
     """Those of the page while an answer is made; `until`: it is stopped at the first for which this holds."""
-    service = Service(engine, "tiny", {"max_new_tokens": 40, **defaults})
+    defaults = {"max_new_tokens": 40, **defaults}
 
     async def read():
-        found, going = [], answer(service, asked, said or nothing_said(), 0.3, 0.7, 0.0)
+        found, going = [], answer(engine, defaults, asked, said or nothing_said(), 0.3, 0.7, 0.0)
         async for state in going:
             found.append(state)
             if until is not None and until(state):

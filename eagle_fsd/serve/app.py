@@ -219,7 +219,7 @@ def create_app(
     if options.page:
         from .page import mount_page
 
-        mount_page(app, service, key)
+        mount_page(app, engine, name, defaults, key)
     return app
 
 

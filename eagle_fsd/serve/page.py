@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 from ..acceptance import RULES
 from ..engine.output import Output, Receipt
 from ..text import GrowingText
-from .app import Service, cancel
+from .engine import Engine
 from .protocol import options_over
 from .tickets import EngineClosed, Piece, QueueFull, Ticket
 
@@ -115,20 +115,22 @@ def page_html(turns: list[str]) -> str:
 
 
 async def answer(
-    service: Service, asked: str, said: dict, threshold: float, guard: float, temperature: float
+    engine: Engine, defaults: Mapping[str, Any], asked: str, said: dict, threshold: float, guard: float,
+    temperature: float,
 ) -> AsyncIterator[tuple[str, str, dict]]:
     """The conversation as it grows: what stands in the field, the page, and the state.
 
     Args:
+        defaults: options of decoding that the server was started with.
         said: messages and turns of the conversation so far.
     """
     if not asked.strip():
         yield asked, page_html(said["turns"]), said
         return
     messages = [*said["messages"], {"role": "user", "content": asked}]
-    shown = Shown(asked, service.engine.model.tokenizer)
+    shown = Shown(asked, engine.model.tokenizer)
     given = {"temperature": float(temperature), "seed": time.time_ns() % 2**48}
-    own = rule_fields(service.defaults)
+    own = rule_fields(defaults)
     given |= {name: float(value) for name, value in (("threshold", threshold), ("head_guard", guard)) if name in own}
 
     def state() -> tuple[str, str, dict]:
@@ -138,24 +140,24 @@ async def answer(
         return "", page_html(turns), {"messages": answered if shown.text else said["messages"], "turns": turns}
 
     yield state()
-    tickets: list[Ticket] = []
+    ticket: Ticket | None = None
     try:
-        options = options_over(service.defaults, given)
-        tickets.append(await asyncio.to_thread(service.engine.submit, messages, options))
+        ticket = await asyncio.to_thread(engine.submit, messages, options_over(defaults, given))
         last = time.perf_counter()
-        async for piece in tickets[0]:
+        async for piece in ticket:
             shown.add(piece)
             if time.perf_counter() - last > REFRESH:
                 yield state()
                 last = time.perf_counter()
-        shown.end(await tickets[0])
+        shown.end(await ticket)
     except (ValueError, TypeError, QueueFull, EngineClosed) as error:
         shown.wrong = str(error)
     except Exception as error:
         log.error("an answer failed", exc_info=error)
         shown.wrong = "The answer failed; the server's log says why."
     finally:
-        cancel(tickets)
+        if ticket is not None:
+            ticket.cancel()
     yield state()
 
 
@@ -191,15 +193,15 @@ def settings_of(defaults: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     }
 
 
-def build(service: Service) -> gradio.Blocks:
+def build(engine: Engine, name: str, defaults: Mapping[str, Any]) -> gradio.Blocks:
     """The page's parts and what they do."""
-    settings = settings_of(service.defaults)
+    settings = settings_of(defaults)
 
     async def answers(*inputs: Any) -> AsyncIterator[tuple[str, str, dict]]:
-        async for state in answer(service, *inputs):
+        async for state in answer(engine, defaults, *inputs):
             yield state
 
-    with gradio.Blocks(title=f"eagle_fsd · {service.name}", analytics_enabled=False, fill_width=True) as blocks:
+    with gradio.Blocks(title=f"eagle_fsd · {name}", analytics_enabled=False, fill_width=True) as blocks:
         said = gradio.State(nothing_said())
         with gradio.Row():
             with gradio.Column(scale=3, min_width=320):
@@ -226,7 +228,7 @@ def build(service: Service) -> gradio.Blocks:
     return blocks
 
 
-def mount_page(app: FastAPI, service: Service, key: str | None) -> None:
+def mount_page(app: FastAPI, engine: Engine, name: str, defaults: Mapping[str, Any], key: str | None) -> None:
     """Adds the page at `PATH`; with a key, the page asks for it as a password."""
     login: dict[str, Any] = {} if key is None else {
         "auth": lambda user, password: hmac.compare_digest(password.encode(), key.encode()),
@@ -234,7 +236,8 @@ def mount_page(app: FastAPI, service: Service, key: str | None) -> None:
     }
     theme = gradio.themes.Default(font=["system-ui", "sans-serif"], font_mono=["ui-monospace", "monospace"])
     gradio.mount_gradio_app(
-        app, build(service).queue(default_concurrency_limit=None, max_size=64), PATH, theme=theme, max_file_size=0,
+        app, build(engine, name, defaults).queue(default_concurrency_limit=None, max_size=64), PATH, theme=theme,
+        max_file_size=0,  # it takes none
         css=Path(__file__).with_name("page.css").read_text(encoding="utf-8"), ssr_mode=False, footer_links=[],
         enable_monitoring=False, pwa=False, mcp_server=False, **login,
     )
