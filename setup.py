@@ -12,7 +12,7 @@ VERSION = next(
 
 GGUF = ["gguf>=0.10"]  # for the default pair, too
 EVAL = ["matplotlib>=3.8"]
-SERVE = ["fastapi>=0.115", "starlette>=0.46", "pydantic>=2.10", "uvicorn>=0.34", "h11>=0.14", "prometheus-client>=0.21",
+SERVE = ["fastapi>=0.165", "starlette>=1.10", "pydantic>=2.10", "uvicorn>=0.34", "h11>=0.14", "prometheus-client>=0.21",
          "psutil>=5.9"]
 EXTRAS = {
     "gguf": GGUF,

@@ -16,7 +16,7 @@ from tiny import tiny_chat_pair
 import eagle_fsd
 from eagle_fsd.serve.app import create_app
 from eagle_fsd.serve.limits import ServeOptions
-from eagle_fsd.serve.server import DrainingServer, configuration, reserve
+from eagle_fsd.serve.server import Server, configuration, reserve
 
 ROOT = Path(__file__).parents[1]
 SMALL = [str(Path(__file__).parent / "pairs" / name) for name in ("small-target", "small-draft")]
@@ -32,7 +32,7 @@ class Here:
         app = create_app(self.engine, "tiny", options, {}, key)
         self.port = place.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
-        self.server = DrainingServer(configuration(app, options), app.state.service, options.drain_seconds)
+        self.server = Server(configuration(app, options), self.engine)
         self.thread = threading.Thread(target=lambda: asyncio.run(self.server.serve([place])))
         self.thread.start()
         wait_until(lambda: self.server.started)

@@ -49,7 +49,7 @@ OPTIONS = [
 
 
 class Trees:
-    """Such as `tree="auto"` has: another tree for each number of rows, and none from 4 rows on; drafting pauses."""
+    """Such as `tree="auto"` has: another tree for each number of rows, for some of them none; drafting pauses."""
 
     largest, logs = (eagle_fsd.TreeConfig(30, 5, 4),), ()
 
@@ -57,17 +57,8 @@ class Trees:
         return TREE
 
     def of(self, setting, rows=1):
-        if rows > 3:
-            return Choice(None)
-        tree = [TREE, eagle_fsd.TreeConfig(30, 5, 4), eagle_fsd.TreeConfig(4, 2, 2)][rows - 1]
+        tree = {1: TREE, 3: eagle_fsd.TreeConfig(30, 5, 4), 5: eagle_fsd.TreeConfig(4, 2, 2)}.get(rows)
         return Choice(tree, cost=lambda nodes, levels: 2.5)
-
-
-class Gaps(Trees):
-    """None for two rows or for three, but for fewer and for more of them."""
-
-    def of(self, setting, rows=1):
-        return Choice(None if rows in (2, 3) else super().of(setting, min(rows, 3)).tree)
 
 
 @functools.cache
@@ -123,7 +114,7 @@ def pieces_of(ticket):
 
 
 class Scheduled(eagle_fsd.Engine):
-    """Between cycles, its own thread does what a test wants done there; it closes once nothing is left to do."""
+    """Between cycles, its own thread does what a test wants; it closes once nothing is left to do."""
 
     def __init__(self, *args, events, **options):
         self.events = events  # one list of functions of the engine for each turn
@@ -136,7 +127,7 @@ class Scheduled(eagle_fsd.Engine):
             if self._queue or len(self._rows):
                 return True
             if not self.events:
-                self._closing = True
+                self.closed = True
                 return False
 
 
@@ -200,26 +191,26 @@ def run_schedule(seed):
 
 
 def test_random_schedules():
-    reused, reasons = 0, set()
-    for seed in range(60):
+    reused, undrafted, reasons = 0, 0, set()
+    for seed in range(45):
         stats, ended = run_schedule(seed)
         reused += stats.reused_tokens
+        undrafted += stats.undrafted
         reasons |= ended
-    assert reused > 100 and reasons >= {"length", "stop", "cancelled"}
+    assert reused > 100 and undrafted > 100 and reasons >= {"length", "stop", "cancelled"}
 
 
 def run_gaps(seed):
     """Long prompts join while nothing is drafted, and a tree is chosen again while they are there; room is tight."""
     draw = random.Random(seed)
-    pair = tiny_pair()
-    pair.tree, pair.trees = TREE, Gaps()
+    pair = model(True)
 
     def prompt():
         first, step = draw.randrange(VOCAB), draw.randrange(1, VOCAB)
         return [(step * i + first) % VOCAB for i in range(draw.choice([2, 9, 40, 75, 100]))]
 
-    asked = [(prompt(), {"max_new_tokens": draw.choice([4, 12, 20]), "acceptance": "exact", "seed": at,
-                         "temperature": draw.choice([0.0, 0.9])}) for at in range(draw.randint(3, 6))]
+    asked = [(prompt(), {"max_new_tokens": draw.choice([4, 12, 20]), "acceptance": "exact", "seed": at})
+             for at in range(draw.randint(3, 6))]
     tickets, events = {}, [[] for _ in range(20)]
 
     def submit(at, engine):
@@ -227,8 +218,7 @@ def run_gaps(seed):
 
     for at in range(len(asked)):
         events[draw.randrange(12)].append(functools.partial(submit, at))
-    engine = scheduled(pair, events, max_rows=4, max_tokens=draw.choice([155, 320, 460, 620]),
-                       prefixes=draw.choice([0, 3]), prefill_chunk=draw.choice([16, 512]))
+    engine = scheduled(pair, events, max_rows=4, max_tokens=draw.choice([155, 320, 460, 620]))
     assert engine.error is None, engine.error
     for at, (prompt, options) in enumerate(asked):
         assert_as_alone(tickets[at].result(0), eagle_fsd.generate(prompt, pair, tree=TREE, **options))
@@ -256,7 +246,7 @@ def test_families(family):
 # Prompts in parts, and what is kept of them -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("head", "chunk"), [("eagle", 1), ("eagle", 16), ("eagle3", 5)])
+@pytest.mark.parametrize(("head", "chunk"), [("eagle", 1), ("eagle3", 5)])
 def test_a_prompt_in_parts_is_the_whole_prompt(chunk, head):
     pair = model() if head == "eagle" else eagle3_pair()
     prompt = [(5 * i + 3) % VOCAB for i in range(33)]
@@ -266,24 +256,6 @@ def test_a_prompt_in_parts_is_the_whole_prompt(chunk, head):
     assert_as_alone(output, expected)
     assert output.stats.accepted_lengths == expected.stats.accepted_lengths
     assert output.stats.prefill_tokens == 33
-
-
-def test_others_wait_at_most_one_part():
-    """While a long prompt is read, those that are being decoded go on after every part."""
-    between, tickets = [], []
-
-    def note(engine):
-        if engine._rows.reading is not None:
-            between.append((engine._rows.decoder.forwards.lengths, engine._rows.reading.forwards.lengths))
-
-    long = [(5 * i + 3) % VOCAB for i in range(90)]
-    scheduled(model(), [[lambda engine: tickets.append(engine.submit(PROMPT, max_new_tokens=60))], [],
-                        [lambda engine: tickets.append(engine.submit(long, max_new_tokens=2))], *[[note]] * 30],
-              prefill_chunk=10)
-    assert [own[0] for _, own in between] == list(range(10, 90, 10))
-    decoded = [lengths[0] for lengths, _ in between]
-    assert all(later > earlier for earlier, later in zip(decoded, decoded[1:], strict=False))
-    assert [ticket.result().finish_reason for ticket in tickets] == ["length", "length"]
 
 
 @pytest.mark.parametrize("trees", [False, True], ids=["drafting", "auto"])
@@ -387,12 +359,11 @@ def test_closing_finishes_what_was_submitted():
     engine.close()
 
 
-@pytest.mark.parametrize("how", [{"drain": False}, {"timeout": 0.05}], ids=str)
-def test_closing_at_once(how):
+def test_closing_at_once():
     engine = eagle_fsd.Engine(model(), max_rows=1)
     first, go = blocked(engine)
     second = engine.submit(PROMPT)
-    closing = threading.Thread(target=engine.close, kwargs=how)
+    closing = threading.Thread(target=engine.close, kwargs={"drain": False})
     closing.start()
     with pytest.raises(eagle_fsd.EngineClosed, match="before the request's turn"):
         second.result(30)
@@ -517,15 +488,7 @@ def raises(error):
     return broken
 
 
-def test_an_answer_needs_no_memory_for_what_is_kept_of_it(monkeypatch):
-    monkeypatch.setattr(Prefixes, "add", raises(RuntimeError("out of memory")))
-    with eagle_fsd.Engine(model()) as engine:
-        for count in (1, 9):
-            assert engine.submit(PROMPT, max_new_tokens=count).result(30).finish_reason == "length"
-    assert engine.error is None
-
-
-@pytest.mark.parametrize("place", [(Prefixes, "add"), (Decoder, "keep"), (Decoder, "join")], ids=readable)
+@pytest.mark.parametrize("place", [(Prefixes, "add"), (Decoder, "join")], ids=readable)
 def test_every_request_ends_whatever_fails(place, monkeypatch):
     """In the middle of what ends one of them."""
     monkeypatch.setattr(*place, raises(KeyError("a bug")))
@@ -537,13 +500,10 @@ def test_every_request_ends_whatever_fails(place, monkeypatch):
 
 
 @pytest.mark.parametrize(("options", "error", "message"), [
-    ({"temperatur": 1}, TypeError, "unknown option 'temperatur'; accepted: "),
     ({"temperature": -1}, ValueError, "temperature must be"),
-    ({"threshold": -1}, ValueError, "threshold of rule 'fsd'"),
     ({"seed": [1, 2]}, ValueError, "one for each prompt: 1, got 2"),
     ({"tree": eagle_fsd.TreeConfig(4, 2, 2)}, ValueError, "every request has the engine's tree"),
     ({"logits_processor": 5}, TypeError, "logits_processor must be a list"),
-    ({"stop_token_ids": [VOCAB]}, ValueError, "outside the vocabulary"),
 ], ids=readable)
 def test_bad_requests(options, error, message):
     with eagle_fsd.Engine(model()) as engine:
@@ -555,18 +515,12 @@ def test_bad_requests(options, error, message):
         assert engine.stats.requests == engine.rows == engine.waiting == 0
 
 
-@pytest.mark.parametrize(("options", "error", "message"), [
-    ({"max_rows": 0}, ValueError, "max_rows must be at least 1"),
-    ({"max_tokens": 5}, ValueError, "max_tokens must be at least 14"),
-    ({"tree": 5}, TypeError, "tree must be a TreeConfig"),
-    ({"tree": eagle_fsd.TreeConfig(8, 3, 2, least_reach=0.1)}, ValueError, "must not stop early"),
-    ({"tree": eagle_fsd.TreeConfig(60, 3, VOCAB + 1)}, ValueError, "exceeds the draft's vocabulary"),
-], ids=readable)
-def test_bad_engines(options, error, message):
-    with pytest.raises(error, match=message):
-        eagle_fsd.Engine(model(), **options)
-    with pytest.raises(TypeError, match=r"from eagle_fsd\.load"):
-        eagle_fsd.Engine("model")
+def test_bad_engines():
+    for options, message in (({"max_rows": 0}, "max_rows must be at least 1"),
+                             ({"max_tokens": 5}, "max_tokens must be at least 14"),
+                             ({"tree": eagle_fsd.TreeConfig(8, 3, 2, least_reach=0.1)}, "must not stop early")):
+        with pytest.raises(ValueError, match=message):
+            eagle_fsd.Engine(model(), **options)
 
 
 # Threads, asyncio, and nobody -------------------------------------------------------------------------------------

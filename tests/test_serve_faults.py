@@ -2,15 +2,14 @@
 
 import asyncio
 import functools
-import json
 import logging
-import resource
 import socket
 import threading
 from contextlib import contextmanager
 
 import httpx
 import pytest
+import uvicorn
 from fastapi.testclient import TestClient
 from served import SMALL, wait_until
 from starlette.responses import PlainTextResponse
@@ -22,7 +21,6 @@ from eagle_fsd.cli import main
 from eagle_fsd.cli.serve import begin_log
 from eagle_fsd.engine.decoder import Decoder
 from eagle_fsd.serve.app import create_app
-from eagle_fsd.serve.guards import Guard
 from eagle_fsd.serve.limits import ServeOptions
 from eagle_fsd.serve.protocol import usage
 from eagle_fsd.serve.server import configuration, reserve, serve
@@ -33,11 +31,11 @@ BODY = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
 
 
 @contextmanager
-def client(pair=None, key=None, inner=(), defaults=None, **engine):
+def client(pair=None, defaults=None, **engine):
     with eagle_fsd.Engine(pair or tiny_chat_pair(), **engine) as made:
-        app = create_app(made, "tiny", ServeOptions(), defaults or {}, key, inner)
+        app = create_app(made, "tiny", ServeOptions(), defaults or {})
         with TestClient(app, raise_server_exceptions=False) as found:
-            found.service = app.state.service
+            found.engine = made
             yield found
 
 
@@ -55,15 +53,7 @@ def test_a_server_whose_engine_failed_ends(monkeypatch, caplog):
     monkeypatch.setattr(pair.target, "verify", lambda *args: 1 / 0)
     assert httpx.post(f"http://127.0.0.1:{place.getsockname()[1]}{CHAT}", json=BODY, timeout=60).status_code == 500
     thread.join(60)
-    assert ended == [False] and "the engine has failed: the server ends" in caplog.text
-
-
-def test_the_command_ends_with_status_1(monkeypatch):
-    monkeypatch.setattr("eagle_fsd.serve.server.serve", lambda *args: False)
-    monkeypatch.setattr("eagle_fsd.cli.arguments.Loading.load", lambda self: None)
-    with pytest.raises(SystemExit) as ended:
-        main(["serve", "--port", "0"])
-    assert ended.value.code == 1
+    assert ended == [False] and "the engine ends with all" in caplog.text
 
 
 def test_its_log_leaves_out_what_is_said_of_every_request(request, monkeypatch, capsys):
@@ -76,14 +66,14 @@ def test_its_log_leaves_out_what_is_said_of_every_request(request, monkeypatch, 
     assert [line.split("WARNING")[1] for line in capsys.readouterr().err.splitlines()] == [" by eagle_fsd.engine"]
 
 
-def test_until_then_it_says_that_the_engine_failed(monkeypatch):
+def test_until_then_it_tells_clients_to_go_elsewhere(monkeypatch):
     pair = tiny_chat_pair()
     with client(pair) as found:
         monkeypatch.setattr(pair.target, "verify", lambda *args: 1 / 0)
         assert found.post(CHAT, json=BODY).status_code == 500
         for answer in (found.post(CHAT, json=BODY), found.get("/health")):
             assert answer.status_code == 503 and answer.headers["retry-after"]
-            assert answer.json()["error"]["code"] == "engine_failed" and "ZeroDivision" not in answer.text
+            assert answer.json()["error"]["code"] == "shutting_down" and "ZeroDivision" not in answer.text
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -121,31 +111,12 @@ def test_a_prompt_that_was_not_there_is_not_cached():
         prompt = [(5 * i + 3) % 30 for i in range(60)]
         for expected in (0, 59):
             tickets = [engine.submit(prompt, max_new_tokens=6, seed=i, temperature=1.0) for i in range(2)]
-            told = usage(tickets, [ticket.result() for ticket in tickets])["prompt_tokens_details"]["cached_tokens"]
+            told = usage(60, [ticket.result() for ticket in tickets])["prompt_tokens_details"]["cached_tokens"]
             assert told >= expected - 1 if expected else told == 0
 
 
-@pytest.mark.parametrize("body", [
-    {"messages": [0] * 500_000},
-    {"messages": [{"role": "user", "content": [{"type": "text", "text": ""}] * 30_000}]},
-    {"messages": [{"role": "user", "content": ""}] * 20_000},
-    {"prompt": ["a"] * 260_000},
-], ids=["messages", "empty parts", "empty messages", "prompt"])
-def test_a_list_of_wrong_items_is_refused_at_the_first(body):
-    """Within memory for one error, not for half a million."""
-    path = CHAT if "messages" in body else "/v1/completions"
-    content = json.dumps(body, separators=(",", ":"))
-    assert len(content) < 2**20
-    with client() as found:
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        answer = found.post(path, content=content, headers={"content-type": "application/json"})
-        grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
-    assert answer.status_code == 400 and len(answer.text) < 2000
-    assert grown < 200 * 1024  # KiB
-
-
 @pytest.mark.parametrize(("changed", "param"), [
-    ({"messages": [{"role": "user", "content": "hi", "contents": "ho"}]}, "messages.0.contents"),
+    ({"messages": [{"role": "user", "content": "hi", "contents": "ho"}]}, "messages.0"),
     ({"messages": [{"role": "user", "content": [{"type": "text", "text": "hi", "txt": "ho"}]}]},
      "messages.0.content.list[Part].0.txt"),
     ({"stream_options": {"include_usge": True}}, "stream_options.include_usge"),
@@ -170,53 +141,11 @@ def test_small_things_of_the_protocol():
         assert found.post(CHAT, json={**BODY, "n": 2}).status_code == 200
 
 
-def test_a_request_that_is_being_tokenised_counts(monkeypatch):
-    seen = []
-    with client() as found:
-        submit = found.service.engine.submit
-        monkeypatch.setattr(found.service.engine, "submit",
-                            lambda *args, **options: seen.append(found.service.busy) or submit(*args, **options))
-        assert not found.service.busy
-        assert found.post(CHAT, json=BODY).status_code == 200
-        assert seen == [True] and found.service.submitting == 0
-
-
-def test_middleware_inside_sees_only_what_the_guard_lets_through():
-    """As Ray's, which remembers conversations."""
-    seen = []
-
-    class Remembers:
-        def __init__(self, app):
-            self.app = app
-
-        async def __call__(self, scope, receive, send):
-            if scope["type"] == "http":
-                seen.append(dict(scope["headers"]).get(b"authorization"))
-            await self.app(scope, receive, send)
-
-    with client(key="a secret", inner=(Remembers,)) as found:
-        status = [found.get("/v1/models", headers={"authorization": f"Bearer {key}"}).status_code
-                  for key in ("wrong", "a secret")]
-    assert status == [401, 200] and seen == [b"Bearer a secret"]
-
-
 # Options of the server --------------------------------------------------------------------------------------------
 
 
-def test_bad_rules_are_refused_before_loading(monkeypatch, capsys):
-    monkeypatch.setattr("eagle_fsd.cli.arguments.Loading.load", lambda self: pytest.fail("it was loaded"))
-    with pytest.raises(SystemExit) as ended:
-        main(["serve", "--port", "0", "--threshold", "-1"])
-    assert ended.value.code == 2 and "threshold of rule 'fsd' must lie in" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(("defaults", "message"), [
-    ({"stop_token_ids": [10**6]}, "outside the vocabulary"),
-    ({"seed": [1, 2]}, "seed must be an int"),
-    ({"thresold": 0.5}, "unknown option 'thresold'"),
-])
-def test_defaults_are_checked_against_the_model(defaults, message):
-    with pytest.raises((ValueError, TypeError), match=message), client(defaults=defaults):
+def test_defaults_are_checked_against_the_model():
+    with pytest.raises(ValueError, match="outside the vocabulary"), client(defaults={"stop_token_ids": [10**6]}):
         pass
 
 
@@ -225,8 +154,8 @@ def test_defaults_hold_where_a_request_does_not_say():
     defaults = {"threshold": 0.5, "divergence": "tv", "max_new_tokens": 3}
     with client(defaults=defaults) as found:
         asked = []
-        submit = found.service.engine.submit
-        found.service.engine.submit = lambda prompt, options: asked.append(options) or submit(prompt, options)
+        submit = found.engine.submit
+        found.engine.submit = lambda prompt, options: asked.append(options) or submit(prompt, options)
         for more in ({"max_tokens": None}, {"threshold": 0.1}, {"acceptance": "lenience"}):
             assert found.post(CHAT, json={**BODY, **more}).status_code == 200
     assert [(each.max_new_tokens, each.threshold, each.divergence) for each in asked] == [
@@ -245,69 +174,26 @@ def test_plain_serving_drafts_nothing(monkeypatch):
 # Connections ------------------------------------------------------------------------------------------------------
 
 
-@contextmanager
-def serving(app, **options):
-    """The port of a server in a thread, with uvicorn's part of the real one."""
-    import uvicorn
+@pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="the system has no such time")
+def test_a_client_that_never_reads_loses_its_connection():
+    async def app(scope, receive, send):
+        await PlainTextResponse("x" * 2**24)(scope, receive, send)
 
-    chosen = ServeOptions(port=0, **options)
-    place = reserve(chosen)
-    guard = Guard(app, key=None, max_body=1024, max_open=chosen.max_connections, read_seconds=5, count=lambda *a: None)
-    config = configuration(guard, chosen)
+    options = ServeOptions(port=0, write_seconds=0.3)
+    place = reserve(options)
+    config = configuration(app, options)
     config.lifespan = "off"
     server = uvicorn.Server(config)
     thread = threading.Thread(target=lambda: asyncio.run(server.serve([place])))
     thread.start()
     wait_until(lambda: server.started)
     try:
-        yield place.getsockname()[1], server
+        with socket.socket() as connection:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
+            connection.connect(("127.0.0.1", place.getsockname()[1]))
+            connection.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+            wait_until(lambda: server.server_state.connections)
+            wait_until(lambda: not server.server_state.connections)
     finally:
         server.should_exit = True
         thread.join(30)
-
-
-def test_requests_above_the_limit_are_told_to_come_back():
-    begun, go = threading.Event(), threading.Event()
-
-    async def app(scope, receive, send):
-        if scope["path"] == "/slow":
-            begun.set()
-            await asyncio.to_thread(go.wait, 30)
-        await PlainTextResponse("yes")(scope, receive, send)
-
-    with serving(app, max_connections=1) as (port, _):
-        url = f"http://127.0.0.1:{port}"
-        slow = []
-        thread = threading.Thread(target=lambda: slow.append(httpx.get(f"{url}/slow", timeout=60)))
-        thread.start()
-        assert begun.wait(30)
-        refused = httpx.get(f"{url}/fast")
-        assert refused.status_code == 503 and refused.headers["retry-after"]
-        assert refused.json()["error"]["code"] == "too_many_connections"
-        assert httpx.get(f"{url}/health").status_code == 200
-        go.set()
-        thread.join(30)
-        assert slow[0].status_code == 200 and httpx.get(f"{url}/fast").status_code == 200
-
-
-@pytest.mark.parametrize("size", [2**16, 2**24], ids=["in one", "in parts"])
-def test_a_client_that_never_reads_loses_its_connection(size):
-    """Whether the application waits for it, or has long said all."""
-    ended = threading.Event()
-
-    async def app(scope, receive, send):
-        await send({"type": "http.response.start", "status": 200, "headers": []})
-        for _ in range(size // 2**16):
-            await send({"type": "http.response.body", "body": b"x" * 2**16, "more_body": True})
-        await send({"type": "http.response.body", "body": b""})
-        ended.set()
-
-    with serving(app, write_seconds=0.3) as (port, server):
-        with socket.socket() as connection:
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
-            connection.connect(("127.0.0.1", port))
-            connection.sendall(b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
-            assert ended.wait(20)
-            wait_until(lambda: not server.server_state.connections)
-        reader = httpx.get(f"http://127.0.0.1:{port}/", timeout=60)
-        assert len(reader.content) == size

@@ -5,7 +5,6 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-import httpx
 import openai
 import pytest
 from served import SMALL
@@ -51,18 +50,6 @@ def url(cluster):
 def replicas(ray):
     return [actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True)
             if "EagleFsd" in actor["name"] and "REPLICA" in actor["name"].upper()]
-
-
-def test_a_conversation_goes_to_the_replica_that_holds_it(url):
-    for number in range(4):
-        messages, cached = [{"role": "user", "content": PROMPTS[number]}], []
-        for _ in range(2):
-            answer = httpx.post(f"{url}/v1/chat/completions", timeout=60, json={"messages": messages, "max_tokens": 24},
-                                headers={"serve_multiplexed_model_id": f"conversation {number}"}).json()
-            messages += [answer["choices"][0]["message"], {"role": "user", "content": "And twice that?"}]
-            cached.append(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
-            time.sleep(0.3)  # until the proxy has heard who answered
-        assert cached[1] > 20, f"conversation {number} was read anew"
 
 
 def test_a_replica_is_killed_and_every_request_ends_right(cluster, url):

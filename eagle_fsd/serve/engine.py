@@ -48,6 +48,8 @@ class Engine:
 
     Attributes:
         tree: of fuzzy requests.
+        closed: whether new requests are refused.
+        error: what ended its loop, and all requests with it; None: nothing has.
 
     Raises:
         TypeError, ValueError: a bad argument.
@@ -77,8 +79,8 @@ class Engine:
         self._rows.choose_trees()
         self._queue: deque[Request] = deque()
         self._changed = threading.Condition()  # of the queue, and of the next two
-        self._closing, self._cutting = False, False
-        self._error: BaseException | None = None
+        self.closed, self._cutting = False, False
+        self.error: BaseException | None = None
         self._thread = threading.Thread(target=self._work, name="eagle_fsd.Engine", daemon=True)
         self._thread.start()
 
@@ -96,16 +98,6 @@ class Engine:
     def waiting(self) -> int:
         """Requests that wait for a row."""
         return len(self._queue)
-
-    @property
-    def closed(self) -> bool:
-        """Whether new requests are refused."""
-        return self._closing
-
-    @property
-    def error(self) -> BaseException | None:
-        """What ended its loop, and all requests with it; None: nothing has."""
-        return self._error
 
     def submit(
         self, prompt: Any, options: GenerateOptions | None = None, *,
@@ -130,9 +122,9 @@ class Engine:
         self._rows.require_room(request)
         ticket = Ticket(request, self.model.tokenizer, options.stop_strings)
         with self._changed:
-            if self._closing:
-                why = "it was closed" if self._error is None else f"it has failed: {self._error!r}"
-                raise EngineClosed(f"the engine takes no requests any more: {why}") from self._error
+            if self.closed:
+                why = "it was closed" if self.error is None else f"it has failed: {self.error!r}"
+                raise EngineClosed(f"the engine takes no requests any more: {why}") from self.error
             if len(self._queue) >= self.max_waiting:
                 raise QueueFull(f"{len(self._queue)} requests wait already, and no more may (max_waiting)")
             self._rows.live[request] = weakref.ref(ticket)
@@ -150,19 +142,18 @@ class Engine:
             raise ValueError(f"every request has the engine's tree, Engine(tree=...): {self.tree!r}")
         return replace(options, tree=self.tree)
 
-    def close(self, drain: bool = True, timeout: float | None = None) -> None:
+    def close(self, drain: bool = True) -> None:
         """Take no more requests, and return when all have ended.
 
         Args:
             drain: finish what was submitted. False: what is being decoded ends as if it was cancelled, and what waits
                 ends with `EngineClosed`.
-            timeout: seconds, after which what is left is treated so as well.
         """
         with self._changed:
-            self._closing = True
+            self.closed = True
             self._changed.notify_all()
         if drain:
-            self._thread.join(timeout)
+            self._thread.join()
         with self._changed:
             left, self._cutting = list(self._queue), True
             self._queue.clear()
@@ -185,14 +176,14 @@ class Engine:
         except BaseException as error:
             log.exception("the engine ends with all of its requests")
             with self._changed:
-                self._closing, self._error = True, error
+                self.closed, self.error = True, error
                 self._queue.clear()
             self._rows.fail(error)
 
     def _wait(self) -> bool:
         """Wait until there is something to do; False: there never will be."""
         with self._changed:
-            self._changed.wait_for(lambda: self._queue or len(self._rows) or self._closing)
+            self._changed.wait_for(lambda: self._queue or len(self._rows) or self.closed)
             return bool(self._queue or len(self._rows))
 
     def _turn(self) -> None:

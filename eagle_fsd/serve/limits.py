@@ -27,11 +27,11 @@ class ServeOptions:
         max_waiting: requests that wait for a row; the next one is told to come back (429).
         prefill_chunk: tokens of prompts that are read between two cycles of the others.
         prefixes: recent texts whose caches are kept for prompts that begin alike; 0: none.
-        queue_seconds: longest wait for a row, after which a request is told to come back (503).
         read_seconds: longest time for a request to arrive, head and body (408).
-        write_seconds: longest time for a client to take what was sent to it; after that its connection is closed.
+        write_seconds: longest time for a client to take what was sent to it; after that its connection is closed
+            (where the system can say so: Linux).
         max_body: bytes of a request's body (413).
-        max_connections: requests that are read or answered at once, waiting ones included; those above get 503.
+        max_connections: requests that are answered at once, waiting ones included; those above get 503.
         drain_seconds: after SIGTERM, longest time for what runs to end.
         page: serve the page at /page too (extra `page`).
         plain: decode without drafting, to compare with.
@@ -45,7 +45,6 @@ class ServeOptions:
     max_waiting: int = 64
     prefill_chunk: int = 512
     prefixes: int = 8
-    queue_seconds: float = 60.0
     read_seconds: float = 20.0
     write_seconds: float = 30.0
     max_body: int = 2**20
@@ -63,7 +62,7 @@ class ServeOptions:
             raise ValueError(f"port must be at most 65535, got {self.port}")
         if self.max_tokens is not None:
             require_integer("max_tokens", self.max_tokens, 2)
-        for name in ("queue_seconds", "read_seconds", "write_seconds", "drain_seconds"):
+        for name in ("read_seconds", "write_seconds", "drain_seconds"):
             require_number(name, getattr(self, name), "a positive number of seconds", lambda x: 0 < x < math.inf)
         require_bool("page", self.page)
         require_bool("plain", self.plain)

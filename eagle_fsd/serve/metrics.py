@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .engine import Engine
 from .tickets import Ticket
 
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
-PATHS = ("/v1/models", "/v1/chat/completions", "/v1/completions", "/health", "/metrics")
 COUNTERS = {  # of `EngineStats`
     "requests": "requests that were taken",
     "prompt_tokens": "tokens of prompts",
@@ -36,18 +36,13 @@ class Metrics(Collector):
         self.engine, self.registry = engine, CollectorRegistry()
         self.answered = Counter("eagle_fsd_http_answers", "answers by path and status", ["path", "status"],
                                 registry=self.registry)
-        self.queued = self._histogram("queue_seconds", "from a request to its row")
-        self.first = self._histogram("first_token_seconds", "from a request to its first token")
-        self.between = self._histogram("token_seconds", "per token, after the first")
-        self.total = self._histogram("answer_seconds", "from a request to its last token")
+        self.queued, self.first, self.between, self.total = (
+            Histogram(f"eagle_fsd_{name}", what, buckets=SECONDS, registry=self.registry) for name, what in (
+                ("queue_seconds", "from a request to its row"),
+                ("first_token_seconds", "from a request to its first token"),
+                ("token_seconds", "per token, after the first"),
+                ("answer_seconds", "from a request to its last token")))
         self.registry.register(self)
-
-    def _histogram(self, name: str, what: str) -> Histogram:
-        return Histogram(f"eagle_fsd_{name}", what, buckets=SECONDS, registry=self.registry)
-
-    def count(self, path: str, status: int) -> None:
-        """An answer of HTTP; a path that there is not counts as "other": clients choose it."""
-        self.answered.labels(path if path in PATHS else "other", str(status)).inc()
 
     def time(self, ticket: Ticket, tokens: int) -> None:
         """A request that has ended with so many tokens."""
@@ -55,7 +50,7 @@ class Metrics(Collector):
         for histogram, seconds in ((self.queued, ticket.queued_seconds), (self.first, first), (self.total, total)):
             if seconds is not None:
                 histogram.observe(seconds)
-        if first is not None and total is not None and tokens > 1:
+        if first is not None and tokens > 1:
             self.between.observe((total - first) / (tokens - 1))
 
     def collect(self) -> Iterator[Metric]:
@@ -74,6 +69,18 @@ class Metrics(Collector):
             ended.add_metric([reason], count)
         yield ended
 
-    def page(self) -> bytes:
-        """The text that Prometheus reads."""
-        return generate_latest(self.registry)
+
+class Counted:
+    """ASGI middleware that counts answers by path and status, paths that there are not as "other"."""
+
+    def __init__(self, app: ASGIApp, answered: Counter) -> None:
+        self.app, self.answered = app, answered
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def counted(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                path = getattr(scope.get("route"), "path", "other")
+                self.answered.labels(path, str(message["status"])).inc()
+            await send(message)
+
+        await self.app(scope, receive, counted)

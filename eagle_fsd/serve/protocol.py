@@ -10,14 +10,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from starlette.exceptions import HTTPException
 from transformers import PreTrainedTokenizerBase
 
 from ..engine.output import Output, Receipt
 from ..options import GenerateOptions, names_of
-from .guards import Refusal
-from .tickets import Piece, Ticket
+from .tickets import Piece
 
+LONGEST_MESSAGE = 600  # characters: a request's own values are shown in it
+TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 429: {"Retry-After": "1"}, 503: {"Retry-After": "2"}}
 FINISHED = {"eos": "stop", "stop": "stop", "length": "length"}
 MOST_CHOICES = 16
 MOST_STOPS = 16
@@ -37,6 +40,33 @@ NEUTRAL: dict[str, tuple] = {
     "functions": ([],), "response_format": ({"type": "text"},), "modalities": (["text"],), "echo": (False,),
     "suffix": ("",), "best_of": (1,),
 }
+
+
+# Refusals ------------------------------------------------------------------------------------------------------------
+
+
+class Refusal(HTTPException):
+    """A request that is not answered, and what its client is told.
+
+    Args:
+        status: of HTTP.
+        message: one line; cut where it is long.
+        param: the field that is wrong.
+        code: a word for programs, such as "model_not_found".
+    """
+
+    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        text = " ".join(message.split())
+        super().__init__(status, text if len(text) <= LONGEST_MESSAGE else f"{text[:LONGEST_MESSAGE]}...",
+                         HEADERS.get(status))
+        self.param, self.code = param, code
+
+    @property
+    def body(self) -> dict:
+        """What the client reads: `{"error": {"message", "type", "param", "code"}}`."""
+        usual = "server_error" if self.status_code >= 500 else "invalid_request_error"
+        return {"error": {"message": self.detail, "type": TYPES.get(self.status_code, usual), "param": self.param,
+                          "code": self.code}}
 
 
 # Options of decoding -------------------------------------------------------------------------------------------------
@@ -75,18 +105,19 @@ class Part(BaseModel):
 
 
 class Message(BaseModel):
-    """One message of a chat; what an answer of the API has besides its content may be sent back where it is empty."""
+    """One message of a chat. An answer of the API may be sent back: what it has besides its content, where empty."""
 
-    model_config = ConfigDict(strict=True, extra="forbid")
+    model_config = ConfigDict(strict=True, extra="allow")
     role: str
-    name: str | None = None  # of a person: templates have no place for it
-    refusal: None = None
-    audio: None = None
-    function_call: None = None
-    tool_calls: Annotated[list, Field(max_length=0)] | None = None
-    annotations: Annotated[list, Field(max_length=0)] | None = None
     # One wrong item of a list is told, not each: a body has room for half a million.
     content: str | Annotated[list[Part], Field(max_length=MOST_PARTS, fail_fast=True)]
+
+    @model_validator(mode="after")
+    def check_others(self) -> Message:
+        for name, value in self.model_extra.items():
+            if value not in (None, []) and name != "name":  # of a person: templates have no place for it
+                raise ValueError(f"{name} of a message is not supported here, only role and content")
+        return self
 
     def plain(self) -> dict[str, str]:
         """As chat templates take it; the API's newer name for `system` is not known to them."""
@@ -99,6 +130,7 @@ class StreamOptions(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="forbid")
     include_usage: bool = False
+    continuous_usage_stats: bool = False  # as vLLM: with every piece
     include_obfuscation: bool = False  # padding, which is never sent
 
 
@@ -137,12 +169,6 @@ class Asked(BaseModel):
                 raise Refusal(400, str(error), param=unknown, code="unknown_field") from error
             raise refused(error) from error
 
-    @property
-    def wants_usage(self) -> bool:
-        """Whether a stream ends with the usage."""
-        return bool(self.stream_options and self.stream_options.include_usage)
-
-
 class ChatRequest(Asked):
     """The body of `/v1/chat/completions`."""
 
@@ -179,25 +205,30 @@ class Form:
 
     Args:
         model: the name that the server gives its model.
-        chat: of `/v1/chat/completions`, else of `/v1/completions`.
-        logprobs: whether tokens are listed with their log-probabilities.
+        asked: the request.
+        prompt_tokens: length of the prompt.
     """
 
     model: str
-    chat: bool
-    logprobs: bool
+    asked: Asked
     tokenizer: PreTrainedTokenizerBase
+    prompt_tokens: int
+    new_tokens: int = 0  # that were streamed
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
 
-    def whole(self, tickets: Sequence[Ticket], outputs: Sequence[Output]) -> dict[str, Any]:
+    @property
+    def chat(self) -> bool:
+        return isinstance(self.asked, ChatRequest)
+
+    def whole(self, outputs: Sequence[Output]) -> dict[str, Any]:
         """The answer in one object."""
         choices = []
         for index, output in enumerate(outputs):
             said = {"message": {"role": "assistant", "content": output.text}} if self.chat else {"text": output.text}
             choices.append({"index": index, **said, "finish_reason": FINISHED[output.finish_reason],
                             "logprobs": self._tokens(output.token_ids, output.receipts), "seed": output.seed})
-        return self._body("", choices, usage(tickets, outputs))
+        return self._body("", choices, usage(self.prompt_tokens, outputs))
 
     def opening(self, index: int) -> str:
         """What a chat's stream begins with: who speaks."""
@@ -205,6 +236,7 @@ class Form:
 
     def piece(self, index: int, piece: Piece) -> str:
         """What a cycle added to a choice; empty where it is neither text nor asked for."""
+        self.new_tokens += len(piece.token_ids)
         listed = self._tokens(piece.token_ids, piece.receipts)
         if not piece.text and listed is None:
             return ""
@@ -214,16 +246,19 @@ class Form:
         """Why a choice ended."""
         return self._event([self._choice(index, {}, FINISHED[output.finish_reason]) | {"seed": output.seed}])
 
-    def closing(self, tickets: Sequence[Ticket], outputs: Sequence[Output], with_usage: bool) -> str:
+    def closing(self, outputs: Sequence[Output]) -> str:
         """What a stream ends with."""
-        return (self._event([], usage(tickets, outputs)) if with_usage else "") + "data: [DONE]\n\n"
+        wanted = self.asked.stream_options and self.asked.stream_options.include_usage
+        last = as_event(self._body(".chunk", [], usage(self.prompt_tokens, outputs))) if wanted else ""
+        return f"{last}data: [DONE]\n\n"
 
     def _choice(self, index: int, delta: dict, reason: str | None = None, logprobs: dict | None = None) -> dict:
         said = {"delta": delta} if self.chat else {"text": delta.get("content", "")}
         return {"index": index, **said, "finish_reason": reason, "logprobs": logprobs}
 
-    def _event(self, choices: list[dict], usage: dict | None = None) -> str:
-        return as_event(self._body(".chunk", choices, usage))
+    def _event(self, choices: list[dict]) -> str:
+        wanted = self.asked.stream_options and self.asked.stream_options.continuous_usage_stats
+        return as_event(self._body(".chunk", choices, counts(self.prompt_tokens, self.new_tokens) if wanted else None))
 
     def _body(self, kind: str, choices: list[dict], usage: dict | None) -> dict[str, Any]:
         """The object around choices; `kind`: what it is of a chat's answer, "" or ".chunk"."""
@@ -233,7 +268,7 @@ class Form:
 
     def _tokens(self, ids: Sequence[int], receipts: Sequence[Receipt]) -> dict | None:
         """Tokens with their log-probabilities under the target, and as further fields where they come from."""
-        if not self.logprobs:
+        if not self.asked.wants_logprobs:
             return None
         texts = [self.tokenizer.decode([token]) for token in ids]
         if not self.chat:
@@ -255,17 +290,20 @@ def as_event(body: dict) -> str:
     return f"data: {json.dumps(body, allow_nan=False)}\n\n"
 
 
-def usage(tickets: Sequence[Ticket], outputs: Sequence[Output]) -> dict[str, Any]:
-    """Tokens in the API's fields, and what drafting and the rule made of them: `accepted_tokens` of the draft, tau,
-    `fuzzy_tokens` that only the rule accepted, and the target's forwards."""
-    prompt = tickets[0].prompt_tokens
-    new = sum(len(output.token_ids) for output in outputs)
+def counts(prompt: int, new: int) -> dict[str, Any]:
+    """Tokens in the API's fields."""
+    return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
+
+
+def usage(prompt: int, outputs: Sequence[Output]) -> dict[str, Any]:
+    """Tokens, and what drafting and the rule made of them: `accepted_tokens` of the draft, tau, `fuzzy_tokens` that
+    only the rule accepted, and the target's forwards."""
     stats = [output.stats for output in outputs]
     accepted = sum(sum(each.accepted_lengths) for each in stats)
     cycles = sum(len(each.accepted_lengths) for each in stats)
     read = max(each.prefill_tokens for each in stats)  # the first choice; the others find what it has read
     return {
-        "prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new,
+        **counts(prompt, sum(len(output.token_ids) for output in outputs)),
         "prompt_tokens_details": {"cached_tokens": max(0, prompt - read) if read else 0},
         "accepted_tokens": accepted, "tau": round(accepted / cycles + 1, 4) if cycles else 1.0,
         "fuzzy_tokens": sum(receipt.source == "fuzzy" for output in outputs for receipt in output.receipts),

@@ -8,7 +8,6 @@ from typing import Any
 
 from fastapi import FastAPI
 from ray import serve
-from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ..drafting.config import TreeConfig
 from ..options import GenerateOptions, LoadOptions
@@ -19,26 +18,6 @@ from .limits import ServeOptions, key_from_environment, name_of
 
 # Serve's own, see its YAML.
 ELSEWHERE = ("host", "port", "read_seconds", "write_seconds", "max_connections", "drain_seconds", "page", "plain")
-CONVERSATIONS = 256  # whose replica is remembered, in each
-
-
-class Affine:
-    """An ASGI application that tells Serve which conversations it has answered, so that their next requests come here.
-
-    A conversation is what the header `serve_multiplexed_model_id` names.
-    """
-
-    def __init__(self, app: ASGIApp) -> None:
-        self.app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and (conversation := serve.get_multiplexed_model_id()):
-            await self.remember(conversation)
-        await self.app(scope, receive, send)
-
-    @serve.multiplexed(max_num_models_per_replica=CONVERSATIONS)
-    async def remember(self, conversation: str) -> str:
-        return conversation
 
 
 @serve.deployment(name="EagleFsd", max_ongoing_requests=72, graceful_shutdown_timeout_s=75, health_check_period_s=5)
@@ -54,7 +33,7 @@ class Replica:
         loading, options, defaults, tree = checked(settings)
         self.engine = Engine(load(**loading), **options.engine, tree=tree)
         self.application = create_app(self.engine, options.name or name_of(loading.get("target")), options, defaults,
-                                      key_from_environment(), inner=(Affine,))
+                                      key_from_environment())
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         return self.application
@@ -88,10 +67,9 @@ def checked(
     if own:
         raise ValueError(f"{own[0]} is not for args: Ray Serve has options of its own for it, see its YAML")
     rest = dict(settings)
-    tree = None if rest.get("tree") is None else TreeConfig(**rest["tree"])
-    rest.pop("tree", None)
+    tree = rest.pop("tree", None)
     loading, serving = ({each.name: rest.pop(each.name) for each in fields(kind) if each.name in rest}
                         for kind in (LoadOptions, ServeOptions))
     LoadOptions(**loading)
     GenerateOptions.from_names(rest)
-    return loading, ServeOptions(**serving), rest, tree
+    return loading, ServeOptions(**serving), rest, None if tree is None else TreeConfig(**tree)

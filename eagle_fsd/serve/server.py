@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import signal
 import socket
-import time
 from functools import partial
 from types import FrameType
 
@@ -17,94 +15,69 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from ..drafting.config import TreeConfig
 from ..pair import EagleModel
-from .app import Service, create_app
+from .app import create_app
 from .engine import Engine
 from .limits import ServeOptions
 
 log = logging.getLogger(__name__)
+# Nothing is fetched from elsewhere, whatever the page's framework or a text would like to.
+POLICY = (
+    "default-src 'self'; script-src 'self' 'unsafe-inline' 'unsafe-eval' blob:; style-src 'self' 'unsafe-inline'; "
+    "img-src 'self' data: blob:; font-src 'self' data:; connect-src 'self'; worker-src 'self' blob:; "
+    "object-src 'none'; base-uri 'self'; form-action 'self'; frame-ancestors 'self'"
+)
 
 
 class PatientProtocol(H11Protocol):
-    """Uvicorn's HTTP protocol, which waits for ever for a request's head and for its client to read, with a time for
-    each.
+    """Uvicorn's HTTP protocol, which itself waits for ever for a request: here it has `seconds` to arrive (408)."""
 
-    Args:
-        reading: seconds for a head to arrive. writing: for what was sent to leave this machine.
-    """
-
-    def __init__(self, *args, reading: float, writing: float, **options) -> None:
+    def __init__(self, *args, seconds: float, **options) -> None:
         super().__init__(*args, **options)
-        self.reading, self.writing = reading, writing
-        self.head: asyncio.TimerHandle | None = None
-        self.stuck: asyncio.TimerHandle | None = None
+        self.seconds = seconds
+        self.timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         super().connection_made(transport)
-        transport.set_write_buffer_limits(0)  # writing pauses wherever something is left, and goes on once all went
-        self._expect_head()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self.head = stopped(self.head)
-        self.stuck = stopped(self.stuck)
-        super().connection_lost(exc)
-
-    def pause_writing(self) -> None:
-        super().pause_writing()
-        self.stuck = self.loop.call_later(self.writing, self.transport.abort)
-
-    def resume_writing(self) -> None:
-        self.stuck = stopped(self.stuck)
-        super().resume_writing()
+        self._expect_request()
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
-        self._expect_head()
+        self._expect_request()
 
-    def _expect_head(self) -> None:
-        """Begin to count where a head is awaited, and end where it has come."""
-        if self.conn.their_state is not h11.IDLE:
-            self.head = stopped(self.head)
-        elif self.head is None:
-            self.head = self.loop.call_later(self.reading, self.transport.close)
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_timer()
+        super().connection_lost(exc)
+
+    def _expect_request(self) -> None:
+        """Begin to count where head or body are awaited, and end where they have come."""
+        if self.conn.their_state not in (h11.IDLE, h11.SEND_BODY):
+            self._stop_timer()
+        elif self.timer is None:
+            self.timer = self.loop.call_later(self.seconds, self._end)
+
+    def _end(self) -> None:
+        self.transport.write(b"HTTP/1.1 408 Request Timeout\r\nConnection: close\r\nContent-Length: 0\r\n\r\n")
+        self.transport.close()
+
+    def _stop_timer(self) -> None:
+        if self.timer is not None:
+            self.timer.cancel()
+            self.timer = None
 
 
-def stopped(timer: asyncio.TimerHandle | None) -> None:
-    if timer is not None:
-        timer.cancel()
+class Server(uvicorn.Server):
+    """Ends with status 0 after a signal, at once after a second one, and where its engine has failed: who started it
+    may start another."""
 
-
-class DrainingServer(uvicorn.Server):
-    """Refuses what is new after SIGTERM or Ctrl-C, and ends once what runs has ended or its time is over.
-
-    A second signal ends it at once, and so does an engine that has failed: who started the server may start another.
-    """
-
-    def __init__(self, config: uvicorn.Config, service: Service, drain_seconds: float) -> None:
+    def __init__(self, config: uvicorn.Config, engine: Engine) -> None:
         super().__init__(config)
-        self.service, self.drain_seconds, self.deadline = service, drain_seconds, float("inf")
-        self.failed = False  # ended because the engine had
+        self.engine = engine
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        if self.service.draining:
-            self.force_exit = self.should_exit = True
-        else:
-            self.service.draining = True
-            self.deadline = time.monotonic() + self.drain_seconds
-            log.info("%s: refusing new requests, finishing what runs", signal.Signals(sig).name)
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        for each in sockets or []:
-            host, port, *_ = each.getsockname()
-            log.info("serving %s at http://%s:%d", self.service.name, f"[{host}]" if ":" in host else host, port)
+        self.force_exit, self.should_exit = self.should_exit, True
 
     async def on_tick(self, counter: int) -> bool:
-        if self.service.draining and (not self.service.busy or time.monotonic() > self.deadline):
-            self.should_exit = True
-        elif self.service.engine.closed and not self.service.draining:
-            log.critical("the engine has failed: the server ends")
-            self.failed = self.should_exit = True
-        return await super().on_tick(counter)
+        return await super().on_tick(counter) or self.engine.error is not None
 
 
 def reserve(options: ServeOptions) -> socket.socket:
@@ -117,6 +90,8 @@ def reserve(options: ServeOptions) -> socket.socket:
         family, kind, _, _, address = socket.getaddrinfo(options.host, options.port, type=socket.SOCK_STREAM)[0]
         place = socket.socket(family, kind)
         place.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if hasattr(socket, "TCP_USER_TIMEOUT"):  # of every connection, for its client to take what was sent
+            place.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, max(1, int(1000 * options.write_seconds)))
         place.bind(address)
     except OSError as error:
         raise OSError(f"cannot listen at {options.host}, port {options.port}: {error.strerror or error}") from error
@@ -124,11 +99,11 @@ def reserve(options: ServeOptions) -> socket.socket:
 
 
 def configuration(app: ASGIApp, options: ServeOptions) -> uvicorn.Config:
-    """Uvicorn's settings: a time for a request's head and for taking the answer, no web sockets, no word of itself."""
-    patient = partial(PatientProtocol, reading=options.read_seconds, writing=options.write_seconds)
+    """Uvicorn's settings."""
     return uvicorn.Config(
-        app, http=patient, ws="none", timeout_keep_alive=5, server_header=False, access_log=False,
-        timeout_graceful_shutdown=5, log_config=None, proxy_headers=False,
+        app, http=partial(PatientProtocol, seconds=options.read_seconds), ws="none", server_header=False,
+        headers=[("content-security-policy", POLICY), ("referrer-policy", "no-referrer")],
+        timeout_graceful_shutdown=options.drain_seconds, access_log=False, log_config=None, proxy_headers=False,
     )
 
 
@@ -148,12 +123,10 @@ def serve(
     engine = Engine(model, **options.engine, tree=tree)
     try:
         app = create_app(engine, name, options, defaults, key)
-        if options.page:
-            from .page import mount_page
-
-            mount_page(app, app.state.service, key)
-        server = DrainingServer(configuration(app, options), app.state.service, options.drain_seconds)
-        asyncio.run(server.serve([place]))
-        return not server.failed
+        place.listen()  # who comes from here on waits for the server
+        host, port, *_ = place.getsockname()
+        log.info("serving %s at http://%s:%d", name, f"[{host}]" if ":" in host else host, port)
+        asyncio.run(Server(configuration(app, options), engine).serve([place]))
+        return engine.error is None
     finally:
         engine.close(drain=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import queue
 import threading
 import time
@@ -67,14 +68,13 @@ class Ticket:
         self._pieces: list[Piece | None] = []  # after the last one None
         self._readers: list[Callable[[Piece | None], None]] = []  # told each piece; called by the engine's thread
         self._lock = threading.Lock()  # of these two
-        self._ended = threading.Event()
-        self._output: Output | None = None
-        self._error: BaseException | None = None
+        self._output: concurrent.futures.Future[Output] = concurrent.futures.Future()
+        self._output.set_running_or_notify_cancel()  # who stops waiting for it ends nothing
 
     @property
     def done(self) -> bool:
         """Whether no more will come."""
-        return self._ended.is_set()
+        return self._output.done()
 
     def cancel(self) -> None:
         """End it within a cycle, with what is there and `finish_reason` "cancelled"; one that has ended stays so."""
@@ -85,10 +85,10 @@ class Ticket:
         self._tell(found.put)
         while (piece := found.get()) is not None:
             yield piece
-        self._raise()
+        self.result()
 
     async def __aiter__(self) -> AsyncIterator[Piece]:
-        async for _, piece in interleaved([self], cancelling=False):
+        async for _, piece in interleaved([self]):
             if piece is not None:
                 yield piece
 
@@ -103,22 +103,13 @@ class Ticket:
             EngineClosed: the engine was closed before the request's turn came.
             Exception: what ended the request, such as a logits processor's error.
         """
-        if not self._ended.wait(timeout):
+        concurrent.futures.wait([self._output], timeout)
+        if not self.done:
             raise TimeoutError(f"the answer takes longer than {timeout} s")
-        self._raise()
-        return self._output
+        return self._output.result()
 
     def __await__(self) -> Generator[object, None, Output]:
-        async def whole() -> Output:
-            async for _ in self:
-                pass
-            return self.result()
-
-        return whole().__await__()
-
-    def _raise(self) -> None:
-        if self._error is not None:
-            raise self._error
+        return (yield from asyncio.wrap_future(self._output))  # a generator: it holds the ticket
 
     def _tell(self, reader: Callable[[Piece | None], None]) -> None:
         """Tell a reader all pieces, those that are there at once; None: no more will come."""
@@ -147,24 +138,26 @@ class Ticket:
 
     def end(self, request: Request, error: BaseException | None = None) -> None:
         """No more will come: the request has ended, or an error has ended it."""
+        self.total_seconds = self._seconds()
         try:
-            if error is None:
-                self._output = self._whole(request)
+            output = self._whole(request) if error is None else None
         except Exception as failed:  # of the tokenizer
             error = failed
-        self._error, self.total_seconds = error, self._seconds()
-        self._ended.set()
+        if error is None:
+            self._output.set_result(output)
+        else:
+            self._output.set_exception(error)
         self._add(None)
 
     def _whole(self, request: Request) -> Output:
-        output, now = request.output(), self._seconds()
+        output = request.output()
         if self.queued_seconds is not None:
-            first = now if self.first_token_seconds is None else self.first_token_seconds
-            output.stats.prefill_seconds, output.stats.decode_seconds = first - self.queued_seconds, now - first
+            first = self.first_token_seconds or self.total_seconds
+            output.stats.prefill_seconds = first - self.queued_seconds
+            output.stats.decode_seconds = self.total_seconds - first
         if self._tokenizer is not None:
             output.text = cut_text(self._tokenizer.decode(output.token_ids, skip_special_tokens=True), self._stops)
-            rest = self._text.rest(output.text)
-            if rest:
+            if rest := self._text.rest(output.text):
                 self._add(Piece([], [], rest))
         return output
 
@@ -172,14 +165,8 @@ class Ticket:
         return time.perf_counter() - self._submitted
 
 
-async def interleaved(
-    tickets: Sequence[Ticket], *, cancelling: bool = True
-) -> AsyncIterator[tuple[int, Piece | None]]:
-    """The pieces of several answers as they come, with the number of theirs; None where one has ended.
-
-    Args:
-        cancelling: whoever stops reading cancels them all.
-    """
+async def interleaved(tickets: Sequence[Ticket]) -> AsyncIterator[tuple[int, Piece | None]]:
+    """The pieces of several answers as they come, with the number of theirs; None where one has ended."""
     loop, found = asyncio.get_running_loop(), asyncio.Queue()
 
     def reader(number: int) -> Callable[[Piece | None], None]:
@@ -188,17 +175,12 @@ async def interleaved(
                 loop.call_soon_threadsafe(found.put_nowait, (number, piece))
         return tell
 
-    try:
-        for number, ticket in enumerate(tickets):
-            ticket._tell(reader(number))
-        left = len(tickets)
-        while left:
-            number, piece = await found.get()
-            if piece is None:
-                tickets[number]._raise()
-                left -= 1
-            yield number, piece
-    finally:
-        if cancelling:
-            for ticket in tickets:
-                ticket.cancel()
+    for number, ticket in enumerate(tickets):
+        ticket._tell(reader(number))
+    left = len(tickets)
+    while left:
+        number, piece = await found.get()
+        if piece is None:
+            tickets[number].result()
+            left -= 1
+        yield number, piece
