@@ -19,6 +19,8 @@ from .options import GenerateOptions
 from .pair import EagleModel, default_model
 from .requests import decode, encode_prompts, ending, make_requests
 
+OWN = ("options", "logits_processor", "stopping_criteria", "streamer", "session")  # further keywords of `generate`
+
 
 def generate(
     prompt: str | list | Tensor | Mapping,
@@ -63,7 +65,8 @@ def generate(
         options = with_options(options, given)
         model = default_model() if model is None else model
         if not isinstance(model, EagleModel):
-            raise TypeError(f"model must come from eagle_fsd.load, got {type(model).__name__}")
+            hint = "; the prompt comes first: generate(prompt, model)" if isinstance(prompt, EagleModel) else ""
+            raise TypeError(f"model must come from eagle_fsd.load, got {type(model).__name__}{hint}")
         prompts, batched = encode_prompts(prompt, model)
         requests = make_requests(model, prompts, options, logits_processor, stopping_criteria)
         if session is not None and not isinstance(session, Session):
@@ -88,7 +91,7 @@ def with_options(options: GenerateOptions | None, given: dict[str, object]) -> G
     if not (options is None or isinstance(options, GenerateOptions)):
         raise TypeError(f"options must be GenerateOptions or None, got {options!r}")
     before = {} if options is None else {each.name: getattr(options, each.name) for each in fields(options)}
-    return GenerateOptions.from_names({**before, **given})
+    return GenerateOptions.from_names({**before, **given}, OWN)
 
 
 def decode_requests(

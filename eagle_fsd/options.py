@@ -21,24 +21,33 @@ from .models import IMPLEMENTATIONS
 LEAST_TEMPERATURE = 1e-6  # below, quotients leave the range of float32
 # Names that people know from elsewhere or from earlier versions, and what to use here.
 ELSEWHERE = {
+    "attention_mask": "what the tokenizer returned as the prompt, mask included",
     "do_sample": "temperature= (0 is greedy)",
     "eos_token_id": "stop_token_ids=",
     "frequency_penalty": "repetition_penalty=, or logits_processor=",
     "gate_threshold": "head_guard=",
     "generation_config": "the options by name, or custom_generate inside model.generate",
+    "input_ids": "prompt, the first argument",
+    "inputs": "prompt, the first argument",
     "logit_bias": "logits_processor=[SequenceBiasLogitsProcessor(...)]",
+    "logprobs": "receipts of the output, one for each token",
     "max_completion_tokens": "max_new_tokens=",
     "max_length": "max_new_tokens=",
     "max_tokens": "max_new_tokens=",
+    "messages": "prompt, the first argument",
     "n": "a list of prompts with a list of seeds",
     "no_repeat_ngram_size": "logits_processor=[NoRepeatNGramLogitsProcessor(n)]",
     "num_beams": "greedy decoding or sampling: there are no beams",
     "num_return_sequences": "a list of prompts with a list of seeds",
+    "pad_token_id": "nothing: prompts of a batch are not padded",
     "presence_penalty": "repetition_penalty=, or logits_processor=",
     "quality": "eagle-fsd calibrate, which recommends a rule and a threshold for your prompts",
     "sibling": "nothing: the target chooses among the children",
     "stop_strings": "stop=",
+    "response_format": "logits_processor=, which sees each node's own path",
     "stream": "streamer=, or Engine(model).submit(...), whose ticket is an iterator",
+    "tools": "the prompt as text, rendered by tokenizer.apply_chat_template(messages, tools=...)",
+    "use_cache": "nothing: there always is one",
     # of load
     "calibration": "threshold= of generate: nothing is read beside a head (eagle-fsd calibrate recommends one)",
     "compile": "nothing: it gained less than prepacked weights, which are the default",
@@ -53,8 +62,11 @@ class Options:
     """What the dataclasses of options share."""
 
     @classmethod
-    def from_names(cls, given: Mapping[str, object]) -> Any:
+    def from_names(cls, given: Mapping[str, object], also: Sequence[str] = ()) -> Any:
         """From values by name.
+
+        Args:
+            also: names that the caller takes itself, for the message.
 
         Raises:
             TypeError: an unknown name; says what is accepted, and what to use for a name that is known elsewhere.
@@ -63,7 +75,8 @@ class Options:
         accepted = names_of(cls)
         for name in given:
             if name not in accepted:
-                instead = f"use {ELSEWHERE[name]}" if name in ELSEWHERE else f"accepted: {', '.join(accepted)}"
+                others = ", ".join([*accepted, *also])
+                instead = f"use {ELSEWHERE[name]}" if name in ELSEWHERE else f"accepted: {others}"
                 raise TypeError(f"unknown option {name!r}; {instead}")
         return cls(**given)
 
@@ -88,8 +101,8 @@ class GenerateOptions(Options):
         stop_token_ids: further tokens that end it.
         acceptance: a rule's name (see `eagle_fsd.RULES`), a rule object, or a function from the `Nodes` of one row to
             `Weights` or to log-weights [V].
-        threshold: the rule's; larger accepts more. None: 0, which is lossless for fsd, tilt and lenience, or the
-            rule object's own.
+        threshold: the rule's; larger accepts more. None: 0, that is lossless, or a rule object's own; rules that are
+            not lossless at 0 (typical, fsd_paper, relaxed when sampling) ask for one.
         divergence: for the rules that gate on one, default js: kl, reverse_kl, js, tv, js_fsd_code, or a form on the
             target's top k tokens such as js_top32.
         head_guard: alpha in [0, 1]: a fuzzy token needs target probability >= (1 - alpha) * the best token's. None: no
@@ -141,7 +154,10 @@ class GenerateOptions(Options):
                 raise ValueError(f"budget must be at least 0 nats, got {self.budget!r}")
         if not (self.tree is None or isinstance(self.tree, TreeConfig)):
             raise TypeError(f"tree must be a TreeConfig or None (what load(tree=...) said), got {self.tree!r}")
-        _ = self.rule  # refused here if it has to be
+        lossless = self.lossless  # makes the rule, which is refused here if it has to be
+        if isinstance(self.acceptance, str) and self.threshold is None and not lossless:
+            raise ValueError(f"acceptance={self.acceptance!r} needs a threshold: without one decoding is lossless, and "
+                             "this rule is not, even at 0")
 
     def _check_stops(self) -> None:
         if not (self.stop is None or isinstance(self.stop, (str, list, tuple))):

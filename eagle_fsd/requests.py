@@ -39,6 +39,8 @@ def make_requests(
         model.check_tree(options.tree)
     rule = options.rule
     warn_of_infinity(rule, model)
+    if options.lossless and (options.budget is not None or options.head_guard not in ("default", None)):
+        log.warning("budget= and head_guard= change nothing without a threshold: decoding is lossless")
     rooms = [check_length(len(ids), options.max_new_tokens, model) for ids in prompts]
     seeds, eos_ids = seeds_of(options.seed, len(prompts)), end_tokens(model)
     strings, stop_ids = options.stop_strings, check_stop_ids(options.stop_token_ids, model)
@@ -171,6 +173,10 @@ def encode_prompt(prompt: object, model: EagleModel) -> list[int]:
     Raises:
         ValueError, TypeError: see `generate`.
     """
+    if isinstance(prompt, Mapping):
+        raise TypeError(f"a chat is a list of messages, each with role and content, got one {type(prompt).__name__}")
+    if isinstance(prompt, np.ndarray):
+        prompt = torch.from_numpy(prompt)
     if isinstance(prompt, Tensor):
         integers = not (prompt.is_floating_point() or prompt.is_complex() or prompt.dtype == torch.bool)
         if not integers or prompt.is_meta or prompt.dim() not in (1, 2) or (prompt.dim() == 2 and len(prompt) != 1):

@@ -88,8 +88,9 @@ CASES = [
     # prompts
     ("no prompt", lambda w: w.generate(None), TypeError, "got NoneType"),
     ("bytes", lambda w: w.generate(b"hi"), TypeError, "got bytes"),
-    ("a dict", lambda w: w.generate(chat("user")[0]), TypeError, "got dict"),
-    ("a numpy array", lambda w: w.generate(np.array(PROMPT)), TypeError, "got ndarray"),
+    ("a dict", lambda w: w.generate(chat("user")[0]), TypeError, "a list of messages"),
+    ("an array of numbers", lambda w: w.generate(np.array([0.5])), ValueError, "must be integer"),
+    ("nothing", lambda w: w.generate(None), TypeError, "got NoneType"),
     ("numpy ints", lambda w: w.answers([np.int64(token) for token in PROMPT]), True, ""),
     ("an empty list", lambda w: w.generate([]), ValueError, "the prompt is empty"),
     ("an empty encoding", lambda w: w.generate({"input_ids": []}), ValueError, "empty"),
@@ -195,7 +196,7 @@ def cut(folder):
     (None, {"dtype": "float99"}, ValueError, "dtype must be .*'float99'"),
     (None, {"device": "abacus"}, ValueError, "device 'abacus' cannot be used here"),
     (None, {"quantization_config": "int8"}, TypeError, "one of transformers or None, got 'int8'"),
-], ids=lambda value: str(value)[:30])
+], ids=lambda value: value[:30] if isinstance(value, str) else type(value).__name__)
 def test_targets_that_cannot_be_loaded(load, damage, options, error, message):
     if damage is not None:
         damage(load.folder)

@@ -108,7 +108,7 @@ def test_names_from_elsewhere_lead_to_ours(small, name):
 
 
 def test_other_unknown_names_are_told_what_is_accepted(small):
-    with pytest.raises(TypeError, match="unknown option 'speed'; accepted: max_new_tokens, temperature, .*tree$"):
+    with pytest.raises(TypeError, match="unknown option 'speed'; accepted: max_new_tokens, temperature, .*, session$"):
         eagle_fsd.generate(PROMPT, small, speed=1)
     for name in ("calibration", "compile", "tp_plan", "torch_dtype"):
         with pytest.raises(TypeError, match=f"unknown option '{name}'; use "):
@@ -120,7 +120,7 @@ def test_other_unknown_names_are_told_what_is_accepted(small):
 @pytest.mark.parametrize(("given", "error", "message"), [
     ({"draft": "d"}, ValueError, "target= is missing"),
     ({"device": "cpu", "device_map": "auto"}, ValueError, "not both"),
-    ({"attn_implementation": "flash"}, ValueError, "split, got 'flash'"),
+    ({"attn_implementation": "flash"}, ValueError, "got 'flash'"),
     ({"tree": (16, 5, 4)}, ValueError, "tree must be"),
     ({"prepack": "yes"}, TypeError, "a bool"),
 ], ids=str)
@@ -153,3 +153,12 @@ def test_numbers_and_arrays_of_numpy(small):
         for _ in range(2):  # and again, though an iterator is read once
             found = eagle_fsd.generate([PROMPT, PROMPT], small, options=options)
             assert [output.finish_reason for output in found] == ["stop", "stop"]
+
+
+@pytest.mark.parametrize("options", [{"acceptance": "typical"}, {"acceptance": "fsd_paper"},
+                                     {"acceptance": "relaxed", "temperature": 1.0}], ids=str)
+def test_without_a_threshold_decoding_is_lossless_or_one_is_asked_for(options):
+    with pytest.raises(ValueError, match="needs a threshold: without one decoding is lossless"):
+        GenerateOptions(**options)
+    assert not GenerateOptions(**options, threshold=0.5).lossless
+    assert GenerateOptions(acceptance="relaxed").lossless and GenerateOptions().lossless

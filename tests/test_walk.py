@@ -215,7 +215,8 @@ def test_requests_of_any_rules_are_decoded_together_as_each_alone(pair):
         {"acceptance": "tilt", "threshold": 3.0, "temperature": 0.7}, {"acceptance": "lenience", "threshold": 1.0},
         {"acceptance": "lenience", "threshold": 1.0, "temperature": 1.0, "top_p": 0.9},
         {"acceptance": "lenience", "threshold": 2.0, "temperature": 1.0, "repetition_penalty": 1.2},
-        {"acceptance": "relaxed", "threshold": 3.0}, {"acceptance": "typical", "temperature": 1.0, "top_k": 5},
+        {"acceptance": "relaxed", "threshold": 3.0},
+        {"acceptance": "typical", "threshold": 0.0, "temperature": 1.0, "top_k": 5},
         {"acceptance": "fsd_paper", "threshold": 0.4},
         {"acceptance": lambda nodes: 2 * nodes.warped, "temperature": 1.0},
     ]

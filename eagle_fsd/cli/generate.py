@@ -18,7 +18,7 @@ class GenerateCommand:
     Args:
         prompt: text, or - to read it from standard input.
         chat: put the prompt through the chat template.
-        stats: print tokens/s, tokens per step and token sources to standard error.
+        stats: print tokens/s, tokens per forward and token sources to standard error.
     """
 
     prompt: Positional[str]
@@ -35,5 +35,8 @@ class GenerateCommand:
         prompt = [{"role": "user", "content": text}] if self.chat else text
         streamer = SourceStreamer(model.tokenizer, self.decoding.stop_strings)
         output = generate(prompt, model, options=self.decoding, streamer=streamer)
+        if not output.text.strip() and not self.chat and getattr(model.tokenizer, "chat_template", None):
+            print("The model ended at once: a text is continued as it stands; ask it in a chat with --chat",
+                  file=sys.stderr)
         if self.stats:
             print(describe_output(output), file=sys.stderr)

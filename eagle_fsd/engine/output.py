@@ -68,5 +68,5 @@ class Output:
     finish_reason: str  # "eos", "stop" or "length"; of an engine's request also "cancelled"
     seed: int
     stats: Stats
-    receipts: list[Receipt]
+    receipts: list[Receipt] = field(repr=False)
     text: str | None = None  # without the stop string; None where the model has no tokenizer

@@ -169,7 +169,7 @@ def known_latency(target: TargetModel, head: DraftHead) -> Latency:
                 return kept
             log.warning("cycles take %.0f%% of what was measured here before, when other work slowed the machine: "
                         "measuring again", 100 * share)
-    log.warning("measuring once how long drafting and checking take on this machine, to choose how much to draft: up "
+    log.warning("measuring how long drafting and checking take on this machine, to choose how much to draft: up "
                 "to a minute; kept in %s", path)
     latency = measure(target, head)
     try:
