@@ -23,7 +23,7 @@ class Weights(NamedTuple):
     than the other tokens do; `tokens` may say anything.
     """
 
-    children: Tensor | None  # [B, C] log-weight of each child; other columns are not read
+    children: Tensor | None = None  # [B, C] log-weight of each child; None, and no `tokens`: the target's own choice
     others: Tensor | float = 0.0  # [B], at most 0, added to the warped logits of all other tokens
     stop: Tensor | None = None  # [B] bool: the cycle ends with what is drawn here, even if it is a child
     divergence: Tensor | None = None  # [B], for rules that gate on one; NaN where nothing was drafted

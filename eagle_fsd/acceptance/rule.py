@@ -44,8 +44,8 @@ class Rule(ABC):
         """Whether this threshold draws exactly what the target draws with the same noise."""
 
     @abstractmethod
-    def weigh(self, nodes: Nodes) -> Weights | None:
-        """Log-weights of the children of these nodes; None: the target's own choice at all of them."""
+    def weigh(self, nodes: Nodes) -> Weights:
+        """Log-weights of the children of these nodes."""
 
 
 @dataclass(frozen=True)
@@ -84,18 +84,19 @@ class GatingRule(FuzzyRule):
     def gate(self, nodes: Nodes) -> tuple[Tensor, Tensor | None]:
         """[B, C] or [B, 1] bool: which fuzzy steps pass; and the divergence [B] that it went by, for receipts."""
 
-    def weigh(self, nodes: Nodes) -> Weights | None:
+    def weigh(self, nodes: Nodes) -> Weights:
         would_stop = nodes.children & ~nodes.is_exact.any(-1, keepdim=True)
         if nodes.nowhere(would_stop):
-            return None
+            return Weights()
         candidates = would_stop & self.candidates(nodes)
         asked = candidates.any(-1)
         if nodes.nowhere(candidates):
-            return None
+            return Weights()
         passes, divergence = self.gate(nodes)
         if divergence is not None:
             divergence = torch.where(asked, divergence, math.nan)
-        return only(nodes, candidates & passes, divergence)
+        allowed = candidates & passes
+        return Weights(divergence=divergence) if nodes.nowhere(allowed) else only(nodes, allowed, divergence)
 
 
 def only(nodes: Nodes, eligible: Tensor, divergence: Tensor | None = None) -> Weights:
@@ -142,14 +143,15 @@ class Custom(Rule):
                     weights[row], stops[row] = self._ask(nodes.row(row))
                 except Exception as error:
                     nodes.errors[row] = error
-        return Weights(None, stop=stops, tokens=weights)
+        return Weights(stop=stops, tokens=weights)
 
     def _ask(self, nodes: Nodes) -> tuple[Tensor, bool]:
         """Log-weights [V], and whether the walk ends here."""
         answer, stop = self.function(nodes), False
         if isinstance(answer, Weights):
             stop = answer.stop is not None and bool(answer.stop)
-            answer = answer.tokens if answer.children is None else _all_tokens(nodes, answer)
+            own = nodes.warped if answer.tokens is None else answer.tokens
+            answer = own if answer.children is None else _all_tokens(nodes, answer)
         if not isinstance(answer, Tensor):
             raise TypeError(f"a rule returns Weights or a tensor of log-weights [V], got {type(answer).__name__}")
         answer = answer[0] if answer.dim() == 2 and len(answer) == 1 else answer

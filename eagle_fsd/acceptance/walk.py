@@ -70,49 +70,58 @@ def walk(
         ahead = rule.look_ahead(_ahead(rule, tree, target, whole, threshold))
     node = torch.zeros_like(rows)
     going, closed = torch.ones_like(rows, dtype=torch.bool), torch.zeros_like(rows, dtype=torch.bool)
-    unknown = torch.full_like(threshold, math.nan)
-    said, path = [tree.tokens[:, 0]], []
+    said, path, judged, drawn = [tree.tokens[:, 0]], [], [], []
     for depth in range(tree.max_depth + 1):
         raw = target.logits[rows, node]
         warped = target.warp(raw, node, said, going)
         noise = None if target.noise is None else target.noise(depth)
         exact = first_largest(warped if noise is None else warped + noise)
-        token, children, weights = exact, parents == node[:, None], None
+        token, children, weights = exact, parents == node[:, None], Weights()
         if not lossless:
             nodes = Nodes(raw, warped, noise, exact, tree.tokens, children, tree.scores,
                           draft[depth] if depth < len(draft) else None, tree.draft_rows[rows, node], draft_tokens,
                           threshold, left, going, errors, ahead)
             weights = rule.weigh(nodes)
-        if weights is not None:
             token = draw(nodes, weights)
             if left is not None:
                 regret = (raw.amax(-1) - raw.gather(1, token[:, None])[:, 0]).double()
                 closed = closed | (token != exact) & (regret > left)  # dearer than what is left: exact from here
                 token = torch.where(closed, exact, token)
                 left = left - torch.where(token != exact, regret, 0.0)
-        drawn = warped.gather(1, token[:, None])[:, 0]
-        divergence = unknown if weights is None or weights.divergence is None else weights.divergence
-        path.append((node, token, exact, going, closed, divergence, drawn))
+        path.append((node, token, going))
+        if not lossless:
+            unknown = torch.full_like(threshold, math.nan)
+            judged.append((exact, closed, unknown if weights.divergence is None else weights.divergence.double()))
+        if warped is not raw:
+            drawn.append(warped.gather(1, token[:, None])[:, 0])
         found = children & (tree.tokens == token[:, None])  # at most one: siblings differ in their token
         going = found.any(-1) & going
-        if weights is not None and weights.stop is not None:
+        if weights.stop is not None:
             going = going & ~(weights.stop & ~closed)
         if device.type == "cpu" and not going.any():
             break
         node = torch.where(going, found.long().argmax(-1), node)
         said.append(token)
-    return _steps(path, target.logits)
+    return _steps(path, judged, drawn, target.logits)
 
 
-def _steps(path: Sequence[tuple[Tensor, ...]], logits: Tensor) -> list[list[Step]]:
+def _steps(
+    path: Sequence[tuple[Tensor, ...]],  # of each level: node, token and going [B]
+    judged: Sequence[tuple[Tensor, ...]],  # the target's own token, closed and divergence [B]; none: lossless
+    drawn: Sequence[Tensor],  # processed logits of the tokens [B]; none: there are no processors
+    logits: Tensor,  # [B, N, V]
+) -> list[list[Step]]:
     """The steps of each row, with what receipts say of them, in one copy to the host."""
-    columns = [torch.stack(column, 1) for column in zip(*path, strict=True)]
-    node, token, exact, going, closed, divergence, drawn = columns  # [B, P]
+    node, token, going = (torch.stack(column, 1) for column in zip(*path, strict=True))  # [B, P] each
+    exact, closed, divergence = token, torch.zeros_like(token), torch.full(token.shape, math.nan, device=token.device)
+    if judged:
+        exact, closed, divergence = (torch.stack(column, 1) for column in zip(*judged, strict=True))
     rows = torch.arange(len(node), device=node.device)[:, None]
     raw = logits[rows, node]  # [B, P, V]
     best, taken = raw.amax(-1), raw.gather(-1, token[..., None])[..., 0]
     logprob = raw.log_softmax(-1).gather(-1, token[..., None])[..., 0]
-    columns = (node, token, token == exact, divergence, logprob, best - taken, drawn, closed, going)
+    processed = torch.stack(drawn, 1) if drawn else taken
+    columns = (node, token, token == exact, divergence, logprob, best - taken, processed, closed, going)
     table = torch.stack([column.double() for column in columns], -1).tolist()  # [B, P, 9]
     return [[Step(int(node), int(token), bool(exact), *numbers, bool(closed))
              for node, token, exact, *numbers, closed, went in steps if went] for steps in table]
@@ -123,6 +132,8 @@ def draw(nodes: Nodes, weights: Weights) -> Tensor:  # [B] long
     if weights.tokens is not None:
         return first_largest(weights.tokens if nodes.noise is None else weights.tokens + nodes.noise)
     exact = nodes.exact
+    if weights.children is None:
+        return exact
     steps = weights.children.masked_fill(~nodes.children, -math.inf)
     own = nodes.warped.gather(1, exact[:, None])[:, 0] + weights.others  # the best of all other tokens
     if nodes.noise is not None:

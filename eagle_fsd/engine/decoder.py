@@ -132,16 +132,16 @@ class Decoder:
     ) -> tuple[list[list[int]], list[Emission]]:
         """The accepted path of each request, and what it emits; requests with the same rule are walked together."""
         deciding = [request.deciding() for request in self.requests]
-        groups: list[tuple[object, list[int]]] = []  # rules that differ in their threshold alone, and their rows
-        for number, (request, rule) in enumerate(zip(self.requests, deciding, strict=True)):
-            kind = replace(rule, threshold=0.0), request.greedy
-            rows = next((rows for other, rows in groups if other == kind), None)
-            if rows is None:
-                groups.append((kind, [number]))
+        groups: list[list[int]] = []  # rows that are walked together
+        for number, request in enumerate(self.requests):
+            mine = [rows for rows in groups if self.requests[rows[0]].greedy == request.greedy
+                    and _alike(deciding[rows[0]], deciding[number])]
+            if mine:
+                mine[0].append(number)
             else:
-                rows.append(number)
+                groups.append([number])
         found: dict[int, tuple[list[int], Emission]] = {}
-        for _, rows in groups:
+        for rows in groups:
             group = (tree, logits, draft_logits)
             if len(rows) < len(self.requests):
                 group = (tree.take(rows), logits[rows], [level[rows] for level in draft_logits])
@@ -180,6 +180,11 @@ class Decoder:
 
     def _per_row(self, values: Sequence[float]) -> Tensor:
         return torch.tensor(values, dtype=torch.float64, device=self.device)
+
+
+def _alike(rule: Rule, other: Rule) -> bool:
+    """Whether two rules differ in their threshold alone."""
+    return type(rule) is type(other) and replace(rule, threshold=other.threshold) == other
 
 
 def _emission(steps: Sequence[Step], drafted: bool, closed: str | None) -> Emission:
