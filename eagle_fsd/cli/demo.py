@@ -27,7 +27,8 @@ PROMPTS = {  # turns of user and assistant
 class DemoCommand:
     """Compare plain, exact and fuzzy decoding on a question, a rewrite, a function and a follow-up turn.
 
-    In float32 exact writes the same tokens as model.generate; in bfloat16 (--dtype) two tokens can tie.
+    In bfloat16, which is faster, two tokens can tie in rounding, and the texts then part; with --dtype float32 exact writes
+    the same tokens as model.generate.
 
     Args:
         threshold: of fsd.
@@ -36,7 +37,7 @@ class DemoCommand:
 
     threshold: float = 0.5
     max_new_tokens: int = 64
-    pair: Loading = Loading(dtype="float32")
+    pair: Loading = Loading()
 
     def run(self) -> None:
         import torch
@@ -53,7 +54,8 @@ A language model writes one token (a word or a part of one) per step. A small dr
 and the model checks all guesses in one step. Three ways to answer the same prompts:
 
   {BASELINE}   without drafting, as transformers does it: one token per step.
-  exact            keeps the guesses that the model would have written itself: the same text in fewer steps.
+  exact            keeps the guesses that the model would have written itself: its text in fewer steps. In bfloat16
+                   two tokens can be equally probable up to rounding; then either text is the model's own.
   fsd {self.threshold:<13g}also keeps a guess where model and head nearly agree on what comes next (the threshold
                    says how nearly) and it is nearly as probable as the model's own choice: another text.
 
@@ -81,6 +83,8 @@ and the model checks all guesses in one step. Three ways to answer the same prom
                        for ours, theirs in zip(given, answers[BASELINE], strict=True))
             print(f"{name:<16}{sum(len(answer.token_ids) for answer in given):>8}{rate(*given):>10.1f}"
                   f"{rate(*given) / rate(*answers[BASELINE]):>9.2f}x  {same} of {len(given)}")
+        if model.target.dtype != torch.float32:
+            print("Texts of exact that differ part at a tie; with --dtype float32, which is slower, they are the same.")
 
 
 def remarks(answer: Answer, baseline: Answer) -> str:
