@@ -27,8 +27,8 @@ PROMPTS = {  # turns of user and assistant
 class DemoCommand:
     """Compare plain, exact and fuzzy decoding on a question, a rewrite, a function and a follow-up turn.
 
-    In bfloat16, which is faster, two tokens can tie in rounding, and the texts then part; with --dtype float32 exact writes
-    the same tokens as model.generate.
+    In bfloat16, which is faster, two tokens can tie in rounding, and the texts then part; with --dtype float32 exact
+    writes the same tokens as model.generate.
 
     Args:
         threshold: of fsd.
