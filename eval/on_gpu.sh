@@ -6,7 +6,8 @@
 # TARGET, DRAFT: a pair; without them the small one of the tests. QUESTIONS: MT-Bench's file. PYTHON: the interpreter.
 # TRAIN_FROM: a head to go on with. Paths but OUT are from the root of the checkout.
 set -uo pipefail
-OUT=$(mkdir -p "${1:?a folder for the results}" && cd "$1" && pwd); shift
+: "${1:?a folder for the results}"
+OUT=$(mkdir -p "$1" && cd "$1" && pwd) || exit 2; shift
 cd "$(dirname "$0")/.." || exit 2
 PYTHON=${PYTHON:-python3}; LIMIT=${LIMIT:-540}; DEVICE=${DEVICE:-cuda}
 SMALL=tests/pairs; [ -d $SMALL ] || SMALL=checkpoints
