@@ -1,1 +1,1 @@
-"""The decode loop: draft, verify, accept, commit; requests, receipts, sampling, noise, and faster forwards."""
+"""The decode loop: draft, verify, accept, commit; requests, sampling, noise, and timings of whole cycles."""
