@@ -158,11 +158,11 @@ class Decoder:
         """That of requests with one rule."""
         errors: dict[int, Exception] = {}  # of processors and users' rules, which are called row by row
 
+        seeds, places = torch.tensor([[request.seed for request in requests], lengths], device=self.device)
+
         def noise(depth: int) -> Tensor:
             """[B, V] for the tokens after nodes of this depth: by seed and absolute position."""
-            seeds = torch.tensor([request.seed for request in requests], device=self.device)
-            positions = torch.tensor(lengths, device=self.device)[:, None] + depth + 1
-            return gumbel_noise(seeds, positions, self.target.vocab_size)[:, 0]
+            return gumbel_noise(seeds, places[:, None] + depth + 1, self.target.vocab_size)[:, 0]
 
         target = Target(
             logits,
