@@ -157,7 +157,6 @@ class Decoder:
     ) -> list[tuple[list[int], Emission]]:
         """That of requests with one rule."""
         errors: dict[int, Exception] = {}  # of processors and users' rules, which are called row by row
-
         seeds, places = torch.tensor([[request.seed for request in requests], lengths], device=self.device)
 
         def noise(depth: int) -> Tensor:
