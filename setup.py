@@ -24,8 +24,7 @@ EXTRAS = {
     "train": ["datasets>=3", "tensorboard>=2.16"],  # for data sets by name, and --tracker tensorboard
     "eval": EVAL,  # train/ and eval/ run from a checkout
     "docs": ["mkdocs>=1.6,<2", "mkdocs-material>=9.6", "mkdocstrings[python]>=1.0"],
-    "dev": [*GGUF, *EVAL, *SERVE, "httpx>=0.27", "openai>=2", "pytest>=8", "pytest-xdist>=3.6", "hypothesis>=6.100",
-            "pyyaml>=6", "ruff>=0.8"],
+    "dev": [*GGUF, *EVAL, *SERVE, "httpx>=0.27", "openai>=2", "pytest>=8", "pytest-xdist>=3.6", "ruff>=0.8"],
 }
 
 setup(

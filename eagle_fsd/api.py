@@ -38,8 +38,9 @@ def generate(
     Args:
         prompt: text (tokenised as it is), a chat (list of {"role", "content"}, put through the tokenizer's chat
             template), or token ids (list of int, or tensor [L] or [1, L]). A list of such prompts is a batch: they are
-            decoded together, each as it would be alone. Also what a tokenizer returns: `input_ids` of one or more
-            prompts, with an `attention_mask` where they are padded on the left.
+            decoded together, each as it would be alone; with a threshold only if `tree=` is fixed too. Also what a
+            tokenizer returns: `input_ids` of one or more prompts, with an `attention_mask` where they are padded on
+            the left.
         model: from `load`; None: the default pair.
         given: options by name, such as `max_new_tokens=200` or `threshold=0.3`: see `GenerateOptions`, which has them
             all; they come on top of `options`.

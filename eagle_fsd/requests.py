@@ -53,7 +53,7 @@ def make_requests(
         ids, max_new_tokens=room, rule=rule, temperature=float(options.temperature), seed=seed,
         budget=None if options.budget is None else float(options.budget),
         processors=build_processors(options, logits_processor, prompt_length=len(ids), eos_ids=sorted(eos_ids),
-                                    device=model.target.device),
+                                    device=model.target.output_device),
         alike=(options.temperature, options.top_k, options.top_p, options.min_p) if text_free else None,
         eos_ids=frozenset() if options.ignore_eos else eos_ids, stop_ids=stop_ids,
         text_ends=StopStrings(model.tokenizer, strings) if strings else None, criteria=list(stopping_criteria or []),

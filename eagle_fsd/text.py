@@ -12,7 +12,7 @@ UNFINISHED = "\ufffd"  # what a character decodes to whose last bytes are yet to
 
 
 class GrowingText:
-    """Text decoded a few tokens at a time: each piece is what a token adds behind those before it."""
+    """Text decoded a few tokens at a time: each piece is what a token adds after those before it."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = tokenizer

@@ -10,7 +10,7 @@ set -uo pipefail
 OUT=$(mkdir -p "$1" && cd "$1" && pwd) || exit 2; shift
 cd "$(dirname "$0")/.." || exit 2
 PYTHON=${PYTHON:-python3}; LIMIT=${LIMIT:-540}; DEVICE=${DEVICE:-cuda}
-SMALL=tests/pairs; [ -d $SMALL ] || SMALL=checkpoints
+SMALL=tests/pairs
 TARGET=${TARGET:-$SMALL/small-target}; DRAFT=${DRAFT:-$SMALL/small-draft}
 PAIR=(--target "$TARGET" --draft "$DRAFT" --device "$DEVICE")
 export PYTHONUNBUFFERED=1 PYTHONPATH=.${PYTHONPATH:+:$PYTHONPATH} HF_HUB_OFFLINE=${HF_HUB_OFFLINE:-1}

@@ -11,7 +11,7 @@ import setuptools
 from tiny import save_pair, tiny_chat_pair
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = {"yaml": "pyyaml", "prometheus_client": "prometheus-client"}  # installed as
+PACKAGES = {"prometheus_client": "prometheus-client"}  # installed as
 
 
 @pytest.fixture(scope="module")

@@ -189,3 +189,21 @@ def test_every_node_is_processed_with_its_own_path(processors):
     assert torch.equal(logits, raw) and not errors  # gates still need them
 
 
+
+
+@pytest.mark.parametrize("options", [{}, {"threshold": 0.5}, {"acceptance": "tilt", "threshold": 1}], ids=str)
+def test_no_processor_is_asked_about_a_text_after_its_end(options):
+    """Grammars raise once they have ended; plain decoding never asks them then."""
+    pair = tiny_pair()
+    full = eagle_fsd.generate(PROMPT, pair, tree=TREE, max_new_tokens=NEW, **options).token_ids
+    for stop in sorted(set(full)):
+        at = len(PROMPT)
+
+        def grammar(input_ids, scores, stop=stop, at=at):
+            if stop in input_ids[0, at:].tolist() or input_ids.shape[1] >= at + NEW:
+                raise RuntimeError("the grammar has ended")
+            return scores
+
+        found = eagle_fsd.generate(PROMPT, pair, tree=TREE, max_new_tokens=NEW, stop_token_ids=[stop],
+                                   logits_processor=[grammar], **options)
+        assert found.token_ids == full[: full.index(stop) + 1] and found.finish_reason == "stop"

@@ -269,3 +269,17 @@ def test_what_a_function_does_wrong_ends_its_request_and_no_other(pair):
         assert alone.new == together[number].new and len(alone.new) == 16 + number
     with pytest.raises(KeyError, match="mine"):  # and the call that asked for it
         eagle_fsd.generate(PROMPT, pair, acceptance=broken, tree=TREE)
+
+
+def test_all_forms_of_weights_count_for_a_function(pair):
+    """Log-weights of any float type; those of all tokens before those of children; a divergence gets to receipts."""
+    def ask(function):
+        return eagle_fsd.generate(PROMPT, pair, tree=eagle_fsd.TreeConfig(12, 4, 3), max_new_tokens=20,
+                                  acceptance=function)
+
+    exact = ask("exact").token_ids
+    assert ask(lambda nodes: Weights()).token_ids == exact
+    assert ask(lambda nodes: Weights(nodes.steps.double())).token_ids == exact
+    assert ask(lambda nodes: Weights(nodes.steps - 50, tokens=nodes.warped)).token_ids == exact
+    receipts = ask(lambda nodes: Weights(nodes.steps, divergence=nodes.divergence("js"))).receipts
+    assert any(receipt.divergence is not None for receipt in receipts)

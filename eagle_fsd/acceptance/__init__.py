@@ -16,10 +16,10 @@ RULE_CLASSES = {  # module -> class; a rule is known by its module's name
     "relaxed": "Relaxed",
 }
 
-__all__ = ["RULES", "RULE_CLASSES", "Custom", "FuzzyRule", "GatingRule", "Nodes", "Rule", "Weights", "make_rule"]
+__all__ = ["RULES", "RULE_CLASSES", "FuzzyRule", "GatingRule", "Nodes", "Rule", "Weights", "make_rule"]
 
 __getattr__, __dir__ = lazy_names(__name__, {
     **dict.fromkeys(("RULES", "make_rule"), "registry"),
-    **dict.fromkeys(("Custom", "FuzzyRule", "GatingRule", "Rule"), "rule"),
+    **dict.fromkeys(("FuzzyRule", "GatingRule", "Rule"), "rule"),
     **dict.fromkeys(("Nodes", "Weights"), "nodes"),
 })

@@ -60,7 +60,9 @@ class Nodes:
     @property
     def draft(self) -> Tensor | None:
         """[B, R]: the draft's raw logits for the children; at leaves another node's, not to be read."""
-        return None if self.drafted is None else self.drafted[torch.arange(len(self.raw)), self.draft_row]
+        if self.drafted is None:
+            return None
+        return self.drafted[torch.arange(len(self.raw), device=self.raw.device), self.draft_row]
 
     def row(self, row: int) -> Nodes:
         """One row, as a batch of one."""

@@ -34,6 +34,9 @@ def make_rule(
     """
     given = {"threshold": threshold, "divergence": divergence}
     options |= {name: value for name, value in given.items() if value is not None}
+    known = RULES.get(rule) if isinstance(rule, str) else rule
+    if options.get("head_guard", 0) is None and not hasattr(known, "head_guard"):
+        del options["head_guard"]  # no guard is what such a rule has
     if isinstance(rule, str):
         if rule not in RULES:
             gone = rule in GONE or "+" in rule

@@ -124,7 +124,8 @@ class Ahead:
 class Custom(Rule):
     """A user's function as a rule: from the `Nodes` of one row to `Weights`, or to log-weights [V] of all tokens.
 
-    It is called row by row; what it raises, or answers wrongly, ends that row's request and no other.
+    It is called row by row; what it raises, or answers wrongly, ends that row's request and no other. The first token
+    of an answer is the target's own: it comes with the prompt, where nothing is drafted.
     """
 
     name: ClassVar[str] = "custom"
@@ -135,23 +136,28 @@ class Custom(Rule):
         return False
 
     def weigh(self, nodes: Nodes) -> Weights:
-        weights = nodes.warped.clone()
+        weights, divergences = nodes.warped.clone(), torch.full_like(nodes.threshold, math.nan)
         stops = torch.zeros(len(weights), dtype=torch.bool, device=weights.device)
         for row in nodes.going.nonzero()[:, 0].tolist():
             if row not in nodes.errors:
                 try:
-                    weights[row], stops[row] = self._ask(nodes.row(row))
+                    weights[row], stops[row], divergence = self._ask(nodes.row(row))
+                    if divergence is not None:
+                        divergences[row] = divergence[0]
                 except Exception as error:
                     nodes.errors[row] = error
-        return Weights(stop=stops, tokens=weights)
+        return Weights(stop=stops, divergence=divergences, tokens=weights)
 
-    def _ask(self, nodes: Nodes) -> tuple[Tensor, bool]:
-        """Log-weights [V], and whether the walk ends here."""
-        answer, stop = self.function(nodes), False
+    def _ask(self, nodes: Nodes) -> tuple[Tensor, bool, Tensor | None]:
+        """Log-weights [V], whether the walk ends here, and the divergence [1] that it went by."""
+        answer, stop, divergence = self.function(nodes), False, None
         if isinstance(answer, Weights):
             stop = answer.stop is not None and bool(answer.stop)
-            own = nodes.warped if answer.tokens is None else answer.tokens
-            answer = own if answer.children is None else _all_tokens(nodes, answer)
+            divergence = answer.divergence
+            if answer.tokens is not None:
+                answer = answer.tokens
+            else:
+                answer = nodes.warped if answer.children is None else _all_tokens(nodes, answer)
         if not isinstance(answer, Tensor):
             raise TypeError(f"a rule returns Weights or a tensor of log-weights [V], got {type(answer).__name__}")
         answer = answer[0] if answer.dim() == 2 and len(answer) == 1 else answer
@@ -161,7 +167,7 @@ class Custom(Rule):
         best, possible = answer.max(), nodes.warped.max() > -math.inf
         if answer.isnan().any() or possible and not best.isfinite():  # no processor may leave a token
             raise ValueError("a rule must return log-weights below inf, not NaN, and above -inf somewhere")
-        return answer, stop
+        return answer, stop, divergence
 
 
 def _all_tokens(nodes: Nodes, weights: Weights) -> Tensor:
@@ -170,4 +176,5 @@ def _all_tokens(nodes: Nodes, weights: Weights) -> Tensor:
         got = list(weights.children.shape) if isinstance(weights.children, Tensor) else repr(weights.children)
         raise ValueError(f"Weights.children must be a tensor {list(nodes.tokens.shape)}, got {got}")
     own = nodes.children[0]
-    return (nodes.warped + weights.others).index_copy(1, nodes.tokens[0, own], weights.children[:, own])
+    others = nodes.warped + weights.others
+    return others.index_copy(1, nodes.tokens[0, own], weights.children[:, own].to(others.dtype))

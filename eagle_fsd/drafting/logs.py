@@ -34,7 +34,7 @@ LEAST_CYCLES = 100  # from fewer the tokens per cycle are not known to a tenth
 
 
 class Setting(NamedTuple):
-    """What decides, beside the pair, which nodes are accepted: a place has one log of each."""
+    """What logs are told apart by: a place has one log of each. Divergence, top-p and the like are not in it."""
 
     rule: str
     threshold: float

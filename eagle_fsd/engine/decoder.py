@@ -135,7 +135,7 @@ class Decoder:
         groups: list[list[int]] = []  # rows that are walked together
         for number, request in enumerate(self.requests):
             mine = [rows for rows in groups if self.requests[rows[0]].greedy == request.greedy
-                    and _alike(deciding[rows[0]], deciding[number])]
+                    and _differ_in_threshold_only(deciding[rows[0]], deciding[number])]
             if mine:
                 mine[0].append(number)
             else:
@@ -181,7 +181,7 @@ class Decoder:
         return torch.tensor(values, dtype=torch.float64, device=self.device)
 
 
-def _alike(rule: Rule, other: Rule) -> bool:
+def _differ_in_threshold_only(rule: Rule, other: Rule) -> bool:
     """Whether two rules differ in their threshold alone."""
     return type(rule) is type(other) and replace(rule, threshold=other.threshold) == other
 

@@ -29,7 +29,7 @@ class Held(Protocol):
 
 
 class Forwards:
-    """Forwards of the stock modules behind caches of requests that are decoded together."""
+    """Forwards of both models after what the caches of requests hold that are decoded together."""
 
     def __init__(
         self, target: TargetModel, head: DraftHead | None, cache: TreeCache, draft_cache: TreeCache | None
@@ -80,7 +80,7 @@ class Forwards:
 
     def _catch_up(self, requests: Sequence[Request], config: TreeConfig) -> None:
         """Have the draft read each row alone where some lag behind by more than a path: rows that joined while nothing
-        was drafted. Together, all would append as much as the last one lacks, behind the longest, and exceed the room.
+        was drafted. Together, all would append as much as the last one lacks, after the longest, and exceed the room.
         """
         unread = [len(request.features) for request in requests]
         path = min(config.depth, config.nodes - 1)

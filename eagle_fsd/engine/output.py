@@ -11,7 +11,7 @@ class Receipt(NamedTuple):
 
     Args:
         source: "target" (drawn by the target after the accepted path), "exact" (a draft token that the target
-            itself would have drawn there) or "fuzzy" (one that only the rule accepted).
+            itself would have drawn there) or "fuzzy" (one that the target would not have drawn).
         divergence: between target and draft at the token's position, where the rule computed it; else None.
         logprob: the token's log-probability (nats) under the target, before temperature and other processors.
         regret: that of the target's best token there minus `logprob`: 0 for the best token itself.

@@ -65,7 +65,7 @@ class Request:
         self.spent = 0.0  # regret of the answer's fuzzy tokens, in nats
         self._features: list[Tensor] = []  # parts of `features`
         self._text: Tensor | None = None  # [1, padding, prompt and room for the answer], for criteria
-        if budget == 0:
+        if budget == 0 and not self.lossless:
             self._close("budget", 0)
 
     @property
@@ -168,6 +168,11 @@ class Request:
         if self.criteria and self._criteria_met():
             return "stop"
         return "length" if len(self.new) == self.max_new_tokens else None
+
+    def complete_with(self, said: Sequence[int]) -> bool:
+        """Whether the answer has ended with these tokens after it: processors are not asked about what comes then."""
+        return (len(self.new) + len(said) >= self.max_new_tokens
+                or any(token in self.eos_ids or token in self.stop_ids for token in said))
 
     def _criteria_met(self) -> bool:
         """Whether any of the criteria ends the answer; they see the whole text, which they must not change.

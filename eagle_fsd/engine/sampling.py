@@ -133,11 +133,11 @@ def warp_nodes(
     errors: dict[int, Exception],
 ) -> Tensor:  # [B, V]
     """Processed logits, each with the row's own path as context."""
-    if _alike(requests):
+    if _share_processors(requests):
         return requests[0].processors(None, raw.clone()) if requests[0].processors else raw
     warped, path = raw.clone(), torch.stack(list(said), 1)  # [B, depth + 1]
     for row in going.nonzero()[:, 0].tolist():
-        if row not in errors and requests[row].processors:
+        if row not in errors and requests[row].processors and not requests[row].complete_with(path[row, 1:].tolist()):
             before = torch.tensor([requests[row].context], dtype=torch.long, device=raw.device)
             try:
                 warped[row] = _processed(requests[row].processors, torch.cat([before, path[row, None]], 1),
@@ -154,19 +154,19 @@ def warp_trees(
     errors: dict[int, Exception],
 ) -> Tensor:  # [B, N, V]
     """Processed logits of every node, each with its own path as context."""
-    if _alike(requests):
+    if _share_processors(requests):
         processors = requests[0].processors
         return processors(None, logits.flatten(0, 1).clone()).view_as(logits) if processors else logits
     warped = logits.clone()
     for row, request in enumerate(requests):
         try:
-            warped[row] = _warp_tree(request.processors, request.context, tree.take(slice(row, row + 1)), logits[row])
+            warped[row] = _warp_tree(request, tree.take(slice(row, row + 1)), logits[row])
         except Exception as error:
             errors[row] = error
     return warped
 
 
-def _alike(requests: Sequence[Request]) -> bool:
+def _share_processors(requests: Sequence[Request]) -> bool:
     """Whether one call serves all rows."""
     first = requests[0]
     if not any(request.processors for request in requests):
@@ -175,8 +175,7 @@ def _alike(requests: Sequence[Request]) -> bool:
 
 
 def _warp_tree(
-    processors: LogitsProcessorList,
-    context: Sequence[int],  # the L emitted tokens before the root
+    request: Request,
     tree: DraftTree,  # of one row
     logits: Tensor,  # [N, V] float32
 ) -> Tensor:  # [N, V]
@@ -187,7 +186,7 @@ def _warp_tree(
     """
     warped = logits.clone()
     reachable = torch.ones_like(tree.depths[0], dtype=torch.bool)
-    before = torch.tensor(context, dtype=torch.long, device=logits.device)
+    before = torch.tensor(request.context, dtype=torch.long, device=logits.device)
     for depth in range(tree.max_depth + 1):  # nodes of one level have contexts of one length
         nodes = (tree.depths[0] == depth).nonzero()[:, 0]
         if depth:
@@ -197,8 +196,13 @@ def _warp_tree(
         if not len(nodes):
             break
         path_nodes = tree.ancestors[0, nodes].nonzero()[:, 1].view(len(nodes), depth + 1)
-        contexts = torch.cat([before.expand(len(nodes), -1), tree.tokens[0][path_nodes]], 1)
-        warped[nodes] = _processed(processors, contexts, logits[nodes])  # a copy: indexed by a tensor
+        paths = tree.tokens[0][path_nodes]
+        goes_on = torch.tensor([not request.complete_with(path[1:]) for path in paths.tolist()], device=nodes.device)
+        reachable[nodes], nodes, paths = goes_on, nodes[goes_on], paths[goes_on]
+        if not len(nodes):
+            break
+        contexts = torch.cat([before.expand(len(nodes), -1), paths], 1)
+        warped[nodes] = _processed(request.processors, contexts, logits[nodes])  # a copy: indexed by a tensor
     return warped
 
 

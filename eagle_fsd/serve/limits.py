@@ -33,7 +33,7 @@ class ServeOptions:
         max_body: bytes of a request's body (413).
         max_connections: requests that are answered at once, waiting ones included; those above get 503.
         drain_seconds: after SIGTERM, longest time for what runs to end.
-        page: serve the page at /page too (extra `page`).
+        page: serve the page at /page/ too (extra `page`).
         plain: decode without drafting, to compare with.
     """
 
