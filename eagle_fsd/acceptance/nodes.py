@@ -92,8 +92,8 @@ class Nodes:
         """Children with target probability >= (1 - alpha) * the target's best, at temperature 1."""
         if head_guard is None:
             return self.children
-        slack = math.log1p(-head_guard) if head_guard < 1 else -math.inf
-        return self.children & (self.raw.gather(1, self.tokens) >= self.raw.amax(-1, keepdim=True) + slack)
+        least = self.raw.amax(-1, keepdim=True) + guard_slack(head_guard)
+        return self.children & (self.raw.gather(1, self.tokens) >= least)
 
     def divergence(self, name: str) -> Tensor:
         """[B]: between the target's and the draft's distribution of the next token; NaN without children, which no
@@ -102,3 +102,8 @@ class Nodes:
             return self.raw.new_full((len(self.raw),), math.nan)
         measure = get_divergence(name, self.draft_tokens)
         return torch.where(self.children.any(-1), measure(self.raw, self.draft), math.nan)
+
+
+def guard_slack(head_guard: float) -> float:
+    """log(1 - alpha): how far below the best logit the head ends."""
+    return math.log1p(-head_guard) if head_guard < 1 else -math.inf

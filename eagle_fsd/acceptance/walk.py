@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..drafting.largest import first_largest
 from ..drafting.tree import DraftTree
-from .nodes import Nodes, Weights
+from .nodes import Nodes, Weights, guard_slack
 from .rule import Ahead, Rule
 
 
@@ -154,10 +154,9 @@ def _ahead(rule: Rule, tree: DraftTree, target: Target, warped: Tensor, threshol
         return values.gather(1, tree.parents)
 
     guard = getattr(rule, "head_guard", None)
-    slack = 0.0 if guard is None else math.log1p(-guard) if guard < 1 else -math.inf
     in_head = torch.ones_like(tree.depths, dtype=torch.bool)
     if guard is not None:
-        in_head = raw_steps >= of_parent(target.logits.amax(-1) + slack)
+        in_head = raw_steps >= of_parent(target.logits.amax(-1) + guard_slack(guard))
     return Ahead(
         tree, steps, steps.double() - of_parent(warped.logsumexp(-1)).double(), of_parent(warped.amax(-1)),
         tree.tokens == of_parent(first_largest(warped)), in_head, threshold[:, None], target.noise is None)
