@@ -209,15 +209,18 @@ class LoadOptions(Options):
         device_map: placement by accelerate, instead of `device`; the head goes where the output layer is.
         quantization_config: one of `transformers`, to quantise the target with while it is loaded. A checkpoint that
             was saved quantised needs none.
-        attn_implementation: "sdpa", "eager", "grouped" or "split", see docs/performance.md. Default: sdpa where the
-            model has it, on a CPU without its copies ("grouped").
+        attn_implementation: "sdpa", "eager", "grouped" or "split" of the stock decoder, see docs/performance.md.
+            Default: the fused decoder where it serves the model; else sdpa where the model has it, on a CPU without its
+            copies ("grouped").
         trust_remote_code: allow a target to run code from its repository.
         tree: where `generate` is given none: "auto", the one that emits the most tokens per second on this machine,
             where there are logs to choose it by (`eagle-fsd tune`), else a default for the device; drafting pauses
             where it does not pay. The models' latency is measured for it and kept, and measured again where it turns
             out that other work had slowed the machine. None: that default, without pauses; or a `TreeConfig`.
-        prepack: on a CPU, keep a second copy of bfloat16 weights in the layout that its kernels read: same results, a
-            third of the time less with 1 to 16 tokens, twice the memory. False: one copy.
+        prepack: on a CPU, have bfloat16 weights in the layout that its kernels read in place of the plain ones: same
+            results, sooner.
+        quantization: "int8": weights and activations in int8 on a CPU with VNNI instructions, half the memory; the text
+            is then that of the quantised model. None: as the checkpoint has them.
     """
 
     target: str | Path | None = None
@@ -230,6 +233,7 @@ class LoadOptions(Options):
     trust_remote_code: bool = False
     tree: TreeConfig | str | None = "auto"
     prepack: bool = True
+    quantization: str | None = None
 
     def __post_init__(self) -> None:
         if self.target is None and self.draft is not None:
@@ -241,6 +245,11 @@ class LoadOptions(Options):
         if not (self.tree is None or self.tree == "auto" or isinstance(self.tree, TreeConfig)):
             raise ValueError(f'tree must be "auto", a TreeConfig or None, got {self.tree!r}')
         require_bool("prepack", self.prepack)
+        if self.quantization not in (None, "int8"):
+            raise ValueError(f'quantization must be "int8" or None, got {self.quantization!r}; other kinds go by '
+                             "quantization_config=")
+        if self.quantization and not self.prepack:
+            raise ValueError("quantization is a form of packed weights: leave prepack=False out")
 
 
 def names_of(options: type[Options]) -> list[str]:

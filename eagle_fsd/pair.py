@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -23,13 +23,14 @@ from .heads.catalogue import find_pair
 from .heads.checkpoint import load_head
 from .heads.eagle import DraftHead
 from .models import GROUPED, STOCK
+from .models.linear import check_quantization, is_packed
 from .models.loading import load_target
-from .models.placement import pack_linears
 from .models.target import TargetModel
 from .options import LoadOptions
 
 log = logging.getLogger(__name__)
-_checked: WeakSet[PreTrainedModel] = WeakSet()  # targets that have passed the checks of TargetModel
+# Targets that have passed the checks of TargetModel, and whether the fused decoder serves them.
+_checked: WeakKeyDictionary[PreTrainedModel, bool] = WeakKeyDictionary()
 
 
 @dataclass(eq=False)
@@ -47,11 +48,30 @@ class EagleModel:
     # Where drafting has not paid lately, by temperature, for requests whose text does not depend on it.
     pauses: defaultdict[float, Pause] = field(default_factory=lambda: defaultdict(Pause), repr=False)
 
+    load_stock: Callable[[], PreTrainedModel] | None = field(default=None, repr=False)  # the target once more
+
+    @functools.cached_property
+    def stock(self) -> PreTrainedModel:
+        """The target as transformers loads it, to measure against: a second one where weights have been packed.
+
+        Raises:
+            ValueError: packed weights of a model that was not made by `load`.
+        """
+        if is_packed(self.target.model) is None:
+            return self.target.model
+        if self.load_stock is None:
+            raise ValueError("the target's weights are packed, and it is not known where it was loaded from")
+        return self.load_stock()
+
     @classmethod
     def from_parts(
-        cls, target: PreTrainedModel, draft: DraftHead | None, tokenizer: PreTrainedTokenizerBase | None = None
+        cls, target: PreTrainedModel, draft: DraftHead | None, tokenizer: PreTrainedTokenizerBase | None = None, *,
+        fused: bool = True,
     ) -> EagleModel:
         """Join a causal LM and a head; the head is moved to the target's last device and dtype.
+
+        Args:
+            fused: compute the target by `FusedDecoder` where that gives the same; it reads the weights where they lie.
 
         Raises:
             TypeError: a part of the wrong type.
@@ -62,22 +82,29 @@ class EagleModel:
             if not isinstance(part, kind) and (part is not None or name == "target"):
                 raise TypeError(f"{name} must be a {kind.__name__}, got {type(part).__name__}")
         adapter = TargetModel(target, check=target not in _checked)
-        _checked.add(target)
+        if fused and _checked.get(target, True):
+            adapter.use_fused(check=target not in _checked)
+        if fused or target not in _checked:
+            _checked[target] = adapter.fused is not None or not fused
         if draft is not None:
             fit_head(draft, adapter)
         return cls(adapter, draft, tokenizer)
 
-    def prepack(self) -> None:
-        """Keep a second copy of bfloat16 weights on a CPU in the layout that its kernels read: same results, sooner.
+    def prepack(self, quantization: str | None = None) -> None:
+        """Replace weights on a CPU by ones in the layout that its kernels read; `load` does so unless told not to.
 
-        `load` does so unless it is told not to.
+        The stock models still run; a copy of them has plain weights again. Their `state_dict` unpacks the weights.
+
+        Args:
+            quantization: "int8", or None: bfloat16 weights as they are, with the same results.
+
+        Raises:
+            ValueError: another quantization, or a processor without the instructions for it.
         """
-        pack_linears(self.target.model)
+        check_quantization(quantization)
+        self.target.pack(quantization)
         if self.draft is not None:
-            pack_linears(self.draft)
-            rows = self.draft.output_rows
-            if rows is not None:
-                rows.layer = pack_linears(rows.layer)
+            self.draft.pack(quantization, self.target.lm_head)
 
     def choose_trees(self, logs: Sequence[TreeLog], *, stopping: bool, default: TreeConfig) -> None:
         """Have the tree chosen by these logs, see `AutoTree`, and the models' latencies, which are measured."""
@@ -146,7 +173,7 @@ def fit_head(draft: DraftHead, target: TargetModel) -> None:
             )
         draft.share_embeddings(target.embeddings_on(target.output_device))
     draft.to(device=target.output_device, dtype=target.dtype).eval()
-    if draft.token_map is not None and not (draft.output_rows and draft.output_rows.belong_to(target.lm_head.weight)):
+    if draft.token_map is not None and not (draft.output_rows and draft.output_rows.belong_to(target.lm_head)):
         draft.output_rows = target.output_rows(draft.token_map)
         if draft.output_rows is None:
             log.warning("the draft names %d of %d tokens, but the target's output layer has no plain rows to take: it "
@@ -168,19 +195,22 @@ def load(target: str | Path | None = None, draft: str | Path | None = None, **op
         ImportError: a GGUF file without the package gguf.
     """
     asked = LoadOptions.from_names({"target": target, "draft": draft, **options})
+    check_quantization(asked.quantization)
     target, draft = find_pair(asked.target, asked.draft)
     head = load_head(draft)  # the smaller one first: its errors come before the long work
     logs = read_logs(draft) if asked.tree == "auto" else []
     stock = asked.attn_implementation in STOCK
-    model, tokenizer = load_target(
-        target, dtype=asked.dtype, device=asked.device, device_map=asked.device_map,
+    load_it = functools.partial(
+        load_target, target, dtype=asked.dtype, device=asked.device, device_map=asked.device_map,
         quantization_config=asked.quantization_config,
         attn_implementation=asked.attn_implementation if stock else None, trust_remote_code=asked.trust_remote_code,
     )
-    pair = EagleModel.from_parts(model, head, tokenizer)
+    model, tokenizer = load_it()
+    pair = EagleModel.from_parts(model, head, tokenizer, fused=asked.attn_implementation is None)
+    pair.load_stock = lambda: load_it()[0].eval()
     set_attention(pair.target, asked.attn_implementation)
     if asked.prepack:
-        pair.prepack()
+        pair.prepack(asked.quantization)
     if isinstance(asked.tree, TreeConfig):
         pair.tree = asked.tree
     elif asked.tree == "auto":
@@ -195,10 +225,11 @@ def load(target: str | Path | None = None, draft: str | Path | None = None, **op
 def set_attention(target: TargetModel, wanted: str | None) -> None:
     """Switch the target to the attention that `load` was asked for; where it cannot serve it, say why not.
 
-    None: what is faster on its device and computes the same.
+    None: what is faster on its device and computes the same; nothing where the fused decoder has its own.
     """
     config, level = target.config, logging.WARNING
-    if wanted is None and target.device.type == "cpu" and config._attn_implementation == "sdpa":
+    stock = target.fused is None and target.device.type == "cpu"
+    if wanted is None and stock and config._attn_implementation == "sdpa":
         key_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         wanted, level = GROUPED if key_heads < config.num_attention_heads else None, logging.INFO
     if wanted not in (None, *STOCK):

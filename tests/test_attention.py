@@ -323,13 +323,13 @@ def test_load_takes_attention_by_name(tmp_path, caplog):
     places = tmp_path / "target", tmp_path / "head"
     for name in (None, "eager", "sdpa", GROUPED):
         model = eagle_fsd.load(*places, device="cpu", tree=None, attn_implementation=name)
-        assert model.target.config._attn_implementation == (name or GROUPED)  # keys are shared by two heads
+        assert model.target.computed_by == ("fused" if name is None else f"{name} (it was not asked for)")
         expected = model.target.model.generate(torch.tensor([PROMPT]), max_new_tokens=8, do_sample=False)
         found = eagle_fsd.generate(PROMPT, model, max_new_tokens=8, acceptance="exact")
         assert found.token_ids == expected[0, len(PROMPT) :].tolist()
     with caplog.at_level(logging.WARNING, "eagle_fsd"):
         model = eagle_fsd.load(*places, device="cpu", tree=None, attn_implementation=SPLIT)
-    assert model.target.config._attn_implementation == "sdpa"
+    assert model.target.computed_by == "sdpa (it was not asked for)"
     assert "LlamaForCausalLM stays with attention sdpa, split fails: no flash-attn is installed" in caplog.text
     for wrong in ("flash_attention_2", "auto", 3):
         with pytest.raises(ValueError, match="must be one of sdpa, eager, grouped, split, or None .*, got"):

@@ -58,17 +58,17 @@ def test_a_turn_processes_only_its_new_tokens(model, monkeypatch, end):
         free = scratch(chat, SAID[0])
         assert free.stats.accepted_lengths[0] > 1
         model.target.model.generation_config.eos_token_id = free.token_ids[free.stats.accepted_lengths[0] - 1]
-    target, draft = model.target.decoder.forward, model.draft.forward
+    target, draft = model.target.forward, model.draft.forward
 
-    def of_target(*args, **options):
-        positions.append(options["input_ids"].shape[1])
-        return target(*args, **options)
+    def of_target(tokens, *args):
+        positions.append(tokens.shape[1])
+        return target(tokens, *args)
 
     def of_draft(features, tokens, *args, **options):
         read.append(tokens.shape[1])
         return draft(features, tokens, *args, **options)
 
-    monkeypatch.setattr(model.target.decoder, "forward", of_target)
+    monkeypatch.setattr(model.target, "forward", of_target)
     monkeypatch.setattr(model.draft, "forward", of_draft)
     held = drafted = 0
     for text in SAID:
@@ -208,7 +208,7 @@ def test_an_error_anywhere_leaves_a_conversation_that_goes_on(model, monkeypatch
         if where == "streamer":
             streamer = Meddler(5, fail)
         else:  # in the draft, so that the cycle is half done; or with some layers of the target ahead of the others
-            context.setattr(model.draft if where == "draft" else model.target.decoder.layers[1], "forward", fail)
+            context.setattr(model.draft if where == "draft" else model.target.decoder.layers[1].mlp.down_proj, "forward", fail)
         chat.send(SAID[1], streamer=streamer)
     assert chat.messages == before
     assert streamer is None or streamer.ended == 1

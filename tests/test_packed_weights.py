@@ -1,69 +1,101 @@
-"""Weights kept a second time in the layout of a CPU's kernels: the same bits, and never stale ones."""
+"""Weights in the layout of a CPU's kernels, in bfloat16 and int8: what they compute, and that stock models still run."""
 
 import copy
 import pickle
 
 import pytest
 import torch
-from tiny import PROMPT, tiny_head, tiny_target
+from tiny import HIDDEN, PROMPT, save_pair, tiny_head, tiny_pair, tiny_target
 from torch import nn
+from torch.nn.functional import linear
+from transformers import AutoModelForCausalLM
 
 import eagle_fsd
-from eagle_fsd.models.placement import PackedLinear, is_packed, pack_linears, stock_layout
+from eagle_fsd.drafting.config import TreeConfig
+from eagle_fsd.models.linear import Int8, Joined, Packed, PackedLinear, check_quantization, is_packed, pack_linears
+from eagle_fsd.models.placement import weights_digest
 from eagle_fsd.pair import EagleModel
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch without oneDNN")
+FORMS = [None, pytest.param("int8", marks=pytest.mark.skipif(not torch.cpu._is_vnni_supported(), reason="no VNNI"))]
+TREE = TreeConfig(8, 3, 2)
 
 
-def packed_layer(inputs=64, outputs=48, bias=True, dtype=torch.bfloat16) -> nn.Sequential:
+def layers(outputs=(48, 16), inputs=64, bias=(True, False)) -> nn.Sequential:
     torch.manual_seed(0)
-    module = nn.Sequential(nn.Linear(inputs, outputs, bias=bias, dtype=dtype))
-    pack_linears(module)
-    return module
+    return nn.Sequential(*(nn.Linear(inputs, size, bias=has, dtype=torch.bfloat16)
+                           for size, has in zip(outputs, bias, strict=True)))
 
 
-def spoil(layer: PackedLinear) -> None:
-    """Make its copy that of other weights."""
-    layer.packed = torch.ops.mkldnn._reorder_linear_weight(torch.zeros_like(layer.weight), layer.ROWS)
+def packed_layers(form) -> tuple[Joined, nn.Sequential, nn.Sequential]:
+    module = layers()
+    stock, joined = copy.deepcopy(module), Joined((module, "0"), (module, "1"))
+    joined.pack(form)
+    return joined, module, stock
 
 
-@pytest.mark.parametrize("shape", [(1, 64), (130, 64), (2, 5, 64), (64,), (0, 64)])
-@pytest.mark.parametrize("bias", [True, False])
-def test_results_are_the_same_bits(shape, bias):
-    module, rows = packed_layer(bias=bias), torch.randn(shape).bfloat16()
-    expected = nn.functional.linear(rows, module[0].weight, module[0].bias)
+@pytest.mark.parametrize("shape", [(1, 64), (130, 64), (2, 5, 64), (64,)])
+@torch.inference_mode()
+def test_packed_results_are_the_same_bits(shape):
+    joined, module, stock = packed_layers(None)
+    rows = torch.randn(shape).bfloat16()
+    expected = [linear(rows, layer.weight, layer.bias) for layer in stock]
+    assert torch.equal(joined(rows), torch.cat(expected, -1))
+    for layer, own in zip(module, expected, strict=True):  # each as the stock model calls it
+        assert isinstance(layer, nn.Linear) and torch.equal(layer(rows), own)
+
+
+@pytest.mark.skipif(not torch.cpu._is_vnni_supported(), reason="no VNNI")
+class TestInt8:
+    @torch.inference_mode()
+    def test_it_computes_with_rounded_numbers(self):
+        """Against the definition: both sides rounded to multiples of their largest number / 127."""
+        weight, bias, rows = torch.randn(48, 64), torch.randn(48), torch.randn(2, 5, 64)
+
+        def rounded(values):
+            scale = values.abs().amax(-1, keepdim=True) / 127
+            return (values / scale).round() * scale
+
+        expected = linear(rounded(rows), rounded(weight), bias)
+        torch.testing.assert_close(Int8(weight, bias)(rows), expected, rtol=1e-4, atol=0.02)
+        torch.testing.assert_close(Int8(weight, bias).dense(), rounded(weight))
+
+    @torch.inference_mode()
+    def test_a_row_depends_on_no_other(self):
+        layer, rows = Int8(torch.randn(48, 64), None), torch.randn(16, 64)
+        alone = torch.cat([layer(row[None]) for row in rows])
+        assert torch.equal(layer(rows), alone)
+        rows[3] *= 1000
+        assert torch.equal(layer(rows)[:3], alone[:3]) and torch.equal(layer(rows)[4:], alone[4:])
+
+    @torch.inference_mode()
+    def test_zeros_and_large_numbers(self):
+        layer = Int8(torch.zeros(8, 16), None)
+        assert layer(torch.zeros(3, 16)).abs().max() == 0 and layer(torch.full((3, 16), 1e30)).abs().max() == 0
+
+    def test_other_processors_are_refused(self, monkeypatch):
+        monkeypatch.setattr(torch.cpu, "_is_vnni_supported", lambda: False)
+        with pytest.raises(ValueError, match="needs an x86 processor with VNNI"):
+            check_quantization("int8")
+        with pytest.raises(ValueError, match="VNNI"):
+            eagle_fsd.load(quantization="int8")
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("way", ["copy", "pickle", "state_dict"])
+def test_what_leaves_the_model_is_a_stock_layer(form, way):
+    joined, module, stock = packed_layers(form)
+    if way == "state_dict":
+        assert module.state_dict().keys() == stock.state_dict().keys()
+        stock.load_state_dict(module.state_dict())
+    else:
+        stock = copy.deepcopy(module) if way == "copy" else pickle.loads(pickle.dumps(module))
+        assert all(type(layer) is nn.Linear for layer in stock)
+    rows = torch.randn(4, 64).bfloat16()
+    expected = torch.cat([linear(rows, layer.weight, layer.bias) for layer in stock], -1)
     with torch.inference_mode():
-        found = module(rows)
-    assert type(module[0]) is PackedLinear and found.shape == expected.shape and torch.equal(found, expected)
-
-
-def test_the_packed_copy_is_what_is_computed_with():
-    module, rows = packed_layer(), torch.ones(4, 64).bfloat16()
-    spoil(module[0])
-    with torch.no_grad():
-        assert module(rows).sub(module[0].bias).abs().max() == 0
-        with stock_layout():
-            assert module(rows).sub(module[0].bias).abs().max() > 0
-
-
-@pytest.mark.parametrize("change", ["in place", "data", "gradients", "copy", "pickle", "dtype"])
-def test_it_is_the_stock_layer_where_the_copy_does_not_serve(change):
-    module, rows = packed_layer(), torch.ones(4, 64).bfloat16()
-    spoil(module[0])  # whoever reads the copy is found out
-    with torch.no_grad():
-        if change == "in place":
-            module[0].weight.mul_(2)
-        elif change == "data":
-            module[0].weight.data = module[0].weight.data * 3
-        elif change == "copy":
-            module = copy.deepcopy(module)
-        elif change == "pickle":
-            module = pickle.loads(pickle.dumps(module))
-        elif change == "dtype":
-            module, rows = module.float(), rows.float()
-    with torch.set_grad_enabled(change == "gradients"):
-        found = module(rows)
-    assert torch.equal(found, nn.functional.linear(rows, module[0].weight, module[0].bias))
+        torch.testing.assert_close(joined(rows).bfloat16(), expected, rtol=0.05, atol=0.05)
+    assert weights_digest(stock) != "0"
 
 
 def test_other_layers_stay_as_they_are():
@@ -72,20 +104,83 @@ def test_other_layers_stay_as_they_are():
 
     module = nn.Sequential(nn.Linear(8, 8), Own(8, 8, dtype=torch.bfloat16), nn.Embedding(4, 4, dtype=torch.bfloat16))
     pack_linears(module)
-    assert not is_packed(module)
+    assert is_packed(module) is None
 
 
+def test_packed_weights_do_not_move():
+    module = packed_layers(None)[1]
+    assert module.to("cpu") is module and module.bfloat16() is module
+    with pytest.raises(ValueError, match="load the model with prepack=False to have it in torch.float32"):
+        module.float()
+
+
+def test_gradients_pass_through():
+    module = packed_layers(None)[1]
+    rows = torch.randn(2, 64).bfloat16().requires_grad_()
+    module[0](rows).float().sum().backward()
+    assert rows.grad is not None
+
+
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("tied", [False, True])
-def test_a_pair_decodes_the_same(tied):
-    target = tiny_target(tie_word_embeddings=tied).to(torch.bfloat16)
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma", "mixtral"])  # fused, and by the stock decoder
+def test_a_pair_decodes_in_packed_weights(family, tied, form, tmp_path):
+    target = tiny_target(family, tie_word_embeddings=tied).to(torch.bfloat16)
     head = tiny_head(target)
     head.limit_vocabulary(torch.arange(24))
-    pair, names = EagleModel.from_parts(target, head), target.state_dict().keys()
-    before = eagle_fsd.generate(PROMPT, pair, max_new_tokens=12, acceptance="exact")
+    pair, names, digest = EagleModel.from_parts(target, head), target.state_dict().keys(), weights_digest(target)
+    options = {"max_new_tokens": 12, "acceptance": "exact", "tree": TREE}
+    before = eagle_fsd.generate(PROMPT, pair, **options)
+    pair.prepack(form)
+    assert is_packed(target) == is_packed(head) == (form or "packed")
+    assert all(isinstance(layer, PackedLinear) for layer in (pair.target.lm_head, head.output_rows.layer, head.fc))
+    after = eagle_fsd.generate(PROMPT, pair, **options)
+    if form is None:
+        assert after.token_ids == before.token_ids and after.stats.accepted_lengths == before.stats.accepted_lengths
+    else:
+        plain = eagle_fsd.generate(PROMPT, EagleModel.from_parts(target, None), **options)
+        assert after.token_ids == plain.token_ids
+    assert (tied or sum(after.stats.accepted_lengths) > 0) and weights_digest(target) == digest
+    again = EagleModel.from_parts(target, head)  # packed already
+    assert again.draft.output_rows is head.output_rows
+    assert eagle_fsd.generate(PROMPT, again, **options).token_ids == after.token_ids
+    stock = target.generate(torch.tensor([PROMPT]), max_new_tokens=4, do_sample=False)  # its own forward still runs
+    assert stock.shape == (1, len(PROMPT) + 4) and target.state_dict().keys() == names
+    target.save_pretrained(tmp_path)
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    torch.testing.assert_close(saved(torch.tensor([PROMPT])).logits, target(torch.tensor([PROMPT])).logits,
+                               rtol=0.1, atol=1.0 if form else 0.1)
+
+
+def test_no_plain_weight_is_kept():
+    """Of what is packed; the embeddings are looked up in their plain form."""
+    pair = tiny_pair()
+    pair.target.model.bfloat16()
+    pair = EagleModel.from_parts(pair.target.model, pair.draft)
     pair.prepack()
-    assert is_packed(target) and is_packed(head) and type(pair.target.lm_head) is PackedLinear
-    assert type(head.output_rows.layer) is PackedLinear
-    after = eagle_fsd.generate(PROMPT, pair, max_new_tokens=12, acceptance="exact")
-    assert after.token_ids == before.token_ids and after.stats.accepted_lengths == before.stats.accepted_lengths
-    assert target.state_dict().keys() == names
-    assert EagleModel.from_parts(target, head).draft.output_rows is head.output_rows
+    kept = {name for name, weight in pair.target.model.named_parameters() if weight.dim() > 1}
+    assert kept == {"model.embed_tokens.weight"}
+    assert {name for name, weight in pair.draft.named_parameters() if weight.dim() > 1} == {"embed_tokens.weight"}
+
+
+def test_the_stock_target_is_loaded_once_more_to_measure_against(tmp_path):
+    save_pair(tmp_path)
+    pair = eagle_fsd.load(tmp_path / "target", tmp_path / "head", device="cpu", dtype="bfloat16", tree=None)
+    assert is_packed(pair.target.model) and is_packed(pair.stock) is None and pair.stock is pair.stock
+    assert pair.stock.dtype == torch.bfloat16 and pair.stock.config.hidden_size == HIDDEN
+    plain = eagle_fsd.load(tmp_path / "target", tmp_path / "head", device="cpu", tree=None, prepack=False)
+    assert plain.stock is plain.target.model
+    parts = EagleModel.from_parts(pair.target.model, pair.draft)
+    with pytest.raises(ValueError, match="not known where it was loaded from"):
+        _ = parts.stock
+
+
+def test_a_packed_layer_joins_only_with_its_own():
+    module = layers((8, 8, 8), 16, (False,) * 3)
+    Joined((module, "0"), (module, "1")).pack(None)
+    rows = torch.randn(2, 16).bfloat16()
+    with torch.inference_mode():
+        expected = torch.cat([layer(rows) for layer in module], -1)
+        assert torch.equal(Joined((module, "0"), (module, "1"), (module, "2"))(rows), expected)
+        assert torch.equal(Joined((module, "1"))(rows), module[1](rows))
+    assert Packed(torch.zeros(3, 5).bfloat16(), None).dense().shape == (3, 5)

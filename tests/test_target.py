@@ -23,9 +23,9 @@ def test_other_forwards_take_the_place_of_the_stock_ones():
     expected = eagle_fsd.generate(PROMPT, pair, max_new_tokens=12, tree=TREE, acceptance="exact")
     stock, head = pair.target.forward, pair.draft.forward
 
-    def target_forward(tokens, positions, masks, cache):
-        calls.append((tokens.shape[1], positions is None, bool(masks)))
-        return stock(tokens, positions, masks, cache)
+    def target_forward(tokens, positions, ancestors, cache):
+        calls.append((tokens.shape[1], positions is None, ancestors is not None))
+        return stock(tokens, positions, ancestors, cache)
 
     def head_forward(features, tokens, positions, mask=None, cache=None):
         calls.append("head")

@@ -47,8 +47,7 @@ class TargetEnds(nn.Module):
 
     def rows(self, tokens: Tensor) -> OutputRows:
         """`logits` of some tokens [R] only, from a copy of their rows."""
-        weight = self.lm_head.weight
-        return OutputRows.of(weight, self.lm_head.bias, tokens.to(weight.device), self.scale, self.softcap)
+        return OutputRows.of(self.lm_head, tokens.to(self.lm_head.weight.device), self.scale, self.softcap)
 
 
 class OnlineFeatures:

@@ -82,7 +82,7 @@ class Loading(LoadOptions):
     """Which pair is loaded, where to, and in what form.
 
     Args:
-        prepack: do without the second copy of bfloat16 weights that a CPU's kernels read faster: less memory, slower.
+        prepack: leave bfloat16 weights in their plain layout on a CPU: slower.
     """
 
     dtype: str = "auto"
@@ -92,6 +92,7 @@ class Loading(LoadOptions):
     attn_implementation: Implementation | None = None
     tree: Suppress[object] = "auto"
     prepack: bool = True
+    quantization: Literal["int8"] | None = None
 
     def load(self) -> EagleModel:
         """The pair; see `eagle_fsd.load`."""

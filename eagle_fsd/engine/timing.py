@@ -22,7 +22,8 @@ from ..data.files import cache_directory, save_atomically
 from ..drafting.config import Choice, TreeConfig
 from ..drafting.latency import Latency
 from ..heads.eagle import DraftHead
-from ..models.placement import is_packed, weights_digest
+from ..models.linear import is_packed
+from ..models.placement import weights_digest
 from ..models.target import TargetModel
 from .decoder import Decoder
 from .request import Request
@@ -184,10 +185,10 @@ def circumstances(target: TargetModel, head: DraftHead) -> str:
     device = target.output_device
     threads = f"{device}, {processor_name()}, {torch.get_num_threads()} threads"
     return "; ".join([
-        *(["packed"] if is_packed(target.model) else []), target.digest(),
+        is_packed(target.model) or "plain", target.digest(),
         weights_digest(head), str(target.dtype),
         torch.cuda.get_device_name(device) if device.type == "cuda" else threads,
-        target.config._attn_implementation, f"torch {torch.__version__}", f"transformers {transformers.__version__}",
+        target.computed_by, f"torch {torch.__version__}", f"transformers {transformers.__version__}",
     ])
 
 

@@ -18,6 +18,10 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRot
 from ..models import GROUPED
 from ..models import attention as _registered  # noqa: F401  (its functions are chosen by name)
 from ..models.cache import TreeCache
+from ..models.fused import FIXED_ROPE, FusedLayer, Rotary, attention_over
+from ..models.linear import pack_linears
+from ..models.output import OutputRows
+from ..models.placement import weights_digest
 
 
 class DraftHead(nn.Module):
@@ -46,6 +50,8 @@ class DraftHead(nn.Module):
         self.embed_tokens: nn.Module = nn.Embedding(config.vocab_size, config.hidden_size)
         self._build(config, bias)
         self.rotary_emb = LlamaRotaryEmbedding(config)
+        fixed = (config.rope_parameters or {}).get("rope_type") in FIXED_ROPE and config.hidden_act == "silu"
+        self.fused = (FusedLayer(self.layers[0], config), Rotary(self.rotary_emb)) if fixed else None
         self.register_buffer("token_map", None, persistent=False)  # [R] long, ascending; see `limit_vocabulary`
         self.output_rows: Callable[[Tensor], Tensor] | None = None  # [..., D] -> [..., R], of the target's output layer
 
@@ -81,11 +87,11 @@ class DraftHead(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        return self.fc.weight.device
+        return self.layers[0].post_attention_layernorm.weight.device
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.fc.weight.dtype
+        return self.layers[0].post_attention_layernorm.weight.dtype
 
     @property
     def target_hidden_size(self) -> int:
@@ -158,13 +164,50 @@ class DraftHead(nn.Module):
     ) -> Tensor:  # [B, T, D]
         """Predicted features of the tokens' own positions.
 
-        The seam for faster forwards, as `TargetModel.forward` is: assign another callable of this signature.
+        The seam for other forwards, as `TargetModel.forward` is: assign another callable of this signature.
         """
         hidden = self.fc(torch.cat([self.embed_tokens(tokens).to(features.dtype), features], -1))
+        if self.computes_fused(cache):
+            return self.fused_layer(hidden.to(torch.promote_types(hidden.dtype, torch.float32), copy=True), hidden,
+                                    positions, mask, cache)
         return self.layers[0](
             hidden, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=cache is not None,
             position_embeddings=self.rotary_emb(hidden, positions),
         )
+
+    def computes_fused(self, cache: object) -> bool:
+        """Whether the layer is computed by `fused`: while decoding. Training has gradients, or caches of its own."""
+        return isinstance(cache, TreeCache) and self.fused is not None and not torch.is_grad_enabled()
+
+    def fused_layer(
+        self,
+        hidden: Tensor,  # [B, T, D] float32 or wider, changed in place
+        normed: Tensor,  # [B, T, *], what queries, keys and values are made of
+        positions: Tensor,  # [B, T]
+        mask: Tensor | None,
+        cache: TreeCache,
+    ) -> Tensor:  # [B, T, D]
+        """What `layers` compute, see `FusedLayer`."""
+        layer, rotary = self.fused
+        count, dtype = normed.shape[1], self.dtype
+        seen = attention_over(mask, mask is None and count > 1, layer.heads // layer.key_heads)
+        rotation = rotary(positions, 0, count, cache.capacity, normed.to(dtype))
+        written, held = cache.append(count, layer.key_heads, layer.size, normed.to(dtype))
+        layer(hidden, normed, rotation, seen, written[0], *held[0])
+        return hidden.to(dtype)
+
+    def pack(self, form: str | None, lm_head: nn.Module) -> None:
+        """Replace the weights of linear layers on a CPU by packed ones, see `models.linear`.
+
+        Args:
+            lm_head: the target's output layer as it is now.
+        """
+        self.kept_digest = weights_digest(self)
+        for joined in self.fused[0].joined if self.fused else ():
+            joined.pack(form)
+        pack_linears(self, form)
+        if isinstance(self.output_rows, OutputRows):
+            self.output_rows.pack(form, lm_head)
 
     def own_logits(
         self,

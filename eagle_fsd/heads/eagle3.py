@@ -13,6 +13,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm
 
 from ..models.cache import TreeCache
+from ..models.fused import rms_norm
 from .eagle import DraftHead
 
 
@@ -107,6 +108,12 @@ class Eagle3Head(DraftHead):
         cache: TreeCache | None = None,
     ) -> Tensor:
         """The layer's hidden states [B, T, D], see `DraftHead`."""
+        if self.computes_fused(cache):
+            layer, wide = self.layers[0], torch.promote_types(features.dtype, torch.float32)
+            normed = rms_norm(features.to(wide), layer.hidden_norm)
+            own = rms_norm(self.embed_tokens(tokens).to(wide), layer.input_layernorm)
+            hidden = (normed if layer.norm_before_residual else features).to(wide, copy=True)
+            return self.fused_layer(hidden, torch.cat([own, normed], -1), positions, mask, cache)
         return self.layers[0](
             features, self.embed_tokens(tokens).to(features.dtype), attention_mask=mask, past_key_values=cache,
             position_embeddings=self.rotary_emb(features, positions),

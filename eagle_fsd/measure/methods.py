@@ -16,7 +16,7 @@ from transformers import GenerationConfig
 
 from ..api import generate
 from ..engine.output import Output
-from ..models.placement import stock_layout, weights_digest
+from ..models.placement import weights_digest
 from ..pair import EagleModel
 from ..requests import encode_prompt
 from .settings import ComparisonOptions
@@ -52,7 +52,7 @@ def described(model: EagleModel, options: ComparisonOptions | None = None) -> di
 
 
 def hf_generate(model: EagleModel, *, temperature: float = 0.0, seed: int = 0, **options: object) -> Method:
-    """`model.generate`, the users' baseline, told to do what our engine does, with its weights as they were stored.
+    """`model.generate`, the users' baseline, of the model as transformers loads it, told to do what our engine does.
 
     Of the checkpoint's generation config only the special tokens are taken, since the engine reads no more of it (many
     have a repetition penalty). When sampling, top-k and top-p are off: `transformers` would keep the 50 best tokens.
@@ -64,7 +64,8 @@ def hf_generate(model: EagleModel, *, temperature: float = 0.0, seed: int = 0, *
     sampling: dict[str, object] = {"do_sample": False}
     if temperature:
         sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
-    stock, own = model.target.model, model.target.model.generation_config
+    stock = model.stock
+    own = stock.generation_config
     special = GenerationConfig(
         bos_token_id=own.bos_token_id, eos_token_id=own.eos_token_id, pad_token_id=own.pad_token_id)
 
@@ -75,9 +76,8 @@ def hf_generate(model: EagleModel, *, temperature: float = 0.0, seed: int = 0, *
             torch.manual_seed(prompt_seed(seed, prompt))
         stock.generation_config = special  # what the model has counts even where another config is given
         try:
-            with stock_layout():
-                sequence = stock.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_new_tokens,
-                                          **sampling, **options)
+            sequence = stock.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_new_tokens,
+                                      **sampling, **options)
         finally:
             stock.generation_config = own
         new = sequence[0, ids.shape[1] :].tolist()

@@ -90,6 +90,31 @@ class TreeCache(Cache):
             free.extend(self._storage(device, key_states, layers, 2))
         return free.pop(0)
 
+    def append(
+        self, count: int, heads: int, size: int, like: Tensor
+    ) -> tuple[Tensor, Sequence[tuple[Tensor, Tensor]]]:
+        """Room for so many more positions in all layers at once, of alike heads and on one device.
+
+        Args:
+            like: of the dtype and device of keys and values.
+
+        Returns:
+            Where they are to be written, [layers, 2, B, H, count, D], and for each layer the keys and values of all
+            positions, [B, H, length + count, D]; views of the storage.
+        """
+        start = self.length
+        end = start + count
+        assert end <= self.capacity, f"{end} positions exceed the capacity of {self.capacity}"
+        if not self.layers[0].is_initialized:
+            shape = like.new_empty(0, heads, 0, size)
+            for layer in self.layers:
+                layer.lazy_initialization(shape, shape)
+        for layer in self.layers:
+            layer.length = end
+        storage = self._storages[0][1][:, :, self.rows]
+        held = storage[..., :end, :]
+        return storage[..., start:end, :], [tuple(layer.unbind()) for layer in held.unbind()]
+
     def _storage(self, device: torch.device, states: Tensor, layers: int, each: int) -> Tensor:
         new = states.new_zeros if self.batch > 1 else states.new_empty  # stale places must hold no NaN
         storage = new(layers, each, self.batch, states.shape[1], self.capacity, states.shape[3])

@@ -11,16 +11,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from .linear import dtype_of, pack_linears
+from .placement import device_of
+
 
 @dataclass(eq=False)
 class OutputRows:
     """Some tokens' part of a target's output layer: [..., D] -> [..., R] in float32, scaled and capped as the target's.
 
     Args:
-        source: the weight that the rows were copied from, by which it is known what they belong to.
+        source: the output layer that the rows were copied from, by which it is known what they belong to.
     """
 
-    source: Tensor  # [V, D]
+    source: nn.Module
     layer: nn.Linear  # D -> R
     scale: float
     softcap: float | None
@@ -29,25 +32,31 @@ class OutputRows:
     @torch.no_grad()
     def of(
         cls,
-        weight: Tensor,  # [V, D] of the whole layer
-        bias: Tensor | None,  # [V]
+        lm_head: nn.Module,  # the whole layer, of weight [V, D]
         tokens: Tensor,  # [R] long
         scale: float,
         softcap: float | None,
     ) -> OutputRows:
+        weight, bias = lm_head.weight, getattr(lm_head, "bias", None)
         layer = nn.Linear(weight.shape[1], len(tokens), bias=bias is not None, device="meta")
         layer.weight = nn.Parameter(weight[tokens], requires_grad=False)
         if bias is not None:
             layer.bias = nn.Parameter(bias[tokens], requires_grad=False)
-        return cls(weight, layer, scale, softcap)
+        return cls(lm_head, layer, scale, softcap)
 
     def __call__(self, features: Tensor) -> Tensor:
-        return output_logits(self.layer, features.to(self.layer.weight.dtype), self.scale, self.softcap)
+        return output_logits(self.layer, features.to(dtype_of(self.layer)), self.scale, self.softcap)
 
-    def belong_to(self, weight: Tensor) -> bool:
-        """Whether they are rows of this weight [V, D], as it is now."""
-        own = self.layer.weight
-        return self.source is weight and (own.device, own.dtype) == (weight.device, weight.dtype)
+    def belong_to(self, lm_head: nn.Module) -> bool:
+        """Whether they are rows of this output layer, as it is now."""
+        return (self.source is lm_head and dtype_of(self.layer) == dtype_of(lm_head)
+                and device_of(self.layer) == device_of(lm_head))
+
+    def pack(self, form: str | None, lm_head: nn.Module) -> None:
+        """Pack the rows; `lm_head` is what stands now for the output layer that they come from."""
+        holder = nn.Sequential(self.layer)
+        pack_linears(holder, form)
+        self.layer, self.source = holder[0], lm_head
 
 
 def output_logits(

@@ -15,6 +15,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from . import IMPLEMENTATIONS, SPLIT
 from . import attention as _registered  # noqa: F401  (its functions are chosen by name)
 from .cache import TreeCache
+from .fused import FusedDecoder, Unfit
+from .linear import dtype_of, pack_linears
 from .masks import CHUNKED, SLIDING, MaskedLayers, kinds_of
 from .output import OutputRows, output_logits
 from .placement import Lock, copy_to, device_of, weights_digest
@@ -23,7 +25,7 @@ log = logging.getLogger(__name__)
 
 FULL = (torch.float32, torch.float64)
 PARITY, HALF_PARITY = 1e-4, 2e-2  # how far features may differ between attentions, of their size
-ROUNDING = 0.05  # of the largest logit: what half precision or quantised activations may change, see `_check_logits`
+ROUNDING = 0.05  # of the largest logit, or of features: what half precision or quantised activations may change
 PREFILL = {"cpu": 256, "cuda": 2048}  # positions of a prompt per forward: what is computed for them is large
 
 
@@ -32,6 +34,8 @@ class TargetModel:
 
     With `layers` set, the hidden states that enter those layers come before the last one, in order of depth: the
     features are then F = D * (layers + 1) wide. An EAGLE-3 head reads the first part; `logits` reads the last D.
+
+    Its decoder is computed by `FusedDecoder` where that computes the same (`use_fused`), else by the stock one.
 
     Args:
         check: compare our logits with the model's own on a few tokens; skip it for a model that has passed.
@@ -50,8 +54,8 @@ class TargetModel:
         self.decoder: nn.Module = getattr(model, "model", decoder) if decoder is model else decoder  # Llama-4: itself
         self.embed_tokens: nn.Module = model.get_input_embeddings()
         self.hidden_size: int = self.config.hidden_size
-        # A packed weight does not have the shape of what it stands for.
-        self.vocab_size: int = getattr(self.lm_head, "out_features", self.lm_head.weight.shape[0])
+        out_features = getattr(self.lm_head, "out_features", None)  # some quantised weights have another shape
+        self.vocab_size: int = out_features or self.lm_head.weight.shape[0]
         # Granite divides its logits, Cohere multiplies them, Gemma-2 caps them; all before the sampling temperature.
         config = self.config
         self.scale: float = (getattr(config, "logit_scale", None) or 1) / (getattr(config, "logits_scaling", None) or 1)
@@ -64,6 +68,8 @@ class TargetModel:
         # With these, keys depend on how many positions a forward reaches.
         self.reads_in_parts: bool = rope.get("rope_type") not in ("longrope", "dynamic")
         self.layers: tuple[int, ...] = ()
+        self.fused: FusedDecoder | None = None
+        self.stock_because: str | None = "it was not asked for"  # why `fused` is None
         self._hooking = Lock()
         self.masked_layers = MaskedLayers.of(self.config)
         # Llama-4 counts positions itself to scale queries: from the length of the cache, as if the tree were a chain.
@@ -74,6 +80,40 @@ class TargetModel:
             if self.config._attn_implementation == SPLIT:  # not every class passes on all that it needs
                 self.model.set_attn_implementation("eager")
                 self.use_attention(SPLIT)
+
+    def use_fused(self, *, check: bool = True) -> None:
+        """Compute with `FusedDecoder` if it gives a tree the same features; else `stock_because` says why not.
+
+        Args:
+            check: compare them; skip it for a model that has passed.
+        """
+        try:
+            if set(self.masked_layers.kinds) != {"full_attention"} or not self.reads_in_parts or self.counts_positions:
+                raise Unfit("not every layer sees the whole text, or its positions are of a kind of their own")
+            fused = FusedDecoder(self.decoder, self.decoder_layers, self.config)
+            if check:
+                self.fused, expected = None, self._tree_of_two_rows()
+                self.fused = fused
+                difference = ((self._tree_of_two_rows() - expected).norm() / expected.norm()).item()
+                if not difference <= (PARITY if self.dtype in FULL else ROUNDING):  # in half precision ours is nearer
+                    raise Unfit(f"the features of a tree differ by {difference:.1g} of their size")
+            self.fused, self.stock_because = fused, None
+        except Unfit as error:
+            self.fused, self.stock_because = None, str(error)
+            log.info("%s is computed by its stock decoder: %s", type(self.model).__name__, error)
+
+    def pack(self, form: str | None) -> None:
+        """Replace the weights of plain linear layers on a CPU by packed ones, see `models.linear`."""
+        self.model.kept_digest = weights_digest(self.model)
+        for layer in self.fused.layers if self.fused else ():
+            for joined in layer.joined:
+                joined.pack(form)
+        pack_linears(self.model, form)
+
+    @property
+    def computed_by(self) -> str:
+        """What computes its forwards, for records."""
+        return "fused" if self.fused else f"{self.config._attn_implementation} ({self.stock_because})"
 
     def use_attention(self, implementation: str) -> None:
         """Switch to another attention implementation if it gives a tree the same features.
@@ -155,7 +195,8 @@ class TargetModel:
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.lm_head.weight.dtype if self.lm_head.weight.is_floating_point() else self.model.dtype
+        dtype = dtype_of(self.lm_head)
+        return dtype if dtype.is_floating_point else self.model.dtype
 
     def embeddings_on(self, device: torch.device) -> nn.Module:
         """The token embeddings; a copy where they live on another device, as with a `device_map`."""
@@ -199,15 +240,19 @@ class TargetModel:
         self,
         tokens: Tensor,  # [B, N]
         positions: Tensor | None,  # [B, N]; None: those that come next in the cache
-        masks: dict[str, object],  # keywords of `MaskedLayers.forward_options`; none: causal
+        ancestors: Tensor | None,  # [B, N, N] bool, or self; None: causal
         cache: TreeCache,  # to which the tokens' keys and values are appended
     ) -> Tensor:  # [B, N, F]
-        """One forward, by the stock decoder: all that `prefill` and `verify` compute is computed here.
+        """One forward: all that `prefill` and `verify` compute is computed here.
 
-        This is the seam for faster forwards: assign another callable of this signature (`target.forward = fused`), one
-        that compiles, replays CUDA graphs or fuses the layers. Everything above it stays as it is. A draft head has the
-        same seam in `DraftHead.forward`.
+        This is the seam for other forwards: assign a callable of this signature, such as one that replays CUDA graphs.
+        Everything above it stays as it is. A draft head has the same seam in `DraftHead.forward`.
         """
+        if self.fused is not None:
+            return self.fused(tokens, positions, ancestors, cache, self.layers)
+        masks = {} if ancestors is None else self.masked_layers.forward_options(
+            self.config._attn_implementation, ancestors, positions, cache.length, self.dtype,
+            cache.visible(ancestors.device))
         return self.features(tokens, position_ids=positions, past_key_values=cache, use_cache=True, **masks)
 
     def features(
@@ -234,7 +279,7 @@ class TargetModel:
     def prefill(self, tokens: Tensor, cache: TreeCache) -> Tensor:
         """Features [B, N, F] of a prompt [B, N], through the model's own causal mask; a long one in parts."""
         rows = prefill_rows(self.device) if self.reads_in_parts else tokens.shape[1]
-        return torch.cat([self.forward(part, None, {}, cache) for part in tokens.split(rows, 1)], 1)
+        return torch.cat([self.forward(part, None, None, cache) for part in tokens.split(rows, 1)], 1)
 
     def verify(
         self,
@@ -248,12 +293,9 @@ class TargetModel:
         limit = self.limit_of(prefix)
         if limit is not None:  # nodes beyond the last position are never emitted, but have to be embedded
             positions = positions.clamp_max(limit - 1)
-        masks = self.masked_layers.forward_options(
-            self.config._attn_implementation, ancestors, positions, prefix, self.dtype, cache.visible(ancestors.device)
-        )
         if self.counts_positions:
             cache.skew = positions[0] - torch.arange(prefix, prefix + len(positions[0]), device=positions.device)
-        features = self.forward(tokens, positions, masks, cache)
+        features = self.forward(tokens, positions, ancestors, cache)
         cache.skew = 0
         return features
 
@@ -268,10 +310,9 @@ class TargetModel:
     ) -> OutputRows | None:
         """`logits` of some tokens only, from a copy of their rows; None where the output layer cannot be split so."""
         weight = self.lm_head.weight
-        if type(weight) is not nn.Parameter or weight.is_meta or not weight.is_floating_point():
+        if type(weight) not in (nn.Parameter, Tensor) or weight.is_meta or not weight.is_floating_point():
             return None  # quantised, sharded or offloaded
-        bias = getattr(self.lm_head, "bias", None)
-        rows = OutputRows.of(weight, bias, tokens, self.scale, self.softcap)
+        rows = OutputRows.of(self.lm_head, tokens, self.scale, self.softcap)
         sample = torch.linspace(-1, 2, self.hidden_size, device=weight.device).to(self.dtype)
         whole = self.logits(sample)[tokens]
         return rows if torch.allclose(rows(sample), whole, rtol=1e-2, atol=1e-2 * whole.abs().max().item()) else None

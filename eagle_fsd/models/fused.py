@@ -1,0 +1,257 @@
+"""The decoder of Llama's shape with as few operations as PyTorch takes for it: a target's, and a draft head's layer.
+
+Written from the equations: pre-norm blocks of grouped-query attention with rotary positions and a gated MLP. It reads
+the stock modules' own weights, where they lie; `models.linear` may have packed them. Families that differ by biases,
+norms on queries and keys, scales, or layers without positions are served (`FAMILIES`), others are refused.
+
+B batch, N tokens of a forward, L prefix length, M keys, D hidden size, H query heads, K key heads, G = H / K, S head
+size, I inner size of the MLP, C capacity of the cache.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+
+from .cache import TreeCache
+from .linear import Joined
+from .masks import tree_mask
+
+FAMILIES = {"LlamaModel", "MistralModel", "Qwen2Model", "Qwen3Model", "SmolLM3Model", "SeedOssModel", "GraniteModel"}
+BLOCK = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
+ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
+MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
+FIXED_ROPE = {None, "default", "linear", "llama3", "yarn"}  # whose angles depend on the position alone
+ROWS_AS_ONE = 64  # queries up to which the heads that share keys are computed as rows of one head
+
+
+class Unfit(ValueError):
+    """A module that is not of this shape; the message says why."""
+
+
+class Rotary:
+    """Cosines and sines of positions, from the stock module that knows the model's kind of them."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.table: tuple[Tensor, Tensor] | None = None  # [C, S] each
+
+    def __call__(
+        self,
+        positions: Tensor | None,  # [B, N]; None: those from `start` on
+        start: int,
+        count: int,
+        capacity: int,  # above all positions
+        like: Tensor,  # of the dtype and device of the result
+    ) -> tuple[Tensor, Tensor]:  # [B or 1, N, 1, S]; the sines of the first half with the sign of `rotate`
+        table = self.table
+        if table is None or len(table[0]) < capacity or table[0].device != like.device or table[0].dtype != like.dtype:
+            places = torch.arange(2 * capacity, device=like.device)[None]
+            cos, sin = (each[0] for each in self.module(like, places))
+            sin = torch.cat([-sin[:, : sin.shape[1] // 2], sin[:, sin.shape[1] // 2 :]], -1)
+            table = self.table = cos, sin
+        cos, sin = ((each[start : start + count][None] if positions is None else each[positions]) for each in table)
+        return cos[:, :, None], sin[:, :, None]
+
+
+def rotate(
+    states: Tensor,  # [B, N, heads, S], changed in place
+    rotation: tuple[Tensor, Tensor],
+) -> None:
+    """Rotary embedding (arXiv 2104.09864, equation 34) in the order of Llama: element i turns with i + S / 2."""
+    turned = states.roll(states.shape[-1] // 2, -1)
+    states.mul_(rotation[0]).addcmul_(turned, rotation[1])
+
+
+def rms_norm(
+    hidden: Tensor,  # [..., D]
+    norm: nn.Module,  # with weight [D] and variance_epsilon
+) -> Tensor:  # [..., D] in the weight's dtype
+    """Root mean square normalisation (arXiv 1910.07467): x / sqrt(mean(x^2) + eps) * weight."""
+    weight = norm._parameters["weight"]
+    root = torch.linalg.vector_norm(hidden, dim=-1, keepdim=True).mul_(hidden.shape[-1] ** -0.5)
+    root = torch.hypot(root, scalar(norm.variance_epsilon**0.5))
+    return torch.mul(hidden / root, weight, out=torch.empty_like(hidden, dtype=weight.dtype))
+
+
+@functools.cache
+def scalar(value: float) -> Tensor:
+    return torch.tensor(value)
+
+
+class FusedLayer:
+    """One block; `norms` are its stock ones, None where it has none (the draft layer of EAGLE-1/2).
+
+    Raises:
+        Unfit: a layer of another shape.
+    """
+
+    def __init__(self, layer: nn.Module, config: PreTrainedConfig) -> None:
+        attention, mlp = getattr(layer, "self_attn", None), getattr(layer, "mlp", None)
+        check_shape(layer, attention, mlp, config)
+        self.norms = [norm if hasattr(norm, "weight") else None
+                      for norm in (layer.input_layernorm, layer.post_attention_layernorm)]
+        self.qkv = Joined((attention, "q_proj"), (attention, "k_proj"), (attention, "v_proj"))
+        self.o = Joined((attention, "o_proj"))
+        self.gate_up = Joined((mlp, "gate_proj"), (mlp, "up_proj"))
+        self.down = Joined((mlp, "down_proj"))
+        self.head_norms = [getattr(attention, name) for name in ("q_norm", "k_norm") if hasattr(attention, name)]
+        self.size: int = attention.head_dim
+        self.heads: int = config.num_attention_heads
+        self.key_heads: int = config.num_key_value_heads
+        self.scale: float = attention.scaling
+        self.residual: float = getattr(config, "residual_multiplier", 1.0)  # Granite
+        self.turns: bool = bool(getattr(attention, "use_rope", True))  # SmolLM3 has layers without positions
+
+    @property
+    def joined(self) -> list[Joined]:
+        return [self.qkv, self.o, self.gate_up, self.down]
+
+    def __call__(
+        self,
+        hidden: Tensor,  # [B, N, D] float32 or wider, changed in place
+        normed: Tensor,  # [B, N, *], what queries, keys and values are made of
+        rotation: tuple[Tensor, Tensor],
+        seen: Callable[[Tensor, Tensor, Tensor, float], Tensor],  # see `attention_over`
+        written: Tensor,  # [2, B, K, N, S], places of the cache for keys and values
+        keys: Tensor,  # [B, K, M, S], those places among them
+        values: Tensor,
+    ) -> None:
+        shape, heads, dtype = hidden.shape[:2], self.heads + self.key_heads, keys.dtype
+        states = self.qkv(normed).view(*shape, heads + self.key_heads, self.size)
+        both = states[:, :, :heads]  # queries and keys
+        if self.head_norms:
+            parts = both.float().split([self.heads, self.key_heads], 2)
+            both.copy_(torch.cat([rms_norm(*each) for each in zip(parts, self.head_norms, strict=True)], 2))
+        if self.turns:
+            rotate(both, rotation)
+        written.copy_(states[:, :, self.heads :].view(*shape, 2, self.key_heads, self.size).permute(2, 0, 3, 1, 4))
+        hidden.add_(self.o(seen(states[:, :, : self.heads].to(dtype), keys, values, self.scale)), alpha=self.residual)
+        normed = rms_norm(hidden, self.norms[1])
+        gate, up = self.gate_up(normed).chunk(2, -1)
+        hidden.add_(self.down(nn.functional.silu(gate).mul_(up)), alpha=self.residual)
+
+
+def attention_over(
+    mask: Tensor | None,  # [B, 1, N, M] additive; None: all keys, or causal
+    causal: bool,
+    groups: int,  # G
+) -> Callable[[Tensor, Tensor, Tensor, float], Tensor]:
+    """Attention of queries [B, N, H, S] to keys and values [B, K, M, S], as [B, N, H * S].
+
+    PyTorch's kernel on a CPU converts the keys for each head. So the queries of the heads that share keys stand as rows
+    of one head, as long as they are few: several times as fast for one token, a tenth for a tree.
+    """
+    rows = 1 if mask is None else mask.shape[2]
+    as_one = not causal and groups * rows <= ROWS_AS_ONE
+    if mask is not None and as_one and groups > 1:
+        mask = mask.repeat(1, 1, groups, 1)
+
+    def attend(queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+        batch, count, heads, size = queries.shape
+        if not as_one:
+            out = nn.functional.scaled_dot_product_attention(
+                queries.transpose(1, 2), keys, values, attn_mask=mask, is_causal=causal, scale=scale,
+                enable_gqa=groups > 1)
+            return out.transpose(1, 2).reshape(batch, count, -1)
+        grouped = queries.view(batch, count, -1, groups, size).permute(0, 2, 3, 1, 4)  # [B, K, G, N, S]
+        queries = grouped.reshape(batch, -1, groups * count, size)
+        out = nn.functional.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=scale)
+        return out.unflatten(2, (groups, count)).permute(0, 3, 1, 2, 4).reshape(batch, count, -1)
+
+    return attend
+
+
+class FusedDecoder:
+    """What a stock decoder computes, with a tree cache.
+
+    Args:
+        decoder: with `embed_tokens`, `layers`, `norm` and `rotary_emb`.
+        layers: its list of layers.
+
+    Raises:
+        Unfit: it is of another shape, or spread over devices.
+    """
+
+    def __init__(self, decoder: nn.Module, layers: nn.ModuleList, config: PreTrainedConfig) -> None:
+        if type(decoder).__name__ not in FAMILIES:
+            raise Unfit(f"{type(decoder).__name__} is none of {', '.join(sorted(FAMILIES))}")
+        kind = (getattr(config, "rope_parameters", None) or {}).get("rope_type")
+        if kind not in FIXED_ROPE:
+            raise Unfit(f"its rotary positions are of type {kind}")
+        names = {name for name, _ in decoder.named_children()}
+        if names != {"embed_tokens", "layers", "norm", "rotary_emb"}:
+            raise Unfit(f"its decoder has the parts {', '.join(sorted(names))}")
+        if any(hasattr(module, "_hf_hook") or module._forward_hooks or module._forward_pre_hooks
+               for module in decoder.modules()):
+            raise Unfit("its modules have hooks")
+        check_norm(decoder.norm)
+        self.decoder = decoder
+        self.embedding_scale: float = getattr(config, "embedding_multiplier", 1.0)  # Granite
+        self.layers = [FusedLayer(layer, config) for layer in layers]
+        self.rotary = Rotary(decoder.rotary_emb)
+
+    @torch.no_grad()
+    def __call__(
+        self,
+        tokens: Tensor,  # [B, N]
+        positions: Tensor | None,  # [B, N]; None: those that come next in the cache
+        ancestors: Tensor | None,  # [B, N, N] bool, or self; None: causal
+        cache: TreeCache,  # to which the tokens' keys and values are appended
+        entering: Sequence[int] = (),  # layers whose entering states come before the last one
+    ) -> Tensor:  # [B, N, D * (len(entering) + 1)]
+        embedded, start = self.decoder.embed_tokens(tokens), cache.length
+        first, count, dtype = self.layers[0], tokens.shape[1], embedded.dtype
+        visible = cache.visible(tokens.device)
+        if ancestors is None and start and count > 1:
+            ancestors = torch.ones(1, count, count, dtype=torch.bool, device=tokens.device).tril()
+        causal = ancestors is None and count > 1
+        needed = not causal and (count > 1 or visible is not None)
+        if needed and ancestors is None:
+            ancestors = torch.ones(1, 1, 1, dtype=torch.bool, device=tokens.device)
+        mask = tree_mask(ancestors.expand(len(tokens), -1, -1), start, dtype, visible) if needed else None
+        seen = attention_over(mask, causal, first.heads // first.key_heads)
+        rotation = self.rotary(positions, start, count, cache.capacity, embedded)
+        written, held = cache.append(count, first.key_heads, first.size, embedded)
+        hidden = embedded.to(torch.promote_types(dtype, torch.float32), copy=True)
+        if self.embedding_scale != 1:
+            hidden *= self.embedding_scale
+        found = []
+        for number, layer in enumerate(self.layers):
+            if number in entering:
+                found.append(hidden.to(dtype, copy=True))
+            layer(hidden, rms_norm(hidden, layer.norms[0]), rotation, seen, written[number], *held[number])
+        found.append(rms_norm(hidden, self.decoder.norm))
+        return found[0] if len(found) == 1 else torch.cat(found, -1)
+
+
+def check_norm(norm: nn.Module) -> None:
+    if not hasattr(norm, "variance_epsilon") or [name for name, _ in norm.named_parameters()] != ["weight"]:
+        raise Unfit(f"its norm is a {type(norm).__name__}")
+
+
+def check_shape(layer: nn.Module, attention: nn.Module | None, mlp: nn.Module | None, config: PreTrainedConfig) -> None:
+    """Raise `Unfit` unless a layer has the parts of Llama's, and no others; a test at load says whether they do the
+    same (`TargetModel.use_fused`)."""
+    if attention is None or mlp is None:
+        raise Unfit(f"its layers are of {type(layer).__name__}, without self_attn and mlp")
+    parts = {module: {name for name, _ in module.named_children()} for module in (layer, attention, mlp)}
+    allowed = {layer: {"hidden_norm"}, mlp: set(), attention: {"q_norm", "k_norm"}}
+    wanted = {layer: BLOCK, mlp: MLP, attention: ATTENTION}
+    if any(parts[module] - allowed[module] != wanted[module] for module in parts):
+        raise Unfit(f"its layers have the parts {', '.join(sorted(set().union(*parts.values())))}")
+    own = [name for module in parts for name, _ in module.named_parameters(recurse=False)]
+    activation = getattr(config, "hidden_act", None)
+    if own or activation not in ("silu", "swish"):
+        raise Unfit(f"its layers have {', '.join(own) or 'the activation ' + str(activation)}")
+    for name in ("input_layernorm", "post_attention_layernorm"):
+        norm = getattr(layer, name)
+        if not isinstance(norm, nn.Identity):
+            check_norm(norm)
+    for name in ("head_dim", "scaling"):
+        if not hasattr(attention, name):
+            raise Unfit(f"its attention has no {name}")

@@ -1,0 +1,209 @@
+"""Linear layers in the form that a CPU's kernels read: bfloat16 blocks, or int8. Packed weights replace plain ones.
+
+M rows, K inputs of a layer, N outputs. Layers with the same input are packed on top of one another and computed at once.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+
+class Packed:
+    """A bfloat16 weight in the blocks of oneDNN's kernels, and its bias.
+
+    The stock layer brings its weight into that layout in every forward, which for a few rows takes as long as the
+    product. Results are bit for bit the same.
+    """
+
+    ROWS = 64  # that the layout is chosen for; it serves one row as well
+
+    def __init__(
+        self,
+        weight: Tensor,  # [N, K]
+        bias: Tensor | None,  # [N]
+    ) -> None:
+        self.weight = torch.ops.mkldnn._reorder_linear_weight(weight, self.ROWS)
+        self.bias, self.dtype, self.outputs = bias, weight.dtype, len(weight)
+
+    def __call__(self, rows: Tensor) -> Tensor:  # [..., K] -> [..., N], bfloat16
+        return torch.ops.mkldnn._linear_pointwise(rows, self.weight, self.bias, "none", [], "")
+
+    def dense(self) -> Tensor:  # [N, K]
+        """The weight as it was."""
+        return self.weight.to_dense()
+
+
+class Int8:
+    """A weight in int8 with a scale per output, for rows that are rounded to int8 with a scale of their own.
+
+    A row's result depends on no other row: the products are sums of integers. Both roundings are symmetric; oneDNN
+    wants the rows unsigned, so that their zero is 128. (LLM.int8, arXiv 2208.07339, section 2: vector-wise.)
+    """
+
+    LARGEST = 127
+    ZERO = 128
+
+    def __init__(
+        self,
+        weight: Tensor,  # [N, K]
+        bias: Tensor | None,  # [N]
+    ) -> None:
+        wide = weight.float()
+        self.scales = wide.abs().amax(1).clamp_min(1e-10) / self.LARGEST  # [N]
+        numbers = (wide / self.scales[:, None]).round().to(torch.int8)
+        self.weight = torch.ops.onednn.qlinear_prepack(numbers, None)
+        self.zeros = torch.zeros(len(weight), dtype=torch.long)
+        self.bias = None if bias is None else bias.float()
+        self.dtype, self.outputs = weight.dtype, len(weight)
+        self.least = torch.full((1, 1), 1e-10)
+
+    def __call__(self, rows: Tensor) -> Tensor:  # [..., K] -> [..., N], float32
+        flat = rows.float().view(-1, rows.shape[-1])
+        scale = torch.add(self.least, flat.abs().amax(-1, keepdim=True), alpha=1 / self.LARGEST)  # [M, 1]
+        numbers = (flat / scale).add_(self.ZERO + 0.5).to(torch.uint8)  # which cuts off
+        out = torch.ops.onednn.qlinear_pointwise(
+            numbers, 1.0, self.ZERO, self.weight, self.scales, self.zeros, None, 1.0, 0, torch.float32, "none", [], "")
+        out = out.mul_(scale) if self.bias is None else torch.addcmul(self.bias, out, scale)
+        return out.view(*rows.shape[:-1], -1)
+
+    def dense(self) -> Tensor:  # [N, K]
+        """The weight as it was rounded."""
+        return (self.weight.to_dense().t() * self.scales[:, None]).to(self.dtype)
+
+
+FORMS = {None: Packed, "int8": Int8}
+
+
+class PackedLinear(nn.Linear):
+    """Stands in a stock model where a packed layer was: its forward computes what the stock layer does.
+
+    It has no parameter for the weight; `weight` and `state_dict` unpack it, a copy or a pickle is a stock layer again.
+
+    Args:
+        layer: whose place it takes.
+        packed: of this layer, or of several of which it is the outputs `rows`.
+    """
+
+    def __init__(self, layer: nn.Linear, packed: Packed | Int8, rows: slice) -> None:
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = layer.in_features, layer.out_features
+        self.packed, self.rows, self.dtype = packed, rows, packed.dtype
+        self.has_bias = layer.bias is not None
+        self.training = False
+
+    @property
+    def weight(self) -> Tensor:  # [N, K]
+        return self.packed.dense()[self.rows]
+
+    @property
+    def bias(self) -> Tensor | None:  # [N]
+        return None if not self.has_bias else self.packed.bias[self.rows].to(self.dtype)
+
+    def forward(self, input: Tensor) -> Tensor:
+        if torch.is_grad_enabled() and input.requires_grad or not input.numel():
+            return nn.functional.linear(input, self.weight, self.bias)
+        return self.packed(input)[..., self.rows].to(input.dtype)
+
+    def _save_to_state_dict(self, destination: dict, prefix: str, keep_vars: bool) -> None:
+        destination[prefix + "weight"] = self.weight
+        if self.bias is not None:
+            destination[prefix + "bias"] = self.bias
+
+    def _apply(self, fn, recurse: bool = True) -> PackedLinear:
+        moved = fn(torch.empty(0, dtype=self.dtype))
+        if (moved.dtype, moved.device.type) != (self.dtype, "cpu"):
+            raise ValueError(f"packed weights stay on the CPU in {self.dtype}: load the model with prepack=False to "
+                             f"have it in {moved.dtype} on {moved.device}")
+        return self
+
+    def stock(self) -> nn.Linear:
+        """A stock layer of the same weight."""
+        layer = nn.Linear(self.in_features, self.out_features, bias=False, device="meta")
+        layer.weight = nn.Parameter(self.weight.clone(), requires_grad=False)
+        if self.bias is not None:
+            layer.bias = nn.Parameter(self.bias.clone(), requires_grad=False)
+        return layer.eval()
+
+    def __deepcopy__(self, memo: dict) -> nn.Linear:
+        return self.stock()
+
+    def __reduce__(self) -> tuple:
+        return _as_it_is, (self.stock(),)
+
+
+def _as_it_is(layer: nn.Linear) -> nn.Linear:
+    return layer
+
+
+class Joined:
+    """Linear layers with the same input computed as one: [..., K] -> [..., N], their outputs side by side.
+
+    Args:
+        places: (module, name) of each layer, where every call looks it up.
+    """
+
+    def __init__(self, *places: tuple[nn.Module, str]) -> None:
+        self.places = places
+        self.outputs = sum(layer.out_features for layer in self.layers)
+
+    @property
+    def layers(self) -> list[nn.Module]:
+        return [module._modules[name] for module, name in self.places]
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        module, name = self.places[0]
+        first = module._modules[name]
+        if type(first) is PackedLinear and first.packed.outputs == self.outputs:
+            return first.packed(rows)
+        outputs = [layer(rows) for layer in self.layers]
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
+
+    def pack(self, form: str | None) -> None:
+        """Have the layers' weights replaced by a packed one (see `FORMS`), unless that form does not serve them."""
+        layers = self.layers
+        if not all(_can_be_packed(layer, form) for layer in layers):
+            return
+        biases = [layer.bias if layer.bias is not None else layer.weight.new_zeros(layer.out_features)
+                  for layer in layers]
+        bias = None if all(layer.bias is None for layer in layers) else torch.cat(biases).detach()
+        weight = layers[0].weight if len(layers) == 1 else torch.cat([layer.weight for layer in layers])
+        packed, start = FORMS[form](weight.detach(), bias), 0
+        for (module, name), layer in zip(self.places, layers, strict=True):
+            setattr(module, name, PackedLinear(layer, packed, slice(start, start + layer.out_features)))
+            start += layer.out_features
+
+
+def pack_linears(module: nn.Module, form: str | None = None) -> None:
+    """Pack each plain linear layer of a module alone, where the form serves it; others stay as they are."""
+    for parent in list(module.modules()):
+        for name, child in list(parent.named_children()):
+            if _can_be_packed(child, form):
+                Joined((parent, name)).pack(form)
+
+
+def _can_be_packed(layer: nn.Module, form: str | None) -> bool:
+    weight = getattr(layer, "weight", None)
+    return (type(layer) is nn.Linear and type(weight.data) is Tensor and weight.device.type == "cpu"
+            and not hasattr(layer, "_hf_hook") and torch.backends.mkldnn.is_available()
+            and (weight.dtype == torch.bfloat16 if form is None else weight.is_floating_point()))
+
+
+def dtype_of(layer: nn.Module) -> torch.dtype:
+    """Of what a linear layer takes, without unpacking its weight."""
+    return layer.dtype if isinstance(layer, PackedLinear) else layer.weight.dtype
+
+
+def is_packed(module: nn.Module) -> str | None:
+    """What is packed in a module: "packed", "int8", or None."""
+    kinds = {type(layer.packed) for layer in module.modules() if isinstance(layer, PackedLinear)}
+    return "int8" if Int8 in kinds else "packed" if kinds else None
+
+
+def check_quantization(form: object) -> None:
+    """Raise unless the form is None, or "int8" and the processor has the instructions for it."""
+    if form not in FORMS:
+        raise ValueError(f'quantization must be "int8" or None, got {form!r}')
+    if form == "int8" and not (torch.backends.mkldnn.is_available() and torch.cpu._is_vnni_supported()):
+        raise ValueError('quantization="int8" needs an x86 processor with VNNI instructions (AVX-512 VNNI or AVX-VNNI) '
+                         "and torch with oneDNN; elsewhere leave it out, or give a quantization_config of transformers")

@@ -1,0 +1,143 @@
+"""The fused decoder: features of the stock one, in trees, batches, parts and layers, and what it refuses."""
+
+import pytest
+import torch
+from tiny import FAMILIES, PROMPT, tiny_config, tiny_head, tiny_pair, tiny_target
+from torch.testing import assert_close
+from transformers import AutoModelForCausalLM
+
+import eagle_fsd
+from eagle_fsd.drafting.config import TreeConfig
+from eagle_fsd.models.fused import FusedDecoder, Unfit
+from eagle_fsd.models.target import TargetModel
+from eagle_fsd.pair import EagleModel
+
+SERVED = {"llama": {}, "mistral": {}, "qwen2": {}, "qwen3": {}, "smollm3": {}, "seed_oss": {}, "granite": {},
+          "llama yarn": {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0,
+                                             "original_max_position_embeddings": 32}},
+          "llama biased": {"attention_bias": True}, "llama alone": {"num_key_value_heads": 4},
+          "llama wide": {"head_dim": 8}}
+ANCESTORS = torch.tensor([[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 0, 1, 0, 0], [1, 1, 0, 1, 0], [1, 1, 0, 1, 1]]).bool()
+
+
+def two_of(family: str, **options) -> tuple[TargetModel, TargetModel]:
+    """The stock and the fused forward of one model, whose norms are not all one."""
+    model = tiny_target(family.split()[0], **{**SERVED.get(family, {}), **options})
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if weight.dim() == 1:
+                weight.add_(0.3 * torch.randn_like(weight))
+    stock, fused = TargetModel(model), TargetModel(model)
+    fused.use_fused()
+    assert fused.computed_by == "fused", fused.stock_because
+    return stock, fused
+
+
+def of_trees(target: TargetModel, lengths: list[int]) -> torch.Tensor:
+    """[B, 5, F]: a tree after texts of these lengths, whose last 3 tokens were read after the others."""
+    batch, longest = len(lengths), max(lengths)
+    tokens = (torch.arange(batch * 60).view(batch, 60) * 7 + 3) % target.vocab_size
+    cache = target.new_cache(longest + 5, batch)
+    for row, length in enumerate(lengths):
+        with cache.one_row(row):
+            target.prefill(tokens[row : row + 1, : length - 3], cache)
+            target.prefill(tokens[row : row + 1, length - 3 : length], cache)
+    positions = torch.tensor(lengths)[:, None] + ANCESTORS.sum(-1) - 1
+    return target.verify(tokens[:, -5:], positions, ANCESTORS.expand(batch, -1, -1), cache)
+
+
+@pytest.mark.parametrize("lengths", [[9], [40], [9, 9], [9, 5, 30]], ids=str)
+@pytest.mark.parametrize("family", SERVED)
+@torch.inference_mode()
+def test_features_are_those_of_the_stock_decoder(family, lengths):
+    stock, fused = two_of(family)
+    stock.layers = fused.layers = (0, 1)  # what enters them comes first
+    assert_close(of_trees(fused, lengths), of_trees(stock, lengths), rtol=1e-4, atol=1e-4)
+
+
+@torch.inference_mode()
+def test_in_half_precision_it_is_nearer_to_full_precision_than_the_stock_decoder():
+    model = tiny_target("llama", num_hidden_layers=8)
+    exact = of_trees(TargetModel(model), [30])
+    stock, fused = TargetModel(model.bfloat16()), TargetModel(model)
+    fused.use_fused()
+    errors = [(of_trees(target, [30]).float() - exact).norm().item() for target in (stock, fused)]
+    assert errors[1] < 1.1 * errors[0] < 0.1 * exact.norm().item()
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@torch.inference_mode()
+def test_single_tokens_of_a_ragged_batch(family):
+    stock, fused = two_of(family)
+    found = []
+    for target in (stock, fused):
+        cache = target.new_cache(20, 2)
+        for row, length in enumerate((9, 4)):
+            with cache.one_row(row):
+                target.prefill(torch.tensor([PROMPT[:length]]), cache)
+        one = torch.ones(2, 1, 1, dtype=torch.bool)
+        found.append(target.verify(torch.tensor([[3], [7]]), torch.tensor([[9], [4]]), one, cache))
+    assert_close(*found, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("family", "why"), [
+    ("gemma", "GemmaModel is none of"), ("mixtral", "MixtralModel is none of"), ("mistral-window", "whole text"),
+    ("ministral3", "Ministral3Model is none of"), ("qwen2-window", "whole text"),
+])
+def test_other_families_are_computed_by_the_stock_decoder(family, why):
+    pair = tiny_pair(family)
+    assert pair.target.fused is None and why in pair.target.stock_because and why in pair.target.computed_by
+
+
+@pytest.mark.parametrize(("change", "why"), [
+    (lambda model: setattr(model.config, "hidden_act", "gelu"), "the activation gelu"),
+    (lambda model: model.model.layers[1].mlp.register_module("more", torch.nn.Linear(2, 2)), "parts"),
+    (lambda model: model.model.layers[1].register_forward_hook(lambda *_: None), "hooks"),
+    (lambda model: setattr(model.model, "norm", torch.nn.LayerNorm(16)), "norm is a LayerNorm"),
+    (lambda model: model.config.rope_parameters.update(rope_type="dynamic"), "of type dynamic"),
+])
+def test_a_decoder_of_another_shape_is_refused(change, why):
+    model = tiny_target()
+    change(model)
+    with pytest.raises(Unfit, match=why):
+        FusedDecoder(model.model, model.model.layers, model.config)
+
+
+def test_one_that_computes_something_else_is_found_out(monkeypatch):
+    """A subclass of a known family, say: the features of a tree are compared."""
+    model = tiny_target()
+    monkeypatch.setattr(model.model.layers[0].self_attn, "scaling", 0.4)
+    stock = model.model.layers[0].self_attn.forward
+    monkeypatch.setattr(model.model.layers[0].self_attn, "forward", lambda *args, **options: (
+        2 * stock(*args, **options)[0], None))
+    target = EagleModel.from_parts(model, None).target
+    assert target.fused is None and "features of a tree differ" in target.stock_because
+
+
+def test_weights_are_read_where_they_lie():
+    """A model that is trained on between two answers."""
+    model = tiny_target()
+    pair = EagleModel.from_parts(model, tiny_head(model))
+    eagle_fsd.generate(PROMPT, pair, max_new_tokens=4)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(0.1 * torch.randn_like(weight))
+    expected = model.generate(torch.tensor([PROMPT]), max_new_tokens=12, do_sample=False)[0, len(PROMPT) :].tolist()
+    found = eagle_fsd.generate(PROMPT, pair, max_new_tokens=12, tree=TreeConfig(8, 3, 2), acceptance="exact")
+    assert found.token_ids == expected
+
+
+@torch.inference_mode()
+def test_positions_beyond_the_rotary_table_extend_it():
+    stock, fused = two_of("llama", max_position_embeddings=256)
+    of_trees(fused, [9])
+    assert_close(of_trees(fused, [55]), of_trees(stock, [55]), rtol=1e-4, atol=1e-4)
+
+
+def test_families_that_are_named_are_known():
+    names = {type(AutoModelForCausalLM.from_config(tiny_config(family)).model).__name__
+             for family in {name.split()[0] for name in SERVED} if family in FAMILIES}
+    from eagle_fsd.models import fused
+
+    assert names == fused.FAMILIES
