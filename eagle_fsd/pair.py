@@ -25,6 +25,7 @@ from .heads.eagle import DraftHead
 from .models import GROUPED, STOCK
 from .models.linear import check_quantization, is_packed
 from .models.loading import load_target
+from .models.memory import trim
 from .models.target import TargetModel
 from .options import LoadOptions
 
@@ -105,6 +106,7 @@ class EagleModel:
         self.target.pack(quantization)
         if self.draft is not None:
             self.draft.pack(quantization, self.target.lm_head)
+        trim()
 
     def choose_trees(self, logs: Sequence[TreeLog], *, stopping: bool, default: TreeConfig) -> None:
         """Have the tree chosen by these logs, see `AutoTree`, and the models' latencies, which are measured."""

@@ -25,7 +25,7 @@ def two_of(family: str, **options) -> tuple[TargetModel, TargetModel]:
     model = tiny_target(family.split()[0], **{**SERVED.get(family, {}), **options})
     torch.manual_seed(1)
     with torch.no_grad():
-        for name, weight in model.named_parameters():
+        for _name, weight in model.named_parameters():
             if weight.dim() == 1:
                 weight.add_(0.3 * torch.randn_like(weight))
     stock, fused = TargetModel(model), TargetModel(model)

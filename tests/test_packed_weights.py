@@ -1,4 +1,4 @@
-"""Weights in the layout of a CPU's kernels, in bfloat16 and int8: what they compute, and that stock models still run."""
+"""Weights in the layout of a CPU's kernels, in bfloat16 and int8: what they compute; and stock models still run."""
 
 import copy
 import pickle
@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 import eagle_fsd
 from eagle_fsd.drafting.config import TreeConfig
 from eagle_fsd.models.linear import Int8, Joined, Packed, PackedLinear, check_quantization, is_packed, pack_linears
+from eagle_fsd.models.memory import MappedFiles
 from eagle_fsd.models.placement import weights_digest
 from eagle_fsd.pair import EagleModel
 
@@ -30,7 +31,7 @@ def layers(outputs=(48, 16), inputs=64, bias=(True, False)) -> nn.Sequential:
 def packed_layers(form) -> tuple[Joined, nn.Sequential, nn.Sequential]:
     module = layers()
     stock, joined = copy.deepcopy(module), Joined((module, "0"), (module, "1"))
-    joined.pack(form)
+    joined.pack(form, MappedFiles())
     return joined, module, stock
 
 
@@ -103,7 +104,7 @@ def test_other_layers_stay_as_they_are():
         pass
 
     module = nn.Sequential(nn.Linear(8, 8), Own(8, 8, dtype=torch.bfloat16), nn.Embedding(4, 4, dtype=torch.bfloat16))
-    pack_linears(module)
+    pack_linears(module, None, MappedFiles())
     assert is_packed(module) is None
 
 
@@ -177,7 +178,7 @@ def test_the_stock_target_is_loaded_once_more_to_measure_against(tmp_path):
 
 def test_a_packed_layer_joins_only_with_its_own():
     module = layers((8, 8, 8), 16, (False,) * 3)
-    Joined((module, "0"), (module, "1")).pack(None)
+    Joined((module, "0"), (module, "1")).pack(None, MappedFiles())
     rows = torch.randn(2, 16).bfloat16()
     with torch.inference_mode():
         expected = torch.cat([layer(rows) for layer in module], -1)

@@ -19,7 +19,8 @@ from ..models import GROUPED
 from ..models import attention as _registered  # noqa: F401  (its functions are chosen by name)
 from ..models.cache import TreeCache
 from ..models.fused import FIXED_ROPE, FusedLayer, Rotary, attention_over
-from ..models.linear import pack_linears
+from ..models.linear import Joined, pack_linears
+from ..models.memory import MappedFiles
 from ..models.output import OutputRows
 from ..models.placement import weights_digest
 
@@ -203,11 +204,13 @@ class DraftHead(nn.Module):
             lm_head: the target's output layer as it is now.
         """
         self.kept_digest = weights_digest(self)
+        files = MappedFiles()
+        Joined((self, "fc")).pack(None, files)  # not in int8: embeddings are small beside features, and share a row with them
         for joined in self.fused[0].joined if self.fused else ():
-            joined.pack(form)
-        pack_linears(self, form)
+            joined.pack(form, files)
+        pack_linears(self, form, files)
         if isinstance(self.output_rows, OutputRows):
-            self.output_rows.pack(form, lm_head)
+            self.output_rows.pack(form, lm_head, files)
 
     def own_logits(
         self,

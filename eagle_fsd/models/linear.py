@@ -8,6 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from .memory import MappedFiles
+
 
 class Packed:
     """A bfloat16 weight in the blocks of oneDNN's kernels, and its bias.
@@ -49,9 +51,10 @@ class Int8:
         weight: Tensor,  # [N, K]
         bias: Tensor | None,  # [N]
     ) -> None:
-        wide = weight.float()
-        self.scales = wide.abs().amax(1).clamp_min(1e-10) / self.LARGEST  # [N]
-        numbers = (wide / self.scales[:, None]).round().to(torch.int8)
+        self.scales = weight.abs().amax(1).float().clamp_min(1e-10) / self.LARGEST  # [N]
+        numbers = torch.empty(weight.shape, dtype=torch.int8)
+        for some in torch.arange(len(weight)).split(4096):  # the whole in float32 would be four times as large
+            numbers[some] = (weight[some].float() / self.scales[some, None]).round().to(torch.int8)
         self.weight = torch.ops.onednn.qlinear_prepack(numbers, None)
         self.zeros = torch.zeros(len(weight), dtype=torch.long)
         self.bias = None if bias is None else bias.float()
@@ -159,8 +162,12 @@ class Joined:
         outputs = [layer(rows) for layer in self.layers]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
 
-    def pack(self, form: str | None) -> None:
-        """Have the layers' weights replaced by a packed one (see `FORMS`), unless that form does not serve them."""
+    def pack(self, form: str | None, files: MappedFiles) -> None:
+        """Have the layers' weights replaced by a packed one (see `FORMS`), unless that form does not serve them.
+
+        Args:
+            files: mapped ones, whose pages are given back as they have been read.
+        """
         layers = self.layers
         if not all(_can_be_packed(layer, form) for layer in layers):
             return
@@ -172,14 +179,15 @@ class Joined:
         for (module, name), layer in zip(self.places, layers, strict=True):
             setattr(module, name, PackedLinear(layer, packed, slice(start, start + layer.out_features)))
             start += layer.out_features
+            files.give_back(layer.weight)
 
 
-def pack_linears(module: nn.Module, form: str | None = None) -> None:
+def pack_linears(module: nn.Module, form: str | None, files: MappedFiles) -> None:
     """Pack each plain linear layer of a module alone, where the form serves it; others stay as they are."""
     for parent in list(module.modules()):
         for name, child in list(parent.named_children()):
             if _can_be_packed(child, form):
-                Joined((parent, name)).pack(form)
+                Joined((parent, name)).pack(form, files)
 
 
 def _can_be_packed(layer: nn.Module, form: str | None) -> bool:

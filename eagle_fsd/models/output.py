@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from .linear import dtype_of, pack_linears
+from .memory import MappedFiles
 from .placement import device_of
 
 
@@ -52,10 +53,10 @@ class OutputRows:
         return (self.source is lm_head and dtype_of(self.layer) == dtype_of(lm_head)
                 and device_of(self.layer) == device_of(lm_head))
 
-    def pack(self, form: str | None, lm_head: nn.Module) -> None:
+    def pack(self, form: str | None, lm_head: nn.Module, files: MappedFiles) -> None:
         """Pack the rows; `lm_head` is what stands now for the output layer that they come from."""
         holder = nn.Sequential(self.layer)
-        pack_linears(holder, form)
+        pack_linears(holder, form, files)
         self.layer, self.source = holder[0], lm_head
 
 

@@ -18,6 +18,7 @@ from .cache import TreeCache
 from .fused import FusedDecoder, Unfit
 from .linear import dtype_of, pack_linears
 from .masks import CHUNKED, SLIDING, MaskedLayers, kinds_of
+from .memory import MappedFiles, leave_files
 from .output import OutputRows, output_logits
 from .placement import Lock, copy_to, device_of, weights_digest
 
@@ -105,10 +106,12 @@ class TargetModel:
     def pack(self, form: str | None) -> None:
         """Replace the weights of plain linear layers on a CPU by packed ones, see `models.linear`."""
         self.model.kept_digest = weights_digest(self.model)
+        files = MappedFiles()
         for layer in self.fused.layers if self.fused else ():
             for joined in layer.joined:
-                joined.pack(form)
-        pack_linears(self.model, form)
+                joined.pack(form, files)
+        pack_linears(self.model, form, files)
+        leave_files(self.model, files)
 
     @property
     def computed_by(self) -> str:
