@@ -1,13 +1,14 @@
 """Milliseconds of a target's forward and of whole decode cycles, by number of nodes.
 
-    python -m eval.forwards --nodes 1 8 16 32 60 --out eval/results/smollm2-forwards
+    python -m eval.forwards --forms stock fused int8 --nodes 1 8 16 32 --context 300 --out eval/results/smollm2-forwards
     python -m eval.forwards --shape llama-3.1-8b --device cuda --nodes 1 16 60 128 --rows 1 8 --out runs/llama-8b
 
 A pair, or a target and a head of a published shape with random weights, made on the device: nothing is downloaded. All
 parts are run in turn, with a wait for the device before and after each, and the median counts. Cycles follow a context
 of random tokens, of which hardly any are accepted; they are timed whole, drafting included, with trees of the depth and
-top_k of --tree. The floor of a forward is the time in which the machine reads the weights once, at the rate of a large
-copy (bytes read plus bytes written), measured in the same run.
+top_k of --tree. The floor of a forward is the larger of two times: that in which the machine reads the layers' weights
+once, and that of their multiply-adds. Both rates are measured in the same run, on products of a large weight with one
+row and with many, in the same form.
 
 N nodes, R rows, L context.
 """
@@ -23,6 +24,7 @@ from pathlib import Path
 from typing import Literal
 
 import torch
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 from eagle_fsd import EagleModel, TreeConfig
@@ -34,15 +36,18 @@ from eagle_fsd.engine.decoder import Decoder
 from eagle_fsd.engine.timing import seconds_of
 from eagle_fsd.heads.eagle import DraftHead
 from eagle_fsd.measure.methods import described
-from eagle_fsd.measure.records import markdown, record_path, write_record
+from eagle_fsd.measure.records import decimals, markdown, record_path, write_record
 from eagle_fsd.measure.settings import parse_setting
+from eagle_fsd.models.linear import is_packed, pack_linears
 from eagle_fsd.models.loading import check_device
+from eagle_fsd.models.memory import MappedFiles
 from eagle_fsd.options import GenerateOptions
 from eagle_fsd.requests import make_requests
 from eval.command import noted, run_command
 from eval.plots import plot_forwards
 
-COPIED = {"cuda": 2**30, "cpu": 2**28}  # bytes, to measure the rate of a copy
+FORMS = {"stock": {"attn_implementation": "sdpa", "prepack": False}, "fused": {}, "int8": {"quantization": "int8"}}
+LARGE = 4096, 32768  # inputs and outputs of the weight that rates are measured with
 # Sizes as in the published configs; a head is one layer of the same.
 SHAPES = {
     "llama-3.1-8b": ("llama", {
@@ -65,6 +70,7 @@ class ForwardsArguments:
     """What `eval.forwards` measures.
 
     Args:
+        forms: of the pair's target and head: as transformers computes them (stock), in our decoder (fused), in int8.
         shape: random weights of this shape in place of a pair.
         layers: of the target, in place of the shape's.
         nodes: verified in a forward.
@@ -79,6 +85,7 @@ class ForwardsArguments:
 
     out: Path
     pair: Loading = Loading()
+    forms: tuple[Literal[tuple(FORMS)], ...] = ("fused",)
     shape: Literal[tuple(SHAPES)] | None = None
     layers: int | None = None
     nodes: tuple[int, ...] = (1, 4, 8, 16, 32, 60)
@@ -154,9 +161,11 @@ def parts_of(model: EagleModel, args: ForwardsArguments) -> dict[tuple[str, int,
 
 
 @torch.inference_mode()
-def measure(model: EagleModel, args: ForwardsArguments) -> list[dict]:
+def measure(models: Mapping[str, EagleModel], args: ForwardsArguments) -> list[dict]:
     """Median milliseconds of each part, and the spread between its quartiles."""
-    parts, device = parts_of(model, args), model.target.output_device
+    parts = {(f"{form} {part}", nodes, rows): once for form, model in models.items()
+             for (part, nodes, rows), once in parts_of(model, args).items()}
+    device = next(iter(models.values())).target.output_device
     taken: dict[tuple[str, int, int], list[float]] = {part: [] for part in parts}
     for _ in Progress(range(args.rounds + 1), desc="measuring", unit="round"):
         for part, once in parts.items():
@@ -169,20 +178,37 @@ def measure(model: EagleModel, args: ForwardsArguments) -> list[dict]:
     return sorted(rows, key=lambda row: (row["rows"], row["part"], row["nodes"]))
 
 
-def copy_rate(device: torch.device) -> float:
-    """Bytes that a large copy reads and writes per second: the fastest of several."""
-    size = COPIED.get(device.type, COPIED["cuda"])
-    source, target = (torch.ones(size, dtype=torch.uint8, device=device) for _ in range(2))
-    return 2 * size / min(seconds_of(lambda: target.copy_(source), device) for _ in range(6))
+@torch.inference_mode()
+def rates_of(model: EagleModel) -> dict[str, float]:
+    """Weights that a product with one row reads per second, and multiply-adds of one with 1,024 rows per second, in the
+    form of the model's layers: the fastest of several."""
+    device, dtype, inputs = model.target.device, model.target.dtype, LARGE[0]
+    holder = nn.Sequential(nn.Linear(*LARGE, bias=False, device=device, dtype=dtype))
+    kind = is_packed(model.target.model)
+    if kind:
+        pack_linears(holder, "int8" if kind == "int8" else None, MappedFiles())
+
+    def fastest(rows: int) -> float:
+        given = torch.ones(rows, inputs, device=device, dtype=dtype)
+        return min(seconds_of(lambda: holder(given), device) for _ in range(6))
+
+    weights = LARGE[0] * LARGE[1]
+    return {"weights_read_per_second": weights / fastest(1), "multiply_adds_per_second": 1024 * weights / fastest(1024)}
 
 
-def latency_table(rows: Sequence[Mapping], floor: float) -> str:
-    """Milliseconds: a row per number of nodes, a column per part."""
+def floor_of(model: EagleModel, rates: Mapping[str, float], rows: int) -> float:
+    """Milliseconds that the products of one forward take at those rates."""
+    weights = sum(layer.in_features * layer.out_features for layer in model.target.decoder_layers.modules()
+                  if isinstance(layer, nn.Linear))
+    return 1000 * weights * max(1 / rates["weights_read_per_second"], rows / rates["multiply_adds_per_second"])
+
+
+def latency_table(rows: Sequence[Mapping]) -> str:
+    """Milliseconds: a row per part, a column per number of nodes."""
     cells = {(row["part"], row["nodes"]): row["ms"] for row in rows}
-    parts = list(dict.fromkeys(row["part"] for row in rows))
-    nodes = sorted({row["nodes"] for row in rows})
-    return markdown({"nodes": count, **{part: f"{cells[part, count]:.2f}" if (part, count) in cells else ""
-                                        for part in parts}, "floor of a forward": f"{floor:.2f}"} for count in nodes)
+    nodes, parts = sorted({row["nodes"] for row in rows}), dict.fromkeys(row["part"] for row in rows)
+    return markdown({"milliseconds": part, **{str(count): decimals(cells.get((part, count)), 1) for count in nodes}}
+                    for part in parts)
 
 
 def run(args: ForwardsArguments) -> None:
@@ -194,24 +220,28 @@ def run(args: ForwardsArguments) -> None:
     if args.threads is not None:
         torch.set_num_threads(args.threads)
     if args.shape is None:
-        model = args.pair.load()
+        models = {form: replace(args.pair, **FORMS[form]).load() for form in args.forms}
     else:
         device = check_device(args.pair.device)
         small = torch.float32 if device.type == "cpu" else torch.bfloat16
-        model = build_pair(args.shape, small if args.pair.dtype == "auto" else getattr(torch, args.pair.dtype), device,
-                           args.layers)
-    target = model.target
-    rows, rate = measure(model, args), copy_rate(target.output_device)
-    weights = sum(p.numel() * p.element_size() for p in target.decoder_layers.parameters())
+        models = {"random": build_pair(
+            args.shape, small if args.pair.dtype == "auto" else getattr(torch, args.pair.dtype), device, args.layers)}
+    model = next(iter(models.values()))
+    target, rates = model.target, {form: rates_of(each) for form, each in models.items()}
+    rows = measure(models, args)
+    for form, each in models.items():
+        rows += [{"part": f"{form} floor of a forward", "nodes": count, "rows": 1,
+                  "ms": floor_of(each, rates[form], count)} for count in args.nodes]
     cuda = target.output_device.type == "cuda"
-    record = {"settings": noted(args), **described(model), "attention": target.config._attn_implementation,
-              "weight_bytes": weights, "copy_bytes_per_second": rate, "rows": rows,
+    record = {"settings": noted(args), **described(model), "rates": rates, "rows": rows,
+              "computed_by": {form: each.target.computed_by for form, each in models.items()},
               "peak_bytes": torch.cuda.max_memory_allocated() if cuda else None}
-    said = (f"{args.shape or 'the pair'}, {len(target.decoder_layers)} layers, {target.dtype}, attention "
-            f"{record['attention']}; {args.context} tokens before, trees of depth {args.tree.depth} and top_k "
-            f"{args.tree.top_k}; milliseconds, medians of {args.rounds}. The floor is the time in which the layers' "
-            f"{weights / 1e9:.3g} GB are read once, at the {rate / 1e9:.1f} GB/s of a copy.")
-    print(write_record(args.out, record, f"{said}\n\n{latency_table(rows, 1000 * weights / rate)}"))
+    read = ", ".join(f"{form} {rate['weights_read_per_second'] / 1e9:.1f} G weights and "
+                     f"{rate['multiply_adds_per_second'] / 1e9:.0f} G multiply-adds" for form, rate in rates.items())
+    said = (f"{args.shape or 'the pair'}, {len(target.decoder_layers)} layers, {target.dtype}; {args.context} tokens "
+            f"before, trees of depth {args.tree.depth} and top_k {args.tree.top_k}; medians of {args.rounds}. "
+            f"Rates of the floors, per second: {read}.")
+    print(write_record(args.out, record, f"{said}\n\n{latency_table(sorted(rows, key=lambda row: row['part']))}"))
     plot_forwards(rows, record_path(args.out, ".png"))
 
 

@@ -158,11 +158,12 @@ def test_forwards_are_timed_by_nodes(tmp_path, capsys):
     record = json.loads((tmp_path / "forwards.json").read_text())
     cells = {(row["part"], row["nodes"]): row["ms"] for row in record["rows"]}
     parts = ["forward", "forward and output layer", "cycle, exact", "cycle, fsd 0.3"]
-    assert cells.keys() == {(f"{part}, {rows} rows", nodes) for part in parts for rows in (1, 2) for nodes in (1, 8)
-                            if nodes > 1 or not part.startswith("cycle,")} | {
-        (f"cycle without drafting, {rows} rows", 1) for rows in (1, 2)}
-    assert min(cells.values()) > 0 and record["weight_bytes"] > 0
-    assert "| 8 |" in capsys.readouterr().out
+    assert cells.keys() == {(f"random {part}, {rows} rows", nodes) for part in parts for rows in (1, 2)
+                            for nodes in (1, 8) if nodes > 1 or not part.startswith("cycle,")} | {
+        (f"random cycle without drafting, {rows} rows", 1) for rows in (1, 2)} | {
+        ("random floor of a forward", nodes) for nodes in (1, 8)}
+    assert min(cells.values()) > 0 and record["computed_by"] == {"random": "fused"}
+    assert "| random forward, 1 rows |" in capsys.readouterr().out
     assert forwards.main(["--shape", "tiny", "--nodes", "0", "--out", str(out)]) == 2
 
 

@@ -205,7 +205,7 @@ class DraftHead(nn.Module):
         """
         self.kept_digest = weights_digest(self)
         files = MappedFiles()
-        Joined((self, "fc")).pack(None, files)  # not in int8: embeddings are small beside features, and share a row with them
+        Joined((self, "fc")).pack(None, files)  # never int8: embeddings are small beside the features of their row
         for joined in self.fused[0].joined if self.fused else ():
             joined.pack(form, files)
         pack_linears(self, form, files)

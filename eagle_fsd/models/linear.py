@@ -1,6 +1,6 @@
 """Linear layers in the form that a CPU's kernels read: bfloat16 blocks, or int8. Packed weights replace plain ones.
 
-M rows, K inputs of a layer, N outputs. Layers with the same input are packed on top of one another and computed at once.
+M rows, K inputs of a layer, N outputs. Layers with the same input are packed on top of one another, computed at once.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Memory of weights that have been copied: giving back the pages of mapped files, and what the allocator holds on to.
 
-safetensors files are mapped: all of a file's pages that were read stay resident as long as one tensor of it lives. Where
-the system is not Linux, nothing is given back and nothing else changes.
+safetensors files are mapped: all of a file's pages that were read stay resident as long as one tensor of it lives.
+Where the system is not Linux, nothing is given back and nothing else changes.
 """
 
 from __future__ import annotations
