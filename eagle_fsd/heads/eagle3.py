@@ -13,7 +13,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm
 
 from ..models.cache import TreeCache
-from ..models.fused import rms_norm
+from ..models.fused import Norm
 from .eagle import DraftHead
 
 
@@ -61,6 +61,7 @@ class Eagle3Head(DraftHead):
         layers = len(self._layer_ids) if self._layer_ids else 3
         self.fc = nn.Linear(layers * self.target_hidden_size, size, bias=bias)
         self.layers = nn.ModuleList([Eagle3Layer(config)])
+        self.hidden_norm = Norm(self.layers[0].hidden_norm)
         self.norm = LlamaRMSNorm(size, eps=config.rms_norm_eps)
         self.lm_head = nn.Linear(size, named, bias=False)
         # Draft token i is the target's i + d2t[i]; None: all tokens, under their own numbers.
@@ -109,10 +110,10 @@ class Eagle3Head(DraftHead):
     ) -> Tensor:
         """The layer's hidden states [B, T, D], see `DraftHead`."""
         if self.computes_fused(cache):
-            layer, wide = self.layers[0], torch.promote_types(features.dtype, torch.float32)
-            normed = rms_norm(features.to(wide), layer.hidden_norm)
-            own = rms_norm(self.embed_tokens(tokens).to(wide), layer.input_layernorm)
-            hidden = (normed if layer.norm_before_residual else features).to(wide, copy=True)
+            wide = torch.promote_types(features.dtype, torch.float32)
+            normed = self.hidden_norm(features.to(wide))
+            own = self.fused[0].norms[0](self.embed_tokens(tokens).to(wide))
+            hidden = (normed if self.layers[0].norm_before_residual else features).to(wide, copy=True)
             return self.fused_layer(hidden, torch.cat([own, normed], -1), positions, mask, cache)
         return self.layers[0](
             features, self.embed_tokens(tokens).to(features.dtype), attention_mask=mask, past_key_values=cache,

@@ -10,7 +10,6 @@ size, I inner size of the MLP, C capacity of the cache.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 
 import torch
@@ -67,24 +66,36 @@ def rotate(
     states.mul_(rotation[0]).addcmul_(turned, rotation[1])
 
 
-def rms_norm(
-    hidden: Tensor,  # [..., D]
-    norm: nn.Module,  # with weight [D] and variance_epsilon
-) -> Tensor:  # [..., D] in the weight's dtype
-    """Root mean square normalisation (arXiv 1910.07467): x / sqrt(mean(x^2) + eps) * weight."""
-    weight = norm._parameters["weight"]
-    root = torch.linalg.vector_norm(hidden, dim=-1, keepdim=True).mul_(hidden.shape[-1] ** -0.5)
-    root = torch.hypot(root, scalar(norm.variance_epsilon**0.5))
-    return torch.mul(hidden / root, weight, out=torch.empty_like(hidden, dtype=weight.dtype))
+class Norm:
+    """Root mean square normalisation (arXiv 1910.07467): x / sqrt(mean(x^2) + eps) * weight, in the weight's dtype.
 
+    As x / sqrt(|x|^2 + D eps) * (sqrt(D) weight), the last factor being kept in the dtype of x: operations on two
+    dtypes take several times as long. It is made anew where the weight has changed.
 
-@functools.cache
-def scalar(value: float) -> Tensor:
-    return torch.tensor(value)
+    Raises:
+        Unfit: a module of another kind.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        if not hasattr(module, "variance_epsilon") or [name for name, _ in module.named_parameters()] != ["weight"]:
+            raise Unfit(f"its norm is a {type(module).__name__}")
+        self.module = module
+        self.made_of: tuple | None = None  # where the weight lay, its version, and for which dtype
+
+    def __call__(self, hidden: Tensor) -> Tensor:  # [..., D] float32 or wider -> [..., D]
+        weight = self.module._parameters["weight"]
+        now = weight.data_ptr(), 0 if weight.is_inference() else weight._version, hidden.dtype
+        if self.made_of != now:
+            size = hidden.shape[-1]
+            self.gain = weight.detach().to(hidden.dtype) * size**0.5
+            self.least = torch.tensor((size * self.module.variance_epsilon) ** 0.5)
+            self.made_of = now
+        root = torch.hypot(torch.linalg.vector_norm(hidden, dim=-1, keepdim=True), self.least)
+        return (hidden / root).mul_(self.gain).to(weight.dtype)
 
 
 class FusedLayer:
-    """One block; `norms` are its stock ones, None where it has none (the draft layer of EAGLE-1/2).
+    """One block; the first of its `norms` is None where it has none (the draft layer of EAGLE-1/2).
 
     Raises:
         Unfit: a layer of another shape.
@@ -93,13 +104,13 @@ class FusedLayer:
     def __init__(self, layer: nn.Module, config: PreTrainedConfig) -> None:
         attention, mlp = getattr(layer, "self_attn", None), getattr(layer, "mlp", None)
         check_shape(layer, attention, mlp, config)
-        self.norms = [norm if hasattr(norm, "weight") else None
+        self.norms = [None if isinstance(norm, nn.Identity) else Norm(norm)
                       for norm in (layer.input_layernorm, layer.post_attention_layernorm)]
         self.qkv = Joined((attention, "q_proj"), (attention, "k_proj"), (attention, "v_proj"))
         self.o = Joined((attention, "o_proj"))
         self.gate_up = Joined((mlp, "gate_proj"), (mlp, "up_proj"))
         self.down = Joined((mlp, "down_proj"))
-        self.head_norms = [getattr(attention, name) for name in ("q_norm", "k_norm") if hasattr(attention, name)]
+        self.head_norms = [Norm(getattr(attention, name)) for name in ("q_norm", "k_norm") if hasattr(attention, name)]
         self.size: int = attention.head_dim
         self.heads: int = config.num_attention_heads
         self.key_heads: int = config.num_key_value_heads
@@ -126,13 +137,13 @@ class FusedLayer:
         both = states[:, :, :heads]  # queries and keys
         if self.head_norms:
             parts = both.float().split([self.heads, self.key_heads], 2)
-            both.copy_(torch.cat([rms_norm(*each) for each in zip(parts, self.head_norms, strict=True)], 2))
+            both.copy_(torch.cat([norm(part) for norm, part in zip(self.head_norms, parts, strict=True)], 2))
         if self.turns:
             rotate(both, rotation)
         written.copy_(states[:, :, self.heads :].view(*shape, 2, self.key_heads, self.size).permute(2, 0, 3, 1, 4))
-        hidden.add_(self.o(seen(states[:, :, : self.heads].to(dtype), keys, values, self.scale)), alpha=self.residual)
-        normed = rms_norm(hidden, self.norms[1])
-        gate, up = self.gate_up(normed).chunk(2, -1)
+        out = self.o(seen(states[:, :, : self.heads].to(dtype), keys, values, self.scale))
+        hidden.add_(out, alpha=self.residual)
+        gate, up = self.gate_up(self.norms[1](hidden)).chunk(2, -1)
         hidden.add_(self.down(nn.functional.silu(gate).mul_(up)), alpha=self.residual)
 
 
@@ -189,8 +200,7 @@ class FusedDecoder:
         if any(hasattr(module, "_hf_hook") or module._forward_hooks or module._forward_pre_hooks
                for module in decoder.modules()):
             raise Unfit("its modules have hooks")
-        check_norm(decoder.norm)
-        self.decoder = decoder
+        self.decoder, self.norm = decoder, Norm(decoder.norm)
         self.embedding_scale: float = getattr(config, "embedding_multiplier", 1.0)  # Granite
         self.layers = [FusedLayer(layer, config) for layer in layers]
         self.rotary = Rotary(decoder.rotary_emb)
@@ -224,14 +234,9 @@ class FusedDecoder:
         for number, layer in enumerate(self.layers):
             if number in entering:
                 found.append(hidden.to(dtype, copy=True))
-            layer(hidden, rms_norm(hidden, layer.norms[0]), rotation, seen, written[number], *held[number])
-        found.append(rms_norm(hidden, self.decoder.norm))
+            layer(hidden, layer.norms[0](hidden), rotation, seen, written[number], *held[number])
+        found.append(self.norm(hidden))
         return found[0] if len(found) == 1 else torch.cat(found, -1)
-
-
-def check_norm(norm: nn.Module) -> None:
-    if not hasattr(norm, "variance_epsilon") or [name for name, _ in norm.named_parameters()] != ["weight"]:
-        raise Unfit(f"its norm is a {type(norm).__name__}")
 
 
 def check_shape(layer: nn.Module, attention: nn.Module | None, mlp: nn.Module | None, config: PreTrainedConfig) -> None:
@@ -248,10 +253,6 @@ def check_shape(layer: nn.Module, attention: nn.Module | None, mlp: nn.Module | 
     activation = getattr(config, "hidden_act", None)
     if own or activation not in ("silu", "swish"):
         raise Unfit(f"its layers have {', '.join(own) or 'the activation ' + str(activation)}")
-    for name in ("input_layernorm", "post_attention_layernorm"):
-        norm = getattr(layer, name)
-        if not isinstance(norm, nn.Identity):
-            check_norm(norm)
     for name in ("head_dim", "scaling"):
         if not hasattr(attention, name):
             raise Unfit(f"its attention has no {name}")
