@@ -2,6 +2,7 @@
 
     python -m eval.benchmark --questions mt_bench.jsonl --max-new-tokens 128 --out eval/results/smollm2-mt-bench
     python -m eval.benchmark --questions spec_bench.jsonl --per-category 5 --temperature 0.7 --out runs/sampled
+    python -m eval.benchmark --questions mt_bench.jsonl --endpoints "llama.cpp=http://127.0.0.1:8081/v1" --out runs/both
     python -m eval.benchmark --questions humaneval.jsonl gsm8k_test.jsonl --per-category 40 --run-code --out runs/code
 
 Every question, with all its turns, is answered by every method before the next one, in an order that rotates; the
@@ -12,11 +13,13 @@ come, in OUT.answers.jsonl: a run that was stopped goes on with the questions th
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import torch
+from tyro.conf import UseAppendAction
 
 from eagle_fsd import EagleModel
 from eagle_fsd.cli.arguments import Loading, Tree
@@ -26,6 +29,7 @@ from eagle_fsd.measure.methods import Method, engine, hf_generate
 from eagle_fsd.measure.records import record_path
 from eagle_fsd.measure.settings import EXACT, ComparisonOptions, read_settings
 from eval.command import chosen_questions, run_command
+from eval.endpoints import endpoint_method, read_endpoints
 from eval.plots import plot_speeds
 
 BASELINE, LOOKUP, UNDRAFTED = "model.generate", "prompt lookup", "no drafting"
@@ -38,6 +42,7 @@ class BenchmarkArguments(ComparisonOptions):
     Args:
         questions: JSON lines: MT-Bench, Spec-Bench, HumanEval, MBPP, GSM8K, IFEval, or prompts.
         per_category: only the first questions of each category.
+        endpoints: servers to compare with, as "NAME=URL" or "NAME=URL#MODEL"; see eval/endpoints.py.
         warm_up: questions that are answered once unmeasured.
         threads: of torch; without it what OMP_NUM_THREADS says, or torch.
     """
@@ -47,19 +52,23 @@ class BenchmarkArguments(ComparisonOptions):
     per_category: int | None = None
     settings: tuple[str, ...] = ("fsd 0.1", "fsd 0.3")
     max_new_tokens: int = 128
+    endpoints: UseAppendAction[tuple[str, ...]] = ()
     warm_up: int = 2
     threads: int | None = None
     seed: int = 1
     tree: Tree = None
 
 
-def methods_of(model: EagleModel, args: BenchmarkArguments) -> dict[str, Method]:
+def methods_of(
+    model: EagleModel, args: BenchmarkArguments, endpoints: Mapping[str, tuple[str, str]]
+) -> dict[str, Method]:
     """The compared methods by name."""
     sampling = {"temperature": args.temperature, "seed": args.seed}
     return {
         BASELINE: hf_generate(model, **sampling),
         LOOKUP: hf_generate(model, **sampling, prompt_lookup_num_tokens=10),
         UNDRAFTED: engine(model, plain=True, acceptance=EXACT, **sampling), **setting_methods(model, args),
+        **{name: endpoint_method(model, *place, **sampling) for name, place in endpoints.items()},
     }
 
 
@@ -68,10 +77,12 @@ def run(args: BenchmarkArguments) -> None:
     check_counts(args, "warm_up", least=0)
     read_settings(args.settings)
     questions = chosen_questions(args.questions, args.per_category, args.run_code)
+    endpoints = read_endpoints(args.endpoints)
     if args.threads is not None:
         torch.set_num_threads(args.threads)
     model = args.pair.load()
-    rows, page = compare_and_store(model, methods_of(model, args), BASELINE, questions, args, warm_up=args.warm_up)
+    methods = methods_of(model, args, endpoints)
+    rows, page = compare_and_store(model, methods, BASELINE, questions, args, warm_up=args.warm_up)
     print(page)
     plot_speeds(rows, record_path(args.out, ".png"))
 
