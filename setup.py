@@ -23,6 +23,7 @@ EXTRAS = {
     "lm_eval": ["lm_eval[ifeval]>=0.4.13,<0.5", "nltk>=3.9.1"],
     "train": ["datasets>=3", "tensorboard>=2.16"],  # for data sets by name, and --tracker tensorboard
     "eval": EVAL,  # train/ and eval/ run from a checkout
+    "llama_cpp": ["xllamacpp>=2026.10", *GGUF],  # its server, to compare with: eval/llama_server.py
     "docs": ["mkdocs>=1.6,<2", "mkdocs-material>=9.6", "mkdocstrings[python]>=1.0"],
     "dev": [*GGUF, *EVAL, *SERVE, "httpx>=0.27", "openai>=2", "pytest>=8", "pytest-xdist>=3.6", "ruff>=0.8"],
 }

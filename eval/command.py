@@ -52,6 +52,17 @@ def chosen_questions(paths: Iterable[Path], per_category: int | None, run_code: 
     Raises:
         ValueError: no questions, bad ones, or ones that cannot be graded here.
     """
+    chosen = first_questions(paths, per_category)
+    check_gradable(chosen, run_code)
+    return chosen
+
+
+def first_questions(paths: Iterable[Path], per_category: int | None) -> list[Question]:
+    """The questions of all files, of each category the first ones; they need not be gradable.
+
+    Raises:
+        ValueError: no questions, or bad ones.
+    """
     counts: dict[str, int] = {}
     chosen = []
     for question in (question for path in paths for question in read_questions(path)):
@@ -60,5 +71,4 @@ def chosen_questions(paths: Iterable[Path], per_category: int | None, run_code: 
             chosen.append(question)
     if not chosen:
         raise ValueError("there is nothing to ask: give --questions")
-    check_gradable(chosen, run_code)
     return chosen

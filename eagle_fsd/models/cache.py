@@ -103,17 +103,26 @@ class TreeCache(Cache):
             positions, [B, H, length + count, D]; views of the storage.
         """
         start = self.length
-        end = start + count
-        assert end <= self.capacity, f"{end} positions exceed the capacity of {self.capacity}"
+        storage = self.storage(heads, size, like)
+        end = self.advance(count)
+        held = storage[..., :end, :]
+        return storage[..., start:end, :], [tuple(layer.unbind()) for layer in held.unbind()]
+
+    def storage(self, heads: int, size: int, like: Tensor) -> Tensor:
+        """[layers, 2, B, H, C, D]: keys and values of all layers, which are alike and on one device."""
         if not self.layers[0].is_initialized:
             shape = like.new_empty(0, heads, 0, size)
             for layer in self.layers:
                 layer.lazy_initialization(shape, shape)
+        return self._storages[0][1][:, :, self.rows]
+
+    def advance(self, count: int) -> int:
+        """Count so many more positions as written; the new length."""
+        end = self.length + count
+        assert end <= self.capacity, f"{end} positions exceed the capacity of {self.capacity}"
         for layer in self.layers:
             layer.length = end
-        storage = self._storages[0][1][:, :, self.rows]
-        held = storage[..., :end, :]
-        return storage[..., start:end, :], [tuple(layer.unbind()) for layer in held.unbind()]
+        return end
 
     def _storage(self, device: torch.device, states: Tensor, layers: int, each: int) -> Tensor:
         new = states.new_zeros if self.batch > 1 else states.new_empty  # stale places must hold no NaN

@@ -214,8 +214,7 @@ class FusedDecoder:
         cache: TreeCache,  # to which the tokens' keys and values are appended
         entering: Sequence[int] = (),  # layers whose entering states come before the last one
     ) -> Tensor:  # [B, N, D * (len(entering) + 1)]
-        embedded, start = self.decoder.embed_tokens(tokens), cache.length
-        first, count, dtype = self.layers[0], tokens.shape[1], embedded.dtype
+        first, count, start, like = self.layers[0], tokens.shape[1], cache.length, self.decoder.embed_tokens.weight
         visible = cache.visible(tokens.device)
         if ancestors is None and start and count > 1:
             ancestors = torch.ones(1, count, count, dtype=torch.bool, device=tokens.device).tril()
@@ -223,10 +222,23 @@ class FusedDecoder:
         needed = not causal and (count > 1 or visible is not None)
         if needed and ancestors is None:
             ancestors = torch.ones(1, 1, 1, dtype=torch.bool, device=tokens.device)
-        mask = tree_mask(ancestors.expand(len(tokens), -1, -1), start, dtype, visible) if needed else None
+        mask = tree_mask(ancestors.expand(len(tokens), -1, -1), start, like.dtype, visible) if needed else None
         seen = attention_over(mask, causal, first.heads // first.key_heads)
-        rotation = self.rotary(positions, start, count, cache.capacity, embedded)
-        written, held = cache.append(count, first.key_heads, first.size, embedded)
+        rotation = self.rotary(positions, start, count, cache.capacity, like)
+        return self.compute(tokens, rotation, seen, *cache.append(count, first.key_heads, first.size, like), entering)
+
+    def compute(
+        self,
+        tokens: Tensor,  # [B, N]
+        rotation: tuple[Tensor, Tensor],  # see `Rotary`
+        seen: Callable[[Tensor, Tensor, Tensor, float], Tensor],  # see `attention_over`
+        written: Sequence[Tensor],  # of each layer, see `FusedLayer`
+        held: Sequence[tuple[Tensor, Tensor]],  # keys and values of each layer
+        entering: Sequence[int],
+    ) -> Tensor:  # [B, N, D * (len(entering) + 1)]
+        """The forward itself, without a wait for the device."""
+        embedded = self.decoder.embed_tokens(tokens)
+        dtype = embedded.dtype
         hidden = embedded.to(torch.promote_types(dtype, torch.float32), copy=True)
         if self.embedding_scale != 1:
             hidden *= self.embedding_scale

@@ -1,0 +1,103 @@
+"""What int8 costs and buys: a pair as it is stored and in int8, on the same texts and questions.
+
+    python -m eval.quantisation --likelihood spec_bench.jsonl --questions humaneval.jsonl --per-category 40 \\
+        --run-code --out eval/results/qwen-int8
+
+Perplexity is that of the target over the first --tokens tokens of each text of --likelihood: its questions as they are
+written, the first turn, not as a chat. The questions of --questions are answered by both, exactly, in turn; see
+`eval.benchmark` for the columns. KL is that of the int8 target from the other, in nats per token.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from eagle_fsd.cli.arguments import Loading, Tree
+from eagle_fsd.cli.exits import check_counts
+from eagle_fsd.data.progress import Progress
+from eagle_fsd.measure.comparison import compare_and_store
+from eagle_fsd.measure.methods import engine
+from eagle_fsd.measure.records import markdown, record_path, write_record
+from eagle_fsd.measure.settings import EXACT, ComparisonOptions
+from eagle_fsd.models.target import TargetModel
+from eagle_fsd.requests import encode_prompt
+from eval.command import chosen_questions, first_questions, noted, run_command
+
+STORED, INT8 = "as stored", "int8"
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantisationArguments(ComparisonOptions):
+    """What `eval.quantisation` compares.
+
+    Args:
+        likelihood: JSON lines of questions whose texts are read.
+        questions: JSON lines of questions that are answered.
+        per_category: only the first questions of each category.
+        tokens: of each text.
+        threads: of torch; without it what OMP_NUM_THREADS says, or torch.
+    """
+
+    likelihood: Path
+    questions: tuple[Path, ...]
+    pair: Loading = Loading()
+    per_category: int | None = None
+    tokens: int = 512
+    threads: int | None = None
+    tree: Tree = None
+
+
+@torch.inference_mode()
+def log_probs(target: TargetModel, ids: Sequence[int]) -> Tensor:
+    """[T - 1, V]: of each token of a text but the first, before it was known."""
+    tokens = torch.tensor([ids], device=target.device)
+    return target.logits(target.prefill(tokens, target.new_cache(len(ids))))[0, :-1].log_softmax(-1)
+
+
+def likelihoods(targets: dict[str, TargetModel], texts: Sequence[Sequence[int]]) -> dict[str, float]:
+    """Perplexity of each target, and how far the second is from the first: KL, and the share of equal best tokens."""
+    nats, divergence, same, count = dict.fromkeys(targets, 0.0), 0.0, 0, 0
+    for ids in Progress(texts, desc="reading", unit="text"):
+        found = {name: log_probs(target, ids) for name, target in targets.items()}
+        for name, each in found.items():
+            nats[name] -= each.gather(1, torch.tensor(ids[1:], device=each.device)[:, None]).sum().item()
+        first, second = found.values()
+        divergence += (first.exp() * (first - second)).sum().item()
+        same += (first.argmax(-1) == second.argmax(-1)).sum().item()
+        count += len(ids) - 1
+    return {**{f"perplexity, {name}": math.exp(total / count) for name, total in nats.items()},
+            "KL": divergence / count, "same best token": same / count, "tokens": count}
+
+
+def run(args: QuantisationArguments) -> None:
+    check_counts(args, "per_category", "max_new_tokens", "threads", "repeats")
+    check_counts(args, "tokens", least=2)
+    questions = chosen_questions(args.questions, args.per_category, args.run_code)
+    read = first_questions([args.likelihood], args.per_category)
+    if args.threads is not None:
+        torch.set_num_threads(args.threads)
+    models = {STORED: args.pair.load(), INT8: replace(args.pair, quantization="int8").load()}
+    texts = [encode_prompt(question.turns[0], models[STORED])[: args.tokens] for question in read]
+    found = likelihoods({name: model.target for name, model in models.items()}, texts)
+    methods = {name: engine(model, acceptance=EXACT, temperature=args.temperature, seed=args.seed, tree=args.tree)
+               for name, model in models.items()}
+    rows, page = compare_and_store(models[STORED], methods, STORED, questions, args)
+    table = markdown([{name: f"{value:.4g}" for name, value in found.items()}])
+    print(write_record(args.out, {"settings": noted(args), "likelihood": found, "rows": rows},
+                       f"{len(texts)} texts of {args.likelihood.name}:\n\n{table}\n\n{page.partition(chr(10) * 2)[2]}"))
+    print(record_path(args.out, ".json"))
+
+
+main = partial(run_command, "eval.quantisation", QuantisationArguments, run,
+               stopped="stopped; the same command goes on")
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,133 @@
+"""Servers as methods of a comparison: their answers, how tokens are counted, and what goes wrong with them."""
+
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+from tiny import tiny_chat_pair
+
+from eval import benchmark, llama_server
+from eval.endpoints import endpoint_method, read_endpoints
+
+CHAT = [{"role": "user", "content": "hi"}]
+
+
+class Protocol(BaseHTTPRequestHandler):
+    """Answers "abc", by the end token unless one token is asked for; `strict` servers refuse what they do not know."""
+
+    strict, models = False, ["the model"]
+    asked: list[dict] = []
+
+    def do_GET(self):
+        self.reply(200, {"data": [{"id": name} for name in self.models]})
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.asked.append({"path": self.path, **body})
+        if self.strict and "cache_prompt" in body:
+            return self.reply(400, {"error": "unknown field cache_prompt"})
+        if body["model"] == "broken":
+            return self.reply(500, {"error": "out of memory"})
+        ended = "stop" if body["max_tokens"] > 3 else "length"
+        said = {"text": "abc"} if "prompt" in body else {"message": {"role": "assistant", "content": "abc"}}
+        self.reply(200, {"choices": [{**said, "finish_reason": ended}]})
+
+    def reply(self, status, body):
+        self.send_response(status)
+        self.end_headers()
+        self.wfile.write(json.dumps(body).encode())
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def server(monkeypatch):
+    monkeypatch.setattr(Protocol, "asked", [])
+    with ThreadingHTTPServer(("127.0.0.1", 0), Protocol) as running:
+        threading.Thread(target=running.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{running.server_port}/v1"
+        running.shutdown()
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_chat_pair()
+
+
+def test_answers_are_counted_as_our_own(server, model):
+    method = endpoint_method(model, *read_endpoints((f"other={server}/",))["other"], temperature=0.5, seed=3)
+    ended, cut, text = method(CHAT, 8), method(CHAT, 3), method("hi", 8)
+    assert len(cut.token_ids) == len(model.tokenizer.encode("abc", add_special_tokens=False))
+    assert ended.token_ids == text.token_ids == [*cut.token_ids, model.tokenizer.eos_token_id]
+    assert ended.text == "abc" and ended.output is None and ended.seconds > 0
+    first, _, last = Protocol.asked
+    assert (first["path"], first["messages"], first["model"]) == ("/v1/chat/completions", CHAT, "the model")
+    assert (first["temperature"], first["max_tokens"], first["cache_prompt"]) == (0.5, 8, False)
+    assert (last["path"], last["prompt"]) == ("/v1/completions", "hi")
+
+
+def test_a_server_that_refuses_unknown_fields_is_asked_without(server, model, monkeypatch):
+    monkeypatch.setattr(Protocol, "strict", True)
+    method = endpoint_method(model, server, "the model", temperature=0.0, seed=0)
+    assert [method(CHAT, 8).text for _ in range(2)] == ["abc", "abc"]
+    assert ["cache_prompt" in asked for asked in Protocol.asked] == [True, False, False]
+
+
+def test_errors_name_the_server_and_what_it_says(server, model, monkeypatch):
+    with pytest.raises(ValueError, match=r"chat/completions answers 500: .*out of memory"):
+        endpoint_method(model, server, "broken", temperature=0.0, seed=0)(CHAT, 8)
+    monkeypatch.setattr(Protocol, "models", [])
+    with pytest.raises(ValueError, match="names no model: give one as other="):
+        read_endpoints((f"other={server}",))
+    assert read_endpoints((f"other={server}#mine",)) == {"other": (server, "mine")}
+    with pytest.raises(ValueError, match="two endpoints are called 'other'"):
+        read_endpoints((f"other={server}#a", f"other={server}#b"))
+
+
+@pytest.mark.parametrize("text", ["http://127.0.0.1:1/v1", "=http://127.0.0.1:1/v1", "llama=127.0.0.1:1", "llama="])
+def test_what_is_no_endpoint_is_refused(text):
+    with pytest.raises(ValueError, match="it takes \"NAME=URL\""):
+        read_endpoints((text,))
+
+
+def test_an_unreachable_one_is_refused_before_anything_is_loaded(tmp_path, capsys):
+    questions = tmp_path / "q.jsonl"
+    questions.write_text('{"prompt": "hi"}\n')
+    assert benchmark.main(["--questions", str(questions), "--endpoints", "x=http://127.0.0.1:9/v1", "--out",
+                           str(tmp_path / "out")]) == 2
+    assert "http://127.0.0.1:9/v1/models gives no answer" in capsys.readouterr().err
+    assert not list(tmp_path.glob("out*"))
+
+
+def test_a_file_that_is_not_there_is_not_served(tmp_path, capsys):
+    assert llama_server.main([str(tmp_path / "no.gguf")]) == 2 and "does not exist" in capsys.readouterr().err
+
+
+def test_a_gguf_file_is_written_in_another_type(tmp_path):
+    gguf = pytest.importorskip("gguf")
+    import numpy as np
+
+    matrix = np.random.default_rng(0).standard_normal((4, 64)).astype(np.float32)
+    writer = gguf.GGUFWriter(tmp_path / "a.gguf", "llama")
+    writer.add_block_count(1)
+    writer.add_file_type(gguf.LlamaFileType.MOSTLY_Q8_0)
+    writer.add_token_list(["a", "b"])
+    writer.add_tensor("m", gguf.quants.quantize(matrix, gguf.GGMLQuantizationType.Q8_0),
+                      raw_dtype=gguf.GGMLQuantizationType.Q8_0)
+    writer.add_tensor("v", matrix[0])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    assert llama_server.main([str(tmp_path / "a.gguf"), "--convert", str(tmp_path / "b.gguf")]) == 0
+    found = gguf.GGUFReader(tmp_path / "b.gguf")
+    m, v = found.tensors
+    assert (m.tensor_type, v.tensor_type) == (gguf.GGMLQuantizationType.BF16, gguf.GGMLQuantizationType.F32)
+    assert np.allclose(gguf.quants.dequantize(m.data, m.tensor_type), matrix, atol=0.05)
+    assert np.allclose(v.data, matrix[0])
+    assert found.fields["llama.block_count"].contents() == 1
+    assert found.fields["general.file_type"].contents() == gguf.LlamaFileType.MOSTLY_BF16
+    assert found.fields["tokenizer.ggml.tokens"].contents() == ["a", "b"]
+    assert llama_server.main([str(tmp_path / "a.gguf"), "--convert", str(tmp_path / "b.gguf")]) == 2
