@@ -1,6 +1,7 @@
 """Milliseconds of a target's forward and of whole decode cycles, by number of nodes.
 
     python -m eval.forwards --forms stock fused int8 --nodes 1 8 16 32 --context 300 --out eval/results/smollm2-forwards
+    python -m eval.forwards --nodes 1 8 16 --context 2000 --endpoints llama.cpp=http://127.0.0.1:8081/v1 --out runs/long
     python -m eval.forwards --shape llama-3.1-8b --device cuda --nodes 1 16 60 128 --rows 1 8 --out runs/llama-8b
 
 A pair, or a target and a head of a published shape with random weights, made on the device: nothing is downloaded. All
@@ -8,7 +9,8 @@ parts are run in turn, with a wait for the device before and after each, and the
 of random tokens, of which hardly any are accepted; they are timed whole, drafting included, with trees of the depth and
 top_k of --tree. The floor of a forward is the larger of two times: that in which the machine reads the layers' weights
 once, and that of their multiply-adds. Both rates are measured in the same run, on products of a large weight with one
-row and with many, in the same form.
+row and with many, in the same form. Of an endpoint (see eval/endpoints.py) a prompt of --context tokens is timed with
+one token after it and with 33, of which the time of one token follows.
 
 N nodes, R rows, L context.
 """
@@ -26,6 +28,7 @@ from typing import Literal
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
+from tyro.conf import UseAppendAction
 
 from eagle_fsd import EagleModel, TreeConfig
 from eagle_fsd.cli.arguments import Loading, Tree
@@ -44,9 +47,11 @@ from eagle_fsd.models.memory import MappedFiles
 from eagle_fsd.options import GenerateOptions
 from eagle_fsd.requests import make_requests
 from eval.command import noted, run_command
+from eval.endpoints import UNCACHED, ask, read_endpoints
 from eval.plots import plot_forwards
 
 FORMS = {"stock": {"attn_implementation": "sdpa", "prepack": False}, "fused": {}, "int8": {"quantization": "int8"}}
+FURTHER = 32  # tokens of an endpoint after the first
 LARGE = 4096, 32768  # inputs and outputs of the weight that rates are measured with
 # Sizes as in the published configs; a head is one layer of the same.
 SHAPES = {
@@ -78,6 +83,7 @@ class ForwardsArguments:
         tree: its depth and top_k are those of all cycles.
         settings: rules of the cycles.
         context: tokens before.
+        endpoints: servers to compare with, as "NAME=URL" or "NAME=URL#MODEL".
         rounds: of all parts; the median counts.
         threads: of torch; without it what OMP_NUM_THREADS says, or torch.
         out: where the record goes, without .json and .md.
@@ -93,6 +99,7 @@ class ForwardsArguments:
     tree: Tree = TreeConfig(60, 5, 4)
     settings: tuple[str, ...] = ("exact", "fsd 0.3")
     context: int = 512
+    endpoints: UseAppendAction[tuple[str, ...]] = ()
     rounds: int = 20
     threads: int | None = None
 
@@ -128,6 +135,33 @@ def forward_of(model: EagleModel, nodes: int, rows: int, context: int, output: b
     return once
 
 
+def prefill_of(model: EagleModel, prompt: torch.Tensor) -> Callable[[], object]:  # [1, L]
+    """The target reads a prompt."""
+    target = model.target
+    cache = target.new_cache(prompt.shape[1])
+
+    def once() -> None:
+        cache.truncate(0)
+        target.logits(target.prefill(prompt.to(target.device), cache)[:, -1:])
+
+    return once
+
+
+def endpoint_parts(
+    model: EagleModel, endpoints: Mapping[str, tuple[str, str]], context: int
+) -> dict[tuple[str, int, int], Callable[[], object]]:
+    """A text of so many tokens of the target's tokenizer, which a server continues by one token and by more."""
+    words = model.tokenizer.encode("The fox sees a house, and the house has seven rooms. " * context,
+                                   add_special_tokens=False)
+    text = model.tokenizer.decode(words[:context])
+    parts = {}
+    for name, (url, served) in endpoints.items():
+        for tokens, part in ((1, f"{name} prompt"), (1 + FURTHER, f"{name} prompt and {FURTHER} tokens")):
+            body = {"model": served, "prompt": text, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
+            parts[part, context, 1] = partial(ask, f"{url}/completions", {**body, **UNCACHED})
+    return parts
+
+
 def decoder_of(
     model: EagleModel, prompts: Sequence[list[int]], cycles: int, tree: TreeConfig | None, **options: object
 ) -> Decoder:
@@ -146,6 +180,7 @@ def parts_of(model: EagleModel, args: ForwardsArguments) -> dict[tuple[str, int,
     limit = model.target.max_positions or sys.maxsize
     context = min(args.context, limit - max(args.nodes) - 2 * args.rounds - 2)
     prompt = torch.randint(model.target.vocab_size, (max(4, context),), generator=torch.Generator().manual_seed(0))
+    parts["prompt", len(prompt), 1] = prefill_of(model, prompt[None])
     for rows in args.rows:
         cycle = partial(decoder_of, model, [prompt.tolist()] * rows, args.rounds + 1)
         for nodes in args.nodes:
@@ -165,7 +200,9 @@ def measure(models: Mapping[str, EagleModel], args: ForwardsArguments) -> list[d
     """Median milliseconds of each part, and the spread between its quartiles."""
     parts = {(f"{form} {part}", nodes, rows): once for form, model in models.items()
              for (part, nodes, rows), once in parts_of(model, args).items()}
-    device = next(iter(models.values())).target.output_device
+    model = next(iter(models.values()))
+    device = model.target.output_device
+    parts |= endpoint_parts(model, read_endpoints(args.endpoints), args.context)
     taken: dict[tuple[str, int, int], list[float]] = {part: [] for part in parts}
     for _ in Progress(range(args.rounds + 1), desc="measuring", unit="round"):
         for part, once in parts.items():
@@ -175,6 +212,10 @@ def measure(models: Mapping[str, EagleModel], args: ForwardsArguments) -> list[d
         quarters = statistics.quantiles(values, n=4) if len(values) > 1 else 3 * values
         rows.append({"part": part if len(args.rows) == 1 else f"{part}, {count} rows", "nodes": nodes, "rows": count,
                      "ms": statistics.median(values), "quartiles": [quarters[0], quarters[2]]})
+    found = {row["part"]: row["ms"] for row in rows}
+    rows += [{"part": f"{name} token", "nodes": 1, "rows": 1, "ms": (
+        found[f"{name} prompt and {FURTHER} tokens"] - found[f"{name} prompt"]) / FURTHER}
+        for name in read_endpoints(args.endpoints)]
     return sorted(rows, key=lambda row: (row["rows"], row["part"], row["nodes"]))
 
 
@@ -217,10 +258,13 @@ def run(args: ForwardsArguments) -> None:
     if min(args.nodes, default=0) < 1 or min(args.rows, default=0) < 1 or args.tree is None:
         raise ValueError(f"--nodes and --rows take numbers of at least 1, got {args.nodes} and {args.rows}")
     list(map(parse_setting, args.settings))  # a bad one is refused before anything is loaded
+    read_endpoints(args.endpoints)
+    if args.endpoints and args.shape is not None:
+        raise ValueError("--endpoints are compared with a pair: a --shape has no tokenizer")
     if args.threads is not None:
         torch.set_num_threads(args.threads)
     if args.shape is None:
-        models = {form: replace(args.pair, **FORMS[form]).load() for form in args.forms}
+        models = {form: replace(args.pair, tree=None, **FORMS[form]).load() for form in args.forms}
     else:
         device = check_device(args.pair.device)
         small = torch.float32 if device.type == "cpu" else torch.bfloat16

@@ -161,7 +161,7 @@ def test_forwards_are_timed_by_nodes(tmp_path, capsys):
     assert cells.keys() == {(f"random {part}, {rows} rows", nodes) for part in parts for rows in (1, 2)
                             for nodes in (1, 8) if nodes > 1 or not part.startswith("cycle,")} | {
         (f"random cycle without drafting, {rows} rows", 1) for rows in (1, 2)} | {
-        ("random floor of a forward", nodes) for nodes in (1, 8)}
+        ("random floor of a forward", nodes) for nodes in (1, 8)} | {("random prompt, 1 rows", 16)}
     assert min(cells.values()) > 0 and record["computed_by"] == {"random": "fused"}
     assert "| random forward, 1 rows |" in capsys.readouterr().out
     assert forwards.main(["--shape", "tiny", "--nodes", "0", "--out", str(out)]) == 2
