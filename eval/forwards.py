@@ -151,6 +151,8 @@ def endpoint_parts(
     model: EagleModel, endpoints: Mapping[str, tuple[str, str]], context: int
 ) -> dict[tuple[str, int, int], Callable[[], object]]:
     """A text of so many tokens of the target's tokenizer, which a server continues by one token and by more."""
+    if not endpoints:
+        return {}
     words = model.tokenizer.encode("The fox sees a house, and the house has seven rooms. " * context,
                                    add_special_tokens=False)
     text = model.tokenizer.decode(words[:context])
