@@ -2,7 +2,7 @@
 
 from .lazy import lazy_names
 
-__version__ = "0.3.0"
+__version__ = "0.4.0"
 
 __all__ = [
     "RULES",

@@ -248,6 +248,8 @@ class LoadOptions(Options):
         if self.quantization not in (None, "int8"):
             raise ValueError(f'quantization must be "int8" or None, got {self.quantization!r}; other kinds go by '
                              "quantization_config=")
+        if self.quantization and self.quantization_config is not None:
+            raise ValueError("give quantization or quantization_config, not both")
         if self.quantization and not self.prepack:
             raise ValueError("quantization is a form of packed weights: leave prepack=False out")
 

@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -24,14 +24,15 @@ from .heads.checkpoint import load_head
 from .heads.eagle import DraftHead
 from .models import GROUPED, STOCK
 from .models.linear import check_quantization, is_packed
-from .models.loading import load_target
+from .models.loading import check_device, load_target
 from .models.memory import trim
 from .models.target import TargetModel
 from .options import LoadOptions
 
 log = logging.getLogger(__name__)
-# Targets that have passed the checks of TargetModel, and whether the fused decoder serves them.
-_checked: WeakKeyDictionary[PreTrainedModel, bool] = WeakKeyDictionary()
+_checked: WeakSet[PreTrainedModel] = WeakSet()  # targets that have passed the checks of TargetModel
+# Why the fused decoder does not serve a target; None: it does.
+_stock_because: WeakKeyDictionary[PreTrainedModel, str | None] = WeakKeyDictionary()
 
 
 @dataclass(eq=False)
@@ -83,10 +84,12 @@ class EagleModel:
             if not isinstance(part, kind) and (part is not None or name == "target"):
                 raise TypeError(f"{name} must be a {kind.__name__}, got {type(part).__name__}")
         adapter = TargetModel(target, check=target not in _checked)
-        if fused and _checked.get(target, True):
-            adapter.use_fused(check=target not in _checked)
-        if fused or target not in _checked:
-            _checked[target] = adapter.fused is not None or not fused
+        _checked.add(target)
+        if fused and _stock_because.get(target) is None:
+            adapter.use_fused(check=target not in _stock_because)
+            _stock_because[target] = adapter.stock_because
+        elif fused:
+            adapter.stock_because = _stock_because[target]
         if draft is not None:
             fit_head(draft, adapter)
         return cls(adapter, draft, tokenizer)
@@ -198,6 +201,9 @@ def load(target: str | Path | None = None, draft: str | Path | None = None, **op
     """
     asked = LoadOptions.from_names({"target": target, "draft": draft, **options})
     check_quantization(asked.quantization)
+    if asked.quantization and (asked.device_map is not None or check_device(asked.device).type != "cpu"):
+        raise ValueError(f"quantization={asked.quantization!r} is for a target on the CPU: give device=\"cpu\" without "
+                         "device_map, or a quantization_config of transformers")
     target, draft = find_pair(asked.target, asked.draft)
     head = load_head(draft)  # the smaller one first: its errors come before the long work
     logs = read_logs(draft) if asked.tree == "auto" else []

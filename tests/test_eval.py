@@ -1,11 +1,13 @@
 """The commands of evaluation, on tiny random pairs: methods, bookkeeping, records."""
 
 import json
+import math
 import subprocess
+import sys
 
 import pytest
 import torch
-from tiny import PROMPT, tiny_chat_pair
+from tiny import PROMPT, save_pair, tiny_chat_pair
 
 import eagle_fsd
 from eagle_fsd import GenerateOptions
@@ -15,7 +17,7 @@ from eagle_fsd.measure import comparison
 from eagle_fsd.measure.cycles import log_cycles
 from eagle_fsd.measure.methods import engine, hf_generate
 from eagle_fsd.measure.records import ROOT, environment, shown, write_record
-from eval import benchmark, forwards, quality
+from eval import benchmark, forwards, memory, quality, quantisation
 
 TREE = eagle_fsd.TreeConfig(8, 3, 2)
 QUESTIONS = [
@@ -165,6 +167,35 @@ def test_forwards_are_timed_by_nodes(tmp_path, capsys):
     assert min(cells.values()) > 0 and record["computed_by"] == {"random": "fused"}
     assert "| random forward, 1 rows |" in capsys.readouterr().out
     assert forwards.main(["--shape", "tiny", "--nodes", "0", "--out", str(out)]) == 2
+
+
+def test_int8_is_compared_with_what_is_stored(tmp_path, monkeypatch):
+    """Here both forms are the same pair, so that nothing may differ."""
+    pair = tiny_chat_pair()
+    monkeypatch.setattr(Loading, "load", lambda self: pair)
+    questions = write_questions(tmp_path)
+    assert quantisation.main(["--likelihood", questions, "--questions", questions, "--max-new-tokens", "6", "--tree",
+                              "8,3,2", "--out", str(tmp_path / "both")]) == 0
+    record = json.loads((tmp_path / "both.json").read_text())
+    found = record["likelihood"]
+    assert found["KL"] == 0 and found["same best token"] == 1 and found["tokens"] == 6  # two letters after <s>, thrice
+    texts = [torch.tensor([pair.tokenizer.encode(text)]) for text in ("ab", "ef", "gh")]
+    with torch.no_grad():
+        losses = [pair.target.model(ids, labels=ids).loss.item() for ids in texts]
+    assert found["perplexity, int8"] == pytest.approx(math.exp(sum(losses) / 3), rel=1e-4)
+    assert [row["method"] for row in record["rows"]["all"]] == ["as stored", "int8"]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_resident_memory_is_measured_in_a_process_of_its_own(tmp_path):
+    save_pair(tmp_path)
+    assert memory.main(["--target", str(tmp_path / "target"), "--draft", str(tmp_path / "head"), "--forms", "fused",
+                        "--dtype", "bfloat16", "--out", str(tmp_path / "memory")]) == 0
+    (row,) = json.loads((tmp_path / "memory.json").read_text())["rows"]
+    pair = eagle_fsd.load(tmp_path / "target", tmp_path / "head", device="cpu", dtype="bfloat16", prepack=False)
+    weights = sum(weight.nbytes for model in (pair.target.model, pair.draft) for weight in model.parameters())
+    assert row["weights"] * 2**20 == weights and row["peak"] >= row["resident"] > 0
 
 
 # Records

@@ -152,6 +152,27 @@ def test_one_that_computes_something_else_is_found_out(monkeypatch):
     assert target.fused is None and "features of a tree differ" in target.stock_because
 
 
+def test_what_came_of_the_comparison_is_known_the_next_time(monkeypatch):
+    compared, stock = [], TargetModel._tree_of_two_rows
+    monkeypatch.setattr(TargetModel, "_tree_of_two_rows", lambda self: compared.append(self) or stock(self))
+    model, other = tiny_target(), tiny_target("gemma")
+    assert EagleModel.from_parts(model, None, fused=False).target.fused is None and not compared
+    assert EagleModel.from_parts(model, None).target.fused is not None and len(compared) == 2
+    assert EagleModel.from_parts(model, None).target.fused is not None and len(compared) == 2
+    for _ in range(2):
+        assert "GemmaModel is none of" in EagleModel.from_parts(other, None).target.stock_because
+
+
+def test_another_attention_is_that_of_the_stock_decoder():
+    target = tiny_pair().target
+    target.use_attention("sdpa")
+    assert target.fused is None and target.computed_by == "sdpa (sdpa was asked for)"
+    target = tiny_pair().target
+    with pytest.raises(ValueError, match="no flash-attn"):
+        target.use_attention("split")
+    assert target.computed_by == "fused"
+
+
 def test_weights_are_read_where_they_lie():
     """A model that is trained on between two answers."""
     model = tiny_target()

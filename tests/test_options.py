@@ -123,6 +123,9 @@ def test_other_unknown_names_are_told_what_is_accepted(small):
     ({"attn_implementation": "flash"}, ValueError, "got 'flash'"),
     ({"tree": (16, 5, 4)}, ValueError, "tree must be"),
     ({"prepack": "yes"}, TypeError, "a bool"),
+    ({"quantization": "int4"}, ValueError, "must be \"int8\" or None, got 'int4'"),
+    ({"quantization": "int8", "prepack": False}, ValueError, "leave prepack=False out"),
+    ({"quantization": "int8", "quantization_config": {}}, ValueError, "not both"),
 ], ids=str)
 def test_bad_options_of_loading(given, error, message):
     with pytest.raises(error, match=message):

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import sys
 
 import pytest
 import torch
@@ -44,6 +45,9 @@ def test_packed_results_are_the_same_bits(shape):
     assert torch.equal(joined(rows), torch.cat(expected, -1))
     for layer, own in zip(module, expected, strict=True):  # each as the stock model calls it
         assert isinstance(layer, nn.Linear) and torch.equal(layer(rows), own)
+    assert module[0].packed.held is None  # of the last call
+    other = torch.randn(shape).bfloat16()
+    assert torch.equal(module[0](rows), expected[0]) and torch.equal(module[1](other), linear(other, stock[1].weight))
 
 
 @pytest.mark.skipif(not torch.cpu._is_vnni_supported(), reason="no VNNI")
@@ -164,6 +168,25 @@ def test_no_plain_weight_is_kept():
     assert {name for name, weight in pair.draft.named_parameters() if weight.dim() > 1} == {"embed_tokens.weight"}
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_mapped_files_are_left_and_what_was_changed_in_them_stays(tmp_path):
+    """A page that is given back would be read from the file again."""
+    tiny_target(tie_word_embeddings=True, hidden_size=64, vocab_size=512).bfloat16().save_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    held = [low for low, _ in MappedFiles().ranges]
+    embedding, gate = model.model.embed_tokens, model.model.layers[0].mlp
+    assert MappedFiles().holds(embedding.weight) and MappedFiles().holds(gate.gate_proj.weight)
+    with torch.no_grad():
+        for layer in (embedding, gate.gate_proj, model.model.norm):
+            layer.weight.mul_(2)
+    expected = [layer.weight.clone() for layer in (embedding, gate.gate_proj, model.model.norm)]
+    EagleModel.from_parts(model, None).prepack()
+    found = [layer.weight for layer in (embedding, gate.gate_proj, model.model.norm)]
+    assert all(torch.equal(*each) for each in zip(found, expected, strict=True))
+    assert torch.equal(model.lm_head.weight, expected[0])
+    assert not set(held) & {low for low, _ in MappedFiles().ranges}
+
+
 def test_the_stock_target_is_loaded_once_more_to_measure_against(tmp_path):
     save_pair(tmp_path)
     pair = eagle_fsd.load(tmp_path / "target", tmp_path / "head", device="cpu", dtype="bfloat16", tree=None)
@@ -176,6 +199,11 @@ def test_the_stock_target_is_loaded_once_more_to_measure_against(tmp_path):
         _ = parts.stock
 
 
+def test_int8_is_for_the_cpu(tmp_path):
+    with pytest.raises(ValueError, match="is for a target on the CPU"):
+        eagle_fsd.load(tmp_path, tmp_path, quantization="int8", device_map="auto")
+
+
 def test_a_packed_layer_joins_only_with_its_own():
     module = layers((8, 8, 8), 16, (False,) * 3)
     Joined((module, "0"), (module, "1")).pack(None, MappedFiles())
@@ -184,4 +212,7 @@ def test_a_packed_layer_joins_only_with_its_own():
         expected = torch.cat([layer(rows) for layer in module], -1)
         assert torch.equal(Joined((module, "0"), (module, "1"), (module, "2"))(rows), expected)
         assert torch.equal(Joined((module, "1"))(rows), module[1](rows))
+        pair = Joined((module, "0"), (module, "1"))
+        module[1] = nn.Linear(16, 8, dtype=torch.bfloat16)  # an adapter, say, that was put in its place since
+        assert torch.equal(pair(rows), torch.cat([module[0](rows), module[1](rows)], -1))
     assert Packed(torch.zeros(3, 5).bfloat16(), None).dense().shape == (3, 5)

@@ -60,7 +60,7 @@ and the model checks all guesses in one step. Three ways to answer the same prom
                    says how nearly) and it is nearly as probable as the model's own choice: another text.
 
 {legend()}
-{model.target.model.num_parameters() / 1e6:.0f} M parameters, {str(model.target.dtype).removeprefix("torch.")}, \
+{model.stock.num_parameters() / 1e6:.0f} M parameters, {str(model.target.dtype).removeprefix("torch.")}, \
 {model.target.device}, {torch.get_num_threads()} threads. The most probable words are written; so small a model errs.
 """)
         ways = {BASELINE: lambda **shown: hf_generate(model, **shown),

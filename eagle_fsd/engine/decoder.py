@@ -49,6 +49,8 @@ class Decoder:
     ) -> None:
         self.target, self.head, self.requests = target, head, list(requests)
         self.device = target.output_device  # trees, logits and features live there
+        for request in self.requests:
+            request.stats.computed_by = target.computed_by
         choose = choose if head is not None else lambda count: Choice(None)
         self.drafting = Drafting(choose, len(self.requests), pause)
         self.draft_tokens = None if head is None or head.names_all else head.target_tokens

@@ -25,6 +25,7 @@ BLOCK = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
 MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 FIXED_ROPE = {None, "default", "linear", "llama3", "yarn"}  # whose angles depend on the position alone
+SPARE = 1024  # further positions of a rotary table, for the next request
 ROWS_AS_ONE = 64  # queries up to which the heads that share keys are computed as rows of one head
 
 
@@ -49,7 +50,7 @@ class Rotary:
     ) -> tuple[Tensor, Tensor]:  # [B or 1, N, 1, S]; the sines of the first half with the sign of `rotate`
         table = self.table
         if table is None or len(table[0]) < capacity or table[0].device != like.device or table[0].dtype != like.dtype:
-            places = torch.arange(2 * capacity, device=like.device)[None]
+            places = torch.arange(capacity + SPARE, device=like.device)[None]
             cos, sin = (each[0] for each in self.module(like, places))
             sin = torch.cat([-sin[:, : sin.shape[1] // 2], sin[:, sin.shape[1] // 2 :]], -1)
             table = self.table = cos, sin
@@ -265,6 +266,9 @@ def check_shape(layer: nn.Module, attention: nn.Module | None, mlp: nn.Module | 
     activation = getattr(config, "hidden_act", None)
     if own or activation not in ("silu", "swish"):
         raise Unfit(f"its layers have {', '.join(own) or 'the activation ' + str(activation)}")
+    linear = [*(getattr(attention, name) for name in ATTENTION), mlp.gate_proj, mlp.up_proj, mlp.down_proj]
+    if not all(hasattr(each, "out_features") for each in linear):
+        raise Unfit(f"its layers have a {', '.join({type(each).__name__ for each in linear})}")
     for name in ("head_dim", "scaling"):
         if not hasattr(attention, name):
             raise Unfit(f"its attention has no {name}")

@@ -27,6 +27,7 @@ class Packed:
     ) -> None:
         self.weight = torch.ops.mkldnn._reorder_linear_weight(weight, self.ROWS)
         self.bias, self.dtype, self.outputs = bias, weight.dtype, len(weight)
+        self.held: tuple[Tensor, Tensor] | None = None  # see `PackedLinear`
 
     def __call__(self, rows: Tensor) -> Tensor:  # [..., K] -> [..., N], bfloat16
         return torch.ops.mkldnn._linear_pointwise(rows, self.weight, self.bias, "none", [], "")
@@ -59,10 +60,11 @@ class Int8:
         self.zeros = torch.zeros(len(weight), dtype=torch.long)
         self.bias = None if bias is None else bias.float()
         self.dtype, self.outputs = weight.dtype, len(weight)
+        self.held: tuple[Tensor, Tensor] | None = None
         self.least = torch.full((1, 1), 1e-10)
 
     def __call__(self, rows: Tensor) -> Tensor:  # [..., K] -> [..., N], float32
-        flat = rows.float().view(-1, rows.shape[-1])
+        flat = rows.float().reshape(-1, rows.shape[-1])
         scale = torch.add(self.least, flat.abs().amax(-1, keepdim=True), alpha=1 / self.LARGEST)  # [M, 1]
         numbers = (flat / scale).add_(self.ZERO + 0.5).to(torch.uint8)  # which cuts off
         out = torch.ops.onednn.qlinear_pointwise(
@@ -106,7 +108,17 @@ class PackedLinear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         if torch.is_grad_enabled() and input.requires_grad or not input.numel():
             return nn.functional.linear(input, self.weight, self.bias)
-        return self.packed(input)[..., self.rows].to(input.dtype)
+        return self._all_outputs(input)[..., self.rows].to(input.dtype)
+
+    def _all_outputs(self, input: Tensor) -> Tensor:
+        """Of all layers that are packed together; a stock block calls them one after the other with the same input."""
+        packed = self.packed
+        if packed.outputs == self.out_features:
+            return packed(input)
+        held = packed.held
+        out = held[1] if held is not None and held[0] is input else packed(input)
+        packed.held = None if self.rows.stop == packed.outputs else (input, out)
+        return out
 
     def _save_to_state_dict(self, destination: dict, prefix: str, keep_vars: bool) -> None:
         destination[prefix + "weight"] = self.weight
@@ -155,11 +167,12 @@ class Joined:
         return [module._modules[name] for module, name in self.places]
 
     def __call__(self, rows: Tensor) -> Tensor:
-        module, name = self.places[0]
-        first = module._modules[name]
-        if type(first) is PackedLinear and first.packed.outputs == self.outputs:
-            return first.packed(rows)
-        outputs = [layer(rows) for layer in self.layers]
+        layers = self.layers
+        packed = layers[0].packed if type(layers[0]) is PackedLinear else None
+        if packed is not None and packed.outputs == self.outputs:
+            if all([type(layer) is PackedLinear and layer.packed is packed for layer in layers[1:]]):
+                return packed(rows)
+        outputs = [layer(rows) for layer in layers]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
 
     def pack(self, form: str | None, files: MappedFiles) -> None:

@@ -44,9 +44,14 @@ class MappedFiles:
 
 
 @torch.no_grad()
-def leave_files(module: nn.Module, files: MappedFiles) -> None:
-    """Copy the parameters of a module that lie in mapped files, so that no file is held any longer."""
-    for weight in module.parameters():
+def leave_files(module: nn.Module, files: MappedFiles, but: type[nn.Module] | tuple = ()) -> None:
+    """Copy the parameters of a module that lie in mapped files, so that no file is held any longer.
+
+    Args:
+        but: kinds of modules whose own parameters stay where they are.
+    """
+    parts = (part for part in module.modules() if not isinstance(part, but))
+    for weight in (weight for part in parts for weight in part.parameters(recurse=False)):
         if weight.device.type == "cpu" and files.holds(weight):
             mapped, weight.data = weight.data, weight.data.clone()
             files.give_back(mapped)

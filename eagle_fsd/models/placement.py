@@ -12,6 +12,8 @@ from accelerate.utils import align_module_device
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from .linear import PackedLinear, is_packed
+
 
 def plain_parts(weight: Tensor) -> Iterator[Tensor]:
     """The plain tensors that make up a weight: several where it is quantised, such as numbers and scales."""
@@ -25,7 +27,7 @@ def plain_parts(weight: Tensor) -> Iterator[Tensor]:
 def weights_digest(module: nn.Module) -> str:
     """A number from a few of each parameter's values in bf16, and a head's draft vocabulary; those that are offloaded
     do not count. Of a module whose weights have been packed since, that of before (`kept_digest`)."""
-    if hasattr(module, "kept_digest"):
+    if hasattr(module, "kept_digest") and is_packed(module):
         return module.kept_digest
     total = 0.0
     for number, weight in enumerate(module.parameters(), 1):
@@ -57,7 +59,7 @@ class Lock:
 
 def device_of(module: nn.Module) -> torch.device:
     """Where a module computes: where its weights are, or where accelerate brings those that it keeps elsewhere."""
-    if hasattr(module, "packed"):
+    if isinstance(module, PackedLinear):
         return torch.device("cpu")
     first = next(each for each in module.modules() if any(True for _ in each.parameters(recurse=False)))
     weight = next(first.parameters(recurse=False))

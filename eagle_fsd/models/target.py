@@ -99,7 +99,7 @@ class TargetModel:
                 if not difference <= (PARITY if self.dtype in FULL else ROUNDING):  # in half precision ours is nearer
                     raise Unfit(f"the features of a tree differ by {difference:.1g} of their size")
             self.fused, self.stock_because = fused, None
-        except Unfit as error:
+        except Exception as error:  # kernels raise anything
             self.fused, self.stock_because = None, str(error)
             log.info("%s is computed by its stock decoder: %s", type(self.model).__name__, error)
 
@@ -107,6 +107,7 @@ class TargetModel:
         """Replace the weights of plain linear layers on a CPU by packed ones, see `models.linear`."""
         self.model.kept_digest = weights_digest(self.model)
         files = MappedFiles()
+        leave_files(self.model, files, but=nn.Linear)  # first, since a tied weight belongs to a linear layer too
         for layer in self.fused.layers if self.fused else ():
             for joined in layer.joined:
                 joined.pack(form, files)
@@ -124,7 +125,7 @@ class TargetModel:
         Raises:
             ValueError: it does not, or the model's class does not take implementations by name; nothing has changed.
         """
-        before = self.config._attn_implementation
+        before, fused, self.fused = self.config._attn_implementation, self.fused, None
         try:
             expected = self._tree_of_two_rows()
             self.model.set_attn_implementation(implementation)
@@ -133,8 +134,10 @@ class TargetModel:
             difference = ((self._tree_of_two_rows() - expected).norm() / expected.norm()).item()
             if not difference <= (PARITY if self.dtype in FULL else HALF_PARITY):
                 raise ValueError(f"the features of a tree differ by {difference:.1g} of their size")
+            self.stock_because = f"{implementation} was asked for"
         except Exception as error:  # kernels raise anything
             self.model.set_attn_implementation(before)
+            self.fused = fused
             model = type(self.model).__name__
             raise ValueError(f"{model} stays with attention {before}, {implementation} fails: {error}") from error
 

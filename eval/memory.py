@@ -1,0 +1,93 @@
+"""Resident memory of a loaded pair in each form, and the peak while it was loaded, beside its weights.
+
+    python -m eval.memory --forms stock fused int8 --out eval/results/memory
+
+Each form is loaded in a process of its own. What imports take, and a first answer of a tiny model, is subtracted; the
+tokenizer is not (some 50 MB for 49,152 tokens). Weights are those of target and head as they are stored, and the rows
+of the output layer that a head with a reduced vocabulary has for itself. Linux only.
+"""
+
+from __future__ import annotations
+
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Literal
+
+from eagle_fsd.cli.arguments import Loading
+from eagle_fsd.measure.records import markdown, write_record
+from eval.command import noted, run_command
+from eval.forwards import FORMS, build_pair
+
+MB = 2**20
+
+
+@dataclass(frozen=True)
+class MemoryArguments:
+    """What `eval.memory` loads.
+
+    Args:
+        forms: see `eval.forwards`.
+        out: where the record goes, without .json and .md.
+    """
+
+    out: Path
+    forms: tuple[Literal[tuple(FORMS)], ...] = ("stock", "fused", "int8")
+    pair: Loading = Loading()
+
+
+def status(name: str) -> int:
+    """Bytes of a line of this process' status."""
+    for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
+        if line.startswith(name + ":"):
+            return int(line.split()[1]) * 1024
+    raise ValueError(f"the system does not say {name}")
+
+
+def taken(pair: Loading) -> dict[str, float]:
+    """MB that loading takes, at its end and at most, and MB of the weights."""
+    import torch
+
+    import eagle_fsd
+
+    eagle_fsd.generate([3, 1, 4, 1, 5], build_pair("tiny", torch.float32, torch.device("cpu")), max_new_tokens=4)
+    before = status("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")  # begins the peak anew
+    model = pair.load()
+    resident, peak = status("VmRSS") - before, status("VmHWM") - before
+    rows = 0 if model.draft.output_rows is None else model.draft.draft_vocab_size * model.target.hidden_size
+    weights = numbers_of(model.target.model) + numbers_of(model.draft) + rows
+    return {"weights": weights * model.target.dtype.itemsize / MB, "resident": resident / MB, "peak": peak / MB}
+
+
+def numbers_of(module) -> int:
+    """Of all parameters, packed ones too; tied ones once."""
+    from eagle_fsd.models.linear import PackedLinear
+
+    embeddings = {tuple(weight.shape) for name, weight in module.named_parameters() if "embed_tokens" in name}
+    tied = bool(getattr(getattr(module, "config", None), "tie_word_embeddings", False))
+    packed = sum(layer.in_features * layer.out_features for layer in module.modules()
+                 if isinstance(layer, PackedLinear)
+                 and not (tied and (layer.out_features, layer.in_features) in embeddings))
+    return packed + sum(weight.numel() for weight in module.parameters())
+
+
+def run(args: MemoryArguments) -> None:
+    rows = []
+    for form in args.forms:
+        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as alone:
+            found = alone.submit(taken, replace(args.pair, tree=None, **FORMS[form])).result()
+        rows.append({"form": form, **found})
+    table = markdown({"form": row["form"], "weights (MB)": f"{row['weights']:.0f}", **{
+        f"{name} (MB)": f"{row[name]:.0f} ({row[name] / row['weights']:.2f} x)" for name in ("resident", "peak")}}
+        for row in rows)
+    print(write_record(args.out, {"settings": noted(args), "rows": rows}, table))
+
+
+main = partial(run_command, "eval.memory", MemoryArguments, run)
+
+if __name__ == "__main__":
+    sys.exit(main())
