@@ -1,9 +1,11 @@
-"""Linear layers in the form that a CPU's kernels read: bfloat16 blocks, or int8. Packed weights replace plain ones.
+"""Linear layers in the form that a CPU's kernels read: bfloat16 or float16 blocks, or int8. They replace plain ones.
 
 M rows, K inputs of a layer, N outputs. Layers with the same input are packed on top of one another, computed at once.
 """
 
 from __future__ import annotations
+
+import functools
 
 import torch
 from torch import Tensor, nn
@@ -12,12 +14,13 @@ from .memory import MappedFiles
 
 
 class Packed:
-    """A bfloat16 weight in the blocks of oneDNN's kernels, and its bias.
+    """A bfloat16 weight in the blocks of oneDNN's kernels, and its bias, for processors that multiply bfloat16.
 
     The stock layer brings its weight into that layout in every forward, which for a few rows takes as long as the
     product. Results are bit for bit the same.
     """
 
+    NAME = "bfloat16"
     ROWS = 64  # that the layout is chosen for; it serves one row as well
 
     def __init__(
@@ -37,6 +40,34 @@ class Packed:
         return self.weight.to_dense()
 
 
+class Half:
+    """A weight in the float16 blocks of FBGEMM's kernels, and its bias, for processors that do not multiply bfloat16.
+
+    Those kernels (AVX2 with F16C, or AVX-512) read half the bytes of float32 and compute in float32, for a few rows two
+    to four times as fast as torch does in float32 or bfloat16. Weights stored in bfloat16 or float16 are the same
+    numbers in float16, but for tiny ones (`fits_half`), so that results are those of float32.
+    """
+
+    NAME = "float16"
+
+    def __init__(
+        self,
+        weight: Tensor,  # [N, K]
+        bias: Tensor | None,  # [N]
+    ) -> None:
+        self.bias, self.dtype, self.outputs = bias, weight.dtype, len(weight)
+        self.weight = torch.ops.quantized.linear_prepack_fp16(weight.float(), None if bias is None else bias.float())
+        self.held: tuple[Tensor, Tensor] | None = None
+
+    def __call__(self, rows: Tensor) -> Tensor:  # [..., K] -> [..., N], float32
+        out = torch.ops.quantized.linear_dynamic_fp16(rows.float().reshape(-1, rows.shape[-1]), self.weight)
+        return out.view(*rows.shape[:-1], -1)
+
+    def dense(self) -> Tensor:  # [N, K]
+        """The weight in float16's numbers."""
+        return torch.ops.quantized.linear_unpack_fp16(self.weight)[0].to(self.dtype)
+
+
 class Int8:
     """A weight in int8 with a scale per output, for rows that are rounded to int8 with a scale of their own.
 
@@ -44,6 +75,7 @@ class Int8:
     wants the rows unsigned, so that their zero is 128. (LLM.int8, arXiv 2208.07339, section 2: vector-wise.)
     """
 
+    NAME = "int8"
     LARGEST = 127
     ZERO = 128
 
@@ -77,7 +109,44 @@ class Int8:
         return (self.weight.to_dense().t() * self.scales[:, None]).to(self.dtype)
 
 
-FORMS = {None: Packed, "int8": Int8}
+Form = Packed | Half | Int8
+QUANTIZATIONS = (None, "int8")
+
+
+def form_of(
+    weight: Tensor,  # [N, K], on a CPU
+    quantization: str | None,
+) -> type[Form] | None:
+    """The form in which a weight is computed fastest here; None: as it is."""
+    if quantization == "int8":
+        return Int8 if weight.is_floating_point() else None
+    if weight.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return Packed
+    return Half if multiplies_half() and fits_half(weight) else None
+
+
+@functools.cache
+def multiplies_half() -> bool:
+    """Whether torch has FBGEMM's kernels for this processor: x86 with AVX2."""
+    if "fbgemm" not in torch.backends.quantized.supported_engines:
+        return False
+    try:
+        rows = torch.ops.quantized.linear_dynamic_fp16(torch.ones(1, 8), Half(torch.ones(8, 8), None).weight)
+    except RuntimeError:  # what torch says without them
+        return False
+    return torch.equal(rows, torch.full((1, 8), 8.0))
+
+
+TINY = 2.0**-25  # half the distance between float16's least numbers
+
+
+def fits_half(weight: Tensor) -> bool:
+    """Whether float16 has the weight's numbers: all that bfloat16 has from 2 ** -17 to 65280, smaller ones nearly."""
+    if weight.dtype == torch.float16:
+        return True
+    return all(((part.half().float() - part.float()).abs() <= TINY).all() for part in weight.split(4096))
+
+
 
 
 class PackedLinear(nn.Linear):
@@ -90,7 +159,7 @@ class PackedLinear(nn.Linear):
         packed: of this layer, or of several of which it is the outputs `rows`.
     """
 
-    def __init__(self, layer: nn.Linear, packed: Packed | Int8, rows: slice) -> None:
+    def __init__(self, layer: nn.Linear, packed: Form, rows: slice) -> None:
         nn.Module.__init__(self)
         self.in_features, self.out_features = layer.in_features, layer.out_features
         self.packed, self.rows, self.dtype = packed, rows, packed.dtype
@@ -175,39 +244,40 @@ class Joined:
         outputs = [layer(rows) for layer in layers]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
 
-    def pack(self, form: str | None, files: MappedFiles) -> None:
-        """Have the layers' weights replaced by a packed one (see `FORMS`), unless that form does not serve them.
+    def pack(self, quantization: str | None, files: MappedFiles) -> None:
+        """Have the layers' weights replaced by a packed one, if they are plain and one form serves them (`form_of`).
 
         Args:
             files: mapped ones, whose pages are given back as they have been read.
         """
         layers = self.layers
-        if not all(_can_be_packed(layer, form) for layer in layers):
+        forms = {form_of(layer.weight, quantization) if _is_plain(layer) else None for layer in layers}
+        form = forms.pop()
+        if form is None or forms:
             return
         biases = [layer.bias if layer.bias is not None else layer.weight.new_zeros(layer.out_features)
                   for layer in layers]
         bias = None if all(layer.bias is None for layer in layers) else torch.cat(biases).detach()
         weight = layers[0].weight if len(layers) == 1 else torch.cat([layer.weight for layer in layers])
-        packed, start = FORMS[form](weight.detach(), bias), 0
+        packed, start = form(weight.detach(), bias), 0
         for (module, name), layer in zip(self.places, layers, strict=True):
             setattr(module, name, PackedLinear(layer, packed, slice(start, start + layer.out_features)))
             start += layer.out_features
             files.give_back(layer.weight)
 
 
-def pack_linears(module: nn.Module, form: str | None, files: MappedFiles) -> None:
-    """Pack each plain linear layer of a module alone, where the form serves it; others stay as they are."""
+def pack_linears(module: nn.Module, quantization: str | None, files: MappedFiles) -> None:
+    """Pack each plain linear layer of a module alone, where a form serves it; others stay as they are."""
     for parent in list(module.modules()):
         for name, child in list(parent.named_children()):
-            if _can_be_packed(child, form):
-                Joined((parent, name)).pack(form, files)
+            if _is_plain(child):
+                Joined((parent, name)).pack(quantization, files)
 
 
-def _can_be_packed(layer: nn.Module, form: str | None) -> bool:
-    weight = getattr(layer, "weight", None)
-    return (type(layer) is nn.Linear and type(weight.data) is Tensor and weight.device.type == "cpu"
-            and not hasattr(layer, "_hf_hook") and torch.backends.mkldnn.is_available()
-            and (weight.dtype == torch.bfloat16 if form is None else weight.is_floating_point()))
+def _is_plain(layer: nn.Module) -> bool:
+    """Whether it is a linear layer of `torch` itself, with a plain weight on a CPU."""
+    return (type(layer) is nn.Linear and type(layer.weight.data) is Tensor and layer.weight.device.type == "cpu"
+            and not hasattr(layer, "_hf_hook") and torch.backends.mkldnn.is_available())
 
 
 def dtype_of(layer: nn.Module) -> torch.dtype:
@@ -216,14 +286,14 @@ def dtype_of(layer: nn.Module) -> torch.dtype:
 
 
 def is_packed(module: nn.Module) -> str | None:
-    """What is packed in a module: "packed", "int8", or None."""
-    kinds = {type(layer.packed) for layer in module.modules() if isinstance(layer, PackedLinear)}
-    return "int8" if Int8 in kinds else "packed" if kinds else None
+    """The form of a module's packed weights: "bfloat16", "float16" or "int8"; None: all are plain."""
+    kinds = {layer.packed.NAME for layer in module.modules() if isinstance(layer, PackedLinear)}
+    return "int8" if Int8.NAME in kinds else max(kinds, default=None)
 
 
 def check_quantization(form: object) -> None:
     """Raise unless the form is None, or "int8" and the processor has the instructions for it."""
-    if form not in FORMS:
+    if form not in QUANTIZATIONS:
         raise ValueError(f'quantization must be "int8" or None, got {form!r}')
     if form == "int8" and not (torch.backends.mkldnn.is_available() and torch.cpu._is_vnni_supported()):
         raise ValueError('quantization="int8" needs an x86 processor with VNNI instructions (AVX-512 VNNI or AVX-VNNI) '
