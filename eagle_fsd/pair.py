@@ -54,7 +54,8 @@ class EagleModel:
 
     @functools.cached_property
     def stock(self) -> PreTrainedModel:
-        """The target as transformers loads it, to measure against: a second one where weights have been packed.
+        """The target as transformers loads it, to measure against: a second one where weights have been packed, in the
+        dtype that is stored unless another was asked for.
 
         Raises:
             ValueError: packed weights of a model that was not made by `load`.
@@ -209,13 +210,14 @@ def load(target: str | Path | None = None, draft: str | Path | None = None, **op
     logs = read_logs(draft) if asked.tree == "auto" else []
     stock = asked.attn_implementation in STOCK
     load_it = functools.partial(
-        load_target, target, dtype=asked.dtype, device=asked.device, device_map=asked.device_map,
+        load_target, target, device=asked.device, device_map=asked.device_map,
         quantization_config=asked.quantization_config,
         attn_implementation=asked.attn_implementation if stock else None, trust_remote_code=asked.trust_remote_code,
     )
-    model, tokenizer = load_it()
+    model, tokenizer = load_it(dtype=asked.dtype)
     pair = EagleModel.from_parts(model, head, tokenizer, fused=asked.attn_implementation is None)
-    pair.load_stock = lambda: load_it()[0].eval()
+    stored = None if asked.dtype == "auto" else asked.dtype
+    pair.load_stock = lambda: load_it(dtype=stored)[0].eval()
     set_attention(pair.target, asked.attn_implementation)
     if asked.prepack:
         pair.prepack(asked.quantization)

@@ -60,7 +60,8 @@ and the model checks all guesses in one step. Three ways to answer the same prom
                    says how nearly) and it is nearly as probable as the model's own choice: another text.
 
 {legend()}
-{model.stock.num_parameters() / 1e6:.0f} M parameters, {str(model.target.dtype).removeprefix("torch.")}, \
+{model.stock.num_parameters() / 1e6:.0f} M parameters, {BASELINE} in {str(model.stock.dtype).removeprefix("torch.")}, \
+the others in {str(model.target.dtype).removeprefix("torch.")}, \
 {model.target.device}, {torch.get_num_threads()} threads. The most probable words are written; so small a model errs.
 """)
         ways = {BASELINE: lambda **shown: hf_generate(model, **shown),
@@ -83,7 +84,7 @@ and the model checks all guesses in one step. Three ways to answer the same prom
                        for ours, theirs in zip(given, answers[BASELINE], strict=True))
             print(f"{name:<16}{sum(len(answer.token_ids) for answer in given):>8}{rate(*given):>10.1f}"
                   f"{rate(*given) / rate(*answers[BASELINE]):>9.2f}x  {same} of {len(given)}")
-        if model.target.dtype != torch.float32:
+        if model.stock.dtype != torch.float32:
             print("Texts of exact that differ part at a tie; with --dtype float32, which is slower, they are the same.")
 
 

@@ -16,6 +16,7 @@ from transformers import GenerationConfig
 
 from ..api import generate
 from ..engine.output import Output
+from ..models.linear import is_packed
 from ..models.placement import weights_digest
 from ..pair import EagleModel
 from ..requests import encode_prompt
@@ -43,7 +44,8 @@ def prompt_seed(seed: int, prompt: object) -> int:
 def described(model: EagleModel, options: ComparisonOptions | None = None) -> dict[str, object]:
     """What answers depend on besides the method, in a form that JSON keeps."""
     found = {"target": model.target.digest(), "head": None if model.draft is None else weights_digest(model.draft),
-             "dtype": str(model.target.dtype), "device": str(model.target.device), "threads": torch.get_num_threads()}
+             "dtype": str(model.target.dtype), "weights": is_packed(model.target.model) or "plain",
+             "device": str(model.target.device), "threads": torch.get_num_threads()}
     if options is not None:
         names = ("temperature", "seed", "max_new_tokens", "repeats", "run_code")
         found |= {"tree": "auto" if options.tree is None else repr(options.tree),
