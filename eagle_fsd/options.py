@@ -16,6 +16,7 @@ from typing import Any
 
 from .checks import check_placement, require_bool, require_integer, require_number
 from .drafting.config import TreeConfig
+from .drafting.text import TextDrafts
 from .models import IMPLEMENTATIONS
 
 LEAST_TEMPERATURE = 1e-6  # below, quotients leave the range of float32
@@ -40,11 +41,13 @@ ELSEWHERE = {
     "num_beams": "greedy decoding or sampling: there are no beams",
     "num_return_sequences": "a list of prompts with a list of seeds",
     "pad_token_id": "nothing: prompts of a batch are not padded",
+    "prediction": "reference=",
     "presence_penalty": "repetition_penalty=, or logits_processor=",
     "quality": "eagle-fsd calibrate, which recommends a rule and a threshold for your prompts",
     "sibling": "nothing: the target chooses among the children",
     "stop_strings": "stop=",
     "response_format": "logits_processor=, which sees each node's own path",
+    "prompt_lookup_num_tokens": "text_drafts=, which is on",
     "stream": "streamer=, or Engine(model).submit(...), whose ticket is an iterator",
     "tools": "the prompt as text, rendered by tokenizer.apply_chat_template(messages, tools=...)",
     "use_cache": "nothing: there always is one",
@@ -111,6 +114,11 @@ class GenerateOptions(Options):
             tokens of an answer may cost together. A dearer token is refused and the answer is exact from there, as it
             is from where the text starts to repeat; `out.stats` says where. 0: exact; inf: only repetition counts.
         tree: size of the draft tree; None: as the model was loaded for (`load(tree=)`).
+        text_drafts: "auto": what followed the last tokens where they stood before, in the prompt, the answer or a
+            `reference`, is drafted too, as far as it is likely and pays; "off"; or a `TextDrafts`. Copies take part in
+            a `tree` that is given here, within its `total_tokens`.
+        reference: a text, or several, that the answer will resemble though it is not in the prompt: drafts are copied
+            from it as well. The text of a lossless answer does not depend on it.
     """
 
     max_new_tokens: int = 256
@@ -130,6 +138,8 @@ class GenerateOptions(Options):
     head_guard: float | str | None = "default"
     budget: float | None = None
     tree: TreeConfig | None = None
+    text_drafts: TextDrafts | str = "auto"
+    reference: str | Sequence[str] | None = None
 
     def __post_init__(self) -> None:
         require_integer("max_new_tokens", self.max_new_tokens, 1)
@@ -154,6 +164,12 @@ class GenerateOptions(Options):
                 raise ValueError(f"budget must be at least 0 nats, got {self.budget!r}")
         if not (self.tree is None or isinstance(self.tree, TreeConfig)):
             raise TypeError(f"tree must be a TreeConfig or None (what load(tree=...) said), got {self.tree!r}")
+        if not (self.text_drafts in ("auto", "off") or isinstance(self.text_drafts, TextDrafts)):
+            raise TypeError(f'text_drafts must be "auto", "off" or a TextDrafts, got {self.text_drafts!r}')
+        if not all(isinstance(text, str) for text in self.references) or isinstance(self.reference, (bytes, dict)):
+            raise TypeError(f"reference must be a text or a list of texts, got {self.reference!r}")
+        if self.references and self.text_drafts == "off":
+            raise ValueError('a reference is what text drafts are copied from: leave text_drafts="off" out')
         lossless = self.lossless  # makes the rule, which is refused here if it has to be
         if isinstance(self.acceptance, str) and self.threshold is None and not lossless:
             raise ValueError(f"acceptance={self.acceptance!r} needs a threshold: without one decoding is lossless, and "
@@ -187,6 +203,10 @@ class GenerateOptions(Options):
     def lossless(self) -> bool:
         """Whether the text is what the target alone would write."""
         return self.rule.is_lossless(self.greedy)
+
+    @property
+    def references(self) -> list[str]:
+        return [self.reference] if isinstance(self.reference, str) else list(self.reference or [])
 
     @property
     def stop_strings(self) -> list[str]:

@@ -16,6 +16,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from .checks import check_functions, require_integer
 from .data.rendering import check_rendering, most_characters
+from .drafting.text import TextDrafts, TextIndex, TextSource
 from .engine.request import Request
 from .engine.sampling import build_processors
 from .options import GenerateOptions
@@ -48,6 +49,9 @@ def make_requests(
         encodable("stop", string)
     if strings and model.tokenizer is None:
         raise ValueError("stop= needs a tokenizer, and this model has no tokenizer")
+    copying = TextDrafts() if options.text_drafts == "auto" else options.text_drafts
+    references = [TextIndex(tokenised("reference", text, model, add_special_tokens=False))
+                  for text in options.references if text]
     text_free = not (options.repetition_penalty != 1 or options.min_new_tokens or logits_processor)
     return [Request(
         ids, max_new_tokens=room, rule=rule, temperature=float(options.temperature), seed=seed,
@@ -57,7 +61,7 @@ def make_requests(
         alike=(options.temperature, options.top_k, options.top_p, options.min_p) if text_free else None,
         eos_ids=frozenset() if options.ignore_eos else eos_ids, stop_ids=stop_ids,
         text_ends=StopStrings(model.tokenizer, strings) if strings else None, criteria=list(stopping_criteria or []),
-        device=model.target.device,
+        copies=None if copying == "off" else TextSource(ids, copying, references), device=model.target.device,
     ) for ids, room, seed in zip(prompts, rooms, seeds, strict=True)]
 
 

@@ -45,7 +45,7 @@ class Nodes:
     children: Tensor  # [B, C] bool
     scores: Tensor  # [B, C], cumulative log-probability of the draft
     drafted: Tensor | None  # [B, K, R], the draft's raw logits at this depth; None: nothing was drafted so deep
-    draft_row: Tensor  # [B] long, the row of `drafted` that is the node's
+    draft_row: Tensor  # [B] long, the row of `drafted` that is the node's; -1: the draft said nothing there
     draft_tokens: Tensor | None  # [R] long, the tokens that `drafted` is of; None: all, R = V
     threshold: Tensor  # [B] float64
     left: Tensor | None  # [B] float64, of the budget; None: no row has one
@@ -59,7 +59,7 @@ class Nodes:
 
     @property
     def draft(self) -> Tensor | None:
-        """[B, R]: the draft's raw logits for the children; at leaves another node's, not to be read."""
+        """[B, R]: the draft's raw logits for the children; another node's where `draft_row` is -1, not to be read."""
         if self.drafted is None:
             return None
         return self.drafted[torch.arange(len(self.raw), device=self.raw.device), self.draft_row]
@@ -96,12 +96,12 @@ class Nodes:
         return self.children & (self.raw.gather(1, self.tokens) >= least)
 
     def divergence(self, name: str) -> Tensor:
-        """[B]: between the target's and the draft's distribution of the next token; NaN without children, which no
-        gate lets pass."""
+        """[B]: between the target's and the draft's distribution of the next token; NaN, which no gate lets pass,
+        without children, and where all children are copies from the text and the draft said nothing."""
         if self.drafted is None:
             return self.raw.new_full((len(self.raw),), math.nan)
         measure = get_divergence(name, self.draft_tokens)
-        return torch.where(self.children.any(-1), measure(self.raw, self.draft), math.nan)
+        return torch.where(self.children.any(-1) & (self.draft_row >= 0), measure(self.raw, self.draft), math.nan)
 
 
 def guard_slack(head_guard: float) -> float:

@@ -90,8 +90,8 @@ class TreeConfig:
 class Choice:
     """A chosen tree; None where plain decoding is faster.
 
-    rate: tokens per second expected with it for each sequence. cost: of a cycle with so many nodes and levels, in
-    cycles without drafting; None where nothing is known.
+    rate: tokens per second expected with it for each sequence. cost: of a cycle with so many nodes and levels, 0 of
+    them where the head is not asked, in cycles without drafting; None where nothing is known.
     """
 
     tree: TreeConfig | None

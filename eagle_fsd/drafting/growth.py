@@ -72,9 +72,13 @@ def draft_tree(
     tokens: Sequence[Tensor],  # B x [T], the last one being the root
     cache: TreeCache,
     config: TreeConfig,
+    nodes: int = 0,
 ) -> tuple[DraftTree, list[Tensor]]:
     """One draft tree per row, and the draft's raw logits of each level's expanded nodes: [B, 1, R] of the root, then
     [B, K, R] of each depth that was expanded.
+
+    Args:
+        nodes: of the tree at least, likely or not, as far as they were scored: some will be chosen from them.
 
     The draft's cache is left holding the accepted tokens only. With `least_reach` or `least_probability` a tree may be
     shallower or smaller than `config` says, down to the root alone; both wait for the device once per level.
@@ -122,7 +126,7 @@ def draft_tree(
             inherited = mask.gather(2, parents[:, None, :, None].expand_as(mask))
             mask = torch.cat([inherited, itself], -1)
     cache.truncate(base)
-    tree = rerank(torch.cat(levels, 1), torch.cat(scores, 1), torch.cat(expanded, 1), len(levels) - 1, config)
+    tree = rerank(torch.cat(levels, 1), torch.cat(scores, 1), torch.cat(expanded, 1), len(levels) - 1, config, nodes)
     return tree, draft_logits
 
 
@@ -151,8 +155,9 @@ def rerank(
     expanded: Tensor,  # [B, E], scored numbers of the expanded nodes, the root's first
     depth: int,  # levels below the root that were scored
     config: TreeConfig,
+    nodes: int = 0,
 ) -> DraftTree:
-    """The N best scored nodes as a tree.
+    """The N best scored nodes as a tree, of at least `nodes`.
 
     A cumulative log-probability never grows along a path, so the best nodes are connected; where one rounds to its
     parent's, the stable sort takes the parent first. What a broken head makes NaN comes last, the root stays.
@@ -161,8 +166,8 @@ def rerank(
     comparable = scores.nan_to_num(nan=-math.inf, neginf=-math.inf)
     comparable[:, 0] = math.inf  # a sum of confidences can round to above 0
     sorted_scores, order = comparable.sort(dim=1, descending=True, stable=True)
-    count = min(config.total_tokens, scores.shape[1])
-    if config.least_probability:
+    count = min(max(config.total_tokens, nodes), scores.shape[1])
+    if config.least_probability and not nodes:
         likely = (sorted_scores >= math.log(config.least_probability)).sum().item()
         count = min(count, math.ceil(likely / batch))
         if count <= 1:
@@ -172,7 +177,7 @@ def rerank(
     parents = torch.searchsorted(kept, expanded.gather(1, parent))
     depths = ((parent - 1) // k + 2).minimum(kept)  # 0 for the root, scored node 0
     rows = (torch.arange(expanded.shape[1], device=tokens.device) - 1).clamp_min(0) % k  # within their levels
-    draft_rows = torch.zeros_like(tokens).scatter_(1, expanded, rows.expand(batch, -1))
+    draft_rows = torch.full_like(tokens, -1).scatter_(1, expanded, rows.expand(batch, -1))
     return DraftTree(
         tokens=tokens.gather(1, kept),
         parents=parents,

@@ -51,12 +51,18 @@ class Latency:
         return between(self.base, np.multiply(nodes, rows)) + further + (rows - 1) * self.row
 
     def relative(self, top_k: int, rows: int, nodes: int, levels: int) -> float:
-        """Of such a cycle, in cycles without drafting."""
-        return float(self.cycle(nodes, levels, top_k, rows)) / self.plain_cycle(rows)
+        """Of such a cycle, or one without the head where it drafts no level, in cycles without drafting."""
+        seconds = self.cycle(nodes, levels, top_k, rows) if levels else self.undrafted_cycle(nodes, rows)
+        return float(seconds) / self.plain_cycle(rows)
 
     def plain_cycle(self, rows: int = 1) -> float:
         """Seconds of a cycle without drafting."""
-        return float(self.plain + between(self.base, rows) - between(self.base, 1) + (rows - 1) * self.plain_row)
+        return self.undrafted_cycle(1, rows)
+
+    def undrafted_cycle(self, nodes: int, rows: int = 1) -> float:
+        """Seconds of a cycle that verifies so many nodes for each of the rows, none of them drafted by the head."""
+        verified = between(self.base, nodes * rows) - between(self.base, 1)
+        return float(self.plain + verified + (rows - 1) * self.plain_row)
 
 
 def between(measured: Mapping[int, float], at: ArrayLike) -> np.ndarray | float:

@@ -1,10 +1,13 @@
-"""Which tree the next cycle drafts, if any: by the number of requests, and not where drafting does not pay."""
+"""What the next cycle drafts, if anything: by the number of requests, by what the text offers, and by what pays."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from .config import Choice, TreeConfig
+from .text import MOST_NODES, Copies
 from .tree import DraftTree
 
 SHORTEST_PAUSE, LONGEST_PAUSE = 16, 128  # cycles without drafting
@@ -39,6 +42,13 @@ class Pause:
             self.left = self.length = min(2 * self.length, LONGEST_PAUSE)
 
 
+class Plan(NamedTuple):
+    """Of one cycle."""
+
+    tree: TreeConfig | None  # that the head drafts; None: it is not asked
+    count: Callable[[list[list[float]]], int]  # nodes to verify where there are copies, see `join_drafts`
+
+
 class Drafting:
     """The policy of one batch.
 
@@ -53,19 +63,64 @@ class Drafting:
         self.possible = [self.choice.tree, *(choose(count).tree for count in range(1, requests))]
         self.pause = pause or Pause()
         self.pause.begin()
+        self.head_gain = 1.0  # running mean of the tokens that the head's drafts add to a cycle without copies
+        self._costs: dict[int, list[float]] = {}  # by levels, of 1 to `MOST_NODES` nodes
 
-    def next(self) -> TreeConfig | None:
-        """The tree of the next cycle; None: it emits one token without drafting."""
-        if self.choice.tree is None or self.choice.cost is not None and not self.pause.drafts():
-            return None
-        return self.choice.tree
+    def next(self, copies: Sequence[Copies | None] = (), copied: int = MOST_NODES) -> Plan:
+        """What the next cycle drafts beside these copies.
+
+        Args:
+            copied: nodes of a tree of copies alone, where no cost is known.
+        """
+        tree, known = self.choice.tree, self.choice.cost is not None
+        if tree is not None and known and not self.pause.drafts():
+            tree = None
+        if tree is not None and known and any(copies) and not self._head_pays(tree, copies):
+            tree = None
+        levels = 0 if tree is None else tree.depth
+        most = copied if tree is None else tree.total_tokens
+        return Plan(tree, lambda scores: self._paying(scores, levels) if known else min(most, max(map(len, scores))))
+
+    def _head_pays(self, tree: TreeConfig, copies: Sequence[Copies | None]) -> bool:
+        """Whether a cycle emits more tokens a second with the head's drafts beside the copies than without.
+
+        What the head adds counts where the first copied token is refused.
+        """
+        scores = [sorted([0.0, *(row.scores if row else [])], reverse=True) for row in copies]
+        first = [max(math.exp(score) for score, parent in zip(row.scores, row.parents, strict=True) if parent < 0)
+                 if row else 0.0 for row in copies]
+        added = self.head_gain * (1 - sum(first) / len(first))
+        alone = self._rates(scores, self._costs_of(0))
+        beside = self._rates(scores, self._costs_of(tree.depth), added)
+        return max(beside) > max(alone)
+
+    def _paying(self, scores: Sequence[Sequence[float]], levels: int) -> int:
+        """The number of nodes with the most tokens a second."""
+        rates = self._rates(scores, self._costs_of(levels))
+        return 1 + rates.index(max(rates))
+
+    @staticmethod
+    def _rates(scores: Sequence[Sequence[float]], costs: Sequence[float], added: float = 0.0) -> list[float]:
+        """Tokens by cycles without drafting, for each number of nodes: a node counts with its probability."""
+        rates, tokens = [], added
+        for number in range(min(max(map(len, scores)), len(costs))):
+            tokens += sum(math.exp(row[number]) for row in scores if number < len(row)) / len(scores)
+            rates.append(tokens / costs[number])
+        return rates
+
+    def _costs_of(self, levels: int) -> list[float]:
+        if levels not in self._costs:
+            self._costs[levels] = [self.choice.cost(nodes, levels) for nodes in range(1, MOST_NODES + 1)]
+        return self._costs[levels]
 
     def learn(self, tree: DraftTree, emitted: Sequence[int]) -> None:
-        """Take note of what a drafted cycle emitted for each request."""
+        """Take note of what a cycle emitted for each request that only the head drafted for."""
+        mean = sum(emitted) / len(emitted)
+        self.head_gain += (mean - 1 - self.head_gain) / MEMORY
         if self.choice.cost is not None:
-            cost = self.choice.cost(tree.tokens.shape[1], max(1, tree.max_depth))
-            self.pause.learn(sum(emitted) / len(emitted) - cost)
+            self.pause.learn(mean - self.choice.cost(tree.tokens.shape[1], max(1, tree.max_depth)))
 
     def keep(self, requests: int) -> None:
         """So many requests there are now."""
         self.choice = self.choose(requests)
+        self._costs = {}

@@ -20,14 +20,16 @@ class DraftTree:
     parents: Tensor  # [B, N] long, index of the parent; the root is its own parent
     depths: Tensor  # [B, N] long, root 0
     ancestors: Tensor  # [B, N, N] bool, ancestors[b, i, j]: j is i or an ancestor of i
-    draft_rows: Tensor  # [B, N] long, row that predicts its children, in the draft logits of its depth; leaves: any
+    draft_rows: Tensor  # [B, N] long, row of the draft logits of its depth that are its own; -1: the head read it not
     scores: Tensor  # [B, N] float, cumulative draft log-probability (root 0)
     max_depth: int  # levels below the root
+    from_text: Tensor | None = None  # [B, N] bool, nodes that the head did not propose; None: there are none
 
     def take(self, rows: slice | Sequence[int]) -> DraftTree:
         """Those of some sequences of the batch."""
         parts = (self.tokens, self.parents, self.depths, self.ancestors, self.draft_rows, self.scores)
-        return DraftTree(*(part[rows] for part in parts), max_depth=self.max_depth)
+        from_text = None if self.from_text is None else self.from_text[rows]
+        return DraftTree(*(part[rows] for part in parts), max_depth=self.max_depth, from_text=from_text)
 
 
 def ancestors_of(

@@ -17,6 +17,7 @@ from ..acceptance import Rule
 from ..acceptance.walk import Step, Target, walk
 from ..drafting.config import Choice
 from ..drafting.pause import Drafting, Pause
+from ..drafting.text import MOST_NODES
 from ..drafting.tree import DraftTree, root_only
 from ..heads.eagle import DraftHead
 from ..models.target import TargetModel
@@ -32,7 +33,7 @@ NOTHING = Emission([], [], [])
 class Decoder:
     """Requests being decoded together: holds them and the forwards, and advances cycle by cycle.
 
-    Without a head or a tree it decodes plainly, one token per forward, with the same engine and the same noise.
+    Without a head, a tree or copies it decodes plainly, one token per forward, with the same engine and the same noise.
 
     Args:
         choose: tree and cost for so many requests, see `Drafting`.
@@ -51,8 +52,8 @@ class Decoder:
         self.device = target.output_device  # trees, logits and features live there
         for request in self.requests:
             request.stats.computed_by = target.computed_by
-        choose = choose if head is not None else lambda count: Choice(None)
-        self.drafting = Drafting(choose, len(self.requests), pause)
+        chosen = choose if head is not None else lambda count: replace(choose(count), tree=None)
+        self.drafting = Drafting(chosen, len(self.requests), pause)
         self.draft_tokens = None if head is None or head.names_all else head.target_tokens
         self.observe: Callable[[DraftTree, list[Tensor], list[list[int]]], None] | None = None
         self.forwards = forwards or self._forwards(earlier)
@@ -60,7 +61,8 @@ class Decoder:
     def _forwards(self, earlier: Decoder | None) -> Forwards:
         """Forwards with room for the longest text and the largest tree."""
         trees = self.drafting.possible
-        nodes = max(tree.nodes if tree else 1 for tree in trees)
+        copied = MOST_NODES if any(request.copies for request in self.requests) else 1
+        nodes = max(copied, *(tree.nodes if tree else 1 for tree in trees))
         drafted = max(tree.depth * tree.top_k if tree else 0 for tree in trees)
         texts = (len(request.prompt) + request.max_new_tokens for request in self.requests)
         room, count = max(texts, default=0) + nodes, len(self.requests)
@@ -101,12 +103,14 @@ class Decoder:
 
     def step(self) -> list[Emission]:
         """One cycle; each request emits its accepted draft tokens and one token of the target."""
-        config, lengths = self.drafting.next(), self.forwards.lengths  # L: the root is the token there
-        tree, draft_logits = self.forwards.draft(self.requests, config)
+        copies = [request.copies and request.copies.propose() for request in self.requests]
+        most = min((request.copies.config.nodes for request in self.requests if request.copies), default=1)
+        plan, lengths = self.drafting.next(copies, most), self.forwards.lengths  # L: the root is the token there
+        tree, draft_logits = self.forwards.draft(self.requests, plan, copies)
         features = self.forwards.verify(tree)  # [B, N, F]
         paths, emissions = self._accept(tree, self.target.logits(features), draft_logits, lengths)
         self.forwards.commit(lengths, paths)
-        if config is not None:
+        if plan.tree is not None and not any(copies):
             self.drafting.learn(tree, [len(emission.tokens) for emission in emissions])
             if self.observe is not None:
                 self.observe(tree, draft_logits, paths)
@@ -176,7 +180,7 @@ class Decoder:
             None if all(request.budget is None for request in requests)
             else self._per_row([request.left for request in requests]), self.draft_tokens, errors)
         return [([0], NOTHING._replace(error=errors[row])) if row in errors
-                else ([step.node for step in steps], _emission(steps, tree.max_depth > 0, request.closed))
+                else ([step.node for step in steps], _emission(steps, tree, row, request.closed))
                 for row, (request, steps) in enumerate(zip(requests, walks, strict=True))]
 
     def _per_row(self, values: Sequence[float]) -> Tensor:
@@ -188,15 +192,19 @@ def _differ_in_threshold_only(rule: Rule, other: Rule) -> bool:
     return type(rule) is type(other) and replace(rule, threshold=other.threshold) == other
 
 
-def _emission(steps: Sequence[Step], drafted: bool, closed: str | None) -> Emission:
+def _emission(steps: Sequence[Step], tree: DraftTree, row: int, closed: str | None) -> Emission:
     """What a path emits; its last token is not a drafted one."""
+    copied = [False] * tree.tokens.shape[1] if tree.from_text is None else tree.from_text[row].tolist()
+    drafters = ["text" if copied[step.node] else "head" for step in steps[1:]]  # of the tokens before the last
     receipts = [
         Receipt(("target" if step is steps[-1] else "exact") if step.exact else "fuzzy",
                 None if math.isnan(step.divergence) else step.divergence, step.logprob, step.regret,
-                closed or ("budget" if step.closed else None))
-        for step in steps
+                closed or ("budget" if step.closed else None), drafter)
+        for step, drafter in zip(steps, [*drafters, None], strict=True)
     ]
-    return Emission([step.token for step in steps], receipts, [step.drawn for step in steps], drafted)
+    nodes = int((tree.depths[row] > 0).sum())
+    return Emission([step.token for step in steps], receipts, [step.drawn for step in steps], tree.max_depth > 0,
+                    proposed=(nodes - sum(copied), sum(copied)))
 
 
 @dataclass(eq=False)

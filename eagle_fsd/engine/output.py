@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -16,6 +17,8 @@ class Receipt(NamedTuple):
         logprob: the token's log-probability (nats) under the target, before temperature and other processors.
         regret: that of the target's best token there minus `logprob`: 0 for the best token itself.
         exact_because: why the rule no longer decided, see `Stats`; None where it did, or there was no budget.
+        drafter: who drafted the token: "head", or "text" where it is a copy that the head did not propose; None: it
+            was not drafted.
     """
 
     source: str
@@ -23,6 +26,7 @@ class Receipt(NamedTuple):
     logprob: float
     regret: float
     exact_because: str | None = None
+    drafter: str | None = None
 
 
 @dataclass
@@ -34,6 +38,7 @@ class Stats:
     With a budget, `budget_spent` is what fuzzy acceptance has cost in nats, and `exact_from` the number of new tokens
     after which decoding returned to exact, with the reason in `exact_because`: "budget" or "repetition".
     `undrafted` counts verify forwards without a draft tree; `plain_because` says why a whole request had none.
+    `proposed` and `accepted` count drafted tokens by who drafted them, "head" or "text", before any cut.
     `computed_by` names what computed the target's forwards: "fused", or the attention of the stock decoder, and why.
     """
 
@@ -46,6 +51,8 @@ class Stats:
     exact_from: int | None = None
     exact_because: str | None = None
     undrafted: int = 0
+    proposed: Counter[str] = field(default_factory=Counter)
+    accepted: Counter[str] = field(default_factory=Counter)
     plain_because: str | None = None
     computed_by: str | None = None
     prefill_tokens: int = 0  # positions that the prefill processed: the prompt without what a `Session` held of it

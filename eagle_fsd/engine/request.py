@@ -15,6 +15,7 @@ from transformers import LogitsProcessorList
 from transformers.generation.streamers import BaseStreamer
 
 from ..acceptance import Rule, make_rule
+from ..drafting.text import TextSource
 from .output import Output, Receipt, Stats
 
 EXACT = make_rule("exact")
@@ -30,6 +31,7 @@ class Emission(NamedTuple):
     logits: list[float]  # of the tokens, after processors
     drafted: bool = False
     error: Exception | None = None  # what a processor or a user's rule raised: nothing was emitted
+    proposed: tuple[int, int] = (0, 0)  # nodes that the head drafted, and copies from the text
 
 
 class Request:
@@ -41,6 +43,7 @@ class Request:
             the tokens before: one call serves all requests of an equal one. None: they are called for each row alone.
         eos_ids, stop_ids: tokens that end it. text_ends: told each new token, says whether a stop string is complete.
         criteria: of `transformers`; they see the whole text.
+        copies: drafts from its own text, beside the head's; None: there are none.
         padding: before the prompt, for processors and criteria, which see it in `model.generate`.
     """
 
@@ -49,13 +52,13 @@ class Request:
         seed: int = 0, budget: float | None = None, processors: LogitsProcessorList | None = None, alike: object = None,
         eos_ids: frozenset[int] = frozenset(), stop_ids: frozenset[int] = frozenset(),
         text_ends: Callable[[int], bool] | None = None, criteria: Sequence[Callable] = (), padding: Sequence[int] = (),
-        device: torch.device | str = "cpu",
+        copies: TextSource | None = None, device: torch.device | str = "cpu",
     ) -> None:
         self.prompt, self.max_new_tokens, self.temperature, self.seed = list(prompt), max_new_tokens, temperature, seed
         self.rule, self.budget = rule, budget
         self.processors, self.alike = processors or LogitsProcessorList(), alike
         self.eos_ids, self.stop_ids, self.text_ends, self.criteria = eos_ids, stop_ids, text_ends, criteria
-        self.padding, self.device = padding, device
+        self.padding, self.copies, self.device = padding, copies, device
         self.tokens = list(prompt)  # prompt and all emitted tokens; the last one is the root once decoding has begun
         self.new: list[int] = []  # the answer
         self.receipts: list[Receipt] = []
@@ -130,6 +133,8 @@ class Request:
         if features is not None:
             self._features.append(features)
         self.tokens += emission.tokens
+        if self.copies is not None:
+            self.copies.keep(emission.tokens)
 
     def take(self, emission: Emission, streamer: BaseStreamer | None) -> None:
         """Add what a cycle emitted to the answer, as far as it belongs to it; or raise what kept it from that."""
@@ -201,6 +206,8 @@ class Request:
             self.stats.accepted_lengths.append(len(emission.tokens) - 1)
             self.stats.target_forwards += 1
             self.stats.undrafted += not emission.drafted
+            self.stats.proposed.update(dict(zip(("head", "text"), emission.proposed, strict=True)))
+            self.stats.accepted.update(receipt.drafter for receipt in emission.receipts if receipt.drafter)
 
     def output(self) -> Output:
         """The answer, ended."""

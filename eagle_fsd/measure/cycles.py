@@ -23,7 +23,7 @@ def log_cycles(model: EagleModel, prompts: Sequence, options: GenerateOptions) -
         ValueError: a prompt that is too long or otherwise bad, before anything is generated; or not one draft tree was
             verified.
     """
-    options = replace(options, tree=LOGGED_TREE)
+    options = replace(options, tree=LOGGED_TREE, text_drafts="off")
     requests = make_requests(model, encode_prompts(list(prompts), model)[0], options)
     named = None if model.draft.names_all else model.draft.target_tokens
     cycles: list[LoggedCycle] = []
