@@ -23,6 +23,7 @@ __all__ = [
     "Rule",
     "Session",
     "Stats",
+    "TextDrafts",
     "Ticket",
     "TreeConfig",
     "Weights",
@@ -47,5 +48,6 @@ __getattr__, __dir__ = lazy_names(__name__, {
     **dict.fromkeys(("EagleModel", "load"), "pair"),
     "Engine": "serve.engine",
     **dict.fromkeys(("EngineClosed", "Piece", "QueueFull", "Ticket"), "serve.tickets"),
+    "TextDrafts": "drafting.text",
     "TreeConfig": "drafting.config",
 })

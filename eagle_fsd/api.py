@@ -107,7 +107,7 @@ def decode_requests(
         drafting = any(trees) or options.get("session") is not None  # as others end, or in a later call
         answers = run(model.target, model.draft if drafting else None, group, choose, pause, **options)
         for output in answers:
-            if trees[-1] is None and output.stats.undrafted == output.stats.target_forwards:
+            if trees[-1] is None and model.draft is not None and output.stats.undrafted == output.stats.target_forwards:
                 output.stats.plain_because = "no tree is expected to be sufficiently faster than decoding without one"
         outputs |= dict(zip(numbers, answers, strict=True))
     return [outputs[number] for number in range(len(requests))]

@@ -22,6 +22,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from .acceptance import Rule
 from .api import decode_requests
 from .drafting.config import TreeConfig
+from .drafting.text import TextDrafts
 from .engine.sampling import check_processors, is_context_free, processors_of_row
 from .heads.checkpoint import load_head
 from .heads.eagle import DraftHead
@@ -52,6 +53,8 @@ def custom_generate(
     head_guard: float | str | None = "default",
     budget: float | None = None,
     tree: TreeConfig | None = None,
+    text_drafts: TextDrafts | str = "auto",
+    reference: str | Sequence[str] | None = None,
     seed: int | Sequence[int] | None = None,
     text_streamer: BaseStreamer | None = None,
     stop: str | Sequence[str] | None = None,
@@ -65,8 +68,9 @@ def custom_generate(
     Generation config, logits processors and stopping criteria are those that `generate` prepared.
 
     Args:
-        draft: a `DraftHead` (from `load_head`) or where to load one from.
-        acceptance, threshold, divergence, head_guard, budget, tree, seed: see `GenerateOptions`.
+        draft: a `DraftHead` (from `load_head`) or where to load one from; None: drafts are copied from the text alone.
+        acceptance, threshold, divergence, head_guard, budget, tree, text_drafts, seed: see `GenerateOptions`; reference
+            too, which needs a text_tokenizer.
         text_streamer: a streamer; gets the prompt first, as in `generate`.
         stop, text_tokenizer: strings that end an answer, and what its text is read with.
 
@@ -86,8 +90,6 @@ def custom_generate(
         if assistant_model is not None:
             raise ValueError("custom_generate drafts with draft=, and cannot take an assistant_model as well")
         pad = check_call(input_ids, generation_config, streamer, model_kwargs)
-        if draft is None:
-            raise ValueError("draft= is missing: a DraftHead or the directory or hub id of one")
         if stop is not None and text_tokenizer is None:
             raise ValueError("stop= needs text_tokenizer=: model.generate does not pass its tokenizer= on")
         greedy = not generation_config.do_sample
@@ -95,9 +97,11 @@ def custom_generate(
         options = GenerateOptions(
             max_new_tokens=(generation_config.max_length if max_length is None else max_length) - input_ids.shape[1],
             acceptance=acceptance, threshold=threshold, divergence=divergence, head_guard=head_guard, budget=budget,
-            tree=tree, seed=seed, stop=stop, temperature=0.0 if greedy else float(generation_config.temperature or 1.0))
+            tree=tree, text_drafts=text_drafts, reference=reference, seed=seed, stop=stop,
+            temperature=0.0 if greedy else float(generation_config.temperature or 1.0))
         padding = left_padding(input_ids, model_kwargs.get("attention_mask"))
-        pair = EagleModel.from_parts(model, draft if isinstance(draft, DraftHead) else load_head(draft), text_tokenizer)
+        head = draft if draft is None or isinstance(draft, DraftHead) else load_head(draft)
+        pair = EagleModel.from_parts(model, head, text_tokenizer)
         prompts = [check_ids(row[count:].tolist(), pair) for row, count in zip(input_ids, padding, strict=True)]
         requests = make_requests(pair, prompts, options)
         processors = check_processors(logits_processor)

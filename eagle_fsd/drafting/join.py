@@ -26,7 +26,7 @@ class JoinedRow:
     ) -> None:
         self.tokens, self.parents, self.draft_rows = list(tokens), list(parents), list(draft_rows)
         self.from_text = [False] * len(tokens)
-        places = {(parent, token): node for node, (parent, token) in enumerate(zip(parents, tokens, strict=True)) if node}
+        places = {edge: node for node, edge in enumerate(zip(parents, tokens, strict=True)) if node}
         steps = [_step(scores[parent], score) for score, parent in zip(scores, parents, strict=True)]
         numbers, above = {-1: 0}, {-1: 0.0}  # of copies: their nodes, and their scores
         for copy, (token, parent, score) in enumerate(zip(*copies[:3], strict=True) if copies is not None else ()):

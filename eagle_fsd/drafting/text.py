@@ -1,4 +1,4 @@
-"""Drafts from the text: what followed the last tokens where they stood before, in the prompt, the answer or a reference.
+"""Drafts from the text: what followed the last tokens where they stood before, in prompt, answer or a reference.
 
 The text's last tokens are looked up in an index of n-grams, and what came after them there is copied, as a small trie
 where the places differ. How likely a copied token is to be accepted is told by how many tokens matched before it, from
@@ -129,7 +129,7 @@ BOUNDS = (2, 3, 4, 6, 8, 12, 16, 24, 32)
 FIRST = (0.35, 0.45, 0.55, 0.65, 0.72, 0.8, 0.85, 0.9, 0.95)
 OTHERS = (0.12, 0.15, 0.15, 0.15, 0.15, 0.15, 0.15, 0.15, 0.15)  # of further children, once the ones before are refused
 WEIGHT = 12.0  # tokens that the fitted rate counts as
-LEAST_SCORE = math.log(0.03)  # less likely tokens are not copied
+LEAST_SCORE = math.log(0.05)  # less likely tokens are not copied
 
 
 class Rates:
@@ -198,6 +198,11 @@ class TextSource:
 
     def keep(self, emitted: Sequence[int]) -> None:
         """Go on with what was emitted, and take note of what of the last proposal it was."""
+        self.learn(emitted)
+        self.index.extend(emitted)
+
+    def learn(self, emitted: Sequence[int]) -> None:
+        """Take note of what of the last proposal was emitted."""
         copies, node = self.proposed, -1
         self.proposed = None
         for token in emitted if copies is not None else ():
@@ -211,4 +216,3 @@ class TextSource:
                     break
             if node < 0:
                 break
-        self.index.extend(emitted)

@@ -21,6 +21,7 @@ from tqdm import tqdm
 from ..data.files import cache_directory, save_atomically
 from ..drafting.config import Choice, TreeConfig
 from ..drafting.latency import Latency
+from ..drafting.text import MOST_NODES, Copies, TextDrafts, TextSource
 from ..heads.eagle import DraftHead
 from ..models.linear import is_packed
 from ..models.placement import weights_digest
@@ -95,12 +96,21 @@ def now(device: torch.device) -> float:
 
 
 @torch.inference_mode()
-def measure(target: TargetModel, head: DraftHead) -> Latency:
+def measure(target: TargetModel, head: DraftHead | None) -> Latency:
     """Run whole cycles after a context of random tokens: some seconds for a small model.
 
     Whole ones, because a part that is repeated alone finds its weights in the processor's cache and looks too cheap.
+    Without a head those nodes are verified that a text would offer, and no level is drafted.
     """
     cycle = functools.partial(_measured_cycle, target, head)
+    if head is None:
+        seconds = fastest({
+            "plain": cycle(None), "plain rows": cycle(None, ROWS),
+            **{count: cycle(None, copied=count) for count in MEASURED_NODES}}, target.device)
+        sizes = [seconds["plain"], *(max(seconds["plain"], seconds[count]) for count in MEASURED_NODES)]
+        least = list(itertools.accumulate(reversed(sizes), min))[::-1]
+        shared = Latency(dict(zip([1, *MEASURED_NODES], least, strict=True)), {1: 0.0}, seconds["plain"])
+        return with_rows(shared, seconds["plain rows"], seconds["plain rows"])
     widths = [top_k for top_k in TOP_K if top_k <= head.draft_vocab_size]
     wide = max(width for width in widths if width <= WIDEST)
     nodes = [count for count in MEASURED_NODES if count <= TreeConfig(count, SHORT, wide).nodes]
@@ -131,22 +141,42 @@ def with_rows(shared: Latency, drafted: float, plain: float) -> Latency:
 
 
 def _measured_cycle(
-    target: TargetModel, head: DraftHead, tree: TreeConfig | None, rows: int = 1
+    target: TargetModel, head: DraftHead | None, tree: TreeConfig | None, rows: int = 1, copied: int = 0
 ) -> Callable[[], object]:
-    """A cycle with this tree after the context that all measurements have in common, for so many rows."""
+    """A cycle with this tree, or with so many copied nodes, after the context that all measurements have in common, for
+    so many rows."""
     room = max(MEASURED_NODES) + LONG
     context = min(CONTEXT, (target.max_positions or CONTEXT + room) - room)
     if context < 4:
         raise ValueError(f"a target with {target.max_positions} positions has no room to measure its latency in")
     prompt = torch.randint(target.vocab_size, (context,), generator=torch.Generator().manual_seed(0)).tolist()
-    return same_cycle(greedy_decoder(target, head, [prompt] * rows, tree, room))
+    decoder = greedy_decoder(target, head, [prompt] * rows, tree, room)
+    if copied:
+        for request in decoder.requests:
+            request.copies = SameCopies(prompt[: copied - 1])
+    return same_cycle(decoder)
+
+
+class SameCopies(TextSource):
+    """A chain of always the same tokens, to measure what verifying it takes."""
+
+    def __init__(self, chain: Sequence[int]) -> None:
+        super().__init__([], TextDrafts(nodes=MOST_NODES))
+        numbers = list(range(len(chain)))
+        self.chain = Copies(list(chain), [number - 1 for number in numbers], [0.0] * len(chain), [1] * len(chain),
+                            [0] * len(chain))
+
+    def propose(self) -> Copies:
+        return self.chain
 
 
 @torch.inference_mode()
-def share_of(latency: Latency, target: TargetModel, head: DraftHead) -> float:
+def share_of(latency: Latency, target: TargetModel, head: DraftHead | None) -> float:
     """What cycles take now, of what a latency says: of plain ones and of the largest tree's, the smaller share."""
     nodes, width = max(latency.base), min(WIDEST, max(latency.level))
-    trees = {None: latency.plain, TreeConfig(nodes, SHORT, width): float(latency.cycle(nodes, SHORT, width))}
+    trees = {None: latency.plain}
+    if head is not None:
+        trees[TreeConfig(nodes, SHORT, width)] = float(latency.cycle(nodes, SHORT, width))
     shares = []
     for tree, said in trees.items():
         once = _measured_cycle(target, head, tree)
@@ -154,7 +184,7 @@ def share_of(latency: Latency, target: TargetModel, head: DraftHead) -> float:
     return min(shares)
 
 
-def known_latency(target: TargetModel, head: DraftHead) -> Latency:
+def known_latency(target: TargetModel, head: DraftHead | None) -> Latency:
     """From the cache on disk, else measured and kept there."""
     key = hashlib.sha256(circumstances(target, head).encode()).hexdigest()[:16]
     path = cache_directory() / "latency" / f"{key}.json"
@@ -180,13 +210,13 @@ def known_latency(target: TargetModel, head: DraftHead) -> Latency:
     return latency
 
 
-def circumstances(target: TargetModel, head: DraftHead) -> str:
+def circumstances(target: TargetModel, head: DraftHead | None) -> str:
     """What a latency depends on, as one string."""
     device = target.output_device
     threads = f"{device}, {processor_name()}, {torch.get_num_threads()} threads"
     return "; ".join([
         is_packed(target.model) or "plain", target.digest(),
-        weights_digest(head), str(target.dtype),
+        "no head" if head is None else weights_digest(head), str(target.dtype),
         torch.cuda.get_device_name(device) if device.type == "cuda" else threads,
         target.computed_by, f"torch {torch.__version__}", f"transformers {transformers.__version__}",
     ])

@@ -51,14 +51,15 @@ def known_heads() -> tuple[PublishedHead, ...]:
     return tuple(PublishedHead(**entry) for entry in json.loads(KNOWN.read_text(encoding="utf-8")))
 
 
-def find_head(target: str | Path) -> PublishedHead:
-    """The head that is taken for a target where none is given: a bundled one, else the preferred or only one.
+def find_head(target: str | Path) -> PublishedHead | None:
+    """The head that is taken for a target where none is given: a bundled one, else the preferred or only one; None:
+    none is known.
 
     A directory or GGUF file is known by its name, and has a bundled head or none. (The name that its config holds may
     be that of the model it was fine-tuned from.)
 
     Raises:
-        ValueError: no head is known for the target, or several of which none is preferred.
+        ValueError: several are known, of which none is preferred.
     """
     known = [head for head in known_heads() if head.place is not None]
     if Path(target).exists():
@@ -66,9 +67,7 @@ def find_head(target: str | Path) -> PublishedHead:
     else:
         heads = [head for head in known if head.target.casefold() == str(target).casefold()]
     if not heads:
-        targets = ", ".join(dict.fromkeys(head.target for head in known))
-        raise ValueError(f"draft= is missing, and no head is known for {str(target)!r}; known targets: "
-                         f"{targets}")
+        return None
     chosen = max(heads, key=lambda head: (head.bundled, head.preferred))
     if len(heads) > 1 and not (chosen.bundled or chosen.preferred):
         choices = ", ".join(f"{head.head} ({head.kind}, licence {head.licence})" for head in heads)
@@ -116,8 +115,9 @@ def default_pair() -> tuple[str, str]:
     return str(target), head
 
 
-def find_pair(target: str | Path | None, draft: str | Path | None) -> tuple[str, str | Path]:
-    """Where the target and its head are: the default pair where none is named, the known head for a target alone."""
+def find_pair(target: str | Path | None, draft: str | Path | None) -> tuple[str, str | Path | None]:
+    """Where the target and its head are: the default pair where none is named, the known head for a target alone; None
+    where no head is known."""
     from ..data.gguf import check_target  # not above: to list heads needs no torch
 
     if target is None:
@@ -125,6 +125,10 @@ def find_pair(target: str | Path | None, draft: str | Path | None) -> tuple[str,
     target = check_target(target)
     if draft is None:
         known = find_head(target)
+        if known is None:
+            log.warning("no draft given, and no head is known for %s (eagle-fsd heads lists those with one): drafts "
+                        "are copied from the text alone", target)
+            return target, None
         draft = known.place
         # A published head is somebody else's, and a file's name need not be true.
         named = known.bundled and target.casefold() == known.target.casefold()

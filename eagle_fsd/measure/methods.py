@@ -95,12 +95,13 @@ def engine(
     """`eagle_fsd.generate` with these options.
 
     Args:
-        plain: without a draft head.
+        plain: without drafts.
         ask: called with prompt and options in place of `generate`.
         options: of `generate`; a `seed` goes together with the prompt.
     """
-    used = EagleModel(model.target, None, model.tokenizer) if plain else model
-    ask = ask or partial(generate, model=used)
+    if plain:
+        model, options = EagleModel(model.target, None, model.tokenizer), {**options, "text_drafts": "off"}
+    ask = ask or partial(generate, model=model)
 
     def answer(prompt: object, max_new_tokens: int) -> Answer:
         given = {**options, "max_new_tokens": max_new_tokens}
