@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -32,7 +32,7 @@ from eval.command import chosen_questions, run_command
 from eval.endpoints import endpoint_method, read_endpoints
 from eval.plots import plot_speeds
 
-BASELINE, LOOKUP, UNDRAFTED = "model.generate", "prompt lookup", "no drafting"
+BASELINE, LOOKUP, UNDRAFTED, COPIES = "model.generate", "prompt lookup", "no drafting", "exact, no head"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +42,8 @@ class BenchmarkArguments(ComparisonOptions):
     Args:
         questions: JSON lines: MT-Bench, Spec-Bench, HumanEval, MBPP, GSM8K, IFEval, or prompts.
         per_category: only the first questions of each category.
+        then: a further turn of every question, such as "Now add type hints, and return the whole program."
+        without_head: compare also drafts that are copied from the text alone.
         endpoints: servers to compare with, as "NAME=URL" or "NAME=URL#MODEL"; see eval/endpoints.py.
         warm_up: questions that are answered once unmeasured.
         threads: of torch; without it what OMP_NUM_THREADS says, or torch.
@@ -50,6 +52,8 @@ class BenchmarkArguments(ComparisonOptions):
     questions: tuple[Path, ...]
     pair: Loading = Loading()
     per_category: int | None = None
+    then: str | None = None
+    without_head: bool = False
     settings: tuple[str, ...] = ("fsd 0.1", "fsd 0.3")
     max_new_tokens: int = 128
     endpoints: UseAppendAction[tuple[str, ...]] = ()
@@ -64,10 +68,14 @@ def methods_of(
 ) -> dict[str, Method]:
     """The compared methods by name."""
     sampling = {"temperature": args.temperature, "seed": args.seed}
+    headless = EagleModel(model.target, None, model.tokenizer)
+    if args.without_head:
+        headless.choose_trees([], stopping=True, default=None)
     return {
         BASELINE: hf_generate(model, **sampling),
         LOOKUP: hf_generate(model, **sampling, prompt_lookup_num_tokens=10),
         UNDRAFTED: engine(model, plain=True, acceptance=EXACT, **sampling), **setting_methods(model, args),
+        **({COPIES: engine(headless, acceptance=EXACT, **sampling)} if args.without_head else {}),
         **{name: endpoint_method(model, *place, **sampling) for name, place in endpoints.items()},
     }
 
@@ -77,6 +85,8 @@ def run(args: BenchmarkArguments) -> None:
     check_counts(args, "warm_up", least=0)
     read_settings(args.settings)
     questions = chosen_questions(args.questions, args.per_category, args.run_code)
+    if args.then is not None:
+        questions = [replace(question, turns=(*question.turns, args.then)) for question in questions]
     endpoints = read_endpoints(args.endpoints)
     if args.threads is not None:
         torch.set_num_threads(args.threads)
