@@ -42,6 +42,7 @@ class BenchmarkArguments(ComparisonOptions):
     Args:
         questions: JSON lines: MT-Bench, Spec-Bench, HumanEval, MBPP, GSM8K, IFEval, or prompts.
         per_category: only the first questions of each category.
+        categories: only these.
         then: a further turn of every question, such as "Now add type hints, and return the whole program."
         without_head: compare also drafts that are copied from the text alone.
         endpoints: servers to compare with, as "NAME=URL" or "NAME=URL#MODEL"; see eval/endpoints.py.
@@ -52,6 +53,7 @@ class BenchmarkArguments(ComparisonOptions):
     questions: tuple[Path, ...]
     pair: Loading = Loading()
     per_category: int | None = None
+    categories: tuple[str, ...] = ()
     then: str | None = None
     without_head: bool = False
     settings: tuple[str, ...] = ("fsd 0.1", "fsd 0.3")
@@ -85,6 +87,10 @@ def run(args: BenchmarkArguments) -> None:
     check_counts(args, "warm_up", least=0)
     read_settings(args.settings)
     questions = chosen_questions(args.questions, args.per_category, args.run_code)
+    if args.categories:
+        questions = [question for question in questions if question.category in args.categories]
+        if not questions:
+            raise ValueError(f"no question is of the categories {', '.join(args.categories)}")
     if args.then is not None:
         questions = [replace(question, turns=(*question.turns, args.then)) for question in questions]
     endpoints = read_endpoints(args.endpoints)
