@@ -166,7 +166,11 @@ class GenerateOptions(Options):
             raise TypeError(f"tree must be a TreeConfig or None (what load(tree=...) said), got {self.tree!r}")
         if not (self.text_drafts in ("auto", "off") or isinstance(self.text_drafts, TextDrafts)):
             raise TypeError(f'text_drafts must be "auto", "off" or a TextDrafts, got {self.text_drafts!r}')
-        if not all(isinstance(text, str) for text in self.references) or isinstance(self.reference, (bytes, dict)):
+        if not (self.reference is None or isinstance(self.reference, (str, list, tuple))):
+            if isinstance(self.reference, (bytes, Mapping)) or not isinstance(self.reference, Iterable):
+                raise TypeError(f"reference must be a text or a list of texts, got {self.reference!r}")
+            object.__setattr__(self, "reference", tuple(self.reference))  # an iterator is read once
+        if not all(isinstance(text, str) for text in self.references):
             raise TypeError(f"reference must be a text or a list of texts, got {self.reference!r}")
         if self.references and self.text_drafts == "off":
             raise ValueError('a reference is what text drafts are copied from: leave text_drafts="off" out')
@@ -237,8 +241,9 @@ class LoadOptions(Options):
             where there are logs to choose it by (`eagle-fsd tune`), else a default for the device; drafting pauses
             where it does not pay. The models' latency is measured for it and kept, and measured again where it turns
             out that other work had slowed the machine. None: that default, without pauses; or a `TreeConfig`.
-        prepack: on a CPU, have bfloat16 weights in the layout that its kernels read in place of the plain ones: same
-            results, sooner.
+        prepack: on a CPU, have weights in the layout that its kernels read in place of the plain ones: the same
+            results, sooner. Blocks of bfloat16 where the processor multiplies it; else, on x86, weights that were
+            stored in 16 bits as float16, computed in float32.
         quantization: "int8": weights and activations in int8 on a CPU with VNNI instructions, half the memory; the text
             is then that of the quantised model. None: as the checkpoint has them.
     """

@@ -102,7 +102,7 @@ class EagleModel:
         The stock models still run; a copy of them has plain weights again. Their `state_dict` unpacks the weights.
 
         Args:
-            quantization: "int8", or None: bfloat16 weights as they are, with the same results.
+            quantization: "int8", or None: weights stored in 16 bits as they are, with the same results.
 
         Raises:
             ValueError: another quantization, or a processor without the instructions for it.

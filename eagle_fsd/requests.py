@@ -50,7 +50,7 @@ def make_requests(
     if strings and model.tokenizer is None:
         raise ValueError("stop= needs a tokenizer, and this model has no tokenizer")
     copying = TextDrafts() if options.text_drafts == "auto" else options.text_drafts
-    references = [TextIndex(tokenised("reference", text, model, add_special_tokens=False))
+    references = [TextIndex(check_ids(tokenised("reference", text, model, add_special_tokens=False), model))
                   for text in options.references if text]
     text_free = not (options.repetition_penalty != 1 or options.min_new_tokens or logits_processor)
     return [Request(

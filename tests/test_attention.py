@@ -323,7 +323,8 @@ def test_load_takes_attention_by_name(tmp_path, caplog):
     places = tmp_path / "target", tmp_path / "head"
     for name in (None, "eager", "sdpa", GROUPED):
         model = eagle_fsd.load(*places, device="cpu", tree=None, attn_implementation=name)
-        assert model.target.computed_by == ("fused" if name is None else f"{name} (it was not asked for)")
+        why = "grouped was asked for" if name == GROUPED else "it was not asked for"
+        assert model.target.computed_by == ("fused" if name is None else f"{name} ({why})")
         expected = model.target.model.generate(torch.tensor([PROMPT]), max_new_tokens=8, do_sample=False)
         found = eagle_fsd.generate(PROMPT, model, max_new_tokens=8, acceptance="exact")
         assert found.token_ids == expected[0, len(PROMPT) :].tolist()

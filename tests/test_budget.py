@@ -20,7 +20,7 @@ def pair():
 
 
 def answer(pair, new_tokens=36, prompt=PROMPT, **options):
-    return eagle_fsd.generate(prompt, pair, max_new_tokens=new_tokens, tree=TREE, **options)
+    return eagle_fsd.generate(prompt, pair, max_new_tokens=new_tokens, tree=TREE, text_drafts="off", **options)
 
 
 def paid(output) -> float:

@@ -62,8 +62,8 @@ class Trees:
 
 
 @functools.cache
-def model(trees: bool = False):
-    pair = tiny_pair(tokenizer=tiny_tokenizer())
+def model(trees: bool = False, **sizes):
+    pair = tiny_pair(tokenizer=tiny_tokenizer(), **sizes)
     pair.tree, pair.trees = TREE, Trees() if trees else None
     return pair
 
@@ -203,11 +203,11 @@ def test_random_schedules():
 def run_gaps(seed):
     """Long prompts join while nothing is drafted, and a tree is chosen again while they are there; room is tight."""
     draw = random.Random(seed)
-    pair = model(True)
+    pair = model(True, max_position_embeddings=512)
 
     def prompt():
         first, step = draw.randrange(VOCAB), draw.randrange(1, VOCAB)
-        return [(step * i + first) % VOCAB for i in range(draw.choice([2, 9, 40, 75, 100]))]
+        return [(step * i + first) % VOCAB for i in range(draw.choice([2, 9, 40, 150, 200]))]
 
     asked = [(prompt(), {"max_new_tokens": draw.choice([4, 12, 20]), "acceptance": "exact", "seed": at})
              for at in range(draw.randint(3, 6))]
@@ -218,7 +218,7 @@ def run_gaps(seed):
 
     for at in range(len(asked)):
         events[draw.randrange(12)].append(functools.partial(submit, at))
-    engine = scheduled(pair, events, max_rows=4, max_tokens=draw.choice([155, 320, 460, 620]))
+    engine = scheduled(pair, events, max_rows=4, max_tokens=draw.choice([289, 600, 860, 1160]))
     assert engine.error is None, engine.error
     for at, (prompt, options) in enumerate(asked):
         assert_as_alone(tickets[at].result(0), eagle_fsd.generate(prompt, pair, tree=TREE, **options))

@@ -22,12 +22,9 @@ SMOL, CODER = "HuggingFaceTB/SmolLM2-135M-Instruct", "Qwen/Qwen2.5-Coder-0.5B-In
 def test_one_head_or_the_preferred_one_is_taken(tmp_path):
     assert find_head("lmsys/vicuna-7b-v1.3").head == "yuhuili/EAGLE-Vicuna-7B-v1.3"
     assert find_head(LLAMA).head == find_head(LLAMA.lower()).head == "yuhuili/EAGLE3-LLaMA3.1-Instruct-8B"
-    with pytest.raises(ValueError, match=f"no head is known for 'gpt2'; known targets: .*{LLAMA}"):
-        find_head("gpt2")
+    assert find_head("gpt2") is find_head(tmp_path) is None
     with pytest.raises(ValueError, match="several heads are known for Qwen/Qwen3-8B: .*Tengyunw/qwen3_8b_eagle3 .*mit"):
         find_head("Qwen/Qwen3-8B")
-    with pytest.raises(ValueError, match="no head is known for "):
-        find_head(tmp_path)
 
 
 def test_load_takes_the_known_head_and_says_so(pair, tokenizer, monkeypatch, caplog):
@@ -93,8 +90,7 @@ def test_without_it_load_says_what_to_install(package, tmp_path, monkeypatch, mi
 
 def test_bundled_heads_are_found_by_hub_id_and_file_name(tmp_path, monkeypatch, caplog):
     with_heads(monkeypatch, tmp_path)
-    with pytest.raises(ValueError, match=f"no head is known for '{SMOL}'; known targets: "):
-        find_head(SMOL)  # without its folder it is not known
+    assert find_head(SMOL) is None  # without its folder it is not known
     names = {SMOL: HEAD, CODER: "qwen2.5-coder-0.5b-instruct-eagle2"}
     for target, name in names.items():
         (tmp_path / name).mkdir()

@@ -28,7 +28,8 @@ def recorded(model, setting, numbers):
     unguarded = {} if rule == "exact" else {"head_guard": None}
     options = eagle_fsd.GenerateOptions(
         acceptance=eagle_fsd.make_rule(rule, float(threshold), divergence or None, **unguarded), max_new_tokens=32,
-        temperature=float(temperature), ignore_eos=True, seed=[100 + number for number in numbers])
+        temperature=float(temperature), ignore_eos=True, seed=[100 + number for number in numbers],
+        text_drafts="off")
     requests = make_requests(model, [RECORD["prompts"][number] for number in numbers], options)
     return list(zip(requests, (RECORD["runs"][setting][number] for number in numbers), strict=True))
 

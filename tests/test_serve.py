@@ -187,7 +187,10 @@ def test_metrics_count_what_was_answered(server, client):
     after = read()
     grown = {name: after[name] - before.get(name, 0) for name in after}
     assert grown["eagle_fsd_tokens_total"] == usage.completion_tokens
-    assert grown["eagle_fsd_accepted_total"] == usage.model_extra["accepted_tokens"]
+    for name in ("proposed", "accepted"):
+        for drafter, count in usage.model_extra[f"{name}_by"].items():
+            assert grown[f'eagle_fsd_{name}_total{{drafter="{drafter}"}}'] == count
+    assert sum(usage.model_extra["accepted_by"].values()) == usage.model_extra["accepted_tokens"] > 0
     assert grown["eagle_fsd_fuzzy_total"] == usage.model_extra["fuzzy_tokens"]
     assert grown['eagle_fsd_http_answers_total{path="/v1/chat/completions",status="200"}'] == 1
     assert grown["eagle_fsd_first_token_seconds_count"] == grown["eagle_fsd_answer_seconds_count"] == 1

@@ -155,7 +155,7 @@ def test_defaults_hold_where_a_request_does_not_say():
     with client(defaults=defaults) as found:
         asked = []
         submit = found.engine.submit
-        found.engine.submit = lambda prompt, options: asked.append(options) or submit(prompt, options)
+        found.engine.submit = lambda prompt, options, **more: asked.append(options) or submit(prompt, options, **more)
         for more in ({"max_tokens": None}, {"threshold": 0.1}, {"acceptance": "lenience"}):
             assert found.post(CHAT, json={**BODY, **more}).status_code == 200
     assert [(each.max_new_tokens, each.threshold, each.divergence) for each in asked] == [
@@ -164,11 +164,12 @@ def test_defaults_hold_where_a_request_does_not_say():
 
 def test_plain_serving_drafts_nothing(monkeypatch):
     served = []
-    monkeypatch.setattr("eagle_fsd.serve.server.serve", lambda model, *_: served.append(model) or True)
+    monkeypatch.setattr("eagle_fsd.serve.server.serve",
+                        lambda model, name, place, options, defaults, *_: served.append((model, defaults)) or True)
     assert main(["serve", "--plain", "--port", "0", "--tree", "8,2,2", *PAIR]) == 0
-    with client(served[0]) as plain:
-        used = plain.post(CHAT, json={**BODY, "acceptance": "exact"}).json()["usage"]
-    assert used["completion_tokens"] == 4 and used["tau"] == 1.0
+    with client(*served[0]) as plain:
+        used = plain.post(CHAT, json={**BODY, "max_tokens": 40, "acceptance": "exact"}).json()["usage"]
+    assert used["completion_tokens"] == 40 == used["target_forwards"] + 1 and used["tau"] == 1.0
 
 
 # Connections ------------------------------------------------------------------------------------------------------

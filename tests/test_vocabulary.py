@@ -129,7 +129,7 @@ def test_an_output_layer_without_plain_rows_is_computed_whole(caplog):
     assert head.output_rows is None and "no plain rows to take" in caplog.text
     output = generate(pair)
     assert output.token_ids == stock(target)
-    drafted = [t for t, r in zip(output.token_ids, output.receipts, strict=True) if r.source != "target"]
+    drafted = [t for t, r in zip(output.token_ids, output.receipts, strict=True) if r.drafter == "head"]
     assert set(drafted) <= set(NAMED)
 
 

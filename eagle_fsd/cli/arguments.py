@@ -82,7 +82,7 @@ class Loading(LoadOptions):
     """Which pair is loaded, where to, and in what form.
 
     Args:
-        prepack: leave bfloat16 weights in their plain layout on a CPU: slower.
+        prepack: leave weights in their plain layout on a CPU: slower.
     """
 
     dtype: str = "auto"

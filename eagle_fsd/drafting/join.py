@@ -76,6 +76,7 @@ def join_drafts(
                  [row.scores[node] for node in kept], [row.from_text[node] for node in kept])
         for column, part, filling in zip(filled, parts, (row.tokens[0], 0, 0, 0, 0.0, False), strict=True):
             column.append(part + [filling] * lacking)
+        filled[1][-1][len(kept) :] = range(len(kept), nodes)  # each is a root of its own
     device = tree.tokens.device
     tokens, parents, depths, draft_rows = torch.tensor(filled[:4], device=device)
     deepest = max(map(max, filled[2]))

@@ -61,8 +61,9 @@ class Decoder:
     def _forwards(self, earlier: Decoder | None) -> Forwards:
         """Forwards with room for the longest text and the largest tree."""
         trees = self.drafting.possible
-        copied = MOST_NODES if any(request.copies for request in self.requests) else 1
-        nodes = max(copied, *(tree.nodes if tree else 1 for tree in trees))
+        copying = any(request.copies for request in self.requests)  # copies fill a tree that the head does not
+        sizes = (tree.total_tokens if copying else tree.nodes for tree in trees if tree)
+        nodes = max(MOST_NODES if copying else 1, *sizes, 1)
         drafted = max(tree.depth * tree.top_k if tree else 0 for tree in trees)
         texts = (len(request.prompt) + request.max_new_tokens for request in self.requests)
         room, count = max(texts, default=0) + nodes, len(self.requests)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import hmac
 import json
 import logging
@@ -41,8 +42,11 @@ class Service:
         self.engine, self.name, self.defaults = engine, name, dict(defaults)
         self.metrics = Metrics(engine)
 
-    async def submit(self, asked: Asked) -> list[Ticket]:
+    async def submit(self, asked: Asked, pool: str) -> list[Ticket]:
         """A ticket for each choice: all of them are taken, or none.
+
+        Args:
+            pool: of the answers that may be remembered together.
 
         Raises:
             Refusal: the request cannot be answered, or not now.
@@ -57,7 +61,7 @@ class Service:
             for number in range(count):
                 own = options if options.seed is None else replace(options, seed=options.seed + number)
                 # Long prompts are tokenised beside the event loop.
-                tickets.append(await asyncio.to_thread(self.engine.submit, asked.prompt, own))
+                tickets.append(await asyncio.to_thread(self.engine.submit, asked.prompt, own, pool=pool))
         except (ValueError, TypeError) as error:
             raise refused(error) from error
         except QueueFull as error:
@@ -120,9 +124,14 @@ def cancel(tickets: Sequence[Ticket]) -> None:
         ticket.cancel()
 
 
+def pool_of(request: Request) -> str:
+    """Who shows the same key shares remembered answers, and who shows none; the key itself is not kept."""
+    return hashlib.sha256(request.headers.get("authorization", "").encode("latin-1")).hexdigest()
+
+
 async def respond(service: Service, request: Request, asked: Asked) -> Response:
     """The answer to a chat or a completion, whole or as a stream."""
-    tickets = await service.submit(asked)
+    tickets = await service.submit(asked, pool_of(request))
     form = Form(service.name, asked, service.engine.model.tokenizer, tickets[0].prompt_tokens)
     pieces = interleaved(tickets)
     try:
@@ -266,10 +275,14 @@ def routes(service: Service) -> APIRouter:
 
     @router.post("/v1/chat/completions", response_model=None)
     async def chat(request: Request, asked: ChatRequest) -> Response:
+        """An answer to a chat. Fields that the schema does not name are options of decoding, by their names in
+        `generate`. `usage` says what was drafted and accepted, by the head and copied from the text."""
         return await respond(service, request, asked)
 
     @router.post("/v1/completions", response_model=None)
     async def completion(request: Request, asked: CompletionRequest) -> Response:
+        """How a text goes on. Fields that the schema does not name are options of decoding, by their names in
+        `generate`. `usage` says what was drafted and accepted, by the head and copied from the text."""
         return await respond(service, request, asked)
 
     @router.get("/metrics", response_model=None)

@@ -42,6 +42,8 @@ class Engine:
         prefill_chunk: tokens of prompts that are read between two cycles.
         prefixes: recent texts whose caches are kept for prompts that begin alike (0: none); they take at most half as
             much room again as `max_tokens`.
+        remember: tokens of recent answers that are kept for others of their pool to copy drafts from (0: none), see
+            `submit`. Some 200 bytes each.
         tree: the draft tree of every request. None: fuzzy requests, whose text depends on it, all get the one with the
             best mean over 1 to `max_rows` rows by the pair's logs, without stopping rules; lossless ones what pays for
             the number of rows, also none.
@@ -57,12 +59,13 @@ class Engine:
 
     def __init__(
         self, model: EagleModel, *, max_rows: int = 8, max_tokens: int | None = None, max_waiting: int = 64,
-        prefill_chunk: int = 512, prefixes: int = 8, tree: TreeConfig | None = None,
+        prefill_chunk: int = 512, prefixes: int = 8, remember: int = 0, tree: TreeConfig | None = None,
     ) -> None:
         if not isinstance(model, EagleModel):
             raise TypeError(f"model must come from eagle_fsd.load, got {type(model).__name__}")
         for name, value, least in (("max_rows", max_rows, 1), ("max_waiting", max_waiting, 1),
-                                   ("prefill_chunk", prefill_chunk, 1), ("prefixes", prefixes, 0)):
+                                   ("prefill_chunk", prefill_chunk, 1), ("prefixes", prefixes, 0),
+                                   ("remember", remember, 0)):
             require_integer(name, value, least)
         if not (tree is None or isinstance(tree, TreeConfig)):
             raise TypeError(f"tree must be a TreeConfig or None, got {tree!r}")
@@ -70,11 +73,12 @@ class Engine:
             raise ValueError(f"the tree of an engine must not stop early, as that depends on other rows: {tree!r}")
         self.model, self.max_waiting = model, max_waiting
         self.tree = model.check_tree(tree or steady_tree(model, max_rows))
-        log.info("fuzzy requests are drafted with %s", describe_tree(self.tree))
+        if model.draft is not None:
+            log.info("fuzzy requests are drafted with %s", describe_tree(self.tree))
         # With such a rotary embedding keys depend on how many positions a forward reaches.
         self.prefill_chunk = prefill_chunk if model.target.reads_in_parts else 1 << 62
         self._rows = Rows(model, self.tree, chooses=tree is None and model.trees is not None, most=max_rows,
-                          positions=max_tokens, kept=prefixes)
+                          positions=max_tokens, kept=prefixes, remember=remember)
         require_integer("max_tokens", self._rows.positions, self._rows.nodes + 2)
         self._rows.choose_trees()
         self._queue: deque[Request] = deque()
@@ -102,7 +106,7 @@ class Engine:
     def submit(
         self, prompt: Any, options: GenerateOptions | None = None, *,
         logits_processor: Sequence[LogitsProcessor] | None = None, stopping_criteria: Sequence[Callable] | None = None,
-        **given: Any,
+        pool: str | None = None, **given: Any,
     ) -> Ticket:
         """Ask for an answer; may be called from any thread. Everything is checked here, and nothing is waited for.
 
@@ -110,6 +114,8 @@ class Engine:
             prompt: one, as `generate` takes it.
             options: a `GenerateOptions`; its fields may also be given by name, but for another `tree`.
             logits_processor, stopping_criteria: as of `generate`; called in the engine's thread.
+            pool: whose answers are remembered together, such as those of a user: the answer is one of them, and where
+                it is lossless it copies from the others. None: neither.
 
         Raises:
             TypeError, ValueError: as `generate`; also a request that there will never be room for.
@@ -120,7 +126,7 @@ class Engine:
         ids = encode_prompt(prompt, self.model)
         (request,) = make_requests(self.model, [ids], options, logits_processor, stopping_criteria)
         self._rows.require_room(request)
-        ticket = Ticket(request, self.model.tokenizer, options.stop_strings)
+        ticket = Ticket(request, self.model.tokenizer, options.stop_strings, pool)
         with self._changed:
             if self.closed:
                 why = "it was closed" if self.error is None else f"it has failed: {self.error!r}"

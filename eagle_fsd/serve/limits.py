@@ -27,6 +27,8 @@ class ServeOptions:
         max_waiting: requests that wait for a row; the next one is told to come back (429).
         prefill_chunk: tokens of prompts that are read between two cycles of the others.
         prefixes: recent texts whose caches are kept for prompts that begin alike; 0: none.
+        remember: tokens of recent answers that are kept in memory, for further lossless answers to copy drafts from
+            where the same API key is shown; 0: none, see docs/serving.md.
         read_seconds: longest time for a request to arrive, head and body (408).
         write_seconds: longest time for a client to take what was sent to it; after that its connection is closed
             (where the system can say so: Linux).
@@ -34,7 +36,7 @@ class ServeOptions:
         max_connections: requests that are answered at once, waiting ones included; those above get 503.
         drain_seconds: after SIGTERM, longest time for what runs to end.
         page: serve the page at /page/ too (extra `page`).
-        plain: decode without drafting, to compare with.
+        plain: decode without drafting, to compare with; a request may still ask for text_drafts.
     """
 
     host: str = "127.0.0.1"
@@ -45,6 +47,7 @@ class ServeOptions:
     max_waiting: int = 64
     prefill_chunk: int = 512
     prefixes: int = 8
+    remember: int = 0
     read_seconds: float = 20.0
     write_seconds: float = 30.0
     max_body: int = 2**20
@@ -57,6 +60,7 @@ class ServeOptions:
         for name in ("max_rows", "max_waiting", "prefill_chunk", "max_body", "max_connections"):
             require_integer(name, getattr(self, name), 1)
         require_integer("prefixes", self.prefixes, 0)
+        require_integer("remember", self.remember, 0)
         require_integer("port", self.port, 0)
         if self.port > 65535:
             raise ValueError(f"port must be at most 65535, got {self.port}")
@@ -70,7 +74,7 @@ class ServeOptions:
     @property
     def engine(self) -> dict[str, Any]:
         """The arguments of `Engine`."""
-        names = ("max_rows", "max_tokens", "max_waiting", "prefill_chunk", "prefixes")
+        names = ("max_rows", "max_tokens", "max_waiting", "prefill_chunk", "prefixes", "remember")
         return {name: getattr(self, name) for name in names}
 
 

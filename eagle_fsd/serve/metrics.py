@@ -1,7 +1,7 @@
 """What Prometheus reads at /metrics: queue, rows, tokens, tau, fuzzy tokens, latencies.
 
-Counters only grow: `rate(eagle_fsd_tokens_total[1m])` is the speed of the last minute, and the rates of accepted over
-forwards, plus 1, its tau.
+Counters only grow: `rate(eagle_fsd_tokens_total[1m])` is the speed of the last minute, and the rate of accepted over
+that of forwards, plus 1, its tau. Draft tokens are counted by who drafted them: sum them up.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ COUNTERS = {  # of `EngineStats`
     "reused_tokens": "those of them that an earlier request had left",
     "tokens": "new tokens",
     "fuzzy": "those of them that only a rule accepted",
-    "accepted": "accepted draft tokens",
     "forwards": "verify forwards of the target, each row counted",
     "undrafted": "those of them without a draft tree",
 }
+BY_DRAFTER = {"proposed": "draft tokens that were verified", "accepted": "those of them that were accepted"}
 
 
 class Metrics(Collector):
@@ -58,12 +58,17 @@ class Metrics(Collector):
         for name, what, value in (
             ("queue", "requests that wait for a row", self.engine.waiting),
             ("rows", "requests being read or decoded", self.engine.rows),
-            ("tau", "tokens per forward of the target", stats.accepted / max(1, stats.forwards) + 1),
+            ("tau", "tokens per forward of the target", stats.accepted.total() / max(1, stats.forwards) + 1),
             ("fuzzy_share", "share of tokens that only a rule accepted", stats.fuzzy / max(1, stats.tokens)),
         ):
             yield GaugeMetricFamily(f"eagle_fsd_{name}", what, value=value)
         for name, what in COUNTERS.items():
             yield CounterMetricFamily(f"eagle_fsd_{name}", what, value=getattr(stats, name))
+        for name, what in BY_DRAFTER.items():
+            drafted = CounterMetricFamily(f"eagle_fsd_{name}", f"{what}, by who drafted them", labels=["drafter"])
+            for drafter, count in getattr(stats, name).items():
+                drafted.add_metric([drafter], count)
+            yield drafted
         ended = CounterMetricFamily("eagle_fsd_finished", "requests by why they ended", labels=["reason"])
         for reason, count in dict(stats.finished).items():
             ended.add_metric([reason], count)

@@ -10,7 +10,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    field_validator,
+    model_validator,
+)
 from starlette.exceptions import HTTPException
 from transformers import PreTrainedTokenizerBase
 
@@ -73,12 +81,17 @@ class Refusal(HTTPException):
 
 
 def options_over(defaults: Mapping[str, object], given: Mapping[str, object]) -> GenerateOptions:
-    """A request's options over the server's defaults: who chooses a rule chooses its threshold too.
+    """A request's options over the server's defaults: who chooses a rule chooses its threshold too, and who gives a
+    reference has it copied from.
 
     Raises:
         TypeError, ValueError: as `GenerateOptions`, and for what one request may not ask for.
     """
     kept = {name: value for name, value in defaults.items() if not ("acceptance" in given and name in RULE)}
+    if given.get("text_drafts") == "off":
+        kept.pop("reference", None)
+    elif "reference" in given and kept.get("text_drafts") == "off":
+        del kept["text_drafts"]
     options = GenerateOptions.from_names({**kept, **given})
     if isinstance(options.seed, (list, tuple)):
         raise TypeError("seed must be an int: that of the first choice; the others get the numbers that follow")
@@ -104,13 +117,20 @@ class Part(BaseModel):
     text: str
 
 
+# One wrong item of a list is told, not each: a body has room for half a million.
+Content = str | Annotated[list[Part], Field(max_length=MOST_PARTS, fail_fast=True)]
+
+
+def plain_text(content: Content) -> str:
+    return content if isinstance(content, str) else "".join(part.text for part in content)
+
+
 class Message(BaseModel):
     """One message of a chat. An answer of the API may be sent back: what it has besides its content, where empty."""
 
     model_config = ConfigDict(strict=True, extra="allow")
     role: str
-    # One wrong item of a list is told, not each: a body has room for half a million.
-    content: str | Annotated[list[Part], Field(max_length=MOST_PARTS, fail_fast=True)]
+    content: Content
 
     @model_validator(mode="after")
     def check_others(self) -> Message:
@@ -121,8 +141,15 @@ class Message(BaseModel):
 
     def plain(self) -> dict[str, str]:
         """As chat templates take it; the API's newer name for `system` is not known to them."""
-        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-        return {"role": "system" if self.role == "developer" else self.role, "content": text}
+        return {"role": "system" if self.role == "developer" else self.role, "content": plain_text(self.content)}
+
+
+class Prediction(BaseModel):
+    """What the answer will resemble, such as a file that is to be edited."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+    type: Literal["content"]
+    content: Content
 
 
 class StreamOptions(BaseModel):
@@ -143,13 +170,18 @@ class Asked(BaseModel):
     stream_options: StreamOptions | None = None
     n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = 1
 
+    @property
+    def predicted(self) -> str | None:
+        """The text of a prediction, the API's name for a reference."""
+        return None
+
     def options(self, defaults: Mapping[str, object]) -> GenerateOptions:
         """The options of decoding: those of the request, else the server's.
 
         Raises:
             Refusal: a field that is not known or not supported, or a value that cannot be accepted.
         """
-        given: dict[str, Any] = {}
+        given: dict[str, Any] = {} if self.predicted is None else {"reference": self.predicted}
         for name, value in (self.model_extra or {}).items():
             if name in WITHOUT_EFFECT or value is None and name not in NULLS:
                 continue
@@ -169,12 +201,31 @@ class Asked(BaseModel):
                 raise Refusal(400, str(error), param=unknown, code="unknown_field") from error
             raise refused(error) from error
 
+
 class ChatRequest(Asked):
-    """The body of `/v1/chat/completions`."""
+    """The body of `/v1/chat/completions`. Further fields are options of decoding by their names in `generate`, such as
+    threshold, or text_drafts ("auto", "off")."""
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True)]
     logprobs: bool | None = False
     top_logprobs: Annotated[int, Field(ge=0, le=0)] | None = None  # of the chosen token alone they are known
+    prediction: Prediction | None = Field(None, description=(
+        "A text that the answer will resemble: drafts are copied from it. A lossless answer does not depend on it; "
+        "usage.completion_tokens_details says what it was good for."))
+
+    @field_validator("prediction", mode="wrap")
+    @classmethod
+    def check_prediction(cls, value: Any, usual: ValidatorFunctionWrapHandler) -> Prediction | None:
+        """One message for all that can be wrong with it."""
+        try:
+            return usual(value)
+        except ValidationError as error:
+            raise ValueError('it must be {"type": "content", "content": C}, where C is a text or a list of at most '
+                             f'{MOST_PARTS} parts {{"type": "text", "text": ...}}') from error
+
+    @property
+    def predicted(self) -> str | None:
+        return None if self.prediction is None else plain_text(self.prediction.content)
 
     @property
     def prompt(self) -> list[dict[str, str]]:
@@ -186,7 +237,9 @@ class ChatRequest(Asked):
 
 
 class CompletionRequest(Asked):
-    """The body of `/v1/completions`: text as it is, or token ids; one prompt."""
+    """The body of `/v1/completions`: text as it is, or token ids; one prompt. Further fields are options of decoding by
+    their names in `generate`, such as threshold, text_drafts ("auto", "off") or reference (a text that the answer will
+    resemble)."""
 
     prompt: str | Annotated[list[int], Field(min_length=1, fail_fast=True)]
     logprobs: Annotated[int, Field(ge=0, le=0)] | None = None  # 0: of the chosen tokens
@@ -228,7 +281,7 @@ class Form:
             said = {"message": {"role": "assistant", "content": output.text}} if self.chat else {"text": output.text}
             choices.append({"index": index, **said, "finish_reason": FINISHED[output.finish_reason],
                             "logprobs": self._tokens(output.token_ids, output.receipts), "seed": output.seed})
-        return self._body("", choices, usage(self.prompt_tokens, outputs))
+        return self._body("", choices, self._usage(outputs))
 
     def opening(self, index: int) -> str:
         """What a chat's stream begins with: who speaks."""
@@ -249,8 +302,11 @@ class Form:
     def closing(self, outputs: Sequence[Output]) -> str:
         """What a stream ends with."""
         wanted = self.asked.stream_options and self.asked.stream_options.include_usage
-        last = as_event(self._body(".chunk", [], usage(self.prompt_tokens, outputs))) if wanted else ""
+        last = as_event(self._body(".chunk", [], self._usage(outputs))) if wanted else ""
         return f"{last}data: [DONE]\n\n"
+
+    def _usage(self, outputs: Sequence[Output]) -> dict[str, Any]:
+        return usage(self.prompt_tokens, outputs, predicted=self.asked.predicted is not None)
 
     def _choice(self, index: int, delta: dict, reason: str | None = None, logprobs: dict | None = None) -> dict:
         said = {"delta": delta} if self.chat else {"text": delta.get("content", "")}
@@ -295,17 +351,29 @@ def counts(prompt: int, new: int) -> dict[str, Any]:
     return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
 
 
-def usage(prompt: int, outputs: Sequence[Output]) -> dict[str, Any]:
-    """Tokens, and what drafting and the rule made of them: `accepted_tokens` of the draft, tau, `fuzzy_tokens` that
-    only the rule accepted, and the target's forwards."""
+def usage(prompt: int, outputs: Sequence[Output], predicted: bool = False) -> dict[str, Any]:
+    """Tokens, and what drafting and the rule made of them: `accepted_tokens` of the draft, tau, drafted tokens by who
+    drafted them, `fuzzy_tokens` that only the rule accepted, and the target's forwards.
+
+    Args:
+        predicted: whether there was a prediction. Tokens of the answer that are copies count as accepted from it, and
+            copies that were verified for nothing as rejected, wherever in the text they were found: what was predicted
+            mostly stands in the prompt too.
+    """
     stats = [output.stats for output in outputs]
     accepted = sum(sum(each.accepted_lengths) for each in stats)
     cycles = sum(len(each.accepted_lengths) for each in stats)
     read = max(each.prefill_tokens for each in stats)  # the first choice; the others find what it has read
+    by_drafter = {name: {drafter: sum(getattr(each, name)[drafter] for each in stats) for drafter in ("head", "text")}
+                  for name in ("proposed", "accepted")}
+    copied = sum(receipt.drafter == "text" for output in outputs for receipt in output.receipts) if predicted else 0
+    rejected = by_drafter["proposed"]["text"] - copied if predicted else 0
     return {
         **counts(prompt, sum(len(output.token_ids) for output in outputs)),
         "prompt_tokens_details": {"cached_tokens": max(0, prompt - read) if read else 0},
+        "completion_tokens_details": {"accepted_prediction_tokens": copied, "rejected_prediction_tokens": rejected},
         "accepted_tokens": accepted, "tau": round(accepted / cycles + 1, 4) if cycles else 1.0,
+        "proposed_by": by_drafter["proposed"], "accepted_by": by_drafter["accepted"],
         "fuzzy_tokens": sum(receipt.source == "fuzzy" for output in outputs for receipt in output.receipts),
         "target_forwards": sum(each.target_forwards for each in stats),
     }

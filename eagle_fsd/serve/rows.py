@@ -16,10 +16,12 @@ from torch import Tensor
 from ..drafting.config import Choice, TreeConfig
 from ..drafting.growth import extend_draft
 from ..drafting.logs import Setting
+from ..drafting.text import MOST_NODES
 from ..engine.decoder import Decoder
 from ..engine.forwards import Forwards, shared_prefix
 from ..engine.request import EXACT, Emission, Request
 from ..pair import EagleModel
+from .remembered import Remembered
 from .tickets import Ticket
 
 # Caches that grow stand beside those that they grow from, and prefixes and prompts in parts take some as well.
@@ -36,7 +38,8 @@ class EngineStats:
         prompt_tokens: of prompts that were read; reused_tokens: those of them that were copied from other requests.
         tokens: new ones. fuzzy: those of them that only a rule accepted.
         cycles: of the loop. forwards: verify forwards, counted for each request of a cycle; undrafted: those of them
-            without a draft tree. accepted: draft tokens; tau is accepted / forwards + 1.
+            without a draft tree. proposed, accepted: draft tokens by who drafted them, "head" or "text"; tau is
+            accepted.total() / forwards + 1.
     """
 
     requests: int = 0
@@ -48,7 +51,8 @@ class EngineStats:
     cycles: int = 0
     forwards: int = 0
     undrafted: int = 0
-    accepted: int = 0
+    proposed: Counter[str] = field(default_factory=lambda: Counter(head=0, text=0))
+    accepted: Counter[str] = field(default_factory=lambda: Counter(head=0, text=0))
 
 
 class Rows:
@@ -59,20 +63,25 @@ class Rows:
     Args:
         tree: of fuzzy requests, whose text depends on it. chooses: whether lossless ones get the model's own choice.
         most: rows. positions: of the caches of all rows together, each as long as the longest; None: as many as fit.
-        kept: recent rows whose caches are kept for prompts that begin alike.
+        kept: recent rows whose caches are kept for prompts that begin alike. remember: tokens of recent answers.
     """
 
     def __init__(
-        self, model: EagleModel, tree: TreeConfig, *, chooses: bool, most: int, positions: int | None, kept: int
+        self, model: EagleModel, tree: TreeConfig, *, chooses: bool, most: int, positions: int | None, kept: int,
+        remember: int = 0,
     ) -> None:
-        trees = [tree] if model.trees is None else [tree, *model.trees.largest]
-        self.nodes = 1 if model.draft is None else max(each.nodes for each in trees)  # of the largest tree
+        trees = [tree, *model.trees.largest] if chooses else [tree]
+        # Of the largest tree: copies fill up the one that is given, and are as many as pay where that is known.
+        copied = MOST_NODES if chooses or model.draft is None else 1
+        drafted = [1] if model.draft is None else [tree.total_tokens, *(each.nodes for each in trees)]
+        self.nodes = max(copied, *drafted)
         self.levels = max(each.depth * each.top_k for each in trees)  # beside the text, in the draft's cache
         self.model, self.tree, self.chooses, self.most = model, tree, chooses, most
         self.positions = positions_that_fit(model, most, self.nodes) if positions is None else positions
         self.stats = EngineStats()
         self.live: dict[Request, weakref.ref[Ticket]] = {}  # all that have not ended, those that wait included
         self.prefixes = Prefixes(kept, self.positions // 2)
+        self.remembered = Remembered(remember)
         self.reading: Decoder | None = None  # of the prompt that is being read
         self.decoder: Decoder | None = None
         self.decoder = Decoder(model.target, model.draft, [], lambda count: self._choice(self.requests))
@@ -101,8 +110,8 @@ class Rows:
 
     def _choice(self, requests: Sequence[Request]) -> Choice:
         """The tree for these. A fuzzy rule's text depends on its tree and on pauses: it has always the same, and no
-        pauses. That of others does not."""
-        if not requests or self.model.draft is None:
+        pauses. That of others does not. Without a head the choice is a cost, by which copies are as many as pay."""
+        if not requests:
             return Choice(None)
         if self.chooses and all(request.lossless for request in requests):
             return self.model.trees.of(Setting.of(EXACT, requests[0].temperature), len(requests))
@@ -148,6 +157,9 @@ class Rows:
         ticket = self.live[request]()
         if ticket is not None:
             ticket.begin()
+            # A fuzzy text may depend on what is drafted, and must not depend on what others asked for.
+            if ticket.pool is not None and request.copies is not None and request.lossless:
+                request.copies.others = [*request.copies.others, *self.remembered.of(ticket.pool)]
         try:
             self._make_room([*self.requests, request])
             target, head, length = self.model.target, self.model.draft, len(request.prompt)
@@ -180,7 +192,7 @@ class Rows:
         if request.reason is None:
             self.decoder.join(alone)
         else:
-            self._remember(alone.forwards, 0, request)
+            self._keep(alone.forwards, 0, request)
             self.end(request)
         return count
 
@@ -194,7 +206,8 @@ class Rows:
         ended: dict[int, Exception | None] = {}
         for number, (request, emission) in enumerate(zip(self.requests, emissions, strict=True)):
             self.stats.undrafted += not emission.drafted
-            self.stats.accepted += max(0, len(emission.tokens) - 1)
+            self.stats.proposed.update(dict(zip(("head", "text"), emission.proposed, strict=True)))
+            self.stats.accepted.update(receipt.drafter for receipt in emission.receipts if receipt.drafter)
             try:
                 self._take(request, emission)
             except Exception as error:
@@ -238,7 +251,7 @@ class Rows:
         requests, forwards = self.requests, self.decoder.forwards
         for number, error in ended.items():
             if error is None:
-                self._remember(forwards, number, requests[number])
+                self._keep(forwards, number, requests[number])
             else:
                 forwards.erase(number)
         try:
@@ -247,7 +260,7 @@ class Rows:
             for number, error in ended.items():
                 self.end(requests[number], error)
 
-    def _remember(self, forwards: Forwards, number: int, request: Request) -> None:
+    def _keep(self, forwards: Forwards, number: int, request: Request) -> None:
         """Keep what a row leaves, where there is memory for what is not needed."""
         with suppress(RuntimeError):
             self.prefixes.add(forwards, number, request)
@@ -259,6 +272,8 @@ class Rows:
             self.stats.finished["error" if error is not None else str(request.reason)] += 1
             ticket = holder()
             if ticket is not None:
+                if ticket.pool is not None and error is None and request.reason != "cancelled":
+                    self.remembered.add(ticket.pool, request.new)
                 ticket.end(request, error)
 
     def fail(self, error: BaseException) -> None:

@@ -48,6 +48,7 @@ class Ticket:
 
     Attributes:
         prompt_tokens: length of the prompt.
+        pool: of remembered answers, see `Engine.submit`.
         seed: of the sampling noise.
         cancelled: whether `cancel` was called.
         queued_seconds: from `submit` to when its prompt began to be read; None: it waits, or never left the queue.
@@ -56,9 +57,11 @@ class Ticket:
     """
 
     def __init__(
-        self, request: Request, tokenizer: PreTrainedTokenizerBase | None, stops: Sequence[str]
+        self, request: Request, tokenizer: PreTrainedTokenizerBase | None, stops: Sequence[str],
+        pool: str | None = None,
     ) -> None:
         self.prompt_tokens, self.seed, self.cancelled = len(request.prompt), request.seed, False
+        self.pool = pool
         self.queued_seconds: float | None = None
         self.first_token_seconds: float | None = None
         self.total_seconds: float | None = None

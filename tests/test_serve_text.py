@@ -1,0 +1,344 @@
+"""Copies from the text at the endpoint: predictions, remembered answers, and what is told of them."""
+
+import functools
+
+import httpx
+import openai
+import pytest
+from served import here
+from test_serve_faults import client as client_of
+from tiny import PROMPT, tiny_chat_pair
+
+import eagle_fsd
+from eagle_fsd.drafting.config import Choice
+from eagle_fsd.drafting.text import APART, MOST_NODES
+from eagle_fsd.serve.protocol import options_over
+from eagle_fsd.serve.remembered import Remembered
+
+CHAT = [{"role": "user", "content": "what is it"}]
+DRAWN = {"temperature": 0.8, "top_p": 0.9, "seed": 5}  # greedy answers of a tiny model repeat themselves
+OPTIONS = {"model": "tiny", "messages": CHAT, "max_tokens": 40, **DRAWN}
+OFF = {"text_drafts": "off"}
+FUZZY = {"acceptance": "fsd", "threshold": 0.5}
+DETAILS = ("accepted_prediction_tokens", "rejected_prediction_tokens")
+
+
+@functools.cache
+def pair_of(head: bool):
+    pair = tiny_chat_pair(max_position_embeddings=2048)
+    return pair if head else eagle_fsd.EagleModel.from_parts(pair.target.model, None, pair.tokenizer)
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["head", "no head"])
+def server(request):
+    with here(pair_of(request.param), max_rows=2) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    return of(server)
+
+
+def of(server, key="none"):
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key=key, max_retries=0)
+
+
+def asked(client, **changed):
+    """The text of an answer and its usage."""
+    answer = client.chat.completions.create(**{**OPTIONS, **changed})
+    return answer.choices[0].message.content, answer.usage
+
+
+def edited(text):
+    """What was said before an edit: one letter in the middle is another."""
+    at = len(text) // 2
+    return text[:at] + ("a" if text[at] != "a" else "b") + text[at + 1 :]
+
+
+def predicted(content):
+    return {"type": "content", "content": content}
+
+
+# Predictions ------------------------------------------------------------------------------------------------------
+
+
+def test_a_prediction_is_copied_from(client, server):
+    """The text stays the same, and takes fewer forwards of the target; usage is that of the receipts."""
+    text, plain = asked(client, extra_body=OFF)
+    before = edited(text)
+    again, usage = asked(client, prediction=predicted(before))
+    assert again == text and usage.completion_tokens == plain.completion_tokens
+    assert usage.model_extra["target_forwards"] < plain.model_extra["target_forwards"]
+    expected = eagle_fsd.generate(CHAT, server.pair, max_new_tokens=40, reference=before, tree=server.engine.tree,
+                                  **DRAWN)
+    copied = sum(receipt.drafter == "text" for receipt in expected.receipts)
+    details = usage.completion_tokens_details
+    assert [getattr(details, name) for name in DETAILS] == [copied, expected.stats.proposed["text"] - copied]
+    assert copied > 0
+    for name in ("proposed", "accepted"):
+        assert usage.model_extra[f"{name}_by"] == {drafter: getattr(expected.stats, name)[drafter]
+                                                   for drafter in ("head", "text")}
+    assert sum(usage.model_extra["accepted_by"].values()) == usage.model_extra["accepted_tokens"]
+    parts = [{"type": "text", "text": before[:7]}, {"type": "text", "text": before[7:]}]
+    assert asked(client, prediction=predicted(parts))[1].completion_tokens_details == details
+
+
+def test_a_stream_tells_of_it_at_its_end(client):
+    text, _ = asked(client, extra_body=OFF)
+    _, usage = asked(client, prediction=predicted(text))
+    *_, last = client.chat.completions.create(**OPTIONS, prediction=predicted(text), stream=True,
+                                              stream_options={"include_usage": True})
+    assert last.usage.completion_tokens_details == usage.completion_tokens_details
+    assert last.usage.completion_tokens_details.accepted_prediction_tokens > 0
+
+
+@pytest.mark.parametrize("changed", [{}, {"extra_body": OFF}, {"prediction": None}, {"prediction": predicted("")},
+                                     {"prediction": predicted([])}, {"extra_body": {"text_drafts": "auto"}}])
+def test_without_one_nothing_was_predicted(client, changed):
+    """An empty one may be given where copies come from prompt and answer alone."""
+    text, usage = asked(client, **changed)
+    assert text == asked(client)[0]
+    if not changed.get("prediction"):
+        assert [getattr(usage.completion_tokens_details, name) for name in DETAILS] == [0, 0]
+    if changed.get("extra_body") == OFF:
+        assert usage.model_extra["proposed_by"]["text"] == 0
+
+
+@pytest.mark.parametrize("most", [1, 2, 5])
+def test_no_more_is_accepted_of_it_than_is_answered(client, most):
+    """Though a path of copies may go on beyond the last token."""
+    text, _ = asked(client)
+    _, usage = asked(client, prediction=predicted(text), max_tokens=most)
+    assert usage.completion_tokens_details.accepted_prediction_tokens < most == usage.completion_tokens
+
+
+@pytest.mark.parametrize("wrong", [
+    "a text", 5, [], {}, {"type": "content"}, {"type": "contents", "content": "x"}, {"content": "x"},
+    predicted(5), predicted(None), predicted([5]), predicted([{"type": "image_url", "text": "x"}]),
+    predicted([{"type": "text", "text": "x"}] * 1025), {**predicted("x"), "contents": "x"},
+])
+def test_a_bad_prediction_is_told_what_is_accepted(client, wrong):
+    said = r'must be \{"type": "content", "content": C\}, where C is a text or a list of at most 1024 parts'
+    with pytest.raises(openai.BadRequestError, match=said) as found:
+        asked(client, prediction=wrong)
+    assert found.value.param == "prediction" and len(found.value.body["message"]) < 1000
+
+
+@pytest.mark.parametrize(("changed", "said", "param"), [
+    ({"extra_body": {"text_drafts": "on"}}, 'text_drafts must be "auto", "off" or .*got \'on\'', "text_drafts"),
+    ({"extra_body": {"reference": [5]}}, r"reference must be a text or a list of texts, got \[5\]", "reference"),
+    ({"prediction": predicted("x"), "extra_body": OFF}, 'leave text_drafts="off" out', None),
+    ({"prediction": predicted("x"), "extra_body": {"reference": "y"}}, "under another name too", "reference"),
+    ({"prediction": predicted("x" * 100_000)}, "reference has 100000 characters, more than", "reference"),
+])
+def test_what_does_not_go_together_is_refused(client, changed, said, param):
+    with pytest.raises(openai.BadRequestError, match=said) as found:
+        asked(client, **changed)
+    assert found.value.param == param
+
+
+def test_completions_take_a_reference(client):
+    options = {"model": "tiny", "prompt": "what is it, and why", "max_tokens": 30, **DRAWN}
+    plain = client.completions.create(**options, extra_body=OFF)
+    copied = client.completions.create(**options, extra_body={"reference": plain.choices[0].text})
+    assert copied.choices[0].text == plain.choices[0].text
+    assert copied.usage.model_extra["target_forwards"] < plain.usage.model_extra["target_forwards"]
+    assert copied.usage.model_extra["accepted_by"]["text"] > 0
+    with pytest.raises(openai.BadRequestError, match="unknown option 'prediction'; use reference=") as found:
+        client.completions.create(**options, extra_body={"prediction": predicted("x")})
+    assert found.value.param == "prediction"
+
+
+@pytest.mark.parametrize(("defaults", "given", "expected"), [
+    (OFF, {}, ("off", [])),
+    (OFF, {"reference": "x"}, ("auto", ["x"])),
+    (OFF, {"reference": ""}, ("auto", [""])),
+    ({"reference": ["x"]}, OFF, ("off", [])),
+    ({"reference": ["x"]}, {"reference": "y"}, ("auto", ["y"])),
+    ({"reference": ["x"]}, {"text_drafts": "auto"}, ("auto", ["x"])),
+])
+def test_what_a_request_says_goes_before_the_servers_own(defaults, given, expected):
+    found = options_over(defaults, given)
+    assert (found.text_drafts, found.references) == expected
+
+
+def test_it_is_described(server):
+    schemas = httpx.get(f"{server.url}/openapi.json").json()["components"]["schemas"]
+    assert schemas["Prediction"]["properties"].keys() == {"type", "content"}
+    assert "copied" in schemas["ChatRequest"]["properties"]["prediction"]["description"]
+    assert "text_drafts" in schemas["ChatRequest"]["description"]
+
+
+def test_metrics_count_by_drafter(client, server):
+    def read():
+        lines = httpx.get(f"{server.url}/metrics").text.splitlines()
+        return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines if line[0] != "#")}
+
+    before = read()
+    text, plain = asked(client, extra_body=OFF)
+    _, usage = asked(client, prediction=predicted(text))
+    after = read()
+    for name in ("proposed", "accepted"):
+        for drafter in ("head", "text"):
+            label = f'eagle_fsd_{name}_total{{drafter="{drafter}"}}'
+            told = [each.model_extra[f"{name}_by"][drafter] for each in (plain, usage)]
+            assert after[label] - before[label] == sum(told)
+    assert after['eagle_fsd_accepted_total{drafter="text"}'] > before['eagle_fsd_accepted_total{drafter="text"}']
+
+
+# Remembered answers -----------------------------------------------------------------------------------------------
+
+
+def cost(usage):
+    return usage.model_extra["target_forwards"], usage.model_extra["proposed_by"]
+
+
+def test_an_answer_is_copied_from_by_those_who_show_the_same_key():
+    with here(pair_of(False), remember=1000) as server:
+        first, other, nobody = of(server, "first"), of(server, "other"), httpx.Client(base_url=server.url)
+        text, usage = asked(first)
+        again, later = asked(first)
+        assert again == text and cost(later)[0] < cost(usage)[0]
+        assert later.model_extra["accepted_by"]["text"] > usage.model_extra["accepted_by"]["text"]
+        for _ in range(2):  # nobody else had it; then the other one has it too
+            costs = [cost(asked(other)[1]), cost(openai.types.CompletionUsage(
+                **nobody.post("/v1/chat/completions", json=OPTIONS).json()["usage"]))]
+            assert costs == [cost(usage)] * 2
+            usage = later
+        assert "first" not in str(server.engine._rows.remembered.pools)
+
+
+def test_not_by_a_fuzzy_request_nor_without_copies():
+    """A fuzzy text may depend on what is drafted. Its answer may be copied from."""
+    with here(pair_of(False), remember=1000) as server:
+        client = of(server)
+        fuzzy, off = asked(client, extra_body=FUZZY), asked(client, extra_body=OFF)
+        assert fuzzy[0] == off[0]  # without a head nothing passes this rule's gate
+        usage = asked(client)[1]
+        assert cost(asked(client, extra_body=FUZZY)[1]) == cost(fuzzy[1])
+        assert cost(asked(client, extra_body=OFF)[1]) == cost(off[1])
+        assert cost(usage)[0] < cost(fuzzy[1])[0]
+
+
+def test_nothing_is_remembered_unless_it_is_asked_for():
+    with here(pair_of(False)) as server:
+        client = of(server)
+        assert cost(asked(client)[1]) == cost(asked(client)[1])
+        assert not server.engine._rows.remembered.pools
+    with eagle_fsd.Engine(pair_of(False), remember=1000) as engine:
+        first, again = (engine.submit(CHAT, max_new_tokens=40, **DRAWN).result() for _ in range(2))
+        assert again.stats.accepted_lengths == first.stats.accepted_lengths and not engine._rows.remembered.pools
+        ticket = engine.submit(CHAT, max_new_tokens=400, pool="mine")
+        ticket.cancel()
+        assert ticket.result().finish_reason == "cancelled" and not engine._rows.remembered.pools
+        mine = [engine.submit(CHAT, max_new_tokens=40, pool="mine", **DRAWN).result() for _ in range(2)]
+        assert mine[0].stats.accepted_lengths == first.stats.accepted_lengths
+        assert mine[1].stats.target_forwards < first.stats.target_forwards
+    with pytest.raises(ValueError, match="remember must be at least 0"):
+        eagle_fsd.Engine(pair_of(False), remember=-1)
+
+
+def texts(remembered, pool):
+    """The answers that can be copied from, oldest first."""
+    return [answer for index in reversed(remembered.of(pool)) for answer in split(index.tokens)]
+
+
+def split(tokens):
+    ends = [at for at, token in enumerate(tokens) if token == APART]
+    return [tokens[start:end] for start, end in zip([0, *(end + 1 for end in ends)], ends, strict=False)]
+
+
+def test_the_bound_is_kept_and_the_oldest_go_first():
+    remembered = Remembered(40)
+    for number in range(30):
+        remembered.add("one", [number] * 4)
+        assert remembered.size == sum(len(index.tokens) for index in remembered.of("one")) <= 40
+        held = texts(remembered, "one")
+        assert held == [[each] * 4 for each in range(number + 1 - len(held), number + 1)]
+        assert len(held) == number + 1 if number < 8 else len(held) >= 6  # at least 3 of 4 parts
+    remembered.add("one", [7] * 40)  # longer than all that may be
+    assert texts(remembered, "one") == held
+    remembered.add("one", [7] * 39)
+    assert texts(remembered, "one") == [[7] * 39]
+    nothing = Remembered(0)
+    nothing.add("one", [])
+    assert not nothing.pools
+
+
+def test_pools_are_apart_and_the_one_that_rests_goes_first():
+    remembered = Remembered(40)
+    for pool in ("one", "two", "one"):
+        remembered.add(pool, [len(pool), remembered.size, 5, 5])
+    assert texts(remembered, "one") == [[3, 0, 5, 5], [3, 10, 5, 5]] and texts(remembered, "two") == [[3, 5, 5, 5]]
+    assert remembered.of("three") == []
+    for number in range(6):
+        remembered.add("one", [number] * 4)
+    assert remembered.of("two") == [] and list(remembered.pools) == ["one"] and remembered.size <= 40
+    for number in range(100):
+        remembered.add(str(number), [number])
+    assert list(remembered.pools) == [str(number) for number in range(80, 100)]
+
+
+def test_an_answer_that_comes_again_is_new_again():
+    remembered = Remembered(40)
+    for number in (1, 1, 2, 1):
+        remembered.add("one", [number] * 4)
+    assert texts(remembered, "one") == [[1] * 4, [2] * 4]
+    for number in (3, 4, 1, 5, 6, 7, 8):
+        remembered.add("one", [number] * 4)
+    held = texts(remembered, "one")
+    assert [1] * 4 in held and [2] * 4 not in held
+
+
+# Room -------------------------------------------------------------------------------------------------------------
+
+
+class Costs:
+    """Such as `tree="auto"` has without a head: copies cost nothing."""
+
+    largest, logs = (eagle_fsd.TreeConfig(64, 16, 4),), ()
+
+    def steady(self, most_rows):
+        return self.largest[0]
+
+    def of(self, setting, rows=1):
+        return Choice(None, cost=lambda nodes, levels: 1.0)
+
+
+@pytest.mark.parametrize(("head", "tree", "nodes"), [
+    (False, None, MOST_NODES), (True, None, MOST_NODES), (False, eagle_fsd.TreeConfig(8, 2, 2), MOST_NODES),
+    (True, eagle_fsd.TreeConfig(40, 2, 2), 40),
+])
+def test_there_is_room_for_copies_to_the_last_position(head, tree, nodes):
+    """As many as can be verified, in caches that are as tight as the engine allows, beside another row."""
+    pair = pair_of(head)
+    pair = eagle_fsd.EagleModel(pair.target, pair.draft, pair.tokenizer, trees=Costs())
+    expected = eagle_fsd.generate(PROMPT * 5, pair_of(False), max_new_tokens=60, text_drafts="off")
+    room = 2 * (5 * len(PROMPT) + 60 + nodes)
+    verified, verify = [], pair.target.verify
+    with eagle_fsd.Engine(pair, tree=tree, max_rows=2, max_tokens=room, prefixes=0) as engine, \
+            pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pair.target, "verify", lambda tokens, *rest: verified.append(tokens.shape[1])
+                      or verify(tokens, *rest))
+        reference = pair.tokenizer.decode(expected.token_ids)
+        tickets = [engine.submit(PROMPT * 5, max_new_tokens=60, reference=[reference, reference[20:] + reference])
+                   for _ in range(2)]
+        outputs = [ticket.result() for ticket in tickets]
+        with pytest.raises(ValueError, match=f"the engine has room for {room - nodes}"):
+            engine.submit(PROMPT * 5, max_new_tokens=room - nodes - 5 * len(PROMPT) + 1)
+    assert [output.token_ids for output in outputs] == [expected.token_ids] * 2
+    assert sum(output.stats.accepted["text"] for output in outputs) > 0 and engine.stats.cycles < 60
+    assert max(verified) <= nodes and (tree is not None or max(verified) > 16)
+    assert engine.stats.proposed == sum((output.stats.proposed for output in outputs), type(engine.stats.proposed)())
+
+
+def test_defaults_may_switch_copies_off():
+    with client_of(pair_of(False), {"text_drafts": "off"}) as found:
+        body = {**OPTIONS, "max_tokens": 20}
+        plain = found.post("/v1/chat/completions", json=body).json()
+        assert plain["usage"]["proposed_by"] == {"head": 0, "text": 0}
+        text = plain["choices"][0]["message"]["content"]
+        copied = found.post("/v1/chat/completions", json={**body, "prediction": predicted(text)}).json()
+    assert copied["choices"][0]["message"] == plain["choices"][0]["message"]
+    assert copied["usage"]["accepted_by"]["text"] > 0
