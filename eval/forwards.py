@@ -169,7 +169,8 @@ def decoder_of(
 ) -> Decoder:
     """A decoder that has read these prompts, with room for so many cycles; always with this tree, None: undrafted."""
     room = cycles * (1 + (tree.depth if tree else 0)) + 1
-    given = GenerateOptions.from_names({**options, "tree": tree, "max_new_tokens": room, "ignore_eos": True, "seed": 0})
+    given = GenerateOptions.from_names({**options, "tree": tree, "text_drafts": "off", "max_new_tokens": room,
+                                        "ignore_eos": True, "seed": 0})
     decoder = Decoder(model.target, model.draft if tree else None, make_requests(model, prompts, given),
                       lambda count: Choice(tree))
     decoder.prefill()
