@@ -393,6 +393,7 @@ def test_a_head_catches_up_after_more_than_its_tree_is_deep(cost):
     while max(unread) <= tree.depth + 3:
         decoder.step()
         unread = [len(request.features) for request in decoder.requests]
+    assert cost or max(unread) - min(unread) > tree.depth  # rows lag behind one another
     drafted, logits = decoder.forwards.draft(decoder.requests, Plan(tree, len))
     for row, request in enumerate(decoder.requests):
         alone = begun([request.tokens[:-1]])
@@ -506,13 +507,13 @@ def segment_law(case, row, tilt):
 @pytest.mark.parametrize("row", [0, 1])
 @pytest.mark.parametrize(("name", "tilt"), [("exact", 0.0), ("tilt", 0.6)])
 def test_segments_of_joined_trees_have_their_law(name, tilt, row):
-    case = small_case(3)
+    case = small_case(152)  # whose longest copy is drawn often
     walks = draw_from(case, make_rule(name, tilt), row, 20_000)
     counts = Counter(tuple(step.token for step in steps) for steps in walks)
     law = segment_law(case, row, tilt)
     assert not counts.keys() - law.keys() and chi_square_fits(counts, law)
     assert chi_square_fits(counts, segment_law(case, row, 0.0)) == (name == "exact")
-    assert max(map(len, counts)) >= 3  # tokens of a segment: copies below the head's nodes are reached
+    assert max(map(len, counts)) == [4, 3][row]
 
 
 def test_fsd_is_exact_where_the_head_said_nothing():
