@@ -462,6 +462,18 @@ def test_fuzzy_rows_are_what_they_are_alone(kind):
     assert fuzzy > 10
 
 
+@pytest.mark.xfail(strict=True, reason="Decoder.step takes the smallest TextDrafts.nodes of the batch for all rows")
+def test_a_fuzzy_text_without_a_head_does_not_depend_on_its_neighbours_options():
+    found, fuzzy = [], {"acceptance": "tilt", "threshold": 1.0, "max_new_tokens": 40, "seed": 1}
+    for others in ([], [PROMPT]):
+        with eagle_fsd.Engine(pair_of("no head"), tree=TREE, max_rows=2) as engine:
+            ticket = engine.submit(REPEATS, **fuzzy)
+            for other in others:
+                engine.submit(other, text_drafts=TextDrafts(nodes=2), **fuzzy)
+            found.append(ticket.result().token_ids)
+    assert found[0] == found[1]
+
+
 # The law ----------------------------------------------------------------------------------------------------------
 
 SMALL = 6  # vocabulary
@@ -588,8 +600,10 @@ def test_as_many_nodes_are_verified_as_pay(tree):
         assert plan.count([[0.0] * known]) == min(known, 5 if tree is None else 12)
 
 
-def test_a_given_tree_is_never_exceeded(monkeypatch):
-    pair, sizes = pair_of("EAGLE-2"), []
+@pytest.mark.parametrize("kind", ["EAGLE-2", pytest.param("no head", marks=pytest.mark.xfail(
+    strict=True, reason="Decoder takes the tree away where there is no head, and TextDrafts.nodes counts instead"))])
+def test_a_given_tree_is_never_exceeded(kind, monkeypatch):
+    pair, sizes = pair_of(kind), []
     verify = pair.target.verify
 
     def spy(tokens, *args):

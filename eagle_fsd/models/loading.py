@@ -55,6 +55,9 @@ def bfloat16_pays() -> bool:
     Without such instructions it is several times slower, with them at least as fast for one row, whose time is that of
     reading the weights.
     """
+    if torch.backends.mkldnn.is_available() and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return False  # a measurement beside other work could say anything
+
     def seconds(dtype: torch.dtype) -> float:
         rows, weights = torch.ones(16, 1024, dtype=dtype), torch.ones(4096, 1024, dtype=dtype)
         times = []
