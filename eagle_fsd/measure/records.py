@@ -48,6 +48,8 @@ def environment() -> dict:
 
 def shown(value: object) -> str:
     """A setting as text; an absolute path relative to the repository, so that no record names a machine's folders."""
+    if isinstance(value, tuple):
+        return " ".join(map(shown, value))
     text = str(value)
     return os.path.relpath(text, ROOT) if os.path.isabs(text) else text
 
