@@ -86,11 +86,7 @@ def run(args: BenchmarkArguments) -> None:
     check_counts(args, "max_new_tokens", "per_category", "repeats", "threads")
     check_counts(args, "warm_up", least=0)
     read_settings(args.settings)
-    questions = chosen_questions(args.questions, args.per_category, args.run_code)
-    if args.categories:
-        questions = [question for question in questions if question.category in args.categories]
-        if not questions:
-            raise ValueError(f"no question is of the categories {', '.join(args.categories)}")
+    questions = chosen_questions(args.questions, args.per_category, args.run_code, args.categories)
     if args.then is not None:
         questions = [replace(question, turns=(*question.turns, args.then)) for question in questions]
     endpoints = read_endpoints(args.endpoints)

@@ -46,19 +46,23 @@ def noted(args: object) -> dict[str, str]:
     return found
 
 
-def chosen_questions(paths: Iterable[Path], per_category: int | None, run_code: bool) -> list[Question]:
-    """The questions of all files, of each category the first ones.
+def chosen_questions(
+    paths: Iterable[Path], per_category: int | None, run_code: bool, categories: Sequence[str] = ()
+) -> list[Question]:
+    """The questions of all files, of each category the first ones, or of these categories alone.
 
     Raises:
         ValueError: no questions, bad ones, or ones that cannot be graded here.
     """
-    chosen = first_questions(paths, per_category)
+    chosen = first_questions(paths, per_category, categories)
     check_gradable(chosen, run_code)
     return chosen
 
 
-def first_questions(paths: Iterable[Path], per_category: int | None) -> list[Question]:
-    """The questions of all files, of each category the first ones; they need not be gradable.
+def first_questions(
+    paths: Iterable[Path], per_category: int | None, categories: Sequence[str] = ()
+) -> list[Question]:
+    """The questions of all files, of each category the first ones, or of these alone; they need not be gradable.
 
     Raises:
         ValueError: no questions, or bad ones.
@@ -66,9 +70,12 @@ def first_questions(paths: Iterable[Path], per_category: int | None) -> list[Que
     counts: dict[str, int] = {}
     chosen = []
     for question in (question for path in paths for question in read_questions(path)):
+        if categories and question.category not in categories:
+            continue
         counts[question.category] = counts.get(question.category, 0) + 1
         if per_category is None or counts[question.category] <= per_category:
             chosen.append(question)
     if not chosen:
-        raise ValueError("there is nothing to ask: give --questions")
+        among = f" of the categories {', '.join(categories)}" if categories else ""
+        raise ValueError(f"there is nothing to ask{among}: give --questions")
     return chosen

@@ -62,12 +62,9 @@ def count_copies(prompt: list[int], answer: list[int]) -> Rates:
 def run(args: CopiesArguments) -> None:
     check_counts(args, "last", "max_new_tokens", "threads")
     groups: dict[str, list] = {}
-    for question in first_questions(args.questions, None):
-        if not args.categories or question.category in args.categories:
-            groups.setdefault(question.category, []).append(question)
+    for question in first_questions(args.questions, None, args.categories):
+        groups.setdefault(question.category, []).append(question)
     chosen = [question for group in groups.values() for question in (group[-args.last :] if args.last else group)]
-    if not chosen:
-        raise ValueError(f"no question is of the categories {', '.join(args.categories)}")
     if args.threads is not None:
         torch.set_num_threads(args.threads)
     model = args.pair.load()

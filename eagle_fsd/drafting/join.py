@@ -46,9 +46,14 @@ class JoinedRow:
         # The best first; where scores tie, parents before children.
         self.order = sorted(range(len(self.tokens)), key=lambda node: (node > 0, -self.scores[node], node))
 
-    def best(self, count: int) -> list[int]:
-        """The numbers of the best nodes, as many as wanted, parents before children and level by level."""
-        return sorted(self.order[:count], key=lambda node: (self.depths[node], node))
+    def best(self, count: int) -> list[tuple]:
+        """Token, parent, depth, draft row, score and whether it is a copy of each of the best nodes, parents before
+        children and level by level; where there are fewer than wanted, roots that are their own parents come after."""
+        kept = sorted(self.order[:count], key=lambda node: (self.depths[node], node))
+        place = {node: number for number, node in enumerate(kept)}
+        return [(self.tokens[node], place[self.parents[node]], self.depths[node], self.draft_rows[node],
+                 self.scores[node], self.from_text[node]) for node in kept] + [
+            (self.tokens[0], number, 0, 0, 0.0, False) for number in range(len(kept), count)]
 
 
 def _step(above: float, score: float) -> float:
@@ -66,19 +71,8 @@ def join_drafts(
     columns = [part.tolist() for part in (tree.tokens, tree.parents, tree.scores, tree.draft_rows)]
     rows = [JoinedRow(*parts, mine) for *parts, mine in zip(*columns, copies, strict=True)]
     nodes = count([[row.scores[node] for node in row.order] for row in rows])
-    filled: list[list[list]] = [[], [], [], [], [], []]
-    for row in rows:
-        kept = row.best(nodes)
-        place = {node: number for number, node in enumerate(kept)}
-        lacking = nodes - len(kept)
-        parts = ([row.tokens[node] for node in kept], [place[row.parents[node]] for node in kept],
-                 [row.depths[node] for node in kept], [row.draft_rows[node] for node in kept],
-                 [row.scores[node] for node in kept], [row.from_text[node] for node in kept])
-        for column, part, filling in zip(filled, parts, (row.tokens[0], 0, 0, 0, 0.0, False), strict=True):
-            column.append(part + [filling] * lacking)
-        filled[1][-1][len(kept) :] = range(len(kept), nodes)  # each is a root of its own
-    device = tree.tokens.device
-    tokens, parents, depths, draft_rows = torch.tensor(filled[:4], device=device)
-    deepest = max(map(max, filled[2]))
-    return DraftTree(tokens, parents, depths, ancestors_of(parents, deepest), draft_rows,
-                     torch.tensor(filled[4], device=device), deepest, torch.tensor(filled[5], device=device))
+    columns = [torch.tensor(column, device=tree.tokens.device)
+               for column in zip(*(zip(*row.best(nodes), strict=True) for row in rows), strict=True)]
+    tokens, parents, depths, draft_rows, scores, from_text = columns
+    deepest = max(row.depths[node] for row in rows for node in row.order[:nodes])
+    return DraftTree(tokens, parents, depths, ancestors_of(parents, deepest), draft_rows, scores, deepest, from_text)

@@ -107,9 +107,8 @@ def measure(target: TargetModel, head: DraftHead | None) -> Latency:
         seconds = fastest({
             "plain": cycle(None), "plain rows": cycle(None, ROWS),
             **{count: cycle(None, copied=count) for count in MEASURED_NODES}}, target.device)
-        sizes = [seconds["plain"], *(max(seconds["plain"], seconds[count]) for count in MEASURED_NODES)]
-        least = list(itertools.accumulate(reversed(sizes), min))[::-1]
-        shared = Latency(dict(zip([1, *MEASURED_NODES], least, strict=True)), {1: 0.0}, seconds["plain"])
+        sizes = {1: seconds["plain"], **{count: seconds[count] for count in MEASURED_NODES}}
+        shared = Latency(_ascending(sizes, seconds["plain"]), {1: 0.0}, seconds["plain"])
         return with_rows(shared, seconds["plain rows"], seconds["plain rows"])
     widths = [top_k for top_k in TOP_K if top_k <= head.draft_vocab_size]
     wide = max(width for width in widths if width <= WIDEST)
@@ -125,11 +124,16 @@ def measure(target: TargetModel, head: DraftHead | None) -> Latency:
     steps = (max(0.0, seconds["long", k] - seconds["short", k]) / (LONG - SHORT) for k in widths)
     level = dict(zip(widths, itertools.accumulate(steps, max), strict=True))
     further = (SHORT - 1) * level[wide]
-    sizes = [seconds["root"], *(seconds["nodes", count] - further for count in nodes)]
-    # None costs more than a larger one, nor less than a cycle without drafting: where it seems so, it was disturbed.
-    least = [max(seconds["plain"], size) for size in itertools.accumulate(reversed(sizes), min)][::-1]
-    shared = Latency(dict(zip([1, *nodes], least, strict=True)), level, seconds["plain"])
+    sizes = {1: seconds["root"], **{count: seconds["nodes", count] - further for count in nodes}}
+    shared = Latency(_ascending(sizes, seconds["plain"]), level, seconds["plain"])
     return with_rows(shared, seconds["drafted rows"], seconds["plain rows"])
+
+
+def _ascending(sizes: Mapping[int, float], plain: float) -> dict[int, float]:
+    """Seconds by nodes, of which none is more than that of more nodes, nor less than that of a cycle without drafting:
+    where it seems so, it was disturbed."""
+    least = [max(plain, size) for size in itertools.accumulate(reversed(sizes.values()), min)]
+    return dict(zip(sizes, reversed(least), strict=True))
 
 
 def with_rows(shared: Latency, drafted: float, plain: float) -> Latency:
