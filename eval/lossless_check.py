@@ -1,6 +1,7 @@
 """Whether a pair decodes losslessly: against `model.generate`, greedy token by token and sampled in distribution.
 
     python -m eval.lossless_check --target T --draft D --questions prompts.jsonl
+    python -m eval.lossless_check --questions mt_bench.jsonl spec_bench.jsonl --per-category 8 --settings exact "tilt 0"
 
 Greedy: the share of answers that are the same token for token; for each other one where it parts, and whether the
 target's two candidates there are a numerical tie: their logits lie no further apart than their gap changes between a
@@ -15,7 +16,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -25,13 +26,12 @@ import torch
 from eagle_fsd.cli.arguments import Loading, Tree
 from eagle_fsd.cli.exits import check_counts
 from eagle_fsd.data.progress import Progress
-from eagle_fsd.data.questions import read_questions
 from eagle_fsd.measure.methods import Method, encode_prompt, engine, hf_generate
 from eagle_fsd.measure.records import environment, write_json
 from eagle_fsd.measure.settings import parse_setting
 from eagle_fsd.measure.statistics import first_difference
 from eagle_fsd.pair import EagleModel
-from eval.command import noted, run_command
+from eval.command import first_questions, noted, run_command
 
 LEAST_EXPECTED = 5  # rarer tokens of a position are counted together
 SIGNIFICANCE = 0.01
@@ -43,9 +43,12 @@ class LosslessArguments:
 
     Args:
         questions: JSON lines, of which the first turns are asked.
-        setting: to see the check fail, take another rule than exact, such as "fsd 0.5".
+        settings: rules that are lossless; to see the check fail, take one that is not, such as "fsd 0.5". Samples are
+            drawn with the first.
         tree: size of the draft tree; without it the fastest that is known here.
-        prompts: how many are decoded greedily.
+        prompts: how many are decoded greedily, at most.
+        per_category: only the first questions of each category.
+        categories: only these.
         max_new_tokens: of a greedy answer.
         temperature: of the sampled answers.
         samples: answers to each sampled prompt; 0: none.
@@ -54,11 +57,13 @@ class LosslessArguments:
         out: JSON file for what was found.
     """
 
-    questions: Path
+    questions: tuple[Path, ...]
     pair: Loading = Loading()
-    setting: str = "exact"
+    settings: tuple[str, ...] = ("exact",)
     tree: Tree = None
     prompts: int = 50
+    per_category: int | None = None
+    categories: tuple[str, ...] = ()
     max_new_tokens: int = 128
     temperature: float = 1.0
     samples: int = 100
@@ -101,18 +106,20 @@ def explain(
 
 
 def check_greedy(
-    model: EagleModel, chats: dict, ours: Method, new_tokens: int
-) -> tuple[list[Difference], tuple[int, int]]:
-    """The answers that differ, of a chat for each question; and how many tokens of all answers come before a
-    difference, and how many there are."""
-    theirs, found, common, total = hf_generate(model), [], 0, 0
+    model: EagleModel, chats: dict, methods: Mapping[str, Method], new_tokens: int
+) -> tuple[dict[str, list[Difference]], int]:
+    """The answers of each method that differ, of a chat for each question; and how many tokens `model.generate`'s
+    have."""
+    theirs, total = hf_generate(model), 0
+    found: dict[str, list[Difference]] = {name: [] for name in methods}
     for question, chat in Progress(chats.items(), desc="greedy", unit="prompt"):
-        first, second = theirs(chat, new_tokens).token_ids, ours(chat, new_tokens).token_ids
-        total, common = total + len(first), common + len(first)
-        if first != second:
-            found.append(explain(model, encode_prompt(chat, model), first, second, question))
-            common -= max(0, len(first) - found[-1].position)
-    return found, (common, total)
+        first = theirs(chat, new_tokens).token_ids
+        total += len(first)
+        for name, ours in methods.items():
+            second = ours(chat, new_tokens).token_ids
+            if first != second:
+                found[name].append(explain(model, encode_prompt(chat, model), first, second, question))
+    return found, total
 
 
 def homogeneity(first: Sequence[object], second: Sequence[object]) -> float:
@@ -150,8 +157,8 @@ def check_sampling(
     return rows
 
 
-def tell_differences(found: Sequence[Difference], prompts: int) -> None:
-    print(f"greedy: {prompts - len(found)} of {prompts} answers are those of model.generate, token for token")
+def tell_differences(name: str, found: Sequence[Difference], prompts: int) -> None:
+    print(f"{name}, greedy: {prompts - len(found)} of {prompts} answers are those of model.generate, token for token")
     for difference in found:
         cause = "a numerical tie" if difference.tie else "NOT a tie"
         print(f"  question {difference.question}: token {difference.position + 1} is {difference.ours} for "
@@ -160,23 +167,26 @@ def tell_differences(found: Sequence[Difference], prompts: int) -> None:
 
 def run(args: LosslessArguments) -> int:
     """Print and store what was found; 0 where nothing speaks against losslessness, else 1."""
-    options = {**parse_setting(args.setting)[1], "tree": args.tree}
-    check_counts(args, "prompts", "max_new_tokens", "sampled_prompts", "sampled_tokens")
+    options = {name: {**parse_setting(name)[1], "tree": args.tree} for name in args.settings}
+    if not options:
+        raise ValueError("--settings needs at least one, such as exact")
+    check_counts(args, "prompts", "per_category", "max_new_tokens", "sampled_prompts", "sampled_tokens")
     check_counts(args, "samples", least=0)
-    questions = read_questions(args.questions)[: args.prompts]
+    questions = first_questions(args.questions, args.per_category, args.categories)[: args.prompts]
     model = args.pair.load()
     chats = {question.id: [{"role": "user", "content": question.turns[0]}] for question in questions}
-    found, (common, total) = check_greedy(model, chats, engine(model, **options), args.max_new_tokens)
-    tell_differences(found, len(chats))
-    print(f"{common} of {total} tokens come before the first difference of their answer; one difference in "
-          f"{common / max(1, len(found)):.0f} tokens")
-    lossless = all(difference.tie for difference in found)
+    found, tokens = check_greedy(
+        model, chats, {name: engine(model, **given) for name, given in options.items()}, args.max_new_tokens)
+    for name, differences in found.items():
+        tell_differences(name, differences, len(chats))
+    lossless = all(difference.tie for differences in found.values() for difference in differences)
     record = {"environment": environment(), "arguments": noted(args), "dtype": str(model.target.dtype),
-              "prompts": len(chats), "identical": len(chats) - len(found), "tokens": total, "tokens_before": common,
-              "differences": [asdict(difference) for difference in found]}
+              "prompts": len(chats), "tokens": tokens,
+              "identical": {name: len(chats) - len(differences) for name, differences in found.items()},
+              "differences": {name: [asdict(each) for each in differences] for name, differences in found.items()}}
     if args.samples:
-        rows = check_sampling(model, list(chats.values())[: args.sampled_prompts], options, args.temperature,
-                              args.samples, args.sampled_tokens)
+        rows = check_sampling(model, list(chats.values())[: args.sampled_prompts], options[args.settings[0]],
+                              args.temperature, args.samples, args.sampled_tokens)
         corrected = min(1.0, min(row["p"] for row in rows) * len(rows))
         apart = corrected < SIGNIFICANCE
         lossless &= not apart

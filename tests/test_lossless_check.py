@@ -31,14 +31,14 @@ def test_exact_passes_and_its_samples_are_not_told_apart(place, capsys):
     assert check(place, "--samples", "60", "--sampled-prompts", "1") == 0
     assert "6 of 6 answers are those of model.generate" in capsys.readouterr().out
     record = json.loads((place / "found.json").read_text())
-    assert record["identical"] == 6 and len(record["sampling"]["tests"]) == 3
+    assert record["identical"] == {"exact": 6} and len(record["sampling"]["tests"]) == 3
 
 
 def test_a_lossy_rule_is_found_out(place, capsys):
-    assert check(place, "--setting", "fsd 0.6 head_guard=none", "--samples", "0") == 1
+    assert check(place, "--settings", "fsd 0.6 head_guard=none", "--samples", "0") == 1
     assert "NOT a tie" in capsys.readouterr().out
     # Rules that only sampling tells apart: greedy lenience is exact.
-    sampled = ("--setting", "lenience 3", "--samples", "90", "--sampled-prompts", "1", "--prompts", "1")
+    sampled = ("--settings", "lenience 3", "--samples", "90", "--sampled-prompts", "1", "--prompts", "1")
     assert check(place, *sampled) == 1
     assert "1 of 1" in (said := capsys.readouterr().out) and "TOLD APART" in said
 

@@ -25,10 +25,20 @@ from eagle_fsd.drafting.config import Choice
 from eagle_fsd.drafting.growth import draft_tree
 from eagle_fsd.drafting.join import join_drafts
 from eagle_fsd.drafting.pause import Drafting, Plan
-from eagle_fsd.drafting.text import APART, GRAMS, LONGEST_MATCH, MOST_NODES, TRIED, Copies, Rates, TextIndex, TextSource
+from eagle_fsd.drafting.text import (
+    APART,
+    GRAMS,
+    LONGEST_MATCH,
+    MOST_NODES,
+    NODES,
+    TRIED,
+    Copies,
+    Rates,
+    TextIndex,
+    TextSource,
+)
 from eagle_fsd.drafting.tree import root_only
 from eagle_fsd.engine.decoder import Decoder
-from eagle_fsd.engine.loop import run
 from eagle_fsd.engine.noise import gumbel_noise
 from eagle_fsd.pair import EagleModel
 from eagle_fsd.requests import make_requests
@@ -361,8 +371,8 @@ def test_lossless_texts_are_those_without_copies(kind, sampling):
     for prompt, answer in zip(PROMPTS, expected, strict=True) if not sampling else ():
         stock = pair.target.model.generate(torch.tensor([prompt]), max_new_tokens=40, do_sample=False)
         assert stock[0, len(prompt) :].tolist() == answer
-    for rule, copies, tree in (("exact", "auto", TREE), ("tilt", TextDrafts(3, 5, 2), TreeConfig(30, 2, 2)),
-                               ("fsd", TextDrafts(256, MOST_NODES, TRIED), TreeConfig(16, 1, 3))):
+    for rule, copies, tree in (("exact", "auto", TREE), ("tilt", TextDrafts(3, 2), TreeConfig(30, 2, 2)),
+                               ("fsd", TextDrafts(256, TRIED), TreeConfig(16, 1, 3))):
         options = {"acceptance": rule, "text_drafts": copies, "tree": tree, **sampling}
         found = [*generate(PROMPTS, pair, **options), generate(REPEATS, pair, **options)]
         assert [output.token_ids for output in found] == [*expected, expected[0]]
@@ -373,7 +383,7 @@ def test_lossless_texts_are_those_without_copies(kind, sampling):
 @pytest.mark.parametrize("kind", ["EAGLE-2", "no head"])
 def test_requests_that_join_an_engine(kind):
     pair, accepted = pair_of(kind), Counter()
-    asked = [*zip(PROMPTS, ({}, {"temperature": 0.8}, {"text_drafts": "off"}, {"text_drafts": TextDrafts(60, 9)}),
+    asked = [*zip(PROMPTS, ({}, {"temperature": 0.8}, {"text_drafts": "off"}, {"text_drafts": TextDrafts(60, 2)}),
                   strict=True), ([9, 9, 4, 9], {"stop_token_ids": [2]})]
     with eagle_fsd.Engine(pair, tree=TREE, max_rows=3, prefill_chunk=7) as engine:
         tickets = [engine.submit(prompt, max_new_tokens=40, seed=1, **own) for prompt, own in asked]
@@ -473,16 +483,6 @@ def test_fuzzy_rows_are_what_they_are_alone(kind):
                 assert (row.token_ids, row.stats.accepted) == (alone.token_ids, alone.stats.accepted)
                 fuzzy += sum(receipt.source == "fuzzy" for receipt in row.receipts)
     assert fuzzy > 10
-
-
-@pytest.mark.xfail(strict=True, reason="Decoder.step takes the smallest TextDrafts.nodes of the batch for all rows")
-def test_a_fuzzy_text_without_a_head_does_not_depend_on_its_neighbours_options():
-    pair, fuzzy, found = pair_of("no head"), {"acceptance": "tilt", "threshold": 1.0, "max_new_tokens": 40}, []
-    for others in ([], [TextDrafts(nodes=2)]):
-        requests = [make_requests(pair, [REPEATS], GenerateOptions(**fuzzy, text_drafts=drafts))[0]
-                    for drafts in ("auto", *others)]
-        found.append(run(pair.target, None, requests, lambda count: Choice(None))[0].token_ids)
-    assert found[0] == found[1]
 
 
 # The law ----------------------------------------------------------------------------------------------------------
@@ -607,12 +607,20 @@ def test_as_many_nodes_are_verified_as_pay(tree):
         found.add(count)
     assert {1, MOST_NODES} <= found and len(found) > 10
     for known in (3, 200):  # where no cost is known, so many as there are
-        plan = Drafting(lambda count: Choice(tree), 1).next([None], copied=5)
-        assert plan.count([[0.0] * known]) == min(known, 5 if tree is None else 12)
+        plan = Drafting(lambda count: Choice(tree), 1, head=tree is not None).next([None])
+        assert plan.count([[0.0] * known]) == min(known, NODES if tree is None else 12)
 
 
-@pytest.mark.parametrize("kind", ["EAGLE-2", pytest.param("no head", marks=pytest.mark.xfail(
-    strict=True, reason="Decoder takes the tree away where there is no head, and TextDrafts.nodes counts instead"))])
+def test_a_given_tree_says_how_many_nodes_are_verified():
+    for head in (True, False):
+        given = Choice(TreeConfig(9, 2, 2, least_probability=0.5))
+        count = Drafting(lambda requests, given=given: given, 2, head=head).next([None] * 2).count
+        assert count([[0.0, -0.1], [0.0, -0.5, -0.6, -0.69, -3.0]]) == 4  # those at least as likely as is wanted
+        assert count([[0.0] * 20, [0.0]]) == 9
+        assert count([[0.0, -9.0]]) == 1
+
+
+@pytest.mark.parametrize("kind", ["EAGLE-2", "no head"])
 def test_a_given_tree_is_never_exceeded(kind, monkeypatch):
     pair, sizes = pair_of(kind), []
     verify = pair.target.verify
@@ -657,7 +665,7 @@ def test_bad_options(given, error, message):
         eagle_fsd.generate(PROMPT, tiny_pair(tokenizer=tiny_tokenizer()), **given)
 
 
-@pytest.mark.parametrize("name", ["longest", "nodes", "places"])
+@pytest.mark.parametrize("name", ["longest", "places"])
 def test_bad_text_drafts(name):
     for value, error, message in ((0, ValueError, "at least"), (257, ValueError, "at most"), (2.5, TypeError, "an int"),
                                   (True, TypeError, "an int"), ("all", TypeError, "an int")):

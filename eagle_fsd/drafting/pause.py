@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from .config import Choice, TreeConfig
-from .text import MOST_NODES, Copies
+from .text import MOST_NODES, NODES, Copies
 from .tree import DraftTree
 
 SHORTEST_PAUSE, LONGEST_PAUSE = 16, 128  # cycles without drafting
@@ -54,32 +54,35 @@ class Drafting:
 
     Args:
         choose: tree and cost for so many requests; fewer are left as others end.
+        head: whether there is one; without it a tree only says how many copies are verified.
         requests: how many there are at the beginning.
         pause: of earlier requests; None: one of its own.
     """
 
-    def __init__(self, choose: Callable[[int], Choice], requests: int, pause: Pause | None = None) -> None:
-        self.choose, self.choice = choose, choose(requests)
+    def __init__(
+        self, choose: Callable[[int], Choice], requests: int, pause: Pause | None = None, *, head: bool = True
+    ) -> None:
+        self.choose, self.choice, self.head = choose, choose(requests), head
         self.possible = [self.choice.tree, *(choose(count).tree for count in range(1, requests))]
         self.pause = pause or Pause()
         self.pause.begin()
         self.head_gain = 1.0  # running mean of the tokens that the head's drafts add to a cycle without copies
         self._costs: dict[int, list[float]] = {}  # by levels, of 1 to `MOST_NODES` nodes
 
-    def next(self, copies: Sequence[Copies | None] = (), copied: int = MOST_NODES) -> Plan:
-        """What the next cycle drafts beside these copies.
+    @property
+    def asks_head(self) -> bool:
+        """Whether the head may be asked."""
+        return self.head and self.choice.tree is not None
 
-        Args:
-            copied: nodes of a tree of copies alone, where no cost is known.
-        """
-        tree, known = self.choice.tree, self.choice.cost is not None
+    def next(self, copies: Sequence[Copies | None] = ()) -> Plan:
+        """What the next cycle drafts beside these copies."""
+        tree, known = self.choice.tree if self.head else None, self.choice.cost is not None
         if tree is not None and known and not self.pause.drafts():
             tree = None
         if tree is not None and known and any(copies) and not self._head_pays(tree, copies):
             tree = None
         levels = 0 if tree is None else tree.depth
-        most = copied if tree is None else tree.total_tokens
-        return Plan(tree, lambda scores: self._paying(scores, levels) if known else min(most, max(map(len, scores))))
+        return Plan(tree, lambda scores: self._paying(scores, levels) if known else self._allowed(scores))
 
     def _head_pays(self, tree: TreeConfig, copies: Sequence[Copies | None]) -> bool:
         """Whether a cycle emits more tokens a second with the head's drafts beside the copies than without.
@@ -93,6 +96,12 @@ class Drafting:
         alone = self._rates(scores, self._costs_of(0))
         beside = self._rates(scores, self._costs_of(tree.depth), added)
         return max(beside) > max(alone)
+
+    def _allowed(self, scores: Sequence[Sequence[float]]) -> int:
+        """The number of nodes that the given tree allows."""
+        given = self.choice.tree or TreeConfig(NODES, 1, 1)
+        likely = (sum(math.exp(score) >= given.least_probability for score in row) for row in scores)
+        return max(1, min(given.total_tokens, max(likely)))
 
     def _paying(self, scores: Sequence[Sequence[float]], levels: int) -> int:
         """The number of nodes with the most tokens a second."""

@@ -30,23 +30,21 @@ class TextDrafts:
 
     Args:
         longest: tokens copied in a row, at most (1 to 256).
-        nodes: of a tree that is made of copies alone, the root included, where latencies are not known; where they
-            are, as many as pay.
         places: of a match that are followed, where what comes after them differs.
     """
 
     longest: int = 48
-    nodes: int = 16
     places: int = 4
 
     def __post_init__(self) -> None:
-        for name, least, most in (("longest", 1, 256), ("nodes", 2, MOST_NODES), ("places", 1, TRIED)):
+        for name, least, most in (("longest", 1, 256), ("places", 1, TRIED)):
             require_integer(f"TextDrafts.{name}", getattr(self, name), least)
             if getattr(self, name) > most:
                 raise ValueError(f"TextDrafts.{name} must be at most {most}, got {getattr(self, name)}")
 
 
 MOST_NODES = 64  # of a tree with copies, unless its `TreeConfig` has more
+NODES = 16  # of a tree of copies alone, where neither a `TreeConfig` nor latencies say how many
 
 
 class TextIndex:

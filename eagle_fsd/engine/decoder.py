@@ -52,8 +52,7 @@ class Decoder:
         self.device = target.output_device  # trees, logits and features live there
         for request in self.requests:
             request.stats.computed_by = target.computed_by
-        chosen = choose if head is not None else lambda count: replace(choose(count), tree=None)
-        self.drafting = Drafting(chosen, len(self.requests), pause)
+        self.drafting = Drafting(choose, len(self.requests), pause, head=head is not None)
         self.draft_tokens = None if head is None or head.names_all else head.target_tokens
         self.observe: Callable[[DraftTree, list[Tensor], list[list[int]]], None] | None = None
         self.forwards = forwards or self._forwards(earlier)
@@ -88,7 +87,7 @@ class Decoder:
         whole = self.forwards.lengths[number] == len(request.prompt)
         emission = self._first(number, features) if whole else NOTHING
         request.advance(emission, None if self.head is None else features)
-        if self.drafting.choice.tree is not None:
+        if self.drafting.asks_head:
             self.forwards.read(number, request)
         return emission if whole else None
 
@@ -105,8 +104,7 @@ class Decoder:
     def step(self) -> list[Emission]:
         """One cycle; each request emits its accepted draft tokens and one token of the target."""
         copies = [request.copies and request.copies.propose() for request in self.requests]
-        most = min((request.copies.config.nodes for request in self.requests if request.copies), default=1)
-        plan, lengths = self.drafting.next(copies, most), self.forwards.lengths  # L: the root is the token there
+        plan, lengths = self.drafting.next(copies), self.forwards.lengths  # L: the root is the token there
         tree, draft_logits = self.forwards.draft(self.requests, plan, copies)
         features = self.forwards.verify(tree)  # [B, N, F]
         paths, emissions = self._accept(tree, self.target.logits(features), draft_logits, lengths)

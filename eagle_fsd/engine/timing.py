@@ -21,7 +21,7 @@ from tqdm import tqdm
 from ..data.files import cache_directory, save_atomically
 from ..drafting.config import Choice, TreeConfig
 from ..drafting.latency import Latency
-from ..drafting.text import MOST_NODES, Copies, TextDrafts, TextSource
+from ..drafting.text import Copies, TextDrafts, TextSource
 from ..heads.eagle import DraftHead
 from ..models.linear import is_packed
 from ..models.placement import weights_digest
@@ -165,7 +165,7 @@ class SameCopies(TextSource):
     """A chain of always the same tokens, to measure what verifying it takes."""
 
     def __init__(self, chain: Sequence[int]) -> None:
-        super().__init__([], TextDrafts(nodes=MOST_NODES))
+        super().__init__([], TextDrafts())
         numbers = list(range(len(chain)))
         self.chain = Copies(list(chain), [number - 1 for number in numbers], [0.0] * len(chain), [1] * len(chain),
                             [0] * len(chain))
