@@ -1,17 +1,20 @@
 """From files of conversations to a dataset: formats, bad rows, lengths, answers by the target itself."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
+from served import here as serving
 from tiny import tiny_pair, tiny_tokenizer
 
 import eagle_fsd
 from eagle_fsd.cli.arguments import parse_options
 from eagle_fsd.data.conversations import BadRow, Record, read_records
-from train.answers import Respondent, is_sensible, regenerate, self_prompted
+from train.answers import Respondent, is_sensible, local_writer, regenerate, self_prompted, served_writer
 from train.documents import Documents
 from train.encoding import encode_dataset, encode_record
+from train.overlap import without
 from train.prepare_data import Arguments, run
 
 
@@ -72,7 +75,8 @@ def test_what_is_too_long_is_cut(model):
 
 
 def writer(model, **options) -> Respondent:
-    return Respondent(model, **{"batch": 4, "temperature": 0.0, "max_new_tokens": 4, "seed": 0} | options)
+    settings = {"batch": 4, "temperature": 0.0, "max_new_tokens": 4, "seed": 0}
+    return Respondent(local_writer(model), model.tokenizer, **settings | options)
 
 
 def test_regenerated_answers_are_the_targets_own_and_are_not_made_twice(tmp_path, model, monkeypatch):
@@ -93,6 +97,52 @@ def test_regenerated_answers_are_the_targets_own_and_are_not_made_twice(tmp_path
     assert list(regenerate(data, writer(model, batch=2), store)) == made and set(asked) == {1}
     with pytest.raises(ValueError, match="begun with other settings"):
         list(regenerate(data, writer(model, max_new_tokens=5), store))
+
+
+def test_answers_keep_the_tokens_that_the_target_wrote(model):
+    """A text can be tokenised in several ways; an answer that was cut off does not teach its end mark."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_tokens(["ab"])
+    tokenizer.chat_template = model.tokenizer.chat_template
+    a, b, ab, end = (tokenizer.convert_tokens_to_ids(token) for token in ("a", "b", "ab", "</s>"))
+
+    def learned_of(own):
+        messages = chat("hi", "abab", "and", "ab")
+        messages[1]["token_ids"] = own
+        ((ids, learned),) = encode_record(Record(messages=messages), tokenizer, 64, "truncate")
+        return [token for token, mark in zip(ids, learned, strict=True) if mark]
+
+    assert learned_of([ab, a, b, end]) == [ab, a, b, end, ab, end]
+    assert learned_of([a, b, ab]) == [a, b, ab, ab, end]
+    for unknown in (None, [a, b, end]):  # not what the text says
+        assert learned_of(unknown) == [ab, ab, end, ab, end]
+
+
+def test_a_server_answers_in_place_of_the_model(tmp_path, model):
+    """Ours here; what it says is what the model would."""
+    data = rows(chat("hi", "x", "and", "y"), chat("b", "x"))
+    here = list(regenerate(data, writer(model), tmp_path / "here.jsonl"))
+    with serving(model) as server:
+        write = served_writer(f"{server.url}/v1", None, model.tokenizer, 2)
+        there = Respondent(write, model.tokenizer, batch=4, temperature=0.0, max_new_tokens=4, seed=0)
+        assert texts_of(regenerate(data, there, tmp_path / "there.jsonl")) == texts_of(here)
+        assert there.tokens > 0
+    with pytest.raises(ValueError, match="gives no answer"):
+        served_writer("http://127.0.0.1:9/v1", None, model.tokenizer, 1)
+
+
+def texts_of(records):
+    return [[(message["role"], message["content"]) for message in record.messages] for record in records]
+
+
+def test_questions_of_the_evaluation_are_left_out(tmp_path):
+    long = "Please tell me, step by step, how bread rises without any yeast in it."
+    questions = Path(write(tmp_path / "questions.jsonl", [{"prompt": long}, {"prompt": "Why not?"}]))
+    data = rows(chat("So: please TELL me step by step how bread rises without any butter", "x"), chat("why not", "x"),
+                chat("And why not now?", "x"), chat("tell me step by step how bread rises", "x"))
+    found = [record.reason for record in without(data, [questions])]
+    assert found == ["shares words with --exclude"] * 2 + [None] * 2
+    assert [record.reason for record in without(data, [])] == [None] * 4
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

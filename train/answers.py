@@ -8,20 +8,29 @@ file, the store, after each batch: an interrupted run continues there.
 from __future__ import annotations
 
 import json
+import logging
+import os
 import re
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from pathlib import Path
+from typing import Any, NamedTuple
+
+from transformers import PreTrainedTokenizerBase
 
 import eagle_fsd
 from eagle_fsd import EagleModel
 from eagle_fsd.data.conversations import BadRow, Record
 from eagle_fsd.data.files import append_lines, read_lines
 from eagle_fsd.data.progress import Progress
-from train.encoding import ANYTHING, render
+from train.encoding import ANYTHING, TOKEN_IDS, render
 
-Messages = list[dict[str, str]]
+log = logging.getLogger(__name__)
+
+Message = dict[str, Any]  # role, content, and of the target's answers TOKEN_IDS where they are known
+Messages = list[Message]
 
 WINDOW = 16  # batches of conversations that are sorted by length together
 USER_TOKENS = 256  # that a user's turn may have
@@ -30,17 +39,92 @@ SHORTEST, LONGEST = 12, 1200  # characters of a user's turn
 MOST_REPETITION = 0.2  # share of its 4-grams of words that have occurred before
 
 
+class Written(NamedTuple):
+    """What the target wrote after a text."""
+
+    text: str
+    token_ids: list[int] | None  # its end token included; None where a server does not give them
+
+
+Write = Callable[..., list[Written | BadRow]]  # (texts, seeds, **sampling): what is written after each, or why nothing
+
+
+def local_writer(model: EagleModel) -> Write:
+    """Writes with a model in this process, in one batch."""
+    def write(texts: Sequence[str], seeds: Sequence[int], **sampling: object) -> list[Written | BadRow]:
+        limit = model.target.max_positions
+        prompts = [model.tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+        fitting = [number for number, ids in enumerate(prompts) if limit is None or len(ids) < limit]
+        written: list[Written | BadRow] = [BadRow("prompt too long to answer")] * len(texts)
+        outputs = eagle_fsd.generate([prompts[number] for number in fitting], model, acceptance="exact",
+                                     seed=[seeds[number] for number in fitting], **sampling) if fitting else []
+        for number, output in zip(fitting, outputs, strict=True):
+            written[number] = Written(output.text or "", output.token_ids)
+        return written
+
+    return write
+
+
+def served_writer(url: str, name: str | None, tokenizer: PreTrainedTokenizerBase, together: int) -> Write:
+    """Writes with the target on a server with OpenAI's API, by its `completions` of token ids.
+
+    Args:
+        url: up to "/v1". name: of the model there; None: the first that it has.
+        together: requests at a time, as many as the server has slots.
+
+    Raises:
+        ImportError: without the package openai.
+        ValueError: no answer, or no model.
+    """
+    try:
+        import openai
+    except ImportError as error:
+        raise ImportError("--endpoint needs the package openai (pip install openai)") from error
+    client = openai.OpenAI(base_url=url, api_key=os.environ.get("OPENAI_API_KEY") or "none", max_retries=5)
+    try:
+        name = name or next((model.id for model in client.models.list()), None)
+    except openai.APIError as error:
+        raise ValueError(f"--endpoint {url} gives no answer: {error}") from error
+    if name is None:
+        raise ValueError(f"--endpoint {url} names no model: give one with --endpoint-model")
+    further: dict[str, object] = {"return_token_ids": True}  # vLLM's; who does not know it may refuse it
+
+    def ask(text: str, seed: int, sampling: Mapping) -> Written | BadRow:
+        asked = {"model": name, "prompt": tokenizer(text, add_special_tokens=False)["input_ids"],
+                 "seed": seed % 2**31, "max_tokens": sampling["max_new_tokens"],
+                 **{key: value for key, value in sampling.items() if key != "max_new_tokens"}}
+        try:
+            try:
+                choice = client.completions.create(**asked, extra_body=dict(further)).choices[0]
+            except openai.BadRequestError:
+                if not further:
+                    raise
+                choice = client.completions.create(**asked).choices[0]
+                further.clear()
+        except openai.BadRequestError as error:
+            log.warning("the server refuses a prompt: %s", error)
+            return BadRow("refused by the server")
+        return Written(choice.text, getattr(choice, "token_ids", None))
+
+    def write(texts: Sequence[str], seeds: Sequence[int], **sampling: object) -> list[Written | BadRow]:
+        with ThreadPoolExecutor(together) as pool:
+            return list(pool.map(lambda text, seed: ask(text, seed, sampling), texts, seeds))
+
+    return write
+
+
 class Respondent:
     """The target, writing the next turn of many conversations at a time.
 
     Args:
-        batch: conversations that are decoded together.
+        batch: conversations that are asked for together, and kept together when they are finished.
     """
 
     def __init__(
-        self, model: EagleModel, *, batch: int, temperature: float, max_new_tokens: int, seed: int
+        self, write: Write, tokenizer: PreTrainedTokenizerBase, *, batch: int, temperature: float, max_new_tokens: int,
+        seed: int,
     ) -> None:
-        self.model, self.batch, self.seed = model, batch, seed
+        self.write, self.tokenizer, self.batch, self.seed = write, tokenizer, batch, seed
         self.temperature, self.max_new_tokens = temperature, max_new_tokens
         self.tokens, self.seconds = 0, 0.0  # generated so far, and what it took
 
@@ -54,54 +138,50 @@ class Respondent:
         """What a progress bar says beside its count."""
         return {"tokens": self.tokens, "tokens/s": round(self.tokens / max(self.seconds, 1e-9))}
 
-    def _continue(self, texts: Sequence[str], seeds: Sequence[int], **options: object) -> list[str | None]:
-        """What the target writes after each text; None where it is too long for the target."""
-        model, limit = self.model, self.model.target.max_positions
-        prompts = [model.tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
-        fitting = [number for number, ids in enumerate(prompts) if limit is None or len(ids) < limit]
-        written: list[str | None] = [None] * len(texts)
-        if fitting:
-            started = time.perf_counter()
-            outputs = eagle_fsd.generate([prompts[number] for number in fitting], model, acceptance="exact",
-                                         seed=[seeds[number] for number in fitting], **options)
-            self.seconds += time.perf_counter() - started
-            self.tokens += sum(len(output.token_ids) for output in outputs)
-            for number, output in zip(fitting, outputs, strict=True):
-                written[number] = output.text or ""
+    def _continue(self, texts: Sequence[str], seeds: Sequence[int], **sampling: object) -> list[Written | BadRow]:
+        """What the target writes after each text."""
+        started = time.perf_counter()
+        written = self.write(texts, seeds, **sampling) if texts else []
+        self.seconds += time.perf_counter() - started
+        for each in written:
+            if isinstance(each, Written):
+                ids = each.token_ids
+                self.tokens += len(self.tokenizer(each.text)["input_ids"] if ids is None else ids)
         return written
 
-    def answers(self, conversations: Sequence[Messages], seeds: Sequence[int]) -> list[str | BadRow]:
+    def answers(self, conversations: Sequence[Messages], seeds: Sequence[int]) -> list[Message | BadRow]:
         """The next answer to each conversation, or why there is none."""
-        found: list[str | BadRow] = [BadRow("empty answer of the target")] * len(conversations)
+        found: list[Message | BadRow] = [BadRow("empty answer of the target")] * len(conversations)
         texts: dict[int, str] = {}
         for number, messages in enumerate(conversations):
             try:
-                texts[number] = render(self.model.tokenizer, messages, True)
+                texts[number] = render(self.tokenizer, messages, True)
             except BadRow as error:
                 found[number] = error
         said = self._continue(list(texts.values()), [seeds[number] for number in texts],
                               temperature=self.temperature, max_new_tokens=self.max_new_tokens)
-        for number, text in zip(texts, said, strict=True):
-            if text is None:
-                found[number] = BadRow("prompt too long to answer")
-            elif text.strip():
-                found[number] = text
+        for number, each in zip(texts, said, strict=True):
+            if isinstance(each, BadRow):
+                found[number] = each
+            elif each.text.strip():
+                known = {} if each.token_ids is None else {TOKEN_IDS: each.token_ids}
+                found[number] = {"role": "assistant", "content": each.text, **known}
         return found
 
     def user_turns(self, conversations: Sequence[Messages], seeds: Sequence[int]) -> list[str]:
         """What a user would say next in each conversation, empty where none fits; empty conversations begin."""
-        openings = [user_opening(self.model, messages) for messages in conversations]
+        openings = [user_opening(self.tokenizer, messages) for messages in conversations]
         said = self._continue(openings, seeds, max_new_tokens=USER_TOKENS, **USER_SAMPLING)
-        return [(text or "").strip() for text in said]
+        return ["" if isinstance(each, BadRow) else each.text.strip() for each in said]
 
 
-def user_opening(model: EagleModel, messages: Messages) -> str:
+def user_opening(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> str:
     """A conversation as text up to where the user's next words begin.
 
     Raises:
         ValueError: a chat template that does not show a user's words as they are.
     """
-    text = render(model.tokenizer, [*messages, {"role": "user", "content": ANYTHING}], False)
+    text = render(tokenizer, [*messages, {"role": "user", "content": ANYTHING}], False)
     if ANYTHING not in text:
         raise ValueError("the chat template does not show a user's words: --self-prompted needs one that does")
     return text[: text.rindex(ANYTHING)]
@@ -185,7 +265,7 @@ def answer_batch(batch: dict[int, Messages], writer: Respondent) -> dict[int, Me
             if isinstance(answer, BadRow):
                 reasons[number] = str(answer)
             else:
-                said[number].append({"role": "assistant", "content": answer})
+                said[number].append(answer)
     for messages in said.values():
         while messages and messages[-1]["role"] != "assistant":
             messages.pop()
@@ -250,5 +330,5 @@ def ask_and_answer(
                 seen.add(text.casefold())
             asked[number] = [*messages, {"role": "user", "content": text}]
     answers = writer.answers(list(asked.values()), seeds(asked, turn + 1))
-    return {number: [*messages, {"role": "assistant", "content": answer}]
-            for (number, messages), answer in zip(asked.items(), answers, strict=True) if isinstance(answer, str)}
+    return {number: [*messages, answer] for (number, messages), answer in zip(asked.items(), answers, strict=True)
+            if not isinstance(answer, BadRow)}

@@ -21,6 +21,7 @@ from train.documents import Documents
 
 # What a template may put between the generation prompt and an answer: an empty block of thoughts.
 BEFORE_ANSWER = re.compile(r"\s*(<think>\s*</think>\s*)?")
+TOKEN_IDS = "token_ids"  # of an answer: what the target wrote, where it is known
 ANYTHING = "Qwertzuiop"  # stands for an answer, to see what a template puts around one
 
 
@@ -71,7 +72,8 @@ def encode_record(
         pieces = [first + ids[i : i + body] for i in range(0, len(ids), body)]
         pieces = [piece for piece in pieces if len(piece) > 2]  # nothing could be learned from less
         return [(piece, [False] * len(first) + [True] * (len(piece) - len(first))) for piece in pieces]
-    encoded = encode_conversation(tokenizer, record.messages or [])
+    encoded = [with_own_tokens(tokenizer, *document, record.messages or [])
+               for document in encode_conversation(tokenizer, record.messages or [])]
     if long == "drop" and any(len(ids) > max_length for ids, _ in encoded):
         raise BadRow("over-long")
     cut = [(ids[:max_length], learned[:max_length]) for ids, learned in encoded]
@@ -108,6 +110,24 @@ def encode_conversation(
     except BadRow:
         ends = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
         return [mark_spans(tokenizer, *last_answer_span(tokenizer, messages[: end + 1])) for end in ends]
+
+
+def with_own_tokens(
+    tokenizer: PreTrainedTokenizerBase, ids: list[int], learned: list[bool], messages: Sequence[dict]
+) -> tuple[list[int], list[bool]]:
+    """A document in which the answers have the very tokens that the target wrote, where these are known and the text is
+    the same: a text can be tokenised in several ways. The end mark of an answer that was cut off is not learned."""
+    answers = [message.get(TOKEN_IDS) for message in messages if message["role"] == "assistant"]
+    starts = [at for at, mark in enumerate(learned) if mark and not learned[at - 1 if at else at]]
+    ends = [next((at for at in range(start, len(ids)) if not learned[at]), len(ids)) for start in starts]
+    ids, learned = list(ids), list(learned)
+    for start, end, own in reversed(list(zip(starts, ends, answers, strict=False))):
+        if own and len(starts) == len(answers):
+            ended = own[-1] == ids[end - 1]
+            last = end if ended else end - 1
+            if tokenizer.decode(own) == tokenizer.decode(ids[start:last]):
+                ids[start:last], learned[start:end] = own, [True] * len(own) + [False] * (not ended)
+    return ids, learned
 
 
 def check_tokenizer(tokenizer: PreTrainedTokenizerBase) -> None:

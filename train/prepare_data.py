@@ -26,9 +26,10 @@ from eagle_fsd.data.files import only_writer
 from eagle_fsd.data.gguf import target_source
 from eagle_fsd.models.loading import check_dtype, load_target
 from eagle_fsd.pair import EagleModel, set_attention
-from train.answers import Respondent, regenerate, self_prompted
+from train.answers import Respondent, local_writer, regenerate, self_prompted, served_writer
 from train.documents import check_place
 from train.encoding import check_tokenizer, encode_dataset
+from train.overlap import without
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,13 @@ class Arguments:
         regenerate: let the target answer the questions itself, greedily or by sampling.
         self_prompted: so many conversations that the target writes alone, its users' turns too, instead of --data.
         follow_ups: share of them that go on for a second turn.
-        batch: conversations that are answered together.
+        endpoint: of a server with OpenAI's API that has the target and answers in its place, such as vLLM's or
+            llama.cpp's: "http://127.0.0.1:8081/v1". Its key is taken from OPENAI_API_KEY.
+        endpoint_model: its name there; without it the first that the server has.
+        system: a system turn for the conversations that have none.
+        exclude: files of questions that the head is to be judged by; conversations in which a user shares ten words
+            in a row with one, or asks it, are left out and counted.
+        batch: conversations that are answered together; of a server, requests at a time.
         dtype: of the target that answers; auto as in eagle_fsd.load.
         draft: a draft head of the target, to generate faster.
         temperature: of --regenerate sampled.
@@ -74,6 +81,10 @@ class Arguments:
     regenerate: Literal["greedy", "sampled"] | None = None
     self_prompted: int | None = None
     follow_ups: float = 0.3
+    endpoint: str | None = None
+    endpoint_model: str | None = None
+    system: str | None = None
+    exclude: tuple[Path, ...] = ()
     batch: int = 32
     dtype: str = "auto"
     draft: str | None = None
@@ -104,19 +115,36 @@ def run(arguments: Arguments) -> dict:
     tokenizer = AutoTokenizer.from_pretrained(place, trust_remote_code=arguments.trust_remote_code)
     if arguments.chat_template:
         tokenizer.chat_template = arguments.chat_template.read_text(encoding="utf-8")
+    if arguments.endpoint and not (arguments.regenerate or arguments.self_prompted):
+        raise ValueError("--endpoint writes answers: it needs --regenerate or --self-prompted")
+    if arguments.endpoint and arguments.draft:
+        raise ValueError("--draft is for answers that are made here: leave it out with --endpoint")
     own = arguments.regenerate or arguments.self_prompted
     if own or (arguments.format != "text" and tokenizer.chat_template):
         check_tokenizer(tokenizer)
     records: Iterable[Record] = itertools.islice(itertools.chain.from_iterable(
         read_records(source, arguments.format, arguments.split) for source in arguments.data), arguments.limit)
+    if arguments.system is not None:
+        records = (with_system(record, arguments.system) for record in records)
+    if arguments.self_prompted is None:
+        records = without(records, arguments.exclude)  # before they are answered
     with only_writer(store_of(arguments)) if own else nullcontext():
         if own:
             records = regenerated(records, arguments, place, tokenizer)
+        if arguments.self_prompted is not None:
+            records = without(records, arguments.exclude)
         documents, counts = encode_dataset(records, tokenizer, max_length=arguments.max_length, long=arguments.long)
     about = {"target": arguments.target, "data": list(arguments.data), "regenerated": arguments.regenerate,
              "self_prompted": arguments.self_prompted}
     documents.save(arguments.out, about | counts)
     return json.loads((arguments.out / "summary.json").read_text(encoding="utf-8"))
+
+
+def with_system(record: Record, text: str) -> Record:
+    """A conversation with a system turn, unless it has one."""
+    if record.messages is None or record.messages[0]["role"] == "system":
+        return record
+    return Record(messages=[{"role": "system", "content": text}, *record.messages])
 
 
 def store_of(arguments: Arguments) -> Path:
@@ -128,7 +156,27 @@ def regenerated(
     records: Iterable[Record], arguments: Arguments, place: str, tokenizer: PreTrainedTokenizerBase
 ) -> Iterator[Record]:
     """The records with the own answers of the target at `place`, which are kept beside the dataset."""
-    target, trusted = arguments.target, arguments.trust_remote_code
+    if arguments.endpoint:
+        write = served_writer(arguments.endpoint, arguments.endpoint_model, tokenizer, arguments.batch)
+    else:
+        write = local_writer(load_model(arguments, place, tokenizer))
+    store = store_of(arguments)
+    writer = Respondent(
+        # Of a server, slots that become free are filled before all answers of a batch are there.
+        write, tokenizer, batch=arguments.batch * (4 if arguments.endpoint else 1),
+        max_new_tokens=arguments.max_new_tokens, seed=arguments.seed,
+        temperature=arguments.temperature if arguments.regenerate == "sampled" else 0.0,
+    )
+    about = {"target": arguments.target, **({"endpoint": arguments.endpoint} if arguments.endpoint else {})}
+    if arguments.self_prompted is not None:
+        return self_prompted(arguments.self_prompted, writer, store, follow_ups=arguments.follow_ups, about=about)
+    return regenerate(records, writer, store, about=about | {
+        "data": list(arguments.data), "format": arguments.format, "split": arguments.split})
+
+
+def load_model(arguments: Arguments, place: str, tokenizer: PreTrainedTokenizerBase) -> EagleModel:
+    """The target that answers, with the draft that makes it faster."""
+    trusted = arguments.trust_remote_code
     if arguments.draft:
         model = eagle_fsd.load(place, arguments.draft, dtype=arguments.dtype, trust_remote_code=trusted)
     else:
@@ -136,16 +184,7 @@ def regenerated(
         set_attention(model.target, None)
     model.tokenizer = tokenizer
     model.prepack()
-    store = store_of(arguments)
-    writer = Respondent(
-        model, batch=arguments.batch, max_new_tokens=arguments.max_new_tokens, seed=arguments.seed,
-        temperature=arguments.temperature if arguments.regenerate == "sampled" else 0.0,
-    )
-    if arguments.self_prompted is not None:
-        return self_prompted(arguments.self_prompted, writer, store, follow_ups=arguments.follow_ups,
-                             about={"target": target})
-    return regenerate(records, writer, store, about={
-        "target": target, "data": list(arguments.data), "format": arguments.format, "split": arguments.split})
+    return model
 
 
 def main() -> int:
