@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
-from tiny import PROMPT, tiny_pair, tiny_target
+from tiny import CHAT_TEMPLATE, PROMPT, tiny_pair, tiny_target, tiny_tokenizer
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import fully_shard
 
@@ -317,6 +317,39 @@ def test_bad_settings_are_refused(place, changes, match):
         run(place, "refused", **changes)
 
 
+def test_from_conversations_to_a_head(place, tmp_path, monkeypatch):
+    """The target answers, its features are stored, and what is there is kept when the run goes on."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.save_pretrained(tmp_path / "target")
+    pair = tiny_pair(tokenizer=tokenizer)
+    pair.target.model.save_pretrained(tmp_path / "target")
+    asked = tmp_path / "asked.jsonl"
+    chats = ([{"role": "user", "content": a + b}, {"role": "assistant", "content": "?"}]
+             for a in "abcdef" for b in "mno")
+    asked.write_text("\n".join(json.dumps({"messages": messages}) for messages in chats))
+    given = {"target": str(tmp_path / "target"), "data": None, "conversations": (str(asked),),
+             "target_dtype": "auto", "mixed_precision": "auto"}
+    monkeypatch.setattr(train_draft_head, "ANSWER_TOKENS", 12)
+    monkeypatch.setattr(train_draft_head, "Trainer", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        train(settings(place, tmp_path / "run", **given))
+    made = {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*.*") if path.is_file()}
+    assert {"tokens.npy", "features-00000.safetensors"} <= {path.name for path in made}
+    monkeypatch.undo()
+    head = train(settings(place, tmp_path / "run", **given))
+    assert all(path.stat().st_mtime_ns == made[path] for path in made if path.suffix == ".npy" or "0000" in path.name)
+    out = eagle_fsd.generate("ab", eagle_fsd.load(str(tmp_path / "target"), str(head)), max_new_tokens=8)
+    assert len(out.token_ids) == 8 and out.stats.proposed["head"] > 0
+    for changes in ({"data": place / "data"}, {"conversations": ()}):
+        with pytest.raises(ValueError, match="give either --conversations or --data"):
+            train(settings(place, tmp_path / "run", **given | changes))
+
+
+def interrupted(*_):
+    raise KeyboardInterrupt
+
+
 def test_flags_change_the_recipe(monkeypatch, capsys):
     asked = []
     monkeypatch.setattr(train_draft_head, "train", asked.append)
@@ -324,7 +357,7 @@ def test_flags_change_the_recipe(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["x", "small", *required, "--steps", "7", "--no-evaluate", "--tree", "8,3,2",
                                       "--objective", "hass,aligned_steps=2"])
     assert main() == 0
-    wanted = TrainingConfig("t", Path("d"), Path("o"), **RECIPES["small"][1] | {
+    wanted = TrainingConfig("t", Path("o"), data=Path("d"), **RECIPES["small"][1] | {
         "steps": 7, "evaluate": False, "tree": TreeConfig(8, 3, 2),
         "objective": replace(OBJECTIVES["hass"], aligned_steps=2)})
     assert asdict(asked[0]) == asdict(wanted)

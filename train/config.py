@@ -29,10 +29,13 @@ class TrainingConfig:
 
     Args:
         target: directory, hub id or GGUF file.
-        data: dataset of train.prepare_data.
         output: folder of the run, with the trained head in `head` and the best by held-out tau in `best`.
+        conversations: files whose questions the target answers itself, greedily, to learn from; the dataset is made in
+            the run's folder, on a CPU with its features. For other ways take train.prepare_data and --data.
+        data: dataset of train.prepare_data, in place of conversations.
         features: folder of train.features; without it the target makes them in each step.
-        target_dtype: of the target, for features made on the spot and for evaluation.
+        target_dtype: of the target, for features made on the spot and for evaluation; auto: bfloat16, on a CPU that is
+            slower in it float32.
         device_map: placement of a large target by accelerate, such as auto.
         trust_remote_code: allow a target to run code from its repository.
         head: kind of a new head.
@@ -58,7 +61,7 @@ class TrainingConfig:
         weight_decay: of AdamW.
         clip: norm, or value as in the published EAGLE recipe.
         clip_at: largest norm or value of the gradients.
-        mixed_precision: of the head.
+        mixed_precision: of the head; auto: bf16, on a CPU that is slower in it none.
         seed: of a new head, the order of the data and the noise.
         save_every: steps from one resumable state to the next.
         keep: how many states are kept.
@@ -80,10 +83,11 @@ class TrainingConfig:
     """
 
     target: str
-    data: Path
     output: Path
+    conversations: tuple[str, ...] = ()
+    data: Path | None = None
     features: Path | None = None
-    target_dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
+    target_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     device_map: str | None = None
     trust_remote_code: bool = False
     head: Literal["eagle2", "eagle3"] = "eagle2"
@@ -108,7 +112,7 @@ class TrainingConfig:
     weight_decay: float = 0.0
     clip: Literal["norm", "value"] = "norm"
     clip_at: float = 0.5
-    mixed_precision: Literal["no", "bf16"] = "bf16"
+    mixed_precision: Literal["auto", "no", "bf16"] = "auto"
     seed: int = 0
     save_every: int = 1000
     keep: int = 2

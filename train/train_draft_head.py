@@ -1,33 +1,43 @@
 """Train a draft head for a target.
 
+    python -m train.train_draft_head --target T --conversations chats.jsonl --output runs/head
     python -m train.train_draft_head hass --target T --data data/chat --output runs/head
     torchrun --nproc-per-node 8 -m train.train_draft_head hass --target T --data data/chat --output runs/head
 
-Any number of processes, and accelerate's own settings for FSDP (train/fsdp.yaml). A run that was stopped, by Ctrl-C or
-by force, continues from its last saved state when the same command is given again.
+Without a recipe it is `small` on a CPU and `hass` on a GPU. Any number of processes, and accelerate's own settings for
+FSDP (train/fsdp.yaml). A run that was stopped, by Ctrl-C or by force, continues from its last saved state when the same
+command is given again.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import time
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
+import torch
 import tyro
 
 from eagle_fsd.cli.arguments import parse_options
 from eagle_fsd.cli.exits import exit_status
 from eagle_fsd.data.files import only_writer
 from eagle_fsd.data.progress import Progress
+from eagle_fsd.models.loading import bfloat16_pays
+from train import features, prepare_data
 from train.config import RECIPES, TrainingConfig
+from train.documents import is_dataset
 from train.evaluation import Evaluation
 from train.states import Logs, comparable, resume, save_state
 from train.stopping import StopRequest
 from train.trainer import Trainer, make_accelerator
 
 log = logging.getLogger("train.train_draft_head")
+
+ANSWER_TOKENS = 512  # of each answer to --conversations
 
 
 def train(config: TrainingConfig) -> Path:
@@ -36,6 +46,7 @@ def train(config: TrainingConfig) -> Path:
     Raises:
         ValueError: settings, data and target that do not fit together, or a folder that another process is writing.
     """
+    config = completed(config)
     accelerator = make_accelerator(config)
     config.output.mkdir(parents=True, exist_ok=True)
     with only_writer(config.output) if accelerator.is_main_process else nullcontext():
@@ -56,6 +67,39 @@ def train(config: TrainingConfig) -> Path:
         trainer.close()
         accelerator.end_training()
     return config.output / "head"
+
+
+def completed(config: TrainingConfig) -> TrainingConfig:
+    """The settings with what "auto" stands for here, and with a dataset made of --conversations: what is there of it
+    already is kept.
+
+    Raises:
+        ValueError: both conversations and a dataset or neither, or conversations and several processes; see
+            `prepare_data.run`.
+    """
+    if bool(config.conversations) == (config.data is not None):
+        raise ValueError("give either --conversations or --data")
+    on_cpu = config.cpu or not torch.cuda.is_available()
+    half = not on_cpu or "auto" in (config.target_dtype, config.mixed_precision) and bfloat16_pays()
+    if config.target_dtype == "auto":
+        config = replace(config, target_dtype="bfloat16" if half else "float32")
+    if config.mixed_precision == "auto":
+        config = replace(config, mixed_precision="bf16" if half else "no")
+    if not config.conversations:
+        return config
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        raise ValueError("several processes train on a finished dataset: take train.prepare_data, and --data")
+    data, made = config.output / "data", config.output / "features"
+    if not is_dataset(data):
+        prepare_data.run(prepare_data.Arguments(
+            config.target, data, config.conversations, regenerate="greedy", max_new_tokens=ANSWER_TOKENS,
+            trust_remote_code=config.trust_remote_code))
+    config = replace(config, data=data)
+    if on_cpu and config.head == "eagle2" and config.features is None:
+        features.run(features.Arguments(config.target, data, made, dtype=config.target_dtype,
+                                        trust_remote_code=config.trust_remote_code))
+        config = replace(config, features=made)
+    return config
 
 
 def take_steps(trainer: Trainer, evaluation: Evaluation, logs: Logs, stop: StopRequest) -> None:
@@ -98,10 +142,13 @@ def main() -> int:
         print("settings are flags now, and the files recipes: "
               "python -m train.train_draft_head small --target T --data D --output O", file=sys.stderr)
         return 2
-    recipes = {name: TrainingConfig(target=tyro.MISSING, data=tyro.MISSING, output=tyro.MISSING, **settings)
+    words = sys.argv[1:]
+    if words and words[0].startswith("--") and not {"--help", "-h"} & set(words):
+        words = ["hass" if torch.cuda.is_available() and "--cpu" not in words else "small", *words]
+    recipes = {name: TrainingConfig(target=tyro.MISSING, output=tyro.MISSING, **settings)
                for name, (_, settings) in RECIPES.items()}
     kind = tyro.extras.subcommand_type_from_defaults(recipes, {name: about for name, (about, _) in RECIPES.items()})
-    config = parse_options(kind, program="python -m train.train_draft_head", description=__doc__)
+    config = parse_options(kind, words, program="python -m train.train_draft_head", description=__doc__)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
     logging.getLogger("accelerate").setLevel(logging.WARNING)  # it says of every file that it is saved
     return exit_status("train.train_draft_head", lambda: train(config), also=(FloatingPointError,),
