@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -30,7 +31,7 @@ from eagle_fsd.heads.checkpoint import load_head
 from eagle_fsd.heads.eagle3 import Eagle3Head
 from eagle_fsd.models.loading import load_target
 from eagle_fsd.models.target import TargetModel
-from train import evaluation, train_draft_head
+from train import evaluation, study, train_draft_head
 from train.config import RECIPES, TrainingConfig
 from train.documents import Documents
 from train.features import write_features
@@ -363,3 +364,27 @@ def test_flags_change_the_recipe(monkeypatch, capsys):
     assert asdict(asked[0]) == asdict(wanted)
     monkeypatch.setattr(sys, "argv", ["x", "--config", "train/configs/small.yaml", "target=t"])
     assert main() == 2 and "train_draft_head small --target" in capsys.readouterr().err
+
+
+def test_a_study_makes_each_run_once(place, tmp_path, monkeypatch, capsys):
+    started = []
+
+    def here(command, check):
+        started.append(command)
+        monkeypatch.setattr(sys, "argv", ["x", *command[3:]])
+        return SimpleNamespace(returncode=main())
+
+    monkeypatch.setattr(study, "subprocess", SimpleNamespace(run=here))
+    small = "--cpu --batch-tokens 64 --tree 6,3,2 --decode-prompts 2 --decode-tokens 8 --draft-vocab-size 20"
+    words = ["--target", str(place / "target"), "--data", str(place / "data"), "--out", str(tmp_path / "study"),
+             "--minutes", "0.01", "--documents", "4", "--run", f"plain={small}"]
+    assert study.main(words) == 0 and len(started) == 2  # its speed, then itself
+    assert study.main([*words, "--run", f"narrow={small} --intermediate-size 8", "--seeds", "0", "1"]) == 0
+    assert len(started) == 2 + 1 + 3  # the second seed, and the new run
+    rows = json.loads((tmp_path / "study" / "study.json").read_text())["rows"]
+    assert [(row["run"], row["seed"]) for row in rows] == [(n, s) for n in ("plain", "narrow") for s in (0, 1)]
+    assert all(row["tau"] >= 1 and row["steps"] >= 1 and row["tokens_per_second"]["exact"] > 0 for row in rows)
+    capsys.readouterr()
+    for wrong, said in ((["--run", "plain=--lr 2"], "name is taken"), (["--run", "x y"], "is no run"),
+                        (["--minutes", "0"], "--minutes must be"), (["--recipe", "huge"], "--recipe must be")):
+        assert study.main([*words, *wrong]) == 2 and said in capsys.readouterr().err

@@ -13,6 +13,7 @@ import shutil
 import statistics
 import time
 from collections.abc import Iterable
+from pathlib import Path
 
 import torch
 import transformers
@@ -111,9 +112,14 @@ class Evaluation:
         output, part = self.config.output, self.config.output / f"{name}.part"
         shutil.rmtree(part, ignore_errors=True)
         save_head(head, part, dtype=torch.bfloat16 if self.config.target_dtype == "bfloat16" else torch.float32)
-        (part / "evaluation.json").write_text(json.dumps({"step": self.trainer.step, "tau": tau}, indent=1) + "\n")
+        self.write_evaluation(part, tau)
         shutil.rmtree(output / name, ignore_errors=True)
         part.rename(output / name)
+
+    def write_evaluation(self, directory: Path, tau: float | None, **more: object) -> None:
+        """What was measured of the present head, beside it."""
+        record = {"step": self.trainer.step, "tau": tau, **more}
+        (directory / "evaluation.json").write_text(json.dumps(record, indent=1) + "\n")
 
     def finish(self) -> None:
         """Save the head and, where there are to be evaluations, compare it with plain decoding and write its card.
@@ -136,14 +142,20 @@ class Evaluation:
         self.save(head, "head", self.taus[trainer.step])
         with self.stop.at_once():
             outputs = measure_speed(EagleModel.from_parts(target.model, head), trainer.prompts, config)
-        (directory / "README.md").write_text(card(trainer, outputs, self.logs), encoding="utf-8")
+        speeds = {name: statistics.median(output.stats.tokens_per_second for output in found)
+                  for name, found in outputs.items()}
+        (directory / "README.md").write_text(card(trainer, outputs, speeds, self.logs), encoding="utf-8")
+        self.write_evaluation(directory, self.taus[trainer.step], tokens_per_second=speeds)
         log.info("the head is in %s", directory)
 
 
-def card(trainer: Trainer, outputs: dict[str, list[Output]], logs: Logs) -> str:
-    """The model card: how the head was trained, what it does when it decodes, and tau over the tokens of training."""
-    config, speeds = trainer.config, {
-        name: statistics.median(output.stats.tokens_per_second for output in found) for name, found in outputs.items()}
+def card(trainer: Trainer, outputs: dict[str, list[Output]], speeds: dict[str, float], logs: Logs) -> str:
+    """The model card: how the head was trained, what it does when it decodes, and tau over the tokens of training.
+
+    Args:
+        speeds: median tokens/s.
+    """
+    config = trainer.config
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {torch.get_num_threads()} threads"
     taus = {line["step"]: line["tau"] for line in logs.read("eval")}
     steps = logs.read("train")

@@ -1,0 +1,138 @@
+"""Compare recipes for a draft head at equal training time.
+
+    python -m train.study --target T --data data/own --features data/own-features --out runs/study --minutes 25 \\
+        --run "small=" --run "hass=--objective hass" --run "wide=--intermediate-size 3072" --seeds 0 1
+
+Each run is train.train_draft_head with these flags beside --recipe. How many steps fit into the minutes is told by its
+first ones. tau is decoded on held-out answers, the same for all; OUT.md has the table. A study that was stopped goes on
+with the runs that are missing, and more can be added later.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from tyro.conf import UseAppendAction
+
+from eagle_fsd.checks import check_choice, require_number
+from eagle_fsd.data.files import read_lines
+from eagle_fsd.measure.records import decimals, markdown, write_record
+from eval.command import noted, run_command
+from train.config import RECIPES
+
+PROBE = 5, 25  # steps between which a run's speed is measured
+ONE_EVALUATION = 1_000_000  # steps between two: only the last
+
+
+@dataclass(frozen=True, kw_only=True)
+class StudyArguments:
+    """What is compared.
+
+    Args:
+        target: directory, hub id or GGUF file.
+        data: dataset of train.prepare_data, whose last documents are held out.
+        features: of train.features.
+        out: folder of the runs, and name of the table.
+        run: "NAME=FLAGS", flags of train.train_draft_head. (repeatable)
+        recipe: that they are beside.
+        minutes: of training of each, evaluation excluded.
+        seeds: each run is made with every one.
+        documents: held-out answers, which are decoded to the end of their 64 tokens.
+    """
+
+    target: str
+    data: Path
+    out: Path
+    run: UseAppendAction[tuple[str, ...]]
+    features: Path | None = None
+    recipe: str = "small"
+    minutes: float = 25.0
+    seeds: tuple[int, ...] = (0,)
+    documents: int = 96
+
+
+def read_runs(texts: tuple[str, ...]) -> dict[str, list[str]]:
+    """The flags of each run by name.
+
+    Raises:
+        ValueError: one that is not of the form above, or a name twice.
+    """
+    runs: dict[str, list[str]] = {}
+    for text in texts:
+        name, equals, flags = text.partition("=")
+        if not equals or not name.isidentifier() or name in runs:
+            raise ValueError(f'{text!r} is no run, or its name is taken; it takes "NAME=FLAGS", such as '
+                             '"hass=--objective hass"')
+        runs[name] = shlex.split(flags)
+    return runs
+
+
+def train(args: StudyArguments, output: Path, flags: list[str], *more: str) -> list[str]:
+    """Run the trainer; returns its command.
+
+    Raises:
+        ValueError: it failed.
+    """
+    command = ["-m", "train.train_draft_head", args.recipe, "--target", args.target, "--data", str(args.data),
+               "--output", str(output), *flags, *more]
+    command += ["--features", str(args.features)] if args.features else []
+    if subprocess.run([sys.executable, *command], check=False).returncode:
+        raise ValueError(f"this run failed, see above: python {shlex.join(command)}")
+    return command
+
+
+def steps_of(args: StudyArguments, flags: list[str], folder: Path) -> int:
+    """How many steps fit into the minutes."""
+    shutil.rmtree(folder, ignore_errors=True)
+    train(args, folder, flags, "--steps", str(PROBE[1]), "--no-evaluate")
+    tokens, ends = 0, []  # seconds at the end of each step
+    for record in read_lines(folder / "train.jsonl"):
+        tokens += record["tokens"]
+        ends.append(tokens / record["tokens_per_second"])
+    shutil.rmtree(folder)
+    seconds = (ends[-1] - ends[PROBE[0] - 1]) / (PROBE[1] - PROBE[0])
+    return max(1, round(60 * args.minutes / seconds))
+
+
+def measure(args: StudyArguments, name: str, flags: list[str], seed: int) -> dict:
+    """What one run reaches; kept, and not made again."""
+    output = args.out / f"{name}-{seed}"
+    result = output / "result.json"
+    if not result.is_file():
+        plan = args.out / f"{name}.steps"  # so that a run that was stopped goes on with as many
+        if not plan.is_file():
+            plan.parent.mkdir(parents=True, exist_ok=True)
+            plan.write_text(str(steps_of(args, flags, args.out / f"{name}.probe")))
+        steps = int(plan.read_text())
+        command = train(args, output, flags, "--steps", str(steps), "--seed", str(seed), "--eval-every",
+                        str(ONE_EVALUATION), "--eval-documents", str(args.documents), "--eval-tokens", "64")
+        last, end = read_lines(output / "train.jsonl")[-1], json.loads((output / "head/evaluation.json").read_text())
+        result.write_text(json.dumps({
+            "run": name, "seed": seed, "command": f"python {shlex.join(command)}", "steps": steps,
+            "loss": last["loss"], "top1": last["top1"], **end}))
+    return json.loads(result.read_text())
+
+
+def run(args: StudyArguments) -> None:
+    check_choice("--recipe", args.recipe, tuple(RECIPES))
+    require_number("--minutes", args.minutes, "a number above 0", lambda value: value > 0)
+    runs = read_runs(args.run)
+    rows = [measure(args, name, flags, seed) for name, flags in runs.items() for seed in args.seeds]
+    print(write_record(args.out / "study", {"settings": noted(args), "rows": rows}, markdown({
+        "run": row["run"], "seed": row["seed"], "flags": shlex.join(runs[row["run"]]) or "none", "steps": row["steps"],
+        "tau": f"{row['tau']:.3f}", "tokens/s, head / plain": " / ".join(
+            decimals(row["tokens_per_second"][name], 1) for name in ("exact", "plain")),
+    } for row in rows)))
+
+
+main = partial(run_command, "train.study", StudyArguments, run, stopped="stopped; the same command goes on")
+
+if __name__ == "__main__":
+    sys.exit(main())
