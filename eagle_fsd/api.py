@@ -15,7 +15,7 @@ from .engine.decoder import Session
 from .engine.loop import run
 from .engine.output import Output
 from .engine.request import Request
-from .options import GenerateOptions
+from .options import GenerateOptions, from_generate
 from .pair import EagleModel, default_model
 from .requests import decode, encode_prompts, ending, make_requests
 
@@ -43,7 +43,8 @@ def generate(
             the left.
         model: from `load`; None: the default pair.
         given: options by name, such as `max_new_tokens=200` or `threshold=0.3`: see `GenerateOptions`, which has them
-            all; they come on top of `options`.
+            all; they come on top of `options`. Of `model.generate`'s names `do_sample`, `stop_strings`, `eos_token_id`
+            and `generation_config` are taken too.
         logits_processor, stopping_criteria, streamer: those of `transformers`. Processors see each node's own path and
             must be functions of it and the scores. A streamer with a method `on_receipts(receipts)` gets the receipts
             of each cycle before its tokens, and every streamer is ended also where this call raises. Stop strings are
@@ -92,7 +93,8 @@ def with_options(options: GenerateOptions | None, given: dict[str, object]) -> G
     if not (options is None or isinstance(options, GenerateOptions)):
         raise TypeError(f"options must be GenerateOptions or None, got {options!r}")
     before = {} if options is None else {each.name: getattr(options, each.name) for each in fields(options)}
-    return GenerateOptions.from_names({**before, **given}, OWN)
+    ours = from_generate(given, before.get("temperature", 0.0))
+    return GenerateOptions.from_names({**before, **ours}, OWN)
 
 
 def decode_requests(

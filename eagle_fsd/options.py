@@ -217,6 +217,51 @@ class GenerateOptions(Options):
         return [self.stop] if isinstance(self.stop, str) else list(self.stop or [])
 
 
+# What a `GenerationConfig` may set that nothing here depends on.
+WITHOUT_EFFECT = ("bos_token_id", "pad_token_id", "use_cache", "return_dict_in_generate", "transformers_version")
+
+
+def from_generate(given: Mapping[str, object], temperature: float = 0.0) -> dict[str, object]:
+    """Options in which names of `model.generate` are ours: `do_sample`, `stop_strings`, `eos_token_id`, and what a
+    `generation_config` sets, where it is not given by name.
+
+    Args:
+        temperature: without one that is given.
+
+    Raises:
+        TypeError, ValueError: a value that cannot be accepted, one given twice, or a greedy temperature with sampling.
+    """
+    given = dict(given)
+    config = given.pop("generation_config", None)
+    if config is not None:
+        if not hasattr(config, "to_diff_dict"):
+            raise TypeError(f"generation_config must be a GenerationConfig of transformers, got {config!r}")
+        neutral = config._get_default_generation_params()
+        told = {name: value for name, value in config.to_diff_dict().items()
+                if name not in WITHOUT_EFFECT and (name in names_of(GenerateOptions) or neutral.get(name) != value)}
+        given = {**told, **given}
+    for theirs, ours in (("stop_strings", "stop"), ("eos_token_id", "stop_token_ids")):
+        if given.get(theirs) is None:
+            given.pop(theirs, None)
+        elif ours in given:
+            raise ValueError(f"{theirs} and {ours} are the same here: give one of them")
+        else:
+            given[ours] = given.pop(theirs)
+            if theirs == "eos_token_id":  # in the place of the model's own
+                given["ignore_eos"] = True
+                given[ours] = [given[ours]] if isinstance(given[ours], int) else given[ours]
+    sampling = given.pop("do_sample", None)
+    if sampling is not None:
+        require_bool("do_sample", sampling)
+        if sampling:
+            given.setdefault("temperature", temperature or 1.0)
+            if given["temperature"] == 0:
+                raise ValueError("do_sample=True needs a temperature above 0, got 0")
+        else:
+            given["temperature"] = 0.0
+    return given
+
+
 @dataclass(frozen=True)
 class LoadOptions(Options):
     """Which pair is loaded, where to, and in what form.

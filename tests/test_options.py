@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 import torch
 from tiny import PROMPT, VOCAB, tiny_pair, tiny_tokenizer
+from transformers import GenerationConfig
 
 import eagle_fsd
 from eagle_fsd import GenerateOptions, LoadOptions, TreeConfig
+from eagle_fsd.api import with_options
 from eagle_fsd.options import ELSEWHERE
 
 NAN, INF = math.nan, math.inf
@@ -97,7 +99,7 @@ def test_bad_values_are_refused_before_any_forward(small, monkeypatch, given, er
 
 
 @pytest.mark.parametrize("name", [
-    "stream", "do_sample", "num_beams", "max_length", "stop_strings", "eos_token_id", "generation_config",
+    "stream", "num_beams", "max_length",
     "no_repeat_ngram_size", "max_tokens", "max_completion_tokens", "n", "logit_bias", "presence_penalty", "quality",
     "gate_threshold",
 ])
@@ -105,6 +107,35 @@ def test_names_from_elsewhere_lead_to_ours(small, name):
     with pytest.raises(TypeError, match=f"unknown option '{name}'; use ") as caught:
         eagle_fsd.generate(PROMPT, small, **{name: 1})
     assert str(caught.value).endswith(ELSEWHERE[name])
+
+
+def test_names_of_model_generate_that_mean_the_same_are_taken():
+    def read(options=None, **given):
+        made = with_options(options, given)
+        return {name: getattr(made, name) for name in ("temperature", "stop", "stop_token_ids", "ignore_eos", "top_p")
+                if getattr(made, name) != getattr(GenerateOptions(), name)}
+
+    assert read(do_sample=False) == read(do_sample=None) == {}
+    assert read(do_sample=True) == {"temperature": 1.0}
+    assert read(do_sample=True, temperature=0.7) == {"temperature": 0.7}
+    assert read(GenerateOptions(temperature=0.7), do_sample=True) == {"temperature": 0.7}
+    assert read(GenerateOptions(temperature=0.7), do_sample=False) == {}
+    assert read(stop_strings="a") == {"stop": "a"} and read(stop_strings=None, eos_token_id=None) == {}
+    ends = {"stop_token_ids": [5], "ignore_eos": True}  # in the place of the model's own
+    assert read(eos_token_id=5) == read(eos_token_id=[5]) == ends
+    config = GenerationConfig(do_sample=True, temperature=0.6, top_p=0.9, eos_token_id=5, num_beams=1, pad_token_id=0)
+    assert read(generation_config=config) == {"temperature": 0.6, "top_p": 0.9, **ends}
+    assert read(generation_config=config, do_sample=False) == {"top_p": 0.9, **ends}
+    for given, error, said in (
+        ({"do_sample": "yes"}, TypeError, "do_sample must be a bool"),
+        ({"do_sample": True, "temperature": 0}, ValueError, "do_sample=True needs a temperature above 0"),
+        ({"stop": "a", "stop_strings": "b"}, ValueError, "stop_strings and stop are the same"),
+        ({"generation_config": {"top_p": 0.9}}, TypeError, "must be a GenerationConfig"),
+        ({"generation_config": GenerationConfig(num_beams=4)}, TypeError, "'num_beams'; use greedy"),
+        ({"generation_config": GenerationConfig(penalty_alpha=0.6)}, TypeError, "unknown option 'penalty_alpha'"),
+    ):
+        with pytest.raises(error, match=said):
+            read(**given)
 
 
 def test_other_unknown_names_are_told_what_is_accepted(small):
