@@ -90,6 +90,7 @@ def test_an_answer_that_fails_says_so(engine, monkeypatch, error, told):
 def test_it_takes_no_files_and_asks_for_the_key():
     with here(page=True, key="a secret") as found:
         answered = httpx.get(f"{found.url}/page/")
+        assert httpx.get(f"{found.url}/page").headers["location"] == "/page/"
         assert answered.status_code == 200 and "default-src 'self'" in answered.headers["content-security-policy"]
         with httpx.Client(base_url=f"{found.url}/page") as client:
             assert client.post("/login", data={"username": "me", "password": "wrong"}).status_code == 400

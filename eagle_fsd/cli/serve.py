@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shlex
 import sys
 from dataclasses import dataclass, replace
 
@@ -51,9 +52,13 @@ def begin_log() -> None:
 
 def need_packages(page: bool) -> None:
     """Raise ImportError, in words, where what serving needs is not installed."""
+    from importlib.metadata import requires
     from importlib.util import find_spec
 
     extras = {"serve": ("fastapi", "uvicorn", "prometheus_client"), "page": ("gradio",) if page else ()}
     missing = [extra for extra, packages in extras.items() if not all(map(find_spec, packages))]
     if missing:
-        raise ImportError(f"serving needs further packages: pip install 'eagle_fsd[{','.join(missing)}]'")
+        # By their own names: `eagle_fsd[page]` would look for eagle_fsd in the index.
+        packages = [text.split(";")[0].strip() for text in requires("eagle_fsd") or ()
+                    if any(f'extra == "{extra}"' in text for extra in missing)]
+        raise ImportError(f"serving needs further packages: pip install {shlex.join(dict.fromkeys(packages))}")

@@ -15,6 +15,7 @@ from typing import Any
 
 import gradio
 from fastapi import FastAPI
+from fastapi.responses import RedirectResponse
 from transformers import PreTrainedTokenizerBase
 
 from ..acceptance import RULES
@@ -229,7 +230,8 @@ def build(engine: Engine, name: str, defaults: Mapping[str, Any]) -> gradio.Bloc
 
 
 def mount_page(app: FastAPI, engine: Engine, name: str, defaults: Mapping[str, Any], key: str | None) -> None:
-    """Adds the page at `PATH`; with a key, the page asks for it as a password."""
+    """Adds the page at `PATH`, with and without a slash at its end; with a key, it asks for that as a password."""
+    app.add_api_route(PATH, lambda: RedirectResponse(PATH + "/"), include_in_schema=False)
     login: dict[str, Any] = {} if key is None else {
         "auth": lambda user, password: hmac.compare_digest(password.encode(), key.encode()),
         "auth_message": "Any user name; the password is the server’s API key.",

@@ -125,7 +125,10 @@ def serve(
         app = create_app(engine, name, options, defaults, key)
         place.listen()  # who comes from here on waits for the server
         host, port, *_ = place.getsockname()
-        log.info("serving %s at http://%s:%d", name, f"[{host}]" if ":" in host else host, port)
+        url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        log.info("serving %s at %s", name, url)
+        if options.page:
+            log.info("the page is at %s/page", url)
         asyncio.run(Server(configuration(app, options), engine).serve([place]))
         return engine.error is None
     finally:
