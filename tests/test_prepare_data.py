@@ -51,6 +51,13 @@ def test_every_format_is_read(tmp_path):
     assert list(read_records(write(tmp_path / "a.txt", ["one", "two"]))) == [Record(text="one\ntwo")]
 
 
+def test_questions_without_answers_are_for_a_target_to_answer(tmp_path):
+    lines = [{"prompt": "hi"}, {"messages": chat("hi", "yes", "and?")}, {"prompt": " "}]
+    found = list(read_records(asked := write(tmp_path / "asked.jsonl", lines), unanswered=True))
+    assert found[:2] == rows(chat("hi", ""), chat("hi", "yes", "and?", "")) and found[2].reason == "empty message"
+    assert [record.reason for record in read_records(asked)][0] is not None
+
+
 def test_bad_rows_are_counted_by_reason_and_the_rest_is_learned(tmp_path, model):
     lines = ["{broken", {"prompt": "hi"}, {"messages": [{"role": "tool", "content": "x"}]}, {"text": " "},
              {"messages": [*chat("hi"), *chat("hi", "yes")]}, {"messages": chat("hi", "a" * 40)}, *[SHAREGPT] * 3]

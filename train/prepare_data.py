@@ -51,7 +51,8 @@ class Arguments:
         limit: use only the first rows.
         chat_template: a Jinja file, for a tokenizer without a chat template.
         trust_remote_code: allow a target to run code from its repository.
-        regenerate: let the target answer the questions itself, greedily or by sampling.
+        regenerate: let the target answer the questions itself, greedily or by sampling; also rows that are a `prompt`
+            or end with a question.
         self_prompted: so many conversations that the target writes alone, its users' turns too, instead of --data.
         follow_ups: share of them that go on for a second turn.
         endpoint: of a server with OpenAI's API that has the target and answers in its place, such as vLLM's or
@@ -123,7 +124,8 @@ def run(arguments: Arguments) -> dict:
     if own or (arguments.format != "text" and tokenizer.chat_template):
         check_tokenizer(tokenizer)
     records: Iterable[Record] = itertools.islice(itertools.chain.from_iterable(
-        read_records(source, arguments.format, arguments.split) for source in arguments.data), arguments.limit)
+        read_records(source, arguments.format, arguments.split, unanswered=arguments.regenerate is not None)
+        for source in arguments.data), arguments.limit)
     if arguments.system is not None:
         records = (with_system(record, arguments.system) for record in records)
     if arguments.self_prompted is None:

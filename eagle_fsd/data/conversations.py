@@ -34,8 +34,8 @@ class Record:
     reason: str | None = None
 
 
-def check_messages(messages: list[dict[str, Any]]) -> list[dict[str, str]]:
-    """The messages as `transformers` wants them; turns after the last answer are cut off.
+def check_messages(messages: list[dict[str, Any]], unanswered: bool = False) -> list[dict[str, str]]:
+    """The messages as `transformers` wants them; turns after the last answer are cut off, or get an empty one.
 
     Raises:
         BadRow: no messages, an unknown role, content that is no text or empty, or roles out of order: an optional
@@ -64,16 +64,20 @@ def check_messages(messages: list[dict[str, Any]]) -> list[dict[str, str]]:
     turns = turns[1:] if turns[0] == "system" else turns
     if any(role != ("user", "assistant")[i % 2] for i, role in enumerate(turns)):
         raise BadRow("roles out of order")
+    if unanswered and turns and turns[-1] == "user":
+        return [*checked, {"role": "assistant", "content": ""}]
     if "assistant" not in turns:
         raise BadRow("no answer to learn")
     return checked if checked[-1]["role"] == "assistant" else checked[:-1]
 
 
-def parse_row(row: Any, kind: str) -> Record:
+def parse_row(row: Any, kind: str, unanswered: bool = False) -> Record:
     """A row of data in the given format ("auto" looks at its keys); a bare list is one of messages."""
     row = {"messages": row} if isinstance(row, list) else row
     if not isinstance(row, dict):
         return Record(reason="not an object")
+    if unanswered and kind == "auto" and isinstance(row.get("prompt"), str):
+        row = {"messages": [{"role": "user", "content": row["prompt"]}]}
     keys = KEYS.get(kind, ("conversations", "messages", "conversation", "text"))
     key = next((k for k in keys if k in row), None)
     if key is None:
@@ -82,17 +86,20 @@ def parse_row(row: Any, kind: str) -> Record:
         text = row["text"]
         return Record(text=text) if isinstance(text, str) and text.strip() else Record(reason="empty text")
     try:
-        return Record(messages=check_messages(row[key]))
+        return Record(messages=check_messages(row[key], unanswered))
     except BadRow as error:
         return Record(reason=str(error))
 
 
-def read_records(source: str, kind: str = "auto", split: str = "train") -> Iterator[Record]:
+def read_records(
+    source: str, kind: str = "auto", split: str = "train", *, unanswered: bool = False
+) -> Iterator[Record]:
     """The records of a file, or of a dataset that the `datasets` package opens by name or from a folder.
 
     Args:
         kind: one of FORMATS; with "auto", `.txt` and `.md` files are plain text and rows tell by their keys.
         split: of a `datasets` dataset.
+        unanswered: take questions without an answer too, with an empty one; those of a key `prompt` as well.
 
     Raises:
         ValueError: an unknown format, nothing to read, or a JSON array that is broken as a whole.
@@ -102,12 +109,12 @@ def read_records(source: str, kind: str = "auto", split: str = "train") -> Itera
         raise ValueError(f"unknown format {kind!r}; accepted: {', '.join(FORMATS)}")
     path = Path(source)
     if path.is_file():
-        yield from _read_file(path, kind)
+        yield from _read_file(path, kind, unanswered)
     else:
-        yield from (parse_row(row, kind) for row in _open_dataset(source, split))
+        yield from (parse_row(row, kind, unanswered) for row in _open_dataset(source, split))
 
 
-def _read_file(path: Path, kind: str) -> Iterator[Record]:
+def _read_file(path: Path, kind: str, unanswered: bool) -> Iterator[Record]:
     if path.suffix in (".txt", ".md") or (kind == "text" and path.suffix not in (".json", ".jsonl")):
         text = path.read_text(encoding="utf-8-sig", errors="replace")
         yield Record(text=text) if text.strip() else Record(reason="empty text")
@@ -122,7 +129,7 @@ def _read_file(path: Path, kind: str) -> Iterator[Record]:
         else:
             rows = (_parsed(line) for line in file if line.strip())
         for row in rows:
-            yield Record(reason="broken JSON") if row is BROKEN else parse_row(row, kind)
+            yield Record(reason="broken JSON") if row is BROKEN else parse_row(row, kind, unanswered)
 
 
 BROKEN = object()
