@@ -28,7 +28,7 @@ from .heads.checkpoint import load_head
 from .heads.eagle import DraftHead
 from .options import GenerateOptions
 from .pair import EagleModel
-from .requests import check_ids, ending, left_padding, make_requests
+from .requests import check_ids, ending, make_requests
 
 # What `model.generate` prepares for a forward and the decode loop works out itself.
 RECOMPUTED = ("attention_mask", "cache_position", "logits_to_keep", "past_key_values", "position_ids", "use_cache")
@@ -118,6 +118,21 @@ def custom_generate(
     new = pad_tokens([answer.token_ids for answer in answers], pad)
     sequences = torch.cat([input_ids, input_ids.new_tensor(new)], 1)
     return GenerateDecoderOnlyOutput(sequences=sequences) if generation_config.return_dict_in_generate else sequences
+
+
+def left_padding(input_ids: Tensor, mask: Tensor | None) -> list[int]:
+    """How many pad tokens each row of input_ids [B, L] begins with.
+
+    Raises:
+        ValueError: an attention mask [B, L] with zeros elsewhere.
+    """
+    if mask is None:  # newer versions of transformers pass None for all ones
+        return [0] * len(input_ids)
+    counts = (mask == 0).sum(-1)
+    expected = torch.arange(mask.shape[-1], device=mask.device) >= counts[..., None]
+    if mask.shape != input_ids.shape or not torch.equal(mask == 1, expected):
+        raise ValueError("prompts may be padded on the left only: the attention mask must be zeros, then ones")
+    return counts.tolist()
 
 
 def check_call(

@@ -22,7 +22,9 @@ from .models import IMPLEMENTATIONS
 LEAST_TEMPERATURE = 1e-6  # below, quotients leave the range of float32
 # Names that people know from elsewhere or from earlier versions, and what to use here.
 ELSEWHERE = {
+    "assistant_model": "load(target, draft): the draft head drafts",
     "attention_mask": "what the tokenizer returned as the prompt, mask included",
+    "bad_words_ids": "logits_processor=[NoBadWordsLogitsProcessor(...)]",
     "do_sample": "temperature= (0 is greedy)",
     "eos_token_id": "stop_token_ids=",
     "frequency_penalty": "repetition_penalty=, or logits_processor=",
@@ -34,13 +36,17 @@ ELSEWHERE = {
     "logprobs": "receipts of the output, one for each token",
     "max_completion_tokens": "max_new_tokens=",
     "max_length": "max_new_tokens=",
+    "max_time": "stopping_criteria=[MaxTimeCriteria(seconds)]",
     "max_tokens": "max_new_tokens=",
     "messages": "prompt, the first argument",
+    "min_length": "min_new_tokens=",
     "n": "a list of prompts with a list of seeds",
     "no_repeat_ngram_size": "logits_processor=[NoRepeatNGramLogitsProcessor(n)]",
     "num_beams": "greedy decoding or sampling: there are no beams",
     "num_return_sequences": "a list of prompts with a list of seeds",
+    "output_scores": "receipts of the output, one for each token",
     "pad_token_id": "nothing: prompts of a batch are not padded",
+    "prefix_allowed_tokens_fn": "logits_processor=[PrefixConstrainedLogitsProcessor(...)]",
     "prediction": "reference=",
     "presence_penalty": "repetition_penalty=, or logits_processor=",
     "quality": "eagle-fsd calibrate, which recommends a rule and a threshold for your prompts",
@@ -49,7 +55,9 @@ ELSEWHERE = {
     "response_format": "logits_processor=, which sees each node's own path",
     "prompt_lookup_num_tokens": "text_drafts=, which is on",
     "stream": "streamer=, or Engine(model).submit(...), whose ticket is an iterator",
+    "tokenizer": "nothing: that of the model is used",
     "tools": "the prompt as text, rendered by tokenizer.apply_chat_template(messages, tools=...)",
+    "top_logprobs": "receipts of the output, one for each token",
     "use_cache": "nothing: there always is one",
     # of load
     "calibration": "threshold= of generate: nothing is read beside a head (eagle-fsd calibrate recommends one)",
@@ -95,7 +103,7 @@ class GenerateOptions(Options):
         top_k: sample from so many of the most likely tokens; 0: off.
         min_p: leave out tokens below this share of the most likely one's probability; 0: off.
         repetition_penalty: as in `model.generate`; 1: off.
-        min_new_tokens: no end token before so many tokens.
+        min_new_tokens: no end token, and none of `stop_token_ids`, before so many tokens.
         ignore_eos: go on past end tokens.
         seed: of the sampling noise; None draws one, reported in `out.seed`. With one seed, decoding without a head,
             `exact` and any rule at its lossless end give the same tokens. For a batch a list of seeds, one for each

@@ -37,7 +37,7 @@ _stock_because: WeakKeyDictionary[PreTrainedModel, str | None] = WeakKeyDictiona
 
 @dataclass(eq=False)
 class EagleModel:
-    """What `eagle_fsd.load` returns and `eagle_fsd.generate` takes.
+    """What `eagle_fsd.load` returns and `eagle_fsd.generate` takes; `target.model` is the model of transformers.
 
     Build one directly from loaded parts with `EagleModel.from_parts`. Without a draft head drafts are copied from the
     text alone.

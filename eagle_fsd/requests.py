@@ -43,7 +43,8 @@ def make_requests(
     if options.lossless and (options.budget is not None or options.head_guard not in ("default", None)):
         log.warning("budget= and head_guard= change nothing without a threshold: decoding is lossless")
     rooms = [check_length(len(ids), options.max_new_tokens, model) for ids in prompts]
-    seeds, eos_ids = seeds_of(options.seed, len(prompts)), end_tokens(model)
+    seeds = seeds_of(options.seed, len(prompts))
+    ends = frozenset() if options.ignore_eos else end_tokens(model)
     strings, stop_ids = options.stop_strings, check_stop_ids(options.stop_token_ids, model)
     for string in strings:
         encodable("stop", string)
@@ -56,10 +57,10 @@ def make_requests(
     return [Request(
         ids, max_new_tokens=room, rule=rule, temperature=float(options.temperature), seed=seed,
         budget=None if options.budget is None else float(options.budget),
-        processors=build_processors(options, logits_processor, prompt_length=len(ids), eos_ids=sorted(eos_ids),
+        processors=build_processors(options, logits_processor, prompt_length=len(ids), eos_ids=sorted(stop_ids | ends),
                                     device=model.target.output_device),
         alike=(options.temperature, options.top_k, options.top_p, options.min_p) if text_free else None,
-        eos_ids=frozenset() if options.ignore_eos else eos_ids, stop_ids=stop_ids,
+        eos_ids=ends, stop_ids=stop_ids,
         text_ends=StopStrings(model.tokenizer, strings) if strings else None, criteria=list(stopping_criteria or []),
         copies=None if copying == "off" else TextSource(ids, copying, references), device=model.target.device,
     ) for ids, room, seed in zip(prompts, rooms, seeds, strict=True)]
@@ -137,10 +138,10 @@ def encode_prompts(prompt: object, model: EagleModel) -> tuple[list[list[int]], 
 
 
 def unpadded(encoding: Mapping) -> object:
-    """The prompt or prompts of what a tokenizer returns, without padding on their left.
+    """The prompt or prompts of what a tokenizer returns, without the padding that their masks tell of, on either side.
 
     Raises:
-        ValueError: padding elsewhere, or inputs other than tokens.
+        ValueError: a mask with zeros elsewhere or of another shape, or inputs other than tokens.
     """
     others = encoding.keys() - {"input_ids", "attention_mask", "token_type_ids"}
     if others:
@@ -151,24 +152,13 @@ def unpadded(encoding: Mapping) -> object:
     prompts = []
     for row, seen in zip(rows, masks, strict=True):
         row = torch.as_tensor(row)
-        start = 0 if seen is None else left_padding(row[None], torch.as_tensor(seen)[None])[0]
-        prompts.append(row[start:].tolist())
+        seen = torch.ones_like(row) if seen is None else torch.as_tensor(seen)
+        shown = (seen == 1).nonzero().flatten()
+        if seen.shape != row.shape or ((seen != 0) & (seen != 1)).any() or (shown.diff() != 1).any():
+            raise ValueError(f"an attention mask has the shape of input_ids, {list(row.shape)}, a 1 for each token, and a 0 "
+                             f"for padding before or after them, got {seen.tolist()}")
+        prompts.append(row[shown].tolist())
     return prompts[0] if alone or (len(prompts) == 1 and not isinstance(ids, list)) else prompts  # [1, L] is one
-
-
-def left_padding(input_ids: Tensor, mask: Tensor | None) -> list[int]:
-    """How many pad tokens each row of input_ids [B, L] begins with.
-
-    Raises:
-        ValueError: an attention mask [B, L] with zeros elsewhere.
-    """
-    if mask is None:  # newer versions of transformers pass None for all ones
-        return [0] * len(input_ids)
-    counts = (mask == 0).sum(-1)
-    expected = torch.arange(mask.shape[-1], device=mask.device) >= counts[..., None]
-    if mask.shape != input_ids.shape or not torch.equal(mask == 1, expected):
-        raise ValueError("prompts may be padded on the left only: the attention mask must be zeros, then ones")
-    return counts.tolist()
 
 
 def encode_prompt(prompt: object, model: EagleModel) -> list[int]:

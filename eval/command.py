@@ -28,10 +28,10 @@ def run_command(
         arguments: the dataclass of its options; what its module says is what --help begins with.
         stopped: what to say after Ctrl-C.
     """
-    args = parse_options(arguments, argv, program=f"python -m {module}",
-                         description=sys.modules[arguments.__module__].__doc__)
     found: list[int | None] = [0]
-    status = exit_status(module, lambda: found.append(work(args)), stopped=stopped)
+    about = sys.modules[arguments.__module__].__doc__
+    status = exit_status(module, lambda: found.append(work(parse_options(
+        arguments, argv, program=f"python -m {module}", description=about))), stopped=stopped)
     return status or found[-1] or 0
 
 

@@ -101,12 +101,14 @@ def test_exit_statuses(monkeypatch, capsys, error, status, said):
     assert main(["heads"]) == status and capsys.readouterr().err == said
 
 
-@pytest.mark.parametrize("argv", [["--help"], ["heads"], ["heads", "--target", "llama"]])
+@pytest.mark.parametrize("argv", [["eagle_fsd", "--help"], ["eagle_fsd", "heads"],
+                                  ["eagle_fsd", "heads", "--target", "llama"], ["eval.benchmark", "--help"],
+                                  ["train.train_draft_head", "--help"]], ids=" ".join)
 def test_a_reader_that_goes_is_no_error(argv):
     """As `head` does, while much is written or before a few lines are."""
     reading, writing = os.pipe()
     os.close(reading)
-    done = subprocess.run([sys.executable, "-m", "eagle_fsd", *argv], cwd=ROOT, stdout=writing, stderr=subprocess.PIPE,
+    done = subprocess.run([sys.executable, "-m", *argv], cwd=ROOT, stdout=writing, stderr=subprocess.PIPE,
                           env={**os.environ, "PYTHONUNBUFFERED": ""})
     os.close(writing)
     assert (done.returncode, done.stderr) == (0, b"")

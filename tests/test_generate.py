@@ -90,10 +90,10 @@ def test_forms_of_a_prompt(pair, prompt, ids, batch):
     assert recorder.prompt == ids and isinstance(output, list) == batch
 
 
-@pytest.mark.parametrize("form", ["pt", "np", None])
-def test_what_a_tokenizer_returns_is_a_prompt(pair, tokenizer, form):
-    """Padded on the left, or not at all; alone as soon as there is one."""
-    texts, side = ["hello world.", "a"], {"padding_side": "left"} if form else {}
+@pytest.mark.parametrize(("form", "side"), [("pt", "left"), ("pt", "right"), ("np", "left"), (None, None)])
+def test_what_a_tokenizer_returns_is_a_prompt(pair, tokenizer, form, side):
+    """Padded on either side, or not at all; alone as soon as there is one."""
+    texts, side = ["hello world.", "a"], {"padding_side": side} if form else {}
     tokenizer.pad_token = "</s>"
     encoded = tokenizer(texts, return_tensors=form, padding=bool(form), **side)
     found = generate(pair, encoded)
@@ -105,8 +105,8 @@ def test_what_a_tokenizer_returns_is_a_prompt(pair, tokenizer, form):
 
 def test_padding_elsewhere_and_other_inputs_are_refused(pair):
     ids = torch.tensor([PROMPT])
-    for mask in ([1] * 11 + [0], [0, 1, 0] + [1] * 9, [0] * 12, [1] * 5):
-        with pytest.raises(ValueError, match="padded on the left only|is empty"):
+    for mask in ([0, 1, 0] + [1] * 9, [2] * 12, [0] * 12, [1] * 5):
+        with pytest.raises(ValueError, match="for padding before or after them|is empty"):
             generate(pair, {"input_ids": ids, "attention_mask": torch.tensor([mask])})
     with pytest.raises(ValueError, match="input_ids and attention_mask.* got pixel_values"):
         generate(pair, {"input_ids": ids, "pixel_values": 0})
@@ -185,6 +185,9 @@ def test_min_new_tokens_holds_the_end_back(pair):
     output = generate(pair, min_new_tokens=7)
     assert output.token_ids == stock_greedy(pair, min_new_tokens=7, pad_token_id=0)
     assert end not in output.token_ids[:7]
+    free = generate(pair, ignore_eos=True).token_ids  # an end token that is given instead
+    options = {"eos_token_id": free[2], "min_new_tokens": 7}
+    assert generate(pair, **options).token_ids == stock_greedy(pair, pad_token_id=0, **options)
 
 
 # Options, rules, seeds

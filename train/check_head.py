@@ -171,8 +171,8 @@ def run(arguments: Arguments) -> None:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    arguments = parse_options(Arguments, words, program="python -m train.check_head")
-    return exit_status("train.check_head", lambda: run(arguments))
+    return exit_status(
+        "train.check_head", lambda: run(parse_options(Arguments, words, program="python -m train.check_head")))
 
 
 if __name__ == "__main__":

@@ -168,10 +168,10 @@ def run(arguments: Arguments) -> None:
 
 
 def main() -> int:
-    arguments = parse_options(Arguments, program="python -m train.features")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
     return exit_status(
-        "train.features", lambda: run(arguments), stopped="stopped; the same command continues"
+        "train.features", lambda: run(parse_options(Arguments, program="python -m train.features")),
+        stopped="stopped; the same command continues",
     )
 
 

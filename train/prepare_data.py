@@ -191,9 +191,9 @@ def load_model(arguments: Arguments, place: str, tokenizer: PreTrainedTokenizerB
 
 
 def main() -> int:
-    arguments = parse_options(Arguments, program="python -m train.prepare_data")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
-    return exit_status("train.prepare_data", lambda: print(json.dumps(run(arguments), indent=1)))
+    return exit_status("train.prepare_data", lambda: print(json.dumps(
+        run(parse_options(Arguments, program="python -m train.prepare_data")), indent=1)))
 
 
 if __name__ == "__main__":

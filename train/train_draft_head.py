@@ -148,10 +148,10 @@ def main() -> int:
     recipes = {name: TrainingConfig(target=tyro.MISSING, output=tyro.MISSING, **settings)
                for name, (_, settings) in RECIPES.items()}
     kind = tyro.extras.subcommand_type_from_defaults(recipes, {name: about for name, (about, _) in RECIPES.items()})
-    config = parse_options(kind, words, program="python -m train.train_draft_head", description=__doc__)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
     logging.getLogger("accelerate").setLevel(logging.WARNING)  # it says of every file that it is saved
-    return exit_status("train.train_draft_head", lambda: train(config), also=(FloatingPointError,),
+    return exit_status("train.train_draft_head", lambda: train(parse_options(
+        kind, words, program="python -m train.train_draft_head", description=__doc__)), also=(FloatingPointError,),
                        stopped="stopped; the same command continues")
 
 

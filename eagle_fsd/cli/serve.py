@@ -61,4 +61,5 @@ def need_packages(page: bool) -> None:
         # By their own names: `eagle_fsd[page]` would look for eagle_fsd in the index.
         packages = [text.split(";")[0].strip() for text in requires("eagle_fsd") or ()
                     if any(f'extra == "{extra}"' in text for extra in missing)]
-        raise ImportError(f"serving needs further packages: pip install {shlex.join(dict.fromkeys(packages))}")
+        raise ImportError(f"serving needs further packages: {shlex.quote(sys.executable)} -m pip install "
+                          f"{shlex.join(dict.fromkeys(packages))}")

@@ -161,8 +161,8 @@ def choose(cycles: Sequence[LoggedCycle], latency: Latency, *, stopping: bool = 
         start = max(candidates, key=lambda c: replays[c.top_k].rate(c, latency, rows=rows)[0])
         rate, tree = max((rate, tree), _best_shape(start, replays, latency, [rows]), key=lambda each: each[0])
     plain = latency.plain_cycle(rows)
-    log.info("tree for %d logged cycles in batches of %d: %s, %.1f tokens/s expected, %.1f plainly", len(cycles), rows,
-             describe_tree(tree), rows * rate, rows / plain)
+    log.info("draft tree for %d request%s at once: up to %d tokens, %d levels; %.1f tokens/s expected, %.1f without "
+             "drafting", rows, "s" * (rows > 1), tree.total_tokens, tree.depth, rows * rate, rows / plain)
     worth = 1.0 if rows == 1 else WORTH
     return Choice(tree if rate * plain > worth else None, rate, partial(latency.relative, tree.top_k, rows))
 
