@@ -47,16 +47,13 @@ def read_rule(extra: Mapping[str, object] | None) -> Rule | None:
     return make_rule(options.pop("rule", "fsd"), **options)
 
 
-def check_request(extra: Mapping[str, object] | None, speculative: object | None) -> None:
-    """Refuse what this server cannot do.
-
-    Args:
-        speculative: vLLM's `SpeculativeConfig`; None: the server does not draft.
+def check_request(params: object, speculative: object | None, on_cpu: bool) -> None:
+    """Refuse what a server cannot do, given vLLM's `SamplingParams` and `SpeculativeConfig` (None: it does not draft).
 
     Raises:
         ValueError, TypeError: see `read_rule`, or a rule that the server's drafts do not serve.
     """
-    rule = read_rule(extra)
+    rule = read_rule(params.extra_args)
     if rule is None:
         return
     if speculative is None:
@@ -65,9 +62,12 @@ def check_request(extra: Mapping[str, object] | None, speculative: object | None
         raise ValueError(f"rule {rule.name!r} compares with the draft's distribution, of which method "
                          f"{speculative.method!r} keeps none; methods that do: {', '.join(WITH_DISTRIBUTION)}")
     if speculative.draft_sample_method != "greedy" or speculative.rejection_sample_method != "standard":
-        raise ValueError(f"{PREFIX}threshold needs draft_sample_method 'greedy' and rejection_sample_method 'standard' "
-                         f"in --speculative-config, got {speculative.draft_sample_method!r} and "
-                         f"{speculative.rejection_sample_method!r}")
+        raise ValueError(f"{PREFIX}threshold needs draft_sample_method greedy and rejection_sample_method standard, "
+                         f"not {speculative.draft_sample_method!r}, {speculative.rejection_sample_method!r}")
+    if on_cpu and not is_greedy(params) and not rule.is_lossless(False):
+        # Its _expand_kernel_impl writes to a copy, so that logits are divided by what happened to be in memory.
+        raise ValueError(f"on CPUs vLLM {TESTED[-1]} loses the temperature of drafted tokens, whatever accepts them: "
+                         f"{PREFIX}threshold needs temperature 0 there, got {params.temperature}")
 
 
 def walk_chains(
@@ -96,9 +96,9 @@ def walk_chains(
     every = torch.arange(rows, device=device)
     target = Target(raw, lambda raw, node, said, going: warped[every, node], None if seeds is None else noise,
                     lambda: warped)
-    levels = () if draft is None else [draft[:, depth : depth + 1] for depth in range(length)]
-    return walk(rule, tree, levels, target, torch.full((rows,), rule.threshold, dtype=torch.float64, device=device),
-                None)
+    levels = () if draft is None else draft.split(1, dim=1)
+    threshold = torch.full((rows,), rule.threshold, dtype=torch.float64, device=device)
+    return walk(rule, tree, levels, target, threshold, None)
 
 
 class FuzzyRows:
@@ -114,13 +114,13 @@ class FuzzyRows:
     @staticmethod
     def rules(states: Sequence) -> dict[int, Rule]:
         """By row: the rules of the requests that are not exact."""
-        found = ((row, state.sampling_params and read_rule(state.sampling_params.extra_args))
-                 for row, state in enumerate(states))
-        return {row: rule for row, rule in found if rule and not rule.is_lossless(is_greedy(states[row]))}
+        params = dict(enumerate(state.sampling_params for state in states))
+        found = {row: read_rule(each.extra_args) for row, each in params.items() if each is not None}  # None: pooling
+        return {row: rule for row, rule in found.items() if rule and not rule.is_lossless(is_greedy(params[row]))}
 
     def replace(
         self,
-        output: Tensor,  # [batch, max_spec_len + 1] int32, filled up with -1; changed in place
+        output: Tensor,  # [batch, max_spec_len + 1] int32, filled up with -1; its fuzzy rows are replaced
         drafted: Sequence[int],  # [batch]
         draft_tokens: Tensor,  # [M]
         processed: Tensor,  # [M, V] float32
@@ -131,7 +131,7 @@ class FuzzyRows:
         groups: dict[tuple[Rule, bool], list[int]] = {}
         for row, rule in rules.items():
             if drafted[row]:
-                groups.setdefault((rule, is_greedy(states[row])), []).append(row)
+                groups.setdefault((rule, is_greedy(states[row].sampling_params)), []).append(row)
         starts = list(accumulate(drafted, initial=0))
         for (rule, greedy), rows in groups.items():
             ends = torch.tensor([drafted[row] for row in rows])  # the node after the chain
@@ -144,21 +144,16 @@ class FuzzyRows:
             at_logits = first[:, None] + torch.tensor(rows)[:, None] + torch.minimum(node, ends[:, None])
             raw = logits[at_logits.to(output.device)].float()
             tokens = draft_tokens[at[:, :-1]].long().masked_fill((node[:-1] >= ends[:, None]).to(output.device), -1)
-            draft, known = self._draft_of([states[row].req_id for row in rows], len(node) - 1, rule)
+            where, draft = self.draft or ({}, None)
+            known = torch.tensor([states[row].req_id in where for row in rows])
+            if draft is not None:
+                draft = draft[[where.get(states[row].req_id, 0) for row in rows], : len(node) - 1]
             seeds = None if greedy else torch.cat([self._seed(generators.get(row), output.device) for row in rows])
             steps = walk_chains(rule, raw, warped, tokens, draft, known.to(output.device), seeds)
             said = [[step.token for step in each] + [-1] * (output.shape[1] - len(each)) for each in steps]
             output[rows] = torch.tensor(said, dtype=output.dtype).to(output.device)
             fuzzy = sum(not step.exact for each in steps for step in each)
             self._count(len(rows), int(ends.sum()), sum(map(len, steps)) - len(rows), fuzzy)
-
-    def _draft_of(self, requests: Sequence[str], length: int, rule: Rule) -> tuple[Tensor | None, Tensor]:
-        """The draft's logits [F, K, V] of these requests, and of which they are known [F]."""
-        where, logits = self.draft or ({}, None)
-        known = torch.tensor([request in where for request in requests])
-        if logits is None or not hasattr(rule, "divergence"):
-            return None, known
-        return logits[[where.get(request, 0) for request in requests], :length], known
 
     def _seed(self, generator: torch.Generator | None, device: torch.device) -> Tensor:
         """[1] int64, from the request's own generator where it has a seed, else from one that vLLM does not use."""
@@ -171,14 +166,13 @@ class FuzzyRows:
     def _count(self, *numbers: int) -> None:
         self.counts = [old + new for old, new in zip(self.counts, numbers, strict=True)]
         if time.monotonic() - self.logged > LOG_SECONDS:
-            log.info("eagle_fsd, requests with a threshold: %d drafts, %d tokens drafted, %d accepted; %d of all their "
-                     "tokens fuzzy", *self.counts)
+            log.info("eagle_fsd: with a threshold %d drafts, %d tokens drafted, %d accepted, %d fuzzy", *self.counts)
             self.logged = time.monotonic()
 
 
-def is_greedy(state: object) -> bool:
+def is_greedy(params: object) -> bool:
     """Whether vLLM decodes a request greedily."""
-    return state.sampling_params.temperature < 1e-5  # vLLM's _SAMPLING_EPS
+    return params.temperature < 1e-5  # vLLM's _SAMPLING_EPS
 
 
 def register() -> None:
@@ -199,6 +193,7 @@ def register() -> None:
         raise RuntimeError(f"{SWITCH}=1 works in vLLM's first model runner: set VLLM_USE_V2_MODEL_RUNNER=0, "
                            f"or unset {SWITCH}")
     from vllm.exceptions import VLLMValidationError
+    from vllm.platforms import current_platform
     from vllm.sampling_params import SamplingParams
     from vllm.v1.sample import rejection_sampler
     from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
@@ -209,7 +204,7 @@ def register() -> None:
     def validate(original, params, speculative) -> None:
         original(params, speculative)
         try:
-            check_request(params.extra_args, speculative)
+            check_request(params, speculative, current_platform.is_cpu())
         except (ValueError, TypeError) as error:
             raise VLLMValidationError(str(error)) from error
 
@@ -223,7 +218,7 @@ def register() -> None:
         rows.kept = None
         return tokens
 
-    def draft_greedily(original, proposer, hidden: Tensor) -> Tensor:
+    def draft_greedily(original, proposer, hidden):
         if rows.kept is None:
             return original(proposer, hidden)
         rows.kept.append(proposer.model.compute_logits(hidden))
@@ -238,7 +233,7 @@ def register() -> None:
         finally:
             rows.verifying = None
 
-    def reject(original, draft_tokens, drafted, longest, ends, probs, processed, bonus, metadata, **options) -> Tensor:
+    def reject(original, draft_tokens, drafted, longest, ends, probs, processed, bonus, metadata, **options):
         output = original(draft_tokens, drafted, longest, ends, probs, processed, bonus, metadata, **options)
         if rows.verifying is not None:
             rows.replace(output, drafted, draft_tokens, processed, bonus, metadata.generators)
