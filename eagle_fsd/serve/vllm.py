@@ -3,8 +3,7 @@
 vLLM verifies chains, all requests in one batch. Where a request's `vllm_xargs` ask for a threshold, its row of the
 rejection sampler's answer is replaced by what our rules walk over the chain; every other row is vLLM's own.
 
-F rows with a rule, K the longest of their chains, N = K + 1 nodes of a chain, V vocabulary; of the whole batch M draft
-tokens and L = M + batch rows of logits.
+F rows with a rule, K the longest of their chains, N = K + 1 nodes, V vocabulary; M draft tokens of the whole batch.
 """
 
 from __future__ import annotations
@@ -65,7 +64,7 @@ def check_request(params: object, speculative: object | None, on_cpu: bool) -> N
         raise ValueError(f"{PREFIX}threshold needs draft_sample_method greedy and rejection_sample_method standard, "
                          f"not {speculative.draft_sample_method!r}, {speculative.rejection_sample_method!r}")
     if on_cpu and not is_greedy(params) and not rule.is_lossless(False):
-        # Its _expand_kernel_impl writes to a copy, so that logits are divided by what happened to be in memory.
+        # Its _expand_kernel_impl writes to a copy.
         raise ValueError(f"on CPUs vLLM {TESTED[-1]} loses the temperature of drafted tokens, whatever accepts them: "
                          f"{PREFIX}threshold needs temperature 0 there, got {params.temperature}")
 
@@ -107,7 +106,7 @@ class FuzzyRows:
     def __init__(self) -> None:
         self.kept: list[Tensor] | None = None  # while drafting for some rule: the draft's logits, [batch, V] each
         self.draft: tuple[dict[str, int], Tensor] | None = None  # of the last draft: row by request, [batch, K, V]
-        self.verifying: tuple[dict[int, Rule], Sequence, Tensor] | None = None  # rules by row, states, logits [L, V]
+        self.verifying: tuple[dict[int, Rule], Sequence, Tensor] | None = None  # rules by row, states, all logits
         self.generator: torch.Generator | None = None
         self.counts, self.logged = [0, 0, 0, 0], time.monotonic()
 
@@ -192,6 +191,8 @@ def register() -> None:
     if os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0") != "0":
         raise RuntimeError(f"{SWITCH}=1 works in vLLM's first model runner: set VLLM_USE_V2_MODEL_RUNNER=0, "
                            f"or unset {SWITCH}")
+    copied = os.environ.get("VLLM_RAY_EXTRA_ENV_VARS_TO_COPY", "")  # to workers that Ray starts
+    os.environ["VLLM_RAY_EXTRA_ENV_VARS_TO_COPY"] = ",".join({*filter(None, copied.split(",")), SWITCH})
     from vllm.exceptions import VLLMValidationError
     from vllm.platforms import current_platform
     from vllm.sampling_params import SamplingParams
