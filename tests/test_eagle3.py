@@ -309,7 +309,7 @@ def test_saved_heads_load_again(tmp_path, named, options):
     assert getattr(loaded.config, "norm_before_residual", False) is bool(options)
 
 
-def test_inspect_says_what_it_is_and_export_refuses(target, tmp_path):
+def test_inspect_says_what_it_is_and_only_vllm_is_exported_to(target, tmp_path):
     write(tmp_path / "head", random_head(NAMED), "midlayer")
     target.save_pretrained(tmp_path / "target")
     found = inspect_head(tmp_path / "head", tmp_path / "target")
@@ -317,8 +317,11 @@ def test_inspect_says_what_it_is_and_export_refuses(target, tmp_path):
     assert found.facts["draft vocabulary"] == "21 of them" and found.target_problems == []
     tiny_target().save_pretrained(tmp_path / "shallow")
     assert "the target has 2, from 0" in inspect_head(tmp_path / "head", tmp_path / "shallow").target_problems[0]
-    with pytest.raises(ValueError, match="is an EAGLE-3 head; only EAGLE-1/2 heads are exported"):
-        export_head(tmp_path / "head", "vllm", tmp_path / "out")
+    with pytest.raises(ValueError, match="is an EAGLE-3 head, which is exported to vllm only, got sglang"):
+        export_head(tmp_path / "head", "sglang", tmp_path / "out")
+    path = export_head(tmp_path / "head", "vllm", tmp_path / "out")
+    assert {"midlayer.hidden_norm.weight", "d2t", "t2d", "lm_head.weight"} < load_file(path).keys()
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["architectures"] == ["LlamaForCausalLMEagle3"]
 
 
 def test_threads_read_their_own_features():

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from tiny import tiny_pair, tiny_target
+from tiny import tiny_head, tiny_pair, tiny_target
 
 from eagle_fsd.heads import checkpoint
 from eagle_fsd.heads.checkpoint import load_head, save_head
@@ -89,6 +89,19 @@ def test_a_trained_bias_is_not_dropped_silently(place, tmp_path):
     found = inspect_head(place / "head", tmp_path / "other")
     assert found.target_problems == ["vocabulary: head 32, target 40"]
     assert "no fc.bias" in found.server_problems["sglang"][1]
+
+
+def test_what_vllm_cannot_compute_is_refused_or_said(tmp_path):
+    """vLLM gives o a bias wherever attention_bias is true, and computes silu."""
+    target = tiny_target()
+    save_head(tiny_head(target, qkv_bias=True), tmp_path / "biased")
+    export_head(tmp_path / "biased", "vllm", tmp_path / "out")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["qkv_bias"] is True and config["attention_bias"] is False
+    assert load_head(tmp_path / "out").layers[0].self_attn.q_proj.bias is not None
+    save_head(tiny_head(target, hidden_act="gelu"), tmp_path / "gelu")
+    with pytest.raises(ValueError, match="has the activation 'gelu'; vllm computes silu only"):
+        export_head(tmp_path / "gelu", "vllm", tmp_path / "other")
 
 
 def test_embeddings_have_to_come_from_somewhere_that_fits(place, tmp_path):

@@ -1,7 +1,7 @@
 """Writing a draft head as each server loads it.
 
 The three consumers read the same tensors and differ in three points: the file, the name of the architecture, and
-what they do with the bias of `fc`. The servers themselves are not run here.
+what they do with the bias of `fc`. Of the servers only vLLM's CPU build was run (`make test-vllm`).
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ class Layout:
         file: name of the weights file.
         embeddings: whether the file must hold the token embeddings (the target's are used otherwise).
         token_map: whether it can draft a reduced vocabulary.
+        eagle3: whether EAGLE-3 heads are written for it; as saved, they have the layout of their authors.
+        activations: that its layer computes; None: not looked up.
     """
 
     architecture: str
@@ -38,12 +40,15 @@ class Layout:
     file: str
     embeddings: bool
     token_map: bool
+    eagle3: bool = False
+    activations: tuple[str, ...] | None = None
 
 
 LAYOUTS: dict[str, Layout] = {
     "eagle": Layout("LlamaForCausalLM", "any", "pytorch_model.bin", embeddings=True, token_map=False),
     "sglang": Layout("LlamaForCausalLMEagle", "always", "model.safetensors", embeddings=False, token_map=True),
-    "vllm": Layout("LlamaForCausalLM", "never", "model.safetensors", embeddings=False, token_map=False),
+    "vllm": Layout("LlamaForCausalLM", "never", "model.safetensors", embeddings=False, token_map=False, eagle3=True,
+                   activations=("silu",)),
 }
 
 
@@ -65,16 +70,21 @@ def export_head(
         target: where the embeddings come from, for a consumer that wants them in a head without its own.
 
     Raises:
-        ValueError: an unknown consumer, an EAGLE-3 head, a trained bias that the consumer would drop, missing
-            embeddings, or a folder that is not empty.
+        ValueError: an unknown consumer, a head that it does not take (an EAGLE-3 head, an activation), a trained bias
+            that it would drop, missing embeddings, or a folder that is not empty.
         OSError: `directory` cannot be written.
     """
     if to not in LAYOUTS:
         raise ValueError(f"unknown format {to!r}; accepted: {', '.join(LAYOUTS)}")
     check_place(directory)
     layout, head = LAYOUTS[to], load_head(source)
-    if isinstance(head, Eagle3Head):
-        raise ValueError(f"{source} is an EAGLE-3 head; only EAGLE-1/2 heads are exported")
+    eagle3 = isinstance(head, Eagle3Head)
+    if eagle3 and not layout.eagle3:
+        raise ValueError(f"{source} is an EAGLE-3 head, which is exported to "
+                         f"{', '.join(name for name, each in LAYOUTS.items() if each.eagle3)} only, got {to}")
+    if layout.activations and head.config.hidden_act not in layout.activations:
+        raise ValueError(f"{source} has the activation {head.config.hidden_act!r}; {to} computes "
+                         f"{' and '.join(layout.activations)} only")
     if layout.bias == "never":
         if has_trained_bias(head):
             raise ValueError(f"{source} has a trained fc.bias, which {to} would drop; train the head without one")
@@ -96,4 +106,7 @@ def export_head(
     if head.token_map is not None and not layout.token_map:
         log.warning("%s drafts all %d tokens: it takes no reduced vocabulary", to, head.config.vocab_size)
         head.limit_vocabulary(None)
-    return save_head(head, directory, dtype=dtype, file=layout.file, architectures=[layout.architecture])
+    if eagle3:
+        return save_head(head, directory, dtype=dtype)
+    own = {"attention_bias": False} if to == "vllm" else {}  # there it is o's as well, which has none; qkv_bias stays
+    return save_head(head, directory, dtype=dtype, file=layout.file, architectures=[layout.architecture], **own)
