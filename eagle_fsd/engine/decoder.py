@@ -7,6 +7,7 @@ target's features, V vocabulary.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -17,8 +18,8 @@ from ..acceptance import Rule
 from ..acceptance.walk import Step, Target, walk
 from ..drafting.config import Choice
 from ..drafting.pause import Drafting, Pause
-from ..drafting.text import MOST_NODES
-from ..drafting.tree import DraftTree, root_only
+from ..drafting.text import MOST_NODES, TextDrafts
+from ..drafting.tree import DRAFTERS, DraftTree, root_only
 from ..heads.eagle import DraftHead
 from ..models.target import TargetModel
 from .forwards import Forwards
@@ -61,7 +62,7 @@ class Decoder:
     def _forwards(self, earlier: Decoder | None) -> Forwards:
         """Forwards with room for the longest text and the largest tree."""
         trees = self.drafting.possible
-        copying = any(request.copies for request in self.requests)  # copies fill a tree that the head does not
+        copying = any(request.copying for request in self.requests)  # copies fill a tree that the head does not
         sizes = (tree.total_tokens if copying else tree.nodes for tree in trees if tree)
         nodes = max(MOST_NODES if copying else 1, *sizes, 1)
         drafted = max(tree.depth * tree.top_k if tree else 0 for tree in trees)
@@ -104,10 +105,13 @@ class Decoder:
 
     def step(self) -> list[Emission]:
         """One cycle; each request emits its accepted draft tokens and one token of the target."""
-        copies = [request.copies and request.copies.propose() for request in self.requests]
-        most = min((request.copies.config.nodes for request in self.requests if request.copies), default=1)
+        copies = [request.propose() for request in self.requests]
+        most = min((request.copies.config.nodes for request in self.requests if request.copies),
+                   default=TextDrafts().nodes)
         plan, lengths = self.drafting.next(copies, most), self.forwards.lengths  # L: the root is the token there
         tree, draft_logits = self.forwards.draft(self.requests, plan, copies)
+        if plain := [number for number, request in enumerate(self.requests) if not request.speculative]:
+            tree = tree.rooted(plain)
         features = self.forwards.verify(tree)  # [B, N, F]
         paths, emissions = self._accept(tree, self.target.logits(features), draft_logits, lengths)
         self.forwards.commit(lengths, paths)
@@ -179,9 +183,10 @@ class Decoder:
         walks = walk(
             rule, tree, draft_logits, target, self._per_row([request.rule.threshold for request in requests]),
             None if all(request.budget is None for request in requests)
-            else self._per_row([request.left for request in requests]), self.draft_tokens, errors)
+            else self._per_row([request.left for request in requests]), self.draft_tokens, errors,
+            max(request.top_logprobs for request in requests))
         return [([0], NOTHING._replace(error=errors[row])) if row in errors
-                else ([step.node for step in steps], _emission(steps, tree, row, request.closed))
+                else ([step.node for step in steps], _emission(steps, tree, row, request))
                 for row, (request, steps) in enumerate(zip(requests, walks, strict=True))]
 
     def _per_row(self, values: Sequence[float]) -> Tensor:
@@ -193,19 +198,20 @@ def _differ_in_threshold_only(rule: Rule, other: Rule) -> bool:
     return type(rule) is type(other) and replace(rule, threshold=other.threshold) == other
 
 
-def _emission(steps: Sequence[Step], tree: DraftTree, row: int, closed: str | None) -> Emission:
+def _emission(steps: Sequence[Step], tree: DraftTree, row: int, request: Request) -> Emission:
     """What a path emits; its last token is not a drafted one."""
-    copied = [False] * tree.tokens.shape[1] if tree.from_text is None else tree.from_text[row].tolist()
-    drafters = ["text" if copied[step.node] else "head" for step in steps[1:]]  # of the tokens before the last
+    numbers = [0] * tree.tokens.shape[1] if tree.drafters is None else tree.drafters[row].tolist()
+    names = [DRAFTERS[number] for number in numbers]  # by node
+    drafters = [names[step.node] for step in steps[1:]]  # of the tokens before the last
     receipts = [
         Receipt(("target" if step is steps[-1] else "exact") if step.exact else "fuzzy",
                 None if math.isnan(step.divergence) else step.divergence, step.logprob, step.regret,
-                closed or ("budget" if step.closed else None), drafter)
+                request.closed or ("budget" if step.closed else None), drafter, step.top[: request.top_logprobs])
         for step, drafter in zip(steps, [*drafters, None], strict=True)
     ]
-    nodes = int((tree.depths[row] > 0).sum())
+    proposed = Counter(name for name, depth in zip(names, tree.depths[row].tolist(), strict=True) if depth)
     return Emission([step.token for step in steps], receipts, [step.drawn for step in steps], tree.max_depth > 0,
-                    proposed=(nodes - sum(copied), sum(copied)))
+                    proposed=proposed)
 
 
 @dataclass(eq=False)
