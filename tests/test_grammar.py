@@ -10,6 +10,7 @@ from tiny import tiny_chat_pair
 
 import eagle_fsd
 from eagle_fsd import RULES, make_rule
+from eagle_fsd.engine.grammar import Grammar
 
 PAIRS = Path(__file__).parent / "pairs"
 PERSON = {
@@ -94,6 +95,7 @@ def test_forms(pair, wanted, pattern):
     ({"type": "choice", "choice": ["a", ""]}, ValueError, "non-empty strings"),
     ({"type": "grammar", "grammar": "start: nothing"}, ValueError, "nothing"),
     ({"$ref": "#/nowhere"}, ValueError, "response_format cannot be used"),
+    ({"type": "regex", "regex": r"[^\s\S]"}, ValueError, "response_format cannot be used"),
 ])
 def test_bad_formats(pair, wanted, error, said):
     with pytest.raises(error, match=re.escape(said)):
@@ -105,3 +107,27 @@ def test_what_it_cannot_go_with(pair):
         generate(pair, PERSON, ignore_eos=True)
     with pytest.raises(ValueError, match="an end token"):
         generate(tiny_chat_pair(), PERSON)
+
+
+def test_one_that_grows_too_complex_ends_its_own_request(pair, monkeypatch):
+    """After the first token: no other request ends with it."""
+    with eagle_fsd.Engine(pair) as engine:
+        make = engine._rows.begin
+
+        def begin(request):
+            if request.grammar is not None:
+                request.grammar._matcher.consume_token(0)  # an error that stays, as one of a limit does
+            make(request)
+
+        monkeypatch.setattr(engine._rows, "begin", begin)
+        broken, other = (engine.submit("Once", response_format=wanted, max_new_tokens=20) for wanted in (PERSON, None))
+        with pytest.raises(ValueError, match="response_format cannot go on"):
+            broken.result()
+        assert other.result().finish_reason == "length" and engine.error is None
+
+
+def test_a_broken_grammar_drafts_nothing(pair):
+    grammar = Grammar(PERSON, pair.tokenizer, vocab_size=2048, eos_ids=[2], start=0)
+    assert grammar.forced([]).tokens
+    grammar._matcher.consume_token(0)
+    assert grammar.forced([5]) is None

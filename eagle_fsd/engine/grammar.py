@@ -25,6 +25,10 @@ WHITESPACE = {"whitespace_flexible": False, "item_separator": ", ", "key_separat
 LONGEST = 48  # tokens drafted in a row
 
 
+class GrammarError(ValueError):
+    """A grammar that cannot be used, or that is too complex to go on with."""
+
+
 class Grammar(LogitsProcessor):
     """Forbids the tokens that the answer to one prompt cannot go on with: a function of the text, like all processors.
 
@@ -55,6 +59,7 @@ class Grammar(LogitsProcessor):
         self.end, self.start = eos_ids[0], start
         self._matcher = LLMatcher(self.tokens, grammar_of(response_format), log_level=0)
         self._said: list[int] = []  # what it has been told
+        self._matcher.compute_bitmask()
         self._check("cannot be used")
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:  # [1, L], [1, V]
@@ -71,6 +76,8 @@ class Grammar(LogitsProcessor):
         leaves free.
         """
         self._go_to(said)
+        if self._matcher.is_error():  # said where the mask is asked for, which is an error of this row alone
+            return None
         text = self._matcher.compute_ff_bytes()
         tokens = self.tokens.tokenize_bytes(text)[:LONGEST] if text else []
         self._said += tokens[: self._matcher.try_consume_tokens(tokens)]
@@ -87,11 +94,10 @@ class Grammar(LogitsProcessor):
             self._matcher.rollback(len(self._said) - same)
         self._matcher.consume_tokens(said[same:])
         self._said = said
-        self._check("cannot go on")
 
     def _check(self, what: str) -> None:
         if self._matcher.is_error():
-            raise ValueError(f"response_format {what}: {self._matcher.get_error()}")
+            raise GrammarError(f"response_format {what}: {self._matcher.get_error().partition('<state>')[0].strip()}")
 
 
 @functools.lru_cache(maxsize=4)
@@ -138,5 +144,5 @@ def grammar_of(response_format: object) -> str:
         schema = response_format
     try:
         return LLMatcher.grammar_from_json_schema(json.dumps(schema), defaults=WHITESPACE)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"response_format holds no JSON schema: {error}") from error

@@ -21,6 +21,7 @@ from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from ..engine.grammar import GrammarError
 from ..engine.output import Output
 from .engine import Engine
 from .limits import ServeOptions
@@ -187,6 +188,8 @@ def as_refusal(error: Exception) -> Refusal:
         return error
     if isinstance(error, EngineClosed):
         return shutting_down()
+    if isinstance(error, GrammarError):  # too complex to go on with
+        return refused(error)
     log.error("an answer failed", exc_info=error)
     return Refusal(500, "the answer failed; the server's log says why")
 

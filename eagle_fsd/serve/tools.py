@@ -37,6 +37,10 @@ def check_tools(tools: Any) -> list[dict]:
                              f"where N has 1 to 64 letters, digits, _ or -, got {tool!r}")
         if not isinstance(function.get("parameters", {}), dict):
             raise ValueError(f"parameters of the tool {name} must be a JSON schema, got {function['parameters']!r}")
+        try:
+            json.dumps(function)
+        except RecursionError as error:
+            raise ValueError(f"tools must not be nested so deeply: {name}") from error
     names = names_of(tools)
     if len(set(names)) < len(names):
         raise ValueError(f"tools must have different names, got {', '.join(names)}")
