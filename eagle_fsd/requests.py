@@ -17,7 +17,8 @@ from transformers.generation.streamers import BaseStreamer
 from .checks import check_functions, require_integer
 from .data.rendering import check_rendering, most_characters
 from .drafting.text import TextDrafts, TextIndex, TextSource
-from .engine.request import Request
+from .engine.grammar import Grammar
+from .engine.request import EXACT, Request
 from .engine.sampling import build_processors
 from .options import GenerateOptions
 from .pair import EagleModel
@@ -38,10 +39,11 @@ def make_requests(
     check_functions("stopping_criteria", stopping_criteria)
     if options.tree is not None:
         model.check_tree(options.tree)
-    rule = options.rule
+    rule = options.rule if options.speculative else EXACT
     warn_of_infinity(rule, model)
     if options.lossless and (options.budget is not None or options.head_guard not in ("default", None)):
         log.warning("budget= and head_guard= change nothing without a threshold: decoding is lossless")
+    check_ids([0, *(options.logit_bias or {})], model)
     rooms = [check_length(len(ids), options.max_new_tokens, model) for ids in prompts]
     seeds = seeds_of(options.seed, len(prompts))
     ends = frozenset() if options.ignore_eos else end_tokens(model)
@@ -53,17 +55,24 @@ def make_requests(
     copying = TextDrafts() if options.text_drafts == "auto" else options.text_drafts
     references = [TextIndex(check_ids(tokenised("reference", text, model, add_special_tokens=False), model))
                   for text in options.references if text]
-    text_free = not (options.repetition_penalty != 1 or options.min_new_tokens or logits_processor)
+    text_free = not (options.repetition_penalty != 1 or options.min_new_tokens or logits_processor
+                     or options.frequency_penalty or options.presence_penalty or options.logit_bias
+                     or options.response_format is not None)
+    grammars = [None if options.response_format is None else Grammar(
+        options.response_format, model.tokenizer, vocab_size=model.target.vocab_size, eos_ids=sorted(ends),
+        start=len(ids)) for ids in prompts]
     return [Request(
         ids, max_new_tokens=room, rule=rule, temperature=float(options.temperature), seed=seed,
         budget=None if options.budget is None else float(options.budget),
-        processors=build_processors(options, logits_processor, prompt_length=len(ids), eos_ids=sorted(stop_ids | ends),
-                                    device=model.target.output_device),
+        processors=build_processors(options, logits_processor, grammar, prompt_length=len(ids),
+                                    eos_ids=sorted(stop_ids | ends), device=model.target.output_device),
         alike=(options.temperature, options.top_k, options.top_p, options.min_p) if text_free else None,
         eos_ids=ends, stop_ids=stop_ids,
         text_ends=StopStrings(model.tokenizer, strings) if strings else None, criteria=list(stopping_criteria or []),
-        copies=None if copying == "off" else TextSource(ids, copying, references), device=model.target.device,
-    ) for ids, room, seed in zip(prompts, rooms, seeds, strict=True)]
+        copies=None if copying == "off" or not options.speculative else TextSource(ids, copying, references),
+        grammar=grammar, speculative=options.speculative,
+        top_logprobs=min(options.top_logprobs, model.target.vocab_size), device=model.target.device,
+    ) for ids, room, seed, grammar in zip(prompts, rooms, seeds, grammars, strict=True)]
 
 
 def warn_of_infinity(rule: object, model: EagleModel) -> None:
@@ -155,8 +164,8 @@ def unpadded(encoding: Mapping) -> object:
         seen = torch.ones_like(row) if seen is None else torch.as_tensor(seen)
         shown = (seen == 1).nonzero().flatten()
         if seen.shape != row.shape or ((seen != 0) & (seen != 1)).any() or (shown.diff() != 1).any():
-            raise ValueError(f"an attention mask has the shape of input_ids, {list(row.shape)}, a 1 for each token, and a 0 "
-                             f"for padding before or after them, got {seen.tolist()}")
+            raise ValueError(f"an attention mask has the shape of input_ids, {list(row.shape)}, a 1 for each token, "
+                             f"and a 0 for padding before or after them, got {seen.tolist()}")
         prompts.append(row[shown].tolist())
     return prompts[0] if alone or (len(prompts) == 1 and not isinstance(ids, list)) else prompts  # [1, L] is one
 
@@ -182,7 +191,7 @@ def encode_prompt(prompt: object, model: EagleModel) -> list[int]:
     if isinstance(prompt, str):
         ids = tokenised("the prompt", prompt, model)
     elif isinstance(prompt, (list, tuple)) and all(isinstance(message, dict) for message in prompt) and prompt:
-        ids = _encode_chat(list(prompt), model)
+        ids = encode_chat(list(prompt), model)
     elif isinstance(prompt, (list, tuple)):
         if not all(isinstance(token, Integral) and not isinstance(token, bool) for token in prompt):
             raise TypeError("a list prompt must hold token ids, chat messages, or prompts, not a mixture or others")
@@ -216,18 +225,27 @@ def encodable(what: str, text: str) -> str:
     return text
 
 
-def _encode_chat(messages: list[dict], model: EagleModel) -> list[int]:
+def encode_chat(messages: list[dict], model: EagleModel, tools: list[dict] | None = None) -> list[int]:
+    """Token ids of a chat, with the schemas of functions that may be called.
+
+    Raises:
+        ValueError: no chat, or one that the tokenizer's template cannot render.
+    """
     tokenizer = need_tokenizer(model)
     for message in messages:
-        if not (isinstance(message.get("role"), str) and isinstance(message.get("content"), str)):
+        text = isinstance(message.get("content"), str) or "content" not in message and message.get("tool_calls")
+        if not (isinstance(message.get("role"), str) and text):
             raise ValueError(f'a chat message needs "role" and "content", both text, got {message!r}')
     if tokenizer.chat_template is None:
         raise ValueError("the tokenizer has no chat template: give the prompt as text or token ids")
+    calling = tools or any(message["role"] == "tool" or message.get("tool_calls") for message in messages)
+    if calling and "tool" not in tokenizer.get_chat_template(tools=tools):
+        raise ValueError("tools cannot be used with this model: its chat template has no place for them")
     positions = model.target.max_positions
     if positions is not None:
-        check_rendering(tokenizer, messages, most_characters(tokenizer, positions))
+        check_rendering(tokenizer, messages, most_characters(tokenizer, positions), tools)
     try:
-        rendered = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        rendered = tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=True)
     except Exception as error:  # templates raise for roles or an order that they do not know
         raise ValueError(f"the tokenizer's chat template refuses the chat: {error}") from error
     return tokenised("the chat", rendered, model, add_special_tokens=False)

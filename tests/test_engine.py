@@ -502,7 +502,8 @@ def test_every_request_ends_whatever_fails(place, monkeypatch):
 @pytest.mark.parametrize(("options", "error", "message"), [
     ({"temperature": -1}, ValueError, "temperature must be"),
     ({"seed": [1, 2]}, ValueError, "one for each prompt: 1, got 2"),
-    ({"tree": eagle_fsd.TreeConfig(4, 2, 2)}, ValueError, "every request has the engine's tree"),
+    ({"tree": eagle_fsd.TreeConfig(4, 2, 2), "threshold": 0.5}, ValueError, "tree of a fuzzy request must be"),
+    ({"tree": eagle_fsd.TreeConfig(400, 20, 20)}, ValueError, "tree is too large here"),
     ({"logits_processor": 5}, TypeError, "logits_processor must be a list"),
 ], ids=readable)
 def test_bad_requests(options, error, message):

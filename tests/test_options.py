@@ -100,7 +100,7 @@ def test_bad_values_are_refused_before_any_forward(small, monkeypatch, given, er
 
 @pytest.mark.parametrize("name", [
     "stream", "num_beams", "max_length",
-    "no_repeat_ngram_size", "max_tokens", "max_completion_tokens", "n", "logit_bias", "presence_penalty", "quality",
+    "no_repeat_ngram_size", "max_tokens", "max_completion_tokens", "n", "quality",
     "gate_threshold", "tokenizer", "bad_words_ids",
 ])
 def test_names_from_elsewhere_lead_to_ours(small, name):

@@ -59,7 +59,7 @@ def compare(rule, case, thresholds, left, divergences=True):
         assert [(step.node, step.token, step.exact, step.closed) for step in steps] == expected, (rule, row, threshold)
         assert sum(step.regret for step in steps if not step.exact) <= budget
         alone = case.take([row]).walk(replace(rule, threshold=threshold), left=budget)[0]
-        assert [pytest.approx(step, nan_ok=True, rel=1e-5, abs=1e-6) for step in alone] == steps
+        assert [pytest.approx(step[:-1], nan_ok=True, rel=1e-5, abs=1e-6) for step in alone] == [s[:-1] for s in steps]
         for step in steps if divergences else []:
             assert step.divergence == pytest.approx(reference.reported(step.node), rel=1e-3, abs=1e-6, nan_ok=True)
             assert step.regret == pytest.approx(reference.regret(step.node, step.token), abs=1e-5)
@@ -100,7 +100,7 @@ def test_cuda_walks_as_the_cpu(name, greedy):
     for case in (random_case(10, greedy, banned=0.2), random_case(11, greedy, named=6)):
         rule, given = make_rule(name, THRESHOLDS[name][-1]), (THRESHOLDS[name], [math.inf, 0.0, 1.0, 3.0])
         for steps, expected in zip(case.to("cuda").walk(rule, *given), case.walk(rule, *given), strict=True):
-            assert [pytest.approx(step, nan_ok=True, rel=1e-4, abs=1e-5) for step in steps] == expected
+            assert [pytest.approx(step[:-1], nan_ok=True, rel=1e-4, abs=1e-5) for step in steps] == [s[:-1] for s in expected]
 
 
 # --- the ends of the threshold -------------------------------------------------------------------

@@ -134,7 +134,7 @@ def test_models_are_listed(client, server):
     ({"model": "large"}, openai.NotFoundError, "model"),
     ({"messages": []}, openai.BadRequestError, "messages"),
     ({"n": 1000}, openai.BadRequestError, "n"),
-    ({"frequency_penalty": 1.5}, openai.BadRequestError, "frequency_penalty"),
+    ({"frequency_penalty": 2.5}, openai.BadRequestError, "frequency_penalty"),
     ({"max_completion_tokens": 5}, openai.BadRequestError, "max_tokens"),  # which is 24
     ({"extra_body": {"thresold": 1}}, openai.BadRequestError, "thresold"),
     ({"extra_body": {"quality": "accuracy_drop<=1%"}}, openai.BadRequestError, "quality"),

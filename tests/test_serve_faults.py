@@ -34,7 +34,7 @@ BODY = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
 def client(pair=None, defaults=None, **engine):
     with eagle_fsd.Engine(pair or tiny_chat_pair(), **engine) as made:
         app = create_app(made, "tiny", ServeOptions(), defaults or {})
-        with TestClient(app, raise_server_exceptions=False) as found:
+        with TestClient(app, "http://localhost", raise_server_exceptions=False) as found:
             found.engine = made
             yield found
 

@@ -12,6 +12,7 @@ from tiny import PROMPT, tiny_chat_pair
 import eagle_fsd
 from eagle_fsd.drafting.config import Choice
 from eagle_fsd.drafting.text import APART, MOST_NODES
+from eagle_fsd.drafting.tree import DRAFTERS
 from eagle_fsd.serve.protocol import options_over
 from eagle_fsd.serve.remembered import Remembered
 
@@ -78,7 +79,7 @@ def test_a_prediction_is_copied_from(client, server):
     assert copied > 0
     for name in ("proposed", "accepted"):
         assert usage.model_extra[f"{name}_by"] == {drafter: getattr(expected.stats, name)[drafter]
-                                                   for drafter in ("head", "text")}
+                                                   for drafter in DRAFTERS}
     assert sum(usage.model_extra["accepted_by"].values()) == usage.model_extra["accepted_tokens"]
     parts = [{"type": "text", "text": before[:7]}, {"type": "text", "text": before[7:]}]
     assert asked(client, prediction=predicted(parts))[1].completion_tokens_details == details
@@ -130,7 +131,7 @@ def test_a_bad_prediction_is_told_what_is_accepted(client, wrong):
     ({"extra_body": {"reference": [5]}}, r"reference must be a text or a list of texts, got \[5\]", "reference"),
     ({"prediction": predicted("x"), "extra_body": OFF}, 'leave text_drafts="off" out', None),
     ({"prediction": predicted("x"), "extra_body": {"reference": "y"}}, "under another name too", "reference"),
-    ({"prediction": predicted("x" * 100_000)}, "reference has 100000 characters, more than", "reference"),
+    ({"prediction": predicted("x" * 100_000)}, "prediction has 100000 characters, more than", "prediction"),
 ])
 def test_what_does_not_go_together_is_refused(client, changed, said, param):
     with pytest.raises(openai.BadRequestError, match=said) as found:
@@ -337,7 +338,7 @@ def test_defaults_may_switch_copies_off():
     with client_of(pair_of(False), {"text_drafts": "off"}) as found:
         body = {**OPTIONS, "max_tokens": 20}
         plain = found.post("/v1/chat/completions", json=body).json()
-        assert plain["usage"]["proposed_by"] == {"head": 0, "text": 0}
+        assert plain["usage"]["proposed_by"] == dict.fromkeys(DRAFTERS, 0)
         text = plain["choices"][0]["message"]["content"]
         copied = found.post("/v1/chat/completions", json={**body, "prediction": predicted(text)}).json()
     assert copied["choices"][0]["message"] == plain["choices"][0]["message"]

@@ -247,7 +247,7 @@ def random_copies(draw, head):
 def check_row(tree, row, head, copies, head_rows, wanted):
     """A joined row, against the dicts; returns how many nodes it lacked."""
     tokens, parents, depths, draft_rows, scores, from_text = (part[row].tolist() for part in (
-        tree.tokens, tree.parents, tree.depths, tree.draft_rows, tree.scores, tree.from_text))
+        tree.tokens, tree.parents, tree.depths, tree.draft_rows, tree.scores, tree.drafters))
     best = joined_scores(head, copies)
     chosen = sorted(best, key=lambda path: -best[path])[:wanted]
     count, nodes = len(chosen), len(tokens)
@@ -319,7 +319,7 @@ def test_joining_on_the_picture():
     ]
     assert tree.scores[0].tolist() == pytest.approx([0.0, -0.5, -0.2, -0.6, -0.3, -0.4])
     assert tree.draft_rows.tolist() == [[0, 0, 1, -1, -1, -1]]
-    assert tree.from_text.tolist() == [[False, False, False, False, True, True]]
+    assert tree.drafters.tolist() == [[False, False, False, False, True, True]]
 
 
 def test_what_a_broken_head_says_comes_last():

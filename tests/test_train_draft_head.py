@@ -31,7 +31,8 @@ from eagle_fsd.heads.checkpoint import load_head
 from eagle_fsd.heads.eagle3 import Eagle3Head
 from eagle_fsd.models.loading import load_target
 from eagle_fsd.models.target import TargetModel
-from train import evaluation, study, train_draft_head
+from eval import study
+from train import evaluation, train_draft_head
 from train.config import RECIPES, TrainingConfig
 from train.documents import Documents
 from train.features import write_features

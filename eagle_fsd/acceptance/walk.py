@@ -33,6 +33,7 @@ class Step(NamedTuple):
     regret: float  # that of the target's best token, less this
     drawn: float  # the token's logit after processors
     closed: bool  # whether the budget was spent, here or before
+    top: list[tuple[int, float]] | None = None  # the target's best tokens with their log-probabilities
 
 
 class Target(NamedTuple):
@@ -54,6 +55,7 @@ def walk(
     left: Tensor | None,  # [B] float64, of each row's budget: nats of regret that fuzzy tokens may still cost
     draft_tokens: Tensor | None = None,  # [R] long; None: the draft names all tokens
     errors: dict[int, Exception] | None = None,  # takes what a user's function raises, by row
+    top: int = 0,  # tokens that are told beside each
 ) -> list[list[Step]]:
     """The steps of each row, the last of which is the target's own token; one copy to the host, at the end.
 
@@ -102,7 +104,7 @@ def walk(
             break
         node = torch.where(going, found.long().argmax(-1), node)
         said.append(token)
-    return _steps(path, judged, drawn, target.logits)
+    return _steps(path, judged, drawn, target.logits, top)
 
 
 def _steps(
@@ -110,6 +112,7 @@ def _steps(
     judged: Sequence[tuple[Tensor, ...]],  # the target's own token, closed and divergence [B]; none: lossless
     drawn: Sequence[Tensor],  # processed logits of the tokens [B]; none: there are no processors
     logits: Tensor,  # [B, N, V]
+    top: int,
 ) -> list[list[Step]]:
     """The steps of each row, with what receipts say of them, in one copy to the host."""
     node, token, going = (torch.stack(column, 1) for column in zip(*path, strict=True))  # [B, P] each
@@ -119,12 +122,16 @@ def _steps(
     rows = torch.arange(len(node), device=node.device)[:, None]
     raw = logits[rows, node]  # [B, P, V]
     best, taken = raw.amax(-1), raw.gather(-1, token[..., None])[..., 0]
-    logprob = raw.log_softmax(-1).gather(-1, token[..., None])[..., 0]
+    logprobs = raw.log_softmax(-1)
+    logprob = logprobs.gather(-1, token[..., None])[..., 0]
+    best_of = [[list(zip(*place, strict=True)) for place in zip(*row, strict=True)] for row in zip(
+        *(part.tolist() for part in reversed(logprobs.topk(top))), strict=True)] if top else None
     processed = torch.stack(drawn, 1) if drawn else taken
     columns = (node, token, token == exact, divergence, logprob, best - taken, processed, closed, going)
     table = torch.stack([column.double() for column in columns], -1).tolist()  # [B, P, 9]
-    return [[Step(int(node), int(token), bool(exact), *numbers, bool(closed))
-             for node, token, exact, *numbers, closed, went in steps if went] for steps in table]
+    return [[Step(int(node), int(token), bool(exact), *numbers, bool(closed), best_of[row][place] if top else None)
+             for place, (node, token, exact, *numbers, closed, went) in enumerate(steps) if went]
+            for row, steps in enumerate(table)]
 
 
 def draw(nodes: Nodes, weights: Weights) -> Tensor:  # [B] long

@@ -8,6 +8,7 @@ imports torch, so that `--help` is quick.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
@@ -73,6 +74,9 @@ HeadGuard = Annotated[float | str | None, PrimitiveConstructorSpec(
     nargs=1, metavar="FLOAT|none", instance_from_str=lambda words: None if words[0] == "none" else float(words[0]),
     is_instance=lambda value: value is None or isinstance(value, (float, int, str)),
     str_from_instance=lambda guard: ["none" if guard is None else str(guard)])]
+Json = Annotated[object, PrimitiveConstructorSpec(
+    nargs=1, metavar="JSON", instance_from_str=lambda words: json.loads(words[0]), is_instance=lambda value: True,
+    str_from_instance=lambda value: [json.dumps(value)])]
 RuleName = Literal[tuple(RULE_CLASSES)]
 Implementation = Literal[tuple(IMPLEMENTATIONS)]
 
@@ -111,6 +115,8 @@ class Decoding(GenerateOptions):
         stop: a string that ends the answer and is not part of it; may be given several times.
         acceptance: the rule.
         tree: size of the draft tree; without it the fastest that is known here.
+        response_format: what the answer must be, in JSON: a schema, or such as {"type": "regex", "regex": R}.
+        speculative: decode plainly: nothing is drafted.
         reference: a text that the answer will resemble, to copy drafts from; may be given several times.
     """
 
@@ -121,3 +127,6 @@ class Decoding(GenerateOptions):
     tree: Tree = None
     text_drafts: Literal["auto", "off"] = "auto"
     reference: UseAppendAction[tuple[str, ...]] = ()
+    response_format: Json = None
+    logit_bias: Suppress[object] = None
+    top_logprobs: Suppress[int] = 0

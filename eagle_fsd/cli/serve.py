@@ -38,7 +38,7 @@ class ServeCommand:
         model = self.pair.load()
         if self.serving.plain:
             model = replace(model, draft=None, trees=None)
-            defaults["text_drafts"] = "off"
+            defaults["speculative"] = False
         if not serve(model, name, place, self.serving, defaults, defaults.pop("tree"), key):
             sys.exit(1)
 

@@ -20,7 +20,9 @@ def most_characters(tokenizer: PreTrainedTokenizerBase, positions: int) -> int:
     return max(ALWAYS, positions * _longest[tokenizer])
 
 
-def check_rendering(tokenizer: PreTrainedTokenizerBase, messages: list[dict], most: int) -> None:
+def check_rendering(
+    tokenizer: PreTrainedTokenizerBase, messages: list[dict], most: int, tools: list[dict] | None = None
+) -> None:
     """Raise ValueError where the tokenizer's chat template makes more than `most` characters of a chat.
 
     Templates are programs from the hub, and what `transformers` renders has no bound. This renders piece by piece, and
@@ -28,8 +30,8 @@ def check_rendering(tokenizer: PreTrainedTokenizerBase, messages: list[dict], mo
     """
     length = 0
     try:
-        for piece in _bounded(tokenizer.get_chat_template()).generate(
-            messages=messages, tools=None, documents=None, add_generation_prompt=True, **tokenizer.special_tokens_map
+        for piece in _bounded(tokenizer.get_chat_template(tools=tools)).generate(
+            messages=messages, tools=tools, documents=None, add_generation_prompt=True, **tokenizer.special_tokens_map
         ):
             length += len(piece)
             if length > most:

@@ -1,4 +1,4 @@
-"""One tree of drafts from two sources: the head's nodes and copies from the text, by their scores.
+"""One tree of drafts from all sources: the head's nodes, copies from the text, what a grammar forces; by score.
 
 B rows, N nodes of a tree. It is done on the host: there are a hundred nodes, and each is looked at once.
 """
@@ -25,18 +25,18 @@ class JoinedRow:
         self, tokens: list[int], parents: list[int], scores: list[float], draft_rows: list[int], copies: Copies | None
     ) -> None:
         self.tokens, self.parents, self.draft_rows = list(tokens), list(parents), list(draft_rows)
-        self.from_text = [False] * len(tokens)
+        self.drafters = [0] * len(tokens)
         places = {edge: node for node, edge in enumerate(zip(parents, tokens, strict=True)) if node}
         steps = [_step(scores[parent], score) for score, parent in zip(scores, parents, strict=True)]
         numbers, above = {-1: 0}, {-1: 0.0}  # of copies: their nodes, and their scores
-        for copy, (token, parent, score) in enumerate(zip(*copies[:3], strict=True) if copies is not None else ()):
+        for copy, (token, parent, score, matched) in enumerate(zip(*(copies or [[]] * 4)[:4], strict=True)):
             step, node = _step(above[parent], score), places.get((numbers[parent], token))
             if node is not None:
                 steps[node] = max(steps[node], step)
             else:
                 node = len(self.tokens)
-                for column, value in zip((self.tokens, self.parents, self.draft_rows, self.from_text, steps),
-                                         (token, numbers[parent], -1, True, step), strict=True):
+                for column, value in zip((self.tokens, self.parents, self.draft_rows, self.drafters, steps),
+                                         (token, numbers[parent], -1, 1 if matched else 2, step), strict=True):
                     column.append(value)
             numbers[copy], above[copy] = node, score
         self.scores, self.depths = [0.0], [0]
@@ -47,13 +47,13 @@ class JoinedRow:
         self.order = sorted(range(len(self.tokens)), key=lambda node: (node > 0, -self.scores[node], node))
 
     def best(self, count: int) -> list[tuple]:
-        """Token, parent, depth, draft row, score and whether it is a copy of each of the best nodes, parents before
+        """Token, parent, depth, draft row, score and drafter of each of the best nodes, parents before
         children and level by level; where there are fewer than wanted, roots that are their own parents come after."""
         kept = sorted(self.order[:count], key=lambda node: (self.depths[node], node))
         place = {node: number for number, node in enumerate(kept)}
         return [(self.tokens[node], place[self.parents[node]], self.depths[node], self.draft_rows[node],
-                 self.scores[node], self.from_text[node]) for node in kept] + [
-            (self.tokens[0], number, 0, 0, 0.0, False) for number in range(len(kept), count)]
+                 self.scores[node], self.drafters[node]) for node in kept] + [
+            (self.tokens[0], number, 0, 0, 0.0, 0) for number in range(len(kept), count)]
 
 
 def _step(above: float, score: float) -> float:
@@ -73,6 +73,6 @@ def join_drafts(
     nodes = count([[row.scores[node] for node in row.order] for row in rows])
     columns = [torch.tensor(column, device=tree.tokens.device)
                for column in zip(*(zip(*row.best(nodes), strict=True) for row in rows), strict=True)]
-    tokens, parents, depths, draft_rows, scores, from_text = columns
+    tokens, parents, depths, draft_rows, scores, drafters = columns
     deepest = max(row.depths[node] for row in rows for node in row.order[:nodes])
-    return DraftTree(tokens, parents, depths, ancestors_of(parents, deepest), draft_rows, scores, deepest, from_text)
+    return DraftTree(tokens, parents, depths, ancestors_of(parents, deepest), draft_rows, scores, deepest, drafters)

@@ -117,10 +117,19 @@ class Copies(NamedTuple):
     tokens: list[int]
     parents: list[int]  # number of the parent; -1: the root
     scores: list[float]  # cumulative log acceptance probability
-    matched: list[int]  # tokens that matched before each
+    matched: list[int]  # tokens that matched before each; 0: a grammar forces it
     ranks: list[int]  # among siblings
 
 
+def forced_copies(tokens: Sequence[int]) -> Copies:
+    """A chain that a grammar forces, whose last token is a guess."""
+    count = len(tokens)
+    scores = [FORCED * (at + 1) for at in range(count - 1)] + [FORCED * count + GUESSED]
+    return Copies(list(tokens), list(range(-1, count - 1)), scores, [0] * count, [0] * count)
+
+
+# Log-probabilities that forced tokens are accepted (others may spell the same text), and that the last one is.
+FORCED, GUESSED = math.log(0.98), math.log(0.7)
 # By how many tokens matched: how often a copied token is accepted after an accepted parent. The means of
 # eval/results/smollm2-copies.json (Spec-Bench) and qwen-copies.json (MBPP and an edit), smoothed where little was seen.
 BOUNDS = (2, 3, 4, 6, 8, 12, 16, 24, 32)
@@ -162,14 +171,15 @@ class TextSource:
         self.index.extend(tokens)
         self.proposed: Copies | None = None  # last
 
-    def propose(self) -> Copies | None:
-        """What may follow the text; None: nothing that is likely enough."""
+    def propose(self, forced: Copies | None = None) -> Copies | None:
+        """What may follow the text, beside what a grammar forces; None: nothing that is likely enough."""
         text, most = self.index.tokens, self.config.places
         found = [(matched, place, index) for index in (self.index, *self.others)
                  for matched, place in index.matches(text, most)]
         found.sort(key=lambda each: -each[0])  # stable: among equals the request's own text, the newest place
-        copies, children = Copies([], [], [], [], []), {}
-        counts: dict[int, int] = {}  # children of a node
+        copies = Copies([], [], [], [], []) if forced is None else forced
+        children = {edge: node for node, edge in enumerate(zip(copies.parents, copies.tokens, strict=True))}
+        counts = dict.fromkeys(copies.parents, 1)  # children of a node
         for matched, place, index in found[:most]:
             node, score = -1, 0.0
             for ahead, token in enumerate(index.after(place, self.config.longest)):
@@ -208,7 +218,8 @@ class TextSource:
             node = -1
             for child in children:
                 taken = copies.tokens[child] == token
-                self.rates.learn(copies.matched[child], copies.ranks[child], taken)
+                if copies.matched[child]:
+                    self.rates.learn(copies.matched[child], copies.ranks[child], taken)
                 if taken:
                     node = child
                     break

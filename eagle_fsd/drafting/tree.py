@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+
+DRAFTERS = ("head", "text", "grammar")
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,13 +25,30 @@ class DraftTree:
     draft_rows: Tensor  # [B, N] long, row of the draft logits of its depth that are its own; -1: the head read it not
     scores: Tensor  # [B, N] float, cumulative draft log-probability (root 0)
     max_depth: int  # levels below the root
-    from_text: Tensor | None = None  # [B, N] bool, nodes that the head did not propose; None: there are none
+    drafters: Tensor | None = None  # [B, N] long, who proposed each, of `DRAFTERS`; None: the head all
 
     def take(self, rows: slice | Sequence[int]) -> DraftTree:
         """Those of some sequences of the batch."""
         parts = (self.tokens, self.parents, self.depths, self.ancestors, self.draft_rows, self.scores)
-        from_text = None if self.from_text is None else self.from_text[rows]
-        return DraftTree(*(part[rows] for part in parts), max_depth=self.max_depth, from_text=from_text)
+        drafters = None if self.drafters is None else self.drafters[rows]
+        return DraftTree(*(part[rows] for part in parts), max_depth=self.max_depth, drafters=drafters)
+
+    def drafted_by(self) -> list[list[str | None]]:
+        """Who proposed each node, of `DRAFTERS`; None: it is no draft. Waits for the device, once for all rows."""
+        whose = torch.zeros_like(self.depths) if self.drafters is None else self.drafters
+        return [[None if number < 0 else DRAFTERS[number] for number in row]
+                for row in whose.masked_fill(self.depths == 0, -1).tolist()]
+
+    def rooted(self, rows: Sequence[int]) -> DraftTree:
+        """The same without the drafts of these rows: their nodes are copies of the root."""
+        out = torch.zeros(len(self.tokens), 1, dtype=torch.bool, device=self.tokens.device)
+        out[list(rows)] = True
+        own = torch.arange(self.tokens.shape[1], device=self.tokens.device)
+        alone = torch.eye(len(own), dtype=torch.bool, device=own.device)
+        return replace(
+            self, tokens=torch.where(out, self.tokens[:, :1], self.tokens), parents=torch.where(out, own, self.parents),
+            depths=self.depths.masked_fill(out, 0), ancestors=torch.where(out[..., None], alone, self.ancestors),
+            draft_rows=self.draft_rows.masked_fill(out, 0), scores=self.scores.masked_fill(out, 0.0))
 
 
 def ancestors_of(

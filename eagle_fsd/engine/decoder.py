@@ -7,6 +7,7 @@ target's features, V vocabulary.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -60,7 +61,7 @@ class Decoder:
     def _forwards(self, earlier: Decoder | None) -> Forwards:
         """Forwards with room for the longest text and the largest tree."""
         trees = self.drafting.possible
-        copying = any(request.copies for request in self.requests)  # copies fill a tree that the head does not
+        copying = any(request.copying for request in self.requests)  # copies fill a tree that the head does not
         sizes = (tree.total_tokens if copying else tree.nodes for tree in trees if tree)
         nodes = max(MOST_NODES if copying else 1, *sizes, 1)
         drafted = max(tree.depth * tree.top_k if tree else 0 for tree in trees)
@@ -103,9 +104,11 @@ class Decoder:
 
     def step(self) -> list[Emission]:
         """One cycle; each request emits its accepted draft tokens and one token of the target."""
-        copies = [request.copies and request.copies.propose() for request in self.requests]
+        copies = [request.propose() for request in self.requests]
         plan, lengths = self.drafting.next(copies), self.forwards.lengths  # L: the root is the token there
         tree, draft_logits = self.forwards.draft(self.requests, plan, copies)
+        if plain := [number for number, request in enumerate(self.requests) if not request.speculative]:
+            tree = tree.rooted(plain)
         features = self.forwards.verify(tree)  # [B, N, F]
         paths, emissions = self._accept(tree, self.target.logits(features), draft_logits, lengths)
         self.forwards.commit(lengths, paths)
@@ -177,9 +180,11 @@ class Decoder:
         walks = walk(
             rule, tree, draft_logits, target, self._per_row([request.rule.threshold for request in requests]),
             None if all(request.budget is None for request in requests)
-            else self._per_row([request.left for request in requests]), self.draft_tokens, errors)
+            else self._per_row([request.left for request in requests]), self.draft_tokens, errors,
+            max(request.top_logprobs for request in requests))
+        drafters = tree.drafted_by()
         return [([0], NOTHING._replace(error=errors[row])) if row in errors
-                else ([step.node for step in steps], _emission(steps, tree, row, request.closed))
+                else ([step.node for step in steps], _emission(steps, drafters[row], request, tree.max_depth > 0))
                 for row, (request, steps) in enumerate(zip(requests, walks, strict=True))]
 
     def _per_row(self, values: Sequence[float]) -> Tensor:
@@ -191,19 +196,22 @@ def _differ_in_threshold_only(rule: Rule, other: Rule) -> bool:
     return type(rule) is type(other) and replace(rule, threshold=other.threshold) == other
 
 
-def _emission(steps: Sequence[Step], tree: DraftTree, row: int, closed: str | None) -> Emission:
-    """What a path emits; its last token is not a drafted one."""
-    copied = [False] * tree.tokens.shape[1] if tree.from_text is None else tree.from_text[row].tolist()
-    drafters = ["text" if copied[step.node] else "head" for step in steps[1:]]  # of the tokens before the last
+def _emission(steps: Sequence[Step], drafters: Sequence[str | None], request: Request, drafted: bool) -> Emission:
+    """What a path emits; its last token is not a drafted one.
+
+    Args:
+        drafters: of each node of the tree, see `DraftTree.drafted_by`. drafted: whether there was a tree.
+    """
+    by = [drafters[step.node] for step in steps[1:]]  # of the tokens before the last
     receipts = [
         Receipt(("target" if step is steps[-1] else "exact") if step.exact else "fuzzy",
                 None if math.isnan(step.divergence) else step.divergence, step.logprob, step.regret,
-                closed or ("budget" if step.closed else None), drafter)
-        for step, drafter in zip(steps, [*drafters, None], strict=True)
+                request.closed or ("budget" if step.closed else None), drafter,
+                (step.top or ())[: request.top_logprobs])
+        for step, drafter in zip(steps, [*by, None], strict=True)
     ]
-    nodes = int((tree.depths[row] > 0).sum())
-    return Emission([step.token for step in steps], receipts, [step.drawn for step in steps], tree.max_depth > 0,
-                    proposed=(nodes - sum(copied), sum(copied)))
+    return Emission([step.token for step in steps], receipts, [step.drawn for step in steps], drafted,
+                    proposed=Counter(filter(None, drafters)))
 
 
 @dataclass(eq=False)

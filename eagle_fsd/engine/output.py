@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -17,8 +18,9 @@ class Receipt(NamedTuple):
         logprob: the token's log-probability (nats) under the target, before temperature and other processors.
         regret: that of the target's best token there minus `logprob`: 0 for the best token itself.
         exact_because: why the rule no longer decided, see `Stats`; None where it did, or there was no budget.
-        drafter: who drafted the token: "head", or "text" where it is a copy that the head did not propose; None: it
-            was not drafted.
+        drafter: who drafted the token: "head", else "text" where it is a copy, or "grammar" where a grammar left little
+            choice; None: it was not drafted.
+        top: the target's most likely tokens there with their log-probabilities, as many as `top_logprobs=` asked for.
     """
 
     source: str
@@ -27,6 +29,7 @@ class Receipt(NamedTuple):
     regret: float
     exact_because: str | None = None
     drafter: str | None = None
+    top: Sequence[tuple[int, float]] = ()
 
 
 @dataclass
@@ -38,7 +41,7 @@ class Stats:
     With a budget, `budget_spent` is what fuzzy acceptance has cost in nats, and `exact_from` the number of new tokens
     after which decoding returned to exact, with the reason in `exact_because`: "budget" or "repetition".
     `undrafted` counts verify forwards without a draft tree; `plain_because` says why a whole request had none.
-    `proposed` and `accepted` count drafted tokens by who drafted them, "head" or "text", before any cut.
+    `proposed` and `accepted` count drafted tokens by who drafted them, "head", "text" or "grammar", before any cut.
     `computed_by` names what computed the target's forwards: "fused", or the attention of the stock decoder, and why.
     """
 

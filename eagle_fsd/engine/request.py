@@ -15,7 +15,9 @@ from transformers import LogitsProcessorList
 from transformers.generation.streamers import BaseStreamer
 
 from ..acceptance import Rule, make_rule
-from ..drafting.text import TextSource
+from ..drafting.config import TreeConfig
+from ..drafting.text import Copies, TextSource
+from .grammar import Grammar
 from .output import Output, Receipt, Stats
 
 EXACT = make_rule("exact")
@@ -31,7 +33,7 @@ class Emission(NamedTuple):
     logits: list[float]  # of the tokens, after processors
     drafted: bool = False
     error: Exception | None = None  # what a processor or a user's rule raised: nothing was emitted
-    proposed: tuple[int, int] = (0, 0)  # nodes that the head drafted, and copies from the text
+    proposed: dict[str, int] = {}  # drafted nodes by who drafted them; never changed
 
 
 class Request:
@@ -43,7 +45,9 @@ class Request:
             the tokens before: one call serves all requests of an equal one. None: they are called for each row alone.
         eos_ids, stop_ids: tokens that end it. text_ends: told each new token, says whether a stop string is complete.
         criteria: of `transformers`; they see the whole text.
-        copies: drafts from its own text, beside the head's; None: there are none.
+        copies: drafts from its own text, beside the head's; None: there are none. grammar: drafts what it forces; it is
+            one of the processors too. speculative: whether anything is drafted.
+        top_logprobs: tokens that receipts tell beside the one taken.
         padding: before the prompt, for processors and criteria, which see it in `model.generate`.
     """
 
@@ -52,13 +56,17 @@ class Request:
         seed: int = 0, budget: float | None = None, processors: LogitsProcessorList | None = None, alike: object = None,
         eos_ids: frozenset[int] = frozenset(), stop_ids: frozenset[int] = frozenset(),
         text_ends: Callable[[int], bool] | None = None, criteria: Sequence[Callable] = (), padding: Sequence[int] = (),
-        copies: TextSource | None = None, device: torch.device | str = "cpu",
+        copies: TextSource | None = None, grammar: Grammar | None = None, speculative: bool = True,
+        top_logprobs: int = 0,
+        device: torch.device | str = "cpu",
     ) -> None:
         self.prompt, self.max_new_tokens, self.temperature, self.seed = list(prompt), max_new_tokens, temperature, seed
         self.rule, self.budget = rule, budget
         self.processors, self.alike = processors or LogitsProcessorList(), alike
         self.eos_ids, self.stop_ids, self.text_ends, self.criteria = eos_ids, stop_ids, text_ends, criteria
-        self.padding, self.copies, self.device = padding, copies, device
+        self.padding, self.copies, self.grammar, self.device = padding, copies, grammar, device
+        self.speculative, self.top_logprobs = speculative, top_logprobs
+        self.tree: TreeConfig | None = None  # that it wishes for in an engine
         self.tokens = list(prompt)  # prompt and all emitted tokens; the last one is the root once decoding has begun
         self.new: list[int] = []  # the answer
         self.receipts: list[Receipt] = []
@@ -123,6 +131,18 @@ class Request:
         """[T] tokens that the draft has not read, each the one after its feature."""
         assert self.features is not None
         return torch.tensor(self.tokens[-len(self.features) :], device=device)
+
+    @property
+    def copying(self) -> bool:
+        """Whether drafts may come from elsewhere than the head."""
+        return self.speculative and not self.copies is self.grammar is None
+
+    def propose(self) -> Copies | None:
+        """Drafts beside the head's."""
+        if not self.copying:
+            return None
+        forced = None if self.grammar is None else self.grammar.forced(self.new)
+        return forced if self.copies is None else self.copies.propose(forced)
 
     def advance(self, emission: Emission, features: Tensor | None) -> None:
         """Go on after what a cycle emitted.
@@ -206,7 +226,7 @@ class Request:
             self.stats.accepted_lengths.append(len(emission.tokens) - 1)
             self.stats.target_forwards += 1
             self.stats.undrafted += not emission.drafted
-            self.stats.proposed.update(dict(zip(("head", "text"), emission.proposed, strict=True)))
+            self.stats.proposed.update(emission.proposed)
             self.stats.accepted.update(receipt.drafter for receipt in emission.receipts if receipt.drafter)
 
     def output(self) -> Output:

@@ -42,7 +42,25 @@ from transformers.generation.logits_process import (
 from ..checks import check_functions
 from ..drafting.tree import DraftTree
 from ..options import GenerateOptions
+from .grammar import Grammar
 from .request import Request
+
+
+class CountPenalty(LogitsProcessor):
+    """OpenAI's penalties: less for each time that the answer has a token, and once for a token that it has.
+
+    Args:
+        start: length of the prompt, which does not count.
+    """
+
+    def __init__(self, frequency: float, presence: float, start: int) -> None:
+        self.frequency, self.presence, self.start = frequency, presence, start
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:  # [M, L], [M, V]
+        said = input_ids[:, self.start :]
+        counts = torch.zeros_like(scores).scatter_add_(1, said, torch.ones_like(said, dtype=scores.dtype))
+        return scores - self.frequency * counts - self.presence * (counts > 0)
+
 
 # Processors whose result does not depend on the tokens before: one call serves all nodes.
 CONTEXT_FREE = (
@@ -53,10 +71,10 @@ CONTEXT_FREE = (
 # Those that treat the rows of a batch alike: one call serves the nodes of a level. All others are called with one row,
 # as in plain decoding: some index by the row, or hold tensors of one row.
 ROW_WISE = (
-    *CONTEXT_FREE, RepetitionPenaltyLogitsProcessor, NoRepeatNGramLogitsProcessor, SequenceBiasLogitsProcessor,
-    NoBadWordsLogitsProcessor, MinLengthLogitsProcessor, MinNewTokensLengthLogitsProcessor,
-    ForcedBOSTokenLogitsProcessor, ForcedEOSTokenLogitsProcessor, ExponentialDecayLengthPenalty,
-    SuppressTokensAtBeginLogitsProcessor,
+    *CONTEXT_FREE, CountPenalty, RepetitionPenaltyLogitsProcessor, NoRepeatNGramLogitsProcessor,
+    SequenceBiasLogitsProcessor, NoBadWordsLogitsProcessor, MinLengthLogitsProcessor,
+    MinNewTokensLengthLogitsProcessor, ForcedBOSTokenLogitsProcessor, ForcedEOSTokenLogitsProcessor,
+    ExponentialDecayLengthPenalty, SuppressTokensAtBeginLogitsProcessor,
 )
 # Those that remember their calls, which plain decoding makes in the order of the text.
 STATEFUL = (SynthIDTextWatermarkLogitsProcessor, UnbatchedClassifierFreeGuidanceLogitsProcessor)
@@ -78,6 +96,7 @@ def check_processors(processors: Sequence[LogitsProcessor] | None) -> LogitsProc
 def build_processors(
     options: GenerateOptions,
     custom: Sequence[LogitsProcessor] | None,
+    grammar: Grammar | None = None,
     *,
     prompt_length: int,
     eos_ids: Sequence[int],
@@ -91,11 +110,18 @@ def build_processors(
     processors = LogitsProcessorList()
     if options.repetition_penalty != 1:
         processors.append(RepetitionPenaltyLogitsProcessor(float(options.repetition_penalty)))
+    if options.frequency_penalty or options.presence_penalty:
+        processors.append(CountPenalty(options.frequency_penalty, options.presence_penalty, prompt_length))
+    if options.logit_bias:
+        processors.append(SequenceBiasLogitsProcessor({(token,): float(bias) for token, bias
+                                                       in options.logit_bias.items()}))
     if options.min_new_tokens and eos_ids:
         processors.append(
             MinNewTokensLengthLogitsProcessor(prompt_length, options.min_new_tokens, list(eos_ids), device=device)
         )
     processors.extend(check_processors(custom))
+    if grammar is not None:
+        processors.append(grammar)
     if options.greedy:
         return processors
     if options.temperature != 1:

@@ -11,13 +11,17 @@ from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import TypeVar
+from urllib.parse import urlsplit
 
 from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Receive, Scope, Send
 
+from ..engine.grammar import GrammarError
 from ..engine.output import Output
 from .engine import Engine
 from .limits import ServeOptions
@@ -27,6 +31,7 @@ from .tickets import EngineClosed, Piece, QueueFull, Ticket, interleaved
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+LOCAL = ("localhost", "127.0.0.1", "::1")  # names of this machine to itself
 GONE = 499  # a client that went away reads no status; the metrics do
 
 
@@ -40,6 +45,7 @@ class Service:
 
     def __init__(self, engine: Engine, name: str, defaults: Mapping[str, object]) -> None:
         self.engine, self.name, self.defaults = engine, name, dict(defaults)
+        self.names = list(dict.fromkeys([name, name.rpartition("/")[2].lower()]))  # the second is an alias
         self.metrics = Metrics(engine)
 
     async def submit(self, asked: Asked, pool: str) -> list[Ticket]:
@@ -51,19 +57,22 @@ class Service:
         Raises:
             Refusal: the request cannot be answered, or not now.
         """
-        if asked.model not in (None, self.name):
+        if asked.model not in (None, *self.names):
             raise self.no_model(asked.model)
         options, count = asked.options(self.defaults), asked.n or 1
-        if count > (most := self.engine.max_waiting):
-            raise Refusal(400, f"n must be at most {most} here (max_waiting), got {count}", param="n")
         tickets: list[Ticket] = []
         try:
+            # Long prompts are tokenised, and grammars are made, beside the event loop.
+            prompts = await asyncio.to_thread(asked.prompts, self.engine.model)
+            count *= len(prompts)
+            if count > (most := self.engine.max_waiting):
+                raise Refusal(400, f"n times prompts must be at most {most} here (max_waiting), got {count}", param="n")
             for number in range(count):
                 own = options if options.seed is None else replace(options, seed=options.seed + number)
-                # Long prompts are tokenised beside the event loop.
-                tickets.append(await asyncio.to_thread(self.engine.submit, asked.prompt, own, pool=pool))
-        except (ValueError, TypeError) as error:
-            raise refused(error) from error
+                prompt = prompts[number // (asked.n or 1)]
+                tickets.append(await asyncio.to_thread(self.engine.submit, prompt, own, pool=pool))
+        except (ValueError, TypeError, ImportError) as error:  # the last: an extra is not installed
+            raise refused(error, asked.predicted is not None) from error
         except QueueFull as error:
             raise Refusal(429, f"the server is busy: {error}", code="queue_full") from error
         except EngineClosed as error:
@@ -74,7 +83,8 @@ class Service:
         return tickets
 
     def no_model(self, name: str) -> Refusal:
-        return Refusal(404, f"there is no model {name!r}, only {self.name!r}", param="model", code="model_not_found")
+        return Refusal(404, f"there is no model {name!r}, only {', '.join(self.names)}", param="model",
+                       code="model_not_found")
 
     async def ended(self, ticket: Ticket) -> Output:
         """The whole answer.
@@ -132,7 +142,8 @@ def pool_of(request: Request) -> str:
 async def respond(service: Service, request: Request, asked: Asked) -> Response:
     """The answer to a chat or a completion, whole or as a stream."""
     tickets = await service.submit(asked, pool_of(request))
-    form = Form(service.name, asked, service.engine.model.tokenizer, tickets[0].prompt_tokens)
+    form = Form(service.name, asked, service.engine.model.tokenizer,
+                [ticket.prompt_tokens for ticket in tickets[:: asked.n or 1]])
     pieces = interleaved(tickets)
     try:
         if not asked.stream:
@@ -177,8 +188,45 @@ def as_refusal(error: Exception) -> Refusal:
         return error
     if isinstance(error, EngineClosed):
         return shutting_down()
+    if isinstance(error, GrammarError):  # too complex to go on with
+        return refused(error)
     log.error("an answer failed", exc_info=error)
     return Refusal(500, "the answer failed; the server's log says why")
+
+
+class Guard:
+    """ASGI middleware of a server without a key: no web page from elsewhere drives it through a browser.
+
+    Args:
+        local: whether it serves this machine alone: then by its names alone, too.
+    """
+
+    def __init__(self, app: ASGIApp, local: bool) -> None:
+        self.app, self.local = app, local
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        refusal = self.refusal(Headers(scope=scope), scope) if scope["type"] == "http" else None
+        if refusal is None:
+            await self.app(scope, receive, send)
+        else:
+            await JSONResponse(refusal.body, refusal.status_code)(scope, receive, send)
+
+    def refusal(self, headers: Headers, scope: Scope) -> Refusal | None:
+        host, origin = headers.get("host", ""), headers.get("origin")
+        try:
+            name, elsewhere = urlsplit(f"//{host}").hostname, urlsplit(origin or "").netloc
+        except ValueError:
+            name = elsewhere = None
+        if self.local and host and name not in LOCAL:
+            return Refusal(403, f"without an API key this server answers to {', '.join(LOCAL)} only, not to {host!r}",
+                           code="foreign_host")
+        if origin is not None and elsewhere != host:
+            return Refusal(403, f"without an API key no page of another origin is answered: {origin!r}",
+                           code="foreign_origin")
+        media = headers.get("content-type", "").partition(";")[0].strip().lower()
+        if scope["method"] == "POST" and scope["path"].startswith("/v1/") and media != "application/json":
+            return Refusal(415, f"send Content-Type: application/json, got {media!r}")
+        return None
 
 
 def create_app(
@@ -200,6 +248,8 @@ def create_app(
     # The pages at /docs would be fetched from elsewhere; /openapi.json is the description itself.
     app = FastAPI(title="eagle_fsd", docs_url=None, redoc_url=None, redirect_slashes=False,
                   max_body_size=options.max_body)
+    if key is None:
+        app.add_middleware(Guard, local=options.host in LOCAL)
     app.add_middleware(Counted, answered=service.metrics.answered)
 
     def check_key(request: Request) -> None:
@@ -250,7 +300,13 @@ def add_errors(app: FastAPI) -> None:
     async def invalid(request: Request, error: RequestValidationError) -> Response:
         found = max(error.errors(), key=lambda each: len(each["loc"]))  # of what may be text or a list: what is wrong
         place = ".".join(str(part) for part in found["loc"] if part != "body")
-        said = f"{place or 'the body'}: {found['msg']}, got {found.get('input')!r}"
+        own = found["type"] == "value_error"  # in our words
+        said = found["msg"].removeprefix("Value error, ") if own else f"{found['msg']}, got {found.get('input')!r}"
+        name = said.partition(" ")[0]
+        if own and name in ("tools", "tool_choice", "response_format", place):
+            place = name
+        else:
+            said = f"{place or 'the body'}: {said}"
         return await http_error(request, Refusal(400, said, param=place or None))
 
     @app.exception_handler(Exception)
@@ -261,17 +317,17 @@ def add_errors(app: FastAPI) -> None:
 def routes(service: Service) -> APIRouter:
     """What asks for the key."""
     router = APIRouter()
-    listed = {"id": service.name, "object": "model", "created": 0, "owned_by": "eagle_fsd"}
+    listed = [{"id": name, "object": "model", "created": 0, "owned_by": "eagle_fsd"} for name in service.names]
 
     @router.get("/v1/models")
     async def models() -> dict:
-        return {"object": "list", "data": [listed]}
+        return {"object": "list", "data": listed}
 
     @router.get("/v1/models/{name:path}")
     async def model(name: str) -> dict:
-        if name != service.name:
+        if name not in service.names:
             raise service.no_model(name)
-        return listed
+        return listed[service.names.index(name)]
 
     @router.post("/v1/chat/completions", response_model=None)
     async def chat(request: Request, asked: ChatRequest) -> Response:

@@ -122,9 +122,11 @@ class Engine:
             QueueFull: `max_waiting` requests wait already.
             EngineClosed: `close` was called, or the engine has failed.
         """
-        options = self._with_tree(with_options(options, given))
+        asked = with_options(options, given)
+        options = self._with_tree(asked)
         ids = encode_prompt(prompt, self.model)
         (request,) = make_requests(self.model, [ids], options, logits_processor, stopping_criteria)
+        request.tree = asked.tree
         self._rows.require_room(request)
         ticket = Ticket(request, self.model.tokenizer, options.stop_strings, pool)
         with self._changed:
@@ -144,9 +146,14 @@ class Engine:
         make_requests(self.model, [[0]], self._with_tree(options))
 
     def _with_tree(self, options: GenerateOptions) -> GenerateOptions:
-        if options.tree not in (None, self.tree):
-            raise ValueError(f"every request has the engine's tree, Engine(tree=...): {self.tree!r}")
-        return replace(options, tree=self.tree)
+        """With the tree that is decoded with; one of its own is a wish, which lossless texts do not depend on."""
+        tree = options.tree or self.tree
+        if tree != self.tree and not options.lossless:
+            raise ValueError(f"tree of a fuzzy request must be the engine's, Engine(tree=...): {self.tree!r}")
+        if not self._rows.holds(tree):
+            raise ValueError(f"tree is too large here: total_tokens may be {self._rows.nodes} at most, and depth times "
+                             f"top_k {self._rows.levels}, got {tree!r}")
+        return replace(options, tree=tree)
 
     def close(self, drain: bool = True) -> None:
         """Take no more requests, and return when all have ended.

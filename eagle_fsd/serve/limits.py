@@ -6,7 +6,9 @@ import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import tyro
 
 from ..checks import require_bool, require_integer, require_number
 
@@ -36,12 +38,13 @@ class ServeOptions:
         max_connections: requests that are answered at once, waiting ones included; those above get 503.
         drain_seconds: after SIGTERM, longest time for what runs to end.
         page: serve the page at /page/ too (extra `page`).
-        plain: decode without drafting, to compare with; a request may still ask for text_drafts.
+        plain: decode without drafting, to compare with; a request may still ask for drafts from the text with
+            speculative.
     """
 
     host: str = "127.0.0.1"
     port: int = 8000
-    name: str | None = None
+    name: Annotated[str | None, tyro.conf.arg(aliases=("--served-model-name",))] = None
     max_rows: int = 8
     max_tokens: int | None = None
     max_waiting: int = 64

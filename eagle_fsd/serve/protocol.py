@@ -6,12 +6,14 @@ import json
 import math
 import time
 import uuid
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     ValidationError,
@@ -22,15 +24,21 @@ from pydantic import (
 from starlette.exceptions import HTTPException
 from transformers import PreTrainedTokenizerBase
 
+from ..drafting.config import TreeConfig
+from ..drafting.tree import DRAFTERS
 from ..engine.output import Output, Receipt
-from ..options import GenerateOptions, names_of
+from ..options import MOST_LOGPROBS, GenerateOptions, names_of
+from ..pair import EagleModel
+from ..requests import encode_chat
 from .tickets import Piece
+from .tools import HeldText, check_tools, chosen_tools, find_calls, schema_of_a_call
+from .tools import names_of as names_of_tools
 
 LONGEST_MESSAGE = 600  # characters: a request's own values are shown in it
 TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 429: {"Retry-After": "1"}, 503: {"Retry-After": "2"}}
 FINISHED = {"eos": "stop", "stop": "stop", "length": "length"}
-MOST_CHOICES = 16
+MOST_CHOICES = 8
 MOST_STOPS = 16
 MOST_MESSAGES = 4096
 MOST_PARTS = 1024  # of a message
@@ -44,10 +52,20 @@ NULLS = {"head_guard"}  # where null says something else than nothing
 WITHOUT_EFFECT = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
                   "parallel_tool_calls")
 NEUTRAL: dict[str, tuple] = {
-    "frequency_penalty": (0,), "presence_penalty": (0,), "logit_bias": ({},), "tools": ([],), "tool_choice": ("none",),
-    "functions": ([],), "response_format": ({"type": "text"},), "modalities": (["text"],), "echo": (False,),
-    "suffix": ("",), "best_of": (1,),
+    "functions": ([],), "function_call": ("none",), "modalities": (["text"],), "echo": (False,), "suffix": ("",),
+    "best_of": (1,),
 }
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+
+def whole_number(name: str, least: int, most: int) -> Any:
+    """The type of a field that is an integer within bounds, or null."""
+    def check(value: Any) -> int | None:
+        if value is None or type(value) is int and least <= value <= most:
+            return value
+        raise ValueError(f"{name} must be an integer from {least} to {most}, got {value!r}")
+
+    return Annotated[int | None, BeforeValidator(check)]
 
 
 # Refusals ------------------------------------------------------------------------------------------------------------
@@ -100,10 +118,28 @@ def options_over(defaults: Mapping[str, object], given: Mapping[str, object]) ->
     return options
 
 
-def refused(error: Exception) -> Refusal:
-    """For a `ValueError` or `TypeError` of the core, in its words: they begin with the option that is wrong."""
-    name = str(error).partition(" ")[0]
-    return Refusal(400, str(error), param={"max_new_tokens": "max_tokens"}.get(name, name) if name in OPTIONS else None)
+def tree_of(given: Any) -> TreeConfig:
+    """A request's own tree.
+
+    Raises:
+        ValueError: something else than its numbers by name.
+    """
+    try:
+        return TreeConfig(**given)
+    except TypeError as error:
+        raise ValueError(f'tree must be {{"total_tokens": N, "depth": D, "top_k": K}}, got {given!r}') from error
+
+
+def refused(error: Exception, predicted: bool = False) -> Refusal:
+    """For a `ValueError` or `TypeError` of the core, in its words: they begin with the option that is wrong.
+
+    Args:
+        predicted: whether the reference was given as a prediction.
+    """
+    name, space, rest = str(error).partition(" ")
+    ours = "prediction" if predicted and name == "reference" else name
+    param = {"max_new_tokens": "max_tokens"}.get(ours, ours)
+    return Refusal(400, ours + space + rest, param=param if name in (*OPTIONS, "tools") else None)
 
 
 # Requests ------------------------------------------------------------------------------------------------------------
@@ -126,22 +162,54 @@ def plain_text(content: Content) -> str:
 
 
 class Message(BaseModel):
-    """One message of a chat. An answer of the API may be sent back: what it has besides its content, where empty."""
+    """One message of a chat. An answer of the API may be sent back."""
 
     model_config = ConfigDict(strict=True, extra="allow")
     role: str
-    content: Content
+    content: Content | None = None
+    tool_calls: list[dict] | None = None
+    tool_call_id: str | None = None
 
     @model_validator(mode="after")
-    def check_others(self) -> Message:
+    def check_all(self) -> Message:
+        if self.role not in ROLES:
+            raise ValueError(f"role must be one of {', '.join(ROLES)}, got {self.role!r}")
+        if self.tool_calls and self.role != "assistant":
+            raise ValueError("tool_calls belong to messages of the assistant")
+        if self.content is None and not self.tool_calls:
+            raise ValueError(f"content of a message of the {self.role} must be text, got None")
         for name, value in self.model_extra.items():
             if value not in (None, []) and name != "name":  # of a person: templates have no place for it
-                raise ValueError(f"{name} of a message is not supported here, only role and content")
+                raise ValueError(f"not supported here: {name} of a message")
+        self.plain()
         return self
 
-    def plain(self) -> dict[str, str]:
-        """As chat templates take it; the API's newer name for `system` is not known to them."""
-        return {"role": "system" if self.role == "developer" else self.role, "content": plain_text(self.content)}
+    def plain(self) -> dict[str, Any]:
+        """As chat templates take it; the API's newer name for `system` is not known to them.
+
+        Raises:
+            ValueError: calls that are none.
+        """
+        message: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role,
+                                   "content": "" if self.content is None else plain_text(self.content)}
+        if self.tool_calls:
+            message["tool_calls"] = [plain_call(call) for call in self.tool_calls]
+        if self.tool_call_id is not None:
+            message["tool_call_id"] = self.tool_call_id
+        return message
+
+
+def plain_call(call: dict) -> dict:
+    """A call with its arguments as an object, which templates write themselves."""
+    try:
+        function = call["function"]
+        arguments = json.loads(function["arguments"] or "{}")
+        if not (isinstance(function["name"], str) and isinstance(arguments, dict)):
+            raise TypeError
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
+        raise ValueError('each of tool_calls must be {"id": I, "type": "function", "function": {"name": N, '
+                         f'"arguments": A}}}}, where A is a JSON object as text, got {call!r}') from error
+    return {"id": call.get("id"), "type": "function", "function": {"name": function["name"], "arguments": arguments}}
 
 
 class Prediction(BaseModel):
@@ -168,12 +236,24 @@ class Asked(BaseModel):
     model: str | None = None
     stream: bool | None = False
     stream_options: StreamOptions | None = None
-    n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = 1
+    n: whole_number("n", 1, MOST_CHOICES) = 1
+    response_format: Any = None
+    logit_bias: dict[str, Any] | None = None
 
     @property
     def predicted(self) -> str | None:
         """The text of a prediction, the API's name for a reference."""
         return None
+
+    @property
+    def listed(self) -> int | None:
+        """Tokens that are told beside each; None: no log-probabilities are asked for."""
+        return None
+
+    @property
+    def format(self) -> Any:
+        """What the answer's text must be."""
+        return None if self.response_format == {"type": "text"} else self.response_format
 
     def options(self, defaults: Mapping[str, object]) -> GenerateOptions:
         """The options of decoding: those of the request, else the server's.
@@ -181,34 +261,43 @@ class Asked(BaseModel):
         Raises:
             Refusal: a field that is not known or not supported, or a value that cannot be accepted.
         """
-        given: dict[str, Any] = {} if self.predicted is None else {"reference": self.predicted}
+        own = {"reference": self.predicted, "top_logprobs": self.listed, "response_format": self.format}
+        given = {name: value for name, value in own.items() if value is not None}
         for name, value in (self.model_extra or {}).items():
             if name in WITHOUT_EFFECT or value is None and name not in NULLS:
                 continue
             if name in NEUTRAL:
                 if value not in NEUTRAL[name]:
-                    raise Refusal(400, f"{name} is not supported here: leave it out, got {value!r}", param=name)
+                    raise Refusal(400, f"not supported here: {name}={value!r}, leave it out", param=name)
                 continue
             ours = RENAMED.get(name, name)
             if ours in given and given[ours] != value:
                 raise Refusal(400, f"{name}={value!r} was given under another name too, with another value", param=name)
             given[ours] = value
         try:
+            if self.logit_bias:
+                given["logit_bias"] = {int(token) if token.isdecimal() and len(token) < 10 else token: bias
+                                       for token, bias in self.logit_bias.items()}
+            if "tree" in given:
+                given["tree"] = tree_of(given["tree"])
             return options_over(defaults, given)
         except (TypeError, ValueError) as error:
             unknown = next((name for name in given if name not in OPTIONS), None)
             if unknown is not None:
                 raise Refusal(400, str(error), param=unknown, code="unknown_field") from error
-            raise refused(error) from error
+            raise refused(error, self.predicted is not None) from error
 
 
 class ChatRequest(Asked):
     """The body of `/v1/chat/completions`. Further fields are options of decoding by their names in `generate`, such as
-    threshold, or text_drafts ("auto", "off")."""
+    threshold, acceptance, budget, speculative (false: nothing is drafted), text_drafts ("auto", "off") or tree
+    ({"total_tokens", "depth", "top_k"})."""
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True)]
     logprobs: bool | None = False
-    top_logprobs: Annotated[int, Field(ge=0, le=0)] | None = None  # of the chosen token alone they are known
+    top_logprobs: whole_number("top_logprobs", 0, MOST_LOGPROBS) = None
+    tools: Any = None
+    tool_choice: Any = None
     prediction: Prediction | None = Field(None, description=(
         "A text that the answer will resemble: drafts are copied from it. A lossless answer does not depend on it; "
         "usage.completion_tokens_details says what it was good for."))
@@ -223,30 +312,56 @@ class ChatRequest(Asked):
             raise ValueError('it must be {"type": "content", "content": C}, where C is a text or a list of at most '
                              f'{MOST_PARTS} parts {{"type": "text", "text": ...}}') from error
 
+    @model_validator(mode="after")
+    def check_tools(self) -> ChatRequest:
+        self._tools, self._must_call = chosen_tools(check_tools(self.tools or []), self.tool_choice)
+        if self._must_call and self.response_format not in (None, {"type": "text"}):
+            raise ValueError("response_format cannot hold for a call that tool_choice asks for: leave one of them out")
+        return self
+
+    _tools: list[dict] = []  # that may be called
+    _must_call: bool = False
+
     @property
     def predicted(self) -> str | None:
         return None if self.prediction is None else plain_text(self.prediction.content)
 
     @property
-    def prompt(self) -> list[dict[str, str]]:
-        return [message.plain() for message in self.messages]
+    def listed(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
 
     @property
-    def wants_logprobs(self) -> bool:
-        return bool(self.logprobs)
+    def format(self) -> Any:
+        return schema_of_a_call(self._tools) if self._must_call else super().format
+
+    @property
+    def may_call(self) -> list[str]:
+        """The names of tools that may be called."""
+        return names_of_tools(self._tools)
+
+    def prompts(self, model: EagleModel) -> list[Any]:
+        """The chat as token ids."""
+        return [encode_chat([message.plain() for message in self.messages], model, self._tools or None)]
 
 
 class CompletionRequest(Asked):
-    """The body of `/v1/completions`: text as it is, or token ids; one prompt. Further fields are options of decoding by
-    their names in `generate`, such as threshold, text_drafts ("auto", "off") or reference (a text that the answer will
+    """The body of `/v1/completions`: texts as they are, or token ids. Further fields are options of decoding by their
+    names in `generate`, such as threshold, text_drafts ("auto", "off") or reference (a text that the answer will
     resemble)."""
 
-    prompt: str | Annotated[list[int], Field(min_length=1, fail_fast=True)]
-    logprobs: Annotated[int, Field(ge=0, le=0)] | None = None  # 0: of the chosen tokens
+    prompt: str | list[str] | list[int] | list[list[int]]
+    logprobs: whole_number("logprobs", 0, MOST_LOGPROBS) = None  # 0: of the chosen tokens alone
+
+    may_call: ClassVar[Sequence[str]] = ()
 
     @property
-    def wants_logprobs(self) -> bool:
-        return self.logprobs is not None
+    def listed(self) -> int | None:
+        return self.logprobs
+
+    def prompts(self, model: EagleModel) -> list[Any]:
+        """The texts, or their token ids."""
+        many = isinstance(self.prompt, list) and self.prompt and not isinstance(self.prompt[0], int)
+        return list(self.prompt) if many else [self.prompt]
 
 
 # Answers -------------------------------------------------------------------------------------------------------------
@@ -259,16 +374,17 @@ class Form:
     Args:
         model: the name that the server gives its model.
         asked: the request.
-        prompt_tokens: length of the prompt.
+        prompts: lengths of the prompts.
     """
 
     model: str
-    asked: Asked
+    asked: ChatRequest | CompletionRequest
     tokenizer: PreTrainedTokenizerBase
-    prompt_tokens: int
+    prompts: Sequence[int]
     new_tokens: int = 0  # that were streamed
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
+    held: dict[int, HeldText] = field(default_factory=lambda: defaultdict(HeldText))  # of a stream that may call tools
 
     @property
     def chat(self) -> bool:
@@ -278,10 +394,20 @@ class Form:
         """The answer in one object."""
         choices = []
         for index, output in enumerate(outputs):
-            said = {"message": {"role": "assistant", "content": output.text}} if self.chat else {"text": output.text}
-            choices.append({"index": index, **said, "finish_reason": FINISHED[output.finish_reason],
+            text, calls = self._calls(output)
+            message = {"role": "assistant", "content": text if text or not calls else None}
+            said = {"message": message | ({"tool_calls": calls} if calls else {})} if self.chat else {"text": text}
+            choices.append({"index": index, **said, "finish_reason": self._reason(output, calls),
                             "logprobs": self._tokens(output.token_ids, output.receipts), "seed": output.seed})
         return self._body("", choices, self._usage(outputs))
+
+    def _calls(self, output: Output) -> tuple[str, list[dict]]:
+        """What is said, and the tools that are called."""
+        return find_calls(output.text, self.asked.may_call) if self.asked.may_call else (output.text, [])
+
+    @staticmethod
+    def _reason(output: Output, calls: list[dict]) -> str:
+        return "tool_calls" if calls else FINISHED[output.finish_reason]
 
     def opening(self, index: int) -> str:
         """What a chat's stream begins with: who speaks."""
@@ -291,13 +417,19 @@ class Form:
         """What a cycle added to a choice; empty where it is neither text nor asked for."""
         self.new_tokens += len(piece.token_ids)
         listed = self._tokens(piece.token_ids, piece.receipts)
-        if not piece.text and listed is None:
+        text = self.held[index].add(piece.text) if self.asked.may_call else piece.text
+        if not text and listed is None:
             return ""
-        return self._event([self._choice(index, {"content": piece.text}, logprobs=listed)])
+        return self._event([self._choice(index, {"content": text}, logprobs=listed)])
 
     def ending(self, index: int, output: Output) -> str:
-        """Why a choice ended."""
-        return self._event([self._choice(index, {}, FINISHED[output.finish_reason]) | {"seed": output.seed}])
+        """What was held back of a choice, and why it ended."""
+        text, calls = self._calls(output)
+        said = {"content": rest} if self.asked.may_call and (rest := text[self.held[index].shown :]) else {}
+        if calls:
+            said["tool_calls"] = [{"index": number, **call} for number, call in enumerate(calls)]
+        before = self._event([self._choice(index, said)]) if said else ""
+        return before + self._event([self._choice(index, {}, self._reason(output, calls)) | {"seed": output.seed}])
 
     def closing(self, outputs: Sequence[Output]) -> str:
         """What a stream ends with."""
@@ -306,7 +438,7 @@ class Form:
         return f"{last}data: [DONE]\n\n"
 
     def _usage(self, outputs: Sequence[Output]) -> dict[str, Any]:
-        return usage(self.prompt_tokens, outputs, predicted=self.asked.predicted is not None)
+        return usage(sum(self.prompts), outputs, predicted=self.asked.predicted is not None, prompts=len(self.prompts))
 
     def _choice(self, index: int, delta: dict, reason: str | None = None, logprobs: dict | None = None) -> dict:
         said = {"delta": delta} if self.chat else {"text": delta.get("content", "")}
@@ -314,7 +446,7 @@ class Form:
 
     def _event(self, choices: list[dict]) -> str:
         wanted = self.asked.stream_options and self.asked.stream_options.continuous_usage_stats
-        return as_event(self._body(".chunk", choices, counts(self.prompt_tokens, self.new_tokens) if wanted else None))
+        return as_event(self._body(".chunk", choices, counts(sum(self.prompts), self.new_tokens) if wanted else None))
 
     def _body(self, kind: str, choices: list[dict], usage: dict | None) -> dict[str, Any]:
         """The object around choices; `kind`: what it is of a chat's answer, "" or ".chunk"."""
@@ -324,16 +456,23 @@ class Form:
 
     def _tokens(self, ids: Sequence[int], receipts: Sequence[Receipt]) -> dict | None:
         """Tokens with their log-probabilities under the target, and as further fields where they come from."""
-        if not self.asked.wants_logprobs:
+        if self.asked.listed is None:
             return None
-        texts = [self.tokenizer.decode([token]) for token in ids]
-        if not self.chat:
-            return {"tokens": texts, "token_logprobs": [finite(receipt.logprob) for receipt in receipts],
-                    "top_logprobs": None, "source": [receipt.source for receipt in receipts]}
-        return {"content": [
-            {"token": text, "logprob": finite(receipt.logprob), "bytes": list(text.encode()), "top_logprobs": [],
-             "source": receipt.source, "divergence": finite(receipt.divergence), "regret": finite(receipt.regret)}
-            for text, receipt in zip(texts, receipts, strict=True)]}
+        rows = [(self._token(token, receipt.logprob), receipt) for token, receipt in zip(ids, receipts, strict=True)]
+        best = [[self._token(*each) for each in receipt.top] for receipt in receipts]
+        if self.chat:
+            return {"content": [token | {
+                "top_logprobs": top, "source": receipt.source, "drafter": receipt.drafter,
+                "divergence": finite(receipt.divergence), "regret": finite(receipt.regret)}
+                for (token, receipt), top in zip(rows, best, strict=True)]}
+        return {"tokens": [token["token"] for token, _ in rows],
+                "token_logprobs": [token["logprob"] for token, _ in rows],
+                "top_logprobs": [{each["token"]: each["logprob"] for each in top} for top in best]
+                if self.asked.listed else None, "source": [receipt.source for receipt in receipts]}
+
+    def _token(self, token: int, logprob: float) -> dict[str, Any]:
+        text = self.tokenizer.decode([token])
+        return {"token": text, "logprob": finite(logprob), "bytes": list(text.encode())}
 
 
 def finite(value: float | None) -> float | None:
@@ -351,11 +490,12 @@ def counts(prompt: int, new: int) -> dict[str, Any]:
     return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
 
 
-def usage(prompt: int, outputs: Sequence[Output], predicted: bool = False) -> dict[str, Any]:
+def usage(prompt: int, outputs: Sequence[Output], predicted: bool = False, prompts: int = 1) -> dict[str, Any]:
     """Tokens, and what drafting and the rule made of them: `accepted_tokens` of the draft, tau, drafted tokens by who
-    drafted them, `fuzzy_tokens` that only the rule accepted, and the target's forwards.
+    drafted them, `fuzzy_tokens` that only the rule accepted with their `regret` in nats, and the target's forwards.
 
     Args:
+        prompt: tokens of all prompts. prompts: how many, with as many outputs each.
         predicted: whether there was a prediction. Tokens of the answer that are copies count as accepted from it, and
             copies that were verified for nothing as rejected, wherever in the text they were found: what was predicted
             mostly stands in the prompt too.
@@ -363,8 +503,10 @@ def usage(prompt: int, outputs: Sequence[Output], predicted: bool = False) -> di
     stats = [output.stats for output in outputs]
     accepted = sum(sum(each.accepted_lengths) for each in stats)
     cycles = sum(len(each.accepted_lengths) for each in stats)
-    read = max(each.prefill_tokens for each in stats)  # the first choice; the others find what it has read
-    by_drafter = {name: {drafter: sum(getattr(each, name)[drafter] for each in stats) for drafter in ("head", "text")}
+    choices = len(stats) // prompts  # the first of a prompt reads it, the others find what it has read
+    read = sum(max(each.prefill_tokens for each in stats[at : at + choices]) for at in range(0, len(stats), choices))
+    fuzzy = [receipt.regret for output in outputs for receipt in output.receipts if receipt.source == "fuzzy"]
+    by_drafter = {name: {drafter: sum(getattr(each, name)[drafter] for each in stats) for drafter in DRAFTERS}
                   for name in ("proposed", "accepted")}
     copied = sum(receipt.drafter == "text" for output in outputs for receipt in output.receipts) if predicted else 0
     rejected = by_drafter["proposed"]["text"] - copied if predicted else 0
@@ -374,6 +516,6 @@ def usage(prompt: int, outputs: Sequence[Output], predicted: bool = False) -> di
         "completion_tokens_details": {"accepted_prediction_tokens": copied, "rejected_prediction_tokens": rejected},
         "accepted_tokens": accepted, "tau": round(accepted / cycles + 1, 4) if cycles else 1.0,
         "proposed_by": by_drafter["proposed"], "accepted_by": by_drafter["accepted"],
-        "fuzzy_tokens": sum(receipt.source == "fuzzy" for output in outputs for receipt in output.receipts),
+        "fuzzy_tokens": len(fuzzy), "regret": round(math.fsum(fuzzy), 4),
         "target_forwards": sum(each.target_forwards for each in stats),
     }

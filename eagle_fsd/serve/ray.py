@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 from fastapi import FastAPI
@@ -32,7 +32,8 @@ class Replica:
     def __init__(self, settings: dict[str, Any]) -> None:
         loading, options, defaults, tree = checked(settings)
         self.engine = Engine(load(**loading), **options.engine, tree=tree)
-        self.application = create_app(self.engine, options.name or name_of(loading.get("target")), options, defaults,
+        self.application = create_app(self.engine, options.name or name_of(loading.get("target")),
+                                      replace(options, host="0.0.0.0"), defaults,  # the proxy has names of its own
                                       key_from_environment())
 
     def __serve_build_asgi_app__(self) -> FastAPI:

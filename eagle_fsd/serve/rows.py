@@ -17,6 +17,7 @@ from ..drafting.config import Choice, TreeConfig
 from ..drafting.growth import extend_draft
 from ..drafting.logs import Setting
 from ..drafting.text import MOST_NODES
+from ..drafting.tree import DRAFTERS
 from ..engine.decoder import Decoder
 from ..engine.forwards import Forwards, shared_prefix
 from ..engine.request import EXACT, Emission, Request
@@ -38,7 +39,7 @@ class EngineStats:
         prompt_tokens: of prompts that were read; reused_tokens: those of them that were copied from other requests.
         tokens: new ones. fuzzy: those of them that only a rule accepted.
         cycles: of the loop. forwards: verify forwards, counted for each request of a cycle; undrafted: those of them
-            without a draft tree. proposed, accepted: draft tokens by who drafted them, "head" or "text"; tau is
+            without a draft tree. proposed, accepted: draft tokens by who drafted them, of `DRAFTERS`; tau is
             accepted.total() / forwards + 1.
     """
 
@@ -51,8 +52,8 @@ class EngineStats:
     cycles: int = 0
     forwards: int = 0
     undrafted: int = 0
-    proposed: Counter[str] = field(default_factory=lambda: Counter(head=0, text=0))
-    accepted: Counter[str] = field(default_factory=lambda: Counter(head=0, text=0))
+    proposed: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(DRAFTERS, 0)))
+    accepted: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(DRAFTERS, 0)))
 
 
 class Rows:
@@ -111,11 +112,18 @@ class Rows:
     def _choice(self, requests: Sequence[Request]) -> Choice:
         """The tree for these. A fuzzy rule's text depends on its tree and on pauses: it has always the same, and no
         pauses. That of others does not. Without a head the choice is a cost, by which copies are as many as pay."""
-        if not requests:
+        if not any(request.speculative for request in requests):
             return Choice(None)
-        if self.chooses and all(request.lossless for request in requests):
+        lossless = all(request.lossless for request in requests)
+        if lossless and (own := [request.tree for request in requests if request.tree is not None]):
+            return Choice(own[0])
+        if self.chooses and lossless:
             return self.model.trees.of(Setting.of(EXACT, requests[0].temperature), len(requests))
         return Choice(self.tree)
+
+    def holds(self, tree: TreeConfig) -> bool:
+        """Whether there is room for a tree of a request's own."""
+        return tree.total_tokens <= self.nodes and tree.depth * tree.top_k <= self.levels
 
     # Room -------------------------------------------------------------------------------------------------------
 
@@ -206,7 +214,7 @@ class Rows:
         ended: dict[int, Exception | None] = {}
         for number, (request, emission) in enumerate(zip(self.requests, emissions, strict=True)):
             self.stats.undrafted += not emission.drafted
-            self.stats.proposed.update(dict(zip(("head", "text"), emission.proposed, strict=True)))
+            self.stats.proposed.update(emission.proposed)
             self.stats.accepted.update(receipt.drafter for receipt in emission.receipts if receipt.drafter)
             try:
                 self._take(request, emission)

@@ -1,6 +1,6 @@
 """Compare recipes for a draft head at equal training time.
 
-    python -m train.study --target T --data data/own --features data/own-features --out runs/study --minutes 25 \\
+    python -m eval.study --target T --data data/own --features data/own-features --out runs/study --minutes 25 \\
         --run "small=" --run "hass=--objective hass" --run "wide=--intermediate-size 3072" --seeds 0 1
 
 Each run is train.train_draft_head with these flags beside --recipe. How many steps fit into the minutes is told by its
@@ -132,7 +132,7 @@ def run(args: StudyArguments) -> None:
     } for row in rows)))
 
 
-main = partial(run_command, "train.study", StudyArguments, run, stopped="stopped; the same command goes on")
+main = partial(run_command, "eval.study", StudyArguments, run, stopped="stopped; the same command goes on")
 
 if __name__ == "__main__":
     sys.exit(main())

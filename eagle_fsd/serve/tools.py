@@ -1,0 +1,136 @@
+"""Functions that a model may call: the API's `tools`, what makes it call one, and the calls in what it writes.
+
+Calls are told by their JSON, whatever stands around it: `{"name", "arguments"}` in <tool_call> tags (Hermes, Qwen) or
+without (Mistral), `{"name", "parameters"}` (Llama 3), or `[name(key=value)]` as in Python (Llama 4).
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import uuid
+from collections.abc import Collection, Sequence
+from typing import Any
+
+MOST_TOOLS = 128
+NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
+BEGINNING = re.compile(r'\{\s*"(?:name|type|function)"')  # of a call in JSON
+TAG = "<tool_call>"
+MARK = re.compile(r"<tool_call>|<[a-z_]{0,9}\Z|[\[{]")  # where a call may begin
+
+
+def check_tools(tools: Any) -> list[dict]:
+    """The tools of a request.
+
+    Raises:
+        ValueError: something else than functions with names and schemas.
+    """
+    if not isinstance(tools, list) or len(tools) > MOST_TOOLS:
+        got = f"{len(tools)} of them" if isinstance(tools, list) else repr(tools)
+        raise ValueError(f"tools must be a list of at most {MOST_TOOLS} functions, got {got}")
+    for tool in tools:
+        function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
+        name = function.get("name") if isinstance(function, dict) else None
+        if not (isinstance(name, str) and NAME.fullmatch(name)):
+            raise ValueError('tools must hold {"type": "function", "function": {"name": N, "parameters": S}}, '
+                             f"where N has 1 to 64 letters, digits, _ or -, got {tool!r}")
+        if not isinstance(function.get("parameters", {}), dict):
+            raise ValueError(f"parameters of the tool {name} must be a JSON schema, got {function['parameters']!r}")
+        try:
+            json.dumps(function)
+        except RecursionError as error:
+            raise ValueError(f"tools must not be nested so deeply: {name}") from error
+    names = names_of(tools)
+    if len(set(names)) < len(names):
+        raise ValueError(f"tools must have different names, got {', '.join(names)}")
+    return tools
+
+
+def names_of(tools: Sequence[dict]) -> list[str]:
+    return [tool["function"]["name"] for tool in tools]
+
+
+def chosen_tools(tools: Sequence[dict], choice: Any) -> tuple[list[dict], bool]:
+    """The tools that may be called, and whether one must be.
+
+    Args:
+        choice: the API's `tool_choice`; None: "auto" where there are tools.
+
+    Raises:
+        ValueError: something else, or a tool that is not there.
+    """
+    if choice == "none" or not tools and choice in (None, "auto"):
+        return [], False
+    if choice in (None, "auto", "required") and tools:
+        return list(tools), choice == "required"
+    name = choice.get("function", {}).get("name") if isinstance(choice, dict) and isinstance(
+        choice.get("function"), dict) else None
+    if (named := [tool for tool in tools if tool["function"]["name"] == name]):
+        return named, True
+    raise ValueError('tool_choice must be "none", "auto", "required" or {"type": "function", "function": {"name": N}} '
+                     f"with N of {', '.join(names_of(tools)) or 'tools, of which there are none'}, got {choice!r}")
+
+
+def schema_of_a_call(tools: Sequence[dict]) -> dict:
+    """The JSON schema of a call to one of these. References inside a tool's schema stay its own."""
+    schemas, calls = {}, []
+    for number, tool in enumerate(tools):
+        own = tool["function"].get("parameters") or {"type": "object"}
+        place = f"#/$defs/tool{number}"
+        schemas[f"tool{number}"] = json.loads(json.dumps(own).replace('"$ref": "#', f'"$ref": "{place}'))
+        calls.append({"type": "object", "additionalProperties": False, "required": ["name", "arguments"],
+                      "properties": {"name": {"const": tool["function"]["name"]}, "arguments": {"$ref": place}}})
+    return {"$defs": schemas, "anyOf": calls}
+
+
+def find_calls(text: str, names: Collection[str]) -> tuple[str, list[dict]]:
+    """What is said before the first call, and the API's `tool_calls`."""
+    calls, begins, at = [], len(text), 0
+    for _ in range(MOST_TOOLS):  # places that are tried
+        if (found := BEGINNING.search(text, at)) is None:
+            break
+        try:
+            said, at = json.JSONDecoder().raw_decode(text, found.start())
+        except (ValueError, RecursionError):
+            at = found.end()
+            continue
+        said = said["function"] if isinstance(said.get("function"), dict) else said
+        arguments = said.get("arguments", said.get("parameters", {}))
+        if said.get("name") in names:
+            begins = min(begins, found.start())
+            calls.append((said["name"], arguments if isinstance(arguments, str) else json.dumps(arguments)))
+    if not calls:
+        calls, begins = _python_calls(text.strip(), names), 0
+    if not calls:
+        return text, []
+    return text[:begins].rstrip(" \n[").removesuffix(TAG).rstrip(), [
+        {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": {"name": name, "arguments": arguments}}
+        for name, arguments in calls]
+
+
+def _python_calls(text: str, names: Collection[str]) -> list[tuple[str, str]]:
+    """Those of a text that is nothing but a list of calls with keywords."""
+    if not (text.startswith("[") and text.endswith(")]")):
+        return []
+    try:
+        calls = ast.parse(text, mode="eval").body.elts
+        found = [(call.func.id, json.dumps({each.arg: ast.literal_eval(each.value) for each in call.keywords}))
+                 for call in calls if not call.args]
+    except (SyntaxError, ValueError, AttributeError, TypeError, RecursionError, MemoryError):
+        return []
+    return found if len(found) == len(calls) and all(name in names for name, _ in found) else []
+
+
+class HeldText:
+    """Text of a stream as far as it is surely no call: from where one may begin it waits for the end."""
+
+    def __init__(self) -> None:
+        self.said, self.shown = "", 0  # characters
+
+    def add(self, text: str) -> str:
+        """What can be shown once this has come."""
+        self.said += text
+        found = MARK.search(self.said, self.shown)
+        before, self.shown = self.shown, found.start() if found else len(self.said)
+        return self.said[before : self.shown]

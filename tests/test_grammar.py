@@ -1,0 +1,133 @@
+"""Structured output: every answer is one that the grammar allows, and the one that plain decoding finds with it."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from pydantic import BaseModel
+from tiny import tiny_chat_pair
+
+import eagle_fsd
+from eagle_fsd import RULES, make_rule
+from eagle_fsd.engine.grammar import Grammar
+
+PAIRS = Path(__file__).parent / "pairs"
+PERSON = {
+    "type": "object", "additionalProperties": False, "required": ["name", "age", "home"],
+    "properties": {"name": {"type": "string", "maxLength": 12},
+                   "age": {"type": "integer", "minimum": 0, "maximum": 150},
+                   "home": {"type": "object", "additionalProperties": False, "required": ["city"],
+                            "properties": {"city": {"enum": ["Paris", "London"]}}}}}
+
+
+class Answer(BaseModel):
+    yes: bool
+    why: str | None
+
+
+@pytest.fixture(scope="module")
+def pair():
+    return eagle_fsd.load(PAIRS / "small-target", PAIRS / "small-draft", dtype="float32", device="cpu", tree=None)
+
+
+def generate(pair, wanted, **options):
+    options = {"max_new_tokens": 150, "seed": 3, **options}
+    return eagle_fsd.generate("Once upon a time", pair, response_format=wanted, **options)
+
+
+def check_person(text):
+    found = json.loads(text)
+    assert list(found) == ["name", "age", "home"] and found["home"]["city"] in ("Paris", "London")
+    assert len(found["name"]) <= 12 and 0 <= found["age"] <= 150
+    assert text == json.dumps(found, ensure_ascii=False)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("drafts", ["all", "no head", "no text", "engine"])
+def test_the_tokens_are_those_of_plain_decoding_and_forced_ones_are_drafted(pair, drafts, temperature):
+    plain = generate(pair, PERSON, temperature=temperature, speculative=False)
+    assert plain.finish_reason == "eos" and plain.stats.proposed.total() == 0
+    check_person(plain.text)
+    if drafts == "engine":
+        with eagle_fsd.Engine(pair) as engine:
+            tickets = [engine.submit("Once upon a time", response_format=PERSON, max_new_tokens=150, seed=3,
+                                     temperature=temperature, speculative=speculative) for speculative in (True, False)]
+            found, undrafted = [ticket.result() for ticket in tickets]
+        assert undrafted.token_ids == plain.token_ids and undrafted.stats.proposed.total() == 0
+    else:
+        alone = eagle_fsd.pair.EagleModel.from_parts(pair.target.model, None, pair.tokenizer)
+        found = generate(alone if drafts == "no head" else pair, PERSON, temperature=temperature,
+                         text_drafts="off" if drafts == "no text" else "auto")
+    assert found.token_ids == plain.token_ids
+    assert found.stats.accepted["grammar"] >= 10 and found.stats.target_forwards < plain.stats.target_forwards / 2
+    assert found.stats.accepted["grammar"] == sum(receipt.drafter == "grammar" for receipt in found.receipts)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("rule", RULES)
+def test_no_rule_leaves_the_grammar(pair, rule, temperature):
+    rule = make_rule(rule, None if rule == "exact" else 0.9)
+    check_person(generate(pair, PERSON, acceptance=rule, temperature=temperature).text)
+
+
+@pytest.mark.parametrize(("wanted", "pattern"), [
+    (Answer, r'\{"yes": (true|false), "why": (null|".*")\}'),
+    ({"type": "json_object"}, r"\{.*"),
+    ({"type": "json_schema", "json_schema": {"name": "n", "schema": {"const": {"a": [1, "é"]}}}},
+     r'\{"a": \[1, "é"\]\}'),
+    ({"enum": ["to be", "or not"]}, '"(to be|or not)"'),
+    ({"type": "regex", "regex": "(ab|cd)+e"}, "(ab|cd)+e"),
+    ({"type": "choice", "choice": ["yes", 'say "no"']}, 'yes|say "no"'),
+    ({"type": "grammar", "grammar": 'start: "x" /[0-9]{3}/'}, "x[0-9]{3}"),
+    ({"type": "grammar", "grammar": 'root ::= "x" [0-9] [0-9]'}, "x[0-9][0-9]"),
+])
+def test_forms(pair, wanted, pattern):
+    output = generate(pair, wanted)
+    assert re.fullmatch(pattern, output.text, re.DOTALL) and output.finish_reason in ("eos", "length")
+
+
+@pytest.mark.parametrize(("wanted", "error", "said"), [
+    ("json", TypeError, "got 'json'"),
+    ({"type": "json_schema", "schema": {}}, ValueError, 'needs a field "json_schema"'),
+    ({"type": "object", "properties": 3}, ValueError, "properties"),
+    ({"type": "regex", "regex": "(a"}, ValueError, "regex"),
+    ({"type": "choice", "choice": ["a", ""]}, ValueError, "non-empty strings"),
+    ({"type": "grammar", "grammar": "start: nothing"}, ValueError, "nothing"),
+    ({"$ref": "#/nowhere"}, ValueError, "response_format cannot be used"),
+    ({"type": "regex", "regex": r"[^\s\S]"}, ValueError, "response_format cannot be used"),
+])
+def test_bad_formats(pair, wanted, error, said):
+    with pytest.raises(error, match=re.escape(said)):
+        generate(pair, wanted)
+
+
+def test_what_it_cannot_go_with(pair):
+    with pytest.raises(ValueError, match="leave ignore_eos and min_new_tokens out"):
+        generate(pair, PERSON, ignore_eos=True)
+    with pytest.raises(ValueError, match="an end token"):
+        generate(tiny_chat_pair(), PERSON)
+
+
+def test_one_that_grows_too_complex_ends_its_own_request(pair, monkeypatch):
+    """After the first token: no other request ends with it."""
+    with eagle_fsd.Engine(pair) as engine:
+        make = engine._rows.begin
+
+        def begin(request):
+            if request.grammar is not None:
+                request.grammar._matcher.consume_token(0)  # an error that stays, as one of a limit does
+            make(request)
+
+        monkeypatch.setattr(engine._rows, "begin", begin)
+        broken, other = (engine.submit("Once", response_format=wanted, max_new_tokens=20) for wanted in (PERSON, None))
+        with pytest.raises(ValueError, match="response_format cannot go on"):
+            broken.result()
+        assert other.result().finish_reason == "length" and engine.error is None
+
+
+def test_a_broken_grammar_drafts_nothing(pair):
+    grammar = Grammar(PERSON, pair.tokenizer, vocab_size=2048, eos_ids=[2], start=0)
+    assert grammar.forced([]).tokens
+    grammar._matcher.consume_token(0)
+    assert grammar.forced([5]) is None

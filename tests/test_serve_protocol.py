@@ -1,0 +1,263 @@
+"""What applications send by the `openai` client: structured output, tools, log-probabilities, lists, penalties."""
+
+import json
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+from pydantic import BaseModel
+from served import here
+
+import eagle_fsd
+from eagle_fsd.serve.tools import HeldText, check_tools, chosen_tools, find_calls
+
+PAIRS = Path(__file__).parent / "pairs"
+CHAT = [{"role": "user", "content": "Once upon a time"}]
+OPTIONS = {"model": "tiny", "messages": CHAT, "max_tokens": 120}
+TEMPLATE = (
+    "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}{% for m in messages %}[{{ m.role }}] {{ m.content }}"
+    "{% for call in m.tool_calls or [] %}<tool_call>{{ call.function.arguments | tojson }}</tool_call>{% endfor %}\n"
+    "{% endfor %}{% if add_generation_prompt %}[assistant] {% endif %}")
+
+
+class Home(BaseModel):
+    city: str
+    rooms: int
+
+
+def tool(name, **parameters):
+    return {"type": "function", "function": {"name": name, "parameters": {
+        "type": "object", "properties": parameters, "required": list(parameters), "additionalProperties": False}}}
+
+
+TOOLS = [tool("weather", city={"enum": ["Paris", "London"]}), tool("add", a={"type": "integer", "minimum": 0})]
+
+
+@pytest.fixture(scope="module")
+def server():
+    pair = eagle_fsd.load(PAIRS / "small-target", PAIRS / "small-draft", dtype="float32", device="cpu", tree=None)
+    pair.tokenizer.chat_template = TEMPLATE
+    with here(pair, max_rows=2, max_waiting=16) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+
+
+def collected(stream):
+    """Text, tool calls and the reason of a stream of one choice."""
+    text, calls, reason = "", {}, None
+    for piece in stream:
+        delta, reason = piece.choices[0].delta, piece.choices[0].finish_reason or reason
+        text += delta.content or ""
+        for call in delta.tool_calls or []:
+            calls[call.index] = calls.get(call.index, "") + call.function.name + call.function.arguments
+    return text, calls, reason
+
+
+# Structure --------------------------------------------------------------------------------------------------------
+
+
+def test_parse_with_a_pydantic_model(client):
+    answer = client.chat.completions.parse(**OPTIONS, response_format=Home)
+    (choice,) = answer.choices
+    assert isinstance(choice.message.parsed, Home) and choice.finish_reason == "stop"
+    assert answer.usage.model_extra["accepted_by"]["grammar"] > 0
+    plain = client.chat.completions.parse(**OPTIONS, response_format=Home, extra_body={"speculative": False})
+    assert plain.choices[0].message.content == choice.message.content
+    assert plain.usage.model_extra["target_forwards"] == plain.usage.completion_tokens - 1
+
+
+def test_json_objects_and_text(client):
+    answer = client.chat.completions.create(**OPTIONS, response_format={"type": "json_object"}, stop=["}"])
+    assert answer.choices[0].message.content.startswith("{")
+    free = client.chat.completions.create(**OPTIONS, response_format={"type": "text"})
+    assert free.choices[0].message == client.chat.completions.create(**OPTIONS).choices[0].message
+    with pytest.raises(openai.BadRequestError, match='needs a field "json_schema"') as found:
+        client.chat.completions.create(**OPTIONS, response_format={"type": "json_schema"})
+    assert found.value.param == "response_format"
+
+
+# Tools ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("choice", "names"), [
+    ("required", {"weather", "add"}), ({"type": "function", "function": {"name": "weather"}}, {"weather"})])
+def test_two_turns_with_a_tool(client, choice, names):
+    asked = {**OPTIONS, "tools": TOOLS, "tool_choice": choice}
+    answer = client.chat.completions.create(**asked).choices[0]
+    assert answer.finish_reason == "tool_calls" and answer.message.content is None
+    (call,) = answer.message.tool_calls
+    assert call.function.name in names and isinstance(json.loads(call.function.arguments), dict)
+    assert collected(client.chat.completions.create(**asked, stream=True)) == (
+        "", {0: call.function.name + call.function.arguments}, "tool_calls")
+    turns = [*CHAT, answer.message, {"role": "tool", "tool_call_id": call.id, "content": "22 degrees"}]
+    again = client.chat.completions.create(model="tiny", messages=turns, max_tokens=8, tools=TOOLS)
+    shorter = client.chat.completions.create(model="tiny", messages=turns, max_tokens=8, tools=TOOLS,
+                                             tool_choice="none")
+    assert again.usage.prompt_tokens > shorter.usage.prompt_tokens > client.chat.completions.create(
+        **OPTIONS).usage.prompt_tokens
+
+
+def test_references_of_two_tools_stay_their_own(client):
+    tools = [{"type": "function", "function": {"name": name, "parameters": {
+        "type": "object", "required": ["x"], "additionalProperties": False, "properties": {"x": {"$ref": "#/$defs/X"}},
+        "$defs": {"X": {"const": value}}}}} for name, value in (("f", 1), ("g", 2))]
+    for tool, value in zip(tools, (1, 2), strict=True):
+        answer = client.chat.completions.create(**OPTIONS, tools=tools, tool_choice={
+            "type": "function", "function": {"name": tool["function"]["name"]}})
+        assert answer.choices[0].message.tool_calls[0].function.arguments == json.dumps({"x": value})
+
+
+HERMES = '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>'
+
+
+@pytest.mark.parametrize(("text", "said", "calls"), [
+    (f"Let me see. {HERMES}", "Let me see.", [("weather", {"city": "Paris"})]),
+    (f'{HERMES}\n<tool_call>{{"name": "add", "arguments": {{"a": 1}}}}</tool_call>', "",
+     [("weather", {"city": "Paris"}), ("add", {"a": 1})]),
+    ('{"name": "add", "parameters": {"a": 1}}', "", [("add", {"a": 1})]),
+    ('{"type": "function", "function": {"name": "add", "arguments": {}}}', "", [("add", {})]),
+    ('[{"name": "add", "arguments": {"a": 1}}]', "", [("add", {"a": 1})]),
+    ("[weather(city='Paris'), add(a=1)]", "", [("weather", {"city": "Paris"}), ("add", {"a": 1})]),
+    ('{"name": "rm", "arguments": {}}', None, []),
+    ("[system('rm')]", None, []),
+    ('I would say {"name": "add", "arg', None, []),
+    ("[__import__('os')]", None, []),
+])
+def test_calls_in_texts(text, said, calls):
+    found = find_calls(text, ["weather", "add"])
+    assert found[0] == (text if said is None else said)
+    assert [(call["function"]["name"], json.loads(call["function"]["arguments"])) for call in found[1]] == calls
+    held = HeldText()
+    shown = "".join(map(held.add, text))
+    assert found[0].startswith(shown.rstrip()) and len(shown) == held.shown
+
+
+def test_a_stream_shows_all_text_that_is_no_call(client):
+    whole = client.chat.completions.create(**OPTIONS, tools=TOOLS).choices[0]
+    assert collected(client.chat.completions.create(**OPTIONS, tools=TOOLS, stream=True)) == (
+        whole.message.content, {}, whole.finish_reason)
+    held = HeldText()
+    assert [held.add(text) for text in ("a <", "b> <too", "th> c", " {", "d")] == ["a ", "<b> ", "<tooth> c", " ", ""]
+
+
+@pytest.mark.parametrize("tools", [
+    [1], [{"type": "function"}], [{"type": "function", "function": {"name": "a b"}}], [TOOLS[0]] * 2,
+    [TOOLS[0]] * 10_000,
+    [{"type": "function", "function": {"name": "f", "parameters": []}}], {}, "x"])
+def test_bad_tools(tools):
+    with pytest.raises(ValueError, match="tool"):
+        check_tools(tools)
+
+
+@pytest.mark.parametrize("choice", ["any", {"type": "function", "function": {"name": "nothing"}}, {"function": 1}, 5])
+def test_bad_choices(choice):
+    with pytest.raises(ValueError, match="tool_choice must be"):
+        chosen_tools(TOOLS, choice)
+
+
+# The rest of the protocol -----------------------------------------------------------------------------------------
+
+
+def test_top_logprobs_are_those_of_a_forward(client, server):
+    answer = client.chat.completions.create(**OPTIONS | {"max_tokens": 24}, logprobs=True, top_logprobs=5)
+    listed = answer.choices[0].logprobs.content
+    assert answer.usage.model_extra["accepted_tokens"] > 0  # trees
+    model, tokenizer = server.pair.target.model, server.pair.tokenizer
+    output = eagle_fsd.generate(CHAT, server.pair, max_new_tokens=24, top_logprobs=5)
+    prompt = tokenizer.apply_chat_template(CHAT, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    ids = eagle_fsd.requests.torch.cat([prompt["input_ids"][0], eagle_fsd.requests.torch.tensor(output.token_ids)])
+    logprobs = model(ids[None]).logits[0, -25:-1].log_softmax(-1)
+    for place, each in enumerate(listed):
+        values, tokens = logprobs[place].topk(5)
+        assert [top.logprob for top in each.top_logprobs] == pytest.approx(values.tolist(), abs=1e-3)
+        assert [top.token for top in each.top_logprobs] == [tokenizer.decode([token]) for token in tokens]
+        assert [token for token, _ in output.receipts[place].top] == tokens.tolist()
+    old = client.completions.create(model="tiny", prompt="Once", max_tokens=4, logprobs=3)
+    assert [len(top) for top in old.choices[0].logprobs.top_logprobs] == [3] * 4
+
+
+def test_penalties_and_bias(client):
+    def text(**more):
+        return client.chat.completions.create(**OPTIONS | {"max_tokens": 40}, logprobs=True, **more).choices[0]
+
+    def most(choice):
+        tokens = [each.token for each in choice.logprobs.content]
+        return max(map(tokens.count, tokens))
+
+    assert most(text(frequency_penalty=2, presence_penalty=2)) < most(text())
+    plain = text(frequency_penalty=1, presence_penalty=0.5, extra_body={"speculative": False})
+    assert text(frequency_penalty=1, presence_penalty=0.5).message == plain.message
+    biased = text(logit_bias={"300": 100})
+    assert {each.token for each in biased.logprobs.content} == {biased.logprobs.content[0].token}
+
+
+def test_lists_of_prompts(client):
+    alone = [client.completions.create(model="tiny", prompt=prompt, max_tokens=6).choices[0].text
+             for prompt in ("Once upon", "There was a")]
+    both = client.completions.create(model="tiny", prompt=["Once upon", "There was a"], n=2, max_tokens=6)
+    assert [choice.text for choice in both.choices] == [alone[0]] * 2 + [alone[1]] * 2
+    assert [choice.index for choice in both.choices] == [0, 1, 2, 3] and both.usage.completion_tokens == 24
+    ids = client.completions.create(model="tiny", prompt=[[5, 6, 7], [8, 9]], max_tokens=3)
+    assert len(ids.choices) == 2 and ids.usage.prompt_tokens == 5
+
+
+def test_a_request_may_switch_drafting(client):
+    plain, whole = [client.chat.completions.create(**OPTIONS, extra_body=body) for body in (
+        {"speculative": False}, {"tree": {"total_tokens": 8, "depth": 3, "top_k": 2}, "text_drafts": "off"})]
+    assert plain.choices[0].message == whole.choices[0].message
+    assert not any(plain.usage.model_extra["proposed_by"].values())
+    used = whole.usage.model_extra
+    assert used["proposed_by"] == {"head": 7 * used["target_forwards"], "text": 0, "grammar": 0}
+    fuzzy = client.chat.completions.create(**OPTIONS, extra_body={"threshold": 0.9, "head_guard": None})
+    assert fuzzy.usage.model_extra["regret"] > 0 < fuzzy.usage.model_extra["fuzzy_tokens"]
+
+
+@pytest.mark.parametrize(("changed", "said", "param"), [
+    ({"n": 0}, "n must be an integer from 1 to 8, got 0", "n"),
+    ({"n": True}, "n must be an integer from 1 to 8", "n"),
+    ({"top_logprobs": 21}, "top_logprobs must be an integer from 0 to 20, got 21", "top_logprobs"),
+    ({"messages": [{"role": "wizard", "content": "x"}]}, "role must be one of system, ", "messages.0"),
+    ({"messages": [{"role": "user", "content": None}]}, "content of a message of the user must be text", "messages.0"),
+    ({"messages": [{"role": "assistant", "tool_calls": [{"id": "x"}]}]}, "each of tool_calls must be", "messages.0"),
+    ({"logit_bias": {"x": 1}}, "logit_bias must be", "logit_bias"),
+    ({"logit_bias": {"9999999": 1}}, "outside the vocabulary", None),
+    ({"echo": True}, "not supported here: echo=True", "echo"),
+    ({"best_of": 2}, "not supported here: best_of=2", "best_of"),
+    ({"tools": [1]}, "tools must hold", "tools"),
+    ({"tool_choice": "required"}, "tool_choice must be", "tool_choice"),
+    ({"tree": 5}, "tree must be", "tree"),
+    ({"tree": {"total_tokens": 4000}}, "tree is too large here", "tree"),
+    ({"speculative": 1}, "speculative must be", "speculative"),
+])
+def test_errors_are_in_our_words(server, changed, said, param):
+    answer = httpx.post(f"{server.url}/v1/chat/completions", json={**OPTIONS, **changed})
+    error = answer.json()["error"]
+    assert answer.status_code == 400 and said in error["message"] and error["param"] == param
+    assert "Input should" not in error["message"] and "Value error" not in error["message"]
+
+
+def test_a_template_without_tools_says_so():
+    with here() as bare:
+        answer = httpx.post(f"{bare.url}/v1/chat/completions", json={"messages": CHAT, "tools": TOOLS})
+    assert answer.status_code == 400 and "chat template has no place for" in answer.json()["error"]["message"]
+
+
+# Pages from elsewhere ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("headers", "status"), [
+    ({}, 200), ({"Origin": "{url}"}, 200), ({"Host": "localhost"}, 200), ({"Host": "[::1]:80"}, 200),
+    ({"Origin": "http://elsewhere.example"}, 403), ({"Origin": "null"}, 403), ({"Host": "elsewhere.example"}, 403),
+    ({"Host": "127.0.0.1.elsewhere.example:8000"}, 403), ({"Content-Type": "text/plain"}, 415),
+    ({"Content-Type": "application/x-www-form-urlencoded"}, 415), ({"Host": "[::1"}, 403)])
+def test_a_page_from_elsewhere_is_refused(server, headers, status):
+    headers = {"Content-Type": "application/json"} | {name: value.format(url=server.url)
+                                                      for name, value in headers.items()}
+    body = json.dumps({"messages": CHAT, "max_tokens": 1})
+    answer = httpx.post(f"{server.url}/v1/chat/completions", content=body, headers=headers)
+    assert answer.status_code == status
