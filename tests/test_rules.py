@@ -100,7 +100,8 @@ def test_cuda_walks_as_the_cpu(name, greedy):
     for case in (random_case(10, greedy, banned=0.2), random_case(11, greedy, named=6)):
         rule, given = make_rule(name, THRESHOLDS[name][-1]), (THRESHOLDS[name], [math.inf, 0.0, 1.0, 3.0])
         for steps, expected in zip(case.to("cuda").walk(rule, *given), case.walk(rule, *given), strict=True):
-            assert [pytest.approx(step[:-1], nan_ok=True, rel=1e-4, abs=1e-5) for step in steps] == [s[:-1] for s in expected]
+            ours, theirs = ([step[:-1] for step in each] for each in (steps, expected))
+            assert [pytest.approx(step, nan_ok=True, rel=1e-4, abs=1e-5) for step in ours] == theirs
 
 
 # --- the ends of the threshold -------------------------------------------------------------------

@@ -100,8 +100,8 @@ def test_drafts_without_a_distribution_are_refused(tmp_path):
 
 def test_eagle3_heads_load_and_serve(tmp_path):
     """A random one, of a reduced draft vocabulary."""
-    config = LlamaConfig.from_pretrained(TARGET, num_hidden_layers=1, draft_vocab_size=500,
-                                         eagle_aux_hidden_state_layer_ids=[1, 2, 3])
+    own = {"num_hidden_layers": 1, "draft_vocab_size": 500, "eagle_aux_hidden_state_layer_ids": [1, 2, 3]}
+    config = LlamaConfig(**LlamaConfig.from_pretrained(TARGET).to_dict() | own)
     torch.manual_seed(0)
     made = Eagle3Head(config)
     made.d2t.copy_(torch.arange(500) * 3)
