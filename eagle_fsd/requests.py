@@ -164,8 +164,8 @@ def unpadded(encoding: Mapping) -> object:
         seen = torch.ones_like(row) if seen is None else torch.as_tensor(seen)
         shown = (seen == 1).nonzero().flatten()
         if seen.shape != row.shape or ((seen != 0) & (seen != 1)).any() or (shown.diff() != 1).any():
-            raise ValueError(f"an attention mask has the shape of input_ids, {list(row.shape)}, a 1 for each token, "
-                             f"and a 0 for padding before or after them, got {seen.tolist()}")
+            raise ValueError(f"an attention mask has the shape of input_ids, {list(row.shape)}, a 1 per token, and "
+                             f"a 0 for padding before or after them, got {seen.tolist()}")
         prompts.append(row[shown].tolist())
     return prompts[0] if alone or (len(prompts) == 1 and not isinstance(ids, list)) else prompts  # [1, L] is one
 
