@@ -273,8 +273,9 @@ def from_generate(given: Mapping[str, object], temperature: float = 0.0) -> dict
         if not hasattr(config, "to_diff_dict"):
             raise TypeError(f"generation_config must be a GenerationConfig of transformers, got {config!r}")
         neutral = config._get_default_generation_params()
-        told = {name: value for name, value in config.to_diff_dict().items()
-                if name not in WITHOUT_EFFECT and (name in names_of(GenerateOptions) or neutral.get(name) != value)}
+        ours = {"do_sample", *names_of(GenerateOptions)}
+        told = {name: value for name, value in config.to_diff_dict().items() if name not in WITHOUT_EFFECT
+                and (name in ours or value not in (neutral.get(name), False))}
         given = {**told, **given}
     for theirs, ours in (("stop_strings", "stop"), ("eos_token_id", "stop_token_ids")):
         if given.get(theirs) is None:

@@ -158,6 +158,8 @@ def unpadded(encoding: Mapping) -> object:
     ids, mask = encoding["input_ids"], encoding.get("attention_mask")
     alone = not len(ids) or np.ndim(ids[0]) == 0
     rows, masks = ([ids], [mask]) if alone else (ids, [None] * len(ids) if mask is None else mask)
+    if len(rows) != len(masks):
+        raise ValueError(f"{len(rows)} rows of input_ids have {len(masks)} rows of attention_mask")
     prompts = []
     for row, seen in zip(rows, masks, strict=True):
         row = torch.as_tensor(row)

@@ -108,6 +108,8 @@ def test_padding_elsewhere_and_other_inputs_are_refused(pair):
     for mask in ([0, 1, 0] + [1] * 9, [2] * 12, [0] * 12, [1] * 5):
         with pytest.raises(ValueError, match="for padding before or after them|is empty"):
             generate(pair, {"input_ids": ids, "attention_mask": torch.tensor([mask])})
+    with pytest.raises(ValueError, match="2 rows of input_ids have 1 rows of attention_mask"):
+        generate(pair, {"input_ids": [PROMPT, PROMPT], "attention_mask": [[1] * len(PROMPT)]})
     with pytest.raises(ValueError, match="input_ids and attention_mask.* got pixel_values"):
         generate(pair, {"input_ids": ids, "pixel_values": 0})
 

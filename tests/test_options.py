@@ -123,9 +123,11 @@ def test_names_of_model_generate_that_mean_the_same_are_taken():
     assert read(stop_strings="a") == {"stop": "a"} and read(stop_strings=None, eos_token_id=None) == {}
     ends = {"stop_token_ids": [5], "ignore_eos": True}  # in the place of the model's own
     assert read(eos_token_id=5) == read(eos_token_id=[5]) == ends
-    config = GenerationConfig(do_sample=True, temperature=0.6, top_p=0.9, eos_token_id=5, num_beams=1, pad_token_id=0)
+    config = GenerationConfig(do_sample=True, temperature=0.6, top_p=0.9, eos_token_id=5, num_beams=1, pad_token_id=0,
+                              output_attentions=False)
     assert read(generation_config=config) == {"temperature": 0.6, "top_p": 0.9, **ends}
     assert read(generation_config=config, do_sample=False) == {"top_p": 0.9, **ends}
+    assert read(generation_config=GenerationConfig(do_sample=False, top_p=0.9)) == {"top_p": 0.9}
     for given, error, said in (
         ({"do_sample": "yes"}, TypeError, "do_sample must be a bool"),
         ({"do_sample": True, "temperature": 0}, ValueError, "do_sample=True needs a temperature above 0"),
