@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 from test_prepare_data import chat, rows
-from tiny import tiny_pair, tiny_tokenizer
+from tiny import tiny_trainable_pair
 
 import eagle_fsd
 from eagle_fsd.heads.checkpoint import save_head
@@ -36,33 +36,29 @@ def test_each_fault_is_named(changes, said):
 
 
 @pytest.fixture(scope="module")
-def pair():
-    tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = (
-        "<s>{% for m in messages %}{% if m.role == 'assistant' %}<bot>{{ m.content }}</s>{% else %}"
-        "<user>{{ m.content }}{% endif %}{% endfor %}{% if add_generation_prompt %}<bot>{% endif %}")
-    return tiny_pair(tokenizer=tokenizer)
+def model():
+    return tiny_trainable_pair()
 
 
-def test_what_is_counted(pair):
+def test_what_is_counted(model):
     """Its own greedy text is its most likely, another's is not; agreement is that of drafts that `generate` accepts."""
-    words, header = ("ab", "cd", "ef"), pair.tokenizer("<bot>", add_special_tokens=False)["input_ids"]
-    own = [eagle_fsd.generate(chat(word), pair, max_new_tokens=24, stop_token_ids=[]).text for word in words]
+    words, header = ("ab", "cd", "ef"), model.tokenizer("<bot>", add_special_tokens=False)["input_ids"]
+    own = [eagle_fsd.generate(chat(word), model, max_new_tokens=24, stop_token_ids=[]).text for word in words]
     for texts, share in ((own, 1.0), (["zyx wvu"] * 3, 0.0)):
         chats = [chat(word, text) for word, text in zip(words, texts, strict=True)]
-        documents, _ = encode_dataset(rows(*chats), pair.tokenizer, max_length=64)
-        found = examine(pair.draft, pair.target, documents, range(3), header)
+        documents, _ = encode_dataset(rows(*chats), model.tokenizer, max_length=64)
+        found = examine(model.draft, model.target, documents, range(3), header)
         assert (found.documents, found.headed, found.covered) == (3, 3, found.tokens)
         assert abs(found.own / found.tokens - share) < 0.2
         assert (found.surprise > found.entropy) == (share == 0.0)
         assert found.agreed.shape == (5,) and 0 <= found.agreed.min() and found.agreed.max() <= found.tokens
 
 
-def test_the_command(pair, tmp_path, capsys):
-    pair.target.model.save_pretrained(tmp_path / "target")
-    pair.tokenizer.save_pretrained(tmp_path / "target")
-    save_head(pair.draft, tmp_path / "head")
-    documents, _ = encode_dataset(rows(chat("hi", "yes")), pair.tokenizer, max_length=24)
+def test_the_command(model, tmp_path, capsys):
+    model.target.model.save_pretrained(tmp_path / "target")
+    model.tokenizer.save_pretrained(tmp_path / "target")
+    save_head(model.draft, tmp_path / "head")
+    documents, _ = encode_dataset(rows(chat("hi", "yes")), model.tokenizer, max_length=24)
     documents.save(tmp_path / "data")
     command = [word for flag, folder in (("--target", "target"), ("--draft", "head"), ("--data", "data"))
                for word in (flag, str(tmp_path / folder))]

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from served import here as serving
-from tiny import tiny_pair, tiny_tokenizer
+from tiny import tiny_tokenizer, tiny_trainable_pair
 
 import eagle_fsd
 from eagle_fsd.cli.arguments import parse_options
@@ -28,11 +28,7 @@ def rows(*chats: list[dict[str, str]]) -> list[Record]:
 
 @pytest.fixture(scope="module")
 def model():
-    tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = (
-        "<s>{% for m in messages %}{% if m.role == 'assistant' %}<bot>{{ m.content }}</s>{% else %}"
-        "<user>{{ m.content }}{% endif %}{% endfor %}{% if add_generation_prompt %}<bot>{% endif %}")
-    return tiny_pair(tokenizer=tokenizer)
+    return tiny_trainable_pair()
 
 
 def write(path, lines) -> str:

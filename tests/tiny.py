@@ -203,6 +203,15 @@ CHAT_TEMPLATE = (
 )
 
 
+def tiny_trainable_pair() -> EagleModel:
+    """A tiny pair whose chat template ends answers with </s>, so that a head can learn where they end."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = (
+        "<s>{% for m in messages %}{% if m.role == 'assistant' %}<bot>{{ m.content }}</s>{% else %}"
+        "<user>{{ m.content }}{% endif %}{% endfor %}{% if add_generation_prompt %}<bot>{% endif %}")
+    return tiny_pair(tokenizer=tokenizer)
+
+
 def tiny_chat_pair(family: str = "llama", **options) -> EagleModel:
     """A tiny pair whose chat template knows assistants, and whose greedy answers have no special tokens."""
     tokenizer = tiny_tokenizer()
