@@ -1,6 +1,6 @@
 """Tokens/s of OpenAI endpoints with one and several clients, and vLLM's accepted length; arms in turn.
 
-    python -m eval.clients --questions mt_bench.jsonl --out record.json 'vLLM=http://127.0.0.1:8000/v1' \\
+    python -m eval.clients --questions mt_bench.jsonl --out runs/clients 'vLLM=http://127.0.0.1:8000/v1' \\
         'vLLM 0.3=http://127.0.0.1:8000/v1 {"vllm_xargs": {"eagle_fsd_threshold": 0.3}}'
 
 An arm is an endpoint as in eval.endpoints, then what its requests say beside the rest.
@@ -8,16 +8,44 @@ An arm is an endpoint as in eval.endpoints, then what its requests say beside th
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
+import sys
 import time
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-from eagle_fsd.measure.records import environment
+from tyro.conf import Positional
+
+from eagle_fsd.cli.exits import check_counts
+from eagle_fsd.data.questions import read_questions
+from eagle_fsd.measure.records import decimals, markdown, write_record
+from eval.command import noted, run_command
 from eval.endpoints import ask, read_endpoints
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClientsArguments:
+    """What is compared.
+
+    Args:
+        arms: endpoints, each with what its requests say beside the rest.
+        questions: JSON lines, of which the first turns are asked.
+        every: so many-th question is taken (10: one of each category of MT-Bench).
+        tokens: of an answer, at most.
+        clients: at a time.
+        out: where the record goes, without .json and .md.
+    """
+
+    arms: Positional[tuple[str, ...]]
+    questions: Path
+    out: Path
+    every: int = 10
+    tokens: int = 48
+    clients: tuple[int, ...] = (1, 8)
 
 
 def drafted(url: str) -> tuple[float, float]:
@@ -45,28 +73,37 @@ def measure(url: str, body: dict, prompts: list[str], clients: int) -> dict:
     return {"clients": clients, "tokens": tokens, "seconds": seconds, "tau": 1 + accepted / drafts if drafts else None}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("arms", nargs="+")
-    parser.add_argument("--questions", type=Path, required=True)
-    parser.add_argument("--every", type=int, default=10, help="every so many-th question (10: one of each category)")
-    parser.add_argument("--tokens", type=int, default=48)
-    parser.add_argument("--clients", type=int, nargs="+", default=[1, 8])
-    parser.add_argument("--out", type=Path, required=True)
-    given = parser.parse_args()
-    lines = given.questions.read_text(encoding="utf-8").splitlines()[:: given.every]
-    prompts, measured = [json.loads(line)["turns"][0] for line in lines], []
-    for clients in given.clients:
-        for arm in given.arms:
-            place, _, extra = arm.partition(" {")
-            (name, (url, model)), = read_endpoints((place,)).items()
-            body = {"model": model, "max_tokens": given.tokens, "temperature": 0}
-            body |= json.loads("{" + extra) if extra else {}
-            measured.append({"arm": name} | measure(url, body, prompts, clients))
-            print(measured[-1], flush=True)
-    record = {"environment": environment(), "settings": {name: str(value) for name, value in vars(given).items()}}
-    given.out.write_text(json.dumps(record | {"measured": measured}, indent=1, default=str) + "\n", encoding="utf-8")
+def read_arm(text: str) -> tuple[str, str, dict]:
+    """Name, address and body of an arm.
 
+    Raises:
+        ValueError: see `read_endpoints`, or no JSON object after it.
+    """
+    place, brace, extra = text.partition(" {")
+    ((name, (url, model)),) = read_endpoints((place,)).items()
+    try:
+        return name, url, {"model": model} | (json.loads("{" + extra) if brace else {})
+    except ValueError as error:
+        raise ValueError(f"{text!r}: what follows the endpoint must be a JSON object") from error
+
+
+def run(args: ClientsArguments) -> None:
+    check_counts(args, "every", "tokens")
+    if not (args.arms and args.clients and min(args.clients) >= 1):
+        raise ValueError(f"it takes an endpoint, and --clients of at least 1, got {args.arms} and {args.clients}")
+    prompts = [question.turns[0] for question in read_questions(args.questions)[:: args.every]]
+    arms, rows = [read_arm(arm) for arm in args.arms], []
+    for clients in args.clients:
+        for name, url, body in arms:
+            asked = body | {"max_tokens": args.tokens, "temperature": 0}
+            rows.append({"arm": name} | measure(url, asked, prompts, clients))
+            print(rows[-1], flush=True)
+    print(write_record(args.out, {"settings": noted(args), "measured": rows}, markdown({
+        "endpoint": row["arm"], "clients": row["clients"], "tokens/s": f"{row['tokens'] / row['seconds']:.1f}",
+        "tokens per forward": decimals(row["tau"])} for row in rows)))
+
+
+main = partial(run_command, "eval.clients", ClientsArguments, run)
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -5,9 +5,10 @@ import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
+from served import here as serving
 from tiny import tiny_chat_pair
 
-from eval import benchmark, llama_server
+from eval import benchmark, clients, llama_server
 from eval.endpoints import endpoint_method, read_endpoints
 
 CHAT = [{"role": "user", "content": "hi"}]
@@ -131,3 +132,19 @@ def test_a_gguf_file_is_written_in_another_type(tmp_path):
     assert found.fields["general.file_type"].contents() == gguf.LlamaFileType.MOSTLY_BF16
     assert found.fields["tokenizer.ggml.tokens"].contents() == ["a", "b"]
     assert llama_server.main([str(tmp_path / "a.gguf"), "--convert", str(tmp_path / "b.gguf")]) == 2
+
+
+def test_clients_in_turn_and_what_is_refused_before_any_is_asked(tmp_path, capsys):
+    questions = tmp_path / "questions.jsonl"
+    questions.write_text("\n".join(json.dumps({"prompt": prompt}) for prompt in ("hi", "ab", "cd")))
+    given = ["--questions", str(questions), "--out", str(tmp_path / "found"), "--every", "2", "--tokens", "5"]
+    with serving() as found:
+        arms = [f"plain={found.url}/v1", f'fuzzy={found.url}/v1 {{"acceptance": "fsd", "threshold": 0.3}}']
+        assert clients.main(["--clients", "1", "2", *given, *arms]) == 0
+        rows = json.loads((tmp_path / "found.json").read_text())["measured"]
+        assert [(row["arm"], row["clients"], row["tokens"]) for row in rows] == [
+            (name, count, 10) for count in (1, 2) for name in ("plain", "fuzzy")]
+        capsys.readouterr()
+        for wrong, said in (([*given, arms[0] + " {x"], "must be a JSON object"), ([*given, "plain"], "is no endpoint"),
+                            ([*given, "--every", "0", arms[0]], "--every must be at least 1, got 0")):
+            assert clients.main(wrong) == 2 and said in capsys.readouterr().err
