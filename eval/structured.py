@@ -1,0 +1,173 @@
+"""Structured output: whether answers follow their JSON schemas, and what drafting makes of them.
+
+    python -m eval.structured --out runs/structured --endpoint "llama.cpp=http://127.0.0.1:8081/v1"
+    python -m eval.structured --out runs/structured-float32 --pair.dtype float32
+
+The 30 schemas of eval/data/schemas.jsonl are of the kinds of JSONSchemaBench (arXiv 2501.10868), written for this. Each
+is asked of each arm in turn, after one answer that does not count: plain decoding with the same masks, the head alone,
+with the tokens that the grammar leaves no choice about, and with copies from the text too. Whether the tokens are plain
+decoding's is only to be asked of float32. An endpoint gets the schema as OpenAI's `response_format`.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import eagle_fsd
+from eagle_fsd.cli.arguments import Loading
+from eagle_fsd.cli.exits import check_counts
+from eagle_fsd.data.files import read_lines
+from eagle_fsd.data.progress import Progress
+from eagle_fsd.engine.grammar import Grammar
+from eagle_fsd.measure.methods import encode_prompt
+from eagle_fsd.measure.records import decimals, markdown, write_record
+from eagle_fsd.pair import EagleModel
+from eval.command import noted, run_command
+from eval.endpoints import UNCACHED, ask, read_endpoints
+
+SCHEMAS = Path(__file__).parent / "data" / "schemas.jsonl"
+# Options of each arm, and whether forced tokens are drafted.
+ARMS = {
+    "plain": ({"speculative": False}, False),
+    "head": ({"text_drafts": "off"}, False),
+    "head and grammar": ({"text_drafts": "off"}, True),
+    "head, grammar and text": ({}, True),
+}
+
+
+@dataclass(frozen=True)
+class StructuredArguments:
+    """What is asked.
+
+    Args:
+        out: where the record goes, without .json and .md.
+        schemas: JSON lines with id, kind, prompt and schema.
+        limit: only the first.
+        max_new_tokens: of an answer; those that reach it are counted as cut off.
+        repeats: timed answers of each, of which the median counts.
+        endpoint: a server to compare with, "NAME=URL" as in eval.endpoints. (repeatable)
+    """
+
+    out: Path
+    pair: Loading = Loading()
+    schemas: Path = SCHEMAS
+    limit: int | None = None
+    max_new_tokens: int = 256
+    repeats: int = 3
+    endpoint: tuple[str, ...] = ()
+
+
+@contextmanager
+def no_forced_tokens(off: bool) -> Iterator[None]:
+    """Masks alone: what the grammar leaves no choice about is not drafted."""
+    kept = Grammar.forced
+    if off:
+        Grammar.forced = lambda *_: None
+    try:
+        yield
+    finally:
+        Grammar.forced = kept
+
+
+def ours(model: EagleModel, arm: str, chat: list[dict], schema: dict, tokens: int) -> dict:
+    """One answer of our engine."""
+    options, forced = ARMS[arm]
+    with no_forced_tokens(not forced):
+        started = time.perf_counter()
+        output = eagle_fsd.generate(chat, model, max_new_tokens=tokens, response_format=schema, **options)
+        seconds = time.perf_counter() - started
+    return {"seconds": seconds, "text": output.text, "cut": output.finish_reason == "length",
+            "token_ids": output.token_ids, "tokens": len(output.token_ids), "forwards": output.stats.target_forwards,
+            "accepted": output.stats.accepted}
+
+
+def theirs(url: str, name: str, model: EagleModel, chat: list[dict], schema: dict, tokens: int) -> dict:
+    """One answer of a server; its tokens are counted with our tokenizer, the end one included."""
+    body = {"model": name, "messages": chat, "max_tokens": tokens, "temperature": 0, **UNCACHED,
+            "response_format": {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}}
+    started = time.perf_counter()
+    try:
+        choice = ask(f"{url}/chat/completions", body)["choices"][0]
+    except ValueError as error:
+        return {"refused": str(error)}
+    seconds, text = time.perf_counter() - started, choice["message"]["content"] or ""
+    cut = choice["finish_reason"] == "length"
+    count = len(model.tokenizer.encode(text, add_special_tokens=False)) + (not cut)
+    return {"seconds": seconds, "text": text, "cut": cut, "tokens": count}
+
+
+def fault(text: str, schema: dict) -> str | None:
+    """Why a text does not follow a schema; None: it does."""
+    import jsonschema
+
+    try:
+        jsonschema.validate(json.loads(text), schema)
+    except (ValueError, jsonschema.ValidationError) as error:
+        return str(error).partition("\n")[0]
+    return None
+
+
+def summary(arm: str, rows: Sequence[dict], plain: Sequence[dict]) -> dict[str, object]:
+    """A line of the table."""
+    answers = [row["arms"][arm] for row in rows]
+    given = [answer for answer in answers if "refused" not in answer]
+    finished = [answer for answer in given if not answer["cut"]]
+    tokens, seconds = (sum(answer[name] for answer in given) for name in ("tokens", "seconds"))
+    forwards = sum(answer.get("forwards", 0) for answer in given)
+    line: dict[str, object] = {
+        "arm": arm, "finished": f"{len(finished)} of {len(answers)}",
+        "valid of them": sum(answer["fault"] is None for answer in finished), "tokens": tokens,
+        "tokens/s": f"{tokens / seconds:.1f}", "seconds an answer": f"{seconds / len(given):.2f}",
+        "forwards": forwards or "", "tokens per forward": decimals(tokens / forwards if forwards else None)}
+    if forwards:
+        line["as plain"] = sum(a["token_ids"] == b["token_ids"] for a, b in zip(answers, plain, strict=True))
+        line["accepted of head / grammar / text"] = " / ".join(
+            str(sum(answer["accepted"].get(source, 0) for answer in given)) for source in ("head", "grammar", "text"))
+    return line
+
+
+def run(args: StructuredArguments) -> None:
+    try:
+        import jsonschema  # noqa: F401
+    except ImportError as error:
+        raise ValueError("answers are checked by the package jsonschema: pip install jsonschema") from error
+    check_counts(args, "limit", "max_new_tokens", "repeats")
+    endpoints = read_endpoints(args.endpoint)
+    cases = read_lines(args.schemas)[: args.limit]
+    model = args.pair.load()
+    asks = {arm: partial(ours, model, arm) for arm in ARMS}
+    asks |= {name: partial(theirs, url, served, model) for name, (url, served) in endpoints.items()}
+    rows = []
+    for case in Progress(cases, desc="schemas", unit="schema"):
+        chat = [{"role": "user", "content": f"{case['prompt']}\nAnswer in JSON that follows this schema: "
+                                            f"{json.dumps(case['schema'])}"}]
+        found: dict[str, list[dict]] = {arm: [] for arm in asks}
+        for turn in range(args.repeats + 1):
+            for arm, answer in asks.items():
+                made = answer(chat, case["schema"], args.max_new_tokens)
+                found[arm] += [made] if turn else []
+        row = {"id": case["id"], "kind": case["kind"], "prompt_tokens": len(encode_prompt(chat, model)), "arms": {}}
+        for arm, answers in found.items():
+            first = answers[0]
+            if "refused" not in first:
+                first["seconds"] = statistics.median(answer["seconds"] for answer in answers)
+                first["fault"] = fault(first["text"], case["schema"])
+            row["arms"][arm] = first
+        rows.append(row)
+    plain = [row["arms"]["plain"] for row in rows]
+    print(write_record(args.out, {"settings": noted(args), "dtype": str(model.target.dtype), "rows": rows},
+                       markdown(summary(arm, rows, plain) for arm in asks)))
+
+
+main = partial(run_command, "eval.structured", StructuredArguments, run)
+
+if __name__ == "__main__":
+    sys.exit(main())
