@@ -20,6 +20,7 @@ from .drafting.text import TextDrafts
 from .models import IMPLEMENTATIONS
 
 MOST_LOGPROBS = 20
+MOST_REFERENCES = 1024
 LEAST_TEMPERATURE = 1e-6  # below, quotients leave the range of float32
 # Names that people know from elsewhere or from earlier versions, and what to use here.
 ELSEWHERE = {
@@ -203,6 +204,8 @@ class GenerateOptions(Options):
         require_bool("speculative", self.speculative)
         if self.response_format is not None and (self.ignore_eos or self.min_new_tokens):
             raise ValueError("response_format says where an answer ends: leave ignore_eos and min_new_tokens out")
+        if len(self.references) > MOST_REFERENCES:
+            raise ValueError(f"reference may be at most {MOST_REFERENCES} texts, got {len(self.references)}")
         if self.references and self.text_drafts == "off":
             raise ValueError('a reference is what text drafts are copied from: leave text_drafts="off" out')
         lossless = self.lossless  # makes the rule, which is refused here if it has to be

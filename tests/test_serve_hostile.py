@@ -108,7 +108,18 @@ def never_reads(server):
         return int(connection.recv(64).split(b" ")[1])
 
 
+def function(**changed):
+    return {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}, **changed}}
+
+
 CASES = {
+    "two hundred tools": (body(tools=[function(name=f"f{i}") for i in range(200)]), 400),
+    "a tool of bad parameters": (body(tools=[function(parameters=True)]), 400),
+    "a tool whose text is a template": (body(tools=[function(description="{{ 7 * 7 }}{% for %}")]), 400),
+    "every token forbidden": (body(logit_bias={str(i): -100 for i in range(20)}), 200),
+    "a bias of no token": (body(logit_bias={"10000000": 5}), 400),
+    "a tree of nothing": (body(tree={"total_tokens": 0, "depth": 0, "top_k": 0}), 400),
+    "JSON 20,000 deep": (text(b'{"messages": ' + b"[" * 20_000 + b"]" * 20_000 + b"}"), 400),
     "half a JSON": (text(b'{"messages": [{"role": "us'), 400),
     "not UTF-8": (text(b'{"messages": "\xff\xfe"}'), 400),
     "a number of 5000 digits": (text(b'{"messages": [], "n": ' + b"9" * 5000 + b"}"), 400),

@@ -151,7 +151,8 @@ def test_the_page_in_a_browser(browser):
         tokens = page.locator(".answer .token")
         assert "".join(tokens.all_text_contents()) == page.locator(".text").text_content()
         assert re.search(r"tokens/s · tau \d+\.\d\d · 60 tokens · 0 fuzzy", page.locator(".cost").text_content())
-        assert re.search(r"exact · .*probability [\d.]+", page.locator(".token.exact").first.get_attribute("data-tip"))
+        assert re.search(r"exact · drafted by (head|text) · .*probability [\d.]+",
+                         page.locator(".token.head, .token.copy").first.get_attribute("data-tip"))
         assert page.locator(".asked img").count() == 0 and page.title() != "owned"
         page.get_by_role("button", name="New").click()
         page.wait_for_function("() => !document.querySelector('.answer')")

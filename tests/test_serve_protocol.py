@@ -71,6 +71,30 @@ def test_parse_with_a_pydantic_model(client):
     assert plain.usage.model_extra["target_forwards"] == plain.usage.completion_tokens - 1
 
 
+def nested(depth):
+    inside: dict = {"type": "string"}
+    for _ in range(depth):
+        inside = {"type": "object", "properties": {"a": inside}}
+    return inside
+
+
+@pytest.mark.parametrize(("form", "given", "status"), [
+    ("json_schema", {"enum": []}, 400), ("json_schema", nested(200), 400), ("json_schema", {"$ref": "#"}, 400),
+    ("json_schema", {"$ref": "file:///etc/passwd"}, 400), ("json_schema", {"type": "string", "pattern": "(?=a)b"}, 400),
+    ("json_schema", {"allOf": [{"properties": {f"p{i}": {}}} for i in range(1000)]}, 400),
+    ("json_schema", {"type": "array", "items": {"type": "integer"}, "minItems": 10**9}, 200),
+    ("json_schema", {"enum": [f"value {i}" for i in range(2000)]}, 200),
+    ("regex", "(x+x+)+y", 200), ("regex", "(.{1,500}){1,500}x", 400), ("grammar", "start: (", 400),
+    ("grammar", 'start: e\ne: e e | "a"', 200), ("grammar", "start: start \"a\" | \"b\"", 200),
+])
+def test_hostile_structure(server, form, given, status):
+    """Schemas that explode, expressions that backtrack: refused or answered, soon; the next request is served."""
+    asked = {**OPTIONS, "max_tokens": 16, "response_format": {
+        "type": form, form: {"name": "x", "schema": given} if form == "json_schema" else given}}
+    assert httpx.post(f"{server.url}/v1/chat/completions", json=asked, timeout=20).status_code == status
+    assert httpx.post(f"{server.url}/v1/chat/completions", json=OPTIONS | {"max_tokens": 2}).status_code == 200
+
+
 def test_json_objects_and_text(client):
     answer = client.chat.completions.create(**OPTIONS, response_format={"type": "json_object"}, stop=["}"])
     assert answer.choices[0].message.content.startswith("{")

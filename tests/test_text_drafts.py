@@ -657,6 +657,7 @@ NO_TEXT = "reference must be a text or a list of texts, got "
     ({"reference": ["a", "b"], "text_drafts": "off"}, ValueError, 'leave text_drafts="off" out'),
     ({"reference": "a\ud800"}, ValueError, "reference is no valid text: a lone surrogate"),
     ({"reference": "a" * 70_000}, ValueError, "reference has 70000 characters"),
+    ({"reference": ["a"] * 1025}, ValueError, "reference may be at most 1024 texts, got 1025"),
     ({"prediction": "a"}, TypeError, "unknown option 'prediction'; use reference="),
     ({"prompt_lookup_num_tokens": 3}, TypeError, "use text_drafts=, which is on"),
 ], ids=lambda value: ascii(value)[:40])

@@ -30,8 +30,9 @@ PATH = "/page"
 REFRESH = 0.1  # seconds between two states of the page while an answer grows
 USUAL_GUARD = 0.7
 WAITING, STOPPED = '<span class="hint">…</span>', '<span class="hint">stopped</span>'
-LEGEND = ('<div class="eagle legend"><span class="token target">target’s own</span> '
-          '<span class="token exact">drafted, as the target</span> <span class="token fuzzy">drafted, fuzzy</span> '
+LEGEND = ('<div class="eagle legend"><span class="token target">target’s own</span> Drafted, and the target’s too: '
+          '<span class="token head">by the head</span> <span class="token copy">copied from the text</span> '
+          '<span class="token grammar">by the grammar</span> Drafted, and not: <span class="token fuzzy">fuzzy</span> '
           '<span class="hint">Point at a token, tap it, or go to a fuzzy one by Tab, for its divergence and '
           "probability.</span></div>")
 
@@ -103,16 +104,18 @@ def token_html(text: str, receipt: Receipt) -> str:
     if not text:
         return ""
     divergence = "" if receipt.divergence is None else f" · divergence {receipt.divergence:.3f}"
-    tip = f"{text!r} · {receipt.source}{divergence} · probability {math.exp(receipt.logprob):.3f}"
+    drafter = "" if receipt.drafter is None else f" · drafted by {receipt.drafter}"
+    tip = f"{text!r} · {receipt.source}{drafter}{divergence} · probability {math.exp(receipt.logprob):.3f}"
     focus = 0 if receipt.source == "fuzzy" else -1
-    return (f'<span class="token {receipt.source}" tabindex="{focus}" data-tip="{html.escape(tip)}">'
+    colour = {"text": "copy"}.get(receipt.drafter, receipt.drafter) if receipt.source == "exact" else receipt.source
+    return (f'<span class="token {colour}" tabindex="{focus}" data-tip="{html.escape(tip)}">'
             f"{html.escape(text)}</span>")
 
 
 def page_html(turns: list[str]) -> str:
     inside = "".join(turns) or ('<p class="hint">Ask something. The threshold says how far the text may go from the '
                                 "target’s own.</p>")
-    return f'<div class="eagle log" role="log" aria-label="Conversation">{inside}</div>'
+    return f'<div class="eagle log" role="log" aria-label="Conversation"><div>{inside}</div></div>'
 
 
 async def answer(
