@@ -13,6 +13,7 @@ import eagle_fsd
 from eagle_fsd.drafting.config import Choice
 from eagle_fsd.drafting.text import APART, MOST_NODES
 from eagle_fsd.drafting.tree import DRAFTERS
+from eagle_fsd.options import GenerateOptions, names_of
 from eagle_fsd.serve.protocol import options_over
 from eagle_fsd.serve.remembered import Remembered
 
@@ -168,7 +169,12 @@ def test_it_is_described(server):
     schemas = httpx.get(f"{server.url}/openapi.json").json()["components"]["schemas"]
     assert schemas["Prediction"]["properties"].keys() == {"type", "content"}
     assert "copied" in schemas["ChatRequest"]["properties"]["prediction"]["description"]
-    assert "text_drafts" in schemas["ChatRequest"]["description"]
+    for name in ("ChatRequest", "CompletionRequest"):
+        described = schemas[name]["properties"]
+        assert {*names_of(GenerateOptions), "max_tokens", "max_completion_tokens"} <= described.keys()
+        assert all(described[each]["description"] for each in ("threshold", "speculative", "text_drafts", "tree"))
+        assert "fsd" in described["acceptance"]["enum"] and described["tree"]["properties"].keys() == {
+            "total_tokens", "depth", "top_k"}
 
 
 def test_metrics_count_by_drafter(client, server):

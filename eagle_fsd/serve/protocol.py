@@ -9,13 +9,15 @@ import uuid
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, get_type_hints
 
+import docstring_parser
 from pydantic import (
     BaseModel,
     BeforeValidator,
     ConfigDict,
     Field,
+    TypeAdapter,
     ValidationError,
     ValidatorFunctionWrapHandler,
     field_validator,
@@ -24,6 +26,7 @@ from pydantic import (
 from starlette.exceptions import HTTPException
 from transformers import PreTrainedTokenizerBase
 
+from ..acceptance import RULES
 from ..drafting.config import TreeConfig
 from ..drafting.tree import DRAFTERS
 from ..engine.output import Output, Receipt
@@ -229,10 +232,24 @@ class StreamOptions(BaseModel):
     include_obfuscation: bool = False  # padding, which is never sent
 
 
+def add_options(schema: dict[str, Any]) -> None:
+    """Describe the options of decoding in the API's page, in the words of their docstring."""
+    told = {each.arg_name: each.description for each in docstring_parser.parse(GenerateOptions.__doc__ or "").params}
+    shapes = {
+        "acceptance": {"enum": list(RULES)}, "text_drafts": {"enum": ["auto", "off"]},
+        "tree": {"type": "object", "properties": {
+            name: {"type": "integer"} for name in ("total_tokens", "depth", "top_k")}},
+    }
+    kinds, named = get_type_hints(GenerateOptions), schema["properties"]
+    for name, ours in {**{name: name for name in kinds}, **RENAMED}.items():
+        if name not in named:
+            named[name] = {**(shapes.get(ours) or TypeAdapter(kinds[ours]).json_schema()), "description": told[ours]}
+
+
 class Asked(BaseModel):
     """What both kinds of requests have; further fields are options of decoding, see `options`."""
 
-    model_config = ConfigDict(strict=True, extra="allow")
+    model_config = ConfigDict(strict=True, extra="allow", json_schema_extra=add_options)
     model: str | None = None
     stream: bool | None = False
     stream_options: StreamOptions | None = None
@@ -289,9 +306,7 @@ class Asked(BaseModel):
 
 
 class ChatRequest(Asked):
-    """The body of `/v1/chat/completions`. Further fields are options of decoding by their names in `generate`, such as
-    threshold, acceptance, budget, speculative (false: nothing is drafted), text_drafts ("auto", "off") or tree
-    ({"total_tokens", "depth", "top_k"})."""
+    """The body of `/v1/chat/completions`. Further fields are options of decoding by their names in `generate`."""
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True)]
     logprobs: bool | None = False
@@ -346,8 +361,7 @@ class ChatRequest(Asked):
 
 class CompletionRequest(Asked):
     """The body of `/v1/completions`: texts as they are, or token ids. Further fields are options of decoding by their
-    names in `generate`, such as threshold, text_drafts ("auto", "off") or reference (a text that the answer will
-    resemble)."""
+    names in `generate`."""
 
     prompt: str | list[str] | list[int] | list[list[int]]
     logprobs: whole_number("logprobs", 0, MOST_LOGPROBS) = None  # 0: of the chosen tokens alone
