@@ -4,7 +4,7 @@
     python -m eval.structured --out runs/structured-float32 --pair.dtype float32
 
 The 30 schemas of eval/data/schemas.jsonl are of the kinds of JSONSchemaBench (arXiv 2501.10868), written for this. Each
-is asked of each arm in turn, after one answer that does not count: plain decoding with the same masks, the head alone,
+is asked of each arm in turn, the first once more before, which does not count: plain decoding with the same masks, the head alone,
 with the tokens that the grammar leaves no choice about, and with copies from the text too. Whether the tokens are plain
 decoding's is only to be asked of float32. An endpoint gets the schema as OpenAI's `response_format`.
 """
@@ -61,7 +61,7 @@ class StructuredArguments:
     schemas: Path = SCHEMAS
     limit: int | None = None
     max_new_tokens: int = 256
-    repeats: int = 3
+    repeats: int = 1
     endpoint: tuple[str, ...] = ()
 
 
@@ -150,10 +150,10 @@ def run(args: StructuredArguments) -> None:
         chat = [{"role": "user", "content": f"{case['prompt']}\nAnswer in JSON that follows this schema: "
                                             f"{json.dumps(case['schema'])}"}]
         found: dict[str, list[dict]] = {arm: [] for arm in asks}
-        for turn in range(args.repeats + 1):
+        for turn in range(args.repeats + (not rows)):
             for arm, answer in asks.items():
                 made = answer(chat, case["schema"], args.max_new_tokens)
-                found[arm] += [made] if turn else []
+                found[arm] += [made] if turn or rows else []
         row = {"id": case["id"], "kind": case["kind"], "prompt_tokens": len(encode_prompt(chat, model)), "arms": {}}
         for arm, answers in found.items():
             first = answers[0]
