@@ -1,12 +1,12 @@
 """Structured output: whether answers follow their JSON schemas, and what drafting makes of them.
 
     python -m eval.structured --out runs/structured --endpoint "llama.cpp=http://127.0.0.1:8081/v1"
-    python -m eval.structured --out runs/structured-float32 --pair.dtype float32
+    python -m eval.structured --out runs/structured-float32 --dtype float32
 
 The 30 schemas of eval/data/schemas.jsonl are of the kinds of JSONSchemaBench (arXiv 2501.10868), written for this. Each
-is asked of each arm in turn, the first once more before, which does not count: plain decoding with the same masks, the head alone,
-with the tokens that the grammar leaves no choice about, and with copies from the text too. Whether the tokens are plain
-decoding's is only to be asked of float32. An endpoint gets the schema as OpenAI's `response_format`.
+is asked of each arm in turn (the first once more before, which does not count): plain decoding with the same masks, the
+head alone, with the tokens that the grammar leaves no choice about, and with copies from the text too. Whether the
+tokens are plain decoding's is only to be asked of float32. An endpoint gets the schema as OpenAI's `response_format`.
 """
 
 from __future__ import annotations
