@@ -123,7 +123,7 @@ def summary(arm: str, rows: Sequence[dict], plain: Sequence[dict]) -> dict[str, 
     tokens, seconds = (sum(answer[name] for answer in given) for name in ("tokens", "seconds"))
     forwards = sum(answer.get("forwards", 0) for answer in given)
     line: dict[str, object] = {
-        "arm": arm, "finished": f"{len(finished)} of {len(answers)}",
+        "arm": arm, "finished": f"{len(finished)} of {len(answers)}", "refused": len(answers) - len(given),
         "valid of them": sum(answer["fault"] is None for answer in finished), "tokens": tokens,
         "tokens/s": f"{tokens / seconds:.1f}", "seconds an answer": f"{seconds / len(given):.2f}",
         "forwards": forwards or "", "tokens per forward": decimals(tokens / forwards if forwards else None)}

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import shlex
 import shutil
+import statistics
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -92,13 +93,9 @@ def steps_of(args: StudyArguments, flags: list[str], folder: Path) -> int:
     """How many steps fit into the minutes."""
     shutil.rmtree(folder, ignore_errors=True)
     train(args, folder, flags, "--steps", str(PROBE[1]), "--no-evaluate")
-    tokens, ends = 0, []  # seconds at the end of each step
-    for record in read_lines(folder / "train.jsonl"):
-        tokens += record["tokens"]
-        ends.append(tokens / record["tokens_per_second"])
+    seconds = [record["seconds"] for record in read_lines(folder / "train.jsonl")[PROBE[0] :]]
     shutil.rmtree(folder)
-    seconds = (ends[-1] - ends[PROBE[0] - 1]) / (PROBE[1] - PROBE[0])
-    return max(1, round(60 * args.minutes / seconds))
+    return max(1, round(60 * args.minutes / statistics.median(seconds)))
 
 
 def measure(args: StudyArguments, name: str, flags: list[str], seed: int) -> dict:
@@ -114,6 +111,8 @@ def measure(args: StudyArguments, name: str, flags: list[str], seed: int) -> dic
         command = train(args, output, flags, "--steps", str(steps), "--seed", str(seed), "--eval-every",
                         str(ONE_EVALUATION), "--eval-documents", str(args.documents), "--eval-tokens", "64")
         last, end = read_lines(output / "train.jsonl")[-1], json.loads((output / "head/evaluation.json").read_text())
+        end |= {"minutes": sum(line["seconds"] for line in read_lines(output / "train.jsonl")) / 60,
+                "accepted": read_lines(output / "eval.jsonl")[-1]["accepted"]}
         result.write_text(json.dumps({
             "run": name, "seed": seed, "command": f"python {shlex.join(command)}", "steps": steps,
             "loss": last["loss"], "top1": last["top1"], **end}))
@@ -127,7 +126,9 @@ def run(args: StudyArguments) -> None:
     rows = [measure(args, name, flags, seed) for name, flags in runs.items() for seed in args.seeds]
     print(write_record(args.out / "study", {"settings": noted(args), "rows": rows}, markdown({
         "run": row["run"], "seed": row["seed"], "flags": shlex.join(runs[row["run"]]) or "none", "steps": row["steps"],
-        "tau": f"{row['tau']:.3f}", "tokens/s, head / plain": " / ".join(
+        "minutes": f"{row['minutes']:.1f}", "tau": f"{row['tau']:.3f}",
+        "accepted by level": " ".join(f"{share:.2f}" for share in row["accepted"]),
+        "tokens/s, head / plain": " / ".join(
             decimals(row["tokens_per_second"][name], 1) for name in ("exact", "plain")),
     } for row in rows)))
 

@@ -115,12 +115,15 @@ def test_the_run_says_what_it_measured(place, whole):
     best = json.loads((whole / "best" / "evaluation.json").read_text())
     assert best["tau"] == max(e["tau"] for e in evaluations)
     assert "| with this head |" in (whole / "head" / "README.md").read_text()
+    assert (whole / "training.png").stat().st_size > 1000
+    for found in evaluations:  # the sum over levels is tau - 1
+        assert len(found["accepted"]) == 3 and 1 + sum(found["accepted"]) == pytest.approx(found["tau"], abs=1e-3)
     assert len(list((whole / "states").iterdir())) == 2  # keep=2
     # tau is that of decoding the held-out answers from where they are cut, one by one
     config = settings(place, "whole")
     pair = eagle_fsd.load(place / "target", whole / "head", device="cpu", dtype="float32", tree=None)
     lengths = [length + 1 for prompt in DocumentSplit.of(config).prompts(8) for length in eagle_fsd.generate(
-        prompt, pair, max_new_tokens=8, acceptance="exact", tree=config.tree).stats.accepted_lengths]
+        prompt, pair, max_new_tokens=8, acceptance="exact", tree=config.tree, text_drafts="off").stats.accepted_lengths]
     assert evaluations[-1]["tau"] == pytest.approx(np.mean(lengths))
 
 
@@ -191,7 +194,7 @@ def test_interrupted_it_saves_and_resumes(place, whole, monkeypatch):
 def test_an_evaluation_is_abandoned_when_the_run_is_to_stop(place, whole, monkeypatch):
     output = place / "evaluating"
     with monkeypatch.context() as context:
-        context.setattr(evaluation, "measure_tau", lambda *given: os.kill(os.getpid(), signal.SIGTERM))
+        context.setattr(evaluation, "decode", lambda *given: os.kill(os.getpid(), signal.SIGTERM))
         with pytest.raises(KeyboardInterrupt):
             run(place, output.name)
     assert not (output / "eval.jsonl").exists() and (output / "states" / "step-6").exists()
@@ -212,7 +215,9 @@ def test_damaged_states_and_folders_in_use_are_said(place, monkeypatch):
 
 def test_a_worse_head_does_not_replace_the_best(place, monkeypatch):
     taus = iter([3.0, 2.0])
-    monkeypatch.setattr(evaluation, "measure_tau", lambda *given: next(taus))
+    monkeypatch.setattr(evaluation, "decode", lambda *given: [])
+    monkeypatch.setattr(evaluation, "accepted_at", lambda *given: [])
+    monkeypatch.setattr(evaluation, "tau_of", lambda outputs: next(taus) if not outputs else 1.0)
     run(place, "best", steps=8, eval_every=4)
     assert json.loads((place / "best" / "best" / "evaluation.json").read_text()) == {"step": 4, "tau": 3.0}
 

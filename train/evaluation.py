@@ -14,6 +14,7 @@ import statistics
 import time
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -24,6 +25,7 @@ from eagle_fsd.cli.arguments import tree_text
 from eagle_fsd.data.progress import Progress
 from eagle_fsd.heads.checkpoint import save_head
 from eagle_fsd.heads.eagle import DraftHead
+from eagle_fsd.measure.records import save_plot
 from train.config import TrainingConfig
 from train.objectives import objective_text
 from train.states import Logs
@@ -40,16 +42,22 @@ def tau_of(outputs: Iterable[Output]) -> float:
     return statistics.fmean(length + 1 for output in outputs for length in output.stats.accepted_lengths)
 
 
-def measure_tau(model: EagleModel, prompts: list[list[int]], config: TrainingConfig) -> float:
-    """tau over `eval_tokens` of each prompt's answer."""
+def accepted_at(outputs: Iterable[Output], depth: int) -> list[float]:
+    """Share of cycles that accept at least 1, 2, ... `depth` tokens: the sum is tau - 1."""
+    lengths = [length for output in outputs for length in output.stats.accepted_lengths]
+    return [sum(length >= place for length in lengths) / len(lengths) for place in range(1, depth + 1)]
+
+
+def decode(model: EagleModel, prompts: list[list[int]], config: TrainingConfig) -> list[Output]:
+    """`eval_tokens` of each prompt's answer; the head drafts alone, without copies from the text."""
     outputs: list[Output] = []
     with Progress(desc="tau", unit="prompt", total=len(prompts), leave=False) as progress:
         for first in range(0, len(prompts), TOGETHER):
             batch = prompts[first : first + TOGETHER]
             outputs += eagle_fsd.generate(batch, model, max_new_tokens=config.eval_tokens, acceptance="exact",
-                                          tree=config.tree)
+                                          tree=config.tree, text_drafts="off")
             progress.update(len(batch))
-    return tau_of(outputs)
+    return outputs
 
 
 def measure_speed(model: EagleModel, prompts: list[list[int]], config: TrainingConfig) -> dict[str, list[Output]]:
@@ -60,7 +68,7 @@ def measure_speed(model: EagleModel, prompts: list[list[int]], config: TrainingC
         for name, each in models.items():
             for _ in range(1 + (number == 0)):  # the first one twice, to warm up
                 output = eagle_fsd.generate(prompt, each, max_new_tokens=config.decode_tokens, acceptance="exact",
-                                            tree=config.tree)
+                                            tree=config.tree, text_drafts="off")
             outputs[name].append(output)
     return outputs
 
@@ -96,16 +104,18 @@ class Evaluation:
         started = time.perf_counter()
         try:
             with self.stop.at_once():
-                tau = measure_tau(EagleModel.from_parts(target.model, head), trainer.prompts, config)
+                outputs = decode(EagleModel.from_parts(target.model, head), trainer.prompts, config)
         except KeyboardInterrupt:
             log.info("the evaluation of step %d is abandoned: the run is to stop", step)
             return
+        tau, accepted = tau_of(outputs), accepted_at(outputs, config.tree.depth)
         if tau > max(self.taus.values(), default=0.0):
             self.save(head, "best", tau)
         self.taus[step] = tau
-        self.logs.write("eval", {"step": step, "tau": tau})
+        self.logs.write("eval", {"step": step, "tau": tau, "accepted": [round(share, 4) for share in accepted]})
         trainer.accelerator.log({"tau": tau}, step=step)
-        log.info("step %d tau %.3f (%.0f s)", step, tau, time.perf_counter() - started)
+        log.info("step %d tau %.3f, accepted by level %s (%.0f s)", step, tau,
+                 " ".join(f"{share:.2f}" for share in accepted), time.perf_counter() - started)
 
     def save(self, head: DraftHead, name: str, tau: float | None) -> None:
         """Put a head with its tau into a folder of the run, in place of one that was there."""
@@ -145,6 +155,7 @@ class Evaluation:
         speeds = {name: statistics.median(output.stats.tokens_per_second for output in found)
                   for name, found in outputs.items()}
         (directory / "README.md").write_text(card(trainer, outputs, speeds, self.logs), encoding="utf-8")
+        plot_training(self.logs.read("train"), self.logs.read("eval"), config.output / "training.png")
         self.write_evaluation(directory, self.taus[trainer.step], tokens_per_second=speeds)
         log.info("the head is in %s", directory)
 
@@ -157,11 +168,12 @@ def card(trainer: Trainer, outputs: dict[str, list[Output]], speeds: dict[str, f
     """
     config = trainer.config
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {torch.get_num_threads()} threads"
-    taus = {line["step"]: line["tau"] for line in logs.read("eval")}
+    evaluations = {line["step"]: line for line in logs.read("eval")}
     steps = logs.read("train")
+    hours = sum(line.get("seconds", 0.0) for line in steps) / 3600
     tokens = itertools.accumulate(line["tokens"] for line in steps)
-    curve = [f"| {count / 1e6:.2f} M | {taus[line['step']]:.2f} |"
-             for line, count in zip(steps, tokens, strict=True) if line["step"] in taus]
+    curve = [f"| {count / 1e6:.2f} M | {found['tau']:.2f} | {' '.join(f'{x:.2f}' for x in found.get('accepted', []))} |"
+             for line, count in zip(steps, tokens, strict=True) if (found := evaluations.get(line["step"]))]
     return f"""---
 library_name: eagle_fsd
 base_model: {config.target}
@@ -170,8 +182,8 @@ base_model: {config.target}
 # EAGLE draft head for {config.target}
 
 Trained by `train.train_draft_head` of eagle_fsd {eagle_fsd.__version__}: {trainer.steps} steps of up to
-{config.batch_tokens} tokens on {len(trainer.split.learned)} documents of `{config.data}`, objective
-`{objective_text(config.objective)}`, learning rate {config.lr:g}, seed {config.seed}.
+{config.batch_tokens} tokens in {hours:.1f} hours on {len(trainer.split.learned)} documents of `{config.data}`,
+objective `{objective_text(config.objective)}`, {config.optimizer}, learning rate {config.lr:g}, seed {config.seed}.
 
 Lossless greedy decoding of {len(outputs["exact"])} held-out prompts, up to {config.decode_tokens} tokens each, tree
 `{tree_text(config.tree)}`, {config.target_dtype}, {device}, {platform.machine()}, torch {torch.__version__},
@@ -184,7 +196,24 @@ transformers {transformers.__version__}:
 
 tau = tokens per target forward. `eagle-fsd calibrate` measures what fuzzy acceptance brings and costs on your own task.
 
-| training tokens | tau, held-out text |
-|---|---|
+| training tokens | tau, held-out text | share of forwards that accept at least 1, 2, ... drafted tokens |
+|---|---|---|
 {chr(10).join(curve)}
 """
+
+
+def plot_training(steps: list[dict], evaluations: list[dict], path: Path) -> None:
+    """Loss of every step, and tau of every evaluation, over the tokens of training."""
+    tokens = dict(zip((line["step"] for line in steps), itertools.accumulate(line["tokens"] for line in steps),
+                      strict=True))
+
+    def draw(axes: Any) -> None:
+        axes.plot([tokens[line["step"]] / 1e6 for line in steps], [line["loss"] for line in steps], linewidth=0.7,
+                  color="0.6")
+        axes.set(xlabel="million tokens of training", ylabel="loss")
+        other = axes.twinx()
+        other.plot([tokens[line["step"]] / 1e6 for line in evaluations], [line["tau"] for line in evaluations],
+                   marker="o")
+        other.set_ylabel("tau, held-out text")
+
+    save_plot(path, 7, 4, draw)

@@ -117,7 +117,9 @@ def take_steps(trainer: Trainer, evaluation: Evaluation, logs: Logs, stop: StopR
                 evaluation.measure()
                 accelerator.wait_for_everyone()
                 stop_if_asked(trainer, stop)
+            before = time.perf_counter()
             record = trainer.train_step()
+            record["seconds"] = round(time.perf_counter() - before, 4)
             tokens += record["tokens"]
             record["tokens_per_second"] = round(tokens / (time.perf_counter() - started), 1)
             logs.write("train", record)
