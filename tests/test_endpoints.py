@@ -3,12 +3,15 @@
 import json
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import pytest
+from llguidance import LLMatcher
 from served import here as serving
 from tiny import tiny_chat_pair
 
-from eval import benchmark, clients, llama_server
+from eagle_fsd.engine.grammar import grammar_of
+from eval import benchmark, clients, llama_server, structured
 from eval.endpoints import endpoint_method, read_endpoints
 
 CHAT = [{"role": "user", "content": "hi"}]
@@ -148,3 +151,29 @@ def test_clients_in_turn_and_what_is_refused_before_any_is_asked(tmp_path, capsy
         for wrong, said in (([*given, arms[0] + " {x"], "must be a JSON object"), ([*given, "plain"], "is no endpoint"),
                             ([*given, "--every", "0", arms[0]], "--every must be at least 1, got 0")):
             assert clients.main(wrong) == 2 and said in capsys.readouterr().err
+
+
+def test_structured_output_of_each_arm(server, tmp_path, capsys):
+    """Every arm decodes the same valid answers; a server's that follow no schema are found out, or cut off."""
+    pairs = Path(__file__).parent / "pairs"
+    schemas = tmp_path / "schemas.jsonl"
+    schemas.write_text("".join(json.dumps({"id": i, "kind": "x", "prompt": "A colour.", "schema": schema}) + "\n"
+                               for i, schema in enumerate([{"enum": ["red", "blue"]}, {"type": "boolean"}])))
+    words = ["--target", str(pairs / "small-target"), "--draft", str(pairs / "small-draft"), "--dtype", "float32",
+             "--schemas", str(schemas), "--endpoint", f"other={server}", "--out", str(tmp_path / "out")]
+    assert structured.main([*words, "--max-new-tokens", "16"]) == 0
+    record = json.loads((tmp_path / "out.json").read_text())
+    for row in record["rows"]:
+        ours = [row["arms"][name] for name in structured.ARMS]
+        assert all(answer["fault"] is None and not answer["cut"] for answer in ours)
+        assert len({tuple(answer["token_ids"]) for answer in ours}) == 1
+        assert "Expecting value" in row["arms"]["other"]["fault"]
+    assert row["arms"]["plain"]["accepted"] == {} and row["arms"]["head and grammar"]["accepted"]["grammar"] > 0
+    assert "| plain | 2 of 2 | 0 | 2 |" in capsys.readouterr().out
+    assert structured.main([*words, "--repeats", "0"]) == 2 and "--repeats" in capsys.readouterr().err
+
+
+def test_the_schemas_can_be_served():
+    rows = [json.loads(line) for line in structured.SCHEMAS.read_text().splitlines()]
+    assert len(rows) == 30 and len({row["prompt"] for row in rows}) == 30
+    assert not any(LLMatcher.validate_grammar(grammar_of(row["schema"])) for row in rows)
