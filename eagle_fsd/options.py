@@ -122,6 +122,9 @@ class GenerateOptions(Options):
         budget: nats of regret (log-probability of the target's best token less that of the token taken) that the fuzzy
             tokens of an answer may cost together. A dearer token is refused and the answer is exact from there, as it
             is from where the text starts to repeat; `out.stats` says where. 0: exact; inf: only repetition counts.
+        fuzzy_within: two marks, as text or token ids of one token each, such as ("<think>", "</think>"): the rule
+            decides after the first, which may stand in the prompt, and up to the second; elsewhere the target's own
+            tokens are taken. None: it decides everywhere.
         tree: size of the draft tree; None: as the model was loaded for (`load(tree=)`).
         text_drafts: "auto": what followed the last tokens where they stood before, in the prompt, the answer or a
             `reference`, is drafted too, as far as it is likely and pays; "off"; or a `TextDrafts`. Copies take part in
@@ -156,6 +159,7 @@ class GenerateOptions(Options):
     divergence: str | None = None
     head_guard: float | str | None = "default"
     budget: float | None = None
+    fuzzy_within: Sequence[str] | Sequence[int] | None = None
     tree: TreeConfig | None = None
     text_drafts: TextDrafts | str = "auto"
     reference: str | Sequence[str] | None = None
@@ -195,6 +199,12 @@ class GenerateOptions(Options):
             raise TypeError(f"tree must be a TreeConfig or None (what load(tree=...) said), got {self.tree!r}")
         if not (self.text_drafts in ("auto", "off") or isinstance(self.text_drafts, TextDrafts)):
             raise TypeError(f'text_drafts must be "auto", "off" or a TextDrafts, got {self.text_drafts!r}')
+        if self.fuzzy_within is not None:
+            marks = self.fuzzy_within
+            if not (isinstance(marks, (list, tuple)) and len(marks) == 2 and marks[0] != marks[1] and all(
+                    type(mark) is int or isinstance(mark, str) and mark for mark in marks)):
+                raise ValueError('fuzzy_within must be two different marks, as text or token ids, such as '
+                                 f'("<think>", "</think>"), got {marks!r}')
         if not (self.reference is None or isinstance(self.reference, (str, list, tuple))):
             if isinstance(self.reference, (bytes, Mapping)) or not isinstance(self.reference, Iterable):
                 raise TypeError(f"reference must be a text or a list of texts, got {self.reference!r}")

@@ -52,6 +52,8 @@ def make_requests(
         encodable("stop", string)
     if strings and model.tokenizer is None:
         raise ValueError("stop= needs a tokenizer, and this model has no tokenizer")
+    within = None if options.fuzzy_within is None else tuple(
+        mark_of(mark, model) for mark in options.fuzzy_within)
     copying = TextDrafts() if options.text_drafts == "auto" else options.text_drafts
     references = [TextIndex(check_ids(tokenised("reference", text, model, add_special_tokens=False), model))
                   for text in options.references if text]
@@ -71,8 +73,20 @@ def make_requests(
         text_ends=StopStrings(model.tokenizer, strings) if strings else None, criteria=list(stopping_criteria or []),
         copies=None if copying == "off" or not options.speculative else TextSource(ids, copying, references),
         grammar=grammar, speculative=options.speculative,
-        top_logprobs=min(options.top_logprobs, model.target.vocab_size), device=model.target.device,
+        top_logprobs=min(options.top_logprobs, model.target.vocab_size), within=within, device=model.target.device,
     ) for ids, room, seed, grammar in zip(prompts, rooms, seeds, grammars, strict=True)]
+
+
+def mark_of(mark: str | int, model: EagleModel) -> int:
+    """The one token that a mark of `fuzzy_within` is.
+
+    Raises:
+        ValueError: it is another number of tokens, or no token of the target.
+    """
+    ids = [mark] if isinstance(mark, int) else tokenised("fuzzy_within", mark, model, add_special_tokens=False)
+    if len(ids) != 1:
+        raise ValueError(f"fuzzy_within takes marks of one token each, and {mark!r} is {len(ids)} of this model's")
+    return check_ids(ids, model)[0]
 
 
 def warn_of_infinity(rule: object, model: EagleModel) -> None:

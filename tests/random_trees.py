@@ -23,7 +23,7 @@ class Case:
     noise: Tensor | None = None  # [B, depth + 1, V]
     draft_tokens: Tensor | None = None  # [R]
 
-    def walk(self, rule: Rule, threshold=None, left=None, errors: dict | None = None) -> list[list[Step]]:
+    def walk(self, rule: Rule, threshold=None, left=None, errors: dict | None = None, within=None) -> list[list[Step]]:
         """The steps of each row; threshold and budget, if any, are one for all rows or one each."""
         batch = len(self.raw)
         rows = torch.arange(batch, device=self.raw.device)
@@ -33,7 +33,7 @@ class Case:
         threshold, left = (
             None if each is None else torch.as_tensor(each, dtype=torch.float64, device=self.raw.device).expand(batch)
             for each in (rule.threshold if threshold is None else threshold, left))
-        return walk(rule, self.tree, self.draft, target, threshold, left, self.draft_tokens, errors)
+        return walk(rule, self.tree, self.draft, target, threshold, left, self.draft_tokens, errors, within=within)
 
     def paths(self, rule: Rule, *given) -> list[list[int]]:
         """The accepted nodes of each row, the root first."""

@@ -45,8 +45,9 @@ def divergence(name, target_logits, draft_logits):
 class Reference:
     """One row of a `random_trees.Case` under a rule, with a threshold and a budget of its own."""
 
-    def __init__(self, rule, case, row, threshold, left=INF):
+    def __init__(self, rule, case, row, threshold, left=INF, inside=True, marks=(-1, -1)):
         self.rule, self.threshold, self.left = rule, threshold, left
+        self.inside, self.marks = inside, marks  # whether the rule decides, and the tokens after which it does and not
         self.tokens, self.parents, depths, draft_rows, self.scores = (
             getattr(case.tree, name)[row].tolist() for name in ("tokens", "parents", "depths", "draft_rows", "scores"))
         self.raw, self.warped = case.raw[row].tolist(), case.warped[row].tolist()
@@ -84,6 +85,8 @@ class Reference:
         while True:
             exact, (weights, goes_on) = self.exact_token(v), getattr(self, self.rule.name)(v)
             token = self.drawn(v, weights)
+            if not self.inside:
+                token, goes_on = exact, True
             regret = self.regret(v, token)
             if token != exact and regret > self.left:
                 closed = True
@@ -91,6 +94,8 @@ class Reference:
                 token, goes_on = exact, True
             elif token != exact:
                 self.left -= regret
+            if token in self.marks:
+                self.inside = token == self.marks[0]
             path.append((v, token, token == exact, closed))
             child = next((c for c in self.children(v) if self.tokens[c] == token), None)
             if child is None or not goes_on:

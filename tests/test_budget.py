@@ -1,10 +1,11 @@
-"""Budgets: nats of regret that fuzzy tokens pay, never exceeded; exact once they are spent or a text repeats itself."""
+"""Budgets: nats of regret that fuzzy tokens pay, never exceeded; exact once they are spent or a text repeats itself.
+Marks: between them alone a rule decides."""
 
 import math
 
 import pytest
 import torch
-from tiny import PROMPT, tiny_pair
+from tiny import PROMPT, tiny_pair, tiny_tokenizer
 
 import eagle_fsd
 from eagle_fsd.engine.request import repeats
@@ -112,3 +113,45 @@ def test_with_a_budget_a_text_that_repeats_itself_returns_to_exact(pair):
 def test_bad_budgets_are_refused(pair, budget, error, message):
     with pytest.raises(error, match=message):
         answer(pair, budget=budget)
+
+
+# Marks ------------------------------------------------------------------------------------------------------------
+
+
+@MODES
+def test_a_rule_decides_between_its_marks(pair, mode):
+    """Fuzzy tokens stand there alone; the prompt's marks count; what comes before the first fuzzy one is exact's."""
+    options = {"threshold": math.inf, "head_guard": None, **mode}
+    free, exact = answer(pair, **options), answer(pair, acceptance="exact", **mode)
+    assert free.token_ids != exact.token_ids
+    never, other = sorted({*range(32)} - {*PROMPT, *free.token_ids, *exact.token_ids})[:2]
+    assert answer(pair, fuzzy_within=(never, other), **options).token_ids == exact.token_ids
+    assert answer(pair, fuzzy_within=(PROMPT[-1], never), **options).token_ids == free.token_ids
+    for opening in set(exact.token_ids[:20]):
+        for closing in set(free.token_ids) - {opening}:
+            output, inside = answer(pair, fuzzy_within=[opening, closing], **options), False
+            for token in PROMPT:
+                inside = (inside or token == opening) and token != closing
+            for token, receipt in zip(output.token_ids, output.receipts, strict=True):
+                assert inside or receipt.source != "fuzzy"
+                inside = (inside or token == opening) and token != closing
+
+
+def test_marks_belong_to_their_request(pair):
+    """In one batch with others each text is as alone."""
+    given = [{"fuzzy_within": (PROMPT[-1], 31)}, {"fuzzy_within": (31, 30)}, {}]
+    alone = [answer(pair, threshold=0.9, head_guard=None, **each).token_ids for each in given]
+    with eagle_fsd.Engine(pair, max_rows=3, tree=TREE) as engine:
+        tickets = [engine.submit(PROMPT, threshold=0.9, head_guard=None, max_new_tokens=36, text_drafts="off", **each)
+                   for each in given]
+        assert [ticket.result().token_ids for ticket in tickets] == alone
+
+
+@pytest.mark.parametrize(("marks", "message"), [
+    (("a",), "must be two different marks"), ("ab", "must be two different marks"), ((3, 3), "two different marks"),
+    ((True, 2), "two different marks"), (("", "b"), "two different marks"), ((3, 99), "outside the vocabulary"),
+    (("abc", "b"), "'abc' is 3 of this model's"),
+])
+def test_bad_marks_are_refused(marks, message):
+    with pytest.raises(ValueError, match=message):
+        answer(tiny_pair(tokenizer=tiny_tokenizer()), threshold=0.5, fuzzy_within=marks)

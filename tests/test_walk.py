@@ -1,5 +1,6 @@
 """The walk on a tree drawn by hand; users' functions as rules; requests of different rules decoded together."""
 
+import itertools
 import math
 from dataclasses import replace
 
@@ -11,6 +12,7 @@ from tiny import PROMPT, tiny_pair
 
 import eagle_fsd
 from eagle_fsd.acceptance import Nodes, Weights, make_rule
+from eagle_fsd.acceptance.walk import Within
 from eagle_fsd.drafting.config import Choice
 from eagle_fsd.engine.decoder import Decoder
 from eagle_fsd.requests import make_requests
@@ -148,6 +150,25 @@ def test_a_function_may_draw_any_token_and_stop_anywhere(greedy):
     assert isinstance(nodes, Nodes) and nodes.raw.shape == nodes.warped.shape == (1, 11) and nodes.greedy == greedy
     assert nodes.tokens.shape == nodes.children.shape == nodes.scores.shape == (1, 12) and nodes.draft.shape == (1, 11)
     assert nodes.exact.shape == nodes.threshold.shape == nodes.left.shape == nodes.divergence("js").shape == (1,)
+
+
+@pytest.mark.parametrize("greedy", [True, False], ids=["greedy", "sampling"])
+def test_outside_of_its_marks_a_rule_does_not_decide(greedy):
+    """Step by step as the reference, which looks at one row alone; a row without marks has the rule everywhere."""
+    rules = [make_rule("fsd", 0.5, head_guard=None), make_rule("typical", 0.5), make_rule("tilt", 2.0)]
+    changed = 0
+    for seed, rule in itertools.product(range(12), rules):
+        case, budgets = random_case(seed, greedy), [math.inf, math.inf, math.inf, 1.0]
+        inside, marks = [True, False, True, False], [(-1, -1), (3, 5), (7, 2), (1, 8)]
+        within = Within(torch.tensor(inside), *torch.tensor(marks).unbind(1))
+        walked = case.walk(rule, left=budgets, within=within)
+        for row, steps in enumerate(walked):
+            expected = Reference(rule, case, row, rule.threshold, budgets[row], inside[row], marks[row]).walk()
+            assert [(step.node, step.token, step.exact, step.closed) for step in steps] == expected
+        everywhere = case.walk(rule, left=budgets)
+        assert repr(walked[0]) == repr(everywhere[0])  # of NaN too
+        changed += repr(walked) != repr(everywhere)
+    assert changed > 6
 
 
 def test_a_function_may_answer_in_several_forms():

@@ -36,6 +36,14 @@ class Step(NamedTuple):
     top: list[tuple[int, float]] | None = None  # the target's best tokens with their log-probabilities
 
 
+class Within(NamedTuple):
+    """Where the rule decides: after one token and up to another, the target's own tokens being taken elsewhere."""
+
+    inside: Tensor  # [B] bool, whether the next token is there
+    opening: Tensor  # [B] long; -1: there is no such token
+    closing: Tensor  # [B] long
+
+
 class Target(NamedTuple):
     """What the target says of a verified batch of trees."""
 
@@ -56,6 +64,7 @@ def walk(
     draft_tokens: Tensor | None = None,  # [R] long; None: the draft names all tokens
     errors: dict[int, Exception] | None = None,  # takes what a user's function raises, by row
     top: int = 0,  # tokens that are told beside each
+    within: Within | None = None,  # None: everywhere
 ) -> list[list[Step]]:
     """The steps of each row, the last of which is the target's own token; one copy to the host, at the end.
 
@@ -85,6 +94,8 @@ def walk(
                           threshold, left, going, errors, ahead)
             weights = rule.weigh(nodes)
             token = draw(nodes, weights)
+            if within is not None:
+                token = torch.where(within.inside, token, exact)
             if left is not None:
                 regret = (raw.amax(-1) - raw.gather(1, token[:, None])[:, 0]).double()
                 closed = closed | (token != exact) & (regret > left)  # dearer than what is left: exact from here
@@ -99,7 +110,9 @@ def walk(
         found = children & (tree.tokens == token[:, None])  # at most one: siblings differ in their token
         going = found.any(-1) & going
         if weights.stop is not None:
-            going = going & ~(weights.stop & ~closed)
+            going = going & ~(weights.stop & ~closed & (True if within is None else within.inside))
+        if within is not None:
+            within = within._replace(inside=(within.inside | (token == within.opening)) & (token != within.closing))
         if device.type == "cpu" and not going.any():
             break
         node = torch.where(going, found.long().argmax(-1), node)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..acceptance import Rule
-from ..acceptance.walk import Step, Target, walk
+from ..acceptance.walk import Step, Target, Within, walk
 from ..drafting.config import Choice
 from ..drafting.pause import Drafting, Pause
 from ..drafting.text import MOST_NODES
@@ -181,11 +181,19 @@ class Decoder:
             rule, tree, draft_logits, target, self._per_row([request.rule.threshold for request in requests]),
             None if all(request.budget is None for request in requests)
             else self._per_row([request.left for request in requests]), self.draft_tokens, errors,
-            max(request.top_logprobs for request in requests))
+            max(request.top_logprobs for request in requests), self._within(requests))
         drafters = tree.drafted_by()
         return [([0], NOTHING._replace(error=errors[row])) if row in errors
                 else ([step.node for step in steps], _emission(steps, drafters[row], request, tree.max_depth > 0))
                 for row, (request, steps) in enumerate(zip(requests, walks, strict=True))]
+
+    def _within(self, requests: Sequence[Request]) -> Within | None:
+        """Where their rules decide."""
+        if all(request.within is None for request in requests):
+            return None
+        marks = [(request.inside, *(request.within or (-1, -1))) for request in requests]
+        inside, opening, closing = torch.tensor(marks, device=self.device).unbind(1)
+        return Within(inside.bool(), opening, closing)
 
     def _per_row(self, values: Sequence[float]) -> Tensor:
         return torch.tensor(values, dtype=torch.float64, device=self.device)

@@ -48,6 +48,7 @@ class Request:
         copies: drafts from its own text, beside the head's; None: there are none. grammar: drafts what it forces; it is
             one of the processors too. speculative: whether anything is drafted.
         top_logprobs: tokens that receipts tell beside the one taken.
+        within: the tokens after and up to which the rule decides, in prompt and answer; None: everywhere.
         padding: before the prompt, for processors and criteria, which see it in `model.generate`.
     """
 
@@ -57,7 +58,7 @@ class Request:
         eos_ids: frozenset[int] = frozenset(), stop_ids: frozenset[int] = frozenset(),
         text_ends: Callable[[int], bool] | None = None, criteria: Sequence[Callable] = (), padding: Sequence[int] = (),
         copies: TextSource | None = None, grammar: Grammar | None = None, speculative: bool = True,
-        top_logprobs: int = 0,
+        top_logprobs: int = 0, within: tuple[int, int] | None = None,
         device: torch.device | str = "cpu",
     ) -> None:
         self.prompt, self.max_new_tokens, self.temperature, self.seed = list(prompt), max_new_tokens, temperature, seed
@@ -66,6 +67,8 @@ class Request:
         self.eos_ids, self.stop_ids, self.text_ends, self.criteria = eos_ids, stop_ids, text_ends, criteria
         self.padding, self.copies, self.grammar, self.device = padding, copies, grammar, device
         self.speculative, self.top_logprobs = speculative, top_logprobs
+        self.within, self.inside = within, within is None  # whether the rule decides about the next token
+        self._pass(self.prompt)
         self.tree: TreeConfig | None = None  # that it wishes for in an engine
         self.tokens = list(prompt)  # prompt and all emitted tokens; the last one is the root once decoding has begun
         self.new: list[int] = []  # the answer
@@ -95,6 +98,12 @@ class Request:
         if self.closed is None and self.budget is not None and repeats(self.emitted):
             self._close("repetition", len(self.new))
         return EXACT if self.closed else self.rule
+
+    def _pass(self, tokens: Sequence[int]) -> None:
+        """Note where marks of `within` put the next token."""
+        if self.within is not None:
+            for token in tokens:
+                self.inside = (self.inside or token == self.within[0]) and token != self.within[1]
 
     @property
     def left(self) -> float:
@@ -153,6 +162,7 @@ class Request:
         if features is not None:
             self._features.append(features)
         self.tokens += emission.tokens
+        self._pass(emission.tokens)
         if self.copies is not None:
             self.copies.keep(emission.tokens)
 
