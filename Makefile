@@ -15,7 +15,8 @@ $(VENV)/.ready: requirements.txt setup.py
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install $(TORCH)
-	$(BIN)/python -m pip install -r requirements.txt
+	@echo "The packages of requirements.txt, in about half a minute:"
+	$(BIN)/python -m pip install --quiet --progress-bar on -r requirements.txt
 	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation -e .
 	touch $@
 

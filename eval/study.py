@@ -37,7 +37,7 @@ class StudyArguments:
     """What is compared.
 
     Args:
-        target: directory, hub id or GGUF file.
+        target: directory, hub id or GGUF file; without it SmolLM2-135M-Instruct, as of eagle_fsd.load.
         data: dataset of train.prepare_data, whose last documents are held out.
         features: of train.features.
         out: folder of the runs, and name of the table.
@@ -48,7 +48,7 @@ class StudyArguments:
         documents: held-out answers, which are decoded to the end of their 64 tokens.
     """
 
-    target: str
+    target: str | None = None
     data: Path
     out: Path
     run: UseAppendAction[tuple[str, ...]]
@@ -81,8 +81,9 @@ def train(args: StudyArguments, output: Path, flags: list[str], *more: str) -> l
     Raises:
         ValueError: it failed.
     """
-    command = ["-m", "train.train_draft_head", args.recipe, "--target", args.target, "--data", str(args.data),
-               "--output", str(output), *flags, *more]
+    command = ["-m", "train.train_draft_head", args.recipe, "--data", str(args.data), "--output", str(output)]
+    command += [*flags, *more]
+    command += ["--target", args.target] if args.target else []
     command += ["--features", str(args.features)] if args.features else []
     if subprocess.run([sys.executable, *command], check=False).returncode:
         raise ValueError(f"this run failed, see above: python {shlex.join(command)}")

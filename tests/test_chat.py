@@ -229,10 +229,10 @@ def test_sessions_of_other_models():
 def test_bad_chats(model):
     with pytest.raises(ValueError, match="a tokenizer with a chat template"):
         Chat(tiny_pair())
-    chat = Chat(model, speed=1)
-    with pytest.raises(TypeError, match="speed"):
-        chat.send("hello")
-    del chat.options["speed"]
+    for given in ({"speed": 1}, {"temperature": -1}):
+        with pytest.raises((TypeError, ValueError), match=next(iter(given))):
+            Chat(model, **given)
+    chat = Chat(model)
     with pytest.raises(ValueError, match='"content", both text'):
         chat.send(5)
     with pytest.raises(ValueError, match='"content", both text'):

@@ -88,6 +88,7 @@ def request(number):
     common = [(7 * i + 2) % VOCAB for i in range(30)]
     prompt = [*common[: draw.choice([0, 4, 12, 30])], *(draw.randrange(VOCAB) for _ in range(draw.randint(1, 8)))]
     options = {"max_new_tokens": draw.choice([1, 2, 7, 14, 20]), "seed": number, **OPTIONS[number % len(OPTIONS)]}
+    options["max_new_tokens"] = max(options["max_new_tokens"], options.get("min_new_tokens", 0))
     return prompt, options
 
 

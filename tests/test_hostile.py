@@ -108,10 +108,11 @@ CASES = [
     ("a tensor without data", lambda w: w.generate(IDS.to("meta")), ValueError, "a prompt tensor"),
     ("a surrogate", lambda w: w.generate("a\ud800b"), ValueError, "lone surrogate .* at 1"),
     ("a role that is no text", lambda w: w.generate(chat(3)), ValueError, '"role" and "content"'),
+    ("a role that is none", lambda w: w.generate(chat("usr", "a")), ValueError, "must be one of system, "),
     ("content in parts", lambda w: w.generate(chat("user", [{"text": "a"}])), ValueError, "both text"),
     ("a chat without end", lambda w: w.generate(chat("user", "a" * 10**7)), ValueError, "than the target"),
     # chat templates, which come with a model
-    ("a role the template refuses", lambda w: w.with_template("{{ raise_exception('only users') }}", chat("wizard")),
+    ("a role the template refuses", lambda w: w.with_template("{{ raise_exception('only users') }}", chat("assistant")),
      ValueError, "refuses the chat: only users"),
     *((f"a template that multiplies: {template}",
        lambda w, template=template: w.with_template(template, chat("user", "abc")), ValueError,
@@ -185,7 +186,7 @@ def cut(folder):
 
 
 @pytest.mark.parametrize(("damage", "options", "error", "message"), [
-    (lambda folder: without(folder, "config.json"), {}, ValueError, "Unrecognized"),
+    (lambda folder: without(folder, "config.json"), {}, ValueError, "a directory without config.json"),
     (lambda folder: (folder / "config.json").write_text("{"), {}, OSError, "not a valid JSON"),
     (without, {}, OSError, "no file"),
     (cut, {}, ValueError, "cannot be loaded as a causal LM"),

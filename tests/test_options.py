@@ -2,6 +2,7 @@
 
 import inspect
 import math
+import re
 import subprocess
 import sys
 
@@ -33,6 +34,7 @@ BAD = [
     ("min_p", 1.5, ValueError, r"in \[0, 1\]"),
     ("repetition_penalty", 0, ValueError, "positive"),
     ("min_new_tokens", -1, ValueError, "at least 0"),
+    ("min_new_tokens", 300, ValueError, "max_new_tokens .256., got 300"),
     ("ignore_eos", "no", TypeError, "a bool"),
     ("seed", -1, ValueError, "at least 0"),
     ("seed", 2**63, ValueError, r"below 2\*\*63"),
@@ -141,17 +143,20 @@ def test_names_of_model_generate_that_mean_the_same_are_taken():
 
 
 def test_other_unknown_names_are_told_what_is_accepted(small):
-    with pytest.raises(TypeError, match="unknown option 'speed'; accepted: max_new_tokens, temperature, .*, session$"):
-        eagle_fsd.generate(PROMPT, small, speed=1)
+    with pytest.raises(TypeError, match="unknown option 'loudness'; accepted: max_new_tokens, .*, session$"):
+        eagle_fsd.generate(PROMPT, small, loudness=1)
+    with pytest.raises(TypeError, match=re.escape("unknown option 'tempertaure'; did you mean 'temperature'?")):
+        eagle_fsd.generate(PROMPT, small, tempertaure=1)
+    with pytest.raises(TypeError, match="unknown option 'max_token'; use max_new_tokens="):
+        eagle_fsd.generate(PROMPT, small, max_token=1)
     for name in ("calibration", "compile", "tp_plan", "torch_dtype"):
         with pytest.raises(TypeError, match=f"unknown option '{name}'; use "):
             eagle_fsd.load("somewhere", **{name: 1})
-    with pytest.raises(TypeError, match="unknown option 'speed'; accepted: target, draft, dtype"):
-        eagle_fsd.load("somewhere", speed=1)
+    with pytest.raises(TypeError, match="unknown option 'loudness'; accepted: target, draft, dtype"):
+        eagle_fsd.load("somewhere", loudness=1)
 
 
 @pytest.mark.parametrize(("given", "error", "message"), [
-    ({"draft": "d"}, ValueError, "target= is missing"),
     ({"device": "cpu", "device_map": "auto"}, ValueError, "not both"),
     ({"attn_implementation": "flash"}, ValueError, "got 'flash'"),
     ({"tree": (16, 5, 4)}, ValueError, "tree must be"),
@@ -198,3 +203,10 @@ def test_without_a_threshold_decoding_is_lossless_or_one_is_asked_for(options):
         GenerateOptions(**options)
     assert not GenerateOptions(**options, threshold=0.5).lossless
     assert GenerateOptions(acceptance="relaxed").lossless and GenerateOptions().lossless
+
+
+def test_a_threshold_that_nothing_exceeds_is_warned_of(small, caplog):
+    eagle_fsd.generate(PROMPT, small, threshold=0.6, max_new_tokens=2)
+    assert not caplog.records  # of js, which is at most ln 2
+    eagle_fsd.generate(PROMPT, small, threshold=5, max_new_tokens=2)
+    assert "a threshold of 5 lets every drafted token pass that the guard allows: js is at most 0.693" in caplog.text

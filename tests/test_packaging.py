@@ -4,6 +4,7 @@ import ast
 import re
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -83,3 +84,13 @@ def test_what_is_installed_generates_outside_the_checkout(tmp_path):
     assert "EAGLE" in done.stdout and done.stdout.endswith("\n8\n"), done.stderr
     assert (tmp_path / "site/eagle_fsd/checkpoints/smollm2-135m-instruct-eagle2/model.safetensors").is_file()
     assert not list((tmp_path / "site").rglob("small-target"))
+
+
+@pytest.mark.slow
+def test_an_editable_installation_is_found_from_the_folder_that_holds_the_clone(tmp_path):
+    """Where `import eagle_fsd` would otherwise give the clone, as a package without contents."""
+    build = "from setuptools import build_meta; import sys; build_meta.build_editable(sys.argv[1])"
+    subprocess.run([sys.executable, "-c", build, str(tmp_path)], cwd=ROOT, check=True, capture_output=True)
+    with zipfile.ZipFile(next(tmp_path.glob("*.whl"))) as wheel:
+        paths = [name for name in wheel.namelist() if name.endswith(".pth")]
+        assert [wheel.read(name).decode().strip() for name in paths] == [str(ROOT)]

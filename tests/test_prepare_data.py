@@ -100,6 +100,15 @@ def test_regenerated_answers_are_the_targets_own_and_are_not_made_twice(tmp_path
     assert list(regenerate(data, writer(model, batch=2), store)) == made and set(asked) == {1}
     with pytest.raises(ValueError, match="begun with other settings"):
         list(regenerate(data, writer(model, max_new_tokens=5), store))
+    store.write_text(lines[0])  # begun, and stopped before the first answer: that binds nobody
+    assert list(regenerate(data[:1], writer(model, max_new_tokens=5), store))
+
+
+def test_questions_that_cannot_be_read_are_told_before_a_model_is_loaded(tmp_path, caplog):
+    data = write(tmp_path / "chats.jsonl", [{"promt": "hi"}, "", '{"prompt": '])
+    with pytest.raises(ValueError, match="chats.jsonl: nothing that could be .* or prompt': 1, 'broken JSON': 1"):
+        run(Arguments(target="nowhere", out=tmp_path / "data", data=(data,), regenerate="greedy"))
+    assert f"{data}, line 3: broken JSON" in caplog.text and not list(tmp_path.glob("data*"))
 
 
 def test_answers_keep_the_tokens_that_the_target_wrote(model):

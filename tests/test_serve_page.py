@@ -19,18 +19,18 @@ CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", 
 
 
 @pytest.mark.parametrize(("defaults", "shown"), [
-    ({}, (0.0, 0.7, 0.0)),  # lossless
-    ({"threshold": 0.5, "head_guard": None}, (0.5, 1.0, 0.0)),
-    ({"acceptance": "typical", "temperature": 2.0}, (0.0, 0.7, 2.0)),
-    ({"acceptance": "exact", "threshold": 0.0}, (0.0, 0.7, 0.0)),
-    ({"threshold": float("inf"), "head_guard": 0.33}, (1e6, 0.33, 0.0)),
+    ({}, (0.0, 0.7, 0.0, 256)),  # lossless
+    ({"threshold": 0.5, "head_guard": None}, (0.5, 1.0, 0.0, 256)),
+    ({"acceptance": "typical", "temperature": 2.0}, (0.0, 0.7, 2.0, 256)),
+    ({"acceptance": "exact", "threshold": 0.0, "max_new_tokens": 5000}, (0.0, 0.7, 0.0, 5000)),
+    ({"threshold": float("inf"), "head_guard": 0.33}, (1e6, 0.33, 0.0, 256)),
 ])
 def test_whatever_the_server_was_started_with_is_among_the_settings(defaults, shown):
     found = settings_of(defaults)
     assert tuple(each["value"] for each in found.values()) == shown
     assert found["guard"]["visible"] == (defaults.get("acceptance") != "exact")
     sliders = [each for each in build(None, "tiny", defaults).blocks.values() if isinstance(each, gradio.Slider)]
-    assert len(sliders) == 3
+    assert len(sliders) == 4
     for slider in sliders:  # what the page sends as it stands
         assert slider.preprocess(slider.value) == slider.value
 
@@ -46,7 +46,8 @@ def states(engine, said=None, asked="hi", until=None, **defaults):
     defaults = {"max_new_tokens": 40, **defaults}
 
     async def read():
-        found, going = [], answer(engine, defaults, asked, said or nothing_said(), 0.3, 0.7, 0.0)
+        sliders = 0.3, 0.7, 0.0, defaults["max_new_tokens"]
+        found, going = [], answer(engine, defaults, asked, said or nothing_said(), *sliders)
         async for state in going:
             found.append(state)
             if until is not None and until(state):

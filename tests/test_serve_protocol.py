@@ -257,12 +257,29 @@ def test_a_request_may_switch_drafting(client):
     ({"tree": 5}, "tree must be", "tree"),
     ({"tree": {"total_tokens": 4000}}, "tree is too large here", "tree"),
     ({"speculative": 1}, "speculative must be", "speculative"),
+    ({"max_tokens": 0}, "max_tokens must be at least 1, got 0", "max_tokens"),
+    ({"acceptance": "tpyical"}, "acceptance must be one of exact, fsd, ", "acceptance"),
+    ({"text_drafts": 3}, "text_drafts must be one of auto, off, got 3", "text_drafts"),
+    ({"threshold": 0.3, "tree": {"total_tokens": 4, "depth": 2, "top_k": 2}}, "must be the engine's, of ", "tree"),
+    ({"top_logprobs": 2}, "give logprobs=true with them", "top_logprobs"),
+    ({"stream_options": {"include_usage": True}}, "give stream=true with them", "stream_options"),
+    ({"response_format": {"type": "xml"}}, "of type 'xml' is not known; accepted: json_object, ", "response_format"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}, 'needs a field "schema"',
+     "response_format"),
+    ({"loudness": 1}, "accepted: max_new_tokens, temperature, ", "loudness"),
 ])
 def test_errors_are_in_our_words(server, changed, said, param):
     answer = httpx.post(f"{server.url}/v1/chat/completions", json={**OPTIONS, **changed})
     error = answer.json()["error"]
     assert answer.status_code == 400 and said in error["message"] and error["param"] == param
     assert "Input should" not in error["message"] and "Value error" not in error["message"]
+
+
+def test_a_body_that_is_no_json_says_where(server):
+    answer = httpx.post(f"{server.url}/v1/chat/completions", content=b"{]",
+                        headers={"Content-Type": "application/json"})
+    assert answer.json()["error"]["message"].startswith("the body is no JSON: ") and answer.status_code == 400
+    assert answer.json()["error"]["message"].endswith("at character 1") and answer.json()["error"]["param"] is None
 
 
 def test_a_template_without_tools_says_so():

@@ -89,7 +89,7 @@ def test_a_replica_is_killed_and_every_request_ends_right(cluster, url):
 @pytest.mark.parametrize(("settings", "said"), [
     ({"thresold": 1}, "unknown option 'thresold'"), ({"port": 80}, "port is not for args"),
     ({"max_rows": 0}, "max_rows must be at least 1"), ({"threshold": -1}, "threshold of rule 'fsd' must lie in"),
-    ({"draft": "a head"}, "target= is missing"),
+    ({"draft": "a head", "temperature": -1}, "temperature must be"),
 ])
 def test_wrong_options_are_refused_before_anything_is_deployed(settings, said):
     from eagle_fsd.serve.ray import app

@@ -385,7 +385,7 @@ def test_flags_change_the_recipe(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["x", "small", *required, "--steps", "7", "--no-evaluate", "--tree", "8,3,2",
                                       "--objective", "hass,aligned_steps=2"])
     assert main() == 0
-    wanted = TrainingConfig("t", Path("o"), data=Path("d"), **RECIPES["small"][1] | {
+    wanted = TrainingConfig(target="t", output=Path("o"), data=Path("d"), **RECIPES["small"][1] | {
         "steps": 7, "evaluate": False, "tree": TreeConfig(8, 3, 2),
         "objective": replace(OBJECTIVES["hass"], aligned_steps=2)})
     assert asdict(asked[0]) == asdict(wanted)

@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerBase
 import eagle_fsd
 from eagle_fsd import EagleModel
 from eagle_fsd.data.conversations import BadRow, Record
-from eagle_fsd.data.files import append_lines, read_lines
+from eagle_fsd.data.files import append_lines, read_lines, write_lines
 from eagle_fsd.data.progress import Progress
 from train.encoding import ANYTHING, TOKEN_IDS, render
 
@@ -202,16 +202,16 @@ def begin_store(store: Path, about: dict) -> list:
         ValueError: it was begun for something else.
     """
     begun, *finished = read_lines(store) or [None]
-    if begun is None:
+    if not finished:  # a run that ended before its first answer binds nobody
         store.parent.mkdir(parents=True, exist_ok=True)
-        append_lines(store, [about])
+        write_lines(store, [about])
     elif begun != json.loads(json.dumps(about)):
-        raise ValueError(f"{store} was begun with other settings, {begun}; delete it or choose another --out")
+        raise ValueError(f"{store} was begun with other settings, {begun}; delete it or choose another folder")
     return finished
 
 
 def regenerate(
-    records: Iterable[Record], writer: Respondent, store: Path, about: dict | None = None
+    records: Sequence[Record], writer: Respondent, store: Path, about: dict | None = None
 ) -> Iterator[Record]:
     """The records with every answer replaced by the target's own, turn by turn, decoded losslessly.
 
@@ -226,7 +226,7 @@ def regenerate(
     """
     done: dict[int, Messages | str] = dict(begin_store(store, writer.settings | (about or {})))
     numbered = enumerate(records)
-    with Progress(desc="answers", unit="conversation") as progress:
+    with Progress(desc="answers", unit="conversation", total=len(records), done=len(done)) as progress:
         while window := list(islice(numbered, WINDOW * writer.batch)):
             todo = {number: record.messages for number, record in window
                     if record.messages is not None and number not in done}

@@ -22,6 +22,7 @@ from eagle_fsd.cli.arguments import parse_options
 from eagle_fsd.cli.exits import exit_status
 from eagle_fsd.data.gguf import target_source
 from eagle_fsd.data.progress import Progress
+from eagle_fsd.heads.catalogue import default_target
 from eagle_fsd.heads.checkpoint import load_head
 from eagle_fsd.heads.eagle import DraftHead
 from eagle_fsd.heads.eagle3 import Eagle3Head
@@ -39,19 +40,19 @@ COVERED = 0.95  # share of learned tokens that a head should name
 ALIKE = 0.7  # least mean length of predicted features, of the true ones'
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Arguments:
     """Say why a draft head is weak.
 
     Args:
-        target: directory, hub id or GGUF file.
+        target: directory, hub id or GGUF file; without it SmolLM2-135M-Instruct, as of eagle_fsd.load.
         draft: directory or hub id of the head.
         data: dataset of train.prepare_data, held out if there is one.
         documents: how many of it are read, the last ones.
         trust_remote_code: allow a target to run code from its repository.
     """
 
-    target: str
+    target: str | None = None
     draft: str
     data: Path
     documents: int = 32
@@ -145,7 +146,7 @@ def run(arguments: Arguments) -> None:
     """
     require_integer("documents", arguments.documents, 1)
     documents = Documents.load(arguments.data)
-    place, trusted = target_source(arguments.target), arguments.trust_remote_code
+    place, trusted = target_source(arguments.target or default_target()), arguments.trust_remote_code
     tokenizer = AutoTokenizer.from_pretrained(place, trust_remote_code=trusted)
     head = load_head(arguments.draft).eval().float()
     model, _ = load_target(place, dtype="float32", trust_remote_code=trusted)

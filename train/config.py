@@ -23,12 +23,12 @@ COUNTS = ("steps", "batch_tokens", "gradient_accumulation", "save_every", "keep"
 SIZES = ("draft_vocab_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class TrainingConfig:
     """Train a draft head for a target.
 
     Args:
-        target: directory, hub id or GGUF file.
+        target: directory, hub id or GGUF file; without it SmolLM2-135M-Instruct, as of eagle_fsd.load.
         output: folder of the run, with the trained head in `head` and the best by held-out tau in `best`.
         conversations: files whose questions the target answers itself, greedily, to learn from; the dataset is made in
             the run's folder, on a CPU with its features. For other ways take train.prepare_data and --data.
@@ -84,7 +84,7 @@ class TrainingConfig:
         TypeError, ValueError: a value of the wrong type or out of range.
     """
 
-    target: str
+    target: str | None = None
     output: Path
     conversations: tuple[str, ...] = ()
     data: Path | None = None

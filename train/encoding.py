@@ -26,9 +26,13 @@ ANYTHING = "Qwertzuiop"  # stands for an answer, to see what a template puts aro
 
 
 def encode_dataset(
-    records: Iterable[Record], tokenizer: PreTrainedTokenizerBase, *, max_length: int, long: str = "truncate"
+    records: Iterable[Record], tokenizer: PreTrainedTokenizerBase, *, max_length: int, long: str = "truncate",
+    quiet: bool = False,
 ) -> tuple[Documents, dict]:
     """The dataset of `records` and its summary: how many there were, and how many were bad, by reason.
+
+    Args:
+        quiet: no progress is shown: that of what makes the records is.
 
     Raises:
         ValueError: not one record can be used.
@@ -36,7 +40,7 @@ def encode_dataset(
     bad: Counter[str] = Counter()
     documents: list[tuple[np.ndarray, np.ndarray]] = []  # lists would take five times the memory
     count = truncated = 0
-    for record in Progress(records, desc="rows", unit="row"):
+    for record in Progress(records, desc="rows", unit="row", quiet=quiet):
         count += 1
         try:
             encoded = encode_record(record, tokenizer, max_length, long)

@@ -25,6 +25,7 @@ from eagle_fsd.cli.arguments import parse_options
 from eagle_fsd.cli.exits import check_counts, exit_status
 from eagle_fsd.data.files import only_writer, save_atomically
 from eagle_fsd.data.progress import Progress
+from eagle_fsd.heads.catalogue import default_target
 from eagle_fsd.heads.eagle3 import check_layers
 from eagle_fsd.models.loading import load_target
 from eagle_fsd.models.target import TargetModel
@@ -37,12 +38,12 @@ BATCH_TOKENS = {"cpu": 1024, "cuda": 16_384}  # of one forward
 SHARD_TOKENS = 65_536  # what an interrupted run loses at most: 0.5 GB in bf16 at a hidden size of 4,096
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Arguments:
     """Write the target's features of a dataset to disk, for trainings that read them.
 
     Args:
-        target: directory, hub id or GGUF file.
+        target: directory, hub id or GGUF file; without it SmolLM2-135M-Instruct, as of eagle_fsd.load.
         data: dataset of train.prepare_data.
         out: folder of the features; an interrupted run continues there.
         layers: whose entering states are kept too; EAGLE-3 heads read 2, half, third from the end.
@@ -54,7 +55,7 @@ class Arguments:
         trust_remote_code: allow a target to run code from its repository.
     """
 
-    target: str
+    target: str | None = None
     data: Path
     out: Path
     layers: tuple[int, ...] = ()
@@ -161,8 +162,8 @@ def run(arguments: Arguments) -> None:
     check_counts(arguments, "batch_tokens")
     documents = Documents.load(arguments.data)
     model, _ = load_target(
-        arguments.target, dtype=arguments.dtype, device=arguments.device, device_map=arguments.device_map,
-        trust_remote_code=arguments.trust_remote_code,
+        arguments.target or default_target(), dtype=arguments.dtype, device=arguments.device,
+        device_map=arguments.device_map, trust_remote_code=arguments.trust_remote_code,
     )
     target = TargetModel(model, check=False)
     target.layers = check_layers(arguments.layers, len(target.decoder_layers))

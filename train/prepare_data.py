@@ -9,9 +9,10 @@ import itertools
 import json
 import logging
 import sys
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -24,6 +25,7 @@ from eagle_fsd.cli.exits import check_counts, exit_status
 from eagle_fsd.data.conversations import Record, read_records
 from eagle_fsd.data.files import only_writer
 from eagle_fsd.data.gguf import target_source
+from eagle_fsd.heads.catalogue import default_target
 from eagle_fsd.models.loading import check_dtype, load_target
 from eagle_fsd.pair import EagleModel, set_attention
 from train.answers import Respondent, local_writer, regenerate, self_prompted, served_writer
@@ -32,7 +34,7 @@ from train.encoding import check_tokenizer, encode_dataset
 from train.overlap import without
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Arguments:
     """Turn conversations or plain text into a tokenised dataset for head training.
 
@@ -41,7 +43,8 @@ class Arguments:
     (it is what the head will have to predict); an interrupted run continues.
 
     Args:
-        target: directory, hub id or GGUF file; its tokenizer and chat template are used.
+        target: directory, hub id or GGUF file; its tokenizer and chat template are used; without it
+            SmolLM2-135M-Instruct, as of eagle_fsd.load.
         data: JSON, JSONL or text files, or names for the package datasets.
         out: folder of the dataset.
         format: of the rows; auto tells by their keys.
@@ -69,7 +72,7 @@ class Arguments:
         seed: of what is sampled.
     """
 
-    target: str
+    target: str | None = None
     out: Path
     data: tuple[str, ...] = ()
     format: Literal["auto", "sharegpt", "messages", "text"] = "auto"
@@ -112,6 +115,19 @@ def run(arguments: Arguments) -> dict:
             raise ValueError(f"{source} does not exist")
     check_dtype(arguments.dtype)
     check_place(arguments.out)
+    records: Iterable[Record] = itertools.islice(itertools.chain.from_iterable(
+        read_records(source, arguments.format, arguments.split, unanswered=arguments.regenerate is not None)
+        for source in arguments.data), arguments.limit)
+    if arguments.system is not None:
+        records = (with_system(record, arguments.system) for record in records)
+    if arguments.self_prompted is None:
+        records = without(records, arguments.exclude)  # before they are answered
+    if arguments.regenerate:  # what is wrong with them is said before a model is loaded
+        records = list(records)
+        if not any(record.messages for record in records):
+            reasons = dict(Counter(record.reason or "plain text" for record in records))
+            raise ValueError(f"{', '.join(arguments.data)}: nothing that could be answered: {reasons or 'no rows'}")
+    arguments = replace(arguments, target=arguments.target or default_target())
     place = target_source(arguments.target)
     tokenizer = AutoTokenizer.from_pretrained(place, trust_remote_code=arguments.trust_remote_code)
     if arguments.chat_template:
@@ -123,19 +139,13 @@ def run(arguments: Arguments) -> dict:
     own = arguments.regenerate or arguments.self_prompted
     if own or (arguments.format != "text" and tokenizer.chat_template):
         check_tokenizer(tokenizer)
-    records: Iterable[Record] = itertools.islice(itertools.chain.from_iterable(
-        read_records(source, arguments.format, arguments.split, unanswered=arguments.regenerate is not None)
-        for source in arguments.data), arguments.limit)
-    if arguments.system is not None:
-        records = (with_system(record, arguments.system) for record in records)
-    if arguments.self_prompted is None:
-        records = without(records, arguments.exclude)  # before they are answered
     with only_writer(store_of(arguments)) if own else nullcontext():
         if own:
             records = regenerated(records, arguments, place, tokenizer)
         if arguments.self_prompted is not None:
             records = without(records, arguments.exclude)
-        documents, counts = encode_dataset(records, tokenizer, max_length=arguments.max_length, long=arguments.long)
+        documents, counts = encode_dataset(records, tokenizer, max_length=arguments.max_length, long=arguments.long,
+                                           quiet=bool(own))
     about = {"target": arguments.target, "data": list(arguments.data), "regenerated": arguments.regenerate,
              "self_prompted": arguments.self_prompted}
     documents.save(arguments.out, about | counts)
@@ -155,7 +165,7 @@ def store_of(arguments: Arguments) -> Path:
 
 
 def regenerated(
-    records: Iterable[Record], arguments: Arguments, place: str, tokenizer: PreTrainedTokenizerBase
+    records: Sequence[Record], arguments: Arguments, place: str, tokenizer: PreTrainedTokenizerBase
 ) -> Iterator[Record]:
     """The records with the own answers of the target at `place`, which are kept beside the dataset."""
     if arguments.endpoint:
@@ -192,6 +202,8 @@ def load_model(arguments: Arguments, place: str, tokenizer: PreTrainedTokenizerB
 
 def main() -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
+    for client in ("httpx", "httpx2"):  # which say of every request that it was answered
+        logging.getLogger(client).setLevel(logging.WARNING)
     return exit_status("train.prepare_data", lambda: print(json.dumps(
         run(parse_options(Arguments, program="python -m train.prepare_data")), indent=1)))
 

@@ -26,6 +26,7 @@ from eagle_fsd.cli.arguments import parse_options
 from eagle_fsd.cli.exits import exit_status
 from eagle_fsd.data.files import only_writer
 from eagle_fsd.data.progress import Progress
+from eagle_fsd.heads.catalogue import default_target
 from eagle_fsd.models.loading import bfloat16_pays
 from train import features, prepare_data
 from train.config import RECIPES, TrainingConfig
@@ -79,6 +80,7 @@ def completed(config: TrainingConfig) -> TrainingConfig:
     """
     if bool(config.conversations) == (config.data is not None):
         raise ValueError("give either --conversations or --data")
+    config = replace(config, target=config.target or default_target())
     on_cpu = config.cpu or not torch.cuda.is_available()
     half = not on_cpu or "auto" in (config.target_dtype, config.mixed_precision) and bfloat16_pays()
     if config.target_dtype == "auto":
@@ -92,11 +94,11 @@ def completed(config: TrainingConfig) -> TrainingConfig:
     data, made = config.output / "data", config.output / "features"
     if not is_dataset(data):
         prepare_data.run(prepare_data.Arguments(
-            config.target, data, config.conversations, regenerate="greedy", max_new_tokens=ANSWER_TOKENS,
-            trust_remote_code=config.trust_remote_code))
+            target=config.target, out=data, data=config.conversations, regenerate="greedy",
+            max_new_tokens=ANSWER_TOKENS, trust_remote_code=config.trust_remote_code))
     config = replace(config, data=data)
     if on_cpu and config.head == "eagle2" and config.features is None:
-        features.run(features.Arguments(config.target, data, made, dtype=config.target_dtype,
+        features.run(features.Arguments(target=config.target, data=data, out=made, dtype=config.target_dtype,
                                         trust_remote_code=config.trust_remote_code))
         config = replace(config, features=made)
     return config
@@ -145,9 +147,12 @@ def main() -> int:
               "python -m train.train_draft_head small --target T --data D --output O", file=sys.stderr)
         return 2
     words = sys.argv[1:]
-    if words and words[0].startswith("--") and not {"--help", "-h"} & set(words):
+    if words and not words[0].startswith("-") and words[0] not in RECIPES:
+        print(f"unknown recipe {words[0]!r}; accepted: {', '.join(RECIPES)}", file=sys.stderr)
+        return 2
+    if not words or words[0].startswith("--") and not {"--help", "-h"} & set(words):
         words = ["hass" if torch.cuda.is_available() and "--cpu" not in words else "small", *words]
-    recipes = {name: TrainingConfig(target=tyro.MISSING, output=tyro.MISSING, **settings)
+    recipes = {name: TrainingConfig(output=tyro.MISSING, **settings)
                for name, (_, settings) in RECIPES.items()}
     kind = tyro.extras.subcommand_type_from_defaults(recipes, {name: about for name, (about, _) in RECIPES.items()})
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")

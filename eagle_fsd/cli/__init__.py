@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Sequence
 from typing import Annotated, Union
@@ -44,16 +45,21 @@ def parse(argv: Sequence[str]) -> Command:
         try:
             return parse_options(COMMANDS[argv[0]], argv[1:], program=f"eagle-fsd {argv[0]}")
         except SystemExit as end:
-            for name, instead in ELSEWHERE.items():
-                flag = f"--{name.replace('_', '-')}"
-                if end.code and flag in argv:
-                    print(f"{flag}: use {instead}", file=sys.stderr)
+            for word in dict.fromkeys(argv if end.code else ()):
+                instead = ELSEWHERE.get(word.lstrip("-").replace("-", "_")) if word.startswith("-") else None
+                if instead:
+                    print(f"{word}: use {as_flags(instead)}", file=sys.stderr)
             raise
     listed = [Annotated[kind, tyro.conf.subcommand(name, description=kind.__doc__.splitlines()[0])]
               for name, kind in COMMANDS.items()]
     return parse_options(Union[tuple(listed)], argv, program="eagle-fsd", description=(  # noqa: UP007  (the same)
         "EAGLE-2 decoding with fuzzy acceptance. `eagle-fsd COMMAND --help` lists a command's options, `eagle-fsd "
         "--version` says the version."))
+
+
+def as_flags(text: str) -> str:
+    """A text with options as Python writes them, such as max_new_tokens=, as a command line writes them."""
+    return re.sub(r"\b([a-z_]+)=(?=\W|$)", lambda found: f"--{found[1].replace('_', '-')}", text)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

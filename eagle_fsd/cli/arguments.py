@@ -54,6 +54,8 @@ def parse_tree(text: str) -> TreeConfig:
     """A `TreeConfig` from "total_tokens,depth,top_k[,draft_temperature]"."""
     parts = text.split(",")
     try:
+        if not 3 <= len(parts) <= 4:
+            raise ValueError(f"it has {len(parts)} number{'s' * (len(parts) > 1)}")
         return TreeConfig(*map(int, parts[:3]), *map(float, parts[3:]))
     except (TypeError, ValueError) as error:
         raise ValueError(f"{text!r} is no tree; it takes total_tokens,depth,top_k[,draft_temperature], such as 16,5,4 "

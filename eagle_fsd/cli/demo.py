@@ -78,14 +78,15 @@ the others in {str(model.target.dtype).removeprefix("torch.")}, \
                 answers[name].append(way(streamer=SourceStreamer(model.tokenizer))(chat, self.max_new_tokens))
                 print(coloured(f"[{remarks(answers[name][-1], answers[BASELINE][-1])}]", DIM), flush=True)
             print()
+        if model.stock.dtype != torch.float32:
+            print("In half precision tokens tie in rounding: texts of exact that differ part at a tie, and are the "
+                  "model's own\nas well. With --dtype float32, which is slower, they are the same.\n")
         print(f"{'in all':<16}{'tokens':>8}{'tokens/s':>10}{'speed-up':>10}  same text as {BASELINE}")
         for name, given in answers.items():
             same = sum(ours.token_ids == theirs.token_ids
                        for ours, theirs in zip(given, answers[BASELINE], strict=True))
             print(f"{name:<16}{sum(len(answer.token_ids) for answer in given):>8}{rate(*given):>10.1f}"
                   f"{rate(*given) / rate(*answers[BASELINE]):>9.2f}x  {same} of {len(given)}")
-        if model.stock.dtype != torch.float32:
-            print("Texts of exact that differ part at a tie; with --dtype float32, which is slower, they are the same.")
 
 
 def remarks(answer: Answer, baseline: Answer) -> str:

@@ -16,7 +16,7 @@ class GenerateCommand:
     """Answer one prompt.
 
     Args:
-        prompt: text, or - to read it from standard input.
+        prompt: text, or - to read it from standard input, whose last line break is no part of it.
         chat: put the prompt through the chat template.
         stats: print tokens/s, tokens per forward and token sources to standard error.
     """
@@ -30,8 +30,10 @@ class GenerateCommand:
     def run(self) -> None:
         from ..api import generate
 
+        text = sys.stdin.read().removesuffix("\n") if self.prompt == "-" else self.prompt
+        if not text:
+            raise ValueError("the prompt is empty: at least one token is needed")
         model = self.pair.load()
-        text = sys.stdin.read() if self.prompt == "-" else self.prompt
         prompt = [{"role": "user", "content": text}] if self.chat else text
         streamer = SourceStreamer(model.tokenizer, self.decoding.stop_strings)
         output = generate(prompt, model, options=self.decoding, streamer=streamer)

@@ -7,10 +7,13 @@ from the web always holds some bad rows, and a run must neither stop at them nor
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+log = logging.getLogger(__name__)
 
 KEYS = {"sharegpt": ("conversations",), "messages": ("messages",), "text": ("text",)}  # of a row, by format
 FORMATS = ("auto", *KEYS)
@@ -81,7 +84,8 @@ def parse_row(row: Any, kind: str, unanswered: bool = False) -> Record:
     keys = KEYS.get(kind, ("conversations", "messages", "conversation", "text"))
     key = next((k for k in keys if k in row), None)
     if key is None:
-        return Record(reason=f"no key {' or '.join(keys)}")
+        also = ("prompt",) if unanswered and kind == "auto" else ()
+        return Record(reason=f"no key {' or '.join((*keys, *also))}")
     if key == "text":
         text = row["text"]
         return Record(text=text) if isinstance(text, str) and text.strip() else Record(reason="empty text")
@@ -127,12 +131,20 @@ def _read_file(path: Path, kind: str, unanswered: bool) -> Iterator[Record]:
             if rows is BROKEN:
                 raise ValueError(f"{path} is neither a JSON array nor JSON lines")
         else:
-            rows = (_parsed(line) for line in file if line.strip())
-        for row in rows:
-            yield Record(reason="broken JSON") if row is BROKEN else parse_row(row, kind, unanswered)
+            rows = (_parsed(line) if line.strip() else BLANK for line in file)
+        broken = 0
+        for number, row in enumerate(rows, 1):
+            if row is BROKEN:
+                broken += 1
+                if broken <= MOST_SAID:
+                    log.warning("%s, line %d: broken JSON, left out", path, number)
+                yield Record(reason="broken JSON")
+            elif row is not BLANK:
+                yield parse_row(row, kind, unanswered)
 
 
-BROKEN = object()
+BROKEN, BLANK = object(), object()  # lines
+MOST_SAID = 3  # broken lines of a file that are named
 
 
 def _parsed(line: str) -> Any:

@@ -39,14 +39,24 @@ def target_source(source: object) -> str:
 
 
 def check_target(source: object) -> str:
-    """A target's directory, GGUF file or hub id as text; see `check_source` for what is raised."""
+    """A target's directory, GGUF file or hub id as text; see `check_source` for what is raised besides.
+
+    Raises:
+        ValueError: a directory that holds no model.
+    """
     if isinstance(source, (str, Path)) and Path(source).suffix == ".gguf" and Path(source).is_file():
         return str(source)
-    return check_source("target", source)
+    checked = check_source("target", source)
+    if Path(checked).is_dir() and not Path(checked, "config.json").is_file():
+        raise ValueError(f"target {checked!r} is a directory without config.json: no model of transformers")
+    return checked
 
 
 def dequantised(file: Path) -> Path:
     """The directory of a GGUF file's model, made where it is not there yet; complete, or not there at all."""
+    with open(file, "rb") as content:
+        if content.read(4) != b"GGUF":
+            raise ValueError(f"{file} is no GGUF file: it does not begin with the bytes GGUF")
     folder = cache_directory() / "gguf" / f"{file.stem}-{digest_of(file)[:16]}"
     if folder.is_dir():
         return folder

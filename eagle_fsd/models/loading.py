@@ -103,6 +103,8 @@ def load_target(
         raise
     except Exception as error:  # what damaged files and unknown devices end in
         raise ValueError(f"{target} cannot be loaded as a causal LM: {type(error).__name__}: {error}") from error
+    if "fc.weight" in loaded["unexpected_keys"]:
+        raise ValueError(f"{target} is a draft head: give it as the draft, and its model as the target")
     if loaded["missing_keys"]:  # transformers would go on with random numbers
         raise ValueError(f"{target} lacks weights: {', '.join(sorted(loaded['missing_keys']))}")
     if device_map is None:

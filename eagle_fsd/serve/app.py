@@ -300,10 +300,13 @@ def add_errors(app: FastAPI) -> None:
     async def invalid(request: Request, error: RequestValidationError) -> Response:
         found = max(error.errors(), key=lambda each: len(each["loc"]))  # of what may be text or a list: what is wrong
         place = ".".join(str(part) for part in found["loc"] if part != "body")
+        if found["type"] == "json_invalid":
+            why = found.get("ctx", {}).get("error", "cannot be read")
+            return await http_error(request, Refusal(400, f"the body is no JSON: {why}, at character {place}"))
         own = found["type"] == "value_error"  # in our words
         said = found["msg"].removeprefix("Value error, ") if own else f"{found['msg']}, got {found.get('input')!r}"
         name = said.partition(" ")[0]
-        if own and name in ("tools", "tool_choice", "response_format", place):
+        if own and name in ("tools", "tool_choice", "response_format", "top_logprobs", "stream_options", place):
             place = name
         else:
             said = f"{place or 'the body'}: {said}"

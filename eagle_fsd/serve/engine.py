@@ -149,10 +149,11 @@ class Engine:
         """With the tree that is decoded with; one of its own is a wish, which lossless texts do not depend on."""
         tree = options.tree or self.tree
         if tree != self.tree and not options.lossless:
-            raise ValueError(f"tree of a fuzzy request must be the engine's, Engine(tree=...): {self.tree!r}")
+            raise ValueError(f"tree of a fuzzy request must be the engine's, of {describe_tree(self.tree)}: leave "
+                             "it out (the engine's is given by Engine(tree=...), or --tree of eagle-fsd serve)")
         if not self._rows.holds(tree):
             raise ValueError(f"tree is too large here: total_tokens may be {self._rows.nodes} at most, and depth times "
-                             f"top_k {self._rows.levels}, got {tree!r}")
+                             f"top_k {self._rows.levels}, got {describe_tree(tree)}")
         return replace(options, tree=tree)
 
     def close(self, drain: bool = True) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import gradio
 from fastapi import FastAPI
-from fastapi.responses import RedirectResponse
+from fastapi.responses import RedirectResponse, Response
 from transformers import PreTrainedTokenizerBase
 
 from ..acceptance import RULES
@@ -30,11 +30,16 @@ PATH = "/page"
 REFRESH = 0.1  # seconds between two states of the page while an answer grows
 USUAL_GUARD = 0.7
 WAITING, STOPPED = '<span class="hint">…</span>', '<span class="hint">stopped</span>'
-LEGEND = ('<div class="eagle legend"><span class="token target">target’s own</span> Drafted, and the target’s too: '
-          '<span class="token head">by the head</span> <span class="token copy">copied from the text</span> '
-          '<span class="token grammar">by the grammar</span> Drafted, and not: <span class="token fuzzy">fuzzy</span> '
-          '<span class="hint">Point at a token, tap it, or go to a fuzzy one by Tab, for its divergence and '
-          "probability.</span></div>")
+LONGEST = 1024  # tokens that an answer may be asked to have, unless the server's own limit is larger
+SOURCES = {  # of a token: what the legend says of it
+    "target": "the target’s own", "head": "the target’s own, drafted by the head",
+    "copy": "the target’s own, copied from the text", "grammar": "the target’s own, forced by the grammar",
+    "fuzzy": "drafted, and not the target’s own",
+}
+LEGEND = ('<div class="eagle legend"><ul>' + "".join(
+    f'<li><span class="token {name}">word</span> {said}</li>' for name, said in SOURCES.items()) + "</ul>"
+    '<p class="hint">Point at a word, tap it, or go to a fuzzy one by Tab, for its divergence and probability.</p>'
+    "</div>")
 
 
 @dataclass
@@ -120,7 +125,7 @@ def page_html(turns: list[str]) -> str:
 
 async def answer(
     engine: Engine, defaults: Mapping[str, Any], asked: str, said: dict, threshold: float, guard: float,
-    temperature: float,
+    temperature: float, length: float,
 ) -> AsyncIterator[tuple[str, str, dict]]:
     """The conversation as it grows: what stands in the field, the page, and the state.
 
@@ -133,7 +138,7 @@ async def answer(
         return
     messages = [*said["messages"], {"role": "user", "content": asked}]
     shown = Shown(asked, engine.model.tokenizer)
-    given = {"temperature": float(temperature), "seed": time.time_ns() % 2**48}
+    given = {"temperature": float(temperature), "max_new_tokens": int(length), "seed": time.time_ns() % 2**48}
     own = rule_fields(defaults)
     given |= {name: float(value) for name, value in (("threshold", threshold), ("head_guard", guard)) if name in own}
 
@@ -186,6 +191,7 @@ def settings_of(defaults: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     it starts at 0."""
     name = str(defaults.get("acceptance", "fsd"))
     threshold, heat = min(float(defaults.get("threshold") or 0.0), 1e6), float(defaults.get("temperature", 0.0))
+    length = int(defaults.get("max_new_tokens", 256))
     limit, included = RULES[name].threshold_limit
     end = max(0.01, min(RULES[name].threshold_scale, limit if included else limit - 0.01), threshold)
     guard, own = defaults.get("head_guard", "default"), rule_fields(defaults)
@@ -194,6 +200,7 @@ def settings_of(defaults: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         "guard": {"value": {"default": USUAL_GUARD, None: 1.0}.get(guard, guard), "maximum": 1, "step": 0.05,
                   "visible": "head_guard" in own},
         "temperature": {"value": heat, "maximum": max(1.5, heat), "step": 0.05},
+        "length": {"value": length, "maximum": max(LONGEST, length), "step": 1},
     }
 
 
@@ -222,10 +229,12 @@ def build(engine: Engine, name: str, defaults: Mapping[str, Any]) -> gradio.Bloc
                 guard = gradio.Slider(label="Head guard", minimum=0, **settings["guard"],
                                       info="A fuzzy token needs 1 - this of the best one’s probability. 1: no guard.")
                 temperature = gradio.Slider(label="Temperature", info="0: greedy", minimum=0, **settings["temperature"])
+                length = gradio.Slider(label="Length", info="tokens of an answer, at most", minimum=1,
+                                       **settings["length"])
                 gradio.HTML(LEGEND)
 
         quiet = {"api_visibility": "private", "show_progress": "hidden"}
-        inputs, outputs = [asked, said, threshold, guard, temperature], [asked, shown, said]
+        inputs, outputs = [asked, said, threshold, guard, temperature, length], [asked, shown, said]
         running = gradio.on([send.click, asked.submit], answers, inputs, outputs, concurrency_limit=None, **quiet)
         stop.click(stopped, [said], [shown, said], cancels=[running], **quiet)
         clear.click(lambda: ("", page_html([]), nothing_said()), None, outputs, cancels=[running], **quiet)
@@ -235,6 +244,7 @@ def build(engine: Engine, name: str, defaults: Mapping[str, Any]) -> gradio.Bloc
 def mount_page(app: FastAPI, engine: Engine, name: str, defaults: Mapping[str, Any], key: str | None) -> None:
     """Adds the page at `PATH`, with and without a slash at its end; with a key, it asks for that as a password."""
     app.add_api_route(PATH, lambda: RedirectResponse(PATH + "/"), include_in_schema=False)
+    app.add_api_route("/favicon.ico", lambda: Response(status_code=204), include_in_schema=False)  # browsers ask for it
     login: dict[str, Any] = {} if key is None else {
         "auth": lambda user, password: hmac.compare_digest(password.encode(), key.encode()),
         "auth_message": "Any user name; the password is the server’s API key.",

@@ -32,7 +32,7 @@ from ..drafting.tree import DRAFTERS
 from ..engine.output import Output, Receipt
 from ..options import MOST_LOGPROBS, GenerateOptions, names_of
 from ..pair import EagleModel
-from ..requests import encode_chat
+from ..requests import ROLES, encode_chat
 from .tickets import Piece
 from .tools import HeldText, check_tools, chosen_tools, find_calls, schema_of_a_call
 from .tools import names_of as names_of_tools
@@ -58,7 +58,6 @@ NEUTRAL: dict[str, tuple] = {
     "functions": ([],), "function_call": ("none",), "modalities": (["text"],), "echo": (False,), "suffix": ("",),
     "best_of": (1,),
 }
-ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 def whole_number(name: str, least: int, most: int) -> Any:
@@ -101,9 +100,14 @@ class Refusal(HTTPException):
 # Options of decoding -------------------------------------------------------------------------------------------------
 
 
-def options_over(defaults: Mapping[str, object], given: Mapping[str, object]) -> GenerateOptions:
+def options_over(
+    defaults: Mapping[str, object], given: Mapping[str, object], also: Sequence[str] = ()
+) -> GenerateOptions:
     """A request's options over the server's defaults: who chooses a rule chooses its threshold too, and who gives a
     reference has it copied from.
+
+    Args:
+        also: fields that a request has besides, for the message about one that is not known.
 
     Raises:
         TypeError, ValueError: as `GenerateOptions`, and for what one request may not ask for.
@@ -113,7 +117,7 @@ def options_over(defaults: Mapping[str, object], given: Mapping[str, object]) ->
         kept.pop("reference", None)
     elif "reference" in given and kept.get("text_drafts") == "off":
         del kept["text_drafts"]
-    options = GenerateOptions.from_names({**kept, **given})
+    options = GenerateOptions.from_names({**kept, **given}, also)
     if isinstance(options.seed, (list, tuple)):
         raise TypeError("seed must be an int: that of the first choice; the others get the numbers that follow")
     if len(options.stop_strings) > MOST_STOPS:
@@ -140,9 +144,8 @@ def refused(error: Exception, predicted: bool = False) -> Refusal:
         predicted: whether the reference was given as a prediction.
     """
     name, space, rest = str(error).partition(" ")
-    ours = "prediction" if predicted and name == "reference" else name
-    param = {"max_new_tokens": "max_tokens"}.get(ours, ours)
-    return Refusal(400, ours + space + rest, param=param if name in (*OPTIONS, "tools") else None)
+    theirs = {"max_new_tokens": "max_tokens", "reference": "prediction" if predicted else "reference"}.get(name, name)
+    return Refusal(400, theirs + space + rest, param=theirs if name in (*OPTIONS, "tools") else None)
 
 
 # Requests ------------------------------------------------------------------------------------------------------------
@@ -257,6 +260,12 @@ class Asked(BaseModel):
     response_format: Any = None
     logit_bias: dict[str, Any] | None = None
 
+    @model_validator(mode="after")
+    def check_stream_options(self) -> Asked:
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options are of a stream: give stream=true with them")
+        return self
+
     @property
     def predicted(self) -> str | None:
         """The text of a prediction, the API's name for a reference."""
@@ -295,9 +304,12 @@ class Asked(BaseModel):
             if self.logit_bias:
                 given["logit_bias"] = {int(token) if token.isdecimal() and len(token) < 10 else token: bias
                                        for token, bias in self.logit_bias.items()}
+            for name, accepted in (("acceptance", tuple(RULES)), ("text_drafts", ("auto", "off"))):
+                if name in given and given[name] not in accepted:
+                    raise ValueError(f"{name} must be one of {', '.join(accepted)}, got {given[name]!r}")
             if "tree" in given:
                 given["tree"] = tree_of(given["tree"])
-            return options_over(defaults, given)
+            return options_over(defaults, given, (*RENAMED, *type(self).model_fields))
         except (TypeError, ValueError) as error:
             unknown = next((name for name in given if name not in OPTIONS), None)
             if unknown is not None:
@@ -329,6 +341,8 @@ class ChatRequest(Asked):
 
     @model_validator(mode="after")
     def check_tools(self) -> ChatRequest:
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError("top_logprobs are told beside logprobs: give logprobs=true with them")
         self._tools, self._must_call = chosen_tools(check_tools(self.tools or []), self.tool_choice)
         if self._must_call and self.response_format not in (None, {"type": "text"}):
             raise ValueError("response_format cannot hold for a call that tool_choice asks for: leave one of them out")
