@@ -130,6 +130,13 @@ def test_answers_keep_the_tokens_that_the_target_wrote(model):
         assert learned_of(unknown) == [ab, ab, end, ab, end]
 
 
+def test_files_may_hold_the_tokens_of_answers(tmp_path):
+    for kept, tokens in (({"token_ids": [3, 4]}, [3, 4]), ({"token_ids": "34"}, None), ({}, None)):
+        messages = [*chat("hi"), {"role": "assistant", "content": "ab", **kept}]
+        (record,) = read_records(write(tmp_path / "own.jsonl", [{"messages": messages}]))
+        assert record.messages[1].get("token_ids") == tokens
+
+
 def test_a_server_answers_in_place_of_the_model(tmp_path, model):
     """Ours here; what it says is what the model would."""
     data = rows(chat("hi", "x", "and", "y"), chat("b", "x"))

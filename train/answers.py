@@ -22,10 +22,10 @@ from transformers import PreTrainedTokenizerBase
 
 import eagle_fsd
 from eagle_fsd import EagleModel
-from eagle_fsd.data.conversations import BadRow, Record
+from eagle_fsd.data.conversations import TOKEN_IDS, BadRow, Record
 from eagle_fsd.data.files import append_lines, read_lines, write_lines
 from eagle_fsd.data.progress import Progress
-from train.encoding import ANYTHING, TOKEN_IDS, render
+from train.encoding import ANYTHING, render
 
 log = logging.getLogger(__name__)
 

@@ -15,13 +15,12 @@ import numpy as np
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from eagle_fsd.data.conversations import BadRow, Record
+from eagle_fsd.data.conversations import TOKEN_IDS, BadRow, Record
 from eagle_fsd.data.progress import Progress
 from train.documents import Documents
 
 # What a template may put between the generation prompt and an answer: an empty block of thoughts.
 BEFORE_ANSWER = re.compile(r"\s*(<think>\s*</think>\s*)?")
-TOKEN_IDS = "token_ids"  # of an answer: what the target wrote, where it is known
 ANYTHING = "Qwertzuiop"  # stands for an answer, to see what a template puts around one
 
 

@@ -17,6 +17,7 @@ log = logging.getLogger(__name__)
 
 KEYS = {"sharegpt": ("conversations",), "messages": ("messages",), "text": ("text",)}  # of a row, by format
 FORMATS = ("auto", *KEYS)
+TOKEN_IDS = "token_ids"  # of an answer: what the target wrote, where it is known
 # ShareGPT dumps name the roles in several ways.
 ROLES = {
     "human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant",
@@ -62,7 +63,9 @@ def check_messages(messages: list[dict[str, Any]], unanswered: bool = False) -> 
             content.encode("utf-8")
         except UnicodeEncodeError:
             raise BadRow("text is not valid Unicode") from None
-        checked.append({"role": ROLES[role.lower()], "content": content})
+        own = message.get(TOKEN_IDS)
+        own = {TOKEN_IDS: own} if isinstance(own, list) and all(type(token) is int for token in own) else {}
+        checked.append({"role": ROLES[role.lower()], "content": content, **own})
     turns = [m["role"] for m in checked]
     turns = turns[1:] if turns[0] == "system" else turns
     if any(role != ("user", "assistant")[i % 2] for i, role in enumerate(turns)):
