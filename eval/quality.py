@@ -12,14 +12,17 @@ from __future__ import annotations
 
 import sys
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from eagle_fsd.acceptance import make_rule
 from eagle_fsd.cli.arguments import Loading, Tree
 from eagle_fsd.cli.exits import check_counts
+from eagle_fsd.drafting.config import TreeConfig
 from eagle_fsd.measure.comparison import compare_settings
 from eagle_fsd.measure.settings import ComparisonOptions, read_settings
+from eagle_fsd.pair import EagleModel
 from eval.command import chosen_questions, run_command
 
 
@@ -33,6 +36,7 @@ class QualityArguments(ComparisonOptions):
         points: of accuracy, that a recommended setting may lose at most.
         batch: questions that are answered together, all but the timed ones; 1: all are timed.
         timed: questions that are answered alone, interleaved, to time them.
+        tree: size of the draft tree; without it the fastest that is known here, in batches too that for one request.
     """
 
     questions: tuple[Path, ...]
@@ -54,10 +58,18 @@ def run(args: QualityArguments) -> None:
     if args.batch > 1:
         from eagle_fsd.serve.engine import Engine
 
+        if args.tree is None:  # the same for those that are timed alone and those in batches: fuzzy texts depend on it
+            args = replace(args, tree=tree_alone(model, args.temperature))
         engine = Engine(model, max_rows=args.batch, max_waiting=args.batch, prefixes=0, tree=args.tree)
     with engine as joined:
         print(compare_settings(model, questions, args, points=args.points, timed=args.timed, joined=joined,
                                workers=args.batch))
+
+
+def tree_alone(model: EagleModel, temperature: float) -> TreeConfig:
+    """What pays for one exact request, without the rules that stop it early, which go by other rows as well."""
+    choose, _ = model.chooser(None, make_rule("exact"), temperature)
+    return replace(choose(1).tree or model.default_tree, least_reach=0.0, least_probability=0.0)
 
 
 main = partial(run_command, "eval.quality", QualityArguments, run, stopped="stopped; the same command goes on")

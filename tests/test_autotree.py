@@ -13,8 +13,8 @@ import eagle_fsd
 from eagle_fsd.acceptance import make_rule
 from eagle_fsd.cli import main
 from eagle_fsd.drafting import autotree, logs
-from eagle_fsd.drafting.autotree import TRIED_NODES, AutoTree, Replay, choose, fit_confidence
-from eagle_fsd.drafting.config import CPU_TREE, Choice, TreeConfig
+from eagle_fsd.drafting.autotree import AutoTree, Replay, choose, fit_confidence
+from eagle_fsd.drafting.config import Choice, TreeConfig
 from eagle_fsd.drafting.growth import apply_confidence, confidence_lines
 from eagle_fsd.drafting.latency import Latency, between
 from eagle_fsd.drafting.logs import LOGGED_TREE, LoggedCycle, Setting, TreeLog, read_logs, store_log
@@ -175,26 +175,6 @@ def test_rows_cost_what_they_do_not_share(pair, cycles):
     dear = replace(cheap, row=1.0)
     assert choose(cycles, dear).tree == choose(cycles, cheap).tree
     assert choose(cycles, cheap, rows=8).tree is not None and choose(cycles, dear, rows=8).tree is None
-
-
-def test_a_steady_tree_pays_for_all_numbers_of_rows(cycles):
-    """The best geometric mean of all shapes, by trying each."""
-    latency = Latency({1: 1.0, 16: 1.5, 64: 6.0}, {k: 0.05 * k for k in (1, 2, 3, 4)}, 1.0, row=0.1)
-    cycles = cycles[:80]
-    trees = AutoTree([TreeLog(FUZZY, cycles), TreeLog(EXACT, cycles[:50])], latency, stopping=True)
-    rows, found = [1, 2, 4, 6], trees.steady(6)
-    assert not found.least_reach and not found.least_probability
-
-    replays = {top_k: Replay(cycles, found.confidence, top_k) for top_k in (1, 2, 3, 4)}
-
-    def mean(tree: TreeConfig) -> float:
-        return float(np.prod([replays[tree.top_k].rate(tree, latency, rows=count)[0] for count in rows]))
-
-    every = [replace(found, total_tokens=nodes, depth=depth, top_k=top_k)
-             for nodes in TRIED_NODES[::5] for depth in range(1, 17, 5) for top_k in (1, 2, 3, 4)]
-    assert mean(found) >= max(map(mean, every)) - 1e-12
-    assert found.total_tokens < trees.steady(1).total_tokens
-    assert AutoTree([], latency, stopping=True).steady(4) == CPU_TREE
 
 
 def test_stopping_rules_shrink_the_tree_and_change_no_token(pair):

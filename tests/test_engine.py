@@ -53,9 +53,6 @@ class Trees:
 
     largest, logs = (eagle_fsd.TreeConfig(30, 5, 4),), ()
 
-    def steady(self, most_rows):
-        return TREE
-
     def of(self, setting, rows=1):
         tree = {1: TREE, 3: eagle_fsd.TreeConfig(30, 5, 4), 5: eagle_fsd.TreeConfig(4, 2, 2)}.get(rows)
         return Choice(tree, cost=lambda nodes, levels: 2.5)
@@ -140,7 +137,8 @@ def scheduled(pair, events, **options):
 
 
 def run_schedule(seed):
-    """Requests join at random moments and some are cancelled; every one gets its own text, or the beginning of it."""
+    """Requests join at random moments and some are cancelled; every one gets its own text, or the beginning of it, but
+    fuzzy ones whose tree is chosen for their company."""
     draw = random.Random(seed)
     numbers = [draw.randrange(4 * len(OPTIONS)) for _ in range(draw.randint(3, 7))]
     tickets, cancelled = {}, set()
@@ -170,12 +168,15 @@ def run_schedule(seed):
     rows = draw.randint(1, 5)
     options = {"max_tokens": draw.choice([120, 300, 2000]), "prefill_chunk": draw.choice([1, 3, 8, 64]),
                "prefixes": draw.choice([0, 1, 3])}
-    engine = scheduled(model(draw.random() < 0.6), events, max_rows=rows, **options)
+    chosen = draw.random() < 0.6
+    engine = scheduled(model(chosen), events, max_rows=rows, **options)
     assert engine.error is None and len(tickets) == len(numbers)
     assert engine.rows == engine.waiting == 0 and not engine._rows.live
     for at, ticket in tickets.items():
         output, expected = ticket.result(0), alone(numbers[at])
-        if output.finish_reason == "cancelled":
+        if chosen and "threshold" in request(numbers[at])[1]:
+            assert len(output.receipts) == len(output.token_ids) <= request(numbers[at])[1]["max_new_tokens"]
+        elif output.finish_reason == "cancelled":
             assert at in cancelled
             assert output.token_ids == expected.token_ids[: len(output.token_ids)]
         else:
@@ -307,16 +308,29 @@ def test_what_never_fits_is_refused_and_what_does_not_fit_yet_waits():
         assert engine._rows.positions == 4 * (model().target.max_positions + engine._rows.nodes)
 
 
+def test_a_chosen_tree_is_that_for_the_rows_of_the_moment():
+    """Of a fuzzy request too; alone it gets the tree that it wishes for, but where all have one."""
+    pair, own = model(True), eagle_fsd.TreeConfig(5, 2, 2)
+    options = {"max_new_tokens": 14, "threshold": 0.5, "head_guard": None, "text_drafts": "off", "seed": 0}
+    expected = [eagle_fsd.generate(PROMPT, pair, tree=tree, **options) for tree in (TREE, own)]
+    assert expected[0].token_ids != expected[1].token_ids
+    with eagle_fsd.Engine(pair, max_rows=3) as engine:
+        assert_as_alone(engine.submit(PROMPT, **options).result(), expected[0])
+        assert_as_alone(engine.submit(PROMPT, tree=own, **options).result(), expected[1])
+    with eagle_fsd.Engine(pair, tree=TREE) as engine:
+        with pytest.raises(ValueError, match="tree of a fuzzy request must be the engine's, of "):
+            engine.submit(PROMPT, tree=own, **options)
+
+
 def test_trees_are_chosen_before_anyone_waits():
-    """At every temperature that there are logs of, and for every number of rows."""
+    """For every setting that there are logs of, and for every number of rows."""
     asked, pair = [], tiny_pair()
     pair.trees = Trees()
-    pair.trees.logs = [SimpleNamespace(setting=SimpleNamespace(temperature=each)) for each in (0.7, 0.0, 0.7)]
-    pair.trees.steady = lambda most: eagle_fsd.TreeConfig(most, 2, 2)
-    pair.trees.of = lambda setting, rows=1: asked.append((setting.temperature, rows)) or Trees().of(setting, rows)
+    pair.trees.logs = [SimpleNamespace(setting=each) for each in ("exact", "fsd")]
+    pair.trees.of = lambda setting, rows=1: asked.append((setting, rows)) or Trees().of(setting, rows)
     with eagle_fsd.Engine(pair, max_rows=5) as engine:
-        assert asked == [(temperature, rows) for temperature in (0.0, 0.7) for rows in (1, 2, 4, 5)]
-        assert engine.tree == eagle_fsd.TreeConfig(5, 2, 2)
+        assert asked == [(setting, rows) for setting in ("exact", "fsd") for rows in (1, 2, 4, 5)]
+        assert engine.tree is None
 
 
 def blocked(engine):

@@ -306,9 +306,6 @@ class Costs:
 
     largest, logs = (eagle_fsd.TreeConfig(64, 16, 4),), ()
 
-    def steady(self, most_rows):
-        return self.largest[0]
-
     def of(self, setting, rows=1):
         return Choice(None, cost=lambda nodes, levels: 1.0)
 

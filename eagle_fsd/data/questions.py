@@ -55,7 +55,7 @@ def read_questions(path: Path) -> list[Question]:
     """The questions of a JSON lines file; each line tells its format by its keys.
 
     Raises:
-        ValueError: no file, a line that is no JSON object or of no known format, an id that occurs twice, or no question.
+        ValueError: no file, a line that is no JSON object or of no known format, an id that occurs twice, no question.
     """
     if not path.is_file():
         raise ValueError(f"questions are read from a JSON lines file, and {path} is none")

@@ -231,13 +231,3 @@ class AutoTree:
             cycles = self.logs[nearest].cycles
             self._chosen[nearest, rows] = choose(cycles, self.latency, stopping=self.stopping, rows=rows)
         return self._chosen[nearest, rows]
-
-    def steady(self, most_rows: int) -> TreeConfig:
-        """That of a batch in which up to so many requests come and go, with the highest geometric mean of the tokens
-        per second at these numbers of rows: without stopping rules, which go by the mean over rows. By the log of a
-        fuzzy rule, where there is one: only their texts depend on the tree."""
-        if not self.logs:
-            return replace(self.default or LOGGED_TREE, least_reach=0, least_probability=0)
-        chosen = min(self.logs, key=lambda entry: (entry.setting.rule == "exact", entry.setting.temperature))
-        powers = [1 << power for power in range((most_rows - 1).bit_length())]
-        return _best_shape(*_replays(chosen.cycles, self.latency), self.latency, [*powers, most_rows])[1]

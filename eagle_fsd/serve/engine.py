@@ -30,8 +30,9 @@ log = logging.getLogger(__name__)
 class Engine:
     """Decodes requests that come at any time, in one batch: a thread of its own runs cycle after cycle.
 
-    Between two cycles a new request is read into a free row, and those that have ended leave. What a request gets is
-    what `generate` alone would give it with `tree=engine.tree` (docs/serving.md); each has its own options.
+    Between two cycles a new request is read into a free row, and those that have ended leave. Each has its own options.
+    What a lossless one gets is what `generate` alone would give it, and so is what a fuzzy one gets where there is a
+    fixed `tree` (docs/serving.md).
 
     Args:
         model: from `load`.
@@ -44,12 +45,11 @@ class Engine:
             much room again as `max_tokens`.
         remember: tokens of recent answers that are kept for others of their pool to copy drafts from (0: none), see
             `submit`. Some 200 bytes each.
-        tree: the draft tree of every request. None: fuzzy requests, whose text depends on it, all get the one with the
-            best mean over 1 to `max_rows` rows by the pair's logs, without stopping rules; lossless ones what pays for
-            the number of rows, also none.
+        tree: the draft tree of every request. None: in each cycle what is fastest for so many rows, also none, by the
+            pair's logs for the rule of the oldest; then fuzzy texts depend on which others are decoded beside them.
 
     Attributes:
-        tree: of fuzzy requests.
+        tree: that of all; None: it is chosen.
         closed: whether new requests are refused.
         error: what ended its loop, and all requests with it; None: nothing has.
 
@@ -72,13 +72,10 @@ class Engine:
         if tree is not None and (tree.least_reach or tree.least_probability):
             raise ValueError(f"the tree of an engine must not stop early, as that depends on other rows: {tree!r}")
         self.model, self.max_waiting = model, max_waiting
-        self.tree = model.check_tree(tree or steady_tree(model, max_rows))
-        if model.draft is not None:
-            log.info("fuzzy requests are drafted with %s", describe_tree(self.tree))
+        self.tree = model.check_tree(tree or steady_tree(model)) if tree or model.trees is None else None
         # With such a rotary embedding keys depend on how many positions a forward reaches.
         self.prefill_chunk = prefill_chunk if model.target.reads_in_parts else 1 << 62
-        self._rows = Rows(model, self.tree, chooses=tree is None and model.trees is not None, most=max_rows,
-                          positions=max_tokens, kept=prefixes, remember=remember)
+        self._rows = Rows(model, self.tree, most=max_rows, positions=max_tokens, kept=prefixes, remember=remember)
         require_integer("max_tokens", self._rows.positions, self._rows.nodes + 2)
         self._rows.choose_trees()
         self._queue: deque[Request] = deque()
@@ -146,12 +143,12 @@ class Engine:
         make_requests(self.model, [[0]], self._with_tree(options))
 
     def _with_tree(self, options: GenerateOptions) -> GenerateOptions:
-        """With the tree that is decoded with; one of its own is a wish, which lossless texts do not depend on."""
+        """With the engine's tree where there is one; one of its own is a wish, as rows share a tree."""
         tree = options.tree or self.tree
-        if tree != self.tree and not options.lossless:
+        if self.tree is not None and tree != self.tree and not options.lossless:
             raise ValueError(f"tree of a fuzzy request must be the engine's, of {describe_tree(self.tree)}: leave "
                              "it out (the engine's is given by Engine(tree=...), or --tree of eagle-fsd serve)")
-        if not self._rows.holds(tree):
+        if tree is not None and not self._rows.holds(tree):
             raise ValueError(f"tree is too large here: total_tokens may be {self._rows.nodes} at most, and depth times "
                              f"top_k {self._rows.levels}, got {describe_tree(tree)}")
         return replace(options, tree=tree)
@@ -222,10 +219,8 @@ class Engine:
         return self._rows.reading is not None
 
 
-def steady_tree(model: EagleModel, max_rows: int) -> TreeConfig:
-    """Of the same nodes in whatever company: what pays for up to so many rows, else the model's default."""
-    if model.trees is not None:
-        return model.trees.steady(max_rows)
+def steady_tree(model: EagleModel) -> TreeConfig:
+    """The model's default, without what depends on other rows."""
     tree = model.default_tree
     most = tree.top_k if model.draft is None else min(tree.top_k, model.draft.draft_vocab_size)
     return replace(tree, top_k=most, least_reach=0, least_probability=0)

@@ -62,22 +62,21 @@ class Rows:
     A prompt is read in caches of its own, a part at a time, and joins the batch with its first token.
 
     Args:
-        tree: of fuzzy requests, whose text depends on it. chooses: whether lossless ones get the model's own choice.
+        tree: of all requests; None: the model's choice for so many rows.
         most: rows. positions: of the caches of all rows together, each as long as the longest; None: as many as fit.
         kept: recent rows whose caches are kept for prompts that begin alike. remember: tokens of recent answers.
     """
 
     def __init__(
-        self, model: EagleModel, tree: TreeConfig, *, chooses: bool, most: int, positions: int | None, kept: int,
+        self, model: EagleModel, tree: TreeConfig | None, *, most: int, positions: int | None, kept: int,
         remember: int = 0,
     ) -> None:
-        trees = [tree, *model.trees.largest] if chooses else [tree]
+        trees = model.trees.largest if tree is None else [tree]
         # Of the largest tree: copies fill up the one that is given, and are as many as pay where that is known.
-        copied = MOST_NODES if chooses or model.draft is None else 1
-        drafted = [1] if model.draft is None else [tree.total_tokens, *(each.nodes for each in trees)]
-        self.nodes = max(copied, *drafted)
+        copied = MOST_NODES if tree is None or model.draft is None else tree.total_tokens
+        self.nodes = max(copied, *(1 if model.draft is None else each.nodes for each in trees))
         self.levels = max(each.depth * each.top_k for each in trees)  # beside the text, in the draft's cache
-        self.model, self.tree, self.chooses, self.most = model, tree, chooses, most
+        self.model, self.tree, self.most = model, tree, most
         self.positions = positions_that_fit(model, most, self.nodes) if positions is None else positions
         self.stats = EngineStats()
         self.live: dict[Request, weakref.ref[Ticket]] = {}  # all that have not ended, those that wait included
@@ -104,22 +103,22 @@ class Rows:
 
     def choose_trees(self) -> None:
         """Make the choices now that take seconds to make, so that no request waits for them."""
-        if self.chooses and self.model.draft is not None:
-            for temperature in sorted({entry.setting.temperature for entry in self.model.trees.logs} or {0.0}):
+        if self.tree is None and self.model.draft is not None:
+            for setting in [entry.setting for entry in self.model.trees.logs] or [Setting.of(EXACT, 0.0)]:
                 for power in range((self.most - 1).bit_length() + 1):
-                    self.model.trees.of(Setting.of(EXACT, temperature), min(1 << power, self.most))
+                    self.model.trees.of(setting, min(1 << power, self.most))
 
     def _choice(self, requests: Sequence[Request]) -> Choice:
-        """The tree for these. A fuzzy rule's text depends on its tree and on pauses: it has always the same, and no
-        pauses. That of others does not. Without a head the choice is a cost, by which copies are as many as pay."""
+        """The tree for these. A fuzzy rule's text depends on it: a fixed one gives way to a request's own only where
+        all are lossless. Without a head the choice is a cost, by which copies are as many as pay."""
         if not any(request.speculative for request in requests):
             return Choice(None)
-        lossless = all(request.lossless for request in requests)
-        if lossless and (own := [request.tree for request in requests if request.tree is not None]):
+        own = [request.tree for request in requests if request.tree is not None]
+        if own and (self.tree is None or all(request.lossless for request in requests)):
             return Choice(own[0])
-        if self.chooses and lossless:
-            return self.model.trees.of(Setting.of(EXACT, requests[0].temperature), len(requests))
-        return Choice(self.tree)
+        if self.tree is not None:
+            return Choice(self.tree)
+        return self.model.trees.of(Setting.of(requests[0].rule, requests[0].temperature), len(requests))
 
     def holds(self, tree: TreeConfig) -> bool:
         """Whether there is room for a tree of a request's own."""
