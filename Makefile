@@ -16,7 +16,7 @@ $(VENV)/.ready: requirements.txt setup.py
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install $(TORCH)
 	@echo "The packages of requirements.txt, in about half a minute:"
-	$(BIN)/python -m pip install --quiet --progress-bar on -r requirements.txt
+	$(BIN)/python -m pip install --quiet -r requirements.txt
 	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation -e .
 	touch $@
 

@@ -42,7 +42,7 @@ ELSEWHERE = {
     "messages": "prompt, the first argument",
     "m": "target=",
     "min_length": "min_new_tokens=",
-    "model": "target= of load; in generate the model is the second argument",
+    "model": "target=",
     "n": "a list of prompts with a list of seeds",
     "n_predict": "max_new_tokens=",
     "no_repeat_ngram_size": "logits_processor=[NoRepeatNGramLogitsProcessor(n)]",
@@ -88,11 +88,12 @@ class Options:
         accepted = names_of(cls)
         for name in given:
             if name not in accepted:
-                near = difflib.get_close_matches(str(name), [*accepted, *also, *ELSEWHERE], 1)
+                ours = [*accepted, *also]
+                near = difflib.get_close_matches(str(name), [*ours, *ELSEWHERE], 1)
                 meant = name if name in ELSEWHERE else next(iter(near), None)
-                others = (f"use {ELSEWHERE[meant]}" if meant in ELSEWHERE else f"did you mean {meant!r}?" if meant
-                          else f"accepted: {', '.join([*accepted, *also])}")
-                raise TypeError(f"unknown option {name!r}; {others}")
+                said = (f"accepted: {', '.join(ours)}" if meant is None else f"did you mean {meant!r}?"
+                        if meant in ours else f"use {ELSEWHERE[meant]}")
+                raise TypeError(f"unknown option {name!r}; {said}")
         return cls(**given)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import random
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from numbers import Integral
@@ -42,7 +43,7 @@ def make_requests(
     if options.tree is not None:
         model.check_tree(options.tree)
     rule = options.rule if options.speculative else EXACT
-    warn_of_threshold(rule, model)
+    warn_of_threshold(rule, model, options.budget)
     if options.lossless and (options.budget is not None or options.head_guard not in ("default", None)):
         log.warning("budget= and head_guard= change nothing without a threshold: decoding is lossless")
     check_ids([0, *(options.logit_bias or {})], model)
@@ -91,11 +92,11 @@ def mark_of(mark: str | int, model: EagleModel) -> int:
     return check_ids(ids, model)[0]
 
 
-def warn_of_threshold(rule: object, model: EagleModel) -> None:
+def warn_of_threshold(rule: object, model: EagleModel, budget: float | None) -> None:
     """Warn where a divergence never exceeds the threshold, or is infinite since the draft cannot name every token."""
     divergence = getattr(rule, "divergence", None)
     most = {"js": math.log(2), "tv": 1.0}.get(str(divergence).partition("_top")[0])
-    if most is not None and rule.threshold > most:
+    if most is not None and most <= rule.threshold < math.inf and budget is None:
         log.warning("a threshold of %g lets every drafted token pass that the guard allows: %s is at most %.3g",
                     rule.threshold, divergence, most)
     if model.draft is None or model.draft.draft_vocab_size == model.target.vocab_size:
@@ -260,10 +261,11 @@ def encode_chat(messages: list[dict], model: EagleModel, tools: list[dict] | Non
             raise ValueError(f'a chat message needs "role" and "content", both text, got {message!r}')
     if tokenizer.chat_template is None:
         raise ValueError("the tokenizer has no chat template: give the prompt as text or token ids")
-    for role in dict.fromkeys(message["role"] for message in messages):
-        if role not in ROLES and role not in str(tokenizer.chat_template):  # which would be shown as if it was one
-            raise ValueError(f"the role of a message must be one of {', '.join(ROLES)}, or one that the chat template "
-                             f"names, got {role!r}")
+    known = {*ROLES, *re.findall(r"\w+", f"{tokenizer.chat_template} {' '.join(tokenizer.get_added_vocab())}")}
+    wrong = next((message["role"] for message in messages if message["role"] not in known), None)
+    if wrong is not None:  # many templates would show it as if it was one
+        raise ValueError(f"the role of a message must be one of {', '.join(ROLES)}, or one that the chat template or a "
+                         f"special token names, got {wrong!r}")
     calling = tools or any(message["role"] == "tool" or message.get("tool_calls") for message in messages)
     if calling and "tool" not in tokenizer.get_chat_template(tools=tools):
         raise ValueError("tools cannot be used with this model: its chat template has no place for them")

@@ -36,7 +36,7 @@ class QualityArguments(ComparisonOptions):
         points: of accuracy, that a recommended setting may lose at most.
         batch: questions that are answered together, all but the timed ones; 1: all are timed.
         timed: questions that are answered alone, interleaved, to time them.
-        tree: size of the draft tree; without it the fastest that is known here, in batches too that for one request.
+        tree: size of the draft tree; without it the fastest that is known here; in batches that for one.
     """
 
     questions: tuple[Path, ...]
@@ -58,16 +58,16 @@ def run(args: QualityArguments) -> None:
     if args.batch > 1:
         from eagle_fsd.serve.engine import Engine
 
-        if args.tree is None:  # the same for those that are timed alone and those in batches: fuzzy texts depend on it
-            args = replace(args, tree=tree_alone(model, args.temperature))
-        engine = Engine(model, max_rows=args.batch, max_waiting=args.batch, prefixes=0, tree=args.tree)
+        engine = Engine(model, max_rows=args.batch, max_waiting=args.batch, prefixes=0,
+                        tree=args.tree or tree_alone(model, args.temperature))
     with engine as joined:
         print(compare_settings(model, questions, args, points=args.points, timed=args.timed, joined=joined,
                                workers=args.batch))
 
 
 def tree_alone(model: EagleModel, temperature: float) -> TreeConfig:
-    """What pays for one exact request, without the rules that stop it early, which go by other rows as well."""
+    """What pays for one exact request, or the default, without the rules that stop it early, which go by all rows: a
+    fuzzy answer is then drafted as it would be alone, not as for so many."""
     choose, _ = model.chooser(None, make_rule("exact"), temperature)
     return replace(choose(1).tree or model.default_tree, least_reach=0.0, least_probability=0.0)
 

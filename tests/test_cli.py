@@ -78,7 +78,7 @@ def test_defaults_are_those_of_the_options():
     (["generate", "hi", "--head-guard", "2"], "head_guard must lie in [0, 1], got 2.0"),
     (["generate", "hi", "--tree", "16,x"], "is no tree; it takes total_tokens,depth,top_k"),
     (["generate", "hi", "--tree", "60"], "is no tree; it takes total_tokens,depth,top_k"),
-    (["generate", "hi", "--max-tokens", "5"], "--max-tokens: use --max-new-tokens"),
+    (["generate", "hi", "--max-tokens=5"], "--max-tokens: use --max-new-tokens"),
     (["generate", "hi", "--model", "M"], "--model: use --target"),
     (["generate", "hi", "--quality", "kl<=1"], "--quality: use eagle-fsd calibrate"),
     (["generate"], "PROMPT"),

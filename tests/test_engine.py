@@ -176,6 +176,7 @@ def run_schedule(seed):
         output, expected = ticket.result(0), alone(numbers[at])
         if chosen and "threshold" in request(numbers[at])[1]:
             assert len(output.receipts) == len(output.token_ids) <= request(numbers[at])[1]["max_new_tokens"]
+            assert at in cancelled if output.finish_reason == "cancelled" else output.token_ids
         elif output.finish_reason == "cancelled":
             assert at in cancelled
             assert output.token_ids == expected.token_ids[: len(output.token_ids)]

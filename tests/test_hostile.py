@@ -109,6 +109,7 @@ CASES = [
     ("a surrogate", lambda w: w.generate("a\ud800b"), ValueError, "lone surrogate .* at 1"),
     ("a role that is no text", lambda w: w.generate(chat(3)), ValueError, '"role" and "content"'),
     ("a role that is none", lambda w: w.generate(chat("usr", "a")), ValueError, "must be one of system, "),
+    ("a part of a role", lambda w: w.generate(chat("assist", "a")), ValueError, "got 'assist'"),
     ("content in parts", lambda w: w.generate(chat("user", [{"text": "a"}])), ValueError, "both text"),
     ("a chat without end", lambda w: w.generate(chat("user", "a" * 10**7)), ValueError, "than the target"),
     # chat templates, which come with a model

@@ -206,7 +206,8 @@ def test_without_a_threshold_decoding_is_lossless_or_one_is_asked_for(options):
 
 
 def test_a_threshold_that_nothing_exceeds_is_warned_of(small, caplog):
-    eagle_fsd.generate(PROMPT, small, threshold=0.6, max_new_tokens=2)
+    for given in ({"threshold": 0.6}, {"threshold": 5, "budget": 1.0}, {"threshold": INF, "divergence": "tv"}):
+        eagle_fsd.generate(PROMPT, small, max_new_tokens=2, **given)
     assert not caplog.records  # of js, which is at most ln 2
     eagle_fsd.generate(PROMPT, small, threshold=5, max_new_tokens=2)
     assert "a threshold of 5 lets every drafted token pass that the guard allows: js is at most 0.693" in caplog.text

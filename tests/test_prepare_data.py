@@ -126,7 +126,7 @@ def test_answers_keep_the_tokens_that_the_target_wrote(model):
 
     assert learned_of([ab, a, b, end]) == [ab, a, b, end, ab, end]
     assert learned_of([a, b, ab]) == [a, b, ab, ab, end]
-    for unknown in (None, [a, b, end]):  # not what the text says
+    for unknown in (None, [a, b, end], [ab, ab, -1], [ab, ab, 2**40]):  # not what the text says
         assert learned_of(unknown) == [ab, ab, end, ab, end]
 
 

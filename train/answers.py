@@ -225,8 +225,8 @@ def regenerate(
         ValueError: the store was begun for something else.
     """
     done: dict[int, Messages | str] = dict(begin_store(store, writer.settings | (about or {})))
-    numbered = enumerate(records)
-    with Progress(desc="answers", unit="conversation", total=len(records), done=len(done)) as progress:
+    numbered, answerable = enumerate(records), sum(record.messages is not None for record in records)
+    with Progress(desc="answers", unit="conversation", total=answerable, done=len(done)) as progress:
         while window := list(islice(numbered, WINDOW * writer.batch)):
             todo = {number: record.messages for number, record in window
                     if record.messages is not None and number not in done}

@@ -125,7 +125,7 @@ def with_own_tokens(
     ends = [next((at for at in range(start, len(ids)) if not learned[at]), len(ids)) for start in starts]
     ids, learned = list(ids), list(learned)
     for start, end, own in reversed(list(zip(starts, ends, answers, strict=False))):
-        if own and len(starts) == len(answers):
+        if own and len(starts) == len(answers) and all(0 <= token < len(tokenizer) for token in own):
             ended = own[-1] == ids[end - 1]
             last = end if ended else end - 1
             if tokenizer.decode(own) == tokenizer.decode(ids[start:last]):

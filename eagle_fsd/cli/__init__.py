@@ -9,7 +9,7 @@ from typing import Annotated, Union
 
 import tyro
 
-from ..options import ELSEWHERE
+from ..options import ELSEWHERE, GenerateOptions, LoadOptions, names_of
 from .arguments import parse_options
 from .calibrate import CalibrateCommand
 from .chat import ChatCommand
@@ -45,10 +45,10 @@ def parse(argv: Sequence[str]) -> Command:
         try:
             return parse_options(COMMANDS[argv[0]], argv[1:], program=f"eagle-fsd {argv[0]}")
         except SystemExit as end:
-            for word in dict.fromkeys(argv if end.code else ()):
-                instead = ELSEWHERE.get(word.lstrip("-").replace("-", "_")) if word.startswith("-") else None
-                if instead:
-                    print(f"{word}: use {as_flags(instead)}", file=sys.stderr)
+            for flag in dict.fromkeys(word.partition("=")[0] for word in (argv if end.code else ())):
+                instead = as_flags(ELSEWHERE.get(flag.lstrip("-").replace("-", "_"), "")) if flag[:1] == "-" else ""
+                if "-" in instead:  # what a command line has: a flag, or a command
+                    print(f"{flag}: use {instead}", file=sys.stderr)
             raise
     listed = [Annotated[kind, tyro.conf.subcommand(name, description=kind.__doc__.splitlines()[0])]
               for name, kind in COMMANDS.items()]
@@ -59,7 +59,8 @@ def parse(argv: Sequence[str]) -> Command:
 
 def as_flags(text: str) -> str:
     """A text with options as Python writes them, such as max_new_tokens=, as a command line writes them."""
-    return re.sub(r"\b([a-z_]+)=(?=\W|$)", lambda found: f"--{found[1].replace('_', '-')}", text)
+    names = "|".join((*names_of(GenerateOptions), *names_of(LoadOptions)))
+    return re.sub(rf"\b({names})=(?=[\s,;]|$)", lambda found: f"--{found[1].replace('_', '-')}", text)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -31,7 +31,7 @@ class GenerateCommand:
         from ..api import generate
 
         text = sys.stdin.read().removesuffix("\n") if self.prompt == "-" else self.prompt
-        if not text:
+        if not text and not self.chat:
             raise ValueError("the prompt is empty: at least one token is needed")
         model = self.pair.load()
         prompt = [{"role": "user", "content": text}] if self.chat else text

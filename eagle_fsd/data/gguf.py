@@ -47,7 +47,8 @@ def check_target(source: object) -> str:
     if isinstance(source, (str, Path)) and Path(source).suffix == ".gguf" and Path(source).is_file():
         return str(source)
     checked = check_source("target", source)
-    if Path(checked).is_dir() and not Path(checked, "config.json").is_file():
+    configs = (Path(checked, name) for name in ("config.json", "adapter_config.json"))
+    if Path(checked).is_dir() and not any(map(Path.is_file, configs)):
         raise ValueError(f"target {checked!r} is a directory without config.json: no model of transformers")
     return checked
 

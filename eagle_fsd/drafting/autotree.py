@@ -153,13 +153,13 @@ def choose(cycles: Sequence[LoggedCycle], latency: Latency, *, stopping: bool = 
         rows: sequences of the batch.
     """
     base, replays = _replays(cycles, latency)
-    rate, tree = _best_shape(base, replays, latency, [rows])
+    rate, tree = _best_shape(base, replays, latency, rows)
     if stopping:
         whole = replace(base, depth=LOGGED_TREE.depth, total_tokens=max(TRIED_NODES))
         candidates = [replace(whole, top_k=top_k, least_reach=reach, least_probability=p)
                       for top_k in replays for reach in REACHES for p in PROBABILITIES]
         start = max(candidates, key=lambda c: replays[c.top_k].rate(c, latency, rows=rows)[0])
-        rate, tree = max((rate, tree), _best_shape(start, replays, latency, [rows]), key=lambda each: each[0])
+        rate, tree = max((rate, tree), _best_shape(start, replays, latency, rows), key=lambda each: each[0])
     plain = latency.plain_cycle(rows)
     log.info("draft tree for %d request%s at once: up to %d tokens, %d levels; %.1f tokens/s expected, %.1f without "
              "drafting", rows, "s" * (rows > 1), tree.total_tokens, tree.depth, rows * rate, rows / plain)
@@ -175,14 +175,14 @@ def _replays(cycles: Sequence[LoggedCycle], latency: Latency) -> tuple[TreeConfi
 
 
 def _best_shape(
-    start: TreeConfig, replays: Mapping[int, Replay], latency: Latency, rows: Sequence[int]
+    start: TreeConfig, replays: Mapping[int, Replay], latency: Latency, rows: int
 ) -> tuple[float, TreeConfig]:
-    """The best rate, a geometric mean over these numbers of rows, of such a tree with any nodes, depth and top_k."""
+    """The best rate of such a tree with any nodes, depth and top_k."""
     found = []
     for top_k, replay in replays.items():
         for depth in range(1, LOGGED_TREE.depth + 1):
             tree = replace(start, depth=depth, top_k=top_k)
-            rates = np.exp(np.mean([np.log(replay.rate(tree, latency, TRIED_NODES, count)) for count in rows], 0))
+            rates = replay.rate(tree, latency, TRIED_NODES, rows)
             at = int(rates.argmax())
             found.append((float(rates[at]), replace(tree, total_tokens=TRIED_NODES[at])))
     return max(found, key=lambda each: each[0])

@@ -144,10 +144,7 @@ def grammar_of(response_format: object) -> str:
     if form == "json_object":
         schema: object = {"type": "object"}
     elif form == "json_schema":
-        if "schema" not in found:
-            raise ValueError('response_format of type "json_schema" needs a field "schema" in its "json_schema", got '
-                             f"{response_format!r}")
-        schema = found["schema"]
+        schema = found.get("schema", {"type": "object"})
     else:
         schema = response_format
     try:

@@ -31,8 +31,8 @@ class Engine:
     """Decodes requests that come at any time, in one batch: a thread of its own runs cycle after cycle.
 
     Between two cycles a new request is read into a free row, and those that have ended leave. Each has its own options.
-    What a lossless one gets is what `generate` alone would give it, and so is what a fuzzy one gets where there is a
-    fixed `tree` (docs/serving.md).
+    What a lossless one gets is what `generate` alone would give it; what a fuzzy one gets is what `generate` gives it
+    with the engine's `tree`, where that is fixed (docs/serving.md).
 
     Args:
         model: from `load`.
@@ -46,7 +46,8 @@ class Engine:
         remember: tokens of recent answers that are kept for others of their pool to copy drafts from (0: none), see
             `submit`. Some 200 bytes each.
         tree: the draft tree of every request. None: in each cycle what is fastest for so many rows, also none, by the
-            pair's logs for the rule of the oldest; then fuzzy texts depend on which others are decoded beside them.
+            pair's logs for the rule of the oldest; then fuzzy texts depend on which others are decoded beside them. A
+            pair that was loaded with another `tree` than "auto" has its default tree fixed.
 
     Attributes:
         tree: that of all; None: it is chosen.
@@ -72,7 +73,8 @@ class Engine:
         if tree is not None and (tree.least_reach or tree.least_probability):
             raise ValueError(f"the tree of an engine must not stop early, as that depends on other rows: {tree!r}")
         self.model, self.max_waiting = model, max_waiting
-        self.tree = model.check_tree(tree or steady_tree(model)) if tree or model.trees is None else None
+        chosen = tree is None and model.trees is not None
+        self.tree = None if chosen else model.check_tree(tree or fixed_tree(model))
         # With such a rotary embedding keys depend on how many positions a forward reaches.
         self.prefill_chunk = prefill_chunk if model.target.reads_in_parts else 1 << 62
         self._rows = Rows(model, self.tree, most=max_rows, positions=max_tokens, kept=prefixes, remember=remember)
@@ -109,7 +111,8 @@ class Engine:
 
         Args:
             prompt: one, as `generate` takes it.
-            options: a `GenerateOptions`; its fields may also be given by name, but for another `tree`.
+            options: a `GenerateOptions`; its fields may also be given by name. Its `tree` is a wish, as rows share one,
+                and must be the engine's in a fuzzy request where that is fixed.
             logits_processor, stopping_criteria: as of `generate`; called in the engine's thread.
             pool: whose answers are remembered together, such as those of a user: the answer is one of them, and where
                 it is lossless it copies from the others. None: neither.
@@ -219,7 +222,7 @@ class Engine:
         return self._rows.reading is not None
 
 
-def steady_tree(model: EagleModel) -> TreeConfig:
+def fixed_tree(model: EagleModel) -> TreeConfig:
     """The model's default, without what depends on other rows."""
     tree = model.default_tree
     most = tree.top_k if model.draft is None else min(tree.top_k, model.draft.draft_vocab_size)

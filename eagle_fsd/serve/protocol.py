@@ -117,6 +117,8 @@ def options_over(
         kept.pop("reference", None)
     elif "reference" in given and kept.get("text_drafts") == "off":
         del kept["text_drafts"]
+    if "min_new_tokens" not in given and isinstance(most := given.get("max_new_tokens"), int):
+        kept["min_new_tokens"] = min(kept.get("min_new_tokens", 0), max(most, 0))  # a shorter answer than the default's
     options = GenerateOptions.from_names({**kept, **given}, also)
     if isinstance(options.seed, (list, tuple)):
         raise TypeError("seed must be an int: that of the first choice; the others get the numbers that follow")

@@ -111,14 +111,15 @@ class Rows:
     def _choice(self, requests: Sequence[Request]) -> Choice:
         """The tree for these. A fuzzy rule's text depends on it: a fixed one gives way to a request's own only where
         all are lossless. Without a head the choice is a cost, by which copies are as many as pay."""
-        if not any(request.speculative for request in requests):
+        requests, count = [request for request in requests if request.speculative], len(requests)
+        if not requests:
             return Choice(None)
         own = [request.tree for request in requests if request.tree is not None]
         if own and (self.tree is None or all(request.lossless for request in requests)):
             return Choice(own[0])
         if self.tree is not None:
             return Choice(self.tree)
-        return self.model.trees.of(Setting.of(requests[0].rule, requests[0].temperature), len(requests))
+        return self.model.trees.of(Setting.of(requests[0].rule, requests[0].temperature), count)
 
     def holds(self, tree: TreeConfig) -> bool:
         """Whether there is room for a tree of a request's own."""
