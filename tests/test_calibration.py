@@ -2,6 +2,7 @@
 
 import json
 import math
+import random
 
 import numpy as np
 import pytest
@@ -11,11 +12,12 @@ import eagle_fsd
 from eagle_fsd.cli import main
 from eagle_fsd.cli.arguments import Loading
 from eagle_fsd.data.questions import Question
-from eagle_fsd.measure.comparison import compare, recommend, record_of
+from eagle_fsd.measure.comparison import compare, cross_fit_text, recommend, record_of
 from eagle_fsd.measure.methods import Answer, engine
 from eagle_fsd.measure.settings import ComparisonOptions, parse_setting
 from eagle_fsd.measure.statistics import (
     by_category,
+    cross_fitted,
     drop_bound,
     drop_interval,
     first_difference,
@@ -162,6 +164,42 @@ def row(name: str, time: float, bound: float, accuracy: float | None = 0.6, high
 def test_the_fastest_of_those_that_surely_lose_little(rows, name, said):
     found, text = recommend([row("exact", 1.0, 0.01, rows[0]["accuracy"]), *rows], "exact", 1)
     assert found == name and said in text
+
+
+def test_a_choice_is_judged_on_questions_that_it_has_not_seen():
+    """Against both halves by hand: in each the fastest that loses little there, and what it does in the other."""
+    draw = random.Random(3)
+
+    def record(name, number):
+        right = draw.random() < {"exact": 0.9, "wild": 0.6}.get(name, 0.85)
+        seconds = {"exact": 4.0, "wild": 1.0}.get(name, 3.0) + draw.random()
+        return {"ids": [1], "tokens": 1, "seconds": seconds, "forwards": 0, "fuzzy": 0, "regret": 0.0, "repeated": 0.0,
+                "right": right, "timed": number % 5 == 0}
+
+    found = [{"category": "x", "methods": {name: record(name, number) for name in ("exact", "a", "b", "wild")}}
+             for number in range(60)]
+    timed, other = found[::5], [line for number, line in enumerate(found) if number % 5]
+    halves = timed[::2] + other[::2], timed[1::2] + other[1::2]
+
+    def total(lines, name, key):
+        return sum(line["methods"][name][key] for line in lines if key != "seconds" or line["methods"][name]["timed"])
+
+    def best_of(lines):
+        little = [name for name in ("exact", "a", "b", "wild") if 100 * (
+            total(lines, "exact", "right") - total(lines, name, "right")) / len(lines) <= 5]
+        return min(little, key=lambda name: total(lines, name, "seconds"))
+
+    chosen, crossed = [best_of(half) for half in halves], cross_fitted(found, "exact", 5)
+    assert crossed["chosen"] == chosen and "wild" not in chosen
+    pairs = list(zip(chosen, halves[::-1], strict=True))
+    lost = sum(total(rest, "exact", "right") - total(rest, name, "right") for name, rest in pairs)
+    assert crossed["drop"] == pytest.approx(lost / 60)
+    assert crossed["time"] == pytest.approx(sum(total(rest, name, "seconds") for name, rest in pairs)
+                                            / sum(total(rest, "exact", "seconds") for rest in halves))
+    assert "judged on the other half, both ways (" in cross_fit_text(crossed, "exact", 5)
+    for line in found:
+        line["methods"]["a"]["timed"] = False
+    assert cross_fitted(found, "exact", 5) is None and cross_fitted(found[:1], "exact", 5) is None
 
 
 # The command

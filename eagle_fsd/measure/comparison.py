@@ -22,7 +22,7 @@ from .grading import is_right
 from .methods import Answer, Method, described, engine
 from .records import decimals, markdown, percent, plot_comparison, record_path, span, write_record
 from .settings import EXACT, ComparisonOptions, read_settings
-from .statistics import by_category, repetition
+from .statistics import by_category, cross_fitted, repetition
 
 
 def compare(
@@ -197,6 +197,14 @@ def recommend(rows: Sequence[Mapping], reference: str, points: float) -> tuple[s
         f"(one-sided 95%, corrected for the choice among {len(others)}). Nothing was set.")
 
 
+def cross_fit_text(row: Mapping, reference: str, points: float) -> str:
+    """What came of choosing on other questions, in a sentence."""
+    return (f"Chosen on one half of the questions as the fastest that loses at most {points:g} points there, and judged "
+            f"on the other half, both ways ({' and '.join(row['chosen'])}): {row['time']:.2f} of {reference}'s time per "
+            f"answer ({span(row['time_interval'])}), {0 - 100 * row['drop']:+.1f} points of accuracy "
+            f"({span(sorted(-100 * end for end in row['drop_interval']), 1)}).")
+
+
 def compare_and_store(
     model: EagleModel, methods: Mapping[str, Method], reference: str, questions: Sequence[Question],
     options: ComparisonOptions, *, points: float | None = None, **how: Any,
@@ -211,9 +219,15 @@ def compare_and_store(
         The rows by category (see `method_rows`), and the page, which ends with the recommendation.
     """
     about = described(model, options)
-    rows = by_category(compare(methods, questions, options, about, **how), reference)
-    name, said = (None, "") if points is None else recommend(rows["all"], reference, points)
-    found = {"workers": how.get("workers", 1), "points": points, "recommended": name, "said": said, "rows": rows}
+    records = compare(methods, questions, options, about, **how)
+    rows = by_category(records, reference)
+    name, said, crossed = None, "", None
+    if points is not None:
+        name, said = recommend(rows["all"], reference, points)
+        crossed = cross_fitted(records, reference, points)
+        said += "" if crossed is None else f"\n\n{cross_fit_text(crossed, reference, points)}"
+    found = {"workers": how.get("workers", 1), "points": points, "recommended": name, "said": said, "rows": rows,
+             "cross_fitted": crossed}
     return rows, write_record(options.out, about | found, f"""\
 {len(questions)} questions, {rows["all"][0]["timed"]} of them timed, {about["dtype"]},
 temperature {options.temperature:g}, at most {options.max_new_tokens} tokens a turn,

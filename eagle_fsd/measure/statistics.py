@@ -14,6 +14,7 @@ import numpy as np
 
 RESAMPLES = 2000
 GRAM = 4
+CHOSEN = "chosen"  # name of a method that was chosen on other questions
 
 
 def interval(statistic: Callable[..., np.ndarray], *columns: np.ndarray, seed: int = 0) -> list[float]:
@@ -107,6 +108,30 @@ def method_rows(found: Sequence[Mapping], reference: str) -> list[dict]:
             **_accuracy(ours, theirs, max(1, len(found[0]["methods"]) - 1)),
         })
     return rows
+
+
+def cross_fitted(found: Sequence[Mapping], reference: str, points: float) -> dict | None:
+    """What comes of a choice that has not seen the questions it is judged on, over the questions of `compare`.
+
+    On each half the fastest method that lost at most so many points of accuracy there is chosen, or the reference, and
+    judged on the other half; both together.
+
+    Returns:
+        The `chosen` names and one row as of `method_rows`, without a correction for the choice; None: nothing is graded
+        or timed, or there is one question.
+    """
+    ordered = sorted(found, key=lambda line: not all(record["timed"] for record in line["methods"].values()))
+    halves = ordered[::2], ordered[1::2]  # each with half of those that are timed
+    chosen, judged = [], []
+    for fit, rest in (halves, halves[::-1]):
+        rows = method_rows(fit, reference) if fit else []
+        if not rows or rows[0]["accuracy"] is None or rows[0]["time"] is None:
+            return None
+        best = min((row for row in rows if 100 * row.get("drop", 0) <= points), key=lambda row: row["time"])
+        chosen.append(best["method"])
+        judged += [{**line, "methods": {reference: line["methods"][reference], CHOSEN: line["methods"][best["method"]]}}
+                   for line in rest]
+    return {"chosen": chosen, **method_rows(judged, reference)[1]}
 
 
 def speeds(tokens: np.ndarray, seconds: np.ndarray, their_tokens: np.ndarray, their_seconds: np.ndarray) -> dict:
