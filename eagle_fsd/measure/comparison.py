@@ -199,9 +199,9 @@ def recommend(rows: Sequence[Mapping], reference: str, points: float) -> tuple[s
 
 def cross_fit_text(row: Mapping, reference: str, points: float) -> str:
     """What came of choosing on other questions, in a sentence."""
-    return (f"Chosen on one half of the questions as the fastest that loses at most {points:g} points there, and judged "
-            f"on the other half, both ways ({' and '.join(row['chosen'])}): {row['time']:.2f} of {reference}'s time per "
-            f"answer ({span(row['time_interval'])}), {0 - 100 * row['drop']:+.1f} points of accuracy "
+    return (f"Chosen on one half of the questions, as the fastest that loses at most {points:g} points there, and "
+            f"judged on the other half, both ways ({' and '.join(row['chosen'])}): {row['time']:.2f} of {reference}'s "
+            f"time per answer ({span(row['time_interval'])}), {0 - 100 * row['drop']:+.1f} points of accuracy "
             f"({span(sorted(-100 * end for end in row['drop_interval']), 1)}).")
 
 
