@@ -170,7 +170,7 @@ class SameCopies(TextSource):
         self.chain = Copies(list(chain), [number - 1 for number in numbers], [0.0] * len(chain), [1] * len(chain),
                             [0] * len(chain))
 
-    def propose(self) -> Copies:
+    def propose(self, forced: Copies | None = None) -> Copies:
         return self.chain
 
 
