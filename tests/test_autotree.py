@@ -239,6 +239,12 @@ def test_latencies_are_measured_and_kept(pair, tmp_path, monkeypatch):
         assert known_latency(pair.target, pair.draft) == FREE
 
 
+def test_latency_without_a_head_is_that_of_copies(pair, tmp_path, monkeypatch):
+    monkeypatch.setenv("EAGLE_FSD_CACHE", str(tmp_path))
+    found = known_latency(pair.target, None)
+    assert found.plain > 0 and max(found.base) == 64 and found.cycle(16, 0, 1) > 0
+
+
 def test_what_was_measured_beside_other_work_is_measured_again(pair, tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("EAGLE_FSD_CACHE", str(tmp_path))
     quiet = known_latency(pair.target, pair.draft)
