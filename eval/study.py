@@ -24,7 +24,7 @@ from tyro.conf import UseAppendAction
 
 from eagle_fsd.checks import check_choice, require_number
 from eagle_fsd.data.files import read_lines
-from eagle_fsd.measure.records import decimals, markdown, write_record
+from eagle_fsd.measure.records import decimals, markdown, shown, write_record
 from eval.command import noted, run_command
 from train.config import RECIPES
 
@@ -115,7 +115,7 @@ def measure(args: StudyArguments, name: str, flags: list[str], seed: int) -> dic
         end |= {"minutes": sum(line["seconds"] for line in read_lines(output / "train.jsonl")) / 60,
                 "accepted": read_lines(output / "eval.jsonl")[-1]["accepted"]}
         result.write_text(json.dumps({
-            "run": name, "seed": seed, "command": f"python {shlex.join(command)}", "steps": steps,
+            "run": name, "seed": seed, "command": shlex.join(["python", *map(shown, command)]), "steps": steps,
             "loss": last["loss"], "top1": last["top1"], **end}))
     return json.loads(result.read_text())
 

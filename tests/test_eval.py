@@ -205,6 +205,7 @@ def test_resident_memory_is_measured_in_a_process_of_its_own(tmp_path):
 def test_records_name_no_folder_of_a_machine(monkeypatch):
     assert shown(ROOT / "runs" / "x") == "runs/x" and shown("a/b") == "a/b" and shown(3) == "3"
     assert shown((ROOT / "a", ROOT.parent / "b")) == "a ../b"
+    assert shown("/a/b/c/model.gguf") == "model.gguf"  # elsewhere: no record names a machine's folders
     monkeypatch.setattr("sys.argv", [str(ROOT / "eval" / "x.py"), "--out", str(ROOT / "runs")])
     assert environment()["command"] == "python -m eval.x --out runs"
 

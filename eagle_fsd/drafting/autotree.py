@@ -152,7 +152,9 @@ def choose(cycles: Sequence[LoggedCycle], latency: Latency, *, stopping: bool = 
         stopping: whether a cycle may draft less than the whole tree, which waits for the device at every level.
         rows: sequences of the batch.
     """
-    base, replays = _replays(cycles, latency)
+    confidence = fit_confidence(cycles)
+    base = TreeConfig(2, 1, 1, confidence=confidence)
+    replays = {k: Replay(cycles, confidence, k) for k in sorted(latency.level) if k <= LOGGED_TREE.top_k}
     rate, tree = _best_shape(base, replays, latency, rows)
     if stopping:
         whole = replace(base, depth=LOGGED_TREE.depth, total_tokens=max(TRIED_NODES))
@@ -165,13 +167,6 @@ def choose(cycles: Sequence[LoggedCycle], latency: Latency, *, stopping: bool = 
              "drafting", rows, "s" * (rows > 1), tree.total_tokens, tree.depth, rows * rate, rows / plain)
     worth = 1.0 if rows == 1 else WORTH
     return Choice(tree if rate * plain > worth else None, rate, partial(latency.relative, tree.top_k, rows))
-
-
-def _replays(cycles: Sequence[LoggedCycle], latency: Latency) -> tuple[TreeConfig, dict[int, Replay]]:
-    """A smallest tree with the confidence that these cycles show, and they themselves, by top_k."""
-    confidence = fit_confidence(cycles)
-    widths = [top_k for top_k in sorted(latency.level) if top_k <= LOGGED_TREE.top_k]
-    return TreeConfig(2, 1, 1, confidence=confidence), {k: Replay(cycles, confidence, k) for k in widths}
 
 
 def _best_shape(

@@ -113,25 +113,16 @@ def default_target() -> str:
     return str(target)
 
 
-def default_head() -> str:
-    """The bundled head of the default target.
-
-    Raises:
-        ValueError: it is not here.
-    """
-    head = find_bundled(HEAD)
-    if head is None:
-        raise ValueError(f"the bundled head {HEAD} is not installed: name a target and a draft head")
-    return head
-
-
 def find_pair(target: str | Path | None, draft: str | Path | None) -> tuple[str, str | Path | None]:
     """Where target and head are: where none is named, the default target and the known head, or None."""
     from ..data.gguf import check_target  # not above: to list heads needs no torch
     from ..data.sources import in_cache
 
     if target is None:
-        return default_target(), default_head() if draft is None else draft
+        head = find_bundled(HEAD) if draft is None else draft
+        if head is None:
+            raise ValueError(f"the bundled head {HEAD} is not installed: name a target and a draft head")
+        return default_target(), head
     target = check_target(target)
     if target.casefold() == DEFAULT.casefold() and packaged_target() and not in_cache(target):
         log.warning("%s is asked for at the hub; the package %s has it in 4 bits: taken where no target is named",

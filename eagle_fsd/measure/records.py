@@ -47,11 +47,15 @@ def environment() -> dict:
 
 
 def shown(value: object) -> str:
-    """A setting as text; an absolute path relative to the repository, so that no record names a machine's folders."""
+    """A setting as text; an absolute path relative to the repository, or its name alone, so that no record
+    names a machine's folders."""
     if isinstance(value, tuple):
         return " ".join(map(shown, value))
     text = str(value)
-    return os.path.relpath(text, ROOT) if os.path.isabs(text) else text
+    if not os.path.isabs(text):
+        return text
+    near = os.path.relpath(text, ROOT)
+    return Path(text).name if near.startswith(os.path.join("..", "..")) else near  # elsewhere on this machine
 
 
 def record_path(out: Path, suffix: str) -> Path:
