@@ -18,7 +18,6 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from eagle_fsd.cli.arguments import Loading, Tree
 from eagle_fsd.cli.exits import check_counts
@@ -30,6 +29,7 @@ from eagle_fsd.measure.settings import EXACT, ComparisonOptions
 from eagle_fsd.models.target import TargetModel
 from eagle_fsd.requests import encode_prompt
 from eval.command import chosen_questions, first_questions, noted, run_command
+from eval.likelihood import log_probs
 
 STORED, INT8 = "as stored", "int8"
 
@@ -53,13 +53,6 @@ class QuantisationArguments(ComparisonOptions):
     tokens: int = 512
     threads: int | None = None
     tree: Tree = None
-
-
-@torch.inference_mode()
-def log_probs(target: TargetModel, ids: Sequence[int]) -> Tensor:
-    """[T - 1, V]: of each token of a text but the first, before it was known."""
-    tokens = torch.tensor([ids], device=target.device)
-    return target.logits(target.prefill(tokens, target.new_cache(len(ids))))[0, :-1].log_softmax(-1)
 
 
 def likelihoods(targets: dict[str, TargetModel], texts: Sequence[Sequence[int]]) -> dict[str, float]:

@@ -12,12 +12,14 @@ from tiny import PROMPT, save_pair, tiny_chat_pair
 import eagle_fsd
 from eagle_fsd import GenerateOptions
 from eagle_fsd.cli.arguments import Loading
+from eagle_fsd.data.questions import Question
 from eagle_fsd.drafting.logs import LOGGED_TREE
 from eagle_fsd.measure import comparison
 from eagle_fsd.measure.cycles import log_cycles
 from eagle_fsd.measure.methods import engine, hf_generate
 from eagle_fsd.measure.records import ROOT, environment, shown, write_record
-from eval import benchmark, forwards, memory, quality, quantisation
+from eagle_fsd.requests import encode_prompt
+from eval import benchmark, forwards, likelihood, memory, quality, quantisation
 
 TREE = eagle_fsd.TreeConfig(8, 3, 2)
 QUESTIONS = [
@@ -149,6 +151,39 @@ def test_quality_times_some_questions_and_answers_the_others_in_batches(chat_mod
         texts.append({(line["asked"], line["method"]): line["ids"] for line in lines})
     assert texts[0] == texts[1]  # in a batch each is answered as alone
     assert (tmp_path / "q.png").stat().st_size > 10_000
+
+
+def test_judges_say_how_likely_answers_are(chat_model, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(likelihood, "load", lambda *_, **__: chat_model)
+    asked = write_questions(tmp_path)
+    assert quality.main(["--questions", asked, "--max-new-tokens", "8", "--tree", "8,3,2", "--settings",
+                         "fsd 0.5 head_guard=none", "--out", str(tmp_path / "q")]) == 0
+    log = tmp_path / "q.answers.jsonl"
+    words = ["--answers", str(log), "--questions", asked, "--judges", "tiny", "--out", str(tmp_path / "judged")]
+    assert likelihood.main(words) == 0
+    exact, fuzzy = json.loads((tmp_path / "judged.json").read_text())["rows"]
+    nats = sizes = 0
+    for record in map(json.loads, log.read_text().splitlines()[1:]):
+        if record["method"] == "exact":
+            turns = next(row["turns"] for row in QUESTIONS if len(row["turns"]) == len(record["turns"])
+                         and comparison.digest_of(Question(row["question_id"], row["category"], tuple(row["turns"])))
+                         == record["asked"])
+            chat = []
+            for turn, text in zip(turns, record["turns"], strict=True):
+                chat.append({"role": "user", "content": turn})
+                prompt = encode_prompt(chat, chat_model)
+                ids = torch.tensor([[*prompt, *chat_model.tokenizer.encode(text, add_special_tokens=False)]])
+                labels = ids.masked_fill(torch.arange(ids.shape[1]) < len(prompt), -100)
+                with torch.no_grad():
+                    nats += chat_model.target.model(ids, labels=labels).loss.item() * (ids.shape[1] - len(prompt))
+                sizes += len(text.encode())
+                chat.append({"role": "assistant", "content": text})
+    found = exact["judges"]["tiny"]
+    assert found["nats_per_byte"] == pytest.approx(nats / sizes, rel=1e-4) and found["interval"] == [0, 0]
+    other = fuzzy["judges"]["tiny"]
+    assert other["difference"] == pytest.approx(other["nats_per_byte"] - found["nats_per_byte"]) != 0
+    assert likelihood.main([*words, "--reference", "best"]) == 2
+    assert "takes one of exact, fsd 0.5 head_guard=none" in capsys.readouterr().err
 
 
 # eval.forwards

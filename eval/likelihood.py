@@ -1,0 +1,150 @@
+"""How likely models find the answers of a comparison: a judge of texts that no grader knows.
+
+    python -m eval.likelihood --answers eval/results/chat.answers.jsonl --questions mt_bench.jsonl \\
+        --judges HuggingFaceTB/SmolLM2-135M-Instruct qwen2.5-coder-0.5b-instruct-q4_k_m.gguf --out runs/chat-judged
+
+The log is that of `eval.quality`, `eval.benchmark` or `eagle-fsd calibrate`. Each judge reads every question in its own
+chat template and gives the answer's nats per byte, a unit that different tokenizers share; the lower, the likelier.
+Answers that repeat themselves are likely too: their share of repeated 4-grams and their length stand beside it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from eagle_fsd.cli.exits import check_counts
+from eagle_fsd.data.files import read_lines
+from eagle_fsd.data.progress import Progress
+from eagle_fsd.data.questions import Question
+from eagle_fsd.measure.comparison import digest_of
+from eagle_fsd.measure.records import decimals, markdown, percent, shown, span, write_record
+from eagle_fsd.measure.settings import EXACT
+from eagle_fsd.measure.statistics import interval
+from eagle_fsd.models.target import TargetModel
+from eagle_fsd.pair import EagleModel, load
+from eagle_fsd.requests import encode_prompt
+from eval.command import first_questions, run_command
+
+
+@dataclass(frozen=True, kw_only=True)
+class LikelihoodArguments:
+    """What `eval.likelihood` reads.
+
+    Args:
+        answers: OUT.answers.jsonl of a comparison.
+        questions: JSON lines of the questions that it asked.
+        judges: models: directories, hub ids or GGUF files.
+        dtype: of the judges; auto as in eagle_fsd.load.
+        reference: the method that others are compared with.
+        per_category: only the first questions of each category.
+        out: OUT.json and OUT.md are written.
+    """
+
+    answers: Path
+    questions: tuple[Path, ...]
+    judges: tuple[str, ...]
+    dtype: str = "auto"
+    reference: str = EXACT
+    per_category: int | None = None
+    out: Path
+
+
+@torch.inference_mode()
+def log_probs(target: TargetModel, ids: Sequence[int]) -> Tensor:
+    """[T - 1, V]: of each token of a text but the first, before it was known."""
+    tokens = torch.tensor([ids], device=target.device)
+    return target.logits(target.prefill(tokens, target.new_cache(len(ids))))[0, :-1].log_softmax(-1)
+
+
+def nats_of(judge: EagleModel, question: Question, turns: Sequence[str]) -> float:
+    """-log p of the answers to a question's turns, each after the conversation before it."""
+    chat, nats = [], 0.0
+    for asked, text in zip(question.turns, turns, strict=False):  # a conversation may have outgrown the model
+        chat.append({"role": "user", "content": asked})
+        prompt = encode_prompt(chat, judge)
+        ids = judge.tokenizer.encode(text, add_special_tokens=False)
+        if ids:
+            found = log_probs(judge.target, [*prompt, *ids])[len(prompt) - 1 :]
+            nats -= found.gather(1, torch.tensor(ids, device=found.device)[:, None]).sum().item()
+        chat.append({"role": "assistant", "content": text})
+    return nats
+
+
+def answered(log: Path, questions: Sequence[Question], reference: str) -> list[tuple[Question, dict[str, dict]]]:
+    """Each question with its records by method.
+
+    Raises:
+        ValueError: no log of a comparison, or it lacks the reference or all of these questions.
+    """
+    if not log.is_file():
+        raise ValueError(f"{log} is not there; it takes OUT.answers.jsonl of a comparison")
+    records: dict[str, dict[str, dict]] = {}
+    for record in read_lines(log)[1:]:
+        records.setdefault(record["asked"], {})[record["method"]] = record
+    names = list(dict.fromkeys(name for found in records.values() for name in found))
+    if reference not in names:
+        raise ValueError(f"{log} has no answers of {reference!r}; --reference takes one of {', '.join(names)}")
+    found = [(question, records[digest]) for question in questions
+             if len(records.get(digest := digest_of(question), ())) == len(names)]
+    if not found:
+        raise ValueError(f"{log} has none of these questions answered by all of {', '.join(names)}")
+    return found
+
+
+def likelihood_rows(
+    found: Sequence[tuple[Question, Mapping[str, Mapping]]], judges: Mapping[str, EagleModel], reference: str
+) -> list[dict]:
+    """One row per method: tokens per answer, repeated 4-grams, and by judge the nats per byte, how much higher that is
+    than the reference's, and the 95% interval of the difference over the questions."""
+    def difference(nats: np.ndarray, sizes: np.ndarray, their_nats: np.ndarray, their_sizes: np.ndarray) -> np.ndarray:
+        return nats.sum(-1) / sizes.sum(-1) - their_nats.sum(-1) / their_sizes.sum(-1)
+
+    methods = list(found[0][1])
+    sizes = {name: np.array([max(1, len("".join(records[name]["turns"]).encode())) for _, records in found], float)
+             for name in methods}
+    nats = {(judge, name): np.empty(len(found)) for judge in judges for name in methods}
+    for number, (question, records) in enumerate(Progress(found, desc="reading", unit="question")):
+        for judge, model in judges.items():
+            for name in methods:
+                nats[judge, name][number] = nats_of(model, question, records[name]["turns"])
+    rows = []
+    for name in methods:
+        by_judge = {}
+        for judge in judges:
+            columns = nats[judge, name], sizes[name], nats[judge, reference], sizes[reference]
+            by_judge[judge] = {"nats_per_byte": float(columns[0].sum() / columns[1].sum()),
+                               "difference": float(difference(*columns)), "interval": interval(difference, *columns)}
+        rows.append({"method": name, "answers": len(found), "judges": by_judge,
+                     **{key: sum(records[name][key] for _, records in found) / len(found)
+                        for key in ("tokens", "repeated")}})
+    return rows
+
+
+def run(args: LikelihoodArguments) -> None:
+    check_counts(args, "per_category")
+    found = answered(args.answers, first_questions(args.questions, args.per_category), args.reference)
+    judges = {shown(name) if Path(name).exists() else name: load(name, dtype=args.dtype)
+              for name in args.judges}
+    rows = likelihood_rows(found, judges, args.reference)
+    table = markdown({
+        "method": row["method"], "tokens/answer": decimals(row["tokens"], 0),
+        "repeated 4-grams": percent(row["repeated"]),
+        **{f"nats/byte, {Path(judge).name} (difference, 95%)":
+           f"{each['nats_per_byte']:.3f} ({each['difference']:+.3f}, {span(each['interval'], 3)})"
+           for judge, each in row["judges"].items()}} for row in rows)
+    print(write_record(args.out, {"settings": {key: shown(value) for key, value in vars(args).items()}, "rows": rows},
+                       f"{len(found)} questions, differences from {args.reference}\n\n{table}"))
+
+
+main = partial(run_command, "eval.likelihood", LikelihoodArguments, run)
+
+if __name__ == "__main__":
+    sys.exit(main())
