@@ -23,14 +23,13 @@ from .models import IMPLEMENTATIONS
 MOST_LOGPROBS = 20
 MOST_REFERENCES = 1024
 LEAST_TEMPERATURE = 1e-6  # below, quotients leave the range of float32
-# Names that people know from elsewhere or from earlier versions, and what to use here.
+# Names that people know from elsewhere, and what to use here.
 ELSEWHERE = {
     "assistant_model": "load(target, draft): the draft head drafts",
     "attention_mask": "what the tokenizer returned as the prompt, mask included",
     "bad_words_ids": "logits_processor=[NoBadWordsLogitsProcessor(...)]",
     "do_sample": "temperature= (0 is greedy)",
     "eos_token_id": "stop_token_ids=",
-    "gate_threshold": "head_guard=",
     "generation_config": "the options by name, or custom_generate inside model.generate",
     "input_ids": "prompt, the first argument",
     "inputs": "prompt, the first argument",
@@ -52,8 +51,6 @@ ELSEWHERE = {
     "pad_token_id": "nothing: prompts of a batch are not padded",
     "prefix_allowed_tokens_fn": "logits_processor=[PrefixConstrainedLogitsProcessor(...)]",
     "prediction": "reference=",
-    "quality": "eagle-fsd calibrate, which recommends a rule and a threshold for your prompts",
-    "sibling": "nothing: the target chooses among the children",
     "stop_strings": "stop=",
     "prompt_lookup_num_tokens": "text_drafts=, which is on",
     "stream": "streamer=, or Engine(model).submit(...), whose ticket is an iterator",
@@ -62,7 +59,6 @@ ELSEWHERE = {
     "tools": "the prompt as text, rendered by tokenizer.apply_chat_template(messages, tools=...)",
     "use_cache": "nothing: there always is one",
     # of load
-    "calibration": "threshold= of generate: nothing is read beside a head (eagle-fsd calibrate recommends one)",
     "compile": "nothing: it gained less than prepacked weights, which are the default",
     "load_in_4bit": "quantization_config=",
     "load_in_8bit": "quantization_config=",

@@ -76,7 +76,7 @@ def methods_of(
     return {
         BASELINE: hf_generate(model, **sampling),
         LOOKUP: hf_generate(model, **sampling, prompt_lookup_num_tokens=10),
-        UNDRAFTED: engine(model, plain=True, acceptance=EXACT, **sampling), **setting_methods(model, args),
+        UNDRAFTED: engine(model, speculative=False, **sampling), **setting_methods(model, args),
         **({COPIES: engine(headless, acceptance=EXACT, **sampling)} if args.without_head else {}),
         **{name: endpoint_method(model, *place, **sampling) for name, place in endpoints.items()},
     }

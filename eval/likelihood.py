@@ -31,7 +31,7 @@ from eagle_fsd.measure.statistics import interval
 from eagle_fsd.models.target import TargetModel
 from eagle_fsd.pair import EagleModel, load
 from eagle_fsd.requests import encode_prompt
-from eval.command import first_questions, run_command
+from eval.command import first_questions, noted, run_command
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,7 +140,7 @@ def run(args: LikelihoodArguments) -> None:
         **{f"nats/byte, {Path(judge).name} (difference, 95%)":
            f"{each['nats_per_byte']:.3f} ({each['difference']:+.3f}, {span(each['interval'], 3)})"
            for judge, each in row["judges"].items()}} for row in rows)
-    print(write_record(args.out, {"settings": {key: shown(value) for key, value in vars(args).items()}, "rows": rows},
+    print(write_record(args.out, {"settings": noted(args), "rows": rows},
                        f"{len(found)} questions, differences from {args.reference}\n\n{table}"))
 
 

@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 import torch
-from tiny import PROMPT, VOCAB, tiny_pair, tiny_target, tiny_tokenizer
+from tiny import PROMPT, PROMPTS, VOCAB, tiny_pair, tiny_target, tiny_tokenizer
 from transformers import LogitsProcessor
 from transformers.generation.logits_process import NoRepeatNGramLogitsProcessor
 
@@ -16,7 +16,6 @@ from eagle_fsd.engine.loop import run
 from eagle_fsd.requests import make_requests
 
 TREE = eagle_fsd.TreeConfig(12, 4, 3)
-PROMPTS = [PROMPT, [7, 7, 2], [5], [(5 * i + 3) % VOCAB for i in range(21)], PROMPT[:6]]
 
 
 class NoThreeAfterOne(LogitsProcessor):
@@ -126,7 +125,9 @@ def test_bad_batches(prompts, options, error, message):
 RULES = [
     {"acceptance": "exact"}, {"threshold": 0.3}, {"threshold": 0.6}, {"threshold": 0.6, "divergence": "tv"},
     {"acceptance": "tilt", "threshold": 0.7}, {"acceptance": lambda nodes: nodes.warped},
-    {"threshold": 0.5, "head_guard": None, "budget": 0.5},
+    {"threshold": 0.5, "head_guard": None, "budget": 0.5}, {"threshold": 0.6, "budget": 0},
+    {"acceptance": "lenience", "threshold": 1.0}, {"acceptance": "typical", "threshold": 0.0},
+    {"acceptance": "fsd_paper", "threshold": 0.4},
 ]
 OTHERS = [
     {"temperature": 0.8, "seed": 3}, {"temperature": 1.0, "top_k": 5, "seed": 4, "max_new_tokens": 9},

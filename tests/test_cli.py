@@ -80,7 +80,6 @@ def test_defaults_are_those_of_the_options():
     (["generate", "hi", "--tree", "60"], "is no tree; it takes total_tokens,depth,top_k"),
     (["generate", "hi", "--max-tokens=5"], "--max-tokens: use --max-new-tokens"),
     (["generate", "hi", "--model", "M"], "--model: use --target"),
-    (["generate", "hi", "--quality", "kl<=1"], "--quality: use eagle-fsd calibrate"),
     (["generate"], "PROMPT"),
 ])
 def test_what_is_wrong_ends_with_status_2_and_says_what(argv, said, capsys):

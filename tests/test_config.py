@@ -3,7 +3,6 @@ import math
 import pytest
 
 from eagle_fsd import TreeConfig
-from eagle_fsd.drafting.config import Confidence
 
 
 @pytest.mark.parametrize(("shape", "scored", "nodes"), [
@@ -26,11 +25,3 @@ def test_nodes_are_what_is_asked_for_or_what_can_be_scored(shape, scored, nodes)
 def test_bad_values_are_refused_with_their_name(options, error):
     with pytest.raises(error, match=next(iter(options))):
         TreeConfig(**options)
-
-
-@pytest.mark.parametrize("knots", [((0.0,), (0.0,), (0.0,)), ((0, -1), (-1, 0), (-1, 0)), ((-1, 0), (0, -1), (-1, 0)),
-                                   ((-1, 0), (-1, 0.5), (-1, 0)), ((-1, 0), (-1, 0), (-math.inf, 0)),
-                                   ((-1, -1), (-1, 0), (-1, 0))])
-def test_bad_confidences_are_refused(knots):
-    with pytest.raises(ValueError, match="Confidence"):
-        Confidence(*knots)

@@ -5,7 +5,7 @@ import threading
 import pytest
 import torch
 from test_generate import TREE, Recorder
-from tiny import PROMPT, VOCAB, readable, tiny_head, tiny_pair, tiny_target
+from tiny import PROMPT, PROMPTS, VOCAB, readable, tiny_head, tiny_pair, tiny_target
 from transformers import GenerationConfig, TextIteratorStreamer
 from transformers.generation.logits_process import NoRepeatNGramLogitsProcessor
 from transformers.generation.stopping_criteria import StopStringCriteria
@@ -14,7 +14,6 @@ import eagle_fsd
 from eagle_fsd import custom_generate
 
 IDS = torch.tensor([PROMPT])
-PROMPTS = [PROMPT, [7, 7, 2], [5], [(5 * i + 3) % VOCAB for i in range(21)], PROMPT[:6]]
 
 
 @pytest.fixture

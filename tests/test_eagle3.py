@@ -8,8 +8,7 @@ import pytest
 import torch
 from reference_eagle import rotate
 from safetensors.torch import load_file, save_file
-from tiny import HIDDEN, PROMPT, SIZES, VOCAB, accepted_while_sampling, tiny_target
-from transformers import LlamaConfig
+from tiny import HIDDEN, NAMED, PROMPT, SIZES, VOCAB, accepted_while_sampling, random_head, tiny_target
 
 import eagle_fsd
 from eagle_fsd import TreeConfig, load_head, save_head
@@ -21,7 +20,6 @@ from eagle_fsd.models.target import TargetModel
 from eagle_fsd.pair import EagleModel
 
 LAYERS = 8  # of the targets, so that the default layers exist: 2, 4 and 5
-NAMED = [1, 2, 3, 5, 6, 7, 8, 9, 12, 13, 14, 17, 19, 20, 22, 23, 24, 26, 28, 30, 31]  # a reduced draft vocabulary
 NEW = 16
 WIDE = TreeConfig(16, 5, 4)
 
@@ -38,19 +36,6 @@ def deep_target(family: str = "llama", layers: int = LAYERS, **options):
 @pytest.fixture(scope="module")
 def target():
     return deep_target()
-
-
-def random_head(named=None, seed: int = 0, **options) -> Eagle3Head:
-    """A head of random weights; `named`: the tokens of its vocabulary, None for all."""
-    torch.manual_seed(seed)
-    sizes = SIZES | {"num_hidden_layers": 1, "draft_vocab_size": None if named is None else len(named)}
-    head = Eagle3Head(LlamaConfig(**sizes | options))
-    with torch.no_grad():
-        for weight in head.parameters():
-            weight.normal_(std=0.3) if weight.dim() > 1 else weight.normal_(1.0, 0.2)
-        if named is not None:
-            head.d2t.copy_(torch.tensor(named) - torch.arange(len(named)))
-    return head.eval()
 
 
 def good_head(target, named=None, **options) -> Eagle3Head:

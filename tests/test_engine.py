@@ -10,13 +10,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tiny import PROMPT, SIZES, VOCAB, readable, tiny_pair, tiny_target, tiny_tokenizer
-from transformers import LlamaConfig
+from tiny import PROMPT, VOCAB, random_head, readable, tiny_pair, tiny_target, tiny_tokenizer
 
 import eagle_fsd
 from eagle_fsd.drafting.config import Choice
 from eagle_fsd.engine.decoder import Decoder
-from eagle_fsd.heads.eagle3 import Eagle3Head
 from eagle_fsd.serve.rows import Prefixes
 
 TREE = eagle_fsd.TreeConfig(12, 4, 3)
@@ -67,15 +65,7 @@ def model(trees: bool = False, **sizes):
 
 def eagle3_pair(named=None, tokenizer=None):
     """A deep target and a head of random weights; `named`: the tokens of its vocabulary, None for all."""
-    sizes = SIZES | {"num_hidden_layers": 1, "draft_vocab_size": named and len(named)}
-    head = Eagle3Head(LlamaConfig(**sizes))
-    torch.manual_seed(0)
-    with torch.no_grad():
-        for weight in head.parameters():
-            weight.normal_(std=0.3) if weight.dim() > 1 else weight.normal_(1.0, 0.2)
-        if named is not None:
-            head.d2t.copy_(torch.tensor(named) - torch.arange(len(named)))
-    return eagle_fsd.EagleModel.from_parts(tiny_target(num_hidden_layers=8), head.eval(), tokenizer)
+    return eagle_fsd.EagleModel.from_parts(tiny_target(num_hidden_layers=8), random_head(named), tokenizer)
 
 
 @functools.cache

@@ -47,7 +47,7 @@ def chat_model(monkeypatch):
 
 def test_methods_give_the_same_greedy_answer(model):
     baseline = hf_generate(model)(PROMPT, 20)
-    undrafted = engine(model, plain=True, acceptance="exact")(PROMPT, 20)
+    undrafted = engine(model, speculative=False)(PROMPT, 20)
     exact = engine(model, acceptance="exact", tree=TREE)(PROMPT, 20)
     assert undrafted.token_ids == exact.token_ids == baseline.token_ids
     assert undrafted.text == exact.text == baseline.text

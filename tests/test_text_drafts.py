@@ -13,7 +13,7 @@ from dataclasses import replace
 import pytest
 import torch
 from random_trees import Case, tree_from_parents
-from test_engine import eagle3_pair
+from test_engine import eagle3_pair, no_three_after_one
 from test_generate import Recorder
 from test_laws import chi_square_fits
 from tiny import PROMPT, VOCAB, tiny_chat_pair, tiny_pair, tiny_tokenizer
@@ -425,13 +425,6 @@ def test_a_head_catches_up_after_more_than_its_tree_is_deep(cost, lag):
         assert drafted.tokens[row].tolist() == expected.tokens[0].tolist()
         for ours, wanted in zip(logits, theirs, strict=True):
             torch.testing.assert_close(ours[row], wanted[0], rtol=1e-3, atol=1e-3)
-
-
-def no_three_after_one(input_ids, scores):
-    """A user's processor."""
-    scores = scores.clone()
-    scores[input_ids[:, -1] == 1, 3] = -torch.inf
-    return scores
 
 
 @pytest.mark.parametrize("kind", ["EAGLE-2", "no head"])

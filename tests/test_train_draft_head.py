@@ -389,8 +389,6 @@ def test_flags_change_the_recipe(monkeypatch, capsys):
         "steps": 7, "evaluate": False, "tree": TreeConfig(8, 3, 2),
         "objective": replace(OBJECTIVES["hass"], aligned_steps=2)})
     assert asdict(asked[0]) == asdict(wanted)
-    monkeypatch.setattr(sys, "argv", ["x", "--config", "train/configs/small.yaml", "target=t"])
-    assert main() == 2 and "train_draft_head small --target" in capsys.readouterr().err
 
 
 def test_a_study_makes_each_run_once(place, tmp_path, monkeypatch, capsys):

@@ -9,7 +9,17 @@ import math
 import numpy as np
 import pytest
 import torch
-from tiny import HIDDEN, PROMPT, VOCAB, accepted_while_sampling, save_pair, tiny_head, tiny_target, tiny_tokenizer
+from tiny import (
+    HIDDEN,
+    NAMED,
+    PROMPT,
+    VOCAB,
+    accepted_while_sampling,
+    save_pair,
+    tiny_head,
+    tiny_target,
+    tiny_tokenizer,
+)
 
 import eagle_fsd
 from eagle_fsd import TreeConfig, load_head, save_head
@@ -21,7 +31,6 @@ from eagle_fsd.models.placement import weights_digest
 from eagle_fsd.pair import EagleModel
 from train.documents import Documents
 
-NAMED = [1, 2, 3, 5, 6, 7, 8, 9, 12, 13, 14, 17, 19, 20, 22, 23, 24, 26, 28, 30, 31]
 OUTSIDE = sorted({*range(VOCAB)} - {*NAMED})
 WIDE = TreeConfig(16, 5, 4)
 NEW = 16

@@ -229,28 +229,6 @@ def request(pair, number=0, **options):
     return make_requests(pair, [PROMPT[number % 3 :]], options)[0]
 
 
-def test_requests_of_any_rules_are_decoded_together_as_each_alone(pair):
-    settings = [
-        {}, {"threshold": 0.1}, {"threshold": 0.6}, {"threshold": 0.6, "budget": 0.5}, {"threshold": 0.6, "budget": 0},
-        {"threshold": 0.6, "head_guard": None}, {"acceptance": "tilt", "threshold": 1.0},
-        {"acceptance": "tilt", "threshold": 3.0, "temperature": 0.7}, {"acceptance": "lenience", "threshold": 1.0},
-        {"acceptance": "lenience", "threshold": 1.0, "temperature": 1.0, "top_p": 0.9},
-        {"acceptance": "lenience", "threshold": 2.0, "temperature": 1.0, "repetition_penalty": 1.2},
-        {"acceptance": "relaxed", "threshold": 3.0},
-        {"acceptance": "typical", "threshold": 0.0, "temperature": 1.0, "top_k": 5},
-        {"acceptance": "fsd_paper", "threshold": 0.4},
-        {"acceptance": lambda nodes: 2 * nodes.warped, "temperature": 1.0},
-    ]
-    together = [request(pair, number, **options) for number, options in enumerate(settings)]
-    assert decode(pair, together) == [None] * len(settings)
-    for number, options in enumerate(settings):
-        alone = request(pair, number, **options)
-        assert decode(pair, [alone]) == [None]
-        assert (alone.new, alone.stats) == (together[number].new, together[number].stats)
-        assert [each.source for each in alone.receipts] == [each.source for each in together[number].receipts]
-    assert sum(receipt.source == "fuzzy" for each in together for receipt in each.receipts) > 20
-
-
 def broken(nodes):
     raise KeyError("mine")
 

@@ -17,10 +17,13 @@ from transformers import (
 import eagle_fsd
 from eagle_fsd.heads.checkpoint import save_head
 from eagle_fsd.heads.eagle import DraftHead
+from eagle_fsd.heads.eagle3 import Eagle3Head
 from eagle_fsd.pair import EagleModel
 
 VOCAB, HIDDEN = 32, 16
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8]
+PROMPTS = [PROMPT, [7, 7, 2], [5], [(5 * i + 3) % VOCAB for i in range(21)], PROMPT[:6]]
+NAMED = [1, 2, 3, 5, 6, 7, 8, 9, 12, 13, 14, 17, 19, 20, 22, 23, 24, 26, 28, 30, 31]  # a reduced draft vocabulary
 
 SIZES = {
     "vocab_size": VOCAB,
@@ -220,6 +223,19 @@ def tiny_chat_pair(family: str = "llama", **options) -> EagleModel:
     with torch.no_grad():
         model.target.lm_head.weight[:4] = 0
     return model
+
+
+def random_head(named=None, seed: int = 0, **options) -> Eagle3Head:
+    """An EAGLE-3 head of random weights; `named`: the tokens of its vocabulary, None for all."""
+    torch.manual_seed(seed)
+    sizes = SIZES | {"num_hidden_layers": 1, "draft_vocab_size": None if named is None else len(named)}
+    head = Eagle3Head(LlamaConfig(**sizes | options))
+    with torch.no_grad():
+        for weight in head.parameters():
+            weight.normal_(std=0.3) if weight.dim() > 1 else weight.normal_(1.0, 0.2)
+        if named is not None:
+            head.d2t.copy_(torch.tensor(named) - torch.arange(len(named)))
+    return head.eval()
 
 
 def save_pair(folder, model: EagleModel | None = None) -> None:

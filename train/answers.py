@@ -25,6 +25,7 @@ from eagle_fsd import EagleModel
 from eagle_fsd.data.conversations import TOKEN_IDS, BadRow, Record
 from eagle_fsd.data.files import append_lines, read_lines, write_lines
 from eagle_fsd.data.progress import Progress
+from eagle_fsd.measure.statistics import repetition
 from train.encoding import ANYTHING, render
 
 log = logging.getLogger(__name__)
@@ -189,10 +190,8 @@ def user_opening(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> str:
 
 def is_sensible(text: str) -> bool:
     """Whether a self-written user's turn is worth an answer: of some length, with words, not going round in circles."""
-    words = text.split()
-    grams = list(zip(*(words[start:] for start in range(4)), strict=False))
     return (SHORTEST <= len(text) <= LONGEST and re.search(r"[^\W\d_]{3}", text) is not None
-            and len(set(grams)) >= (1 - MOST_REPETITION) * len(grams))
+            and repetition(text.split()) <= MOST_REPETITION)
 
 
 def begin_store(store: Path, about: dict) -> list:

@@ -142,10 +142,6 @@ def stop_if_asked(trainer: Trainer, stop: StopRequest) -> None:
 
 
 def main() -> int:
-    if "--config" in sys.argv:  # of versions with YAML files
-        print("settings are flags now, and the files recipes: "
-              "python -m train.train_draft_head small --target T --data D --output O", file=sys.stderr)
-        return 2
     words = sys.argv[1:]
     if words and not words[0].startswith("-") and words[0] not in RECIPES:
         print(f"unknown recipe {words[0]!r}; accepted: {', '.join(RECIPES)}", file=sys.stderr)

@@ -10,7 +10,6 @@ from .rule import Custom, Rule
 RULES: dict[str, type[Rule]] = {
     name: getattr(import_module(f".{name}", __package__), rule) for name, rule in RULE_CLASSES.items()
 }
-GONE = ("judge", "fly", "regret", "prose", "afterword")  # at 767fce7; docs/fuzzy.md says what they gave
 
 
 def make_rule(
@@ -39,9 +38,7 @@ def make_rule(
         del options["head_guard"]  # no guard is what such a rule has
     if isinstance(rule, str):
         if rule not in RULES:
-            gone = rule in GONE or "+" in rule
-            hint = "; that rule did not earn its place and is gone (docs/fuzzy.md)" if gone else ""
-            raise ValueError(f"unknown rule {rule!r}; accepted: {', '.join(RULES)}, a rule or a function{hint}")
+            raise ValueError(f"unknown rule {rule!r}; accepted: {', '.join(RULES)}, a rule or a function")
         rule = RULES[rule]()
     elif not isinstance(rule, Rule):
         if isinstance(rule, type) or not callable(rule):

@@ -24,15 +24,6 @@ class Confidence:
     first: tuple[float, ...]
     others: tuple[float, ...]
 
-    def __post_init__(self) -> None:
-        if not 2 <= len(self.knots) == len(self.first) == len(self.others):
-            raise ValueError("Confidence needs at least two knots, and as many values for first and others")
-        if len(set(self.knots)) < len(self.knots):
-            raise ValueError(f"Confidence.knots must differ from one another, got {self.knots}")
-        for name, values in (("knots", self.knots), ("first", self.first), ("others", self.others)):
-            if list(values) != sorted(values) or not all(map(math.isfinite, values)) or values[-1] > 0:
-                raise ValueError(f"Confidence.{name} must ascend to at most 0, got {values}")
-
 
 @dataclass(frozen=True)
 class TreeConfig:

@@ -132,8 +132,6 @@ def store_log(head: str | Path, found: TreeLog) -> Path:
 
 
 def _unpacked_log(entry: dict) -> TreeLog:
-    if "threshold" not in entry:
-        raise ValueError("a log of an earlier version, which names its rule otherwise")
     if not entry["cycles"]:
         raise ValueError("a log without cycles")
     guard = entry["head_guard"]

@@ -90,17 +90,14 @@ def hf_generate(model: EagleModel, *, temperature: float = 0.0, seed: int = 0, *
 
 
 def engine(
-    model: EagleModel, *, plain: bool = False, ask: Callable[..., Output] | None = None, **options: object
+    model: EagleModel, *, ask: Callable[..., Output] | None = None, **options: object
 ) -> Method:
     """`eagle_fsd.generate` with these options.
 
     Args:
-        plain: without drafts.
         ask: called with prompt and options in place of `generate`.
         options: of `generate`; a `seed` goes together with the prompt.
     """
-    if plain:
-        model, options = EagleModel(model.target, None, model.tokenizer), {**options, "text_drafts": "off"}
     ask = ask or partial(generate, model=model)
 
     def answer(prompt: object, max_new_tokens: int) -> Answer:

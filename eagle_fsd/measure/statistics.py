@@ -17,7 +17,7 @@ GRAM = 4
 CHOSEN = "chosen"  # name of a method that was chosen on other questions
 
 
-def interval(statistic: Callable[..., np.ndarray], *columns: np.ndarray, seed: int = 0) -> list[float]:
+def interval(statistic: Callable[..., np.ndarray], *columns: np.ndarray) -> list[float]:
     """95% percentile interval of a statistic of questions, which are drawn with replacement.
 
     Args:
@@ -28,7 +28,7 @@ def interval(statistic: Callable[..., np.ndarray], *columns: np.ndarray, seed: i
         Both ends; of a single question twice its value.
     """
     count = len(columns[0])
-    drawn = np.random.default_rng(seed).integers(count, size=(RESAMPLES, count))
+    drawn = np.random.default_rng(0).integers(count, size=(RESAMPLES, count))
     return np.quantile(statistic(*(np.asarray(column)[drawn] for column in columns)), [0.025, 0.975]).tolist()
 
 
@@ -63,7 +63,7 @@ def drop_interval(lost: float, gained: float, count: int) -> list[float]:
     return [-drop_bound(gained, lost, count, 0.975), drop_bound(lost, gained, count, 0.975)]
 
 
-def repetition(tokens: Sequence[int]) -> float:
+def repetition(tokens: Sequence[object]) -> float:
     """Share of the text's 4-grams that have occurred before."""
     grams = list(zip(*(tokens[start:] for start in range(GRAM)), strict=False))
     return 1 - len(set(grams)) / len(grams) if grams else 0.0
