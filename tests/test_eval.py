@@ -242,7 +242,9 @@ def test_records_name_no_folder_of_a_machine(monkeypatch):
     assert shown((ROOT / "a", ROOT.parent / "b")) == "a ../b"
     assert shown("/a/b/c/model.gguf") == "model.gguf"  # elsewhere: no record names a machine's folders
     monkeypatch.setattr("sys.argv", [str(ROOT / "eval" / "x.py"), "--out", str(ROOT / "runs")])
+    monkeypatch.setenv("LD_PRELOAD", "/usr/lib/liba.so.4:/opt/libb.so")
     assert environment()["command"] == "python -m eval.x --out runs"
+    assert environment()["preloaded"] == ["liba.so.4", "libb.so"]
 
 
 def test_a_record_says_whether_its_commit_is_all_there_is_to_the_code(tmp_path, monkeypatch):

@@ -26,6 +26,7 @@ def environment() -> dict:
     """Commit, command, versions and hardware of this process.
 
     `clean`: whether the commit has all of the code that ran; results and documentation may have changed since.
+    `preloaded`: libraries of LD_PRELOAD, such as an allocator.
     """
     def git(*args: str) -> str:
         try:
@@ -43,6 +44,7 @@ def environment() -> dict:
         "torch": torch.__version__, "transformers": transformers.__version__, "processor": processor_name(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "threads": torch.get_num_threads(),
+        "preloaded": [Path(name).name for name in os.environ.get("LD_PRELOAD", "").replace(":", " ").split()],
     }
 
 
@@ -74,9 +76,9 @@ def write_record(out: Path, record: Mapping[str, object], text: str) -> str:
     about = environment()
     write_json(record_path(out, ".json"), {"environment": about, **record})
     changed = "" if about["clean"] else " (NOT A CLEAN COMMIT: not to be quoted)"
-    page = f"# {record_path(out, '').name}\n\n`{about['command']}` at {about['commit']}{changed}, " \
-           f"{about['gpu'] or about['processor']}, {about['threads']} threads, torch {about['torch']}, " \
-           f"transformers {about['transformers']}\n\n{text}\n"
+    machine = ", ".join([about["gpu"] or about["processor"], f"{about['threads']} threads", *about["preloaded"]])
+    page = f"# {record_path(out, '').name}\n\n`{about['command']}` at {about['commit']}{changed}, {machine}, " \
+           f"torch {about['torch']}, transformers {about['transformers']}\n\n{text}\n"
     record_path(out, ".md").write_text(page, encoding="utf-8")
     return page
 
