@@ -131,8 +131,7 @@ def likelihood_rows(
 def run(args: LikelihoodArguments) -> None:
     check_counts(args, "per_category")
     found = answered(args.answers, first_questions(args.questions, args.per_category), args.reference)
-    judges = {shown(name) if Path(name).exists() else name: load(name, dtype=args.dtype)
-              for name in args.judges}
+    judges = {shown(name): load(name, dtype=args.dtype) for name in args.judges}
     rows = likelihood_rows(found, judges, args.reference)
     table = markdown({
         "method": row["method"], "tokens/answer": decimals(row["tokens"], 0),

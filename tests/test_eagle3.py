@@ -8,6 +8,7 @@ import pytest
 import torch
 from reference_eagle import rotate
 from safetensors.torch import load_file, save_file
+from test_checkpoint import configure, drop, rewrite
 from tiny import HIDDEN, NAMED, PROMPT, SIZES, VOCAB, accepted_while_sampling, random_head, tiny_target
 
 import eagle_fsd
@@ -204,23 +205,8 @@ def test_sampled_tokens_are_those_of_plain_decoding_with_the_same_seed(target):
 # Files ------------------------------------------------------------------------------------------------------------
 
 
-def rewrite(folder, change):
-    config, state = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
-    change(config, state)
-    (folder / "config.json").write_text(json.dumps(config))
-    save_file(state, folder / "model.safetensors")
-
-
-def configure(**fields):
-    return lambda config, state: config.update(fields)
-
-
 def put(name, value):
     return lambda config, state: state.update({name: value})
-
-
-def drop(name):
-    return lambda config, state: state.pop(name)
 
 
 @pytest.mark.parametrize(

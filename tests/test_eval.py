@@ -12,7 +12,6 @@ from tiny import PROMPT, save_pair, tiny_chat_pair
 import eagle_fsd
 from eagle_fsd import GenerateOptions
 from eagle_fsd.cli.arguments import Loading
-from eagle_fsd.data.questions import Question
 from eagle_fsd.drafting.logs import LOGGED_TREE
 from eagle_fsd.measure import comparison
 from eagle_fsd.measure.cycles import log_cycles
@@ -162,13 +161,10 @@ def test_judges_say_how_likely_answers_are(chat_model, tmp_path, monkeypatch, ca
     words = ["--answers", str(log), "--questions", asked, "--judges", "tiny", "--out", str(tmp_path / "judged")]
     assert likelihood.main(words) == 0
     exact, fuzzy = json.loads((tmp_path / "judged.json").read_text())["rows"]
-    nats = sizes = 0
-    for record in map(json.loads, log.read_text().splitlines()[1:]):
+    nats, sizes, number = 0.0, 0, 0
+    for record in map(json.loads, log.read_text().splitlines()[1:]):  # in the order of the questions
         if record["method"] == "exact":
-            turns = next(row["turns"] for row in QUESTIONS if len(row["turns"]) == len(record["turns"])
-                         and comparison.digest_of(Question(row["question_id"], row["category"], tuple(row["turns"])))
-                         == record["asked"])
-            chat = []
+            chat, turns, number = [], QUESTIONS[number]["turns"], number + 1
             for turn, text in zip(turns, record["turns"], strict=True):
                 chat.append({"role": "user", "content": turn})
                 prompt = encode_prompt(chat, chat_model)

@@ -177,6 +177,23 @@ def test_it_is_described(server):
             "total_tokens", "depth", "top_k"}
 
 
+def test_metrics_count_by_drafter(client, server):
+    def read():
+        lines = httpx.get(f"{server.url}/metrics").text.splitlines()
+        return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines if line[0] != "#")}
+
+    before = read()
+    text, plain = asked(client, extra_body=OFF)
+    _, usage = asked(client, prediction=predicted(text))
+    after = read()
+    for name in ("proposed", "accepted"):
+        for drafter in ("head", "text"):
+            label = f'eagle_fsd_{name}_total{{drafter="{drafter}"}}'
+            told = [each.model_extra[f"{name}_by"][drafter] for each in (plain, usage)]
+            assert after[label] - before[label] == sum(told)
+    assert after['eagle_fsd_accepted_total{drafter="text"}'] > before['eagle_fsd_accepted_total{drafter="text"}']
+
+
 # Remembered answers -----------------------------------------------------------------------------------------------
 
 

@@ -251,9 +251,9 @@ def save_pair(folder, model: EagleModel | None = None) -> None:
 def accepted_while_sampling(pair: EagleModel, seeds: range, **options) -> int:
     """Drafted tokens that were accepted, over rules that sample losslessly at their default threshold.
 
-    Every output is checked to be that of plain decoding with the same seed.
+    Every output is checked to be that of plain decoding with the same seed, and of no other.
     """
-    plain, accepted = EagleModel.from_parts(pair.target.model, None), 0
+    plain, accepted, answers = EagleModel.from_parts(pair.target.model, None), 0, set()
     for seed in seeds:
         settings = {"seed": seed, "temperature": 1.0, "top_p": 0.9, **options}
         expected = eagle_fsd.generate(PROMPT, plain, acceptance="exact", **settings).token_ids
@@ -261,4 +261,6 @@ def accepted_while_sampling(pair: EagleModel, seeds: range, **options) -> int:
             output = eagle_fsd.generate(PROMPT, pair, acceptance=rule, **settings)
             assert output.token_ids == expected
             accepted += sum(output.stats.accepted_lengths)
+        answers.add(tuple(expected))
+    assert len(answers) == len(seeds)
     return accepted
