@@ -21,6 +21,7 @@ from eagle_fsd.cli.arguments import Loading, Tree
 from eagle_fsd.cli.exits import check_counts
 from eagle_fsd.drafting.config import TreeConfig
 from eagle_fsd.measure.comparison import compare_settings
+from eagle_fsd.measure.grading import CODE_END
 from eagle_fsd.measure.settings import ComparisonOptions, read_settings
 from eagle_fsd.pair import EagleModel
 from eval.command import chosen_questions, run_command
@@ -36,6 +37,7 @@ class QualityArguments(ComparisonOptions):
         points: of accuracy, that a recommended setting may lose at most.
         batch: questions that are answered together, all but the timed ones; 1: all are timed.
         timed: questions that are answered alone, interleaved, to time them.
+        stop_after_code: answers end where their first fenced block does: what is timed is the program alone.
         tree: size of the draft tree; without it the fastest that is known here; in batches that for one.
     """
 
@@ -48,6 +50,7 @@ class QualityArguments(ComparisonOptions):
     tree: Tree = None
     batch: int = 1
     timed: int = 24
+    stop_after_code: bool = False
 
 
 def run(args: QualityArguments) -> None:
@@ -62,7 +65,7 @@ def run(args: QualityArguments) -> None:
                         tree=args.tree or tree_alone(model, args.temperature))
     with engine as joined:
         print(compare_settings(model, questions, args, points=args.points, timed=args.timed, joined=joined,
-                               workers=args.batch))
+                               shared={"stop": CODE_END} if args.stop_after_code else {}, workers=args.batch))
 
 
 def tree_alone(model: EagleModel, temperature: float) -> TreeConfig:

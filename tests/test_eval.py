@@ -133,7 +133,7 @@ def test_a_benchmark_of_nothing_is_refused_before_loading(more, said, tmp_path, 
     assert said in capsys.readouterr().err
 
 
-def test_quality_times_some_questions_and_answers_the_others_in_batches(chat_model, tmp_path, capsys):
+def test_quality_times_some_questions_and_answers_the_others_in_batches(chat_model, tmp_path, monkeypatch, capsys):
     questions = [{"prompt": letter, "answer": "x"} for letter in "abcdefg"]
     words = ["--questions", write_questions(tmp_path, questions), "--max-new-tokens", "8", "--tree", "8,3,2",
              "--settings", "fsd 0.5 head_guard=none", "--batch", "3", "--timed", "2", "--out", str(tmp_path / "q")]
@@ -149,6 +149,11 @@ def test_quality_times_some_questions_and_answers_the_others_in_batches(chat_mod
         lines = [json.loads(line) for line in (tmp_path / f"{name}.answers.jsonl").read_text().splitlines()[1:]]
         texts.append({(line["asked"], line["method"]): line["ids"] for line in lines})
     assert texts[0] == texts[1]  # in a batch each is answered as alone
+    first = json.loads((tmp_path / "q.answers.jsonl").read_text().splitlines()[1])
+    monkeypatch.setattr(quality, "CODE_END", first["turns"][0][2:4])
+    assert quality.main([*words[:-1], str(tmp_path / "stopped"), "--stop-after-code"]) == 0
+    begun, stopped = map(json.loads, (tmp_path / "stopped.answers.jsonl").read_text().splitlines()[:2])
+    assert stopped["turns"] == [first["turns"][0][:2]] and begun["stop"] == first["turns"][0][2:4]
     assert (tmp_path / "q.png").stat().st_size > 10_000
 
 

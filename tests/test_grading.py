@@ -43,6 +43,7 @@ def test_answers(category, answer, text, right):
         ("    return a + b\n\ndef other(", True),
         ("Sure:\n```python\ndef add(a, b):\n    return a + b\n```\nThat adds.", True),
         ("```\n    return a + b\n```", True),
+        ("Sure:\n```python\ndef add(a, b):\n    return a + b", True),  # an answer that was stopped there
         ("    return a - b", False),
         ("    return (", False),
         ("I cannot.", False),

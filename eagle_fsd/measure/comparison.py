@@ -207,18 +207,20 @@ def cross_fit_text(row: Mapping, reference: str, points: float) -> str:
 
 def compare_and_store(
     model: EagleModel, methods: Mapping[str, Method], reference: str, questions: Sequence[Question],
-    options: ComparisonOptions, *, points: float | None = None, **how: Any,
+    options: ComparisonOptions, *, points: float | None = None, shared: Mapping[str, object] | None = None,
+    **how: Any,
 ) -> tuple[dict[str, list[dict]], str]:
     """Compare methods, and store what was found as OUT.json and OUT.md.
 
     Args:
         points: of accuracy, that a recommended method loses at most; None: nothing is recommended.
+        shared: what all methods were told besides the options.
         how: see `compare`.
 
     Returns:
         The rows by category (see `method_rows`), and the page, which ends with the recommendation.
     """
-    about = described(model, options)
+    about = described(model, options) | (shared or {})
     records = compare(methods, questions, options, about, **how)
     rows = by_category(records, reference)
     name, said, crossed = None, "", None
@@ -238,9 +240,12 @@ tree {model.describe_tree(options.tree, options.temperature)}
 {said}""".rstrip())
 
 
-def setting_methods(model: EagleModel, options: ComparisonOptions, joined: Any = None) -> dict[str, Method]:
-    """`exact` and the options' settings by name; asked of `joined`, an `Engine`, where there is one."""
-    common = {"temperature": options.temperature, "seed": options.seed}
+def setting_methods(
+    model: EagleModel, options: ComparisonOptions, joined: Any = None, **shared: object
+) -> dict[str, Method]:
+    """`exact` and the options' settings by name, with these options of `generate`; asked of `joined`, an `Engine`,
+    where there is one."""
+    common = {"temperature": options.temperature, "seed": options.seed, **shared}
     ask = joined and (lambda prompt, **given: joined.submit(prompt, **given).result())
     return {name: engine(model, ask=ask, tree=options.tree, **common | given)
             for name, given in read_settings(options.settings).items()}
@@ -248,18 +253,19 @@ def setting_methods(model: EagleModel, options: ComparisonOptions, joined: Any =
 
 def compare_settings(
     model: EagleModel, questions: Sequence[Question], options: ComparisonOptions, *, points: float,
-    joined: Any = None, **how: Any,
+    joined: Any = None, shared: Mapping[str, object] | None = None, **how: Any,
 ) -> str:
     """Answer questions exactly and under settings, and store what was found as OUT.json, OUT.md and OUT.png.
 
     Args:
         joined: an `Engine` for the questions that are not `timed`; see `compare`.
+        shared: further options of `generate` for all.
 
     Returns:
         The page, which ends with the recommendation.
     """
-    together = setting_methods(model, options, joined) if joined else None
-    rows, page = compare_and_store(model, setting_methods(model, options), EXACT, questions, options, points=points,
-                                   together=together, **how)
+    together = setting_methods(model, options, joined, **shared or {}) if joined else None
+    rows, page = compare_and_store(model, setting_methods(model, options, **shared or {}), EXACT, questions, options,
+                                   points=points, shared=shared, together=together, **how)
     plot_comparison(rows["all"], EXACT, record_path(options.out, ".png"))
     return page

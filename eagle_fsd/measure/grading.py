@@ -19,6 +19,7 @@ from ..data.questions import Question
 log = logging.getLogger(__name__)
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 CODE = ("humaneval", "mbpp")  # categories of questions whose answers are programs
+CODE_END = "\n```\n"  # where a fenced program ends; EvalPlus stops answers there too
 # What a program may use.
 SECONDS, WALL_SECONDS, MEMORY_BYTES, FILE_BYTES = 10, 40, 1 << 30, 1 << 20
 # Runs in the child before the program: from here on it can use no more than the limits. What comes on standard input
@@ -72,10 +73,11 @@ def final_number(text: str) -> str | None:
 def program_of(question: Question, text: str) -> str:
     """The program that an answer gives: the prompt with its completion, or a fenced block that has the function.
 
-    That of an MBPP question is the last fenced block with a function, or all of the answer.
+    That of an MBPP question is the last fenced block with a function, or all of the answer. The end of the answer
+    ends a block too.
     """
     prompt = question.turns[-1]
-    fenced = re.findall(r"```(?:[Pp]y\w*)?\n(.*?)```", text, flags=re.DOTALL)
+    fenced = re.findall(r"```(?:[Pp]y\w*)?\n(.*?)(?:```|\Z)", text, flags=re.DOTALL)
     if question.category == "mbpp":
         return next((block for block in reversed(fenced) if "def " in block), fenced[-1] if fenced else text)
     asked = re.findall(r"^def (\w+)", prompt, flags=re.MULTILINE)
