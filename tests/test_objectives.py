@@ -9,6 +9,7 @@ from transformers import LlamaConfig
 
 from eagle_fsd import EagleModel
 from eagle_fsd.heads.eagle3 import Eagle3Head
+from eagle_fsd.models.output import OutputRows
 from train.objectives import (
     OBJECTIVES,
     TERMS,
@@ -143,19 +144,26 @@ def test_a_part_of_the_logits_counts_for_all_of_them(pair):
 
 
 @torch.no_grad()
-def test_a_position_counts_by_what_the_head_can_name_of_it(pair):
-    """The cross-entropy of one step, position by position, from its definition."""
+@pytest.mark.parametrize("copied", [False, True])
+def test_only_tokens_that_the_head_can_name_are_compared(pair, copied):
+    """The cross-entropy of one step, position by position, from its definition; the target's rows copied or not."""
     target, head = pair
     named = [0, 3, 4, 7, 8, 9, 10, 11, 13, 15, 16, 17, 18, 19, 21, 22, 25, 27, 30, 31]
     head.limit_vocabulary(torch.tensor(named))
-    features, tokens, _ = given(1, 7, target)
+    if copied:
+        head.output_rows = OutputRows.of(target.lm_head, head.token_map, target.scale, target.softcap)
+    features, tokens, _ = given(1, 12, target)
     loss, agreed = AlignedLoss(head, Objective(soft_ce=1.0), target.logits)(features, tokens, tokens > 0)
-    p = target.logits(features)[0].softmax(-1)
-    hidden = head(features[:, :-2], tokens[:, 1:-1], torch.arange(5)[None])
-    log_q = torch.full((5, target.vocab_size), -torch.inf)
-    log_q[:, named] = head.own_logits(hidden, target.logits)[0].log_softmax(-1)
-    torch.testing.assert_close(loss, -sum(p[i + 1, token] * log_q[i, token] for i in range(5) for token in named))
-    assert agreed.item() == (p[1:-1].argmax(-1) == log_q.argmax(-1)).sum()
+    hidden = head(features[:, :-2], tokens[:, 1:-1], torch.arange(10)[None])[0]
+    expected, same, compared = 0.0, 0, 0
+    for i in range(10):
+        if tokens[0, i + 2] in named:
+            p = target.logits(features[0, i + 1])[named].softmax(-1)
+            log_q = target.logits(hidden[i])[named].log_softmax(-1)
+            expected, same, compared = expected - (p * log_q).sum(), same + (p.argmax() == log_q.argmax()), compared + 1
+    assert 0 < compared < 10
+    torch.testing.assert_close(loss, expected)
+    assert agreed.item() == same
 
 
 @pytest.mark.parametrize(("text", "match"), [

@@ -78,14 +78,16 @@ def refuse(predicted):
     raise AssertionError("the whole output layer was computed")
 
 
-def test_narrow_and_named_are_by_token():
+def test_logits_and_names_are_by_token():
     head = limited(tokens=NAMED[::-1]).draft
     assert head.draft_vocab_size == 21 and head.target_tokens.tolist() == NAMED
-    values = torch.randn(2, VOCAB)
-    assert head.narrow(values).tolist() == [[row[token] for token in NAMED] for row in values.tolist()]
+    head.output_rows = None
+    values, output = torch.randn(2, VOCAB), torch.nn.Identity()
+    assert head.target_logits(values, output).tolist() == [[row[token] for token in NAMED] for row in values.tolist()]
     assert head.named(torch.tensor([[0, 20], [3, 3]])).tolist() == [[1, 31], [5, 5]]
+    assert head.names(torch.arange(VOCAB)).nonzero().flatten().tolist() == NAMED
     head.limit_vocabulary(None)
-    assert head.draft_vocab_size == VOCAB and head.narrow(values) is values
+    assert head.draft_vocab_size == VOCAB and head.target_logits(values, output) is values
     head.limit_vocabulary(torch.arange(VOCAB))  # all of them are no limit
     assert head.token_map is None
 

@@ -101,7 +101,7 @@ def examine(
         found.own += int((best == tokens[0, at]).sum())
         found.surprise -= float(log_p.gather(1, tokens[0, at, None]).sum())
         found.entropy -= float((log_p.exp() * log_p).sum())
-        found.covered += int(torch.isin(tokens[0, at], head.target_tokens).sum())
+        found.covered += int(head.names(tokens[0, at]).sum())
         agreed = loss(features, tokens, learned)[1]
         found.agreed = agreed if found.agreed is None else found.agreed + agreed
         for shift in (0, 1):  # as it is used, and each token beside the feature of its own position

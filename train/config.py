@@ -155,7 +155,7 @@ RECIPES: dict[str, tuple[str, dict]] = {
                 "lr": 5e-5, "warmup": 1000}),
     # The output layer is most of a step's cost, and of a draft level's: a part of it on a part of the positions.
     "small": ("targets of 0.1 to 0.5 B parameters on a CPU, from stored features",
-              {"draft_vocab_size": 16_384, "objective": OBJECTIVES["sparse"], "batch_tokens": 4096,
+              {"draft_vocab_size": 8192, "objective": OBJECTIVES["sparse"], "batch_tokens": 4096,
                "gradient_accumulation": 1, "lr": 1.5e-3, "warmup": 100, "save_every": 200, "eval_every": 500,
                "tree": TreeConfig(16, 5, 4)}),
 }

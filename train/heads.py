@@ -56,13 +56,12 @@ def commonest_tokens(documents: Documents, vocab_size: int, size: int) -> Tensor
 
 def name_tokens(head: DraftHead, config: TrainingConfig, documents: Documents, ends: TargetEnds) -> None:
     """Let a head name the `draft_vocab_size` tokens that are learned most often; one that continues another names what
-    that does. A new EAGLE-3 head starts from the target's own output layer."""
+    that does. A new EAGLE-3 head starts from the target's own output layer. Their part of it is the head's
+    `output_rows`."""
     new, vocabulary = config.init_from is None, head.config.vocab_size
     if not isinstance(head, Eagle3Head):
         if new and config.draft_vocab_size is not None:
             head.limit_vocabulary(commonest_tokens(documents, vocabulary, config.draft_vocab_size))
-        if head.token_map is not None:
-            head.output_rows = ends.rows(head.token_map)
     elif new:
         if head.d2t is not None:
             size = head.draft_vocab_size
@@ -70,3 +69,5 @@ def name_tokens(head: DraftHead, config: TrainingConfig, documents: Documents, e
         weight = ends.lm_head.weight
         with torch.no_grad():
             head.lm_head.weight.copy_(weight[head.target_tokens.to(weight.device)])
+    if not head.names_all:
+        head.output_rows = ends.rows(head.target_tokens)

@@ -9,8 +9,8 @@ of the step that the decoder would have run there (a diagonal of the step's keys
 back. One step is the published EAGLE-1/2 training; several are HASS (arXiv 2408.15766, section 3.2), and without the
 regression of features the training of EAGLE-3 heads (arXiv 2503.01840, section 3.2).
 
-Terms are sums over the R tokens that the head can name: p does not sum to 1 over them where it has mass elsewhere, so
-that a position counts the less the less of it the head can name.
+Where the head names a part of the tokens only, p and q are both over these R, as in EAGLE-3's training, and positions
+whose own token is not among them are not compared: the rest of the target's output layer is not computed.
 """
 
 from __future__ import annotations
@@ -129,8 +129,8 @@ def term_sums(
     objective: Objective,
     predicted: Tensor,  # [M, D]
     wanted: Tensor,  # [M, D]
-    log_q: Tensor,  # [M / logit_stride, R], the head's log-probabilities
-    p: Tensor,  # [M / logit_stride, R], the target's probabilities
+    log_q: Tensor,  # [M / logit_stride or fewer, R], the head's log-probabilities
+    p: Tensor,  # of the same shape, the target's probabilities
 ) -> Tensor:
     """Weighted sum of the objective's terms over the M positions, a scalar."""
     total = log_q.new_zeros(())
@@ -173,6 +173,8 @@ class AlignedLoss(nn.Module):
     """The objective over all aligned steps, as one module, so that data parallelism sees one forward per step.
 
     Args:
+        head: one that names a part of the tokens has their rows of the target's output layer in `output_rows`, so that
+            the rest of it is not computed.
         logits: the target's frozen output layer, features [..., D] -> logits [..., V] float32. It is not a part of
             this module.
 
@@ -205,14 +207,13 @@ class AlignedLoss(nn.Module):
         # Position i pairs feature i with token i + 1 and predicts feature i + 1, whose logits are for token i + 2.
         read = features if noise is None else features + noise
         inputs, following = self.head.read(read[:, :-2]), tokens[:, 1:-1]
-        wanted, chosen = features[:, 1:-1], learned[:, 2:]
+        wanted, chosen = features[:, 1:-1, -self.head.target_hidden_size :], learned[:, 2:]
         first, length = inputs[:, :1], inputs.shape[1]
         positions = torch.arange(length, device=tokens.device)[None]
         compared = chosen & (positions % objective.logit_stride == self.residue)
+        compared &= self.head.names(tokens[:, 2:])
         with torch.no_grad():
-            every = logits_of(wanted[compared]).float().log_softmax(-1)
-            best, p = every.argmax(-1), self.head.narrow(every).exp()  # [M / logit_stride], [M / logit_stride, R]
-            del every
+            p = self.head.target_logits(wanted[compared], logits_of).float().softmax(-1)  # [M / logit_stride, R]
         kind = tokens.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else inputs.dtype
         needs_mask = self.head.config._attn_implementation == "eager"  # sdpa is causal by itself, without a mask
@@ -226,7 +227,7 @@ class AlignedLoss(nn.Module):
                 log_q = self.head.own_logits(predicted[compared], logits_of).float().log_softmax(-1)
             terms = term_sums(objective, predicted[chosen], wanted[chosen], log_q, p)
             loss = loss + objective.step_decay ** (step - 1) * terms
-            agreement.append((self.head.named(log_q.argmax(-1)) == best).sum() * objective.logit_stride)
+            agreement.append((log_q.argmax(-1) == p.argmax(-1)).sum() * objective.logit_stride)
             # The next step's input at i is this step's prediction for i, made at i - 1; position 0 has none.
             inputs = torch.cat([first.to(predicted.dtype), predicted[:, :-1]], 1)
         return loss, torch.stack(agreement)

@@ -218,14 +218,24 @@ class DraftHead(nn.Module):
         output: Callable[[Tensor], Tensor],  # the target's output layer, [..., D] -> [..., V]
     ) -> Tensor:  # [..., R] float32
         """Logits over the tokens that the head can name."""
-        return self.narrow(output(predicted)) if self.output_rows is None else self.output_rows(predicted)
+        return self.target_logits(predicted, output)
 
-    def narrow(
+    def target_logits(
         self,
-        values: Tensor,  # [..., V]
-    ) -> Tensor:  # [..., R]
-        """The values of the tokens that the head can name, in the order of `own_logits`."""
-        return values if self.names_all else values[..., self.target_tokens]
+        features: Tensor,  # [..., D]
+        output: Callable[[Tensor], Tensor],  # the target's output layer, [..., D] -> [..., V]
+    ) -> Tensor:  # [..., R] float32
+        """The target's logits of the tokens that the head can name, in the order of `own_logits`."""
+        if self.output_rows is not None:
+            return self.output_rows(features)
+        return output(features) if self.names_all else output(features)[..., self.target_tokens]
+
+    def names(
+        self,
+        tokens: Tensor,  # [...] the target's
+    ) -> Tensor:  # [...] bool
+        """Which of them the head can name."""
+        return torch.ones_like(tokens, dtype=torch.bool) if self.names_all else torch.isin(tokens, self.target_tokens)
 
     def named(
         self,
