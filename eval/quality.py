@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 
 from eagle_fsd.acceptance import make_rule
+from eagle_fsd.checks import require_number
 from eagle_fsd.cli.arguments import Loading, Tree
 from eagle_fsd.cli.exits import check_counts
 from eagle_fsd.drafting.config import TreeConfig
@@ -38,6 +39,7 @@ class QualityArguments(ComparisonOptions):
         batch: questions that are answered together, all but the timed ones; 1: all are timed.
         timed: questions that are answered alone, interleaved, to time them.
         stop_after_code: answers end where their first fenced block does: what is timed is the program alone.
+        seeds: answers to each question, of which accuracy is the mean; with --temperature above 0.
         tree: size of the draft tree; without it the fastest that is known here; in batches that for one.
     """
 
@@ -51,10 +53,13 @@ class QualityArguments(ComparisonOptions):
     batch: int = 1
     timed: int = 24
     stop_after_code: bool = False
+    seeds: int = 1
 
 
 def run(args: QualityArguments) -> None:
-    check_counts(args, "per_category", "max_new_tokens", "batch", "timed", "repeats")
+    check_counts(args, "per_category", "max_new_tokens", "batch", "timed", "repeats", "seeds")
+    require_number("--seeds", args.seeds, "1 at temperature 0, where all would be the same",
+                   lambda seeds: seeds == 1 or args.temperature > 0)
     read_settings(args.settings)
     questions = chosen_questions(args.questions, args.per_category, args.run_code)
     model, engine = args.pair.load(), nullcontext()
@@ -65,7 +70,8 @@ def run(args: QualityArguments) -> None:
                         tree=args.tree or tree_alone(model, args.temperature))
     with engine as joined:
         print(compare_settings(model, questions, args, points=args.points, timed=args.timed, joined=joined,
-                               shared={"stop": CODE_END} if args.stop_after_code else {}, workers=args.batch))
+                               shared={"stop": CODE_END} if args.stop_after_code else {}, workers=args.batch,
+                               seeds=args.seeds))
 
 
 def tree_alone(model: EagleModel, temperature: float) -> TreeConfig:

@@ -12,7 +12,7 @@ import eagle_fsd
 from eagle_fsd.cli import main
 from eagle_fsd.cli.arguments import Loading
 from eagle_fsd.data.questions import Question
-from eagle_fsd.measure.comparison import compare, cross_fit_text, recommend, record_of
+from eagle_fsd.measure.comparison import compare, cross_fit_text, join_seeds, recommend, record_of
 from eagle_fsd.measure.methods import Answer, engine
 from eagle_fsd.measure.settings import ComparisonOptions, parse_setting
 from eagle_fsd.measure.statistics import (
@@ -90,6 +90,27 @@ def test_rows_are_paired_question_by_question(tmp_path):
     assert (half["lost"], half["gained"], half["drop"]) == (2, 0, 1 / 3) and half["accuracy"] == pytest.approx(2 / 3)
     assert half["bound"] == drop_bound(2, 0, 6) and half["drop_interval"] == drop_interval(2, 0, 6)
     assert half["tau"] is None  # not our engine
+
+
+def test_accuracy_of_several_seeds_is_judged_question_by_question(tmp_path):
+    """Of 8 questions, half answers two rightly with both seeds, and four with one."""
+    asked = [question(number) for number in range(8)]
+    found = []
+    for seed, given in enumerate(("11100000", "11011001")):
+        turn = iter(map(int, given))
+        methods = {"exact": method("yes", [seed], 1.0),
+                   "half": lambda chat, most, turn=turn: Answer(1.0, [2], "yes" if next(turn) else "no")}
+        options = ComparisonOptions(out=tmp_path / str(seed))
+        found.append(compare(methods, asked, options, {}, warm_up=0))
+    assert join_seeds(found[:1]) == found[0]
+    joined = join_seeds(found)
+    assert [line["methods"]["exact"]["ids"] for line in joined] == [[0]] * 8
+    exact, half = method_rows(joined, "exact")
+    assert (exact["accuracy"], exact["drop"], exact["drop_interval"]) == (1, 0, drop_interval(0, 0, 8))
+    assert (half["accuracy"], half["lost"], half["gained"], half["drop"]) == (0.5, 4, 0, 0.5)
+    falls = np.array([0, 0, 0.5, 0.5, 0.5, 1, 1, 0.5])
+    assert half["drop_interval"] == interval(lambda fall: fall.mean(-1), falls)
+    assert half["bound"] == interval(lambda fall: fall.mean(-1), falls, ends=(0.5, 0.95))[1] < half["drop_interval"][1]
 
 
 def test_records_sum_up_what_receipts_say(model):

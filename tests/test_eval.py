@@ -157,6 +157,25 @@ def test_quality_times_some_questions_and_answers_the_others_in_batches(chat_mod
     assert (tmp_path / "q.png").stat().st_size > 10_000
 
 
+def test_quality_of_several_seeds(chat_model, tmp_path, capsys):
+    """Each seed has its log; the first is timed, and what is not of accuracy is its."""
+    words = ["--questions", write_questions(tmp_path, [{"prompt": letter, "answer": "x"} for letter in "abc"]),
+             "--max-new-tokens", "8", "--tree", "8,3,2", "--settings", "tilt 1", "--batch", "2", "--timed", "1",
+             "--out", str(tmp_path / "q"), "--seeds", "2"]
+    assert quality.main(words) == 2 and "--seeds must be 1 at temperature 0" in capsys.readouterr().err
+    assert quality.main([*words, "--temperature", "1"]) == 0
+    assert "accuracy of 2 seeds" in (tmp_path / "q.md").read_text()
+    texts = []
+    for name in ("q", "q.seed1"):
+        _, *lines = [json.loads(line) for line in (tmp_path / f"{name}.answers.jsonl").read_text().splitlines()]
+        assert len(lines) == 6 and sum(line["timed"] for line in lines) == (2 if name == "q" else 0)
+        texts.append({(line["asked"], line["method"]): line["ids"] for line in lines})
+    assert texts[0] != texts[1]
+    exact = json.loads((tmp_path / "q.json").read_text())["rows"]["all"][0]
+    assert exact["answers"] == 3 and exact["tokens_per_answer"] * 3 == sum(
+        len(ids) for (_, name), ids in texts[0].items() if name == "exact")
+
+
 def test_judges_say_how_likely_answers_are(chat_model, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(likelihood, "load", lambda *_, **__: chat_model)
     asked = write_questions(tmp_path)

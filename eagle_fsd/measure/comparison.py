@@ -10,7 +10,7 @@ import hashlib
 import statistics
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import astuple
+from dataclasses import astuple, replace
 from pathlib import Path
 from typing import Any
 
@@ -153,7 +153,7 @@ def ratio(row: Mapping, key: str, unit: str = "") -> str:
 
 def accuracy_cells(row: Mapping) -> dict[str, str]:
     change = sorted(-100 * end for end in row["drop_interval"])
-    return {"accuracy": percent(row["accuracy"], 1), "lost, gained": f"{row['lost']}, {row['gained']}",
+    return {"accuracy": percent(row["accuracy"], 1), "lost, gained": f"{row['lost']:.3g}, {row['gained']:.3g}",
             "change in points (95%)": f"{0 - 100 * row['drop']:+.1f} ({span(change, 1)})",
             "loss at most": decimals(100 * row["bound"], 1)}
 
@@ -207,33 +207,38 @@ def cross_fit_text(row: Mapping, reference: str, points: float) -> str:
 
 def compare_and_store(
     model: EagleModel, methods: Mapping[str, Method], reference: str, questions: Sequence[Question],
-    options: ComparisonOptions, *, points: float | None = None, shared: Mapping[str, object] | None = None,
-    **how: Any,
+    options: ComparisonOptions, **how: Any,
 ) -> tuple[dict[str, list[dict]], str]:
-    """Compare methods, and store what was found as OUT.json and OUT.md.
+    """Compare methods, and store what was found as OUT.json and OUT.md; see `compare` and `store`."""
+    about = described(model, options)
+    return store(model, compare(methods, questions, options, about, **how), reference, options, about)
+
+
+def store(
+    model: EagleModel, records: Sequence[Mapping], reference: str, options: ComparisonOptions,
+    about: Mapping[str, object], *, points: float | None = None, workers: int = 1, seeds: int = 1,
+) -> tuple[dict[str, list[dict]], str]:
+    """Store what `compare` has found as OUT.json and OUT.md.
 
     Args:
         points: of accuracy, that a recommended method loses at most; None: nothing is recommended.
-        shared: what all methods were told besides the options.
-        how: see `compare`.
+        workers, seeds: for the record.
 
     Returns:
         The rows by category (see `method_rows`), and the page, which ends with the recommendation.
     """
-    about = described(model, options) | (shared or {})
-    records = compare(methods, questions, options, about, **how)
     rows = by_category(records, reference)
     name, said, crossed = None, "", None
     if points is not None:
         name, said = recommend(rows["all"], reference, points)
         crossed = cross_fitted(records, reference, points)
         said += "" if crossed is None else f"\n\n{cross_fit_text(crossed, reference, points)}"
-    found = {"workers": how.get("workers", 1), "points": points, "recommended": name, "said": said, "rows": rows,
+    found = {"workers": workers, "seeds": seeds, "points": points, "recommended": name, "said": said, "rows": rows,
              "cross_fitted": crossed}
-    return rows, write_record(options.out, about | found, f"""\
-{len(questions)} questions, {rows["all"][0]["timed"]} of them timed, {about["dtype"]},
+    return rows, write_record(options.out, {**about, **found}, f"""\
+{len(records)} questions, {rows["all"][0]["timed"]} of them timed, {about["dtype"]},
 temperature {options.temperature:g}, at most {options.max_new_tokens} tokens a turn,
-tree {model.describe_tree(options.tree, options.temperature)}
+tree {model.describe_tree(options.tree, options.temperature)}{f", accuracy of {seeds} seeds" if seeds > 1 else ""}
 
 {page_text(rows, reference)}
 
@@ -253,19 +258,39 @@ def setting_methods(
 
 def compare_settings(
     model: EagleModel, questions: Sequence[Question], options: ComparisonOptions, *, points: float,
-    joined: Any = None, shared: Mapping[str, object] | None = None, **how: Any,
+    joined: Any = None, shared: Mapping[str, object] | None = None, timed: int | None = None, workers: int = 1,
+    seeds: int = 1,
 ) -> str:
     """Answer questions exactly and under settings, and store what was found as OUT.json, OUT.md and OUT.png.
 
     Args:
         joined: an `Engine` for the questions that are not `timed`; see `compare`.
         shared: further options of `generate` for all.
+        seeds: accuracy is that of so many answers to each question, with the seed of the options and those after it;
+            all else is of the first. Each has a log of its own.
 
     Returns:
         The page, which ends with the recommendation.
     """
-    together = setting_methods(model, options, joined, **shared or {}) if joined else None
-    rows, page = compare_and_store(model, setting_methods(model, options, **shared or {}), EXACT, questions, options,
-                                   points=points, shared=shared, together=together, **how)
+    shared = shared or {}
+    found = []
+    for number in range(seeds):
+        name = f".seed{options.seed + number}" if number else ""
+        each = replace(options, seed=options.seed + number, out=record_path(options.out, name))
+        together = setting_methods(model, each, joined, **shared) if joined else None
+        found.append(compare(setting_methods(model, each, **shared), questions, each, described(model, each) | shared,
+                             timed=0 if number else timed, together=together, workers=workers))
+    rows, page = store(model, join_seeds(found), EXACT, options, described(model, options) | shared, points=points,
+                       workers=workers, seeds=seeds)
     plot_comparison(rows["all"], EXACT, record_path(options.out, ".png"))
     return page
+
+
+def join_seeds(found: Sequence[Sequence[Mapping]]) -> list[dict]:
+    """The records of the first seed, `right` being the share of all seeds that were."""
+    def shared(records: Sequence[Mapping]) -> dict:
+        rights = [record["right"] for record in records]
+        return {**records[0], "right": rights[0] if len(rights) == 1 or None in rights else statistics.mean(rights)}
+
+    return [{**lines[0], "methods": {name: shared([line["methods"][name] for line in lines])
+                                     for name in lines[0]["methods"]}} for lines in zip(*found, strict=True)]

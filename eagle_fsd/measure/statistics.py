@@ -1,6 +1,7 @@
 """What records of methods on the same questions say, with intervals over the questions.
 
-Ratios have bootstrap intervals, a change of accuracy those of Tango's score test.
+Ratios have bootstrap intervals, a change of accuracy those of Tango's score test, or of the bootstrap where answers of
+several seeds make shares of it.
 """
 
 from __future__ import annotations
@@ -17,19 +18,22 @@ GRAM = 4
 CHOSEN = "chosen"  # name of a method that was chosen on other questions
 
 
-def interval(statistic: Callable[..., np.ndarray], *columns: np.ndarray) -> list[float]:
+def interval(
+    statistic: Callable[..., np.ndarray], *columns: np.ndarray, ends: Sequence[float] = (0.025, 0.975)
+) -> list[float]:
     """95% percentile interval of a statistic of questions, which are drawn with replacement.
 
     Args:
         statistic: of the columns [..., questions], over their last axis.
         columns: one value per question each; drawn together.
+        ends: other shares of the draws than those of 95%.
 
     Returns:
         Both ends; of a single question twice its value.
     """
     count = len(columns[0])
     drawn = np.random.default_rng(0).integers(count, size=(RESAMPLES, count))
-    return np.quantile(statistic(*(np.asarray(column)[drawn] for column in columns)), [0.025, 0.975]).tolist()
+    return np.quantile(statistic(*(np.asarray(column)[drawn] for column in columns)), ends).tolist()
 
 
 def ratio_interval(ours: np.ndarray, theirs: np.ndarray) -> list[float]:
@@ -153,11 +157,14 @@ def _accuracy(ours: Sequence[Mapping], theirs: Sequence[Mapping], methods: int) 
     pairs = [(a["right"], b["right"]) for a, b in zip(ours, theirs, strict=True) if a["right"] is not None]
     if not pairs:
         return {"graded": 0, "accuracy": None}
-    lost, gained = sum(them and not us for us, them in pairs), sum(us and not them for us, them in pairs)
+    falls, confidence = np.array([them - us for us, them in pairs], float), 1 - 0.05 / methods
+    lost, gained = falls.clip(min=0).sum().item(), (-falls).clip(min=0).sum().item()
+    if all(right in (0, 1) for pair in pairs for right in pair):
+        ends, bound = drop_interval(lost, gained, len(pairs)), drop_bound(lost, gained, len(pairs), confidence)
+    else:
+        *ends, bound = interval(lambda fall: fall.mean(-1), falls, ends=(0.025, 0.975, confidence))
     return {"graded": len(pairs), "accuracy": sum(right for right, _ in pairs) / len(pairs), "lost": lost,
-            "gained": gained, "drop": (lost - gained) / len(pairs),
-            "drop_interval": drop_interval(lost, gained, len(pairs)),
-            "bound": drop_bound(lost, gained, len(pairs), 1 - 0.05 / methods)}
+            "gained": gained, "drop": falls.mean().item(), "drop_interval": ends, "bound": bound}
 
 
 def by_category(found: Sequence[Mapping], reference: str) -> dict[str, list[dict]]:
