@@ -5,7 +5,6 @@ V = 32 vocabulary, D = 16 hidden size.
 
 import json
 import os
-import shutil
 import signal
 import socket
 import sys
@@ -40,7 +39,7 @@ from train.features import write_features
 from train.objectives import OBJECTIVES, AlignedLoss, make_objective
 from train.schedule import DocumentSplit, Schedule, feature_noise, learning_rate, shares
 from train.train_draft_head import main, train
-from train.trainer import Trainer, make_accelerator
+from train.trainer import Trainer
 
 TOKENS = np.arange(3, 23)  # those that the data speaks in
 
@@ -154,24 +153,6 @@ def test_killed_by_force_it_resumes_to_the_same_curve_and_weights(place, whole):
     assert_same_run(output, whole)
     with pytest.raises(ValueError, match="another lr, seed"):
         run(place, "killed", lr=1e-3, seed=3)
-
-
-@pytest.mark.parametrize("head", ["eagle2", "eagle3"])
-def test_muon_moves_the_matrices_inside_the_head_and_resumes(place, head):
-    more = {"optimizer": "muon", "head": head, "objective": make_objective("soft_ce=1"), "evaluate": False}
-    output = run(place, f"muon-{head}", **more).parent
-    curve, trained = losses(output), weights(output)
-    assert np.mean(curve[-3:]) < np.mean(curve[:3])
-    for path in (output / "states" / "step-12", output / "head"):
-        shutil.rmtree(path)  # as if it had been killed after step 8
-    run(place, f"muon-{head}", **more)
-    assert losses(output) == curve and all(torch.equal(value, trained[name]) for name, value in weights(output).items())
-    trainer = Trainer(settings(place, "unused", **more), make_accelerator(settings(place, "unused", **more)))
-    adamw, muon = ({id(p) for group in optimizer.param_groups for p in group["params"]}
-                   for optimizer in trainer.optimizers)
-    for name, parameter in trainer.head.named_parameters():
-        assert (id(parameter) in muon, id(parameter) in adamw) == (
-            ("proj" in name or name.startswith("fc")), not ("proj" in name or name.startswith("fc"))), name
 
 
 def test_interrupted_it_saves_and_resumes(place, whole, monkeypatch):
@@ -331,7 +312,6 @@ def test_noise_belongs_to_the_document_and_fades_with_length():
 
 @pytest.mark.parametrize(("changes", "match"), [
     ({"steps": 0}, "steps must be at least 1, got 0"), ({"lr": 0}, "lr must be a number above 0, got 0"),
-    ({"optimizer": "sgd"}, "optimizer must be one of adamw, muon"),
     ({"clip": "both"}, "clip must be one of norm, value"), ({"betas": (0.9, 1.0)}, "betas must be two numbers"),
     ({"head": "eagle3"}, "an EAGLE-3 head predicts no features, regression must be 0, got 1.0"),
     ({"draft_vocab_size": 33}, "draft_vocab_size 33 exceeds vocab_size 32"),

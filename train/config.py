@@ -55,12 +55,10 @@ class TrainingConfig:
         epochs: passes over the data.
         batch_tokens: of one optimiser step over all processes, padding included.
         gradient_accumulation: forwards that a process deals its share of a step out to.
-        optimizer: adamw, or muon for the matrices inside the head (by Newton-Schulz iterations, Jordan et al.
-            2024), its updates scaled to AdamW's size, with AdamW for the rest.
         lr: learning rate after the warm-up, from where it falls linearly to zero.
         warmup: steps in which the rate rises.
         betas: of AdamW.
-        weight_decay: of both optimisers.
+        weight_decay: of AdamW.
         clip: norm, or value as in the published EAGLE recipe.
         clip_at: largest norm or value of the gradients.
         mixed_precision: of the head; auto: bf16, on a CPU that is slower in it none.
@@ -108,7 +106,6 @@ class TrainingConfig:
     epochs: float = 20.0
     batch_tokens: int = 32_768
     gradient_accumulation: int = 16  # the logits of a forward are what fills the memory
-    optimizer: Literal["adamw", "muon"] = "adamw"
     lr: float = 1e-4
     warmup: int = 2000
     betas: tuple[float, float] = (0.9, 0.95)

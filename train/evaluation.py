@@ -183,7 +183,7 @@ base_model: {config.target}
 
 Trained by `train.train_draft_head` of eagle_fsd {eagle_fsd.__version__}: {trainer.steps} steps of up to
 {config.batch_tokens} tokens in {hours:.1f} hours on {len(trainer.split.learned)} documents of `{config.data}`,
-objective `{objective_text(config.objective)}`, {config.optimizer}, learning rate {config.lr:g}, seed {config.seed}.
+objective `{objective_text(config.objective)}`, AdamW, learning rate {config.lr:g}, seed {config.seed}.
 
 Lossless greedy decoding of {len(outputs["exact"])} held-out prompts, up to {config.decode_tokens} tokens each, tree
 `{tree_text(config.tree)}`, {config.target_dtype}, {device}, {platform.machine()}, torch {torch.__version__},

@@ -86,8 +86,6 @@ OBJECTIVES: dict[str, Objective] = {
     "eagle": Objective(regression=1.0, soft_ce=0.1, noise=0.1),
     "sparse": Objective(regression=1.0, soft_ce=0.1, logit_stride=4),
     "hass": Objective(regression=1.0, soft_ce=0.1, top_k=1.0, aligned_steps=3),
-    "tv": Objective(regression=1.0, soft_ce=0.1, tv=1.0),
-    "lk": Objective(regression=1.0, soft_ce=0.1, lk=1.0),
     "eagle3": Objective(soft_ce=1.0, aligned_steps=7, step_decay=0.8),
 }
 

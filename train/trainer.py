@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import itertools
 import math
 
 import numpy as np
@@ -47,23 +46,7 @@ def make_accelerator(config: TrainingConfig) -> Accelerator:
         raise ValueError("clip value does not work under FSDP; use clip norm")
     if config.device_map and accelerator.num_processes > 1:
         raise ValueError("device_map spreads the target over all devices: launch one process, or use stored features")
-    if accelerator.distributed_type == DistributedType.FSDP and config.optimizer == "muon":
-        raise ValueError("optimizer muon needs whole matrices, which FSDP splits; use optimizer adamw")
     return accelerator
-
-
-def make_optimizers(head: DraftHead, config: TrainingConfig) -> list[torch.optim.Optimizer]:
-    """AdamW; or Muon for the matrices inside the head, with AdamW for its norms, biases and output layer."""
-    matrices = [p for name, p in head.named_parameters() if p.dim() == 2 and not name.startswith("lm_head")
-                ] if config.optimizer == "muon" else []
-    inside = {id(p) for p in matrices}
-    optimizers: list[torch.optim.Optimizer] = [torch.optim.AdamW(
-        [p for p in head.parameters() if id(p) not in inside], lr=config.lr, betas=config.betas,
-        weight_decay=config.weight_decay)]
-    if matrices:  # updates scaled to the size of AdamW's, so that one learning rate fits both
-        optimizers.append(torch.optim.Muon(matrices, lr=config.lr, weight_decay=config.weight_decay,
-                                           adjust_lr_fn="match_rms_adamw"))
-    return optimizers
 
 
 class Trainer:
@@ -105,15 +88,16 @@ class Trainer:
         if device.type == "cpu":
             head.config._attn_implementation = "eager"  # its backward takes half of the time that sdpa's takes there
         self.head = head  # for its kind and shape: sharding replaces its weights
-        self.model, *self.optimizers = self.accelerator.prepare(
-            AlignedLoss(head, config.objective, ends.logits), *make_optimizers(head, config))
+        self.model, self.optimizer = self.accelerator.prepare(
+            AlignedLoss(head, config.objective, ends.logits),
+            torch.optim.AdamW(head.parameters(), lr=config.lr, betas=config.betas, weight_decay=config.weight_decay))
         self.trained = [p for p in self.model.parameters() if p.requires_grad]  # sharding has replaced the head's own
 
     def train_step(self) -> dict[str, float]:
         """One optimiser step; returns what is logged, as global means."""
         config, accelerator, step = self.config, self.accelerator, self.step
         rate = learning_rate(config, step, self.steps)
-        for group in itertools.chain.from_iterable(optimizer.param_groups for optimizer in self.optimizers):
+        for group in self.optimizer.param_groups:
             group["lr"] = rate
         batch, parts = self.schedule.batch(step), accelerator.num_processes * config.gradient_accumulation
         # Every process knows the whole batch, and so by how many positions the sum has to be divided.
@@ -128,9 +112,8 @@ class Trainer:
                 if accelerator.sync_gradients:
                     clip = accelerator.clip_grad_norm_ if config.clip == "norm" else accelerator.clip_grad_value_
                     clip(self.trained, config.clip_at)
-                for optimizer in self.optimizers:
-                    optimizer.step()
-                    optimizer.zero_grad()
+                self.optimizer.step()
+                self.optimizer.zero_grad()
             sums += torch.cat([loss.detach()[None], agreement]).float()
         loss, *agreement = (accelerator.reduce(sums, "sum") / count).tolist()
         self.step += 1
@@ -171,4 +154,4 @@ class Trainer:
 
     def close(self) -> None:
         """Let go of the model while its process group lives: gloo's, when it goes with the model, can wait forever."""
-        self.model, *self.optimizers = self.accelerator.free_memory(self.model, *self.optimizers)
+        self.model, self.optimizer = self.accelerator.free_memory(self.model, self.optimizer)
