@@ -26,7 +26,7 @@ import eagle_fsd
 from eagle_fsd import RULES, TreeConfig, make_rule
 from eagle_fsd.drafting.tree import DraftTree, ancestors_of
 from eagle_fsd.engine.request import Request
-from eagle_fsd.engine.sampling import warp_nodes, warp_trees
+from eagle_fsd.engine.sampling import TopP, warp_nodes, warp_trees
 from eagle_fsd.pair import EagleModel
 
 NEW = 24
@@ -42,6 +42,26 @@ def follows(last: int, token: int) -> bool:
 def legal(ids) -> bool:
     text = ids.tolist()[len(PROMPT) - 1 :]
     return all(follows(*pair) for pair in zip(text, text[1:], strict=False))
+
+
+@pytest.mark.parametrize("top_p", [0.01, 0.6, 0.95, 0.9999])
+@pytest.mark.parametrize("size", [50, 1000, 200_000])
+def test_top_p_keeps_what_transformers_keeps(top_p, size):
+    """Without sorting all tokens, where the best 128 are enough, and with it (flat rows); up to the rounding of the sum
+    over all tokens. A row as it is alone."""
+    rows = torch.randn(3, size, generator=torch.Generator().manual_seed(size)) * torch.tensor([[1.0], [4.0], [0.01]])
+    rows[1, :20] += 12
+    rows[0, size // 2 :] = -torch.inf  # as after top-k
+    ours, theirs = TopP(top_p)(None, rows), TopPLogitsWarper(top_p)(None, rows)
+    assert rows.softmax(-1)[ours != theirs].sum() < 1e-4 + 1.1 * (size > 50 and top_p > 0.99) / size
+    assert torch.equal(ours[ours > -torch.inf], rows[ours > -torch.inf])
+    for row, kept in zip(rows.split(1), ours.split(1), strict=True):
+        assert torch.equal(TopP(top_p)(None, row), kept)
+
+
+def test_top_p_keeps_all_of_equal_tokens():
+    kept = TopP(0.7)(None, torch.tensor([[0.0, 2.0, 2.0, 2.0, -1.0], [-torch.inf] * 5]))
+    assert kept[0].isfinite().tolist() == [False, True, True, True, False] and kept[1].isinf().all()
 
 
 class Grammar(LogitsProcessor):

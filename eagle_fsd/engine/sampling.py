@@ -40,6 +40,7 @@ from transformers.generation.logits_process import (
 )
 
 from ..checks import check_functions
+from ..drafting.largest import largest
 from ..drafting.tree import DraftTree
 from ..options import GenerateOptions
 from .grammar import Grammar
@@ -62,9 +63,31 @@ class CountPenalty(LogitsProcessor):
         return scores - self.frequency * counts - self.presence * (counts > 0)
 
 
+class TopP(LogitsProcessor):
+    """`TopPLogitsWarper`, which sorts the whole vocabulary (13 ms for 151,936 tokens on two cores): here the best are
+    sorted alone where they are enough (0.3 ms). All tokens that are as likely as the last one are kept.
+    """
+
+    ENOUGH = 128
+
+    def __init__(self, top_p: float) -> None:
+        self.top_p = top_p
+
+    def __call__(self, input_ids: Tensor | None, scores: Tensor) -> Tensor:  # [M, V]
+        total = scores.logsumexp(-1, keepdim=True)
+        for count in (min(self.ENOUGH, scores.shape[-1]), scores.shape[-1]):
+            best = scores.gather(-1, largest(scores, count))  # descending
+            probs = (best - total).exp()
+            mass = probs.cumsum(-1)
+            if (mass[:, -1] >= self.top_p).all():
+                break
+        last = (mass - probs < self.top_p).sum(-1, keepdim=True).clamp_min(1) - 1
+        return scores.masked_fill(scores < best.gather(-1, last), -math.inf)
+
+
 # Processors whose result does not depend on the tokens before: one call serves all nodes.
 CONTEXT_FREE = (
-    TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper, TypicalLogitsWarper,
+    TemperatureLogitsWarper, TopKLogitsWarper, TopP, TopPLogitsWarper, MinPLogitsWarper, TypicalLogitsWarper,
     EpsilonLogitsWarper, EtaLogitsWarper, SuppressTokensLogitsProcessor, InfNanRemoveLogitsProcessor,
     LogitNormalization,
 )
@@ -83,7 +106,9 @@ STATEFUL = (SynthIDTextWatermarkLogitsProcessor, UnbatchedClassifierFreeGuidance
 def check_processors(processors: Sequence[LogitsProcessor] | None) -> LogitsProcessorList:
     """The processors, refused where one cannot be a function of the tokens and scores that it is called with."""
     check_functions("logits_processor", processors)
-    checked = LogitsProcessorList(processors or [])
+    checked = LogitsProcessorList(
+        TopP(each.top_p) if type(each) is TopPLogitsWarper and each.min_tokens_to_keep == 1
+        and each.filter_value == -math.inf else each for each in processors or [])
     for processor in checked:
         if isinstance(processor, STATEFUL):
             raise ValueError(
@@ -129,7 +154,7 @@ def build_processors(
     if options.top_k:
         processors.append(TopKLogitsWarper(options.top_k))
     if options.top_p < 1:
-        processors.append(TopPLogitsWarper(float(options.top_p)))
+        processors.append(TopP(float(options.top_p)))
     if options.min_p > 0:
         processors.append(MinPLogitsWarper(float(options.min_p)))
     return processors
