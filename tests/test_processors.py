@@ -26,7 +26,7 @@ import eagle_fsd
 from eagle_fsd import RULES, TreeConfig, make_rule
 from eagle_fsd.drafting.tree import DraftTree, ancestors_of
 from eagle_fsd.engine.request import Request
-from eagle_fsd.engine.sampling import TopP, warp_nodes, warp_trees
+from eagle_fsd.engine.sampling import TopP, check_processors, warp_nodes, warp_trees
 from eagle_fsd.pair import EagleModel
 
 NEW = 24
@@ -62,6 +62,12 @@ def test_top_p_keeps_what_transformers_keeps(top_p, size):
 def test_top_p_keeps_all_of_equal_tokens():
     kept = TopP(0.7)(None, torch.tensor([[0.0, 2.0, 2.0, 2.0, -1.0], [-torch.inf] * 5]))
     assert kept[0].isfinite().tolist() == [False, True, True, True, False] and kept[1].isinf().all()
+
+
+def test_top_p_takes_the_place_of_transformers_where_it_does_the_same():
+    other = TopPLogitsWarper(0.7, min_tokens_to_keep=2)
+    ours, same = check_processors([TopPLogitsWarper(0.7), other])
+    assert isinstance(ours, TopP) and ours.top_p == 0.7 and same is other
 
 
 class Grammar(LogitsProcessor):

@@ -74,12 +74,12 @@ class TopP(LogitsProcessor):
         self.top_p = top_p
 
     def __call__(self, input_ids: Tensor | None, scores: Tensor) -> Tensor:  # [M, V]
-        total = scores.logsumexp(-1, keepdim=True)
-        for count in (min(self.ENOUGH, scores.shape[-1]), scores.shape[-1]):
+        total, size = scores.logsumexp(-1, keepdim=True), scores.shape[-1]
+        for count in (min(self.ENOUGH, size), size) if scores.is_cpu else (size,):  # elsewhere asking would wait
             best = scores.gather(-1, largest(scores, count))  # descending
             probs = (best - total).exp()
             mass = probs.cumsum(-1)
-            if (mass[:, -1] >= self.top_p).all():
+            if count == size or (mass[:, -1] >= self.top_p).all():
                 break
         last = (mass - probs < self.top_p).sum(-1, keepdim=True).clamp_min(1) - 1
         return scores.masked_fill(scores < best.gather(-1, last), -math.inf)

@@ -153,7 +153,8 @@ def ratio(row: Mapping, key: str, unit: str = "") -> str:
 
 def accuracy_cells(row: Mapping) -> dict[str, str]:
     change = sorted(-100 * end for end in row["drop_interval"])
-    return {"accuracy": percent(row["accuracy"], 1), "lost, gained": f"{row['lost']:.3g}, {row['gained']:.3g}",
+    return {"accuracy": percent(row["accuracy"], 1),
+            "lost, gained": f"{round(row['lost'], 1):g}, {round(row['gained'], 1):g}",
             "change in points (95%)": f"{0 - 100 * row['drop']:+.1f} ({span(change, 1)})",
             "loss at most": decimals(100 * row["bound"], 1)}
 
@@ -290,7 +291,7 @@ def join_seeds(found: Sequence[Sequence[Mapping]]) -> list[dict]:
     """The records of the first seed, `right` being the share of all seeds that were."""
     def shared(records: Sequence[Mapping]) -> dict:
         rights = [record["right"] for record in records]
-        return {**records[0], "right": rights[0] if len(rights) == 1 or None in rights else statistics.mean(rights)}
+        return {**records[0], "right": None if None in rights else statistics.mean(rights)}
 
     return [{**lines[0], "methods": {name: shared([line["methods"][name] for line in lines])
                                      for name in lines[0]["methods"]}} for lines in zip(*found, strict=True)]
