@@ -16,7 +16,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
 from ..models import GROUPED
-from ..models import attention as _registered  # noqa: F401  (its functions are chosen by name)
+from ..models.attention import without_cudnn
 from ..models.cache import TreeCache
 from ..models.fused import FIXED_ROPE, FusedLayer, Rotary, attention_over
 from ..models.linear import Joined, pack_linears
@@ -180,6 +180,7 @@ class DraftHead(nn.Module):
         """Whether the layer is computed by `fused`: while decoding. Training has gradients, or caches of its own."""
         return isinstance(cache, TreeCache) and self.fused is not None and not torch.is_grad_enabled()
 
+    @without_cudnn()
     def fused_layer(
         self,
         hidden: Tensor,  # [B, T, D] float32 or wider, changed in place

@@ -79,7 +79,7 @@ def compare(
                     runs[name].append(answer(methods[name], name, question, True))
             keep([{**taken[0], "seconds": statistics.median(record["seconds"] for record in taken)}
                   for taken in runs.values()])
-        rest = [(question, name) for question in questions for name in names
+        rest = [(question, name) for name in names for question in questions  # rules are walked one by one
                 if question not in alone and is_missing(question, name, False)]
         pool = ThreadPoolExecutor(workers)
         try:

@@ -9,6 +9,9 @@ part, D head size, W head size of the values.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
@@ -17,6 +20,18 @@ from . import GROUPED, SPLIT
 from .flash import HALF, flash_for
 
 stock_attention = AttentionInterface()["sdpa"]
+
+
+@contextmanager
+def without_cudnn() -> Iterator[None]:
+    """Within, sdpa takes no kernel of cuDNN, which PyTorch prefers on Hopper: cuDNN compiles one for every new number
+    of keys, some 37 ms on an H100, and in decoding each forward has one."""
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
 
 
 def grouped_attention(

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from . import IMPLEMENTATIONS, SPLIT
-from . import attention as _registered  # noqa: F401  (its functions are chosen by name)
+from .attention import without_cudnn
 from .cache import TreeCache
 from .fused import FusedDecoder, Unfit
 from .linear import dtype_of, pack_linears
@@ -242,6 +242,7 @@ class TargetModel:
         """F."""
         return self.hidden_size * (len(self.layers) + 1)
 
+    @without_cudnn()
     def forward(
         self,
         tokens: Tensor,  # [B, N]
