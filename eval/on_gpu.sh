@@ -20,9 +20,9 @@ if [ -z "${QUESTIONS:-}" ]; then
         echo "{\"question_id\": \"$word\", \"category\": \"writing\", \"turns\": [\"Say $word.\", \"Again.\"]}"
     done >"$QUESTIONS"
 fi
-PROMPTS=16 EACH=3 TOKENS=128 SHAPE=(--shape llama-3.1-8b --nodes 1 8 16 32 60 128 --rows 1 8)
-ASKED=(--self-prompted 1000 --batch 256 --max-length 1024 --max-new-tokens 256)
-STEPS=(--steps 400 --batch-tokens 16384 --eval-every 200)
+PROMPTS=16 EACH=3 TOKENS=128 SHAPE=(--shape llama-3.1-8b --nodes 1 16 60 --rows 1 8 --rounds 10)
+ASKED=(--self-prompted 200 --batch 200 --max-length 1024 --max-new-tokens 128)
+STEPS=(--steps 200 --batch-tokens 16384 --eval-every 100)
 if [ "$DEVICE" = cpu ]; then
     export CUDA_VISIBLE_DEVICES=
     PROMPTS=2 EACH=1 TOKENS=8 SHAPE=(--shape tiny --nodes 1 8 --tree 8,4,2 --context 16 --rounds 2)

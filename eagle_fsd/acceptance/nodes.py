@@ -43,6 +43,7 @@ class Nodes:
     exact: Tensor  # [B] long, the token that the target itself draws: argmax(warped + noise)
     tokens: Tensor  # [B, C] long
     children: Tensor  # [B, C] bool
+    by_head: Tensor  # [B, C] bool: proposed by the draft head, not by the text or a grammar alone
     scores: Tensor  # [B, C], cumulative log-probability of the draft
     drafted: Tensor | None  # [B, K, R], the draft's raw logits at this depth; None: nothing was drafted so deep
     draft_row: Tensor  # [B] long, the row of `drafted` that is the node's; -1: the draft said nothing there

@@ -52,6 +52,9 @@ class Rule(ABC):
 class FuzzyRule(Rule):
     """A rule that may take children which the target itself would not have drawn: fuzzy steps.
 
+    Only what the draft head proposed may be taken so. What was copied from the text is accepted where the target draws
+    it: a target that is not quite sure would else be led into writing its own text again (docs/fuzzy.md).
+
     Args:
         head_guard: alpha in [0, 1]; a fuzzy step needs target probability >= (1 - alpha) * the target's best.
             None: no guard. Exact steps are never guarded.
@@ -65,8 +68,9 @@ class FuzzyRule(Rule):
             check_interval("head_guard", self.head_guard, 1.0, True)
 
     def candidates(self, nodes: Nodes) -> Tensor:
-        """[B, C] bool: children that a fuzzy step may take: warped mass above 0 and inside the head guard."""
-        return nodes.in_head(self.head_guard) & (nodes.steps > -math.inf)
+        """[B, C] bool: children that a fuzzy step may take: the draft head's, with warped mass above 0, inside the
+        head guard."""
+        return nodes.in_head(self.head_guard) & nodes.by_head & (nodes.steps > -math.inf)
 
 
 @dataclass(frozen=True)
@@ -115,7 +119,7 @@ class Ahead:
     log_probs: Tensor  # its log-probability there, float64
     best: Tensor  # the largest warped logit at its parent
     exact: Tensor  # bool: the target's own choice there, when greedy
-    in_head: Tensor  # bool: inside the rule's head guard
+    eligible: Tensor  # bool: the draft head's, and inside the rule's head guard
     threshold: Tensor  # [B, 1] float64
     greedy: bool
 

@@ -18,7 +18,7 @@ NO_MASS = -1e6  # stands for log 0, so that differences of path sums stay define
 class Tilt(FuzzyRule):
     """Reweight the tokens a cycle emits by exp(T * accepted length).
 
-    Sampling. With target probabilities p and reward r(x) = 1 for every child, define bottom-up
+    Sampling. With target probabilities p and reward r(x) = 1 for every child of the draft head, define bottom-up
 
         V(leaf) = 0,   V(v) = log(1 + sum over children x of p(x | v) (exp(T r(x) + V(x)) - 1)),
         log-weight of a child x = log p(x | v) + T r(x) + V(x),   of any other token = log p.
@@ -27,8 +27,8 @@ class Tilt(FuzzyRule):
     its expected length, the one with the smallest KL to the target (Gibbs variational principle). That KL is
     T * E[length] - V(root) per cycle. The draft's probabilities play no part.
 
-    A head guard sets r(x) = 0 from the first step outside the head on, so the law is tilted by the length of
-    the leading run inside the head, and a child outside it never weighs more than its target probability.
+    From the first step on that is outside the head guard or not the draft head's, r(x) = 0. So the law is tilted by
+    the length of the leading run, and a child outside it never weighs more than its target probability.
 
     Greedy. A step costs its regret rho(x) = log max p - log p(x), of which at most `max_regret` may be given
     up at a time; the path of the largest sum of 1 - rho(x) / T is taken, the exact step having rho = 0.
@@ -64,7 +64,7 @@ class Tilt(FuzzyRule):
     def _lifts(self, ahead: Ahead) -> Tensor:
         tree, threshold = ahead.tree, ahead.threshold
         is_child = tree.depths > 0
-        rewards = (is_child & (_on_path(tree, ahead.in_head) if self.head_guard is not None else is_child)).double()
+        rewards = (is_child & _on_path(tree, ahead.eligible)).double()
         totals = _path_sum(tree, ahead.log_probs.clamp_min(NO_MASS) + threshold * rewards)
 
         # The recursion for V, unrolled: exp V(v) - 1 = sum over nodes u below v of
@@ -79,7 +79,7 @@ class Tilt(FuzzyRule):
         tree = ahead.tree
         is_child = tree.depths > 0
         regret = (ahead.best - ahead.steps).double()
-        allowed = is_child & ahead.in_head & (ahead.steps > -math.inf) & (regret <= self.max_regret)
+        allowed = is_child & ahead.eligible & (ahead.steps > -math.inf) & (regret <= self.max_regret)
         # best(v) = max(0, max over x with rho(x) <= m of 1 - rho(x) / T + best(x)); what lies below a step that must
         # never be taken cannot make up for it.
         gains = torch.where(allowed, 1.0 - regret / ahead.threshold, -(tree.max_depth + 1.0))

@@ -89,7 +89,7 @@ def walk(
         exact = first_largest(warped if noise is None else warped + noise)
         token, children, weights = exact, parents == node[:, None], Weights()
         if not lossless:
-            nodes = Nodes(raw, warped, noise, exact, tree.tokens, children, tree.scores,
+            nodes = Nodes(raw, warped, noise, exact, tree.tokens, children, tree.by_head, tree.scores,
                           draft[depth] if depth < len(draft) else None, tree.draft_rows[rows, node], draft_tokens,
                           threshold, left, going, errors, ahead)
             weights = rule.weigh(nodes)
@@ -174,9 +174,9 @@ def _ahead(rule: Rule, tree: DraftTree, target: Target, warped: Tensor, threshol
         return values.gather(1, tree.parents)
 
     guard = getattr(rule, "head_guard", None)
-    in_head = torch.ones_like(tree.depths, dtype=torch.bool)
+    eligible = tree.by_head
     if guard is not None:
-        in_head = raw_steps >= of_parent(target.logits.amax(-1) + guard_slack(guard))
+        eligible = eligible & (raw_steps >= of_parent(target.logits.amax(-1) + guard_slack(guard)))
     return Ahead(
         tree, steps, steps.double() - of_parent(warped.logsumexp(-1)).double(), of_parent(warped.amax(-1)),
-        tree.tokens == of_parent(first_largest(warped)), in_head, threshold[:, None], target.noise is None)
+        tree.tokens == of_parent(first_largest(warped)), eligible, threshold[:, None], target.noise is None)

@@ -33,6 +33,11 @@ class DraftTree:
         drafters = None if self.drafters is None else self.drafters[rows]
         return DraftTree(*(part[rows] for part in parts), max_depth=self.max_depth, drafters=drafters)
 
+    @property
+    def by_head(self) -> Tensor:
+        """[B, N] bool: nodes that the head proposed, alone or with others."""
+        return torch.ones_like(self.depths, dtype=torch.bool) if self.drafters is None else self.drafters == 0
+
     def drafted_by(self) -> list[list[str | None]]:
         """Who proposed each node, of `DRAFTERS`; None: it is no draft. Waits for the device, once for all rows."""
         whose = torch.zeros_like(self.depths) if self.drafters is None else self.drafters

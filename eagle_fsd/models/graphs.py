@@ -1,4 +1,4 @@
-"""CUDA graphs of the fused decoder: the forward of a tree is one replay. **It has not run on a GPU yet.**
+"""CUDA graphs of the fused decoder: the forward of a tree is one replay (docs/performance.md, "On a GPU").
 
 A graph has fixed shapes and addresses, so the forward it holds reads the whole capacity of one cache under a mask, and
 writes keys and values to places that a tensor names. All that changes from cycle to cycle is copied into its inputs.
