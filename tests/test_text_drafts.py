@@ -475,7 +475,8 @@ def test_fuzzy_rows_are_what_they_are_alone(kind):
                 alone = generate(PROMPTS[number], pair, **{**own, "seed": 1 + number})
                 assert (row.token_ids, row.stats.accepted) == (alone.token_ids, alone.stats.accepted)
                 fuzzy += sum(receipt.source == "fuzzy" for receipt in row.receipts)
-    assert fuzzy > 10
+                assert all(receipt.drafter == "head" for receipt in row.receipts if receipt.source == "fuzzy")
+    assert fuzzy > 10 if kind == "EAGLE-2" else fuzzy == 0
 
 
 # The law ----------------------------------------------------------------------------------------------------------
@@ -503,19 +504,23 @@ def draw_from(case, rule, row, draws):
 
 
 def segment_law(case, row, tilt):
-    """p(segment) exp(T * accepted length), normalised: what a cycle emits, by enumeration."""
-    tokens, parents, depths = (part[row].tolist() for part in (case.tree.tokens, case.tree.parents, case.tree.depths))
+    """p(segment) exp(T * accepted tokens up to the first copy), normalised: what a cycle emits, by enumeration."""
+    tree = case.tree
+    tokens, parents, depths, by_head = (
+        part[row].tolist() for part in (tree.tokens, tree.parents, tree.depths, tree.by_head))
     probs, law = case.warped[row].double().softmax(-1).tolist(), {}
 
-    def descend(node, said, prob):
+    def descend(node, said, prob, counted):
         children = {tokens[child]: child for child, parent in enumerate(parents) if parent == node and depths[child]}
         for token, p in enumerate(probs[node]):
-            if token in children:
-                descend(children[token], (*said, token), prob * p)
+            child = children.get(token)
+            if child is not None:
+                own = counted == len(said) and by_head[child]
+                descend(child, (*said, token), prob * p, counted + own)
             else:
-                law[(*said, token)] = prob * p * math.exp(tilt * len(said))
+                law[(*said, token)] = prob * p * math.exp(tilt * counted)
 
-    descend(0, (), 1.0)
+    descend(0, (), 1.0, 0)
     total = math.fsum(law.values())
     return {segment: weight / total for segment, weight in law.items()}
 
@@ -530,6 +535,16 @@ def test_segments_of_joined_trees_have_their_law(name, tilt, row):
     assert not counts.keys() - law.keys() and chi_square_fits(counts, law)
     assert chi_square_fits(counts, segment_law(case, row, 0.0)) == (name == "exact")
     assert max(map(len, counts)) == [4, 3][row]
+
+
+@pytest.mark.parametrize("name", ["fsd", "lenience", "relaxed", "tilt", "typical"])
+def test_copies_are_accepted_exactly(name):
+    """Whatever a rule would take of the head's, of the text's copies it takes what the target draws."""
+    case, seen = small_case(4), Counter()
+    for steps in draw_from(case, make_rule(name, 0.9, head_guard=None), 0, 2000):
+        for step, after in itertools.pairwise(steps):
+            seen[bool(case.tree.by_head[0, after.node]), step.exact] += 1
+    assert seen[True, False] > 10 and seen[False, True] > 10 and not seen[False, False]
 
 
 def test_fsd_is_exact_where_the_head_said_nothing():
