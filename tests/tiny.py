@@ -151,6 +151,7 @@ def tiny_config(family: str, **options):
 
 def tiny_target(family: str = "llama", seed: int = 0, attention: str = "eager", **options):
     """A random causal LM of the family in float32."""
+    torch.manual_seed(seed)  # for biases and the like, which the model's own initialisation draws
     model = AutoModelForCausalLM.from_config(tiny_config(family, **options), attn_implementation=attention).eval()
     torch.manual_seed(seed)
     with torch.no_grad():
