@@ -3,9 +3,10 @@
     python -m eval.quality --questions mbpp.jsonl gsm8k_test.jsonl --run-code --batch 16 --timed 24 \\
         --settings "fsd 0.3" "fsd 0.5" "fsd 0.5 head_guard=none" "tilt 1" --out eval/results/quality
 
-The comparison of `eagle-fsd calibrate`, for more questions: accuracy of all of them, answered in batches (--batch);
-speed of --timed ones, answered alone and interleaved. A setting may also be lossless with other sampling, such as
-"exact top_p=0.6". An interrupted run goes on. IFEval is graded by lm-evaluation-harness, where it is installed.
+The comparison of `eagle-fsd calibrate`, for more questions: accuracy of all of them, answered in batches (--batch),
+lossless settings without drafting; speed of --timed ones, answered alone and interleaved. A setting may also be
+lossless with other sampling, such as "exact top_p=0.6". An interrupted run goes on. IFEval is graded by
+lm-evaluation-harness, where it is installed.
 """
 
 from __future__ import annotations

@@ -148,7 +148,9 @@ def test_quality_times_some_questions_and_answers_the_others_in_batches(chat_mod
     for name in ("q", "alone"):
         lines = [json.loads(line) for line in (tmp_path / f"{name}.answers.jsonl").read_text().splitlines()[1:]]
         texts.append({(line["asked"], line["method"]): line["ids"] for line in lines})
-    assert texts[0] == texts[1]  # in a batch each is answered as alone
+        together = [line for line in lines if not line["timed"] and line["method"] == "exact"]
+        assert len(together) == 5 * (name == "q") and all(line["emitted"] == line["forwards"] for line in together)
+    assert texts[0] == texts[1]  # in a batch each is answered as alone; exact answers without drafting
     first = json.loads((tmp_path / "q.answers.jsonl").read_text().splitlines()[1])
     monkeypatch.setattr(quality, "CODE_END", first["turns"][0][2:4])
     assert quality.main([*words[:-1], str(tmp_path / "stopped"), "--stop-after-code"]) == 0

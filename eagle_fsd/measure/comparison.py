@@ -17,6 +17,7 @@ from typing import Any
 from ..data.files import append_lines, only_writer, read_lines
 from ..data.progress import Progress
 from ..data.questions import Question, converse
+from ..options import GenerateOptions
 from ..pair import EagleModel
 from .grading import is_right
 from .methods import Answer, Method, described, engine
@@ -250,11 +251,17 @@ def setting_methods(
     model: EagleModel, options: ComparisonOptions, joined: Any = None, **shared: object
 ) -> dict[str, Method]:
     """`exact` and the options' settings by name, with these options of `generate`; asked of `joined`, an `Engine`,
-    where there is one."""
-    common = {"temperature": options.temperature, "seed": options.seed, **shared}
-    ask = joined and (lambda prompt, **given: joined.submit(prompt, **given).result())
-    return {name: engine(model, ask=ask, tree=options.tree, **common | given)
-            for name, given in read_settings(options.settings).items()}
+    where there is one: of a lossless one it draws the same tokens without drafting, which pays alone."""
+    common = {"temperature": options.temperature, "seed": options.seed, "tree": options.tree, **shared}
+
+    def method(given: Mapping[str, object]) -> Method:
+        given = common | given
+        if joined is None:
+            return engine(model, **given)
+        return engine(model, ask=lambda prompt, **options: joined.submit(prompt, **options).result(),
+                      **given, speculative=not GenerateOptions.from_names(given).lossless)
+
+    return {name: method(given) for name, given in read_settings(options.settings).items()}
 
 
 def compare_settings(

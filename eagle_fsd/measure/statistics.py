@@ -83,10 +83,10 @@ def method_rows(found: Sequence[Mapping], reference: str) -> list[dict]:
     """One row per method over the questions of `compare`, beside the reference on the same questions.
 
     Returns:
-        speedup (tokens per second) and time (per answer) are ratios to the reference's, with 95% intervals, over the
-        timed questions (None: there are none); same_tokens: share before the first difference; drop: of accuracy, with
-        its interval, and bound: its one-sided 95% bound, with Bonferroni's correction over all methods but the
-        reference.
+        speedup (tokens per second) and time (per answer) are ratios to the reference's, with 95% intervals; they and
+        tau are of the timed questions (None: there are none); same_tokens: share before the first difference; drop: of
+        accuracy, with its interval, and bound: its one-sided 95% bound, with Bonferroni's correction over all methods
+        but the reference.
     """
     timed = [line["methods"] for line in found if all(record["timed"] for record in line["methods"].values())]
     rows = []
@@ -97,12 +97,12 @@ def method_rows(found: Sequence[Mapping], reference: str) -> list[dict]:
         same = sum(a["tokens"] if at is None else at for a, at in zip(ours, parts, strict=True))
         columns = [np.array([line[each][key] for line in timed], float)
                    for each in (name, reference) for key in ("tokens", "seconds")]
-        tokens, forwards = (sum(record[key] for record in ours) for key in ("tokens", "forwards"))
+        tokens, forwards = sum(record["tokens"] for record in ours), sum(line[name]["forwards"] for line in timed)
         own = {  # what only our engine says
-            "tau": sum(record["emitted"] for record in ours) / forwards,
+            "tau": sum(line[name]["emitted"] for line in timed) / forwards if forwards else None,
             "regret_per_token": sum(record["regret"] for record in ours) / max(1, tokens),
             "cut_off": sum(record["cut_off"] for record in ours) / len(ours),
-        } if forwards else dict.fromkeys(("tau", "regret_per_token", "cut_off"))
+        } if any(record["forwards"] for record in ours) else dict.fromkeys(("tau", "regret_per_token", "cut_off"))
         rows.append({
             "method": name, "answers": len(found), "timed": len(timed), **speeds(*columns), **own,
             "tokens_per_answer": tokens / len(found), "same_answers": parts.count(None) / len(found),
