@@ -253,15 +253,12 @@ def setting_methods(
     """`exact` and the options' settings by name, with these options of `generate`; asked of `joined`, an `Engine`,
     where there is one: of a lossless one it draws the same tokens without drafting, which pays alone."""
     common = {"temperature": options.temperature, "seed": options.seed, "tree": options.tree, **shared}
-
-    def method(given: Mapping[str, object]) -> Method:
-        given = common | given
-        if joined is None:
-            return engine(model, **given)
-        return engine(model, ask=lambda prompt, **options: joined.submit(prompt, **options).result(),
-                      **given, speculative=not GenerateOptions.from_names(given).lossless)
-
-    return {name: method(given) for name, given in read_settings(options.settings).items()}
+    methods = {name: common | given for name, given in read_settings(options.settings).items()}
+    if joined is None:
+        return {name: engine(model, **given) for name, given in methods.items()}
+    return {name: engine(model, ask=lambda prompt, **asked: joined.submit(prompt, **asked).result(),
+                         speculative=not GenerateOptions.from_names(given).lossless, **given)
+            for name, given in methods.items()}
 
 
 def compare_settings(
