@@ -8,8 +8,8 @@ from torch import Tensor
 
 from eagle_fsd.acceptance import Rule
 from eagle_fsd.acceptance.walk import Step, Target, walk
+from eagle_fsd.drafting.noise import gumbel_noise
 from eagle_fsd.drafting.tree import DraftTree, ancestors_of
-from eagle_fsd.engine.noise import gumbel_noise
 
 
 @dataclass

@@ -143,8 +143,8 @@ class Reference:
 
     def fsd_paper(self, v):
         passes = self.children(v) and self.divergence(v) <= self.threshold
-        best = max([self.scores[c] for c in self.children(v)], default=None)
-        allowed = {self.tokens[c] for c in self.children(v) if self.scores[c] == best and passes}
+        first = max(self.children(v), key=lambda c: self.scores[c], default=None)  # the first of equal ones
+        allowed = {self.tokens[first]} if passes else set()
         allowed &= {self.tokens[c] for c in self.candidates(v)} | {self.exact_token(v)}
         if not allowed:
             return self.warped[v], False

@@ -66,8 +66,11 @@ class Tree:
     logits: dict = field(default_factory=dict)
 
 
-def draft(head, model, features, tokens, config):
-    """The tree below tokens[-1]; `features` are the target's of the positions before `tokens`."""
+def draft(head, model, features, tokens, config, perturbed=lambda logits, depth: logits):
+    """The tree below tokens[-1]; `features` are the target's of the positions before `tokens`.
+
+    perturbed: the logits [V] by which the children of a node of this depth are chosen and scored.
+    """
     tree, scored, predicted = Tree(), [], {}
     frontier = [()]
     for _ in range(config.depth):
@@ -77,7 +80,7 @@ def draft(head, model, features, tokens, config):
             predicted[path] = predict(head, [*features, *drafted], [*tokens, *path])
             logits = softcapped(model, model.get_output_embeddings()(predicted[path]))
             tree.logits[path] = logits
-            logits = logits / config.draft_temperature
+            logits = perturbed(logits, len(path)) / config.draft_temperature
             best = sorted(range(len(logits)), key=lambda token: (-logits[token].item(), token))[: config.top_k]
             for token in best:
                 log_prob = logits[token] - logits.logsumexp(0)  # float32, so that it rounds to 0 where it should

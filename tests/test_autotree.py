@@ -45,7 +45,7 @@ def decode(pair, prompts, tree, tokens):
 def logged(pair, tree, tokens) -> list[LoggedCycle]:
     """All prompts' first cycles, then all their second ones."""
     _, seen = decode(pair, PROMPTS, tree, tokens)
-    return [logs.logged_cycle(tree, levels, path, row) for tree, levels, paths in seen
+    return [logs.logged_cycle(tree, levels, path, row) for tree, levels, paths, _ in seen
             for row, path in enumerate(paths)]
 
 
@@ -80,7 +80,7 @@ def test_a_logged_cycle_is_the_tree_and_what_became_of_it(pair, cycles):
 def test_logged_steps_are_those_that_the_draft_took(pair):
     """At draft temperature 1 a node's score is the sum of its path's; a row of a batch is logged as it would be alone,
     and a draft that numbers its tokens otherwise as one that does not."""
-    _, ((tree, levels, paths), *_) = decode(pair, PROMPTS[:3], TREE, 9)
+    _, ((tree, levels, paths, _), *_) = decode(pair, PROMPTS[:3], TREE, 9)
     for row, path in enumerate(paths):
         found = logs.logged_cycle(tree, levels, path, row)
         scores = [0.0] * (len(found.parents) + 1)  # the root's is the last: parent -1
@@ -103,7 +103,7 @@ def test_a_replay_equals_decoding_with_the_smaller_tree(pair, first_cycles, tree
     sizes, deepest = set(), 0
     for start in range(0, 12, rows):
         prompts = PROMPTS[start : start + rows]
-        drafted, _, paths = decode(pair, prompts, tree, 2)[1][0]
+        drafted, _, paths, _ = decode(pair, prompts, tree, 2)[1][0]
         replay = Replay(first_cycles[start : start + rows], None, tree.top_k)
         tokens, verified, levels = replay.run(tree, np.array([tree.total_tokens]), rows)
         assert tokens.item() == pytest.approx(np.mean([len(path) for path in paths]))
@@ -181,8 +181,8 @@ def test_stopping_rules_shrink_the_tree_and_change_no_token(pair):
     for prompt in PROMPTS[:2]:
         said, seen = decode(pair, [prompt], TreeConfig(24, 6, 3, **STOPPING), 20)
         assert said == decode(pair, [prompt], TreeConfig(24, 6, 3), 20)[0]
-        assert len({tree.tokens.shape[1] for tree, _, _ in seen}) > 1
-        assert all(tree.scores.exp().min() >= STOPPING["least_probability"] - 1e-6 for tree, _, _ in seen)
+        assert len({tree.tokens.shape[1] for tree, *_ in seen}) > 1
+        assert all(tree.scores.exp().min() >= STOPPING["least_probability"] - 1e-6 for tree, *_ in seen)
 
 
 def paused(pause: Pause, gain: float, cycles: int) -> list[bool]:

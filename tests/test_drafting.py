@@ -144,7 +144,7 @@ def test_greedy_cycles_equal_the_reference(family, shape):
     assert decoder.prefill()[0].tokens == [first]
     for reference, path, token in cycles:
         assert decoder.step()[0].tokens == [*path, token]
-        tree, draft_logits, (accepted,) = seen[-1]
+        tree, draft_logits, (accepted,), _ = seen[-1]
         assert_same_tree(tree, draft_logits, reference, config)
         assert paths_of(tree)[accepted[-1]] == path
     said = [first] + [t for _, path, token in cycles for t in (*path, token)]

@@ -16,7 +16,7 @@ from reference_acceptance import divergence
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from eagle_fsd.acceptance import Nodes, Rule, Weights, make_rule
-from eagle_fsd.engine.noise import gumbel_noise
+from eagle_fsd.drafting.noise import gumbel_noise
 
 VOCAB, DEPTH = 6, 3
 #                          root

@@ -6,7 +6,7 @@ from itertools import product
 import pytest
 import torch
 
-from eagle_fsd.engine.noise import gumbel_noise
+from eagle_fsd.drafting.noise import gumbel_noise
 
 EULER_GAMMA = 0.5772156649015329
 

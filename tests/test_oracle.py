@@ -27,7 +27,7 @@ def test_trees_tokens_and_lengths_equal_the_recording(setting):
         choice = Choice(eagle_fsd.TreeConfig(run["total_token"], run["depth"] + 1, run["top_k"]))
         request = Request(prompt["prompt_ids"], max_new_tokens=200)
         decoder = Decoder(pair.target, pair.draft, [request], lambda count, choice=choice: choice)
-        decoder.observe = lambda tree, draft_logits, paths, trees=trees: trees.append(tree)
+        decoder.observe = lambda tree, *_, trees=trees: trees.append(tree)
         decoder.prefill()
         for _ in run["accept_lengths"]:
             decoder.step()

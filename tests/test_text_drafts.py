@@ -24,6 +24,7 @@ from eagle_fsd.drafting import text as text_module
 from eagle_fsd.drafting.config import Choice
 from eagle_fsd.drafting.growth import draft_tree
 from eagle_fsd.drafting.join import join_drafts
+from eagle_fsd.drafting.noise import gumbel_noise
 from eagle_fsd.drafting.pause import Drafting, Plan
 from eagle_fsd.drafting.text import (
     APART,
@@ -39,7 +40,6 @@ from eagle_fsd.drafting.text import (
 )
 from eagle_fsd.drafting.tree import root_only
 from eagle_fsd.engine.decoder import Decoder
-from eagle_fsd.engine.noise import gumbel_noise
 from eagle_fsd.pair import EagleModel
 from eagle_fsd.requests import make_requests
 

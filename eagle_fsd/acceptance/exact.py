@@ -13,10 +13,12 @@ class Exact(Rule):
 
     The law is that of testing the children one by one, each with its target probability renormalised over
     what is left (SpecInfer, arXiv 2305.09781; EAGLE-2, arXiv 2406.16858, for children picked without
-    sampling), and no lossless rule accepts more on a tree that was fixed beforehand.
+    sampling), and no lossless rule accepts more on a tree that does not know the noise. Where it does, more is
+    accepted under the same law (`drafting.coupling`).
     """
 
     name: ClassVar[str] = "exact"
+    coupled: ClassVar[bool] = True
     threshold_limit: ClassVar[tuple[float, bool]] = (0.0, True)
 
     def is_lossless(self, greedy: bool) -> bool:

@@ -4,6 +4,8 @@ import math
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+import torch
+
 from .divergence import get_divergence
 from .nodes import Nodes, Weights
 from .rule import FuzzyRule, only
@@ -22,6 +24,7 @@ class FSDPaper(FuzzyRule):
     """
 
     name: ClassVar[str] = "fsd_paper"
+    coupled: ClassVar[bool] = True  # the first child is a sample of the draft, as in the paper
     threshold_limit: ClassVar[tuple[float, bool]] = (math.inf, True)
 
     divergence: str = field(default="js", kw_only=True)
@@ -37,6 +40,7 @@ class FSDPaper(FuzzyRule):
         divergence = nodes.divergence(self.divergence)
         passes = divergence <= nodes.threshold.float()  # Div(target, draft) <= T
         scores = nodes.scores.masked_fill(~nodes.children, -math.inf)
-        first = nodes.children & (scores == scores.amax(-1, keepdim=True))
+        columns = torch.arange(scores.shape[1], device=scores.device)
+        first = nodes.children & (columns == scores.argmax(-1, keepdim=True))  # one, where scores tie
         accepted = first & passes[:, None] & (self.candidates(nodes) | nodes.is_exact)
         return only(nodes, accepted, divergence)._replace(stop=~accepted.any(-1))

@@ -32,6 +32,7 @@ class Rule(ABC):
     name: ClassVar[str]
     threshold_limit: ClassVar[tuple[float, bool]] = (math.inf, False)  # upper end, and whether it is accepted
     threshold_scale: ClassVar[float] = 1.0  # hardly anyone wants more: where a slider ends
+    coupled: ClassVar[bool] = False  # whether children may depend on the noise that tokens are drawn with (`Coupling`)
     look_ahead: ClassVar[Callable | None] = None  # a pass over the whole tree before the walk, see `Tilt`
 
     threshold: float = 0.0
@@ -81,6 +82,8 @@ class GatingRule(FuzzyRule):
     Where the target's choice is a child it would be taken whatever the gate says: an argmax over a subset is the
     overall argmax if the subset contains it. So exact steps stay what they were, and only would-be stops change.
     """
+
+    coupled: ClassVar[bool] = True
 
     head_guard: float | None = field(default=HEAD_GUARD, kw_only=True)
 

@@ -25,6 +25,7 @@ from ..models.cache import TreeCache
 from ..models.masks import tree_mask
 from ..models.target import TargetModel, prefill_rows
 from .config import Confidence, TreeConfig
+from .coupling import Coupling
 from .largest import largest
 from .tree import DraftTree, ancestors_of, root_only
 
@@ -73,12 +74,14 @@ def draft_tree(
     cache: TreeCache,
     config: TreeConfig,
     nodes: int = 0,
+    coupling: Coupling | None = None,
 ) -> tuple[DraftTree, list[Tensor]]:
     """One draft tree per row, and the draft's raw logits of each level's expanded nodes: [B, 1, R] of the root, then
     [B, K, R] of each depth that was expanded.
 
     Args:
         nodes: of the tree at least, likely or not, as far as they were scored: some will be chosen from them.
+        coupling: the target's draws, by which rows that sample choose children; None: the most probable ones.
 
     The draft's cache is left holding the accepted tokens only. With `least_reach` or `least_probability` a tree may be
     shallower or smaller than `config` says, down to the root alone; both wait for the device once per level.
@@ -92,7 +95,7 @@ def draft_tree(
     # Level 1: the root's K best children are all scored and all expanded.
     logits = head.own_logits(predicted, target.logits)  # [B, 1, R]
     draft_logits = [logits]
-    child_scores, child_tokens = _best_children(head, logits, config, lines)
+    child_scores, child_tokens = _best_children(head, logits, config, lines, coupling, depth=0)
     frontier_scores, frontier_tokens = child_scores[:, 0], child_tokens[:, 0]  # [B, K]
     if not _worth_a_level(frontier_scores, config):
         return root_only(root), draft_logits
@@ -109,7 +112,7 @@ def draft_tree(
         predicted = head(frontier_features, frontier_tokens, positions, mask, cache)  # [B, K, D]
         logits = head.own_logits(predicted, target.logits)
         draft_logits.append(logits)
-        child_scores, child_tokens = _best_children(head, logits, config, lines)
+        child_scores, child_tokens = _best_children(head, logits, config, lines, coupling, level - 1)
         child_scores = (child_scores + frontier_scores[..., None]).flatten(1)  # [B, K * K], cumulative
         child_tokens = child_tokens.flatten(1)
         scores.append(child_scores)
@@ -131,12 +134,14 @@ def draft_tree(
 
 
 def _best_children(
-    head: DraftHead, logits: Tensor, config: TreeConfig, lines: Lines | None
+    head: DraftHead, logits: Tensor, config: TreeConfig, lines: Lines | None, coupling: Coupling | None, depth: int
 ) -> tuple[Tensor, Tensor]:
-    """Scores and tokens [B, *, K] of the K best children of each node: what a step adds to a path's score."""
+    """Scores and tokens [B, *, K] of the K best children of each node of a depth: what a step adds to a path's score,
+    which is never above 0."""
+    logits = logits if coupling is None else coupling.perturb(logits, depth)
     logits = logits if config.draft_temperature == 1 else logits / config.draft_temperature
     tokens = largest(logits, config.top_k)
-    scores = logits.log_softmax(-1).gather(-1, tokens)
+    scores = logits.log_softmax(-1).gather(-1, tokens).clamp_min(IMPOSSIBLE)
     if lines is not None:
         scores = apply_confidence(lines, scores)
     return scores, head.named(tokens)
@@ -187,6 +192,9 @@ def rerank(
         scores=scores.gather(1, kept),
         max_depth=depth,
     )
+
+
+IMPOSSIBLE = -1e4  # log-probability of a token that truncation rules out; finite, for sums and lines
 
 
 class Lines(NamedTuple):

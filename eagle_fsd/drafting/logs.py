@@ -25,6 +25,7 @@ from ..heads.eagle import DraftHead
 from ..models.placement import weights_digest
 from ..models.target import TargetModel
 from .config import TreeConfig
+from .coupling import Coupling
 from .tree import DraftTree
 
 log = logging.getLogger(__name__)
@@ -55,7 +56,7 @@ class LoggedCycle:
 
     parents: list[int]  # index of the parent's entry, -1 for the root
     ranks: list[int]  # among the siblings, the best 0
-    log_probs: list[float]  # of the step under the draft, at temperature 1
+    log_probs: list[float]  # of the step: the draft's at temperature 1, or what it makes of the target's noise
     accepted: list[bool]
 
 
@@ -73,8 +74,11 @@ def logged_cycle(
     path: Sequence[int],  # of one row: nodes that were accepted, the root included
     row: int = 0,
     draft_tokens: Tensor | None = None,  # [R], the target's number of each token of the draft; None: the same
+    coupling: Coupling | None = None,  # that the tree was drafted with
 ) -> LoggedCycle:
     """The tree of one row of a batch, and what became of its nodes."""
+    if coupling is not None:
+        draft_logits = [coupling.perturb(level, depth) for depth, level in enumerate(draft_logits)]
     tokens, parents = tree.tokens[row, 1:], tree.parents[row, 1:]
     if draft_tokens is not None:
         tokens = (draft_tokens == tokens[:, None]).long().argmax(-1)

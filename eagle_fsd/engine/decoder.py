@@ -17,16 +17,17 @@ from torch import Tensor
 from ..acceptance import Rule
 from ..acceptance.walk import Step, Target, Within, walk
 from ..drafting.config import Choice
+from ..drafting.coupling import Coupling
+from ..drafting.noise import gumbel_noise
 from ..drafting.pause import Drafting, Pause
 from ..drafting.text import MOST_NODES
 from ..drafting.tree import DraftTree, root_only
 from ..heads.eagle import DraftHead
 from ..models.target import TargetModel
 from .forwards import Forwards
-from .noise import gumbel_noise
 from .output import Receipt
 from .request import EXACT, Emission, Request
-from .sampling import warp_nodes, warp_trees
+from .sampling import couple, warp_nodes, warp_trees
 
 NOTHING = Emission([], [], [])
 
@@ -55,7 +56,8 @@ class Decoder:
             request.stats.computed_by = target.computed_by
         self.drafting = Drafting(choose, len(self.requests), pause, head=head is not None)
         self.draft_tokens = None if head is None or head.names_all else head.target_tokens
-        self.observe: Callable[[DraftTree, list[Tensor], list[list[int]]], None] | None = None
+        self.named = target.vocab_size if self.draft_tokens is None else self.draft_tokens  # what the draft can name
+        self.observe: Callable[[DraftTree, list[Tensor], list[list[int]], Coupling | None], None] | None = None
         self.forwards = forwards or self._forwards(earlier)
 
     def _forwards(self, earlier: Decoder | None) -> Forwards:
@@ -104,18 +106,20 @@ class Decoder:
 
     def step(self) -> list[Emission]:
         """One cycle; each request emits its accepted draft tokens and one token of the target."""
-        copies = [request.propose() for request in self.requests]
-        plan, lengths = self.drafting.next(copies), self.forwards.lengths  # L: the root is the token there
-        tree, draft_logits = self.forwards.draft(self.requests, plan, copies)
+        rules, lengths = [request.deciding() for request in self.requests], self.forwards.lengths  # L: the root's place
+        copies = [request.propose(rule) for request, rule in zip(self.requests, rules, strict=True)]
+        plan = self.drafting.next(copies)
+        coupling = None if plan.tree is None else couple(self.requests, rules, lengths, self.named, self.device)
+        tree, draft_logits = self.forwards.draft(self.requests, plan, copies, coupling)
         if plain := [number for number, request in enumerate(self.requests) if not request.speculative]:
             tree = tree.rooted(plain)
         features = self.forwards.verify(tree)  # [B, N, F]
-        paths, emissions = self._accept(tree, self.target.logits(features), draft_logits, lengths)
+        paths, emissions = self._accept(rules, tree, self.target.logits(features), draft_logits, lengths)
         self.forwards.commit(lengths, paths)
         if plan.tree is not None and not any(copies):
             self.drafting.learn(tree, [len(emission.tokens) for emission in emissions])
             if self.observe is not None:
-                self.observe(tree, draft_logits, paths)
+                self.observe(tree, draft_logits, paths, coupling)
         for number, request in enumerate(self.requests):
             request.advance(emissions[number], None if self.head is None else features[number, paths[number]])
             request.count(emissions[number])
@@ -136,10 +140,10 @@ class Decoder:
         self.drafting.keep(len(self.requests))
 
     def _accept(
-        self, tree: DraftTree, logits: Tensor, draft_logits: Sequence[Tensor], lengths: Sequence[int]
+        self, deciding: Sequence[Rule], tree: DraftTree, logits: Tensor, draft_logits: Sequence[Tensor],
+        lengths: Sequence[int],
     ) -> tuple[list[list[int]], list[Emission]]:
         """The accepted path of each request, and what it emits; requests with the same rule are walked together."""
-        deciding = [request.deciding() for request in self.requests]
         groups: list[list[int]] = []  # rows that are walked together
         for number, request in enumerate(self.requests):
             mine = [rows for rows in groups if self.requests[rows[0]].greedy == request.greedy

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..drafting.config import TreeConfig
+from ..drafting.coupling import Coupling
 from ..drafting.growth import draft_tree, extend_draft
 from ..drafting.join import join_drafts
 from ..drafting.pause import Plan
@@ -64,18 +65,19 @@ class Forwards:
             request.features = request.features[-1:].clone()
 
     def draft(
-        self, requests: Sequence[Request], plan: Plan, copies: Sequence[Copies | None] = ()
+        self, requests: Sequence[Request], plan: Plan, copies: Sequence[Copies | None] = (),
+        coupling: Coupling | None = None,
     ) -> tuple[DraftTree, list[Tensor]]:
         """Draft trees of the head's nodes and of copies, and the draft's logits by level, see `draft_tree`; the roots
         alone where there is neither.
 
         Drafting takes the requests' features: what the draft has read is no longer kept.
         """
-        tree, logits = self._head_drafts(requests, plan.tree, MOST_NODES if any(copies) else 0)
+        tree, logits = self._head_drafts(requests, plan.tree, MOST_NODES if any(copies) else 0, coupling)
         return (join_drafts(tree, copies, plan.count) if any(copies) else tree), logits
 
     def _head_drafts(
-        self, requests: Sequence[Request], config: TreeConfig | None, nodes: int
+        self, requests: Sequence[Request], config: TreeConfig | None, nodes: int, coupling: Coupling | None
     ) -> tuple[DraftTree, list[Tensor]]:
         if config is None:
             return root_only(torch.tensor([request.tokens[-1] for request in requests], device=self.device)), []
@@ -83,6 +85,7 @@ class Forwards:
         drafted = draft_tree(
             self.head, self.target, [request.features for request in requests],
             [request.unread(self.device) for request in requests], self.draft_cache, config, nodes,
+            coupling,
         )
         for request in requests:
             request.features = None

@@ -16,6 +16,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from ..acceptance import Rule, make_rule
 from ..drafting.config import TreeConfig
+from ..drafting.coupling import couple_copies
 from ..drafting.text import Copies, TextSource
 from .grammar import Grammar
 from .output import Output, Receipt, Stats
@@ -146,12 +147,20 @@ class Request:
         """Whether drafts may come from elsewhere than the head."""
         return self.speculative and not self.copies is self.grammar is None
 
-    def propose(self) -> Copies | None:
-        """Drafts beside the head's."""
+    def coupled(self, rule: Rule) -> bool:
+        """Whether drafts go by the noise that the target draws with, see `Coupling`: a rule that looks at how probable
+        the children are, and not only at which of them is drawn, wants the most probable ones."""
+        return not self.greedy and (rule.coupled or rule.is_lossless(self.greedy))
+
+    def propose(self, rule: Rule) -> Copies | None:
+        """Drafts beside the head's, for a cycle in which this rule decides."""
         if not self.copying:
             return None
         forced = None if self.grammar is None else self.grammar.forced(self.new)
-        return forced if self.copies is None else self.copies.propose(forced)
+        copies = forced if self.copies is None else self.copies.propose(forced)
+        if copies is None or not self.coupled(rule):
+            return copies
+        return couple_copies(copies, self.seed, len(self.tokens) - 1)
 
     def advance(self, emission: Emission, features: Tensor | None) -> None:
         """Go on after what a cycle emitted.

@@ -39,7 +39,9 @@ from transformers.generation.logits_process import (
     UnbatchedClassifierFreeGuidanceLogitsProcessor,
 )
 
+from ..acceptance import Rule
 from ..checks import check_functions
+from ..drafting.coupling import Coupling
 from ..drafting.largest import largest
 from ..drafting.tree import DraftTree
 from ..options import GenerateOptions
@@ -90,6 +92,11 @@ CONTEXT_FREE = (
     TemperatureLogitsWarper, TopKLogitsWarper, TopP, TopPLogitsWarper, MinPLogitsWarper, TypicalLogitsWarper,
     EpsilonLogitsWarper, EtaLogitsWarper, SuppressTokensLogitsProcessor, InfNanRemoveLogitsProcessor,
     LogitNormalization,
+)
+# Temperature and truncation: of these, which know no tokens, a draft's logits take the same.
+WARPERS = (
+    TemperatureLogitsWarper, TopKLogitsWarper, TopP, TopPLogitsWarper, MinPLogitsWarper, TypicalLogitsWarper,
+    EpsilonLogitsWarper, EtaLogitsWarper,
 )
 # Those that treat the rows of a batch alike: one call serves the nodes of a level. All others are called with one row,
 # as in plain decoding: some index by the row, or hold tensors of one row.
@@ -215,6 +222,25 @@ def warp_trees(
         except Exception as error:
             errors[row] = error
     return warped
+
+
+def couple(
+    requests: Sequence[Request],
+    rules: Sequence[Rule],  # that decide in this cycle
+    lengths: Sequence[int],  # L of each
+    tokens: int | Tensor,  # [R], those that the draft can name, or how many there are
+    device: torch.device,
+) -> Coupling | None:
+    """What drafting knows of the target's draws; None where no row is coupled."""
+    coupled = [request.coupled(rule) for request, rule in zip(requests, rules, strict=True)]
+    if not any(coupled):
+        return None
+    own = [LogitsProcessorList(each for each in request.processors if type(each) in WARPERS) for request in requests]
+    if _share_processors(requests):
+        own = own[:1] * len(own)
+    seeds, places = torch.tensor([[request.seed for request in requests], list(lengths)], device=device)
+    return Coupling(seeds, places, [warpers if mine else None for warpers, mine in zip(own, coupled, strict=True)],
+                    tokens)
 
 
 def _share_processors(requests: Sequence[Request]) -> bool:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..api import decode_requests
 from ..data.progress import Progress
+from ..drafting.coupling import Coupling
 from ..drafting.logs import LOGGED_TREE, LoggedCycle, Setting, TreeLog, logged_cycle
 from ..drafting.tree import DraftTree
 from ..options import GenerateOptions
@@ -28,8 +29,10 @@ def log_cycles(model: EagleModel, prompts: Sequence, options: GenerateOptions) -
     named = None if model.draft.names_all else model.draft.target_tokens
     cycles: list[LoggedCycle] = []
 
-    def observe(tree: DraftTree, draft_logits: list[Tensor], paths: list[list[int]]) -> None:
-        cycles.append(logged_cycle(tree, draft_logits, paths[0], draft_tokens=named))
+    def observe(
+        tree: DraftTree, draft_logits: list[Tensor], paths: list[list[int]], coupling: Coupling | None
+    ) -> None:
+        cycles.append(logged_cycle(tree, draft_logits, paths[0], draft_tokens=named, coupling=coupling))
 
     for request in Progress(requests, desc="logging cycles", unit="prompt"):
         decode_requests(model, [request], LOGGED_TREE, observe=observe)

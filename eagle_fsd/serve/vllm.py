@@ -21,8 +21,8 @@ from torch import Tensor
 
 from ..acceptance import Rule, make_rule
 from ..acceptance.walk import Step, Target, walk
+from ..drafting.noise import gumbel_noise
 from ..drafting.tree import DraftTree
-from ..engine.noise import gumbel_noise
 
 log = logging.getLogger("vllm.eagle_fsd")  # below vLLM's own logger, which has the handler
 

@@ -1,6 +1,6 @@
 """Gumbel noise that is a function of (seed, absolute position, token id) and of nothing else.
 
-B batch, P positions, V vocabulary.
+B batch, P positions, V vocabulary, R tokens that a draft can name, M tokens.
 
 Sampling by argmax(log_probs + gumbel) draws from softmax(log_probs) (the Gumbel-max trick). Because the noise
 is a hash instead of a generator's state, a token drawn at a position does not depend on how many tokens were
@@ -38,16 +38,32 @@ def _mix(bits: Tensor) -> Tensor:
 def gumbel_noise(
     seeds: Tensor,  # [B] int64
     positions: Tensor,  # [B, P] int64
-    vocab_size: int,
-) -> Tensor:  # [B, P, V] float32
-    """Standard Gumbel noise for every token at the given absolute positions.
+    tokens: int | Tensor,  # V: the noise of all tokens; [R] int64: of these
+) -> Tensor:  # [B, P, V or R] float32
+    """Standard Gumbel noise for tokens at the given absolute positions.
 
     Equal (seed, position, token id) give equal noise; no state is read or changed and nothing waits for the
     device. A tree needs each depth once: call with one position per depth and gather the rows by node depth.
     """
-    keys = _mix(_mix(seeds + GOLDEN_GAMMA)[:, None] + positions * GOLDEN_GAMMA)  # [B, P]
-    token_steps = torch.arange(1, vocab_size + 1, device=seeds.device) * GOLDEN_GAMMA  # [V]
-    bits = _shift_right(_mix(keys[..., None] + token_steps), 64 - UNIFORM_BITS)
+    tokens = torch.arange(tokens, device=seeds.device) if isinstance(tokens, int) else tokens
+    return _gumbel(_keys(seeds[:, None], positions)[..., None], tokens)
+
+
+def gumbel_at(
+    seed: int,
+    positions: Tensor,  # [M] int64
+    tokens: Tensor,  # [M] int64
+) -> Tensor:  # [M] float32
+    """The noise of one token at each position."""
+    return _gumbel(_keys(torch.tensor(seed, device=positions.device), positions), tokens)
+
+
+def _keys(seeds: Tensor, positions: Tensor) -> Tensor:
+    return _mix(_mix(seeds + GOLDEN_GAMMA) + positions * GOLDEN_GAMMA)
+
+
+def _gumbel(keys: Tensor, tokens: Tensor) -> Tensor:
+    bits = _shift_right(_mix(keys + (tokens + 1) * GOLDEN_GAMMA), 64 - UNIFORM_BITS)
     uniform = bits.double().add_(0.5).mul_(2.0**-UNIFORM_BITS)
     # Both logarithms of -log(-log(u)) keep their relative precision: the first in float64, where u near 1 is
     # resolved to 2^-53, the second in float32, whose range holds -log(u) in [2^-53, 37).

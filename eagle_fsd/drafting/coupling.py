@@ -1,0 +1,87 @@
+"""Drafting with the target's own noise, for requests that sample.
+
+The target draws argmax(log p + G), p its distribution after temperature and truncation, with Gumbel noise G that is a
+function of seed and position (`noise.py`). So the noise is known before anything is drafted, and the children of a node
+are the largest log q + G instead of the largest log q: where the draft's q is near p, the target's draw is among them.
+What is drawn does not depend on what was drafted, so the law of a lossless rule and its tokens for a seed stay as they
+are. A single draft is then accepted with a probability of at least (1 - TV) / (1 + TV) (Gumbel coupling: Daliri, Musco
+and Suresh 2024, arXiv 2408.07978; several drafts: 2506.05632; the races of 2504.15475 are the same in other words).
+That needs acceptance if and only if drawn token and child are equal, as in our walk; under the test u < p / q, shared
+noise changes the law.
+
+If log p and log q differ by independent Gumbel errors of scale s, then token x is the target's draw with probability
+softmax((log q + G) / s) at x. That is the score of a node; s is `TreeConfig.draft_temperature`, and without noise this
+is the score of greedy decoding.
+
+B rows, K nodes of a level, R tokens that the draft can name, M copied tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import LogitsProcessorList
+
+from .noise import gumbel_at, gumbel_noise
+from .text import Copies
+
+
+@dataclass(frozen=True)
+class Coupling:
+    """The target's draws in one cycle of a batch, as far as they are known before it.
+
+    Args:
+        seeds: of each row. lengths: L of each row, the position of its root.
+        warpers: temperature and truncation of each row, which have no context; None: the row is greedy, or its rule
+            wants the most probable children.
+        tokens: those that the draft can name, or how many there are.
+    """
+
+    seeds: Tensor  # [B]
+    lengths: Tensor  # [B]
+    warpers: Sequence[LogitsProcessorList | None]
+    tokens: int | Tensor  # [R]
+
+    def perturb(
+        self,
+        logits: Tensor,  # [B, K, R] float32, the draft's, of nodes of one depth
+        depth: int,
+    ) -> Tensor:  # [B, K, R]
+        """The draft's guess of log p + G for the children of these nodes; rows that are not coupled as they are."""
+        noise = gumbel_noise(self.seeds, self.lengths[:, None] + depth + 1, self.tokens)  # [B, 1, R]
+        if all(warpers is self.warpers[0] for warpers in self.warpers):
+            return _warped(self.warpers[0], logits) + noise
+        rows = [level if warpers is None else _warped(warpers, level) + noise[row]
+                for row, (level, warpers) in enumerate(zip(logits, self.warpers, strict=True))]
+        return torch.stack(rows)
+
+
+def _warped(warpers: LogitsProcessorList, logits: Tensor) -> Tensor:  # [..., R]
+    return warpers(None, logits.flatten(0, -2).clone()).view_as(logits) if warpers else logits
+
+
+def couple_copies(copies: Copies, seed: int, length: int) -> Copies:
+    """The same with scores that know the noise of each copied token.
+
+    A token that is accepted with probability r, whatever the noise, is drawn with probability
+    exp(-(1 - r) / r * exp(-g)) where its noise is g: then the largest of all others is Gumbel(log(1 - r)).
+
+    Args:
+        length: L, the position of the root.
+    """
+    depths: list[int] = []
+    for parent in copies.parents:
+        depths.append(1 if parent < 0 else depths[parent] + 1)
+    noise = gumbel_at(seed, length + torch.tensor(depths), torch.tensor(copies.tokens)).tolist()
+    scores: list[float] = []
+    for copy, (parent, score, matched) in enumerate(zip(copies.parents, copies.scores, copies.matched, strict=True)):
+        above, now = (0.0, 0.0) if parent < 0 else (copies.scores[parent], scores[parent])
+        step = min(0.0, score - above)
+        if matched:  # what a grammar forces has no rival
+            step = math.expm1(step) * math.exp(-step - noise[copy])
+        scores.append(now + step)
+    return copies._replace(scores=scores)

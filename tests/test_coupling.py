@@ -1,0 +1,210 @@
+"""Drafting with the noise that the target draws with: trees, laws, and that lossless texts stay what they are.
+
+V = 32, or a handful of tokens.
+"""
+
+import math
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import reference_eagle
+import torch
+from random_trees import Case, tree_from_parents
+from test_drafting import assert_same_tree
+from test_laws import chi_square_fits
+from tiny import PROMPT, PROMPTS, VOCAB, tiny_chat_pair, tiny_pair
+from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper
+
+import eagle_fsd
+from eagle_fsd import TreeConfig, make_rule
+from eagle_fsd.drafting.coupling import Coupling, couple_copies
+from eagle_fsd.drafting.growth import draft_tree
+from eagle_fsd.drafting.noise import gumbel_at, gumbel_noise
+from eagle_fsd.drafting.text import Copies
+from eagle_fsd.engine.request import Request
+
+TREE = TreeConfig(16, 5, 4)
+SEEDS = torch.tensor([3, 4, 5])
+
+
+def warped(logits, temperature, top_k=None):
+    """[V] logits after temperature and top-k, the obvious way."""
+    logits = logits / temperature
+    return logits if top_k is None else logits.masked_fill(logits < logits.sort().values[-top_k], -math.inf)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("scale", [1.0, 0.6])
+def test_trees_equal_the_reference(scale):
+    """A batch of a row that samples, one that truncates to 7 tokens, and one that is not coupled."""
+    pair, config = tiny_pair(), replace(TREE, draft_temperature=scale)
+    prompts = [PROMPT, PROMPT[::-1], PROMPT]
+    warpers = [LogitsProcessorList([TemperatureLogitsWarper(0.8)]),
+               LogitsProcessorList([TemperatureLogitsWarper(1.5), TopKLogitsWarper(7)]), None]
+    features = [reference_eagle.forward(pair.target.model, prompt[:-1])[0] for prompt in prompts]
+    tokens = torch.tensor([prompt[1:] for prompt in prompts])
+    length = len(PROMPT) - 1
+    coupling = Coupling(SEEDS, torch.full((3,), length), warpers, VOCAB)
+    cache = pair.draft.new_cache(len(PROMPT) + config.depth * config.top_k, batch=3)
+    tree, logits = draft_tree(pair.draft, pair.target, torch.stack(features), tokens, cache, config, coupling=coupling)
+    noise = gumbel_noise(SEEDS, length + 1 + torch.arange(config.depth).expand(3, -1), VOCAB)  # of the children
+    perturb = [lambda logits, depth: warped(logits, 0.8) + noise[0, depth],
+               lambda logits, depth: warped(logits, 1.5, 7) + noise[1, depth], lambda logits, depth: logits]
+    for row, prompt in enumerate(prompts):
+        reference = reference_eagle.draft(
+            pair.draft, pair.target.model, list(features[row]), prompt[1:], config, perturb[row])
+        assert_same_tree(tree, logits, reference, config, row)
+    assert (tree.scores.diff(dim=1).isfinite()).all() and (tree.scores <= 0).all()
+
+
+@torch.no_grad()
+def test_what_truncation_rules_out_keeps_the_tree_connected():
+    """Fewer tokens are left than there are children: the others come last, with finite scores."""
+    pair, config = tiny_pair(), TreeConfig(60, 4, 6)
+    features = reference_eagle.forward(pair.target.model, PROMPT[:-1])[0]
+    coupling = Coupling(SEEDS[:1], torch.tensor([len(PROMPT) - 1]), [LogitsProcessorList([TopKLogitsWarper(2)])], VOCAB)
+    for lines in (None, eagle_fsd.drafting.config.Confidence((-4.0, 0.0), (-2.0, -0.1), (-3.0, -0.5))):
+        cache = pair.draft.new_cache(len(PROMPT) + config.depth * config.top_k)
+        tree, _ = draft_tree(pair.draft, pair.target, features[None], torch.tensor([PROMPT[1:]]), cache,
+                             replace(config, confidence=lines), coupling=coupling)
+        assert tree.scores.isfinite().all()
+        assert (tree.scores <= tree.scores.gather(1, tree.parents)).all()
+        assert tree.depths[0].tolist() == [0, *(tree.depths[0, tree.parents[0, 1:]] + 1).tolist()]
+
+
+def test_noise_of_some_tokens_is_that_of_all():
+    positions = torch.tensor([[0, 7], [1, 2], [5, 5]])
+    whole, some = gumbel_noise(SEEDS, positions, 50), torch.tensor([3, 49, 0, 17])
+    assert torch.equal(gumbel_noise(SEEDS, positions, some), whole[..., some])
+    assert gumbel_at(4, positions[1], torch.tensor([17, 3])).tolist() == [whole[1, 0, 17], whole[1, 1, 3]]
+
+
+# --- laws ----------------------------------------------------------------------------------------
+
+TARGET = torch.tensor([0.30, 0.25, 0.20, 0.15, 0.10])
+DRAFT = torch.tensor([0.20, 0.10, 0.35, 0.05, 0.30])
+
+
+def first_tokens(rule, children, draws=20_000):
+    """How often each token is drawn at a root with so many coupled children."""
+    count = len(TARGET)
+    seeds, lengths = torch.arange(draws), torch.zeros(draws, dtype=torch.long)
+    coupling = Coupling(seeds, lengths, [LogitsProcessorList()] * draws, count)
+    logits = DRAFT.log().expand(draws, 1, -1)
+    best = coupling.perturb(logits, 0)[:, 0].log_softmax(-1).topk(children)
+    tokens = torch.cat([torch.zeros(draws, 1, dtype=torch.long), best.indices], 1)
+    shape = tree_from_parents([[0] * (children + 1)], [[0, *range(children)]])
+    tree = replace(shape, tokens=tokens, scores=torch.cat([torch.zeros(draws, 1), best.values], 1), **{
+        name: getattr(shape, name).expand(draws, *getattr(shape, name).shape[1:])
+        for name in ("parents", "depths", "ancestors", "draft_rows")})
+    raw = TARGET.log().expand(draws, children + 1, -1)
+    case = Case(tree, [logits], raw, raw, gumbel_noise(seeds, torch.tensor([[1, 2]]).expand(draws, -1), count))
+    steps = case.walk(rule)
+    return Counter(row[0].token for row in steps), sum(len(row) > 1 for row in steps) / draws
+
+
+def law_of_two(p, q):
+    """Of the better of two children under the target, where the children are the two largest of log q + G.
+
+    As exponential races: token x arrives in the draft's race at E_x / q_x and in the target's at E_x / p_x. x and y are
+    the first two in the draft's where all others come later, and x wins where E_x / p_x < E_y / p_y.
+    """
+    law = [0.0] * len(p)
+    for x in range(len(p)):
+        for y in range(len(p)):
+            if x != y:
+                rest, c = 1 - q[x] - q[y], q[y] * p[x] / (p[y] * q[x])  # x wins where its arrival is below c times y's
+                if c < 1:
+                    law[x] += q[y] * (1 / (q[y] + rest) - 1 / (q[y] + rest + c * q[x]))
+                else:
+                    before = q[y] / (q[y] + rest) - q[y]
+                    after = q[x] * q[y] / (q[x] + rest) * (1 - 1 / (q[y] + c * (q[x] + rest)))
+                    law[x] += before + after
+    return law
+
+
+@pytest.mark.parametrize("children", [1, 2, 4])
+def test_lossless_rules_keep_the_targets_law_and_accept_more(children):
+    counts, accepted = first_tokens(make_rule("exact"), children)
+    assert chi_square_fits(counts, dict(enumerate(TARGET.tolist())))
+    probable = TARGET[DRAFT.topk(children).indices].sum().item()  # how often one of the most probable is drawn
+    assert accepted > probable + 0.03
+    if children == 1:  # Daliri, Musco and Suresh 2024
+        distance = (TARGET - DRAFT).abs().sum().item() / 2
+        assert accepted > (1 - distance) / (1 + distance) - 0.01
+
+
+@pytest.mark.parametrize(("rule", "children", "law"), [
+    (make_rule("fsd", math.inf, head_guard=None), 1, DRAFT.tolist()),  # every child taken: samples of the draft
+    (make_rule("fsd_paper", math.inf), 3, DRAFT.tolist()),  # its first child is one, as in the paper
+    (make_rule("fsd", math.inf, head_guard=None), 2, law_of_two(TARGET.tolist(), DRAFT.tolist())),
+    (make_rule("fsd", 1e-6, head_guard=None), 2, TARGET.tolist()),  # no gate passes
+], ids=str)
+def test_rules_that_gate_draw_their_law(rule, children, law):
+    assert sum(law) == pytest.approx(1)
+    counts, _ = first_tokens(rule, children)
+    assert chi_square_fits(counts, dict(enumerate(law)))
+
+
+def test_copies_are_scored_by_their_noise():
+    """Token x with probability r is the largest of log p + G with this probability, given its own noise."""
+    noise = gumbel_noise(torch.arange(20_000), torch.full((20_000, 1), 11), 5)[:, 0]
+    drawn = (TARGET.log() + noise).argmax(-1)
+    copies = Copies([2, 4, 1], [-1, 0, -1], [math.log(0.2), math.log(0.2 * 0.1), math.log(0.25)], [3, 4, 0], [0, 0, 1])
+    expected, seen = torch.zeros(4), torch.zeros(4)
+    for seed, token in enumerate(drawn[:4000].tolist()):
+        scored = couple_copies(copies, seed, 10)
+        assert scored.scores[1] < scored.scores[0] <= 0 and scored.scores[2] == copies.scores[2]  # forced: as it was
+        bin = min(3, int(4 * math.exp(scored.scores[0])))
+        expected[bin] += math.exp(scored.scores[0])
+        seen[bin] += token == 2
+    assert (seen - expected).abs().max() < 4 * math.sqrt(expected.max()) and (expected > 20).all()
+
+
+# --- decoding ------------------------------------------------------------------------------------
+
+
+def uncoupled(monkeypatch, call):
+    with monkeypatch.context() as patched:
+        patched.setattr(Request, "coupled", lambda self, rule: False)
+        return call()
+
+
+@pytest.mark.parametrize("options", [
+    {"temperature": 0.7}, {"temperature": 1.0, "top_p": 0.9}, {"temperature": 1.0, "min_p": 0.1},
+    {"temperature": 1.0, "repetition_penalty": 1.2}, {"temperature": 1.0, "text_drafts": "auto"},
+], ids=str)
+def test_lossless_texts_are_those_of_plain_sampling(options, monkeypatch):
+    """With one seed, alone and in a batch, and more is accepted than with the most probable children. With a grammar:
+    test_grammar.py."""
+    pair = tiny_chat_pair()
+    plain = eagle_fsd.EagleModel.from_parts(pair.target.model, None, pair.tokenizer)
+    options = {"max_new_tokens": 24, "text_drafts": "off", **options}
+    prompts, seeds = [*PROMPTS, *PROMPTS][:8], list(range(8))
+
+    def decode():
+        return eagle_fsd.generate(prompts, pair, seed=seeds, tree=TREE, **options)
+
+    together = decode()
+    for prompt, seed, row in zip(prompts, seeds, together, strict=True):
+        expected = eagle_fsd.generate(prompt, plain, seed=seed, **{**options, "text_drafts": "off"}).token_ids
+        assert row.token_ids == expected
+        assert eagle_fsd.generate(prompt, pair, seed=seed, tree=TREE, **options).token_ids == expected
+    before = uncoupled(monkeypatch, decode)
+    assert [row.token_ids for row in before] == [row.token_ids for row in together]
+    assert sum(row.stats.target_forwards for row in together) < sum(row.stats.target_forwards for row in before)
+
+
+def test_rules_that_look_at_probabilities_keep_the_probable_children(monkeypatch):
+    """Without noise in the drafts, what `lenience`, `tilt` and functions emit is what they emitted before."""
+    pair = tiny_pair()
+    options = {"temperature": 0.9, "max_new_tokens": 24, "tree": TREE, "seed": 1, "text_drafts": "off"}
+    for asked, same in (({"acceptance": "lenience", "threshold": 0.4}, True),
+                        ({"acceptance": lambda nodes: nodes.warped}, True),
+                        ({"acceptance": "fsd", "threshold": 0.4, "head_guard": None}, False)):
+        def decode(asked=asked):
+            output = eagle_fsd.generate(PROMPT, pair, **options, **asked)
+            return output.token_ids, output.stats.accepted_lengths
+
+        assert (decode() == uncoupled(monkeypatch, decode)) == same
