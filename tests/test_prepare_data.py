@@ -38,6 +38,8 @@ def write(path, lines) -> str:
 
 SHAREGPT = {"id": "1", "conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yes"}]}
 
+CALL = {"role": "assistant", "content": "Let me see.", "tool_calls": [{"function": {"name": "f"}}]}
+
 
 def test_every_format_is_read(tmp_path):
     wanted = chat("hi", "yes")
@@ -54,12 +56,46 @@ def test_questions_without_answers_are_for_a_target_to_answer(tmp_path):
     assert [record.reason for record in read_records(asked)][0] is not None
 
 
+@pytest.mark.parametrize("row", [
+    SHAREGPT, {"messages": chat("hi", "yes")}, {"messages": chat("hi", "yes"), "tools": []}, {"prompt": "hi"}])
+def test_a_system_text_beside_the_turns_is_the_first_turn(tmp_path, row):
+    system = {"role": "system", "content": "be kind"}
+
+    def read(row) -> Record:
+        (record,) = read_records(write(tmp_path / "rows.jsonl", [row]), unanswered=True)
+        return record
+
+    for none in (None, ""):
+        assert read({**row, "system": none}) == read(row)
+    assert read({**row, "system": "be kind"}).messages == [system, *read(row).messages]
+    assert read({**row, "system": 3}).reason == "content is not a string"
+    assert read({**row, "tools": '[{"name": "f"}]'}).reason == "tools are not read"
+    if "messages" in row:  # a turn of the conversation's own comes first
+        assert read({"messages": [system, *row["messages"]], "system": "be bold"}).messages[0] == system
+
+
+def test_what_is_not_utf_8_is_bad_and_its_line_is_named(tmp_path, caplog):
+    good = json.dumps(SHAREGPT)
+    other, invalid = good.replace("yes", "ä"), "text is not valid Unicode"
+    for name, content, reasons, said in (
+            ("lines.jsonl", f"{good}\n\n{other}\n{good}", [None, "not UTF-8", None], "lines.jsonl, line 3: not UTF-8"),
+            ("array.json", f"[{good},\n{other}]", [None, invalid], f"array.json, row 2: {invalid}"),
+            ("plain.txt", "ä", ["not UTF-8"], "plain.txt: not UTF-8 at byte 1"),
+            ("escape.jsonl", json.dumps({"text": "a\ud800"}), [invalid], f"escape.jsonl, line 1: {invalid}")):
+        (tmp_path / name).write_bytes(content.encode("latin-1"))
+        assert [record.reason for record in read_records(str(tmp_path / name))] == reasons
+        assert said in caplog.text
+        (tmp_path / name).write_text(content.replace("\\ud800", ""), encoding="utf-8-sig")
+        assert all(record.reason is None for record in read_records(str(tmp_path / name)))
+
+
 def test_bad_rows_are_counted_by_reason_and_the_rest_is_learned(tmp_path, model):
     lines = ["{broken", {"prompt": "hi"}, {"messages": [{"role": "tool", "content": "x"}]}, {"text": " "},
-             {"messages": [*chat("hi"), *chat("hi", "yes")]}, {"messages": chat("hi", "a" * 40)}, *[SHAREGPT] * 3]
+             {"messages": [*chat("hi"), *chat("hi", "yes")]},
+             {"messages": [chat("hi")[0], CALL]}, {"messages": chat("hi", "a" * 40)}, *[SHAREGPT] * 3]
     data = read_records(write(tmp_path / "x.jsonl", lines))
     documents, summary = encode_dataset(data, model.tokenizer, max_length=24, long="drop")
-    assert summary["rows"] == 9 and summary["bad_rows"] == len(summary["bad_reasons"]) == 6
+    assert summary["rows"] == 10 and summary["bad_rows"] == len(summary["bad_reasons"]) == 7
     tokens, learned = documents.document(2)
     assert len(documents) == 3 and model.tokenizer.decode(tokens[learned]) == "yes</s>"
     with pytest.raises(ValueError, match="none of 1 rows.*broken JSON"):
