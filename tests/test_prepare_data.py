@@ -11,6 +11,8 @@ from tiny import tiny_tokenizer, tiny_trainable_pair
 import eagle_fsd
 from eagle_fsd.cli.arguments import parse_options
 from eagle_fsd.data.conversations import BadRow, Record, read_records
+from eagle_fsd.data.files import append_lines
+from train import answers
 from train.answers import Respondent, is_sensible, local_writer, regenerate, self_prompted, served_writer
 from train.documents import Documents
 from train.encoding import encode_dataset, encode_record
@@ -130,14 +132,57 @@ def test_regenerated_answers_are_the_targets_own_and_are_not_made_twice(tmp_path
 
     lines = store.read_text().splitlines(keepends=True)
     store.write_text("".join(lines[:-1]) + lines[-1][:7])  # killed while writing the last one
-    asked, generate = [], eagle_fsd.generate
-    monkeypatch.setattr(eagle_fsd, "generate",
-                        lambda given, *more, **options: asked.append(len(given)) or generate(given, *more, **options))
+    asked, decode = [], answers.decode_requests
+    monkeypatch.setattr(answers, "decode_requests", lambda model, requests, **options: asked.append(len(requests))
+                        or decode(model, requests, **options))
     assert list(regenerate(data, writer(model, batch=2), store)) == made and set(asked) == {1}
     with pytest.raises(ValueError, match="begun with other settings"):
         list(regenerate(data, writer(model, max_new_tokens=5), store))
     store.write_text(lines[0])  # begun, and stopped before the first answer: that binds nobody
     assert list(regenerate(data[:1], writer(model, max_new_tokens=5), store))
+
+
+@pytest.mark.parametrize("kills", [1, 3, 5])
+def test_an_answer_is_kept_as_soon_as_it_is_finished(tmp_path, model, kills):
+    """Killed after some of the answers of a batch, it asks for the others; a second turn does not lose the first."""
+    data = rows(chat("hi", "x", "and", "y"), chat("b", "x", "c", "y"), chat("ab", "x"), chat("cd", "x"))
+    whole, cut, asked = writer(model), writer(model), []
+
+    def watched(texts, seeds, done, **sampling):
+        def counted(number, said):
+            if len(asked) == kills:
+                raise KeyboardInterrupt
+            asked.append(texts[number])
+            done(number, said)
+
+        whole.write(texts, seeds, counted, **sampling)
+
+    cut.write = watched
+    with pytest.raises(KeyboardInterrupt):
+        list(regenerate(data, cut, tmp_path / "cut.jsonl"))
+    assert len(asked) == kills and len((tmp_path / "cut.jsonl").read_text().splitlines()) == 1 + kills
+    kills = 99
+    assert list(regenerate(data, cut, tmp_path / "cut.jsonl")) == list(regenerate(data, whole, tmp_path / "w.jsonl"))
+    assert len(asked) == len(set(asked)) == 6
+
+
+def test_what_a_target_wrote_to_itself_is_kept_as_soon_as_it_is_finished(tmp_path, model, monkeypatch):
+    monkeypatch.setattr("train.answers.is_sensible", lambda text: len(text) > 1)
+    monkeypatch.setattr("train.answers.USER_TOKENS", 12)
+    store, kept = tmp_path / "own.jsonl", []
+
+    def killed(path, lines):
+        if len(kept) == 2:
+            raise KeyboardInterrupt
+        kept.extend(lines)
+        append_lines(path, lines)
+
+    with monkeypatch.context() as context:
+        context.setattr("train.answers.append_lines", killed)
+        with pytest.raises(KeyboardInterrupt):
+            list(self_prompted(6, writer(model, batch=6), store, follow_ups=0.2))
+    made = [record.messages for record in self_prompted(6, writer(model, batch=6), store, follow_ups=0.2)]
+    assert made[:2] == [messages for _, messages in kept] and len(made) == 6
 
 
 def test_questions_that_cannot_be_read_are_told_before_a_model_is_loaded(tmp_path, caplog):
