@@ -25,11 +25,12 @@ from safetensors.torch import load_file
 from tiny import CHAT_TEMPLATE, PROMPT, tiny_pair, tiny_target, tiny_tokenizer
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import fully_shard
+from transformers import LlamaConfig
 
 import eagle_fsd
 from eagle_fsd.data.files import only_writer
 from eagle_fsd.drafting.config import TreeConfig
-from eagle_fsd.heads.checkpoint import load_head
+from eagle_fsd.heads.checkpoint import load_head, save_head
 from eagle_fsd.heads.eagle3 import Eagle3Head
 from eagle_fsd.models.loading import load_target
 from eagle_fsd.models.target import TargetModel
@@ -323,6 +324,11 @@ def test_an_eagle3_head_reads_several_layers_and_has_its_own_output(place):
     assert np.mean(curve[-3:]) < np.mean(curve[:3])
     head = assert_decodes_losslessly(place, trained)
     assert isinstance(head, Eagle3Head) and head.target_tokens.tolist() == TOKENS.tolist()
+    whole = Eagle3Head(LlamaConfig(**head.config.to_dict() | {"draft_vocab_size": 32}))
+    whole.lm_head = None  # the target's serves, and is not learned
+    save_head(whole, place / "no output layer")
+    continued = run(place, "continued eagle3", **changes | {"steps": 2, "init_from": str(place / "no output layer")})
+    assert assert_decodes_losslessly(place, continued).lm_head is None
     target = TargetModel(load_target(place / "target", dtype="float32")[0])
     target.layers = (1, 6)
     write_features(target, Documents.load(place / "data"), place / "of layers")
