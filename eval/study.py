@@ -84,7 +84,7 @@ def train(args: StudyArguments, output: Path, flags: list[str], *more: str) -> l
     command = ["-m", "train.train_draft_head", args.recipe, "--data", str(args.data), "--output", str(output)]
     command += ["--target", args.target] if args.target else []
     command += ["--features", str(args.features)] if args.features else []
-    command += [*flags, *more]  # last: a run may have features of its own
+    command += ["--decode-prompts", "24", *flags, *more]  # last: a run may have features of its own
     if subprocess.run([sys.executable, *command], check=False).returncode:
         raise ValueError(f"this run failed, see above: python {shlex.join(command)}")
     return command

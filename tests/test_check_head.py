@@ -1,33 +1,42 @@
 """What `train.check_head` says of heads and datasets: each fault is found, and named."""
 
+import copy
 import re
 
+import numpy as np
 import pytest
 import torch
+from served import SMALL
 from test_prepare_data import chat, rows
 from tiny import tiny_trainable_pair
 
 import eagle_fsd
 from eagle_fsd.heads.checkpoint import save_head
+from eagle_fsd.heads.eagle import DraftHead
 from train.check_head import GOOD, Findings, examine, main, verdicts
 from train.encoding import encode_dataset
+from train.objectives import OBJECTIVES, AlignedLoss
 
 
 def findings(**changes):
     agreed = 100 * torch.tensor(GOOD)
-    fine = {"tokens": 100, "own": 98, "surprise": 40.0, "entropy": 90.0, "covered": 99, "agreed": agreed,
-            "unshifted": 20, "lengths": 97.0, "documents": 9, "headed": 9}
+    fine = {"tokens": 100, "own": 98, "surprise": 40.0, "entropy": 90.0, "likeliest": 70.0, "covered": 99,
+            "agreed": agreed, "shifted": torch.tensor([60.0, 20, 20]), "followed": 90, "lengths": 97.0,
+            "documents": 9, "headed": 9}
     return Findings(**fine | changes)
 
 
 @pytest.mark.parametrize(("changes", "said"), [
     ({"headed": 7}, "2 of 9 documents do not show the target's chat template"),
-    ({"surprise": 120.0}, r"did not write these answers \(it gives their tokens 1.20 nats"),
-    ({"unshifted": 80}, "off by one"),
+    ({"surprise": 120.0, "own": 50}, r"did not write these answers \(it gives their tokens 1.20 nats"),
+    ({"shifted": torch.tensor([60.0, 80, 20])}, r"off by one.*\(0.89, as it is used 0.67\)"),
+    ({"shifted": torch.tensor([60.0, 20, 80])}, "off by one"),
     ({"lengths": 300.0}, "3.00 times as long"),
+    ({"agreed": 60 * torch.tensor([0.3, 0.4, 0.5, 0.6, 0.6])}, r"reads its own predictions \(0.36\) than .* \(0.18\)"),
+    ({"agreed": 3 * torch.ones(5), "lengths": 300.0, "shifted": torch.tensor([3.0, 8, 8])}, "hardly ever"),
     ({"covered": 80}, "can name 80.0% of the tokens"),
-    ({"agreed": 60 * torch.tensor(GOOD)}, r"places \[1, 2, 3, 4, 5\]: more own text"),
-    ({"agreed": torch.tensor([68.0, 59, 54, 30, 30])}, r"places \[4, 5\]: aligned steps"),
+    ({"agreed": 60 * torch.tensor(GOOD), "lengths": 49.0}, r"places \[1, 2, 3, 4, 5\]: too little training"),
+    ({"agreed": torch.tensor([68.0, 59, 54, 30, 30])}, r"places \[4, 5\]: more passes, then aligned steps"),
 ])
 def test_each_fault_is_named(changes, said):
     assert verdicts(findings(), False) == []
@@ -50,7 +59,7 @@ def test_what_is_counted(model):
         found = examine(model.draft, model.target, documents, range(3), header)
         assert (found.documents, found.headed, found.covered) == (3, 3, found.tokens)
         assert abs(found.own / found.tokens - share) < 0.2
-        assert (found.surprise > found.entropy) == (share == 0.0)
+        assert (found.surprise > found.entropy) == (share == 0.0) == (found.own < found.likeliest)
         assert found.agreed.shape == (5,) and 0 <= found.agreed.min() and found.agreed.max() <= found.tokens
 
 
@@ -66,3 +75,71 @@ def test_the_command(model, tmp_path, capsys):
     assert "4 in 1 documents" in (said := capsys.readouterr().out) and "\n- " in said
     assert main([*command, "--documents", "0"]) == 2
     assert "documents must be at least 1, got 0" in capsys.readouterr().err
+
+
+PROMPTS = ("What is {} + {}?", "Count from {} to {}.", "A shop has {} pens and sells {}. How many are left?")
+
+
+@pytest.fixture(scope="module")
+def small():
+    """The small pair, what it answers to 72 questions, and the features of that."""
+    pair = eagle_fsd.load(*SMALL, dtype="float32", device="cpu", tree=None, prepack=False)
+    asked = [chat(text.format(7 * n % 89 + 2, 5 * n % 61 + 2)) for n in range(24) for text in PROMPTS]
+    answers = [{"role": "assistant", "content": answer.text, "token_ids": answer.token_ids}
+               for answer in eagle_fsd.generate(asked, pair, max_new_tokens=48, acceptance="exact")]
+    chats = [[*each, answer] for each, answer in zip(asked, answers, strict=True)]
+    documents, _ = encode_dataset(rows(*chats), pair.tokenizer, max_length=96)
+    tokens, learned = (torch.from_numpy(array) for array in documents.collate(np.arange(56)))
+    with torch.no_grad():
+        return pair, documents, tokens, learned, pair.target.features(tokens, use_cache=False)
+
+
+def trained(small, steps: int, *, scale: float = 1.0, shift: int = 0) -> DraftHead:
+    """A head that has seen the target's features so many times, times `scale` or beside the wrong tokens."""
+    pair, _, tokens, learned, features = small
+    torch.manual_seed(0)
+    head = DraftHead(pair.draft.config)
+    head.share_embeddings(pair.target.embed_tokens)
+    features = scale * features[:, shift:]
+    tokens, learned = (given[:, : features.shape[1]] for given in (tokens, learned))
+    loss = AlignedLoss(head.train(), OBJECTIVES["sparse"], pair.target.logits)
+    optimizer = torch.optim.AdamW(head.parameters(), lr=3e-3)
+    for step in range(steps):
+        batch = torch.arange(8) + 8 * step % 56
+        (loss(features[batch], tokens[batch], learned[batch])[0] / learned[batch].sum()).backward()
+        torch.nn.utils.clip_grad_norm_(head.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    return head.eval()
+
+
+def published(small, change) -> DraftHead:
+    head = copy.deepcopy(small[0].draft)
+    with torch.no_grad():
+        change(head)
+    return head
+
+
+def halves_changed(head):
+    head.fc.weight.copy_(torch.cat(head.fc.weight.chunk(2, 1)[::-1], 1))
+
+
+@pytest.mark.parametrize(("made", "said"), [
+    (lambda small: small[0].draft, None),
+    (lambda small: trained(small, 6), "too little training"),
+    (lambda small: trained(small, 12), "more passes"),
+    (lambda small: trained(small, 36, shift=1), "off by one"),
+    (lambda small: trained(small, 30, scale=4.0), "times as long as the target's: another norm or layer"),
+    (lambda small: trained(small, 40, scale=0.1), "more where it reads its own predictions"),
+    (lambda small: published(small, lambda head: head.fc.weight.mul_(2)), "times as long as the target's"),
+    (lambda small: published(small, lambda head: head.layers[0].mlp.down_proj.weight.neg_()), "hardly ever agrees"),
+    (lambda small: published(small, halves_changed), "hardly ever agrees"),
+    (lambda small: trained(small, 0), "hardly ever agrees"),
+    (lambda small: published(small, lambda head: head.limit_vocabulary(torch.arange(300))), "larger draft vocabulary"),
+], ids=["good", "6 steps", "12 steps", "off by one", "longer", "shorter", "fc", "mlp", "halves", "new", "vocabulary"])
+def test_heads_that_are_damaged_and_heads_that_are_young(small, made, said):
+    """Each is told what is the matter with it, and nothing else."""
+    pair, documents = small[:2]
+    header = pair.tokenizer("<|assistant|>", add_special_tokens=False)["input_ids"]
+    found = verdicts(examine(made(small), pair.target, documents, range(56, 72), header), False)
+    assert found == [] if said is None else len(found) == 1 and said in found[0], found

@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 import eagle_fsd
 from eagle_fsd import load_head, save_head
+from eagle_fsd.heads.checkpoint import copy_head
 from eagle_fsd.heads.eagle import DraftHead
 from eagle_fsd.pair import EagleModel
 
@@ -146,8 +147,9 @@ def configure(**fields):
         (drop("fc.weight"), "missing .*fc.weight"),
         (put("lm_head.weight", VOCAB, HIDDEN), "unknown .*lm_head.weight"),
         (put("fc.weight", HIDDEN, 3 * HIDDEN), "(?s)does not fit its config.json: .*fc.weight"),
-        (configure(num_hidden_layers=2), "2 layers"),
-        (configure(qkv_bias=True), "missing .*q_proj.bias"),
+        (put("layers.1.mlp.up_proj.weight", 24, HIDDEN), "weights of layer 0, 1; read are draft heads of 1 layer"),
+        (put("layers.0.self_attn.k_proj.bias", 8), "unknown .*k_proj.bias"),
+        (put("model.fc.weight", HIDDEN, 2 * HIDDEN), "holds fc.weight twice, once as "),
         (configure(hidden_size="wide"), "config.json is no Llama config"),
         (configure(hidden_act="magic"), "config.json describes no head that can be made: KeyError"),
         (configure(rms_norm_eps=-1.0), "config.json describes no head that can be made: .* not finite"),
@@ -160,6 +162,58 @@ def test_heads_that_do_not_fit_are_refused(saved, change, message):
     rewrite(saved, change)
     with pytest.raises(ValueError, match=message):
         load_head(saved)
+
+
+def prefix(config, state):
+    for name in list(state):
+        state["model." + name] = state.pop(name)
+
+
+@pytest.mark.parametrize("change", [
+    configure(num_hidden_layers=40, layer_types=["full_attention"] * 40), configure(draft_vocab_size=None),
+    configure(draft_vocab_size=16), configure(qkv_bias=True, attention_bias=True, mlp_bias=True), prefix,
+    put("layers.0.self_attn.rotary_emb.inv_freq", 2),
+], ids=["the target's layers", "null", "reduced", "biases", "prefix", "frequencies"])
+def test_the_weights_say_what_a_head_is(saved, head, tmp_path, change):
+    """Configs in the wild are often the target's, or have fields of another kind."""
+    rewrite(saved, change)
+    loaded = load_head(saved)
+    assert type(loaded) is DraftHead and loaded.draft_vocab_size == VOCAB
+    assert torch.equal(predicted(loaded), predicted(head))
+    save_head(loaded, tmp_path / "again")
+    assert json.loads((tmp_path / "again" / "config.json").read_text()).get("draft_vocab_size") is None
+    assert torch.equal(predicted(load_head(tmp_path / "again")), predicted(head))
+
+
+def shard(directory, suffix="safetensors"):
+    """Spread a saved head over two files and an index."""
+    state = load_file(directory / "model.safetensors")
+    (directory / "model.safetensors").unlink()
+    stem, save = ("model", save_file) if suffix == "safetensors" else ("pytorch_model", torch.save)
+    weight_map = {name: f"{stem}-0000{1 + number % 2}-of-00002.{suffix}" for number, name in enumerate(sorted(state))}
+    for file in set(weight_map.values()):
+        save({name: state[name] for name in state if weight_map[name] == file}, directory / file)
+    index = directory / f"{stem}.{suffix}.index.json"
+    index.write_text(json.dumps({"metadata": {"total_size": 1}, "weight_map": weight_map}))
+    return index
+
+
+@pytest.mark.parametrize("suffix", ["safetensors", "bin"])
+def test_a_head_in_several_files_is_read(saved, head, tmp_path, suffix):
+    index = shard(saved, suffix)
+    assert torch.equal(predicted(load_head(saved)), predicted(head))
+    copy_head(saved, tmp_path / "copy", torch.arange(9))
+    assert torch.equal(predicted(load_head(tmp_path / "copy")), predicted(head))
+    first = min(saved.glob("*-00001-*"))
+    for text, message in ((index.read_text().replace(first.name, "nowhere"), "names nowhere, which is no file beside"),
+                          (index.read_text().replace(first.name, "../copy/" + first.name), "names ../copy"),
+                          ("[]", "cannot be read as an index"), ('{"weight_map": {"a": 1}}', "cannot be read as an")):
+        (tmp_path / "copy" / index.name).write_text(text)
+        with pytest.raises(ValueError, match=message):
+            load_head(tmp_path / "copy")
+    other = tiny_head(tiny_target(), seed=5)
+    save_head(other, saved, file="pytorch_model.bin")
+    assert torch.equal(predicted(load_head(saved)), predicted(other)) and not index.exists()
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin", "config.json"])

@@ -230,6 +230,69 @@ def test_files_that_do_not_fit_are_refused(tmp_path, change, message):
         load_head(folder)
 
 
+def as_nemo(config, state):
+    for name in [name for name in state if name not in ("lm_head.weight", "d2t", "t2d")]:
+        state["model." + name.replace("midlayer.", "layers.0.")] = state.pop(name)
+
+
+def of_the_verifier(config, state):
+    state |= {"verifier_norm.weight": torch.ones(HIDDEN), "verifier_lm_head.weight": torch.ones(VOCAB, HIDDEN)}
+
+
+@pytest.mark.parametrize("change", [
+    configure(num_hidden_layers=40), configure(num_hidden_layers=36, layer_types=["full_attention"] * 36), as_nemo,
+    configure(attention_bias=True, qkv_bias=True, mlp_bias=True), of_the_verifier,
+    lambda config, state: config.pop("draft_vocab_size"),
+], ids=["Vicuna-13B", "Qwen3", "model.", "biases", "verifier", "no draft_vocab_size"])
+def test_the_weights_say_what_a_head_is(tmp_path, change, caplog):
+    head = random_head(NAMED)
+    rewrite(write(tmp_path, head, "midlayer"), change)
+    with caplog.at_level("INFO"):
+        loaded = load_head(tmp_path)
+    assert "does not say which layers of the target are read: taking 2, n/2 and n-3 of n" in caplog.text
+    for name, value in head.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], value)
+
+
+@pytest.mark.parametrize("names", ["qkv", "qkvo"])
+def test_biases_are_found_where_no_config_says_so(target, tmp_path, names):
+    head = good_head(target, NAMED, attention_bias=names == "qkvo", qkv_bias=names == "qkv")
+    for name in names:
+        torch.nn.init.normal_(head.layers[0].self_attn.get_submodule(f"{name}_proj").bias, std=0.1)
+    loaded = load_head(write(tmp_path / "head", head, "layers"))
+    lengths = [generate(EagleModel.from_parts(target, each)).stats.accepted_lengths for each in (head, loaded)]
+    assert lengths[0] == lengths[1] and loaded.state_dict().keys() == head.state_dict().keys()
+    save_head(loaded, tmp_path / "again")
+    export_head(tmp_path / "again", "vllm", tmp_path / "vllm")
+    assert json.loads((tmp_path / "vllm" / "config.json").read_text())["attention_bias"] is (names == "qkvo")
+    assert load_head(tmp_path / "vllm").state_dict().keys() == head.state_dict().keys()
+
+
+@pytest.mark.parametrize("fields", [
+    {"draft_vocab_size": VOCAB}, {"draft_vocab_size": None}, {"tie_word_embeddings": True}])
+@pytest.mark.parametrize("embeddings", [True, False])
+def test_without_an_output_layer_the_targets_serves(target, tmp_path, fields, embeddings):
+    """A tied head's embeddings are its output layer, where it has them."""
+    head = good_head(target)
+    if fields.get("tie_word_embeddings") and embeddings:
+        head.lm_head.weight.data = head.embed_tokens.weight.data / 4
+        head.embed_tokens.weight.data /= 4
+    folder = write(tmp_path / "head", head, "midlayer", embeddings=embeddings, **fields)
+    rewrite(folder, drop("lm_head.weight"))
+    target.save_pretrained(tmp_path / "target")
+    pair = eagle_fsd.load(tmp_path / "target", folder, device="cpu", tree=None)
+    output, own = generate(pair), generate(EagleModel.from_parts(target, head))
+    assert output.token_ids == own.token_ids
+    assert output.stats.accepted_lengths == own.stats.accepted_lengths and sum(own.stats.accepted_lengths) > 1
+    save_head(pair.draft, tmp_path / "again")
+    assert load_head(tmp_path / "again").state_dict().keys() == load_head(folder).state_dict().keys()
+    for size, named in ((16, NAMED), (32, None)):  # rows of the target's output layer, or one of another width
+        other = write(tmp_path / str(size), random_head(named, target_hidden_size=size), "midlayer")
+        rewrite(other, drop("lm_head.weight"))
+        with pytest.raises(ValueError, match="missing .*lm_head.weight"):
+            load_head(other)
+
+
 def test_a_whole_vocabulary_needs_no_d2t_and_takes_no_offsets(tmp_path):
     folder = write(tmp_path, random_head(), "layers")
     assert "d2t" not in load_file(folder / "model.safetensors") and load_head(folder).d2t is None
@@ -286,6 +349,7 @@ def test_inspect_says_what_it_is_and_only_vllm_is_exported_to(target, tmp_path):
     found = inspect_head(tmp_path / "head", tmp_path / "target")
     assert found.facts["kind"].startswith("EAGLE-3") and "layers 2, n/2, n-3" in found.facts["reads"]
     assert found.facts["draft vocabulary"] == "21 of them" and found.target_problems == []
+    assert found.facts["output layer"] == "its own"
     tiny_target().save_pretrained(tmp_path / "shallow")
     assert "the target has 2, from 0" in inspect_head(tmp_path / "head", tmp_path / "shallow").target_problems[0]
     with pytest.raises(ValueError, match="is an EAGLE-3 head, which is exported to vllm only, got sglang"):

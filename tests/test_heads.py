@@ -12,7 +12,7 @@ from tiny import tiny_head, tiny_target
 import eagle_fsd
 from eagle_fsd import pair as pairs
 from eagle_fsd.heads import catalogue
-from eagle_fsd.heads.catalogue import HEAD, find_head, find_pair, is_copy, packaged_target
+from eagle_fsd.heads.catalogue import HEAD, find_head, find_pair, hub_id_of, is_copy, packaged_target
 from eagle_fsd.heads.checkpoint import save_head
 
 LLAMA = "meta-llama/Llama-3.1-8B-Instruct"
@@ -37,6 +37,15 @@ def test_load_takes_the_known_head_and_says_so(pair, tokenizer, monkeypatch, cap
     head = "yuhuili/EAGLE3-LLaMA3.1-Instruct-8B"
     assert asked == [head, LLAMA]
     assert f"no draft given: taking {head}, the head known for {LLAMA} (eagle3, licence unknown)" in caplog.text
+
+
+@pytest.mark.parametrize(("place", "hub_id"), [
+    ("models--org--a-model/snapshots/0a1b", "org/a-model"), ("SmolLM2-135M-Instruct", SMOL),
+    ("smollm2-135m-instruct.Q4_1.gguf", SMOL), ("Llama-3.1-8B-Instruct", LLAMA), ("runs/tuned", None)])
+def test_which_model_a_path_holds(tmp_path, place, hub_id):
+    assert hub_id_of(str(tmp_path / place)) == str(tmp_path / place)  # nothing is there: not a path
+    (tmp_path / place).mkdir(parents=True)
+    assert hub_id_of(str(tmp_path / place)) == hub_id and hub_id_of("org/any") == "org/any"
 
 
 # SmolLM2, whose package must not be imported ------------------------------------------------------------------

@@ -11,6 +11,8 @@ from tiny import tiny_tokenizer, tiny_trainable_pair
 import eagle_fsd
 from eagle_fsd.cli.arguments import parse_options
 from eagle_fsd.data.conversations import BadRow, Record, read_records
+from eagle_fsd.data.files import append_lines
+from train import answers
 from train.answers import Respondent, is_sensible, local_writer, regenerate, self_prompted, served_writer
 from train.documents import Documents
 from train.encoding import encode_dataset, encode_record
@@ -38,6 +40,8 @@ def write(path, lines) -> str:
 
 SHAREGPT = {"id": "1", "conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yes"}]}
 
+CALL = {"role": "assistant", "content": "Let me see.", "tool_calls": [{"function": {"name": "f"}}]}
+
 
 def test_every_format_is_read(tmp_path):
     wanted = chat("hi", "yes")
@@ -54,12 +58,46 @@ def test_questions_without_answers_are_for_a_target_to_answer(tmp_path):
     assert [record.reason for record in read_records(asked)][0] is not None
 
 
+@pytest.mark.parametrize("row", [
+    SHAREGPT, {"messages": chat("hi", "yes")}, {"messages": chat("hi", "yes"), "tools": []}, {"prompt": "hi"}])
+def test_a_system_text_beside_the_turns_is_the_first_turn(tmp_path, row):
+    system = {"role": "system", "content": "be kind"}
+
+    def read(row) -> Record:
+        (record,) = read_records(write(tmp_path / "rows.jsonl", [row]), unanswered=True)
+        return record
+
+    for none in (None, ""):
+        assert read({**row, "system": none}) == read(row)
+    assert read({**row, "system": "be kind"}).messages == [system, *read(row).messages]
+    assert read({**row, "system": 3}).reason == "content is not a string"
+    assert read({**row, "tools": '[{"name": "f"}]'}).reason == "tools are not read"
+    if "messages" in row:  # a turn of the conversation's own comes first
+        assert read({"messages": [system, *row["messages"]], "system": "be bold"}).messages[0] == system
+
+
+def test_what_is_not_utf_8_is_bad_and_its_line_is_named(tmp_path, caplog):
+    good = json.dumps(SHAREGPT)
+    other, invalid = good.replace("yes", "ä"), "text is not valid Unicode"
+    for name, content, reasons, said in (
+            ("lines.jsonl", f"{good}\n\n{other}\n{good}", [None, "not UTF-8", None], "lines.jsonl, line 3: not UTF-8"),
+            ("array.json", f"[{good},\n{other}]", [None, invalid], f"array.json, row 2: {invalid}"),
+            ("plain.txt", "ä", ["not UTF-8"], "plain.txt: not UTF-8 at byte 1"),
+            ("escape.jsonl", json.dumps({"text": "a\ud800"}), [invalid], f"escape.jsonl, line 1: {invalid}")):
+        (tmp_path / name).write_bytes(content.encode("latin-1"))
+        assert [record.reason for record in read_records(str(tmp_path / name))] == reasons
+        assert said in caplog.text
+        (tmp_path / name).write_text(content.replace("\\ud800", ""), encoding="utf-8-sig")
+        assert all(record.reason is None for record in read_records(str(tmp_path / name)))
+
+
 def test_bad_rows_are_counted_by_reason_and_the_rest_is_learned(tmp_path, model):
     lines = ["{broken", {"prompt": "hi"}, {"messages": [{"role": "tool", "content": "x"}]}, {"text": " "},
-             {"messages": [*chat("hi"), *chat("hi", "yes")]}, {"messages": chat("hi", "a" * 40)}, *[SHAREGPT] * 3]
+             {"messages": [*chat("hi"), *chat("hi", "yes")]},
+             {"messages": [chat("hi")[0], CALL]}, {"messages": chat("hi", "a" * 40)}, *[SHAREGPT] * 3]
     data = read_records(write(tmp_path / "x.jsonl", lines))
     documents, summary = encode_dataset(data, model.tokenizer, max_length=24, long="drop")
-    assert summary["rows"] == 9 and summary["bad_rows"] == len(summary["bad_reasons"]) == 6
+    assert summary["rows"] == 10 and summary["bad_rows"] == len(summary["bad_reasons"]) == 7
     tokens, learned = documents.document(2)
     assert len(documents) == 3 and model.tokenizer.decode(tokens[learned]) == "yes</s>"
     with pytest.raises(ValueError, match="none of 1 rows.*broken JSON"):
@@ -94,14 +132,57 @@ def test_regenerated_answers_are_the_targets_own_and_are_not_made_twice(tmp_path
 
     lines = store.read_text().splitlines(keepends=True)
     store.write_text("".join(lines[:-1]) + lines[-1][:7])  # killed while writing the last one
-    asked, generate = [], eagle_fsd.generate
-    monkeypatch.setattr(eagle_fsd, "generate",
-                        lambda given, *more, **options: asked.append(len(given)) or generate(given, *more, **options))
+    asked, decode = [], answers.decode_requests
+    monkeypatch.setattr(answers, "decode_requests", lambda model, requests, **options: asked.append(len(requests))
+                        or decode(model, requests, **options))
     assert list(regenerate(data, writer(model, batch=2), store)) == made and set(asked) == {1}
     with pytest.raises(ValueError, match="begun with other settings"):
         list(regenerate(data, writer(model, max_new_tokens=5), store))
     store.write_text(lines[0])  # begun, and stopped before the first answer: that binds nobody
     assert list(regenerate(data[:1], writer(model, max_new_tokens=5), store))
+
+
+@pytest.mark.parametrize("kills", [1, 3, 5])
+def test_an_answer_is_kept_as_soon_as_it_is_finished(tmp_path, model, kills):
+    """Killed after some of the answers of a batch, it asks for the others; a second turn does not lose the first."""
+    data = rows(chat("hi", "x", "and", "y"), chat("b", "x", "c", "y"), chat("ab", "x"), chat("cd", "x"))
+    whole, cut, asked = writer(model), writer(model), []
+
+    def watched(texts, seeds, done, **sampling):
+        def counted(number, said):
+            if len(asked) == kills:
+                raise KeyboardInterrupt
+            asked.append(texts[number])
+            done(number, said)
+
+        whole.write(texts, seeds, counted, **sampling)
+
+    cut.write = watched
+    with pytest.raises(KeyboardInterrupt):
+        list(regenerate(data, cut, tmp_path / "cut.jsonl"))
+    assert len(asked) == kills and len((tmp_path / "cut.jsonl").read_text().splitlines()) == 1 + kills
+    kills = 99
+    assert list(regenerate(data, cut, tmp_path / "cut.jsonl")) == list(regenerate(data, whole, tmp_path / "w.jsonl"))
+    assert len(asked) == len(set(asked)) == 6
+
+
+def test_what_a_target_wrote_to_itself_is_kept_as_soon_as_it_is_finished(tmp_path, model, monkeypatch):
+    monkeypatch.setattr("train.answers.is_sensible", lambda text: len(text) > 1)
+    monkeypatch.setattr("train.answers.USER_TOKENS", 12)
+    store, kept = tmp_path / "own.jsonl", []
+
+    def killed(path, lines):
+        if len(kept) == 2:
+            raise KeyboardInterrupt
+        kept.extend(lines)
+        append_lines(path, lines)
+
+    with monkeypatch.context() as context:
+        context.setattr("train.answers.append_lines", killed)
+        with pytest.raises(KeyboardInterrupt):
+            list(self_prompted(6, writer(model, batch=6), store, follow_ups=0.2))
+    made = [record.messages for record in self_prompted(6, writer(model, batch=6), store, follow_ups=0.2)]
+    assert made[:2] == [messages for _, messages in kept] and len(made) == 6
 
 
 def test_questions_that_cannot_be_read_are_told_before_a_model_is_loaded(tmp_path, caplog):

@@ -5,6 +5,7 @@ V = 32 vocabulary, D = 16 hidden size.
 
 import json
 import os
+import shutil
 import signal
 import socket
 import sys
@@ -18,16 +19,18 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 from tiny import CHAT_TEMPLATE, PROMPT, tiny_pair, tiny_target, tiny_tokenizer
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import fully_shard
+from transformers import LlamaConfig
 
 import eagle_fsd
 from eagle_fsd.data.files import only_writer
 from eagle_fsd.drafting.config import TreeConfig
-from eagle_fsd.heads.checkpoint import load_head
+from eagle_fsd.heads.checkpoint import load_head, save_head
 from eagle_fsd.heads.eagle3 import Eagle3Head
 from eagle_fsd.models.loading import load_target
 from eagle_fsd.models.target import TargetModel
@@ -113,7 +116,9 @@ def test_the_run_says_what_it_measured(place, whole):
     assert [e["step"] for e in evaluations] == [6, 12] and all(1 <= e["tau"] <= 4 for e in evaluations)
     best = json.loads((whole / "best" / "evaluation.json").read_text())
     assert best["tau"] == max(e["tau"] for e in evaluations)
-    assert "| with this head |" in (whole / "head" / "README.md").read_text()
+    card = (whole / "head" / "README.md").read_text()
+    assert "| with this head |" in card and str(place) not in card and "base_model" not in card
+    assert "# EAGLE draft head for target\n" in card
     assert (whole / "training.png").stat().st_size > 1000
     for found in evaluations:  # the sum over levels is tau - 1
         assert len(found["accepted"]) == 3 and 1 + sum(found["accepted"]) == pytest.approx(found["tau"], abs=1e-3)
@@ -124,6 +129,14 @@ def test_the_run_says_what_it_measured(place, whole):
     lengths = [length + 1 for prompt in DocumentSplit.of(config).prompts(8) for length in eagle_fsd.generate(
         prompt, pair, max_new_tokens=8, acceptance="exact", tree=config.tree, text_drafts="off").stats.accepted_lengths]
     assert evaluations[-1]["tau"] == pytest.approx(np.mean(lengths))
+
+
+def test_plain_decoding_is_compared_with_where_it_is_asked_for(place, monkeypatch):
+    monkeypatch.setattr(evaluation, "measure_speed", lambda *given: pytest.fail("nobody asked for it"))
+    assert TrainingConfig(output=place).decode_prompts == 0
+    head = run(place, "not compared", steps=2, decode_prompts=0)
+    card, found = (head / "README.md").read_text(), json.loads((head / "evaluation.json").read_text())
+    assert "| decoding |" not in card and f"| {found['tau']:.2f} |" in card and found.keys() == {"step", "tau"}
 
 
 def test_prompts_are_cut_within_the_last_answers(place):
@@ -184,14 +197,49 @@ def test_an_evaluation_is_abandoned_when_the_run_is_to_stop(place, whole, monkey
     assert records(output, "eval") == records(whole, "eval")  # the abandoned one is made up for
 
 
-def test_damaged_states_and_folders_in_use_are_said(place, monkeypatch):
-    run(place, "damaged", steps=2, evaluate=False)
-    (place / "damaged" / "states" / "step-2" / "optimizer.bin").write_bytes(b"")
-    with pytest.raises(ValueError, match="step-2 is damaged .*EOFError.*delete it"):
-        run(place, "damaged", steps=2, evaluate=False)
+@pytest.mark.parametrize("names", [
+    ["run.json"], ["model.safetensors"], ["optimizer.bin", "run.json"]], ids=["settings", "weights", "both states"])
+def test_a_state_that_cannot_be_read_is_set_aside(place, whole, names, caplog):
+    """The one before is taken; where there is none the run begins again, with nothing of the unreadable one."""
+    output = place / f"damaged {names[0]}"
+    shutil.copytree(whole, output)
+    shutil.rmtree(output / "head")
+    damaged = ["step-12", "step-8"][: len(names)]
+    for state, name in zip(damaged, names, strict=True):
+        (output / "states" / state / name).write_bytes(b"")
+    run(place, output.name)
+    assert_same_run(output, whole)
+    assert {path.stem for path in (output / "states").glob("*.unreadable")} == set(damaged)
+    assert f"continuing from {'step-8' if len(names) == 1 else 'the beginning'}" in caplog.text
+    run(place, output.name)  # and is not looked at again
+    assert caplog.text.count("cannot be read") == len(names)
+
+
+def test_states_are_saved_by_time_as_well(place, monkeypatch):
+    monkeypatch.setattr(evaluation.Evaluation, "finish", interrupted)
+    for minutes, steps in ((1e-9, ["step-2", "step-3"]), (60, ["step-3"])):
+        with pytest.raises(KeyboardInterrupt):
+            run(place, f"{minutes} minutes", steps=3, save_every=100, save_minutes=minutes, evaluate=False)
+        assert sorted(path.name for path in (place / f"{minutes} minutes" / "states").iterdir()) == steps
+
+
+def test_memory_that_is_full_does_not_make_a_state_unreadable(place, monkeypatch):
+    output = run(place, "full", steps=2, evaluate=False).parent
+    monkeypatch.setattr(Accelerator, "load_state", out_of_memory)
+    with pytest.raises(MemoryError):
+        run(place, "full", steps=2, evaluate=False)
+    assert (output / "states" / "step-2").is_dir()
+
+
+def out_of_memory(*_):
+    raise MemoryError
+
+
+def test_folders_in_use_are_said(place, monkeypatch):
+    (place / "in use").mkdir()
     monkeypatch.setattr(train_draft_head, "Trainer", lambda *given: pytest.fail("loaded something"))
-    with only_writer(place / "damaged"), pytest.raises(ValueError, match="damaged is being written by process"):
-        run(place, "damaged", steps=2)
+    with only_writer(place / "in use"), pytest.raises(ValueError, match="in use is being written by process"):
+        run(place, "in use", steps=2)
 
 
 def test_a_worse_head_does_not_replace_the_best(place, monkeypatch):
@@ -276,6 +324,11 @@ def test_an_eagle3_head_reads_several_layers_and_has_its_own_output(place):
     assert np.mean(curve[-3:]) < np.mean(curve[:3])
     head = assert_decodes_losslessly(place, trained)
     assert isinstance(head, Eagle3Head) and head.target_tokens.tolist() == TOKENS.tolist()
+    whole = Eagle3Head(LlamaConfig(**head.config.to_dict() | {"draft_vocab_size": 32}))
+    whole.lm_head = None  # the target's serves, and is not learned
+    save_head(whole, place / "no output layer")
+    continued = run(place, "continued eagle3", **changes | {"steps": 2, "init_from": str(place / "no output layer")})
+    assert assert_decodes_losslessly(place, continued).lm_head is None
     target = TargetModel(load_target(place / "target", dtype="float32")[0])
     target.layers = (1, 6)
     write_features(target, Documents.load(place / "data"), place / "of layers")

@@ -1,8 +1,8 @@
 """Conversations in which every answer is the target's own, which is what a head will have to predict.
 
 The user's turns come from given conversations, or from the target itself: after the opening of a user turn of its own
-template it writes what a user would ask (Magpie, arXiv 2406.08464). Finished conversations are added to a JSON lines
-file, the store, after each batch: an interrupted run continues there.
+template it writes what a user would ask (Magpie, arXiv 2406.08464). Answers are added to a JSON lines file, the store,
+as soon as they are finished: a run that was interrupted, or killed, continues there.
 """
 
 from __future__ import annotations
@@ -13,19 +13,21 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
-import eagle_fsd
 from eagle_fsd import EagleModel
+from eagle_fsd.api import decode_requests, with_options
 from eagle_fsd.data.conversations import TOKEN_IDS, BadRow, Record
 from eagle_fsd.data.files import append_lines, read_lines, write_lines
 from eagle_fsd.data.progress import Progress
+from eagle_fsd.engine.request import Request
 from eagle_fsd.measure.statistics import repetition
+from eagle_fsd.requests import decode, make_requests
 from train.encoding import ANYTHING, render
 
 log = logging.getLogger(__name__)
@@ -47,21 +49,29 @@ class Written(NamedTuple):
     token_ids: list[int] | None  # its end token included; None where a server does not give them
 
 
-Write = Callable[..., list[Written | BadRow]]  # (texts, seeds, **sampling): what is written after each, or why nothing
+# (texts, seeds, done, **sampling): calls done(number, what is written after that text, or why nothing) as each ends.
+Write = Callable[..., None]
 
 
 def local_writer(model: EagleModel) -> Write:
     """Writes with a model in this process, in one batch."""
-    def write(texts: Sequence[str], seeds: Sequence[int], **sampling: object) -> list[Written | BadRow]:
+    def write(texts: Sequence[str], seeds: Sequence[int], done: Callable, **sampling: object) -> None:
         limit = model.target.max_positions
         prompts = [model.tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
         fitting = [number for number, ids in enumerate(prompts) if limit is None or len(ids) < limit]
-        written: list[Written | BadRow] = [BadRow("prompt too long to answer")] * len(texts)
-        outputs = eagle_fsd.generate([prompts[number] for number in fitting], model, acceptance="exact",
-                                     seed=[seeds[number] for number in fitting], **sampling) if fitting else []
-        for number, output in zip(fitting, outputs, strict=True):
-            written[number] = Written(output.text or "", output.token_ids)
-        return written
+        for number in set(range(len(texts))) - set(fitting):
+            done(number, BadRow("prompt too long to answer"))
+        if not fitting:
+            return
+        options = with_options(None, {"acceptance": "exact", "seed": [seeds[number] for number in fitting], **sampling})
+        requests = make_requests(model, [prompts[number] for number in fitting], options)
+        number_of = dict(zip(map(id, requests), fitting, strict=True))
+
+        def ended(request: Request) -> None:
+            ids = request.output().token_ids
+            done(number_of[id(request)], Written(decode(model, ids), ids))
+
+        decode_requests(model, requests, ended=ended)
 
     return write
 
@@ -107,9 +117,15 @@ def served_writer(url: str, name: str | None, tokenizer: PreTrainedTokenizerBase
             return BadRow("refused by the server")
         return Written(choice.text, getattr(choice, "token_ids", None))
 
-    def write(texts: Sequence[str], seeds: Sequence[int], **sampling: object) -> list[Written | BadRow]:
-        with ThreadPoolExecutor(together) as pool:
-            return list(pool.map(lambda text, seed: ask(text, seed, sampling), texts, seeds))
+    def write(texts: Sequence[str], seeds: Sequence[int], done: Callable, **sampling: object) -> None:
+        pool = ThreadPoolExecutor(together)
+        asked = {pool.submit(ask, text, seed, sampling): number
+                 for number, (text, seed) in enumerate(zip(texts, seeds, strict=True))}
+        try:
+            for answered in as_completed(asked):
+                done(asked[answered], answered.result())
+        finally:
+            pool.shutdown(cancel_futures=True)
 
     return write
 
@@ -118,7 +134,7 @@ class Respondent:
     """The target, writing the next turn of many conversations at a time.
 
     Args:
-        batch: conversations that are asked for together, and kept together when they are finished.
+        batch: conversations that are asked for together.
     """
 
     def __init__(
@@ -139,41 +155,51 @@ class Respondent:
         """What a progress bar says beside its count."""
         return {"tokens": self.tokens, "tokens/s": round(self.tokens / max(self.seconds, 1e-9))}
 
-    def _continue(self, texts: Sequence[str], seeds: Sequence[int], **sampling: object) -> list[Written | BadRow]:
-        """What the target writes after each text."""
+    def _continue(self, texts: Sequence[str], seeds: Sequence[int], done: Callable, **sampling: object) -> None:
+        """`done(number, what the target writes after that text)`, as each ends."""
+        written: list[Written | BadRow] = []
+
+        def count(number: int, each: Written | BadRow) -> None:
+            written.append(each)
+            done(number, each)
+
         started = time.perf_counter()
-        written = self.write(texts, seeds, **sampling) if texts else []
+        if texts:
+            self.write(texts, seeds, count, **sampling)
         self.seconds += time.perf_counter() - started
         for each in written:
             if isinstance(each, Written):
                 ids = each.token_ids
                 self.tokens += len(self.tokenizer(each.text)["input_ids"] if ids is None else ids)
-        return written
 
-    def answers(self, conversations: Sequence[Messages], seeds: Sequence[int]) -> list[Message | BadRow]:
-        """The next answer to each conversation, or why there is none."""
-        found: list[Message | BadRow] = [BadRow("empty answer of the target")] * len(conversations)
+    def answers(
+        self, conversations: Sequence[Messages], seeds: Sequence[int], done: Callable[[int, Message | BadRow], None]
+    ) -> None:
+        """`done(number, the next answer to that conversation, or why there is none)`, as each is there."""
         texts: dict[int, str] = {}
         for number, messages in enumerate(conversations):
             try:
                 texts[number] = render(self.tokenizer, messages, True)
             except BadRow as error:
-                found[number] = error
-        said = self._continue(list(texts.values()), [seeds[number] for number in texts],
-                              temperature=self.temperature, max_new_tokens=self.max_new_tokens)
-        for number, each in zip(texts, said, strict=True):
-            if isinstance(each, BadRow):
-                found[number] = each
-            elif each.text.strip():
-                known = {} if each.token_ids is None else {TOKEN_IDS: each.token_ids}
-                found[number] = {"role": "assistant", "content": each.text, **known}
-        return found
+                done(number, error)
+        numbers = list(texts)
+
+        def answered(place: int, said: Written | BadRow) -> None:
+            if isinstance(said, Written) and said.text.strip():
+                known = {} if said.token_ids is None else {TOKEN_IDS: said.token_ids}
+                done(numbers[place], {"role": "assistant", "content": said.text, **known})
+            else:
+                done(numbers[place], said if isinstance(said, BadRow) else BadRow("empty answer of the target"))
+
+        self._continue(list(texts.values()), [seeds[number] for number in numbers], answered,
+                       temperature=self.temperature, max_new_tokens=self.max_new_tokens)
 
     def user_turns(self, conversations: Sequence[Messages], seeds: Sequence[int]) -> list[str]:
         """What a user would say next in each conversation, empty where none fits; empty conversations begin."""
         openings = [user_opening(self.tokenizer, messages) for messages in conversations]
-        said = self._continue(openings, seeds, max_new_tokens=USER_TOKENS, **USER_SAMPLING)
-        return ["" if isinstance(each, BadRow) else each.text.strip() for each in said]
+        said: dict[int, Written | BadRow] = {}
+        self._continue(openings, seeds, said.__setitem__, max_new_tokens=USER_TOKENS, **USER_SAMPLING)
+        return [each.text.strip() if isinstance(each, Written) else "" for _, each in sorted(said.items())]
 
 
 def user_opening(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> str:
@@ -223,9 +249,19 @@ def regenerate(
     Raises:
         ValueError: the store was begun for something else.
     """
-    done: dict[int, Messages | str] = dict(begin_store(store, writer.settings | (about or {})))
+    done: dict[int, Messages | str] = {}
+    begun: dict[int, Messages] = {}  # with answers to a part of their questions
+    for number, outcome, *more in begin_store(store, writer.settings | (about or {})):
+        (begun if more else done)[number] = outcome
     numbered, answerable = enumerate(records), sum(record.messages is not None for record in records)
     with Progress(desc="answers", unit="conversation", total=answerable, done=len(done)) as progress:
+
+        def keep(number: int, outcome: Messages | str, whole: bool) -> None:
+            append_lines(store, [[number, outcome] if whole else [number, outcome, "more"]])
+            if whole:
+                done[number] = outcome
+                progress.update(1, **writer.speed)
+
         while window := list(islice(numbered, WINDOW * writer.batch)):
             todo = {number: record.messages for number, record in window
                     if record.messages is not None and number not in done}
@@ -233,10 +269,7 @@ def regenerate(
             order = sorted(todo, key=lambda number: (len(todo[number]), asked_length(todo[number])))
             for start in range(0, len(order), writer.batch):
                 batch = {number: todo[number] for number in order[start : start + writer.batch]}
-                answered = answer_batch(batch, writer)
-                append_lines(store, [list(each) for each in answered.items()])
-                done |= answered
-                progress.update(len(answered), **writer.speed)
+                answer_batch(batch, begun, writer, keep)
             for number, record in window:
                 answer = done.pop(number, None)
                 if answer is None:
@@ -250,25 +283,33 @@ def asked_length(messages: Messages) -> int:
     return sum(len(message["content"]) for message in messages if message["role"] != "assistant")
 
 
-def answer_batch(batch: dict[int, Messages], writer: Respondent) -> dict[int, Messages | str]:
-    """Each conversation with the target's answers, cut before a turn that has none; or why it has none at all."""
-    said: dict[int, Messages] = {number: [] for number in batch}
-    reasons: dict[int, str] = {}
+def answer_batch(
+    batch: dict[int, Messages], begun: dict[int, Messages], writer: Respondent,
+    keep: Callable[[int, Messages | str, bool], None],
+) -> None:
+    """Each conversation with the target's answers, cut before a turn that has none; or why it has none at all.
+
+    Args:
+        begun: conversations that have some of their answers.
+        keep: told the number, what there is of the conversation, and whether that is all, after each answer.
+    """
+    said = {number: list(begun.get(number, [])) for number in batch}
     for place in range(max(map(len, batch.values()))):
-        going = [number for number, messages in batch.items() if place < len(messages) and number not in reasons]
+        going = [number for number, messages in batch.items() if len(said[number]) == place < len(messages)]
         asked = [number for number in going if batch[number][place]["role"] == "assistant"]
         for number in set(going) - set(asked):
             said[number].append(batch[number][place])
-        answers = writer.answers([said[number] for number in asked], [writer.seed + number for number in asked])
-        for number, answer in zip(asked, answers, strict=True):
+
+        def answered(at: int, answer: Message | BadRow, asked: list[int] = asked) -> None:
+            number = asked[at]
             if isinstance(answer, BadRow):
-                reasons[number] = str(answer)
+                last = max((i + 1 for i, each in enumerate(said[number]) if each["role"] == "assistant"), default=0)
+                keep(number, said[number][:last] or str(answer), True)
             else:
                 said[number].append(answer)
-    for messages in said.values():
-        while messages and messages[-1]["role"] != "assistant":
-            messages.pop()
-    return {number: said[number] or reasons.get(number, "no answer to learn") for number in batch}
+                keep(number, said[number], len(said[number]) == len(batch[number]))
+
+        writer.answers([said[number] for number in asked], [writer.seed + number for number in asked], answered)
 
 
 def self_prompted(
@@ -289,30 +330,50 @@ def self_prompted(
     conversations = [messages for _, messages in found]
     first = batch = max((batch for batch, _ in found), default=-1) + 1
     with Progress(desc="self-prompted", unit="conversation", total=count, done=len(conversations)) as progress:
+
+        def keep(messages: Messages) -> None:
+            append_lines(store, [[batch, messages]])
+            conversations.append(messages)
+            progress.update(1, **writer.speed)
+
         while len(conversations) < count:
-            new = write_batch(writer, batch, seen, follow_ups)
-            append_lines(store, [[batch, messages] for messages in new])
-            conversations += new
+            write_batch(writer, batch, seen, follow_ups, keep)
             batch += 1
-            progress.update(len(new), **writer.speed)
             if batch - first >= 4 and len(conversations) - len(found) < (batch - first) * writer.batch // 20:
                 raise ValueError("the target hardly writes a user's turn that is worth an answer (fewer than one in "
                                  "20): give conversations with --data and --regenerate instead")
     yield from (Record(messages=messages) for messages in conversations[:count])
 
 
-def write_batch(writer: Respondent, batch: int, seen: set[str], follow_ups: float) -> list[Messages]:
-    """The conversations of one batch; a function of its number, but for those that were written before."""
+def write_batch(
+    writer: Respondent, batch: int, seen: set[str], follow_ups: float, keep: Callable[[Messages], None]
+) -> None:
+    """The conversations of one batch, each kept when it is finished; a function of its number, but for those that were
+    written before."""
     numbers = range(batch * writer.batch, (batch + 1) * writer.batch)
-    whole = ask_and_answer(writer, {number: [] for number in numbers}, 0, seen)
-    going = {number: messages for number, messages in whole.items() if number % 10 < 10 * follow_ups}
-    return list((whole | ask_and_answer(writer, going, 2)).values())
+    going: dict[int, Messages] = {}
+
+    def answered(number: int, messages: Messages) -> None:
+        if number % 10 < 10 * follow_ups:
+            going[number] = messages
+        else:
+            keep(messages)
+
+    def went_on(number: int, messages: Messages) -> None:
+        del going[number]
+        keep(messages)
+
+    ask_and_answer(writer, {number: [] for number in numbers}, 0, answered, seen)
+    ask_and_answer(writer, dict(sorted(going.items())), 2, went_on)
+    for messages in going.values():
+        keep(messages)
 
 
 def ask_and_answer(
-    writer: Respondent, conversations: dict[int, Messages], turn: int, seen: set[str] | None = None
-) -> dict[int, Messages]:
-    """Those of the conversations, by number, that go on: with a user's turn that is worth an answer, and the answer.
+    writer: Respondent, conversations: dict[int, Messages], turn: int, done: Callable[[int, Messages], None],
+    seen: set[str] | None = None,
+) -> None:
+    """`done(number, conversation)` of those that go on: with a user's turn that is worth an answer, and the answer.
 
     Args:
         turn: turns so far, which the seeds depend on.
@@ -328,6 +389,10 @@ def ask_and_answer(
             if seen is not None:
                 seen.add(text.casefold())
             asked[number] = [*messages, {"role": "user", "content": text}]
-    answers = writer.answers(list(asked.values()), seeds(asked, turn + 1))
-    return {number: [*messages, answer] for (number, messages), answer in zip(asked.items(), answers, strict=True)
-            if not isinstance(answer, BadRow)}
+    numbers = list(asked)
+
+    def answered(at: int, answer: Message | BadRow) -> None:
+        if not isinstance(answer, BadRow):
+            done(numbers[at], [*asked[numbers[at]], answer])
+
+    writer.answers(list(asked.values()), seeds(asked, turn + 1), answered)

@@ -19,7 +19,7 @@ ObjectiveText = Annotated[Objective, PrimitiveConstructorSpec(
     is_instance=lambda value: isinstance(value, Objective),
     str_from_instance=lambda objective: [objective_text(objective)])]
 COUNTS = ("steps", "batch_tokens", "gradient_accumulation", "save_every", "keep", "eval_every", "eval_documents",
-          "eval_tokens", "decode_prompts", "decode_tokens", "log_every")
+          "eval_tokens", "decode_tokens", "log_every")
 SIZES = ("draft_vocab_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
 
 
@@ -64,6 +64,7 @@ class TrainingConfig:
         mixed_precision: of the head; auto: bf16, on a CPU that is slower in it none.
         seed: of a new head, the order of the data and the noise.
         save_every: steps from one resumable state to the next.
+        save_minutes: the same in minutes, where so many steps take longer.
         keep: how many states are kept.
         log_every: steps from one entry of the tracker to the next; train.jsonl has every step.
         evaluate: where it is off, no held-out prompts are decoded while training and at the end, and training with
@@ -72,7 +73,7 @@ class TrainingConfig:
         eval_data: dataset for evaluations; without it the last --eval-documents of --data, which are not learned.
         eval_documents: how many of its answers are continued.
         eval_tokens: decoded of each.
-        decode_prompts: prompts that the finished head and plain decoding are compared on.
+        decode_prompts: so many prompts are decoded with the finished head and without, to compare speeds, such as 24.
         decode_tokens: decoded of each.
         tree: draft tree of evaluations.
         tracker: what accelerate logs to besides.
@@ -115,6 +116,7 @@ class TrainingConfig:
     mixed_precision: Literal["auto", "no", "bf16"] = "auto"
     seed: int = 0
     save_every: int = 1000
+    save_minutes: float = 5.0
     keep: int = 2
     log_every: int = 10
     evaluate: bool = True
@@ -122,7 +124,7 @@ class TrainingConfig:
     eval_data: Path | None = None
     eval_documents: int = 64
     eval_tokens: int = 32
-    decode_prompts: int = 24
+    decode_prompts: int = 0
     decode_tokens: int = 128
     tree: Tree = TreeConfig(60, 8, 10)
     tracker: Literal["none", "tensorboard", "wandb"] = "none"
@@ -133,7 +135,8 @@ class TrainingConfig:
             if getattr(self, name) is not None:
                 require_integer(name, getattr(self, name), 1)
         require_integer("warmup", self.warmup, 0)
-        for name in ("lr", "epochs", "clip_at"):
+        require_integer("decode_prompts", self.decode_prompts, 0)
+        for name in ("lr", "epochs", "clip_at", "save_minutes"):
             require_number(name, getattr(self, name), "a number above 0", lambda value: value > 0)
         for beta in self.betas:
             require_number("betas", beta, "two numbers of at least 0 and below 1", lambda value: 0 <= value < 1)

@@ -1,4 +1,4 @@
-"""What a run measures by decoding held-out prompts: tau while training, speed at the end, and the card that says so.
+"""What a run measures by decoding held-out prompts: tau, at the end speed where asked for, and the card that says so.
 
 tau = tokens per target forward, of lossless greedy decoding: the texts are the target's own, the same for every head.
 """
@@ -23,6 +23,7 @@ import eagle_fsd
 from eagle_fsd import EagleModel, Output
 from eagle_fsd.cli.arguments import tree_text
 from eagle_fsd.data.progress import Progress
+from eagle_fsd.heads.catalogue import hub_id_of
 from eagle_fsd.heads.checkpoint import save_head
 from eagle_fsd.heads.eagle import DraftHead
 from eagle_fsd.measure.records import save_plot
@@ -132,7 +133,7 @@ class Evaluation:
         (directory / "evaluation.json").write_text(json.dumps(record, indent=1) + "\n")
 
     def finish(self) -> None:
-        """Save the head and, where there are to be evaluations, compare it with plain decoding and write its card.
+        """Save the head and, where there are to be evaluations, its card, compared with plain decoding where asked for.
 
         Raises:
             KeyboardInterrupt: the run was to stop.
@@ -150,51 +151,65 @@ class Evaluation:
         if trainer.step not in self.taus:
             raise KeyboardInterrupt
         self.save(head, "head", self.taus[trainer.step])
-        with self.stop.at_once():
-            outputs = measure_speed(EagleModel.from_parts(target.model, head), trainer.prompts, config)
-        speeds = {name: statistics.median(output.stats.tokens_per_second for output in found)
-                  for name, found in outputs.items()}
-        (directory / "README.md").write_text(card(trainer, outputs, speeds, self.logs), encoding="utf-8")
+        compared = ""
+        if config.decode_prompts:
+            with self.stop.at_once():
+                outputs = measure_speed(EagleModel.from_parts(target.model, head), trainer.prompts, config)
+            speeds = {name: statistics.median(output.stats.tokens_per_second for output in found)
+                      for name, found in outputs.items()}
+            compared = comparison(config, outputs["exact"], speeds)
+            self.write_evaluation(directory, self.taus[trainer.step], tokens_per_second=speeds)
+        (directory / "README.md").write_text(card(trainer, self.logs, compared), encoding="utf-8")
         plot_training(self.logs.read("train"), self.logs.read("eval"), config.output / "training.png")
-        self.write_evaluation(directory, self.taus[trainer.step], tokens_per_second=speeds)
-        log.info("the head is in %s", directory)
+        log.info("the head is in %s, tau %.2f", directory, self.taus[trainer.step])
 
 
-def card(trainer: Trainer, outputs: dict[str, list[Output]], speeds: dict[str, float], logs: Logs) -> str:
-    """The model card: how the head was trained, what it does when it decodes, and tau over the tokens of training.
+def comparison(config: TrainingConfig, outputs: list[Output], speeds: dict[str, float]) -> str:
+    """What the card says of decoding with the head and without.
 
     Args:
-        speeds: median tokens/s.
+        outputs: with the head. speeds: median tokens/s.
     """
-    config = trainer.config
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {torch.get_num_threads()} threads"
-    evaluations = {line["step"]: line for line in logs.read("eval")}
-    steps = logs.read("train")
-    hours = sum(line.get("seconds", 0.0) for line in steps) / 3600
-    tokens = itertools.accumulate(line["tokens"] for line in steps)
-    curve = [f"| {count / 1e6:.2f} M | {found['tau']:.2f} | {' '.join(f'{x:.2f}' for x in found.get('accepted', []))} |"
-             for line, count in zip(steps, tokens, strict=True) if (found := evaluations.get(line["step"]))]
-    return f"""---
-library_name: eagle_fsd
-base_model: {config.target}
----
-
-# EAGLE draft head for {config.target}
-
-Trained by `train.train_draft_head` of eagle_fsd {eagle_fsd.__version__}: {trainer.steps} steps of up to
-{config.batch_tokens} tokens in {hours:.1f} hours on {len(trainer.split.learned)} documents of `{config.data}`,
-objective `{objective_text(config.objective)}`, AdamW, learning rate {config.lr:g}, seed {config.seed}.
-
-Lossless greedy decoding of {len(outputs["exact"])} held-out prompts, up to {config.decode_tokens} tokens each, tree
+    return f"""
+Lossless greedy decoding of {len(outputs)} held-out prompts, up to {config.decode_tokens} tokens each, tree
 `{tree_text(config.tree)}`, {config.target_dtype}, {device}, {platform.machine()}, torch {torch.__version__},
 transformers {transformers.__version__}:
 
 | decoding | tau | tokens/s | over plain |
 |---|---|---|---|
 | plain | 1 | {speeds["plain"]:.1f} | 1x |
-| with this head | {tau_of(outputs["exact"]):.2f} | {speeds["exact"]:.1f} | {speeds["exact"] / speeds["plain"]:.2f}x |
+| with this head | {tau_of(outputs):.2f} | {speeds["exact"]:.1f} | {speeds["exact"] / speeds["plain"]:.2f}x |
+"""
 
-tau = tokens per target forward. `eagle-fsd calibrate` measures what fuzzy acceptance brings and costs on your own task.
+
+def card(trainer: Trainer, logs: Logs, compared: str) -> str:
+    """The model card: how the head was trained, and tau over the tokens of training. It names no place on this machine.
+
+    Args:
+        compared: see `comparison`; empty where nothing was.
+    """
+    config = trainer.config
+    hub_id = hub_id_of(config.target)
+    evaluations = {line["step"]: line for line in logs.read("eval")}
+    steps = logs.read("train")
+    hours = sum(line.get("seconds", 0.0) for line in steps) / 3600
+    tokens = itertools.accumulate(line["tokens"] for line in steps)
+    curve = [f"| {count / 1e6:.2f} M | {found['tau']:.2f} | {' '.join(f'{x:.2f}' for x in found.get('accepted', []))} |"
+             for line, count in zip(steps, tokens, strict=True) if (found := evaluations.get(line["step"]))]
+    base_model = f"base_model: {hub_id}\n" if hub_id else ""
+    return f"""---
+library_name: eagle_fsd
+{base_model}---
+
+# EAGLE draft head for {hub_id or Path(config.target).name}
+
+Trained by `train.train_draft_head` of eagle_fsd {eagle_fsd.__version__}: {trainer.steps} steps of up to
+{config.batch_tokens} tokens in {hours:.1f} hours on {len(trainer.split.learned)} documents of `{config.data.name}`,
+objective `{objective_text(config.objective)}`, AdamW, learning rate {config.lr:g}, seed {config.seed}.
+{compared}
+tau = tokens per target forward, of lossless greedy decoding with tree `{tree_text(config.tree)}`. `eagle-fsd calibrate`
+measures what fuzzy acceptance brings and costs on your own task.
 
 | training tokens | tau, held-out text | share of forwards that accept at least 1, 2, ... drafted tokens |
 |---|---|---|

@@ -12,13 +12,14 @@ import torch
 
 from eagle_fsd.data.files import append_lines, read_lines, write_lines
 from train.config import TrainingConfig
+from train.stopping import anywhere
 from train.trainer import Trainer
 
 log = logging.getLogger("train.train_draft_head")
 
 # Settings that may change when a run is continued.
-FREE = ("output", "evaluate", "save_every", "keep", "log_every", "eval_every", "eval_tokens", "decode_prompts",
-        "decode_tokens", "tree", "tracker", "cpu")
+FREE = ("output", "evaluate", "save_every", "save_minutes", "keep", "log_every", "eval_every", "eval_tokens",
+        "decode_prompts", "decode_tokens", "tree", "tracker", "cpu")
 
 
 def save_state(trainer: Trainer) -> None:
@@ -41,11 +42,14 @@ def save_state(trainer: Trainer) -> None:
             shutil.rmtree(old)
 
 
-def resume(trainer: Trainer) -> None:
+def resume(trainer: Trainer) -> bool:
     """Continue from the last complete state, where there is one. All processes must call it.
 
+    Returns:
+        False: it cannot be read, and was set aside; a part of it may be in the trainer, and a new one has to try again.
+
     Raises:
-        ValueError: it was made with other settings, or cannot be read, or the machines do not see the same folder.
+        ValueError: it was made with other settings, or the machines do not see the same folder.
     """
     output, accelerator = trainer.config.output, trainer.accelerator
     states = saved_states(output)
@@ -54,21 +58,36 @@ def resume(trainer: Trainer) -> None:
         if int(seen.min()) != int(seen.max()):
             raise ValueError(f"{output} is not the same folder for all machines, which have to write into one")
     if not states:
-        return
+        return True
+    made_with, fault = {}, None
     try:
         record = json.loads((states[-1] / "run.json").read_text())
-        made_with, step = record["config"], int(record["step"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{states[-1]} is damaged ({error!r}); delete it to continue from the one before") from error
+        made_with, step = dict(record["config"]), int(record["step"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        fault = error
     changed = [name for name, value in comparable(trainer.config).items() if made_with.get(name) != value]
-    if changed:
+    if changed and fault is None:
         raise ValueError(f"{output} holds a run with another {', '.join(changed)}; choose another output or delete it")
     try:
-        accelerator.load_state(str(states[-1]))
+        if fault is None:
+            accelerator.load_state(str(states[-1]))
+    except (MemoryError, torch.OutOfMemoryError, PermissionError):  # which say nothing of the state
+        raise
     except Exception as error:  # whatever torch, pickle and safetensors raise at what is no file of theirs
-        raise ValueError(f"{states[-1]} is damaged ({error!r}); delete it to continue from the one before") from error
+        fault = error
+    if anywhere(accelerator, fault is not None):
+        if accelerator.is_main_process:
+            aside = states[-1].with_suffix(".unreadable")
+            shutil.rmtree(aside, ignore_errors=True)
+            states[-1].rename(aside)
+            before = states[-2].name if len(states) > 1 else "the beginning"
+            log.warning("%s cannot be read (%r) and is set aside as %s: continuing from %s", states[-1], fault,
+                        aside.name, before)
+        accelerator.wait_for_everyone()
+        return False
     trainer.step = step
     log.info("continuing at step %d", step)
+    return True
 
 
 def comparable(config: TrainingConfig) -> dict:
@@ -79,7 +98,7 @@ def comparable(config: TrainingConfig) -> dict:
 
 def saved_states(output: Path) -> list[Path]:
     """Complete states, oldest first."""
-    found = [path for path in (output / "states").glob("step-*") if path.suffix != ".part"]
+    found = [path for path in (output / "states").glob("step-*") if path.suffix not in (".part", ".unreadable")]
     return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
 
 

@@ -10,6 +10,13 @@ import torch
 from accelerate import Accelerator
 
 
+def anywhere(accelerator: Accelerator, said: bool) -> bool:
+    """Whether any process says so, the same answer on all, which all must ask."""
+    if accelerator.num_processes == 1:
+        return said
+    return bool(accelerator.reduce(torch.tensor(float(said), device=accelerator.device), "sum") > 0)
+
+
 class StopRequest:
     """Signals ask for a stop after the present step; a second one stops at once."""
 
@@ -40,9 +47,7 @@ class StopRequest:
 
     def anywhere(self, accelerator: Accelerator) -> bool:
         """Whether any process was asked, the same answer on all."""
-        if accelerator.num_processes == 1:
-            return self.asked
-        return bool(accelerator.reduce(torch.tensor(float(self.asked), device=accelerator.device), "sum") > 0)
+        return anywhere(accelerator, self.asked)
 
     def restore(self) -> None:
         for number, handler in self.before.items():

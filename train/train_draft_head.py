@@ -33,7 +33,7 @@ from train.config import RECIPES, TrainingConfig
 from train.documents import is_dataset
 from train.evaluation import Evaluation
 from train.states import Logs, comparable, resume, save_state
-from train.stopping import StopRequest
+from train.stopping import StopRequest, anywhere
 from train.trainer import Trainer, make_accelerator
 
 log = logging.getLogger("train.train_draft_head")
@@ -52,7 +52,9 @@ def train(config: TrainingConfig) -> Path:
     config.output.mkdir(parents=True, exist_ok=True)
     with only_writer(config.output) if accelerator.is_main_process else nullcontext():
         trainer = Trainer(config, accelerator)
-        resume(trainer)
+        while not resume(trainer):
+            trainer.close()
+            trainer = Trainer(config, accelerator)
         if accelerator.is_main_process:
             log.info("%d process(es) on %s", accelerator.num_processes, accelerator.device.type)
         if accelerator.log_with:
@@ -112,6 +114,7 @@ def take_steps(trainer: Trainer, evaluation: Evaluation, logs: Logs, stop: StopR
     """
     config, accelerator = trainer.config, trainer.accelerator
     started, tokens = time.perf_counter(), 0
+    saved = started
     with Progress(desc="draft head", unit="step", total=trainer.steps, done=trainer.step,
                   quiet=not accelerator.is_main_process) as progress:
         while trainer.step < trainer.steps:
@@ -130,8 +133,10 @@ def take_steps(trainer: Trainer, evaluation: Evaluation, logs: Logs, stop: StopR
             if trainer.step % config.log_every == 0:
                 accelerator.log({"loss": record["loss"], "lr": record["lr"],
                                  **{f"top1/step{i + 1}": a for i, a in enumerate(record["top1"])}}, step=trainer.step)
-            if trainer.step % config.save_every == 0 or trainer.step == trainer.steps:
+            overdue = anywhere(accelerator, time.perf_counter() - saved >= 60 * config.save_minutes)
+            if overdue or trainer.step % config.save_every == 0 or trainer.step == trainer.steps:
                 save_state(trainer)
+                saved = time.perf_counter()
             stop_if_asked(trainer, stop)
 
 

@@ -15,6 +15,7 @@ from transformers import AutoConfig
 from eagle_fsd.data.gguf import target_source
 from eagle_fsd.heads.checkpoint import load_head
 from eagle_fsd.heads.eagle import DraftHead
+from eagle_fsd.heads.eagle3 import Eagle3Head
 from train.config import TrainingConfig
 from train.heads import name_tokens, new_head
 from train.objectives import AlignedLoss
@@ -147,6 +148,8 @@ class Trainer:
             return None
         head = type(self.head)(self.head.config, bias=self.head.fc.bias is not None)
         head.share_embeddings(self.teacher.ends.embed_tokens)
+        if isinstance(self.head, Eagle3Head) and self.head.lm_head is None:
+            head.lm_head = None
         head.load_state_dict({name.removeprefix("head."): value.to("cpu") for name, value in state.items()})
         if self.head.token_map is not None:
             head.limit_vocabulary(self.head.token_map.cpu())

@@ -38,15 +38,23 @@ class Record:
     reason: str | None = None
 
 
-def check_messages(messages: list[dict[str, Any]], unanswered: bool = False) -> list[dict[str, str]]:
+def check_messages(
+    messages: list[dict[str, Any]], unanswered: bool = False, system: object = None
+) -> list[dict[str, str]]:
     """The messages as `transformers` wants them; turns after the last answer are cut off, or get an empty one.
 
+    Args:
+        system: what a row says beside its messages; the system turn of those that have none.
+
     Raises:
-        BadRow: no messages, an unknown role, content that is no text or empty, or roles out of order: an optional
-            system turn, then user and assistant in turn.
+        BadRow: no messages, an unknown role, content that is no text or empty, calls of tools, or roles out of order:
+            an optional system turn, then user and assistant in turn.
     """
     if not isinstance(messages, list) or not messages:
         raise BadRow("no messages")
+    if system not in (None, ""):
+        begins = messages[0].get("role", messages[0].get("from")) if isinstance(messages[0], dict) else None
+        messages = messages if begins == "system" else [{"role": "system", "content": system}, *messages]
     checked = []
     for message in messages:
         if not isinstance(message, dict):
@@ -59,10 +67,9 @@ def check_messages(messages: list[dict[str, Any]], unanswered: bool = False) -> 
             raise BadRow("content is not a string")
         if not content.strip():
             raise BadRow("empty message")
-        try:
-            content.encode("utf-8")
-        except UnicodeEncodeError:
-            raise BadRow("text is not valid Unicode") from None
+        if message.get("tool_calls"):
+            raise BadRow("calls of tools are not read")
+        check_unicode(content)
         own = message.get(TOKEN_IDS)
         own = {TOKEN_IDS: own} if isinstance(own, list) and all(type(token) is int for token in own) else {}
         checked.append({"role": ROLES[role.lower()], "content": content, **own})
@@ -77,23 +84,37 @@ def check_messages(messages: list[dict[str, Any]], unanswered: bool = False) -> 
     return checked if checked[-1]["role"] == "assistant" else checked[:-1]
 
 
+def check_unicode(text: str) -> None:
+    """Raises BadRow unless the text can be encoded."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        raise BadRow("text is not valid Unicode") from None
+
+
 def parse_row(row: Any, kind: str, unanswered: bool = False) -> Record:
     """A row of data in the given format ("auto" looks at its keys); a bare list is one of messages."""
     row = {"messages": row} if isinstance(row, list) else row
     if not isinstance(row, dict):
         return Record(reason="not an object")
     if unanswered and kind == "auto" and isinstance(row.get("prompt"), str):
-        row = {"messages": [{"role": "user", "content": row["prompt"]}]}
+        row = {"messages": [{"role": "user", "content": row["prompt"]}],
+               **{name: row.get(name) for name in ("system", "tools")}}
     keys = KEYS.get(kind, ("conversations", "messages", "conversation", "text"))
     key = next((k for k in keys if k in row), None)
     if key is None:
         also = ("prompt",) if unanswered and kind == "auto" else ()
         return Record(reason=f"no key {' or '.join((*keys, *also))}")
-    if key == "text":
-        text = row["text"]
-        return Record(text=text) if isinstance(text, str) and text.strip() else Record(reason="empty text")
     try:
-        return Record(messages=check_messages(row[key], unanswered))
+        if key == "text":
+            text = row["text"]
+            if not isinstance(text, str) or not text.strip():
+                raise BadRow("empty text")
+            check_unicode(text)
+            return Record(text=text)
+        if row.get("tools"):
+            raise BadRow("tools are not read")
+        return Record(messages=check_messages(row[key], unanswered, row.get("system")))
     except BadRow as error:
         return Record(reason=str(error))
 
@@ -123,38 +144,57 @@ def read_records(
 
 def _read_file(path: Path, kind: str, unanswered: bool) -> Iterator[Record]:
     if path.suffix in (".txt", ".md") or (kind == "text" and path.suffix not in (".json", ".jsonl")):
-        text = path.read_text(encoding="utf-8-sig", errors="replace")
-        yield Record(text=text) if text.strip() else Record(reason="empty text")
+        try:
+            yield parse_row({"text": path.read_text(encoding="utf-8-sig")}, "text")
+        except UnicodeDecodeError as error:
+            log.warning("%s: not UTF-8 at byte %d, left out", path, error.start + 1)
+            yield Record(reason="not UTF-8")
         return
-    with path.open(encoding="utf-8-sig", errors="replace") as file:
+    # Bytes that are not UTF-8 become surrogates, which no valid text has.
+    with path.open(encoding="utf-8-sig", errors="surrogateescape") as file:
         first = next((line for line in file if line.strip()), "")
         file.seek(0)
-        if first.lstrip().startswith("[") and not _is_list_of_messages(_parsed(first)):
+        is_array = first.lstrip().startswith("[") and not _is_list_of_messages(_parsed(first))
+        if is_array:
             rows = _parsed(file.read())
-            if rows is BROKEN:
+            if isinstance(rows, BadRow):
                 raise ValueError(f"{path} is neither a JSON array nor JSON lines")
         else:
-            rows = (_parsed(line) if line.strip() else BLANK for line in file)
-        broken = 0
+            rows = map(_row_of_line, file)
+        bad = 0
         for number, row in enumerate(rows, 1):
-            if row is BROKEN:
-                broken += 1
-                if broken <= MOST_SAID:
-                    log.warning("%s, line %d: broken JSON, left out", path, number)
-                yield Record(reason="broken JSON")
-            elif row is not BLANK:
-                yield parse_row(row, kind, unanswered)
+            if row is BLANK:
+                continue
+            record = Record(reason=str(row)) if isinstance(row, BadRow) else parse_row(row, kind, unanswered)
+            if record.reason in UNREADABLE:
+                bad += 1
+                if bad <= MOST_SAID:
+                    log.warning("%s, %s %d: %s, left out", path, "row" if is_array else "line", number, record.reason)
+            yield record
 
 
-BROKEN, BLANK = object(), object()  # lines
-MOST_SAID = 3  # broken lines of a file that are named
+BLANK = object()  # a line
+MOST_SAID = 3  # unreadable rows of a file that are named
+UNREADABLE = ("broken JSON", "not UTF-8", "text is not valid Unicode")
 
 
-def _parsed(line: str) -> Any:
+def _row_of_line(line: str) -> Any:
+    """What a line holds, BLANK or a BadRow."""
+    if not line.strip():
+        return BLANK
     try:
-        return json.loads(line)
+        check_unicode(line)
+    except BadRow:
+        return BadRow("not UTF-8")
+    return _parsed(line)
+
+
+def _parsed(text: str) -> Any:
+    """What a JSON text holds, or a BadRow."""
+    try:
+        return json.loads(text)
     except (json.JSONDecodeError, RecursionError):
-        return BROKEN
+        return BadRow("broken JSON")
 
 
 def _is_list_of_messages(row: Any) -> bool:

@@ -31,6 +31,7 @@ def run(
     streamer: BaseStreamer | None = None,
     session: Session | None = None,
     observe: Callable[[DraftTree, list[Tensor], list[list[int]], Coupling | None], None] | None = None,
+    ended: Callable[[Request], None] | None = None,
 ) -> list[Output]:
     """Decode requests together to their ends. Ending the streamer is up to the caller.
 
@@ -40,6 +41,7 @@ def run(
         session: that of earlier requests to these models. It and the streamer serve a single prompt.
         observe: called after each drafted cycle with the trees, the draft's logits of each level [B, K, R], the
             accepted path of each row (nodes, the root first), and what coupled the drafts with the target's noise.
+        ended: called with each request as soon as it has ended, while others go on.
     """
     started = time.perf_counter()
     earlier = None
@@ -55,6 +57,8 @@ def run(
             if request.reason is not None:
                 request.stats.prefill_seconds = prefilled - started
                 request.stats.decode_seconds = time.perf_counter() - prefilled
+                if ended is not None:
+                    ended(request)
         going = [number for number, request in enumerate(decoder.requests) if request.reason is None]
         if not going:
             break

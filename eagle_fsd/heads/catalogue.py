@@ -84,6 +84,17 @@ def is_copy(path: Path, hub_id: str) -> bool:
             or re.fullmatch(rf"{name}|{quantised}", path.name, re.IGNORECASE) is not None)
 
 
+def hub_id_of(target: str | Path) -> str | None:
+    """The hub id of a target: what it was named by, or what a path tells: a place in the hub's cache, or a name that is
+    one of a known target; None: it is not known."""
+    if not Path(target).exists():
+        return str(target)
+    cached = next((part for part in Path(target).absolute().parts if part.startswith("models--")), None)
+    if cached is not None:
+        return cached.removeprefix("models--").replace("--", "/")
+    return next((head.target for head in known_heads() if is_copy(Path(target), head.target)), None)
+
+
 def find_bundled(name: str) -> str | None:
     """Path of a bundled head, beside the package in a checkout, inside it when installed; None: it is not there."""
     package = Path(__file__).parents[1]

@@ -1,7 +1,8 @@
 """Draft heads in the published layouts: a directory or hub repository with `config.json` and `model.safetensors` or
-`pytorch_model.bin`. Those of EAGLE-1/2 are written in the same layout; those of EAGLE-3 are read in the layouts of its
-authors (`midlayer.*`), of SpecForge and of `speculators` (`layers.0.*`) and written in the first. The draft vocabulary
-of an EAGLE-1/2 head lies beside its weights, in a file that SGLang takes as --speculative-token-map.
+`pytorch_model.bin`, or an index and its shards. Those of EAGLE-1/2 are written in the same layout; those of EAGLE-3 are
+read in the layouts of its authors (`midlayer.*`), of SpecForge and of `speculators` (`layers.0.*`) and written in the
+first. The draft vocabulary of an EAGLE-1/2 head lies beside its weights, in a file that SGLang takes as
+--speculative-token-map.
 
 D hidden size, R draft vocabulary, V vocabulary of the target.
 """
@@ -23,12 +24,12 @@ from ..data.files import save_atomically
 from ..data.sources import check_source, fetch
 from .eagle import DraftHead
 from .eagle3 import Eagle3Head
-from .layouts import LAYER_IDS, eagle3_state, llama_config, read_fields
+from .layouts import LAYER_IDS, check_draft_tokens, is_eagle3, llama_config, plain_names, read_fields
 
 log = logging.getLogger(__name__)
 PLAIN = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
-NUMBERING = ("d2t", "t2d")  # of an EAGLE-3 head's draft vocabulary: integers and truth values
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")
+INDEX = ".index.json"  # after one of these: which of several files holds what
 TOKEN_MAP = "token_map.pt"  # a list of token ids, as FR-Spec (arXiv 2502.14856) publishes them
 
 
@@ -48,6 +49,28 @@ def read_weights(path: str) -> object:
         raise ValueError(f"{path} was refused, since it holds more than tensors or is damaged: {error}") from error
 
 
+def weight_files(source: str) -> list[str]:
+    """Paths of the files with a head's weights: of one, or of an index and its shards; none where there are none.
+
+    Raises:
+        ValueError: an index that cannot be read, or a shard that is not there.
+    """
+    for name in WEIGHTS:
+        if path := fetch(source, name):
+            return [path]
+        if index := fetch(source, name + INDEX):
+            try:
+                shards = sorted(set(json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"].values()))
+                paths = [fetch(source, shard) if shard == Path(shard).name else None for shard in shards]
+            except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
+                raise ValueError(f"{index} cannot be read as an index of weights: {error!r}") from error
+            for shard, path in zip(shards, paths, strict=True):
+                if path is None:
+                    raise ValueError(f"{index} names {shard}, which is no file beside it")
+            return [index, *paths]
+    return []
+
+
 def save_token_map(
     directory: str | Path,
     tokens: Tensor,  # [R] long
@@ -58,26 +81,37 @@ def save_token_map(
     return path
 
 
-def _check_tensors(state: object, path: str) -> None:
-    """Raise ValueError unless this is a dictionary of plain tensors that a head can be made of."""
-    if not isinstance(state, dict) or not all(isinstance(name, str) and isinstance(value, Tensor)
-                                              for name, value in state.items()):
-        raise ValueError(f"{path} holds no dictionary of tensors by name")
-    for name, value in state.items():
-        if name in NUMBERING:
+def read_tensors(files: list[str]) -> dict[str, Tensor]:
+    """The tensors of a head in `weight_files`, by our names.
+
+    Raises:
+        ValueError: a damaged file, or one that holds something else than plain tensors that a head can be made of.
+    """
+    tensors: dict[str, Tensor] = {}
+    for path in files[1:] or files:
+        state = read_weights(path)
+        if not isinstance(state, dict) or not all(isinstance(name, str) and isinstance(value, Tensor)
+                                                  for name, value in state.items()):
+            raise ValueError(f"{path} holds no dictionary of tensors by name")
+        tensors |= state
+    path, tensors = files[0], plain_names(tensors, files[0])
+    for name, value in tensors.items():
+        if name == "d2t":
             continue
         if value.layout != torch.strided or value.is_meta or value.dtype not in PLAIN:
             raise ValueError(f"{path} cannot be used: {name} is {value.dtype}, {value.layout}, on {value.device}; "
                              f"read are plain tensors of {', '.join(map(str, PLAIN))}")
         if not value.isfinite().all():
             raise ValueError(f"{path} is damaged: {name} holds values that are not finite")
+    return tensors
 
 
 def load_head(source: str | Path) -> DraftHead:
     """A draft head from a directory or hub id, in float32 on the CPU; an `Eagle3Head` where the files hold one.
 
     Where the file has no embeddings, `shares_embeddings` is True and the target's must be given
-    (`head.share_embeddings(...)`; `eagle_fsd.load` does it).
+    (`head.share_embeddings(...)`; `eagle_fsd.load` does it). Where an EAGLE-3 head that names all tokens has no output
+    layer, the target's serves.
 
     An EAGLE-1/2 head drafts the tokens of the `token_map.pt` beside its weights, where there is one, and no others.
 
@@ -94,21 +128,17 @@ def load_head(source: str | Path) -> DraftHead:
     if config_path is None:
         raise ValueError(f"{source!r} has no config.json; a draft head needs config.json and {' or '.join(WEIGHTS)}")
     fields = read_fields(config_path)
-    config = llama_config(fields, config_path)
-    if config.num_hidden_layers != 1:
-        raise ValueError(f"{source!r} has {config.num_hidden_layers} layers, a draft head has 1")
-    weights_path = next((path for name in WEIGHTS if (path := fetch(source, name))), None)
-    if weights_path is None:
+    files = weight_files(source)
+    if not files:
         raise ValueError(f"{source!r} has no weights; one of {', '.join(WEIGHTS)} is needed")
-    state = read_weights(weights_path)
-    _check_tensors(state, weights_path)
-    is_eagle3 = "draft_vocab_size" in fields or any(name.endswith("hidden_norm.weight") for name in state)
-    head = make_head(Eagle3Head if is_eagle3 else DraftHead, config, "fc.bias" in state, config_path)
-    if "fc.bias" not in state and not is_eagle3 and fields.get("bias", True):  # missing: true in the published code
+    state = read_tensors(files)
+    config, eagle3 = llama_config(fields, state, config_path), is_eagle3(state)
+    head = make_head(Eagle3Head if eagle3 else DraftHead, config, "fc.bias" in state, config_path)
+    if "fc.bias" not in state and not eagle3 and fields.get("bias", True):  # missing: true in the published code
         log.info("%s has no fc.bias although its config says so; loading it without one", source)
-    _take_weights(head, state, weights_path)
+    _take_weights(head, state, files[0])
     token_map = fetch(source, TOKEN_MAP)
-    if token_map and is_eagle3:
+    if token_map and eagle3:
         log.warning("%s is not used: an EAGLE-3 head has a draft vocabulary of its own", token_map)
     elif token_map:
         try:
@@ -155,21 +185,27 @@ def copy_head(
     """
     check_place(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    files = filter(None, (fetch(str(source), name) for name in ("config.json", *WEIGHTS)))
-    for file in list(files)[:2]:  # of two kinds of weights the ones that `load_head` reads
+    for file in filter(None, (fetch(str(source), "config.json"), *weight_files(str(source)))):
         shutil.copyfile(file, directory / Path(file).name)
     return save_token_map(directory, tokens)
 
 
 def _take_weights(head: DraftHead, state: dict[str, Tensor], path: str) -> None:
-    """Fill a head from the tensors of a file; where there are no embeddings, the target's are to be shared.
+    """Fill a head from tensors by our names; where there are no embeddings, or no output layer of an EAGLE-3 head that
+    names all tokens, the target's are to be shared.
 
     Raises:
         ValueError: keys missing, unknown or of the wrong shape.
     """
     kind = "EAGLE-3" if isinstance(head, Eagle3Head) else "EAGLE-1/2"
     if isinstance(head, Eagle3Head):
-        state = eagle3_state(head, state, path)
+        check_draft_tokens(head, state, path)
+        if "lm_head.weight" not in state and head.names_all:
+            if head.config.tie_word_embeddings and "embed_tokens.weight" in state:
+                state["lm_head.weight"] = state["embed_tokens.weight"]
+            elif head.target_hidden_size == head.config.hidden_size:
+                log.info("%s has no lm_head.weight: the target's output layer serves", path)
+                head.lm_head = None
     missing, unknown = head.state_dict().keys() - state.keys(), state.keys() - head.state_dict().keys()
     if missing == {"embed_tokens.weight"}:
         missing = set()
@@ -177,7 +213,7 @@ def _take_weights(head: DraftHead, state: dict[str, Tensor], path: str) -> None:
     if missing or unknown:
         raise ValueError(f"{path} is no {kind} draft head: missing {sorted(missing) or 'nothing'}, "
                          f"unknown {sorted(unknown) or 'nothing'}")
-    floating = {name: value if name in NUMBERING else value.float() for name, value in state.items()}
+    floating = {name: value if name == "d2t" else value.float() for name, value in state.items()}
     try:
         head.load_state_dict(floating, strict=False)
     except RuntimeError as error:
@@ -255,6 +291,6 @@ def save_head(
         save_token_map(directory, head.token_map)
     save_atomically(directory / "config.json", lambda path: path.write_text(text, encoding="utf-8"))
     kept = {file} if head.token_map is None else {file, TOKEN_MAP}
-    for other in {*WEIGHTS, TOKEN_MAP} - kept:  # another head's
+    for other in {*WEIGHTS, *(name + INDEX for name in WEIGHTS), TOKEN_MAP} - kept:  # another head's
         (directory / other).unlink(missing_ok=True)
     return directory / file

@@ -50,7 +50,8 @@ class Eagle3Head(DraftHead):
         config: as for `DraftHead`, with further fields: `draft_vocab_size` (R; default: the whole vocabulary),
             `eagle_aux_hidden_state_layer_ids` (the target layers whose entering hidden states are read; default 2,
             half and the third from the end), `target_hidden_size` (default: the head's own) and
-            `norm_before_residual` (default false: `hidden_norm` is only for attention).
+            `norm_before_residual` (default false: `hidden_norm` is only for attention). `attention_bias` gives q, k, v
+            and o a bias, `qkv_bias` q, k and v alone.
         bias: whether `fc` has a bias.
     """
 
@@ -60,10 +61,14 @@ class Eagle3Head(DraftHead):
             raise ValueError(f"draft_vocab_size {named} exceeds vocab_size {config.vocab_size}")
         layers = len(self._layer_ids) if self._layer_ids else 3
         self.fc = nn.Linear(layers * self.target_hidden_size, size, bias=bias)
+        own = config.attention_bias
+        config.attention_bias = own or getattr(config, "qkv_bias", False)
         self.layers = nn.ModuleList([Eagle3Layer(config)])
+        if not own:
+            self.layers[0].self_attn.o_proj.register_parameter("bias", None)
         self.hidden_norm = Norm(self.layers[0].hidden_norm)
         self.norm = LlamaRMSNorm(size, eps=config.rms_norm_eps)
-        self.lm_head = nn.Linear(size, named, bias=False)
+        self.lm_head: nn.Linear | None = nn.Linear(size, named, bias=False)  # None: the target's
         # Draft token i is the target's i + d2t[i]; None: all tokens, under their own numbers.
         offsets = torch.zeros(named, dtype=torch.long) if named < config.vocab_size else None
         self.register_buffer("d2t", offsets)
@@ -78,7 +83,7 @@ class Eagle3Head(DraftHead):
 
     @property
     def draft_vocab_size(self) -> int:
-        return self.lm_head.out_features
+        return self.config.vocab_size if self.d2t is None else len(self.d2t)
 
     @property
     def names_all(self) -> bool:
@@ -121,7 +126,8 @@ class Eagle3Head(DraftHead):
         )
 
     def own_logits(self, predicted: Tensor, output: Callable[[Tensor], Tensor]) -> Tensor:
-        return self.lm_head(self.norm(predicted)).float()
+        normed = self.norm(predicted)
+        return output(normed) if self.lm_head is None else self.lm_head(normed).float()
 
 
 def default_layers(count: int) -> tuple[int, ...]:

@@ -106,7 +106,8 @@ def export_head(
     if head.token_map is not None and not layout.token_map:
         log.warning("%s drafts all %d tokens: it takes no reduced vocabulary", to, head.config.vocab_size)
         head.limit_vocabulary(None)
+    # There attention_bias is o's as well; qkv_bias stays.
+    own = {"attention_bias": False} if to == "vllm" and head.layers[0].self_attn.o_proj.bias is None else {}
     if eagle3:
-        return save_head(head, directory, dtype=dtype)
-    own = {"attention_bias": False} if to == "vllm" else {}  # there it is o's as well, which has none; qkv_bias stays
+        return save_head(head, directory, dtype=dtype, **own)
     return save_head(head, directory, dtype=dtype, file=layout.file, architectures=[layout.architecture], **own)

@@ -52,6 +52,7 @@ def inspect_head(
     }
     if eagle3:
         layers = ", ".join(map(str, getattr(config, LAYER_IDS, None) or ("2", "n/2", "n-3")))
+        facts["output layer"] = "the target's" if head.lm_head is None else "its own"
         facts["reads"] = f"what enters layers {layers} of the target's n"
     architecture = (getattr(config, "architectures", None) or ["none"])[0]
     problems = {} if eagle3 else {

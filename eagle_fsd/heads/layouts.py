@@ -1,8 +1,14 @@
-"""What the files of published heads say: `config.json` in several dialects, and EAGLE-3 weights under our names."""
+"""What the files of published heads say: `config.json` in several dialects, and weights under our names.
+
+Configs in the wild are often the target's with a few fields changed: what the weights show (kind, layers, biases) is
+taken from them.
+"""
 
 from __future__ import annotations
 
 import json
+import logging
+import re
 from pathlib import Path
 
 import torch
@@ -11,10 +17,15 @@ from transformers import LlamaConfig
 
 from .eagle3 import Eagle3Head
 
+log = logging.getLogger(__name__)
+
 # Fields of config.json that change what an EAGLE-3 head computes without a key of their own in the weights.
 VARIANTS = ("norm_output", "fc_norm", "use_aux_norm", "norm_before_fc", "parallel_drafting")
 LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3")  # layers that compute what Llama's does, where their keys are its
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
+LAYER = "layers.0."
+# Tensors that say nothing of a head: the tokens of d2t as a mask, parts of the target, what follows from the config.
+NOT_THE_HEADS = re.compile(r"t2d|verifier_(norm|lm_head)\.weight|.*rotary_emb\.inv_freq")
 
 
 def read_fields(path: str) -> dict:
@@ -43,8 +54,34 @@ def read_fields(path: str) -> dict:
     return {**layer, **{name: fields.get(name) for name in own}}
 
 
-def llama_config(fields: dict, path: str) -> LlamaConfig:
-    """The config of a head's layer, with the target's layers counted as `Eagle3Head` counts them.
+def plain_names(state: dict[str, Tensor], path: str) -> dict[str, Tensor]:
+    """The tensors that are the head's, by our names.
+
+    Raises:
+        ValueError: two of them have the same name here; layers that are not one layer, the first.
+    """
+    named: dict[str, Tensor] = {}
+    for name, value in state.items():
+        ours = name.removeprefix("model.")
+        ours = LAYER + ours.removeprefix("midlayer.") if ours.startswith("midlayer.") else ours
+        if ours in named:
+            raise ValueError(f"{path} holds {ours} twice, once as {name}")
+        if not NOT_THE_HEADS.fullmatch(ours):
+            named[ours] = value
+    layers = sorted({int(found[1]) for found in map(re.compile(r"layers\.(\d+)\.").match, named) if found})
+    if layers not in ([], [0]):
+        numbers = ", ".join(map(str, layers))
+        raise ValueError(f"{path} has weights of layer {numbers}; read are draft heads of 1 layer, layer 0")
+    return named
+
+
+def is_eagle3(state: dict[str, Tensor]) -> bool:
+    """Whether these are the weights of an EAGLE-3 head."""
+    return LAYER + "hidden_norm.weight" in state or "d2t" in state
+
+
+def llama_config(fields: dict, state: dict[str, Tensor], path: str) -> LlamaConfig:
+    """The config of a head with these weights, with the target's layers counted as `Eagle3Head` counts them.
 
     Raises:
         ValueError: no Llama config, or a variant that is not read.
@@ -54,36 +91,40 @@ def llama_config(fields: dict, path: str) -> LlamaConfig:
     variant = next((name for name in VARIANTS if fields.get(name) or nested.get(name)), None)
     if variant is not None:
         raise ValueError(f"{path} is of a variant of EAGLE-3 that is not read: it has {variant}")
-    layer = fields.get("model_type") or "llama"
-    if "draft_vocab_size" in fields and layer not in LLAMA_LIKE:
+    layer, eagle3 = fields.get("model_type") or "llama", is_eagle3(state)
+    if eagle3 and layer not in LLAMA_LIKE:
         raise ValueError(f"{path} has a layer of type {layer!r}; read are {', '.join(LLAMA_LIKE)}")
+    queries, output = (f"{LAYER}self_attn.{name}_proj.bias" in state for name in "qo")
+    seen = {"num_hidden_layers": 1, "layer_types": None, "qkv_bias": queries and not output,
+            "attention_bias": output, "mlp_bias": LAYER + "mlp.down_proj.bias" in state}
     try:
         layers = fields.get(LAYER_IDS)
         if layers is None and nested.get(LAYER_IDS) is not None:  # the layers whose output is read, not those it enters
             layers = [number + 1 for number in nested[LAYER_IDS]]
+        if eagle3 and not layers:
+            log.info("%s does not say which layers of the target are read: taking 2, n/2 and n-3 of n", path)
+        rows = state["lm_head.weight"].shape[0] if "lm_head.weight" in state else None
+        named = (fields.get("draft_vocab_size") or rows) if eagle3 else None
+        own = {LAYER_IDS: layers if eagle3 else None, "draft_vocab_size": named}
         # Published configs carry the target's `head_dim`-free Llama fields; null entries stand for defaults.
-        given = {name: value for name, value in {**fields, LAYER_IDS: layers}.items()
+        given = {name: value for name, value in {**fields, **own, **seen}.items()
                  if name not in ("bias", "model_type") and value is not None}
         return LlamaConfig(**given)
     except Exception as error:  # among them the config classes' own errors
         raise ValueError(f"{path} is no Llama config: {error}") from error
 
 
-def eagle3_state(head: Eagle3Head, state: dict[str, Tensor], path: str) -> dict[str, Tensor]:
-    """The tensors under our names, without what says a thing twice.
+def check_draft_tokens(head: Eagle3Head, state: dict[str, Tensor], path: str) -> None:
+    """Take the offsets of a whole draft vocabulary, which are all 0, from `state`.
 
     Raises:
         ValueError: draft tokens that stand for no token of the target, or two for one.
     """
-    state = {
-        "layers.0." + name.removeprefix("midlayer.") if name.startswith("midlayer.") else name: value
-        for name, value in state.items() if name != "t2d"  # the tokens of d2t, as a mask
-    }
     named, vocabulary, offsets = head.draft_vocab_size, head.config.vocab_size, state.get("d2t")
     if head.d2t is None:
         if state.pop("d2t", None) is not None and offsets.any():
             raise ValueError(f"{path} has offsets in d2t, although its draft vocabulary is the whole one")
-        return state
+        return
     if offsets is None:
         raise ValueError(f"{path} has no d2t, which says what its {named} tokens stand for among {vocabulary}")
     if offsets.is_floating_point() or tuple(offsets.shape) != (named,):
@@ -91,4 +132,3 @@ def eagle3_state(head: Eagle3Head, state: dict[str, Tensor], path: str) -> dict[
     tokens = torch.arange(named) + offsets
     if tokens.min() < 0 or tokens.max() >= vocabulary or len(tokens.unique()) < named:
         raise ValueError(f"{path}: d2t must name {named} different tokens of {vocabulary}, as offsets")
-    return state
