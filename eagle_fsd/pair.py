@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
@@ -27,7 +28,10 @@ from .models.linear import check_quantization, is_packed
 from .models.loading import check_device, load_target
 from .models.memory import trim
 from .models.target import TargetModel
-from .options import LoadOptions
+from .options import LoadKeywords, LoadOptions, lists_options
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 log = logging.getLogger(__name__)
 _checked: WeakSet[PreTrainedModel] = WeakSet()  # targets that have passed the checks of TargetModel
@@ -186,7 +190,10 @@ def fit_head(draft: DraftHead, target: TargetModel) -> None:
                         "is computed whole", draft.draft_vocab_size, target.vocab_size)
 
 
-def load(target: str | Path | None = None, draft: str | Path | None = None, **options: object) -> EagleModel:
+@lists_options(LoadOptions, LoadKeywords, described=True)
+def load(
+    target: str | Path | None = None, draft: str | Path | None = None, **options: Unpack[LoadKeywords]
+) -> EagleModel:
     """Load a target and its draft head.
 
     Args:

@@ -3,6 +3,8 @@
 import inspect
 import math
 import re
+from dataclasses import fields
+from typing import get_type_hints
 
 import numpy as np
 import pytest
@@ -13,7 +15,7 @@ from transformers import GenerationConfig
 import eagle_fsd
 from eagle_fsd import GenerateOptions, LoadOptions, TreeConfig
 from eagle_fsd.api import with_options
-from eagle_fsd.options import ELSEWHERE
+from eagle_fsd.options import ELSEWHERE, GenerateKeywords, LoadKeywords
 
 NAN, INF = math.nan, math.inf
 
@@ -168,6 +170,23 @@ def test_custom_generate_takes_the_options_of_acceptance():
     own = inspect.signature(eagle_fsd.custom_generate).parameters
     for name in ("acceptance", "threshold", "divergence", "head_guard", "budget", "tree", "seed", "stop"):
         assert own[name].default == GenerateOptions.__dataclass_fields__[name].default
+
+
+@pytest.mark.parametrize(("options", "keywords", "beside", "more", "functions"), [
+    (GenerateOptions, GenerateKeywords, set(), {"do_sample", "stop_strings", "eos_token_id", "generation_config"},
+     (eagle_fsd.generate, eagle_fsd.Chat, eagle_fsd.Chat.send, eagle_fsd.Engine.submit)),
+    (LoadOptions, LoadKeywords, {"target", "draft"}, set(), (eagle_fsd.load,)),
+], ids=("generate", "load"))
+def test_editors_and_help_list_every_option(options, keywords, beside, more, functions):
+    known, static = get_type_hints(options), get_type_hints(keywords)
+    assert static.keys() - more == {field.name for field in fields(options)} - beside
+    assert {name: static[name] for name in static.keys() - more} == {name: known[name] for name in static.keys() - more}
+    for function in functions:
+        listed = inspect.signature(function).parameters
+        assert {field.name: field.default for field in fields(options)} | dict.fromkeys(more) == {
+            name: listed[name].default for name in static.keys() | beside}
+    for name in static.keys() - more:
+        assert re.search(rf"^ *{name}: ", functions[0].__doc__, re.MULTILINE), name
 
 
 def test_numbers_and_arrays_of_numpy(small):
