@@ -16,7 +16,7 @@ from .engine.decoder import Session
 from .engine.loop import run
 from .engine.output import Output
 from .engine.request import Request
-from .options import GenerateKeywords, GenerateOptions, from_generate, lists_options
+from .options import OF_ONE_PROMPT, GenerateKeywords, GenerateOptions, from_generate, lists_options
 from .pair import EagleModel, default_model
 from .requests import decode, encode_prompts, ending, make_requests
 
@@ -126,7 +126,8 @@ def with_options(options: GenerateOptions | None, given: Mapping[str, object]) -
         TypeError, ValueError: an unknown name, or a bad value.
     """
     if not (options is None or isinstance(options, GenerateOptions)):
-        raise TypeError(f"options must be GenerateOptions or None, got {options!r}")
+        hint = f"; {OF_ONE_PROMPT}" if isinstance(options, (list, tuple)) else ""
+        raise TypeError(f"options must be GenerateOptions or None, got {options!r}{hint}")
     before = {} if options is None else {each.name: getattr(options, each.name) for each in fields(options)}
     ours = from_generate(given, before.get("temperature", 0.0))
     return GenerateOptions.from_names({**before, **ours}, OWN)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -56,7 +56,7 @@ class Chat:
     def reset(self) -> None:
         """Begin a new conversation, once an answer that another thread waits for has ended."""
         with self._turn:
-            self.messages = list(self._system)
+            self.messages: list[dict[str, Any]] = list(self._system)
             self.session = Session()
             self._stopped = False
 

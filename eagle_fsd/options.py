@@ -23,6 +23,8 @@ from .models import IMPLEMENTATIONS
 
 MOST_LOGPROBS = 20
 MOST_REFERENCES = 1024
+LISTS = ("seed", "stop", "stop_token_ids", "fuzzy_within", "reference")  # options that may be lists or tuples
+OF_ONE_PROMPT = "for prompts with options of their own, Engine(model).submit(prompt, ...) takes one at a time"
 LEAST_TEMPERATURE = 1e-6  # below, quotients leave the range of float32
 # Names that people know from elsewhere, and what to use here.
 ELSEWHERE = {
@@ -175,6 +177,9 @@ class GenerateOptions(Options):
     response_format: Any = None  # a mapping, or a class of pydantic
 
     def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if isinstance(value, list if name == "tree" else (list, tuple)) and name not in LISTS:
+                raise TypeError(f"{name} is one value for all prompts of a batch, got {value!r}; {OF_ONE_PROMPT}")
         require_integer("max_new_tokens", self.max_new_tokens, 1)
         require_number("temperature", self.temperature, f"0 (greedy) or a number >= {LEAST_TEMPERATURE:g}",
                        lambda x: x == 0 or LEAST_TEMPERATURE <= x < math.inf)
@@ -357,7 +362,7 @@ class LoadOptions(Options):
     draft: str | Path | None = None
     dtype: Any = "auto"  # or a torch dtype
     device: Any = None  # or a torch device
-    device_map: str | dict | None = None
+    device_map: str | dict[str, Any] | None = None
     quantization_config: object | None = None
     attn_implementation: str | None = None
     trust_remote_code: bool = False
@@ -429,7 +434,7 @@ class LoadKeywords(TypedDict, total=False):
 
     dtype: Any
     device: Any
-    device_map: str | dict | None
+    device_map: str | dict[str, Any] | None
     quantization_config: object | None
     attn_implementation: str | None
     trust_remote_code: bool

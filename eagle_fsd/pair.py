@@ -24,7 +24,7 @@ from .heads.catalogue import find_pair
 from .heads.checkpoint import load_head
 from .heads.eagle import DraftHead
 from .models import GROUPED, STOCK
-from .models.linear import check_quantization, is_packed
+from .models.linear import PackedLinear, check_quantization, is_packed
 from .models.loading import check_device, load_target
 from .models.memory import trim
 from .models.target import TargetModel
@@ -39,7 +39,7 @@ _checked: WeakSet[PreTrainedModel] = WeakSet()  # targets that have passed the c
 _stock_because: WeakKeyDictionary[PreTrainedModel, str | None] = WeakKeyDictionary()
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class EagleModel:
     """What `eagle_fsd.load` returns and `eagle_fsd.generate` takes; `target.model` is the model of transformers.
 
@@ -56,6 +56,23 @@ class EagleModel:
     pauses: defaultdict[float, Pause] = field(default_factory=lambda: defaultdict(Pause), repr=False)
 
     load_stock: Callable[[], PreTrainedModel] | None = field(default=None, repr=False)  # the target once more
+    names: tuple[str | None, str | None] = (None, None)  # of target and head: hub ids, or what a path ends in
+
+    def __repr__(self) -> str:
+        target, head = self.described()
+        chosen = "auto" if self.trees is not None else repr(self.default_tree)
+        return f"EagleModel(target={target}, draft={head}, tree={chosen})"
+
+    def described(self) -> tuple[str, str | None]:
+        """Name and size of the target, and of the head where there is one."""
+        model, head = self.target.model, self.draft
+        dtype = str(self.target.dtype).removeprefix("torch.")
+        form = f"packed as {is_packed(model)}" if is_packed(model) else "plain weights"
+        name = self.names[0] or Path(model.name_or_path).name or type(model).__name__
+        target = f"{name} ({type(model).__name__}, {size_of(model)}, {dtype}, {form}, {self.target.device})"
+        if head is None:
+            return target, None
+        return target, f"{self.names[1] or 'a head'} ({type(head).__name__}, {size_of(head)})"
 
     @functools.cached_property
     def stock(self) -> PreTrainedModel:
@@ -190,6 +207,27 @@ def fit_head(draft: DraftHead, target: TargetModel) -> None:
                         "is computed whole", draft.draft_vocab_size, target.vocab_size)
 
 
+def size_of(module: torch.nn.Module) -> str:
+    """How many parameters a model has; those that two layers share, and those that a head takes from its target, count
+    once."""
+    count = sum(parameter.numel() for parameter in module.parameters())
+    tied = module.get_output_embeddings() if isinstance(module, PreTrainedModel) and getattr(
+        module.config.get_text_config(), "tie_word_embeddings", False) else None
+    count += sum(layer.in_features * layer.out_features + layer.has_bias * layer.out_features
+                 for layer in module.modules() if isinstance(layer, PackedLinear) and layer is not tied)
+    unit, letter = next(((unit, letter) for unit, letter in ((1e9, "B"), (1e6, "M")) if count >= unit), (1e3, "k"))
+    return f"{count / unit:.3g} {letter} parameters"
+
+
+def name_of(source: str | Path) -> str:
+    """A hub id as it is; of a path its last part, or the id in the hub's cache."""
+    path = Path(source)
+    cached = next((part for part in path.parts if part.startswith("models--")), None)
+    if cached is not None:
+        return cached.removeprefix("models--").replace("--", "/")
+    return path.resolve().name if path.exists() else str(source)
+
+
 @lists_options(LoadOptions, LoadKeywords, described=True)
 def load(
     target: str | Path | None = None, draft: str | Path | None = None, **options: Unpack[LoadKeywords]
@@ -224,6 +262,7 @@ def load(
     model, tokenizer = load_it(dtype=asked.dtype)
     pair = EagleModel.from_parts(model, head, tokenizer, fused=asked.attn_implementation is None)
     stored = None if asked.dtype == "auto" else asked.dtype
+    pair.names = name_of(target), None if draft is None else name_of(draft)
     pair.load_stock = lambda: load_it(dtype=stored)[0].eval()
     set_attention(pair.target, asked.attn_implementation)
     if asked.prepack:

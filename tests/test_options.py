@@ -189,6 +189,41 @@ def test_editors_and_help_list_every_option(options, keywords, beside, more, fun
         assert re.search(rf"^ *{name}: ", functions[0].__doc__, re.MULTILINE), name
 
 
+@pytest.mark.parametrize("given", [
+    {"options": [GenerateOptions()] * 2}, {"temperature": [0.0, 1.0]}, {"threshold": (0.1, 0.2)},
+    {"acceptance": ["fsd"]}, {"max_new_tokens": [3, 4]}, {"tree": [TreeConfig(16, 5, 4)] * 2},
+    {"response_format": [{}, {}]},
+], ids=str)
+def test_lists_of_options_lead_to_the_engine(small, given):
+    with pytest.raises(TypeError, match=r"got [\[(].*Engine\(model\)\.submit\(prompt, \.\.\.\) takes one at a time"):
+        eagle_fsd.generate([PROMPT, PROMPT], small, **given)
+
+
+@pytest.mark.parametrize(("given", "said"), [
+    ({"threshold": 0.3}, "fsd with threshold 0.3 changes nothing without a draft head"),
+    ({"acceptance": "tilt", "threshold": 2}, "tilt with threshold 2 changes nothing without a draft head"),
+    ({"threshold": 0.3, "speculative": False}, "changes nothing where speculative is False"),
+    ({}, ""), ({"acceptance": "exact"}, ""), ({"acceptance": lambda nodes: nodes.warped}, ""),
+], ids=str)
+def test_a_threshold_that_changes_nothing_is_warned_of(small, caplog, given, said):
+    eagle_fsd.generate(PROMPT, eagle_fsd.EagleModel.from_parts(small.target.model, None), max_new_tokens=2, **given)
+    assert [record.levelname for record in caplog.records] == ["WARNING"] * bool(said) and said in caplog.text
+
+
+def test_what_is_shown_of_a_model_and_an_answer(small):
+    out = eagle_fsd.generate(PROMPT, small, max_new_tokens=40)
+    stats = out.stats
+    assert repr(stats).startswith(f"Stats(new_tokens=40, tokens_per_second={round(stats.tokens_per_second, 3)}, "
+                                  f"mean_accepted_length={round(stats.mean_accepted_length, 3)}, ")
+    assert "accepted_lengths" not in repr(stats) and "None" not in repr(stats) and len(repr(stats)) < 400
+    assert repr(out) == f"Output(text={out.text!r}, finish_reason='length', seed={out.seed}, stats={stats!r})"
+    assert [receipt.token for receipt in out.receipts] == out.token_ids
+    plain = sum(each.numel() for each in small.target.model.parameters())
+    shown = repr(small)
+    assert f"target=LlamaForCausalLM (LlamaForCausalLM, {plain / 1000:.3g} k parameters, float32, plain w" in shown
+    assert "draft=a head (DraftHead, " in shown and "TreeConfig(" in shown and "\n" not in shown
+
+
 def test_numbers_and_arrays_of_numpy(small):
     assert GenerateOptions(budget=np.float32(2), max_new_tokens=np.int64(3), seed=[np.int64(1)]).budget == 2
     with pytest.raises(ValueError, match="seed must be below"):
