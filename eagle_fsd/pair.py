@@ -207,14 +207,19 @@ def fit_head(draft: DraftHead, target: TargetModel) -> None:
                         "is computed whole", draft.draft_vocab_size, target.vocab_size)
 
 
-def size_of(module: torch.nn.Module) -> str:
-    """How many parameters a model has; those that two layers share, and those that a head takes from its target, count
-    once."""
+def parameter_count(module: torch.nn.Module) -> int:
+    """Of a model or head, packed layers included: what two layers share counts once, what a head takes from its target
+    not at all."""
     count = sum(parameter.numel() for parameter in module.parameters())
     tied = module.get_output_embeddings() if isinstance(module, PreTrainedModel) and getattr(
         module.config.get_text_config(), "tie_word_embeddings", False) else None
-    count += sum(layer.in_features * layer.out_features + layer.has_bias * layer.out_features
-                 for layer in module.modules() if isinstance(layer, PackedLinear) and layer is not tied)
+    return count + sum(layer.out_features * (layer.in_features + layer.has_bias) for layer in module.modules()
+                       if isinstance(layer, PackedLinear) and layer is not tied)
+
+
+def size_of(module: torch.nn.Module) -> str:
+    """Such as "135 M parameters"."""
+    count = parameter_count(module)
     unit, letter = next(((unit, letter) for unit, letter in ((1e9, "B"), (1e6, "M")) if count >= unit), (1e3, "k"))
     return f"{count / unit:.3g} {letter} parameters"
 

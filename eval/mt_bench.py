@@ -187,7 +187,8 @@ def answer_all(args: MtBenchArguments, questions: Sequence[Question], state: Par
     model = (replace(args.pair, device=str(state.device)) if own_device else args.pair).load()
     if state.is_main_process:
         write_json(about, {"environment": environment(), "settings": settings, "processes": state.num_processes,
-                           "dtype": str(model.target.dtype), "device": str(model.target.device)})
+                           "dtype": str(model.target.dtype), "device": str(model.target.device),
+                           "names": dict(zip(("target", "head"), model.described(), strict=True))})
         read_answers(args.answers, repair=True)
     state.wait_for_everyone()
     done = read_answers(args.answers)
