@@ -23,6 +23,7 @@ from .engine.timing import known_latency
 from .heads.catalogue import find_pair
 from .heads.checkpoint import load_head
 from .heads.eagle import DraftHead
+from .heads.eagle3 import Eagle3Head
 from .models import GROUPED, STOCK
 from .models.linear import PackedLinear, check_quantization, is_packed
 from .models.loading import check_device, load_target
@@ -63,16 +64,17 @@ class EagleModel:
         chosen = "auto" if self.trees is not None else repr(self.default_tree)
         return f"EagleModel(target={target}, draft={head}, tree={chosen})"
 
-    def described(self) -> tuple[str, str | None]:
-        """Name and size of the target, and of the head where there is one."""
-        model, head = self.target.model, self.draft
-        dtype = str(self.target.dtype).removeprefix("torch.")
+    def described(self, *, stock: bool = False) -> tuple[str, str | None]:
+        """Name, size and form of the target, or of `stock`; and name and size of the head where there is one."""
+        model, head = self.stock if stock else self.target.model, self.draft
+        dtype = str(model.dtype if stock else self.target.dtype).removeprefix("torch.")
         form = f"packed as {is_packed(model)}" if is_packed(model) else "plain weights"
         name = self.names[0] or Path(model.name_or_path).name or type(model).__name__
         target = f"{name} ({type(model).__name__}, {size_of(model)}, {dtype}, {form}, {self.target.device})"
         if head is None:
             return target, None
-        return target, f"{self.names[1] or 'a head'} ({type(head).__name__}, {size_of(head)})"
+        kind = "EAGLE-3" if isinstance(head, Eagle3Head) else "EAGLE-1/2"
+        return target, f"{self.names[1] or 'a head'} ({kind}, {size_of(head)})"
 
     @functools.cached_property
     def stock(self) -> PreTrainedModel:

@@ -142,9 +142,11 @@ def run(args: SpeedArguments) -> None:
 
 
 def name_in(note: Mapping, part: str) -> str:
-    """What a note calls the target or the head; of notes that name neither, what the command was told."""
+    """What a note calls the target or the head; of older notes, which name neither, what the command was told."""
+    if "names" in note:
+        return note["names"][part] or "none"
     told = note["settings"].get({"head": "draft"}.get(part, part))
-    return note.get("names", {}).get(part) or (told if told not in (None, "None") else "not named")
+    return told if told not in (None, "None") else "not named"
 
 
 main = partial(run_command, "eval.speed", SpeedArguments, run)

@@ -221,7 +221,7 @@ def test_what_is_shown_of_a_model_and_an_answer(small):
     plain = sum(each.numel() for each in small.target.model.parameters())
     shown = repr(small)
     assert f"target=LlamaForCausalLM (LlamaForCausalLM, {plain / 1000:.3g} k parameters, float32, plain w" in shown
-    assert "draft=a head (DraftHead, " in shown and "TreeConfig(" in shown and "\n" not in shown
+    assert "draft=a head (EAGLE-1/2, " in shown and "TreeConfig(" in shown and "\n" not in shown
 
 
 def test_numbers_and_arrays_of_numpy(small):
