@@ -50,6 +50,7 @@ setup(
     packages=find_packages(include=["eagle_fsd*"]) + ([] if EDITABLE else ["eagle_fsd.checkpoints"]),
     package_dir={"": "."} if EDITABLE else {"eagle_fsd.checkpoints": "checkpoints"},
     package_data={
+        "eagle_fsd": ["py.typed"],
         "eagle_fsd.heads": ["catalogue.json"],
         "eagle_fsd.serve": ["page.css"],
         "eagle_fsd.checkpoints": ["*/*.json", "*/*.safetensors", "*/*.pt", "*/*.md", "*.md"],

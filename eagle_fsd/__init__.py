@@ -1,5 +1,7 @@
 """EAGLE-2 speculative decoding with fuzzy acceptance, on stock `transformers` models."""
 
+from typing import TYPE_CHECKING
+
 from .lazy import lazy_names
 
 __version__ = "0.4.0"
@@ -35,19 +37,35 @@ __all__ = [
     "save_head",
 ]
 
-__getattr__, __dir__ = lazy_names(__name__, {
-    **dict.fromkeys(("RULES", "FuzzyRule", "GatingRule", "Nodes", "Rule", "Weights", "make_rule"), "acceptance"),
-    "generate": "api",
-    "Chat": "chat",
-    "Session": "engine.decoder",
-    **dict.fromkeys(("Output", "Receipt", "Stats"), "engine.output"),
-    **dict.fromkeys(("load_head", "save_head"), "heads.checkpoint"),
-    "DraftHead": "heads.eagle",
-    "custom_generate": "hf",
-    **dict.fromkeys(("GenerateOptions", "LoadOptions"), "options"),
-    **dict.fromkeys(("EagleModel", "load"), "pair"),
-    "Engine": "serve.engine",
-    **dict.fromkeys(("EngineClosed", "Piece", "QueueFull", "Ticket"), "serve.tickets"),
-    "TextDrafts": "drafting.text",
-    "TreeConfig": "drafting.config",
-})
+if TYPE_CHECKING:  # editors and type checkers do not follow __getattr__
+    from .acceptance import RULES, FuzzyRule, GatingRule, Nodes, Rule, Weights, make_rule
+    from .api import generate
+    from .chat import Chat
+    from .drafting.config import TreeConfig
+    from .drafting.text import TextDrafts
+    from .engine.decoder import Session
+    from .engine.output import Output, Receipt, Stats
+    from .heads.checkpoint import load_head, save_head
+    from .heads.eagle import DraftHead
+    from .hf import custom_generate
+    from .options import GenerateOptions, LoadOptions
+    from .pair import EagleModel, load
+    from .serve.engine import Engine
+    from .serve.tickets import EngineClosed, Piece, QueueFull, Ticket
+else:
+    __getattr__, __dir__ = lazy_names(__name__, {
+        **dict.fromkeys(("RULES", "FuzzyRule", "GatingRule", "Nodes", "Rule", "Weights", "make_rule"), "acceptance"),
+        "generate": "api",
+        "Chat": "chat",
+        "Session": "engine.decoder",
+        **dict.fromkeys(("Output", "Receipt", "Stats"), "engine.output"),
+        **dict.fromkeys(("load_head", "save_head"), "heads.checkpoint"),
+        "DraftHead": "heads.eagle",
+        "custom_generate": "hf",
+        **dict.fromkeys(("GenerateOptions", "LoadOptions"), "options"),
+        **dict.fromkeys(("EagleModel", "load"), "pair"),
+        "Engine": "serve.engine",
+        **dict.fromkeys(("EngineClosed", "Piece", "QueueFull", "Ticket"), "serve.tickets"),
+        "TextDrafts": "drafting.text",
+        "TreeConfig": "drafting.config",
+    })

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 from torch import Tensor
@@ -15,15 +16,49 @@ from .engine.decoder import Session
 from .engine.loop import run
 from .engine.output import Output
 from .engine.request import Request
-from .options import GenerateOptions, from_generate
+from .options import OF_ONE_PROMPT, GenerateKeywords, GenerateOptions, from_generate, lists_options
 from .pair import EagleModel, default_model
 from .requests import decode, encode_prompts, ending, make_requests
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    class Keywords(GenerateKeywords, total=False):
+        """All that `generate` takes by name."""
+
+        options: GenerateOptions | None
+        logits_processor: Sequence[LogitsProcessor] | None
+        stopping_criteria: Sequence[Callable] | None
+        streamer: BaseStreamer | None
+        session: Session | None
+
 
 OWN = ("options", "logits_processor", "stopping_criteria", "streamer", "session")  # further keywords of `generate`
 
 
+@overload
 def generate(
-    prompt: str | list | Tensor | Mapping,
+    prompt: str | Tensor | Sequence[int] | Sequence[Mapping[str, Any]], model: EagleModel | None = None,
+    **given: Unpack[Keywords],
+) -> Output: ...
+
+
+@overload
+def generate(
+    prompt: list[str] | Sequence[Tensor] | Sequence[Sequence[int]] | Sequence[Sequence[Mapping[str, Any]]],
+    model: EagleModel | None = None, **given: Unpack[Keywords],
+) -> list[Output]: ...
+
+
+@overload
+def generate(
+    prompt: Mapping[str, Any], model: EagleModel | None = None, **given: Unpack[Keywords]
+) -> Output | list[Output]: ...
+
+
+@lists_options(GenerateOptions, GenerateKeywords, described=True)
+def generate(
+    prompt: str | Sequence | Tensor | Mapping,
     model: EagleModel | None = None,
     *,
     options: GenerateOptions | None = None,
@@ -31,7 +66,7 @@ def generate(
     stopping_criteria: Sequence[Callable] | None = None,
     streamer: BaseStreamer | None = None,
     session: Session | None = None,
-    **given: object,
+    **given: Unpack[GenerateKeywords],
 ) -> Output | list[Output]:
     """Generate an answer with EAGLE-2 draft trees and fuzzy acceptance; lossless without a `threshold`.
 
@@ -84,14 +119,15 @@ def generate(
     return outputs if batched else outputs[0]
 
 
-def with_options(options: GenerateOptions | None, given: dict[str, object]) -> GenerateOptions:
+def with_options(options: GenerateOptions | None, given: Mapping[str, object]) -> GenerateOptions:
     """These options with some given by name.
 
     Raises:
         TypeError, ValueError: an unknown name, or a bad value.
     """
     if not (options is None or isinstance(options, GenerateOptions)):
-        raise TypeError(f"options must be GenerateOptions or None, got {options!r}")
+        hint = f"; {OF_ONE_PROMPT}" if isinstance(options, (list, tuple)) else ""
+        raise TypeError(f"options must be GenerateOptions or None, got {options!r}{hint}")
     before = {} if options is None else {each.name: getattr(options, each.name) for each in fields(options)}
     ours = from_generate(given, before.get("temperature", 0.0))
     return GenerateOptions.from_names({**before, **ours}, OWN)

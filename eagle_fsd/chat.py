@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 import torch
 from torch import Tensor
 
@@ -9,7 +11,13 @@ from .api import OWN, generate, with_options
 from .engine.decoder import Session
 from .engine.output import Output
 from .models.placement import Lock
+from .options import GenerateKeywords, GenerateOptions, lists_options
 from .pair import EagleModel, default_model
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from .api import Keywords
 
 
 class Chat:
@@ -32,7 +40,10 @@ class Chat:
         TypeError, ValueError: options that `generate` would refuse.
     """
 
-    def __init__(self, model: EagleModel | None = None, *, system: str | None = None, **options: object) -> None:
+    @lists_options(GenerateOptions, GenerateKeywords)
+    def __init__(
+        self, model: EagleModel | None = None, *, system: str | None = None, **options: Unpack[Keywords]
+    ) -> None:
         self.model = default_model() if model is None else model
         if getattr(self.model.tokenizer, "chat_template", None) is None:
             raise ValueError("a chat needs a tokenizer with a chat template, and this model has none")
@@ -45,7 +56,7 @@ class Chat:
     def reset(self) -> None:
         """Begin a new conversation, once an answer that another thread waits for has ended."""
         with self._turn:
-            self.messages = list(self._system)
+            self.messages: list[dict[str, Any]] = list(self._system)
             self.session = Session()
             self._stopped = False
 
@@ -61,7 +72,8 @@ class Chat:
             self._system = [] if text is None else [{"role": "system", "content": text}]
             self.messages = [*self._system, *said]
 
-    def send(self, text: str, **options: object) -> Output:
+    @lists_options(GenerateOptions, GenerateKeywords)
+    def send(self, text: str, **options: Unpack[Keywords]) -> Output:
         """Say something; returns the answer and adds both to `messages`. Threads wait for one another.
 
         Args:

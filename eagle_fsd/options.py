@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import difflib
 import functools
+import inspect
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from numbers import Real
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, TypeVar
 
 from .checks import check_placement, require_bool, require_integer, require_number
 from .drafting.config import TreeConfig
@@ -22,6 +23,8 @@ from .models import IMPLEMENTATIONS
 
 MOST_LOGPROBS = 20
 MOST_REFERENCES = 1024
+LISTS = ("seed", "stop", "stop_token_ids", "fuzzy_within", "reference")  # options that may be lists or tuples
+OF_ONE_PROMPT = "for prompts with options of their own, Engine(model).submit(prompt, ...) takes one at a time"
 LEAST_TEMPERATURE = 1e-6  # below, quotients leave the range of float32
 # Names that people know from elsewhere, and what to use here.
 ELSEWHERE = {
@@ -65,6 +68,9 @@ ELSEWHERE = {
     "torch_dtype": "dtype=",
     "tp_plan": "device_map=, or vLLM with an exported head (eagle-fsd export)",
 }
+
+
+F = TypeVar("F", bound=Callable)
 
 
 class Options:
@@ -171,6 +177,9 @@ class GenerateOptions(Options):
     response_format: Any = None  # a mapping, or a class of pydantic
 
     def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if isinstance(value, list if name == "tree" else (list, tuple)) and name not in LISTS:
+                raise TypeError(f"{name} is one value for all prompts of a batch, got {value!r}; {OF_ONE_PROMPT}")
         require_integer("max_new_tokens", self.max_new_tokens, 1)
         require_number("temperature", self.temperature, f"0 (greedy) or a number >= {LEAST_TEMPERATURE:g}",
                        lambda x: x == 0 or LEAST_TEMPERATURE <= x < math.inf)
@@ -353,7 +362,7 @@ class LoadOptions(Options):
     draft: str | Path | None = None
     dtype: Any = "auto"  # or a torch dtype
     device: Any = None  # or a torch device
-    device_map: str | dict | None = None
+    device_map: str | dict[str, Any] | None = None
     quantization_config: object | None = None
     attn_implementation: str | None = None
     trust_remote_code: bool = False
@@ -381,3 +390,78 @@ class LoadOptions(Options):
 def names_of(options: type[Options]) -> list[str]:
     """The names of a dataclass of options, in its order."""
     return [field.name for field in fields(options)]
+
+
+# The same options as keywords, for editors and type checkers, which read no dataclass (PEP 692); a test compares both.
+class GenerateKeywords(TypedDict, total=False):
+    """What `generate` takes by name: the fields of `GenerateOptions`, and names of `model.generate`."""
+
+    max_new_tokens: int
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    repetition_penalty: float
+    frequency_penalty: float
+    presence_penalty: float
+    logit_bias: Mapping[int, float] | None
+    top_logprobs: int
+    min_new_tokens: int
+    ignore_eos: bool
+    seed: int | Sequence[int] | None
+    stop: str | Sequence[str] | None
+    stop_token_ids: Sequence[int] | None
+    acceptance: Any
+    threshold: float | None
+    divergence: str | None
+    head_guard: float | str | None
+    budget: float | None
+    fuzzy_within: Sequence[str] | Sequence[int] | None
+    tree: TreeConfig | None
+    text_drafts: TextDrafts | str
+    reference: str | Sequence[str] | None
+    speculative: bool
+    response_format: Any
+    # see `from_generate`
+    do_sample: bool | None
+    stop_strings: str | Sequence[str] | None
+    eos_token_id: int | Sequence[int] | None
+    generation_config: Any
+
+
+class LoadKeywords(TypedDict, total=False):
+    """What `load` takes by name besides target and draft: the fields of `LoadOptions`."""
+
+    dtype: Any
+    device: Any
+    device_map: str | dict[str, Any] | None
+    quantization_config: object | None
+    attn_implementation: str | None
+    trust_remote_code: bool
+    tree: TreeConfig | str | None
+    prepack: bool
+    quantization: str | None
+
+
+def lists_options(options: type[Options], keywords: type, *, described: bool = False) -> Callable[[F], F]:
+    """A decorator that has `help` list the options which a function takes as `**keywords`, with their defaults.
+
+    Args:
+        described: add what the options mean to its docstring.
+    """
+    known = {field.name: field for field in fields(options)}
+
+    def decorate(function: F) -> F:
+        signature = inspect.signature(function)
+        own = [each for each in signature.parameters.values() if each.kind is not each.VAR_KEYWORD]
+        listed = [inspect.Parameter(
+            name, inspect.Parameter.KEYWORD_ONLY, default=known[name].default if name in known else None,
+            annotation=known[name].type if name in known else inspect.Parameter.empty,
+        ) for name in keywords.__annotations__]
+        function.__signature__ = signature.replace(parameters=[*own, *listed])
+        if described:
+            meanings = inspect.cleandoc(options.__doc__).partition("Args:\n")[2]
+            function.__doc__ = f"{inspect.cleandoc(function.__doc__)}\n\nOptions by name:\n{meanings}"
+        return function
+
+    return decorate

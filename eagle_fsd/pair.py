@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
@@ -22,12 +23,16 @@ from .engine.timing import known_latency
 from .heads.catalogue import find_pair
 from .heads.checkpoint import load_head
 from .heads.eagle import DraftHead
+from .heads.eagle3 import Eagle3Head
 from .models import GROUPED, STOCK
-from .models.linear import check_quantization, is_packed
+from .models.linear import PackedLinear, check_quantization, is_packed
 from .models.loading import check_device, load_target
 from .models.memory import trim
 from .models.target import TargetModel
-from .options import LoadOptions
+from .options import LoadKeywords, LoadOptions, lists_options
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 log = logging.getLogger(__name__)
 _checked: WeakSet[PreTrainedModel] = WeakSet()  # targets that have passed the checks of TargetModel
@@ -35,7 +40,7 @@ _checked: WeakSet[PreTrainedModel] = WeakSet()  # targets that have passed the c
 _stock_because: WeakKeyDictionary[PreTrainedModel, str | None] = WeakKeyDictionary()
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class EagleModel:
     """What `eagle_fsd.load` returns and `eagle_fsd.generate` takes; `target.model` is the model of transformers.
 
@@ -52,6 +57,24 @@ class EagleModel:
     pauses: defaultdict[float, Pause] = field(default_factory=lambda: defaultdict(Pause), repr=False)
 
     load_stock: Callable[[], PreTrainedModel] | None = field(default=None, repr=False)  # the target once more
+    names: tuple[str | None, str | None] = (None, None)  # of target and head: hub ids, or what a path ends in
+
+    def __repr__(self) -> str:
+        target, head = self.described()
+        chosen = "auto" if self.trees is not None else repr(self.default_tree)
+        return f"EagleModel(target={target}, draft={head}, tree={chosen})"
+
+    def described(self, *, stock: bool = False) -> tuple[str, str | None]:
+        """Name, size and form of the target, or of `stock`; and name and size of the head where there is one."""
+        model, head = self.stock if stock else self.target.model, self.draft
+        dtype = str(model.dtype if stock else self.target.dtype).removeprefix("torch.")
+        form = f"packed as {is_packed(model)}" if is_packed(model) else "plain weights"
+        name = self.names[0] or Path(model.name_or_path).name or type(model).__name__
+        target = f"{name} ({type(model).__name__}, {size_of(model)}, {dtype}, {form}, {self.target.device})"
+        if head is None:
+            return target, None
+        kind = "EAGLE-3" if isinstance(head, Eagle3Head) else "EAGLE-1/2"
+        return target, f"{self.names[1] or 'a head'} ({kind}, {size_of(head)})"
 
     @functools.cached_property
     def stock(self) -> PreTrainedModel:
@@ -186,7 +209,36 @@ def fit_head(draft: DraftHead, target: TargetModel) -> None:
                         "is computed whole", draft.draft_vocab_size, target.vocab_size)
 
 
-def load(target: str | Path | None = None, draft: str | Path | None = None, **options: object) -> EagleModel:
+def parameter_count(module: torch.nn.Module) -> int:
+    """Of a model or head, packed layers included: what two layers share counts once, what a head takes from its target
+    not at all."""
+    count = sum(parameter.numel() for parameter in module.parameters())
+    tied = module.get_output_embeddings() if isinstance(module, PreTrainedModel) and getattr(
+        module.config.get_text_config(), "tie_word_embeddings", False) else None
+    return count + sum(layer.out_features * (layer.in_features + layer.has_bias) for layer in module.modules()
+                       if isinstance(layer, PackedLinear) and layer is not tied)
+
+
+def size_of(module: torch.nn.Module) -> str:
+    """Such as "135 M parameters"."""
+    count = parameter_count(module)
+    unit, letter = next(((unit, letter) for unit, letter in ((1e9, "B"), (1e6, "M")) if count >= unit), (1e3, "k"))
+    return f"{count / unit:.3g} {letter} parameters"
+
+
+def name_of(source: str | Path) -> str:
+    """A hub id as it is; of a path its last part, or the id in the hub's cache."""
+    path = Path(source)
+    cached = next((part for part in path.parts if part.startswith("models--")), None)
+    if cached is not None:
+        return cached.removeprefix("models--").replace("--", "/")
+    return path.resolve().name if path.exists() else str(source)
+
+
+@lists_options(LoadOptions, LoadKeywords, described=True)
+def load(
+    target: str | Path | None = None, draft: str | Path | None = None, **options: Unpack[LoadKeywords]
+) -> EagleModel:
     """Load a target and its draft head.
 
     Args:
@@ -217,6 +269,7 @@ def load(target: str | Path | None = None, draft: str | Path | None = None, **op
     model, tokenizer = load_it(dtype=asked.dtype)
     pair = EagleModel.from_parts(model, head, tokenizer, fused=asked.attn_implementation is None)
     stored = None if asked.dtype == "auto" else asked.dtype
+    pair.names = name_of(target), None if draft is None else name_of(draft)
     pair.load_stock = lambda: load_it(dtype=stored)[0].eval()
     set_attention(pair.target, asked.attn_implementation)
     if asked.prepack:

@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import LogitsProcessor
 from transformers.generation.streamers import BaseStreamer
 
+from .acceptance import FuzzyRule, Rule
 from .checks import check_functions, require_integer
 from .data.rendering import check_rendering, most_characters
 from .drafting.text import TextDrafts, TextIndex, TextSource
@@ -43,7 +44,7 @@ def make_requests(
     if options.tree is not None:
         model.check_tree(options.tree)
     rule = options.rule if options.speculative else EXACT
-    warn_of_threshold(rule, model, options.budget)
+    warn_of_threshold(rule, model, options)
     if options.lossless and (options.budget is not None or options.head_guard not in ("default", None)):
         log.warning("budget= and head_guard= change nothing without a threshold: decoding is lossless")
     check_ids([0, *(options.logit_bias or {})], model)
@@ -92,9 +93,15 @@ def mark_of(mark: str | int, model: EagleModel) -> int:
     return check_ids(ids, model)[0]
 
 
-def warn_of_threshold(rule: object, model: EagleModel, budget: float | None) -> None:
-    """Warn where a divergence never exceeds the threshold, or is infinite since the draft cannot name every token."""
-    divergence = getattr(rule, "divergence", None)
+def warn_of_threshold(rule: Rule, model: EagleModel, options: GenerateOptions) -> None:
+    """Warn where a threshold changes nothing, a divergence never exceeds it, or is infinite since the draft cannot name
+    every token."""
+    if isinstance(options.rule, FuzzyRule) and not options.lossless and (model.draft is None or rule is EXACT):
+        log.warning("%s with threshold %g changes nothing %s: decoding is lossless", options.rule.name,
+                    options.rule.threshold, "where speculative is False, as nothing is drafted" if rule is EXACT
+                    else "without a draft head, as copies from the text are accepted exactly")
+        return
+    budget, divergence = options.budget, getattr(rule, "divergence", None)
     most = {"js": math.log(2), "tv": 1.0}.get(str(divergence).partition("_top")[0])
     if most is not None and most <= rule.threshold < math.inf and budget is None:
         log.warning("a threshold of %g lets every drafted token pass that the guard allows: %s is at most %.3g",

@@ -6,8 +6,10 @@
     python -m eval.benchmark --questions humaneval.jsonl gsm8k_test.jsonl --per-category 40 --run-code --out runs/code
 
 Every question, with all its turns, is answered by every method before the next one, in an order that rotates; the
-first questions are run once unmeasured. Speed is new tokens over wall time, prompts included. Answers are kept as they
-come, in OUT.answers.jsonl: a run that was stopped goes on with the questions that are missing.
+first questions are run once unmeasured. "EAGLE-2 (head alone)" drafts with the head only (text_drafts="off"), as
+published; `exact` and the settings also copy drafts from the text. Speed is new tokens over wall time, prompts
+included. Answers are kept as they come, in OUT.answers.jsonl: a run that was stopped goes on with the questions that
+are missing.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from tyro.conf import UseAppendAction
 from eagle_fsd import EagleModel
 from eagle_fsd.cli.arguments import Loading, Tree
 from eagle_fsd.cli.exits import check_counts
+from eagle_fsd.heads.eagle3 import Eagle3Head
 from eagle_fsd.measure.comparison import compare_and_store, setting_methods
 from eagle_fsd.measure.methods import Method, engine, hf_generate
 from eagle_fsd.measure.records import record_path
@@ -33,6 +36,11 @@ from eval.endpoints import endpoint_method, read_endpoints
 from eval.plots import plot_speeds
 
 BASELINE, LOOKUP, UNDRAFTED, COPIES = "model.generate", "prompt lookup", "no drafting", "exact, no head"
+
+
+def head_alone(model: EagleModel) -> str:
+    """What `exact` is called where nothing is copied from the text: the published method."""
+    return f"{'EAGLE-3' if isinstance(model.draft, Eagle3Head) else 'EAGLE-2'} (head alone)"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,10 +81,12 @@ def methods_of(
     headless = EagleModel(model.target, None, model.tokenizer)
     if args.without_head:
         headless.choose_trees([], stopping=True, default=None)
+    alone = {} if model.draft is None else {head_alone(model): engine(
+        model, acceptance=EXACT, text_drafts="off", tree=args.tree, **sampling)}
     return {
         BASELINE: hf_generate(model, **sampling),
         LOOKUP: hf_generate(model, **sampling, prompt_lookup_num_tokens=10),
-        UNDRAFTED: engine(model, speculative=False, **sampling), **setting_methods(model, args),
+        UNDRAFTED: engine(model, speculative=False, **sampling), **alone, **setting_methods(model, args),
         **({COPIES: engine(headless, acceptance=EXACT, **sampling)} if args.without_head else {}),
         **{name: endpoint_method(model, *place, **sampling) for name, place in endpoints.items()},
     }
@@ -94,7 +104,8 @@ def run(args: BenchmarkArguments) -> None:
         torch.set_num_threads(args.threads)
     model = args.pair.load()
     methods = methods_of(model, args, endpoints)
-    rows, page = compare_and_store(model, methods, BASELINE, questions, args, warm_up=args.warm_up)
+    rows, page = compare_and_store(model, methods, BASELINE, questions, args, warm_up=args.warm_up,
+                                   baseline=model.stock.dtype)
     print(page)
     plot_speeds(rows, record_path(args.out, ".png"))
 

@@ -20,7 +20,7 @@ from eagle_fsd.cli.exits import check_counts
 from eagle_fsd.data.progress import Progress
 from eagle_fsd.data.questions import converse
 from eagle_fsd.drafting.text import BOUNDS, Rates, TextDrafts, TextSource
-from eagle_fsd.measure.methods import Answer, engine
+from eagle_fsd.measure.methods import Answer, engine, pair_text
 from eagle_fsd.measure.records import markdown, write_record
 from eagle_fsd.measure.settings import EXACT
 from eagle_fsd.requests import encode_prompt
@@ -86,8 +86,8 @@ def run(args: CopiesArguments) -> None:
             taken = sum(rates.taken[kind][number] for rates in found)
             row |= {name: round((taken + 0.5) / (seen + 1), 3), f"{name}, seen": int(seen)}
         rows.append(row)
-    print(write_record(args.out, {"settings": noted(args), "rows": rows}, markdown(
-        {name: f"{value:g}" for name, value in row.items()} for row in rows)))
+    table = markdown({name: f"{value:g}" for name, value in row.items()} for row in rows)
+    print(write_record(args.out, {"settings": noted(args), "rows": rows}, f"{pair_text(model)}\n\n{table}"))
 
 
 main = partial(run_command, "eval.copies", CopiesArguments, run)

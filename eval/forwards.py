@@ -38,7 +38,7 @@ from eagle_fsd.drafting.config import Choice
 from eagle_fsd.engine.decoder import Decoder
 from eagle_fsd.engine.timing import seconds_of
 from eagle_fsd.heads.eagle import DraftHead
-from eagle_fsd.measure.methods import described
+from eagle_fsd.measure.methods import described, pair_text
 from eagle_fsd.measure.records import decimals, markdown, record_path, write_record
 from eagle_fsd.measure.settings import parse_setting
 from eagle_fsd.models.linear import is_packed, pack_linears
@@ -285,9 +285,9 @@ def run(args: ForwardsArguments) -> None:
               "peak_bytes": torch.cuda.max_memory_allocated() if cuda else None}
     read = ", ".join(f"{form} {rate['weights_read_per_second'] / 1e9:.1f} G weights and "
                      f"{rate['multiply_adds_per_second'] / 1e9:.0f} G multiply-adds" for form, rate in rates.items())
-    said = (f"{args.shape or 'the pair'}, {len(target.decoder_layers)} layers, {target.dtype}; {args.context} tokens "
-            f"before, trees of depth {args.tree.depth} and top_k {args.tree.top_k}; medians of {args.rounds}. "
-            f"Rates of the floors, per second: {read}.")
+    said = (f"{args.shape or pair_text(model)}\n\n{len(target.decoder_layers)} layers, {target.dtype}; "
+            f"{args.context} tokens before, trees of depth {args.tree.depth} and top_k {args.tree.top_k}; medians of "
+            f"{args.rounds}. Rates of the floors, per second: {read}.")
     print(write_record(args.out, record, f"{said}\n\n{latency_table(sorted(rows, key=lambda row: row['part']))}"))
     plot_forwards(rows, record_path(args.out, ".png"))
 

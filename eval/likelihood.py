@@ -25,7 +25,7 @@ from eagle_fsd.data.files import read_lines
 from eagle_fsd.data.progress import Progress
 from eagle_fsd.data.questions import Question
 from eagle_fsd.measure.comparison import digest_of
-from eagle_fsd.measure.records import decimals, markdown, percent, shown, span, write_record
+from eagle_fsd.measure.records import bullets, decimals, markdown, percent, shown, with_span, write_record
 from eagle_fsd.measure.settings import EXACT
 from eagle_fsd.measure.statistics import interval
 from eagle_fsd.models.target import TargetModel
@@ -136,11 +136,19 @@ def run(args: LikelihoodArguments) -> None:
     table = markdown({
         "method": row["method"], "tokens/answer": decimals(row["tokens"], 0),
         "repeated 4-grams": percent(row["repeated"]),
-        **{f"nats/byte, {Path(judge).name} (difference, 95%)":
-           f"{each['nats_per_byte']:.3f} ({each['difference']:+.3f}, {span(each['interval'], 3)})"
+        **{f"nats/byte, {Path(judge).name}; difference (95%)":
+           f"{each['nats_per_byte']:.3f}, {with_span(format(each['difference'], '+.3f'), each['interval'], 3)}"
            for judge, each in row["judges"].items()}} for row in rows)
     print(write_record(args.out, {"settings": noted(args), "rows": rows},
-                       f"{len(found)} questions, differences from {args.reference}\n\n{table}"))
+                       f"""\
+{chr(10).join(f"Judge: {model.described()[0]}{chr(92)}" for model in judges.values())}
+{len(found)} questions
+
+{table}
+
+""" + bullets({"nats/byte": "-log p of an answer under the judge, over its bytes in UTF-8: the lower, the likelier",
+               "difference (95%)": f"from {args.reference}'s, with a bootstrap interval over questions",
+               "repeated 4-grams": "share of an answer's 4-grams that it had before; what repeats itself is likely"})))
 
 
 main = partial(run_command, "eval.likelihood", LikelihoodArguments, run)

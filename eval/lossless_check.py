@@ -181,6 +181,7 @@ def run(args: LosslessArguments) -> int:
         tell_differences(name, differences, len(chats))
     lossless = all(difference.tie for differences in found.values() for difference in differences)
     record = {"environment": environment(), "arguments": noted(args), "dtype": str(model.target.dtype),
+              "names": dict(zip(("target", "head"), model.described(), strict=True)),
               "prompts": len(chats), "tokens": tokens,
               "identical": {name: len(chats) - len(differences) for name, differences in found.items()},
               "differences": {name: [asdict(each) for each in differences] for name, differences in found.items()}}

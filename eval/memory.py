@@ -47,11 +47,13 @@ def status(name: str) -> int:
     raise ValueError(f"the system does not say {name}")
 
 
-def taken(pair: Loading) -> dict[str, float]:
-    """MB that loading takes, at its end and at most, and MB of the weights."""
+def taken(pair: Loading) -> tuple[str, dict[str, float]]:
+    """What was loaded; MB that this takes, at its end and at most, and MB of the weights."""
     import torch
 
     import eagle_fsd
+    from eagle_fsd.measure.methods import pair_text
+    from eagle_fsd.pair import parameter_count
 
     eagle_fsd.generate([3, 1, 4, 1, 5], build_pair("tiny", torch.float32, torch.device("cpu")), max_new_tokens=4)
     before = status("VmRSS")
@@ -59,32 +61,21 @@ def taken(pair: Loading) -> dict[str, float]:
     model = pair.load()
     resident, peak = status("VmRSS") - before, status("VmHWM") - before
     rows = 0 if model.draft.output_rows is None else model.draft.draft_vocab_size * model.target.hidden_size
-    weights = numbers_of(model.target.model) + numbers_of(model.draft) + rows
-    return {"weights": weights * model.target.dtype.itemsize / MB, "resident": resident / MB, "peak": peak / MB}
-
-
-def numbers_of(module) -> int:
-    """Of all parameters, packed ones too; tied ones once."""
-    from eagle_fsd.models.linear import PackedLinear
-
-    embeddings = {tuple(weight.shape) for name, weight in module.named_parameters() if "embed_tokens" in name}
-    tied = bool(getattr(getattr(module, "config", None), "tie_word_embeddings", False))
-    packed = sum(layer.in_features * layer.out_features for layer in module.modules()
-                 if isinstance(layer, PackedLinear)
-                 and not (tied and (layer.out_features, layer.in_features) in embeddings))
-    return packed + sum(weight.numel() for weight in module.parameters())
+    weights = parameter_count(model.target.model) + parameter_count(model.draft) + rows
+    return pair_text(model), {
+        "weights": weights * model.target.dtype.itemsize / MB, "resident": resident / MB, "peak": peak / MB}
 
 
 def run(args: MemoryArguments) -> None:
     rows = []
     for form in args.forms:
         with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as alone:
-            found = alone.submit(taken, replace(args.pair, tree=None, **FORMS[form])).result()
+            pair, found = alone.submit(taken, replace(args.pair, tree=None, **FORMS[form])).result()
         rows.append({"form": form, **found})
     table = markdown({"form": row["form"], "weights (MB)": f"{row['weights']:.0f}", **{
         f"{name} (MB)": f"{row[name]:.0f} ({row[name] / row['weights']:.2f} x)" for name in ("resident", "peak")}}
         for row in rows)
-    print(write_record(args.out, {"settings": noted(args), "rows": rows}, table))
+    print(write_record(args.out, {"settings": noted(args), "rows": rows}, f"{pair}\n\n{table}"))
 
 
 main = partial(run_command, "eval.memory", MemoryArguments, run)

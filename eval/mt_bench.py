@@ -186,8 +186,11 @@ def answer_all(args: MtBenchArguments, questions: Sequence[Question], state: Par
     own_device = args.pair.device is None and args.pair.device_map is None
     model = (replace(args.pair, device=str(state.device)) if own_device else args.pair).load()
     if state.is_main_process:
+        target, head = model.described(stock=args.baseline)
+        names = {"target": target, "head": None if args.baseline else head}
         write_json(about, {"environment": environment(), "settings": settings, "processes": state.num_processes,
-                           "dtype": str(model.target.dtype), "device": str(model.target.device)})
+                           "dtype": str(model.target.dtype), "device": str(model.target.device),
+                           "names": names})
         read_answers(args.answers, repair=True)
     state.wait_for_everyone()
     done = read_answers(args.answers)

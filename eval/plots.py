@@ -6,14 +6,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from eagle_fsd.measure.records import save_plot
+from eagle_fsd.measure.records import save_plot, whiskers
 
 
 def plot_speeds(rows: Mapping[str, Sequence[Mapping]], path: Path) -> None:
     """Times the speed of the first method, by category: a bar for each other one.
 
     Args:
-        rows: of `eval.benchmark`, by category.
+        rows: of `eval.benchmark` or `eval.speed`, by category.
     """
     categories = list(rows)[::-1]  # the first at the top
     baseline, *names = [row["method"] for row in rows[categories[0]]]
@@ -22,10 +22,9 @@ def plot_speeds(rows: Mapping[str, Sequence[Mapping]], path: Path) -> None:
     def draw(axes: Any) -> None:
         for number, name in enumerate(names):
             found = [next(row for row in rows[category] if row["method"] == name) for category in categories]
-            whiskers = [[max(0.0, sign * (row["speedup_interval"][end] - row["speedup"])) for row in found]
-                        for end, sign in ((0, -1), (1, 1))]
+            reach = zip(*(whiskers(row["speedup"], row["speedup_interval"]) for row in found), strict=True)
             places = [at + 0.4 - height * (number + 0.5) for at in range(len(categories))]
-            axes.barh(places, [row["speedup"] for row in found], height, xerr=whiskers, label=name,
+            axes.barh(places, [row["speedup"] for row in found], height, label=name, xerr=list(reach),
                       error_kw={"elinewidth": 0.7, "ecolor": "0.35"})
         axes.axvline(1, color="black", linewidth=1)
         axes.set_yticks(range(len(categories)), categories)

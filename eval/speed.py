@@ -3,7 +3,8 @@
     python -m eval.speed fsd.jsonl plain.jsonl [--out eval/results/mt-bench-fsd]
 
 Speed is new tokens over wall time, summed over the questions that both files answer; intervals are 95% percentiles over
-resampled questions. tau = tokens per target forward; "same" is the share of questions whose answers are the baseline's.
+resampled questions, of five questions at least. With --out also the page, whose legend says what the columns mean, and
+a plot by category.
 """
 
 from __future__ import annotations
@@ -18,12 +19,23 @@ from pathlib import Path
 import numpy as np
 from tyro.conf import Positional
 
-from eagle_fsd.measure.records import markdown, percent, span, write_record
-from eagle_fsd.measure.statistics import speeds
+from eagle_fsd.measure.records import bullets, markdown, percent, record_path, with_span, write_record
+from eagle_fsd.measure.statistics import FEWEST, speeds
 from eval.command import run_command
 from eval.mt_bench import read_answers, read_note
+from eval.plots import plot_speeds
 
 log = logging.getLogger(__name__)
+
+LEGEND = {
+    "tokens/s": "new tokens over wall time, prompts included; a question is all its turns and choices",
+    "speed-up, time over the baseline's (95%)": "ratios over the questions that both files answer, with bootstrap "
+    f"intervals over questions; of fewer than {FEWEST} questions there is none",
+    "tau": "tokens emitted per forward of the target, its own token included; copies from the text count as well, "
+    'where they are drafted. EAGLE\'s own tau is that of the head alone (--setting "exact text_drafts=off")',
+    "same": "questions whose answers are the baseline's. Lossless methods can have less in half precision, where texts "
+    "part at ties (docs/python.md, Lossless in half precision), and when sampling, with other noise",
+}
 
 
 @dataclass(frozen=True)
@@ -33,7 +45,7 @@ class SpeedArguments:
     Args:
         method: answers of eval.mt_bench.
         baseline: answers to compare with.
-        out: write this .json and .md, with how the answers were made.
+        out: write this .json, .md and .png, with how the answers were made.
     """
 
     method: Positional[Path]
@@ -80,8 +92,8 @@ def speed_table(rows: Sequence[Mapping]) -> str:
     """The rows in Markdown."""
     return markdown({
         "category": row["category"], "questions": row["questions"], "tokens/s": f"{row['tokens_per_second']:.1f}",
-        "speed-up (95%)": f"{row['speedup']:.2f}x ({span(row['speedup_interval'])})",
-        "time over the baseline's (95%)": f"{row['time']:.2f} ({span(row['time_interval'])})",
+        "speed-up (95%)": with_span(f"{row['speedup']:.2f}x", row["speedup_interval"]),
+        "time over the baseline's (95%)": with_span(f"{row['time']:.2f}", row["time_interval"]),
         "tau": f"{row['tau']:.2f}", "s/question": f"{row['seconds_per_answer']:.2f}",
         "tokens/question": f"{row['tokens_per_question']:.0f}",
         "baseline's": f"{row['baseline_tokens_per_question']:.0f}", "same": percent(row["same"]),
@@ -121,9 +133,20 @@ def run(args: SpeedArguments) -> None:
     rows = speed_rows(read_answers(args.method), read_answers(args.baseline))
     print(speed_table(rows))
     if args.out is not None:
-        made = "\n".join(f"- {name}: `{found['environment']['command']}` at {found['environment']['commit']}"
+        made = "\n".join(f"- {name}: `{found['environment']['command']}` at {found['environment']['commit']}; "
+                         f"target {name_in(found, 'target')}, head {name_in(found, 'head')}"
                          for name, found in notes.items())
-        write_record(args.out, {**notes, "rows": rows}, f"{made}\n\n{speed_table(rows)}")
+        write_record(args.out, {**notes, "rows": rows}, f"{made}\n\n{speed_table(rows)}\n\n{bullets(LEGEND)}")
+        plot_speeds({row["category"]: [{"method": args.baseline.stem}, {**row, "method": args.method.stem}]
+                     for row in rows}, record_path(args.out, ".png"))
+
+
+def name_in(note: Mapping, part: str) -> str:
+    """What a note calls the target or the head; of older notes, which name neither, what the command was told."""
+    if "names" in note:
+        return note["names"][part] or "none"
+    told = note["settings"].get({"head": "draft"}.get(part, part))
+    return told if told not in (None, "None") else "not named"
 
 
 main = partial(run_command, "eval.speed", SpeedArguments, run)

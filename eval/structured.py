@@ -27,7 +27,7 @@ from eagle_fsd.cli.exits import check_counts
 from eagle_fsd.data.files import read_lines
 from eagle_fsd.data.progress import Progress
 from eagle_fsd.engine.grammar import Grammar
-from eagle_fsd.measure.methods import encode_prompt
+from eagle_fsd.measure.methods import encode_prompt, pair_text
 from eagle_fsd.measure.records import decimals, markdown, write_record
 from eagle_fsd.pair import EagleModel
 from eval.command import noted, run_command
@@ -164,7 +164,7 @@ def run(args: StructuredArguments) -> None:
         rows.append(row)
     plain = [row["arms"]["plain"] for row in rows]
     print(write_record(args.out, {"settings": noted(args), "dtype": str(model.target.dtype), "rows": rows},
-                       markdown(summary(arm, rows, plain) for arm in asks)))
+                       f"{pair_text(model)}\n\n{markdown(summary(arm, rows, plain) for arm in asks)}"))
 
 
 main = partial(run_command, "eval.structured", StructuredArguments, run)

@@ -24,7 +24,7 @@ from tyro.conf import UseAppendAction
 
 from eagle_fsd.checks import check_choice, require_number
 from eagle_fsd.data.files import read_lines
-from eagle_fsd.measure.records import decimals, markdown, shown, write_record
+from eagle_fsd.measure.records import bullets, decimals, markdown, shown, write_record
 from eval.command import noted, run_command
 from train.config import RECIPES
 
@@ -125,13 +125,22 @@ def run(args: StudyArguments) -> None:
     require_number("--minutes", args.minutes, "a number above 0", lambda value: value > 0)
     runs = read_runs(args.run)
     rows = [measure(args, name, flags, seed) for name, flags in runs.items() for seed in args.seeds]
-    print(write_record(args.out / "study", {"settings": noted(args), "rows": rows}, markdown({
+    table = markdown({
         "run": row["run"], "seed": row["seed"], "flags": shlex.join(runs[row["run"]]) or "none", "steps": row["steps"],
         "minutes": f"{row['minutes']:.1f}", "tau": f"{row['tau']:.3f}",
         "accepted by level": " ".join(f"{share:.2f}" for share in row["accepted"]),
         "tokens/s, head / plain": " / ".join(
             decimals(row["tokens_per_second"][name], 1) for name in ("exact", "plain")),
-    } for row in rows)))
+    } for row in rows)
+    print(write_record(args.out / "study", {"settings": noted(args), "rows": rows}, f"""\
+Target: {shown(args.target or "SmolLM2-135M-Instruct")}\\
+Heads: recipe {args.recipe}, {args.minutes:g} minutes each; {args.documents} held-out answers
+
+{table}
+
+""" + bullets({
+        "tau": "tokens emitted per forward of the target, its own token included, greedy, by the head alone",
+        "accepted by level": "share of the cycles in which a token of that level of the tree was accepted"})))
 
 
 main = partial(run_command, "eval.study", StudyArguments, run, stopped="stopped; the same command goes on")

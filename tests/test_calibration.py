@@ -6,13 +6,14 @@ import random
 
 import numpy as np
 import pytest
+import torch
 from tiny import tiny_chat_pair
 
 import eagle_fsd
 from eagle_fsd.cli import main
 from eagle_fsd.cli.arguments import Loading
 from eagle_fsd.data.questions import Question
-from eagle_fsd.measure.comparison import compare, cross_fit_text, join_seeds, recommend, record_of
+from eagle_fsd.measure.comparison import compare, cross_fit_text, join_seeds, parting_text, recommend, record_of
 from eagle_fsd.measure.methods import Answer, engine
 from eagle_fsd.measure.settings import ComparisonOptions, parse_setting
 from eagle_fsd.measure.statistics import (
@@ -34,17 +35,18 @@ TREE = eagle_fsd.TreeConfig(8, 3, 2)
 
 
 def test_intervals_are_percentiles_over_questions():
-    """Of two questions a resample has mean 0, 1/2 or 1 with 1/4, 1/2 and 1/4."""
     def mean(values):
         return values.mean(-1)
 
-    assert interval(mean, np.array([0.0, 1.0])) == [0, 1]
+    assert interval(mean, np.array([0.0, 1.0] * 4))[1] < 1
     ours, theirs = np.array([1.0, 3.0] * 50), np.array([2.0, 6.0] * 50)
     assert ratio_interval(ours, theirs) == [0.5, 0.5]  # question by question: pairs are drawn together
     low, high = interval(mean, ours)
     half = 1.96 * ours.std() / 10
     assert low == pytest.approx(2 - half, abs=0.03) and high == pytest.approx(2 + half, abs=0.03)
-    assert ratio_interval(np.array([3.0]), np.array([2.0])) == [1.5, 1.5]
+    for few in range(1, 5):  # of two it would be their minimum and maximum
+        assert interval(mean, np.arange(few)) is ratio_interval(np.ones(few), np.ones(few)) is None
+    assert interval(mean, np.arange(5.0))[0] > 0
 
 
 def test_bounds_of_a_drop_are_tangos():
@@ -158,6 +160,18 @@ def test_the_median_time_of_repeats_counts(tmp_path):
     assert line["methods"]["a"]["seconds"] == 2.0
 
 
+@pytest.mark.parametrize(("dtype", "baseline", "temperature", "said"), [
+    (torch.float32, None, 0.0, "A lossless method has 100%"),
+    (torch.float32, torch.bfloat16, 0.0, "can have less in bfloat16"),
+    (torch.bfloat16, None, 1.0, "can have less in bfloat16"),
+    (torch.float32, torch.float32, 1.0, "with other noise"),
+])
+def test_a_page_says_why_lossless_texts_part(dtype, baseline, temperature, said):
+    pair = tiny_chat_pair()
+    pair.target.model.to(dtype)
+    assert said in parting_text(pair, temperature, baseline)
+
+
 def test_an_error_names_the_question(tmp_path):
     def fails(chat, most):
         raise ValueError("the prompt has 600 tokens")
@@ -181,6 +195,7 @@ def row(name: str, time: float, bound: float, accuracy: float | None = 0.6, high
     ([row("a", 0.97, 0.008, high=1.02)], None, "that loses at most 1 points takes surely less time"),
     ([row("a", 0.5, 0.0, accuracy=None)], None, "have no grader"),
     ([row("a", 0.5, 0.0, accuracy=0.0)], None, "nothing to lose"),
+    ([row("a", 0.5, 0.0) | {"time_interval": None}], None, "it takes 5 timed questions at least"),
 ])
 def test_the_fastest_of_those_that_surely_lose_little(rows, name, said):
     found, text = recommend([row("exact", 1.0, 0.01, rows[0]["accuracy"]), *rows], "exact", 1)

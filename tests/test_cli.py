@@ -89,6 +89,29 @@ def test_what_is_wrong_ends_with_status_2_and_says_what(argv, said, capsys):
     assert said in " ".join((shown.err + shown.out).replace("│", " ").split())
 
 
+def test_help_says_no_default_of_a_flag_that_takes_something_away(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        main(["generate", "--help"])
+    shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    for flag, meaning in (("prepack", "plain layout on a CPU: slower."), ("speculative", "nothing is drafted.")):
+        assert f"{meaning} --" in shown.partition(f"--no-{flag} ")[2]
+    assert "(default: True)" not in shown
+
+
+def test_known_heads_are_a_table(capsys):
+    assert main(["heads"]) == 0
+    heading, *lines = capsys.readouterr().out.splitlines()
+    kind = heading.index("KIND")
+    assert heading.split() == ["TARGET,", "and", "its", "heads", "KIND", "LICENCE", "SOURCE"]
+    rows = [line for line in lines if line.startswith("  ")]
+    assert len(rows) > 50 and all(row[kind - 1] == " " and row[kind:].startswith("EAGLE-") for row in rows)
+    assert not any("checkpoints/" in line or "README.md" in line for line in rows)
+    bundled = next(row for row in rows if "smollm2" in row)
+    assert bundled.split() == ["smollm2-135m-instruct-eagle2", "EAGLE-1/2", "apache-2.0", "bundled", "*"]
+    assert {word for row in rows for word in row.split() if word[0] == "["} == {
+        line.split()[0] for line in lines if line.startswith("[")}
+
+
 @pytest.mark.parametrize(("error", "status", "said"), [
     (ValueError("two\nlines"), 2, "eagle-fsd: two lines\n"), (FileNotFoundError("no file"), 2, "eagle-fsd: no file\n"),
     (KeyboardInterrupt(), 130, ""), (BrokenPipeError(), 0, ""), (None, 0, ""),

@@ -12,7 +12,7 @@ from eagle_fsd.measure.methods import Answer
 
 
 def answer(seconds, tokens, source="exact"):
-    receipts = [Receipt(source, None, -0.7, 0.0) for _ in tokens]
+    receipts = [Receipt(token, source, None, -0.7, 0.0) for token in tokens]
     return Answer(seconds, tokens, "", Output(tokens, "eos", 0, Stats(accepted_lengths=[1, 1]), receipts))
 
 

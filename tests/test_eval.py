@@ -90,15 +90,25 @@ def test_a_benchmark_says_per_category_and_in_all_what_the_methods_did(chat_mode
         "all": 3, "writing": 2, "maths": 1}
     for rows in record["rows"].values():
         by_name = {row["method"]: row for row in rows}
-        assert list(by_name) == ["model.generate", "prompt lookup", "no drafting", "exact", "fsd 0.3"]
+        assert list(by_name) == ["model.generate", "prompt lookup", "no drafting", "EAGLE-2 (head alone)", "exact",
+                                 "fsd 0.3"]
         stock, exact = by_name["model.generate"], by_name["exact"]
+        assert by_name["EAGLE-2 (head alone)"]["same_answers"] == 1
         assert stock["speedup"] == stock["time"] == 1 and stock["tau"] is None
         assert exact["same_answers"] == exact["same_tokens"] == by_name["no drafting"]["same_answers"] == 1
         assert exact["tau"] > 1 == by_name["no drafting"]["tau"] and exact["fuzzy_share"] == 0
         assert exact["speedup"] == pytest.approx(exact["tokens_per_second"] / stock["tokens_per_second"])
-        assert exact["speedup_interval"][0] <= exact["speedup"] <= exact["speedup_interval"][1]
+        assert exact["speedup_interval"] is None is exact["time_interval"]  # of fewer than five questions
     page = (tmp_path / "results" / "run.md").read_text()
     assert "| exact " in page and "| maths " in page and page.strip() in capsys.readouterr().out
+    target, head = chat_model.described()
+    assert f"\nTarget: {target}\\\nHead: {head}\n" in page and record["names"] == {"target": target, "head": head}
+    assert " k parameters, float32, " in target and "3 of them timed, model.generate in float32,\n" in page
+    assert " to " not in page.partition("\n- **")[0].partition("| method")[2]  # no intervals
+    legend = page.partition("\n- **")[2]
+    for heading in page.partition("| method | ")[2].partition(" |\n")[0].split(" | "):
+        assert heading.partition(" vs ")[0].partition("/answer")[0] in legend, heading
+    assert "A lossless method has 100%" in legend
     assert (tmp_path / "results" / "run.png").stat().st_size > 10_000
 
 
@@ -116,7 +126,7 @@ def test_a_stopped_benchmark_goes_on_where_it_was(chat_model, tmp_path, monkeypa
     monkeypatch.setattr(comparison, "converse", counting)
     assert benchmark.main(words) == 130
     assert benchmark.main(words) == 0
-    assert asked[8:] == 5 * [("ef",)] + 5 * [("gh",)]
+    assert asked[8:] == 6 * [("ef",)] + 6 * [("gh",)]
     assert benchmark.main([*words, "--seed", "2"]) == 2
     assert "begun with other seed" in capsys.readouterr().err
 
@@ -201,7 +211,7 @@ def test_judges_say_how_likely_answers_are(chat_model, tmp_path, monkeypatch, ca
                 sizes += len(text.encode())
                 chat.append({"role": "assistant", "content": text})
     found = exact["judges"]["tiny"]
-    assert found["nats_per_byte"] == pytest.approx(nats / sizes, rel=1e-4) and found["interval"] == [0, 0]
+    assert found["nats_per_byte"] == pytest.approx(nats / sizes, rel=1e-4) and found["interval"] is None
     other = fuzzy["judges"]["tiny"]
     assert other["difference"] == pytest.approx(other["nats_per_byte"] - found["nats_per_byte"]) != 0
     assert likelihood.main([*words, "--reference", "best"]) == 2

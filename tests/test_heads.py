@@ -11,6 +11,7 @@ from tiny import tiny_head, tiny_target
 
 import eagle_fsd
 from eagle_fsd import pair as pairs
+from eagle_fsd.data import sources
 from eagle_fsd.heads import catalogue
 from eagle_fsd.heads.catalogue import HEAD, find_head, find_pair, hub_id_of, is_copy, packaged_target
 from eagle_fsd.heads.checkpoint import save_head
@@ -46,6 +47,27 @@ def test_which_model_a_path_holds(tmp_path, place, hub_id):
     assert hub_id_of(str(tmp_path / place)) == str(tmp_path / place)  # nothing is there: not a path
     (tmp_path / place).mkdir(parents=True)
     assert hub_id_of(str(tmp_path / place)) == hub_id and hub_id_of("org/any") == "org/any"
+
+
+@pytest.mark.parametrize("text", ["runs/no/head", "here/no-head", "~/models/x", "C:\\models\\x", "a/b.gguf",
+                                  "x.safetensors", "/no/head", "./head", ""])
+def test_a_path_at_which_there_is_nothing_is_not_looked_for_at_the_hub(text, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "here").mkdir()
+    monkeypatch.setattr(sources, "cached_file", lambda *_, **__: pytest.fail("asked"))
+    for given in ({"target": text, "draft": None}, {"target": tmp_path / "here", "draft": text}):
+        (tmp_path / "here" / "config.json").write_text("{}")
+        with pytest.raises(ValueError, match=f"there is no (directory|file) {re.escape(repr(text))}"):
+            eagle_fsd.load(**given)
+
+
+def test_hub_ids_are_asked_for(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for text in ("gpt2", LLAMA, "a/b.c-1_2", "a/Model-Q4.5"):
+        assert sources.check_source("target", text) == text
+    (tmp_path / "a").mkdir()
+    monkeypatch.setattr(sources, "in_cache", lambda text: True)
+    assert sources.check_source("target", "a/b") == "a/b"
 
 
 # SmolLM2, whose package must not be imported ------------------------------------------------------------------

@@ -1,10 +1,13 @@
 """Imports go downwards, with no circle, those inside functions and `TYPE_CHECKING` included."""
 
 import ast
+import importlib
 import subprocess
 import sys
 from graphlib import TopologicalSorter
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parents[1]
 # From the bottom. The longest name that a module begins with says where it belongs; what shares a line is side by side.
@@ -24,6 +27,7 @@ ORDER = (
     "train",
     "eval",
 )
+LAZY = "eagle_fsd", "eagle_fsd.acceptance"  # packages whose names are imported when they are asked for
 LEVELS = {name: level for level, names in enumerate(ORDER) for name in names.split()}
 
 
@@ -63,8 +67,21 @@ def test_no_import_goes_upwards():
 
 
 def test_no_imports_go_in_a_circle():
-    # A package itself only hands its modules' names on, when they are asked for.
-    TopologicalSorter({name: others - {"eagle_fsd"} for name, others in GRAPH.items()}).prepare()
+    # These packages only hand their modules' names on, when they are asked for.
+    TopologicalSorter({name: others - set(LAZY) for name, others in GRAPH.items()}).prepare()
+
+
+@pytest.mark.parametrize("name", LAZY)
+def test_type_checkers_see_the_names_of_a_package(name):
+    """They read the imports under TYPE_CHECKING, Python the table under `else`."""
+    (branch,) = [node for node in ast.parse(MODULES[name].read_text()).body if isinstance(node, ast.If)]
+    static = {each.name: node.module for node in branch.body for each in node.names}
+    package = importlib.import_module(name)
+    given = {each: getattr(package, each) for each in static}
+    assert static.keys() == set(package.__all__) - vars(package).keys()
+    assert set(dir(package)) >= set(package.__all__)
+    for each, module in static.items():
+        assert given[each] is getattr(importlib.import_module(f"{name}.{module}"), each)
 
 
 def test_neither_the_package_nor_help_imports_torch():

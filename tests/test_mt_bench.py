@@ -207,7 +207,14 @@ def test_speeds_are_stored_with_how_the_answers_were_made(tmp_path, caplog):
     assert record["rows"] == speed_rows(read_answers(args.method), read_answers(args.baseline))
     assert record["method"]["environment"]["command"] == "made fast"
     assert record["rows"][0]["speedup"] == pytest.approx(2) and record["rows"][0]["same"] == 1
-    assert "`made plain` at abc" in (tmp_path / "out.md").read_text() and not caplog.text
+    page = (tmp_path / "out.md").read_text()
+    assert "`made plain` at abc; target not named, head not named\n" in page and not caplog.text  # as old notes have it
+    assert "| all | 4 | 200.0 | 2.00x | 0.50 |" in page and "- **tau**: tokens emitted per forward" in page
+    assert (tmp_path / "out.png").stat().st_size > 5_000
+    note = tmp_path / "fast.meta.json"
+    note.write_text(json.dumps({**json.loads(note.read_text()), "names": {"target": "T (1 B)", "head": "H (1 M)"}}))
+    speed.run(args)
+    assert "`made fast` at abc; target T (1 B), head H (1 M)\n" in (tmp_path / "out.md").read_text()
 
 
 def test_runs_with_other_limits_are_not_compared(tmp_path, caplog):

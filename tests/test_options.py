@@ -3,6 +3,8 @@
 import inspect
 import math
 import re
+from dataclasses import fields
+from typing import get_type_hints
 
 import numpy as np
 import pytest
@@ -13,7 +15,7 @@ from transformers import GenerationConfig
 import eagle_fsd
 from eagle_fsd import GenerateOptions, LoadOptions, TreeConfig
 from eagle_fsd.api import with_options
-from eagle_fsd.options import ELSEWHERE
+from eagle_fsd.options import ELSEWHERE, GenerateKeywords, LoadKeywords
 
 NAN, INF = math.nan, math.inf
 
@@ -168,6 +170,58 @@ def test_custom_generate_takes_the_options_of_acceptance():
     own = inspect.signature(eagle_fsd.custom_generate).parameters
     for name in ("acceptance", "threshold", "divergence", "head_guard", "budget", "tree", "seed", "stop"):
         assert own[name].default == GenerateOptions.__dataclass_fields__[name].default
+
+
+@pytest.mark.parametrize(("options", "keywords", "beside", "more", "functions"), [
+    (GenerateOptions, GenerateKeywords, set(), {"do_sample", "stop_strings", "eos_token_id", "generation_config"},
+     (eagle_fsd.generate, eagle_fsd.Chat, eagle_fsd.Chat.send, eagle_fsd.Engine.submit)),
+    (LoadOptions, LoadKeywords, {"target", "draft"}, set(), (eagle_fsd.load,)),
+], ids=("generate", "load"))
+def test_editors_and_help_list_every_option(options, keywords, beside, more, functions):
+    known, static = get_type_hints(options), get_type_hints(keywords)
+    assert static.keys() - more == {field.name for field in fields(options)} - beside
+    assert {name: static[name] for name in static.keys() - more} == {name: known[name] for name in static.keys() - more}
+    for function in functions:
+        listed = inspect.signature(function).parameters
+        assert {field.name: field.default for field in fields(options)} | dict.fromkeys(more) == {
+            name: listed[name].default for name in static.keys() | beside}
+    for name in static.keys() - more:
+        assert re.search(rf"^ *{name}: ", functions[0].__doc__, re.MULTILINE), name
+
+
+@pytest.mark.parametrize("given", [
+    {"options": [GenerateOptions()] * 2}, {"temperature": [0.0, 1.0]}, {"threshold": (0.1, 0.2)},
+    {"acceptance": ["fsd"]}, {"max_new_tokens": [3, 4]}, {"tree": [TreeConfig(16, 5, 4)] * 2},
+    {"response_format": [{}, {}]},
+], ids=str)
+def test_lists_of_options_lead_to_the_engine(small, given):
+    with pytest.raises(TypeError, match=r"got [\[(].*Engine\(model\)\.submit\(prompt, \.\.\.\) takes one at a time"):
+        eagle_fsd.generate([PROMPT, PROMPT], small, **given)
+
+
+@pytest.mark.parametrize(("given", "said"), [
+    ({"threshold": 0.3}, "fsd with threshold 0.3 changes nothing without a draft head"),
+    ({"acceptance": "tilt", "threshold": 2}, "tilt with threshold 2 changes nothing without a draft head"),
+    ({"threshold": 0.3, "speculative": False}, "changes nothing where speculative is False"),
+    ({}, ""), ({"acceptance": "exact"}, ""), ({"acceptance": lambda nodes: nodes.warped}, ""),
+], ids=str)
+def test_a_threshold_that_changes_nothing_is_warned_of(small, caplog, given, said):
+    eagle_fsd.generate(PROMPT, eagle_fsd.EagleModel.from_parts(small.target.model, None), max_new_tokens=2, **given)
+    assert [record.levelname for record in caplog.records] == ["WARNING"] * bool(said) and said in caplog.text
+
+
+def test_what_is_shown_of_a_model_and_an_answer(small):
+    out = eagle_fsd.generate(PROMPT, small, max_new_tokens=40)
+    stats = out.stats
+    assert repr(stats).startswith(f"Stats(new_tokens=40, tokens_per_second={round(stats.tokens_per_second, 3)}, "
+                                  f"mean_accepted_length={round(stats.mean_accepted_length, 3)}, ")
+    assert "accepted_lengths" not in repr(stats) and "None" not in repr(stats) and len(repr(stats)) < 400
+    assert repr(out) == f"Output(text={out.text!r}, finish_reason='length', seed={out.seed}, stats={stats!r})"
+    assert [receipt.token for receipt in out.receipts] == out.token_ids
+    plain = sum(each.numel() for each in small.target.model.parameters())
+    shown = repr(small)
+    assert f"target=LlamaForCausalLM (LlamaForCausalLM, {plain / 1000:.3g} k parameters, float32, plain w" in shown
+    assert "draft=a head (EAGLE-1/2, " in shown and "TreeConfig(" in shown and "\n" not in shown
 
 
 def test_numbers_and_arrays_of_numpy(small):

@@ -61,6 +61,11 @@ def test_pinned_versions_hold_what_is_declared(declared):
     assert wanted - pinned == {"torch"}  # which the Makefile installs first
 
 
+def test_the_quickstart_names_every_extra(declared):
+    page = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
+    assert [extra for extra in declared["extras_require"] if f"`{extra}`" not in page] == []
+
+
 def test_packaged_data_is_there(declared):
     for package, patterns in declared["package_data"].items():
         folder = ROOT / declared["package_dir"].get(package, package.replace(".", "/"))

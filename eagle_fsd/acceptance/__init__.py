@@ -4,6 +4,8 @@ A rule is a frozen dataclass with a `threshold`. At each level of the walk it se
 and answers `Weights`; the walk draws from them. A new rule is one file and one line in `RULE_CLASSES`.
 """
 
+from typing import TYPE_CHECKING
+
 from ..lazy import lazy_names
 
 RULE_CLASSES = {  # module -> class; a rule is known by its module's name
@@ -18,8 +20,13 @@ RULE_CLASSES = {  # module -> class; a rule is known by its module's name
 
 __all__ = ["RULES", "RULE_CLASSES", "FuzzyRule", "GatingRule", "Nodes", "Rule", "Weights", "make_rule"]
 
-__getattr__, __dir__ = lazy_names(__name__, {
-    **dict.fromkeys(("RULES", "make_rule"), "registry"),
-    **dict.fromkeys(("FuzzyRule", "GatingRule", "Rule"), "rule"),
-    **dict.fromkeys(("Nodes", "Weights"), "nodes"),
-})
+if TYPE_CHECKING:
+    from .nodes import Nodes, Weights
+    from .registry import RULES, make_rule
+    from .rule import FuzzyRule, GatingRule, Rule
+else:
+    __getattr__, __dir__ = lazy_names(__name__, {
+        **dict.fromkeys(("RULES", "make_rule"), "registry"),
+        **dict.fromkeys(("FuzzyRule", "GatingRule", "Rule"), "rule"),
+        **dict.fromkeys(("Nodes", "Weights"), "nodes"),
+    })

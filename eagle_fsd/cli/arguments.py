@@ -79,6 +79,8 @@ HeadGuard = Annotated[float | str | None, PrimitiveConstructorSpec(
 Json = Annotated[object, PrimitiveConstructorSpec(
     nargs=1, metavar="JSON", instance_from_str=lambda words: json.loads(words[0]), is_instance=lambda value: True,
     str_from_instance=lambda value: [json.dumps(value)])]
+# A flag that takes something away, --no-prepack: "(default: True)" behind it could be read both ways.
+OnUnlessFlagged = Annotated[bool, tyro.conf.arg(help_behavior_hint="")]
 RuleName = Literal[tuple(RULE_CLASSES)]
 Implementation = Literal[tuple(IMPLEMENTATIONS)]
 
@@ -97,7 +99,7 @@ class Loading(LoadOptions):
     quantization_config: Suppress[object] = None
     attn_implementation: Implementation | None = None
     tree: Suppress[object] = "auto"
-    prepack: bool = True
+    prepack: OnUnlessFlagged = True
     quantization: Literal["int8"] | None = None
 
     def load(self) -> EagleModel:
@@ -130,5 +132,6 @@ class Decoding(GenerateOptions):
     text_drafts: Literal["auto", "off"] = "auto"
     reference: UseAppendAction[tuple[str, ...]] = ()
     response_format: Json = None
+    speculative: OnUnlessFlagged = True
     logit_bias: Suppress[object] = None
     top_logprobs: Suppress[int] = 0

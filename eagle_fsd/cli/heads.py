@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -11,6 +12,7 @@ from tyro.conf import Positional, create_mutex_group
 
 from ..heads.catalogue import known_heads
 
+KINDS = {"eagle": "EAGLE-1/2", "eagle3": "EAGLE-3"}
 ONE_SIZE = create_mutex_group(required=False)
 
 
@@ -29,11 +31,24 @@ class HeadsCommand:
         found = [head for head in known_heads() if wanted in head.target.casefold()]
         if not found:
             raise ValueError(f"no head is known for a target whose id contains {self.target!r}")
-        for target, heads in itertools.groupby(found, key=lambda head: head.target):
+        sources = list(dict.fromkeys((head.source, head.looked_up) for head in found if not head.bundled))
+        rows = [(f"  {Path(head.head).name}" if head.bundled else f"  {head.head}", KINDS[head.kind], head.licence,
+                 "bundled" if head.bundled else f"[{sources.index((head.source, head.looked_up)) + 1}]",
+                 "*" if head.bundled or head.preferred else "") for head in found]
+        heading = ("TARGET, and its heads", "KIND", "LICENCE", "SOURCE", "")
+        widths = [max(len(row[column]) for row in (heading, *rows)) for column in range(len(heading))]
+
+        def show(row: Sequence[str]) -> None:
+            print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+
+        show(heading)
+        for target, each in itertools.groupby(zip(found, rows, strict=True), key=lambda pair: pair[0].target):
             print(target)
-            for head in heads:
-                print(f"  {head.head}: {head.kind}, licence {head.licence}{', preferred' if head.preferred else ''}; "
-                      f"{head.source} ({head.looked_up})")
+            for _, row in each:
+                show(row)
+        print("\n* is taken where --draft names none, as is the only head of a target. Licences: as on the hub.")
+        for number, (source, day) in enumerate(sources, 1):
+            print(f"[{number}] {source}, looked up on {day}")
 
 
 @dataclass(frozen=True)

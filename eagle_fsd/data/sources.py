@@ -5,11 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 from huggingface_hub import try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import validate_repo_id
 from transformers.utils import cached_file
 
 
 def check_source(name: str, source: object) -> str:
-    """A directory or hub id as text.
+    """A directory or hub id as text. What is meant as a path is not looked for at the hub, which takes half a minute
+    without a network: no hub id by its form, the name of a file, or a path below a folder that is here.
 
     Raises:
         TypeError: neither text nor a path.
@@ -20,10 +23,26 @@ def check_source(name: str, source: object) -> str:
     text, path = str(source), Path(source)
     if path.is_file():
         raise ValueError(f"{name} must be a directory or a hub id, {text!r} is a file")
-    is_path = isinstance(source, Path) or path.is_absolute() or text.startswith(".")
-    if not text or is_path and not path.is_dir():
-        raise ValueError(f"{name} must be a directory or a hub id, there is no directory {text!r}")
+    if path.is_dir() and text:
+        return text
+    accepted = f"{name} must be a directory or a hub id"
+    if path.suffix in (".gguf", ".safetensors", ".bin", ".pt"):
+        raise ValueError(f"{accepted}, there is no file {text!r}")
+    if isinstance(source, Path) or not is_hub_id(text):
+        raise ValueError(f"{accepted}, there is no directory {text!r}")
+    if path.parent != Path() and path.parent.is_dir() and not in_cache(text):
+        raise ValueError(f"{accepted}, there is no directory {text!r} (where a folder {str(path.parent)!r} is, no such "
+                         "hub id is asked for)")
     return text
+
+
+def is_hub_id(text: str) -> bool:
+    """Whether the hub could have a repository of this name."""
+    try:
+        validate_repo_id(text)
+    except HFValidationError:
+        return False
+    return True
 
 
 def fetch(source: str, filename: str, *, needed: bool = False) -> str | None:

@@ -216,7 +216,7 @@ def _emission(steps: Sequence[Step], drafters: Sequence[str | None], request: Re
     """
     by = [drafters[step.node] for step in steps[1:]]  # of the tokens before the last
     receipts = [
-        Receipt(("target" if step is steps[-1] else "exact") if step.exact else "fuzzy",
+        Receipt(step.token, ("target" if step is steps[-1] else "exact") if step.exact else "fuzzy",
                 None if math.isnan(step.divergence) else step.divergence, step.logprob, step.regret,
                 request.closed or ("budget" if step.closed else None), drafter,
                 (step.top or ())[: request.top_logprobs])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field, fields
 from typing import NamedTuple
 
 
@@ -12,6 +12,7 @@ class Receipt(NamedTuple):
     """How one token came to be.
 
     Args:
+        token: its id, as in `token_ids`.
         source: "target" (drawn by the target after the accepted path), "exact" (a draft token that the target
             itself would have drawn there) or "fuzzy" (one that the target would not have drawn).
         divergence: between target and draft at the token's position, where the rule computed it; else None.
@@ -23,6 +24,7 @@ class Receipt(NamedTuple):
         top: the target's most likely tokens there with their log-probabilities, as many as `top_logprobs=` asked for.
     """
 
+    token: int
     source: str
     divergence: float | None
     logprob: float
@@ -32,7 +34,7 @@ class Receipt(NamedTuple):
     top: Sequence[tuple[int, float]] = ()
 
 
-@dataclass
+@dataclass(repr=False)
 class Stats:
     """What a request cost. `accepted_lengths` counts accepted draft tokens per verify cycle, before any cut.
 
@@ -47,7 +49,7 @@ class Stats:
 
     new_tokens: int = 0
     target_forwards: int = 0  # verify forwards; the prefill is not counted
-    accepted_lengths: list[int] = field(default_factory=list)
+    accepted_lengths: list[int] = field(default_factory=list, repr=False)
     prefill_seconds: float = 0.0  # up to and including the first token
     decode_seconds: float = 0.0
     budget_spent: float | None = None
@@ -71,8 +73,20 @@ class Stats:
         seconds = self.prefill_seconds + self.decode_seconds
         return self.new_tokens / seconds if seconds else 0.0
 
+    def __repr__(self) -> str:
+        """What is asked first, then what differs from the defaults; seconds to the millisecond."""
+        found: dict[str, object] = {"new_tokens": self.new_tokens, "tokens_per_second": self.tokens_per_second,
+                                    "mean_accepted_length": self.mean_accepted_length}
+        for each in fields(self):
+            plain = each.default if each.default_factory is MISSING else each.default_factory()
+            if each.repr and getattr(self, each.name) != plain:
+                found[each.name] = getattr(self, each.name)
+        texts = {name: repr(round(value, 3) if isinstance(value, float) else dict(value) if isinstance(value, Counter)
+                            else value) for name, value in found.items()}
+        return f"Stats({', '.join(f'{name}={text}' for name, text in texts.items())})"
 
-@dataclass
+
+@dataclass(repr=False)
 class Output:
     """Result of `eagle_fsd.generate`. `token_ids` are the new tokens only, an end token included."""
 
@@ -80,5 +94,9 @@ class Output:
     finish_reason: str  # "eos", "stop" or "length"; of an engine's request also "cancelled"
     seed: int
     stats: Stats
-    receipts: list[Receipt] = field(repr=False)
+    receipts: list[Receipt]
     text: str | None = None  # without the stop string; None where the model has no tokenizer
+
+    def __repr__(self) -> str:
+        answer = f"token_ids={self.token_ids}" if self.text is None else f"text={self.text!r}"
+        return f"Output({answer}, finish_reason={self.finish_reason!r}, seed={self.seed}, stats={self.stats!r})"

@@ -14,16 +14,18 @@ from dataclasses import astuple, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ..data.files import append_lines, only_writer, read_lines
 from ..data.progress import Progress
 from ..data.questions import Question, converse
 from ..options import GenerateOptions
 from ..pair import EagleModel
 from .grading import is_right
-from .methods import Answer, Method, described, engine
-from .records import decimals, markdown, percent, plot_comparison, record_path, span, write_record
+from .methods import Answer, Method, described, engine, pair_text
+from .records import bullets, decimals, markdown, percent, plot_comparison, record_path, with_span, write_record
 from .settings import EXACT, ComparisonOptions, read_settings
-from .statistics import by_category, cross_fitted, repetition
+from .statistics import FEWEST, by_category, cross_fitted, repetition
 
 
 def compare(
@@ -134,7 +136,7 @@ def record_of(answers: Sequence[Answer], question: Question, run_code: bool) -> 
 
 
 def method_table(rows: Sequence[Mapping], reference: str) -> str:
-    """The rows in Markdown. tau = tokens emitted per forward of the target."""
+    """The rows in Markdown; `legend` says what the headings mean."""
     return markdown({
         "method": row["method"], "tokens/s": decimals(row["tokens_per_second"], 1),
         f"speed vs {reference} (95%)": ratio(row, "speedup", "x"),
@@ -149,15 +151,66 @@ def method_table(rows: Sequence[Mapping], reference: str) -> str:
 
 def ratio(row: Mapping, key: str, unit: str = "") -> str:
     """A ratio with its interval; empty where nothing was timed."""
-    return "" if row[key] is None else f"{row[key]:.2f}{unit} ({span(row[f'{key}_interval'])})"
+    return "" if row[key] is None else with_span(f"{row[key]:.2f}{unit}", row[f"{key}_interval"])
 
 
 def accuracy_cells(row: Mapping) -> dict[str, str]:
-    change = sorted(-100 * end for end in row["drop_interval"])
+    change = change_interval(row)
     return {"accuracy": percent(row["accuracy"], 1),
             "lost, gained": f"{round(row['lost'], 1):g}, {round(row['gained'], 1):g}",
-            "change in points (95%)": f"{0 - 100 * row['drop']:+.1f} ({span(change, 1)})",
+            "change in points (95%)": with_span(f"{0 - 100 * row['drop']:+.1f}", change, 1),
             "loss at most": decimals(100 * row["bound"], 1)}
+
+
+def change_interval(row: Mapping) -> list[float] | None:
+    """Of the change of accuracy in points; None: too few answers are graded."""
+    if row["drop_interval"] is None or row["graded"] < FEWEST:
+        return None
+    return sorted(-100 * end for end in row["drop_interval"])
+
+
+def legend(rows: Sequence[Mapping], reference: str, parting: str) -> str:
+    """What the headings of `method_table` mean.
+
+    Args:
+        parting: why lossless methods may have other answers than the reference's.
+    """
+    graded = {
+        "lost, gained": f"answers that are right under {reference} and wrong here, and the reverse",
+        "change in points (95%)": "of accuracy, with Tango's score interval (of several seeds: bootstrap)",
+        "loss at most": "one-sided 95% bound in points, corrected for the number of methods",
+    } if rows[0]["accuracy"] is not None else {}
+    return bullets({
+        "tokens/s": "new tokens over wall time, prompts included; an answer is all turns of a question",
+        f"speed, time per answer vs {reference} (95%)": "ratios over the timed questions, with bootstrap intervals "
+        f"over questions; of fewer than {FEWEST} questions there is none",
+        "tau": "tokens emitted per forward of the target, its own token included; copies from the text count as well, "
+        'where they are drafted. EAGLE\'s own tau is that of the head alone (text_drafts="off")',
+        "same answers, same tokens": f"answers that are {reference}'s token by token; tokens before the first "
+        f"difference. {parting}",
+        "fuzzy tokens": "accepted by the rule alone: the target would have taken others",
+        "regret/token": "log-probability of the target's best token less that of the token taken: nats, mean over all "
+        "tokens",
+        "repeated 4-grams": "share of an answer's 4-grams that it had before",
+        "cut off": "answers that the length limit has ended", **graded,
+    })
+
+
+def parting_text(model: EagleModel, temperature: float, baseline: torch.dtype | None) -> str:
+    """Why lossless methods may have other texts than the reference.
+
+    Args:
+        baseline: dtype of a reference that is not our engine.
+    """
+    if baseline is not None and temperature:
+        return "A lossless method samples from model.generate's distribution, with other noise: other texts."
+    half = {str(dtype).removeprefix("torch.") for dtype in (model.target.dtype, baseline)
+            if dtype in (torch.float16, torch.bfloat16)}
+    if not half:
+        return "A lossless method has 100%, unless the two best tokens tie even in float32."
+    return (f"A lossless method can have less in {' and '.join(sorted(half))}: forwards over one and over several "
+            "tokens round differently; where the two best tokens tie either may be taken, and from there on the texts "
+            "differ (docs/python.md, Lossless in half precision). In float32 they are the same.")
 
 
 def page_text(rows: Mapping[str, Sequence[Mapping]], reference: str) -> str:
@@ -187,44 +240,50 @@ def recommend(rows: Sequence[Mapping], reference: str, points: float) -> tuple[s
         return None, (f"Nothing is recommended: {reference} answers {percent(accuracy, 1)} rightly, so that there is "
                       "nothing to lose; look at the answers and at how they are compared.")
     kept = [row for row in others if 100 * row["bound"] <= points]
+    if any(row["time_interval"] is None for row in rows):
+        return None, f"None is recommended: it takes {FEWEST} timed questions at least."
     faster = [row for row in kept if row["time_interval"][1] < 1]
     if not faster:
         why = f"is shown to lose at most {points:g} points of accuracy ({rows[0]['graded']} answers)" if not kept else \
             f"that loses at most {points:g} points takes surely less time per answer than {reference}"
         return None, f"None is recommended: no setting {why}."
     best = min(faster, key=lambda row: row["time"])
+    time = with_span(f"{best['time']:.2f} of {reference}'s time per answer", best["time_interval"])
     return best["method"], (
-        f"Recommended: {best['method']}, {best['time']:.2f} of {reference}'s time per answer "
-        f"({span(best['time_interval'])}), at a loss of at most {100 * best['bound']:.1f} points of accuracy "
-        f"(one-sided 95%, corrected for the choice among {len(others)}). Nothing was set.")
+        f"Recommended: {best['method']}, {time}, at a loss of at most "
+        f"{100 * best['bound']:.1f} points of accuracy (one-sided 95%, corrected for the choice among {len(others)}). "
+        "Nothing was set.")
 
 
 def cross_fit_text(row: Mapping, reference: str, points: float) -> str:
     """What came of choosing on other questions, in a sentence."""
+    time = with_span(f"{row['time']:.2f} of {reference}'s time per answer", row["time_interval"])
+    change = with_span(f"{0 - 100 * row['drop']:+.1f} points of accuracy", change_interval(row), 1)
     return (f"Chosen on one half of the questions, as the fastest that loses at most {points:g} points there, and "
-            f"judged on the other half, both ways ({' and '.join(row['chosen'])}): {row['time']:.2f} of {reference}'s "
-            f"time per answer ({span(row['time_interval'])}), {0 - 100 * row['drop']:+.1f} points of accuracy "
-            f"({span(sorted(-100 * end for end in row['drop_interval']), 1)}).")
+            f"judged on the other half, both ways ({' and '.join(row['chosen'])}): {time}, {change}.")
 
 
 def compare_and_store(
     model: EagleModel, methods: Mapping[str, Method], reference: str, questions: Sequence[Question],
-    options: ComparisonOptions, **how: Any,
+    options: ComparisonOptions, *, baseline: torch.dtype | None = None, **how: Any,
 ) -> tuple[dict[str, list[dict]], str]:
     """Compare methods, and store what was found as OUT.json and OUT.md; see `compare` and `store`."""
     about = described(model, options)
-    return store(model, compare(methods, questions, options, about, **how), reference, options, about)
+    return store(model, compare(methods, questions, options, about, **how), reference, options, about,
+                 baseline=baseline)
 
 
 def store(
     model: EagleModel, records: Sequence[Mapping], reference: str, options: ComparisonOptions,
     about: Mapping[str, object], *, points: float | None = None, workers: int = 1, seeds: int = 1,
+    baseline: torch.dtype | None = None,
 ) -> tuple[dict[str, list[dict]], str]:
     """Store what `compare` has found as OUT.json and OUT.md.
 
     Args:
         points: of accuracy, that a recommended method loses at most; None: nothing is recommended.
         workers, seeds: for the record.
+        baseline: dtype of a reference that is not our engine.
 
     Returns:
         The rows by category (see `method_rows`), and the page, which ends with the recommendation.
@@ -235,14 +294,21 @@ def store(
         name, said = recommend(rows["all"], reference, points)
         crossed = cross_fitted(records, reference, points)
         said += "" if crossed is None else f"\n\n{cross_fit_text(crossed, reference, points)}"
+    names = dict(zip(("target", "head"), model.described(), strict=True))
     found = {"workers": workers, "seeds": seeds, "points": points, "recommended": name, "said": said, "rows": rows,
-             "cross_fitted": crossed}
+             "cross_fitted": crossed, "names": names, "baseline_dtype": baseline and str(baseline)}
+    stored = "" if baseline is None else f", {reference} in {str(baseline).removeprefix('torch.')}"
+    parting = parting_text(model, options.temperature, baseline)
     return rows, write_record(options.out, {**about, **found}, f"""\
-{len(records)} questions, {rows["all"][0]["timed"]} of them timed, {about["dtype"]},
+{pair_text(model)}
+
+{len(records)} questions, {rows["all"][0]["timed"]} of them timed{stored},
 temperature {options.temperature:g}, at most {options.max_new_tokens} tokens a turn,
 tree {model.describe_tree(options.tree, options.temperature)}{f", accuracy of {seeds} seeds" if seeds > 1 else ""}
 
 {page_text(rows, reference)}
+
+{legend(rows["all"], reference, parting)}
 
 {said}""".rstrip())
 

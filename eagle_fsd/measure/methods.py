@@ -53,6 +53,12 @@ def described(model: EagleModel, options: ComparisonOptions | None = None) -> di
     return found
 
 
+def pair_text(model: EagleModel) -> str:
+    """Names and sizes of target and head, as pages of results begin."""
+    target, head = model.described()
+    return f"Target: {target}\\\nHead: {head or 'none, drafts are copied from the text alone'}"
+
+
 def hf_generate(model: EagleModel, *, temperature: float = 0.0, seed: int = 0, **options: object) -> Method:
     """`model.generate`, the users' baseline, of the model as transformers loads it, told to do what our engine does.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import platform
 import shlex
@@ -100,9 +101,19 @@ def percent(share: float | None, digits: int = 0) -> str:
     return decimals(None if share is None else 100 * share, digits, "%")
 
 
-def span(ends: Sequence[float], digits: int = 2) -> str:
-    """Both ends of an interval."""
-    return f"{ends[0]:.{digits}f} to {ends[1]:.{digits}f}"
+def with_span(text: str, ends: Sequence[float] | None, digits: int = 2) -> str:
+    """A value with both ends of its interval, where it has one."""
+    return text if ends is None else f"{text} ({ends[0]:.{digits}f} to {ends[1]:.{digits}f})"
+
+
+def bullets(meanings: Mapping[str, str]) -> str:
+    """A legend: what each heading of a table means."""
+    return "\n".join(f"- **{heading}**: {meaning}" for heading, meaning in meanings.items())
+
+
+def whiskers(value: float, ends: Sequence[float] | None) -> list[float]:
+    """How far an interval reaches below and above its value, as matplotlib takes it; NaN: there is none."""
+    return [math.nan, math.nan] if ends is None else [max(0.0, value - ends[0]), max(0.0, ends[1] - value)]
 
 
 def save_plot(path: Path, width: float, height: float, draw: Callable[[Any], None]) -> None:
@@ -129,10 +140,10 @@ def plot_comparison(rows: Sequence[Mapping], reference: str, path: Path) -> None
     def draw(axes: Any) -> None:
         for row in rows:
             time, value = row["time"], 100 * (row["accuracy"] if graded else row["same_tokens"])
-            across = [[time - row["time_interval"][0]], [row["time_interval"][1] - time]]
-            along = [[100 * (row["drop_interval"][1] - row["drop"])],
-                     [100 * (row["drop"] - row["drop_interval"][0])]] if graded else None
-            axes.errorbar(time, value, yerr=along, xerr=across, marker="o", elinewidth=0.7, label=row["method"])
+            across = whiskers(time, row["time_interval"])
+            fall = [100 * reach for reach in whiskers(row["drop"], row["drop_interval"])] if graded else None
+            axes.errorbar(time, value, yerr=fall and [[fall[1]], [fall[0]]], xerr=[[reach] for reach in across],
+                          marker="o", elinewidth=0.7, label=row["method"])
         axes.set(xlabel=f"time per answer, relative to {reference}",
                  ylabel="accuracy (%)" if graded else f"tokens equal to {reference}'s (%)")
         axes.legend(fontsize=8)

@@ -14,13 +14,14 @@ from statistics import NormalDist
 import numpy as np
 
 RESAMPLES = 2000
+FEWEST = 5  # questions with an interval: that of two would be their minimum and maximum
 GRAM = 4
 CHOSEN = "chosen"  # name of a method that was chosen on other questions
 
 
 def interval(
     statistic: Callable[..., np.ndarray], *columns: np.ndarray, ends: Sequence[float] = (0.025, 0.975)
-) -> list[float]:
+) -> list[float] | None:
     """95% percentile interval of a statistic of questions, which are drawn with replacement.
 
     Args:
@@ -29,14 +30,16 @@ def interval(
         ends: other shares of the draws than those of 95%.
 
     Returns:
-        Both ends; of a single question twice its value.
+        Both ends; None of fewer than `FEWEST` questions.
     """
     count = len(columns[0])
+    if count < FEWEST:
+        return None
     drawn = np.random.default_rng(0).integers(count, size=(RESAMPLES, count))
     return np.quantile(statistic(*(np.asarray(column)[drawn] for column in columns)), ends).tolist()
 
 
-def ratio_interval(ours: np.ndarray, theirs: np.ndarray) -> list[float]:
+def ratio_interval(ours: np.ndarray, theirs: np.ndarray) -> list[float] | None:
     """95% percentile interval of the ratio of two sums over the same questions."""
     return interval(lambda a, b: a.sum(-1) / b.sum(-1), ours, theirs)
 
@@ -83,10 +86,10 @@ def method_rows(found: Sequence[Mapping], reference: str) -> list[dict]:
     """One row per method over the questions of `compare`, beside the reference on the same questions.
 
     Returns:
-        speedup (tokens per second) and time (per answer) are ratios to the reference's, with 95% intervals; they and
-        tau are of the timed questions (None: there are none); same_tokens: share before the first difference; drop: of
-        accuracy, with its interval, and bound: its one-sided 95% bound, with Bonferroni's correction over all methods
-        but the reference.
+        speedup (tokens per second) and time (per answer) are ratios to the reference's, with 95% intervals (None: too
+        few questions); they and tau are of the timed questions (None: there are none); same_tokens: share before the
+        first difference; drop: of accuracy, with its interval, and bound: its one-sided 95% bound, with Bonferroni's
+        correction over all methods but the reference.
     """
     timed = [line["methods"] for line in found if all(record["timed"] for record in line["methods"].values())]
     rows = []
@@ -162,7 +165,8 @@ def _accuracy(ours: Sequence[Mapping], theirs: Sequence[Mapping], methods: int) 
     if all(right in (0, 1) for pair in pairs for right in pair):
         ends, bound = drop_interval(lost, gained, len(pairs)), drop_bound(lost, gained, len(pairs), confidence)
     else:
-        *ends, bound = interval(lambda fall: fall.mean(-1), falls, ends=(0.025, 0.975, confidence))
+        found = interval(lambda fall: fall.mean(-1), falls, ends=(0.025, 0.975, confidence))
+        ends, bound = (None, 1.0) if found is None else (found[:2], found[2])
     return {"graded": len(pairs), "accuracy": sum(right for right, _ in pairs) / len(pairs), "lost": lost,
             "gained": gained, "drop": falls.mean().item(), "drop_interval": ends, "bound": bound}
 

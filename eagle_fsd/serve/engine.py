@@ -8,7 +8,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import LogitsProcessor
@@ -18,11 +18,14 @@ from ..checks import require_integer
 from ..drafting.autotree import describe_tree
 from ..drafting.config import TreeConfig
 from ..engine.request import Request
-from ..options import GenerateOptions
+from ..options import GenerateKeywords, GenerateOptions, lists_options
 from ..pair import EagleModel
 from ..requests import encode_prompt, make_requests
 from .rows import EngineStats, Rows
 from .tickets import EngineClosed, QueueFull, Ticket
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 log = logging.getLogger(__name__)
 
@@ -102,10 +105,11 @@ class Engine:
         """Requests that wait for a row."""
         return len(self._queue)
 
+    @lists_options(GenerateOptions, GenerateKeywords)
     def submit(
         self, prompt: Any, options: GenerateOptions | None = None, *,
         logits_processor: Sequence[LogitsProcessor] | None = None, stopping_criteria: Sequence[Callable] | None = None,
-        pool: str | None = None, **given: Any,
+        pool: str | None = None, **given: Unpack[GenerateKeywords],
     ) -> Ticket:
         """Ask for an answer; may be called from any thread. Everything is checked here, and nothing is waited for.
 
