@@ -39,7 +39,7 @@ def check_tools(tools: Any) -> list[dict]:
         parameters = {} if function.get("parameters") is None else function["parameters"]
         kinds = parameters.get("type", "object") if isinstance(parameters, dict) else None
         if "object" not in (kinds if isinstance(kinds, list) else [kinds]):
-            raise ValueError(f"parameters of the tool {name} must be a JSON schema of an object, got {parameters!r}")
+            raise ValueError(f"tools must have a JSON schema of an object as parameters, got {parameters!r} of {name}")
         try:
             json.dumps(function)
         except RecursionError as error:
@@ -121,7 +121,9 @@ def arguments_of(found: Any) -> str:
     Raises:
         ValueError: they are no object, or hold what JSON has no number for.
     """
-    found = json.loads(found) if isinstance(found, str) and found.strip() else found or {}
+    if isinstance(found, str):
+        found = json.loads(found) if found.strip() else None
+    found = {} if found is None else found
     if not isinstance(found, dict):
         raise ValueError(f"arguments must be an object, got {found!r}")
     return json_text(found)
