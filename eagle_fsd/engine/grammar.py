@@ -53,7 +53,7 @@ class Grammar(LogitsProcessor):
         try:
             from llguidance import LLMatcher
         except ImportError as error:
-            raise ImportError("response_format= needs llguidance: pip install 'eagle_fsd[structured]'") from error
+            raise ImportError("response_format= needs llguidance: pip install llguidance") from error
         if not getattr(tokenizer, "is_fast", False):
             raise ValueError("response_format needs a fast tokenizer, and this model has "
                              f"{'none' if tokenizer is None else type(tokenizer).__name__}")
