@@ -8,9 +8,12 @@ import openai
 import pytest
 from pydantic import BaseModel
 from served import here
+from tiny import tiny_tokenizer
+from tokenizers import Tokenizer, decoders, models, normalizers
+from transformers import PreTrainedTokenizerFast
 
 import eagle_fsd
-from eagle_fsd.serve.protocol import Form
+from eagle_fsd.serve.protocol import Form, speller
 from eagle_fsd.serve.tools import HeldText, check_tools, chosen_tools, find_calls
 
 PAIRS = Path(__file__).parent / "pairs"
@@ -260,6 +263,22 @@ def test_bytes_of_tokens_are_those_of_the_text(client):
     assert old.tokens == [each.token for each in listed]
 
 
+def test_bytes_of_a_tokenizer_of_pieces():
+    """With blanks and bytes as SentencePiece has them; one of words, which llguidance does not know, has text alone."""
+    names = ["<s>", "</s>", *(f"<0x{each:02X}>" for each in range(256)), "▁", "a", "▁a"]
+    backend = Tokenizer(models.BPE({name: at for at, name in enumerate(names)}, [("▁", "a")], byte_fallback=True))
+    backend.normalizer = normalizers.Replace(" ", "▁")
+    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(),
+                                         decoders.Strip(" ", 1, 0)])
+    pieces = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
+    spell = speller(pieces, len(names), (1,))
+    assert [spell(token) for token in pieces("a a")["input_ids"]] == [("a", [97]), (" a", [32, 97])]
+    assert [spell(2 + each)[0] for each in "é".encode()] == [r"bytes:\xc3", r"bytes:\xa9"]
+    assert spell(1) == ("</s>", None)
+    words = tiny_tokenizer()
+    assert speller(words, 32, ())(7) == (words.decode([7]), list(words.decode([7]).encode()))
+
+
 def test_a_text_that_two_tokens_have_is_told_once_by_each():
     spell = {5: "a", 6: "a", 7: "b"}
     form = Form("tiny", None, lambda token: (spell[token], None), [])
@@ -327,6 +346,8 @@ def test_a_request_may_switch_drafting(client):
     ({"response_format": {"type": "xml"}}, "of type 'xml' is not known; accepted: json_object, ", "response_format"),
     ({"loudness": 1}, "accepted: max_new_tokens, temperature, ", "loudness"),
     ({"response_format": {"type": ["object", "nul"]}}, "response_format ", "response_format"),
+    ({"tool_choice": "required", "tools": [{"type": "function", "function": {"name": "f", "parameters": {
+        "enum": [5]}}}]}, "tools cannot be used: Unsatisfiable schema", "tools"),
     ({"skip_special_tokens": False}, "not supported here: skip_special_tokens=False", "skip_special_tokens"),
     ({"stop_sequence": "x"}, "accepted: max_new_tokens, temperature, ", "stop_sequence"),
     ({"guided_json": {}}, 'option \'guided_json\'; use response_format={"type": "json_schema", ', "guided_json"),

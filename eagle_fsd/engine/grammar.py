@@ -147,6 +147,8 @@ def grammar_of(response_format: object) -> str:
     if form in wanted and not (isinstance(found := response_format.get(form), wanted[form]) and found):
         raise ValueError(f'response_format of type "{form}" needs a field "{form}" that is not empty, got '
                          f"{response_format!r}")
+    if form in ("regex", "grammar") and (half := re.search("[\ud800-\udfff]", found)):
+        raise ValueError(f"response_format holds no valid text: a lone surrogate {half[0]!r} at {half.start()}")
     if form == "regex":
         return LLMatcher.grammar_from_regex(re.sub(r"\\(.)", lambda pair: ASCII.get(pair[1], pair[0]), found))
     if form == "choice":

@@ -88,7 +88,7 @@ class Service:
                 tickets.append(await asyncio.to_thread(self.engine.submit, prompt, own, pool=pool,
                                                        fit=own.max_new_tokens == TO_THE_END))
         except (ValueError, TypeError, ImportError) as error:  # the last: an extra is not installed
-            raise refused(error, asked.predicted is not None) from error
+            raise refused(error, asked.fields) from error
         except QueueFull as error:
             raise Refusal(429, f"the server is busy: {error}", code="queue_full") from error
         except EngineClosed as error:

@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Literal, get_type_hints
 
 import docstring_parser
@@ -160,14 +161,14 @@ def tree_of(given: Any) -> TreeConfig:
         raise ValueError(f'tree must be {{"total_tokens": N, "depth": D, "top_k": K}}, got {given!r}') from error
 
 
-def refused(error: Exception, predicted: bool = False) -> Refusal:
+def refused(error: Exception, fields: Mapping[str, str] = MappingProxyType({})) -> Refusal:
     """For a `ValueError` or `TypeError` of the core, in its words: they begin with the option that is wrong.
 
     Args:
-        predicted: whether the reference was given as a prediction.
+        fields: of the request, by the options that were made of them.
     """
     name, space, rest = str(error).partition(" ")
-    theirs = {"max_new_tokens": "max_tokens", "reference": "prediction" if predicted else "reference"}.get(name, name)
+    theirs = {"max_new_tokens": "max_tokens", **fields}.get(name, name)
     return Refusal(400, theirs + space + rest, param=theirs if name in (*OPTIONS, "tools") else None)
 
 
@@ -310,6 +311,11 @@ class Asked(BaseModel):
         """What the answer's text must be."""
         return None if self.response_format == {"type": "text"} else self.response_format
 
+    @property
+    def fields(self) -> dict[str, str]:
+        """What options are called here that were made of other fields."""
+        return {}
+
     def options(self, defaults: Mapping[str, object]) -> GenerateOptions:
         """The options of decoding: those of the request, else the server's.
 
@@ -347,7 +353,7 @@ class Asked(BaseModel):
             unknown = next((name for name in given if name not in OPTIONS), None)
             if unknown is not None:
                 raise Refusal(400, str(error), param=unknown, code="unknown_field") from error
-            raise refused(error, self.predicted is not None) from error
+            raise refused(error, self.fields) from error
 
 
 class ChatRequest(Asked):
@@ -395,6 +401,11 @@ class ChatRequest(Asked):
     @property
     def format(self) -> Any:
         return schema_of_a_call(self._tools) if self._must_call else super().format
+
+    @property
+    def fields(self) -> dict[str, str]:
+        return ({} if self.prediction is None else {"reference": "prediction"}) | (
+            {"response_format": "tools"} if self._must_call else {})
 
     @property
     def may_call(self) -> list[str]:
