@@ -192,6 +192,8 @@ def test_what_is_missing_is_named_alone(monkeypatch):
             need_packages(page)
     monkeypatch.setattr("eagle_fsd.cli.serve.version", lambda name: "99")
     need_packages(True)
+    monkeypatch.setattr("eagle_fsd.cli.serve.requires", lambda name: version("gradio"))  # a checkout, not installed
+    need_packages(True)
 
 
 def test_plain_serving_drafts_nothing(monkeypatch):

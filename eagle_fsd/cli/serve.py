@@ -75,7 +75,10 @@ def begin_log() -> None:
 
 def need_packages(page: bool) -> None:
     """Raise ImportError, in words, where what serving needs is not installed, or too old."""
-    wanted = [Requirement(text) for text in requires("eagle_fsd") or ()]
+    try:
+        wanted = [Requirement(text) for text in requires("eagle_fsd") or ()]
+    except PackageNotFoundError:  # run from a checkout that was not installed: imports say it
+        return
     extra = {"extra": "page" if page else "serve"}  # the one has all of the other
     missing = [f"{each.name}{each.specifier}" for each in wanted
                if each.marker is not None and each.marker.evaluate(extra) and not installed(each)]
