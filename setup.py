@@ -18,9 +18,9 @@ VERSION = next(
 
 GGUF = ["gguf>=0.10"]  # for the default pair, too
 EVAL = ["matplotlib>=3.8", "jsonschema>=4"]
-SERVE = ["fastapi>=0.165", "starlette>=1.10", "pydantic>=2.10", "uvicorn>=0.34", "h11>=0.14", "prometheus-client>=0.21",
-         "psutil>=5.9", "docstring_parser>=0.16"]
 STRUCTURED = ["llguidance>=1.9"]
+SERVE = [*STRUCTURED, "fastapi>=0.165", "starlette>=1.10", "pydantic>=2.10", "uvicorn>=0.34", "h11>=0.14",
+         "prometheus-client>=0.21", "psutil>=5.9", "docstring_parser>=0.16"]
 EXTRAS = {
     "gguf": GGUF,
     "flash": ["flash-attn-4>=4.0.0b36; platform_system == 'Linux'"],  # or 2, or 3: docs/performance.md
@@ -34,7 +34,7 @@ EXTRAS = {
     "eval": EVAL,  # train/ and eval/ run from a checkout
     "llama_cpp": ["xllamacpp>=2026.10", *GGUF],  # its server, to compare with: eval/llama_server.py
     "docs": ["mkdocs>=1.6,<2", "mkdocs-material>=9.6", "mkdocstrings[python]>=1.0"],
-    "dev": [*GGUF, *EVAL, *SERVE, *STRUCTURED, "httpx>=0.27", "openai>=2", "pytest>=8", "pytest-xdist>=3.6",
+    "dev": [*GGUF, *EVAL, *SERVE, "httpx>=0.27", "openai>=2", "pytest>=8", "pytest-xdist>=3.6",
             "ruff>=0.8"],
 }
 
@@ -57,7 +57,7 @@ setup(
     },
     install_requires=[
         "torch>=2.9", "transformers>=5.17,<6", "safetensors>=0.5", "huggingface_hub>=1.31", "accelerate>=1.1",
-        "numpy>=1.26", "tqdm>=4.66", "jinja2>=3.1", "tyro>=1.0",
+        "numpy>=1.26", "packaging>=24", "tqdm>=4.66", "jinja2>=3.1", "tyro>=1.0",
     ],
     extras_require=EXTRAS,
     entry_points={

@@ -91,7 +91,7 @@ class Options:
         for name in given:
             if name not in accepted:
                 ours = [*accepted, *also]
-                near = difflib.get_close_matches(str(name), [*ours, *ELSEWHERE], 1)
+                near = difflib.get_close_matches(str(name), [*ours, *ELSEWHERE], 1, cutoff=0.75)  # of a misspelt name
                 meant = name if name in ELSEWHERE else next(iter(near), None)
                 said = (f"accepted: {', '.join(ours)}" if meant is None else f"did you mean {meant!r}?"
                         if meant in ours else f"use {ELSEWHERE[meant]}")

@@ -183,9 +183,10 @@ def run_schedule(seed):
     return stats, {output.finish_reason for output in outputs}
 
 
-def test_random_schedules():
+def test_random_schedules(monkeypatch):
     reused, undrafted, reasons = 0, 0, set()
     for seed in range(45):
+        monkeypatch.setattr("eagle_fsd.serve.rows.STEP", (256, 8)[seed % 2])  # caches that grow often, and seldom
         stats, ended = run_schedule(seed)
         reused += stats.reused_tokens
         undrafted += stats.undrafted
@@ -218,7 +219,9 @@ def run_gaps(seed):
     return engine.stats.undrafted
 
 
-def test_rows_that_joined_while_nothing_was_drafted():
+@pytest.mark.parametrize("step", [256, 8])
+def test_rows_that_joined_while_nothing_was_drafted(step, monkeypatch):
+    monkeypatch.setattr("eagle_fsd.serve.rows.STEP", step)
     assert sum(run_gaps(seed) for seed in range(15)) > 30
 
 

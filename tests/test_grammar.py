@@ -1,5 +1,6 @@
 """Structured output: every answer is one that the grammar allows, and the one that plain decoding finds with it."""
 
+import copy
 import json
 import re
 from pathlib import Path
@@ -77,6 +78,10 @@ def test_no_rule_leaves_the_grammar(pair, rule, temperature):
     ({"type": "json_schema", "json_schema": {"name": "n", "schema": {"const": {"a": [1, "é"]}}}},
      r'\{"a": \[1, "é"\]\}'),
     ({"enum": ["to be", "or not"]}, '"(to be|or not)"'),
+    ({"type": "json_object", "schema": {"const": 5}}, "5"),
+    ({"type": "json_schema", "json_schema": {"name": "n", "schema": None}}, r"\{.*"),
+    ({"type": ["object", "null"], "properties": {"a": {"const": 1}}, "additionalProperties": False},
+     r'(\{("a": 1)?\}|null)'),
     ({"type": "regex", "regex": "(ab|cd)+e"}, "(ab|cd)+e"),
     ({"type": "choice", "choice": ["yes", 'say "no"']}, 'yes|say "no"'),
     ({"type": "grammar", "grammar": 'start: "x" /[0-9]{3}/'}, "x[0-9]{3}"),
@@ -85,6 +90,33 @@ def test_no_rule_leaves_the_grammar(pair, rule, temperature):
 def test_forms(pair, wanted, pattern):
     output = generate(pair, wanted)
     assert re.fullmatch(pattern, output.text, re.DOTALL) and output.finish_reason in ("eos", "length")
+
+
+@pytest.mark.parametrize(("regex", "text", "allowed"), [
+    (r"\d{3}", "123", True), (r"\d{3}", "🯸🯸🯸", False), (r"[\d-]+x", "1-2x", True), (r"[^\d]", "🯸", True),
+    (r"\D", "🯸", True), (r"\w+", "é", False), (r"\W", "é", True), (r"[^\W\d]+", "a_b", True), (r"[^\W\d]", "1", False),
+    (r"\\d", r"\d", True), (r"\\\d", r"\5", True), (r"\.", ".", True),
+])
+def test_classes_of_characters_are_those_of_ecma(pair, regex, text, allowed):
+    """As json-schema.org asks of `pattern`: \\d is 0 to 9."""
+    for wanted, shown in (({"type": "regex", "regex": regex}, text),
+                          ({"type": "string", "pattern": f"^{regex}$"}, json.dumps(text, ensure_ascii=False))):
+        grammar = Grammar(wanted, pair.tokenizer, vocab_size=2048, eos_ids=[2], start=0)
+        tokens = grammar.tokens.tokenize_bytes(shown.encode())
+        assert (grammar._matcher.try_consume_tokens(tokens) == len(tokens)) == allowed
+
+
+def test_tokens_that_the_model_has_no_row_for_are_left_out(pair):
+    """They are common after fine-tuning, and never drawn."""
+    tokenizer = copy.deepcopy(pair.tokenizer)
+    tokenizer.add_tokens(["<extra>"], special_tokens=True)
+    assert len(tokenizer) == pair.target.vocab_size + 1
+    more = eagle_fsd.EagleModel(pair.target, pair.draft, tokenizer)
+    assert generate(more, PERSON).token_ids == generate(pair, PERSON).token_ids
+    grammar = Grammar(PERSON, tokenizer, vocab_size=2048, eos_ids=[2, 2048], start=0)
+    assert grammar.tokens.vocab_size == 2048 and grammar.tokens.eos_tokens == [2]
+    with pytest.raises(ValueError, match="an end token"):
+        Grammar(PERSON, tokenizer, vocab_size=2048, eos_ids=[2048], start=0)
 
 
 @pytest.mark.parametrize(("wanted", "error", "said"), [
@@ -98,6 +130,8 @@ def test_forms(pair, wanted, pattern):
     ({"type": "grammar", "grammar": "start: nothing"}, ValueError, "nothing"),
     ({"$ref": "#/nowhere"}, ValueError, "response_format cannot be used"),
     ({"type": "regex", "regex": r"[^\s\S]"}, ValueError, "response_format cannot be used"),
+    ({"type": "regex", "regex": "a\ud800"}, ValueError, r"holds no valid text: a lone surrogate '\ud800'"),
+    ({"type": []}, ValueError, "response_format cannot be used"),
 ])
 def test_bad_formats(pair, wanted, error, said):
     with pytest.raises(error, match=re.escape(said)):

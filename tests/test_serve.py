@@ -6,9 +6,15 @@ import signal
 import httpx
 import openai
 import pytest
+import torch
+from fastapi.testclient import TestClient
 from served import here, served, wait_for_health, wait_until
+from tiny import tiny_chat_pair
 
 import eagle_fsd
+from eagle_fsd.engine.forwards import Forwards
+from eagle_fsd.serve.app import create_app
+from eagle_fsd.serve.limits import ServeOptions
 
 CHAT = [{"role": "user", "content": "what is it"}]
 OPTIONS = {"model": "tiny", "messages": CHAT, "max_tokens": 24}
@@ -128,6 +134,74 @@ def test_models_are_listed(client, server):
         client.models.retrieve("large")
     described = httpx.get(f"{server.url}/openapi.json").json()
     assert {"/v1/chat/completions", "/v1/completions", "/v1/models"} <= described["paths"].keys()
+
+
+@pytest.mark.parametrize("rows", [4, 3])
+def test_answers_without_a_limit_share_the_room(rows):
+    """Each ends at the context's end or where its share of the room does, whoever else is there; the caches grow with
+    the texts."""
+    chats = [[{"role": "user", "content": "what is it"[: 3 + number % 7]}] for number in range(10)]
+    with here(max_rows=rows, max_tokens=2000, max_waiting=32, tree=TREE) as found:
+        sizes, resize = [], Forwards.resize
+
+        def noted(forwards, requests, room, draft_room):
+            sizes.append((requests, room))
+            resize(forwards, requests, room, draft_room)
+
+        async def crowd():
+            async with openai.AsyncOpenAI(base_url=f"{found.url}/v1", api_key="none", max_retries=0) as client:
+                return await asyncio.gather(*(client.chat.completions.create(model="tiny", messages=chat)
+                                              for chat in chats))
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Forwards, "resize", noted)
+            answers = asyncio.run(crowd())
+        room = 2000 // rows - found.engine._rows.nodes
+        assert [answer.usage.total_tokens for answer in answers] == [room] * 10
+        assert {answer.choices[0].finish_reason for answer in answers} == {"length"}
+        for number in (0, 5):
+            expected = eagle_fsd.generate(chats[number], found.pair, tree=TREE,
+                                          max_new_tokens=answers[number].usage.completion_tokens)
+            assert answers[number].choices[0].message.content == expected.text
+        assert max(requests for requests, _ in sizes) == rows and all(count * each <= 2000 for count, each in sizes)
+        long = openai.OpenAI(base_url=f"{found.url}/v1", api_key="none").completions
+        used = long.create(model="tiny", prompt=[5, 6, 7] * 250).usage  # longer than a share
+        assert (used.prompt_tokens, used.completion_tokens) == (750, 256)
+        with pytest.raises(openai.BadRequestError, match="a prompt of 1995 tokens"):
+            long.create(model="tiny", prompt=[5, 6, 7] * 665)
+
+
+def test_caches_begin_small_and_grow():
+    """Where there is no memory to grow, the longest text ends with that error, and the others go on."""
+    pair, sizes, resize = tiny_chat_pair(max_position_embeddings=2048), [], Forwards.resize
+
+    def noted(forwards, requests, room, draft_room):
+        if room > 512:
+            raise torch.OutOfMemoryError("no memory")
+        sizes.append(room)
+        resize(forwards, requests, room, draft_room)
+
+    with pytest.MonkeyPatch.context() as patch, eagle_fsd.Engine(pair, tree=TREE, max_rows=2) as engine:
+        patch.setattr(Forwards, "resize", noted)
+        long = engine.submit(CHAT, max_new_tokens=1900)
+        short = engine.submit(CHAT, max_new_tokens=300, temperature=1.0, seed=3)
+        with pytest.raises(torch.OutOfMemoryError):
+            long.result(60)
+        assert short.result(60).token_ids == eagle_fsd.generate(CHAT, pair, max_new_tokens=300, temperature=1.0, seed=3,
+                                                                tree=TREE).token_ids
+        assert engine.submit(CHAT, max_new_tokens=3).result(60).finish_reason == "length"
+    assert sizes[0] == 256 and max(sizes) == 512 and engine.error is None
+
+
+def test_names_of_the_model():
+    app = {"model": "Org/Some-Model", "messages": CHAT, "max_tokens": 1}
+    with eagle_fsd.Engine(tiny_chat_pair()) as engine, TestClient(
+            create_app(engine, "mine", ServeOptions(), {}, also=["Org/Some-Model"]), "http://localhost") as found:
+        for name in ("mine", "Mine", "Org/Some-Model", "some-model", "org/some-model"):
+            assert found.post("/v1/chat/completions", json={**app, "model": name}).json()["model"] == "mine"
+            assert found.get(f"/v1/models/{name}").json()["id"] == "mine"
+        for name in ("other", "Else/some-model", ""):
+            assert found.post("/v1/chat/completions", json={**app, "model": name}).status_code == 404
 
 
 @pytest.mark.parametrize(("changed", "error", "param"), [

@@ -6,6 +6,7 @@ import logging
 import socket
 import threading
 from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError
 
 import httpx
 import pytest
@@ -18,7 +19,7 @@ from tiny import tiny_chat_pair, tiny_tokenizer
 
 import eagle_fsd
 from eagle_fsd.cli import main
-from eagle_fsd.cli.serve import begin_log
+from eagle_fsd.cli.serve import begin_log, need_packages
 from eagle_fsd.engine.decoder import Decoder
 from eagle_fsd.serve.app import create_app
 from eagle_fsd.serve.limits import ServeOptions
@@ -160,6 +161,39 @@ def test_defaults_hold_where_a_request_does_not_say():
             assert found.post(CHAT, json={**BODY, **more}).status_code == 200
     assert [(each.max_new_tokens, each.threshold, each.divergence) for each in asked] == [
         (3, 0.5, "tv"), (4, 0.1, "tv"), (4, None, None)]
+
+
+def test_an_answer_may_go_on_unless_somebody_says(monkeypatch):
+    """As in OpenAI's API, vLLM and llama.cpp."""
+    given = []
+    monkeypatch.setattr("eagle_fsd.serve.server.serve", lambda *args: given.append(args) or True)
+    for words in ([], ["--max-new-tokens", "5"]):
+        assert main(["serve", "--port", "0", *words, *PAIR]) == 0
+    assert "max_new_tokens" not in given[0][4] and given[1][4]["max_new_tokens"] == 5
+    assert given[0][-1] == [SMALL[0]]  # what requests may call it too
+    with client(tiny_chat_pair(max_position_embeddings=64), given[0][4] | {"acceptance": "exact"}) as found:
+        used = found.post(CHAT, json={"messages": BODY["messages"], "max_tokens": None}).json()["usage"]
+    assert used["total_tokens"] == 64
+
+
+def test_what_is_missing_is_named_alone(monkeypatch):
+    """Not all that the extra holds: what is not there, or too old."""
+    def version(name):
+        if name in ("uvicorn", "gradio"):
+            raise PackageNotFoundError(name)
+        return "0.1" if name == "h11" else "99"
+
+    monkeypatch.setattr("eagle_fsd.cli.serve.version", version)
+    monkeypatch.setattr("eagle_fsd.cli.serve.requires", lambda name: [
+        "torch>=2.9", *(f'{each}; extra == "{extra}"' for extra in ("serve", "page")
+                        for each in ("fastapi>=0.165", "uvicorn>=0.34", "h11>=0.14")), 'gradio>=6; extra == "page"'])
+    for page, named in ((False, "'uvicorn>=0.34' 'h11>=0.14'"), (True, "'uvicorn>=0.34' 'h11>=0.14' 'gradio>=6'")):
+        with pytest.raises(ImportError, match=f"pip install {named}$"):
+            need_packages(page)
+    monkeypatch.setattr("eagle_fsd.cli.serve.version", lambda name: "99")
+    need_packages(True)
+    monkeypatch.setattr("eagle_fsd.cli.serve.requires", lambda name: version("gradio"))  # a checkout, not installed
+    need_packages(True)
 
 
 def test_plain_serving_drafts_nothing(monkeypatch):

@@ -19,17 +19,19 @@ CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", 
 
 
 @pytest.mark.parametrize(("defaults", "shown"), [
-    ({}, (0.0, 0.7, 0.0, 256)),  # lossless
-    ({"threshold": 0.5, "head_guard": None}, (0.5, 1.0, 0.0, 256)),
-    ({"acceptance": "typical", "temperature": 2.0}, (0.0, 0.7, 2.0, 256)),
+    ({}, (0.0, 0.7, 0.0, 1024)),  # lossless
+    ({"threshold": 0.5, "head_guard": None}, (0.5, 1.0, 0.0, 1024)),
+    ({"acceptance": "typical", "temperature": 2.0}, (0.0, 0.7, 2.0, 1024)),
     ({"acceptance": "exact", "threshold": 0.0, "max_new_tokens": 5000}, (0.0, 0.7, 0.0, 5000)),
-    ({"threshold": float("inf"), "head_guard": 0.33}, (1e6, 0.33, 0.0, 256)),
+    ({"threshold": float("inf"), "head_guard": 0.33, "max_new_tokens": 9}, (1e6, 0.33, 0.0, 9)),
 ])
 def test_whatever_the_server_was_started_with_is_among_the_settings(defaults, shown):
     found = settings_of(defaults)
     assert tuple(each["value"] for each in found.values()) == shown
     assert found["guard"]["visible"] == (defaults.get("acceptance") != "exact")
-    sliders = [each for each in build(None, "tiny", defaults).blocks.values() if isinstance(each, gradio.Slider)]
+    blocks = build(None, "a <tiny> model", defaults).blocks.values()
+    assert any("a &lt;tiny&gt; model" in str(each.value) for each in blocks if isinstance(each, gradio.HTML))
+    sliders = [each for each in blocks if isinstance(each, gradio.Slider)]
     assert len(sliders) == 4
     for slider in sliders:  # what the page sends as it stands
         assert slider.preprocess(slider.value) == slider.value
@@ -80,7 +82,7 @@ def test_stop_keeps_what_was_said(engine, monkeypatch):
 @pytest.mark.parametrize(("error", "told"), [(eagle_fsd.QueueFull("2 requests wait"), "2 requests wait"),
                                              (RuntimeError("a secret"), "log says why")])
 def test_an_answer_that_fails_says_so(engine, monkeypatch, error, told):
-    def fails(*args):
+    def fails(*args, **options):
         raise error
 
     monkeypatch.setattr(engine, "submit", fails)

@@ -8,8 +8,12 @@ import openai
 import pytest
 from pydantic import BaseModel
 from served import here
+from tiny import tiny_tokenizer
+from tokenizers import Tokenizer, decoders, models, normalizers
+from transformers import PreTrainedTokenizerFast
 
 import eagle_fsd
+from eagle_fsd.serve.protocol import Form, speller
 from eagle_fsd.serve.tools import HeldText, check_tools, chosen_tools, find_calls
 
 PAIRS = Path(__file__).parent / "pairs"
@@ -136,6 +140,30 @@ def test_references_of_two_tools_stay_their_own(client):
         assert answer.choices[0].message.tool_calls[0].function.arguments == json.dumps({"x": value})
 
 
+@pytest.mark.parametrize(("parameters", "arguments"), [
+    ({"properties": {"city": {"const": "Zoë"}}, "required": ["city"], "additionalProperties": False},
+     '{"city": "Zoë"}'),  # in characters of their own
+    ({"type": ["object", "null"], "properties": {}, "additionalProperties": False}, "{}"),
+    ({"$ref": "#/$defs/X", "$defs": {"X": {"enum": [5, {"a": 1}]}}}, '{"a": 1}'),
+    ({"anyOf": [{"type": "array"}, {"const": {"b": 2}}]}, '{"b": 2}'),
+    (None, "{}"),
+])
+def test_arguments_are_an_object_whatever_the_schema_leaves_out(client, parameters, arguments):
+    tools = [{"type": "function", "function": {"name": "f", "description": None, "parameters": parameters}}]
+    answer = client.chat.completions.create(**OPTIONS, tools=tools, tool_choice="required").choices[0]
+    assert answer.message.tool_calls[0].function.arguments == arguments
+
+
+@pytest.mark.parametrize("arguments", ["'Paris'", "null", "[1]", '{"x": NaN}', "5", "", None, {"a": 1}, [], '{"cut o'])
+def test_calls_come_back_whatever_their_arguments(client, arguments):
+    """Of models served elsewhere: the conversation goes on."""
+    turns = [*CHAT, {"role": "assistant", "content": None, "tool_calls": [
+        {"id": "c", "type": "function", "function": {"name": "add", "arguments": arguments}}]},
+        {"role": "tool", "tool_call_id": "c", "content": "3"}]
+    answer = client.chat.completions.create(model="tiny", messages=turns, max_tokens=2)
+    assert answer.usage.completion_tokens == 2
+
+
 HERMES = '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>'
 
 
@@ -151,6 +179,19 @@ HERMES = '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</to
     ("[system('rm')]", None, []),
     ('I would say {"name": "add", "arg', None, []),
     ("[__import__('os')]", None, []),
+    ('{"name": "add", "arguments": null}', "", [("add", {})]),
+    ('{"name": "add", "arguments": ""}', "", [("add", {})]),
+    (r'{"name": "add", "arguments": "{\"a\": \"é\"}"}', "", [("add", {"a": "é"})]),
+    (r'{"name": "add", "arguments": {"a": "\ud800"}}', "", [("add", {"a": "\ud800"})]),
+    ('{"name": "add", "arguments": "\'Paris\'"}', None, []),
+    ('{"name": "add", "arguments": [1]}', None, []),
+    ('{"name": "add", "arguments": 5}', None, []),
+    ('{"name": "add", "arguments": {"x": NaN}}', None, []),
+    ('{"name": "add", "arguments": {"x": 1e999}}', None, []),
+    ('{"name": "add", "arguments": 0} {"name": "add", "arguments": {}}', '{"name": "add", "arguments": 0}',
+     [("add", {})]),
+    ("[add(a=1e999)]", None, []),
+    ("[add(**{'a': 1})]", None, []),
 ])
 def test_calls_in_texts(text, said, calls):
     found = find_calls(text, ["weather", "add"])
@@ -172,7 +213,9 @@ def test_a_stream_shows_all_text_that_is_no_call(client):
 @pytest.mark.parametrize("tools", [
     [1], [{"type": "function"}], [{"type": "function", "function": {"name": "a b"}}], [TOOLS[0]] * 2,
     [TOOLS[0]] * 10_000,
-    [{"type": "function", "function": {"name": "f", "parameters": []}}], {}, "x"])
+    [{"type": "function", "function": {"name": "f", "parameters": []}}], {}, "x",
+    [{"type": "function", "function": {"name": "f", "parameters": {"type": "array"}}}],
+    [{"type": "function", "function": {"name": "f", "parameters": {"type": ["string", "null"]}}}]])
 def test_bad_tools(tools):
     with pytest.raises(ValueError, match="tool"):
         check_tools(tools)
@@ -203,6 +246,43 @@ def test_top_logprobs_are_those_of_a_forward(client, server):
         assert [token for token, _ in output.receipts[place].top] == tokens.tolist()
     old = client.completions.create(model="tiny", prompt="Once", max_tokens=4, logprobs=3)
     assert [len(top) for top in old.choices[0].logprobs.top_logprobs] == [3] * 4
+
+
+def test_bytes_of_tokens_are_those_of_the_text(client):
+    """Of parts of a character too, by which alternatives are told apart; an end token has none."""
+    text = "😀🔥 naïve 你好"
+    choice = {"type": "choice", "choice": [text]}
+    chat = client.chat.completions.create(**OPTIONS, logprobs=True, top_logprobs=20, response_format=choice).choices[0]
+    listed = chat.logprobs.content
+    assert chat.message.content == text and listed[-1].bytes is None and listed[-1].token == "<|end|>"
+    assert b"".join(bytes(each.bytes) for each in listed[:-1]) == text.encode()
+    assert listed[0].token == r"bytes:\xf0" and all(len(each.top_logprobs) == 20 for each in listed)
+    old = client.completions.create(model="tiny", prompt=CHAT[0]["content"], max_tokens=40, logprobs=20,
+                                    extra_body={"response_format": choice}).choices[0].logprobs
+    assert [len(top) for top in old.top_logprobs] == [20] * len(listed)
+    assert old.tokens == [each.token for each in listed]
+
+
+def test_bytes_of_a_tokenizer_of_pieces():
+    """With blanks and bytes as SentencePiece has them; one of words, which llguidance does not know, has text alone."""
+    names = ["<s>", "</s>", *(f"<0x{each:02X}>" for each in range(256)), "▁", "a", "▁a"]
+    backend = Tokenizer(models.BPE({name: at for at, name in enumerate(names)}, [("▁", "a")], byte_fallback=True))
+    backend.normalizer = normalizers.Replace(" ", "▁")
+    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(),
+                                         decoders.Strip(" ", 1, 0)])
+    pieces = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
+    spell = speller(pieces, len(names), (1,))
+    assert [spell(token) for token in pieces("a a")["input_ids"]] == [("a", [97]), (" a", [32, 97])]
+    assert [spell(2 + each)[0] for each in "é".encode()] == [r"bytes:\xc3", r"bytes:\xa9"]
+    assert spell(1) == ("</s>", None)
+    words = tiny_tokenizer()
+    assert speller(words, 32, ())(7) == (words.decode([7]), list(words.decode([7]).encode()))
+
+
+def test_a_text_that_two_tokens_have_is_told_once_by_each():
+    spell = {5: "a", 6: "a", 7: "b"}
+    form = Form("tiny", None, lambda token: (spell[token], None), [])
+    assert form._by_text([(5, -1.0), (6, -2.0), (7, -3.0)]) == {"a": -1.0, "token_id:6": -2.0, "b": -3.0}
 
 
 def test_penalties_and_bias(client):
@@ -265,6 +345,14 @@ def test_a_request_may_switch_drafting(client):
     ({"stream_options": {"include_usage": True}}, "give stream=true with them", "stream_options"),
     ({"response_format": {"type": "xml"}}, "of type 'xml' is not known; accepted: json_object, ", "response_format"),
     ({"loudness": 1}, "accepted: max_new_tokens, temperature, ", "loudness"),
+    ({"response_format": {"type": ["object", "nul"]}}, "response_format ", "response_format"),
+    ({"tool_choice": "required", "tools": [{"type": "function", "function": {"name": "f", "parameters": {
+        "enum": [5]}}}]}, "tools cannot be used: Unsatisfiable schema", "tools"),
+    ({"skip_special_tokens": False}, "not supported here: skip_special_tokens=False", "skip_special_tokens"),
+    ({"stop_sequence": "x"}, "accepted: max_new_tokens, temperature, ", "stop_sequence"),
+    ({"guided_json": {}}, 'option \'guided_json\'; use response_format={"type": "json_schema", ', "guided_json"),
+    ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "array"}}}]},
+     "tools must have a JSON schema of an object as parameters, got {'type': 'array'} of f", "tools"),
     ({"strem": True}, "unknown option 'strem'; did you mean 'stream'?", "strem"),
 ])
 def test_errors_are_in_our_words(server, changed, said, param):
@@ -272,6 +360,13 @@ def test_errors_are_in_our_words(server, changed, said, param):
     error = answer.json()["error"]
     assert answer.status_code == 400 and said in error["message"] and error["param"] == param
     assert "Input should" not in error["message"] and "Value error" not in error["message"]
+
+
+def test_what_other_servers_take_and_changes_nothing(server):
+    more = {"skip_special_tokens": True, "include_stop_str_in_output": False, "top_k": -1, "min_p": None}
+    plain, answer = (httpx.post(f"{server.url}/v1/chat/completions", json={**OPTIONS, **given}).json()["choices"]
+                     for given in ({}, more))
+    assert answer[0]["message"] == plain[0]["message"]
 
 
 def test_a_body_that_is_no_json_says_where(server):

@@ -6,10 +6,30 @@ import logging
 import shlex
 import sys
 from dataclasses import dataclass, replace
+from importlib.metadata import PackageNotFoundError, requires, version
 
+from packaging.requirements import Requirement
+
+from ..heads.catalogue import DEFAULT
 from ..options import names_of
 from ..serve.limits import KEY_VARIABLE, ServeOptions, key_from_environment, name_of
 from .arguments import Decoding, Loading
+
+
+@dataclass(frozen=True)
+class Answering(Decoding):
+    """How tokens are drawn, where an answer ends, and which drafted tokens are kept.
+
+    Args:
+        max_new_tokens: tokens of an answer whose request does not say; without it such an answer goes on to the end of
+            the context, or of its share of --max-tokens.
+    """
+
+    max_new_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        most = max(1, self.min_new_tokens) if self.max_new_tokens is None else self.max_new_tokens
+        Decoding(**{**vars(self), "max_new_tokens": most})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +42,7 @@ class ServeCommand:
 
     serving: ServeOptions = ServeOptions()
     pair: Loading = Loading()
-    decoding: Decoding
+    decoding: Answering
 
     def run(self) -> None:
         key = key_from_environment()
@@ -35,11 +55,14 @@ class ServeCommand:
             logging.warning("everyone who reaches %s can use the model: set %s", self.serving.host, KEY_VARIABLE)
         place = reserve(self.serving)
         defaults = {name: getattr(self.decoding, name) for name in names_of(Decoding)}
+        if defaults["max_new_tokens"] is None:
+            del defaults["max_new_tokens"]
         model = self.pair.load()
         if self.serving.plain:
             model = replace(model, draft=None, trees=None)
             defaults["speculative"] = False
-        if not serve(model, name, place, self.serving, defaults, defaults.pop("tree"), key):
+        if not serve(model, name, place, self.serving, defaults, defaults.pop("tree"), key,
+                     [self.pair.target or DEFAULT]):
             sys.exit(1)
 
 
@@ -51,15 +74,22 @@ def begin_log() -> None:
 
 
 def need_packages(page: bool) -> None:
-    """Raise ImportError, in words, where what serving needs is not installed."""
-    from importlib.metadata import requires
-    from importlib.util import find_spec
-
-    extras = {"serve": ("fastapi", "uvicorn", "prometheus_client"), "page": ("gradio",) if page else ()}
-    missing = [extra for extra, packages in extras.items() if not all(map(find_spec, packages))]
+    """Raise ImportError, in words, where what serving needs is not installed, or too old."""
+    try:
+        wanted = [Requirement(text) for text in requires("eagle_fsd") or ()]
+    except PackageNotFoundError:  # run from a checkout that was not installed: imports say it
+        return
+    extra = {"extra": "page" if page else "serve"}  # the one has all of the other
+    missing = [f"{each.name}{each.specifier}" for each in wanted
+               if each.marker is not None and each.marker.evaluate(extra) and not installed(each)]
     if missing:
         # By their own names: `eagle_fsd[page]` would look for eagle_fsd in the index.
-        packages = [text.split(";")[0].strip() for text in requires("eagle_fsd") or ()
-                    if any(f'extra == "{extra}"' in text for extra in missing)]
         raise ImportError(f"serving needs further packages: {shlex.quote(sys.executable)} -m pip install "
-                          f"{shlex.join(dict.fromkeys(packages))}")
+                          f"{shlex.join(dict.fromkeys(missing))}")
+
+
+def installed(package: Requirement) -> bool:
+    try:
+        return package.specifier.contains(version(package.name), prereleases=True)
+    except PackageNotFoundError:
+        return False

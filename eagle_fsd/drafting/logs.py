@@ -49,6 +49,11 @@ class Setting(NamedTuple):
             return cls("exact", 0.0, None, float(temperature))
         return cls(rule.name, float(rule.threshold), getattr(rule, "head_guard", None), float(temperature))
 
+    def __str__(self) -> str:
+        threshold = "" if self.rule == "exact" else f" {self.threshold:g}"
+        guard = "" if self.head_guard is None else f" with head_guard {self.head_guard:g}"
+        return f"{self.rule}{threshold}{guard} at temperature {self.temperature:g}"
+
 
 @dataclass
 class LoggedCycle:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -24,6 +25,8 @@ SCHEMA_TYPES = ("object", "array", "string", "number", "integer", "boolean", "nu
 # and small models never stop writing them. A schema's own "x-guidance" says otherwise.
 WHITESPACE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 LONGEST = 48  # tokens drafted in a row
+# Of a regular expression as in ECMA 262, and as llguidance has them in a schema's patterns; its own are Unicode's.
+ASCII = {"d": "[0-9]", "D": "[^0-9]", "w": "[A-Za-z0-9_]", "W": "[^A-Za-z0-9_]"}
 
 
 class GrammarError(ValueError):
@@ -50,13 +53,14 @@ class Grammar(LogitsProcessor):
         try:
             from llguidance import LLMatcher
         except ImportError as error:
-            raise ImportError("response_format= needs llguidance: pip install 'eagle_fsd[structured]'") from error
+            raise ImportError("response_format= needs llguidance: pip install llguidance") from error
         if not getattr(tokenizer, "is_fast", False):
             raise ValueError("response_format needs a fast tokenizer, and this model has "
                              f"{'none' if tokenizer is None else type(tokenizer).__name__}")
+        eos_ids = [token for token in eos_ids if token < vocab_size]
         if not eos_ids:
             raise ValueError("response_format needs an end token, and this model's generation config has none")
-        self.tokens, self.vocab_size = _vocabulary(tokenizer, vocab_size, tuple(eos_ids)), vocab_size
+        self.tokens, self.vocab_size = vocabulary(tokenizer, vocab_size, tuple(eos_ids)), vocab_size
         self.end, self.start = eos_ids[0], start
         self._matcher = LLMatcher(self.tokens, grammar_of(response_format), log_level=0)
         self._said: list[int] = []  # what it has been told
@@ -102,12 +106,20 @@ class Grammar(LogitsProcessor):
 
 
 @functools.lru_cache(maxsize=4)
-def _vocabulary(tokenizer: PreTrainedTokenizerBase, size: int, eos_ids: tuple[int, ...]) -> Any:
-    """The tokens in llguidance's form, which takes it seconds to make."""
-    from llguidance.hf import from_tokenizer
+def vocabulary(tokenizer: PreTrainedTokenizerBase, size: int, eos_ids: tuple[int, ...]) -> Any:
+    """The tokens in llguidance's form, which takes it seconds to make. Added ones that the logits have no place for are
+    left out: they are never drawn.
 
+    Raises:
+        ValueError: llguidance does not know such a tokenizer.
+    """
+    from llguidance import LLTokenizer
+
+    described = json.loads(tokenizer.backend_tokenizer.to_str())
+    described["padding"] = described["truncation"] = None
+    described["added_tokens"] = [token for token in described["added_tokens"] if token["id"] < size]
     try:
-        return from_tokenizer(tokenizer, n_vocab=size, eos_token=list(eos_ids))
+        return LLTokenizer(json.dumps(described), n_vocab=size, eos_token=list(eos_ids))
     except ValueError as error:
         raise ValueError(f"response_format cannot be used with this tokenizer: {error}") from error
 
@@ -126,15 +138,19 @@ def grammar_of(response_format: object) -> str:
         raise TypeError("response_format must be a JSON schema, a pydantic model, or an object of a type of "
                         f"{', '.join(FORMS[1:])}, got {response_format!r}")
     form = response_format.get("type")
-    if isinstance(form, str) and form not in (*FORMS, *SCHEMA_TYPES):
+    if not isinstance(form, str):  # a schema without a type, or of several
+        form = None
+    elif form not in (*FORMS, *SCHEMA_TYPES):
         raise ValueError(f"response_format of type {form!r} is not known; accepted: {', '.join(FORMS[1:])}, or those "
                          f"of a JSON schema, {', '.join(SCHEMA_TYPES)}")
     wanted = {"json_schema": Mapping, "regex": str, "choice": (list, tuple), "grammar": str}
     if form in wanted and not (isinstance(found := response_format.get(form), wanted[form]) and found):
         raise ValueError(f'response_format of type "{form}" needs a field "{form}" that is not empty, got '
                          f"{response_format!r}")
+    if form in ("regex", "grammar") and (half := re.search("[\ud800-\udfff]", found)):
+        raise ValueError(f"response_format holds no valid text: a lone surrogate {half[0]!r} at {half.start()}")
     if form == "regex":
-        return LLMatcher.grammar_from_regex(found)
+        return LLMatcher.grammar_from_regex(re.sub(r"\\(.)", lambda pair: ASCII.get(pair[1], pair[0]), found))
     if form == "choice":
         if not all(isinstance(text, str) and text for text in found):
             raise ValueError(f"response_format choice must hold non-empty strings, got {found!r}")
@@ -142,9 +158,9 @@ def grammar_of(response_format: object) -> str:
     if form == "grammar":
         return grammar_from("grammar", found)
     if form == "json_object":
-        schema: object = {"type": "object"}
+        schema: object = response_format.get("schema") or {"type": "object"}  # llama.cpp's form
     elif form == "json_schema":
-        schema = found.get("schema", {"type": "object"})
+        schema = {"type": "object"} if found.get("schema") is None else found["schema"]
     else:
         schema = response_format
     try:

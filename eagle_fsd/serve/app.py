@@ -23,10 +23,23 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ..engine.grammar import GrammarError
 from ..engine.output import Output
+from ..requests import end_tokens
 from .engine import Engine
 from .limits import ServeOptions
 from .metrics import Counted, Metrics
-from .protocol import FINISHED, Asked, ChatRequest, CompletionRequest, Form, Refusal, as_event, options_over, refused
+from .protocol import (
+    FINISHED,
+    TO_THE_END,
+    Asked,
+    ChatRequest,
+    CompletionRequest,
+    Form,
+    Refusal,
+    as_event,
+    options_over,
+    refused,
+    speller,
+)
 from .tickets import EngineClosed, Piece, QueueFull, Ticket, interleaved
 
 log = logging.getLogger(__name__)
@@ -41,11 +54,13 @@ class Service:
     Args:
         name: of the model.
         defaults: options of decoding of requests that name none.
+        also: further names that requests may have for the model.
     """
 
-    def __init__(self, engine: Engine, name: str, defaults: Mapping[str, object]) -> None:
+    def __init__(self, engine: Engine, name: str, defaults: Mapping[str, object], also: Sequence[str] = ()) -> None:
         self.engine, self.name, self.defaults = engine, name, dict(defaults)
         self.names = list(dict.fromkeys([name, name.rpartition("/")[2].lower()]))  # the second is an alias
+        self.known = {part.casefold() for each in (name, *also) for part in (each, each.rpartition("/")[2])}
         self.metrics = Metrics(engine)
 
     async def submit(self, asked: Asked, pool: str) -> list[Ticket]:
@@ -57,8 +72,8 @@ class Service:
         Raises:
             Refusal: the request cannot be answered, or not now.
         """
-        if asked.model not in (None, *self.names):
-            raise self.no_model(asked.model)
+        if asked.model is not None:
+            self.check_name(asked.model)
         options, count = asked.options(self.defaults), asked.n or 1
         tickets: list[Ticket] = []
         try:
@@ -70,9 +85,10 @@ class Service:
             for number in range(count):
                 own = options if options.seed is None else replace(options, seed=options.seed + number)
                 prompt = prompts[number // (asked.n or 1)]
-                tickets.append(await asyncio.to_thread(self.engine.submit, prompt, own, pool=pool))
+                tickets.append(await asyncio.to_thread(self.engine.submit, prompt, own, pool=pool,
+                                                       fit=own.max_new_tokens == TO_THE_END))
         except (ValueError, TypeError, ImportError) as error:  # the last: an extra is not installed
-            raise refused(error, asked.predicted is not None) from error
+            raise refused(error, asked.fields) from error
         except QueueFull as error:
             raise Refusal(429, f"the server is busy: {error}", code="queue_full") from error
         except EngineClosed as error:
@@ -82,9 +98,11 @@ class Service:
                 cancel(tickets)
         return tickets
 
-    def no_model(self, name: str) -> Refusal:
-        return Refusal(404, f"there is no model {name!r}, only {', '.join(self.names)}", param="model",
-                       code="model_not_found")
+    def check_name(self, name: str) -> None:
+        """Raise Refusal for another model than this one; capital and small letters are the same."""
+        if name.casefold() not in self.known:
+            raise Refusal(404, f"there is no model {name!r}, only {', '.join(self.names)}", param="model",
+                          code="model_not_found")
 
     async def ended(self, ticket: Ticket) -> Output:
         """The whole answer.
@@ -141,9 +159,12 @@ def pool_of(request: Request) -> str:
 
 async def respond(service: Service, request: Request, asked: Asked) -> Response:
     """The answer to a chat or a completion, whole or as a stream."""
+    model, spell = service.engine.model, None
+    if asked.listed is not None:
+        ends = tuple(sorted(end_tokens(model)))
+        spell = await asyncio.to_thread(speller, model.tokenizer, model.target.vocab_size, ends)
     tickets = await service.submit(asked, pool_of(request))
-    form = Form(service.name, asked, service.engine.model.tokenizer,
-                [ticket.prompt_tokens for ticket in tickets[:: asked.n or 1]])
+    form = Form(service.name, asked, spell, [ticket.prompt_tokens for ticket in tickets[:: asked.n or 1]])
     pieces = interleaved(tickets)
     try:
         if not asked.stream:
@@ -230,7 +251,8 @@ class Guard:
 
 
 def create_app(
-    engine: Engine, name: str, options: ServeOptions, defaults: Mapping[str, object], key: str | None = None
+    engine: Engine, name: str, options: ServeOptions, defaults: Mapping[str, object], key: str | None = None,
+    also: Sequence[str] = (),
 ) -> FastAPI:
     """The application.
 
@@ -238,12 +260,13 @@ def create_app(
         name: of the model in requests and answers.
         defaults: options of decoding of requests that name none.
         key: what clients must show as `Authorization: Bearer KEY`, but at /health; None: nothing.
+        also: further names that requests may have for the model.
 
     Raises:
         ValueError, TypeError: defaults that this model cannot answer with.
     """
     engine.check(options_over(defaults, {}))
-    service = Service(engine, name, defaults)
+    service = Service(engine, name, defaults, also)
 
     # The pages at /docs would be fetched from elsewhere; /openapi.json is the description itself.
     app = FastAPI(title="eagle_fsd", docs_url=None, redoc_url=None, redirect_slashes=False,
@@ -328,9 +351,8 @@ def routes(service: Service) -> APIRouter:
 
     @router.get("/v1/models/{name:path}")
     async def model(name: str) -> dict:
-        if name not in service.names:
-            raise service.no_model(name)
-        return listed[service.names.index(name)]
+        service.check_name(name)
+        return next((each for each in listed if each["id"] == name), listed[0])
 
     @router.post("/v1/chat/completions", response_model=None)
     async def chat(request: Request, asked: ChatRequest) -> Response:

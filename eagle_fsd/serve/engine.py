@@ -109,7 +109,7 @@ class Engine:
     def submit(
         self, prompt: Any, options: GenerateOptions | None = None, *,
         logits_processor: Sequence[LogitsProcessor] | None = None, stopping_criteria: Sequence[Callable] | None = None,
-        pool: str | None = None, **given: Unpack[GenerateKeywords],
+        pool: str | None = None, fit: bool = False, **given: Unpack[GenerateKeywords],
     ) -> Ticket:
         """Ask for an answer; may be called from any thread. Everything is checked here, and nothing is waited for.
 
@@ -120,6 +120,8 @@ class Engine:
             logits_processor, stopping_criteria: as of `generate`; called in the engine's thread.
             pool: whose answers are remembered together, such as those of a user: the answer is one of them, and where
                 it is lossless it copies from the others. None: neither.
+            fit: lower `max_new_tokens` to the end of the context, or of a row's share of `max_tokens`, so that
+                `max_rows` such requests have room at once; a prompt that is about as long gets 256 tokens more.
 
         Raises:
             TypeError, ValueError: as `generate`; also a request that there will never be room for.
@@ -129,6 +131,7 @@ class Engine:
         asked = with_options(options, given)
         options = self._with_tree(asked)
         ids = encode_prompt(prompt, self.model)
+        options = self._fitting(options, len(ids)) if fit else options
         (request,) = make_requests(self.model, [ids], options, logits_processor, stopping_criteria)
         request.tree = asked.tree
         self._rows.require_room(request)
@@ -147,7 +150,11 @@ class Engine:
 
     def check(self, options: GenerateOptions) -> None:
         """Raise TypeError or ValueError as `submit` would for these options, whatever the prompt."""
-        make_requests(self.model, [[0]], self._with_tree(options))
+        make_requests(self.model, [[0]], self._fitting(self._with_tree(options), 1))
+
+    def _fitting(self, options: GenerateOptions, length: int) -> GenerateOptions:
+        """With no more new tokens than a row has room for after a prompt of this length."""
+        return replace(options, max_new_tokens=min(options.max_new_tokens, self._rows.share(length)))
 
     def _with_tree(self, options: GenerateOptions) -> GenerateOptions:
         """With the engine's tree where there is one; one of its own is a wish, as rows share a tree."""

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import tyro
 
 from ..checks import require_bool, require_integer, require_number
+from ..heads.catalogue import DEFAULT
 
 KEY_VARIABLE = "EAGLE_FSD_API_KEY"
 
@@ -83,7 +84,7 @@ class ServeOptions:
 
 def name_of(target: str | Path | None) -> str:
     """What a target is called where nobody says: its hub id, or the last part of a path."""
-    text = str(target or "SmolLM2-135M-Instruct")
+    text = str(target or DEFAULT.rpartition("/")[2])
     return Path(text).name if Path(text).exists() else text
 
 

@@ -151,7 +151,7 @@ async def answer(
     yield state()
     ticket: Ticket | None = None
     try:
-        ticket = await asyncio.to_thread(engine.submit, messages, options_over(defaults, given))
+        ticket = await asyncio.to_thread(engine.submit, messages, options_over(defaults, given), fit=True)
         last = time.perf_counter()
         async for piece in ticket:
             shown.add(piece)
@@ -191,7 +191,7 @@ def settings_of(defaults: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     it starts at 0."""
     name = str(defaults.get("acceptance", "fsd"))
     threshold, heat = min(float(defaults.get("threshold") or 0.0), 1e6), float(defaults.get("temperature", 0.0))
-    length = int(defaults.get("max_new_tokens", 256))
+    length = int(defaults.get("max_new_tokens", LONGEST))
     limit, included = RULES[name].threshold_limit
     end = max(0.01, min(RULES[name].threshold_scale, limit if included else limit - 0.01), threshold)
     guard, own = defaults.get("head_guard", "default"), rule_fields(defaults)
@@ -231,6 +231,7 @@ def build(engine: Engine, name: str, defaults: Mapping[str, Any]) -> gradio.Bloc
                 temperature = gradio.Slider(label="Temperature", info="0: greedy", minimum=0, **settings["temperature"])
                 length = gradio.Slider(label="Length", info="tokens of an answer, at most", minimum=1,
                                        **settings["length"])
+                gradio.HTML(f'<div class="eagle"><p class="model">{html.escape(name)}</p></div>')
                 gradio.HTML(LEGEND)
 
         quiet = {"api_visibility": "private", "show_progress": "hidden"}

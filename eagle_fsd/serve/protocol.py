@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import time
 import uuid
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Literal, get_type_hints
 
 import docstring_parser
@@ -29,12 +32,13 @@ from transformers import PreTrainedTokenizerBase
 from ..acceptance import RULES
 from ..drafting.config import TreeConfig
 from ..drafting.tree import DRAFTERS
+from ..engine.grammar import vocabulary
 from ..engine.output import Output, Receipt
 from ..options import MOST_LOGPROBS, GenerateOptions, names_of
 from ..pair import EagleModel
 from ..requests import ROLES, encode_chat
 from .tickets import Piece
-from .tools import HeldText, check_tools, chosen_tools, find_calls, schema_of_a_call
+from .tools import HeldText, check_tools, chosen_tools, find_calls, json_text, schema_of_a_call
 from .tools import names_of as names_of_tools
 
 LONGEST_MESSAGE = 600  # characters: a request's own values are shown in it
@@ -48,15 +52,32 @@ MOST_PARTS = 1024  # of a message
 
 OPTIONS = names_of(GenerateOptions)
 RENAMED = {"max_tokens": "max_new_tokens", "max_completion_tokens": "max_new_tokens"}  # the API's name: ours
+TO_THE_END = 2**31  # max_new_tokens of an answer without a limit, which the engine lowers
 RULE = {"threshold", "divergence", "head_guard"}  # belong to the rule that they were given with
 NULLS = {"head_guard"}  # where null says something else than nothing
 
-# What the API has and this server does not: accepted where it changes nothing.
+# What the API and other servers have and this one does not: accepted where it changes nothing.
 WITHOUT_EFFECT = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
                   "parallel_tool_calls")
 NEUTRAL: dict[str, tuple] = {
     "functions": ([],), "function_call": ("none",), "modalities": (["text"],), "echo": (False,), "suffix": ("",),
-    "best_of": (1,),
+    "best_of": (1,), "add_generation_prompt": (True,), "bad_words": ([],), "cache_prompt": (True,),
+    "chat_template_kwargs": ({},), "continue_final_message": (False,), "early_stopping": (False,),
+    "include_stop_str_in_output": (False,), "length_penalty": (1,), "priority": (0,), "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,), "skip_special_tokens": (True,), "spaces_between_special_tokens": (True,),
+    "use_beam_search": (False,),
+}
+SCHEMA = 'response_format={"type": "json_schema", "json_schema": {"schema": S}}'
+ELSEWHERE = {  # names of other servers, and what to use here
+    "grammar": 'response_format={"type": "grammar", "grammar": G}',
+    "guided_choice": 'response_format={"type": "choice", "choice": [...]}',
+    "guided_grammar": 'response_format={"type": "grammar", "grammar": G}',
+    "guided_json": SCHEMA,
+    "guided_regex": 'response_format={"type": "regex", "regex": R}',
+    "json_schema": SCHEMA,
+    "min_tokens": "min_new_tokens",
+    "repeat_penalty": "repetition_penalty",
+    "structured_outputs": "response_format, of the type json_schema, regex, choice or grammar",
 }
 
 
@@ -104,7 +125,7 @@ def options_over(
     defaults: Mapping[str, object], given: Mapping[str, object], also: Sequence[str] = ()
 ) -> GenerateOptions:
     """A request's options over the server's defaults: who chooses a rule chooses its threshold too, and who gives a
-    reference has it copied from.
+    reference has it copied from. Where nobody says how long an answer may be, it goes on `TO_THE_END`.
 
     Args:
         also: fields that a request has besides, for the message about one that is not known.
@@ -112,7 +133,8 @@ def options_over(
     Raises:
         TypeError, ValueError: as `GenerateOptions`, and for what one request may not ask for.
     """
-    kept = {name: value for name, value in defaults.items() if not ("acceptance" in given and name in RULE)}
+    kept = {"max_new_tokens": TO_THE_END, **defaults}
+    kept = {name: value for name, value in kept.items() if not ("acceptance" in given and name in RULE)}
     if given.get("text_drafts") == "off":
         kept.pop("reference", None)
     elif "reference" in given and kept.get("text_drafts") == "off":
@@ -139,14 +161,14 @@ def tree_of(given: Any) -> TreeConfig:
         raise ValueError(f'tree must be {{"total_tokens": N, "depth": D, "top_k": K}}, got {given!r}') from error
 
 
-def refused(error: Exception, predicted: bool = False) -> Refusal:
+def refused(error: Exception, fields: Mapping[str, str] = MappingProxyType({})) -> Refusal:
     """For a `ValueError` or `TypeError` of the core, in its words: they begin with the option that is wrong.
 
     Args:
-        predicted: whether the reference was given as a prediction.
+        fields: of the request, by the options that were made of them.
     """
     name, space, rest = str(error).partition(" ")
-    theirs = {"max_new_tokens": "max_tokens", "reference": "prediction" if predicted else "reference"}.get(name, name)
+    theirs = {"max_new_tokens": "max_tokens", **fields}.get(name, name)
     return Refusal(400, theirs + space + rest, param=theirs if name in (*OPTIONS, "tools") else None)
 
 
@@ -208,16 +230,22 @@ class Message(BaseModel):
 
 
 def plain_call(call: dict) -> dict:
-    """A call with its arguments as an object, which templates write themselves."""
-    try:
-        function = call["function"]
-        arguments = json.loads(function["arguments"] or "{}")
-        if not (isinstance(function["name"], str) and isinstance(arguments, dict)):
-            raise TypeError
-    except (KeyError, TypeError, ValueError, RecursionError) as error:
+    """A call with its arguments as an object, which templates write themselves. Whatever else some model gave as
+    arguments stays as it is: a conversation goes on after it.
+
+    Raises:
+        ValueError: it names no function.
+    """
+    function = call.get("function")
+    if not (isinstance(function, dict) and isinstance(function.get("name"), str)):
         raise ValueError('each of tool_calls must be {"id": I, "type": "function", "function": {"name": N, '
-                         f'"arguments": A}}}}, where A is a JSON object as text, got {call!r}') from error
-    return {"id": call.get("id"), "type": "function", "function": {"name": function["name"], "arguments": arguments}}
+                         f'"arguments": A}}}}, where A is a JSON object as text, got {call!r}')
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        with suppress(ValueError, RecursionError):
+            arguments = json.loads(arguments)
+    return {"id": call.get("id"), "type": "function",
+            "function": {"name": function["name"], "arguments": arguments or {}}}
 
 
 class Prediction(BaseModel):
@@ -283,6 +311,11 @@ class Asked(BaseModel):
         """What the answer's text must be."""
         return None if self.response_format == {"type": "text"} else self.response_format
 
+    @property
+    def fields(self) -> dict[str, str]:
+        """What options are called here that were made of other fields."""
+        return {}
+
     def options(self, defaults: Mapping[str, object]) -> GenerateOptions:
         """The options of decoding: those of the request, else the server's.
 
@@ -298,10 +331,14 @@ class Asked(BaseModel):
                 if value not in NEUTRAL[name]:
                     raise Refusal(400, f"not supported here: {name}={value!r}, leave it out", param=name)
                 continue
+            if name in ELSEWHERE:
+                raise Refusal(400, f"unknown option {name!r}; use {ELSEWHERE[name]}", param=name, code="unknown_field")
             ours = RENAMED.get(name, name)
             if ours in given and given[ours] != value:
                 raise Refusal(400, f"{name}={value!r} was given under another name too, with another value", param=name)
             given[ours] = value
+        if given.get("top_k") == -1:  # vLLM's way to say that it is off
+            given["top_k"] = 0
         try:
             if self.logit_bias:
                 given["logit_bias"] = {int(token) if token.isdecimal() and len(token) < 10 else token: bias
@@ -316,7 +353,7 @@ class Asked(BaseModel):
             unknown = next((name for name in given if name not in OPTIONS), None)
             if unknown is not None:
                 raise Refusal(400, str(error), param=unknown, code="unknown_field") from error
-            raise refused(error, self.predicted is not None) from error
+            raise refused(error, self.fields) from error
 
 
 class ChatRequest(Asked):
@@ -366,6 +403,11 @@ class ChatRequest(Asked):
         return schema_of_a_call(self._tools) if self._must_call else super().format
 
     @property
+    def fields(self) -> dict[str, str]:
+        return ({} if self.prediction is None else {"reference": "prediction"}) | (
+            {"response_format": "tools"} if self._must_call else {})
+
+    @property
     def may_call(self) -> list[str]:
         """The names of tools that may be called."""
         return names_of_tools(self._tools)
@@ -404,12 +446,13 @@ class Form:
     Args:
         model: the name that the server gives its model.
         asked: the request.
+        spell: what a token is, where log-probabilities are asked for: see `speller`.
         prompts: lengths of the prompts.
     """
 
     model: str
     asked: ChatRequest | CompletionRequest
-    tokenizer: PreTrainedTokenizerBase
+    spell: Callable[[int], tuple[str, list[int] | None]] | None
     prompts: Sequence[int]
     new_tokens: int = 0  # that were streamed
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
@@ -489,20 +532,52 @@ class Form:
         if self.asked.listed is None:
             return None
         rows = [(self._token(token, receipt.logprob), receipt) for token, receipt in zip(ids, receipts, strict=True)]
-        best = [[self._token(*each) for each in receipt.top] for receipt in receipts]
         if self.chat:
+            best = [[self._token(*each) for each in receipt.top] for receipt in receipts]
             return {"content": [token | {
                 "top_logprobs": top, "source": receipt.source, "drafter": receipt.drafter,
                 "divergence": finite(receipt.divergence), "regret": finite(receipt.regret)}
                 for (token, receipt), top in zip(rows, best, strict=True)]}
         return {"tokens": [token["token"] for token, _ in rows],
                 "token_logprobs": [token["logprob"] for token, _ in rows],
-                "top_logprobs": [{each["token"]: each["logprob"] for each in top} for top in best]
-                if self.asked.listed else None, "source": [receipt.source for receipt in receipts]}
+                "top_logprobs": [self._by_text(receipt.top) for receipt in receipts] if self.asked.listed else None,
+                "source": [receipt.source for receipt in receipts]}
+
+    def _by_text(self, top: Sequence[tuple[int, float]]) -> dict[str, float | None]:
+        """Alternatives by their text, those of a text that another one has already by their ids, as in vLLM."""
+        found: dict[str, float | None] = {}
+        for token, logprob in top:
+            text, _ = self.spell(token)
+            found[f"token_id:{token}" if text in found else text] = finite(logprob)
+        return found
 
     def _token(self, token: int, logprob: float) -> dict[str, Any]:
-        text = self.tokenizer.decode([token])
-        return {"token": text, "logprob": finite(logprob), "bytes": list(text.encode())}
+        text, parts = self.spell(token)
+        return {"token": text, "logprob": finite(logprob), "bytes": parts}
+
+
+@functools.lru_cache(maxsize=4)
+def speller(
+    tokenizer: PreTrainedTokenizerBase, size: int, eos_ids: tuple[int, ...]
+) -> Callable[[int], tuple[str, list[int] | None]]:
+    """What a token is: its text, or "bytes:..." for a part of a character, and the bytes that it adds to a text; None:
+    it is no part of one, as an end token. What llguidance does not know, such as a tokenizer of words, has text alone.
+    """
+    tokens = None
+    with suppress(ValueError, AttributeError):  # the last: a slow tokenizer
+        tokens = vocabulary(tokenizer, size, eos_ids or (0,))
+
+    def spell(token: int) -> tuple[str, list[int] | None]:
+        text = tokenizer.decode([token])
+        parts = text.encode() if tokens is None else tokens.decode_bytes([token])
+        if text and not tokenizer.decode([token], skip_special_tokens=True):
+            return text, None
+        try:
+            return parts.decode(), list(parts)
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{each:02x}" for each in parts), list(parts)
+
+    return spell
 
 
 def finite(value: float | None) -> float | None:
@@ -512,7 +587,7 @@ def finite(value: float | None) -> float | None:
 
 def as_event(body: dict) -> str:
     """A server-sent event."""
-    return f"data: {json.dumps(body, allow_nan=False)}\n\n"
+    return f"data: {json_text(body)}\n\n"
 
 
 def counts(prompt: int, new: int) -> dict[str, Any]:

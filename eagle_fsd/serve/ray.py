@@ -10,6 +10,7 @@ from fastapi import FastAPI
 from ray import serve
 
 from ..drafting.config import TreeConfig
+from ..heads.catalogue import DEFAULT
 from ..options import GenerateOptions, LoadOptions
 from ..pair import load
 from .app import create_app
@@ -34,7 +35,7 @@ class Replica:
         self.engine = Engine(load(**loading), **options.engine, tree=tree)
         self.application = create_app(self.engine, options.name or name_of(loading.get("target")),
                                       replace(options, host="0.0.0.0"), defaults,  # the proxy has names of its own
-                                      key_from_environment())
+                                      key_from_environment(), [loading.get("target") or DEFAULT])
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         return self.application

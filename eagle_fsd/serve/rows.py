@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -25,9 +26,11 @@ from ..pair import EagleModel
 from .remembered import Remembered
 from .tickets import Ticket
 
+log = logging.getLogger(__name__)
 # Caches that grow stand beside those that they grow from, and prefixes and prompts in parts take some as well.
 SHARE = 1 / 4  # of the free memory
 STEP = 256  # positions that the room of a row is rounded up to
+LEAST = 256  # new tokens that a row has room for after a prompt that takes all of its share
 
 
 @dataclass
@@ -105,6 +108,7 @@ class Rows:
         """Make the choices now that take seconds to make, so that no request waits for them."""
         if self.tree is None and self.model.draft is not None:
             for setting in [entry.setting for entry in self.model.trees.logs] or [Setting.of(EXACT, 0.0)]:
+                log.info("draft trees for requests like %s:", setting)
                 for power in range((self.most - 1).bit_length() + 1):
                     self.model.trees.of(setting, min(1 << power, self.most))
 
@@ -134,6 +138,12 @@ class Rows:
             raise ValueError(f"a prompt of {len(request.prompt)} tokens and max_new_tokens={request.max_new_tokens} "
                              f"need {needed} positions, and the engine has room for {most}")
 
+    def share(self, length: int) -> int:
+        """New tokens after a prompt of this length, to the end of the context or of a row's share of the positions."""
+        each = max(self.positions // self.most - self.nodes, min(length + LEAST, self.positions - self.nodes))
+        limit = self.model.target.limit_of(length)
+        return max(1, (each if limit is None else min(each, limit)) - length)
+
     def fits(self, request: Request) -> bool:
         """Whether it can begin now."""
         if self.reading is not None:
@@ -143,7 +153,7 @@ class Rows:
         return len(batches) == 1 and self._size(requests) is not None
 
     def _size(self, requests: Sequence[Request]) -> tuple[int, int] | None:
-        """Rows and positions of caches for these, with some to spare; None: they do not fit."""
+        """Rows and positions of caches that hold the whole texts of these; None: they do not fit."""
         needed, rows = max(map(positions_of, requests)) + self.nodes, len(requests)
         if rows > self.most or rows * needed > self.positions:
             return None
@@ -151,12 +161,24 @@ class Rows:
         return min(1 << (rows - 1).bit_length(), self.most, self.positions // each), each
 
     def _make_room(self, requests: Sequence[Request]) -> None:
-        """Caches that these fit into."""
-        cache, size = self.decoder.forwards.cache, self._size(requests)
-        assert size is not None, "it was asked whether they fit"
-        if cache.batch < len(requests) or cache.capacity < max(map(positions_of, requests)) + self.nodes:
-            rows, each = size
+        """Caches that these fit into as they are now: they grow with the texts, to what the whole ones need at most."""
+        cache, needed = self.decoder.forwards.cache, max(len(request.tokens) for request in requests) + self.nodes
+        if cache.batch < len(requests) or cache.capacity < needed:
+            size = self._size(requests)
+            assert size is not None, "it was asked whether they fit"
+            rows, most = size
+            least = cache.capacity if needed <= cache.capacity else max(-(-needed // STEP) * STEP, 2 * cache.capacity)
+            each = min(most, least)
             self.decoder.forwards.resize(rows, each, each + self.levels)
+
+    def _grow(self) -> None:
+        """Have room for another cycle; where there is no memory for it, the longest texts end with that error."""
+        while self.requests:
+            try:
+                return self._make_room([*self.requests, *(self.reading.requests if self.reading else ())])
+            except RuntimeError as error:
+                lengths = [len(request.tokens) for request in self.requests]
+                self._leave({lengths.index(max(lengths)): error})
 
     # Coming in --------------------------------------------------------------------------------------------------
 
@@ -208,6 +230,9 @@ class Rows:
 
     def cycle(self) -> None:
         """One cycle of those that are being decoded; those that end leave."""
+        self._grow()
+        if not self.requests:
+            return
         emissions = self.decoder.step()
         self.stats.cycles += 1
         self.stats.forwards += len(emissions)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+from collections.abc import Sequence
 from functools import partial
 from types import FrameType
 
@@ -109,7 +110,7 @@ def configuration(app: ASGIApp, options: ServeOptions) -> uvicorn.Config:
 
 def serve(
     model: EagleModel, name: str, place: socket.socket, options: ServeOptions, defaults: dict[str, object],
-    tree: TreeConfig | None, key: str | None,
+    tree: TreeConfig | None, key: str | None, also: Sequence[str] = (),
 ) -> bool:
     """Serve until a signal ends it; False: the engine failed before.
 
@@ -119,10 +120,11 @@ def serve(
         defaults: options of decoding of requests that name none.
         tree: of all requests; None: see `Engine`.
         key: what clients must show; None: nothing.
+        also: further names that requests may have for the model.
     """
     engine = Engine(model, **options.engine, tree=tree)
     try:
-        app = create_app(engine, name, options, defaults, key)
+        app = create_app(engine, name, options, defaults, key, also)
         place.listen()  # who comes from here on waits for the server
         host, port, *_ = place.getsockname()
         url = f"http://{f'[{host}]' if ':' in host else host}:{port}"

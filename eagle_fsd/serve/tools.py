@@ -16,12 +16,13 @@ from typing import Any
 MOST_TOOLS = 128
 NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 BEGINNING = re.compile(r'\{\s*"(?:name|type|function)"')  # of a call in JSON
+SURROGATE = re.compile("[\ud800-\udfff]")
 TAG = "<tool_call>"
 MARK = re.compile(r"<tool_call>|<[a-z_]{0,9}\Z|[\[{]")  # where a call may begin
 
 
 def check_tools(tools: Any) -> list[dict]:
-    """The tools of a request.
+    """The tools of a request, without fields that are null.
 
     Raises:
         ValueError: something else than functions with names and schemas.
@@ -35,8 +36,10 @@ def check_tools(tools: Any) -> list[dict]:
         if not (isinstance(name, str) and NAME.fullmatch(name)):
             raise ValueError('tools must hold {"type": "function", "function": {"name": N, "parameters": S}}, '
                              f"where N has 1 to 64 letters, digits, _ or -, got {tool!r}")
-        if not isinstance(function.get("parameters", {}), dict):
-            raise ValueError(f"parameters of the tool {name} must be a JSON schema, got {function['parameters']!r}")
+        parameters = {} if function.get("parameters") is None else function["parameters"]
+        kinds = parameters.get("type", "object") if isinstance(parameters, dict) else None
+        if "object" not in (kinds if isinstance(kinds, list) else [kinds]):
+            raise ValueError(f"tools must have a JSON schema of an object as parameters, got {parameters!r} of {name}")
         try:
             json.dumps(function)
         except RecursionError as error:
@@ -44,7 +47,8 @@ def check_tools(tools: Any) -> list[dict]:
     names = names_of(tools)
     if len(set(names)) < len(names):
         raise ValueError(f"tools must have different names, got {', '.join(names)}")
-    return tools
+    return [{**tool, "function": {name: value for name, value in tool["function"].items() if value is not None}}
+            for tool in tools]
 
 
 def names_of(tools: Sequence[dict]) -> list[str]:
@@ -73,10 +77,11 @@ def chosen_tools(tools: Sequence[dict], choice: Any) -> tuple[list[dict], bool]:
 
 
 def schema_of_a_call(tools: Sequence[dict]) -> dict:
-    """The JSON schema of a call to one of these. References inside a tool's schema stay its own."""
+    """The JSON schema of a call to one of these. Its arguments are an object, also where the tool's schema does not say
+    so. References inside a tool's schema stay its own."""
     schemas, calls = {}, []
     for number, tool in enumerate(tools):
-        own = tool["function"].get("parameters") or {"type": "object"}
+        own = tool["function"].get("parameters", {"additionalProperties": False}) | {"type": "object"}
         place = f"#/$defs/tool{number}"
         schemas[f"tool{number}"] = json.loads(json.dumps(own).replace('"$ref": "#', f'"$ref": "{place}'))
         calls.append({"type": "object", "additionalProperties": False, "required": ["name", "arguments"],
@@ -91,15 +96,16 @@ def find_calls(text: str, names: Collection[str]) -> tuple[str, list[dict]]:
         if (found := BEGINNING.search(text, at)) is None:
             break
         try:
-            said, at = json.JSONDecoder().raw_decode(text, found.start())
+            said, end = json.JSONDecoder().raw_decode(text, found.start())
+            said = said["function"] if isinstance(said.get("function"), dict) else said
+            arguments = arguments_of(said.get("arguments", said.get("parameters")))
         except (ValueError, RecursionError):
             at = found.end()
             continue
-        said = said["function"] if isinstance(said.get("function"), dict) else said
-        arguments = said.get("arguments", said.get("parameters", {}))
+        at = end
         if said.get("name") in names:
             begins = min(begins, found.start())
-            calls.append((said["name"], arguments if isinstance(arguments, str) else json.dumps(arguments)))
+            calls.append((said["name"], arguments))
     if not calls:
         calls, begins = _python_calls(text.strip(), names), 0
     if not calls:
@@ -109,14 +115,34 @@ def find_calls(text: str, names: Collection[str]) -> tuple[str, list[dict]]:
         for name, arguments in calls]
 
 
+def arguments_of(found: Any) -> str:
+    """The arguments of a call as the API has them: a JSON object as text.
+
+    Raises:
+        ValueError: they are no object, or hold what JSON has no number for.
+    """
+    if isinstance(found, str):
+        found = json.loads(found) if found.strip() else None
+    found = {} if found is None else found
+    if not isinstance(found, dict):
+        raise ValueError(f"arguments must be an object, got {found!r}")
+    return json_text(found)
+
+
+def json_text(value: Any) -> str:
+    """JSON in characters of their own; in ASCII where it holds half of a surrogate pair, which cannot be encoded."""
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    return text if text.isascii() or not SURROGATE.search(text) else json.dumps(value)
+
+
 def _python_calls(text: str, names: Collection[str]) -> list[tuple[str, str]]:
     """Those of a text that is nothing but a list of calls with keywords."""
     if not (text.startswith("[") and text.endswith(")]")):
         return []
     try:
         calls = ast.parse(text, mode="eval").body.elts
-        found = [(call.func.id, json.dumps({each.arg: ast.literal_eval(each.value) for each in call.keywords}))
-                 for call in calls if not call.args]
+        found = [(call.func.id, arguments_of({each.arg: ast.literal_eval(each.value) for each in call.keywords}))
+                 for call in calls if not call.args and all(each.arg for each in call.keywords)]
     except (SyntaxError, ValueError, AttributeError, TypeError, RecursionError, MemoryError):
         return []
     return found if len(found) == len(calls) and all(name in names for name, _ in found) else []
