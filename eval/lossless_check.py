@@ -97,8 +97,9 @@ def explain(
         return Difference(question, at, *tokens, gap=float("inf"), noise=0.0, tie=False)
     ids = torch.tensor([prompt + theirs[:at]], device=model.target.device)
     whole = model.target.model(ids, use_cache=False).logits[0, -1].float()
+    cache = cache_name(type(model.target.model))
     before = model.target.model(ids[:, :-1], use_cache=True)
-    step = model.target.model(ids[:, -1:], past_key_values=before.past_key_values).logits[0, -1].float()
+    step = model.target.model(ids[:, -1:], **{cache: before[cache]}).logits[0, -1].float()
     gap, other_gap = ((logits[tokens[0]] - logits[tokens[1]]).item() for logits in (whole, step))
     # What the two ways differ by, and the rounding of the two logits themselves.
     noise = abs(gap - other_gap) + torch.finfo(model.target.dtype).eps * whole[tokens].abs().max().item()
