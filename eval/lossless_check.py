@@ -30,6 +30,7 @@ from eagle_fsd.measure.methods import Method, encode_prompt, engine, hf_generate
 from eagle_fsd.measure.records import environment, write_json
 from eagle_fsd.measure.settings import parse_setting
 from eagle_fsd.measure.statistics import first_difference
+from eagle_fsd.models.cache import cache_name
 from eagle_fsd.pair import EagleModel
 from eval.command import first_questions, noted, run_command
 
