@@ -127,7 +127,7 @@ def custom_generate(
 
 
 def argument_of_generate(name: str) -> object:
-    """An argument of the `generate` that is calling, which hands some to no callable; None: not given, or no such call."""
+    """An argument of the `generate` that is calling, which hands some to no callable; None: there is none."""
     code, frame = inspect.unwrap(GenerationMixin.generate).__code__, inspect.currentframe()
     while frame is not None and frame.f_code is not code:
         frame = frame.f_back
