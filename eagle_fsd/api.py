@@ -17,7 +17,8 @@ from .engine.output import Output
 from .engine.request import Request
 from .options import GenerateOptions, from_generate
 from .pair import EagleModel, default_model
-from .requests import decode, encode_prompts, ending, make_requests
+from .requests import encode_prompts, ending, make_requests
+from .text import answer_text
 
 OWN = ("options", "logits_processor", "stopping_criteria", "streamer", "session")  # further keywords of `generate`
 
@@ -80,7 +81,7 @@ def generate(
             streamer.put(torch.tensor(prompts))
         outputs = decode_requests(model, requests, options.tree, streamer=streamer, session=session)
     for output in outputs if model.tokenizer is not None else []:
-        output.text = cut_text(decode(model, output.token_ids), options.stop_strings)
+        output.text = answer_text(model.tokenizer, output.token_ids, options.stop_strings)
     return outputs if batched else outputs[0]
 
 
@@ -116,9 +117,3 @@ def decode_requests(
                 output.stats.plain_because = "no tree is expected to be sufficiently faster than decoding without one"
         outputs |= dict(zip(numbers, answers, strict=True))
     return [outputs[number] for number in range(len(requests))]
-
-
-def cut_text(text: str, stops: Sequence[str]) -> str:
-    """The text before the first stop string in it."""
-    found = [at for string in stops if (at := text.find(string)) >= 0]
-    return text[: min(found)] if found else text

@@ -144,10 +144,6 @@ def ending(streamer: BaseStreamer | None) -> Iterator[None]:
             streamer.end()
 
 
-def decode(model: EagleModel, ids: list[int]) -> str:
-    return model.tokenizer.decode(ids, skip_special_tokens=True)
-
-
 def encode_prompts(prompt: object, model: EagleModel) -> tuple[list[list[int]], bool]:
     """Token ids of each prompt, and whether they came as a batch.
 

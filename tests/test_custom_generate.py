@@ -6,7 +6,7 @@ import threading
 import pytest
 import torch
 from test_generate import TREE, Recorder
-from tiny import PROMPT, PROMPTS, VOCAB, readable, tiny_head, tiny_pair, tiny_target
+from tiny import PROMPT, PROMPTS, VOCAB, readable, tiny_head, tiny_pair, tiny_target, tiny_tokenizer
 from transformers import DynamicCache, GenerationConfig, TextIteratorStreamer
 from transformers.generation.logits_process import NoRepeatNGramLogitsProcessor
 from transformers.generation.stopping_criteria import StopStringCriteria
@@ -145,6 +145,15 @@ def test_stop_strings_and_criteria(target, ours, tokenizer):
     assert torch.equal(ours(stopping_criteria=[StopStringCriteria(tokenizer, [stop])]), expected)
     with pytest.raises(ValueError, match="text_tokenizer="):
         ours(stop=stop, tokenizer=tokenizer)
+
+
+def test_a_special_token_as_stop_string(target, ours):
+    tokenizer, end = tiny_tokenizer(), ours()[0, len(PROMPT) + 6]
+    stop = tokenizer.decode([end])
+    tokenizer.add_tokens(stop, special_tokens=True)
+    expected = target.generate(IDS, max_new_tokens=24, stop_strings=stop, tokenizer=tokenizer)
+    assert expected[0, -1] == end and expected.shape[1] <= len(PROMPT) + 7
+    assert torch.equal(ours(stop=stop, text_tokenizer=tokenizer), expected)
 
 
 def test_an_output_object_where_asked_for(ours):
