@@ -37,11 +37,11 @@ def generate(
     """Generate an answer with EAGLE-2 draft trees and fuzzy acceptance; lossless without a `threshold`.
 
     Args:
-        prompt: text (tokenised as it is), a chat (list of {"role", "content"}, put through the tokenizer's chat
-            template), or token ids (list of int, or tensor [L] or [1, L]). A list of such prompts is a batch: they are
-            decoded together, each as it would be alone; with a threshold only if `tree=` is fixed too. Also what a
-            tokenizer returns: `input_ids` of one or more prompts, with an `attention_mask` where they are padded on
-            the left.
+        prompt: text (tokenised as it is, with no second BOS where it begins with one), a chat (list of {"role",
+            "content"}, put through the tokenizer's chat template), or token ids (list of int, or tensor [L] or [1, L]).
+            A list of such prompts is a batch: they are decoded together, each as it would be alone; with a threshold
+            only if `tree=` is fixed too. Also what a tokenizer returns: `input_ids` of one or more prompts, with an
+            `attention_mask` where they are padded on the left.
         model: from `load`; None: the default pair.
         given: options by name, such as `max_new_tokens=200` or `threshold=0.3`: see `GenerateOptions`, which has them
             all; they come on top of `options`. Of `model.generate`'s names `do_sample`, `stop_strings`, `eos_token_id`

@@ -145,7 +145,8 @@ def left_padding(input_ids: Tensor, mask: Tensor | None) -> list[int]:
     counts = (mask == 0).sum(-1)
     expected = torch.arange(mask.shape[-1], device=mask.device) >= counts[..., None]
     if mask.shape != input_ids.shape or not torch.equal(mask == 1, expected):
-        raise ValueError("prompts may be padded on the left only: the attention mask must be zeros, then ones")
+        raise ValueError("prompts may be padded on the left only: the attention mask must be zeros, then ones; without "
+                         "attention_mask=, model.generate takes each pad token in a prompt for padding")
     return counts.tolist()
 
 
