@@ -48,7 +48,7 @@ test-newest:
 	$(NEWEST_BIN)/python -m pip install $(TORCH)
 	$(NEWEST_BIN)/python -m pip list --format freeze | grep '^torch==' > $(NEWEST)/torch.txt
 	$(NEWEST_BIN)/python -m pip install --quiet --upgrade --upgrade-strategy eager -c $(NEWEST)/torch.txt \
-		--no-build-isolation -e ".[dev]"
+		--no-build-isolation -e ".[dev,train,lm_eval]"
 	$(NEWEST_BIN)/python -m pip list --format freeze
 	OMP_NUM_THREADS=1 $(NEWEST_BIN)/python -m pytest -q -n auto --dist loadfile
 
