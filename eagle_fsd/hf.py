@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 from transformers import (
     GenerationConfig,
+    GenerationMixin,
     LogitsProcessorList,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     StoppingCriteriaList,
 )
+from transformers.cache_utils import Cache
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 from transformers.generation.streamers import BaseStreamer
@@ -30,8 +33,8 @@ from .options import GenerateOptions
 from .pair import EagleModel
 from .requests import check_ids, ending, make_requests
 
-# What `model.generate` prepares for a forward and the decode loop works out itself.
-RECOMPUTED = ("attention_mask", "cache_position", "logits_to_keep", "past_key_values", "position_ids", "use_cache")
+# What `model.generate` prepares for a forward, without effect on the text.
+PREPARED = ("attention_mask", "cache_position", "logits_to_keep", "position_ids", "use_cache")
 OTHER_METHODS = ("prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp", "dola_layers", "penalty_alpha",
                  "constraints", "force_words_ids")
 EXTRA_OUTPUTS = ("output_attentions", "output_hidden_states", "output_logits", "output_scores")
@@ -71,24 +74,26 @@ def custom_generate(
         draft: a `DraftHead` (from `load_head`) or where to load one from; None: drafts are copied from the text alone.
         acceptance, threshold, divergence, head_guard, budget, tree, text_drafts, seed: see `GenerateOptions`; reference
             too, which needs a text_tokenizer.
-        text_streamer: a streamer; gets the prompt first, as in `generate`.
-        stop, text_tokenizer: strings that end an answer, and what its text is read with.
-
-    `generate` passes its own `streamer=`, `tokenizer=` and `assistant_model=` to no callable, and with `stop_strings=`
-    asks for a tokenizer even where one was given.
+        streamer: that of `generate`, which hands it to no callable: it is looked up in the call. text_streamer: the
+            same, where something else than `generate` is in between.
+        stop, text_tokenizer: strings that end an answer, and what its text is read with. `generate` hands its
+            `tokenizer=` on to no callable, and with `stop_strings=` asks for one even where it was given.
 
     Returns:
         sequences [B, prompt + new tokens], a short one with pad tokens after its end, or an output object where the
         config asks for a dict. Prompts may be padded on the left.
 
     Raises:
-        ValueError, TypeError: padding elsewhere, beams, another method of generation, inputs other than tokens, outputs
-            other than tokens, or a bad option.
+        ValueError, TypeError: padding elsewhere, beams, another method of generation, inputs other than tokens (a cache
+            that is not empty among them), outputs other than tokens, or a bad option.
     """
-    told, streamer = streamer, text_streamer if streamer is None else streamer
-    with ending(streamer):
-        if assistant_model is not None:
+    streamer = argument_of_generate("streamer") if streamer is None else streamer
+    with ending(streamer), ending(text_streamer):
+        if streamer is not None and text_streamer is not None:
+            raise ValueError("custom_generate takes one streamer, got streamer= and text_streamer=")
+        if assistant_model is not None or argument_of_generate("assistant_model") is not None:
             raise ValueError("custom_generate drafts with draft=, and cannot take an assistant_model as well")
+        told, streamer = streamer, text_streamer if streamer is None else streamer
         pad = check_call(input_ids, generation_config, streamer, model_kwargs)
         if stop is not None and text_tokenizer is None:
             raise ValueError("stop= needs text_tokenizer=: model.generate does not pass its tokenizer= on")
@@ -100,6 +105,7 @@ def custom_generate(
             tree=tree, text_drafts=text_drafts, reference=reference, seed=seed, stop=stop,
             temperature=0.0 if greedy else float(generation_config.temperature or 1.0))
         padding = left_padding(input_ids, model_kwargs.get("attention_mask"))
+        check_positions(model_kwargs.get("position_ids"), padding, input_ids.shape[1])
         head = draft if draft is None or isinstance(draft, DraftHead) else load_head(draft)
         pair = EagleModel.from_parts(model, head, text_tokenizer)
         prompts = [check_ids(row[count:].tolist(), pair) for row, count in zip(input_ids, padding, strict=True)]
@@ -120,6 +126,14 @@ def custom_generate(
     return GenerateDecoderOnlyOutput(sequences=sequences) if generation_config.return_dict_in_generate else sequences
 
 
+def argument_of_generate(name: str) -> object:
+    """An argument of the `generate` that is calling, which hands some to no callable; None: there is none."""
+    code, frame = inspect.unwrap(GenerationMixin.generate).__code__, inspect.currentframe()
+    while frame is not None and frame.f_code is not code:
+        frame = frame.f_back
+    return None if frame is None else frame.f_locals.get(name)
+
+
 def left_padding(input_ids: Tensor, mask: Tensor | None) -> list[int]:
     """How many pad tokens each row of input_ids [B, L] begins with.
 
@@ -131,7 +145,8 @@ def left_padding(input_ids: Tensor, mask: Tensor | None) -> list[int]:
     counts = (mask == 0).sum(-1)
     expected = torch.arange(mask.shape[-1], device=mask.device) >= counts[..., None]
     if mask.shape != input_ids.shape or not torch.equal(mask == 1, expected):
-        raise ValueError("prompts may be padded on the left only: the attention mask must be zeros, then ones")
+        raise ValueError("prompts may be padded on the left only: the attention mask must be zeros, then ones; without "
+                         "attention_mask=, model.generate takes each pad token in a prompt for padding")
     return counts.tolist()
 
 
@@ -154,7 +169,7 @@ def check_call(
         told = [f"{name}={value}" for name, value in given.items() if value is not None and value is not False]
         raise ValueError(f"custom_generate is a method of its own and cannot be {mode.value} as well: leave "
                          f"{', '.join(told) or 'its options'} out of the generation config")
-    foreign = [name for name, value in model_kwargs.items() if value is not None and name not in RECOMPUTED]
+    foreign = [name for name, value in model_kwargs.items() if name not in PREPARED and not is_neutral(value)]
     if foreign:
         raise ValueError(f"only input_ids are supported with custom_generate, got {', '.join(foreign)}")
     wanted = [name for name in EXTRA_OUTPUTS if getattr(config, name, None)]
@@ -168,6 +183,24 @@ def check_call(
     if pad is None and len(input_ids) > 1:
         raise ValueError("a batch, whose answers may differ in length, needs a pad_token_id in the generation config")
     return pad
+
+
+def check_positions(positions: Tensor | None, padding: Sequence[int], length: int) -> None:
+    """Raise ValueError for `position_ids` [..., 1 or B, L] other than those that count each row's tokens after its
+    padding."""
+    if positions is None:
+        return
+    counted = torch.arange(length) - torch.tensor(padding)[:, None]  # [B, L]
+    fits = positions.shape[-1] == length and positions.dim() > 1 and positions.shape[-2] in (1, len(padding))
+    if not fits or not ((positions.cpu() == counted) | (counted < 0)).all():
+        raise ValueError(f"custom_generate counts positions itself, from 0 in each row, got position_ids {positions}")
+
+
+def is_neutral(value: object) -> bool:
+    """Whether a keyword of this value says what leaving it out says: newer versions of transformers pass such ones."""
+    if isinstance(value, Cache):
+        return not value.is_initialized or int(value.get_seq_length()) == 0
+    return value is None or value is False
 
 
 def criteria_of_row(criteria: StoppingCriteriaList, row: int, rows: int) -> StoppingCriteriaList:

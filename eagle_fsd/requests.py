@@ -151,10 +151,6 @@ def ending(streamer: BaseStreamer | None) -> Iterator[None]:
             streamer.end()
 
 
-def decode(model: EagleModel, ids: list[int]) -> str:
-    return model.tokenizer.decode(ids, skip_special_tokens=True)
-
-
 def encode_prompts(prompt: object, model: EagleModel) -> tuple[list[list[int]], bool]:
     """Token ids of each prompt, and whether they came as a batch.
 
@@ -286,8 +282,9 @@ def encode_chat(messages: list[dict], model: EagleModel, tools: list[dict] | Non
     return tokenised("the chat", rendered, model, add_special_tokens=False)
 
 
-def tokenised(what: str, text: str, model: EagleModel, **options: object) -> list[int]:
-    """The token ids of a text.
+def tokenised(what: str, text: str, model: EagleModel, add_special_tokens: bool = True) -> list[int]:
+    """The token ids of a text; what its tokenizer puts before texts is not put before one that begins with it, such as
+    what a chat template has rendered.
 
     Raises:
         ValueError: it cannot be encoded, or is longer than anything that the target has positions for.
@@ -295,7 +292,15 @@ def tokenised(what: str, text: str, model: EagleModel, **options: object) -> lis
     tokenizer, positions = need_tokenizer(model), model.target.max_positions
     if positions is not None and len(text) > most_characters(tokenizer, positions):
         raise ValueError(f"{what} has {len(text)} characters, more than the target's {positions} positions can hold")
-    return tokenizer(encodable(what, text), **options)["input_ids"]
+    ids = tokenizer(encodable(what, text), add_special_tokens=add_special_tokens)["input_ids"]
+    first = ids[0] if ids else None
+    if add_special_tokens and first in tokenizer.all_special_ids and text.startswith(
+            tokenizer.convert_ids_to_tokens(first)):
+        own = tokenizer(text, add_special_tokens=False)["input_ids"]
+        for count in range(len(ids) - len(own), 0, -1):
+            if ids[:count] == own[:count] and ids[count:][: len(own)] == own:
+                return ids[count:]
+    return ids
 
 
 def check_length(prompt_length: int, max_new_tokens: int, model: EagleModel) -> int:

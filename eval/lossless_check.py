@@ -30,6 +30,7 @@ from eagle_fsd.measure.methods import Method, encode_prompt, engine, hf_generate
 from eagle_fsd.measure.records import environment, write_json
 from eagle_fsd.measure.settings import parse_setting
 from eagle_fsd.measure.statistics import first_difference
+from eagle_fsd.models.cache import cache_name
 from eagle_fsd.pair import EagleModel
 from eval.command import first_questions, noted, run_command
 
@@ -97,8 +98,9 @@ def explain(
         return Difference(question, at, *tokens, gap=float("inf"), noise=0.0, tie=False)
     ids = torch.tensor([prompt + theirs[:at]], device=model.target.device)
     whole = model.target.model(ids, use_cache=False).logits[0, -1].float()
+    cache = cache_name(type(model.target.model))
     before = model.target.model(ids[:, :-1], use_cache=True)
-    step = model.target.model(ids[:, -1:], past_key_values=before.past_key_values).logits[0, -1].float()
+    step = model.target.model(ids[:, -1:], **{cache: before[cache]}).logits[0, -1].float()
     gap, other_gap = ((logits[tokens[0]] - logits[tokens[1]]).item() for logits in (whole, step))
     # What the two ways differ by, and the rounding of the two logits themselves.
     noise = abs(gap - other_gap) + torch.finfo(model.target.dtype).eps * whole[tokens].abs().max().item()

@@ -1,17 +1,19 @@
 """Decoding inside the target's own `generate`."""
 
+import functools
 import threading
 
 import pytest
 import torch
 from test_generate import TREE, Recorder
-from tiny import PROMPT, PROMPTS, VOCAB, readable, tiny_head, tiny_pair, tiny_target
-from transformers import GenerationConfig, TextIteratorStreamer
+from tiny import PROMPT, PROMPTS, VOCAB, readable, tiny_head, tiny_pair, tiny_target, tiny_tokenizer
+from transformers import DynamicCache, GenerationConfig, TextIteratorStreamer
 from transformers.generation.logits_process import NoRepeatNGramLogitsProcessor
 from transformers.generation.stopping_criteria import StopStringCriteria
 
 import eagle_fsd
 from eagle_fsd import custom_generate
+from eagle_fsd.models.cache import cache_name
 
 IDS = torch.tensor([PROMPT])
 
@@ -27,7 +29,7 @@ def ours(pair, target):
 
     def call(input_ids=IDS, **options):
         options = {"draft": pair.draft, "threshold": 0.0, "tree": TREE, "max_new_tokens": 24} | options
-        return target.generate(input_ids, custom_generate=custom_generate, **options)
+        return target.generate(input_ids, **{"custom_generate": custom_generate} | options)
 
     return call
 
@@ -84,12 +86,55 @@ def test_rules_thresholds_and_budgets(pair, ours):
 
 
 def test_a_streamer(ours, tokenizer):
-    recorder, text = Recorder(), TextIteratorStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True, timeout=5)
-    sequences = ours(text_streamer=recorder)
-    assert recorder.prompt == PROMPT and recorder.tokens == sequences[0, len(PROMPT) :].tolist()
-    assert recorder.ended == 1 and len(recorder.values) > 3
-    ours(text_streamer=text)
-    assert "".join(text) == tokenizer.decode(sequences[0, len(PROMPT) :], skip_special_tokens=True)
+    for name in ("streamer", "text_streamer"):
+        recorder = Recorder()
+        text = TextIteratorStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True, timeout=5)
+        sequences = ours(**{name: recorder})
+        assert recorder.prompt == PROMPT and recorder.tokens == sequences[0, len(PROMPT) :].tolist()
+        assert recorder.ended == 1 and len(recorder.values) > 3
+        ours(**{name: text})
+        assert "".join(text) == tokenizer.decode(sequences[0, len(PROMPT) :], skip_special_tokens=True)
+
+
+def test_streamers_end_where_a_call_is_refused(target, ours, tokenizer):
+    ended = [Recorder(), Recorder()]
+    with pytest.raises(ValueError, match="one streamer"):
+        ours(streamer=ended[0], text_streamer=ended[1])
+    text = TextIteratorStreamer(tokenizer, skip_prompt=True, timeout=5)
+    with pytest.raises(ValueError, match="output_scores"):
+        ours(streamer=text, return_dict_in_generate=True, output_scores=True)
+    assert [each.ended for each in ended] == [1, 1] and "".join(text) == ""
+    with pytest.raises(ValueError, match="cannot take an assistant_model as well"):
+        ours(assistant_model=target)
+
+
+def cache_of(target, ids):
+    cache = DynamicCache(config=target.config)
+    target(ids, **{cache_name(type(target)): cache}) if ids is not None else None
+    return cache
+
+
+@pytest.mark.parametrize(("name", "value", "refused"), [
+    ("cache", lambda target: cache_of(target, None), False),
+    ("cache", lambda target: cache_of(target, IDS[:, :3]), True),
+    ("news", lambda target: None, False),
+    ("news", lambda target: False, False),
+    ("news", lambda target: 0, True),
+    ("news", lambda target: torch.zeros(1), True),
+    ("position_ids", lambda target: torch.arange(len(PROMPT))[None], False),
+    ("position_ids", lambda target: torch.arange(len(PROMPT))[None] + 1, True),
+    ("position_ids", lambda target: torch.arange(len(PROMPT) - 1)[None], True),
+])
+def test_what_other_versions_of_generate_pass_on(target, ours, name, value, refused):
+    @functools.wraps(custom_generate)
+    def newer(*args, **options):
+        return custom_generate(*args, **options | {name: value(target)})
+
+    if refused:
+        with pytest.raises(ValueError, match=name):
+            ours(custom_generate=newer)
+    else:
+        assert torch.equal(ours(custom_generate=newer), ours())
 
 
 def test_stop_strings_and_criteria(target, ours, tokenizer):
@@ -100,6 +145,15 @@ def test_stop_strings_and_criteria(target, ours, tokenizer):
     assert torch.equal(ours(stopping_criteria=[StopStringCriteria(tokenizer, [stop])]), expected)
     with pytest.raises(ValueError, match="text_tokenizer="):
         ours(stop=stop, tokenizer=tokenizer)
+
+
+def test_a_special_token_as_stop_string(target, ours):
+    tokenizer, end = tiny_tokenizer(), ours()[0, len(PROMPT) + 6]
+    stop = tokenizer.decode([end])
+    tokenizer.add_tokens(stop, special_tokens=True)
+    expected = target.generate(IDS, max_new_tokens=24, stop_strings=stop, tokenizer=tokenizer)
+    assert expected[0, -1] == end and expected.shape[1] <= len(PROMPT) + 7
+    assert torch.equal(ours(stop=stop, text_tokenizer=tokenizer), expected)
 
 
 def test_an_output_object_where_asked_for(ours):

@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 import reference_eagle
 import torch
-from tiny import PROMPT, VOCAB, tiny_pair
+from tiny import PROMPT, VOCAB, tiny_pair, tiny_tokenizer
+from tokenizers.processors import TemplateProcessing
 from transformers.generation.streamers import BaseStreamer
 
 import eagle_fsd
@@ -17,6 +18,7 @@ from eagle_fsd.acceptance.divergence import get_divergence
 from eagle_fsd.drafting.autotree import AutoTree
 from eagle_fsd.drafting.latency import Latency
 from eagle_fsd.pair import EagleModel
+from eagle_fsd.requests import encode_prompts
 
 TREE = TreeConfig(16, 5, 4)
 SAMPLED = {"temperature": 1.0, "seed": 3}
@@ -125,6 +127,23 @@ def test_without_a_tokenizer_only_ids_work():
 def test_no_model_means_the_default_pair(pair, monkeypatch):
     monkeypatch.setattr(eagle_fsd.api, "default_model", lambda: pair)
     assert eagle_fsd.generate(PROMPT, max_new_tokens=24, tree=TREE).token_ids == generate(pair).token_ids
+
+
+@pytest.mark.parametrize(("template", "texts"), [
+    ("<s> $A", {"ab": [0, 4, 5], "<s>ab": [0, 4, 5], "<s><s>ab": [0, 0, 4, 5], "<s>": [0], "</s>ab": [0, 1, 4, 5]}),
+    ("<user> <s> $A", {"ab": [2, 0, 4, 5], "<user><s>ab": [2, 0, 4, 5], "<s>ab": [2, 0, 0, 4, 5], "<user>": [2, 0, 2]}),
+    ("<s> $A </s>", {"ab": [0, 4, 5, 1], "<s>ab": [0, 4, 5, 1]}),
+    ("$A", {"ab": [4, 5], "<s>ab": [0, 4, 5], "<s><s>": [0, 0]}),
+])
+def test_a_text_that_begins_as_its_tokenizer_begins_texts_gets_no_second_beginning(template, texts):
+    """As what a chat template has rendered."""
+    pair = tiny_pair(tokenizer=tiny_tokenizer())
+    special = [(name, pair.tokenizer.convert_tokens_to_ids(name)) for name in ("<s>", "</s>", "<user>")]
+    pair.tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=template, special_tokens=special)
+    assert encode_prompts(list(texts), pair) == (list(texts.values()), True)
+    rendered = pair.tokenizer.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=True)
+    if template == "<s> $A":
+        assert encode_prompts(rendered, pair) == encode_prompts(CHAT, pair)
 
 
 # Ends

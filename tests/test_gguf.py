@@ -40,9 +40,10 @@ def write(path, target, *, architecture="llama", tokens=True):
     writer.add_vocab_size(VOCAB)
     if tokens:
         writer.add_tokenizer_model("gpt2")
-        writer.add_token_list([*"abcdefghijklmnopqrstuvwxyz", "ab", *(f"<{number}>" for number in range(VOCAB - 27))])
+        writer.add_token_list([*"abcdefghijklmnopqrstuvwxyz", "ab", "cd",
+                               *(f"<{number}>" for number in range(VOCAB - 28))])
         writer.add_token_types([gguf.TokenType.NORMAL] * VOCAB)
-        writer.add_token_merges(["a b"])
+        writer.add_token_merges(["a b", "c d"])  # transformers 5.17 reads a list of one as its entry
         writer.add_eos_token_id(VOCAB - 1)
         writer.add_bos_token_id(VOCAB - 2)
     names = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}

@@ -113,6 +113,7 @@ def test_what_is_too_long_is_cut(model):
     pieces = encode_record(Record(text="abcdefghij"), tokenizer, 5, "truncate")
     assert [len(ids) for ids, _ in pieces] == [5, 5, 4]  # a start token each, one end token in all
     assert all(ids[0] == tokenizer.bos_token_id and not learned[0] and all(learned[1:]) for ids, learned in pieces)
+    assert encode_record(Record(text="<s>abcdefghij</s>"), tokenizer, 5, "truncate") == pieces
 
 
 def writer(model, **options) -> Respondent:

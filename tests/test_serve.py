@@ -116,6 +116,8 @@ def test_completions_take_text_and_token_ids(client, server):
     ids = server.pair.tokenizer(prompt)["input_ids"]
     pieces = client.completions.create(model="tiny", prompt=ids, max_tokens=12, stream=True)
     assert "".join(piece.choices[0].text for piece in pieces) == expected.text
+    rendered = client.completions.create(model="tiny", prompt=f"<s>{prompt}", max_tokens=12)  # no second <s>
+    assert rendered.choices[0].text == expected.text and rendered.usage.prompt_tokens == len(ids)
 
 
 def test_parts_of_text_and_the_newer_names(client):

@@ -11,7 +11,7 @@ from transformers import AsyncTextIteratorStreamer, PreTrainedTokenizerFast, Tex
 
 import eagle_fsd
 from eagle_fsd import TreeConfig, custom_generate
-from eagle_fsd.text import GrowingText, StopStrings, StreamedText
+from eagle_fsd.text import GrowingText, StopStrings, StreamedText, answer_text
 
 TIMEOUT = 30  # seconds, so that a reader that is left waiting fails
 SKIP = {"skip_prompt": True, "skip_special_tokens": True}
@@ -165,3 +165,42 @@ def test_what_is_shown_is_never_taken_back(stops, together, bytes_tokenizer):
         assert len(shown) >= min(len(whole), len(said)) - held_back
     assert shown + text.rest(whole) == whole
     assert shown == whole or any(whole.endswith(stop[:1]) for stop in stops)
+
+
+LETTERS = "ab<user>cd<bot>ef</s>gh"
+
+
+@pytest.mark.parametrize(("stop", "ends", "text"), [
+    ("<bot>", 6, "abcd"), ("d<bot>", 6, "abc"), ("<bot>e", 7, "abcd"), ("b<user>cd<bot>e", 7, "a"),
+    ("f</s>", 9, "abcde"), ("<bot></s>", None, "abcdefgh"), ("<bot>x", None, "abcdefgh"), ("dx<bot>", None, "abcdefgh"),
+    ("bc", 4, "a"), ("bot>", None, "abcdefgh"), (["</s>", "<user>"], 3, "ab"),
+], ids=str)
+@pytest.mark.parametrize("together", [1, 3])
+def test_stop_strings_that_name_special_tokens(stop, ends, text, together, tokenizer):
+    """Others are not there for a stop string, as they are not for who reads the text."""
+    stop, ids = [stop] if isinstance(stop, str) else stop, tokenizer(LETTERS, add_special_tokens=False)["input_ids"]
+    stops, streamed = StopStrings(tokenizer, stop), StreamedText(tokenizer, stop)
+    assert next((count for count, token in enumerate(ids, 1) if stops(token)), None) == ends
+    shown = "".join(streamed.add(ids[start : start + together]) for start in range(0, len(ids), together))
+    assert shown + streamed.withheld() == text == answer_text(tokenizer, ids[:ends], stop)
+    assert shown + streamed.rest(text) == text and streamed.stopped == (ends is not None)
+
+
+def test_decoding_ends_at_a_special_token(model):
+    tokenizer = tiny_tokenizer()
+    free = call(model, None).token_ids
+    before, end = next((a, b) for a, b in zip(free[10:], free[11:], strict=False) if min(a, b) > 3 and a != b)
+    stop = tokenizer.decode([before, end])
+    tokenizer.add_tokens(stop[1], special_tokens=True)
+    pair, count = eagle_fsd.EagleModel.from_parts(model.target.model, model.draft, tokenizer), free.index(end) + 1
+    with eagle_fsd.Engine(pair, tree=TreeConfig(16, 5, 4)) as engine:
+        for strings in (stop[1], [f"no{stop[1]}", stop[1]]):
+            streamer = TextIteratorStreamer(tokenizer, timeout=TIMEOUT, **SKIP)
+            output = call(pair, streamer, stop=strings)
+            assert output.token_ids == free[:count] and output.finish_reason == "stop"
+            assert output.text == "".join(streamer) == tokenizer.decode(free[:count], skip_special_tokens=True)
+            ticket = engine.submit(PROMPT, max_new_tokens=60, temperature=1.0, seed=2, stop=strings)
+            assert "".join(piece.text for piece in ticket) == ticket.result().text == output.text
+        output = call(pair, None, stop=stop)
+        assert output.token_ids[-2:] == [before, end]
+        assert output.text == tokenizer.decode(output.token_ids[:-2], skip_special_tokens=True)

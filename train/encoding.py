@@ -71,7 +71,8 @@ def encode_record(
         ids = tokenizer(record.text, add_special_tokens=False)["input_ids"]
         first = [tokenizer.bos_token_id] if tokenizer.bos_token_id is not None else []
         last = [tokenizer.eos_token_id] if tokenizer.eos_token_id is not None else []
-        ids, body = ids + last, max_length - len(first)
+        ids = ids[len(first) :] if first and ids[:1] == first else ids  # a text may have them itself
+        ids, body = ids if ids[-1:] == last else ids + last, max_length - len(first)
         pieces = [first + ids[i : i + body] for i in range(0, len(ids), body)]
         pieces = [piece for piece in pieces if len(piece) > 2]  # nothing could be learned from less
         return [(piece, [False] * len(first) + [True] * (len(piece) - len(first))) for piece in pieces]

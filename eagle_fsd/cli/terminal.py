@@ -60,8 +60,7 @@ class SourceStreamer:
         sys.stdout.flush()
 
     def end(self) -> None:
-        rest = "" if self.text.stopped else self.text.held + self.text.text.pending()
-        sys.stdout.write(coloured(rest, COLOURS[self.sources[-1] if self.sources else "target"]) + "\n")
+        sys.stdout.write(coloured(self.text.withheld(), COLOURS[self.sources[-1] if self.sources else "target"]) + "\n")
 
 
 def describe_output(output: Output) -> str:

@@ -17,7 +17,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRot
 
 from ..models import GROUPED
 from ..models.attention import without_cudnn
-from ..models.cache import TreeCache
+from ..models.cache import TreeCache, cache_name
 from ..models.fused import FIXED_ROPE, FusedLayer, Rotary, attention_over
 from ..models.linear import Joined, pack_linears
 from ..models.memory import MappedFiles
@@ -171,9 +171,10 @@ class DraftHead(nn.Module):
         if self.computes_fused(cache):
             return self.fused_layer(hidden.to(torch.promote_types(hidden.dtype, torch.float32), copy=True), hidden,
                                     positions, mask, cache)
-        return self.layers[0](
-            hidden, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=cache is not None,
-            position_embeddings=self.rotary_emb(hidden, positions),
+        layer = self.layers[0]
+        return layer(
+            hidden, attention_mask=mask, position_ids=positions, use_cache=cache is not None,
+            position_embeddings=self.rotary_emb(hidden, positions), **{cache_name(type(layer)): cache},
         )
 
     def computes_fused(self, cache: object) -> bool:

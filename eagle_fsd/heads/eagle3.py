@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm
 
-from ..models.cache import TreeCache
+from ..models.cache import TreeCache, cache_name
 from ..models.fused import Norm
 from .eagle import DraftHead
 
@@ -120,9 +120,10 @@ class Eagle3Head(DraftHead):
             own = self.fused[0].norms[0](self.embed_tokens(tokens).to(wide))
             hidden = (normed if self.layers[0].norm_before_residual else features).to(wide, copy=True)
             return self.fused_layer(hidden, torch.cat([own, normed], -1), positions, mask, cache)
-        return self.layers[0](
-            features, self.embed_tokens(tokens).to(features.dtype), attention_mask=mask, past_key_values=cache,
-            position_embeddings=self.rotary_emb(features, positions),
+        layer = self.layers[0]
+        return layer(
+            features, self.embed_tokens(tokens).to(features.dtype), attention_mask=mask,
+            position_embeddings=self.rotary_emb(features, positions), **{cache_name(type(layer.self_attn)): cache},
         )
 
     def own_logits(self, predicted: Tensor, output: Callable[[Tensor], Tensor]) -> Tensor:

@@ -10,12 +10,20 @@ to its own end.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin
+
+
+@lru_cache
+def cache_name(kind: type[nn.Module]) -> str:
+    """The keyword by which a stock module takes its cache: another one since transformers 5.24."""
+    return "cache" if "cache" in inspect.signature(kind.forward).parameters else "past_key_values"
 
 
 class TreeCacheLayer(CacheLayerMixin):

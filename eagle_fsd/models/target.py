@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from . import IMPLEMENTATIONS, SPLIT
 from .attention import without_cudnn
-from .cache import TreeCache
+from .cache import TreeCache, cache_name
 from .fused import FusedDecoder, Unfit
 from .linear import dtype_of, pack_linears
 from .masks import CHUNKED, SLIDING, MaskedLayers, kinds_of
@@ -260,7 +260,8 @@ class TargetModel:
         masks = {} if ancestors is None else self.masked_layers.forward_options(
             self.config._attn_implementation, ancestors, positions, cache.length, self.dtype,
             cache.visible(ancestors.device))
-        return self.features(tokens, position_ids=positions, past_key_values=cache, use_cache=True, **masks)
+        return self.features(
+            tokens, position_ids=positions, use_cache=True, **{cache_name(type(self.decoder)): cache}, **masks)
 
     def features(
         self,

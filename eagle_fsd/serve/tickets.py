@@ -13,10 +13,9 @@ from typing import NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
-from ..api import cut_text
 from ..engine.output import Output, Receipt
 from ..engine.request import Request
-from ..text import StreamedText
+from ..text import StreamedText, answer_text
 
 
 class QueueFull(RuntimeError):
@@ -159,7 +158,7 @@ class Ticket:
             output.stats.prefill_seconds = first - self.queued_seconds
             output.stats.decode_seconds = self.total_seconds - first
         if self._tokenizer is not None:
-            output.text = cut_text(self._tokenizer.decode(output.token_ids, skip_special_tokens=True), self._stops)
+            output.text = answer_text(self._tokenizer, output.token_ids, self._stops)
             if rest := self._text.rest(output.text):
                 self._add(Piece([], [], rest))
         return output
