@@ -229,7 +229,8 @@ def load(target: str | Path | None = None, draft: str | Path | None = None, **op
     fused, early = asked.attn_implementation is None, asked.prepack and asked.quantization is None
     if early and asked.device_map is None and check_device(asked.device).type == "cpu":
         model, tokenizer, dtype = load_compact(target, dtype=asked.dtype, **load_it)
-        pack_early(model, head, dtype, fused=fused)
+        if not getattr(model, "is_quantized", False):
+            pack_early(model, head, dtype, fused=fused)
     else:
         model, tokenizer = load_target(target, dtype=asked.dtype, **load_it)
     pair = EagleModel.from_parts(model, head, tokenizer, fused=fused)
