@@ -107,12 +107,13 @@ class TargetModel:
         """Replace the weights of plain linear layers on a CPU by packed ones, see `models.linear`.
 
         Args:
-            dtype: what all is computed in from now on; None: the weights' own.
+            dtype: what all is computed in from now on, of a model that is as it was loaded; None: the weights' own.
         """
         self.model.kept_digest = weights_digest(self.model)
         files = MappedFiles()
-        # First, since a tied weight belongs to a linear layer too.
-        leave_files(self.model, files, but=nn.Linear, dtype=dtype)
+        for weight in self.model.parameters() if dtype is not None else ():
+            files.give_back(weight)  # around each number that the digest has read the system maps many pages
+        leave_files(self.model, files, but=nn.Linear)  # first, since a tied weight belongs to a linear layer too
         together = [joined for layer in self.fused.layers for joined in layer.joined] if self.fused else []
         pack_linears(self.model, form, files, dtype, together)
         leave_files(self.model, files, dtype=dtype)
