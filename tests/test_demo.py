@@ -3,6 +3,7 @@
 import re
 
 import pytest
+import torch
 from tiny import save_pair, tiny_chat_pair
 
 from eagle_fsd.cli import main
@@ -20,16 +21,21 @@ def answer(seconds, tokens, source="exact"):
     (answer(1.0, [5, 6, 7, 8]), "4 tokens, 4 tokens/s, 2.0 tokens per step; the same text"),
     (answer(2.0, [5, 9], "fuzzy"), "2 tokens, 1 tokens/s, 2.0 tokens per step; another text after 1 token; 2 tokens "
                                    "kept that the model would not have written; 2 tokens shorter; not faster"),
-    (answer(1.0, [5, 6, 7, 9]), "4 tokens, 4 tokens/s, 2.0 tokens per step; another text after 3 tokens, where two "
-                                "tie in rounding"),
+    (answer(1.0, [5, 6, 7, 9]), "4 tokens, 4 tokens/s, 2.0 tokens per step; another text after 3 tokens"),
     (Answer(2.0, [5, 6], ""), "2 tokens, 1 tokens/s"),
 ])
 def test_what_is_said_of_an_answer(given, said):
-    assert remarks(given, Answer(2.0, [5, 6, 7, 8], "")) == said
+    baseline = Answer(2.0, [5, 6, 7, 8], "")
+    assert remarks(given, baseline) == said
+    tied = remarks(given, baseline, rounds=True)
+    assert tied == said + ", where two tie in rounding" * said.endswith("after 3 tokens")
 
 
-def test_the_demo(tmp_path, capsys):
-    save_pair(tmp_path, tiny_chat_pair(max_position_embeddings=1024))
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
+def test_the_demo(stored, tmp_path, capsys):
+    pair = tiny_chat_pair(max_position_embeddings=1024)
+    pair.target.model.to(stored)
+    save_pair(tmp_path, pair)
     pair = ["--target", str(tmp_path / "target"), "--draft", str(tmp_path / "head"), "--device", "cpu"]
     assert main(["demo", *pair, "--max-new-tokens", "8"]) == 0
     shown = capsys.readouterr().out
@@ -40,4 +46,5 @@ def test_the_demo(tmp_path, capsys):
     assert [len(texts) for texts in written] == [4, 4, 4] and written[0] == written[1]
     table = [line.split() for line in shown.splitlines()[-3:]]
     assert [row[0] for row in table] == ["model.generate", "exact", "fsd"]
-    assert all(row[-3:] == ["4", "of", "4"] for row in table[:2])  # float32: token for token
+    assert all(row[-3:] == ["4", "of", "4"] for row in table[:2])  # token for token
+    assert "computed in float32" in shown

@@ -2,15 +2,19 @@
 
 import json
 import logging
+import os
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 import torch
 from tiny import HIDDEN, PROMPT, VOCAB, tiny_head, tiny_target
+from transformers import AutoTokenizer
 
 import eagle_fsd
-from eagle_fsd.data.gguf import dequantised, digest_of, target_source
+from eagle_fsd.cli import main
+from eagle_fsd.data.files import size_of
+from eagle_fsd.data.gguf import dequantised, fingerprint, target_source
 from eagle_fsd.heads.checkpoint import save_head
 
 gguf = pytest.importorskip("gguf")
@@ -25,8 +29,13 @@ def permuted(weight, heads):
     return weight.view(heads, 2, -1, weight.shape[1]).swapaxes(1, 2).reshape(weight.shape)
 
 
-def write(path, target, *, architecture="llama", tokens=True):
-    """The target's weights as a GGUF file."""
+def write(path, target, *, architecture="llama", tokens=True, names=(), **fields):
+    """The target's weights as a GGUF file.
+
+    Args:
+        names: of the last tokens, which are control tokens then.
+        fields: further ones, by the writer's names for them, such as eot_token_id.
+    """
     config, state = target.config, target.state_dict()
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_context_length(config.max_position_embeddings)
@@ -40,16 +49,17 @@ def write(path, target, *, architecture="llama", tokens=True):
     writer.add_vocab_size(VOCAB)
     if tokens:
         writer.add_tokenizer_model("gpt2")
-        writer.add_token_list([*"abcdefghijklmnopqrstuvwxyz", "ab", "cd",
-                               *(f"<{number}>" for number in range(VOCAB - 28))])
-        writer.add_token_types([gguf.TokenType.NORMAL] * VOCAB)
+        others = [f"<{number}>" for number in range(VOCAB - 28 - len(names))]
+        writer.add_token_list([*"abcdefghijklmnopqrstuvwxyz", "ab", "cd", *others, *names])
+        writer.add_token_types([gguf.TokenType.NORMAL] * (VOCAB - len(names)) + [gguf.TokenType.CONTROL] * len(names))
         writer.add_token_merges(["a b", "c d"])  # transformers 5.17 reads a list of one as its entry
-        writer.add_eos_token_id(VOCAB - 1)
-        writer.add_bos_token_id(VOCAB - 2)
-    names = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+        fields = {"eos_token_id": VOCAB - 1, "bos_token_id": VOCAB - 2} | fields
+        for name, value in fields.items():
+            getattr(writer, f"add_{name}")(value)
+    renamed = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
     for number in range(config.num_hidden_layers):
-        names |= {f"blk.{number}.{ours}": f"model.layers.{number}.{theirs}" for ours, theirs in LAYER.items()}
-    for ours, theirs in names.items():
+        renamed |= {f"blk.{number}.{ours}": f"model.layers.{number}.{theirs}" for ours, theirs in LAYER.items()}
+    for ours, theirs in renamed.items():
         weight = state[f"{theirs}.weight"].float()
         if ours.endswith(("attn_q", "attn_k")):
             weight = permuted(weight, config.num_attention_heads if ours.endswith("q") else config.num_key_value_heads)
@@ -74,13 +84,14 @@ def target():
 
 def test_a_file_is_dequantised_once(target, tmp_path, cache, caplog):
     file = write(tmp_path / "tiny.gguf", target)
-    part = cache / f"tiny-{digest_of(file)[:16]}.part"
+    part = cache / f"tiny-{fingerprint(file)}.part"
     part.mkdir(parents=True)  # of a process that was killed
     (part / "config.json").write_text("{}")
     with caplog.at_level(logging.WARNING), ThreadPoolExecutor(4) as pool:
         (folder,) = set(pool.map(dequantised, [file] * 4))  # threads wait for the first
     assert caplog.text.count(f"{file} is dequantised once, to {folder}") == 1
     assert [path.name for path in cache.iterdir()] == [folder.name]  # no half of it is left
+    assert [path.name for path in cache.parent.iterdir()] == ["gguf"]  # and no lock
     before = (folder / "model.safetensors").stat().st_mtime_ns
     assert target_source(file) == str(folder) and (folder / "model.safetensors").stat().st_mtime_ns == before
     assert "quantization_config" not in json.loads((folder / "config.json").read_text())
@@ -114,3 +125,55 @@ def test_damaged_and_unknown_files_are_refused(target, tmp_path, cache):
     with pytest.raises(ValueError, match="has no tokenizer that transformers can read"):
         target_source(write(tmp_path / "mute.gguf", target, tokens=False))
     assert not list(cache.glob("*"))
+
+
+END, TURN, MESSAGE, THOUGHT = VOCAB - 4, VOCAB - 3, VOCAB - 2, VOCAB - 1
+
+
+@pytest.mark.parametrize(("names", "fields", "ends"), [
+    ((), {}, [VOCAB - 1]),
+    ((), {"eos_token_id": END, "eot_token_id": TURN, "eom_token_id": MESSAGE}, [END, TURN, MESSAGE]),
+    (("<|endoftext|>", "<|im_end|>", "<x>", "<y>"), {"eos_token_id": END}, [END, TURN]),  # by what they are called
+    (("<|return|>", "<|call|>", "<|end|>", "<y>"), {"eos_token_id": END}, [END, TURN]),  # gpt-oss: no end of a thought
+])
+def test_all_ends_of_a_file_end_an_answer(target, tmp_path, names, fields, ends):
+    file = write(tmp_path / "tiny.gguf", target, names=names, **fields)
+    with torch.no_grad():
+        pair = eagle_fsd.load(file, None, device="cpu", tree=None)
+    assert pair.target.model.generation_config.eos_token_id == (ends if len(ends) > 1 else ends[0])
+    for end in ends:
+        bias = {end: 100.0}
+        found = eagle_fsd.generate(PROMPT, pair, max_new_tokens=4, logit_bias=bias, acceptance="exact")
+        assert found.token_ids == [end] and found.finish_reason == "eos"
+
+
+@pytest.mark.parametrize(("fields", "expected"), [
+    ({}, [26, 2]),
+    ({"add_bos_token": True}, [30, 26, 2]),
+    ({"tokenizer_pre": "llama-bpe"}, [30, 26, 2]),  # as llama.cpp, where the file does not say
+    ({"tokenizer_pre": "llama-bpe", "add_bos_token": False}, [26, 2]),
+    ({"add_eos_token": True}, [26, 2, 31]),
+])
+def test_what_a_text_begins_and_ends_with_is_what_the_file_says(target, tmp_path, fields, expected):
+    file = write(tmp_path / "tiny.gguf", target, pad_token_id=3, chat_template="{{ bos_token }}hi", **fields)
+    tokenizer = AutoTokenizer.from_pretrained(dequantised(file))
+    assert tokenizer("abc")["input_ids"] == expected and tokenizer.pad_token_id == 3
+    assert tokenizer.chat_template == "{{ bos_token }}hi"
+
+
+def test_the_cache_has_a_limit_and_can_be_seen_and_cleared(target, tmp_path, cache, monkeypatch, capsys, caplog):
+    first, second = (dequantised(write(tmp_path / f"{name}.gguf", target)) for name in ("first", "second"))
+    os.utime(first, (1, 1))  # not used for long
+    assert main(["cache"]) == 0 and first.is_dir()
+    listed = capsys.readouterr().out
+    assert first.name in listed and second.name in listed
+    file, held = tmp_path / "second.gguf", size_of(second)
+    monkeypatch.setenv("EAGLE_FSD_CACHE_GB", str((held + 4.5 * file.stat().st_size) / 1e9))
+    third = dequantised(write(tmp_path / "third.gguf", target))
+    assert not first.is_dir() and third.is_dir() and f"{first} (0.0 GB) is removed" in caplog.text
+    monkeypatch.setenv("EAGLE_FSD_CACHE_GB", "much")
+    assert main(["cache"]) == 2
+    monkeypatch.delenv("EAGLE_FSD_CACHE_GB")
+    capsys.readouterr()
+    assert main(["cache", "--clear", "gguf"]) == 0
+    assert f"{third.name}  removed" in capsys.readouterr().out and not list(cache.iterdir())

@@ -32,7 +32,7 @@ def test_load_takes_the_known_head_and_says_so(pair, tokenizer, monkeypatch, cap
     asked = []
     monkeypatch.setattr(pairs, "load_head", lambda draft: asked.append(draft) or pair.draft)
     parts = (pair.target.model, tokenizer)
-    monkeypatch.setattr(pairs, "load_target", lambda target, **_: asked.append(target) or parts)
+    monkeypatch.setattr(pairs, "load_compact", lambda target, **_: asked.append(target) or (*parts, None))
     with caplog.at_level(logging.WARNING):
         assert eagle_fsd.load(LLAMA, tree=None).draft is pair.draft
     head = "yuhuili/EAGLE3-LLaMA3.1-Instruct-8B"

@@ -4,12 +4,14 @@ Plain bfloat16 weights become blocks of oneDNN or of FBGEMM, by the processor: `
 """
 
 import copy
+import logging
 import pickle
 import sys
 
 import pytest
 import torch
-from tiny import HIDDEN, PROMPT, save_pair, tiny_head, tiny_pair, tiny_target
+from safetensors.torch import load_file, save_file
+from tiny import HIDDEN, PROMPT, save_pair, tiny_chat_pair, tiny_head, tiny_pair, tiny_target
 from torch import nn
 from torch.nn.functional import linear
 from transformers import AutoModelForCausalLM
@@ -270,3 +272,85 @@ def test_a_packed_layer_joins_only_with_its_own():
         module[1] = nn.Linear(16, 8, dtype=torch.bfloat16)  # an adapter, say, that was put in its place since
         assert torch.equal(pair(rows), torch.cat([module[0](rows), module[1](rows)], -1))
     assert OWN(torch.zeros(3, 5).bfloat16(), None).dense().shape == (3, 5)
+
+
+@pytest.mark.skipif(not multiplies_half(), reason="torch without FBGEMM's kernels")
+class TestFloat32OverWeightsOf16Bits:
+    """What "auto" is on a CPU."""
+
+    @staticmethod
+    def saved(folder, stored, family="llama", **options):
+        pair = tiny_chat_pair(family, **options)
+        pair.draft.limit_vocabulary(torch.arange(24))
+        pair.target.model.to(stored)
+        save_pair(folder, pair)
+        return folder / "target", folder / "head"
+
+    @pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16])
+    @pytest.mark.parametrize(("family", "tied"), [
+        ("llama", False), ("qwen2", True), ("gemma2", True), ("gemma4_text", False)])  # that one has buffers in 16 bits
+    def test_texts_are_those_of_generate_in_float32(self, family, tied, stored, tmp_path, caplog):
+        target, head = self.saved(tmp_path, stored, family, tie_word_embeddings=tied)
+        with caplog.at_level(logging.WARNING):
+            pair = eagle_fsd.load(target, head, device="cpu", tree=None)
+        model, kinds = pair.target.model, [type(part) for part in pair.target.model.modules()]
+        assert pair.target.dtype == model.dtype == model.config.dtype == pair.draft.dtype == torch.float32
+        assert is_packed(model) == "float16" and nn.Linear not in kinds and not caplog.text
+        assert pair.stock.dtype == stored and pair.stock_in(torch.float32).dtype == torch.float32
+        wide = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
+        expected = wide.generate(torch.tensor([PROMPT]), do_sample=False, max_new_tokens=24)[0, len(PROMPT):].tolist()
+        assert eagle_fsd.generate(PROMPT, pair, tree=TREE, max_new_tokens=24).token_ids == expected
+        torch.testing.assert_close(model(torch.tensor([PROMPT])).logits, wide(torch.tensor([PROMPT])).logits)
+        buffers = zip(model.named_buffers(), wide.named_buffers(), strict=True)
+        assert all(ours == theirs and torch.equal(mine, its) for (ours, mine), (theirs, its) in buffers)
+
+    def test_layers_that_do_not_fit_are_kept_in_float32(self, tmp_path, caplog):
+        target, head = self.saved(tmp_path, torch.bfloat16)
+        model = AutoModelForCausalLM.from_pretrained(target)
+        with torch.no_grad():
+            model.model.layers[0].self_attn.k_proj.weight[0, 0] = 1e5
+        model.save_pretrained(target)
+        pair = eagle_fsd.load(target, head, device="cpu", tree=None)
+        assert "1 linear layers hold numbers that float16 has not" in caplog.text
+        wide = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
+        torch.testing.assert_close(pair.target.model(torch.tensor([PROMPT])).logits,
+                                   wide(torch.tensor([PROMPT])).logits)
+        names = [name for name, part in pair.target.model.named_modules() if type(part) is nn.Linear]
+        assert names == ["model.layers.0.self_attn.k_proj"] and pair.target.fused
+
+    @pytest.mark.parametrize(("family", "stored", "said"), [
+        ("mixtral", torch.bfloat16, "of them are in other layers than linear ones"),
+        ("llama", None, "some are stored in other dtypes"),
+    ])
+    @pytest.mark.parametrize("dtype", ["auto", "float32"])
+    def test_it_is_said_what_is_done_instead(self, family, stored, said, dtype, tmp_path, monkeypatch, caplog):
+        monkeypatch.setattr("eagle_fsd.models.loading.bfloat16_pays", lambda: True)
+        target, head = self.saved(tmp_path, torch.bfloat16, family)
+        if stored is None:  # in two dtypes
+            file = target / "model.safetensors"
+            state = load_file(file)
+            state["model.norm.weight"] = state["model.norm.weight"].float()
+            save_file(state, file, {"format": "pt"})
+        pair = eagle_fsd.load(target, head, device="cpu", tree=None, dtype=dtype)
+        assert said in caplog.text
+        assert pair.target.dtype == (torch.bfloat16 if dtype == "auto" else torch.float32)
+
+    @pytest.mark.parametrize("options", [
+        {"prepack": False},
+        pytest.param({"quantization": "int8"}, marks=pytest.mark.skipif(
+            not torch.cpu._is_vnni_supported(), reason="no VNNI")),
+    ])
+    def test_without_such_packing_the_processor_decides(self, options, tmp_path, monkeypatch):
+        target, head = self.saved(tmp_path, torch.bfloat16)
+        for pays in (True, False):
+            monkeypatch.setattr("eagle_fsd.models.loading.bfloat16_pays", lambda pays=pays: pays)
+            pair = eagle_fsd.load(target, head, device="cpu", tree=None, **options)
+            assert pair.target.dtype == (torch.bfloat16 if pays else torch.float32)
+            assert is_packed(pair.target.model) == options.get("quantization")
+
+    def test_a_head_that_does_not_fit_is_refused_before_the_work(self, tmp_path, monkeypatch):
+        target, head = self.saved(tmp_path, torch.bfloat16)
+        eagle_fsd.save_head(tiny_head(tiny_target(vocab_size=40)), tmp_path / "other")
+        monkeypatch.setattr("eagle_fsd.models.target.pack_linears", lambda *_: pytest.fail("packed"))
+        with pytest.raises(ValueError, match="does not fit the target: its vocabulary size is 40"):
+            eagle_fsd.load(target, tmp_path / "other", device="cpu", tree=None)

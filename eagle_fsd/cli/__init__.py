@@ -11,6 +11,7 @@ import tyro
 
 from ..options import ELSEWHERE, GenerateOptions, LoadOptions, names_of
 from .arguments import parse_options
+from .cache import CacheCommand
 from .calibrate import CalibrateCommand
 from .chat import ChatCommand
 from .demo import DemoCommand
@@ -31,6 +32,7 @@ COMMANDS = {
     "inspect": InspectCommand,
     "export": ExportCommand,
     "vocab": VocabCommand,
+    "cache": CacheCommand,
 }
 Command = Union[tuple(COMMANDS.values())]  # noqa: UP007  (made of a list)
 

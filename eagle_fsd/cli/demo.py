@@ -27,8 +27,8 @@ PROMPTS = {  # turns of user and assistant
 class DemoCommand:
     """Compare plain, exact and fuzzy decoding on a question, a rewrite, a function and a follow-up turn.
 
-    In bfloat16, which is faster, two tokens can tie in rounding, and the texts then part; with --dtype float32 exact
-    writes the same tokens as model.generate.
+    Exact writes the tokens of model.generate. All of it is computed in float32, from weights of 16 bits. With --dtype
+    bfloat16, which is faster with drafting, two tokens can tie in rounding, and texts may part.
 
     Args:
         threshold: of fsd.
@@ -49,19 +49,19 @@ class DemoCommand:
         GenerateOptions(**fuzzy, max_new_tokens=self.max_new_tokens)  # refused before anything is loaded
         print("Loading the model and its draft head. The first time takes a minute longer.", flush=True)
         model = self.pair.load()
+        model.stock = model.stock_in(model.target.dtype)
+        rounds = model.target.dtype != torch.float32
         print(f"""
 A language model writes one token (a word or a part of one) per step. A small draft head guesses the next few,
 and the model checks all guesses in one step. Three ways to answer the same prompts:
 
   {BASELINE}   without drafting, as transformers does it: one token per step.
-  exact            keeps the guesses that the model would have written itself: its text in fewer steps. In bfloat16
-                   two tokens can be equally probable up to rounding; then either text is the model's own.
+  exact            keeps the guesses that the model would have written itself: the same text, in fewer steps.
   fsd {self.threshold:<13g}also keeps a guess where model and head nearly agree on what comes next (the threshold
                    says how nearly) and it is nearly as probable as the model's own choice: another text.
 
 {legend()}
-{model.stock.num_parameters() / 1e6:.0f} M parameters, {BASELINE} in {str(model.stock.dtype).removeprefix("torch.")}, \
-the others in {str(model.target.dtype).removeprefix("torch.")}, \
+{model.stock.num_parameters() / 1e6:.0f} M parameters, computed in {str(model.target.dtype).removeprefix("torch.")}, \
 {model.target.device}, {torch.get_num_threads()} threads. The most probable words are written; so small a model errs.
 """)
         ways = {BASELINE: lambda **shown: hf_generate(model, **shown),
@@ -76,11 +76,12 @@ the others in {str(model.target.dtype).removeprefix("torch.")}, \
             for name, way in ways.items():
                 print(coloured(f"{name}: ", DIM), end="")
                 answers[name].append(way(streamer=SourceStreamer(model.tokenizer))(chat, self.max_new_tokens))
-                print(coloured(f"[{remarks(answers[name][-1], answers[BASELINE][-1])}]", DIM), flush=True)
+                said = remarks(answers[name][-1], answers[BASELINE][-1], rounds=rounds)
+                print(coloured(f"[{said}]", DIM), flush=True)
             print()
-        if model.stock.dtype != torch.float32:
+        if rounds:
             print("In half precision tokens tie in rounding: texts of exact that differ part at a tie, and are the "
-                  "model's own\nas well. With --dtype float32, which is slower, they are the same.\n")
+                  "model's own\nas well. With --dtype float32 they are the same.\n")
         print(f"{'in all':<16}{'tokens':>8}{'tokens/s':>10}{'speed-up':>10}  same text as {BASELINE}")
         for name, given in answers.items():
             same = sum(ours.token_ids == theirs.token_ids
@@ -89,8 +90,12 @@ the others in {str(model.target.dtype).removeprefix("torch.")}, \
                   f"{rate(*given) / rate(*answers[BASELINE]):>9.2f}x  {same} of {len(given)}")
 
 
-def remarks(answer: Answer, baseline: Answer) -> str:
-    """What is to be said of an answer, beside the one without drafting."""
+def remarks(answer: Answer, baseline: Answer, *, rounds: bool = False) -> str:
+    """What is to be said of an answer, beside the one without drafting.
+
+    Args:
+        rounds: whether both are computed in half precision, where lossless texts may part at a tie.
+    """
     ours, theirs = answer.token_ids, baseline.token_ids
     said = [f"{count(len(ours))}, {rate(answer):.0f} tokens/s"]
     if answer.output is None:
@@ -101,7 +106,8 @@ def remarks(answer: Answer, baseline: Answer) -> str:
     else:
         shared, longer = sum(itertools.takewhile(bool, map(operator.eq, ours, theirs))), len(ours) - len(theirs)
         fuzzy = sum(receipt.source == "fuzzy" for receipt in answer.output.receipts)
-        said.append(f"another text after {count(shared)}" + ("" if fuzzy else ", where two tie in rounding"))
+        tied = ", where two tie in rounding" if rounds and not fuzzy else ""
+        said.append(f"another text after {count(shared)}{tied}")
         said += [f"{count(fuzzy)} kept that the model would not have written"] if fuzzy else []
         said += [f"{count(abs(longer))} {'longer' if longer > 0 else 'shorter'}"] if longer else []
     said += ["not faster"] if rate(answer) <= rate(baseline) else []

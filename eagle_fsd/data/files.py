@@ -94,24 +94,40 @@ def save_atomically(path: Path, write: Callable[[Path], object]) -> None:
 
 
 @contextmanager
-def locked(path: Path, *, wait: bool) -> Iterator[BinaryIO]:
-    """Within, no other process or thread that asks for the same lock has it; the file, which stays, is given.
+def locked(path: Path, *, wait: bool, remove: bool = False) -> Iterator[BinaryIO]:
+    """Within, no other process or thread that asks for the same lock has it; the file is given.
 
     The lock is the system's: it ends with the process, however that ends. Where there is none, it is warned of.
+
+    Args:
+        remove: the file at the end; all who ask for the lock have to say so.
 
     Raises:
         BlockingIOError: another has it, and it is not to be waited for.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "ab+") as file:
-        try:
-            lock = importlib.import_module("fcntl")  # which Windows has not
-            lock.flock(file, lock.LOCK_EX | (0 if wait else lock.LOCK_NB))
-        except BlockingIOError:
-            raise
-        except (ImportError, OSError) as error:
-            log.warning("%s cannot be locked (%s): see to it that no other process writes beside it", path, error)
-        yield file
+    while True:
+        with open(path, "ab+") as file:
+            try:
+                lock = importlib.import_module("fcntl")  # which Windows has not
+                lock.flock(file, lock.LOCK_EX | (0 if wait else lock.LOCK_NB))
+            except BlockingIOError:
+                raise
+            except (ImportError, OSError) as error:
+                log.warning("%s cannot be locked (%s): see to it that no other process writes beside it", path, error)
+            else:
+                try:
+                    if not os.path.samestat(os.fstat(file.fileno()), path.stat()):
+                        continue
+                except FileNotFoundError:  # who had it has removed the file; others would lock a new one
+                    continue
+            try:
+                yield file
+            finally:
+                if remove:
+                    with suppress(OSError):
+                        path.unlink()
+            return
 
 
 @contextmanager
@@ -139,3 +155,21 @@ def cache_directory() -> Path:
     """EAGLE_FSD_CACHE, else eagle_fsd in the user's cache directory."""
     given = os.environ.get("EAGLE_FSD_CACHE")
     return Path(given) if given else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "eagle_fsd"
+
+
+def cache_limit() -> float:
+    """Bytes that dequantised models may take in the cache: EAGLE_FSD_CACHE_GB, else 30 GB.
+
+    Raises:
+        ValueError: no number.
+    """
+    given = os.environ.get("EAGLE_FSD_CACHE_GB", "30")
+    try:
+        return float(given) * 1e9
+    except ValueError:
+        raise ValueError(f"EAGLE_FSD_CACHE_GB must be a number of gigabytes, got {given!r}") from None
+
+
+def size_of(path: Path) -> int:
+    """Bytes of a file, or of all files in a folder."""
+    return sum(each.stat().st_size for each in ([path] if path.is_file() else path.rglob("*")) if each.is_file())

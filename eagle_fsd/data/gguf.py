@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
 import shutil
+from collections.abc import Mapping
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -12,7 +15,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from .files import cache_directory, locked
+from .files import cache_directory, cache_limit, locked, size_of
 from .sources import check_source, fetch
 
 log = logging.getLogger(__name__)
@@ -21,6 +24,15 @@ log = logging.getLogger(__name__)
 packed = getattr(transformers, "GgufConfig", None)
 UNPACKED = {} if packed is None else {"quantization_config": packed(dequantize=True)}
 DTYPE = torch.bfloat16  # of the kept weights; 4-bit values are known no better than that
+FORMAT = 2  # of what is kept; models of another one are made anew
+ENDS = 1 << 20  # bytes
+# Kinds of tokenizers for which llama.cpp begins a text with BOS where the file does not say whether to.
+BEGINS = {"llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "tekken"}
+# What llama.cpp takes as the end of an answer by its name (`special_eog_ids` of its vocabulary).
+ENDS_OF_ANSWERS = {
+    "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<end_of_turn>", "<|endoftext|>",
+    "<|end_of_text|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<|eos|>", "<end_of_utterance>", "<｜end▁of▁sentence｜>",
+}
 
 
 def target_source(source: object) -> str:
@@ -58,15 +70,20 @@ def dequantised(file: Path) -> Path:
     with open(file, "rb") as content:
         if content.read(4) != b"GGUF":
             raise ValueError(f"{file} is no GGUF file: it does not begin with the bytes GGUF")
-    folder = cache_directory() / "gguf" / f"{file.stem}-{digest_of(file)[:16]}"
+    folder = cache_directory() / "gguf" / f"{file.stem}-{fingerprint(file)}"
     if folder.is_dir():
+        with suppress(OSError):  # somebody else's cache
+            os.utime(folder)  # when it was last used, see `make_room`
         return folder
     if find_spec("gguf") is None:
         raise ImportError(f"{file} needs the package gguf to be read: pip install eagle_fsd[gguf]")
-    with locked(folder.parent.with_name(f"{folder.name}.lock"), wait=True):  # threads and processes wait for the first
+    lock = folder.parent.with_name(f"{folder.name}.lock")
+    with locked(lock, wait=True, remove=True):  # threads and processes wait for the first
         if folder.is_dir():
             return folder
-        log.warning("%s is dequantised once, to %s: half a minute, which the next start does not take", file, folder)
+        make_room(folder.parent, 4 * file.stat().st_size)
+        log.warning("%s is dequantised once, to %s, which later starts read (eagle-fsd cache lists and clears it): "
+                    "some 10 seconds for each GB of it", file, folder)
         part = folder.with_name(f"{folder.name}.part")
         shutil.rmtree(part, ignore_errors=True)  # of a process that was killed
         try:
@@ -75,6 +92,31 @@ def dequantised(file: Path) -> Path:
         finally:
             shutil.rmtree(part, ignore_errors=True)
     return folder
+
+
+def fingerprint(file: Path) -> str:
+    """What tells a file from others, and from what was at its place before: its size, when it was written, and its
+    beginning and end. To read all of it would take seconds at every start."""
+    about = file.stat()
+    digest = hashlib.sha256(f"{FORMAT} {about.st_size} {about.st_mtime_ns}".encode())
+    with open(file, "rb") as content:
+        for start in (0, max(0, about.st_size - ENDS)):
+            content.seek(start)
+            digest.update(content.read(ENDS))
+    return digest.hexdigest()[:16]
+
+
+def make_room(models: Path, needed: int) -> None:
+    """Remove models that were not used for the longest time, until so many bytes more are within the limit."""
+    limit = cache_limit()
+    kept = sorted((path for path in models.glob("*") if path.is_dir()), key=lambda path: path.stat().st_mtime)
+    sizes = {path: size_of(path) for path in kept}
+    for path in kept:
+        if sum(sizes.values()) + needed <= limit:
+            break
+        log.warning("%s (%.1f GB) is removed, so that dequantised models take at most %.0f GB: EAGLE_FSD_CACHE_GB "
+                    "sets another limit", path, sizes.pop(path) / 1e9, limit / 1e9)
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def _write(file: Path, folder: Path) -> None:
@@ -87,22 +129,42 @@ def _write(file: Path, folder: Path) -> None:
     what = "be read as a causal LM: it is no GGUF file, damaged, or of an architecture that transformers does not read"
     try:
         model = AutoModelForCausalLM.from_pretrained(**where, dtype=DTYPE, **UNPACKED)
+        fields = tokenizer_fields(file)
+        begins = {"add_bos_token": True} if "add_bos_token" not in fields and fields.get("pre") in BEGINS else {}
         what = "be used: it has no tokenizer that transformers can read"
-        tokenizer = AutoTokenizer.from_pretrained(**where)
+        tokenizer = AutoTokenizer.from_pretrained(**where, **begins)
     except Exception as error:  # the readers raise what a damaged file or an unknown architecture ends in
         raise ValueError(f"{file} cannot {what} ({type(error).__name__}: {error})") from error
     model.hf_quantizer, model.is_quantized = None, False  # the weights are plain now, and may be saved
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
+    rows = model.get_input_embeddings().weight.shape[0]
+    ends = end_tokens(fields, {token: number for token, number in tokenizer.get_added_vocab().items() if number < rows})
+    if ends:
+        model.generation_config.eos_token_id = ends if len(ends) > 1 else ends[0]
     folder.mkdir(parents=True)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 
-def digest_of(file: Path) -> str:
-    """SHA-256 of a file's content."""
-    digest = hashlib.sha256()
-    with open(file, "rb") as content:
-        while piece := content.read(1 << 24):
-            digest.update(piece)
-    return digest.hexdigest()
+def tokenizer_fields(file: Path) -> dict[str, object]:
+    """What a file's metadata say of its tokenizer under `tokenizer.ggml`, without the lists of tokens."""
+    from gguf import GGUFReader
+
+    fields = GGUFReader(file).fields
+    start = "tokenizer.ggml."
+    return {name.removeprefix(start): field.contents() for name, field in fields.items()
+            if name.startswith(start) and len(field.types) == 1}
+
+
+def end_tokens(fields: Mapping[str, object], special: Mapping[str, int]) -> list[int]:
+    """The tokens that end an answer, as llama.cpp takes them: the ends of text, turn and message that the file names,
+    the first one first, and special tokens that are called what models call theirs.
+
+    Args:
+        special: tokens by their text.
+    """
+    named = [fields.get(f"{name}_token_id") for name in ("eos", "eot", "eom")]
+    texts = ENDS_OF_ANSWERS - ({"<|end|>"} if "<|return|>" in special else set())  # gpt-oss: the end of its thoughts
+    return list(dict.fromkeys([int(number) for number in named if number is not None]
+                              + sorted(number for text, number in special.items() if text in texts)))

@@ -35,6 +35,7 @@ TOP_K = (1, 2, 3, 4)
 SHORT, LONG, WIDEST = 6, 14, 4  # levels, and top_k, of the measured trees
 ROWS, ROW_TREE = 4, TreeConfig(4, 2, 1)  # of the measured batch
 CONTEXT = 256  # tokens before the measured cycles
+SHORT_CONTEXT = 32  # before those that only check what was measured: to read more takes seconds of every start
 ROUNDS = 20
 ENOUGH = 40.0  # seconds, after which no further round is begun
 DISTURBED = 0.6  # cycles that take less than this share of what is kept show that it was measured beside other work
@@ -145,12 +146,13 @@ def with_rows(shared: Latency, drafted: float, plain: float) -> Latency:
 
 
 def _measured_cycle(
-    target: TargetModel, head: DraftHead | None, tree: TreeConfig | None, rows: int = 1, copied: int = 0
+    target: TargetModel, head: DraftHead | None, tree: TreeConfig | None, rows: int = 1, copied: int = 0,
+    before: int = CONTEXT,
 ) -> Callable[[], object]:
     """A cycle with this tree, or with so many copied nodes, after the context that all measurements have in common, for
     so many rows."""
     room = max(MEASURED_NODES) + LONG
-    context = min(CONTEXT, (target.max_positions or CONTEXT + room) - room)
+    context = min(before, (target.max_positions or before + room) - room)
     if context < 4:
         raise ValueError(f"a target with {target.max_positions} positions has no room to measure its latency in")
     prompt = torch.randint(target.vocab_size, (context,), generator=torch.Generator().manual_seed(0)).tolist()
@@ -183,7 +185,7 @@ def share_of(latency: Latency, target: TargetModel, head: DraftHead | None) -> f
         trees[TreeConfig(nodes, SHORT, width)] = float(latency.cycle(nodes, SHORT, width))
     shares = []
     for tree, said in trees.items():
-        once = _measured_cycle(target, head, tree)
+        once = _measured_cycle(target, head, tree, before=SHORT_CONTEXT)
         shares.append(min(seconds_of(once, target.device) for _ in range(3)) / said)  # the first one warms up
     return min(shares)
 

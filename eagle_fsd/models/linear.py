@@ -6,9 +6,12 @@ M rows, K inputs of a layer, N outputs. Layers with the same input are packed on
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Tensor, nn
+from tqdm import tqdm
 
 from .memory import MappedFiles
 
@@ -111,16 +114,18 @@ class Int8:
 
 Form = Packed | Half | Int8
 QUANTIZATIONS = (None, "int8")
+WORKERS = 4  # threads that pack; each has a copy of a layer in float32
 
 
 def form_of(
     weight: Tensor,  # [N, K], on a CPU
     quantization: str | None,
+    dtype: torch.dtype | None = None,
 ) -> type[Form] | None:
-    """The form in which a weight is computed fastest here; None: as it is."""
+    """The form in which a weight is computed fastest here, in this dtype or else its own; None: as it is."""
     if quantization == "int8":
         return Int8 if weight.is_floating_point() else None
-    if weight.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported():
+    if (dtype or weight.dtype) == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return Packed
     return Half if multiplies_half() and fits_half(weight) else None
 
@@ -137,15 +142,18 @@ def multiplies_half() -> bool:
     return torch.equal(rows, torch.full((1, 8), 8.0))
 
 
-TINY = 2.0**-25  # half the distance between float16's least numbers
+TINY, LARGEST_HALF = 2.0**-25, 65504  # half the distance between float16's least numbers, and its largest
 
 
 def fits_half(weight: Tensor) -> bool:
     """Whether float16 has the weight's numbers: all that bfloat16 has from 2 ** -17 to 65280, smaller ones nearly."""
     if weight.dtype == torch.float16:
         return True
-    return all(((part.half().float() - part.float()).abs() <= TINY).all() for part in weight.split(4096))
-
+    if weight.dtype == torch.bfloat16:
+        least, largest = weight.aminmax()
+        return bool(-least <= LARGEST_HALF and largest <= LARGEST_HALF)
+    parts = weight.detach().flatten().split(1 << 18)  # which the processor's cache holds
+    return all(((part.half().float() - part.float()).abs() <= TINY).all() for part in parts)
 
 
 
@@ -244,14 +252,16 @@ class Joined:
         outputs = [layer(rows) for layer in layers]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
 
-    def pack(self, quantization: str | None, files: MappedFiles) -> None:
+    @torch.no_grad()
+    def pack(self, quantization: str | None, files: MappedFiles, dtype: torch.dtype | None = None) -> None:
         """Have the layers' weights replaced by a packed one, if they are plain and one form serves them (`form_of`).
 
         Args:
             files: mapped ones, whose pages are given back as they have been read.
+            dtype: of what the layers then take and return; None: their weights'.
         """
         layers = self.layers
-        forms = {form_of(layer.weight, quantization) if _is_plain(layer) else None for layer in layers}
+        forms = {form_of(layer.weight, quantization, dtype) if _is_plain(layer) else None for layer in layers}
         form = forms.pop()
         if form is None or forms:
             return
@@ -259,19 +269,43 @@ class Joined:
                   for layer in layers]
         bias = None if all(layer.bias is None for layer in layers) else torch.cat(biases).detach()
         weight = layers[0].weight if len(layers) == 1 else torch.cat([layer.weight for layer in layers])
-        packed, start = form(weight.detach(), bias), 0
+        packed, start = form(weight.detach().to(dtype or weight.dtype), bias), 0
         for (module, name), layer in zip(self.places, layers, strict=True):
             setattr(module, name, PackedLinear(layer, packed, slice(start, start + layer.out_features)))
             start += layer.out_features
             files.give_back(layer.weight)
 
 
-def pack_linears(module: nn.Module, quantization: str | None, files: MappedFiles) -> None:
-    """Pack each plain linear layer of a module alone, where a form serves it; others stay as they are."""
-    for parent in list(module.modules()):
-        for name, child in list(parent.named_children()):
-            if _is_plain(child):
-                Joined((parent, name)).pack(quantization, files)
+def pack_linears(
+    module: nn.Module, quantization: str | None, files: MappedFiles, dtype: torch.dtype | None = None,
+    together: Sequence[Joined] = (),
+) -> None:
+    """Pack the plain linear layers of a module where a form serves them; others stay as they are.
+
+    Args:
+        dtype: see `Joined.pack`.
+        together: those that are computed as one; all others are packed alone.
+    """
+    def pack(joined: Joined) -> None:
+        joined.pack(quantization, files, dtype)
+
+    def all_of(work: Sequence[Joined]) -> None:
+        # The largest first, whose copies are gone again before most others are there. FBGEMM packs in one thread.
+        work = sorted(work, key=lambda joined: -joined.outputs)
+        with ThreadPoolExecutor(min(WORKERS, torch.get_num_threads())) as pool:
+            bar = tqdm(total=len(work), desc="packing weights", unit="layer", leave=False, disable=None)
+            for _ in pool.map(pack, work):
+                bar.update()
+            bar.close()
+
+    def alone() -> list[Joined]:
+        return [Joined((parent, name)) for parent in list(module.modules()) for name, child in parent.named_children()
+                if _is_plain(child)]
+
+    joint = {id(layer) for joined in together for layer in joined.layers}
+    all_of([*together, *(joined for joined in alone() if id(joined.layers[0]) not in joint)])
+    if joint:  # where one form does not serve all layers of a joint one
+        all_of([joined for joined in alone() if id(joined.layers[0]) in joint])
 
 
 def _is_plain(layer: nn.Module) -> bool:

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+import json
 import logging
 import time
 from pathlib import Path
 
 import torch
+from accelerate import init_empty_weights
+from safetensors import safe_open
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ..checks import check_placement
 from ..data.gguf import target_source
+from ..data.sources import fetch
+from .linear import multiplies_half
 
 log = logging.getLogger(__name__)
 
@@ -39,12 +46,18 @@ def check_device(device: object) -> torch.device:
     return place
 
 
-def cpu_dtype(target: str, trust_remote_code: bool) -> torch.dtype:
-    """What "auto" means on a CPU: bfloat16 for weights stored so, where the processor is faster in it; else float32."""
+def stored_dtype(target: str, trust_remote_code: bool) -> torch.dtype | None:
+    """What a checkpoint says that it is stored in; None: it does not say, or is quantised."""
     try:
-        stored = AutoConfig.from_pretrained(target, trust_remote_code=trust_remote_code).dtype
+        config = AutoConfig.from_pretrained(target, trust_remote_code=trust_remote_code)
     except Exception:  # the model's loading says what is wrong
-        return torch.float32
+        return None
+    return None if getattr(config, "quantization_config", None) else config.dtype
+
+
+def cpu_dtype(stored: torch.dtype | None) -> torch.dtype:
+    """What "auto" means on a CPU for weights that are not packed as float16: bfloat16 for those stored so, where the
+    processor is faster in it; else float32."""
     return torch.bfloat16 if stored == torch.bfloat16 and bfloat16_pays() else torch.float32
 
 
@@ -92,7 +105,7 @@ def load_target(
     place = check_device(device)
     target = target_source(target)  # last: a GGUF file is dequantised
     if dtype == "auto" and device_map is None and place.type == "cpu":
-        dtype = cpu_dtype(target, trust_remote_code)
+        dtype = cpu_dtype(stored_dtype(target, trust_remote_code))
     options = {} if quantization_config is None else {"quantization_config": quantization_config}  # None: the saved one
     try:
         model, loaded = AutoModelForCausalLM.from_pretrained(
@@ -115,3 +128,81 @@ def load_target(
         log.warning("%s has no tokenizer that loads (%s); prompts must be token ids", target, error)
         tokenizer = None
     return model, tokenizer
+
+
+HALF = {torch.bfloat16: "BF16", torch.float16: "F16"}  # the names of safetensors
+PACKABLE = 0.9  # of the weights have to be in linear layers and embeddings
+
+
+def load_compact(
+    target: str | Path, *, dtype: str | torch.dtype = "auto", trust_remote_code: bool = False, **options: object
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None, torch.dtype | None]:
+    """As `load_target` on a CPU, but weights that are to be float32 stay in the 16 bits that they are stored in, where
+    linear layers can be packed as float16 (`linear.Half`): float32 in between would take three times the memory.
+
+    Returns:
+        Model, tokenizer, and the dtype that the model is to be given by `TargetModel.pack`; None: the one it has. For
+        "auto" that is float32 wherever such packing is possible, else what `load_target` takes.
+
+    Raises:
+        ValueError, TypeError, OSError: see `load_target`.
+    """
+    check_dtype(dtype)
+    load = functools.partial(load_target, trust_remote_code=trust_remote_code, **options)
+    wide = dtype in ("auto", "float32", torch.float32) and options.get("quantization_config") is None
+    stored = stored_dtype(target_source(target), trust_remote_code) if wide and multiplies_half() else None
+    if stored in HALF:
+        model, tokenizer = load(target, dtype=stored)
+        if stored_names(target_source(target)) != {HALF[stored]}:
+            reason = "some are stored in other dtypes"
+        elif packable_share(model) < PACKABLE:
+            reason = f"{1 - packable_share(model):.0%} of them are in other layers than linear ones"
+        else:
+            compute_buffers(model, torch.float32)
+            return model, tokenizer, torch.float32
+        instead = cpu_dtype(stored) if dtype == "auto" else torch.float32
+        ties = ("" if instead == torch.float32 else ", where near-ties can round otherwise than in model.generate "
+                '(dtype="float32", which takes twice the memory, prevents it)')
+        log.warning("the weights of %s are not packed as float16 and computed in float32, since %s: they are in %s%s",
+                    target, reason, instead, ties)
+        if instead == stored:
+            return model, tokenizer, None
+        del model
+        dtype = instead
+    elif stored == torch.float32 and dtype == "auto":
+        dtype = torch.float32
+    return *load(target, dtype=dtype), None
+
+
+def stored_names(target: str) -> set[str]:
+    """The dtypes of the numbers in a checkpoint's safetensors files, under their names there; none without such."""
+    index = fetch(target, "model.safetensors.index.json")
+    files = set(json.loads(Path(index).read_text())["weight_map"].values()) if index else {"model.safetensors"}
+    found = set()
+    for path in (fetch(target, name) for name in files):
+        if path is None:
+            return set()
+        with safe_open(path, "pt") as file:
+            found |= {file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118  (no mapping)
+    return found
+
+
+def packable_share(model: PreTrainedModel) -> float:
+    """Of a model's weights, how many are those of plain linear layers, or embeddings, which are looked up."""
+    ours = {id(part.weight): part.weight.numel() for part in model.modules()
+            if type(part) is nn.Linear or isinstance(part, nn.Embedding)}
+    return sum(ours.values()) / sum(weight.numel() for weight in model.parameters())
+
+
+@torch.no_grad()
+def compute_buffers(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Have buffers of 16 bits in another dtype: those that no checkpoint holds, such as Gemma's scale of embeddings,
+    as a model of that dtype computes them when it is made."""
+    low = [(part, path, name) for path, part in model.named_modules()
+           for name, buffer in part.named_buffers(recurse=False) if buffer.dtype in HALF]
+    if low:
+        with init_empty_weights(include_buffers=False):
+            made = type(model)(copy.deepcopy(model.config))
+    for part, path, name in low:
+        new = name in part._non_persistent_buffers_set
+        setattr(part, name, (getattr(made.get_submodule(path), name) if new else getattr(part, name)).to(dtype))

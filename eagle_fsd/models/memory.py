@@ -44,17 +44,21 @@ class MappedFiles:
 
 
 @torch.no_grad()
-def leave_files(module: nn.Module, files: MappedFiles, but: type[nn.Module] | tuple = ()) -> None:
+def leave_files(
+    module: nn.Module, files: MappedFiles, but: type[nn.Module] | tuple = (), dtype: torch.dtype | None = None
+) -> None:
     """Copy the parameters of a module that lie in mapped files, so that no file is held any longer.
 
     Args:
         but: kinds of modules whose own parameters stay where they are.
+        dtype: what floating ones become, wherever they lie; None: they stay as they are.
     """
     parts = (part for part in module.modules() if not isinstance(part, but))
     for weight in (weight for part in parts for weight in part.parameters(recurse=False)):
-        if weight.device.type == "cpu" and files.holds(weight):
-            mapped, weight.data = weight.data, weight.data.clone()
-            files.give_back(mapped)
+        wanted = dtype if dtype is not None and weight.is_floating_point() else weight.dtype
+        if weight.device.type == "cpu" and (weight.dtype != wanted or files.holds(weight)):
+            before, weight.data = weight.data, weight.data.to(wanted, copy=True)
+            files.give_back(before)
 
 
 def trim() -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from .linear import dtype_of, pack_linears
-from .memory import MappedFiles
+from .memory import MappedFiles, leave_files
 from .placement import device_of
 
 
@@ -53,10 +53,17 @@ class OutputRows:
         return (self.source is lm_head and dtype_of(self.layer) == dtype_of(lm_head)
                 and device_of(self.layer) == device_of(lm_head))
 
-    def pack(self, form: str | None, lm_head: nn.Module, files: MappedFiles) -> None:
-        """Pack the rows; `lm_head` is what stands now for the output layer that they come from."""
+    def pack(
+        self, form: str | None, lm_head: nn.Module, files: MappedFiles, dtype: torch.dtype | None = None
+    ) -> None:
+        """Pack the rows; `lm_head` is what stands now for the output layer that they come from.
+
+        Args:
+            dtype: see `TargetModel.pack`.
+        """
         holder = nn.Sequential(self.layer)
-        pack_linears(holder, form, files)
+        pack_linears(holder, form, files, dtype)
+        leave_files(holder, files, dtype=dtype)
         self.layer, self.source = holder[0], lm_head
 
 

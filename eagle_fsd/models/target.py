@@ -103,16 +103,20 @@ class TargetModel:
             self.fused, self.stock_because = None, str(error)
             log.info("%s is computed by its stock decoder: %s", type(self.model).__name__, error)
 
-    def pack(self, form: str | None) -> None:
-        """Replace the weights of plain linear layers on a CPU by packed ones, see `models.linear`."""
+    def pack(self, form: str | None, dtype: torch.dtype | None = None) -> None:
+        """Replace the weights of plain linear layers on a CPU by packed ones, see `models.linear`.
+
+        Args:
+            dtype: what all is computed in from now on, of a model that is as it was loaded; None: the weights' own.
+        """
         self.model.kept_digest = weights_digest(self.model)
         files = MappedFiles()
+        for weight in self.model.parameters() if dtype is not None else ():
+            files.give_back(weight)  # around each number that the digest has read the system maps many pages
         leave_files(self.model, files, but=nn.Linear)  # first, since a tied weight belongs to a linear layer too
-        for layer in self.fused.layers if self.fused else ():
-            for joined in layer.joined:
-                joined.pack(form, files)
-        pack_linears(self.model, form, files)
-        leave_files(self.model, files)
+        together = [joined for layer in self.fused.layers for joined in layer.joined] if self.fused else []
+        pack_linears(self.model, form, files, dtype, together)
+        leave_files(self.model, files, dtype=dtype)
 
     @property
     def computed_by(self) -> str:
