@@ -45,12 +45,12 @@ def test_trees_equal_the_reference(scale):
     features = [reference_eagle.forward(pair.target.model, prompt[:-1])[0] for prompt in prompts]
     tokens = torch.tensor([prompt[1:] for prompt in prompts])
     length = len(PROMPT) - 1
-    coupling = Coupling(SEEDS, torch.full((3,), length), warpers, VOCAB)
+    coupling = Coupling(SEEDS, torch.full((3,), length), torch.tensor([0.8, 1.5, 0.0]), warpers, VOCAB)
     cache = pair.draft.new_cache(len(PROMPT) + config.depth * config.top_k, batch=3)
     tree, logits = draft_tree(pair.draft, pair.target, torch.stack(features), tokens, cache, config, coupling=coupling)
     noise = gumbel_noise(SEEDS, length + 1 + torch.arange(config.depth).expand(3, -1), VOCAB)  # of the children
-    perturb = [lambda logits, depth: warped(logits, 0.8) + noise[0, depth],
-               lambda logits, depth: warped(logits, 1.5, 7) + noise[1, depth], lambda logits, depth: logits]
+    perturb = [lambda logits, depth: (warped(logits, 0.8) + noise[0, depth]) * 0.8,
+               lambda logits, depth: (warped(logits, 1.5, 7) + noise[1, depth]) * 1.5, lambda logits, depth: logits]
     for row, prompt in enumerate(prompts):
         reference = reference_eagle.draft(
             pair.draft, pair.target.model, list(features[row]), prompt[1:], config, perturb[row])
@@ -63,7 +63,8 @@ def test_what_truncation_rules_out_keeps_the_tree_connected():
     """Fewer tokens are left than there are children: the others come last, with finite scores."""
     pair, config = tiny_pair(), TreeConfig(60, 4, 6)
     features = reference_eagle.forward(pair.target.model, PROMPT[:-1])[0]
-    coupling = Coupling(SEEDS[:1], torch.tensor([len(PROMPT) - 1]), [LogitsProcessorList([TopKLogitsWarper(2)])], VOCAB)
+    warpers = [LogitsProcessorList([TopKLogitsWarper(2)])]
+    coupling = Coupling(SEEDS[:1], torch.tensor([len(PROMPT) - 1]), torch.ones(1), warpers, VOCAB)
     for lines in (None, eagle_fsd.drafting.config.Confidence((-4.0, 0.0), (-2.0, -0.1), (-3.0, -0.5))):
         cache = pair.draft.new_cache(len(PROMPT) + config.depth * config.top_k)
         tree, _ = draft_tree(pair.draft, pair.target, features[None], torch.tensor([PROMPT[1:]]), cache,
@@ -90,7 +91,7 @@ def first_tokens(rule, children, draws=20_000):
     """How often each token is drawn at a root with so many coupled children."""
     count = len(TARGET)
     seeds, lengths = torch.arange(draws), torch.zeros(draws, dtype=torch.long)
-    coupling = Coupling(seeds, lengths, [LogitsProcessorList()] * draws, count)
+    coupling = Coupling(seeds, lengths, torch.ones(draws), [LogitsProcessorList()] * draws, count)
     logits = DRAFT.log().expand(draws, 1, -1)
     best = coupling.perturb(logits, 0)[:, 0].log_softmax(-1).topk(children)
     tokens = torch.cat([torch.zeros(draws, 1, dtype=torch.long), best.indices], 1)

@@ -27,7 +27,7 @@ from eagle_fsd.data.files import append_lines, read_lines, write_lines
 from eagle_fsd.data.progress import Progress
 from eagle_fsd.engine.request import Request
 from eagle_fsd.measure.statistics import repetition
-from eagle_fsd.requests import decode, make_requests
+from eagle_fsd.requests import make_requests
 from train.encoding import ANYTHING, render
 
 log = logging.getLogger(__name__)
@@ -69,7 +69,7 @@ def local_writer(model: EagleModel) -> Write:
 
         def ended(request: Request) -> None:
             ids = request.output().token_ids
-            done(number_of[id(request)], Written(decode(model, ids), ids))
+            done(number_of[id(request)], Written(model.tokenizer.decode(ids, skip_special_tokens=True), ids))
 
         decode_requests(model, requests, ended=ended)
 
@@ -170,7 +170,9 @@ class Respondent:
         for each in written:
             if isinstance(each, Written):
                 ids = each.token_ids
-                self.tokens += len(self.tokenizer(each.text)["input_ids"] if ids is None else ids)
+                if ids is None:
+                    ids = self.tokenizer(each.text, add_special_tokens=False)["input_ids"]
+                self.tokens += len(ids)
 
     def answers(
         self, conversations: Sequence[Messages], seeds: Sequence[int], done: Callable[[int, Message | BadRow], None]

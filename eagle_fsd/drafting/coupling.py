@@ -1,17 +1,17 @@
 """Drafting with the target's own noise, for requests that sample.
 
-The target draws argmax(log p + G), p its distribution after temperature and truncation, with Gumbel noise G that is a
-function of seed and position (`noise.py`). So the noise is known before anything is drafted, and the children of a node
-are the largest log q + G instead of the largest log q: where the draft's q is near p, the target's draw is among them.
-What is drawn does not depend on what was drafted, so the law of a lossless rule and its tokens for a seed stay as they
-are. A single draft is then accepted with a probability of at least (1 - TV) / (1 + TV) (Gumbel coupling: Daliri, Musco
-and Suresh 2024, arXiv 2408.07978; several drafts: 2506.05632; the races of 2504.15475 are the same in other words).
-That needs acceptance if and only if drawn token and child are equal, as in our walk; under the test u < p / q, shared
-noise changes the law.
+At temperature T the target draws argmax(log p + T G), with Gumbel noise G that is a function of seed and position
+(`noise.py`). So the noise is known before anything is drafted, and the children of a node are the largest log q + T G
+instead of the largest log q: where the draft's q is near p, the target's draw is among them. What is drawn does not
+depend on what was drafted, so the law of a lossless rule and its tokens for a seed stay as they are. A single draft is
+then accepted with a probability of at least (1 - TV) / (1 + TV) at temperature 1 (Gumbel coupling: Daliri, Musco and
+Suresh 2024, arXiv 2408.07978; several drafts: 2506.05632; the races of 2504.15475 are the same in other words). That
+needs acceptance if and only if drawn token and child are equal, as in our walk; under the test u < p / q, shared noise
+changes the law.
 
-If log p and log q differ by independent Gumbel errors of scale s, then token x is the target's draw with probability
-softmax((log q + G) / s) at x. That is the score of a node; s is `TreeConfig.draft_temperature`, and without noise this
-is the score of greedy decoding.
+If log p and log q differ by independent Gumbel errors of scale s, then the target draws token x with probability
+softmax((log q + T G) / s) at x. That is the score of a node, with s = `TreeConfig.draft_temperature` at every
+temperature; at 0 it is the score of greedy decoding.
 
 B rows, K nodes of a level, R tokens that the draft can name, M copied tokens.
 """
@@ -35,7 +35,7 @@ class Coupling:
     """The target's draws in one cycle of a batch, as far as they are known before it.
 
     Args:
-        seeds: of each row. lengths: L of each row, the position of its root.
+        seeds, temperatures: of each row. lengths: L of each row, the position of its root.
         warpers: temperature and truncation of each row, which have no context; None: the row is greedy, or its rule
             wants the most probable children.
         tokens: those that the draft can name, or how many there are.
@@ -43,6 +43,7 @@ class Coupling:
 
     seeds: Tensor  # [B]
     lengths: Tensor  # [B]
+    temperatures: Tensor  # [B] float32
     warpers: Sequence[LogitsProcessorList | None]
     tokens: int | Tensor  # [R]
 
@@ -51,11 +52,12 @@ class Coupling:
         logits: Tensor,  # [B, K, R] float32, the draft's, of nodes of one depth
         depth: int,
     ) -> Tensor:  # [B, K, R]
-        """The draft's guess of log p + G for the children of these nodes; rows that are not coupled as they are."""
+        """The draft's guess of log p + T G for the children of these nodes; rows that are not coupled as they are."""
         noise = gumbel_noise(self.seeds, self.lengths[:, None] + depth + 1, self.tokens)  # [B, 1, R]
+        scale = self.temperatures[:, None, None]
         if all(warpers is self.warpers[0] for warpers in self.warpers):
-            return _warped(self.warpers[0], logits) + noise
-        rows = [level if warpers is None else _warped(warpers, level) + noise[row]
+            return (_warped(self.warpers[0], logits) + noise) * scale
+        rows = [level if warpers is None else (_warped(warpers, level) + noise[row]) * scale[row]
                 for row, (level, warpers) in enumerate(zip(logits, self.warpers, strict=True))]
         return torch.stack(rows)
 

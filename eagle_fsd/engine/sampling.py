@@ -239,8 +239,9 @@ def couple(
     if _share_processors(requests):
         own = own[:1] * len(own)
     seeds, places = torch.tensor([[request.seed for request in requests], list(lengths)], device=device)
-    return Coupling(seeds, places, [warpers if mine else None for warpers, mine in zip(own, coupled, strict=True)],
-                    tokens)
+    temperatures = torch.tensor([request.temperature for request in requests], device=device)
+    return Coupling(seeds, places, temperatures, [
+        warpers if mine else None for warpers, mine in zip(own, coupled, strict=True)], tokens)
 
 
 def _share_processors(requests: Sequence[Request]) -> bool:
