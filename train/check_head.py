@@ -95,7 +95,8 @@ def examine(
     """
     found, loss = Findings(), AlignedLoss(head, Objective(soft_ce=1.0, aligned_steps=STEPS), target.logits)
     for index in Progress(chosen, desc="documents", unit="document"):
-        tokens, learned = (torch.from_numpy(array) for array in documents.collate(np.asarray([index])))  # [1, T]
+        tokens, learned = (torch.from_numpy(array).to(target.device)
+                           for array in documents.collate(np.asarray([index])))  # [1, T]
         found.documents += 1
         text = tokens[0].tolist()
         found.headed += any(text[at : at + len(header)] == list(header) for at in range(len(text)))
@@ -119,7 +120,8 @@ def examine(
         shifted = torch.zeros(3)
         for shift in (0, 1):  # as it is used, and each token beside the feature of its own position
             inputs, following = head.read(features[:, shift : shift - 2 or None]), tokens[:, 1:-1]
-            predicted = head(inputs, following, torch.arange(following.shape[1])[None])[0, at - 2]  # [M, D]
+            positions = torch.arange(following.shape[1], device=at.device)[None]
+            predicted = head(inputs, following, positions)[0, at - 2]  # [M, D]
             token = head.named(head.own_logits(predicted, target.logits).argmax(-1))
             shifted[shift] = (token == best)[counted].sum()
             if shift:

@@ -130,9 +130,10 @@ def _write(file: Path, folder: Path) -> None:
     try:
         model = AutoModelForCausalLM.from_pretrained(**where, dtype=DTYPE, **UNPACKED)
         fields = tokenizer_fields(file)
-        begins = {"add_bos_token": True} if "add_bos_token" not in fields and fields.get("pre") in BEGINS else {}
+        asked = {"add_bos_token": True} if fields.get("pre") in BEGINS else {}
+        asked |= {name: bool(fields[name]) for name in ("add_bos_token", "add_eos_token") if name in fields}
         what = "be used: it has no tokenizer that transformers can read"
-        tokenizer = AutoTokenizer.from_pretrained(**where, **begins)
+        tokenizer = AutoTokenizer.from_pretrained(**where, **asked)  # 5.17 does not read them itself
     except Exception as error:  # the readers raise what a damaged file or an unknown architecture ends in
         raise ValueError(f"{file} cannot {what} ({type(error).__name__}: {error})") from error
     model.hf_quantizer, model.is_quantized = None, False  # the weights are plain now, and may be saved
