@@ -21,7 +21,7 @@ from eagle_fsd.measure.methods import engine
 from eagle_fsd.measure.settings import ComparisonOptions
 from eval.command import chosen_questions, run_command
 
-COUPLED = Request.coupled
+WEIGHT = Request.noise_weight
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,11 +44,11 @@ class CouplingArguments(ComparisonOptions):
 
 
 def asked(model, coupled, prompt, **options):
-    Request.coupled = COUPLED if coupled else lambda self, rule: False
+    Request.noise_weight = WEIGHT if coupled else lambda self, rule: 0.0
     try:
         return generate(prompt, model, **options)
     finally:
-        Request.coupled = COUPLED
+        Request.noise_weight = WEIGHT
 
 
 def run(args: CouplingArguments) -> None:
@@ -56,7 +56,7 @@ def run(args: CouplingArguments) -> None:
     questions = [replace(question, turns=question.turns[:1]) for question in questions]
     model = replace(args.pair, tree=None).load()
     for temperature in args.temperatures:
-        for tree, sources in ((TreeConfig(16, 5, 4), ("off", "auto")), (TreeConfig(8, 4, 2), ("off",))):
+        for tree, sources in ((TreeConfig(16, 5, 4), ("off",)), (TreeConfig(8, 4, 2), ("off",))):
             methods = {}
             for text in sources:
                 for name, coupled in (("before", False), ("noise", True)):

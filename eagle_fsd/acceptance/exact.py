@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
+from ..drafting.coupling import WEIGHT
 from .nodes import Nodes, Weights
 from .rule import Rule
 
@@ -18,7 +19,7 @@ class Exact(Rule):
     """
 
     name: ClassVar[str] = "exact"
-    coupled: ClassVar[bool] = True
+    noise_weight: ClassVar[float] = WEIGHT
     threshold_limit: ClassVar[tuple[float, bool]] = (0.0, True)
 
     def is_lossless(self, greedy: bool) -> bool:

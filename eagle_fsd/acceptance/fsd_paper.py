@@ -24,7 +24,7 @@ class FSDPaper(FuzzyRule):
     """
 
     name: ClassVar[str] = "fsd_paper"
-    coupled: ClassVar[bool] = True  # the first child is a sample of the draft, as in the paper
+    noise_weight: ClassVar[float] = 1.0  # the first child is a sample of the draft, as in the paper
     threshold_limit: ClassVar[tuple[float, bool]] = (math.inf, True)
 
     divergence: str = field(default="js", kw_only=True)

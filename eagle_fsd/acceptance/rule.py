@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ..checks import check_interval
+from ..drafting.coupling import WEIGHT
 from ..drafting.tree import DraftTree
 from .nodes import Nodes, Weights
 
@@ -32,7 +33,7 @@ class Rule(ABC):
     name: ClassVar[str]
     threshold_limit: ClassVar[tuple[float, bool]] = (math.inf, False)  # upper end, and whether it is accepted
     threshold_scale: ClassVar[float] = 1.0  # hardly anyone wants more: where a slider ends
-    coupled: ClassVar[bool] = False  # whether children may depend on the noise that tokens are drawn with (`Coupling`)
+    noise_weight: ClassVar[float] = 0.0  # of the noise that tokens are drawn with in drafts, see `drafting.coupling`
     look_ahead: ClassVar[Callable | None] = None  # a pass over the whole tree before the walk, see `Tilt`
 
     threshold: float = 0.0
@@ -83,7 +84,7 @@ class GatingRule(FuzzyRule):
     overall argmax if the subset contains it. So exact steps stay what they were, and only would-be stops change.
     """
 
-    coupled: ClassVar[bool] = True
+    noise_weight: ClassVar[float] = WEIGHT
 
     head_guard: float | None = field(default=HEAD_GUARD, kw_only=True)
 

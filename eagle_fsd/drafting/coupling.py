@@ -1,17 +1,18 @@
 """Drafting with the target's own noise, for requests that sample.
 
 At temperature T the target draws argmax(log p + T G), with Gumbel noise G that is a function of seed and position
-(`noise.py`). So the noise is known before anything is drafted, and the children of a node are the largest log q + T G
+(`noise.py`). So the noise is known before anything is drafted, and the children of a node are the largest log q + w T G
 instead of the largest log q: where the draft's q is near p, the target's draw is among them. What is drawn does not
-depend on what was drafted, so the law of a lossless rule and its tokens for a seed stay as they are. A single draft is
-then accepted with a probability of at least (1 - TV) / (1 + TV) at temperature 1 (Gumbel coupling: Daliri, Musco and
-Suresh 2024, arXiv 2408.07978; several drafts: 2506.05632; the races of 2504.15475 are the same in other words). That
-needs acceptance if and only if drawn token and child are equal, as in our walk; under the test u < p / q, shared noise
-changes the law.
+depend on what was drafted, so the law of a lossless rule and its tokens for a seed stay as they are. With w = 1 a
+single draft is accepted with a probability of at least (1 - TV) / (1 + TV) at temperature 1 (Gumbel coupling: Daliri,
+Musco and Suresh 2024, arXiv 2408.07978; several drafts: 2506.05632; the races of 2504.15475 are the same in other
+words). That needs acceptance if and only if drawn token and child are equal, as in our walk; under the test u < p / q,
+shared noise changes the law.
 
-If log p and log q differ by independent Gumbel errors of scale s, then the target draws token x with probability
-softmax((log q + T G) / s) at x. That is the score of a node, with s = `TreeConfig.draft_temperature` at every
-temperature; at 0 it is the score of greedy decoding.
+Why w < 1: a head that is right on average is flatter than the target is at any one place. Let log p = log q / w + s E
+with Gumbel errors E. Draws that follow q on average then want w = 1 / sqrt(1 + s^2), 0.7 for the errors of our heads
+(`WEIGHT`), and the target draws token x with probability proportional to exp((log q + w T G) / s) at x. That is the
+score of a node, with s = `TreeConfig.draft_temperature` at every temperature; at 0 it is the score of greedy decoding.
 
 B rows, K nodes of a level, R tokens that the draft can name, M copied tokens.
 """
@@ -29,13 +30,15 @@ from transformers import LogitsProcessorList
 from .noise import gumbel_at, gumbel_noise
 from .text import Copies
 
+WEIGHT = 0.7  # w: between the best for SmolLM2's head (0.8) and Qwen2.5-Coder's (0.5), docs/performance.md
+
 
 @dataclass(frozen=True)
 class Coupling:
     """The target's draws in one cycle of a batch, as far as they are known before it.
 
     Args:
-        seeds, temperatures: of each row. lengths: L of each row, the position of its root.
+        seeds, temperatures: of each row. lengths: L of each row, the position of its root. weights: w of each row.
         warpers: temperature and truncation of each row, which have no context; None: the row is greedy, or its rule
             wants the most probable children.
         tokens: those that the draft can name, or how many there are.
@@ -44,6 +47,7 @@ class Coupling:
     seeds: Tensor  # [B]
     lengths: Tensor  # [B]
     temperatures: Tensor  # [B] float32
+    weights: Tensor  # [B] float32
     warpers: Sequence[LogitsProcessorList | None]
     tokens: int | Tensor  # [R]
 
@@ -52,8 +56,9 @@ class Coupling:
         logits: Tensor,  # [B, K, R] float32, the draft's, of nodes of one depth
         depth: int,
     ) -> Tensor:  # [B, K, R]
-        """The draft's guess of log p + T G for the children of these nodes; rows that are not coupled as they are."""
+        """log q + w T G for the children of these nodes; the logits of rows that are not coupled as they are."""
         noise = gumbel_noise(self.seeds, self.lengths[:, None] + depth + 1, self.tokens)  # [B, 1, R]
+        noise = noise * self.weights[:, None, None]
         scale = self.temperatures[:, None, None]
         if all(warpers is self.warpers[0] for warpers in self.warpers):
             return (_warped(self.warpers[0], logits) + noise) * scale

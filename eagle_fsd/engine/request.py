@@ -147,10 +147,12 @@ class Request:
         """Whether drafts may come from elsewhere than the head."""
         return self.speculative and not self.copies is self.grammar is None
 
-    def coupled(self, rule: Rule) -> bool:
-        """Whether drafts go by the noise that the target draws with, see `Coupling`: a rule that looks at how probable
-        the children are, and not only at which of them is drawn, wants the most probable ones."""
-        return not self.greedy and (rule.coupled or rule.is_lossless(self.greedy))
+    def noise_weight(self, rule: Rule) -> float:
+        """How much the noise that the target draws with counts in drafts, see `Coupling`; 0: a rule that looks at how
+        probable the children are, and not only at which of them is drawn, wants the most probable ones."""
+        if self.greedy:
+            return 0.0
+        return EXACT.noise_weight if rule.is_lossless(self.greedy) else rule.noise_weight
 
     def propose(self, rule: Rule) -> Copies | None:
         """Drafts beside the head's, for a cycle in which this rule decides."""
@@ -158,7 +160,7 @@ class Request:
             return None
         forced = None if self.grammar is None else self.grammar.forced(self.new)
         copies = forced if self.copies is None else self.copies.propose(forced)
-        if copies is None or not self.coupled(rule):
+        if copies is None or not self.noise_weight(rule):
             return copies
         return couple_copies(copies, self.seed, len(self.tokens) - 1)
 

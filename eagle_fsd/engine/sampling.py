@@ -232,16 +232,16 @@ def couple(
     device: torch.device,
 ) -> Coupling | None:
     """What drafting knows of the target's draws; None where no row is coupled."""
-    coupled = [request.coupled(rule) for request, rule in zip(requests, rules, strict=True)]
-    if not any(coupled):
+    weights = [request.noise_weight(rule) for request, rule in zip(requests, rules, strict=True)]
+    if not any(weights):
         return None
     own = [LogitsProcessorList(each for each in request.processors if type(each) in WARPERS) for request in requests]
     if _share_processors(requests):
         own = own[:1] * len(own)
     seeds, places = torch.tensor([[request.seed for request in requests], list(lengths)], device=device)
-    temperatures = torch.tensor([request.temperature for request in requests], device=device)
-    return Coupling(seeds, places, temperatures, [
-        warpers if mine else None for warpers, mine in zip(own, coupled, strict=True)], tokens)
+    temperatures, scales = torch.tensor([[request.temperature for request in requests], weights], device=device)
+    return Coupling(seeds, places, temperatures, scales, [
+        warpers if weight else None for warpers, weight in zip(own, weights, strict=True)], tokens)
 
 
 def _share_processors(requests: Sequence[Request]) -> bool:
