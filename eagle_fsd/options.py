@@ -140,7 +140,7 @@ class GenerateOptions(Options):
             `reference`, is drafted too, as far as it is likely and pays; "off"; or a `TextDrafts`. Copies take part in
             a `tree` that is given here, within its `total_tokens`.
         speculative: False decodes plainly: nothing is drafted, and no rule decides.
-        response_format: what the answer's text must be (extra `structured`): a JSON schema or a pydantic model, or an
+        response_format: what the answer's text must be (extra `structured` or `serve`): a JSON schema or a pydantic model, or an
             object with a `type`: {"type": "json_object"}, {"type": "json_schema", "json_schema": {"schema": S}},
             {"type": "regex", "regex": R}, {"type": "choice", "choice": [...]}, or {"type": "grammar", "grammar": G}
             in Lark's form or GBNF. JSON is written with ", " and ": " and no other blanks. An answer that ends at
@@ -464,8 +464,8 @@ def lists_options(options: type[Options], keywords: type, *, described: bool = F
         ) for name in keywords.__annotations__]
         function.__signature__ = signature.replace(parameters=[*own, *listed])
         if described:
-            meanings = inspect.cleandoc(options.__doc__).partition("Args:\n")[2]
-            function.__doc__ = f"{inspect.cleandoc(function.__doc__)}\n\nOptions by name:\n{meanings}"
+            meanings = inspect.cleandoc(options.__doc__ or "").partition("Args:\n")[2]  # python -OO has none
+            function.__doc__ = f"{inspect.cleandoc(function.__doc__ or '')}\n\nOptions by name:\n{meanings}"
         return function
 
     return decorate
