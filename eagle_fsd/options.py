@@ -140,8 +140,8 @@ class GenerateOptions(Options):
             `reference`, is drafted too, as far as it is likely and pays; "off"; or a `TextDrafts`. Copies take part in
             a `tree` that is given here, within its `total_tokens`.
         speculative: False decodes plainly: nothing is drafted, and no rule decides.
-        response_format: what the answer's text must be (extra `structured` or `serve`): a JSON schema or a pydantic model,
-            or an object with a `type`: {"type": "json_object"}, {"type": "json_schema", "json_schema": {"schema": S}},
+        response_format: what the answer's text must be (extra `structured`): a JSON schema or a pydantic model, or an
+            object with a `type`: {"type": "json_object"}, {"type": "json_schema", "json_schema": {"schema": S}},
             {"type": "regex", "regex": R}, {"type": "choice", "choice": [...]}, or {"type": "grammar", "grammar": G}
             in Lark's form or GBNF. JSON is written with ", " and ": " and no other blanks. An answer that ends at
             `max_new_tokens` or a stop string may be cut short.
