@@ -464,8 +464,8 @@ def lists_options(options: type[Options], keywords: type, *, described: bool = F
         ) for name in keywords.__annotations__]
         function.__signature__ = signature.replace(parameters=[*own, *listed])
         if described:
-            meanings = inspect.cleandoc(options.__doc__).partition("Args:\n")[2]
-            function.__doc__ = f"{inspect.cleandoc(function.__doc__)}\n\nOptions by name:\n{meanings}"
+            meanings = inspect.cleandoc(options.__doc__ or "").partition("Args:\n")[2]  # python -OO has none
+            function.__doc__ = f"{inspect.cleandoc(function.__doc__ or '')}\n\nOptions by name:\n{meanings}"
         return function
 
     return decorate

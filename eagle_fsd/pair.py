@@ -20,7 +20,7 @@ from .drafting.config import CPU_TREE, GPU_TREE, Choice, TreeConfig
 from .drafting.logs import Setting, TreeLog, read_logs, with_own_logs
 from .drafting.pause import Pause
 from .engine.timing import known_latency
-from .heads.catalogue import find_pair
+from .heads.catalogue import find_pair, name_of
 from .heads.checkpoint import load_head
 from .heads.eagle import DraftHead
 from .heads.eagle3 import Eagle3Head
@@ -238,15 +238,6 @@ def size_of(module: torch.nn.Module) -> str:
     count = parameter_count(module)
     unit, letter = next(((unit, letter) for unit, letter in ((1e9, "B"), (1e6, "M")) if count >= unit), (1e3, "k"))
     return f"{count / unit:.3g} {letter} parameters"
-
-
-def name_of(source: str | Path) -> str:
-    """A hub id as it is; of a path its last part, or the id in the hub's cache."""
-    path = Path(source)
-    cached = next((part for part in path.parts if part.startswith("models--")), None)
-    if cached is not None:
-        return cached.removeprefix("models--").replace("--", "/")
-    return path.resolve().name if path.exists() else str(source)
 
 
 @lists_options(LoadOptions, LoadKeywords, described=True)

@@ -45,6 +45,10 @@ class WatchedText(GrowingText):
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, strings: Sequence[str]) -> None:
         super().__init__(tokenizer)
+        self.marks: dict[int, str] = {}
+        self.strings = list(strings)
+        if not strings:
+            return
         special = dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True)) | {
             token: added.content for token, added in tokenizer.added_tokens_decoder.items() if added.special}
         named = [token for token, content in special.items() if any(content in string for string in strings)]
@@ -121,8 +125,8 @@ class StopStrings:
 
 def answer_text(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], stops: Sequence[str]) -> str:
     """The text of an answer before the first stop string in it."""
-    text, streamed = tokenizer.decode(ids, skip_special_tokens=True), StreamedText(tokenizer, stops)
-    if streamed.text.marks:
+    text = tokenizer.decode(ids, skip_special_tokens=True)
+    if stops and (streamed := StreamedText(tokenizer, stops)).text.marks:
         streamed.add(ids)
         text = text[: streamed.shown] if streamed.stopped else text
     return text[: min((at for string in stops if (at := text.find(string)) >= 0), default=None)]

@@ -137,7 +137,7 @@ def run(args: SpeedArguments) -> None:
                          f"target {name_in(found, 'target')}, head {name_in(found, 'head')}"
                          for name, found in notes.items())
         write_record(args.out, {**notes, "rows": rows}, f"{made}\n\n{speed_table(rows)}\n\n{bullets(LEGEND)}")
-        plot_speeds({row["category"]: [{"method": args.baseline.stem}, {**row, "method": args.method.stem}]
+        plot_speeds({row["category"]: [{"method": str(args.baseline)}, {**row, "method": str(args.method)}]
                      for row in rows}, record_path(args.out, ".png"))
 
 

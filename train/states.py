@@ -63,7 +63,7 @@ def resume(trainer: Trainer) -> bool:
     try:
         record = json.loads((states[-1] / "run.json").read_text())
         made_with, step = dict(record["config"]), int(record["step"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (FileNotFoundError, ValueError, KeyError, TypeError) as error:
         fault = error
     changed = [name for name, value in comparable(trainer.config).items() if made_with.get(name) != value]
     if changed and fault is None:

@@ -54,6 +54,7 @@ def train(config: TrainingConfig) -> Path:
         trainer = Trainer(config, accelerator)
         while not resume(trainer):
             trainer.close()
+            del trainer  # its target too, before another one is loaded
             trainer = Trainer(config, accelerator)
         if accelerator.is_main_process:
             log.info("%d process(es) on %s", accelerator.num_processes, accelerator.device.type)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
@@ -29,7 +28,7 @@ class CacheCommand:
     clear: Literal["gguf", "latency", "trees", "all"] | None = None
 
     def run(self) -> None:
-        from ..data.files import cache_directory, cache_limit, locked, size_of
+        from ..data.files import cache_directory, cache_limit, locked, remove_folder, size_of
 
         place, limit = cache_directory(), cache_limit()
         total = 0
@@ -44,7 +43,7 @@ class CacheCommand:
                 if not removed:
                     total += size
                 elif path.is_dir():
-                    shutil.rmtree(path)
+                    remove_folder(path)
                 else:
                     path.unlink()
             if not entries:

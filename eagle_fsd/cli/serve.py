@@ -12,7 +12,7 @@ from packaging.requirements import Requirement
 
 from ..heads.catalogue import DEFAULT
 from ..options import names_of
-from ..serve.limits import KEY_VARIABLE, ServeOptions, key_from_environment, name_of
+from ..serve.limits import KEY_VARIABLE, ServeOptions, key_from_environment, served_name
 from .arguments import Decoding, Loading
 
 
@@ -50,7 +50,7 @@ class ServeCommand:
         from ..serve.server import reserve, serve
 
         begin_log()
-        name = self.serving.name or name_of(self.pair.target)
+        name = self.serving.name or served_name(self.pair.target)
         if key is None and self.serving.host not in ("127.0.0.1", "localhost", "::1"):
             logging.warning("everyone who reaches %s can use the model: set %s", self.serving.host, KEY_VARIABLE)
         place = reserve(self.serving)

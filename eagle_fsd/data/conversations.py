@@ -112,7 +112,7 @@ def parse_row(row: Any, kind: str, unanswered: bool = False) -> Record:
                 raise BadRow("empty text")
             check_unicode(text)
             return Record(text=text)
-        if row.get("tools"):
+        if row.get("tools") not in (None, "", "[]", []):
             raise BadRow("tools are not read")
         return Record(messages=check_messages(row[key], unanswered, row.get("system")))
     except BadRow as error:

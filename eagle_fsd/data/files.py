@@ -6,6 +6,7 @@ import importlib
 import json
 import logging
 import os
+import shutil
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -168,6 +169,15 @@ def cache_limit() -> float:
         return float(given) * 1e9
     except ValueError:
         raise ValueError(f"EAGLE_FSD_CACHE_GB must be a number of gigabytes, got {given!r}") from None
+
+
+def remove_folder(path: Path) -> None:
+    """Remove a folder of the cache, which is at no time there in part: what is interrupted leaves NAME.part."""
+    part = path.with_name(f"{path.name}.part")
+    shutil.rmtree(part, ignore_errors=True)
+    with suppress(FileNotFoundError):  # another process was faster
+        path.rename(part)
+    shutil.rmtree(part, ignore_errors=True)
 
 
 def size_of(path: Path) -> int:

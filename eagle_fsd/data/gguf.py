@@ -15,7 +15,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from .files import cache_directory, cache_limit, locked, size_of
+from .files import cache_directory, cache_limit, locked, remove_folder, size_of
 from .sources import check_source, fetch
 
 log = logging.getLogger(__name__)
@@ -109,14 +109,17 @@ def fingerprint(file: Path) -> str:
 def make_room(models: Path, needed: int) -> None:
     """Remove models that were not used for the longest time, until so many bytes more are within the limit."""
     limit = cache_limit()
-    kept = sorted((path for path in models.glob("*") if path.is_dir()), key=lambda path: path.stat().st_mtime)
+    kept = sorted((path for path in models.glob("*") if path.is_dir() and path.suffix != ".part"),
+                  key=lambda path: path.stat().st_mtime)
+    if needed > limit:
+        return  # none of them would make room enough
     sizes = {path: size_of(path) for path in kept}
     for path in kept:
         if sum(sizes.values()) + needed <= limit:
             break
         log.warning("%s (%.1f GB) is removed, so that dequantised models take at most %.0f GB: EAGLE_FSD_CACHE_GB "
                     "sets another limit", path, sizes.pop(path) / 1e9, limit / 1e9)
-        shutil.rmtree(path, ignore_errors=True)
+        remove_folder(path)
 
 
 def _write(file: Path, folder: Path) -> None:

@@ -26,6 +26,7 @@ from ..models.placement import weights_digest
 from ..models.target import TargetModel
 from .config import TreeConfig
 from .coupling import Coupling
+from .growth import IMPOSSIBLE
 from .tree import DraftTree
 
 log = logging.getLogger(__name__)
@@ -89,9 +90,9 @@ def logged_cycle(
         tokens = (draft_tokens == tokens[:, None]).long().argmax(-1)
     starts = torch.tensor([0, *itertools.accumulate(level.shape[1] for level in draft_logits)], device=tokens.device)
     rows = starts[tree.depths[row, parents]] + tree.draft_rows[row, parents]
-    steps = torch.cat([level[row] for level in draft_logits]).log_softmax(-1)
+    steps = torch.cat([level[row] for level in draft_logits]).log_softmax(-1).clamp_min(IMPOSSIBLE)
     log_probs, places = steps[rows, tokens].tolist(), [parent - 1 for parent in parents.tolist()]
-    ranks = [sum(other == parent and log_probs[j] > log_probs[i] for j, other in enumerate(places))
+    ranks = [sum(other == parent and (log_probs[j], -j) > (log_probs[i], -i) for j, other in enumerate(places))
              for i, parent in enumerate(places)]
     return LoggedCycle(places, ranks, log_probs, [node in path for node in range(1, len(places) + 1)])
 

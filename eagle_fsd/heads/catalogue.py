@@ -89,10 +89,20 @@ def hub_id_of(target: str | Path) -> str | None:
     one of a known target; None: it is not known."""
     if not Path(target).exists():
         return str(target)
-    cached = next((part for part in Path(target).absolute().parts if part.startswith("models--")), None)
-    if cached is not None:
-        return cached.removeprefix("models--").replace("--", "/")
-    return next((head.target for head in known_heads() if is_copy(Path(target), head.target)), None)
+    copied = (head.target for head in known_heads() if is_copy(Path(target), head.target))
+    return cached_id(target) or next(copied, None)
+
+
+def cached_id(path: str | Path) -> str | None:
+    """The hub id of what lies at a place in the hub's cache; None: it is none."""
+    part = next((part for part in Path(path).absolute().parts if part.startswith("models--")), None)
+    return part and part.removeprefix("models--").replace("--", "/")
+
+
+def name_of(source: str | Path) -> str:
+    """What a model is called: its hub id, or the last part of a path."""
+    path = Path(source)
+    return cached_id(source) or path.resolve().name if path.exists() else str(source)
 
 
 def find_bundled(name: str) -> str | None:

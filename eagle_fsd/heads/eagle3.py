@@ -61,8 +61,8 @@ class Eagle3Head(DraftHead):
             raise ValueError(f"draft_vocab_size {named} exceeds vocab_size {config.vocab_size}")
         layers = len(self._layer_ids) if self._layer_ids else 3
         self.fc = nn.Linear(layers * self.target_hidden_size, size, bias=bias)
-        own = config.attention_bias
-        config.attention_bias = own or getattr(config, "qkv_bias", False)
+        own = config.attention_bias and not getattr(config, "qkv_bias", False)  # of the output projection, too
+        config.attention_bias = config.attention_bias or getattr(config, "qkv_bias", False)
         self.layers = nn.ModuleList([Eagle3Layer(config)])
         if not own:
             self.layers[0].self_attn.o_proj.register_parameter("bias", None)

@@ -152,30 +152,34 @@ def load_compact(
     wide = dtype in ("auto", "float32", torch.float32) and options.get("quantization_config") is None
     stored = stored_dtype(target_source(target), trust_remote_code) if wide and multiplies_half() else None
     if stored in HALF:
-        model, tokenizer = load(target, dtype=stored)
-        if stored_names(target_source(target)) != {HALF[stored]}:
-            reason = "some are stored in other dtypes"
-        elif packable_share(model) < PACKABLE:
-            reason = f"{1 - packable_share(model):.0%} of them are in other layers than linear ones"
+        names, model = stored_names(target_source(target)), None
+        if not names:
+            reason = "no safetensors file says what its numbers are"
+        elif names != {HALF[stored]}:
+            reason = f"its file has numbers of {', '.join(sorted(names))}"
         else:
-            compute_buffers(model, torch.float32)
-            return model, tokenizer, torch.float32
-        instead = cpu_dtype(stored) if dtype == "auto" else torch.float32
-        ties = ("" if instead == torch.float32 else ", where near-ties can round otherwise than in model.generate "
-                '(dtype="float32", which takes twice the memory, prevents it)')
-        log.warning("the weights of %s are not packed as float16 and computed in float32, since %s: they are in %s%s",
-                    target, reason, instead, ties)
-        if instead == stored:
-            return model, tokenizer, None
+            model, tokenizer = load(target, dtype=stored)
+            share = packable_share(model)
+            if share >= PACKABLE:
+                compute_buffers(model, torch.float32)
+                return model, tokenizer, torch.float32
+            reason = f"{1 - share:.0%} of its weights are in other layers than linear ones"
+        dtype = cpu_dtype(stored) if dtype == "auto" else torch.float32
+        if dtype == torch.float32:
+            log.info("%s is read in float32 before it is packed, which takes more memory: %s", target, reason)
+        else:
+            log.warning("%s is computed in bfloat16, where near-ties can round otherwise than in model.generate: %s. "
+                        'dtype="float32" computes as model.generate does, in twice the memory', target, reason)
+            if model is not None:
+                return model, tokenizer, None
         del model
-        dtype = instead
     elif stored == torch.float32 and dtype == "auto":
         dtype = torch.float32
     return *load(target, dtype=dtype), None
 
 
 def stored_names(target: str) -> set[str]:
-    """The dtypes of the numbers in a checkpoint's safetensors files, under their names there; none without such."""
+    """The floating dtypes in a checkpoint's safetensors files, under their names there; none without such files."""
     index = fetch(target, "model.safetensors.index.json")
     files = set(json.loads(Path(index).read_text())["weight_map"].values()) if index else {"model.safetensors"}
     found = set()
@@ -183,8 +187,9 @@ def stored_names(target: str) -> set[str]:
         if path is None:
             return set()
         with safe_open(path, "pt") as file:
-            found |= {file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118  (no mapping)
-    return found
+            found |= {file.get_slice(name).get_dtype() for name in file.keys()  # noqa: SIM118  (no mapping)
+                      if not name.endswith("rotary_emb.inv_freq")}  # of old checkpoints, and not read
+    return {name for name in found if name.startswith(("F", "BF"))}
 
 
 def packable_share(model: PreTrainedModel) -> float:

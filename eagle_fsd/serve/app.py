@@ -60,7 +60,7 @@ class Service:
     def __init__(self, engine: Engine, name: str, defaults: Mapping[str, object], also: Sequence[str] = ()) -> None:
         self.engine, self.name, self.defaults = engine, name, dict(defaults)
         self.names = list(dict.fromkeys([name, name.rpartition("/")[2].lower()]))  # the second is an alias
-        self.known = {part.casefold() for each in (name, *also) for part in (each, each.rpartition("/")[2])}
+        self.known = {part.casefold() for each in map(str, (name, *also)) for part in (each, each.rpartition("/")[2])}
         self.metrics = Metrics(engine)
 
     async def submit(self, asked: Asked, pool: str) -> list[Ticket]:

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import tyro
 
 from ..checks import require_bool, require_integer, require_number
-from ..heads.catalogue import DEFAULT
+from ..heads.catalogue import DEFAULT, name_of
 
 KEY_VARIABLE = "EAGLE_FSD_API_KEY"
 
@@ -82,10 +82,9 @@ class ServeOptions:
         return {name: getattr(self, name) for name in names}
 
 
-def name_of(target: str | Path | None) -> str:
-    """What a target is called where nobody says: its hub id, or the last part of a path."""
-    text = str(target or DEFAULT.rpartition("/")[2])
-    return Path(text).name if Path(text).exists() else text
+def served_name(target: str | Path | None) -> str:
+    """What a target is called where nobody says."""
+    return name_of(target or DEFAULT.rpartition("/")[2])
 
 
 def key_from_environment() -> str | None:

@@ -564,7 +564,7 @@ def speller(
     it is no part of one, as an end token. What llguidance does not know, such as a tokenizer of words, has text alone.
     """
     tokens = None
-    with suppress(ValueError, AttributeError):  # the last: a slow tokenizer
+    with suppress(ValueError, AttributeError, ImportError):  # AttributeError: of a slow tokenizer
         tokens = vocabulary(tokenizer, size, eos_ids or (0,))
 
     def spell(token: int) -> tuple[str, list[int] | None]:

@@ -15,7 +15,7 @@ from ..options import GenerateOptions, LoadOptions
 from ..pair import load
 from .app import create_app
 from .engine import Engine
-from .limits import ServeOptions, key_from_environment, name_of
+from .limits import ServeOptions, key_from_environment, served_name
 
 # Serve's own, see its YAML.
 ELSEWHERE = ("host", "port", "read_seconds", "write_seconds", "max_connections", "drain_seconds", "page", "plain")
@@ -33,7 +33,7 @@ class Replica:
     def __init__(self, settings: dict[str, Any]) -> None:
         loading, options, defaults, tree = checked(settings)
         self.engine = Engine(load(**loading), **options.engine, tree=tree)
-        self.application = create_app(self.engine, options.name or name_of(loading.get("target")),
+        self.application = create_app(self.engine, options.name or served_name(loading.get("target")),
                                       replace(options, host="0.0.0.0"), defaults,  # the proxy has names of its own
                                       key_from_environment(), [loading.get("target") or DEFAULT])
 

@@ -16,7 +16,7 @@ from typing import Any
 MOST_TOOLS = 128
 NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 BEGINNING = re.compile(r'\{\s*"(?:name|type|function)"')  # of a call in JSON
-SURROGATE = re.compile("[\ud800-\udfff]")
+UNSAFE = re.compile("[\ud800-\udfff\x85\u2028\u2029]")
 TAG = "<tool_call>"
 MARK = re.compile(r"<tool_call>|<[a-z_]{0,9}\Z|[\[{]")  # where a call may begin
 
@@ -130,9 +130,10 @@ def arguments_of(found: Any) -> str:
 
 
 def json_text(value: Any) -> str:
-    """JSON in characters of their own; in ASCII where it holds half of a surrogate pair, which cannot be encoded."""
+    """JSON in characters of their own; in ASCII where it holds half of a surrogate pair, which cannot be encoded, or a
+    character at which some clients break lines."""
     text = json.dumps(value, ensure_ascii=False, allow_nan=False)
-    return text if text.isascii() or not SURROGATE.search(text) else json.dumps(value)
+    return text if text.isascii() or not UNSAFE.search(text) else json.dumps(value)
 
 
 def _python_calls(text: str, names: Collection[str]) -> list[tuple[str, str]]:
