@@ -34,7 +34,7 @@ def test_load_takes_the_known_head_and_says_so(pair, tokenizer, monkeypatch, cap
     parts = (pair.target.model, tokenizer)
     monkeypatch.setattr(pairs, "load_compact", lambda target, **_: asked.append(target) or (*parts, None))
     with caplog.at_level(logging.WARNING):
-        assert eagle_fsd.load(LLAMA, tree=None).draft is pair.draft
+        assert eagle_fsd.load(LLAMA, tree=None, device="cpu").draft is pair.draft
     head = "yuhuili/EAGLE3-LLaMA3.1-Instruct-8B"
     assert asked == [head, LLAMA]
     assert f"no draft given: taking {head}, the head known for {LLAMA} (eagle3, licence unknown)" in caplog.text
