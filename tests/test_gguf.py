@@ -159,7 +159,8 @@ def test_all_ends_of_a_file_end_an_answer(target, tmp_path, names, fields, ends)
 def test_what_a_text_begins_and_ends_with_is_what_the_file_says(target, tmp_path, fields, expected):
     file = write(tmp_path / "tiny.gguf", target, pad_token_id=3, chat_template="{{ bos_token }}hi", **fields)
     tokenizer = AutoTokenizer.from_pretrained(dequantised(file))
-    assert tokenizer("abc")["input_ids"] == expected and tokenizer.pad_token_id in (3, None)  # 5.17 reads no pad
+    pad = None if transformers.__version__.startswith("5.17") else 3  # which reads none
+    assert tokenizer("abc")["input_ids"] == expected and tokenizer.pad_token_id == pad
     assert tokenizer.chat_template == "{{ bos_token }}hi"
 
 

@@ -51,7 +51,8 @@ class Coupling:
     weights: Tensor  # [B] float32
     warpers: Sequence[LogitsProcessorList | None]
     tokens: int | Tensor  # [R]
-    known: dict[int, Tensor] = field(default_factory=dict)  # [B, 1, R] of the depths that were asked for, weighted
+    # [B, 1, R] of the depths that were asked for, weighted
+    known: dict[int, Tensor] = field(default_factory=dict, init=False, repr=False)
 
     def _noise(self, depth: int) -> Tensor:  # [B, 1, R]
         if depth not in self.known:

@@ -118,9 +118,8 @@ def vocabulary(tokenizer: PreTrainedTokenizerBase, size: int, eos_ids: tuple[int
     described = json.loads(tokenizer.backend_tokenizer.to_str())
     described["padding"] = described["truncation"] = None
     described["added_tokens"] = [token for token in described["added_tokens"] if token["id"] < size]
-    ends = [token for token in eos_ids if token < size] or [0]
     try:
-        return LLTokenizer(json.dumps(described), n_vocab=size, eos_token=ends)
+        return LLTokenizer(json.dumps(described), n_vocab=size, eos_token=list(eos_ids))
     except ValueError as error:
         raise ValueError(f"response_format cannot be used with this tokenizer: {error}") from error
 

@@ -565,7 +565,8 @@ def speller(
     """
     tokens = None
     with suppress(ValueError, AttributeError, ImportError):  # AttributeError: of a slow tokenizer
-        tokens = vocabulary(tokenizer, size, eos_ids or (0,))
+        ends = tuple(token for token in eos_ids if token < size)  # as of `Grammar`, whose vocabulary it is
+        tokens = vocabulary(tokenizer, size, ends or (0,))
 
     def spell(token: int) -> tuple[str, list[int] | None]:
         text = tokenizer.decode([token])
