@@ -66,6 +66,7 @@ class Arguments:
             in a row with one, or asks it, are left out and counted.
         batch: conversations that are answered together; of a server, requests at a time.
         dtype: of the target that answers; auto as in eagle_fsd.load.
+        quantization: int8 to answer with 8-bit weights on a CPU, as in eagle_fsd.load.
         draft: a draft head of the target, to generate faster.
         temperature: of --regenerate sampled.
         max_new_tokens: of each answer of the target.
@@ -91,6 +92,7 @@ class Arguments:
     exclude: tuple[Path, ...] = ()
     batch: int = 32
     dtype: str = "auto"
+    quantization: Literal["int8"] | None = None
     draft: str | None = None
     temperature: float = 1.0
     max_new_tokens: int = 1024
@@ -180,7 +182,7 @@ def regenerated(
         temperature=arguments.temperature if arguments.regenerate == "sampled" else 0.0,
     )
     about = {"target": arguments.target, **{
-        name: value for name in ("endpoint", "system") if (value := getattr(arguments, name)) is not None}}
+        name: value for name in ("endpoint", "system", "quantization") if (value := getattr(arguments, name)) is not None}}
     if arguments.self_prompted is not None:
         return self_prompted(arguments.self_prompted, writer, store, follow_ups=arguments.follow_ups, about=about)
     return regenerate(records, writer, store, about=about | {
@@ -191,12 +193,13 @@ def load_model(arguments: Arguments, place: str, tokenizer: PreTrainedTokenizerB
     """The target that answers, with the draft that makes it faster."""
     trusted = arguments.trust_remote_code
     if arguments.draft:
-        model = eagle_fsd.load(place, arguments.draft, dtype=arguments.dtype, trust_remote_code=trusted)
+        model = eagle_fsd.load(place, arguments.draft, dtype=arguments.dtype, quantization=arguments.quantization,
+                               trust_remote_code=trusted)
     else:
         model = EagleModel.from_parts(load_target(place, dtype=arguments.dtype, trust_remote_code=trusted)[0], None)
         set_attention(model.target, None)
     model.tokenizer = tokenizer
-    model.prepack()
+    model.prepack(arguments.quantization)
     return model
 
 
