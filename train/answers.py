@@ -63,7 +63,9 @@ def local_writer(model: EagleModel) -> Write:
             done(number, BadRow("prompt too long to answer"))
         if not fitting:
             return
-        options = with_options(None, {"acceptance": "exact", "seed": [seeds[number] for number in fitting], **sampling})
+        options = with_options(None, {  # for many rows copies alone cost more than they bring
+            "acceptance": "exact", "text_drafts": "off" if model.draft is None else "auto",
+            "seed": [seeds[number] for number in fitting], **sampling})
         requests = make_requests(model, [prompts[number] for number in fitting], options)
         number_of = dict(zip(map(id, requests), fitting, strict=True))
 
