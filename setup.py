@@ -51,6 +51,7 @@ setup(
     package_dir={"": "."} if EDITABLE else {"eagle_fsd.checkpoints": "checkpoints"},
     package_data={
         "eagle_fsd": ["py.typed"],
+        "eagle_fsd.drafting": ["curves.json"],
         "eagle_fsd.heads": ["catalogue.json"],
         "eagle_fsd.serve": ["page.css"],
         "eagle_fsd.checkpoints": ["*/*.json", "*/*.safetensors", "*/*.pt", "*/*.md", "*.md"],

@@ -11,7 +11,8 @@ from torch import Tensor
 from transformers import LogitsProcessor
 from transformers.generation.streamers import BaseStreamer
 
-from .drafting.config import Choice, TreeConfig
+from .drafting.config import TreeConfig
+from .drafting.sizing import Choice
 from .engine.decoder import Session
 from .engine.loop import run
 from .engine.output import Output
@@ -144,12 +145,7 @@ def decode_requests(
         choose, pause = model.chooser(tree, group[0].rule, group[0].temperature)
         if not group[0].speculative:
             choose, pause = (lambda count: Choice(None)), None
-        trees = [choose(count).tree for count in range(1, len(group) + 1)]
-        drafting = any(trees) or options.get("session") is not None  # as others end, or in a later call
+        drafting = group[0].speculative or options.get("session") is not None  # for a later call
         answers = run(model.target, model.draft if drafting else None, group, choose, pause, **options)
-        for output in answers:
-            plain = output.stats.undrafted == output.stats.target_forwards
-            if trees[-1] is None and model.draft is not None and plain and group[0].speculative:
-                output.stats.plain_because = "no tree is expected to be sufficiently faster than decoding without one"
         outputs |= dict(zip(numbers, answers, strict=True))
     return [outputs[number] for number in range(len(requests))]

@@ -95,12 +95,9 @@ class EagleLM(HFLM):
 
     def _model_generate(self, context: Tensor, max_length: int, stop: list[str], **generation_kwargs) -> Tensor:
         """The call that `hf` would make, decoded by `custom_generate`: [B, L] -> [B, L + new tokens]."""
-        sampled = generation_kwargs.get("do_sample")
-        temperature = float(generation_kwargs.get("temperature", 0.0)) if sampled else 0.0
-        choose, _ = self.pair.chooser(None, self.decoding.rule, temperature)
         return super()._model_generate(
             context, max_length, stop, custom_generate=custom_generate, draft=self.pair.draft,
-            acceptance=self.decoding.rule, budget=self.decoding.budget, tree=choose(len(context)).tree or SMALLEST,
+            acceptance=self.decoding.rule, budget=self.decoding.budget, tree=self.pair.default_tree,
             **generation_kwargs)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,11 +14,10 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from .acceptance import Rule, make_rule
-from .drafting.autotree import AutoTree, describe_tree
-from .drafting.config import CPU_TREE, GPU_TREE, Choice, TreeConfig
-from .drafting.logs import Setting, TreeLog, read_logs, with_own_logs
-from .drafting.pause import Pause
+from .acceptance import Rule
+from .drafting.config import CPU_TREE, GPU_TREE, TreeConfig
+from .drafting.curves import HeadCurves, known_curves, read_curves
+from .drafting.sizing import Choice, Pause, Sizing
 from .engine.timing import known_latency
 from .heads.catalogue import find_pair, name_of
 from .heads.checkpoint import load_head
@@ -52,7 +51,7 @@ class EagleModel:
     draft: DraftHead | None
     tokenizer: PreTrainedTokenizerBase | None = None
     tree: TreeConfig | None = None  # of requests that give none
-    trees: AutoTree | None = None  # what chooses the tree where none is given; None: `default_tree`
+    sizing: Sizing | None = None  # how large cycles are where no tree is given; None: `default_tree`
     # Where drafting has not paid lately, by temperature, for requests whose text does not depend on it.
     pauses: defaultdict[float, Pause] = field(default_factory=lambda: defaultdict(Pause), repr=False)
 
@@ -62,7 +61,7 @@ class EagleModel:
 
     def __repr__(self) -> str:
         target, head = self.described()
-        chosen = "auto" if self.trees is not None else repr(self.default_tree)
+        chosen = "auto" if self.sizing is not None else repr(self.default_tree)
         return f"EagleModel(target={target}, draft={head}, tree={chosen})"
 
     def described(self, *, stock: bool = False) -> tuple[str, str | None]:
@@ -141,19 +140,24 @@ class EagleModel:
             self.draft.pack(quantization, self.target.lm_head)
         trim()
 
-    def choose_trees(self, logs: Sequence[TreeLog], *, stopping: bool, default: TreeConfig | None) -> None:
-        """Have the tree chosen by these logs, see `AutoTree`, and the models' latencies, which are measured."""
-        self.trees = AutoTree(logs, known_latency(self.target, self.draft), stopping=stopping, default=default)
+    def size_cycles(self, beside: HeadCurves | None = None) -> None:
+        """Have each cycle sized by what cycles cost on this machine, which is measured, and by curves: the user's own,
+        those beside the head, or default ones."""
+        latency = known_latency(self.target, self.draft)
+        if self.draft is None:
+            self.sizing = Sizing(latency, None)
+        else:
+            self.sizing = Sizing(latency, known_curves(beside, self.target, self.draft), self.draft.draft_vocab_size)
 
     def chooser(
         self, tree: TreeConfig | None, rule: Rule, temperature: float
     ) -> tuple[Callable[[int], Choice], Pause | None]:
-        """Tree and cost for so many requests, and where drafting pauses: the tree given, else the one chosen for the
-        rule, temperature and number of requests, else the model's default."""
-        if tree is None and self.trees is not None:
+        """What so many requests are drafted with, and where drafting pauses: the tree given, else as much as pays, else
+        the model's default."""
+        if tree is None and self.sizing is not None:
             # Texts of a fuzzy rule depend on where drafting pauses, and must not depend on earlier requests.
             pause = self.pauses[temperature] if rule.is_lossless(temperature == 0) else None
-            return functools.partial(self.trees.of, Setting.of(rule, temperature)), pause
+            return functools.partial(self.sizing.of, temperature=temperature), pause
         choice = Choice(self.check_tree(self.default_tree if tree is None else tree))
         return (lambda requests: choice), None  # with a given tree nothing pauses
 
@@ -171,13 +175,14 @@ class EagleModel:
                         tree.total_tokens, tree.nodes, tree.depth, tree.top_k)
         return tree
 
-    def describe_tree(self, tree: TreeConfig | None, temperature: float = 0.0) -> str:
-        """For records: the tree of `exact`, a chosen one too."""
-        if tree is not None or self.trees is None:
-            given = tree or self.default_tree
-            return repr(given) if given.confidence is None else describe_tree(given)
-        chosen = self.trees.of(Setting.of(make_rule("exact"), temperature)).tree
-        return "auto: " + ("no draft tree" if chosen is None else describe_tree(chosen))
+    def describe_tree(self, tree: TreeConfig | None) -> str:
+        """For records."""
+        if tree is not None or self.sizing is None:
+            return repr(tree or self.default_tree)
+        if self.draft is None:
+            return "auto: copies as far as they pay"
+        most = self.sizing.largest
+        return f"auto: as many nodes and levels as pay, at most {most.total_tokens}, {most.depth} of {most.top_k}"
 
     @property
     def default_tree(self) -> TreeConfig:
@@ -264,7 +269,7 @@ def load(
                          "device_map, or a quantization_config of transformers")
     target, draft = find_pair(asked.target, asked.draft)
     head = None if draft is None else load_head(draft)  # the smaller one first: its errors come before the long work
-    logs = read_logs(draft) if asked.tree == "auto" and head is not None else []
+    curves = read_curves(draft) if asked.tree == "auto" and head is not None else None
     stock = asked.attn_implementation in STOCK
     load_it = {"device": asked.device, "device_map": asked.device_map, "trust_remote_code": asked.trust_remote_code,
                "quantization_config": asked.quantization_config,
@@ -285,15 +290,11 @@ def load(
         pair.prepack(asked.quantization)
     if isinstance(asked.tree, TreeConfig):
         pair.tree = asked.tree
-    elif head is None:
-        if asked.tree == "auto":
-            pair.choose_trees([], stopping=True, default=None)
     elif asked.tree == "auto":
-        logs = with_own_logs(logs, pair.target, head)
-        if not logs:
-            log.info("no log to choose a tree by: taking %s (eagle-fsd tune makes one)", pair.default_tree)
-        default = replace(pair.default_tree, top_k=min(pair.default_tree.top_k, head.draft_vocab_size))
-        pair.choose_trees(logs, stopping=pair.target.output_device.type == "cpu", default=default)
+        if pair.target.output_device.type == "cpu":
+            pair.size_cycles(curves)
+        elif head is not None:
+            pair.tree = replace(GPU_TREE, top_k=min(GPU_TREE.top_k, head.draft_vocab_size))
     return pair
 
 

@@ -80,7 +80,7 @@ def methods_of(
     sampling = {"temperature": args.temperature, "seed": args.seed}
     headless = EagleModel(model.target, None, model.tokenizer)
     if args.without_head:
-        headless.choose_trees([], stopping=True, default=None)
+        headless.size_cycles()
     alone = {} if model.draft is None else {head_alone(model): engine(
         model, acceptance=EXACT, text_drafts="off", tree=args.tree, **sampling)}
     return {

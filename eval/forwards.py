@@ -34,7 +34,7 @@ from eagle_fsd import EagleModel, TreeConfig
 from eagle_fsd.cli.arguments import Loading, Tree
 from eagle_fsd.cli.exits import check_counts
 from eagle_fsd.data.progress import Progress
-from eagle_fsd.drafting.config import Choice
+from eagle_fsd.drafting.sizing import Choice
 from eagle_fsd.engine.decoder import Decoder
 from eagle_fsd.engine.timing import seconds_of
 from eagle_fsd.heads.eagle import DraftHead

@@ -13,19 +13,16 @@ from __future__ import annotations
 
 import sys
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from eagle_fsd.acceptance import make_rule
 from eagle_fsd.checks import require_number
 from eagle_fsd.cli.arguments import Loading, Tree
 from eagle_fsd.cli.exits import check_counts
-from eagle_fsd.drafting.config import TreeConfig
 from eagle_fsd.measure.comparison import compare_settings
 from eagle_fsd.measure.grading import CODE_END
 from eagle_fsd.measure.settings import ComparisonOptions, read_settings
-from eagle_fsd.pair import EagleModel
 from eval.command import chosen_questions, run_command
 
 
@@ -68,18 +65,11 @@ def run(args: QualityArguments) -> None:
         from eagle_fsd.serve.engine import Engine
 
         engine = Engine(model, max_rows=args.batch, max_waiting=args.batch, prefixes=0,
-                        tree=args.tree or tree_alone(model, args.temperature))
+                        tree=args.tree or model.default_tree)
     with engine as joined:
         print(compare_settings(model, questions, args, points=args.points, timed=args.timed, joined=joined,
                                shared={"stop": CODE_END} if args.stop_after_code else {}, workers=args.batch,
                                seeds=args.seeds))
-
-
-def tree_alone(model: EagleModel, temperature: float) -> TreeConfig:
-    """What pays for one exact request, or the default, without the rules that stop it early, which go by all rows: a
-    fuzzy answer is then drafted as it would be alone, not as for so many."""
-    choose, _ = model.chooser(None, make_rule("exact"), temperature)
-    return replace(choose(1).tree or model.default_tree, least_reach=0.0, least_probability=0.0)
 
 
 main = partial(run_command, "eval.quality", QualityArguments, run, stopped="stopped; the same command goes on")

@@ -10,7 +10,7 @@ from transformers.generation.streamers import BaseStreamer
 
 import eagle_fsd
 from eagle_fsd import Chat, Session, TreeConfig
-from eagle_fsd.drafting.config import Choice
+from eagle_fsd.drafting.sizing import Choice
 from eagle_fsd.pair import EagleModel
 from eagle_fsd.requests import encode_prompt
 
@@ -122,13 +122,13 @@ def test_turns_without_a_draft_tree_and_without_a_head(model):
     class Trees:
         chosen = Choice(None)
 
-        def of(self, setting, rows):
+        def of(self, rows=1, temperature=0.0):
             return self.chosen
 
-    model.trees = Trees()
+    model.sizing = Trees()
     chat = Chat(model, **{**OPTIONS, "tree": None})
     first = assert_turn(chat, SAID[0])
-    assert first.stats.undrafted == first.stats.target_forwards == 11 and first.stats.plain_because
+    assert first.stats.undrafted == first.stats.target_forwards == 11
     Trees.chosen = Choice(TREE)
     second = assert_turn(chat, SAID[1])
     assert sum(second.stats.accepted_lengths) > 0 and second.stats.prefill_tokens < 12

@@ -19,8 +19,10 @@ from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogit
 import eagle_fsd
 from eagle_fsd import TreeConfig, make_rule
 from eagle_fsd.drafting.coupling import WEIGHT, Coupling, couple_copies
+from eagle_fsd.drafting.curves import default_curves
 from eagle_fsd.drafting.growth import draft_tree
 from eagle_fsd.drafting.noise import gumbel_at, gumbel_noise
+from eagle_fsd.drafting.sizing import Choice, Plan
 from eagle_fsd.drafting.text import Copies
 from eagle_fsd.engine.request import Request
 
@@ -66,10 +68,11 @@ def test_what_truncation_rules_out_keeps_the_tree_connected():
     features = reference_eagle.forward(pair.target.model, PROMPT[:-1])[0]
     warpers = [LogitsProcessorList([TopKLogitsWarper(2)])]
     coupling = Coupling(SEEDS[:1], torch.tensor([len(PROMPT) - 1]), torch.ones(1), torch.ones(1), warpers, VOCAB)
-    for lines in (None, eagle_fsd.drafting.config.Confidence((-4.0, 0.0), (-2.0, -0.1), (-3.0, -0.5))):
+    sized = Choice(config, lambda nodes, levels: 1.0, default_curves().sampled)
+    for plan in (None, Plan(sized, config)):
         cache = pair.draft.new_cache(len(PROMPT) + config.depth * config.top_k)
         tree, _ = draft_tree(pair.draft, pair.target, features[None], torch.tensor([PROMPT[1:]]), cache,
-                             replace(config, confidence=lines), coupling=coupling)
+                             config, coupling=coupling, plan=plan)
         assert tree.scores.isfinite().all()
         assert (tree.scores <= tree.scores.gather(1, tree.parents)).all()
         assert tree.depths[0].tolist() == [0, *(tree.depths[0, tree.parents[0, 1:]] + 1).tolist()]

@@ -9,8 +9,11 @@ from tiny import PROMPT, tiny_head, tiny_pair, tiny_target
 
 import eagle_fsd
 from eagle_fsd.drafting.config import TreeConfig
+from eagle_fsd.drafting.curves import default_curves
 from eagle_fsd.drafting.growth import draft_tree, rerank
 from eagle_fsd.drafting.largest import BLOCK, WORTH_IT, first_largest, largest
+from eagle_fsd.drafting.latency import Latency
+from eagle_fsd.drafting.sizing import Choice, Plan, Sizing
 from eagle_fsd.engine.timing import greedy_decoder
 
 SHAPES = [(2, 1, 1), (16, 5, 4), (60, 8, 10), (9, 1, 3), (99, 3, 3), (12, 6, 1)]
@@ -125,12 +128,12 @@ def test_rerank_on_the_picture(total, tokens, parents, depths, rows):
 
 
 def test_the_root_stays_whatever_the_scores():
-    """A sum of confidences can round to above 0, and nothing is as likely as the least probability can say."""
+    """A sum of log rates can round to above 0, and it may be that no further node pays."""
     above = torch.tensor(SCORES) + torch.tensor([0.0] + [9.0] * 10)
     config = TreeConfig(3, 3, 2)
     assert rerank(torch.tensor(TOKENS), above, torch.tensor(EXPANDED), DEPTH, config).tokens[0, 0] == 9
-    none = rerank(torch.tensor(TOKENS), torch.tensor(SCORES), torch.tensor(EXPANDED), DEPTH,
-                  TreeConfig(3, 3, 2, least_probability=1.5))
+    dear = Plan(Choice(config, cost=lambda nodes, levels: 9.0 * nodes), config)
+    none = rerank(torch.tensor(TOKENS), torch.tensor(SCORES), torch.tensor(EXPANDED), DEPTH, config, plan=dear)
     assert none.tokens.tolist() == [[9]] and none.max_depth == 0
 
 
@@ -144,7 +147,7 @@ def test_greedy_cycles_equal_the_reference(family, shape):
     assert decoder.prefill()[0].tokens == [first]
     for reference, path, token in cycles:
         assert decoder.step()[0].tokens == [*path, token]
-        tree, draft_logits, (accepted,), _ = seen[-1]
+        tree, draft_logits, (accepted,) = seen[-1]
         assert_same_tree(tree, draft_logits, reference, config)
         assert paths_of(tree)[accepted[-1]] == path
     said = [first] + [t for _, path, token in cycles for t in (*path, token)]
@@ -152,12 +155,14 @@ def test_greedy_cycles_equal_the_reference(family, shape):
     assert sum(len(path) for _, path, _ in cycles) > 0
 
 
-@pytest.mark.parametrize("options", [{}, {"least_reach": 0.1, "least_probability": 0.01}], ids=str)
-def test_a_head_of_nans_costs_acceptance_only(options):
+@pytest.mark.parametrize("sized", [False, True])
+def test_a_head_of_nans_costs_acceptance_only(sized):
     pair = tiny_pair()
     expected = eagle_fsd.generate(PROMPT, pair, acceptance="exact", max_new_tokens=12).token_ids
     pair.draft.fc.weight.data.fill_(math.nan)
-    tree = TreeConfig(5, 3, 2, **options)
+    if sized:
+        pair.sizing = Sizing(Latency({1: 1.0, 64: 2.0}, {1: 0.1}, 1.0), default_curves())
+    tree = None if sized else TreeConfig(5, 3, 2)
     output = eagle_fsd.generate(PROMPT, pair, acceptance="exact", tree=tree, max_new_tokens=12)
     assert output.token_ids == expected and sum(output.stats.accepted_lengths) == 0
 

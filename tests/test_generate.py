@@ -15,8 +15,9 @@ from transformers.generation.streamers import BaseStreamer
 import eagle_fsd
 from eagle_fsd import GenerateOptions, TreeConfig, make_rule
 from eagle_fsd.acceptance.divergence import get_divergence
-from eagle_fsd.drafting.autotree import AutoTree
+from eagle_fsd.drafting.curves import default_curves
 from eagle_fsd.drafting.latency import Latency
+from eagle_fsd.drafting.sizing import Sizing
 from eagle_fsd.pair import EagleModel
 from eagle_fsd.requests import encode_prompts
 
@@ -325,7 +326,7 @@ def test_a_model_can_be_copied_and_pickled(kind):
         pair.draft.share_embeddings(pair.target.embed_tokens)
     if kind == "trees":
         latency = Latency({1: 1.0, 2: 1.1}, {1: 0.1}, 1.0)
-        pair.trees, tree = AutoTree([], latency, stopping=True, default=TREE), None
+        pair.sizing, tree = Sizing(latency, default_curves()), None
     expected = generate(pair, tree=tree)
     pair.pauses.clear()
     copies = copy.deepcopy(pair), pickle.loads(pickle.dumps(pair))

@@ -235,4 +235,4 @@ def test_what_a_damaged_cache_held_is_measured_again(load, tmp_path, monkeypatch
     (file,) = tmp_path.glob("latency/*.json")
     file.write_text(content if isinstance(content, str) else json.dumps(content), errors="surrogateescape")
     for _ in range(2):  # the second time it is there again
-        assert load(tree="auto").trees.latency == MEASURED and len(measured) == 2
+        assert load(tree="auto").sizing.latency == MEASURED and len(measured) == 2

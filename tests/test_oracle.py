@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import eagle_fsd
-from eagle_fsd.drafting.config import Choice
+from eagle_fsd.drafting.sizing import Choice
 from eagle_fsd.engine.decoder import Decoder
 from eagle_fsd.engine.request import Request
 

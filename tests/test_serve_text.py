@@ -10,7 +10,7 @@ from test_serve_faults import client as client_of
 from tiny import PROMPT, tiny_chat_pair
 
 import eagle_fsd
-from eagle_fsd.drafting.config import Choice
+from eagle_fsd.drafting.sizing import Choice
 from eagle_fsd.drafting.text import APART, MOST_NODES
 from eagle_fsd.drafting.tree import DRAFTERS
 from eagle_fsd.options import GenerateOptions, names_of
@@ -304,9 +304,9 @@ def test_an_answer_that_comes_again_is_new_again():
 class Costs:
     """Such as `tree="auto"` has without a head: copies cost nothing."""
 
-    largest, logs = (eagle_fsd.TreeConfig(64, 16, 4),), ()
+    largest = eagle_fsd.TreeConfig(64, 16, 4)
 
-    def of(self, setting, rows=1):
+    def of(self, rows=1, temperature=0.0):
         return Choice(None, cost=lambda nodes, levels: 1.0)
 
 
@@ -317,7 +317,7 @@ class Costs:
 def test_there_is_room_for_copies_to_the_last_position(head, tree, nodes):
     """As many as can be verified, in caches that are as tight as the engine allows, beside another row."""
     pair = pair_of(head)
-    pair = eagle_fsd.EagleModel(pair.target, pair.draft, pair.tokenizer, trees=Costs())
+    pair = eagle_fsd.EagleModel(pair.target, pair.draft, pair.tokenizer, sizing=Costs())
     expected = eagle_fsd.generate(PROMPT * 5, pair_of(False), max_new_tokens=60, text_drafts="off")
     room = 2 * (5 * len(PROMPT) + 60 + nodes)
     verified, verify = [], pair.target.verify

@@ -21,11 +21,10 @@ from tiny import PROMPT, VOCAB, tiny_chat_pair, tiny_pair, tiny_tokenizer
 import eagle_fsd
 from eagle_fsd import GenerateOptions, TextDrafts, TreeConfig, make_rule
 from eagle_fsd.drafting import text as text_module
-from eagle_fsd.drafting.config import Choice
 from eagle_fsd.drafting.growth import draft_tree
 from eagle_fsd.drafting.join import join_drafts
 from eagle_fsd.drafting.noise import gumbel_noise
-from eagle_fsd.drafting.pause import Drafting, Plan
+from eagle_fsd.drafting.sizing import Choice, Drafting, Plan
 from eagle_fsd.drafting.text import (
     APART,
     GRAMS,
@@ -417,11 +416,11 @@ def test_a_head_catches_up_after_more_than_its_tree_is_deep(cost, lag):
         decoder.step()
         unread = [len(request.features) for request in decoder.requests]
     assert len(decoder.requests[2].tokens) < 350
-    drafted, logits = decoder.forwards.draft(decoder.requests, Plan(tree, len))
+    drafted, logits = decoder.forwards.draft(decoder.requests, Plan(Choice(tree), tree))
     for row, request in enumerate(decoder.requests):
         alone = begun([request.tokens[:-1]], {})
         assert alone.requests[0].tokens == request.tokens
-        expected, theirs = alone.forwards.draft(alone.requests, Plan(tree, len))
+        expected, theirs = alone.forwards.draft(alone.requests, Plan(Choice(tree), tree))
         assert drafted.tokens[row].tolist() == expected.tokens[0].tolist()
         for ours, wanted in zip(logits, theirs, strict=True):
             torch.testing.assert_close(ours[row], wanted[0], rtol=1e-3, atol=1e-3)
@@ -572,60 +571,31 @@ def chain(p, count):
 
 
 def test_the_head_is_asked_where_it_pays():
-    """Its gain counts where the first copy is refused: 1 token a cycle, as long as nothing is known."""
-    plans = {}
+    """What it adds, which is known from cycles without copies, counts where the first copy is refused."""
     for level in (0.01, 0.05, 0.1, 0.2, 0.3, 0.5):
         for p in (0.1, 0.3, 0.5, 0.7, 0.9, 0.99):
             for copies in ([chain(p, 20)], [chain(p, 20), None]):
-                def cost(nodes, levels, level=level):
-                    return 1 + 0.02 * nodes + level * levels
-
-                def best(levels, added, copies=copies, p=p, cost=cost):
-                    """Tokens of the mean row by what they cost, with as many nodes as pay."""
-                    return max((added + sum(sum(p**at for at in range(nodes if each else 1)) for each in copies)
-                                / len(copies)) / cost(nodes, levels) for nodes in range(1, 22))
-
+                choice = Choice(TREE, cost=lambda nodes, levels: 1 + 0.02 * nodes + level * levels)  # noqa: B023
+                policy = Drafting(lambda count: choice, len(copies))  # noqa: B023
+                for _ in range(60):  # five tokens with nine nodes and three levels
+                    policy.learn(policy.next([None] * len(copies)), 9, 3, [5] * len(copies), copied=False)
                 missed = sum(1 - p if each else 1 for each in copies) / len(copies)
-                plan = Drafting(lambda count, cost=cost: Choice(TREE, cost=cost), len(copies)).next(copies)
-                assert (plan.tree is TREE) == (best(TREE.depth, missed) > best(0, 0.0))
-                plans[level, p, len(copies)] = plan.tree
-    assert plans[0.5, 0.99, 1] is None and plans[0.01, 0.1, 1] is TREE and plans[0.01, 0.1, 2] is TREE
+                pace = policy.pace
+                worth = missed * (4 - pace * 0.02 * 8) >= pace * 3 * level
+                assert (policy.next(copies).tree is TREE) == worth and policy.next([None]).tree is TREE
     dear = Choice(TREE, cost=lambda nodes, levels: 1 + nodes + 9 * levels)
     assert Drafting(lambda count: dear, 1).next([None]).tree is TREE  # that is for the pauses to say
+    assert Drafting(lambda count: dear, 1).next([chain(0.99, 9)]).tree is None
     assert Drafting(lambda count: Choice(TREE), 1).next([chain(0.99, 9)]).tree is TREE  # a given tree is always drafted
-
-
-@pytest.mark.parametrize("tree", [None, TREE], ids=str)
-def test_as_many_nodes_are_verified_as_pay(tree):
-    draw, found = random.Random(0), set()
-    for _ in range(60):
-        scores = [[0.0, *sorted((draw.uniform(-8, 0) for _ in range(draw.randrange(90))), reverse=True)]
-                  for _ in range(draw.randint(1, 3))]
-        steep = 10 ** draw.uniform(-6, 0)
-
-        def cost(nodes, levels, steep=steep):
-            return 1 + steep * nodes + 0.1 * levels
-
-        plan = Drafting(lambda count, cost=cost: Choice(tree, cost=cost), len(scores)).next([None] * len(scores))
-        rates = {nodes: sum(math.exp(score) for row in scores for score in row[:nodes])
-                 / cost(nodes, 0 if tree is None else tree.depth)
-                 for nodes in range(1, min(MOST_NODES, max(map(len, scores))) + 1)}
-        count = plan.count(scores)
-        assert rates[count] == pytest.approx(max(rates.values()))
-        found.add(count)
-    assert {1, MOST_NODES} <= found and len(found) > 10
-    for known in (3, 200):  # where no cost is known, so many as there are
-        plan = Drafting(lambda count: Choice(tree), 1, head=tree is not None).next([None])
-        assert plan.count([[0.0] * known]) == min(known, NODES if tree is None else 12)
 
 
 def test_a_given_tree_says_how_many_nodes_are_verified():
     for head in (True, False):
-        given = Choice(TreeConfig(9, 2, 2, least_probability=0.5))
-        count = Drafting(lambda requests, given=given: given, 2, head=head).next([None] * 2).count
-        assert count([[0.0, -0.1], [0.0, -0.5, -0.6, -0.69, -3.0]]) == 4  # those at least as likely as is wanted
-        assert count([[0.0] * 20, [0.0]]) == 9
-        assert count([[0.0, -9.0]]) == 1
+        plan = Drafting(lambda requests: Choice(TreeConfig(9, 2, 2)), 2, head=head).next([None] * 2)
+        assert plan.nodes([[0.0, -0.1], [0.0, -0.5, -0.6, -0.69, -3.0]]) == 5
+        assert plan.nodes([[0.0] * 20, [0.0]]) == 9
+    copied = Drafting(lambda count: Choice(None), 1, head=False).next([None])  # as many as is usual
+    assert [copied.nodes([[0.0] * known]) for known in (3, 200)] == [3, NODES]
 
 
 @pytest.mark.parametrize("kind", ["EAGLE-2", "no head"])
@@ -638,7 +608,7 @@ def test_a_given_tree_is_never_exceeded(kind, monkeypatch):
         return verify(tokens, *args)
 
     monkeypatch.setattr(pair.target, "verify", spy)
-    for tree in (TREE, TreeConfig(40, 2, 2), TreeConfig(5, 4, 3, least_probability=0.2)):
+    for tree in (TREE, TreeConfig(40, 2, 2), TreeConfig(5, 4, 3)):
         sizes.clear()
         outputs = generate(PROMPTS, pair, tree=tree)
         assert max(sizes) == tree.total_tokens and sum(output.stats.accepted["text"] for output in outputs)

@@ -181,8 +181,8 @@ def regenerated(
         max_new_tokens=arguments.max_new_tokens, seed=arguments.seed,
         temperature=arguments.temperature if arguments.regenerate == "sampled" else 0.0,
     )
-    about = {"target": arguments.target, **{
-        name: value for name in ("endpoint", "system", "quantization") if (value := getattr(arguments, name)) is not None}}
+    about = {"target": arguments.target, **{name: value for name in ("endpoint", "system", "quantization")
+                                            if (value := getattr(arguments, name)) is not None}}
     if arguments.self_prompted is not None:
         return self_prompted(arguments.self_prompted, writer, store, follow_ups=arguments.follow_ups, about=about)
     return regenerate(records, writer, store, about=about | {

@@ -59,7 +59,7 @@ class ServeCommand:
             del defaults["max_new_tokens"]
         model = self.pair.load()
         if self.serving.plain:
-            model = replace(model, draft=None, trees=None)
+            model = replace(model, draft=None, sizing=None)
             defaults["speculative"] = False
         if not serve(model, name, place, self.serving, defaults, defaults.pop("tree"), key,
                      [self.pair.target or DEFAULT]):

@@ -24,9 +24,11 @@ from ..heads.eagle import DraftHead
 from ..models.cache import TreeCache
 from ..models.masks import tree_mask
 from ..models.target import TargetModel, prefill_rows
-from .config import Confidence, TreeConfig
+from .config import TreeConfig
 from .coupling import Coupling
+from .curves import Curves
 from .largest import largest
+from .sizing import Plan
 from .tree import DraftTree, ancestors_of, root_only
 
 
@@ -75,6 +77,7 @@ def draft_tree(
     config: TreeConfig,
     nodes: int = 0,
     coupling: Coupling | None = None,
+    plan: Plan | None = None,
 ) -> tuple[DraftTree, list[Tensor]]:
     """One draft tree per row, and the draft's raw logits of each level's expanded nodes: [B, 1, R] of the root, then
     [B, K, R] of each depth that was expanded.
@@ -82,25 +85,27 @@ def draft_tree(
     Args:
         nodes: of the tree at least, likely or not, as far as they were scored: some will be chosen from them.
         coupling: the target's draws, by which rows that sample choose children; None: the most probable ones.
+        plan: says how many levels and nodes pay, down to the root alone, and waits for the device at each level;
+            None: as many as `config` says.
 
-    The draft's cache is left holding the accepted tokens only. With `least_reach` or `least_probability` a tree may be
-    shallower or smaller than `config` says, down to the root alone; both wait for the device once per level.
+    The draft's cache is left holding the accepted tokens only.
     """
     predicted = extend_draft(head, features, tokens, cache)  # [B, 1, D]
     root = torch.stack([each[-1] for each in tokens])  # [B]
     k, depth, base = config.top_k, config.depth, cache.length
     batch, device = len(root), root.device
-    lines = None if config.confidence is None else confidence_lines(config.confidence, k, device)
+    stops = plan is not None and plan.stops
+    lines = curve_lines(plan.choice.curves, k, device) if stops else None
 
     # Level 1: the root's K best children are all scored and all expanded.
     logits = head.own_logits(predicted, target.logits)  # [B, 1, R]
     draft_logits = [logits]
     child_scores, child_tokens = _best_children(head, logits, config, lines, coupling, depth=0)
     frontier_scores, frontier_tokens = child_scores[:, 0], child_tokens[:, 0]  # [B, K]
-    if not _worth_a_level(frontier_scores, config):
-        return root_only(root), draft_logits
     scores = [torch.zeros_like(frontier_scores[:, :1]), frontier_scores]
     levels = [root[:, None], frontier_tokens]
+    if stops and not plan.goes_on(frontier_scores.tolist()):
+        depth = 1
     expanded = [torch.arange(1 + (k if depth > 1 else 0), device=device).expand(batch, -1)]  # their scored numbers
     frontier_features = predicted.expand(-1, k, -1)
     positions = torch.tensor(cache.lengths, device=device)[:, None].expand(-1, k)
@@ -119,7 +124,7 @@ def draft_tree(
         levels.append(child_tokens)
         if level < depth:
             frontier_scores, best = child_scores.topk(k)
-            if not _worth_a_level(frontier_scores, config):
+            if stops and not plan.goes_on(frontier_scores.tolist()):
                 break
             expanded.append(best + (1 + k + (level - 2) * k * k))
             parents = best // k  # [B, K], ranks within the level above
@@ -129,8 +134,8 @@ def draft_tree(
             inherited = mask.gather(2, parents[:, None, :, None].expand_as(mask))
             mask = torch.cat([inherited, itself], -1)
     cache.truncate(base)
-    tree = rerank(torch.cat(levels, 1), torch.cat(scores, 1), torch.cat(expanded, 1), len(levels) - 1, config, nodes)
-    return tree, draft_logits
+    scored = [torch.cat(columns, 1) for columns in (levels, scores, expanded)]
+    return rerank(*scored, len(levels) - 1, config, nodes, plan), draft_logits
 
 
 def _best_children(
@@ -143,15 +148,8 @@ def _best_children(
     tokens = largest(logits, config.top_k)
     scores = logits.log_softmax(-1).gather(-1, tokens).clamp_min(IMPOSSIBLE)
     if lines is not None:
-        scores = apply_confidence(lines, scores)
+        scores = apply_curves(lines, scores)
     return scores, head.named(tokens)
-
-
-def _worth_a_level(scores: Tensor, config: TreeConfig) -> bool:
-    """Whether nodes [B, K] of this level are likely enough to be accepted, over the rows, to draft on after them."""
-    if not config.least_reach:
-        return True
-    return sum(map(math.exp, scores.flatten().tolist())) >= config.least_reach * len(scores)
 
 
 def rerank(
@@ -161,8 +159,9 @@ def rerank(
     depth: int,  # levels below the root that were scored
     config: TreeConfig,
     nodes: int = 0,
+    plan: Plan | None = None,
 ) -> DraftTree:
-    """The N best scored nodes as a tree, of at least `nodes`.
+    """The N best scored nodes as a tree: as many as `config` says, or `nodes` if that is more, or as the plan says.
 
     A cumulative log-probability never grows along a path, so the best nodes are connected; where one rounds to its
     parent's, the stable sort takes the parent first. What a broken head makes NaN comes last, the root stays.
@@ -172,10 +171,10 @@ def rerank(
     comparable[:, 0] = math.inf  # a sum of confidences can round to above 0
     sorted_scores, order = comparable.sort(dim=1, descending=True, stable=True)
     count = min(max(config.total_tokens, nodes), scores.shape[1])
-    if config.least_probability and not nodes:
-        likely = (sorted_scores >= math.log(config.least_probability)).sum().item()
-        count = min(count, math.ceil(likely / batch))
-        if count <= 1:
+    if plan is not None and plan.sized and not nodes:
+        sorted_scores[:, 0] = 0.0
+        count = plan.nodes(sorted_scores[:, :count].tolist())
+        if count == 1:
             return root_only(tokens[:, 0])
     kept = order[:, :count].sort(1).values  # [B, N], in the order of scored numbers
     parent = ((kept - 1) // k).clamp_min(0)  # as expanded node; the root is its own
@@ -198,7 +197,7 @@ IMPOSSIBLE = -1e4  # log-probability of a token that truncation rules out; finit
 
 
 class Lines(NamedTuple):
-    """A `Confidence` of M knots as lines y = slope * x + offset, for each child those left of a knot and the last."""
+    """Acceptance rates of M knots as lines y = slope * x + offset, for each child those left of a knot and the last."""
 
     knots: Tensor  # [M]
     first: Tensor  # [K], where a child's lines begin
@@ -206,7 +205,7 @@ class Lines(NamedTuple):
     offsets: Tensor  # [2 * (M + 1)]
 
 
-def apply_confidence(
+def apply_curves(
     lines: Lines,
     log_probs: Tensor,  # [..., K], the children of each node in descending order
 ) -> Tensor:  # [..., K]
@@ -216,11 +215,11 @@ def apply_confidence(
 
 
 @functools.lru_cache(maxsize=64)
-def confidence_lines(confidence: Confidence, children: int, device: torch.device) -> Lines:
+def curve_lines(curves: Curves, children: int, device: torch.device) -> Lines:
     """The lines of K = `children` children."""
-    knots = torch.tensor(confidence.knots, dtype=torch.float64)
+    knots = torch.tensor(curves.knots, dtype=torch.float64)
     slopes, offsets = [], []
-    for values in (confidence.first, confidence.others):
+    for values in (curves.first, curves.others):
         heights = torch.tensor(values, dtype=torch.float64)
         slope = torch.nn.functional.pad(heights.diff() / knots.diff(), (1, 1))
         slopes.append(slope)

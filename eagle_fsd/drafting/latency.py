@@ -47,8 +47,12 @@ class Latency:
 
         Rows count like nodes, beside what they do not share.
         """
-        further = np.subtract(levels, 1) * between(self.level, top_k * rows)
+        further = np.subtract(levels, 1) * self.level_of(top_k * rows)
         return between(self.base, np.multiply(nodes, rows)) + further + (rows - 1) * self.row
+
+    def level_of(self, nodes: int) -> float:
+        """Seconds of a further level of so many nodes, of all rows."""
+        return float(between(self.level, nodes))
 
     def relative(self, top_k: int, rows: int, nodes: int, levels: int) -> float:
         """Of such a cycle, or one without the head where it drafts no level, in cycles without drafting."""

@@ -16,10 +16,8 @@ from torch import Tensor
 
 from ..acceptance import Rule
 from ..acceptance.walk import Step, Target, Within, walk
-from ..drafting.config import Choice
-from ..drafting.coupling import Coupling
 from ..drafting.noise import gumbel_noise
-from ..drafting.pause import Drafting, Pause
+from ..drafting.sizing import Choice, Drafting, Pause
 from ..drafting.text import MOST_NODES
 from ..drafting.tree import DraftTree, root_only
 from ..heads.eagle import DraftHead
@@ -57,7 +55,7 @@ class Decoder:
         self.drafting = Drafting(choose, len(self.requests), pause, head=head is not None)
         self.draft_tokens = None if head is None or head.names_all else head.target_tokens
         self.named = target.vocab_size if self.draft_tokens is None else self.draft_tokens  # what the draft can name
-        self.observe: Callable[[DraftTree, list[Tensor], list[list[int]], Coupling | None], None] | None = None
+        self.observe: Callable[[DraftTree, list[Tensor], list[list[int]]], None] | None = None
         self.forwards = forwards or self._forwards(earlier)
 
     def _forwards(self, earlier: Decoder | None) -> Forwards:
@@ -116,10 +114,10 @@ class Decoder:
         features = self.forwards.verify(tree)  # [B, N, F]
         paths, emissions = self._accept(rules, tree, self.target.logits(features), draft_logits, lengths)
         self.forwards.commit(lengths, paths)
-        if plan.tree is not None and not any(copies):
-            self.drafting.learn(tree, [len(emission.tokens) for emission in emissions])
-            if self.observe is not None:
-                self.observe(tree, draft_logits, paths, coupling)
+        self.drafting.learn(plan, tree.tokens.shape[1], len(draft_logits), [len(each.tokens) for each in emissions],
+                            copied=any(copies))
+        if plan.tree is not None and self.observe is not None:
+            self.observe(tree, draft_logits, paths)
         for number, request in enumerate(self.requests):
             request.advance(emissions[number], None if self.head is None else features[number, paths[number]])
             request.count(emissions[number])

@@ -16,7 +16,7 @@ from ..drafting.config import TreeConfig
 from ..drafting.coupling import Coupling
 from ..drafting.growth import draft_tree, extend_draft
 from ..drafting.join import join_drafts
-from ..drafting.pause import Plan
+from ..drafting.sizing import Plan
 from ..drafting.text import MOST_NODES, Copies
 from ..drafting.tree import DraftTree, root_only
 from ..heads.eagle import DraftHead
@@ -73,19 +73,18 @@ class Forwards:
 
         Drafting takes the requests' features: what the draft has read is no longer kept.
         """
-        tree, logits = self._head_drafts(requests, plan.tree, MOST_NODES if any(copies) else 0, coupling)
-        return (join_drafts(tree, copies, plan.count) if any(copies) else tree), logits
+        tree, logits = self._head_drafts(requests, plan, MOST_NODES if any(copies) else 0, coupling)
+        return (join_drafts(tree, copies, plan.nodes) if any(copies) else tree), logits
 
     def _head_drafts(
-        self, requests: Sequence[Request], config: TreeConfig | None, nodes: int, coupling: Coupling | None
+        self, requests: Sequence[Request], plan: Plan, nodes: int, coupling: Coupling | None
     ) -> tuple[DraftTree, list[Tensor]]:
-        if config is None:
+        if plan.tree is None:
             return root_only(torch.tensor([request.tokens[-1] for request in requests], device=self.device)), []
-        self._catch_up(requests, config)
+        self._catch_up(requests, plan.tree)
         drafted = draft_tree(
             self.head, self.target, [request.features for request in requests],
-            [request.unread(self.device) for request in requests], self.draft_cache, config, nodes,
-            coupling,
+            [request.unread(self.device) for request in requests], self.draft_cache, plan.tree, nodes, coupling, plan,
         )
         for request in requests:
             request.features = None

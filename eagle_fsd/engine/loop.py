@@ -9,9 +9,7 @@ import torch
 from torch import Tensor
 from transformers.generation.streamers import BaseStreamer
 
-from ..drafting.config import Choice
-from ..drafting.coupling import Coupling
-from ..drafting.pause import Pause
+from ..drafting.sizing import Choice, Pause
 from ..drafting.tree import DraftTree
 from ..heads.eagle import DraftHead
 from ..models.target import TargetModel
@@ -30,7 +28,7 @@ def run(
     *,
     streamer: BaseStreamer | None = None,
     session: Session | None = None,
-    observe: Callable[[DraftTree, list[Tensor], list[list[int]], Coupling | None], None] | None = None,
+    observe: Callable[[DraftTree, list[Tensor], list[list[int]]], None] | None = None,
     ended: Callable[[Request], None] | None = None,
 ) -> list[Output]:
     """Decode requests together to their ends. Ending the streamer is up to the caller.
@@ -39,8 +37,8 @@ def run(
         choose, pause: see `Decoder`.
         streamer: gets each cycle's tokens [n] on the CPU; before, their receipts, where it has `on_receipts`.
         session: that of earlier requests to these models. It and the streamer serve a single prompt.
-        observe: called after each drafted cycle with the trees, the draft's logits of each level [B, K, R], the
-            accepted path of each row (nodes, the root first), and what coupled the drafts with the target's noise.
+        observe: called after each drafted cycle with the trees, the draft's logits of each level [B, K, R], and the
+            accepted path of each row (nodes, the root first).
         ended: called with each request as soon as it has ended, while others go on.
     """
     started = time.perf_counter()

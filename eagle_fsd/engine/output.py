@@ -42,7 +42,7 @@ class Stats:
 
     With a budget, `budget_spent` is what fuzzy acceptance has cost in nats, and `exact_from` the number of new tokens
     after which decoding returned to exact, with the reason in `exact_because`: "budget" or "repetition".
-    `undrafted` counts verify forwards without a draft tree; `plain_because` says why a whole request had none.
+    `undrafted` counts verify forwards without a draft tree.
     `proposed` and `accepted` count drafted tokens by who drafted them, "head", "text" or "grammar", before any cut.
     `computed_by` names what computed the target's forwards: "fused", or the attention of the stock decoder, and why.
     """
@@ -58,7 +58,6 @@ class Stats:
     undrafted: int = 0
     proposed: Counter[str] = field(default_factory=Counter)
     accepted: Counter[str] = field(default_factory=Counter)
-    plain_because: str | None = None
     computed_by: str | None = None
     prefill_tokens: int = 0  # positions that the prefill processed: the prompt without what a `Session` held of it
 

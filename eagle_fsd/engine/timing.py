@@ -19,8 +19,9 @@ import transformers
 from tqdm import tqdm
 
 from ..data.files import cache_directory, save_atomically
-from ..drafting.config import Choice, TreeConfig
+from ..drafting.config import TreeConfig
 from ..drafting.latency import Latency
+from ..drafting.sizing import Choice
 from ..drafting.text import Copies, TextDrafts, TextSource
 from ..heads.eagle import DraftHead
 from ..models.linear import is_packed
@@ -42,12 +43,13 @@ DISTURBED = 0.6  # cycles that take less than this share of what is kept show th
 
 
 def greedy_decoder(
-    target: TargetModel, head: DraftHead | None, prompts: Sequence[Sequence[int]], tree: TreeConfig | None,
+    target: TargetModel, head: DraftHead | None, prompts: Sequence[Sequence[int]], tree: TreeConfig | Choice | None,
     max_new_tokens: int,
 ) -> Decoder:
-    """Greedy, lossless decoding of prompts, with always the same tree; None: without drafting."""
+    """Greedy, lossless decoding of prompts, with always the same tree, or as chosen; None: without drafting."""
     requests = [Request(prompt, max_new_tokens=max_new_tokens, device=target.device) for prompt in prompts]
-    return Decoder(target, head if tree else None, requests, lambda count: Choice(tree))
+    choice = tree if isinstance(tree, Choice) else Choice(tree)
+    return Decoder(target, head if tree else None, requests, lambda count: choice)
 
 
 def same_cycle(decoder: Decoder) -> Callable[[], object]:
@@ -116,7 +118,7 @@ def measure(target: TargetModel, head: DraftHead | None) -> Latency:
     nodes = [count for count in MEASURED_NODES if count <= TreeConfig(count, SHORT, wide).nodes]
     seconds = fastest({
         "plain": cycle(None),
-        "root": cycle(TreeConfig(2, 1, 1, least_reach=2.0)),
+        "root": cycle(Choice(TreeConfig(2, 1, 1), cost=lambda nodes, levels: 0.5 if nodes == 1 else 9.0)),
         **{("nodes", count): cycle(TreeConfig(count, SHORT, wide)) for count in nodes},
         **{("short", top_k): cycle(TreeConfig(SHORT, SHORT, top_k)) for top_k in widths},
         **{("long", top_k): cycle(TreeConfig(SHORT, LONG, top_k)) for top_k in widths},
@@ -146,7 +148,7 @@ def with_rows(shared: Latency, drafted: float, plain: float) -> Latency:
 
 
 def _measured_cycle(
-    target: TargetModel, head: DraftHead | None, tree: TreeConfig | None, rows: int = 1, copied: int = 0,
+    target: TargetModel, head: DraftHead | None, tree: TreeConfig | Choice | None, rows: int = 1, copied: int = 0,
     before: int = CONTEXT,
 ) -> Callable[[], object]:
     """A cycle with this tree, or with so many copied nodes, after the context that all measurements have in common, for

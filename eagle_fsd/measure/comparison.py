@@ -304,7 +304,7 @@ def store(
 
 {len(records)} questions, {rows["all"][0]["timed"]} of them timed{stored},
 temperature {options.temperature:g}, at most {options.max_new_tokens} tokens a turn,
-tree {model.describe_tree(options.tree, options.temperature)}{f", accuracy of {seeds} seeds" if seeds > 1 else ""}
+tree {model.describe_tree(options.tree)}{f", accuracy of {seeds} seeds" if seeds > 1 else ""}
 
 {page_text(rows, reference)}
 

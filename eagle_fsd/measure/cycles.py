@@ -1,41 +1,43 @@
-"""Log what a wide tree's nodes do on prompts of the user's, for `tree="auto"` to choose by."""
+"""Fit a head's curves on prompts of the user's, by which `tree="auto"` sizes its cycles."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from torch import Tensor
 
 from ..api import decode_requests
 from ..data.progress import Progress
-from ..drafting.coupling import Coupling
-from ..drafting.logs import LOGGED_TREE, LoggedCycle, Setting, TreeLog, logged_cycle
+from ..drafting.curves import WIDE_TREE, Cycle, HeadCurves, fit, observed
 from ..drafting.tree import DraftTree
 from ..options import GenerateOptions
 from ..pair import EagleModel
 from ..requests import encode_prompts, make_requests
 
 
-def log_cycles(model: EagleModel, prompts: Sequence, options: GenerateOptions) -> TreeLog:
-    """Answer prompts (texts, chats or token ids) with a wide tree, and note every cycle.
+def wide_cycles(model: EagleModel, prompts: Sequence, max_new_tokens: int, temperature: float) -> list[Cycle]:
+    """What a wide tree's nodes do in exact answers to prompts (texts, chats or token ids).
 
     Raises:
-        ValueError: a prompt that is too long or otherwise bad, before anything is generated; or not one draft tree was
-            verified.
+        ValueError: a prompt that is too long or otherwise bad, before anything is generated.
     """
-    options = replace(options, tree=LOGGED_TREE, text_drafts="off")
+    options = GenerateOptions(acceptance="exact", text_drafts="off", temperature=temperature, seed=0, tree=WIDE_TREE,
+                              max_new_tokens=max_new_tokens)
     requests = make_requests(model, encode_prompts(list(prompts), model)[0], options)
-    named = None if model.draft.names_all else model.draft.target_tokens
-    cycles: list[LoggedCycle] = []
+    cycles: list[Cycle] = []
 
-    def observe(
-        tree: DraftTree, draft_logits: list[Tensor], paths: list[list[int]], coupling: Coupling | None
-    ) -> None:
-        cycles.append(logged_cycle(tree, draft_logits, paths[0], draft_tokens=named, coupling=coupling))
+    def observe(tree: DraftTree, draft_logits: list[Tensor], paths: list[list[int]]) -> None:
+        cycles.append(observed(tree, paths[0]))
 
-    for request in Progress(requests, desc="logging cycles", unit="prompt"):
-        decode_requests(model, [request], LOGGED_TREE, observe=observe)
-    if not cycles:
-        raise ValueError(f"{len(prompts)} prompts gave no cycle to log: longer answers are needed")
-    return TreeLog(Setting.of(options.rule, options.temperature), cycles)
+    for request in Progress(requests, desc=f"cycles at temperature {temperature:g}", unit="prompt"):
+        decode_requests(model, [request], WIDE_TREE, observe=observe)
+    return cycles
+
+
+def fit_curves(model: EagleModel, prompts: Sequence, max_new_tokens: int) -> HeadCurves:
+    """The curves of greedy and of sampled answers to these prompts.
+
+    Raises:
+        ValueError: a bad prompt, or too few cycles to fit to.
+    """
+    return HeadCurves(*(fit(wide_cycles(model, prompts, max_new_tokens, temperature)) for temperature in (0.0, 1.0)))

@@ -15,7 +15,6 @@ from transformers import LogitsProcessor
 
 from ..api import with_options
 from ..checks import require_integer
-from ..drafting.autotree import describe_tree
 from ..drafting.config import TreeConfig
 from ..engine.request import Request
 from ..options import GenerateKeywords, GenerateOptions, lists_options
@@ -73,16 +72,13 @@ class Engine:
             require_integer(name, value, least)
         if not (tree is None or isinstance(tree, TreeConfig)):
             raise TypeError(f"tree must be a TreeConfig or None, got {tree!r}")
-        if tree is not None and (tree.least_reach or tree.least_probability):
-            raise ValueError(f"the tree of an engine must not stop early, as that depends on other rows: {tree!r}")
         self.model, self.max_waiting = model, max_waiting
-        chosen = tree is None and model.trees is not None
+        chosen = tree is None and model.sizing is not None
         self.tree = None if chosen else model.check_tree(tree or fixed_tree(model))
         # With such a rotary embedding keys depend on how many positions a forward reaches.
         self.prefill_chunk = prefill_chunk if model.target.reads_in_parts else 1 << 62
         self._rows = Rows(model, self.tree, most=max_rows, positions=max_tokens, kept=prefixes, remember=remember)
         require_integer("max_tokens", self._rows.positions, self._rows.nodes + 2)
-        self._rows.choose_trees()
         self._queue: deque[Request] = deque()
         self._changed = threading.Condition()  # of the queue, and of the next two
         self.closed, self._cutting = False, False
@@ -160,11 +156,11 @@ class Engine:
         """With the engine's tree where there is one; one of its own is a wish, as rows share a tree."""
         tree = options.tree or self.tree
         if self.tree is not None and tree != self.tree and not options.lossless:
-            raise ValueError(f"tree of a fuzzy request must be the engine's, of {describe_tree(self.tree)}: leave "
+            raise ValueError(f"tree of a fuzzy request must be the engine's, {self.tree}: leave "
                              "it out (the engine's is given by Engine(tree=...), or --tree of eagle-fsd serve)")
         if tree is not None and not self._rows.holds(tree):
             raise ValueError(f"tree is too large here: total_tokens may be {self._rows.nodes} at most, and depth times "
-                             f"top_k {self._rows.levels}, got {describe_tree(tree)}")
+                             f"top_k {self._rows.levels}, got {tree}")
         return replace(options, tree=tree)
 
     def close(self, drain: bool = True) -> None:
@@ -234,7 +230,7 @@ class Engine:
 
 
 def fixed_tree(model: EagleModel) -> TreeConfig:
-    """The model's default, without what depends on other rows."""
+    """The model's default, as far as its head has tokens."""
     tree = model.default_tree
     most = tree.top_k if model.draft is None else min(tree.top_k, model.draft.draft_vocab_size)
-    return replace(tree, top_k=most, least_reach=0, least_probability=0)
+    return replace(tree, top_k=most)

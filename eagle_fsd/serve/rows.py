@@ -14,14 +14,14 @@ import psutil
 import torch
 from torch import Tensor
 
-from ..drafting.config import Choice, TreeConfig
+from ..drafting.config import TreeConfig
 from ..drafting.growth import extend_draft
-from ..drafting.logs import Setting
+from ..drafting.sizing import Choice
 from ..drafting.text import MOST_NODES
 from ..drafting.tree import DRAFTERS
 from ..engine.decoder import Decoder
 from ..engine.forwards import Forwards, shared_prefix
-from ..engine.request import EXACT, Emission, Request
+from ..engine.request import Emission, Request
 from ..pair import EagleModel
 from .remembered import Remembered
 from .tickets import Ticket
@@ -74,7 +74,7 @@ class Rows:
         self, model: EagleModel, tree: TreeConfig | None, *, most: int, positions: int | None, kept: int,
         remember: int = 0,
     ) -> None:
-        trees = model.trees.largest if tree is None else [tree]
+        trees = [model.sizing.largest, model.default_tree] if tree is None else [tree]  # a request may wish for one
         # Of the largest tree: copies fill up the one that is given, and are as many as pay where that is known.
         copied = MOST_NODES if tree is None or model.draft is None else tree.total_tokens
         self.nodes = max(copied, *(1 if model.draft is None else each.nodes for each in trees))
@@ -102,16 +102,6 @@ class Rows:
         ticket = self.live[request]()
         return ticket is None or ticket.cancelled
 
-    # Trees ------------------------------------------------------------------------------------------------------
-
-    def choose_trees(self) -> None:
-        """Make the choices now that take seconds to make, so that no request waits for them."""
-        if self.tree is None and self.model.draft is not None:
-            for setting in [entry.setting for entry in self.model.trees.logs] or [Setting.of(EXACT, 0.0)]:
-                log.info("draft trees for requests like %s:", setting)
-                for power in range((self.most - 1).bit_length() + 1):
-                    self.model.trees.of(setting, min(1 << power, self.most))
-
     def _choice(self, requests: Sequence[Request]) -> Choice:
         """The tree for these. A fuzzy rule's text depends on it: a fixed one gives way to a request's own only where
         all are lossless. Without a head the choice is a cost, by which copies are as many as pay."""
@@ -123,7 +113,7 @@ class Rows:
             return Choice(own[0])
         if self.tree is not None:
             return Choice(self.tree)
-        return self.model.trees.of(Setting.of(requests[0].rule, requests[0].temperature), count)
+        return self.model.sizing.of(count, requests[0].temperature)
 
     def holds(self, tree: TreeConfig) -> bool:
         """Whether there is room for a tree of a request's own."""
