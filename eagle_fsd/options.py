@@ -351,10 +351,11 @@ class LoadOptions(Options):
             Default: the fused decoder where it serves the model; else sdpa where the model has it, on a CPU without its
             copies ("grouped").
         trust_remote_code: allow a target to run code from its repository.
-        tree: where `generate` is given none: "auto", the one that emits the most tokens per second on this machine,
-            where there are logs to choose it by (`eagle-fsd tune`), else a default for the device; drafting pauses
-            where it does not pay. The models' latency is measured for it and kept, and measured again where it turns
-            out that other work had slowed the machine. None: that default, without pauses; or a `TreeConfig`.
+        tree: where `generate` is given none: "auto", on a CPU as many levels and nodes in each cycle as pay, and none
+            for a while where drafting does not; the published tree on CUDA. The models' latency is measured for it and
+            kept, and measured again where it turns out that other work had slowed the machine. How often drafts are
+            accepted is told by curves of the head (`eagle-fsd tune` fits them to your prompts). None: a default tree
+            for the device; or a `TreeConfig`.
         prepack: on a CPU, have weights in the layout that its kernels read in place of the plain ones: the same
             results, sooner. On x86 weights that were stored in 16 bits are blocks of float16, computed in float32; with
             dtype="bfloat16", blocks of bfloat16 where the processor multiplies it.

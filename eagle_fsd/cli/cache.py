@@ -10,7 +10,7 @@ from typing import Literal
 KINDS = {  # folders of the cache
     "gguf": "models of GGUF files, dequantised: made anew when they are loaded",
     "latency": "what decode cycles take on this machine: measured anew when they are needed",
-    "trees": "what eagle-fsd tune has logged",
+    "trees": "the curves that eagle-fsd tune has fitted",
 }
 
 

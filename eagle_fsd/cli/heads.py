@@ -164,4 +164,4 @@ class VocabCommand:
             print(f"{each:>8}{coverage[each - 1]:>11.3%}{'  <' if each == size else ''}")
         if tokens is not None:
             path = save_token_map(self.head, tokens) if self.out is None else copy_head(self.head, self.out, tokens)
-            print(f"\n{path}: {size} of {total} tokens are drafted. Run eagle-fsd tune again where you have")
+            print(f"\n{path}: {size} of {total} tokens are drafted. Fit its curves again (eagle-fsd tune)")
