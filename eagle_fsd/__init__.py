@@ -40,32 +40,32 @@ __all__ = [
 if TYPE_CHECKING:  # editors and type checkers do not follow __getattr__
     from .acceptance import RULES, FuzzyRule, GatingRule, Nodes, Rule, Weights, make_rule
     from .api import generate
+    from .batching.engine import Engine
+    from .batching.tickets import EngineClosed, Piece, QueueFull, Ticket
     from .chat import Chat
+    from .decoding.decoder import Session
+    from .decoding.output import Output, Receipt, Stats
     from .drafting.config import TreeConfig
     from .drafting.text import TextDrafts
-    from .engine.decoder import Session
-    from .engine.output import Output, Receipt, Stats
     from .heads.checkpoint import load_head, save_head
     from .heads.eagle import DraftHead
     from .hf import custom_generate
     from .options import GenerateOptions, LoadOptions
     from .pair import EagleModel, load
-    from .serve.engine import Engine
-    from .serve.tickets import EngineClosed, Piece, QueueFull, Ticket
 else:
     __getattr__, __dir__ = lazy_names(__name__, {
         **dict.fromkeys(("RULES", "FuzzyRule", "GatingRule", "Nodes", "Rule", "Weights", "make_rule"), "acceptance"),
         "generate": "api",
         "Chat": "chat",
-        "Session": "engine.decoder",
-        **dict.fromkeys(("Output", "Receipt", "Stats"), "engine.output"),
+        "Session": "decoding.decoder",
+        **dict.fromkeys(("Output", "Receipt", "Stats"), "decoding.output"),
         **dict.fromkeys(("load_head", "save_head"), "heads.checkpoint"),
         "DraftHead": "heads.eagle",
         "custom_generate": "hf",
         **dict.fromkeys(("GenerateOptions", "LoadOptions"), "options"),
         **dict.fromkeys(("EagleModel", "load"), "pair"),
-        "Engine": "serve.engine",
-        **dict.fromkeys(("EngineClosed", "Piece", "QueueFull", "Ticket"), "serve.tickets"),
+        "Engine": "batching.engine",
+        **dict.fromkeys(("EngineClosed", "Piece", "QueueFull", "Ticket"), "batching.tickets"),
         "TextDrafts": "drafting.text",
         "TreeConfig": "drafting.config",
     })

@@ -11,12 +11,12 @@ from torch import Tensor
 from transformers import LogitsProcessor
 from transformers.generation.streamers import BaseStreamer
 
+from .decoding.decoder import Session
+from .decoding.loop import run
+from .decoding.output import Output
+from .decoding.request import Request
 from .drafting.config import TreeConfig
 from .drafting.sizing import Choice
-from .engine.decoder import Session
-from .engine.loop import run
-from .engine.output import Output
-from .engine.request import Request
 from .options import OF_ONE_PROMPT, GenerateKeywords, GenerateOptions, from_generate, lists_options
 from .pair import EagleModel, default_model
 from .requests import encode_prompts, ending, make_requests

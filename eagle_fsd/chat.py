@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from .api import OWN, generate, with_options
-from .engine.decoder import Session
-from .engine.output import Output
+from .decoding.decoder import Session
+from .decoding.output import Output
 from .models.placement import Lock
 from .options import GenerateKeywords, GenerateOptions, lists_options
 from .pair import EagleModel, default_model

@@ -24,9 +24,9 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from .acceptance import Rule
 from .api import decode_requests
+from .decoding.sampling import check_processors, is_context_free, processors_of_row
 from .drafting.config import TreeConfig
 from .drafting.text import TextDrafts
-from .engine.sampling import check_processors, is_context_free, processors_of_row
 from .heads.checkpoint import load_head
 from .heads.eagle import DraftHead
 from .options import GenerateOptions

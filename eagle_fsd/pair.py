@@ -15,10 +15,10 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .acceptance import Rule
+from .decoding.timing import known_latency
 from .drafting.config import CPU_TREE, GPU_TREE, TreeConfig
 from .drafting.curves import HeadCurves, known_curves, read_curves
 from .drafting.sizing import Choice, Pause, Sizing
-from .engine.timing import known_latency
 from .heads.catalogue import find_pair, name_of
 from .heads.checkpoint import load_head
 from .heads.eagle import DraftHead

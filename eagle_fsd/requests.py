@@ -19,10 +19,10 @@ from transformers.generation.streamers import BaseStreamer
 from .acceptance import FuzzyRule, Rule
 from .checks import check_functions, require_integer
 from .data.rendering import check_rendering, most_characters
+from .decoding.grammar import Grammar
+from .decoding.request import EXACT, Request
+from .decoding.sampling import build_processors
 from .drafting.text import TextDrafts, TextIndex, TextSource
-from .engine.grammar import Grammar
-from .engine.request import EXACT, Request
-from .engine.sampling import build_processors
 from .options import GenerateOptions
 from .pair import EagleModel
 from .text import StopStrings

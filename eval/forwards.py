@@ -34,9 +34,9 @@ from eagle_fsd import EagleModel, TreeConfig
 from eagle_fsd.cli.arguments import Loading, Tree
 from eagle_fsd.cli.exits import check_counts
 from eagle_fsd.data.progress import Progress
+from eagle_fsd.decoding.decoder import Decoder
+from eagle_fsd.decoding.timing import seconds_of
 from eagle_fsd.drafting.sizing import Choice
-from eagle_fsd.engine.decoder import Decoder
-from eagle_fsd.engine.timing import seconds_of
 from eagle_fsd.heads.eagle import DraftHead
 from eagle_fsd.measure.methods import described, pair_text
 from eagle_fsd.measure.records import decimals, markdown, record_path, write_record

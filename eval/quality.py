@@ -62,7 +62,7 @@ def run(args: QualityArguments) -> None:
     questions = chosen_questions(args.questions, args.per_category, args.run_code)
     model, engine = args.pair.load(), nullcontext()
     if args.batch > 1:
-        from eagle_fsd.serve.engine import Engine
+        from eagle_fsd.batching.engine import Engine
 
         engine = Engine(model, max_rows=args.batch, max_waiting=args.batch, prefixes=0,
                         tree=args.tree or model.default_tree)

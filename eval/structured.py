@@ -26,7 +26,7 @@ from eagle_fsd.cli.arguments import Loading
 from eagle_fsd.cli.exits import check_counts
 from eagle_fsd.data.files import read_lines
 from eagle_fsd.data.progress import Progress
-from eagle_fsd.engine.grammar import Grammar
+from eagle_fsd.decoding.grammar import Grammar
 from eagle_fsd.measure.methods import encode_prompt, pair_text
 from eagle_fsd.measure.records import decimals, markdown, write_record
 from eagle_fsd.pair import EagleModel

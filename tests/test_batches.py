@@ -10,9 +10,9 @@ from transformers.generation.logits_process import NoRepeatNGramLogitsProcessor
 
 import eagle_fsd
 from eagle_fsd import GenerateOptions
+from eagle_fsd.decoding.decoder import Decoder
+from eagle_fsd.decoding.loop import run
 from eagle_fsd.drafting.sizing import Choice
-from eagle_fsd.engine.decoder import Decoder
-from eagle_fsd.engine.loop import run
 from eagle_fsd.requests import make_requests
 
 TREE = eagle_fsd.TreeConfig(12, 4, 3)

@@ -8,7 +8,7 @@ import torch
 from tiny import PROMPT, tiny_pair, tiny_tokenizer
 
 import eagle_fsd
-from eagle_fsd.engine.request import repeats
+from eagle_fsd.decoding.request import repeats
 
 TREE = eagle_fsd.TreeConfig(8, 3, 3)
 MODES = pytest.mark.parametrize("mode", [{}, {"temperature": 1.0, "seed": 3}], ids=["greedy", "sampled"])

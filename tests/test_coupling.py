@@ -18,13 +18,13 @@ from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogit
 
 import eagle_fsd
 from eagle_fsd import TreeConfig, make_rule
+from eagle_fsd.decoding.request import Request
 from eagle_fsd.drafting.coupling import WEIGHT, Coupling, couple_copies
 from eagle_fsd.drafting.curves import default_curves
 from eagle_fsd.drafting.growth import draft_tree
 from eagle_fsd.drafting.noise import gumbel_at, gumbel_noise
 from eagle_fsd.drafting.sizing import Choice, Plan
 from eagle_fsd.drafting.text import Copies
-from eagle_fsd.engine.request import Request
 
 TREE = TreeConfig(16, 5, 4)
 SEEDS = torch.tensor([3, 4, 5])

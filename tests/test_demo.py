@@ -8,7 +8,7 @@ from tiny import save_pair, tiny_chat_pair
 
 from eagle_fsd.cli import main
 from eagle_fsd.cli.demo import PROMPTS, remarks
-from eagle_fsd.engine.output import Output, Receipt, Stats
+from eagle_fsd.decoding.output import Output, Receipt, Stats
 from eagle_fsd.measure.methods import Answer
 
 

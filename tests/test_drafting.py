@@ -8,13 +8,13 @@ import torch
 from tiny import PROMPT, tiny_head, tiny_pair, tiny_target
 
 import eagle_fsd
+from eagle_fsd.decoding.timing import greedy_decoder
 from eagle_fsd.drafting.config import TreeConfig
 from eagle_fsd.drafting.curves import default_curves
 from eagle_fsd.drafting.growth import draft_tree, rerank
 from eagle_fsd.drafting.largest import BLOCK, WORTH_IT, first_largest, largest
 from eagle_fsd.drafting.latency import Latency
 from eagle_fsd.drafting.sizing import Choice, Plan, Sizing
-from eagle_fsd.engine.timing import greedy_decoder
 
 SHAPES = [(2, 1, 1), (16, 5, 4), (60, 8, 10), (9, 1, 3), (99, 3, 3), (12, 6, 1)]
 

@@ -10,7 +10,7 @@ from llguidance import LLMatcher
 from served import here as serving
 from tiny import tiny_chat_pair
 
-from eagle_fsd.engine.grammar import grammar_of
+from eagle_fsd.decoding.grammar import grammar_of
 from eval import benchmark, clients, llama_server, structured
 from eval.endpoints import endpoint_method, read_endpoints
 

@@ -12,9 +12,9 @@ import torch
 from tiny import PROMPT, VOCAB, random_head, readable, tiny_pair, tiny_target, tiny_tokenizer
 
 import eagle_fsd
+from eagle_fsd.batching.rows import Prefixes
+from eagle_fsd.decoding.decoder import Decoder
 from eagle_fsd.drafting.sizing import Choice
-from eagle_fsd.engine.decoder import Decoder
-from eagle_fsd.serve.rows import Prefixes
 
 TREE = eagle_fsd.TreeConfig(12, 4, 3)
 
@@ -185,7 +185,7 @@ def run_schedule(seed):
 def test_random_schedules(monkeypatch):
     reused, undrafted, reasons = 0, 0, set()
     for seed in range(45):
-        monkeypatch.setattr("eagle_fsd.serve.rows.STEP", (256, 8)[seed % 2])  # caches that grow often, and seldom
+        monkeypatch.setattr("eagle_fsd.batching.rows.STEP", (256, 8)[seed % 2])  # caches that grow often, and seldom
         stats, ended = run_schedule(seed)
         reused += stats.reused_tokens
         undrafted += stats.undrafted
@@ -220,7 +220,7 @@ def run_gaps(seed):
 
 @pytest.mark.parametrize("step", [256, 8])
 def test_rows_that_joined_while_nothing_was_drafted(step, monkeypatch):
-    monkeypatch.setattr("eagle_fsd.serve.rows.STEP", step)
+    monkeypatch.setattr("eagle_fsd.batching.rows.STEP", step)
     assert sum(run_gaps(seed) for seed in range(15)) > 30
 
 

@@ -11,7 +11,7 @@ from tiny import tiny_chat_pair
 
 import eagle_fsd
 from eagle_fsd import RULES, make_rule
-from eagle_fsd.engine.grammar import Grammar
+from eagle_fsd.decoding.grammar import Grammar
 
 PAIRS = Path(__file__).parent / "pairs"
 PERSON = {

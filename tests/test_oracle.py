@@ -8,9 +8,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import eagle_fsd
+from eagle_fsd.decoding.decoder import Decoder
+from eagle_fsd.decoding.request import Request
 from eagle_fsd.drafting.sizing import Choice
-from eagle_fsd.engine.decoder import Decoder
-from eagle_fsd.engine.request import Request
 
 ORACLE = Path(__file__).parent / "oracle"
 

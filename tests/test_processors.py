@@ -24,9 +24,9 @@ from transformers.generation.logits_process import (
 
 import eagle_fsd
 from eagle_fsd import RULES, TreeConfig, make_rule
+from eagle_fsd.decoding.request import Request
+from eagle_fsd.decoding.sampling import TopP, check_processors, warp_nodes, warp_trees
 from eagle_fsd.drafting.tree import DraftTree, ancestors_of
-from eagle_fsd.engine.request import Request
-from eagle_fsd.engine.sampling import TopP, check_processors, warp_nodes, warp_trees
 from eagle_fsd.pair import EagleModel
 
 NEW = 24

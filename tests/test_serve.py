@@ -12,7 +12,7 @@ from served import here, served, wait_for_health, wait_until
 from tiny import tiny_chat_pair
 
 import eagle_fsd
-from eagle_fsd.engine.forwards import Forwards
+from eagle_fsd.decoding.forwards import Forwards
 from eagle_fsd.serve.app import create_app
 from eagle_fsd.serve.limits import ServeOptions
 

@@ -20,7 +20,7 @@ from tiny import tiny_chat_pair, tiny_tokenizer
 import eagle_fsd
 from eagle_fsd.cli import main
 from eagle_fsd.cli.serve import begin_log, need_packages
-from eagle_fsd.engine.decoder import Decoder
+from eagle_fsd.decoding.decoder import Decoder
 from eagle_fsd.serve.app import create_app
 from eagle_fsd.serve.limits import ServeOptions
 from eagle_fsd.serve.protocol import usage

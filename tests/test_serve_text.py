@@ -10,12 +10,12 @@ from test_serve_faults import client as client_of
 from tiny import PROMPT, tiny_chat_pair
 
 import eagle_fsd
+from eagle_fsd.batching.remembered import Remembered
 from eagle_fsd.drafting.sizing import Choice
 from eagle_fsd.drafting.text import APART, MOST_NODES
 from eagle_fsd.drafting.tree import DRAFTERS
 from eagle_fsd.options import GenerateOptions, names_of
 from eagle_fsd.serve.protocol import options_over
-from eagle_fsd.serve.remembered import Remembered
 
 CHAT = [{"role": "user", "content": "what is it"}]
 DRAWN = {"temperature": 0.8, "top_p": 0.9, "seed": 5}  # greedy answers of a tiny model repeat themselves

@@ -20,6 +20,7 @@ from tiny import PROMPT, VOCAB, tiny_chat_pair, tiny_pair, tiny_tokenizer
 
 import eagle_fsd
 from eagle_fsd import GenerateOptions, TextDrafts, TreeConfig, make_rule
+from eagle_fsd.decoding.decoder import Decoder
 from eagle_fsd.drafting import text as text_module
 from eagle_fsd.drafting.growth import draft_tree
 from eagle_fsd.drafting.join import join_drafts
@@ -38,7 +39,6 @@ from eagle_fsd.drafting.text import (
     TextSource,
 )
 from eagle_fsd.drafting.tree import root_only
-from eagle_fsd.engine.decoder import Decoder
 from eagle_fsd.pair import EagleModel
 from eagle_fsd.requests import make_requests
 

@@ -13,8 +13,8 @@ from tiny import PROMPT, tiny_pair
 import eagle_fsd
 from eagle_fsd.acceptance import Nodes, Weights, make_rule
 from eagle_fsd.acceptance.walk import Within
+from eagle_fsd.decoding.decoder import Decoder
 from eagle_fsd.drafting.sizing import Choice
-from eagle_fsd.engine.decoder import Decoder
 from eagle_fsd.requests import make_requests
 
 VOCAB = 11

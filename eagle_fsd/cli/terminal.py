@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedTokenizerBase
 
-    from ..engine.output import Output, Receipt
+    from ..decoding.output import Output, Receipt
 
 COLOURS = {"target": "", "exact": "\033[32m", "fuzzy": "\033[33m"}
 RESET, BOLD, DIM = "\033[0m", "\033[1m", "\033[2m"

@@ -15,7 +15,7 @@ import torch
 from transformers import GenerationConfig
 
 from ..api import generate
-from ..engine.output import Output
+from ..decoding.output import Output
 from ..models.linear import is_packed
 from ..models.placement import weights_digest
 from ..pair import EagleModel

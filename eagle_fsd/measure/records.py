@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import transformers
 
-from ..engine.timing import processor_name
+from ..decoding.timing import processor_name
 
 log = logging.getLogger(__name__)
 ROOT = Path(__file__).parents[2]

@@ -1,1 +1,1 @@
-"""Serving a pair: an engine whose requests join and leave while others go on, and the endpoint on top of it"""
+"""Serving a pair: the endpoint with OpenAI's API, its page, tools and replicas, and the vLLM plug-in."""

@@ -21,10 +21,11 @@ from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from ..engine.grammar import GrammarError
-from ..engine.output import Output
+from ..batching.engine import Engine
+from ..batching.tickets import EngineClosed, Piece, QueueFull, Ticket, interleaved
+from ..decoding.grammar import GrammarError
+from ..decoding.output import Output
 from ..requests import end_tokens
-from .engine import Engine
 from .limits import ServeOptions
 from .metrics import Counted, Metrics
 from .protocol import (
@@ -40,7 +41,6 @@ from .protocol import (
     refused,
     speller,
 )
-from .tickets import EngineClosed, Piece, QueueFull, Ticket, interleaved
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -19,11 +19,11 @@ from fastapi.responses import RedirectResponse, Response
 from transformers import PreTrainedTokenizerBase
 
 from ..acceptance import RULES
-from ..engine.output import Output, Receipt
+from ..batching.engine import Engine
+from ..batching.tickets import EngineClosed, Piece, QueueFull, Ticket
+from ..decoding.output import Output, Receipt
 from ..text import GrowingText
-from .engine import Engine
 from .protocol import options_over
-from .tickets import EngineClosed, Piece, QueueFull, Ticket
 
 log = logging.getLogger(__name__)
 PATH = "/page"

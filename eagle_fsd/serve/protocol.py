@@ -30,14 +30,14 @@ from starlette.exceptions import HTTPException
 from transformers import PreTrainedTokenizerBase
 
 from ..acceptance import RULES
+from ..batching.tickets import Piece
+from ..decoding.grammar import vocabulary
+from ..decoding.output import Output, Receipt
 from ..drafting.config import TreeConfig
 from ..drafting.tree import DRAFTERS
-from ..engine.grammar import vocabulary
-from ..engine.output import Output, Receipt
 from ..options import MOST_LOGPROBS, GenerateOptions, names_of
 from ..pair import EagleModel
 from ..requests import ROLES, encode_chat
-from .tickets import Piece
 from .tools import HeldText, check_tools, chosen_tools, find_calls, json_text, schema_of_a_call
 from .tools import names_of as names_of_tools
 

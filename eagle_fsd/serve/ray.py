@@ -9,12 +9,12 @@ from typing import Any
 from fastapi import FastAPI
 from ray import serve
 
+from ..batching.engine import Engine
 from ..drafting.config import TreeConfig
 from ..heads.catalogue import DEFAULT
 from ..options import GenerateOptions, LoadOptions
 from ..pair import load
 from .app import create_app
-from .engine import Engine
 from .limits import ServeOptions, key_from_environment, served_name
 
 # Serve's own, see its YAML.

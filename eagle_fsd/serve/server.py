@@ -14,10 +14,10 @@ import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from ..batching.engine import Engine
 from ..drafting.config import TreeConfig
 from ..pair import EagleModel
 from .app import create_app
-from .engine import Engine
 from .limits import ServeOptions
 
 log = logging.getLogger(__name__)

@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
-from ..engine.output import Output, Receipt
-from ..engine.request import Request
+from ..decoding.output import Output, Receipt
+from ..decoding.request import Request
 from ..text import StreamedText, answer_text
 
 

@@ -15,8 +15,8 @@ from transformers import LogitsProcessor
 
 from ..api import with_options
 from ..checks import require_integer
+from ..decoding.request import Request
 from ..drafting.config import TreeConfig
-from ..engine.request import Request
 from ..options import GenerateKeywords, GenerateOptions, lists_options
 from ..pair import EagleModel
 from ..requests import encode_prompt, make_requests

@@ -14,14 +14,14 @@ import psutil
 import torch
 from torch import Tensor
 
+from ..decoding.decoder import Decoder
+from ..decoding.forwards import Forwards, shared_prefix
+from ..decoding.request import Emission, Request
 from ..drafting.config import TreeConfig
 from ..drafting.growth import extend_draft
 from ..drafting.sizing import Choice
 from ..drafting.text import MOST_NODES
 from ..drafting.tree import DRAFTERS
-from ..engine.decoder import Decoder
-from ..engine.forwards import Forwards, shared_prefix
-from ..engine.request import Emission, Request
 from ..pair import EagleModel
 from .remembered import Remembered
 from .tickets import Ticket
