@@ -7,12 +7,12 @@ import sys
 
 import pytest
 import torch
+from eagle_fsd.drafting.logs import LOGGED_TREE
 from tiny import PROMPT, save_pair, tiny_chat_pair
 
 import eagle_fsd
 from eagle_fsd import GenerateOptions
 from eagle_fsd.cli.arguments import Loading
-from eagle_fsd.drafting.logs import LOGGED_TREE
 from eagle_fsd.measure import comparison
 from eagle_fsd.measure.cycles import log_cycles
 from eagle_fsd.measure.methods import engine, hf_generate

@@ -203,6 +203,20 @@ def test_levels_are_as_wide_as_costs_hardly_more():
     sizing = Sizing(CHEAP, default_curves())
     assert sizing.of(2, 0.0) is sizing.of(2, 0.2) is not sizing.of(2, 1.0)
     assert sizing.of(2, 1.0).curves is default_curves().sampled and Sizing(CHEAP, None).of().tree is None
+    dear = replace(CHEAP, row=1.0)  # what a row adds to a drafted cycle is more than it can bring
+    assert Sizing(dear, default_curves()).of(1).tree is not None is Sizing(dear, default_curves()).of(8).tree
+
+
+def test_the_outlook_is_the_best_number_of_levels_on_average():
+    for level in (0.01, 0.05, 0.2, 0.9):
+        choice = Choice(WIDE_TREE, lambda nodes, levels: 1 + 0.02 * nodes + level * levels, default_curves().greedy)  # noqa: B023
+        gain, count = choice.outlook(1.5)
+        worth, reach, gains = choice.curves.level_worth(0.03), 1.0, [0.0]
+        for _ in range(WIDE_TREE.depth):
+            gains.append(gains[-1] + worth(reach))
+            reach = choice.curves.level_worth(0.0)(reach)
+        nets = [each - 1.5 * level * number for number, each in enumerate(gains)]
+        assert count == nets.index(max(nets)) and gain == pytest.approx(gains[count]) and (count > 0) == (level < 0.4)
 
 
 def test_sized_cycles_change_no_token(pair):

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
 from .config import TreeConfig
@@ -24,8 +24,6 @@ from .text import MOST_NODES, NODES, Copies
 WIDER = 4 / 3  # what a level of several nodes may cost, of a level of one
 USUAL = 24  # further nodes that the price of one is the mean of
 PACE, PACE_WEIGHT = 1.6, 16.0  # lambda before anything was decoded, and the cycles that it counts as
-# Tokens that the head adds to a cycle without copies, less the price of its nodes, and its levels, before any was seen.
-GAIN, LEVELS = 0.7, 4.0
 SHORTEST_PAUSE, LONGEST_PAUSE = 16, 128  # cycles without drafting
 MEMORY = 8  # drafted cycles that decide about a pause
 
@@ -65,6 +63,19 @@ class Choice:
         """What so many levels cost, at least one."""
         return self.costs[0] - self.cost(1, 0) + (count - 1) * self.level
 
+    def outlook(self, pace: float = 1.0) -> tuple[float, int]:
+        """What a cycle's levels bring on average beyond the price of their nodes, and how many to draft; 0 where none is
+        worth its time."""
+        if self.curves is None:
+            return 1.0, 1
+        worth, following = self.curves.level_worth(pace * self.node), self.curves.level_worth(0.0)
+        reach, gain, best = 1.0, 0.0, (0.0, 0.0, 0)
+        for count in range(1, WIDE_TREE.depth + 1):
+            gain += worth(reach)
+            best = max(best, (gain - pace * self.levels(count), gain, count))
+            reach = following(reach)
+        return best[1:]
+
 
 class Sizing:
     """`tree="auto"`: every cycle is as large as pays, by what cycles cost on this machine.
@@ -90,13 +101,14 @@ class Sizing:
         return TreeConfig(MOST_NODES, WIDE_TREE.depth, self.top_k())
 
     def of(self, rows: int = 1, temperature: float = 0.0) -> Choice:
-        """For so many requests."""
+        """For so many requests; no tree where on average none pays, even at the rate of plain decoding."""
         curves = None if self.curves is None else self.curves.at(temperature)
         if (rows, curves) not in self._chosen:
             top_k = self.top_k(rows)
-            tree = None if curves is None else TreeConfig(MOST_NODES, WIDE_TREE.depth, top_k)
-            self._chosen[rows, curves] = Choice(
-                tree, partial(self.latency.relative, top_k, rows), curves)
+            choice = Choice(TreeConfig(MOST_NODES, WIDE_TREE.depth, top_k), partial(self.latency.relative, top_k, rows),
+                            curves)
+            drafts = curves is not None and choice.outlook()[1] > 0
+            self._chosen[rows, curves] = choice if drafts else replace(choice, tree=None)
         return self._chosen[rows, curves]
 
 
@@ -203,8 +215,8 @@ class Drafting:
         self.pause.begin()
         self.tokens, self.cycles = PACE * PACE_WEIGHT, PACE_WEIGHT  # of a row, and what they cost
         # Running means of cycles without copies: what the head's drafts add, less the price of their nodes, and how
-        # many levels they have.
-        self.head_gain, self.head_levels = GAIN, LEVELS
+        # many levels they have. None: expected ones, before any was seen.
+        self.outlook: tuple[float, float] | None = None
 
     @property
     def asks_head(self) -> bool:
@@ -226,9 +238,11 @@ class Drafting:
         missed = 1 - sum(taken) / len(taken) if taken else 1.0
         if tree is not None and not self.pause.drafts():
             tree = None
-        worth, pace = missed * self.head_gain, self.pace
-        if tree is not None and any(copies) and worth < pace * self.choice.levels(self.head_levels):
-            tree = None
+        pace = self.pace
+        if tree is not None and any(copies):
+            gain, levels = self.outlook or self.choice.outlook(pace)
+            if missed * gain < pace * self.choice.levels(levels):
+                tree = None
         return Plan(self.choice, tree, pace, missed)
 
     def learn(self, plan: Plan, nodes: int, levels: int, emitted: Sequence[int], *, copied: bool) -> None:
@@ -244,8 +258,8 @@ class Drafting:
         self.tokens, self.cycles = self.tokens + mean, self.cycles + cost
         if levels and not copied:
             gain = mean - 1 - plan.pace * (self.choice.cost(nodes, 1) - self.choice.cost(1, 1))
-            self.head_gain += (gain - self.head_gain) / MEMORY
-            self.head_levels += (levels - self.head_levels) / MEMORY
+            before = self.outlook or self.choice.outlook(plan.pace)
+            self.outlook = tuple(old + (new - old) / MEMORY for old, new in zip(before, (gain, levels), strict=True))
             self.pause.learn(mean - cost)
 
     def keep(self, requests: int) -> None:
