@@ -2,7 +2,7 @@
 
 In the long run tokens per second are E[tokens] / E[time]. With lambda the rate that is achieved, a node, a level, the
 head are worth their time where the tokens that they are expected to bring exceed lambda times that time (Dinkelbach's
-parametric form of a ratio; the ratio of each cycle alone would refuse good nodes in good cycles). Times are measured
+parametric form of a ratio). Times are measured
 at load (`Latency`), expected tokens come from `Curves` and from the rates of copies.
 
 Times are counted in cycles without drafting, lambda in tokens of a row in that time. Rows of a batch share one number
@@ -11,7 +11,9 @@ of nodes and levels, so tokens are those of the mean row.
 
 from __future__ import annotations
 
+import itertools
 import math
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -23,7 +25,7 @@ from .text import MOST_NODES, NODES, Copies
 
 WIDER = 4 / 3  # what a level of several nodes may cost, of a level of one
 USUAL = 24  # further nodes that the price of one is the mean of
-PACE, PACE_WEIGHT = 1.6, 16.0  # lambda before anything was decoded, and the cycles that it counts as
+PACE, PACE_WEIGHT = 1.6, 4.0  # lambda before anything was decoded, and the cycles that it counts as
 SHORTEST_PAUSE, LONGEST_PAUSE = 16, 128  # cycles without drafting
 MEMORY = 8  # drafted cycles that decide about a pause
 
@@ -64,8 +66,8 @@ class Choice:
         return self.costs[0] - self.cost(1, 0) + (count - 1) * self.level
 
     def outlook(self, pace: float = 1.0) -> tuple[float, int]:
-        """What a cycle's levels bring on average beyond the price of their nodes, and how many to draft; 0 where none is
-        worth its time."""
+        """What the levels of a cycle bring on average beyond the price of their nodes, and how many to draft; 0 where
+        none is worth its time."""
         if self.curves is None:
             return 1.0, 1
         worth, following = self.curves.level_worth(pace * self.node), self.curves.level_worth(0.0)
@@ -151,7 +153,8 @@ class Plan:
         return self.sized and self.choice.curves is not None
 
     def nodes(self, scores: Sequence[Sequence[float]]) -> int:
-        """How many nodes to verify.
+        """How many nodes to verify: at lambda, or at the rate of this cycle where that is higher, since what makes a
+        cycle good lasts: where a text is copied, what is left out now is offered again.
 
         Args:
             scores: of each row, log acceptance probabilities in descending order, the root's first.
@@ -159,13 +162,12 @@ class Plan:
         offered = max(map(len, scores))
         if not self.sized:
             return max(1, min(offered, NODES if self.choice.tree is None else self.choice.tree.total_tokens))
-        best, most, tokens = 1, -math.inf, 0.0
-        for number, cost in zip(range(offered), self.choice.costs, strict=False):
-            tokens += sum(math.exp(row[number]) for row in scores if number < len(row)) / len(scores)
-            surplus = tokens - self.pace * cost
-            if surplus > most:
-                best, most = number + 1, surplus
-        return best
+        tokens = list(itertools.accumulate(
+            sum(math.exp(row[number]) for row in scores if number < len(row)) / len(scores)
+            for number in range(min(offered, MOST_NODES))))
+        pace = max(self.pace, *map(operator.truediv, tokens, self.choice.costs))
+        surplus = [expected - pace * cost for expected, cost in zip(tokens, self.choice.costs, strict=False)]
+        return 1 + surplus.index(max(surplus))
 
 
 class Pause:
