@@ -159,7 +159,8 @@ class Request:
         if not self.copying:
             return None
         forced = None if self.grammar is None else self.grammar.forced(self.new)
-        copies = forced if self.copies is None else self.copies.propose(forced)
+        copies = forced if self.copies is None else self.copies.propose(
+            forced, self.max_new_tokens - len(self.new) - 1)
         if copies is None or not self.noise_weight(rule):
             return copies
         return couple_copies(copies, self.seed, len(self.tokens) - 1)

@@ -62,8 +62,8 @@ class Curves:
 
     def level_worth(self, price: float) -> LevelWorth:
         """What a level is worth by its reach, where a node has this price."""
-        return LevelWorth((0.0, *self.reaches),
-                          (0.0, *(_linear(price, PRICES, row) for row in self.worth)))
+        at = (*PRICES, 1.0)  # where no node can be worth it
+        return LevelWorth((0.0, *self.reaches), (0.0, *(_linear(price, at, (*row, 0.0)) for row in self.worth)))
 
 
 class LevelWorth(NamedTuple):

@@ -2,7 +2,7 @@
 
 In the long run tokens per second are E[tokens] / E[time]. With lambda the rate that is achieved, a node, a level, the
 head are worth their time where the tokens that they are expected to bring exceed lambda times that time (Dinkelbach's
-parametric form of a ratio; the ratio of each cycle alone would refuse good nodes in good cycles). Times are measured
+parametric form of a ratio). Times are measured
 at load (`Latency`), expected tokens come from `Curves` and from the rates of copies.
 
 Times are counted in cycles without drafting, lambda in tokens of a row in that time. Rows of a batch share one number
@@ -11,9 +11,11 @@ of nodes and levels, so tokens are those of the mean row.
 
 from __future__ import annotations
 
+import itertools
 import math
+import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
 from .config import TreeConfig
@@ -23,9 +25,7 @@ from .text import MOST_NODES, NODES, Copies
 
 WIDER = 4 / 3  # what a level of several nodes may cost, of a level of one
 USUAL = 24  # further nodes that the price of one is the mean of
-PACE, PACE_WEIGHT = 1.6, 16.0  # lambda before anything was decoded, and the cycles that it counts as
-# Tokens that the head adds to a cycle without copies, less the price of its nodes, and its levels, before any was seen.
-GAIN, LEVELS = 0.7, 4.0
+PACE, PACE_WEIGHT = 1.6, 4.0  # lambda before anything was decoded, and the cycles that it counts as
 SHORTEST_PAUSE, LONGEST_PAUSE = 16, 128  # cycles without drafting
 MEMORY = 8  # drafted cycles that decide about a pause
 
@@ -65,6 +65,19 @@ class Choice:
         """What so many levels cost, at least one."""
         return self.costs[0] - self.cost(1, 0) + (count - 1) * self.level
 
+    def outlook(self, pace: float = 1.0) -> tuple[float, int]:
+        """What the levels of a cycle bring on average beyond the price of their nodes, and how many to draft; 0 where
+        none is worth its time."""
+        if self.curves is None:
+            return 1.0, 1
+        worth, following = self.curves.level_worth(pace * self.node), self.curves.level_worth(0.0)
+        reach, gain, best = 1.0, 0.0, (0.0, 0.0, 0)
+        for count in range(1, WIDE_TREE.depth + 1):
+            gain += worth(reach)
+            best = max(best, (gain - pace * self.levels(count), gain, count))
+            reach = following(reach)
+        return best[1:]
+
 
 class Sizing:
     """`tree="auto"`: every cycle is as large as pays, by what cycles cost on this machine.
@@ -90,13 +103,14 @@ class Sizing:
         return TreeConfig(MOST_NODES, WIDE_TREE.depth, self.top_k())
 
     def of(self, rows: int = 1, temperature: float = 0.0) -> Choice:
-        """For so many requests."""
+        """For so many requests; no tree where on average none pays, even at the rate of plain decoding."""
         curves = None if self.curves is None else self.curves.at(temperature)
         if (rows, curves) not in self._chosen:
             top_k = self.top_k(rows)
-            tree = None if curves is None else TreeConfig(MOST_NODES, WIDE_TREE.depth, top_k)
-            self._chosen[rows, curves] = Choice(
-                tree, partial(self.latency.relative, top_k, rows), curves)
+            choice = Choice(TreeConfig(MOST_NODES, WIDE_TREE.depth, top_k), partial(self.latency.relative, top_k, rows),
+                            curves)
+            drafts = curves is not None and choice.outlook()[1] > 0
+            self._chosen[rows, curves] = choice if drafts else replace(choice, tree=None)
         return self._chosen[rows, curves]
 
 
@@ -139,7 +153,8 @@ class Plan:
         return self.sized and self.choice.curves is not None
 
     def nodes(self, scores: Sequence[Sequence[float]]) -> int:
-        """How many nodes to verify.
+        """How many nodes to verify: at lambda, or at the rate of this cycle where that is higher, since what makes a
+        cycle good lasts: where a text is copied, what is left out now is offered again.
 
         Args:
             scores: of each row, log acceptance probabilities in descending order, the root's first.
@@ -147,13 +162,12 @@ class Plan:
         offered = max(map(len, scores))
         if not self.sized:
             return max(1, min(offered, NODES if self.choice.tree is None else self.choice.tree.total_tokens))
-        best, most, tokens = 1, -math.inf, 0.0
-        for number, cost in zip(range(offered), self.choice.costs, strict=False):
-            tokens += sum(math.exp(row[number]) for row in scores if number < len(row)) / len(scores)
-            surplus = tokens - self.pace * cost
-            if surplus > most:
-                best, most = number + 1, surplus
-        return best
+        tokens = list(itertools.accumulate(
+            sum(math.exp(row[number]) for row in scores if number < len(row)) / len(scores)
+            for number in range(min(offered, MOST_NODES))))
+        pace = max(self.pace, *map(operator.truediv, tokens, self.choice.costs))
+        surplus = [expected - pace * cost for expected, cost in zip(tokens, self.choice.costs, strict=False)]
+        return 1 + surplus.index(max(surplus))
 
 
 class Pause:
@@ -203,8 +217,8 @@ class Drafting:
         self.pause.begin()
         self.tokens, self.cycles = PACE * PACE_WEIGHT, PACE_WEIGHT  # of a row, and what they cost
         # Running means of cycles without copies: what the head's drafts add, less the price of their nodes, and how
-        # many levels they have.
-        self.head_gain, self.head_levels = GAIN, LEVELS
+        # many levels they have. None: expected ones, before any was seen.
+        self.outlook: tuple[float, float] | None = None
 
     @property
     def asks_head(self) -> bool:
@@ -226,9 +240,11 @@ class Drafting:
         missed = 1 - sum(taken) / len(taken) if taken else 1.0
         if tree is not None and not self.pause.drafts():
             tree = None
-        worth, pace = missed * self.head_gain, self.pace
-        if tree is not None and any(copies) and worth < pace * self.choice.levels(self.head_levels):
-            tree = None
+        pace = self.pace
+        if tree is not None and any(copies):
+            gain, levels = self.outlook or self.choice.outlook(pace)
+            if missed * gain < pace * self.choice.levels(levels):
+                tree = None
         return Plan(self.choice, tree, pace, missed)
 
     def learn(self, plan: Plan, nodes: int, levels: int, emitted: Sequence[int], *, copied: bool) -> None:
@@ -244,8 +260,8 @@ class Drafting:
         self.tokens, self.cycles = self.tokens + mean, self.cycles + cost
         if levels and not copied:
             gain = mean - 1 - plan.pace * (self.choice.cost(nodes, 1) - self.choice.cost(1, 1))
-            self.head_gain += (gain - self.head_gain) / MEMORY
-            self.head_levels += (levels - self.head_levels) / MEMORY
+            before = self.outlook or self.choice.outlook(plan.pace)
+            self.outlook = tuple(old + (new - old) / MEMORY for old, new in zip(before, (gain, levels), strict=True))
             self.pause.learn(mean - cost)
 
     def keep(self, requests: int) -> None:

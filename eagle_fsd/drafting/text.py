@@ -171,8 +171,12 @@ class TextSource:
         self.index.extend(tokens)
         self.proposed: Copies | None = None  # last
 
-    def propose(self, forced: Copies | None = None) -> Copies | None:
-        """What may follow the text, beside what a grammar forces; None: nothing that is likely enough."""
+    def propose(self, forced: Copies | None = None, room: int = 256) -> Copies | None:
+        """What may follow the text, beside what a grammar forces; None: nothing that is likely enough.
+
+        Args:
+            room: tokens that the answer may still have beside the target's own one.
+        """
         text, most = self.index.tokens, self.config.places
         found = [(matched, place, index) for index in (self.index, *self.others)
                  for matched, place in index.matches(text, most)]
@@ -182,7 +186,7 @@ class TextSource:
         counts = dict.fromkeys(copies.parents, 1)  # children of a node
         for matched, place, index in found[:most]:
             node, score = -1, 0.0
-            for ahead, token in enumerate(index.after(place, self.config.longest)):
+            for ahead, token in enumerate(index.after(place, min(self.config.longest, room))):
                 child = children.get((node, token))
                 if child is None:
                     rank, reached = counts.get(node, 0), min(matched + ahead, LONGEST_MATCH)
