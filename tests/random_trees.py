@@ -29,7 +29,7 @@ class Case:
         rows = torch.arange(batch, device=self.raw.device)
         target = Target(
             self.raw, lambda raw, node, said, going: self.warped[rows, node],
-            None if self.noise is None else lambda depth: self.noise[:, depth], lambda: self.warped)
+            None if self.noise is None else lambda depth: self.noise[:, depth])
         threshold, left = (
             None if each is None else torch.as_tensor(each, dtype=torch.float64, device=self.raw.device).expand(batch)
             for each in (rule.threshold if threshold is None else threshold, left))

@@ -170,33 +170,3 @@ class Reference:
         more = min(1.0, mass * math.exp(self.threshold))
         factors = [more / mass if token in lifted else (1 - more) / (rest or 1.0) for token in range(len(probs))]
         return [logit + (math.log(f) if f else -INF) for logit, f in zip(self.warped[v], factors, strict=True)], True
-
-    def tilt(self, v):
-        if self.greedy:
-            gains = {self.tokens[c]: gain for c, gain in self.tilt_gains(v).items() if gain > 0}
-            best = [token for token, gain in gains.items() if gain == max(gains.values())] or range(len(self.warped[v]))
-            return [logit if token in best else -INF for token, logit in enumerate(self.warped[v])], True
-        weights = list(self.warped[v])
-        for c in self.children(v):
-            weights[self.tokens[c]] += self.threshold * self.reward(v, c) + self.tilt_value(c)
-        return weights, True
-
-    def reward(self, v, child):
-        """1 while the path from the root to the child stays inside the head, else 0."""
-        return int(self.guarded(v, child) and (v == 0 or self.reward(self.parents[v], v)))
-
-    def tilt_value(self, v):
-        """V(v) = log(1 + sum over children x of p(x) (exp(T r(x) + V(x)) - 1))."""
-        probs = softmax(self.warped[v])
-        gains = {c: self.threshold * self.reward(v, c) + self.tilt_value(c) for c in self.children(v)}
-        return math.log1p(sum(probs[self.tokens[c]] * math.expm1(gain) for c, gain in gains.items()))
-
-    def tilt_gains(self, v):
-        """What the best path through each admissible child gains: 1 - rho(x) / T a step."""
-        gains, candidates = {}, self.candidates(v)
-        for c in self.children(v):
-            rho = max(self.warped[v]) - self.warped[v][self.tokens[c]]
-            exact = self.tokens[c] == self.exact_token(v)
-            if exact or c in candidates and rho <= self.rule.max_regret:
-                gains[c] = (1 if exact else 1 - rho / self.threshold) + max([0.0, *self.tilt_gains(c).values()])
-        return gains

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from ..drafting.largest import first_largest
 from ..drafting.tree import DraftTree
-from .nodes import Nodes, Weights, guard_slack
-from .rule import Ahead, Rule
+from .nodes import Nodes, Weights
+from .rule import Rule
 
 
 class Step(NamedTuple):
@@ -51,7 +51,6 @@ class Target(NamedTuple):
     warp: Callable[[Tensor, Tensor, Sequence[Tensor], Tensor], Tensor]
     # warp(raw [B, V], node [B], tokens from the root on, each [B], going [B]) -> [B, V] after all processors
     noise: Callable[[int], Tensor] | None  # noise(depth) -> [B, V] for the tokens after its nodes; None: greedy
-    warp_tree: Callable[[], Tensor]  # [B, N, V], the same for all nodes
 
 
 def walk(
@@ -74,11 +73,6 @@ def walk(
     rows = torch.arange(batch, device=device)
     parents = tree.parents.masked_fill(tree.depths == 0, -1)  # the root is nobody's child
     lossless, errors = rule.is_lossless(target.noise is None), {} if errors is None else errors
-    ahead = None
-    if rule.look_ahead is not None and not lossless:
-        whole = target.warp_tree()
-        target = target._replace(warp=lambda raw, node, said, going: whole[rows, node])
-        ahead = rule.look_ahead(_ahead(rule, tree, target, whole, threshold))
     node = torch.zeros_like(rows)
     going, closed = torch.ones_like(rows, dtype=torch.bool), torch.zeros_like(rows, dtype=torch.bool)
     said, path, judged, drawn = [tree.tokens[:, 0]], [], [], []
@@ -91,7 +85,7 @@ def walk(
         if not lossless:
             nodes = Nodes(raw, warped, noise, exact, tree.tokens, children, tree.by_head, tree.scores,
                           draft[depth] if depth < len(draft) else None, tree.draft_rows[rows, node], draft_tokens,
-                          threshold, left, going, errors, ahead)
+                          threshold, left, going, errors)
             weights = rule.weigh(nodes)
             token = draw(nodes, weights)
             if within is not None:
@@ -163,20 +157,3 @@ def draw(nodes: Nodes, weights: Weights) -> Tensor:  # [B] long
     none = nodes.warped.shape[-1]
     first = nodes.tokens.masked_fill(~nodes.children | (steps != best[:, None]), none).amin(-1)
     return torch.where((best > own) | (best == own) & (first < exact), first, exact)
-
-
-def _ahead(rule: Rule, tree: DraftTree, target: Target, warped: Tensor, threshold: Tensor) -> Ahead:
-    """What a rule that looks ahead sees, from the processed logits [B, N, V] of the whole tree."""
-    at = tree.parents * warped.shape[-1] + tree.tokens  # where (parent, token) lies in a flattened [N, V]
-    raw_steps, steps = (logits.flatten(1).gather(1, at) for logits in (target.logits, warped))
-
-    def of_parent(values: Tensor) -> Tensor:
-        return values.gather(1, tree.parents)
-
-    guard = getattr(rule, "head_guard", None)
-    eligible = tree.by_head
-    if guard is not None:
-        eligible = eligible & (raw_steps >= of_parent(target.logits.amax(-1) + guard_slack(guard)))
-    return Ahead(
-        tree, steps, steps.double() - of_parent(warped.logsumexp(-1)).double(), of_parent(warped.amax(-1)),
-        tree.tokens == of_parent(first_largest(warped)), eligible, threshold[:, None], target.noise is None)

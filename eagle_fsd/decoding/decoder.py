@@ -25,7 +25,7 @@ from ..models.target import TargetModel
 from .forwards import Forwards
 from .output import Receipt
 from .request import EXACT, Emission, Request
-from .sampling import couple, warp_nodes, warp_trees
+from .sampling import couple, warp_nodes
 
 NOTHING = Emission([], [], [])
 
@@ -177,7 +177,6 @@ class Decoder:
             logits,
             warp=lambda raw, node, said, going: warp_nodes(requests, raw, said, going, errors),
             noise=None if requests[0].greedy else noise,
-            warp_tree=lambda: warp_trees(requests, tree, logits, errors),
         )
         walks = walk(
             rule, tree, draft_logits, target, self._per_row([request.rule.threshold for request in requests]),

@@ -93,8 +93,7 @@ def walk_chains(
         return gumbel_noise(seeds, torch.full((rows, 1), depth, device=device), raw.shape[-1])[:, 0]
 
     every = torch.arange(rows, device=device)
-    target = Target(raw, lambda raw, node, said, going: warped[every, node], None if seeds is None else noise,
-                    lambda: warped)
+    target = Target(raw, lambda raw, node, said, going: warped[every, node], None if seeds is None else noise)
     levels = () if draft is None else draft.split(1, dim=1)
     threshold = torch.full((rows,), rule.threshold, dtype=torch.float64, device=device)
     return walk(rule, tree, levels, target, threshold, None)
