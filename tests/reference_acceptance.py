@@ -51,8 +51,8 @@ class Reference:
         self.tokens, self.parents, depths, draft_rows, self.scores = (
             getattr(case.tree, name)[row].tolist() for name in ("tokens", "parents", "depths", "draft_rows", "scores"))
         self.raw, self.warped = case.raw[row].tolist(), case.warped[row].tolist()
-        self.greedy = case.noise is None
-        self.noise = [[0.0] * len(self.raw[0]) if self.greedy else case.noise[row, depth].tolist() for depth in depths]
+        self.greedy = case.gumbel is None
+        self.noise = [[0.0] * len(self.raw[0]) if self.greedy else case.gumbel[row, depth].tolist() for depth in depths]
         # What the draft says of each node's children: the logits of all tokens, -inf of those that it cannot name.
         names = range(len(self.raw[0])) if case.draft_tokens is None else case.draft_tokens.tolist()
         self.draft = [[-INF] * len(self.raw[0]) for _ in depths]
@@ -81,11 +81,11 @@ class Reference:
 
     def walk(self):
         """(node, token, whether it is the exact one, whether the budget is spent) of each step."""
-        path, v, closed = [], 0, False
+        path, v, closed, waiting, back = [], 0, False, 0, []
         while True:
             exact, (weights, goes_on) = self.exact_token(v), getattr(self, self.rule.name)(v)
             token = self.drawn(v, weights)
-            if not self.inside:
+            if not self.inside or waiting:
                 token, goes_on = exact, True
             regret = self.regret(v, token)
             if token != exact and regret > self.left:
@@ -96,11 +96,13 @@ class Reference:
                 self.left -= regret
             if token in self.marks:
                 self.inside = token == self.marks[0]
+            if token != exact and self.rule.window:  # tentative: the path without it
+                back, waiting = [*path, (v, exact, True, closed)], self.rule.window + 1
             path.append((v, token, token == exact, closed))
             child = next((c for c in self.children(v) if self.tokens[c] == token), None)
             if child is None or not goes_on:
-                return path
-            v = child
+                return back if waiting else path
+            v, waiting = child, max(0, waiting - 1)
 
     def regret(self, v, token):
         return max(self.raw[v]) - self.raw[v][token]
@@ -140,6 +142,9 @@ class Reference:
     def fsd(self, v):
         passes = self.children(v) and self.divergence(v) <= self.threshold
         return self.among(v, self.candidates(v) if passes else [])
+
+    def deferred(self, v):
+        return self.among(v, self.candidates(v))
 
     def fsd_paper(self, v):
         passes = self.children(v) and self.divergence(v) <= self.threshold

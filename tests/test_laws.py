@@ -127,7 +127,7 @@ def test_exact_emits_what_plain_sampling_does_with_the_same_noise(warpers):
     noise = gumbel_noise(torch.arange(rows), torch.arange(100, 101 + DEPTH).expand(rows, -1), VOCAB)
     case = replace(case_of(0), warped=torch.stack([model[path] for path in PATHS])[None]).take([0] * rows)
     for name in ("exact", "fsd", "lenience"):
-        for row, steps in enumerate(replace(case, noise=noise).walk(make_rule(name))):
+        for row, steps in enumerate(replace(case, gumbel=noise).walk(make_rule(name))):
             plain = ()
             while len(plain) < len(steps):
                 plain += (int((model[plain] + noise[row, len(plain)]).argmax()),)
@@ -199,7 +199,7 @@ def test_walks_draw_the_law(name, threshold, options):
     law = fsd_law(case, threshold) if name == "fsd" else law_of(name, threshold, case, **options)
     noise = gumbel_noise(torch.arange(draws), torch.arange(DEPTH + 1).expand(draws, -1), VOCAB)
     counts = Counter(tuple(step.token for step in steps) for steps in replace(
-        case.take([0] * draws), noise=noise).walk(make_rule(name, threshold, **options)))
+        case.take([0] * draws), gumbel=noise).walk(make_rule(name, threshold, **options)))
     assert not counts.keys() - law.keys() and chi_square_fits(counts, law)
     assert chi_square_fits(counts, segment_law(target_probs(case))) == (name == "exact")
 
@@ -212,7 +212,7 @@ def test_of_a_larger_vocabulary_too(name):
     case = Case(tree_from_parents([[0] * 5], [[0, *children]]), [logits], logits, logits).take([0] * draws)
     noise = gumbel_noise(torch.arange(draws), torch.arange(2).expand(draws, -1), vocab)
     rule = make_rule("exact") if name == "exact" else make_rule("fsd", 0.1, head_guard=None)
-    counts = Counter(steps[0].token for steps in replace(case, noise=noise).walk(rule))
+    counts = Counter(steps[0].token for steps in replace(case, gumbel=noise).walk(rule))
     probs = logits[0, 0].double().softmax(-1)
     law = {token: probs[token].item() for token in (range(vocab) if name == "exact" else children)}
     assert chi_square_fits(counts, {token: p / sum(law.values()) for token, p in law.items()})

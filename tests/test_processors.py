@@ -25,7 +25,8 @@ from transformers.generation.logits_process import (
 import eagle_fsd
 from eagle_fsd import RULES, TreeConfig, make_rule
 from eagle_fsd.decoding.request import Request
-from eagle_fsd.decoding.sampling import TopP, check_processors, warp_nodes
+from eagle_fsd.decoding.sampling import TopP, VerifiedTrees, check_processors
+from eagle_fsd.drafting.tree import root_only
 from eagle_fsd.pair import EagleModel
 
 NEW = 24
@@ -183,15 +184,16 @@ def request(processors):
     [LastToken(1.0)],
 ], ids=lambda processors: "-".join(type(processor).__name__ for processor in processors) or "none")
 def test_every_node_is_processed_with_its_own_path(processors):
-    logits, errors = torch.randn(1, 6, 11, generator=torch.Generator().manual_seed(0)), {}
-    raw = logits.clone()
+    logits = torch.randn(len(PATHS), 1, 11, generator=torch.Generator().manual_seed(0))
+    raw, root = logits.clone(), root_only(torch.tensor([1]))
+    verified = VerifiedTrees([request(processors)], [len(CONTEXT)], root, logits[:1])
     for node, path in enumerate(PATHS):
-        expected = raw[0, node : node + 1].clone()
+        expected = raw[node].clone()
         for processor in processors:
             expected = processor(torch.tensor([CONTEXT + path]), expected)
-        said, going = [torch.tensor([token]) for token in path], torch.tensor([True])
-        assert torch.equal(warp_nodes([request(processors)], logits[:, node], said, going, errors), expected)
-    assert torch.equal(logits, raw) and not errors  # gates still need them
+        tokens, going = [torch.tensor([token]) for token in path], torch.tensor([True])
+        assert torch.equal(verified.warp(logits[node], torch.tensor([0]), tokens, going), expected)
+    assert torch.equal(logits, raw) and not verified.errors  # gates still need them
 
 
 @pytest.mark.parametrize("options", [{}, {"threshold": 0.5}, {"acceptance": "typical", "threshold": 0.5}], ids=str)

@@ -499,7 +499,7 @@ def small_case(seed, temperature=0.8):
 
 def draw_from(case, rule, row, draws):
     noise = gumbel_noise(torch.arange(draws), torch.arange(case.tree.max_depth + 1).expand(draws, -1), SMALL)
-    return replace(case.take([row] * draws), noise=noise).walk(rule)
+    return replace(case.take([row] * draws), gumbel=noise).walk(rule)
 
 
 def segment_law(case, row):

@@ -1,6 +1,7 @@
 """Logits processing: the processors and warpers of `transformers`, applied to the nodes of a tree.
 
-B batch, N nodes, L length of the emitted context (prompt and tokens before the root), V vocabulary.
+B batch, N nodes, K expanded nodes of a level, L length of the emitted context (prompt and tokens before the root),
+V vocabulary, R the draft's.
 
 What a processor raises is the error of the row that it was called for, noted in `errors`: where it may depend on the
 text, or is the user's, it is called row by row.
@@ -8,6 +9,7 @@ text, or is the user's, it is called row by row.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 
@@ -36,6 +38,8 @@ from ..acceptance import Rule
 from ..checks import check_functions
 from ..drafting.coupling import Coupling
 from ..drafting.largest import largest
+from ..drafting.noise import gumbel_noise
+from ..drafting.tree import DraftTree
 from ..options import GenerateOptions
 from .grammar import Grammar
 from .request import Request
@@ -163,26 +167,57 @@ def is_context_free(processors: LogitsProcessorList) -> bool:
     return all(type(processor) in CONTEXT_FREE for processor in processors)
 
 
-def warp_nodes(
-    requests: Sequence[Request],
-    raw: Tensor,  # [B, V] float32, of one node of each row, all of one depth
-    said: Sequence[Tensor],  # the tokens from the root to that node, [B] each
-    going: Tensor,  # [B] bool: rows that are asked about
-    errors: dict[int, Exception],
-) -> Tensor:  # [B, V]
-    """Processed logits, each with the row's own path as context."""
-    if _share_processors(requests):
-        return requests[0].processors(None, raw.clone()) if requests[0].processors else raw
-    warped, path = raw.clone(), torch.stack(list(said), 1)  # [B, depth + 1]
-    for row in going.nonzero()[:, 0].tolist():
-        if row not in errors and requests[row].processors and not requests[row].complete_with(path[row, 1:].tolist()):
-            before = torch.tensor([requests[row].context], dtype=torch.long, device=raw.device)
+class VerifiedTrees:
+    """The draft trees of some requests with the logits of draft and target, see `acceptance.walk.Verified`.
+
+    Args:
+        lengths: L of each, the position of the root. raw: [B, N, V] float32, the target's logits.
+        draft: per drafted level [B, K, R], raw logits. draft_tokens: [R] long; None: the draft names all tokens.
+    """
+
+    def __init__(
+        self, requests: Sequence[Request], lengths: Sequence[int], tree: DraftTree, raw: Tensor,
+        draft: Sequence[Tensor] = (), draft_tokens: Tensor | None = None,
+    ) -> None:
+        self.requests, self.lengths, self.tree, self.raw = requests, lengths, tree, raw
+        self.draft, self.draft_tokens = draft, draft_tokens
+        self.greedy, self.errors = requests[0].greedy, {}
+
+    def take(self, rows: Sequence[int]) -> VerifiedTrees:
+        """Those of some rows, ascending."""
+        if len(rows) == len(self.requests):
+            return self
+        return VerifiedTrees(
+            [self.requests[row] for row in rows], [self.lengths[row] for row in rows], self.tree.take(rows),
+            self.raw[rows], [level[rows] for level in self.draft], self.draft_tokens)
+
+    @functools.cached_property
+    def _seeds_and_places(self) -> Tensor:  # [2, B] long
+        return torch.tensor([[request.seed for request in self.requests], self.lengths], device=self.raw.device)
+
+    def noise(self, depth: int) -> Tensor | None:
+        """[B, V] for the tokens after nodes of this depth, by seed and absolute position; None: greedy."""
+        if self.greedy:
+            return None
+        seeds, places = self._seeds_and_places
+        return gumbel_noise(seeds, places[:, None] + depth + 1, self.raw.shape[-1])[:, 0]
+
+    def warp(self, raw: Tensor, node: Tensor, path: Sequence[Tensor], going: Tensor) -> Tensor:
+        """[B, V]: processed logits, each with the row's own path as context."""
+        if _share_processors(self.requests):
+            return self.requests[0].processors(None, raw.clone()) if self.requests[0].processors else raw
+        warped, paths = raw.clone(), torch.stack(list(path), 1)  # [B, depth + 1]
+        for row in going.nonzero()[:, 0].tolist():
+            request = self.requests[row]
+            if row in self.errors or not request.processors or request.complete_with(paths[row, 1:].tolist()):
+                continue
+            before = torch.tensor([request.context], dtype=torch.long, device=raw.device)
             try:
-                warped[row] = _processed(requests[row].processors, torch.cat([before, path[row, None]], 1),
-                                         raw[row, None].clone())[0]
+                context = torch.cat([before, paths[row, None]], 1)
+                warped[row] = _processed(request.processors, context, raw[row, None].clone())[0]
             except Exception as error:
-                errors[row] = error
-    return warped
+                self.errors[row] = error
+        return warped
 
 
 def couple(
