@@ -33,7 +33,7 @@ class Rule(ABC):
     threshold_limit: ClassVar[tuple[float, bool]] = (math.inf, False)  # upper end, and whether it is accepted
     threshold_scale: ClassVar[float] = 1.0  # hardly anyone wants more: where a slider ends
     noise_weight: ClassVar[float] = 0.0  # of the noise that tokens are drawn with in drafts, see `drafting.coupling`
-    window: ClassVar[int] = 0  # above 0 a fuzzy token stays only if so many of the target's own after it were drafted
+    window: ClassVar[int] = 0  # above 0 fuzzy tokens are tentative, see `walk.Permission`
 
     threshold: float = 0.0
 
