@@ -1,7 +1,7 @@
 """Whether a pair decodes losslessly: against `model.generate`, greedy token by token and sampled in distribution.
 
     python -m eval.lossless_check --target T --draft D --questions prompts.jsonl
-    python -m eval.lossless_check --questions mt_bench.jsonl spec_bench.jsonl --per-category 8 --settings exact "tilt 0"
+    python -m eval.lossless_check --questions mt_bench.jsonl spec_bench.jsonl --per-category 8 --settings exact "fsd 0"
 
 Greedy: the share of answers that are the same token for token; for each other one where it parts, and whether the
 target's two candidates there are a numerical tie: their logits lie no further apart than their gap changes between a

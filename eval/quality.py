@@ -1,7 +1,7 @@
 """What rules and thresholds cost and buy on tasks whose answers can be graded, paired against exact.
 
     python -m eval.quality --questions mbpp.jsonl gsm8k_test.jsonl --run-code --batch 16 --timed 24 \\
-        --settings "fsd 0.3" "fsd 0.5" "fsd 0.5 head_guard=none" "tilt 1" --out eval/results/quality
+        --settings "fsd 0.3" "fsd 0.5" "fsd 0.5 head_guard=none" "relaxed 1.2" --out eval/results/quality
 
 The comparison of `eagle-fsd calibrate`, for more questions: accuracy of all of them, answered in batches (--batch),
 lossless settings without drafting; speed of --timed ones, answered alone and interleaved. A setting may also be
@@ -44,7 +44,7 @@ class QualityArguments(ComparisonOptions):
     questions: tuple[Path, ...]
     pair: Loading = Loading()
     per_category: int | None = None
-    settings: tuple[str, ...] = ("fsd 0.1", "fsd 0.3", "fsd 0.5", "tilt 0.5", "tilt 1")
+    settings: tuple[str, ...] = ("fsd 0.1", "fsd 0.3", "fsd 0.5", "relaxed 1.2")
     points: float = 1.0
     max_new_tokens: int = 512
     tree: Tree = None

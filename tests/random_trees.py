@@ -1,39 +1,46 @@
 """Random draft trees with logits and noise. B batch, N nodes, V vocabulary, R tokens that the draft can name."""
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from eagle_fsd.acceptance import Rule
-from eagle_fsd.acceptance.walk import Step, Target, walk
+from eagle_fsd.acceptance.walk import Permission, Step, walk
 from eagle_fsd.drafting.noise import gumbel_noise
 from eagle_fsd.drafting.tree import DraftTree, ancestors_of
 
 
 @dataclass
 class Case:
-    """What a walk is given."""
+    """What a walk sees, see `acceptance.walk.Verified`."""
 
     tree: DraftTree
     draft: list[Tensor]  # of each level [B, K, R]
     raw: Tensor  # [B, N, V]
     warped: Tensor  # [B, N, V]
-    noise: Tensor | None = None  # [B, depth + 1, V]
+    gumbel: Tensor | None = None  # [B, depth + 1, V]
     draft_tokens: Tensor | None = None  # [R]
+    errors: dict[int, Exception] = field(default_factory=dict)
 
-    def walk(self, rule: Rule, threshold=None, left=None, errors: dict | None = None, within=None) -> list[list[Step]]:
+    @property
+    def greedy(self) -> bool:
+        return self.gumbel is None
+
+    def warp(self, raw, node, path, going) -> Tensor:
+        return self.warped[torch.arange(len(node), device=node.device), node]
+
+    def noise(self, depth: int) -> Tensor | None:
+        return None if self.gumbel is None else self.gumbel[:, depth]
+
+    def walk(self, rule: Rule, threshold=None, left=None, within=None) -> list[list[Step]]:
         """The steps of each row; threshold and budget, if any, are one for all rows or one each."""
-        batch = len(self.raw)
-        rows = torch.arange(batch, device=self.raw.device)
-        target = Target(
-            self.raw, lambda raw, node, said, going: self.warped[rows, node],
-            None if self.noise is None else lambda depth: self.noise[:, depth], lambda: self.warped)
         threshold, left = (
-            None if each is None else torch.as_tensor(each, dtype=torch.float64, device=self.raw.device).expand(batch)
+            None if each is None
+            else torch.as_tensor(each, dtype=torch.float64, device=self.raw.device).expand(len(self.raw))
             for each in (rule.threshold if threshold is None else threshold, left))
-        return walk(rule, self.tree, self.draft, target, threshold, left, self.draft_tokens, errors, within=within)
+        return walk(rule, self, Permission(threshold, left, within))
 
     def paths(self, rule: Rule, *given) -> list[list[int]]:
         """The accepted nodes of each row, the root first."""
@@ -41,9 +48,9 @@ class Case:
 
     def take(self, rows: list[int]) -> "Case":
         """Those rows, or one row several times."""
-        noise = None if self.noise is None else self.noise[rows]
+        gumbel = None if self.gumbel is None else self.gumbel[rows]
         return Case(self.tree.take(rows), [level[rows] for level in self.draft], self.raw[rows], self.warped[rows],
-                    noise, self.draft_tokens)
+                    gumbel, self.draft_tokens)
 
     def to(self, device: str) -> "Case":
         tree = {name: part.to(device) for name, part in vars(self.tree).items() if isinstance(part, Tensor)}

@@ -51,8 +51,8 @@ class Reference:
         self.tokens, self.parents, depths, draft_rows, self.scores = (
             getattr(case.tree, name)[row].tolist() for name in ("tokens", "parents", "depths", "draft_rows", "scores"))
         self.raw, self.warped = case.raw[row].tolist(), case.warped[row].tolist()
-        self.greedy = case.noise is None
-        self.noise = [[0.0] * len(self.raw[0]) if self.greedy else case.noise[row, depth].tolist() for depth in depths]
+        self.greedy = case.gumbel is None
+        self.noise = [[0.0] * len(self.raw[0]) if self.greedy else case.gumbel[row, depth].tolist() for depth in depths]
         # What the draft says of each node's children: the logits of all tokens, -inf of those that it cannot name.
         names = range(len(self.raw[0])) if case.draft_tokens is None else case.draft_tokens.tolist()
         self.draft = [[-INF] * len(self.raw[0]) for _ in depths]
@@ -81,11 +81,11 @@ class Reference:
 
     def walk(self):
         """(node, token, whether it is the exact one, whether the budget is spent) of each step."""
-        path, v, closed = [], 0, False
+        path, v, closed, waiting, back = [], 0, False, 0, []
         while True:
             exact, (weights, goes_on) = self.exact_token(v), getattr(self, self.rule.name)(v)
             token = self.drawn(v, weights)
-            if not self.inside:
+            if not self.inside or waiting:
                 token, goes_on = exact, True
             regret = self.regret(v, token)
             if token != exact and regret > self.left:
@@ -96,11 +96,13 @@ class Reference:
                 self.left -= regret
             if token in self.marks:
                 self.inside = token == self.marks[0]
+            if token != exact and self.rule.window:  # tentative: the path without it
+                back, waiting = [*path, (v, exact, True, closed)], self.rule.window + 1
             path.append((v, token, token == exact, closed))
             child = next((c for c in self.children(v) if self.tokens[c] == token), None)
             if child is None or not goes_on:
-                return path
-            v = child
+                return back if waiting else path
+            v, waiting = child, max(0, waiting - 1)
 
     def regret(self, v, token):
         return max(self.raw[v]) - self.raw[v][token]
@@ -141,6 +143,9 @@ class Reference:
         passes = self.children(v) and self.divergence(v) <= self.threshold
         return self.among(v, self.candidates(v) if passes else [])
 
+    def deferred(self, v):
+        return self.among(v, self.candidates(v))
+
     def fsd_paper(self, v):
         passes = self.children(v) and self.divergence(v) <= self.threshold
         first = max(self.children(v), key=lambda c: self.scores[c], default=None)  # the first of equal ones
@@ -170,33 +175,3 @@ class Reference:
         more = min(1.0, mass * math.exp(self.threshold))
         factors = [more / mass if token in lifted else (1 - more) / (rest or 1.0) for token in range(len(probs))]
         return [logit + (math.log(f) if f else -INF) for logit, f in zip(self.warped[v], factors, strict=True)], True
-
-    def tilt(self, v):
-        if self.greedy:
-            gains = {self.tokens[c]: gain for c, gain in self.tilt_gains(v).items() if gain > 0}
-            best = [token for token, gain in gains.items() if gain == max(gains.values())] or range(len(self.warped[v]))
-            return [logit if token in best else -INF for token, logit in enumerate(self.warped[v])], True
-        weights = list(self.warped[v])
-        for c in self.children(v):
-            weights[self.tokens[c]] += self.threshold * self.reward(v, c) + self.tilt_value(c)
-        return weights, True
-
-    def reward(self, v, child):
-        """1 while the path from the root to the child stays inside the head, else 0."""
-        return int(self.guarded(v, child) and (v == 0 or self.reward(self.parents[v], v)))
-
-    def tilt_value(self, v):
-        """V(v) = log(1 + sum over children x of p(x) (exp(T r(x) + V(x)) - 1))."""
-        probs = softmax(self.warped[v])
-        gains = {c: self.threshold * self.reward(v, c) + self.tilt_value(c) for c in self.children(v)}
-        return math.log1p(sum(probs[self.tokens[c]] * math.expm1(gain) for c, gain in gains.items()))
-
-    def tilt_gains(self, v):
-        """What the best path through each admissible child gains: 1 - rho(x) / T a step."""
-        gains, candidates = {}, self.candidates(v)
-        for c in self.children(v):
-            rho = max(self.warped[v]) - self.warped[v][self.tokens[c]]
-            exact = self.tokens[c] == self.exact_token(v)
-            if exact or c in candidates and rho <= self.rule.max_regret:
-                gains[c] = (1 if exact else 1 - rho / self.threshold) + max([0.0, *self.tilt_gains(c).values()])
-        return gains

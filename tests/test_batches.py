@@ -123,7 +123,7 @@ def test_bad_batches(prompts, options, error, message):
 
 RULES = [
     {"acceptance": "exact"}, {"threshold": 0.3}, {"threshold": 0.6}, {"threshold": 0.6, "divergence": "tv"},
-    {"acceptance": "tilt", "threshold": 0.7}, {"acceptance": lambda nodes: nodes.warped},
+    {"acceptance": lambda nodes: nodes.warped},
     {"threshold": 0.5, "head_guard": None, "budget": 0.5}, {"threshold": 0.6, "budget": 0},
     {"acceptance": "lenience", "threshold": 1.0}, {"acceptance": "typical", "threshold": 0.0},
     {"acceptance": "fsd_paper", "threshold": 0.4}, {"acceptance": "relaxed", "threshold": 3.0},
@@ -160,7 +160,7 @@ def test_requests_of_all_kinds_together():
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("acceptance", ["exact", "fsd", "tilt"])
+@pytest.mark.parametrize("acceptance", ["exact", "fsd", "lenience"])
 def test_an_error_ends_its_own_request_and_no_other(acceptance):
     def fails_at(length, how):
         def processor(ids, scores):

@@ -204,7 +204,7 @@ def test_lossless_texts_are_those_of_plain_sampling(options, monkeypatch):
 
 
 def test_rules_that_look_at_probabilities_keep_the_probable_children(monkeypatch):
-    """Without noise in the drafts, what `lenience`, `tilt` and functions emit is what they emitted before."""
+    """Without noise in the drafts, what `lenience` and functions emit is what they emitted before."""
     pair = tiny_pair()
     options = {"temperature": 0.9, "max_new_tokens": 24, "tree": TREE, "seed": 1, "text_drafts": "off"}
     for asked, same in (({"acceptance": "lenience", "threshold": 0.4}, True),

@@ -77,7 +77,7 @@ def test_sampling_follows_the_global_seed(ours):
 
 
 def test_rules_thresholds_and_budgets(pair, ours):
-    for options in ({"threshold": 0.3, "head_guard": None}, {"acceptance": "tilt", "threshold": 1.0},
+    for options in ({"threshold": 0.3, "head_guard": None}, {"acceptance": "relaxed", "threshold": 1.0},
                     {"threshold": 0.5, "divergence": "tv", "budget": 0.5}):
         sequences = ours(**options)
         expected = eagle_fsd.generate(PROMPT, pair, max_new_tokens=24, tree=TREE, **options)

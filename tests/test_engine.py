@@ -38,7 +38,7 @@ OPTIONS = [
     {"threshold": 0.3, "temperature": 0.8, "stop": "q"},
     {"threshold": 0.3, "budget": 0.4},
     {"threshold": 0.3, "budget": 0.4, "temperature": 1.0},
-    {"acceptance": "tilt", "threshold": 0.7, "temperature": 1.0},
+    {"acceptance": "lenience", "threshold": 0.7, "temperature": 1.0},
     {"acceptance": "exact", "temperature": 0.9, "logits_processor": [no_three_after_one]},
     {"threshold": 0.2, "logits_processor": [no_three_after_one]},
     {"acceptance": "lenience", "threshold": 0.5, "temperature": 0.6},

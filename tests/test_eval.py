@@ -172,7 +172,7 @@ def test_quality_times_some_questions_and_answers_the_others_in_batches(chat_mod
 def test_quality_of_several_seeds(chat_model, tmp_path, capsys):
     """Each seed has its log; the first is timed, and what is not of accuracy is its."""
     words = ["--questions", write_questions(tmp_path, [{"prompt": letter, "answer": "x"} for letter in "abc"]),
-             "--max-new-tokens", "8", "--tree", "8,3,2", "--settings", "tilt 1", "--batch", "2", "--timed", "1",
+             "--max-new-tokens", "8", "--tree", "8,3,2", "--settings", "relaxed 1.2", "--batch", "2", "--timed", "1",
              "--out", str(tmp_path / "q"), "--seeds", "2"]
     assert quality.main(words) == 2 and "--seeds must be 1 at temperature 0" in capsys.readouterr().err
     assert quality.main([*words, "--temperature", "1"]) == 0

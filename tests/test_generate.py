@@ -258,7 +258,7 @@ def target_logits(pair, output):
 @pytest.mark.parametrize("options", [
     {"acceptance": "exact"},
     {"threshold": 0.25, "temperature": 0.8, "top_k": 20, "seed": 5, "repetition_penalty": 1.1},
-    {"acceptance": "tilt", "threshold": 1.0},
+    {"acceptance": "relaxed", "threshold": 1.0},
 ], ids=str)
 def test_statistics_and_receipts(pair, options):
     output = generate(pair, **options)

@@ -64,9 +64,6 @@ class Steered(Rule):
     rule: Rule = None
     answers: list[tuple[Nodes, Weights]] = field(default_factory=list)
 
-    look_ahead = property(lambda self: self.rule.look_ahead)
-    head_guard = property(lambda self: getattr(self.rule, "head_guard", None))
-
     def is_lossless(self, greedy):
         return False
 
@@ -129,8 +126,8 @@ def test_exact_emits_what_plain_sampling_does_with_the_same_noise(warpers):
     rows = 300
     noise = gumbel_noise(torch.arange(rows), torch.arange(100, 101 + DEPTH).expand(rows, -1), VOCAB)
     case = replace(case_of(0), warped=torch.stack([model[path] for path in PATHS])[None]).take([0] * rows)
-    for name in ("exact", "fsd", "tilt", "lenience"):
-        for row, steps in enumerate(replace(case, noise=noise).walk(make_rule(name))):
+    for name in ("exact", "fsd", "lenience"):
+        for row, steps in enumerate(replace(case, gumbel=noise).walk(make_rule(name))):
             plain = ()
             while len(plain) < len(steps):
                 plain += (int((model[plain] + noise[row, len(plain)]).argmax()),)
@@ -152,34 +149,6 @@ def test_exact_accepts_as_much_as_testing_sibling_by_sibling():
 
 
 # --- rules that are not lossless -----------------------------------------------------------------
-
-
-def run_in_head(case, alpha):
-    """Steps of a segment up to the first outside the head."""
-    probs = case.raw[0].softmax(-1).tolist()
-
-    def run(segment):
-        nodes = [PATHS.index(segment[:at]) for at in range(len(segment))]
-        inside = [probs[v][token] >= (1 - alpha) * max(probs[v]) for v, token in zip(nodes[:-1], segment, strict=False)]
-        return [*inside, False].index(False)
-
-    return run
-
-
-@pytest.mark.parametrize("alpha", [None, 0.5, 0.9])
-@pytest.mark.parametrize("warpers", WARPERS)
-def test_tilt_has_the_law_of_the_papers_formula(warpers, alpha):
-    """p(segment) exp(T r(segment)) / Z; P(r >= k) never falls in T."""
-    case = case_of(6, warpers)
-    target, run, tails = segment_law(target_probs(case)), run_in_head(case, 1.0 if alpha is None else alpha), [0.0] * 4
-    for threshold in (1e-30, 1e-4, 0.3, 1.0, 5.0, 20.0):
-        law = law_of("tilt", threshold, case, head_guard=alpha)
-        weights = {segment: math.log(p) + threshold * run(segment) for segment, p in target.items()}
-        most = max(weights.values())
-        total = math.fsum(math.exp(weight - most) for weight in weights.values())
-        assert drawn(law) == approx({segment: math.exp(w - most) / total for segment, w in weights.items()})
-        tails, before = [sum(p for segment, p in law.items() if run(segment) >= k) for k in range(4)], tails
-        assert all(now >= then - 1e-6 for now, then in zip(tails, before, strict=True))
 
 
 @pytest.mark.parametrize("warpers", ["plain", "top_k_2"])
@@ -223,7 +192,6 @@ def fsd_law(case, threshold):
 @pytest.mark.parametrize(
     ("name", "threshold", "options"),
     [("exact", 0.0, {}), ("fsd", 0.02, {"head_guard": None}), ("fsd", math.inf, {"head_guard": None}),
-     ("tilt", 0.5, {}), ("tilt", 0.5, {"head_guard": 0.9}),
      ("lenience", 0.4, {})],
 )
 def test_walks_draw_the_law(name, threshold, options):
@@ -231,7 +199,7 @@ def test_walks_draw_the_law(name, threshold, options):
     law = fsd_law(case, threshold) if name == "fsd" else law_of(name, threshold, case, **options)
     noise = gumbel_noise(torch.arange(draws), torch.arange(DEPTH + 1).expand(draws, -1), VOCAB)
     counts = Counter(tuple(step.token for step in steps) for steps in replace(
-        case.take([0] * draws), noise=noise).walk(make_rule(name, threshold, **options)))
+        case.take([0] * draws), gumbel=noise).walk(make_rule(name, threshold, **options)))
     assert not counts.keys() - law.keys() and chi_square_fits(counts, law)
     assert chi_square_fits(counts, segment_law(target_probs(case))) == (name == "exact")
 
@@ -244,7 +212,7 @@ def test_of_a_larger_vocabulary_too(name):
     case = Case(tree_from_parents([[0] * 5], [[0, *children]]), [logits], logits, logits).take([0] * draws)
     noise = gumbel_noise(torch.arange(draws), torch.arange(2).expand(draws, -1), vocab)
     rule = make_rule("exact") if name == "exact" else make_rule("fsd", 0.1, head_guard=None)
-    counts = Counter(steps[0].token for steps in replace(case, noise=noise).walk(rule))
+    counts = Counter(steps[0].token for steps in replace(case, gumbel=noise).walk(rule))
     probs = logits[0, 0].double().softmax(-1)
     law = {token: probs[token].item() for token in (range(vocab) if name == "exact" else children)}
     assert chi_square_fits(counts, {token: p / sum(law.values()) for token, p in law.items()})

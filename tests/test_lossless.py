@@ -35,7 +35,7 @@ def test_greedy_decoding_equals_the_stock_model(family, attention):
     pair = tiny_pair(family, attention=attention)
     for prompt in (PROMPT, [7]):
         expected = stock_greedy(pair.target.model, prompt)
-        for rule, tree in (("fsd", WIDE), ("tilt", CHAIN), ("lenience", SMALL), ("exact", TreeConfig(4, 1, 3))):
+        for rule, tree in (("fsd", WIDE), ("relaxed", CHAIN), ("lenience", SMALL), ("exact", TreeConfig(4, 1, 3))):
             output = generate(pair, prompt, tree, rule)
             assert output.token_ids == expected
             assert sum(output.stats.accepted_lengths) > 0

@@ -201,7 +201,7 @@ def test_lists_of_options_lead_to_the_engine(small, given):
 
 @pytest.mark.parametrize(("given", "said"), [
     ({"threshold": 0.3}, "fsd with threshold 0.3 changes nothing without a draft head"),
-    ({"acceptance": "tilt", "threshold": 2}, "tilt with threshold 2 changes nothing without a draft head"),
+    ({"acceptance": "relaxed", "threshold": 2}, "relaxed with threshold 2 changes nothing without a draft head"),
     ({"threshold": 0.3, "speculative": False}, "changes nothing where speculative is False"),
     ({}, ""), ({"acceptance": "exact"}, ""), ({"acceptance": lambda nodes: nodes.warped}, ""),
 ], ids=range(6))

@@ -25,8 +25,8 @@ from transformers.generation.logits_process import (
 import eagle_fsd
 from eagle_fsd import RULES, TreeConfig, make_rule
 from eagle_fsd.decoding.request import Request
-from eagle_fsd.decoding.sampling import TopP, check_processors, warp_nodes, warp_trees
-from eagle_fsd.drafting.tree import DraftTree, ancestors_of
+from eagle_fsd.decoding.sampling import TopP, VerifiedTrees, check_processors
+from eagle_fsd.drafting.tree import root_only
 from eagle_fsd.pair import EagleModel
 
 NEW = 24
@@ -148,17 +148,10 @@ def test_processors_that_keep_a_state_are_refused(pair):
         with pytest.raises(ValueError, match=f"{type(processor).__name__} .*keeps a state from call to call"):
             eagle_fsd.generate(PROMPT, pair, logits_processor=[processor])
 
-# Processed logits of a tree, node by node. V = 11.
+
+# Processed logits, node by node. V = 11.
 
 CONTEXT = [5, 1, 5]  # before the root
-#        0: 1
-#        /  \
-#     1: 5  2: 3
-#      /     /  \
-#    3: 1  4: 1  5: 7
-PARENTS, TOKENS = torch.tensor([[0, 0, 0, 1, 2, 2]]), torch.tensor([[1, 5, 3, 1, 1, 7]])
-ANCESTORS = ancestors_of(PARENTS, 2)
-DRAFTED = DraftTree(TOKENS, PARENTS, ANCESTORS.sum(-1) - 1, ANCESTORS, PARENTS, torch.zeros(1, 6), max_depth=2)
 PATHS = [[1], [1, 5], [1, 3], [1, 5, 1], [1, 3, 1], [1, 3, 7]]
 
 
@@ -181,16 +174,6 @@ def request(processors):
     return Request([*CONTEXT, 1], max_new_tokens=9, processors=LogitsProcessorList(processors))
 
 
-def is_possible(node, warped):
-    """Whether no token of the path has been ruled out at the node before it."""
-    steps = []
-    while node:
-        parent = PARENTS[0, node]
-        steps.append(warped[0, parent, TOKENS[0, node]] > -torch.inf)
-        node = parent
-    return all(steps)
-
-
 @pytest.mark.parametrize("processors", [
     [],
     [TemperatureLogitsWarper(0.5), TopKLogitsWarper(4), TopPLogitsWarper(0.8)],
@@ -201,23 +184,19 @@ def is_possible(node, warped):
     [LastToken(1.0)],
 ], ids=lambda processors: "-".join(type(processor).__name__ for processor in processors) or "none")
 def test_every_node_is_processed_with_its_own_path(processors):
-    """All at once, as rules that look ahead need them, and one node of each row, as the walk does."""
-    logits, errors = torch.randn(1, 6, 11, generator=torch.Generator().manual_seed(0)), {}
-    raw = logits.clone()
-    warped = warp_trees([request(processors)], DRAFTED, logits, errors)
+    logits = torch.randn(len(PATHS), 1, 11, generator=torch.Generator().manual_seed(0))
+    raw, root = logits.clone(), root_only(torch.tensor([1]))
+    verified = VerifiedTrees([request(processors)], [len(CONTEXT)], root, logits[:1])
     for node, path in enumerate(PATHS):
-        expected = raw[0, node : node + 1].clone()
+        expected = raw[node].clone()
         for processor in processors:
             expected = processor(torch.tensor([CONTEXT + path]), expected)
-        assert torch.equal(warped[0, node], expected[0]) or not is_possible(node, warped)
-        said, going = [torch.tensor([token]) for token in path], torch.tensor([True])
-        assert torch.equal(warp_nodes([request(processors)], logits[:, node], said, going, errors), expected)
-    assert torch.equal(logits, raw) and not errors  # gates still need them
+        tokens, going = [torch.tensor([token]) for token in path], torch.tensor([True])
+        assert torch.equal(verified.warp(logits[node], torch.tensor([0]), tokens, going), expected)
+    assert torch.equal(logits, raw) and not verified.errors  # gates still need them
 
 
-
-
-@pytest.mark.parametrize("options", [{}, {"threshold": 0.5}, {"acceptance": "tilt", "threshold": 1}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"threshold": 0.5}, {"acceptance": "typical", "threshold": 0.5}], ids=str)
 def test_no_processor_is_asked_about_a_text_after_its_end(options):
     """Grammars raise once they have ended; plain decoding never asks them then."""
     pair = tiny_pair()

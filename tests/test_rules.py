@@ -18,12 +18,12 @@ DIVERGENCES = [{"divergence": name} for name in ("js", "kl", "reverse_kl", "tv",
 GUARDS = [{"head_guard": alpha} for alpha in (None, 0.0, 0.5, 0.9, 1.0)]
 THRESHOLDS = {  # one for each row of a batch
     "exact": (0.0, 0.0, 0.0, 0.0), "fsd": (0.02, 0.1, 0.4, math.inf), "fsd_paper": (0.02, 0.1, 0.4, math.inf),
-    "tilt": (0.1, 0.4, 1.5, 30.0), "typical": (0.0, 0.3, 0.7, 0.95), "lenience": (0.1, 0.5, 1.5, 50.0),
+    "typical": (0.0, 0.3, 0.7, 0.95), "lenience": (0.1, 0.5, 1.5, 50.0),
     "relaxed": (0.1, 0.6, 1.5, 4.0),
 }
 OPTIONS = {
     "exact": [{}], "fsd": [*GUARDS, *({**each, "head_guard": None} for each in DIVERGENCES)],
-    "fsd_paper": [*GUARDS, *DIVERGENCES], "tilt": [*GUARDS, {"max_regret": 0.7}], "typical": GUARDS, "lenience": GUARDS,
+    "fsd_paper": [*GUARDS, *DIVERGENCES], "typical": GUARDS, "lenience": GUARDS,
     "relaxed": [*GUARDS, {"top": 2}, {"top": 2, "head_guard": None}],
 }
 
@@ -106,7 +106,7 @@ def test_cuda_walks_as_the_cpu(name, greedy):
 
 # --- the ends of the threshold -------------------------------------------------------------------
 
-LOSSLESS_AT_ZERO = {"exact": (True, True), "fsd": (True, True), "fsd_paper": (False, False), "tilt": (True, True),
+LOSSLESS_AT_ZERO = {"exact": (True, True), "fsd": (True, True), "fsd_paper": (False, False),
                     "typical": (False, False), "lenience": (True, True), "relaxed": (True, False)}  # greedy, sampling
 
 
@@ -136,7 +136,6 @@ MONOTONE = {  # rule: options, thresholds, whether also with noise and processor
             [0.001, 0.02, 0.05, 0.1, 0.2, 0.4, 1.0, math.inf], True),
     "fsd_paper": ([{}, {"head_guard": 0.5}], [0.0, 0.02, 0.05, 0.1, 0.2, 0.4, 1.0, math.inf], True),
     "lenience": ([{}, {"head_guard": 0.5}], [0.001, 0.1, 0.3, 0.6, 1.0, 2.0, 4.0, 50.0], True),
-    "tilt": ([{}, {"max_regret": 0.5}, {"head_guard": 0.5}], [0.05, 0.2, 0.5, 1.0, 2.0, 5.0, 20.0, 1000.0], False),
     # Which child the target picks depends on which may be taken; without noise it is its best, which passes first.
     "typical": ([{}, {"head_guard": None}], [0.0, 0.2, 0.4, 0.6, 0.8, 0.9, 0.95, 0.99], False),
     "relaxed": ([{}, {"top": 3}], [0.001, 0.1, 0.3, 0.6, 1.0, 2.0, 4.0, 50.0], False),
@@ -180,20 +179,19 @@ def test_options_reach_the_rule():
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"rule": "magic"}, ValueError, "unknown rule 'magic'; accepted: exact, fsd, fsd_paper, tilt, .*function$"),
+        ({"rule": "magic"}, ValueError, "unknown rule 'magic'; accepted: exact, fsd, fsd_paper, typical, .*function$"),
+        ({"rule": "tilt", "threshold": 1.0}, ValueError, "rule 'tilt' is gone; use 'fsd'"),
         ({"rule": 3}, TypeError, "a rule is a name, a rule or a function, got 3"),
         ({"rule": RULES["fsd"]}, TypeError, "a rule is a name, a rule or a function"),
         ({"rule": "exact", "threshold": 0.1}, ValueError, r"rule 'exact' must lie in \[0, 0\], got 0.1"),
         ({"rule": "fsd", "threshold": -0.1}, ValueError, r"must lie in \[0, inf\], got -0.1"),
         ({"rule": "fsd", "threshold": math.nan}, ValueError, r"must lie in \[0, inf\], got nan"),
         ({"rule": "fsd", "threshold": "0.1"}, TypeError, "must be a number, got '0.1'"),
-        ({"rule": "tilt", "threshold": math.inf}, ValueError, r"\[0, 1000\], got inf"),
         ({"rule": "lenience", "threshold": math.inf}, ValueError, r"\[0, inf\), got inf"),
         ({"rule": "typical", "threshold": 1.0}, ValueError, r"\[0, 1\), got 1.0"),
         ({"rule": "fsd", "divergence": "jsd"}, ValueError, "unknown divergence 'jsd'; accepted: kl"),
-        ({"rule": "tilt", "divergence": "js"}, ValueError, "'tilt' has no option 'divergence'; accepted: threshold"),
+        ({"rule": "typical", "divergence": "js"}, ValueError, "has no option 'divergence'; accepted: threshold"),
         ({"rule": "relaxed", "top": 0}, ValueError, "top must be at least 1, got 0"),
-        ({"rule": "tilt", "max_regret": -1}, ValueError, r"max_regret must lie in \[0, inf\], got -1"),
         ({"rule": "exact", "head_guard": 0.5}, ValueError, "'exact' has no option 'head_guard'"),
         ({"rule": "typical", "head_guard": 1.1}, ValueError, r"head_guard must lie in \[0, 1\], got 1.1"),
         ({"rule": lambda nodes: None, "threshold": 0.1}, ValueError, "takes no options, got threshold"),

@@ -82,7 +82,7 @@ def test_exact_rows_are_vllms_own_and_thresholds_are_served(head, tmp_path):
             loose = [pool.submit(say, client, text, eagle_fsd_threshold=0.5) for text in TEXTS]
             assert list(pool.map(lambda text: say(client, text), TEXTS)) == plain
             assert all(each.result() for each in loose)
-        for rule in ("typical", "relaxed", "lenience", "tilt", "fsd_paper"):
+        for rule in ("typical", "relaxed", "lenience", "fsd_paper"):
             assert say(client, TEXTS[0], eagle_fsd_threshold=0.3, eagle_fsd_rule=rule)
         for extra, message in (({"eagle_fsd_threshold": -1}, "got -1"),
                                ({"eagle_fsd_threshold": 1, "eagle_fsd_rule": "x"}, "unknown rule 'x'")):

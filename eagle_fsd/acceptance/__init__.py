@@ -12,7 +12,6 @@ RULE_CLASSES = {  # module -> class; a rule is known by its module's name
     "exact": "Exact",
     "fsd": "FSD",
     "fsd_paper": "FSDPaper",
-    "tilt": "Tilt",
     "typical": "Typical",
     "lenience": "Lenience",
     "relaxed": "Relaxed",

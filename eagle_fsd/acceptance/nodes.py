@@ -52,7 +52,6 @@ class Nodes:
     left: Tensor | None  # [B] float64, of the budget; None: no row has one
     going: Tensor  # [B] bool: rows whose walk has not ended; what is answered of others is not read
     errors: dict[int, Exception]  # of rows: what a user's function raised there
-    ahead: Tensor | None = None  # [B, C], what `Rule.look_ahead` said of each column
 
     @property
     def greedy(self) -> bool:
@@ -93,7 +92,8 @@ class Nodes:
         """Children with target probability >= (1 - alpha) * the target's best, at temperature 1."""
         if head_guard is None:
             return self.children
-        least = self.raw.amax(-1, keepdim=True) + guard_slack(head_guard)
+        slack = math.log1p(-head_guard) if head_guard < 1 else -math.inf
+        least = self.raw.amax(-1, keepdim=True) + slack
         return self.children & (self.raw.gather(1, self.tokens) >= least)
 
     def divergence(self, name: str) -> Tensor:
@@ -103,8 +103,3 @@ class Nodes:
             return self.raw.new_full((len(self.raw),), math.nan)
         measure = get_divergence(name, self.draft_tokens)
         return torch.where(self.children.any(-1) & (self.draft_row >= 0), measure(self.raw, self.draft), math.nan)
-
-
-def guard_slack(head_guard: float) -> float:
-    """log(1 - alpha): how far below the best logit the head ends."""
-    return math.log1p(-head_guard) if head_guard < 1 else -math.inf

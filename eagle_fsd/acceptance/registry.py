@@ -10,6 +10,7 @@ from .rule import Custom, Rule
 RULES: dict[str, type[Rule]] = {
     name: getattr(import_module(f".{name}", __package__), rule) for name, rule in RULE_CLASSES.items()
 }
+GONE = {"tilt": "'fsd', which was as fast and lost less (docs/fuzzy.md)"}  # rules of earlier versions: what to use
 
 
 def make_rule(
@@ -37,6 +38,8 @@ def make_rule(
     if options.get("head_guard", 0) is None and not hasattr(known, "head_guard"):
         del options["head_guard"]  # no guard is what such a rule has
     if isinstance(rule, str):
+        if rule in GONE:
+            raise ValueError(f"rule {rule!r} is gone; use {GONE[rule]}")
         if rule not in RULES:
             raise ValueError(f"unknown rule {rule!r}; accepted: {', '.join(RULES)}, a rule or a function")
         rule = RULES[rule]()

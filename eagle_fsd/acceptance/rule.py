@@ -1,6 +1,6 @@
 """What all rules share: the threshold and its checks, the guard, and the choice among children that may be taken.
 
-B rows, C columns of a tree, N = C its nodes.
+B rows, C columns of a tree, V vocabulary.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from torch import Tensor
 
 from ..checks import check_interval
 from ..drafting.coupling import WEIGHT
-from ..drafting.tree import DraftTree
 from .nodes import Nodes, Weights
 
 HEAD_GUARD = 0.7  # of rules that gate on something: without it they take tokens of any probability (docs/fuzzy.md)
@@ -34,7 +33,7 @@ class Rule(ABC):
     threshold_limit: ClassVar[tuple[float, bool]] = (math.inf, False)  # upper end, and whether it is accepted
     threshold_scale: ClassVar[float] = 1.0  # hardly anyone wants more: where a slider ends
     noise_weight: ClassVar[float] = 0.0  # of the noise that tokens are drawn with in drafts, see `drafting.coupling`
-    look_ahead: ClassVar[Callable | None] = None  # a pass over the whole tree before the walk, see `Tilt`
+    window: ClassVar[int] = 0  # above 0 fuzzy tokens are tentative, see `walk.Permission`
 
     threshold: float = 0.0
 
@@ -112,20 +111,6 @@ def only(nodes: Nodes, eligible: Tensor, divergence: Tensor | None = None) -> We
     restricted = eligible.any(-1)
     steps = nodes.steps.masked_fill(restricted[:, None] & ~eligible, -math.inf)
     return Weights(steps, torch.where(restricted, -math.inf, 0.0), divergence=divergence)
-
-
-@dataclass(frozen=True, eq=False)
-class Ahead:
-    """What `Rule.look_ahead` sees of a whole tree [B, N]; what is said of the root is not to be read."""
-
-    tree: DraftTree
-    steps: Tensor  # warped logit of each node's token at its parent
-    log_probs: Tensor  # its log-probability there, float64
-    best: Tensor  # the largest warped logit at its parent
-    exact: Tensor  # bool: the target's own choice there, when greedy
-    eligible: Tensor  # bool: the draft head's, and inside the rule's head guard
-    threshold: Tensor  # [B, 1] float64
-    greedy: bool
 
 
 @dataclass(frozen=True)

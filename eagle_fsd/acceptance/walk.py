@@ -1,6 +1,6 @@
 """The walk: from the root down while the token that is drawn is a child, level by level, for all rows at once.
 
-B rows, N tree nodes, C = N columns of it, K expanded nodes of a level, V vocabulary, R the draft's.
+B rows, N tree nodes, K expanded nodes of a level, P steps of the longest path, V vocabulary, R the draft's.
 
 At every node the walk draws `argmax(log_weights + noise)`. If that token is a child it descends, else it emits the
 token and stops; at a leaf it emits. A token is *exact* where the target itself draws it with the same noise,
@@ -10,16 +10,39 @@ token and stops; at a leaf it emits. A token is *exact* where the target itself 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from ..drafting.largest import first_largest
 from ..drafting.tree import DraftTree
-from .nodes import Nodes, Weights, guard_slack
-from .rule import Ahead, Rule
+from .nodes import Nodes, Weights
+from .rule import Rule
+
+
+class Verified(Protocol):
+    """A batch of draft trees with the logits of draft and target."""
+
+    tree: DraftTree
+    draft: Sequence[Tensor]  # per drafted level [B, K, R], the draft's raw logits; rows are `tree.draft_rows`
+    draft_tokens: Tensor | None  # [R] long; None: the draft names all tokens
+    raw: Tensor  # [B, N, V] float32, the target's logits
+    greedy: bool
+    errors: dict[int, Exception]  # by row, what a processor or a user's rule raised
+
+    def warp(
+        self,
+        raw: Tensor,  # [B, V], of one node of each row
+        node: Tensor,  # [B] long
+        path: Sequence[Tensor],  # the tokens from the root to that node, [B] each
+        going: Tensor,  # [B] bool, the rows that are still walking; the others' results are not read
+    ) -> Tensor:  # [B, V]
+        """The logits after all processors."""
+
+    def noise(self, depth: int) -> Tensor | None:
+        """[B, V] Gumbel noise for the tokens after nodes of this depth; None: greedy."""
 
 
 class Step(NamedTuple):
@@ -33,118 +56,152 @@ class Step(NamedTuple):
     regret: float  # that of the target's best token, less this
     drawn: float  # the token's logit after processors
     closed: bool  # whether the budget was spent, here or before
-    top: list[tuple[int, float]] | None = None  # the target's best tokens with their log-probabilities
+    top: Sequence[tuple[int, float]] = ()  # the target's best tokens with their log-probabilities
 
 
 class Within(NamedTuple):
-    """Where the rule decides: after one token and up to another, the target's own tokens being taken elsewhere."""
+    """The marks of each row: its rule decides after one token and up to another."""
 
-    inside: Tensor  # [B] bool, whether the next token is there
+    inside: Tensor  # [B] bool, whether the rule decides the next token
     opening: Tensor  # [B] long; -1: there is no such token
     closing: Tensor  # [B] long
 
-
-class Target(NamedTuple):
-    """What the target says of a verified batch of trees."""
-
-    logits: Tensor  # [B, N, V] float32, raw
-    warp: Callable[[Tensor, Tensor, Sequence[Tensor], Tensor], Tensor]
-    # warp(raw [B, V], node [B], tokens from the root on, each [B], going [B]) -> [B, V] after all processors
-    noise: Callable[[int], Tensor] | None  # noise(depth) -> [B, V] for the tokens after its nodes; None: greedy
-    warp_tree: Callable[[], Tensor]  # [B, N, V], the same for all nodes
+    def after(self, token: Tensor) -> Within:
+        return self._replace(inside=(self.inside | (token == self.opening)) & (token != self.closing))
 
 
-def walk(
-    rule: Rule,
-    tree: DraftTree,
-    draft: Sequence[Tensor],  # per drafted level [B, K, R], the draft's raw logits; rows are `tree.draft_rows`
-    target: Target,
-    threshold: Tensor,  # [B] float64
-    left: Tensor | None,  # [B] float64, of each row's budget: nats of regret that fuzzy tokens may still cost
-    draft_tokens: Tensor | None = None,  # [R] long; None: the draft names all tokens
-    errors: dict[int, Exception] | None = None,  # takes what a user's function raises, by row
-    top: int = 0,  # tokens that are told beside each
-    within: Within | None = None,  # None: everywhere
-) -> list[list[Step]]:
-    """The steps of each row, the last of which is the target's own token; one copy to the host, at the end.
+class Permission:
+    """Which of its rule's tokens each row may take in one walk; the target's own are taken elsewhere.
 
-    A fuzzy token dearer than what is left is refused: the target's own is taken, and all after it.
+    A fuzzy token dearer than what is left of the budget is refused, and all after it. Where the rule has a window
+    (`Rule.window`), a fuzzy token is tentative: it stays if the next `window` tokens of the target itself were drafted.
+    Until then the rule does not decide. A path that ends before is cut back to the tentative step, where the target's
+    own token is taken. So budget and marks never depend on what was cut: they count the tokens that are emitted.
+
+    Args:
+        threshold: [B] float64.
+        left: [B] float64, of each row's budget: nats of regret that fuzzy tokens may still cost. None: no row has one.
+        within: None: the rules decide everywhere.
     """
-    batch, device = len(tree.tokens), tree.tokens.device
-    rows = torch.arange(batch, device=device)
+
+    def __init__(self, threshold: Tensor, left: Tensor | None = None, within: Within | None = None) -> None:
+        self.threshold, self.left, self.within = threshold, left, within
+        self.closed = torch.zeros_like(threshold, dtype=torch.bool)  # [B], whether the budget is spent
+        self.decided = ~self.closed  # [B] bool, whether the rule decided the last token
+        self.step = 0
+        self.tentative = self.until = torch.zeros_like(threshold, dtype=torch.long)  # [B], steps; see `cut`
+
+    def settle(
+        self,
+        token: Tensor,  # [B] long, drawn by the rule
+        exact: Tensor,  # [B] long, drawn by the target
+        raw: Tensor,  # [B, V]
+        going: Tensor,  # [B] bool
+        window: int,
+    ) -> Tensor:  # [B] long
+        """The tokens that are taken."""
+        if self.left is self.within is None and not window:
+            return token
+        decided = ~self.closed & (self.step >= self.until)
+        if self.within is not None:
+            decided = decided & self.within.inside
+        token = torch.where(decided, token, exact)
+        if self.left is not None:
+            regret = (raw.amax(-1) - raw.gather(1, token[:, None])[:, 0]).double()
+            dear = (token != exact) & (regret > self.left)
+            self.closed, decided = self.closed | dear, decided & ~dear
+            token = torch.where(dear, exact, token)
+            self.left = self.left - torch.where(token != exact, regret, 0.0)
+        if self.within is not None:
+            self.within = self.within.after(token)
+        if window:
+            fuzzy = going & (token != exact)
+            self.tentative = torch.where(fuzzy, self.step, self.tentative)
+            self.until = torch.where(fuzzy, self.step + window + 1, self.until)
+        self.step, self.decided = self.step + 1, decided
+        return token
+
+    def cut(self, lengths: Tensor) -> Tensor:
+        """[B] long: the tentative step that each path of this length [B] is cut back to; without one its own end."""
+        return torch.where(lengths > self.until, lengths, self.tentative)
+
+
+class Level(NamedTuple):
+    """What the walk did at one depth, [B] each; of all depths [B, P]."""
+
+    node: Tensor  # long
+    token: Tensor  # long
+    exact: Tensor  # long, the token that the target draws
+    drawn: Tensor | None  # [B, 2], processed logits of the two; None: they are the raw ones
+    divergence: Tensor  # float64
+    closed: Tensor  # bool
+    going: Tensor  # bool, rows that have come to this depth
+
+
+def walk(rule: Rule, verified: Verified, permission: Permission, top: int = 0) -> list[list[Step]]:
+    """The steps of each row, the last of which is the target's own token; the host waits once, at the end.
+
+    Args:
+        top: so many of the target's best tokens are reported at each step.
+    """
+    tree, lossless = verified.tree, rule.is_lossless(verified.greedy)
+    rows = torch.arange(len(tree.tokens), device=tree.tokens.device)
     parents = tree.parents.masked_fill(tree.depths == 0, -1)  # the root is nobody's child
-    lossless, errors = rule.is_lossless(target.noise is None), {} if errors is None else errors
-    ahead = None
-    if rule.look_ahead is not None and not lossless:
-        whole = target.warp_tree()
-        target = target._replace(warp=lambda raw, node, said, going: whole[rows, node])
-        ahead = rule.look_ahead(_ahead(rule, tree, target, whole, threshold))
-    node = torch.zeros_like(rows)
-    going, closed = torch.ones_like(rows, dtype=torch.bool), torch.zeros_like(rows, dtype=torch.bool)
-    said, path, judged, drawn = [tree.tokens[:, 0]], [], [], []
+    node, going = torch.zeros_like(rows), torch.ones_like(rows, dtype=torch.bool)
+    unknown = torch.full_like(permission.threshold, math.nan)
+    path, levels = [tree.tokens[:, 0]], []
     for depth in range(tree.max_depth + 1):
-        raw = target.logits[rows, node]
-        warped = target.warp(raw, node, said, going)
-        noise = None if target.noise is None else target.noise(depth)
+        raw, children = verified.raw[rows, node], parents == node[:, None]
+        warped, noise = verified.warp(raw, node, path, going), verified.noise(depth)
         exact = first_largest(warped if noise is None else warped + noise)
-        token, children, weights = exact, parents == node[:, None], Weights()
+        token, weights = exact, Weights()
         if not lossless:
-            nodes = Nodes(raw, warped, noise, exact, tree.tokens, children, tree.by_head, tree.scores,
-                          draft[depth] if depth < len(draft) else None, tree.draft_rows[rows, node], draft_tokens,
-                          threshold, left, going, errors, ahead)
+            drafted = verified.draft[depth] if depth < len(verified.draft) else None
+            nodes = Nodes(raw, warped, noise, exact, tree.tokens, children, tree.by_head, tree.scores, drafted,
+                          tree.draft_rows[rows, node], verified.draft_tokens, permission.threshold, permission.left,
+                          going, verified.errors)
             weights = rule.weigh(nodes)
-            token = draw(nodes, weights)
-            if within is not None:
-                token = torch.where(within.inside, token, exact)
-            if left is not None:
-                regret = (raw.amax(-1) - raw.gather(1, token[:, None])[:, 0]).double()
-                closed = closed | (token != exact) & (regret > left)  # dearer than what is left: exact from here
-                token = torch.where(closed, exact, token)
-                left = left - torch.where(token != exact, regret, 0.0)
-        path.append((node, token, going))
-        if not lossless:
-            unknown = torch.full_like(threshold, math.nan)
-            judged.append((exact, closed, unknown if weights.divergence is None else weights.divergence.double()))
-        if warped is not raw:
-            drawn.append(warped.gather(1, token[:, None])[:, 0])
-        found = children & (tree.tokens == token[:, None])  # at most one: siblings differ in their token
-        going = found.any(-1) & going
+            token = permission.settle(draw(nodes, weights), exact, raw, going, rule.window)
+        divergence = unknown if weights.divergence is None else weights.divergence.double()
+        drawn = None if warped is raw else warped.gather(1, torch.stack([token, exact], 1))
+        levels.append(Level(node, token, exact, drawn, divergence, permission.closed, going))
+        child = children & (tree.tokens == token[:, None])  # at most one: siblings differ in their token
+        going = going & child.any(-1)
         if weights.stop is not None:
-            going = going & ~(weights.stop & ~closed & (True if within is None else within.inside))
-        if within is not None:
-            within = within._replace(inside=(within.inside | (token == within.opening)) & (token != within.closing))
-        if device.type == "cpu" and not going.any():
+            going = going & ~(weights.stop & permission.decided)
+        if rows.is_cpu and not going.any():
             break
-        node = torch.where(going, found.long().argmax(-1), node)
-        said.append(token)
-    return _steps(path, judged, drawn, target.logits, top)
+        node = torch.where(going, child.long().argmax(-1), node)
+        path.append(token)
+    columns = zip(*levels, strict=True)
+    walked = Level(*(None if column[0] is None else torch.stack(column, 1) for column in columns))
+    return _steps(walked, permission.cut(walked.going.sum(1)), verified.raw, top)
 
 
 def _steps(
-    path: Sequence[tuple[Tensor, ...]],  # of each level: node, token and going [B]
-    judged: Sequence[tuple[Tensor, ...]],  # the target's own token, closed and divergence [B]; none: lossless
-    drawn: Sequence[Tensor],  # processed logits of the tokens [B]; none: there are no processors
+    walked: Level,  # [B, P]
+    cut: Tensor,  # [B] long, see `Permission.cut`
     logits: Tensor,  # [B, N, V]
     top: int,
 ) -> list[list[Step]]:
-    """The steps of each row, with what receipts say of them, in one copy to the host."""
-    node, token, going = (torch.stack(column, 1) for column in zip(*path, strict=True))  # [B, P] each
-    exact, closed, divergence = token, torch.zeros_like(token), torch.full(token.shape, math.nan, device=token.device)
-    if judged:
-        exact, closed, divergence = (torch.stack(column, 1) for column in zip(*judged, strict=True))
-    rows = torch.arange(len(node), device=node.device)[:, None]
-    raw = logits[rows, node]  # [B, P, V]
-    best, taken = raw.amax(-1), raw.gather(-1, token[..., None])[..., 0]
-    logprobs = raw.log_softmax(-1)
-    logprob = logprobs.gather(-1, token[..., None])[..., 0]
-    best_of = [[list(zip(*place, strict=True)) for place in zip(*row, strict=True)] for row in zip(
-        *(part.tolist() for part in reversed(logprobs.topk(top))), strict=True)] if top else None
-    processed = torch.stack(drawn, 1) if drawn else taken
-    columns = (node, token, token == exact, divergence, logprob, best - taken, processed, closed, going)
-    table = torch.stack([column.double() for column in columns], -1).tolist()  # [B, P, 9]
-    return [[Step(int(node), int(token), bool(exact), *numbers, bool(closed), best_of[row][place] if top else None)
-             for place, (node, token, exact, *numbers, closed, went) in enumerate(steps) if went]
-            for row, steps in enumerate(table)]
+    """The steps of each row, with what receipts report."""
+    place = torch.arange(walked.node.shape[1], device=cut.device)
+    token = torch.where(place == cut[:, None], walked.exact, walked.token)
+    going = walked.going & (place <= cut[:, None])
+    raw = logits[torch.arange(len(cut), device=cut.device)[:, None], walked.node]  # [B, P, V]
+    logprobs, taken = raw.log_softmax(-1), raw.gather(-1, token[..., None])[..., 0]
+    regret, logprob = raw.amax(-1) - taken, logprobs.gather(-1, token[..., None])[..., 0]
+    drawn = taken if walked.drawn is None else torch.where(token == walked.token, *walked.drawn.unbind(-1))
+    # After one wait two small copies: integers and flags, and numbers.
+    integers = torch.stack([walked.node, token, token == walked.exact, walked.closed, going], -1).tolist()
+    numbers = torch.stack([walked.divergence, logprob.double(), regret.double(), drawn.double()], -1).tolist()
+    tokens, values = (part.tolist() for part in reversed(logprobs.topk(top))) if top else (None, None)
+    return [
+        [Step(node, token, bool(exact), *numbers[row][at], bool(closed),
+              list(zip(tokens[row][at], values[row][at], strict=True)) if top else ())
+         for at, (node, token, exact, closed, reached) in enumerate(steps) if reached]
+        for row, steps in enumerate(integers)
+    ]
 
 
 def draw(nodes: Nodes, weights: Weights) -> Tensor:  # [B] long
@@ -163,20 +220,3 @@ def draw(nodes: Nodes, weights: Weights) -> Tensor:  # [B] long
     none = nodes.warped.shape[-1]
     first = nodes.tokens.masked_fill(~nodes.children | (steps != best[:, None]), none).amin(-1)
     return torch.where((best > own) | (best == own) & (first < exact), first, exact)
-
-
-def _ahead(rule: Rule, tree: DraftTree, target: Target, warped: Tensor, threshold: Tensor) -> Ahead:
-    """What a rule that looks ahead sees, from the processed logits [B, N, V] of the whole tree."""
-    at = tree.parents * warped.shape[-1] + tree.tokens  # where (parent, token) lies in a flattened [N, V]
-    raw_steps, steps = (logits.flatten(1).gather(1, at) for logits in (target.logits, warped))
-
-    def of_parent(values: Tensor) -> Tensor:
-        return values.gather(1, tree.parents)
-
-    guard = getattr(rule, "head_guard", None)
-    eligible = tree.by_head
-    if guard is not None:
-        eligible = eligible & (raw_steps >= of_parent(target.logits.amax(-1) + guard_slack(guard)))
-    return Ahead(
-        tree, steps, steps.double() - of_parent(warped.logsumexp(-1)).double(), of_parent(warped.amax(-1)),
-        tree.tokens == of_parent(first_largest(warped)), eligible, threshold[:, None], target.noise is None)

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from ..acceptance import Rule
-from ..acceptance.walk import Step, Target, Within, walk
-from ..drafting.noise import gumbel_noise
+from ..acceptance.walk import Permission, Step, Within, walk
 from ..drafting.sizing import Choice, Drafting, Pause
 from ..drafting.text import MOST_NODES
 from ..drafting.tree import DraftTree, root_only
@@ -25,7 +24,7 @@ from ..models.target import TargetModel
 from .forwards import Forwards
 from .output import Receipt
 from .request import EXACT, Emission, Request
-from .sampling import couple, warp_nodes, warp_trees
+from .sampling import VerifiedTrees, couple
 
 NOTHING = Emission([], [], [])
 
@@ -96,8 +95,8 @@ class Decoder:
         """The first token, from the prompt's features [L, F]: a walk on a tree of the last prompt token alone."""
         request = self.requests[number]
         root = root_only(torch.tensor(request.tokens[-1:], device=self.device))
-        raw = self.target.logits(features[None, -1:])  # [1, 1, V]
-        _, emission = self._accept_rows([request], EXACT, root, raw, [], [len(request.tokens) - 1])[0]
+        logits = self.target.logits(features[None, -1:])  # [1, 1, V]
+        _, emission = self._walk(EXACT, VerifiedTrees([request], [len(request.tokens) - 1], root, logits))[0]
         if emission.error is not None:
             raise emission.error
         return emission
@@ -112,7 +111,9 @@ class Decoder:
         if plain := [number for number, request in enumerate(self.requests) if not request.speculative]:
             tree = tree.rooted(plain)
         features = self.forwards.verify(tree)  # [B, N, F]
-        paths, emissions = self._accept(rules, tree, self.target.logits(features), draft_logits, lengths)
+        logits = self.target.logits(features)  # [B, N, V]
+        paths, emissions = self._accept(
+            rules, VerifiedTrees(self.requests, lengths, tree, logits, draft_logits, self.draft_tokens))
         self.forwards.commit(lengths, paths)
         self.drafting.learn(plan, tree.tokens.shape[1], len(draft_logits), [len(each.tokens) for each in emissions],
                             copied=any(copies))
@@ -137,65 +138,43 @@ class Decoder:
         self.forwards.join(other.forwards)
         self.drafting.keep(len(self.requests))
 
-    def _accept(
-        self, deciding: Sequence[Rule], tree: DraftTree, logits: Tensor, draft_logits: Sequence[Tensor],
-        lengths: Sequence[int],
-    ) -> tuple[list[list[int]], list[Emission]]:
+    def _accept(self, rules: Sequence[Rule], verified: VerifiedTrees) -> tuple[list[list[int]], list[Emission]]:
         """The accepted path of each request, and what it emits; requests with the same rule are walked together."""
-        groups: list[list[int]] = []  # rows that are walked together
-        for number, request in enumerate(self.requests):
-            mine = [rows for rows in groups if self.requests[rows[0]].greedy == request.greedy
-                    and _differ_in_threshold_only(deciding[rows[0]], deciding[number])]
+        requests, groups = verified.requests, []  # rows that are walked together
+        for number, request in enumerate(requests):
+            mine = [rows for rows in groups if requests[rows[0]].greedy == request.greedy
+                    and _differ_in_threshold_only(rules[rows[0]], rules[number])]
             if mine:
                 mine[0].append(number)
             else:
                 groups.append([number])
         found: dict[int, tuple[list[int], Emission]] = {}
         for rows in groups:
-            group = (tree, logits, draft_logits)
-            if len(rows) < len(self.requests):
-                group = (tree.take(rows), logits[rows], [level[rows] for level in draft_logits])
-            requests = [self.requests[row] for row in rows]
-            accepted = self._accept_rows(requests, deciding[rows[0]], *group, [lengths[row] for row in rows])
-            found |= dict(zip(rows, accepted, strict=True))
-        paths, emissions = zip(*(found[number] for number in range(len(self.requests))), strict=True)
+            found |= dict(zip(rows, self._walk(rules[rows[0]], verified.take(rows)), strict=True))
+        paths, emissions = zip(*(found[number] for number in range(len(requests))), strict=True)
         return list(paths), list(emissions)
 
-    def _accept_rows(
-        self, requests: Sequence[Request], rule: Rule, tree: DraftTree, logits: Tensor, draft_logits: Sequence[Tensor],
-        lengths: Sequence[int],
-    ) -> list[tuple[list[int], Emission]]:
-        """That of requests with one rule."""
-        errors: dict[int, Exception] = {}  # of processors and users' rules, which are called row by row
-        seeds, places = torch.tensor([[request.seed for request in requests], lengths], device=self.device)
-
-        def noise(depth: int) -> Tensor:
-            """[B, V] for the tokens after nodes of this depth: by seed and absolute position."""
-            return gumbel_noise(seeds, places[:, None] + depth + 1, self.target.vocab_size)[:, 0]
-
-        target = Target(
-            logits,
-            warp=lambda raw, node, said, going: warp_nodes(requests, raw, said, going, errors),
-            noise=None if requests[0].greedy else noise,
-            warp_tree=lambda: warp_trees(requests, tree, logits, errors),
-        )
-        walks = walk(
-            rule, tree, draft_logits, target, self._per_row([request.rule.threshold for request in requests]),
-            None if all(request.budget is None for request in requests)
-            else self._per_row([request.left for request in requests]), self.draft_tokens, errors,
-            max(request.top_logprobs for request in requests), self._within(requests))
-        drafters = tree.drafted_by()
+    def _walk(self, rule: Rule, verified: VerifiedTrees) -> list[tuple[list[int], Emission]]:
+        """Path and emission of requests with one rule."""
+        requests, errors = verified.requests, verified.errors
+        top = max(request.top_logprobs for request in requests)
+        walks = walk(rule, verified, self._permission(requests), top)
+        drafters, drafted = verified.tree.drafted_by(), verified.tree.max_depth > 0
         return [([0], NOTHING._replace(error=errors[row])) if row in errors
-                else ([step.node for step in steps], _emission(steps, drafters[row], request, tree.max_depth > 0))
+                else ([step.node for step in steps], _emission(steps, drafters[row], request, drafted))
                 for row, (request, steps) in enumerate(zip(requests, walks, strict=True))]
 
-    def _within(self, requests: Sequence[Request]) -> Within | None:
-        """Where their rules decide."""
-        if all(request.within is None for request in requests):
-            return None
-        marks = [(request.inside, *(request.within or (-1, -1))) for request in requests]
-        inside, opening, closing = torch.tensor(marks, device=self.device).unbind(1)
-        return Within(inside.bool(), opening, closing)
+    def _permission(self, requests: Sequence[Request]) -> Permission:
+        """What the thresholds, budgets and marks of these requests permit."""
+        left = within = None
+        threshold = self._per_row([request.rule.threshold for request in requests])
+        if any(request.budget is not None for request in requests):
+            left = self._per_row([request.left for request in requests])
+        if any(request.within is not None for request in requests):
+            marks = [(request.inside, *(request.within or (-1, -1))) for request in requests]
+            inside, opening, closing = torch.tensor(marks, device=self.device).unbind(1)
+            within = Within(inside.bool(), opening, closing)
+        return Permission(threshold, left, within)
 
     def _per_row(self, values: Sequence[float]) -> Tensor:
         return torch.tensor(values, dtype=torch.float64, device=self.device)

@@ -1,6 +1,7 @@
 """Logits processing: the processors and warpers of `transformers`, applied to the nodes of a tree.
 
-B batch, N nodes, L length of the emitted context (prompt and tokens before the root), V vocabulary.
+B batch, N nodes, K expanded nodes of a level, L length of the emitted context (prompt and tokens before the root),
+V vocabulary, R the draft's.
 
 What a processor raises is the error of the row that it was called for, noted in `errors`: where it may depend on the
 text, or is the user's, it is called row by row.
@@ -8,6 +9,7 @@ text, or is the user's, it is called row by row.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 
@@ -17,19 +19,12 @@ from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.generation.logits_process import (
     EpsilonLogitsWarper,
     EtaLogitsWarper,
-    ExponentialDecayLengthPenalty,
-    ForcedBOSTokenLogitsProcessor,
-    ForcedEOSTokenLogitsProcessor,
     InfNanRemoveLogitsProcessor,
     LogitNormalization,
-    MinLengthLogitsProcessor,
     MinNewTokensLengthLogitsProcessor,
     MinPLogitsWarper,
-    NoBadWordsLogitsProcessor,
-    NoRepeatNGramLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
     SequenceBiasLogitsProcessor,
-    SuppressTokensAtBeginLogitsProcessor,
     SuppressTokensLogitsProcessor,
     SynthIDTextWatermarkLogitsProcessor,
     TemperatureLogitsWarper,
@@ -43,6 +38,7 @@ from ..acceptance import Rule
 from ..checks import check_functions
 from ..drafting.coupling import Coupling
 from ..drafting.largest import largest
+from ..drafting.noise import gumbel_noise
 from ..drafting.tree import DraftTree
 from ..options import GenerateOptions
 from .grammar import Grammar
@@ -87,25 +83,13 @@ class TopP(LogitsProcessor):
         return scores.masked_fill(scores < best.gather(-1, last), -math.inf)
 
 
-# Processors whose result does not depend on the tokens before: one call serves all nodes.
-CONTEXT_FREE = (
-    TemperatureLogitsWarper, TopKLogitsWarper, TopP, TopPLogitsWarper, MinPLogitsWarper, TypicalLogitsWarper,
-    EpsilonLogitsWarper, EtaLogitsWarper, SuppressTokensLogitsProcessor, InfNanRemoveLogitsProcessor,
-    LogitNormalization,
-)
 # Temperature and truncation: of these, which know no tokens, a draft's logits take the same.
 WARPERS = (
     TemperatureLogitsWarper, TopKLogitsWarper, TopP, TopPLogitsWarper, MinPLogitsWarper, TypicalLogitsWarper,
     EpsilonLogitsWarper, EtaLogitsWarper,
 )
-# Those that treat the rows of a batch alike: one call serves the nodes of a level. All others are called with one row,
-# as in plain decoding: some index by the row, or hold tensors of one row.
-ROW_WISE = (
-    *CONTEXT_FREE, CountPenalty, RepetitionPenaltyLogitsProcessor, NoRepeatNGramLogitsProcessor,
-    SequenceBiasLogitsProcessor, NoBadWordsLogitsProcessor, MinLengthLogitsProcessor,
-    MinNewTokensLengthLogitsProcessor, ForcedBOSTokenLogitsProcessor, ForcedEOSTokenLogitsProcessor,
-    ExponentialDecayLengthPenalty, SuppressTokensAtBeginLogitsProcessor,
-)
+# Processors whose result does not depend on the tokens before: one call serves all rows.
+CONTEXT_FREE = (*WARPERS, SuppressTokensLogitsProcessor, InfNanRemoveLogitsProcessor, LogitNormalization)
 # Those that remember their calls, which plain decoding makes in the order of the text.
 STATEFUL = (SynthIDTextWatermarkLogitsProcessor, UnbatchedClassifierFreeGuidanceLogitsProcessor)
 
@@ -119,8 +103,8 @@ def check_processors(processors: Sequence[LogitsProcessor] | None) -> LogitsProc
     for processor in checked:
         if isinstance(processor, STATEFUL):
             raise ValueError(
-                f"{type(processor).__name__} is not supported: it keeps a state from call to call, and a tree asks for "
-                "several continuations at once; a processor must be a function of input_ids and scores"
+                f"{type(processor).__name__} is not supported: it keeps a state from call to call, and decoding may "
+                "go back to an earlier text; a processor must be a function of input_ids and scores"
             )
     return checked
 
@@ -183,45 +167,57 @@ def is_context_free(processors: LogitsProcessorList) -> bool:
     return all(type(processor) in CONTEXT_FREE for processor in processors)
 
 
-def warp_nodes(
-    requests: Sequence[Request],
-    raw: Tensor,  # [B, V] float32, of one node of each row, all of one depth
-    said: Sequence[Tensor],  # the tokens from the root to that node, [B] each
-    going: Tensor,  # [B] bool: rows that are asked about
-    errors: dict[int, Exception],
-) -> Tensor:  # [B, V]
-    """Processed logits, each with the row's own path as context."""
-    if _share_processors(requests):
-        return requests[0].processors(None, raw.clone()) if requests[0].processors else raw
-    warped, path = raw.clone(), torch.stack(list(said), 1)  # [B, depth + 1]
-    for row in going.nonzero()[:, 0].tolist():
-        if row not in errors and requests[row].processors and not requests[row].complete_with(path[row, 1:].tolist()):
-            before = torch.tensor([requests[row].context], dtype=torch.long, device=raw.device)
+class VerifiedTrees:
+    """The draft trees of some requests with the logits of draft and target, see `acceptance.walk.Verified`.
+
+    Args:
+        lengths: L of each, the position of the root. raw: [B, N, V] float32, the target's logits.
+        draft: per drafted level [B, K, R], raw logits. draft_tokens: [R] long; None: the draft names all tokens.
+    """
+
+    def __init__(
+        self, requests: Sequence[Request], lengths: Sequence[int], tree: DraftTree, raw: Tensor,
+        draft: Sequence[Tensor] = (), draft_tokens: Tensor | None = None,
+    ) -> None:
+        self.requests, self.lengths, self.tree, self.raw = requests, lengths, tree, raw
+        self.draft, self.draft_tokens = draft, draft_tokens
+        self.greedy, self.errors = requests[0].greedy, {}
+
+    def take(self, rows: Sequence[int]) -> VerifiedTrees:
+        """Those of some rows, ascending."""
+        if len(rows) == len(self.requests):
+            return self
+        return VerifiedTrees(
+            [self.requests[row] for row in rows], [self.lengths[row] for row in rows], self.tree.take(rows),
+            self.raw[rows], [level[rows] for level in self.draft], self.draft_tokens)
+
+    @functools.cached_property
+    def _seeds_and_places(self) -> Tensor:  # [2, B] long
+        return torch.tensor([[request.seed for request in self.requests], self.lengths], device=self.raw.device)
+
+    def noise(self, depth: int) -> Tensor | None:
+        """[B, V] for the tokens after nodes of this depth, by seed and absolute position; None: greedy."""
+        if self.greedy:
+            return None
+        seeds, places = self._seeds_and_places
+        return gumbel_noise(seeds, places[:, None] + depth + 1, self.raw.shape[-1])[:, 0]
+
+    def warp(self, raw: Tensor, node: Tensor, path: Sequence[Tensor], going: Tensor) -> Tensor:
+        """[B, V]: processed logits, each with the row's own path as context."""
+        if _share_processors(self.requests):
+            return self.requests[0].processors(None, raw.clone()) if self.requests[0].processors else raw
+        warped, paths = raw.clone(), torch.stack(list(path), 1)  # [B, depth + 1]
+        for row in going.nonzero()[:, 0].tolist():
+            request = self.requests[row]
+            if row in self.errors or not request.processors or request.complete_with(paths[row, 1:].tolist()):
+                continue
+            before = torch.tensor([request.context], dtype=torch.long, device=raw.device)
             try:
-                warped[row] = _processed(requests[row].processors, torch.cat([before, path[row, None]], 1),
-                                         raw[row, None].clone())[0]
+                context = torch.cat([before, paths[row, None]], 1)
+                warped[row] = _processed(request.processors, context, raw[row, None].clone())[0]
             except Exception as error:
-                errors[row] = error
-    return warped
-
-
-def warp_trees(
-    requests: Sequence[Request],
-    tree: DraftTree,
-    logits: Tensor,  # [B, N, V] float32
-    errors: dict[int, Exception],
-) -> Tensor:  # [B, N, V]
-    """Processed logits of every node, each with its own path as context."""
-    if _share_processors(requests):
-        processors = requests[0].processors
-        return processors(None, logits.flatten(0, 1).clone()).view_as(logits) if processors else logits
-    warped = logits.clone()
-    for row, request in enumerate(requests):
-        try:
-            warped[row] = _warp_tree(request, tree.take(slice(row, row + 1)), logits[row])
-        except Exception as error:
-            errors[row] = error
-    return warped
+                self.errors[row] = error
+        return warped
 
 
 def couple(
@@ -252,53 +248,16 @@ def _share_processors(requests: Sequence[Request]) -> bool:
     return first.alike is not None and all(request.alike == first.alike for request in requests)
 
 
-def _warp_tree(
-    request: Request,
-    tree: DraftTree,  # of one row
-    logits: Tensor,  # [N, V] float32
-) -> Tensor:  # [N, V]
-    """`warp_trees` of one row.
-
-    A node whose token is impossible at its parent (-inf there) is never reached: its logits stay as they are, so that
-    no processor is asked about a text that it, or another one, has ruled out.
-    """
-    warped = logits.clone()
-    reachable = torch.ones_like(tree.depths[0], dtype=torch.bool)
-    before = torch.tensor(request.context, dtype=torch.long, device=logits.device)
-    for depth in range(tree.max_depth + 1):  # nodes of one level have contexts of one length
-        nodes = (tree.depths[0] == depth).nonzero()[:, 0]
-        if depth:
-            parents = tree.parents[0, nodes]
-            reachable[nodes] = reachable[parents] & (warped[parents, tree.tokens[0, nodes]] > -math.inf)
-            nodes = nodes[reachable[nodes]]
-        if not len(nodes):
-            break
-        path_nodes = tree.ancestors[0, nodes].nonzero()[:, 1].view(len(nodes), depth + 1)
-        paths = tree.tokens[0][path_nodes]
-        goes_on = torch.tensor([not request.complete_with(path[1:]) for path in paths.tolist()], device=nodes.device)
-        reachable[nodes], nodes, paths = goes_on, nodes[goes_on], paths[goes_on]
-        if not len(nodes):
-            break
-        contexts = torch.cat([before.expand(len(nodes), -1), paths], 1)
-        warped[nodes] = _processed(request.processors, contexts, logits[nodes])  # a copy: indexed by a tensor
-    return warped
-
-
-def _processed(processors: LogitsProcessorList, contexts: Tensor, scores: Tensor) -> Tensor:
-    """Scores [M, V] of texts of one length [M, L].
+def _processed(processors: LogitsProcessorList, context: Tensor, scores: Tensor) -> Tensor:
+    """Scores [1, V] of one text [1, L]: some processors index by the row, or hold tensors of one.
 
     Raises:
-        ValueError: a processor that returns something other than scores for each text.
+        ValueError: a processor that returns something other than scores.
     """
     for processor in processors:
-        if type(processor) in ROW_WISE:
-            processed = [processor(contexts, scores)]
-        else:
-            processed = [processor(*row) for row in zip(contexts.split(1), scores.split(1), strict=True)]
-        wanted = [len(scores) // len(processed), scores.shape[1]]
-        for given in processed:
-            if not isinstance(given, Tensor) or list(given.shape) != wanted:
-                got = list(given.shape) if isinstance(given, Tensor) else repr(given)
-                raise ValueError(f"logits processors must return scores {wanted}, got {got}")
-        scores = torch.cat([given.float() for given in processed])
+        processed = processor(context, scores)
+        if not isinstance(processed, Tensor) or processed.shape != scores.shape:
+            got = list(processed.shape) if isinstance(processed, Tensor) else repr(processed)
+            raise ValueError(f"logits processors must return scores {list(scores.shape)}, got {got}")
+        scores = processed.float()
     return scores

@@ -27,7 +27,7 @@ class DraftTree:
     max_depth: int  # levels below the root
     drafters: Tensor | None = None  # [B, N] long, who proposed each, of `DRAFTERS`; None: the head all
 
-    def take(self, rows: slice | Sequence[int]) -> DraftTree:
+    def take(self, rows: Sequence[int]) -> DraftTree:
         """Those of some sequences of the batch."""
         parts = (self.tokens, self.parents, self.depths, self.ancestors, self.draft_rows, self.scores)
         drafters = None if self.drafters is None else self.drafters[rows]

@@ -17,7 +17,7 @@ class ComparisonOptions:
     """How methods are compared.
 
     Args:
-        settings: rules with thresholds, and other options of generate: "fsd 0.3" "fsd 0.5 head_guard=none" "tilt 1".
+        settings: rules with thresholds, and other options of generate: "fsd 0.3", "fsd 0.5 head_guard=none".
         temperature: 0 is greedy; otherwise sampling.
         max_new_tokens: of a turn.
         seed: of the sampling noise.

@@ -13,6 +13,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import wraps
 from itertools import accumulate
 
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ..acceptance import Rule, make_rule
-from ..acceptance.walk import Step, Target, walk
+from ..acceptance.walk import Permission, Step, walk
 from ..drafting.noise import gumbel_noise
 from ..drafting.tree import DraftTree
 
@@ -69,6 +70,32 @@ def check_request(params: object, speculative: object | None, on_cpu: bool) -> N
                          f"{PREFIX}threshold needs temperature 0 there, got {params.temperature}")
 
 
+@dataclass
+class Chains:
+    """Verified chains, see `acceptance.walk.Verified`."""
+
+    tree: DraftTree
+    draft: Sequence[Tensor]
+    raw: Tensor  # [F, N, V] float32, the target's logits
+    warped: Tensor  # [F, N, V] float32, after all processors
+    seeds: Tensor | None  # [F] int64, of the noise; None: greedy
+    draft_tokens: Tensor | None = None
+    errors: dict[int, Exception] = field(default_factory=dict)
+
+    @property
+    def greedy(self) -> bool:
+        return self.seeds is None
+
+    def warp(self, raw: Tensor, node: Tensor, path: Sequence[Tensor], going: Tensor) -> Tensor:
+        return self.warped[torch.arange(len(node), device=node.device), node]
+
+    def noise(self, depth: int) -> Tensor | None:
+        if self.greedy:
+            return None
+        depths = torch.full_like(self.seeds, depth)[:, None]
+        return gumbel_noise(self.seeds, depths, self.raw.shape[-1])[:, 0]
+
+
 def walk_chains(
     rule: Rule,
     raw: Tensor,  # [F, N, V] float32, the target's logits
@@ -89,15 +116,9 @@ def walk_chains(
         ancestors=(column[:, None] >= column).expand(rows, -1, -1), scores=-column.float().expand(rows, -1),
         max_depth=length)
 
-    def noise(depth: int) -> Tensor:  # [F, V]
-        return gumbel_noise(seeds, torch.full((rows, 1), depth, device=device), raw.shape[-1])[:, 0]
-
-    every = torch.arange(rows, device=device)
-    target = Target(raw, lambda raw, node, said, going: warped[every, node], None if seeds is None else noise,
-                    lambda: warped)
     levels = () if draft is None else draft.split(1, dim=1)
     threshold = torch.full((rows,), rule.threshold, dtype=torch.float64, device=device)
-    return walk(rule, tree, levels, target, threshold, None)
+    return walk(rule, Chains(tree, levels, raw, warped, seeds), Permission(threshold))
 
 
 class FuzzyRows:
