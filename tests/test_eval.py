@@ -7,14 +7,13 @@ import sys
 
 import pytest
 import torch
-from eagle_fsd.drafting.logs import LOGGED_TREE
 from tiny import PROMPT, save_pair, tiny_chat_pair
 
 import eagle_fsd
-from eagle_fsd import GenerateOptions
 from eagle_fsd.cli.arguments import Loading
+from eagle_fsd.drafting.curves import WIDE_TREE
 from eagle_fsd.measure import comparison
-from eagle_fsd.measure.cycles import log_cycles
+from eagle_fsd.measure.cycles import wide_cycles
 from eagle_fsd.measure.methods import engine, hf_generate
 from eagle_fsd.measure.records import ROOT, environment, shown, write_record
 from eagle_fsd.requests import encode_prompt
@@ -63,18 +62,15 @@ def test_the_baseline_leaves_out_what_our_engine_does_not_read(model, monkeypatc
     assert stock.generation_config.repetition_penalty == 1.5
 
 
-def test_cycles_are_logged_as_they_were_accepted(model):
-    found = log_cycles(model, [PROMPT, PROMPT[:5]], GenerateOptions(max_new_tokens=24))
-    assert (found.setting.rule, found.setting.temperature) == ("exact", 0.0)
-    answer = engine(model, acceptance="exact", tree=LOGGED_TREE, text_drafts="off")
+def test_cycles_are_observed_as_they_were_accepted(model):
+    cycles = wide_cycles(model, [PROMPT, PROMPT[:5]], 24, 0.0)
+    answer = engine(model, acceptance="exact", tree=WIDE_TREE, text_drafts="off")
     answers = [answer(prompt, 24) for prompt in (PROMPT, PROMPT[:5])]
     lengths = [length for answer in answers for length in answer.output.stats.accepted_lengths]
-    assert [sum(cycle.accepted) for cycle in found.cycles] == lengths and sum(lengths) > 0
-    for cycle in found.cycles:
+    assert [sum(cycle.accepted) for cycle in cycles] == lengths and sum(lengths) > 0
+    for cycle in cycles:
         assert all(cycle.accepted[parent] for parent, taken in zip(cycle.parents, cycle.accepted, strict=True)
                    if taken and parent >= 0)
-    with pytest.raises(ValueError, match="no cycle to log"):
-        log_cycles(model, [PROMPT], GenerateOptions(max_new_tokens=1))
 
 
 # eval.benchmark, eval.quality
