@@ -18,20 +18,19 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 
-import torch
 from tyro.conf import UseAppendAction
 
 from eagle_fsd import EagleModel
 from eagle_fsd.cli.arguments import Loading, Tree
 from eagle_fsd.cli.exits import check_counts
 from eagle_fsd.heads.eagle3 import Eagle3Head
-from eagle_fsd.measure.comparison import compare_and_store, setting_methods
-from eagle_fsd.measure.methods import Method, engine, hf_generate
+from eagle_fsd.measure.comparison import compare, setting_methods, store
+from eagle_fsd.measure.grading import check_gradable
+from eagle_fsd.measure.methods import Method, described, engine, hf_generate
 from eagle_fsd.measure.records import record_path
-from eagle_fsd.measure.settings import EXACT, ComparisonOptions, read_settings
-from eval.command import chosen_questions, run_command
+from eagle_fsd.measure.settings import EXACT, ComparisonOptions, QuestionOptions, read_settings
+from eval.command import run_command
 from eval.endpoints import endpoint_method, read_endpoints
 from eval.plots import plot_speeds
 
@@ -44,31 +43,24 @@ def head_alone(model: EagleModel) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class BenchmarkArguments(ComparisonOptions):
+class BenchmarkArguments(ComparisonOptions, QuestionOptions):
     """What `eval.benchmark` compares.
 
     Args:
-        questions: JSON lines: MT-Bench, Spec-Bench, HumanEval, MBPP, GSM8K, IFEval, or prompts.
-        per_category: only the first questions of each category.
-        categories: only these.
+        settings: rules with thresholds, and other options of generate: "fsd 0.3" "fsd 0.5 head_guard=none".
         then: a further turn of every question, such as "Now add type hints, and return the whole program."
         without_head: compare also drafts that are copied from the text alone.
         endpoints: servers to compare with, as "NAME=URL" or "NAME=URL#MODEL"; see eval/endpoints.py.
         warm_up: questions that are answered once unmeasured.
-        threads: of torch; without it what OMP_NUM_THREADS says, or torch.
     """
 
-    questions: tuple[Path, ...]
     pair: Loading = Loading()
-    per_category: int | None = None
-    categories: tuple[str, ...] = ()
     then: str | None = None
     without_head: bool = False
     settings: tuple[str, ...] = ("fsd 0.1", "fsd 0.3")
     max_new_tokens: int = 128
     endpoints: UseAppendAction[tuple[str, ...]] = ()
     warm_up: int = 2
-    threads: int | None = None
     seed: int = 1
     tree: Tree = None
 
@@ -86,26 +78,26 @@ def methods_of(
     return {
         BASELINE: hf_generate(model, **sampling),
         LOOKUP: hf_generate(model, **sampling, prompt_lookup_num_tokens=10),
-        UNDRAFTED: engine(model, speculative=False, **sampling), **alone, **setting_methods(model, args),
+        UNDRAFTED: engine(model, speculative=False, **sampling), **alone,
+        **setting_methods(model, args.settings, args),
         **({COPIES: engine(headless, acceptance=EXACT, **sampling)} if args.without_head else {}),
         **{name: endpoint_method(model, *place, **sampling) for name, place in endpoints.items()},
     }
 
 
 def run(args: BenchmarkArguments) -> None:
-    check_counts(args, "max_new_tokens", "per_category", "repeats", "threads")
+    check_counts(args, "max_new_tokens", "per_category", "limit", "repeats")
     check_counts(args, "warm_up", least=0)
     read_settings(args.settings)
-    questions = chosen_questions(args.questions, args.per_category, args.run_code, args.categories)
+    questions = args.chosen_questions()
+    check_gradable(questions, args.run_code)
     if args.then is not None:
         questions = [replace(question, turns=(*question.turns, args.then)) for question in questions]
     endpoints = read_endpoints(args.endpoints)
-    if args.threads is not None:
-        torch.set_num_threads(args.threads)
     model = args.pair.load()
-    methods = methods_of(model, args, endpoints)
-    rows, page = compare_and_store(model, methods, BASELINE, questions, args, warm_up=args.warm_up,
-                                   baseline=model.stock.dtype)
+    about = described(model, args)
+    records = compare(methods_of(model, args, endpoints), questions, args, about, warm_up=args.warm_up)
+    rows, page = store(model, records, BASELINE, args, about, baseline=model.stock.dtype)
     print(page)
     plot_speeds(rows, record_path(args.out, ".png"))
 

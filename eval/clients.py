@@ -1,7 +1,7 @@
 """Tokens/s of OpenAI endpoints with one and several clients, and vLLM's accepted length; arms in turn.
 
-    python -m eval.clients --questions mt_bench.jsonl --out runs/clients 'vLLM=http://127.0.0.1:8000/v1' \\
-        'vLLM 0.3=http://127.0.0.1:8000/v1 {"vllm_xargs": {"eagle_fsd_threshold": 0.3}}'
+    python -m eval.clients --questions mt_bench.jsonl --per-category 1 --out runs/clients \\
+        'vLLM=http://127.0.0.1:8000/v1' 'vLLM 0.3=http://127.0.0.1:8000/v1 {"vllm_xargs": {"eagle_fsd_threshold": 0.3}}'
 
 An arm is an endpoint as in eval.endpoints, then what its requests say beside the rest.
 """
@@ -21,29 +21,25 @@ from pathlib import Path
 from tyro.conf import Positional
 
 from eagle_fsd.cli.exits import check_counts
-from eagle_fsd.data.questions import read_questions
 from eagle_fsd.measure.records import decimals, markdown, write_record
+from eagle_fsd.measure.settings import QuestionOptions
 from eval.command import noted, run_command
 from eval.endpoints import ask, read_endpoints
 
 
 @dataclass(frozen=True, kw_only=True)
-class ClientsArguments:
-    """What is compared.
+class ClientsArguments(QuestionOptions):
+    """What is compared; of the questions the first turns are asked.
 
     Args:
         arms: endpoints, each with what its requests say beside the rest.
-        questions: JSON lines, of which the first turns are asked.
-        every: so many-th question is taken (10: one of each category of MT-Bench).
         tokens: of an answer, at most.
         clients: at a time.
         out: where the record goes, without .json and .md.
     """
 
     arms: Positional[tuple[str, ...]]
-    questions: Path
     out: Path
-    every: int = 10
     tokens: int = 48
     clients: tuple[int, ...] = (1, 8)
 
@@ -88,10 +84,10 @@ def read_arm(text: str) -> tuple[str, str, dict]:
 
 
 def run(args: ClientsArguments) -> None:
-    check_counts(args, "every", "tokens")
+    check_counts(args, "per_category", "limit", "tokens")
     if not (args.arms and args.clients and min(args.clients) >= 1):
         raise ValueError(f"it takes an endpoint, and --clients of at least 1, got {args.arms} and {args.clients}")
-    prompts = [question.turns[0] for question in read_questions(args.questions)[:: args.every]]
+    prompts = [question.turns[0] for question in args.chosen_questions()]
     arms, rows = [read_arm(arm) for arm in args.arms], []
     for clients in args.clients:
         for name, url, body in arms:

@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-import torch
-
 from eagle_fsd.cli.arguments import Loading
 from eagle_fsd.cli.exits import check_counts
 from eagle_fsd.data.progress import Progress
@@ -22,31 +20,26 @@ from eagle_fsd.data.questions import converse
 from eagle_fsd.drafting.text import BOUNDS, Rates, TextDrafts, TextSource
 from eagle_fsd.measure.methods import Answer, engine, pair_text
 from eagle_fsd.measure.records import markdown, write_record
-from eagle_fsd.measure.settings import EXACT
+from eagle_fsd.measure.settings import EXACT, QuestionOptions
 from eagle_fsd.requests import encode_prompt
-from eval.command import first_questions, noted, run_command
+from eval.command import noted, run_command
 
 
 @dataclass(frozen=True, kw_only=True)
-class CopiesArguments:
+class CopiesArguments(QuestionOptions):
     """What `eval.copies` counts.
 
     Args:
-        questions: JSON lines of questions.
         last: so many of each category, from its end.
-        categories: only these.
         then: a further turn of every question.
         out: where the record goes, without .json and .md.
     """
 
-    questions: tuple[Path, ...]
     out: Path
     pair: Loading = Loading()
     last: int | None = None
-    categories: tuple[str, ...] = ()
     then: str | None = None
     max_new_tokens: int = 128
-    threads: int | None = None
 
 
 def count_copies(prompt: list[int], answer: list[int]) -> Rates:
@@ -60,21 +53,19 @@ def count_copies(prompt: list[int], answer: list[int]) -> Rates:
 
 
 def run(args: CopiesArguments) -> None:
-    check_counts(args, "last", "max_new_tokens", "threads")
+    check_counts(args, "per_category", "limit", "last", "max_new_tokens")
     groups: dict[str, list] = {}
-    for question in first_questions(args.questions, None, args.categories):
+    for question in args.chosen_questions():
         groups.setdefault(question.category, []).append(question)
     chosen = [question for group in groups.values() for question in (group[-args.last :] if args.last else group)]
-    if args.threads is not None:
-        torch.set_num_threads(args.threads)
     model = args.pair.load()
     answer = engine(model, acceptance=EXACT)
     found: list[Rates] = []
 
     def answered(chat: list[dict[str, str]]) -> Answer:
-        given = answer(chat, args.max_new_tokens)
-        found.append(count_copies(encode_prompt(chat, model), given.token_ids))
-        return given
+        made = answer(chat, args.max_new_tokens)
+        found.append(count_copies(encode_prompt(chat, model), made.token_ids))
+        return made
 
     for question in Progress(chosen, desc="answering", unit="question"):
         converse(answered, [*question.turns, *filter(None, [args.then])])

@@ -1,7 +1,8 @@
 """Servers with an OpenAI-compatible API as methods of a comparison: llama.cpp's, vLLM's, OpenVINO's, Ollama's.
 
-An endpoint is written "NAME=URL" or "NAME=URL#MODEL", such as "llama.cpp BF16=http://127.0.0.1:8081/v1". Servers that
-keep prompts are told not to (llama.cpp's cache_prompt); vLLM takes that at its start (--no-enable-prefix-caching).
+An endpoint is written "NAME=URL" or "NAME=URL#MODEL", such as "llama.cpp BF16=http://127.0.0.1:8081/v1". Prompt caches
+are turned off by the request where a server allows it (llama.cpp's cache_prompt), for vLLM when it is started
+(--no-enable-prefix-caching).
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def ask(url: str, body: Mapping[str, object] | None = None) -> dict:
     """The JSON that a server answers; a body is posted.
 
     Raises:
-        ValueError: no answer, or an error, with what the server says.
+        ValueError: no answer, or an error, with the server's message.
     """
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
@@ -67,9 +68,9 @@ def endpoint_method(model: EagleModel, url: str, name: str, *, temperature: floa
     further: dict[str, object] = dict(UNCACHED)
 
     def answer(prompt: object, max_new_tokens: int) -> Answer:
-        place, given = ("completions", {"prompt": prompt}) if isinstance(prompt, str) else (
+        place, asked = ("completions", {"prompt": prompt}) if isinstance(prompt, str) else (
             "chat/completions", {"messages": prompt})
-        body = {"model": name, **given, "max_tokens": max_new_tokens, "temperature": temperature,
+        body = {"model": name, **asked, "max_tokens": max_new_tokens, "temperature": temperature,
                 "seed": prompt_seed(seed, prompt) % 2**31}
         started = time.perf_counter()
         try:

@@ -58,9 +58,6 @@ SHAPES = {
     "llama-3.1-8b": ("llama", {
         "vocab_size": 128_256, "hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 32,
         "num_attention_heads": 32, "num_key_value_heads": 8}),
-    "llama-3.1-70b": ("llama", {
-        "vocab_size": 128_256, "hidden_size": 8192, "intermediate_size": 28_672, "num_hidden_layers": 80,
-        "num_attention_heads": 64, "num_key_value_heads": 8}),
     "qwen2.5-7b": ("qwen2", {
         "vocab_size": 152_064, "hidden_size": 3584, "intermediate_size": 18_944, "num_hidden_layers": 28,
         "num_attention_heads": 28, "num_key_value_heads": 4}),
@@ -77,7 +74,6 @@ class ForwardsArguments:
     Args:
         forms: of the pair's target and head: as transformers computes them (stock), in our decoder (fused), in int8.
         shape: random weights of this shape in place of a pair.
-        layers: of the target, in place of the shape's.
         nodes: verified in a forward.
         rows: of a batch.
         tree: its depth and top_k are those of all cycles.
@@ -85,7 +81,6 @@ class ForwardsArguments:
         context: tokens before.
         endpoints: servers to compare with, as "NAME=URL" or "NAME=URL#MODEL".
         rounds: of all parts; the median counts.
-        threads: of torch; without it what OMP_NUM_THREADS says, or torch.
         out: where the record goes, without .json and .md.
     """
 
@@ -93,7 +88,6 @@ class ForwardsArguments:
     pair: Loading = Loading()
     forms: tuple[Literal[tuple(FORMS)], ...] = ("fused",)
     shape: Literal[tuple(SHAPES)] | None = None
-    layers: int | None = None
     nodes: tuple[int, ...] = (1, 4, 8, 16, 32, 60)
     rows: tuple[int, ...] = (1,)
     tree: Tree = TreeConfig(60, 5, 4)
@@ -101,14 +95,13 @@ class ForwardsArguments:
     context: int = 512
     endpoints: UseAppendAction[tuple[str, ...]] = ()
     rounds: int = 20
-    threads: int | None = None
 
 
-def build_pair(name: str, dtype: torch.dtype, device: torch.device, layers: int | None = None) -> EagleModel:
+def build_pair(name: str, dtype: torch.dtype, device: torch.device) -> EagleModel:
     """A pair of a shape with random weights, made on the device."""
     kind, sizes = SHAPES[name]
     sizes = {**sizes, "max_position_embeddings": 131_072, "tie_word_embeddings": False, "bos_token_id": None,
-             "eos_token_id": None, "pad_token_id": None, **({"num_hidden_layers": layers} if layers else {})}
+             "eos_token_id": None, "pad_token_id": None}
     torch.manual_seed(0)
     with torch.device(device):
         target = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes), dtype=dtype)
@@ -199,13 +192,15 @@ def parts_of(model: EagleModel, args: ForwardsArguments) -> dict[tuple[str, int,
 
 
 @torch.inference_mode()
-def measure(models: Mapping[str, EagleModel], args: ForwardsArguments) -> list[dict]:
+def measure(
+    models: Mapping[str, EagleModel], args: ForwardsArguments, endpoints: Mapping[str, tuple[str, str]]
+) -> list[dict]:
     """Median milliseconds of each part, and the spread between its quartiles."""
     parts = {(f"{form} {part}", nodes, rows): once for form, model in models.items()
              for (part, nodes, rows), once in parts_of(model, args).items()}
     model = next(iter(models.values()))
     device = model.target.output_device
-    parts |= endpoint_parts(model, read_endpoints(args.endpoints), args.context)
+    parts |= endpoint_parts(model, endpoints, args.context)
     taken: dict[tuple[str, int, int], list[float]] = {part: [] for part in parts}
     for _ in Progress(range(args.rounds + 1), desc="measuring", unit="round"):
         for part, once in parts.items():
@@ -218,7 +213,7 @@ def measure(models: Mapping[str, EagleModel], args: ForwardsArguments) -> list[d
     found = {row["part"]: row["ms"] for row in rows}
     rows += [{"part": f"{name} token", "nodes": 1, "rows": 1, "ms": (
         found[f"{name} prompt and {FURTHER} tokens"] - found[f"{name} prompt"]) / FURTHER}
-        for name in read_endpoints(args.endpoints)]
+        for name in endpoints]
     return sorted(rows, key=lambda row: (row["rows"], row["part"], row["nodes"]))
 
 
@@ -257,25 +252,23 @@ def latency_table(rows: Sequence[Mapping]) -> str:
 
 def run(args: ForwardsArguments) -> None:
     check_counts(args, "context", least=4)
-    check_counts(args, "rounds", "layers", "threads")
-    if min(args.nodes, default=0) < 1 or min(args.rows, default=0) < 1 or args.tree is None:
+    check_counts(args, "rounds")
+    if min(args.nodes, default=0) < 1 or min(args.rows, default=0) < 1:
         raise ValueError(f"--nodes and --rows take numbers of at least 1, got {args.nodes} and {args.rows}")
     list(map(parse_setting, args.settings))  # a bad one is refused before anything is loaded
-    read_endpoints(args.endpoints)
-    if args.endpoints and args.shape is not None:
+    endpoints = read_endpoints(args.endpoints)
+    if endpoints and args.shape is not None:
         raise ValueError("--endpoints are compared with a pair: a --shape has no tokenizer")
-    if args.threads is not None:
-        torch.set_num_threads(args.threads)
     if args.shape is None:
         models = {form: replace(args.pair, tree=None, **FORMS[form]).load() for form in args.forms}
     else:
         device = check_device(args.pair.device)
         small = torch.float32 if device.type == "cpu" else torch.bfloat16
         models = {"random": build_pair(
-            args.shape, small if args.pair.dtype == "auto" else getattr(torch, args.pair.dtype), device, args.layers)}
+            args.shape, small if args.pair.dtype == "auto" else getattr(torch, args.pair.dtype), device)}
     model = next(iter(models.values()))
     target, rates = model.target, {form: rates_of(each) for form, each in models.items()}
-    rows = measure(models, args)
+    rows = measure(models, args, endpoints)
     for form, each in models.items():
         rows += [{"part": f"{form} floor of a forward", "nodes": count, "rows": 1,
                   "ms": floor_of(each, rates[form], count)} for count in args.nodes]

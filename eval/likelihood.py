@@ -3,7 +3,7 @@
     python -m eval.likelihood --answers eval/results/chat.answers.jsonl --questions mt_bench.jsonl \\
         --judges HuggingFaceTB/SmolLM2-135M-Instruct qwen2.5-coder-0.5b-instruct-q4_k_m.gguf --out runs/chat-judged
 
-The log is that of `eval.quality`, `eval.benchmark` or `eagle-fsd calibrate`. Each judge reads every question in its own
+The log is that of `eagle-fsd calibrate` or `eval.benchmark`. Each judge reads every question in its own
 chat template and gives the answer's nats per byte, a unit that different tokenizers share; the lower, the likelier.
 Answers that repeat themselves are likely too: their share of repeated 4-grams and their length stand beside it.
 """
@@ -26,34 +26,30 @@ from eagle_fsd.data.progress import Progress
 from eagle_fsd.data.questions import Question
 from eagle_fsd.measure.comparison import digest_of
 from eagle_fsd.measure.records import bullets, decimals, markdown, percent, shown, with_span, write_record
-from eagle_fsd.measure.settings import EXACT
+from eagle_fsd.measure.settings import EXACT, QuestionOptions
 from eagle_fsd.measure.statistics import interval
 from eagle_fsd.models.target import TargetModel
 from eagle_fsd.pair import EagleModel, load
 from eagle_fsd.requests import encode_prompt
-from eval.command import first_questions, noted, run_command
+from eval.command import noted, run_command
 
 
 @dataclass(frozen=True, kw_only=True)
-class LikelihoodArguments:
+class LikelihoodArguments(QuestionOptions):
     """What `eval.likelihood` reads.
 
     Args:
         answers: OUT.answers.jsonl of a comparison.
-        questions: JSON lines of the questions that it asked.
         judges: models: directories, hub ids or GGUF files.
         dtype: of the judges; auto as in eagle_fsd.load.
         reference: the method that others are compared with.
-        per_category: only the first questions of each category.
         out: OUT.json and OUT.md are written.
     """
 
     answers: Path
-    questions: tuple[Path, ...]
     judges: tuple[str, ...]
     dtype: str = "auto"
     reference: str = EXACT
-    per_category: int | None = None
     out: Path
 
 
@@ -129,8 +125,8 @@ def likelihood_rows(
 
 
 def run(args: LikelihoodArguments) -> None:
-    check_counts(args, "per_category")
-    found = answered(args.answers, first_questions(args.questions, args.per_category), args.reference)
+    check_counts(args, "per_category", "limit")
+    found = answered(args.answers, args.chosen_questions(), args.reference)
     judges = {shown(name): load(name, dtype=args.dtype) for name in args.judges}
     rows = likelihood_rows(found, judges, args.reference)
     table = markdown({

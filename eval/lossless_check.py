@@ -26,45 +26,39 @@ import torch
 from eagle_fsd.cli.arguments import Loading, Tree
 from eagle_fsd.cli.exits import check_counts
 from eagle_fsd.data.progress import Progress
-from eagle_fsd.measure.methods import Method, encode_prompt, engine, hf_generate
+from eagle_fsd.measure.methods import Method, engine, hf_generate
 from eagle_fsd.measure.records import environment, write_json
-from eagle_fsd.measure.settings import parse_setting
+from eagle_fsd.measure.settings import QuestionOptions, parse_setting
 from eagle_fsd.measure.statistics import first_difference
 from eagle_fsd.models.cache import cache_name
 from eagle_fsd.pair import EagleModel
-from eval.command import first_questions, noted, run_command
+from eagle_fsd.requests import encode_prompt
+from eval.command import noted, run_command
 
 LEAST_EXPECTED = 5  # rarer tokens of a position are counted together
 SIGNIFICANCE = 0.01
 
 
-@dataclass(frozen=True)
-class LosslessArguments:
-    """What `eval.lossless_check` compares.
+@dataclass(frozen=True, kw_only=True)
+class LosslessArguments(QuestionOptions):
+    """What `eval.lossless_check` compares; of the questions it asks the first turns.
 
     Args:
-        questions: JSON lines, of which the first turns are asked.
         settings: rules that are lossless; to see the check fail, take one that is not, such as "fsd 0.5". Samples are
             drawn with the first.
         tree: size of the draft tree; without it the fastest that is known here.
-        prompts: how many are decoded greedily, at most.
-        per_category: only the first questions of each category.
-        categories: only these.
         max_new_tokens: of a greedy answer.
         temperature: of the sampled answers.
         samples: answers to each sampled prompt; 0: none.
-        sampled_prompts: how many are sampled.
+        sampled_prompts: of how many questions, at most.
         sampled_tokens: of each sampled answer.
-        out: JSON file for what was found.
+        out: JSON file to write.
     """
 
-    questions: tuple[Path, ...]
+    limit: int | None = 50
     pair: Loading = Loading()
     settings: tuple[str, ...] = ("exact",)
     tree: Tree = None
-    prompts: int = 50
-    per_category: int | None = None
-    categories: tuple[str, ...] = ()
     max_new_tokens: int = 128
     temperature: float = 1.0
     samples: int = 100
@@ -159,28 +153,29 @@ def check_sampling(
     return rows
 
 
-def tell_differences(name: str, found: Sequence[Difference], prompts: int) -> None:
-    print(f"{name}, greedy: {prompts - len(found)} of {prompts} answers are those of model.generate, token for token")
-    for difference in found:
+def print_differences(name: str, differences: Sequence[Difference], prompts: int) -> None:
+    same = prompts - len(differences)
+    print(f"{name}, greedy: {same} of {prompts} answers are those of model.generate, token for token")
+    for difference in differences:
         cause = "a numerical tie" if difference.tie else "NOT a tie"
         print(f"  question {difference.question}: token {difference.position + 1} is {difference.ours} for "
               f"{difference.theirs}, {cause} (gap {difference.gap:.3g}, rounding {difference.noise:.3g})")
 
 
 def run(args: LosslessArguments) -> int:
-    """Print and store what was found; 0 where nothing speaks against losslessness, else 1."""
+    """Print and store the differences; 0 where nothing speaks against losslessness, else 1."""
     options = {name: {**parse_setting(name)[1], "tree": args.tree} for name in args.settings}
     if not options:
         raise ValueError("--settings needs at least one, such as exact")
-    check_counts(args, "prompts", "per_category", "max_new_tokens", "sampled_prompts", "sampled_tokens")
+    check_counts(args, "limit", "per_category", "max_new_tokens", "sampled_prompts", "sampled_tokens")
     check_counts(args, "samples", least=0)
-    questions = first_questions(args.questions, args.per_category, args.categories)[: args.prompts]
+    questions = args.chosen_questions()
     model = args.pair.load()
     chats = {question.id: [{"role": "user", "content": question.turns[0]}] for question in questions}
     found, tokens = check_greedy(
         model, chats, {name: engine(model, **given) for name, given in options.items()}, args.max_new_tokens)
     for name, differences in found.items():
-        tell_differences(name, differences, len(chats))
+        print_differences(name, differences, len(chats))
     lossless = all(difference.tie for differences in found.values() for difference in differences)
     record = {"environment": environment(), "arguments": noted(args), "dtype": str(model.target.dtype),
               "names": dict(zip(("target", "head"), model.described(), strict=True)),

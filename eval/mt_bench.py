@@ -1,19 +1,20 @@
 """MT-Bench answers and their speed: every question's turns through the chat template, in FastChat's file format.
 
-    python -m eval.mt_bench --questions mt_bench.jsonl --setting "fsd 0.2" --answers fsd.jsonl
     python -m eval.mt_bench --questions mt_bench.jsonl --baseline --answers plain.jsonl
-    python -m eval.speed fsd.jsonl plain.jsonl
+    python -m eval.mt_bench --questions mt_bench.jsonl --setting "fsd 0.2" --answers fsd.jsonl plain.jsonl
+    python -m eval.mt_bench --answers fsd.jsonl exact.jsonl plain.jsonl --out runs/mt-bench
 
 One line per question: question_id, answer_id, model_id, choices [{index, turns, idxs, new_tokens, wall_time}], tstamp;
-idxs counts the target's forwards of each turn, and accept_lengths (as Spec-Bench writes it) the tokens of each. A run
-that was stopped goes on with the questions that are missing. `torchrun --nproc_per_node 2 -m eval.mt_bench ...` or
-`accelerate launch` on several GPUs splits the questions over processes (timings are then only comparable with runs on
-as many). Methods that are to be compared on one machine are better interleaved: eval.benchmark.
+idxs counts the target's forwards of each turn, and accept_lengths (as Spec-Bench writes it) the tokens of each. Of
+several files the first is answered, and the speeds of all beside the last are printed (eval/speed.py); without
+--questions nothing is answered. A run that was stopped goes on with the questions that are missing.
+`torchrun --nproc_per_node 2 -m eval.mt_bench ...` or `accelerate launch` on several GPUs splits the questions over
+processes (timings are then only comparable with runs on as many). Methods that are to be compared on one machine are
+better interleaved: eval.benchmark.
 """
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 import uuid
@@ -29,25 +30,26 @@ from accelerate import PartialState
 from eagle_fsd import EagleModel
 from eagle_fsd.cli.arguments import Loading, Tree
 from eagle_fsd.cli.exits import check_counts
-from eagle_fsd.data.files import append_lines, only_writer, read_lines, write_lines
+from eagle_fsd.data.files import append_lines, only_writer, write_lines
 from eagle_fsd.data.progress import Progress
-from eagle_fsd.data.questions import Question, converse, read_questions
+from eagle_fsd.data.questions import Question, converse
 from eagle_fsd.measure.methods import Method, engine, hf_generate
-from eagle_fsd.measure.records import environment, record_path, write_json
-from eagle_fsd.measure.settings import parse_setting
+from eagle_fsd.measure.records import environment, record_path, shown, write_json
+from eagle_fsd.measure.settings import QuestionOptions, parse_setting
 from eval.command import noted, run_command
+from eval.speed import read_answers, read_note, speed
 
 # Sampling temperatures by category, as FastChat's judge sets them; other categories are greedy.
 CATEGORY_TEMPERATURES = {"writing": 0.7, "roleplay": 0.7, "stem": 0.1, "humanities": 0.1}
 
 
 @dataclass(frozen=True, kw_only=True)
-class MtBenchArguments:
+class MtBenchArguments(QuestionOptions):
     """What `eval.mt_bench` answers, and how.
 
     Args:
-        answers: file that the answers are added to.
-        questions: JSON lines: MT-Bench, Spec-Bench, HumanEval, GSM8K, prompts.
+        answers: the file that the answers are added to, and files to compare it with, the baseline last.
+        out: of several files: OUT.json, OUT.md and OUT.png are written.
         setting: rule, threshold and other options of generate, such as "fsd 0.2".
         tree: size of the draft tree; without it the fastest that is known here.
         baseline: answer with model.generate.
@@ -56,13 +58,13 @@ class MtBenchArguments:
         num_choices: answers to each question, each with the next seed.
         seed: of the noise.
         warm_up: unmeasured answers before the first question.
-        limit: only the first questions.
         model_id: name in the answers file; without it the rule's.
     """
 
     pair: Loading = Loading()
-    answers: Path
-    questions: Path
+    answers: tuple[Path, ...]
+    questions: tuple[Path, ...] = ()
+    out: Path | None = None
     setting: str = "exact"
     tree: Tree = None
     baseline: bool = False
@@ -71,7 +73,6 @@ class MtBenchArguments:
     num_choices: int = 1
     seed: int = 1
     warm_up: int = 3
-    limit: int | None = None
     model_id: str | None = None
 
     @property
@@ -109,37 +110,6 @@ def answer_question(model: EagleModel, question: Question, args: MtBenchArgument
             "model_id": args.name, "choices": choices, "tstamp": time.time()}
 
 
-def read_answers(path: Path, repair: bool = False) -> dict[int | str, dict]:
-    """Answer records by question; `repair` as of `read_lines`.
-
-    Raises:
-        ValueError: a line that is no answer.
-    """
-    records = read_lines(path, repair)
-    for number, record in enumerate(records, 1):
-        if not isinstance(record, dict) or not isinstance(record.get("choices"), list) or "question_id" not in record:
-            raise ValueError(f"{path}, line {number}: no answer of eval.mt_bench, it needs question_id and choices")
-    return {record["question_id"]: record for record in records}
-
-
-def read_note(answers: Path) -> dict | None:
-    """What was noted beside an answers file of how it was made; None where there is no note.
-
-    Raises:
-        ValueError: the note is damaged.
-    """
-    about = record_path(answers, ".meta.json")
-    if not about.exists():
-        return None
-    try:
-        note = json.loads(about.read_text(encoding="utf-8"))
-        if not isinstance(note["settings"], dict):
-            raise TypeError("its settings are no object")
-    except (ValueError, TypeError, KeyError) as error:
-        raise ValueError(f"{about} is damaged ({error!r}): delete it and the answers beside it") from error
-    return note
-
-
 def check(args: MtBenchArguments) -> None:
     """Raise ValueError for options that would only fail after the models are loaded."""
     if args.temperature != "category":
@@ -149,39 +119,54 @@ def check(args: MtBenchArguments) -> None:
             valid = False
         if not valid:
             raise ValueError(f'--temperature must be a number of at least 0 or "category", got {args.temperature!r}')
-    check_counts(args, "max_new_tokens", "num_choices", "limit")
+    check_counts(args, "max_new_tokens", "num_choices", "per_category", "limit")
+    check_counts(args, "warm_up", least=0)
     parse_setting(args.setting)
+    if len(args.answers) < (1 if args.questions else 2) or len(set(map(shown, args.answers))) < len(args.answers):
+        raise ValueError("--answers takes a file to answer --questions in, or several of different names to compare, "
+                         f"got {' '.join(map(str, args.answers)) or 'none'}")
+    if args.out is not None and len(args.answers) == 1:
+        raise ValueError("--out takes what a comparison writes: give --answers several files")
+    for path in args.answers[1 if args.questions else 0 :]:
+        if not path.is_file():
+            raise ValueError(f"{path} does not exist")
 
 
 def settings_of(args: MtBenchArguments) -> dict:
     """What a resumed file must have in common: all but where it is and how much of it is asked for now."""
-    left_out = ("answers", "warm_up", "limit", "model_id", "device", "device_map")
+    left_out = ("answers", "out", "warm_up", "per_category", "categories", "limit", "model_id", "device", "device_map")
     return {name: value for name, value in noted(args).items() if name not in left_out}
 
 
 def run(args: MtBenchArguments) -> None:
-    """Answer what is missing in the answers file.
+    """Answer what is missing in the first file; compare it with the others.
 
     Raises:
-        ValueError: bad questions or options, or a file that was begun with other settings or that another process is
-            writing.
+        ValueError: bad questions or options, files that cannot be compared, or a file to answer that was begun with
+            other settings or that another process is writing.
     """
     check(args)
-    questions = read_questions(args.questions)[: args.limit]
-    state = PartialState(cpu=args.pair.device == "cpu" or not torch.cuda.is_available())  # torchrun does not say which
-    with only_writer(args.answers) if state.is_main_process else nullcontext():
-        answer_all(args, questions, state)
+    if args.questions:
+        questions = args.chosen_questions()
+        # torchrun does not say whether there is a GPU.
+        state = PartialState(cpu=args.pair.device == "cpu" or not torch.cuda.is_available())
+        with only_writer(args.answers[0]) if state.is_main_process else nullcontext():
+            answer_all(args, args.answers[0], questions, state)
+        if not state.is_main_process:
+            return
+    if len(args.answers) > 1:
+        print(speed(args.answers, args.out))
 
 
-def answer_all(args: MtBenchArguments, questions: Sequence[Question], state: PartialState) -> None:
-    """Answer what is missing, with all processes."""
-    settings, note = settings_of(args), read_note(args.answers)
-    about = record_path(args.answers, ".meta.json")
-    if note is None and args.answers.exists() and args.answers.stat().st_size:
-        raise ValueError(f"{args.answers} has answers, and {about}, which says under which settings they were made, is "
+def answer_all(args: MtBenchArguments, path: Path, questions: Sequence[Question], state: PartialState) -> None:
+    """Answer what is missing in the file, with all processes."""
+    settings, note = settings_of(args), read_note(path)
+    about = record_path(path, ".meta.json")
+    if note is None and path.exists() and path.stat().st_size:
+        raise ValueError(f"{path} has answers, and {about}, which says under which settings they were made, is "
                          "missing; choose another file or delete it")
     if note is not None and note["settings"] != settings:
-        raise ValueError(f"{args.answers} was begun with other settings ({about}); choose another file or delete it")
+        raise ValueError(f"{path} was begun with other settings ({about}); choose another file or delete it")
     state.wait_for_everyone()
     own_device = args.pair.device is None and args.pair.device_map is None
     model = (replace(args.pair, device=str(state.device)) if own_device else args.pair).load()
@@ -191,9 +176,9 @@ def answer_all(args: MtBenchArguments, questions: Sequence[Question], state: Par
         write_json(about, {"environment": environment(), "settings": settings, "processes": state.num_processes,
                            "dtype": str(model.target.dtype), "device": str(model.target.device),
                            "names": names})
-        read_answers(args.answers, repair=True)
+        read_answers(path, repair=True)
     state.wait_for_everyone()
-    done = read_answers(args.answers)
+    done = read_answers(path)
     state.wait_for_everyone()  # all share out the same questions: none answers before the others have read
     missing = [question for question in questions if question.id not in done]
     own = missing[state.process_index :: state.num_processes]
@@ -201,12 +186,12 @@ def answer_all(args: MtBenchArguments, questions: Sequence[Question], state: Par
         chat = [{"role": "user", "content": own[0].turns[0]}]
         method_of(model, 0.0, args.seed, args)(chat, args.max_new_tokens)
     for question in Progress(own, desc=args.name, unit="question", quiet=not state.is_main_process):
-        append_lines(args.answers, [answer_question(model, question, args)])
+        append_lines(path, [answer_question(model, question, args)])
     state.wait_for_everyone()
     if state.is_main_process:
-        answers = read_answers(args.answers)
+        answers = read_answers(path)
         asked = {question.id: answers.pop(question.id) for question in questions if question.id in answers}
-        write_lines(args.answers, [*asked.values(), *answers.values()])  # those that were not asked now are kept
+        write_lines(path, [*asked.values(), *answers.values()])  # those that were not asked now are kept
 
 
 main = partial(run_command, "eval.mt_bench", MtBenchArguments, run, stopped="stopped; the same command goes on")

@@ -2,7 +2,7 @@
 # What a first hour on a GPU has to show, part by part.
 #   bash eval/on_gpu.sh OUT [tests] [identity] [forwards] [model] [train]     # all where none is named
 #   DEVICE=cpu bash eval/on_gpu.sh OUT                                        # the same commands, small
-# A command has LIMIT seconds (540). One that fails or runs out of them is told at the end; the others still run.
+# A command has LIMIT seconds (540). One that fails or runs out of them is listed at the end; the others still run.
 # TARGET, DRAFT: a pair; without them the small one of the tests. QUESTIONS: MT-Bench's file. PYTHON: the interpreter.
 # TRAIN_FROM: a head to go on with. Paths but OUT are from the root of the checkout.
 set -uo pipefail
@@ -47,7 +47,7 @@ part_identity() {  # greedy texts against model.generate; flash-attn is taken by
     for kind in "float32 eager" "float32 sdpa" "float32 split" "bfloat16 sdpa" "bfloat16 split"; do
         set -- $kind
         take "identity-$1-$2" "$PYTHON" -m eval.lossless_check "${PAIR[@]}" --questions "$QUESTIONS" --dtype "$1" \
-            --attn-implementation "$2" --prompts $PROMPTS --samples 0 --max-new-tokens 64 --out "$OUT/identity-$1-$2.json"
+            --attn-implementation "$2" --limit $PROMPTS --samples 0 --max-new-tokens 64 --out "$OUT/identity-$1-$2.json"
     done
 }
 

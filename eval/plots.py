@@ -1,4 +1,4 @@
-"""Pictures of what the commands of evaluation have found; that of a comparison of settings is in measure/records.py."""
+"""Plots of the commands of evaluation; that of a comparison of settings is in measure/records.py."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def plot_speeds(rows: Mapping[str, Sequence[Mapping]], path: Path) -> None:
     """Times the speed of the first method, by category: a bar for each other one.
 
     Args:
-        rows: of `eval.benchmark` or `eval.speed`, by category.
+        rows: of `eval.benchmark` or `eval.mt_bench`, by category.
     """
     categories = list(rows)[::-1]  # the first at the top
     baseline, *names = [row["method"] for row in rows[categories[0]]]

@@ -22,36 +22,32 @@ import torch
 from eagle_fsd.cli.arguments import Loading, Tree
 from eagle_fsd.cli.exits import check_counts
 from eagle_fsd.data.progress import Progress
-from eagle_fsd.measure.comparison import compare_and_store
-from eagle_fsd.measure.methods import engine
-from eagle_fsd.measure.records import markdown, record_path, write_record
-from eagle_fsd.measure.settings import EXACT, ComparisonOptions
+from eagle_fsd.data.questions import choose_questions
+from eagle_fsd.measure.comparison import compare, store
+from eagle_fsd.measure.grading import check_gradable
+from eagle_fsd.measure.methods import described, engine
+from eagle_fsd.measure.records import markdown
+from eagle_fsd.measure.settings import EXACT, ComparisonOptions, QuestionOptions
 from eagle_fsd.models.target import TargetModel
 from eagle_fsd.requests import encode_prompt
-from eval.command import chosen_questions, first_questions, noted, run_command
+from eval.command import noted, run_command
 from eval.likelihood import log_probs
 
 STORED, INT8 = "as stored", "int8"
 
 
 @dataclass(frozen=True, kw_only=True)
-class QuantisationArguments(ComparisonOptions):
+class QuantisationArguments(ComparisonOptions, QuestionOptions):
     """What `eval.quantisation` compares.
 
     Args:
-        likelihood: JSON lines of questions whose texts are read.
-        questions: JSON lines of questions that are answered.
-        per_category: only the first questions of each category.
+        likelihood: JSON lines of questions whose texts are read; --per-category counts for them too.
         tokens: of each text.
-        threads: of torch; without it what OMP_NUM_THREADS says, or torch.
     """
 
     likelihood: Path
-    questions: tuple[Path, ...]
     pair: Loading = Loading()
-    per_category: int | None = None
     tokens: int = 512
-    threads: int | None = None
     tree: Tree = None
 
 
@@ -71,22 +67,20 @@ def likelihoods(targets: dict[str, TargetModel], texts: Sequence[Sequence[int]])
 
 
 def run(args: QuantisationArguments) -> None:
-    check_counts(args, "per_category", "max_new_tokens", "threads", "repeats")
+    check_counts(args, "per_category", "limit", "max_new_tokens", "repeats")
     check_counts(args, "tokens", least=2)
-    questions = chosen_questions(args.questions, args.per_category, args.run_code)
-    read = first_questions([args.likelihood], args.per_category)
-    if args.threads is not None:
-        torch.set_num_threads(args.threads)
+    questions, read = args.chosen_questions(), choose_questions([args.likelihood], args.per_category)
+    check_gradable(questions, args.run_code)
     models = {STORED: args.pair.load(), INT8: replace(args.pair, quantization="int8").load()}
     texts = [encode_prompt(question.turns[0], models[STORED])[: args.tokens] for question in read]
     found = likelihoods({name: model.target for name, model in models.items()}, texts)
     methods = {name: engine(model, acceptance=EXACT, temperature=args.temperature, seed=args.seed, tree=args.tree)
                for name, model in models.items()}
-    rows, page = compare_and_store(models[STORED], methods, STORED, questions, args)
+    about = described(models[STORED], args)
+    records = compare(methods, questions, args, about)
     table = markdown([{name: f"{value:.4g}" for name, value in found.items()}])
-    print(write_record(args.out, {"settings": noted(args), "likelihood": found, "rows": rows},
-                       f"{len(texts)} texts of {args.likelihood.name}:\n\n{table}\n\n{page.partition(chr(10) * 2)[2]}"))
-    print(record_path(args.out, ".json"))
+    print(store(models[STORED], records, STORED, args, about | {"settings": noted(args), "likelihood": found},
+                preface=f"{len(texts)} texts of {args.likelihood.name}:\n\n{table}\n\n")[1])
 
 
 main = partial(run_command, "eval.quantisation", QuantisationArguments, run,

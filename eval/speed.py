@@ -1,35 +1,28 @@
-"""Speed-up of one answers file of eval.mt_bench over another, with bootstrap intervals.
+"""The speed of files of MT-Bench answers beside another one, with bootstrap intervals, for `eval.mt_bench`.
 
-    python -m eval.speed fsd.jsonl plain.jsonl [--out eval/results/mt-bench-fsd]
-
-Speed is new tokens over wall time, summed over the questions that both files answer; intervals are 95% percentiles over
-resampled questions, of five questions at least. With --out also the page, whose legend says what the columns mean, and
-a plot by category.
+Speed is new tokens over wall time, summed over the questions that all files answer; intervals are 95% percentiles over
+resampled questions, of five questions at least.
 """
 
 from __future__ import annotations
 
+import json
 import logging
-import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import numpy as np
-from tyro.conf import Positional
 
-from eagle_fsd.measure.records import bullets, markdown, percent, record_path, with_span, write_record
-from eagle_fsd.measure.statistics import FEWEST, speeds
-from eval.command import run_command
-from eval.mt_bench import read_answers, read_note
+from eagle_fsd.data.files import read_lines
+from eagle_fsd.measure.records import bullets, markdown, percent, record_path, shown, with_span, write_record
+from eagle_fsd.measure.statistics import FEWEST, places_by_category, speeds
 from eval.plots import plot_speeds
 
 log = logging.getLogger(__name__)
 
 LEGEND = {
     "tokens/s": "new tokens over wall time, prompts included; a question is all its turns and choices",
-    "speed-up, time over the baseline's (95%)": "ratios over the questions that both files answer, with bootstrap "
+    "speed-up, time over the baseline's (95%)": "ratios over the questions that all files answer, with bootstrap "
     f"intervals over questions; of fewer than {FEWEST} questions there is none",
     "tau": "tokens emitted per forward of the target, its own token included; copies from the text count as well, "
     'where they are drafted. EAGLE\'s own tau is that of the head alone (--setting "exact text_drafts=off")',
@@ -38,19 +31,125 @@ LEGEND = {
 }
 
 
-@dataclass(frozen=True)
-class SpeedArguments:
-    """What `eval.speed` compares.
+def speed(paths: Sequence[Path], out: Path | None = None) -> str:
+    """The speed of each file's answers beside those of the last one.
 
     Args:
-        method: answers of eval.mt_bench.
-        baseline: answers to compare with.
-        out: write this .json, .md and .png, with how the answers were made.
-    """
+        out: write OUT.json, OUT.md and OUT.png, with how the answers were made.
 
-    method: Positional[Path]
-    baseline: Positional[Path]
-    out: Path | None = None
+    Returns:
+        A table in Markdown, by category and in all.
+
+    Raises:
+        ValueError: damaged files, none of whose questions are in all of them, or answers of other limits.
+    """
+    *others, baseline = paths
+    for path in others:
+        check_comparable(path, baseline)
+    rows = speed_rows({shown(path): read_answers(path) for path in paths})
+    table = speed_table(rows)
+    if out is not None:
+        notes = {shown(path): read_note(path) for path in paths}
+        made = "\n".join(f"- {name}: {made_by(note)}" for name, note in notes.items() if note)
+        write_record(out, {"answers": notes, "rows": rows}, f"{made}\n\n{table}\n\n{bullets(LEGEND)}")
+        plot_speeds({category: [{"method": shown(baseline)}, *each] for category, each in rows.items()},
+                    record_path(out, ".png"))
+    return table
+
+
+def read_answers(path: Path, repair: bool = False) -> dict[int | str, dict]:
+    """Answer records by question; `repair` as of `read_lines`.
+
+    Raises:
+        ValueError: a line that is no answer.
+    """
+    records = read_lines(path, repair)
+    for number, record in enumerate(records, 1):
+        if not isinstance(record, dict) or not isinstance(record.get("choices"), list) or "question_id" not in record:
+            raise ValueError(f"{path}, line {number}: no answer of eval.mt_bench, it needs question_id and choices")
+    return {record["question_id"]: record for record in records}
+
+
+def read_note(answers: Path) -> dict | None:
+    """The note beside an answers file of how it was made; None where there is none.
+
+    Raises:
+        ValueError: the note is damaged.
+    """
+    about = record_path(answers, ".meta.json")
+    if not about.exists():
+        return None
+    try:
+        note = json.loads(about.read_text(encoding="utf-8"))
+        if not isinstance(note["settings"], dict):
+            raise TypeError("its settings are no object")
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(f"{about} is damaged ({error!r}): delete it and the answers beside it") from error
+    return note
+
+
+def check_comparable(path: Path, baseline: Path) -> None:
+    """Raise ValueError where answers were limited to different lengths or numbers; warn of other differences in how
+    they were made."""
+    notes = {each: read_note(each) for each in (path, baseline)}
+    for each, note in notes.items():
+        if note is None:
+            log.warning("%s has no note of how it was made: whether its answers can be compared is not known", each)
+    if None in notes.values():
+        return
+    ours, theirs = ({**note.get("environment", {}), **note["settings"], "loaded as": note.get("dtype"),
+                     "processes": note.get("processes")} for note in notes.values())
+    for setting in ("max_new_tokens", "num_choices"):
+        if ours.get(setting) != theirs.get(setting):
+            raise ValueError(f"{path} was made with {setting} {ours.get(setting)} and {baseline} with "
+                             f"{theirs.get(setting)}: their speeds cannot be compared")
+    for setting in ("target", "temperature", "loaded as", "processes", "processor", "gpu", "threads"):
+        if ours.get(setting) != theirs.get(setting):
+            log.warning("%s and %s differ in %s: %s and %s", path, baseline, setting, ours.get(setting),
+                        theirs.get(setting))
+
+
+def made_by(note: Mapping) -> str:
+    """Command, commit and pair of a note; older notes have no names of the pair."""
+    made = f"`{note['environment']['command']}` at {note['environment']['commit']}"
+    names = note.get("names")
+    return f"{made}; target {names['target']}, head {names['head'] or 'none'}" if names else made
+
+
+def speed_rows(files: Mapping[str, Mapping[int | str, Mapping]]) -> dict[str, list[dict]]:
+    """A row of each file but the last, which is the baseline, by category: all questions that all files answer, and
+    those of each category where there are several.
+
+    Args:
+        files: answers by question, of at least two files by their names.
+
+    Raises:
+        ValueError: no question in common.
+    """
+    *names, baseline = files
+    common = [number for number in files[names[0]] if all(number in each for each in files.values())]
+    if not common:
+        raise ValueError("the files have no question in common")
+    records = {name: [each[number] for number in common] for name, each in files.items()}
+    groups = places_by_category([record.get("category", "all") for record in records[names[0]]])
+    return {category: [{"method": name, **speed_row(*([records[each][place] for place in places]
+                                                      for each in (name, baseline)))} for name in names]
+            for category, places in groups.items()}
+
+
+def speed_row(method: Sequence[Mapping], baseline: Sequence[Mapping]) -> dict:
+    """What the records of the same questions in two files amount to."""
+    tokens, seconds = totals(method, "new_tokens"), totals(method, "wall_time")
+    their_tokens, their_seconds = totals(baseline, "new_tokens"), totals(baseline, "wall_time")
+    emitted = [count for record in method for choice in record["choices"] for count in choice.get("accept_lengths", [])]
+    same = [[choice["turns"] for choice in ours["choices"]] == [choice["turns"] for choice in theirs["choices"]]
+            for ours, theirs in zip(method, baseline, strict=True)]
+    return {
+        "questions": len(method), **speeds(tokens, seconds, their_tokens, their_seconds),
+        "tau": sum(emitted) / len(emitted) if emitted else 1.0,
+        "tokens_per_question": float(tokens.mean()), "baseline_tokens_per_question": float(their_tokens.mean()),
+        "same": sum(same) / len(same),
+    }
 
 
 def totals(records: Sequence[Mapping], name: str) -> np.ndarray:
@@ -58,98 +157,14 @@ def totals(records: Sequence[Mapping], name: str) -> np.ndarray:
     return np.array([sum(sum(choice[name]) for choice in record["choices"]) for record in records], float)
 
 
-def speed_rows(method: Mapping, baseline: Mapping) -> list[dict]:
-    """One row per category and one for all, over questions in both files.
-
-    Raises:
-        ValueError: no question in common.
-    """
-    groups: dict[str, list] = {"all": [number for number in method if number in baseline]}
-    if not groups["all"]:
-        raise ValueError("the two files have no question in common")
-    for number in groups["all"]:
-        groups.setdefault(method[number].get("category", "all"), []).append(number)
-    return [speed_row(name, [method[number] for number in ids], [baseline[number] for number in ids])
-            for name, ids in groups.items()]
-
-
-def speed_row(category: str, method: Sequence[Mapping], baseline: Sequence[Mapping]) -> dict:
-    """Of the same questions' records in both files."""
-    tokens, seconds = totals(method, "new_tokens"), totals(method, "wall_time")
-    their_tokens, their_seconds = totals(baseline, "new_tokens"), totals(baseline, "wall_time")
-    emitted = [count for record in method for choice in record["choices"] for count in choice.get("accept_lengths", [])]
-    same = [[choice["turns"] for choice in ours["choices"]] == [choice["turns"] for choice in theirs["choices"]]
-            for ours, theirs in zip(method, baseline, strict=True)]
-    return {
-        "category": category, "questions": len(method), **speeds(tokens, seconds, their_tokens, their_seconds),
-        "tau": sum(emitted) / len(emitted) if emitted else 1.0,
-        "tokens_per_question": float(tokens.mean()), "baseline_tokens_per_question": float(their_tokens.mean()),
-        "same": sum(same) / len(same),
-    }
-
-
-def speed_table(rows: Sequence[Mapping]) -> str:
+def speed_table(rows: Mapping[str, Sequence[Mapping]]) -> str:
     """The rows in Markdown."""
     return markdown({
-        "category": row["category"], "questions": row["questions"], "tokens/s": f"{row['tokens_per_second']:.1f}",
+        "category": category, "answers": Path(row["method"]).stem, "questions": row["questions"],
+        "tokens/s": f"{row['tokens_per_second']:.1f}",
         "speed-up (95%)": with_span(f"{row['speedup']:.2f}x", row["speedup_interval"]),
         "time over the baseline's (95%)": with_span(f"{row['time']:.2f}", row["time_interval"]),
         "tau": f"{row['tau']:.2f}", "s/question": f"{row['seconds_per_answer']:.2f}",
         "tokens/question": f"{row['tokens_per_question']:.0f}",
         "baseline's": f"{row['baseline_tokens_per_question']:.0f}", "same": percent(row["same"]),
-    } for row in rows)
-
-
-def notes_of(args: SpeedArguments) -> dict[str, dict]:
-    """What `eval.mt_bench` noted beside both files; a speed-up over answers made otherwise is warned of.
-
-    Raises:
-        ValueError: the answers were limited to different lengths or numbers.
-    """
-    notes = {name: read_note(getattr(args, name)) for name in ("method", "baseline")}
-    for name, note in notes.items():
-        if note is None:
-            log.warning("%s has no note of how it was made: whether its answers can be compared is not known",
-                        getattr(args, name))
-    if None in notes.values():
-        return {name: note for name, note in notes.items() if note}
-    ours, theirs = ({**note.get("environment", {}), **note["settings"], "loaded as": note.get("dtype"),
-                     "processes": note.get("processes")} for note in notes.values())
-    for setting in ("max_new_tokens", "num_choices"):
-        if ours.get(setting) != theirs.get(setting):
-            raise ValueError(f"{args.method} was made with {setting} {ours.get(setting)} and {args.baseline} with "
-                             f"{theirs.get(setting)}: their speeds cannot be compared")
-    for setting in ("target", "temperature", "loaded as", "processes", "processor", "gpu", "threads"):
-        if ours.get(setting) != theirs.get(setting):
-            log.warning("the two files differ in %s: %s and %s", setting, ours.get(setting), theirs.get(setting))
-    return notes
-
-
-def run(args: SpeedArguments) -> None:
-    for path in (args.method, args.baseline):
-        if not path.is_file():
-            raise ValueError(f"{path} does not exist")
-    notes = notes_of(args)
-    rows = speed_rows(read_answers(args.method), read_answers(args.baseline))
-    print(speed_table(rows))
-    if args.out is not None:
-        made = "\n".join(f"- {name}: `{found['environment']['command']}` at {found['environment']['commit']}; "
-                         f"target {name_in(found, 'target')}, head {name_in(found, 'head')}"
-                         for name, found in notes.items())
-        write_record(args.out, {**notes, "rows": rows}, f"{made}\n\n{speed_table(rows)}\n\n{bullets(LEGEND)}")
-        plot_speeds({row["category"]: [{"method": str(args.baseline)}, {**row, "method": str(args.method)}]
-                     for row in rows}, record_path(args.out, ".png"))
-
-
-def name_in(note: Mapping, part: str) -> str:
-    """What a note calls the target or the head; of older notes, which name neither, what the command was told."""
-    if "names" in note:
-        return note["names"][part] or "none"
-    told = note["settings"].get({"head": "draft"}.get(part, part))
-    return told if told not in (None, "None") else "not named"
-
-
-main = partial(run_command, "eval.speed", SpeedArguments, run)
-
-if __name__ == "__main__":
-    sys.exit(main())
+    } for category, each in rows.items() for row in each)

@@ -1,6 +1,6 @@
 """Structured output: whether answers follow their JSON schemas, and what drafting makes of them.
 
-    python -m eval.structured --out runs/structured --endpoint "llama.cpp=http://127.0.0.1:8081/v1"
+    python -m eval.structured --out runs/structured --endpoints "llama.cpp=http://127.0.0.1:8081/v1"
     python -m eval.structured --out runs/structured-float32 --dtype float32
 
 The 30 schemas of eval/data/schemas.jsonl are of the kinds of JSONSchemaBench (arXiv 2501.10868), written for this. Each
@@ -21,15 +21,18 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from tyro.conf import UseAppendAction
+
 import eagle_fsd
 from eagle_fsd.cli.arguments import Loading
 from eagle_fsd.cli.exits import check_counts
 from eagle_fsd.data.files import read_lines
 from eagle_fsd.data.progress import Progress
 from eagle_fsd.decoding.grammar import Grammar
-from eagle_fsd.measure.methods import encode_prompt, pair_text
+from eagle_fsd.measure.methods import pair_text
 from eagle_fsd.measure.records import decimals, markdown, write_record
 from eagle_fsd.pair import EagleModel
+from eagle_fsd.requests import encode_prompt
 from eval.command import noted, run_command
 from eval.endpoints import UNCACHED, ask, read_endpoints
 
@@ -53,7 +56,7 @@ class StructuredArguments:
         limit: only the first.
         max_new_tokens: of an answer; those that reach it are counted as cut off.
         repeats: timed answers of each, of which the median counts.
-        endpoint: a server to compare with, "NAME=URL" as in eval.endpoints. (repeatable)
+        endpoints: servers to compare with, as "NAME=URL" or "NAME=URL#MODEL"; see eval/endpoints.py.
     """
 
     out: Path
@@ -62,7 +65,7 @@ class StructuredArguments:
     limit: int | None = None
     max_new_tokens: int = 256
     repeats: int = 1
-    endpoint: tuple[str, ...] = ()
+    endpoints: UseAppendAction[tuple[str, ...]] = ()
 
 
 @contextmanager
@@ -118,19 +121,19 @@ def fault(text: str, schema: dict) -> str | None:
 def summary(arm: str, rows: Sequence[dict], plain: Sequence[dict]) -> dict[str, object]:
     """A line of the table."""
     answers = [row["arms"][arm] for row in rows]
-    given = [answer for answer in answers if "refused" not in answer]
-    finished = [answer for answer in given if not answer["cut"]]
-    tokens, seconds = (sum(answer[name] for answer in given) for name in ("tokens", "seconds"))
-    forwards = sum(answer.get("forwards", 0) for answer in given)
+    answered = [answer for answer in answers if "refused" not in answer]
+    finished = [answer for answer in answered if not answer["cut"]]
+    tokens, seconds = (sum(answer[name] for answer in answered) for name in ("tokens", "seconds"))
+    forwards = sum(answer.get("forwards", 0) for answer in answered)
     line: dict[str, object] = {
-        "arm": arm, "finished": f"{len(finished)} of {len(answers)}", "refused": len(answers) - len(given),
+        "arm": arm, "finished": f"{len(finished)} of {len(answers)}", "refused": len(answers) - len(answered),
         "valid of them": sum(answer["fault"] is None for answer in finished), "tokens": tokens,
-        "tokens/s": f"{tokens / seconds:.1f}", "seconds an answer": f"{seconds / len(given):.2f}",
+        "tokens/s": f"{tokens / seconds:.1f}", "seconds an answer": f"{seconds / len(answered):.2f}",
         "forwards": forwards or "", "tokens per forward": decimals(tokens / forwards if forwards else None)}
     if forwards:
         line["as plain"] = sum(a["token_ids"] == b["token_ids"] for a, b in zip(answers, plain, strict=True))
         line["accepted of head / grammar / text"] = " / ".join(
-            str(sum(answer["accepted"].get(source, 0) for answer in given)) for source in ("head", "grammar", "text"))
+            str(sum(each["accepted"].get(source, 0) for each in answered)) for source in ("head", "grammar", "text"))
     return line
 
 
@@ -140,7 +143,7 @@ def run(args: StructuredArguments) -> None:
     except ImportError as error:
         raise ValueError("answers are checked by the package jsonschema: pip install jsonschema") from error
     check_counts(args, "limit", "max_new_tokens", "repeats")
-    endpoints = read_endpoints(args.endpoint)
+    endpoints = read_endpoints(args.endpoints)
     cases = read_lines(args.schemas)[: args.limit]
     model = args.pair.load()
     asks = {arm: partial(ours, model, arm) for arm in ARMS}

@@ -3,9 +3,9 @@
     python -m eval.study --target T --data data/own --features data/own-features --out runs/study --minutes 25 \\
         --run "small=" --run "hass=--objective hass" --run "wide=--intermediate-size 3072" --seeds 0 1
 
-Each run is train.train_draft_head with these flags beside --recipe. How many steps fit into the minutes is told by its
-first ones. tau is decoded on held-out answers, the same for all; OUT.md has the table. A study that was stopped goes on
-with the runs that are missing, and more can be added later.
+Each run is train.train_draft_head with these flags beside --recipe. Its first steps are timed to see how many fit into
+the minutes. tau is decoded on held-out answers, the same for all; OUT.md has the table. A study that was stopped goes
+on with the runs that are missing, and more can be added later.
 """
 
 from __future__ import annotations

@@ -92,6 +92,7 @@ def test_rows_are_paired_question_by_question(tmp_path):
     assert (half["lost"], half["gained"], half["drop"]) == (2, 0, 1 / 3) and half["accuracy"] == pytest.approx(2 / 3)
     assert half["bound"] == drop_bound(2, 0, 6) and half["drop_interval"] == drop_interval(2, 0, 6)
     assert half["tau"] is None  # not our engine
+    assert list(by_category([line | {"category": "all"} for line in found], "exact")) == ["all"]  # without categories
 
 
 def test_accuracy_of_several_seeds_is_judged_question_by_question(tmp_path):

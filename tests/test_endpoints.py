@@ -140,7 +140,7 @@ def test_a_gguf_file_is_written_in_another_type(tmp_path):
 def test_clients_in_turn_and_what_is_refused_before_any_is_asked(tmp_path, capsys):
     questions = tmp_path / "questions.jsonl"
     questions.write_text("\n".join(json.dumps({"prompt": prompt}) for prompt in ("hi", "ab", "cd")))
-    given = ["--questions", str(questions), "--out", str(tmp_path / "found"), "--every", "2", "--tokens", "5"]
+    given = ["--questions", str(questions), "--out", str(tmp_path / "found"), "--limit", "2", "--tokens", "5"]
     with serving() as found:
         arms = [f"plain={found.url}/v1", f'fuzzy={found.url}/v1 {{"acceptance": "fsd", "threshold": 0.3}}']
         assert clients.main(["--clients", "1", "2", *given, *arms]) == 0
@@ -149,7 +149,7 @@ def test_clients_in_turn_and_what_is_refused_before_any_is_asked(tmp_path, capsy
             (name, count, 10) for count in (1, 2) for name in ("plain", "fuzzy")]
         capsys.readouterr()
         for wrong, said in (([*given, arms[0] + " {x"], "must be a JSON object"), ([*given, "plain"], "is no endpoint"),
-                            ([*given, "--every", "0", arms[0]], "--every must be at least 1, got 0")):
+                            ([*given, "--limit", "0", arms[0]], "--limit must be at least 1, got 0")):
             assert clients.main(wrong) == 2 and said in capsys.readouterr().err
 
 
@@ -160,7 +160,7 @@ def test_structured_output_of_each_arm(server, tmp_path, capsys):
     schemas.write_text("".join(json.dumps({"id": i, "kind": "x", "prompt": "A colour.", "schema": schema}) + "\n"
                                for i, schema in enumerate([{"enum": ["red", "blue"]}, {"type": "boolean"}])))
     words = ["--target", str(pairs / "small-target"), "--draft", str(pairs / "small-draft"), "--dtype", "float32",
-             "--schemas", str(schemas), "--endpoint", f"other={server}", "--out", str(tmp_path / "out")]
+             "--schemas", str(schemas), "--endpoints", f"other={server}", "--out", str(tmp_path / "out")]
     assert structured.main([*words, "--max-new-tokens", "16"]) == 0
     record = json.loads((tmp_path / "out.json").read_text())
     for row in record["rows"]:

@@ -10,6 +10,7 @@ import torch
 from tiny import PROMPT, save_pair, tiny_chat_pair
 
 import eagle_fsd
+from eagle_fsd.cli import main as eagle_fsd_command
 from eagle_fsd.cli.arguments import Loading
 from eagle_fsd.drafting.curves import WIDE_TREE
 from eagle_fsd.measure import comparison
@@ -17,7 +18,7 @@ from eagle_fsd.measure.cycles import wide_cycles
 from eagle_fsd.measure.methods import engine, hf_generate
 from eagle_fsd.measure.records import ROOT, environment, shown, write_record
 from eagle_fsd.requests import encode_prompt
-from eval import benchmark, forwards, likelihood, memory, quality, quantisation
+from eval import benchmark, forwards, likelihood, memory, quantisation
 
 TREE = eagle_fsd.TreeConfig(8, 3, 2)
 QUESTIONS = [
@@ -63,17 +64,17 @@ def test_the_baseline_leaves_out_what_our_engine_does_not_read(model, monkeypatc
 
 
 def test_cycles_are_observed_as_they_were_accepted(model):
-    found = wide_cycles(model, [PROMPT, PROMPT[:5]], 24, 0.0)
+    cycles = wide_cycles(model, [PROMPT, PROMPT[:5]], 24, 0.0)
     answer = engine(model, acceptance="exact", tree=WIDE_TREE, text_drafts="off")
     answers = [answer(prompt, 24) for prompt in (PROMPT, PROMPT[:5])]
     lengths = [length for answer in answers for length in answer.output.stats.accepted_lengths]
-    assert [sum(cycle.accepted) for cycle in found] == lengths and sum(lengths) > 0
-    for cycle in found:
+    assert [sum(cycle.accepted) for cycle in cycles] == lengths and sum(lengths) > 0
+    for cycle in cycles:
         assert all(cycle.accepted[parent] for parent, taken in zip(cycle.parents, cycle.accepted, strict=True)
                    if taken and parent >= 0)
 
 
-# eval.benchmark, eval.quality
+# eval.benchmark, eagle-fsd calibrate
 
 
 def test_a_benchmark_says_per_category_and_in_all_what_the_methods_did(chat_model, tmp_path, capsys):
@@ -139,17 +140,18 @@ def test_a_benchmark_of_nothing_is_refused_before_loading(more, said, tmp_path, 
     assert said in capsys.readouterr().err
 
 
-def test_quality_times_some_questions_and_answers_the_others_in_batches(chat_model, tmp_path, monkeypatch, capsys):
+def test_calibrate_times_some_questions_and_answers_the_others_in_batches(chat_model, tmp_path, monkeypatch, capsys):
     questions = [{"prompt": letter, "answer": "x"} for letter in "abcdefg"]
-    words = ["--questions", write_questions(tmp_path, questions), "--max-new-tokens", "8", "--tree", "8,3,2",
-             "--settings", "fsd 0.5 head_guard=none", "--batch", "3", "--timed", "2", "--out", str(tmp_path / "q")]
-    assert quality.main(words) == 0
+    words = ["calibrate", "--questions", write_questions(tmp_path, questions), "--max-new-tokens", "8", "--tree",
+             "8,3,2", "--settings", "fsd 0.5 head_guard=none", "--batch", "3", "--timed", "2", "--out",
+             str(tmp_path / "q")]
+    assert eagle_fsd_command(words) == 0
     record = json.loads((tmp_path / "q.json").read_text())
     exact, fuzzy = record["rows"]["all"]
     assert (exact["answers"], exact["timed"], exact["graded"]) == (7, 2, 7) and fuzzy["tau"] > exact["tau"] > 1
     assert record["recommended"] is None and "answers 0.0% rightly" in record["said"]
     alone = [word for word in words if word not in ("--batch", "3")]
-    assert quality.main([*alone[:-1], str(tmp_path / "alone")]) == 0
+    assert eagle_fsd_command([*alone[:-1], str(tmp_path / "alone")]) == 0
     texts = []
     for name in ("q", "alone"):
         lines = [json.loads(line) for line in (tmp_path / f"{name}.answers.jsonl").read_text().splitlines()[1:]]
@@ -158,20 +160,20 @@ def test_quality_times_some_questions_and_answers_the_others_in_batches(chat_mod
         assert len(together) == 5 * (name == "q") and all(line["emitted"] == line["forwards"] for line in together)
     assert texts[0] == texts[1]  # in a batch each is answered as alone; exact answers without drafting
     first = json.loads((tmp_path / "q.answers.jsonl").read_text().splitlines()[1])
-    monkeypatch.setattr(quality, "CODE_END", first["turns"][0][2:4])
-    assert quality.main([*words[:-1], str(tmp_path / "stopped"), "--stop-after-code"]) == 0
+    monkeypatch.setattr(comparison, "CODE_END", first["turns"][0][2:4])
+    assert eagle_fsd_command([*words[:-1], str(tmp_path / "stopped"), "--stop-after-code"]) == 0
     begun, stopped = map(json.loads, (tmp_path / "stopped.answers.jsonl").read_text().splitlines()[:2])
     assert stopped["turns"] == [first["turns"][0][:2]] and begun["stop"] == first["turns"][0][2:4]
     assert (tmp_path / "q.png").stat().st_size > 10_000
 
 
-def test_quality_of_several_seeds(chat_model, tmp_path, capsys):
+def test_calibrate_with_several_seeds(chat_model, tmp_path, capsys):
     """Each seed has its log; the first is timed, and what is not of accuracy is its."""
-    words = ["--questions", write_questions(tmp_path, [{"prompt": letter, "answer": "x"} for letter in "abc"]),
-             "--max-new-tokens", "8", "--tree", "8,3,2", "--settings", "relaxed 1.2", "--batch", "2", "--timed", "1",
-             "--out", str(tmp_path / "q"), "--seeds", "2"]
-    assert quality.main(words) == 2 and "--seeds must be 1 at temperature 0" in capsys.readouterr().err
-    assert quality.main([*words, "--temperature", "1"]) == 0
+    questions = write_questions(tmp_path, [{"prompt": letter, "answer": "x"} for letter in "abc"])
+    words = ["calibrate", "--prompts", questions, "--max-new-tokens", "8", "--tree", "8,3,2", "--settings",
+             "fsd 0.5 head_guard=none", "--batch", "2", "--timed", "1", "--out", str(tmp_path / "q"), "--seeds", "2"]
+    assert eagle_fsd_command(words) == 2 and "--seeds must be 1 at temperature 0" in capsys.readouterr().err
+    assert eagle_fsd_command([*words, "--temperature", "1"]) == 0
     assert "accuracy of 2 seeds" in (tmp_path / "q.md").read_text()
     texts = []
     for name in ("q", "q.seed1"):
@@ -187,8 +189,8 @@ def test_quality_of_several_seeds(chat_model, tmp_path, capsys):
 def test_judges_say_how_likely_answers_are(chat_model, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(likelihood, "load", lambda *_, **__: chat_model)
     asked = write_questions(tmp_path)
-    assert quality.main(["--questions", asked, "--max-new-tokens", "8", "--tree", "8,3,2", "--settings",
-                         "fsd 0.5 head_guard=none", "--out", str(tmp_path / "q")]) == 0
+    assert eagle_fsd_command(["calibrate", "--questions", asked, "--max-new-tokens", "8", "--tree", "8,3,2",
+                              "--settings", "fsd 0.5 head_guard=none", "--out", str(tmp_path / "q")]) == 0
     log = tmp_path / "q.answers.jsonl"
     words = ["--answers", str(log), "--questions", asked, "--judges", "tiny", "--out", str(tmp_path / "judged")]
     assert likelihood.main(words) == 0

@@ -38,7 +38,7 @@ def test_a_lossy_rule_is_found_out(place, capsys):
     assert check(place, "--settings", "fsd 0.6 head_guard=none", "--samples", "0") == 1
     assert "NOT a tie" in capsys.readouterr().out
     # Rules that only sampling tells apart: greedy lenience is exact.
-    sampled = ("--settings", "lenience 3", "--samples", "90", "--sampled-prompts", "1", "--prompts", "1")
+    sampled = ("--settings", "lenience 3", "--samples", "90", "--sampled-prompts", "1", "--limit", "1")
     assert check(place, *sampled) == 1
     assert "1 of 1" in (said := capsys.readouterr().out) and "TOLD APART" in said
 

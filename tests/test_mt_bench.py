@@ -8,9 +8,9 @@ from tiny import save_pair
 
 from eagle_fsd.cli.arguments import parse_options
 from eagle_fsd.data.questions import Question, read_questions
-from eval import mt_bench, speed
-from eval.mt_bench import MtBenchArguments, read_answers, run, temperature_of
-from eval.speed import SpeedArguments, speed_rows
+from eval import mt_bench
+from eval.mt_bench import MtBenchArguments, run, temperature_of
+from eval.speed import read_answers, speed, speed_rows
 
 QUESTIONS = [
     {"question_id": 81, "category": "writing", "turns": ["hi", "and"]},
@@ -30,9 +30,9 @@ def place(tmp_path_factory):
 
 def options(place, answers: str, *more: str):
     return parse_options(MtBenchArguments, [
-        "--target", str(place / "target"), "--draft", str(place / "head"), "--answers", str(place / answers),
-        "--questions", str(place / "questions.jsonl"), "--max-new-tokens", "10", "--warm-up", "0",
-        "--device", "cpu", *more,
+        "--target", str(place / "target"), "--draft", str(place / "head"), "--questions",
+        str(place / "questions.jsonl"), "--max-new-tokens", "10", "--warm-up", "0", "--device", "cpu", "--answers",
+        str(place / answers), *more,
     ])
 
 
@@ -51,9 +51,10 @@ def parse_as_fastchat(path) -> dict:
     return found
 
 
-def test_both_turns_are_answered_in_fastchats_format(place):
-    run(options(place, "exact.jsonl", "--setting", "exact"))
+def test_both_turns_are_answered_in_fastchats_format(place, capsys):
     run(options(place, "plain.jsonl", "--baseline"))
+    run(options(place, "exact.jsonl", str(place / "plain.jsonl"), "--setting", "exact"))
+    assert "| all | exact | 3 | " in capsys.readouterr().out  # the speed beside the other file
     exact, plain = (parse_as_fastchat(place / name) for name in ("exact.jsonl", "plain.jsonl"))
     assert list(exact) == list(plain) == [81, 82, 83]
     for number, record in exact.items():
@@ -123,6 +124,9 @@ def test_sampling_follows_the_category_and_the_seed(place):
         (["--max-new-tokens", "0"], "--max-new-tokens.*0"),
         (["--limit", "0"], "--limit must be at least 1, got 0"),
         (["--setting", "fsd -0.1"], "threshold"),
+        (["--questions"], "--answers takes a file to answer --questions in, or several of different names to compare"),
+        (["--out", "x"], "--out takes what a comparison writes"),
+        (["--answers", "x.jsonl", "no.jsonl"], "no.jsonl does not exist"),
     ],
 )
 def test_bad_options_are_refused_before_loading(place, more, match):
@@ -170,10 +174,10 @@ def test_bad_question_files_say_where(tmp_path, text, match):
         read_questions(tmp_path / "q.jsonl")
 
 
-def answers(speeds: list[float]) -> dict:
+def answers(speeds: list[float], category=lambda number: "odd" if number % 2 else "even") -> dict:
     """Answers of 100 tokens in 25 forwards, at the given speeds."""
     return {
-        i: {"category": "odd" if i % 2 else "even", "choices": [
+        i: {"category": category(i), "choices": [
             {"turns": ["a", "b"], "new_tokens": [60, 41], "wall_time": [60 / s, 41 / s], "accept_lengths": [4] * 25}]}
         for i, s in enumerate(speeds)
     }
@@ -181,49 +185,56 @@ def answers(speeds: list[float]) -> dict:
 
 def test_speeds_are_totals_and_intervals_cover_them():
     rng = np.random.default_rng(0)
-    rows = speed_rows(answers(list(rng.uniform(150, 250, 40))), answers([100.0] * 41))
-    assert [row["category"] for row in rows] == ["all", "even", "odd"]
-    assert [row["questions"] for row in rows] == [40, 20, 20]
-    for row in rows:
+    rows = speed_rows({"a": answers(list(rng.uniform(150, 250, 40))), "b": answers([200.0] * 50),
+                       "plain": answers([100.0] * 41)})
+    assert {category: [(row["method"], row["questions"]) for row in each] for category, each in rows.items()} == {
+        category: [("a", count), ("b", count)] for category, count in (("all", 40), ("even", 20), ("odd", 20))}
+    for row, _ in rows.values():
         assert row["speedup_interval"][0] < row["speedup"] < row["speedup_interval"][1] and row["tau"] == 4
         assert row["speedup"] == pytest.approx(row["tokens_per_second"] / 100)
+    without = [answers([rate], category=lambda number: "all") for rate in (200.0, 100.0)]  # questions of no category
+    assert list(speed_rows(dict(zip("ab", without, strict=True)))) == ["all"]
+    with pytest.raises(ValueError, match="no question in common"):
+        speed_rows({"a": without[0], "b": {}})
 
 
 def stored_answers(folder, method=None, baseline=None):
-    """Arguments for two files of answers with such settings in their notes; None: without a note."""
+    """Two files of answers with such settings in their notes; None: without a note."""
     for name, rate, settings in (("fast", 200.0, method), ("plain", 100.0, baseline)):
         records = [{**record, "question_id": i} for i, record in answers([rate] * 4).items()]
         (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, records)) + "\n")
         about = {"environment": {"command": f"made {name}", "commit": "abc"}, "settings": settings}
         if settings is not None:
             (folder / f"{name}.meta.json").write_text(json.dumps(about))
-    return SpeedArguments(method=folder / "fast.jsonl", baseline=folder / "plain.jsonl", out=folder / "out")
+    return [folder / "fast.jsonl", folder / "plain.jsonl"]
 
 
-def test_speeds_are_stored_with_how_the_answers_were_made(tmp_path, caplog):
-    args = stored_answers(tmp_path, {}, {})
-    speed.run(args)
+def test_speeds_are_stored_with_how_the_answers_were_made(tmp_path, caplog, capsys):
+    paths = stored_answers(tmp_path, {}, {})
+    words = ["--answers", *map(str, paths), "--out", str(tmp_path / "out")]
+    assert mt_bench.main(words) == 0
     record = json.loads((tmp_path / "out.json").read_text())
-    assert record["rows"] == speed_rows(read_answers(args.method), read_answers(args.baseline))
-    assert record["method"]["environment"]["command"] == "made fast"
-    assert record["rows"][0]["speedup"] == pytest.approx(2) and record["rows"][0]["same"] == 1
+    assert record["rows"] == speed_rows({path.name: read_answers(path) for path in paths})
+    assert record["answers"]["fast.jsonl"]["environment"]["command"] == "made fast"
+    assert record["rows"]["all"][0]["speedup"] == pytest.approx(2) and record["rows"]["all"][0]["same"] == 1
     page = (tmp_path / "out.md").read_text()
-    assert "`made plain` at abc; target not named, head not named\n" in page and not caplog.text  # as old notes have it
-    assert "| all | 4 | 200.0 | 2.00x | 0.50 |" in page and "- **tau**: tokens emitted per forward" in page
+    assert "- plain.jsonl: `made plain` at abc\n" in page and not caplog.text  # older notes do not name the pair
+    row = "| all | fast | 4 | 200.0 | 2.00x | 0.50 |"
+    assert row in page and row in capsys.readouterr().out and "- **tau**: tokens emitted per forward" in page
     assert (tmp_path / "out.png").stat().st_size > 5_000
     note = tmp_path / "fast.meta.json"
     note.write_text(json.dumps({**json.loads(note.read_text()), "names": {"target": "T (1 B)", "head": "H (1 M)"}}))
-    speed.run(args)
+    assert mt_bench.main(words) == 0
     assert "`made fast` at abc; target T (1 B), head H (1 M)\n" in (tmp_path / "out.md").read_text()
 
 
 def test_runs_with_other_limits_are_not_compared(tmp_path, caplog):
     for setting in ("max_new_tokens", "num_choices"):
         with pytest.raises(ValueError, match=f"{setting} 3 and .*plain.jsonl with 4: their speeds cannot be compared"):
-            speed.run(stored_answers(tmp_path, {setting: 3}, {setting: 4}))
+            speed(stored_answers(tmp_path, {setting: 3}, {setting: 4}), tmp_path / "out")
     assert not (tmp_path / "out.json").exists()
-    speed.run(stored_answers(tmp_path, {"temperature": "0"}, {"temperature": "category"}))
-    assert "the two files differ in temperature: 0 and category" in caplog.text
+    speed(stored_answers(tmp_path, {"temperature": "0"}, {"temperature": "category"}))
+    assert "plain.jsonl differ in temperature: 0 and category" in caplog.text
     (tmp_path / "plain.meta.json").unlink()
-    speed.run(stored_answers(tmp_path, {}, None))
+    speed(stored_answers(tmp_path, {}, None))
     assert "plain.jsonl has no note of how it was made" in caplog.text

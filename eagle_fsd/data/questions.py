@@ -6,7 +6,7 @@ import json
 import logging
 from codecs import BOM_UTF8
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -74,6 +74,28 @@ def read_questions(path: Path) -> list[Question]:
     if twice is not None:
         raise ValueError(f"{path}: question {twice!r} occurs twice")
     return questions
+
+
+def choose_questions(
+    paths: Iterable[Path], per_category: int | None = None, categories: Sequence[str] = ()
+) -> list[Question]:
+    """The questions of all files: the first ones of each category (None: all), of these categories alone (none: all).
+
+    Raises:
+        ValueError: see `read_questions`, or no question of these categories.
+    """
+    counts: Counter[str] = Counter()
+    chosen = []
+    for question in (question for path in paths for question in read_questions(path)):
+        if categories and question.category not in categories:
+            continue
+        counts[question.category] += 1
+        if per_category is None or counts[question.category] <= per_category:
+            chosen.append(question)
+    if not chosen:
+        among = f" of the categories {', '.join(categories)}" if categories else ""
+        raise ValueError(f"there is nothing to ask{among}: give --questions")
+    return chosen
 
 
 def as_question(record: dict, number: int) -> Question:

@@ -1,7 +1,7 @@
 """Methods side by side on questions: answered in turn, timed and graded, every record kept as it comes.
 
-`eval.benchmark` compares decoding methods with `model.generate`; `eval.quality` and `eagle-fsd calibrate` compare
-settings of acceptance with exact (`compare_settings`).
+`eval.benchmark` compares decoding methods with `model.generate`; `eagle-fsd calibrate` compares settings of acceptance
+with exact (`compare_settings`).
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ import hashlib
 import statistics
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import nullcontext
 from dataclasses import astuple, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -21,11 +22,14 @@ from ..data.progress import Progress
 from ..data.questions import Question, converse
 from ..options import GenerateOptions
 from ..pair import EagleModel
-from .grading import is_right
+from .grading import CODE_END, is_right
 from .methods import Answer, Method, described, engine, pair_text
 from .records import bullets, decimals, markdown, percent, plot_comparison, record_path, with_span, write_record
-from .settings import EXACT, ComparisonOptions, read_settings
+from .settings import EXACT, CalibrationOptions, ComparisonOptions, read_settings
 from .statistics import FEWEST, by_category, cross_fitted, repetition
+
+if TYPE_CHECKING:
+    from ..batching.engine import Engine
 
 
 def compare(
@@ -263,27 +267,18 @@ def cross_fit_text(row: Mapping, reference: str, points: float) -> str:
             f"judged on the other half, both ways ({' and '.join(row['chosen'])}): {time}, {change}.")
 
 
-def compare_and_store(
-    model: EagleModel, methods: Mapping[str, Method], reference: str, questions: Sequence[Question],
-    options: ComparisonOptions, *, baseline: torch.dtype | None = None, **how: Any,
-) -> tuple[dict[str, list[dict]], str]:
-    """Compare methods, and store what was found as OUT.json and OUT.md; see `compare` and `store`."""
-    about = described(model, options)
-    return store(model, compare(methods, questions, options, about, **how), reference, options, about,
-                 baseline=baseline)
-
-
 def store(
     model: EagleModel, records: Sequence[Mapping], reference: str, options: ComparisonOptions,
     about: Mapping[str, object], *, points: float | None = None, workers: int = 1, seeds: int = 1,
-    baseline: torch.dtype | None = None,
+    baseline: torch.dtype | None = None, preface: str = "",
 ) -> tuple[dict[str, list[dict]], str]:
-    """Store what `compare` has found as OUT.json and OUT.md.
+    """Store the rows of `compare`'s records as OUT.json and OUT.md.
 
     Args:
         points: of accuracy, that a recommended method loses at most; None: nothing is recommended.
         workers, seeds: for the record.
         baseline: dtype of a reference that is not our engine.
+        preface: what the page begins with.
 
     Returns:
         The rows by category (see `method_rows`), and the page, which ends with the recommendation.
@@ -295,12 +290,12 @@ def store(
         crossed = cross_fitted(records, reference, points)
         said += "" if crossed is None else f"\n\n{cross_fit_text(crossed, reference, points)}"
     names = dict(zip(("target", "head"), model.described(), strict=True))
-    found = {"workers": workers, "seeds": seeds, "points": points, "recommended": name, "said": said, "rows": rows,
-             "cross_fitted": crossed, "names": names, "baseline_dtype": baseline and str(baseline)}
+    result = {"workers": workers, "seeds": seeds, "points": points, "recommended": name, "said": said, "rows": rows,
+              "cross_fitted": crossed, "names": names, "baseline_dtype": baseline and str(baseline)}
     stored = "" if baseline is None else f", {reference} in {str(baseline).removeprefix('torch.')}"
     parting = parting_text(model, options.temperature, baseline)
-    return rows, write_record(options.out, {**about, **found}, f"""\
-{pair_text(model)}
+    return rows, write_record(options.out, {**about, **result}, f"""\
+{preface}{pair_text(model)}
 
 {len(records)} questions, {rows["all"][0]["timed"]} of them timed{stored},
 temperature {options.temperature:g}, at most {options.max_new_tokens} tokens a turn,
@@ -314,54 +309,61 @@ tree {model.describe_tree(options.tree)}{f", accuracy of {seeds} seeds" if seeds
 
 
 def setting_methods(
-    model: EagleModel, options: ComparisonOptions, joined: Any = None, **shared: object
+    model: EagleModel, settings: Sequence[str], options: ComparisonOptions,
+    shared: Mapping[str, object] | None = None, batches: Engine | None = None,
 ) -> dict[str, Method]:
-    """`exact` and the options' settings by name, with these options of `generate`; asked of `joined`, an `Engine`,
-    where there is one: of a lossless one it draws the same tokens without drafting, which pays alone."""
-    common = {"temperature": options.temperature, "seed": options.seed, "tree": options.tree, **shared}
-    methods = {name: common | given for name, given in read_settings(options.settings).items()}
-    if joined is None:
-        return {name: engine(model, **given) for name, given in methods.items()}
-    return {name: engine(model, ask=lambda prompt, **asked: joined.submit(prompt, **asked).result(),
-                         speculative=not GenerateOptions.from_names(given).lossless, **given)
-            for name, given in methods.items()}
-
-
-def compare_settings(
-    model: EagleModel, questions: Sequence[Question], options: ComparisonOptions, *, points: float,
-    joined: Any = None, shared: Mapping[str, object] | None = None, timed: int | None = None, workers: int = 1,
-    seeds: int = 1,
-) -> str:
-    """Answer questions exactly and under settings, and store what was found as OUT.json, OUT.md and OUT.png.
+    """`exact` and these settings by name.
 
     Args:
-        joined: an `Engine` for the questions that are not `timed`; see `compare`.
         shared: further options of `generate` for all.
-        seeds: accuracy is that of so many answers to each question, with the seed of the options and those after it;
-            all else is of the first. Each has a log of its own.
+        batches: decodes the requests, lossless ones without drafting: their tokens are the same, and drafting pays
+            alone.
+    """
+    common = {"temperature": options.temperature, "seed": options.seed, "tree": options.tree, **(shared or {})}
+    methods = {name: common | setting for name, setting in read_settings(settings).items()}
+    if batches is None:
+        return {name: engine(model, **each) for name, each in methods.items()}
+    return {name: engine(model, ask=lambda prompt, **request: batches.submit(prompt, **request).result(),
+                         speculative=not GenerateOptions.from_names(each).lossless, **each)
+            for name, each in methods.items()}
+
+
+def compare_settings(model: EagleModel, questions: Sequence[Question], options: CalibrationOptions) -> str:
+    """Answer questions exactly and under settings, and store the comparison as OUT.json, OUT.md and OUT.png.
+
+    With several seeds, accuracy is the mean over the options' seed and those after it; everything else is that of the
+    first. Each seed has a log of its own. Batches are decoded with one tree, `options.tree` or `model.default_tree`, so
+    that fuzzy texts do not depend on what else is in the batch.
 
     Returns:
         The page, which ends with the recommendation.
     """
-    shared = shared or {}
-    found = []
-    for number in range(seeds):
-        name = f".seed{options.seed + number}" if number else ""
-        each = replace(options, seed=options.seed + number, out=record_path(options.out, name))
-        together = setting_methods(model, each, joined, **shared) if joined else None
-        found.append(compare(setting_methods(model, each, **shared), questions, each, described(model, each) | shared,
-                             timed=0 if number else timed, together=together, workers=workers))
-    rows, page = store(model, join_seeds(found), EXACT, options, described(model, options) | shared, points=points,
-                       workers=workers, seeds=seeds)
+    shared = {"stop": CODE_END} if options.stop_after_code else {}
+    by_seed, joined = [], nullcontext()
+    if options.batch > 1:
+        from ..batching.engine import Engine  # needs packages of the extra `serve`
+
+        joined = Engine(model, max_rows=options.batch, max_waiting=options.batch, prefixes=0,
+                        tree=options.tree or model.default_tree)
+    with joined as batches:
+        for number in range(options.seeds):
+            name = f".seed{options.seed + number}" if number else ""
+            each = replace(options, seed=options.seed + number, out=record_path(options.out, name))
+            alone = setting_methods(model, options.settings, each, shared)
+            together = None if batches is None else setting_methods(model, options.settings, each, shared, batches)
+            by_seed.append(compare(alone, questions, each, described(model, each) | shared, workers=options.batch,
+                                   timed=0 if number else options.timed, together=together))
+    rows, page = store(model, join_seeds(by_seed), EXACT, options, described(model, options) | shared,
+                       points=options.points, workers=options.batch, seeds=options.seeds)
     plot_comparison(rows["all"], EXACT, record_path(options.out, ".png"))
     return page
 
 
-def join_seeds(found: Sequence[Sequence[Mapping]]) -> list[dict]:
+def join_seeds(by_seed: Sequence[Sequence[Mapping]]) -> list[dict]:
     """The records of the first seed, `right` being the share of all seeds that were."""
     def shared(records: Sequence[Mapping]) -> dict:
         rights = [record["right"] for record in records]
         return {**records[0], "right": None if None in rights else statistics.mean(rights)}
 
     return [{**lines[0], "methods": {name: shared([line["methods"][name] for line in lines])
-                                     for name in lines[0]["methods"]}} for lines in zip(*found, strict=True)]
+                                     for name in lines[0]["methods"]}} for lines in zip(*by_seed, strict=True)]

@@ -1,6 +1,6 @@
-"""Decoding methods under comparison: each turns a prompt into an answer and says what it took.
+"""Decoding methods under comparison: each turns a prompt into an answer and times it.
 
-All that measuring asks of the engine, it asks here.
+Everything that is measured of the engine goes through this module.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ def prompt_seed(seed: int, prompt: object) -> int:
 
 def described(model: EagleModel, options: ComparisonOptions | None = None) -> dict[str, object]:
     """What answers depend on besides the method, in a form that JSON keeps."""
-    found = {"target": model.target.digest(), "head": None if model.draft is None else weights_digest(model.draft),
+    facts = {"target": model.target.digest(), "head": None if model.draft is None else weights_digest(model.draft),
              "dtype": str(model.target.dtype), "weights": is_packed(model.target.model) or "plain",
              "device": str(model.target.device), "threads": torch.get_num_threads()}
     if options is not None:
         names = ("temperature", "seed", "max_new_tokens", "repeats", "run_code")
-        found |= {"tree": "auto" if options.tree is None else repr(options.tree),
+        facts |= {"tree": "auto" if options.tree is None else repr(options.tree),
                   **{name: getattr(options, name) for name in names}}
-    return found
+    return facts
 
 
 def pair_text(model: EagleModel) -> str:
@@ -60,9 +60,9 @@ def pair_text(model: EagleModel) -> str:
 
 
 def hf_generate(model: EagleModel, *, temperature: float = 0.0, seed: int = 0, **options: object) -> Method:
-    """`model.generate`, the users' baseline, of the model as transformers loads it, told to do what our engine does.
+    """`model.generate`, the users' baseline, of the model as transformers loads it, set to decode as our engine does.
 
-    Of the checkpoint's generation config only the special tokens are taken, since the engine reads no more of it (many
+    Of the checkpoint's generation config only the special tokens are used, since the engine reads no more of it (many
     have a repetition penalty). When sampling, top-k and top-p are off: `transformers` would keep the 50 best tokens.
 
     Args:
@@ -107,11 +107,11 @@ def engine(
     ask = ask or partial(generate, model=model)
 
     def answer(prompt: object, max_new_tokens: int) -> Answer:
-        given = {**options, "max_new_tokens": max_new_tokens}
+        request = {**options, "max_new_tokens": max_new_tokens}
         if "seed" in options:
-            given["seed"] = prompt_seed(options["seed"], prompt)
+            request["seed"] = prompt_seed(options["seed"], prompt)
         started = time.perf_counter()
-        output = ask(prompt, **given)
+        output = ask(prompt, **request)
         return Answer(time.perf_counter() - started, output.token_ids, output.text, output)
 
     return answer

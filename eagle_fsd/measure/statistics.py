@@ -1,4 +1,4 @@
-"""What records of methods on the same questions say, with intervals over the questions.
+"""Statistics of methods that answered the same questions, with intervals over the questions.
 
 Ratios have bootstrap intervals, a change of accuracy those of Tango's score test, or of the bootstrap where answers of
 several seeds make shares of it.
@@ -82,7 +82,7 @@ def first_difference(tokens: Sequence[int], reference: Sequence[int]) -> int | N
     return next((at for at, (ours, theirs) in pairs if ours != theirs), None)
 
 
-def method_rows(found: Sequence[Mapping], reference: str) -> list[dict]:
+def method_rows(records: Sequence[Mapping], reference: str) -> list[dict]:
     """One row per method over the questions of `compare`, beside the reference on the same questions.
 
     Returns:
@@ -91,33 +91,33 @@ def method_rows(found: Sequence[Mapping], reference: str) -> list[dict]:
         first difference; drop: of accuracy, with its interval, and bound: its one-sided 95% bound, with Bonferroni's
         correction over all methods but the reference.
     """
-    timed = [line["methods"] for line in found if all(record["timed"] for record in line["methods"].values())]
+    timed = [line["methods"] for line in records if all(record["timed"] for record in line["methods"].values())]
     rows = []
-    for name in found[0]["methods"]:
-        ours = [line["methods"][name] for line in found]
-        theirs = [line["methods"][reference] for line in found]
+    for name in records[0]["methods"]:
+        ours = [line["methods"][name] for line in records]
+        theirs = [line["methods"][reference] for line in records]
         parts = [first_difference(a["ids"], b["ids"]) for a, b in zip(ours, theirs, strict=True)]
         same = sum(a["tokens"] if at is None else at for a, at in zip(ours, parts, strict=True))
         columns = [np.array([line[each][key] for line in timed], float)
                    for each in (name, reference) for key in ("tokens", "seconds")]
         tokens, forwards = sum(record["tokens"] for record in ours), sum(line[name]["forwards"] for line in timed)
-        own = {  # what only our engine says
+        own = {  # known of our engine alone
             "tau": sum(line[name]["emitted"] for line in timed) / forwards if forwards else None,
             "regret_per_token": sum(record["regret"] for record in ours) / max(1, tokens),
             "cut_off": sum(record["cut_off"] for record in ours) / len(ours),
         } if any(record["forwards"] for record in ours) else dict.fromkeys(("tau", "regret_per_token", "cut_off"))
         rows.append({
-            "method": name, "answers": len(found), "timed": len(timed), **speeds(*columns), **own,
-            "tokens_per_answer": tokens / len(found), "same_answers": parts.count(None) / len(found),
+            "method": name, "answers": len(records), "timed": len(timed), **speeds(*columns), **own,
+            "tokens_per_answer": tokens / len(records), "same_answers": parts.count(None) / len(records),
             "same_tokens": same / max(1, tokens),
             "fuzzy_share": sum(record["fuzzy"] for record in ours) / max(1, tokens),
             "repeated": sum(record["repeated"] for record in ours) / len(ours),
-            **_accuracy(ours, theirs, max(1, len(found[0]["methods"]) - 1)),
+            **_accuracy(ours, theirs, max(1, len(records[0]["methods"]) - 1)),
         })
     return rows
 
 
-def cross_fitted(found: Sequence[Mapping], reference: str, points: float) -> dict | None:
+def cross_fitted(records: Sequence[Mapping], reference: str, points: float) -> dict | None:
     """What comes of a choice that has not seen the questions it is judged on, over the questions of `compare`.
 
     On each half the fastest method that lost at most so many points of accuracy there is chosen, or the reference, and
@@ -127,7 +127,7 @@ def cross_fitted(found: Sequence[Mapping], reference: str, points: float) -> dic
         The `chosen` names and one row as of `method_rows`, without a correction for the choice; None: nothing is graded
         or timed, or there is one question.
     """
-    ordered = sorted(found, key=lambda line: not all(record["timed"] for record in line["methods"].values()))
+    ordered = sorted(records, key=lambda line: not all(record["timed"] for record in line["methods"].values()))
     halves = ordered[::2], ordered[1::2]  # each with half of those that are timed
     chosen, judged = [], []
     for fit, rest in (halves, halves[::-1]):
@@ -165,16 +165,26 @@ def _accuracy(ours: Sequence[Mapping], theirs: Sequence[Mapping], methods: int) 
     if all(right in (0, 1) for pair in pairs for right in pair):
         ends, bound = drop_interval(lost, gained, len(pairs)), drop_bound(lost, gained, len(pairs), confidence)
     else:
-        found = interval(lambda fall: fall.mean(-1), falls, ends=(0.025, 0.975, confidence))
-        ends, bound = (None, 1.0) if found is None else (found[:2], found[2])
+        quantiles = interval(lambda fall: fall.mean(-1), falls, ends=(0.025, 0.975, confidence))
+        ends, bound = (None, 1.0) if quantiles is None else (quantiles[:2], quantiles[2])
     return {"graded": len(pairs), "accuracy": sum(right for right, _ in pairs) / len(pairs), "lost": lost,
             "gained": gained, "drop": falls.mean().item(), "drop_interval": ends, "bound": bound}
 
 
-def by_category(found: Sequence[Mapping], reference: str) -> dict[str, list[dict]]:
+def by_category(records: Sequence[Mapping], reference: str) -> dict[str, list[dict]]:
     """The rows of all questions, and of each category where there are several."""
-    groups = {"all": found}
-    for line in found:
-        groups.setdefault(line["category"], []).append(line)
-    groups = groups if len(groups) > 2 else {"all": found}
-    return {category: method_rows(lines, reference) for category, lines in groups.items()}
+    return {category: method_rows([records[place] for place in places], reference)
+            for category, places in places_by_category([line["category"] for line in records]).items()}
+
+
+def places_by_category(categories: Sequence[str]) -> dict[str, list[int]]:
+    """The places of all questions as "all", and those of each category where there are several.
+
+    Args:
+        categories: of the questions; "all": it has none.
+    """
+    groups: dict[str, list[int]] = {}
+    for place, category in enumerate(categories):
+        groups.setdefault(category, []).append(place)
+    named = {category: places for category, places in groups.items() if category != "all"}
+    return {"all": list(range(len(categories))), **(named if len(groups) > 1 else {})}
