@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import fields, replace
 from importlib import import_module
 
+from ..checks import OptionError
 from . import RULE_CLASSES
 from .rule import Custom, Rule
 
@@ -38,7 +39,8 @@ def make_rule(
         del options["head_guard"]  # no guard is what such a rule has
     if isinstance(rule, str):
         if rule not in RULES:
-            raise ValueError(f"unknown rule {rule!r}; accepted: {', '.join(RULES)}, a rule or a function")
+            raise OptionError("acceptance", problem=f"names the unknown rule {rule!r}; accepted: {', '.join(RULES)}, a "
+                              "rule or a function")
         rule = RULES[rule]()
     elif not isinstance(rule, Rule):
         if isinstance(rule, type) or not callable(rule):

@@ -65,9 +65,7 @@ class ServeOptions:
             require_integer(name, getattr(self, name), 1)
         require_integer("prefixes", self.prefixes, 0)
         require_integer("remember", self.remember, 0)
-        require_integer("port", self.port, 0)
-        if self.port > 65535:
-            raise ValueError(f"port must be at most 65535, got {self.port}")
+        require_integer("port", self.port, 0, 65535)
         if self.max_tokens is not None:
             require_integer("max_tokens", self.max_tokens, 2)
         for name in ("read_seconds", "write_seconds", "drain_seconds"):
