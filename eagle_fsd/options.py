@@ -127,7 +127,7 @@ class GenerateOptions(Options):
         frequency_penalty: taken from a token's logit for each time that the answer has it (-2 to 2); 0: off.
         presence_penalty: taken once from those of tokens that the answer has (-2 to 2); 0: off.
         logit_bias: added to the logits of tokens by their ids (-100 to 100 each).
-        top_logprobs: so many of the target's best tokens are told with each token (0 to 20): `receipt.top`.
+        top_logprobs: so many of the target's best tokens are listed with each token (0 to 20): `receipt.top`.
         min_new_tokens: no end token, and none of `stop_token_ids`, before so many tokens.
         ignore_eos: go on past end tokens.
         seed: of the sampling noise; None draws one, reported in `out.seed`. With one seed, decoding without a head,
@@ -152,7 +152,7 @@ class GenerateOptions(Options):
         tree: size of the draft tree; None: as the model was loaded for (`load(tree=)`).
         text_drafts: "auto": what followed the last tokens where they stood before, in the prompt, the answer or a
             `reference`, is drafted too, as far as it is likely and pays; "off"; or a `TextDrafts`. Copies take part in
-            a `tree` that is given here, within its `total_tokens`.
+            this `tree`, within its `total_tokens`.
         speculative: False decodes plainly: nothing is drafted, and no rule decides.
         response_format: what the answer's text must be (extra `structured`): a JSON schema or a pydantic model, or an
             object with a `type`: {"type": "json_object"}, {"type": "json_schema", "json_schema": {"schema": S}},
@@ -374,10 +374,10 @@ class LoadOptions(Options):
             Default: the fused decoder where it serves the model; else sdpa where the model has it, on a CPU without its
             copies ("grouped").
         trust_remote_code: allow a target to run code from its repository.
-        tree: where `generate` is given none: "auto", on a CPU as many levels and nodes in each cycle as pay, and none
+        tree: where `generate` has none: "auto", on a CPU as many levels and nodes in each cycle as pay, and none
             for a while where drafting does not; the published tree on CUDA. The models' latency is measured for it and
             kept, and measured again where it turns out that other work had slowed the machine. How often drafts are
-            accepted is told by curves of the head (`eagle-fsd tune` fits them to your prompts). None: a default tree
+            accepted is read from the head's curves (`eagle-fsd tune` fits them to your prompts). None: a default tree
             for the device; or a `TreeConfig`.
         prepack: on a CPU, have weights in the layout that its kernels read in place of the plain ones: the same
             results, sooner. On x86 weights that were stored in 16 bits are blocks of float16, computed in float32; with

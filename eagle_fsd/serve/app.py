@@ -110,7 +110,7 @@ class Service:
 
 
 async def while_connected(request: Request, work: Awaitable[T]) -> T:
-    """What comes of the work, which ends where its client goes away.
+    """The result of the work, which is cancelled where its client goes away.
 
     Raises:
         Refusal: the client has gone.
@@ -142,7 +142,7 @@ def cancel(tickets: Sequence[Ticket]) -> None:
 
 
 def pool_of(request: Request) -> str:
-    """Who shows the same key shares remembered answers, and who shows none; the key itself is not kept."""
+    """Clients with the same key, or without one, share remembered answers; the key itself is not kept."""
     return hashlib.sha256(request.headers.get("authorization", "").encode("latin-1")).hexdigest()
 
 
@@ -193,7 +193,7 @@ async def stream(
 
 
 def as_refusal(error: Exception) -> Refusal:
-    """What a client is told of an answer that failed: its request was in order, so the fault is the server's."""
+    """For an answer that failed: the client's request was in order, so the fault is the server's."""
     if isinstance(error, Refusal):
         return error
     if isinstance(error, EngineClosed):
