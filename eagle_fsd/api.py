@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
 from typing import TYPE_CHECKING, Any, overload
 
 import torch
@@ -130,7 +129,9 @@ def with_options(options: GenerateOptions | None, given: Mapping[str, object]) -
     if not (options is None or isinstance(options, GenerateOptions)):
         hint = f"; {OF_ONE_PROMPT}" if isinstance(options, (list, tuple)) else ""
         raise TypeError(f"options must be GenerateOptions or None, got {options!r}{hint}")
-    before = {} if options is None else {each.name: getattr(options, each.name) for each in fields(options)}
+    if options is not None and not given:
+        return options  # checked when it was made
+    before = {} if options is None else {name: getattr(options, name) for name in GenerateOptions.names()}
     ours = from_generate(given, before.get("temperature", 0.0))
     return GenerateOptions.from_names({**before, **ours}, OWN)
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .drafting.config import TreeConfig
 from .hf import custom_generate
-from .options import GenerateOptions, LoadOptions, names_of
+from .options import GenerateOptions, LoadOptions
 from .pair import load
 
 try:
@@ -27,7 +27,7 @@ except ImportError as error:
         sys.exit(f"eagle_fsd.lm_eval: {missing}")
     raise ImportError(missing) from error
 
-LOADING = [name for name in names_of(LoadOptions) if name != "quantization_config"]  # its `tree` is that of `load`
+LOADING = [name for name in LoadOptions.names() if name != "quantization_config"]  # its `tree` is that of `load`
 DECODING = ["acceptance", "threshold", "divergence", "head_guard", "budget"]
 # Arguments of the harness' own `hf` model that mean the same here.
 HARNESS = ["batch_size", "max_batch_size", "tokenizer", "use_fast_tokenizer", "max_length", "add_bos_token",

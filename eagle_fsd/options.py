@@ -14,9 +14,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from numbers import Real
 from pathlib import Path
+from types import NoneType
 from typing import Any, TypedDict, TypeVar
 
-from .checks import check_placement, require_bool, require_integer, require_number
+from .checks import OptionError, check_placement, require_bool, require_integer, require_number
 from .drafting.config import TreeConfig
 from .drafting.text import TextDrafts
 from .models import IMPLEMENTATIONS
@@ -26,24 +27,27 @@ MOST_REFERENCES = 1024
 LISTS = ("seed", "stop", "stop_token_ids", "fuzzy_within", "reference")  # options that may be lists or tuples
 OF_ONE_PROMPT = "for prompts with options of their own, Engine(model).submit(prompt, ...) takes one at a time"
 LEAST_TEMPERATURE = 1e-6  # below, quotients leave the range of float32
-# Names that people know from elsewhere, and what to use here.
-ELSEWHERE = {
+REPLACEMENTS = {  # names that other libraries and servers have: what to use here
     "assistant_model": "load(target, draft): the draft head drafts",
     "attention_mask": "what the tokenizer returned as the prompt, mask included",
     "bad_words_ids": "logits_processor=[NoBadWordsLogitsProcessor(...)]",
     "do_sample": "temperature= (0 is greedy)",
     "eos_token_id": "stop_token_ids=",
     "generation_config": "the options by name, or custom_generate inside model.generate",
+    "grammar": 'response_format={"type": "grammar", "grammar": G}',
+    "guided_json": 'response_format={"type": "json_schema", "json_schema": {"schema": S}}',
     "input_ids": "prompt, the first argument",
     "inputs": "prompt, the first argument",
     "logprobs": "receipts of the output, one for each token",
     "max_completion_tokens": "max_new_tokens=",
+    "json_schema": 'response_format={"type": "json_schema", "json_schema": {"schema": S}}',
     "max_length": "max_new_tokens=",
     "max_time": "stopping_criteria=[MaxTimeCriteria(seconds)]",
     "max_tokens": "max_new_tokens=",
     "messages": "prompt, the first argument",
     "m": "target=",
     "min_length": "min_new_tokens=",
+    "min_tokens": "min_new_tokens=",
     "model": "target=",
     "n": "a list of prompts with a list of seeds",
     "n_predict": "max_new_tokens=",
@@ -54,9 +58,11 @@ ELSEWHERE = {
     "pad_token_id": "nothing: prompts of a batch are not padded",
     "prefix_allowed_tokens_fn": "logits_processor=[PrefixConstrainedLogitsProcessor(...)]",
     "prediction": "reference=",
+    "repeat_penalty": "repetition_penalty=",
     "stop_strings": "stop=",
     "prompt_lookup_num_tokens": "text_drafts=, which is on",
     "stream": "streamer=, or Engine(model).submit(...), whose ticket is an iterator",
+    "structured_outputs": "response_format=",
     "temp": "temperature=",
     "tokenizer": "nothing: that of the model is used",
     "tools": "the prompt as text, rendered by tokenizer.apply_chat_template(messages, tools=...)",
@@ -77,26 +83,34 @@ class Options:
     """What the dataclasses of options share."""
 
     @classmethod
-    def from_names(cls, given: Mapping[str, object], also: Sequence[str] = ()) -> Any:
+    def names(cls) -> list[str]:
+        """The names of the options, in their order."""
+        return [field.name for field in fields(cls)]
+
+    @classmethod
+    def from_names(cls, options: Mapping[str, object], also: Sequence[str] = ()) -> Any:
         """From values by name.
 
         Args:
-            also: names that the caller takes itself, for the message.
+            also: further names that the caller takes, for the message.
 
         Raises:
-            TypeError: an unknown name; says what is accepted, and what to use for a name that is known elsewhere.
+            TypeError: an unknown name; the message lists what is accepted, or says what to use instead.
             TypeError, ValueError: a value that cannot be accepted.
         """
-        accepted = names_of(cls)
-        for name in given:
-            if name not in accepted:
-                ours = [*accepted, *also]
-                near = difflib.get_close_matches(str(name), [*ours, *ELSEWHERE], 1, cutoff=0.75)  # of a misspelt name
-                meant = name if name in ELSEWHERE else next(iter(near), None)
-                said = (f"accepted: {', '.join(ours)}" if meant is None else f"did you mean {meant!r}?"
-                        if meant in ours else f"use {ELSEWHERE[meant]}")
-                raise TypeError(f"unknown option {name!r}; {said}")
-        return cls(**given)
+        for name in options:
+            if name not in cls.names():
+                raise TypeError(unknown_option(name, [*cls.names(), *also]))
+        return cls(**options)
+
+
+def unknown_option(name: str, accepted: Sequence[str]) -> str:
+    """The message about an unknown option: what to use instead, or what is accepted."""
+    near = difflib.get_close_matches(str(name), [*accepted, *REPLACEMENTS], 1, cutoff=0.75)  # of a misspelt name
+    meant = name if name in REPLACEMENTS else next(iter(near), None)
+    hint = (f"accepted: {', '.join(accepted)}" if meant is None else f"did you mean {meant!r}?" if meant in accepted
+            else f"use {REPLACEMENTS[meant]}")
+    return f"unknown option {name!r}; {hint}"
 
 
 @dataclass(frozen=True)
@@ -113,7 +127,7 @@ class GenerateOptions(Options):
         frequency_penalty: taken from a token's logit for each time that the answer has it (-2 to 2); 0: off.
         presence_penalty: taken once from those of tokens that the answer has (-2 to 2); 0: off.
         logit_bias: added to the logits of tokens by their ids (-100 to 100 each).
-        top_logprobs: so many of the target's best tokens are told with each token (0 to 20): `receipt.top`.
+        top_logprobs: so many of the target's best tokens are listed with each token (0 to 20): `receipt.top`.
         min_new_tokens: no end token, and none of `stop_token_ids`, before so many tokens.
         ignore_eos: go on past end tokens.
         seed: of the sampling noise; None draws one, reported in `out.seed`. With one seed, decoding without a head,
@@ -138,7 +152,7 @@ class GenerateOptions(Options):
         tree: size of the draft tree; None: as the model was loaded for (`load(tree=)`).
         text_drafts: "auto": what followed the last tokens where they stood before, in the prompt, the answer or a
             `reference`, is drafted too, as far as it is likely and pays; "off"; or a `TextDrafts`. Copies take part in
-            a `tree` that is given here, within its `total_tokens`.
+            this `tree`, within its `total_tokens`.
         speculative: False decodes plainly: nothing is drafted, and no rule decides.
         response_format: what the answer's text must be (extra `structured`): a JSON schema or a pydantic model, or an
             object with a `type`: {"type": "json_object"}, {"type": "json_schema", "json_schema": {"schema": S}},
@@ -179,8 +193,8 @@ class GenerateOptions(Options):
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
             if isinstance(value, list if name == "tree" else (list, tuple)) and name not in LISTS:
-                raise TypeError(f"{name} is one value for all prompts of a batch, got {value!r}; {OF_ONE_PROMPT}")
-        require_integer("max_new_tokens", self.max_new_tokens, 1)
+                raise OptionError(name, problem=f"is one value for all prompts of a batch, got {value!r}; "
+                                  f"{OF_ONE_PROMPT}")
         require_number("temperature", self.temperature, f"0 (greedy) or a number >= {LEAST_TEMPERATURE:g}",
                        lambda x: x == 0 or LEAST_TEMPERATURE <= x < math.inf)
         require_number("top_p", self.top_p, "a number in (0, 1]", lambda x: 0 < x <= 1)
@@ -188,73 +202,82 @@ class GenerateOptions(Options):
         require_number("repetition_penalty", self.repetition_penalty, "a positive number", lambda x: 0 < x < math.inf)
         for name in ("frequency_penalty", "presence_penalty"):
             require_number(name, getattr(self, name), "a number from -2 to 2", lambda x: -2 <= x <= 2)
-        for token, bias in self._bias():
+        for name, least, most in (("max_new_tokens", 1, None), ("min_new_tokens", 0, None), ("top_k", 0, None),
+                                  ("top_logprobs", 0, MOST_LOGPROBS)):
+            require_integer(name, getattr(self, name), least, most)
+        for name in ("ignore_eos", "speculative"):
+            require_bool(name, getattr(self, name))
+        if self.min_new_tokens > self.max_new_tokens:
+            raise OptionError("min_new_tokens", self.min_new_tokens, f"at most max_new_tokens ({self.max_new_tokens})")
+        if self.response_format is not None and (self.ignore_eos or self.min_new_tokens):
+            raise OptionError("response_format", problem="decides where an answer ends: leave ignore_eos and "
+                              "min_new_tokens out")
+        self._check_tokens()
+        self._check_texts()
+        self._check_acceptance()
+
+    def _check_tokens(self) -> None:
+        """Options that name tokens, and the seed."""
+        if not (self.logit_bias is None or isinstance(self.logit_bias, Mapping)):
+            raise OptionError("logit_bias", self.logit_bias, "numbers by token ids")
+        for token, bias in (self.logit_bias or {}).items():
             require_integer("logit_bias", token, 0)
             require_number("logit_bias", bias, "a number from -100 to 100 for each token", lambda x: -100 <= x <= 100)
-        require_integer("top_logprobs", self.top_logprobs, 0)
-        if self.top_logprobs > MOST_LOGPROBS:
-            raise ValueError(f"top_logprobs must be at most {MOST_LOGPROBS}, got {self.top_logprobs}")
-        require_integer("top_k", self.top_k, 0)
-        require_integer("min_new_tokens", self.min_new_tokens, 0)
-        if self.min_new_tokens > self.max_new_tokens:
-            raise ValueError(f"min_new_tokens must be at most max_new_tokens ({self.max_new_tokens}), got "
-                             f"{self.min_new_tokens}")
-        require_bool("ignore_eos", self.ignore_eos)
-        for seed in self.seed if isinstance(self.seed, (list, tuple)) else [self.seed]:
-            if seed is not None or isinstance(self.seed, (list, tuple)):
+        if isinstance(self.stop_token_ids, (str, bytes)) or not isinstance(self.stop_token_ids, (Iterable, NoneType)):
+            raise OptionError("stop_token_ids", self.stop_token_ids, "a sequence of token ids")
+        self._read_once("stop_token_ids")
+        for token in self.stop_token_ids or ():
+            require_integer("stop_token_ids", token, 0)
+        if self.seed is not None:
+            for seed in self.seed if isinstance(self.seed, (list, tuple)) else [self.seed]:
                 require_integer("seed", seed, 0)
                 if seed >= 2**63:
-                    raise ValueError(f"seed must be below 2**63, got {seed}")
-        self._check_stops()
-        if self.budget is not None:
-            if isinstance(self.budget, bool) or not isinstance(self.budget, Real):
-                raise TypeError(f"budget must be a number of nats, got {self.budget!r}")
-            if not self.budget >= 0:
-                raise ValueError(f"budget must be at least 0 nats, got {self.budget!r}")
-        if not (self.tree is None or isinstance(self.tree, TreeConfig)):
-            raise TypeError(f"tree must be a TreeConfig or None (what load(tree=...) said), got {self.tree!r}")
-        if not (self.text_drafts in ("auto", "off") or isinstance(self.text_drafts, TextDrafts)):
-            raise TypeError(f'text_drafts must be "auto", "off" or a TextDrafts, got {self.text_drafts!r}')
-        if self.fuzzy_within is not None:
-            marks = self.fuzzy_within
-            if not (isinstance(marks, (list, tuple)) and len(marks) == 2 and marks[0] != marks[1] and all(
-                    type(mark) is int or isinstance(mark, str) and mark for mark in marks)):
-                raise ValueError('fuzzy_within must be two different marks, as text or token ids, such as '
-                                 f'("<think>", "</think>"), got {marks!r}')
-        if not (self.reference is None or isinstance(self.reference, (str, list, tuple))):
-            if isinstance(self.reference, (bytes, Mapping)) or not isinstance(self.reference, Iterable):
-                raise TypeError(f"reference must be a text or a list of texts, got {self.reference!r}")
-            object.__setattr__(self, "reference", tuple(self.reference))  # an iterator is read once
-        if not all(isinstance(text, str) for text in self.references):
-            raise TypeError(f"reference must be a text or a list of texts, got {self.reference!r}")
-        require_bool("speculative", self.speculative)
-        if self.response_format is not None and (self.ignore_eos or self.min_new_tokens):
-            raise ValueError("response_format says where an answer ends: leave ignore_eos and min_new_tokens out")
-        if len(self.references) > MOST_REFERENCES:
-            raise ValueError(f"reference may be at most {MOST_REFERENCES} texts, got {len(self.references)}")
-        if self.references and self.text_drafts == "off":
-            raise ValueError('a reference is what text drafts are copied from: leave text_drafts="off" out')
-        lossless = self.lossless  # makes the rule, which is refused here if it has to be
-        if isinstance(self.acceptance, str) and self.threshold is None and not lossless:
-            raise ValueError(f"acceptance={self.acceptance!r} needs a threshold: without one decoding is lossless, and "
-                             "this rule is not, even at 0")
+                    raise OptionError("seed", seed, "below 2**63")
 
-    def _bias(self) -> list[tuple[object, object]]:
-        if not (self.logit_bias is None or isinstance(self.logit_bias, Mapping)):
-            raise TypeError(f"logit_bias must be numbers by token ids, got {self.logit_bias!r}")
-        return list((self.logit_bias or {}).items())
-
-    def _check_stops(self) -> None:
-        if not (self.stop is None or isinstance(self.stop, (str, list, tuple))):
-            raise TypeError(f"stop must be a string or a list of strings, got {self.stop!r}")
+    def _check_texts(self) -> None:
+        """Where an answer ends, and what drafts are copied from."""
+        if not isinstance(self.stop, (str, list, tuple, NoneType)):
+            raise OptionError("stop", self.stop, "a string or a list of strings")
         for string in self.stop_strings:
             if not isinstance(string, str) or not string:
-                raise ValueError(f"stop must hold non-empty strings, got {string!r}")
-        ids = self.stop_token_ids
-        if ids is not None and (not isinstance(ids, Iterable) or isinstance(ids, (str, bytes))):
-            raise TypeError(f"stop_token_ids must be a sequence of token ids, got {ids!r}")
-        if not (ids is None or isinstance(ids, (list, tuple))):  # an iterator, say, is read once
-            object.__setattr__(self, "stop_token_ids", tuple(ids))
+                raise OptionError("stop", problem=f"must hold non-empty strings, got {string!r}")
+        if not (self.text_drafts in ("auto", "off") or isinstance(self.text_drafts, TextDrafts)):
+            raise OptionError("text_drafts", self.text_drafts, '"auto", "off" or a TextDrafts')
+        texts = isinstance(self.reference, (Iterable, NoneType)) and not isinstance(self.reference, (bytes, Mapping))
+        if texts and not isinstance(self.reference, str):
+            self._read_once("reference")
+        if not texts or not all(isinstance(text, str) for text in self.references):
+            raise OptionError("reference", self.reference, "a text or a list of texts")
+        if len(self.references) > MOST_REFERENCES:
+            raise OptionError("reference", problem=f"may be at most {MOST_REFERENCES} texts, got "
+                              f"{len(self.references)}")
+        if self.references and self.text_drafts == "off":
+            raise OptionError("reference", problem='is what text drafts are copied from: leave text_drafts="off" out')
+
+    def _check_acceptance(self) -> None:
+        """The rule, where it decides, what it may cost, and the tree."""
+        if self.budget is not None:
+            if isinstance(self.budget, bool) or not isinstance(self.budget, Real):
+                raise OptionError("budget", self.budget, "a number of nats")
+            if not self.budget >= 0:
+                raise OptionError("budget", self.budget, "at least 0 nats")
+        if not isinstance(self.tree, (TreeConfig, NoneType)):
+            raise OptionError("tree", self.tree, "a TreeConfig, or None for that of load(tree=...)")
+        marks = self.fuzzy_within
+        if marks is not None and not (
+                isinstance(marks, (list, tuple)) and len(marks) == 2 and marks[0] != marks[1]
+                and all(type(mark) is int or isinstance(mark, str) and mark for mark in marks)):
+            raise OptionError("fuzzy_within", marks, 'two different marks, as text or token ids, such as ("<think>", '
+                              '"</think>")')
+        lossless = self.lossless  # makes the rule, which checks its own options
+        if isinstance(self.acceptance, str) and self.threshold is None and not lossless:
+            raise OptionError("acceptance", problem=f"{self.acceptance!r} needs a threshold: without one decoding is "
+                              "lossless, and this rule is not, even at 0")
+
+    def _read_once(self, name: str) -> None:
+        """Keep the items of an iterator."""
+        if not isinstance(values := getattr(self, name), (list, tuple, NoneType)):
+            object.__setattr__(self, name, tuple(values))
 
     @functools.cached_property
     def rule(self) -> Any:
@@ -286,46 +309,46 @@ class GenerateOptions(Options):
 WITHOUT_EFFECT = ("bos_token_id", "pad_token_id", "use_cache", "return_dict_in_generate", "transformers_version")
 
 
-def from_generate(given: Mapping[str, object], temperature: float = 0.0) -> dict[str, object]:
-    """Options in which names of `model.generate` are ours: `do_sample`, `stop_strings`, `eos_token_id`, and what a
-    `generation_config` sets, where it is not given by name.
+def from_generate(keywords: Mapping[str, object], temperature: float = 0.0) -> dict[str, object]:
+    """Options under our names, of keywords that may also have names of `model.generate`: `do_sample`, `stop_strings`,
+    `eos_token_id`, and a `generation_config`, whose settings hold where no keyword sets them.
 
     Args:
-        temperature: without one that is given.
+        temperature: where no keyword sets it.
 
     Raises:
-        TypeError, ValueError: a value that cannot be accepted, one given twice, or a greedy temperature with sampling.
+        TypeError, ValueError: a value that cannot be accepted, one set twice, or a greedy temperature with sampling.
     """
-    given = dict(given)
-    config = given.pop("generation_config", None)
+    options = dict(keywords)
+    config = options.pop("generation_config", None)
     if config is not None:
         if not hasattr(config, "to_diff_dict"):
-            raise TypeError(f"generation_config must be a GenerationConfig of transformers, got {config!r}")
+            raise OptionError("generation_config", config, "a GenerationConfig of transformers")
         neutral = config._get_default_generation_params()
-        ours = {"do_sample", *names_of(GenerateOptions)}
-        told = {name: value for name, value in config.to_diff_dict().items() if name not in WITHOUT_EFFECT
-                and (name in ours or value not in (neutral.get(name), False))}
-        given = {**told, **given}
+        ours = {"do_sample", *GenerateOptions.names()}
+        configured = {name: value for name, value in config.to_diff_dict().items() if name not in WITHOUT_EFFECT
+                      and (name in ours or value not in (neutral.get(name), False))}
+        options = {**configured, **options}
     for theirs, ours in (("stop_strings", "stop"), ("eos_token_id", "stop_token_ids")):
-        if given.get(theirs) is None:
-            given.pop(theirs, None)
-        elif ours in given:
+        if options.get(theirs) is None:
+            options.pop(theirs, None)
+        elif ours in options:
             raise ValueError(f"{theirs} and {ours} are the same here: give one of them")
         else:
-            given[ours] = given.pop(theirs)
-            if theirs == "eos_token_id":  # in the place of the model's own
-                given["ignore_eos"] = True
-                given[ours] = [given[ours]] if isinstance(given[ours], int) else given[ours]
-    sampling = given.pop("do_sample", None)
+            options[ours] = options.pop(theirs)
+            if theirs == "eos_token_id":  # replaces the model's own
+                options["ignore_eos"] = True
+                options[ours] = [options[ours]] if isinstance(options[ours], int) else options[ours]
+    sampling = options.pop("do_sample", None)
     if sampling is not None:
         require_bool("do_sample", sampling)
         if sampling:
-            given.setdefault("temperature", temperature or 1.0)
-            if given["temperature"] == 0:
-                raise ValueError("do_sample=True needs a temperature above 0, got 0")
+            options.setdefault("temperature", temperature or 1.0)
+            if options["temperature"] == 0:
+                raise OptionError("temperature", 0, "above 0 with do_sample=True")
         else:
-            given["temperature"] = 0.0
-    return given
+            options["temperature"] = 0.0
+    return options
 
 
 @dataclass(frozen=True)
@@ -351,10 +374,10 @@ class LoadOptions(Options):
             Default: the fused decoder where it serves the model; else sdpa where the model has it, on a CPU without its
             copies ("grouped").
         trust_remote_code: allow a target to run code from its repository.
-        tree: where `generate` is given none: "auto", on a CPU as many levels and nodes in each cycle as pay, and none
+        tree: where `generate` has none: "auto", on a CPU as many levels and nodes in each cycle as pay, and none
             for a while where drafting does not; the published tree on CUDA. The models' latency is measured for it and
             kept, and measured again where it turns out that other work had slowed the machine. How often drafts are
-            accepted is told by curves of the head (`eagle-fsd tune` fits them to your prompts). None: a default tree
+            accepted is read from the head's curves (`eagle-fsd tune` fits them to your prompts). None: a default tree
             for the device; or a `TreeConfig`.
         prepack: on a CPU, have weights in the layout that its kernels read in place of the plain ones: the same
             results, sooner. On x86 weights that were stored in 16 bits are blocks of float16, computed in float32; with
@@ -377,24 +400,18 @@ class LoadOptions(Options):
 
     def __post_init__(self) -> None:
         if self.attn_implementation not in (None, *IMPLEMENTATIONS):
-            raise ValueError(f"attn_implementation must be one of {', '.join(IMPLEMENTATIONS)}, or None for what is "
-                             f"fastest on most machines, got {self.attn_implementation!r}")
+            raise OptionError("attn_implementation", self.attn_implementation, f"one of {', '.join(IMPLEMENTATIONS)}, "
+                              "or None for what is fastest on most machines")
         check_placement(self.device, self.device_map)
         if not (self.tree is None or self.tree == "auto" or isinstance(self.tree, TreeConfig)):
-            raise ValueError(f'tree must be "auto", a TreeConfig or None, got {self.tree!r}')
+            raise OptionError("tree", self.tree, '"auto", a TreeConfig or None')
         require_bool("prepack", self.prepack)
         if self.quantization not in (None, "int8"):
-            raise ValueError(f'quantization must be "int8" or None, got {self.quantization!r}; other kinds go by '
-                             "quantization_config=")
+            raise OptionError("quantization", self.quantization, '"int8" or None (quantization_config= takes others)')
         if self.quantization and self.quantization_config is not None:
             raise ValueError("give quantization or quantization_config, not both")
         if self.quantization and not self.prepack:
             raise ValueError("quantization is a form of packed weights: leave prepack=False out")
-
-
-def names_of(options: type[Options]) -> list[str]:
-    """The names of a dataclass of options, in its order."""
-    return [field.name for field in fields(options)]
 
 
 # The same options as keywords, for editors and type checkers, which read no dataclass (PEP 692); a test compares both.

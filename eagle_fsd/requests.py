@@ -17,7 +17,7 @@ from transformers import LogitsProcessor
 from transformers.generation.streamers import BaseStreamer
 
 from .acceptance import FuzzyRule, Rule
-from .checks import check_functions, require_integer
+from .checks import OptionError, check_functions, require_integer
 from .data.rendering import check_rendering, most_characters
 from .decoding.grammar import Grammar
 from .decoding.request import EXACT, Request
@@ -55,7 +55,7 @@ def make_requests(
     for string in strings:
         encodable("stop", string)
     if strings and model.tokenizer is None:
-        raise ValueError("stop= needs a tokenizer, and this model has no tokenizer")
+        raise OptionError("stop", problem="needs a tokenizer, and this model has no tokenizer")
     within = None if options.fuzzy_within is None else tuple(
         mark_of(mark, model) for mark in options.fuzzy_within)
     copying = TextDrafts() if options.text_drafts == "auto" else options.text_drafts
@@ -89,7 +89,8 @@ def mark_of(mark: str | int, model: EagleModel) -> int:
     """
     ids = [mark] if isinstance(mark, int) else tokenised("fuzzy_within", mark, model, add_special_tokens=False)
     if len(ids) != 1:
-        raise ValueError(f"fuzzy_within takes marks of one token each, and {mark!r} is {len(ids)} of this model's")
+        raise OptionError("fuzzy_within", problem=f"takes marks of one token each, and {mark!r} is {len(ids)} of this "
+                          "model's")
     return check_ids(ids, model)[0]
 
 
@@ -120,19 +121,16 @@ def seeds_of(seed: int | Sequence[int] | None, count: int) -> list[int]:
         return [generator.getrandbits(48) for _ in range(count)]
     if isinstance(seed, (list, tuple)):
         if len(seed) != count:
-            raise ValueError(f"a list of seeds needs one for each prompt: {count}, got {len(seed)}")
+            raise OptionError("seed", problem=f"needs one for each prompt: {count}, got {len(seed)}")
         return list(map(int, seed))
     if int(seed) + count > 2**63:
-        raise ValueError(f"seed must be below 2**63, got {int(seed) + count - 1}")
+        raise OptionError("seed", int(seed) + count - 1, "below 2**63")
     return [int(seed) + number for number in range(count)]
 
 
 def check_stop_ids(stop_token_ids: Sequence[int] | None, model: EagleModel) -> frozenset[int]:
     """The tokens, refused where the target has no such ones."""
-    ids = [] if stop_token_ids is None else list(stop_token_ids)
-    for token in ids:
-        require_integer("stop_token_ids", token, 0)
-    return frozenset(check_ids(ids, model)) if ids else frozenset()
+    return frozenset(check_ids(list(stop_token_ids), model)) if stop_token_ids else frozenset()
 
 
 @contextmanager
@@ -166,7 +164,7 @@ def encode_prompts(prompt: object, model: EagleModel) -> tuple[list[list[int]], 
         try:
             prompts.append(encode_prompt(each, model))
         except (TypeError, ValueError) as error:
-            raise type(error)(f"prompt {number} of {len(prompt)}: {error}") from error
+            raise OptionError("prompt", problem=f"{number} of {len(prompt)}: {error}") from error
     return prompts, True
 
 
@@ -247,7 +245,8 @@ def encodable(what: str, text: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise ValueError(f"{what} is no valid text: a lone surrogate {text[error.start]!r} at {error.start}") from error
+        raise OptionError(what, problem=f"is no valid text: a lone surrogate {text[error.start]!r} at "
+                          f"{error.start}") from error
     return text
 
 
@@ -261,17 +260,17 @@ def encode_chat(messages: list[dict], model: EagleModel, tools: list[dict] | Non
     for message in messages:
         text = isinstance(message.get("content"), str) or "content" not in message and message.get("tool_calls")
         if not (isinstance(message.get("role"), str) and text):
-            raise ValueError(f'a chat message needs "role" and "content", both text, got {message!r}')
+            raise OptionError("messages", problem=f'need "role" and "content", both text, got {message!r}')
     if tokenizer.chat_template is None:
         raise ValueError("the tokenizer has no chat template: give the prompt as text or token ids")
     known = {*ROLES, *re.findall(r"\w+", f"{tokenizer.chat_template} {' '.join(tokenizer.get_added_vocab())}")}
     wrong = next((message["role"] for message in messages if message["role"] not in known), None)
     if wrong is not None:  # many templates would show it as if it was one
-        raise ValueError(f"the role of a message must be one of {', '.join(ROLES)}, or one that the chat template or a "
-                         f"special token names, got {wrong!r}")
+        raise OptionError("messages", problem=f"have roles, which must be one of {', '.join(ROLES)}, or one that the "
+                          f"chat template or a special token names, got {wrong!r}")
     calling = tools or any(message["role"] == "tool" or message.get("tool_calls") for message in messages)
     if calling and "tool" not in tokenizer.get_chat_template(tools=tools):
-        raise ValueError("tools cannot be used with this model: its chat template has no place for them")
+        raise OptionError("tools", problem="cannot be used with this model: its chat template has no place for them")
     positions = model.target.max_positions
     if positions is not None:
         check_rendering(tokenizer, messages, most_characters(tokenizer, positions), tools)
@@ -291,7 +290,8 @@ def tokenised(what: str, text: str, model: EagleModel, add_special_tokens: bool 
     """
     tokenizer, positions = need_tokenizer(model), model.target.max_positions
     if positions is not None and len(text) > most_characters(tokenizer, positions):
-        raise ValueError(f"{what} has {len(text)} characters, more than the target's {positions} positions can hold")
+        raise OptionError(what, problem=f"has {len(text)} characters, more than the target's {positions} positions can "
+                          "hold")
     ids = tokenizer(encodable(what, text), add_special_tokens=add_special_tokens)["input_ids"]
     first = ids[0] if ids else None
     if add_special_tokens and first in tokenizer.all_special_ids and text.startswith(

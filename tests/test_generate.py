@@ -120,7 +120,7 @@ def test_without_a_tokenizer_only_ids_work():
     pair = tiny_pair()
     assert generate(pair).text is None
     for options, message in (({"prompt": "hi"}, "give the prompt as token ids"), ({"prompt": CHAT}, "as token ids"),
-                             ({"stop": "a"}, "stop= needs a tokenizer")):
+                             ({"stop": "a"}, "stop needs a tokenizer")):
         with pytest.raises(ValueError, match=message):
             generate(pair, **options)
 

@@ -21,9 +21,9 @@ import eagle_fsd
 from eagle_fsd.cli import main
 from eagle_fsd.cli.serve import begin_log, need_packages
 from eagle_fsd.decoding.decoder import Decoder
+from eagle_fsd.serve.answers import usage
 from eagle_fsd.serve.app import create_app
 from eagle_fsd.serve.limits import ServeOptions
-from eagle_fsd.serve.protocol import usage
 from eagle_fsd.serve.server import configuration, reserve, serve
 
 CHAT = "/v1/chat/completions"
@@ -117,7 +117,7 @@ def test_a_prompt_that_was_not_there_is_not_cached():
 
 
 @pytest.mark.parametrize(("changed", "param"), [
-    ({"messages": [{"role": "user", "content": "hi", "contents": "ho"}]}, "messages.0"),
+    ({"messages": [{"role": "user", "content": "hi", "contents": "ho"}]}, "messages.0.contents"),
     ({"messages": [{"role": "user", "content": [{"type": "text", "text": "hi", "txt": "ho"}]}]},
      "messages.0.content.list[Part].0.txt"),
     ({"stream_options": {"include_usge": True}}, "stream_options.include_usge"),

@@ -13,7 +13,7 @@ from tiny import tiny_chat_pair
 import eagle_fsd
 
 gradio = pytest.importorskip("gradio")
-from eagle_fsd.serve.page import WAITING, answer, build, nothing_said, settings_of, stopped  # noqa: E402, needs gradio
+from eagle_fsd.serve.page import WAITING, answer, build, new_conversation, settings_of, stopped  # noqa: E402, needs gradio
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
@@ -49,7 +49,7 @@ def states(engine, said=None, asked="hi", until=None, **defaults):
 
     async def read():
         sliders = 0.3, 0.7, 0.0, defaults["max_new_tokens"]
-        found, going = [], answer(engine, defaults, asked, said or nothing_said(), *sliders)
+        found, going = [], answer(engine, defaults, asked, said or new_conversation(), *sliders)
         async for state in going:
             found.append(state)
             if until is not None and until(state):

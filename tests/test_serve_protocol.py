@@ -13,8 +13,8 @@ from tokenizers import Tokenizer, decoders, models, normalizers
 from transformers import PreTrainedTokenizerFast
 
 import eagle_fsd
-from eagle_fsd.serve.protocol import Form, speller
-from eagle_fsd.serve.tools import HeldText, check_tools, chosen_tools, find_calls
+from eagle_fsd.serve.answers import by_text, speller
+from eagle_fsd.serve.tools import TextBeforeCalls, check_tools, chosen_tools, find_calls
 
 PAIRS = Path(__file__).parent / "pairs"
 CHAT = [{"role": "user", "content": "Once upon a time"}]
@@ -197,16 +197,16 @@ def test_calls_in_texts(text, said, calls):
     found = find_calls(text, ["weather", "add"])
     assert found[0] == (text if said is None else said)
     assert [(call["function"]["name"], json.loads(call["function"]["arguments"])) for call in found[1]] == calls
-    held = HeldText()
+    held = TextBeforeCalls()
     shown = "".join(map(held.add, text))
-    assert found[0].startswith(shown.rstrip()) and len(shown) == held.shown
+    assert found[0].startswith(shown.rstrip()) and len(shown) == held.length
 
 
 def test_a_stream_shows_all_text_that_is_no_call(client):
     whole = client.chat.completions.create(**OPTIONS, tools=TOOLS).choices[0]
     assert collected(client.chat.completions.create(**OPTIONS, tools=TOOLS, stream=True)) == (
         whole.message.content, {}, whole.finish_reason)
-    held = HeldText()
+    held = TextBeforeCalls()
     assert [held.add(text) for text in ("a <", "b> <too", "th> c", " {", "d")] == ["a ", "<b> ", "<tooth> c", " ", ""]
 
 
@@ -280,9 +280,8 @@ def test_bytes_of_a_tokenizer_of_pieces():
 
 
 def test_a_text_that_two_tokens_have_is_told_once_by_each():
-    spell = {5: "a", 6: "a", 7: "b"}
-    form = Form("tiny", None, lambda token: (spell[token], None), [])
-    assert form._by_text([(5, -1.0), (6, -2.0), (7, -3.0)]) == {"a": -1.0, "token_id:6": -2.0, "b": -3.0}
+    spell = {5: ("a", None), 6: ("a", None), 7: ("b", None)}
+    assert by_text([(5, -1.0), (6, -2.0), (7, -3.0)], spell.get) == {"a": -1.0, "token_id:6": -2.0, "b": -3.0}
 
 
 def test_penalties_and_bias(client):
@@ -322,12 +321,14 @@ def test_a_request_may_switch_drafting(client):
 
 
 @pytest.mark.parametrize(("changed", "said", "param"), [
-    ({"n": 0}, "n must be an integer from 1 to 8, got 0", "n"),
-    ({"n": True}, "n must be an integer from 1 to 8", "n"),
-    ({"top_logprobs": 21}, "top_logprobs must be an integer from 0 to 20, got 21", "top_logprobs"),
-    ({"messages": [{"role": "wizard", "content": "x"}]}, "role must be one of system, ", "messages.0"),
-    ({"messages": [{"role": "user", "content": None}]}, "content of a message of the user must be text", "messages.0"),
-    ({"messages": [{"role": "assistant", "tool_calls": [{"id": "x"}]}]}, "each of tool_calls must be", "messages.0"),
+    ({"n": 0}, "n must be at least 1, got 0", "n"),
+    ({"n": 9}, "n must be at most 8, got 9", "n"),
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs must be at most 20, got 21", "top_logprobs"),
+    ({"messages": [{"role": "wizard", "content": "x"}]}, "messages have roles, which must be one of system, ",
+     "messages"),
+    ({"messages": [{"role": "user", "content": None}]}, 'messages need "role" and "content", both text', "messages"),
+    ({"messages": [{"role": "assistant", "tool_calls": [{"id": "x"}]}]}, "messages.0.tool_calls must each be ",
+     "messages.0.tool_calls"),
     ({"logit_bias": {"x": 1}}, "logit_bias must be", "logit_bias"),
     ({"logit_bias": {"9999999": 1}}, "outside the vocabulary", None),
     ({"echo": True}, "not supported here: echo=True", "echo"),
@@ -337,10 +338,13 @@ def test_a_request_may_switch_drafting(client):
     ({"tree": 5}, "tree must be", "tree"),
     ({"tree": {"total_tokens": 4000}}, "tree is too large here", "tree"),
     ({"speculative": 1}, "speculative must be", "speculative"),
+    ({"tree": {"depth": 0}}, "(TreeConfig.depth must be at least 1, got 0)", "tree"),
     ({"max_tokens": 0}, "max_tokens must be at least 1, got 0", "max_tokens"),
-    ({"acceptance": "tpyical"}, "acceptance must be one of exact, fsd, ", "acceptance"),
-    ({"text_drafts": 3}, "text_drafts must be one of auto, off, got 3", "text_drafts"),
-    ({"threshold": 0.3, "tree": {"total_tokens": 4, "depth": 2, "top_k": 2}}, "must be the engine's, of ", "tree"),
+    ({"threshold": -1}, "threshold of rule 'fsd' must lie in [0, inf], got -1", "threshold"),
+    ({"divergence": "euclid"}, "unknown divergence 'euclid'", "divergence"),
+    ({"acceptance": "tpyical"}, "unknown rule 'tpyical'; accepted: exact, fsd, ", "acceptance"),
+    ({"text_drafts": 3}, 'text_drafts must be "auto", "off" or a TextDrafts, got 3', "text_drafts"),
+    ({"threshold": 0.3, "tree": {"total_tokens": 4, "depth": 2, "top_k": 2}}, "of a fuzzy request must be the", "tree"),
     ({"top_logprobs": 2}, "give logprobs=true with them", "top_logprobs"),
     ({"stream_options": {"include_usage": True}}, "give stream=true with them", "stream_options"),
     ({"response_format": {"type": "xml"}}, "of type 'xml' is not known; accepted: json_object, ", "response_format"),
@@ -348,7 +352,6 @@ def test_a_request_may_switch_drafting(client):
     ({"response_format": {"type": ["object", "nul"]}}, "response_format ", "response_format"),
     ({"tool_choice": "required", "tools": [{"type": "function", "function": {"name": "f", "parameters": {
         "enum": [5]}}}]}, "tools cannot be used: Unsatisfiable schema", "tools"),
-    ({"skip_special_tokens": False}, "not supported here: skip_special_tokens=False", "skip_special_tokens"),
     ({"stop_sequence": "x"}, "accepted: max_new_tokens, temperature, ", "stop_sequence"),
     ({"guided_json": {}}, 'option \'guided_json\'; use response_format={"type": "json_schema", ', "guided_json"),
     ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "array"}}}]},
@@ -360,13 +363,6 @@ def test_errors_are_in_our_words(server, changed, said, param):
     error = answer.json()["error"]
     assert answer.status_code == 400 and said in error["message"] and error["param"] == param
     assert "Input should" not in error["message"] and "Value error" not in error["message"]
-
-
-def test_what_other_servers_take_and_changes_nothing(server):
-    more = {"skip_special_tokens": True, "include_stop_str_in_output": False, "top_k": -1, "min_p": None}
-    plain, answer = (httpx.post(f"{server.url}/v1/chat/completions", json={**OPTIONS, **given}).json()["choices"]
-                     for given in ({}, more))
-    assert answer[0]["message"] == plain[0]["message"]
 
 
 def test_a_body_that_is_no_json_says_where(server):

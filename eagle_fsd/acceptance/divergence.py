@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from ..checks import OptionError
 from ..drafting.largest import largest
 
 LEAST = torch.finfo(torch.float32).tiny  # so that quotients have logarithms where probabilities are 0
@@ -117,7 +118,8 @@ def get_divergence(name: str, draft_tokens: Tensor | None = None) -> Divergence:
     match = re.fullmatch(r"(\w+?)(?:_top([1-9][0-9]*))?", name) if isinstance(name, str) else None
     if match is None or match[1] not in DIVERGENCES:
         accepted = ", ".join(DIVERGENCES)
-        raise ValueError(f"unknown divergence {name!r}; accepted: {accepted}, each also followed by _top<k>")
+        raise OptionError("divergence", problem=f"is the unknown divergence {name!r}; accepted: {accepted}, each also "
+                          "followed by _top<k>")
     full, top = DIVERGENCES[match[1]], match[2]
 
     def on_draft_tokens(target_logits: Tensor, draft_logits: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import fields, replace
 from importlib import import_module
 
+from ..checks import OptionError
 from . import RULE_CLASSES
 from .rule import Custom, Rule
 
@@ -41,7 +42,8 @@ def make_rule(
         if rule in GONE:
             raise ValueError(f"rule {rule!r} is gone; use {GONE[rule]}")
         if rule not in RULES:
-            raise ValueError(f"unknown rule {rule!r}; accepted: {', '.join(RULES)}, a rule or a function")
+            raise OptionError("acceptance", problem=f"names the unknown rule {rule!r}; accepted: {', '.join(RULES)}, a "
+                              "rule or a function")
         rule = RULES[rule]()
     elif not isinstance(rule, Rule):
         if isinstance(rule, type) or not callable(rule):

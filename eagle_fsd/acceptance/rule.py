@@ -38,7 +38,7 @@ class Rule(ABC):
     threshold: float = 0.0
 
     def __post_init__(self) -> None:
-        check_interval(f"threshold of rule {self.name!r}", self.threshold, *self.threshold_limit)
+        check_interval("threshold", self.threshold, *self.threshold_limit, of=f"of rule {self.name!r} ")
 
     @abstractmethod
     def is_lossless(self, greedy: bool) -> bool:

@@ -14,7 +14,7 @@ import torch
 from transformers import LogitsProcessor
 
 from ..api import with_options
-from ..checks import require_integer
+from ..checks import OptionError, require_integer
 from ..decoding.request import Request
 from ..drafting.config import TreeConfig
 from ..options import GenerateKeywords, GenerateOptions, lists_options
@@ -156,11 +156,11 @@ class Engine:
         """With the engine's tree where there is one; one of its own is a wish, as rows share a tree."""
         tree = options.tree or self.tree
         if self.tree is not None and tree != self.tree and not options.lossless:
-            raise ValueError(f"tree of a fuzzy request must be the engine's, {self.tree}: leave "
-                             "it out (the engine's is given by Engine(tree=...), or --tree of eagle-fsd serve)")
+            raise OptionError("tree", problem=f"of a fuzzy request must be the engine's, {self.tree}: leave it out "
+                              "(Engine(tree=...), or --tree of eagle-fsd serve, sets the engine's)")
         if tree is not None and not self._rows.holds(tree):
-            raise ValueError(f"tree is too large here: total_tokens may be {self._rows.nodes} at most, and depth times "
-                             f"top_k {self._rows.levels}, got {tree}")
+            raise OptionError("tree", problem=f"is too large here: total_tokens may be {self._rows.nodes} at most, and "
+                              f"depth times top_k {self._rows.levels}, got {tree}")
         return replace(options, tree=tree)
 
     def close(self, drain: bool = True) -> None:

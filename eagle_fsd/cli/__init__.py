@@ -9,7 +9,7 @@ from typing import Annotated, Union
 
 import tyro
 
-from ..options import ELSEWHERE, GenerateOptions, LoadOptions, names_of
+from ..options import REPLACEMENTS, GenerateOptions, LoadOptions
 from .arguments import parse_options
 from .cache import CacheCommand
 from .calibrate import CalibrateCommand
@@ -48,7 +48,7 @@ def parse(argv: Sequence[str]) -> Command:
             return parse_options(COMMANDS[argv[0]], argv[1:], program=f"eagle-fsd {argv[0]}")
         except SystemExit as end:
             for flag in dict.fromkeys(word.partition("=")[0] for word in (argv if end.code else ())):
-                instead = as_flags(ELSEWHERE.get(flag.lstrip("-").replace("-", "_"), "")) if flag[:1] == "-" else ""
+                instead = as_flags(REPLACEMENTS.get(flag.lstrip("-").replace("-", "_"), "")) if flag[:1] == "-" else ""
                 if "-" in instead:  # what a command line has: a flag, or a command
                     print(f"{flag}: use {instead}", file=sys.stderr)
             raise
@@ -61,7 +61,7 @@ def parse(argv: Sequence[str]) -> Command:
 
 def as_flags(text: str) -> str:
     """A text with options as Python writes them, such as max_new_tokens=, as a command line writes them."""
-    names = "|".join((*names_of(GenerateOptions), *names_of(LoadOptions)))
+    names = "|".join((*GenerateOptions.names(), *LoadOptions.names()))
     return re.sub(rf"\b({names})=(?=[\s,;]|$)", lambda found: f"--{found[1].replace('_', '-')}", text)
 
 

@@ -11,7 +11,6 @@ from importlib.metadata import PackageNotFoundError, requires, version
 from packaging.requirements import Requirement
 
 from ..heads.catalogue import DEFAULT
-from ..options import names_of
 from ..serve.limits import KEY_VARIABLE, ServeOptions, key_from_environment, served_name
 from .arguments import Decoding, Loading
 
@@ -54,7 +53,7 @@ class ServeCommand:
         if key is None and self.serving.host not in ("127.0.0.1", "localhost", "::1"):
             logging.warning("everyone who reaches %s can use the model: set %s", self.serving.host, KEY_VARIABLE)
         place = reserve(self.serving)
-        defaults = {name: getattr(self.decoding, name) for name in names_of(Decoding)}
+        defaults = {name: getattr(self.decoding, name) for name in Decoding.names()}
         if defaults["max_new_tokens"] is None:
             del defaults["max_new_tokens"]
         model = self.pair.load()

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessor, PreTrainedTokenizerBase
 
+from ..checks import OptionError
 from ..drafting.text import Copies, forced_copies
 
 FORMS = ("text", "json_object", "json_schema", "regex", "choice", "grammar")
@@ -29,8 +30,11 @@ LONGEST = 48  # tokens drafted in a row
 ASCII = {"d": "[0-9]", "D": "[^0-9]", "w": "[A-Za-z0-9_]", "W": "[^A-Za-z0-9_]"}
 
 
-class GrammarError(ValueError):
-    """A grammar that cannot be used, or that is too complex to go on with."""
+class GrammarError(OptionError):
+    """A `response_format` that cannot be used, or that is too complex to go on with."""
+
+    def __init__(self, problem: str) -> None:
+        super().__init__("response_format", problem=problem)
 
 
 class Grammar(LogitsProcessor):
@@ -55,11 +59,11 @@ class Grammar(LogitsProcessor):
         except ImportError as error:
             raise ImportError("response_format= needs llguidance: pip install llguidance") from error
         if not getattr(tokenizer, "is_fast", False):
-            raise ValueError("response_format needs a fast tokenizer, and this model has "
-                             f"{'none' if tokenizer is None else type(tokenizer).__name__}")
+            raise GrammarError("needs a fast tokenizer, and this model has "
+                               f"{'none' if tokenizer is None else type(tokenizer).__name__}")
         eos_ids = [token for token in eos_ids if token < vocab_size]
         if not eos_ids:
-            raise ValueError("response_format needs an end token, and this model's generation config has none")
+            raise GrammarError("needs an end token, and this model's generation config has none")
         self.tokens, self.vocab_size = vocabulary(tokenizer, vocab_size, tuple(eos_ids)), vocab_size
         self.end, self.start = eos_ids[0], start
         self._matcher = LLMatcher(self.tokens, grammar_of(response_format), log_level=0)
@@ -102,7 +106,7 @@ class Grammar(LogitsProcessor):
 
     def _check(self, what: str) -> None:
         if self._matcher.is_error():
-            raise GrammarError(f"response_format {what}: {self._matcher.get_error().partition('<state>')[0].strip()}")
+            raise GrammarError(f"{what}: {self._matcher.get_error().partition('<state>')[0].strip()}")
 
 
 @functools.lru_cache(maxsize=4)
@@ -121,7 +125,7 @@ def vocabulary(tokenizer: PreTrainedTokenizerBase, size: int, eos_ids: tuple[int
     try:
         return LLTokenizer(json.dumps(described), n_vocab=size, eos_token=list(eos_ids))
     except ValueError as error:
-        raise ValueError(f"response_format cannot be used with this tokenizer: {error}") from error
+        raise GrammarError(f"cannot be used with this tokenizer: {error}") from error
 
 
 def grammar_of(response_format: object) -> str:
@@ -135,25 +139,24 @@ def grammar_of(response_format: object) -> str:
     if hasattr(response_format, "model_json_schema"):  # of pydantic
         response_format = response_format.model_json_schema()
     if not isinstance(response_format, Mapping):
-        raise TypeError("response_format must be a JSON schema, a pydantic model, or an object of a type of "
-                        f"{', '.join(FORMS[1:])}, got {response_format!r}")
+        raise GrammarError("must be a JSON schema, a pydantic model, or an object of a type of "
+                           f"{', '.join(FORMS[1:])}, got {response_format!r}")
     form = response_format.get("type")
     if not isinstance(form, str):  # a schema without a type, or of several
         form = None
     elif form not in (*FORMS, *SCHEMA_TYPES):
-        raise ValueError(f"response_format of type {form!r} is not known; accepted: {', '.join(FORMS[1:])}, or those "
-                         f"of a JSON schema, {', '.join(SCHEMA_TYPES)}")
+        raise GrammarError(f"of type {form!r} is not known; accepted: {', '.join(FORMS[1:])}, or those of a JSON "
+                           f"schema, {', '.join(SCHEMA_TYPES)}")
     wanted = {"json_schema": Mapping, "regex": str, "choice": (list, tuple), "grammar": str}
     if form in wanted and not (isinstance(found := response_format.get(form), wanted[form]) and found):
-        raise ValueError(f'response_format of type "{form}" needs a field "{form}" that is not empty, got '
-                         f"{response_format!r}")
+        raise GrammarError(f'of type "{form}" needs a field "{form}" that is not empty, got {response_format!r}')
     if form in ("regex", "grammar") and (half := re.search("[\ud800-\udfff]", found)):
-        raise ValueError(f"response_format holds no valid text: a lone surrogate {half[0]!r} at {half.start()}")
+        raise GrammarError(f"holds no valid text: a lone surrogate {half[0]!r} at {half.start()}")
     if form == "regex":
         return LLMatcher.grammar_from_regex(re.sub(r"\\(.)", lambda pair: ASCII.get(pair[1], pair[0]), found))
     if form == "choice":
         if not all(isinstance(text, str) and text for text in found):
-            raise ValueError(f"response_format choice must hold non-empty strings, got {found!r}")
+            raise GrammarError(f"of type \"choice\" must hold non-empty strings, got {found!r}")
         return LLMatcher.grammar_from_lark(f"start: {' | '.join(map(json.dumps, found))}")
     if form == "grammar":
         return grammar_from("grammar", found)
@@ -166,4 +169,4 @@ def grammar_of(response_format: object) -> str:
     try:
         return LLMatcher.grammar_from_json_schema(json.dumps(schema), defaults=WHITESPACE)
     except (TypeError, ValueError, RecursionError) as error:
-        raise ValueError(f"response_format holds no JSON schema: {error}") from error
+        raise GrammarError(f"holds no JSON schema: {error}") from error

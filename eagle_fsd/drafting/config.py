@@ -30,10 +30,8 @@ class TreeConfig:
 
     def __post_init__(self) -> None:
         for name, least, most in (("total_tokens", 2, 4096), ("depth", 1, 256), ("top_k", 1, 256)):
-            value = getattr(self, name)
-            require_integer(f"TreeConfig.{name}", value, least)
-            if value > most:  # beyond any use, and memory would run out in the middle of an answer
-                raise ValueError(f"TreeConfig.{name} must be at most {most}, got {value}")
+            # Above `most`, beyond any use, memory would run out in the middle of an answer.
+            require_integer(f"TreeConfig.{name}", getattr(self, name), least, most)
         require_number("TreeConfig.draft_temperature", self.draft_temperature, "a positive number",
                        lambda value: 0 < value < math.inf)
 

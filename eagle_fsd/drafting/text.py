@@ -38,9 +38,7 @@ class TextDrafts:
 
     def __post_init__(self) -> None:
         for name, least, most in (("longest", 1, 256), ("places", 1, TRIED)):
-            require_integer(f"TextDrafts.{name}", getattr(self, name), least)
-            if getattr(self, name) > most:
-                raise ValueError(f"TextDrafts.{name} must be at most {most}, got {getattr(self, name)}")
+            require_integer(f"TextDrafts.{name}", getattr(self, name), least, most)
 
 
 MOST_NODES = 64  # of a tree with copies, unless its `TreeConfig` has more

@@ -26,21 +26,10 @@ from ..batching.tickets import EngineClosed, Piece, QueueFull, Ticket, interleav
 from ..decoding.grammar import GrammarError
 from ..decoding.output import Output
 from ..requests import end_tokens
+from .answers import FINISHED, Formatter, as_event, speller
 from .limits import ServeOptions
 from .metrics import Counted, Metrics
-from .protocol import (
-    FINISHED,
-    TO_THE_END,
-    Asked,
-    ChatRequest,
-    CompletionRequest,
-    Form,
-    Refusal,
-    as_event,
-    options_over,
-    refused,
-    speller,
-)
+from .protocol import TO_THE_END, AnswerRequest, ChatRequest, CompletionRequest, Refusal, options_over, refusal_of_body
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -63,7 +52,7 @@ class Service:
         self.known = {part.casefold() for each in map(str, (name, *also)) for part in (each, each.rpartition("/")[2])}
         self.metrics = Metrics(engine)
 
-    async def submit(self, asked: Asked, pool: str) -> list[Ticket]:
+    async def submit(self, body: AnswerRequest, pool: str) -> list[Ticket]:
         """A ticket for each choice: all of them are taken, or none.
 
         Args:
@@ -72,23 +61,23 @@ class Service:
         Raises:
             Refusal: the request cannot be answered, or not now.
         """
-        if asked.model is not None:
-            self.check_name(asked.model)
-        options, count = asked.options(self.defaults), asked.n or 1
+        if body.model is not None:
+            self.check_name(body.model)
+        options, count = body.options(self.defaults), body.n or 1
         tickets: list[Ticket] = []
         try:
             # Long prompts are tokenised, and grammars are made, beside the event loop.
-            prompts = await asyncio.to_thread(asked.prompts, self.engine.model)
+            prompts = await asyncio.to_thread(body.prompts, self.engine.model)
             count *= len(prompts)
             if count > (most := self.engine.max_waiting):
                 raise Refusal(400, f"n times prompts must be at most {most} here (max_waiting), got {count}", param="n")
             for number in range(count):
                 own = options if options.seed is None else replace(options, seed=options.seed + number)
-                prompt = prompts[number // (asked.n or 1)]
+                prompt = prompts[number // (body.n or 1)]
                 tickets.append(await asyncio.to_thread(self.engine.submit, prompt, own, pool=pool,
                                                        fit=own.max_new_tokens == TO_THE_END))
         except (ValueError, TypeError, ImportError) as error:  # the last: an extra is not installed
-            raise refused(error, asked.fields) from error
+            raise body.refusal(error) from error
         except QueueFull as error:
             raise Refusal(429, f"the server is busy: {error}", code="queue_full") from error
         except EngineClosed as error:
@@ -121,7 +110,7 @@ class Service:
 
 
 async def while_connected(request: Request, work: Awaitable[T]) -> T:
-    """What comes of the work, which ends where its client goes away.
+    """The result of the work, which is cancelled where its client goes away.
 
     Raises:
         Refusal: the client has gone.
@@ -153,32 +142,32 @@ def cancel(tickets: Sequence[Ticket]) -> None:
 
 
 def pool_of(request: Request) -> str:
-    """Who shows the same key shares remembered answers, and who shows none; the key itself is not kept."""
+    """Clients with the same key, or without one, share remembered answers; the key itself is not kept."""
     return hashlib.sha256(request.headers.get("authorization", "").encode("latin-1")).hexdigest()
 
 
-async def respond(service: Service, request: Request, asked: Asked) -> Response:
+async def respond(service: Service, request: Request, body: AnswerRequest) -> Response:
     """The answer to a chat or a completion, whole or as a stream."""
     model, spell = service.engine.model, None
-    if asked.listed is not None:
+    if body.alternatives is not None:
         ends = tuple(sorted(end_tokens(model)))
         spell = await asyncio.to_thread(speller, model.tokenizer, model.target.vocab_size, ends)
-    tickets = await service.submit(asked, pool_of(request))
-    form = Form(service.name, asked, spell, [ticket.prompt_tokens for ticket in tickets[:: asked.n or 1]])
+    tickets = await service.submit(body, pool_of(request))
+    formatter = Formatter(service.name, body, spell, [ticket.prompt_tokens for ticket in tickets[:: body.n or 1]])
     pieces = interleaved(tickets)
     try:
-        if not asked.stream:
-            return JSONResponse(form.whole(await while_connected(request, service.all_ended(tickets))))
+        if not body.stream:
+            return JSONResponse(formatter.whole(await while_connected(request, service.all_ended(tickets))))
         first = await while_connected(request, anext(pieces))  # what fails before it has a status of its own
     except BaseException as error:
         cancel(tickets)
         raise (as_refusal(error) if isinstance(error, Exception) else error) from error
-    return StreamingResponse(stream(service, form, tickets, pieces, first), media_type="text/event-stream",
+    return StreamingResponse(stream(service, formatter, tickets, pieces, first), media_type="text/event-stream",
                              headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
 
 
 async def stream(
-    service: Service, form: Form, tickets: list[Ticket],
+    service: Service, formatter: Formatter, tickets: list[Ticket],
     pieces: AsyncIterator[tuple[int, Piece | None]], first: tuple[int, Piece | None],
 ) -> AsyncIterator[str]:
     """The server-sent events of an answer whose first piece is there."""
@@ -186,17 +175,17 @@ async def stream(
 
     async def event(number: int, piece: Piece | None) -> str:
         if piece is not None:
-            return form.piece(number, piece)
+            return formatter.piece(number, piece)
         outputs[number] = await service.ended(tickets[number])
-        return form.ending(number, outputs[number])
+        return formatter.ending(number, outputs[number])
 
     try:
-        if form.chat:
-            yield "".join(map(form.opening, range(len(tickets))))
+        if formatter.chat:
+            yield "".join(map(formatter.opening, range(len(tickets))))
         yield await event(*first)
         async for number, piece in pieces:
             yield await event(number, piece)
-        yield form.closing([outputs[number] for number in range(len(tickets))])
+        yield formatter.closing([outputs[number] for number in range(len(tickets))])
     except Exception as error:  # the status is out: the stream says it
         yield as_event(as_refusal(error).body)
     finally:
@@ -204,13 +193,13 @@ async def stream(
 
 
 def as_refusal(error: Exception) -> Refusal:
-    """What a client is told of an answer that failed: its request was in order, so the fault is the server's."""
+    """For an answer that failed: the client's request was in order, so the fault is the server's."""
     if isinstance(error, Refusal):
         return error
     if isinstance(error, EngineClosed):
         return shutting_down()
     if isinstance(error, GrammarError):  # too complex to go on with
-        return refused(error)
+        return Refusal(400, str(error), param=error.name)
     log.error("an answer failed", exc_info=error)
     return Refusal(500, "the answer failed; the server's log says why")
 
@@ -311,29 +300,18 @@ def add_errors(app: FastAPI) -> None:
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> Response:
         method, path = request.method, request.url.path
-        said = {404: f"there is no {method} {path!r}", 405: f"{path!r} takes no {method}",
-                413: "the body is too large (max_body)"}
+        messages = {404: f"there is no {method} {path!r}", 405: f"{path!r} takes no {method}",
+                    413: "the body is too large (max_body)"}
         if not isinstance(error, Refusal):
-            headers, error = error.headers, Refusal(error.status_code, said.get(error.status_code, str(error.detail)))
+            status, headers = error.status_code, error.headers
+            error = Refusal(status, messages.get(status, str(error.detail)))
             error.headers = headers  # 405: what is allowed
         # In ASCII: half a surrogate pair from a request could not be encoded.
         return Response(json.dumps(error.body), error.status_code, error.headers, "application/json")
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> Response:
-        found = max(error.errors(), key=lambda each: len(each["loc"]))  # of what may be text or a list: what is wrong
-        place = ".".join(str(part) for part in found["loc"] if part != "body")
-        if found["type"] == "json_invalid":
-            why = found.get("ctx", {}).get("error", "cannot be read")
-            return await http_error(request, Refusal(400, f"the body is no JSON: {why}, at character {place}"))
-        own = found["type"] == "value_error"  # in our words
-        said = found["msg"].removeprefix("Value error, ") if own else f"{found['msg']}, got {found.get('input')!r}"
-        name = said.partition(" ")[0]
-        if own and name in ("tools", "tool_choice", "response_format", "top_logprobs", "stream_options", place):
-            place = name
-        else:
-            said = f"{place or 'the body'}: {said}"
-        return await http_error(request, Refusal(400, said, param=place or None))
+        return await http_error(request, refusal_of_body(error))
 
     @app.exception_handler(Exception)
     async def failed(request: Request, error: Exception) -> Response:
@@ -355,16 +333,16 @@ def routes(service: Service) -> APIRouter:
         return next((each for each in listed if each["id"] == name), listed[0])
 
     @router.post("/v1/chat/completions", response_model=None)
-    async def chat(request: Request, asked: ChatRequest) -> Response:
+    async def chat(request: Request, body: ChatRequest) -> Response:
         """An answer to a chat. Fields that the schema does not name are options of decoding, by their names in
         `generate`. `usage` says what was drafted and accepted, by the head and copied from the text."""
-        return await respond(service, request, asked)
+        return await respond(service, request, body)
 
     @router.post("/v1/completions", response_model=None)
-    async def completion(request: Request, asked: CompletionRequest) -> Response:
+    async def completion(request: Request, body: CompletionRequest) -> Response:
         """How a text goes on. Fields that the schema does not name are options of decoding, by their names in
         `generate`. `usage` says what was drafted and accepted, by the head and copied from the text."""
-        return await respond(service, request, asked)
+        return await respond(service, request, body)
 
     @router.get("/metrics", response_model=None)
     async def metrics() -> Response:

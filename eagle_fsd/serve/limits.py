@@ -1,4 +1,4 @@
-"""What a server is told besides the pair: where it listens, what it is called, and how much it takes on."""
+"""Options of a server besides the pair: where it listens, its name, and how much it takes on."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class ServeOptions:
         max_rows: requests that are decoded together.
         max_tokens: positions that the caches have room for: those of all rows together, each as long as the longest;
             without it as many as a quarter of the free memory holds.
-        max_waiting: requests that wait for a row; the next one is told to come back (429).
+        max_waiting: requests that wait for a row; the next one is refused (429).
         prefill_chunk: tokens of prompts that are read between two cycles of the others.
         prefixes: recent texts whose caches are kept for prompts that begin alike; 0: none.
         remember: tokens of recent answers that are kept in memory, for further lossless answers to copy drafts from
@@ -65,9 +65,7 @@ class ServeOptions:
             require_integer(name, getattr(self, name), 1)
         require_integer("prefixes", self.prefixes, 0)
         require_integer("remember", self.remember, 0)
-        require_integer("port", self.port, 0)
-        if self.port > 65535:
-            raise ValueError(f"port must be at most 65535, got {self.port}")
+        require_integer("port", self.port, 0, 65535)
         if self.max_tokens is not None:
             require_integer("max_tokens", self.max_tokens, 2)
         for name in ("read_seconds", "write_seconds", "drain_seconds"):
@@ -83,7 +81,7 @@ class ServeOptions:
 
 
 def served_name(target: str | Path | None) -> str:
-    """What a target is called where nobody says."""
+    """The name of a target without a `name` of the server."""
     return name_of(target or DEFAULT.rpartition("/")[2])
 
 

@@ -37,7 +37,7 @@ SOURCES = {  # of a token: what the legend says of it
     "fuzzy": "drafted, and not the target’s own",
 }
 LEGEND = ('<div class="eagle legend"><ul>' + "".join(
-    f'<li><span class="token {name}">word</span> {said}</li>' for name, said in SOURCES.items()) + "</ul>"
+    f'<li><span class="token {name}">word</span> {meaning}</li>' for name, meaning in SOURCES.items()) + "</ul>"
     '<p class="hint">Point at a word, tap it, or go to a fuzzy one by Tab, for its divergence and probability.</p>'
     "</div>")
 
@@ -124,19 +124,19 @@ def page_html(turns: list[str]) -> str:
 
 
 async def answer(
-    engine: Engine, defaults: Mapping[str, Any], asked: str, said: dict, threshold: float, guard: float,
+    engine: Engine, defaults: Mapping[str, Any], asked: str, conversation: dict, threshold: float, guard: float,
     temperature: float, length: float,
 ) -> AsyncIterator[tuple[str, str, dict]]:
     """The conversation as it grows: what stands in the field, the page, and the state.
 
     Args:
         defaults: options of decoding that the server was started with.
-        said: messages and turns of the conversation so far.
+        conversation: its messages and turns so far.
     """
     if not asked.strip():
-        yield asked, page_html(said["turns"]), said
+        yield asked, page_html(conversation["turns"]), conversation
         return
-    messages = [*said["messages"], {"role": "user", "content": asked}]
+    messages = [*conversation["messages"], {"role": "user", "content": asked}]
     shown = Shown(asked, engine.model.tokenizer)
     given = {"temperature": float(temperature), "max_new_tokens": int(length), "seed": time.time_ns() % 2**48}
     own = rule_fields(defaults)
@@ -145,8 +145,8 @@ async def answer(
     def state() -> tuple[str, str, dict]:
         """Also of an answer that is being made: it stays where it is stopped."""
         answered = [*messages, {"role": "assistant", "content": shown.text}]
-        turns = [*said["turns"], shown.html]
-        return "", page_html(turns), {"messages": answered if shown.text else said["messages"], "turns": turns}
+        turns = [*conversation["turns"], shown.html]
+        return "", page_html(turns), {"messages": answered if shown.text else conversation["messages"], "turns": turns}
 
     yield state()
     ticket: Ticket | None = None
@@ -170,18 +170,18 @@ async def answer(
     yield state()
 
 
-def stopped(said: dict) -> tuple[str, dict]:
+def stopped(conversation: dict) -> tuple[str, dict]:
     """The page and the state after Stop: what had not begun to be answered waits for nothing."""
-    said = {**said, "turns": [turn.replace(WAITING, STOPPED) for turn in said["turns"]]}
-    return page_html(said["turns"]), said
+    conversation = {**conversation, "turns": [turn.replace(WAITING, STOPPED) for turn in conversation["turns"]]}
+    return page_html(conversation["turns"]), conversation
 
 
-def nothing_said() -> dict:
+def new_conversation() -> dict:
     return {"messages": [], "turns": []}
 
 
 def rule_fields(defaults: Mapping[str, Any]) -> set[str]:
-    """What the server's rule can be given; `exact` nothing."""
+    """The options of the server's rule; `exact` has none."""
     name = defaults.get("acceptance", "fsd")
     return set() if name == "exact" else {each.name for each in fields(RULES[name])}
 
@@ -213,7 +213,7 @@ def build(engine: Engine, name: str, defaults: Mapping[str, Any]) -> gradio.Bloc
             yield state
 
     with gradio.Blocks(title=f"eagle_fsd · {name}", analytics_enabled=False, fill_width=True) as blocks:
-        said = gradio.State(nothing_said())
+        conversation = gradio.State(new_conversation())
         with gradio.Row():
             with gradio.Column(scale=3, min_width=320):
                 shown = gradio.HTML(page_html([]), elem_id="conversation")
@@ -235,10 +235,10 @@ def build(engine: Engine, name: str, defaults: Mapping[str, Any]) -> gradio.Bloc
                 gradio.HTML(LEGEND)
 
         quiet = {"api_visibility": "private", "show_progress": "hidden"}
-        inputs, outputs = [asked, said, threshold, guard, temperature, length], [asked, shown, said]
+        inputs, outputs = [asked, conversation, threshold, guard, temperature, length], [asked, shown, conversation]
         running = gradio.on([send.click, asked.submit], answers, inputs, outputs, concurrency_limit=None, **quiet)
-        stop.click(stopped, [said], [shown, said], cancels=[running], **quiet)
-        clear.click(lambda: ("", page_html([]), nothing_said()), None, outputs, cancels=[running], **quiet)
+        stop.click(stopped, [conversation], [shown, conversation], cancels=[running], **quiet)
+        clear.click(lambda: ("", page_html([]), new_conversation()), None, outputs, cancels=[running], **quiet)
     return blocks
 
 

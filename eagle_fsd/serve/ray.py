@@ -17,8 +17,8 @@ from ..pair import load
 from .app import create_app
 from .limits import ServeOptions, key_from_environment, served_name
 
-# Serve's own, see its YAML.
-ELSEWHERE = ("host", "port", "read_seconds", "write_seconds", "max_connections", "drain_seconds", "page", "plain")
+# Options that Ray Serve's YAML has under names of its own.
+IN_YAML = ("host", "port", "read_seconds", "write_seconds", "max_connections", "drain_seconds", "page", "plain")
 
 
 @serve.deployment(name="EagleFsd", max_ongoing_requests=72, graceful_shutdown_timeout_s=75, health_check_period_s=5)
@@ -65,7 +65,7 @@ def checked(
     settings: Mapping[str, Any],
 ) -> tuple[dict[str, Any], ServeOptions, dict[str, Any], TreeConfig | None]:
     """Options of loading, of serving and of decoding, and the tree."""
-    own = [name for name in settings if name in ELSEWHERE]
+    own = [name for name in settings if name in IN_YAML]
     if own:
         raise ValueError(f"{own[0]} is not for args: Ray Serve has options of its own for it, see its YAML")
     rest = dict(settings)

@@ -1,7 +1,7 @@
 """Functions that a model may call: the API's `tools`, what makes it call one, and the calls in what it writes.
 
-Calls are told by their JSON, whatever stands around it: `{"name", "arguments"}` in <tool_call> tags (Hermes, Qwen) or
-without (Mistral), `{"name", "parameters"}` (Llama 3), or `[name(key=value)]` as in Python (Llama 4).
+Calls are recognised by their JSON, whatever stands around it: `{"name", "arguments"}` in <tool_call> tags (Hermes,
+Qwen) or without (Mistral), `{"name", "parameters"}` (Llama 3), or `[name(key=value)]` as in Python (Llama 4).
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ import re
 import uuid
 from collections.abc import Collection, Sequence
 from typing import Any
+
+from ..checks import OptionError
 
 MOST_TOOLS = 128
 NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
@@ -29,29 +31,30 @@ def check_tools(tools: Any) -> list[dict]:
     """
     if not isinstance(tools, list) or len(tools) > MOST_TOOLS:
         got = f"{len(tools)} of them" if isinstance(tools, list) else repr(tools)
-        raise ValueError(f"tools must be a list of at most {MOST_TOOLS} functions, got {got}")
+        raise OptionError("tools", problem=f"must be a list of at most {MOST_TOOLS} functions, got {got}")
     for tool in tools:
         function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
         name = function.get("name") if isinstance(function, dict) else None
         if not (isinstance(name, str) and NAME.fullmatch(name)):
-            raise ValueError('tools must hold {"type": "function", "function": {"name": N, "parameters": S}}, '
-                             f"where N has 1 to 64 letters, digits, _ or -, got {tool!r}")
+            raise OptionError("tools", problem='must hold {"type": "function", "function": {"name": N, "parameters": '
+                              f"S}}}}, where N has 1 to 64 letters, digits, _ or -, got {tool!r}")
         parameters = {} if function.get("parameters") is None else function["parameters"]
         kinds = parameters.get("type", "object") if isinstance(parameters, dict) else None
         if "object" not in (kinds if isinstance(kinds, list) else [kinds]):
-            raise ValueError(f"tools must have a JSON schema of an object as parameters, got {parameters!r} of {name}")
+            raise OptionError("tools", problem="must have a JSON schema of an object as parameters, got "
+                              f"{parameters!r} of {name}")
         try:
             json.dumps(function)
         except RecursionError as error:
-            raise ValueError(f"tools must not be nested so deeply: {name}") from error
-    names = names_of(tools)
+            raise OptionError("tools", problem=f"must not be nested so deeply: {name}") from error
+    names = tool_names(tools)
     if len(set(names)) < len(names):
-        raise ValueError(f"tools must have different names, got {', '.join(names)}")
+        raise OptionError("tools", problem=f"must have different names, got {', '.join(names)}")
     return [{**tool, "function": {name: value for name, value in tool["function"].items() if value is not None}}
             for tool in tools]
 
 
-def names_of(tools: Sequence[dict]) -> list[str]:
+def tool_names(tools: Sequence[dict]) -> list[str]:
     return [tool["function"]["name"] for tool in tools]
 
 
@@ -72,8 +75,9 @@ def chosen_tools(tools: Sequence[dict], choice: Any) -> tuple[list[dict], bool]:
         choice.get("function"), dict) else None
     if (named := [tool for tool in tools if tool["function"]["name"] == name]):
         return named, True
-    raise ValueError('tool_choice must be "none", "auto", "required" or {"type": "function", "function": {"name": N}} '
-                     f"with N of {', '.join(names_of(tools)) or 'tools, of which there are none'}, got {choice!r}")
+    names = ", ".join(tool_names(tools)) or "tools, of which there are none"
+    raise OptionError("tool_choice", choice, '"none", "auto", "required" or {"type": "function", "function": {"name": '
+                      f"N}}}} with N of {names}")
 
 
 def schema_of_a_call(tools: Sequence[dict]) -> dict:
@@ -90,22 +94,22 @@ def schema_of_a_call(tools: Sequence[dict]) -> dict:
 
 
 def find_calls(text: str, names: Collection[str]) -> tuple[str, list[dict]]:
-    """What is said before the first call, and the API's `tool_calls`."""
+    """The text before the first call, and the API's `tool_calls`."""
     calls, begins, at = [], len(text), 0
     for _ in range(MOST_TOOLS):  # places that are tried
-        if (found := BEGINNING.search(text, at)) is None:
+        if (match := BEGINNING.search(text, at)) is None:
             break
         try:
-            said, end = json.JSONDecoder().raw_decode(text, found.start())
-            said = said["function"] if isinstance(said.get("function"), dict) else said
-            arguments = arguments_of(said.get("arguments", said.get("parameters")))
+            call, end = json.JSONDecoder().raw_decode(text, match.start())
+            call = call["function"] if isinstance(call.get("function"), dict) else call
+            arguments = arguments_text(call.get("arguments", call.get("parameters")))
         except (ValueError, RecursionError):
-            at = found.end()
+            at = match.end()
             continue
         at = end
-        if said.get("name") in names:
-            begins = min(begins, found.start())
-            calls.append((said["name"], arguments))
+        if call.get("name") in names:
+            begins = min(begins, match.start())
+            calls.append((call["name"], arguments))
     if not calls:
         calls, begins = _python_calls(text.strip(), names), 0
     if not calls:
@@ -115,18 +119,18 @@ def find_calls(text: str, names: Collection[str]) -> tuple[str, list[dict]]:
         for name, arguments in calls]
 
 
-def arguments_of(found: Any) -> str:
+def arguments_text(arguments: Any) -> str:
     """The arguments of a call as the API has them: a JSON object as text.
 
     Raises:
         ValueError: they are no object, or hold what JSON has no number for.
     """
-    if isinstance(found, str):
-        found = json.loads(found) if found.strip() else None
-    found = {} if found is None else found
-    if not isinstance(found, dict):
-        raise ValueError(f"arguments must be an object, got {found!r}")
-    return json_text(found)
+    if isinstance(arguments, str):
+        arguments = json.loads(arguments) if arguments.strip() else None
+    arguments = {} if arguments is None else arguments
+    if not isinstance(arguments, dict):
+        raise ValueError(f"arguments must be an object, got {arguments!r}")
+    return json_text(arguments)
 
 
 def json_text(value: Any) -> str:
@@ -137,27 +141,31 @@ def json_text(value: Any) -> str:
 
 
 def _python_calls(text: str, names: Collection[str]) -> list[tuple[str, str]]:
-    """Those of a text that is nothing but a list of calls with keywords."""
+    """The calls of a text that is nothing but a list of calls with keywords."""
     if not (text.startswith("[") and text.endswith(")]")):
         return []
     try:
         calls = ast.parse(text, mode="eval").body.elts
-        found = [(call.func.id, arguments_of({each.arg: ast.literal_eval(each.value) for each in call.keywords}))
+        named = [(call.func.id, arguments_text({each.arg: ast.literal_eval(each.value) for each in call.keywords}))
                  for call in calls if not call.args and all(each.arg for each in call.keywords)]
     except (SyntaxError, ValueError, AttributeError, TypeError, RecursionError, MemoryError):
         return []
-    return found if len(found) == len(calls) and all(name in names for name, _ in found) else []
+    return named if len(named) == len(calls) and all(name in names for name, _ in named) else []
 
 
-class HeldText:
-    """Text of a stream as far as it is surely no call: from where one may begin it waits for the end."""
+class TextBeforeCalls:
+    """The text of a stream that can be shown at once; from where a call may begin, text waits for the end.
+
+    Attributes:
+        length: characters shown.
+    """
 
     def __init__(self) -> None:
-        self.said, self.shown = "", 0  # characters
+        self._text, self.length = "", 0
 
     def add(self, text: str) -> str:
-        """What can be shown once this has come."""
-        self.said += text
-        found = MARK.search(self.said, self.shown)
-        before, self.shown = self.shown, found.start() if found else len(self.said)
-        return self.said[before : self.shown]
+        """What can be shown now that this has come."""
+        self._text += text
+        match = MARK.search(self._text, self.length)
+        before, self.length = self.length, match.start() if match else len(self._text)
+        return self._text[before : self.length]
