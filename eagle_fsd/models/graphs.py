@@ -11,7 +11,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .attention import without_cudnn
 from .cache import TreeCache
 from .fused import FusedDecoder, attention_over
 from .masks import tree_mask
@@ -90,7 +89,6 @@ class GraphedForward:
         self.target, self.eager = target, target.forward
         self.known: dict[tuple, StaticForward] = {}
 
-    @without_cudnn()
     @torch.no_grad()
     def __call__(
         self, tokens: Tensor, positions: Tensor | None, ancestors: Tensor | None, cache: TreeCache
