@@ -54,22 +54,20 @@ class Forwards:
             features = self.target.prefill(prompt.to(self.target.device), self.cache).to(self.device)
         return features[0]
 
-    def _unread(self, number: int, request: Request, end: int | None = None) -> Tensor:
-        """[T] tokens that the drafter has not read; of features, each the one after its feature."""
-        start = self.draft_cache.lengths[number] + self.drafter.reads_features
-        return torch.tensor(request.tokens[start:end], device=self.device)
+    def _unread(self, number: int, request: Request, end: int | None = None) -> Sequence[int]:
+        """Tokens [T] that the drafter has not read; with features, each the one after its feature."""
+        return request.tokens[self.draft_cache.lengths[number] + self.drafter.reads_features : end]
 
     def read(self, number: int, request: Request) -> None:
         """The drafter reads what the target has read of a prompt; of features, all but the last one: the token after
         that comes with the next part, or it is the root and comes with the first cycle."""
-        tokens = None if self.drafter is None else self._unread(number, request, self.lengths[number])
-        if tokens is None or not len(tokens):
-            return
-        features = [request.features[:-1]] if self.drafter.reads_features else None
-        with self.draft_cache.one_row(number):
-            extend_draft(self.drafter, features, [tokens], self.draft_cache)
-        if self.drafter.reads_features:
-            request.features = request.features[-1:].clone()
+        tokens = [] if self.drafter is None else self._unread(number, request, self.lengths[number])
+        if tokens:
+            features = [request.features[:-1]] if self.drafter.reads_features else None
+            with self.draft_cache.one_row(number):
+                extend_draft(self.drafter, features, [torch.tensor(tokens, device=self.device)], self.draft_cache)
+            if self.drafter.reads_features:
+                request.features = request.features[-1:].clone()
 
     def draft(
         self, requests: Sequence[Request], plan: Plan, copies: Sequence[Copies | None] = (),
@@ -90,7 +88,8 @@ class Forwards:
             return root_only(torch.tensor([request.tokens[-1] for request in requests], device=self.device)), []
         self._catch_up(requests, plan.tree)
         features = [request.features for request in requests] if self.drafter.reads_features else None
-        tokens = [self._unread(number, request) for number, request in enumerate(requests)]
+        tokens = [torch.tensor(self._unread(number, request), device=self.device)
+                  for number, request in enumerate(requests)]
         drafted = draft_tree(
             self.drafter, self.target, features, tokens, self.draft_cache, plan.tree, nodes, coupling, plan)
         for request in requests:

@@ -74,16 +74,6 @@ class MaskedLayers:
         return options
 
 
-def tree_mask(
-    ancestors: Tensor,  # [B, N, N] bool, or self
-    prefix: int,
-    dtype: torch.dtype,
-    prefix_visible: Tensor | None = None,
-) -> Tensor:  # [B, 1, N, L + N]
-    """`additive` of `visible_keys`."""
-    return additive(visible_keys(ancestors, prefix, prefix_visible), dtype)
-
-
 def visible_keys(
     ancestors: Tensor,  # [B, N, N] bool, or self
     prefix: int,
