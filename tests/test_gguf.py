@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 
 import eagle_fsd
 from eagle_fsd.cli import main
-from eagle_fsd.data.files import folder_bytes
+from eagle_fsd.data.files import bytes_in
 from eagle_fsd.data.gguf import dequantised, fingerprint, target_source
 from eagle_fsd.heads.checkpoint import save_head
 
@@ -170,7 +170,7 @@ def test_the_cache_has_a_limit_and_can_be_seen_and_cleared(target, tmp_path, cac
     assert main(["cache"]) == 0 and first.is_dir()
     listed = capsys.readouterr().out
     assert first.name in listed and second.name in listed
-    file, held = tmp_path / "second.gguf", folder_bytes(second)
+    file, held = tmp_path / "second.gguf", bytes_in(second)
     monkeypatch.setenv("EAGLE_FSD_CACHE_GB", str((held + 4.5 * file.stat().st_size) / 1e9))
     third = dequantised(write(tmp_path / "third.gguf", target))
     assert not first.is_dir() and third.is_dir() and f"{first} (0.0 GB) is removed" in caplog.text

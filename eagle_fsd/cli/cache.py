@@ -28,7 +28,7 @@ class CacheCommand:
     clear: Literal["gguf", "latency", "trees", "all"] | None = None
 
     def run(self) -> None:
-        from ..data.files import cache_directory, cache_limit, folder_bytes, locked, remove_folder
+        from ..data.files import bytes_in, cache_directory, cache_limit, locked, remove_folder
 
         place, limit = cache_directory(), cache_limit()
         total = 0
@@ -37,7 +37,7 @@ class CacheCommand:
             entries = sorted((place / kind).glob("*"))
             print(f"\n{kind}: {meaning}")
             for path in entries:
-                size, used = folder_bytes(path), datetime.fromtimestamp(path.stat().st_mtime)
+                size, used = bytes_in(path), datetime.fromtimestamp(path.stat().st_mtime)
                 removed = self.clear in (kind, "all")
                 print(f"  {size / 1e6:>10.1f} MB  {used:%Y-%m-%d}  {path.name}{'  removed' if removed else ''}")
                 if not removed:

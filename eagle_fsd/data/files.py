@@ -180,6 +180,6 @@ def remove_folder(path: Path) -> None:
     shutil.rmtree(part, ignore_errors=True)
 
 
-def folder_bytes(path: Path) -> int:
+def bytes_in(path: Path) -> int:
     """Bytes of a file, or of all files in a folder."""
     return sum(each.stat().st_size for each in ([path] if path.is_file() else path.rglob("*")) if each.is_file())

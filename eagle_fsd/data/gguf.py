@@ -15,7 +15,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from .files import cache_directory, cache_limit, folder_bytes, locked, remove_folder
+from .files import bytes_in, cache_directory, cache_limit, locked, remove_folder
 from .sources import check_source, fetch
 
 log = logging.getLogger(__name__)
@@ -113,7 +113,7 @@ def make_room(models: Path, needed: int) -> None:
                   key=lambda path: path.stat().st_mtime)
     if needed > limit:
         return  # none of them would make room enough
-    sizes = {path: folder_bytes(path) for path in kept}
+    sizes = {path: bytes_in(path) for path in kept}
     for path in kept:
         if sum(sizes.values()) + needed <= limit:
             break
