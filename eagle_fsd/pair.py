@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -22,7 +22,6 @@ from .drafting.sizing import Choice, Pause, Sizing
 from .heads.catalogue import find_pair, name_of
 from .heads.checkpoint import load_head
 from .heads.eagle import DraftHead
-from .heads.eagle3 import Eagle3Head
 from .models import GROUPED, STOCK
 from .models.linear import PackedLinear, check_quantization, is_packed
 from .models.loading import check_device, load_compact, load_target
@@ -34,9 +33,9 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 log = logging.getLogger(__name__)
-_checked: WeakSet[PreTrainedModel] = WeakSet()  # targets that have passed the checks of TargetModel
-# Why the fused decoder does not serve a target; None: it does.
-_stock_because: WeakKeyDictionary[PreTrainedModel, str | None] = WeakKeyDictionary()
+# Of targets that have passed the check of TargetModel, by whether the fused decoder was wanted: why it does not serve
+# them; None: it does.
+_checked: WeakKeyDictionary[PreTrainedModel, dict[bool, str | None]] = WeakKeyDictionary()
 
 
 @dataclass(eq=False, repr=False)
@@ -70,11 +69,10 @@ class EagleModel:
         dtype = str(model.dtype if stock else self.target.dtype).removeprefix("torch.")
         form = f"packed as {is_packed(model)}" if is_packed(model) else "plain weights"
         name = self.names[0] or Path(model.name_or_path).name or type(model).__name__
-        target = f"{name} ({type(model).__name__}, {size_of(model)}, {dtype}, {form}, {self.target.device})"
+        target = f"{name} ({type(model).__name__}, {described_size(model)}, {dtype}, {form}, {self.target.device})"
         if head is None:
             return target, None
-        kind = "EAGLE-3" if isinstance(head, Eagle3Head) else "EAGLE-1/2"
-        return target, f"{self.names[1] or 'a head'} ({kind}, {size_of(head)})"
+        return target, f"{self.names[1] or 'a head'} ({head.kind}, {described_size(head)})"
 
     @functools.cached_property
     def stock(self) -> PreTrainedModel:
@@ -112,13 +110,10 @@ class EagleModel:
                                  ("tokenizer", tokenizer, PreTrainedTokenizerBase)):
             if not isinstance(part, kind) and (part is not None or name == "target"):
                 raise TypeError(f"{name} must be a {kind.__name__}, got {type(part).__name__}")
-        adapter = TargetModel(target, check=target not in _checked)
-        _checked.add(target)
-        if fused and _stock_because.get(target) is None:
-            adapter.use_fused(check=target not in _stock_because)
-            _stock_because[target] = adapter.stock_because
-        elif fused:
-            adapter.stock_because = _stock_because[target]
+        before = _checked.setdefault(target, {})
+        known = before.get(fused)
+        adapter = TargetModel(target, fused=fused and known is None, check=fused not in before)
+        before[fused] = adapter.stock_because = known or adapter.stock_because
         if draft is not None:
             fit_head(draft, adapter)
         return cls(adapter, draft, tokenizer)
@@ -238,7 +233,7 @@ def parameter_count(module: torch.nn.Module) -> int:
                        if isinstance(layer, PackedLinear) and layer is not tied)
 
 
-def size_of(module: torch.nn.Module) -> str:
+def described_size(module: torch.nn.Module) -> str:
     """Such as "135 M parameters"."""
     count = parameter_count(module)
     unit, letter = next(((unit, letter) for unit, letter in ((1e9, "B"), (1e6, "M")) if count >= unit), (1e3, "k"))
@@ -304,13 +299,11 @@ def pack_early(model: PreTrainedModel, head: DraftHead | None, dtype: torch.dtyp
     Args:
         head: one that is to fit; the rest is that of `TargetModel.pack` and `EagleModel.from_parts`.
     """
-    adapter, rows = TargetModel(model, check=False), None
+    adapter, rows = TargetModel(model, fused=fused, check=False), None  # fused: which layers are computed as one
     if head is not None:
         check_sizes(head, adapter)
         if head.token_map is not None:  # now, since a packed layer has to be unpacked for them
             rows = head.output_rows = adapter.output_rows(head.token_map)
-    if fused:
-        adapter.use_fused(check=False)  # which layers are computed as one
     adapter.pack(None, dtype)
     if rows is not None:
         rows.pack(None, adapter.lm_head, MappedFiles(), dtype)

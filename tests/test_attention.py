@@ -47,9 +47,8 @@ def options_of(name, prefix, lengths, way=None, dtype=torch.float32):
     """Mask and further keywords of the drawn tree, after so many tokens of each row."""
     layers, kind = layers_of(way or {})
     visible = None if min(lengths) == prefix else torch.arange(prefix) < torch.tensor(lengths)[:, None]
-    positions = torch.stack([DEPTHS[0] + length for length in lengths])
     ancestors = ANCESTORS.expand(len(lengths), -1, -1)
-    options = layers.forward_options(name, ancestors, positions, prefix, dtype, visible)
+    options = layers.forward_options(name, ancestors, prefix, dtype, visible)
     return options.pop("attention_mask")[kind], options
 
 
@@ -173,7 +172,7 @@ def test_masks_of_a_window_drawn():
     drawn = [[0, 0, 1, 1, 1, 1, 0, 0, 0], [0, 0, 0, 1, 1, 1, 1, 0, 0], [0, 0, 0, 1, 1, 1, 0, 1, 0],
              [0, 0, 0, 0, 1, 1, 0, 1, 1]]
     for name in ("sdpa", SPLIT):
-        options = layers.forward_options(name, ancestors, torch.tensor([[5, 6, 6, 7]]), 5, torch.float32)
+        options = layers.forward_options(name, ancestors, 5, torch.float32)
         masks = options["attention_mask"]
         assert (masks["sliding_attention"][0, 0] == 0).equal(torch.tensor(drawn).bool())
         assert (masks["full_attention"][0, 0, :, -4:] == 0).equal(ancestors[0])
@@ -331,7 +330,8 @@ def test_load_takes_attention_by_name(tmp_path, caplog):
     with caplog.at_level(logging.WARNING, "eagle_fsd"):
         model = eagle_fsd.load(*places, device="cpu", tree=None, attn_implementation=SPLIT)
     assert model.target.computed_by == "sdpa (it was not asked for)"
-    assert "LlamaForCausalLM stays with attention sdpa, split fails: no flash-attn is installed" in caplog.text
+    assert ("LlamaForCausalLM stays with attention sdpa, split fails: it cannot verify a tree (no flash-attn is "
+            "installed") in caplog.text
     for wrong in ("flash_attention_2", "auto", 3):
         with pytest.raises(ValueError, match="must be one of sdpa, eager, grouped, split, or None .*, got"):
             eagle_fsd.load(*places, attn_implementation=wrong)

@@ -5,9 +5,10 @@ import math
 import pytest
 import reference_eagle
 import torch
-from tiny import PROMPT, tiny_head, tiny_pair, tiny_target
+from tiny import PROMPT, PROMPTS, tiny_head, tiny_pair, tiny_target
 
 import eagle_fsd
+from eagle_fsd.decoding.decoder import Decoder
 from eagle_fsd.decoding.timing import greedy_decoder
 from eagle_fsd.drafting.config import TreeConfig
 from eagle_fsd.drafting.curves import default_curves
@@ -15,6 +16,10 @@ from eagle_fsd.drafting.growth import draft_tree, rerank
 from eagle_fsd.drafting.largest import BLOCK, WORTH_IT, first_largest, largest
 from eagle_fsd.drafting.latency import Latency
 from eagle_fsd.drafting.sizing import Choice, Plan, Sizing
+from eagle_fsd.models import target as target_module
+from eagle_fsd.models.cache import cache_name
+from eagle_fsd.models.masks import additive
+from eagle_fsd.models.target import TargetModel
 
 SHAPES = [(2, 1, 1), (16, 5, 4), (60, 8, 10), (9, 1, 3), (99, 3, 3), (12, 6, 1)]
 
@@ -153,6 +158,54 @@ def test_greedy_cycles_equal_the_reference(family, shape):
     said = [first] + [t for _, path, token in cycles for t in (*path, token)]
     assert decoder.requests[0].tokens[len(PROMPT) :] == said
     assert sum(len(path) for _, path, _ in cycles) > 0
+
+
+class SmallModel:
+    """A causal LM as the drafter: it reads tokens alone, and has its own output layer."""
+
+    reads_features, draft_tokens = False, None
+
+    def __init__(self, model):
+        self.model = TargetModel(model)
+        self.draft_vocab_size, self.new_cache = self.model.vocab_size, self.model.new_cache
+
+    def predict(self, states, tokens, positions, visible, cache):
+        mask = None if visible is None else additive(visible, self.model.dtype)
+        return self.model.features(tokens, position_ids=positions, attention_mask=mask, use_cache=True,
+                                   **{cache_name(type(self.model.decoder)): cache})
+
+    def own_logits(self, states, output):
+        return self.model.logits(states)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("prompts", [PROMPTS[:1], PROMPTS], ids=len)
+@pytest.mark.parametrize("shape", [(6, 5, 1), (12, 4, 3)], ids=str)
+@pytest.mark.parametrize("same", [True, False])
+def test_a_causal_model_drafts(same, shape, prompts, monkeypatch):
+    """Where it is the target itself, all drafts are accepted; the texts are the target's in any case. A later request
+    goes on with both caches."""
+    monkeypatch.setitem(target_module.PREFILL, "cpu", 5)  # prompts in parts
+    model, tree = tiny_target(), TreeConfig(*shape, draft_temperature=0.05)
+    target, drafter = TargetModel(model), SmallModel(model if same else tiny_target(seed=1, num_hidden_layers=1))
+    decoder = greedy_decoder(target, drafter, prompts, tree, 60)
+    decoder.prefill()
+    accepted = [[len(emission.tokens) - 1 for emission in decoder.step()] for _ in range(5)]
+    assert not same or accepted == [[tree.depth] * len(prompts)] * 5
+    for request, prompt in zip(decoder.requests, prompts, strict=True):
+        count = len(request.emitted)
+        expected = model.generate(torch.tensor([prompt]), max_new_tokens=count, min_new_tokens=count, do_sample=False)
+        assert request.tokens == expected[0].tolist()
+    if len(prompts) > 1:
+        return
+    text = [*decoder.requests[0].tokens[:-3], 7, 8]
+    (request,), choose = greedy_decoder(target, drafter, [text], tree, 20).requests, decoder.drafting.choose
+    later = Decoder(target, drafter, [request], choose, earlier=decoder)
+    later.prefill()
+    assert request.stats.prefill_tokens == 2
+    emitted = [len(emission.tokens) for emission in (later.step(), later.step()) for emission in emission]
+    expected = model.generate(torch.tensor([text]), max_new_tokens=len(request.emitted), do_sample=False)
+    assert request.tokens == expected[0].tolist() and (not same or emitted == [tree.depth + 1] * 2)
 
 
 @pytest.mark.parametrize("sized", [False, True])

@@ -64,7 +64,7 @@ def write(folder, head: Eagle3Head, layout: str, *, embeddings: bool = True, **c
     if not embeddings:
         del state["embed_tokens.weight"]
     if head.d2t is not None:
-        state["t2d"] = torch.zeros(VOCAB, dtype=torch.bool).index_fill(0, head.target_tokens, True)
+        state["t2d"] = torch.zeros(VOCAB, dtype=torch.bool).index_fill(0, head.draft_tokens, True)
     elif layout == "midlayer":
         state["d2t"], state["t2d"] = torch.zeros(VOCAB, dtype=torch.long), torch.ones(VOCAB, dtype=torch.bool)
     save_file(state, folder / "model.safetensors")
@@ -153,7 +153,7 @@ def test_drafted_trees_are_those_of_the_definition(target, named, before):
             tokens = PROMPT[1:] + [tree.tokens[0, n].item() for n in path[:depth]]
             hidden.append(hidden_by_hand(head, read + hidden, tokens))
         if (tree.parents[0] == node)[1:].any():  # an expanded node
-            expected = logits_by_hand(head, hidden[-1])[head.target_tokens]
+            expected = logits_by_hand(head, hidden[-1])[named or ...]
             found = logits[len(path)][0, tree.draft_rows[0, node]]
             torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
         if path:

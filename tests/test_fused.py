@@ -29,8 +29,7 @@ def two_of(family: str, **options) -> tuple[TargetModel, TargetModel]:
         for _name, weight in model.named_parameters():
             if weight.dim() == 1:
                 weight.add_(0.3 * torch.randn_like(weight))
-    stock, fused = TargetModel(model), TargetModel(model)
-    fused.use_fused()
+    stock, fused = TargetModel(model), TargetModel(model, fused=True)
     assert fused.computed_by == "fused", fused.stock_because
     return stock, fused
 
@@ -61,8 +60,7 @@ def test_features_are_those_of_the_stock_decoder(family, lengths):
 def test_in_half_precision_it_is_nearer_to_full_precision_than_the_stock_decoder():
     model = tiny_target("llama", num_hidden_layers=8)
     exact = of_trees(TargetModel(model), [30])
-    stock, fused = TargetModel(model.bfloat16()), TargetModel(model)
-    fused.use_fused()
+    stock, fused = TargetModel(model.bfloat16()), TargetModel(model, fused=True)
     errors = [(of_trees(target, [30]).float() - exact).norm().item() for target in (stock, fused)]
     assert errors[1] < 1.1 * errors[0] < 0.1 * exact.norm().item()
 
@@ -142,23 +140,23 @@ def test_a_decoder_of_another_shape_is_refused(change, why):
 
 
 def test_one_that_computes_something_else_is_found_out(monkeypatch):
-    """A subclass of a known family, say: the features of a tree are compared."""
+    """A subclass of a known family, say: the logits of a tree are compared."""
     model = tiny_target()
     monkeypatch.setattr(model.model.layers[0].self_attn, "scaling", 0.4)
     stock = model.model.layers[0].self_attn.forward
     monkeypatch.setattr(model.model.layers[0].self_attn, "forward", lambda *args, **options: (
         2 * stock(*args, **options)[0], None))
     target = EagleModel.from_parts(model, None).target
-    assert target.fused is None and "features of a tree differ" in target.stock_because
+    assert target.fused is None and "its logits of a tree are not those of its own forward" in target.stock_because
 
 
 def test_what_came_of_the_comparison_is_known_the_next_time(monkeypatch):
-    compared, stock = [], TargetModel._tree_of_two_rows
-    monkeypatch.setattr(TargetModel, "_tree_of_two_rows", lambda self: compared.append(self) or stock(self))
+    compared, check = [], TargetModel._require
+    monkeypatch.setattr(TargetModel, "_require", lambda self, expected: compared.append(self) or check(self, expected))
     model, other = tiny_target(), tiny_target("gemma")
-    assert EagleModel.from_parts(model, None, fused=False).target.fused is None and not compared
-    assert EagleModel.from_parts(model, None).target.fused is not None and len(compared) == 2
-    assert EagleModel.from_parts(model, None).target.fused is not None and len(compared) == 2
+    for fused, count in ((False, 1), (True, 2), (True, 2), (False, 2)):
+        target = EagleModel.from_parts(model, None, fused=fused).target
+        assert (target.fused is not None) == fused and len(compared) == count
     for _ in range(2):
         assert "GemmaModel is none of" in EagleModel.from_parts(other, None).target.stock_because
 

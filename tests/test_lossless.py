@@ -120,7 +120,7 @@ def test_targets_that_cannot_be_served_are_refused():
         return output
 
     scaled.forward = doubled
-    with pytest.raises(ValueError, match="LlamaForCausalLM is not supported: its logits"):
+    with pytest.raises(ValueError, match="LlamaForCausalLM is not supported: its logits of a tree"):
         EagleModel.from_parts(scaled, None)
 
 

@@ -85,7 +85,7 @@ def test_aligned_mask_of_step_3():
         11100 00010 00001
     """
     expected = [[int(bit) for bit in line.replace(" ", "")] for line in grid.split("\n") if line.strip()]
-    assert aligned_mask(5, 3, torch.device("cpu"))[0, 0].int().tolist() == expected
+    assert aligned_mask(5, 3, torch.device("cpu"))[0].int().tolist() == expected
 
 
 @pytest.mark.parametrize("kind", ["sdpa", "eager", "eagle3"])

@@ -323,7 +323,7 @@ def test_an_eagle3_head_reads_several_layers_and_has_its_own_output(place):
     curve = losses(place / "eagle3")
     assert np.mean(curve[-3:]) < np.mean(curve[:3])
     head = assert_decodes_losslessly(place, trained)
-    assert isinstance(head, Eagle3Head) and head.target_tokens.tolist() == TOKENS.tolist()
+    assert isinstance(head, Eagle3Head) and head.draft_tokens.tolist() == TOKENS.tolist()
     whole = Eagle3Head(LlamaConfig(**head.config.to_dict() | {"draft_vocab_size": 32}))
     whole.lm_head = None  # the target's serves, and is not learned
     save_head(whole, place / "no output layer")

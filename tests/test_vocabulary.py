@@ -80,7 +80,7 @@ def refuse(predicted):
 
 def test_logits_and_names_are_by_token():
     head = limited(tokens=NAMED[::-1]).draft
-    assert head.draft_vocab_size == 21 and head.target_tokens.tolist() == NAMED
+    assert head.draft_vocab_size == 21 and head.draft_tokens.tolist() == NAMED
     head.output_rows = None
     values, output = torch.randn(2, VOCAB), torch.nn.Identity()
     assert head.target_logits(values, output).tolist() == [[row[token] for token in NAMED] for row in values.tolist()]
@@ -105,7 +105,7 @@ def test_bad_vocabularies_are_refused(tokens, error, message):
     head = limited().draft
     with pytest.raises(error, match=message):
         head.limit_vocabulary(tokens)
-    assert head.target_tokens.tolist() == NAMED
+    assert head.draft_tokens.tolist() == NAMED
 
 
 # Joining head and target ------------------------------------------------------------------------------------------
@@ -192,7 +192,7 @@ def test_saved_heads_keep_their_vocabulary(tmp_path):
     torch.save(torch.tensor(NAMED[::-1], dtype=torch.int32), tmp_path / "head" / TOKEN_MAP)  # in any order
     pair.target.model.save_pretrained(tmp_path / "target")
     loaded = eagle_fsd.load(tmp_path / "target", tmp_path / "head", device="cpu", tree=None)
-    assert loaded.draft.target_tokens.tolist() == NAMED
+    assert loaded.draft.draft_tokens.tolist() == NAMED
     assert loaded.draft.output_rows.belong_to(loaded.target.lm_head)
     assert generate(loaded).stats.accepted_lengths == generate(pair).stats.accepted_lengths
     pair.draft.limit_vocabulary(None)
@@ -223,7 +223,7 @@ def test_export_gives_it_to_those_who_can_use_it(tmp_path, caplog):
     head, target = tmp_path / "head", tmp_path / "target"
     assert inspect_head(head).facts["draft vocabulary"].startswith(f"21 of them, in {TOKEN_MAP}")
     export_head(head, "sglang", tmp_path / "sglang")
-    assert load_head(tmp_path / "sglang").target_tokens.tolist() == NAMED and not caplog.records
+    assert load_head(tmp_path / "sglang").draft_tokens.tolist() == NAMED and not caplog.records
     for to in ("vllm", "eagle"):
         export_head(head, to, tmp_path / to, target=target)
         assert not (tmp_path / to / TOKEN_MAP).exists() and f"{to} drafts all 32 tokens" in caplog.text
@@ -236,7 +236,7 @@ def test_a_copy_has_the_heads_files_and_a_vocabulary(tmp_path):
     tokens = torch.tensor(NAMED)
     assert copy_head(tmp_path / "head", tmp_path / "copy", tokens) == tmp_path / "copy" / TOKEN_MAP
     assert {path.name for path in (tmp_path / "copy").iterdir()} == {"config.json", "model.safetensors", TOKEN_MAP}
-    assert load_head(tmp_path / "copy").target_tokens.tolist() == NAMED
+    assert load_head(tmp_path / "copy").draft_tokens.tolist() == NAMED
     assert not (tmp_path / "head" / TOKEN_MAP).exists()
     with pytest.raises(ValueError, match="copy holds config.json, and nothing is replaced"):
         copy_head(tmp_path / "head", tmp_path / "copy", tokens)

@@ -66,8 +66,8 @@ def name_tokens(head: DraftHead, config: TrainingConfig, documents: Documents, e
         if head.d2t is not None:
             size = head.draft_vocab_size
             head.d2t.copy_(commonest_tokens(documents, vocabulary, size) - torch.arange(size))
-        weight = ends.lm_head.weight
+        weight, named = ends.lm_head.weight, head.draft_tokens
         with torch.no_grad():
-            head.lm_head.weight.copy_(weight[head.target_tokens.to(weight.device)])
-    if not head.names_all:
-        head.output_rows = ends.rows(head.target_tokens)
+            head.lm_head.weight.copy_(weight if named is None else weight[named.to(weight.device)])
+    if head.draft_tokens is not None:
+        head.output_rows = ends.rows(head.draft_tokens)

@@ -25,6 +25,7 @@ from transformers import DynamicCache
 from eagle_fsd.checks import require_integer, require_number
 from eagle_fsd.heads.eagle import DraftHead
 from eagle_fsd.heads.eagle3 import Eagle3Head
+from eagle_fsd.models.masks import additive
 
 MOST_STEPS = 32  # each takes the memory of one more step
 
@@ -150,7 +151,7 @@ def term_sums(
 
 
 def aligned_mask(length: int, step: int, device: torch.device) -> Tensor:
-    """[1, 1, T, step * T] bool, what each query of aligned step `step` (1-based) sees of the keys of all steps so far.
+    """[1, T, step * T] bool, what each query of aligned step `step` (1-based) sees of the keys of all steps so far.
 
     The query at position i stands for a tree node `step - 1` levels below position i - step + 1. It sees target
     features up to there (keys of step 1), then one key of each later step on its own path:
@@ -159,12 +160,7 @@ def aligned_mask(length: int, step: int, device: torch.device) -> Tensor:
     i = torch.arange(length, device=device)[:, None]
     j = torch.arange(length, device=device)[None, :]
     blocks = [j <= i - (step - 1), *(j == i - (step - s) for s in range(2, step + 1))]
-    return torch.cat(blocks, 1)[None, None]
-
-
-def additive(visible: Tensor, dtype: torch.dtype) -> Tensor:
-    """A mask to be added to attention weights: 0 where visible, else -inf."""
-    return torch.zeros_like(visible, dtype=dtype).masked_fill_(~visible, -torch.inf)
+    return torch.cat(blocks, 1)[None]
 
 
 class AlignedLoss(nn.Module):

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from ..acceptance import Rule
 from ..acceptance.walk import Permission, Step, Within, walk
+from ..drafting.drafter import Drafter
 from ..drafting.sizing import Choice, Drafting, Pause
 from ..drafting.text import MOST_NODES
 from ..drafting.tree import DraftTree, root_only
-from ..heads.eagle import DraftHead
 from ..models.target import TargetModel
 from .forwards import Forwards
 from .output import Receipt
@@ -32,7 +32,7 @@ NOTHING = Emission([], [], [])
 class Decoder:
     """Requests being decoded together: holds them and the forwards, and advances cycle by cycle.
 
-    Without a head, a tree or copies it decodes plainly, one token per forward, with the same engine and the same noise.
+    Without a drafter, a tree or copies it decodes plainly, one token per forward, with the same noise.
 
     Args:
         choose: tree and cost for so many requests, see `Drafting`.
@@ -43,19 +43,24 @@ class Decoder:
     """
 
     def __init__(
-        self, target: TargetModel, head: DraftHead | None, requests: Sequence[Request],
+        self, target: TargetModel, drafter: Drafter | None, requests: Sequence[Request],
         choose: Callable[[int], Choice], pause: Pause | None = None, *, earlier: Decoder | None = None,
         forwards: Forwards | None = None,
     ) -> None:
-        self.target, self.head, self.requests = target, head, list(requests)
+        self.target, self.drafter, self.requests = target, drafter, list(requests)
         self.device = target.output_device  # trees, logits and features live there
         for request in self.requests:
             request.stats.computed_by = target.computed_by
-        self.drafting = Drafting(choose, len(self.requests), pause, head=head is not None)
-        self.draft_tokens = None if head is None or head.names_all else head.target_tokens
-        self.named = target.vocab_size if self.draft_tokens is None else self.draft_tokens  # what the draft can name
+        self.drafting = Drafting(choose, len(self.requests), pause, head=drafter is not None)
+        self.draft_tokens = None if drafter is None else drafter.draft_tokens
+        self.reads_features = drafter is not None and drafter.reads_features
         self.observe: Callable[[DraftTree, list[Tensor], list[list[int]]], None] | None = None
         self.forwards = forwards or self._forwards(earlier)
+
+    @property
+    def _named(self) -> Tensor | int:
+        """The tokens that the drafter can name, or how many."""
+        return self.drafter.draft_vocab_size if self.draft_tokens is None else self.draft_tokens
 
     def _forwards(self, earlier: Decoder | None) -> Forwards:
         """Forwards with room for the longest text and the largest tree."""
@@ -67,12 +72,12 @@ class Decoder:
         texts = (len(request.prompt) + request.max_new_tokens for request in self.requests)
         room, count = max(texts, default=0) + nodes, len(self.requests)
         if earlier is not None:
-            if earlier.target is not self.target or earlier.head is not self.head:
+            if earlier.target is not self.target or earlier.drafter is not self.drafter:
                 raise ValueError("the session was begun with another model: one Session per model")
             earlier.forwards.take_over(self.requests[0], earlier.requests[0], room, room + drafted)
             return earlier.forwards
-        draft_cache = None if self.head is None else self.head.new_cache(room + drafted, count)
-        return Forwards(self.target, self.head, self.target.new_cache(room, count), draft_cache)
+        draft_cache = None if self.drafter is None else self.drafter.new_cache(room + drafted, count)
+        return Forwards(self.target, self.drafter, self.target.new_cache(room, count), draft_cache)
 
     def prefill(self) -> list[Emission]:
         """The target reads each prompt as far as its cache does not hold it, and draws the first token."""
@@ -86,7 +91,7 @@ class Decoder:
         request.stats.prefill_tokens += len(features)
         whole = self.forwards.lengths[number] == len(request.prompt)
         emission = self._first(number, features) if whole else NOTHING
-        request.advance(emission, None if self.head is None else features)
+        request.advance(emission, features if self.reads_features else None)
         if self.drafting.asks_head:
             self.forwards.read(number, request)
         return emission if whole else None
@@ -106,7 +111,7 @@ class Decoder:
         rules, lengths = [request.deciding() for request in self.requests], self.forwards.lengths  # L: the root's place
         copies = [request.propose(rule) for request, rule in zip(self.requests, rules, strict=True)]
         plan = self.drafting.next(copies)
-        coupling = None if plan.tree is None else couple(self.requests, rules, lengths, self.named, self.device)
+        coupling = None if plan.tree is None else couple(self.requests, rules, lengths, self._named, self.device)
         tree, draft_logits = self.forwards.draft(self.requests, plan, copies, coupling)
         if plain := [number for number, request in enumerate(self.requests) if not request.speculative]:
             tree = tree.rooted(plain)
@@ -120,7 +125,7 @@ class Decoder:
         if plan.tree is not None and self.observe is not None:
             self.observe(tree, draft_logits, paths)
         for number, request in enumerate(self.requests):
-            request.advance(emissions[number], None if self.head is None else features[number, paths[number]])
+            request.advance(emissions[number], features[number, paths[number]] if self.reads_features else None)
             request.count(emissions[number])
         return emissions
 

@@ -1,7 +1,7 @@
 """Both models and their caches, as the decode step asks for them: draft a tree, verify it, keep a path of it.
 
-B requests, L committed positions of one, N tree nodes, T positions that the draft has not read, F width of the target's
-features, R vocabulary of the draft.
+B requests, L committed positions of one, N tree nodes, T positions that the drafter has not read, F width of the
+target's features, R vocabulary of the draft.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from torch import Tensor
 
 from ..drafting.config import TreeConfig
 from ..drafting.coupling import Coupling
+from ..drafting.drafter import Drafter
 from ..drafting.growth import draft_tree, extend_draft
 from ..drafting.join import join_drafts
 from ..drafting.sizing import Plan
 from ..drafting.text import MOST_NODES, Copies
 from ..drafting.tree import DraftTree, root_only
-from ..heads.eagle import DraftHead
 from ..models.cache import TreeCache
 from ..models.target import TargetModel
 from .request import Request
@@ -29,16 +29,16 @@ class Held(Protocol):
     """What is known of a row's text: a `Request`, or what is kept of one."""
 
     tokens: Sequence[int]
-    features: Tensor | None  # [T, F] of the last positions held, which the draft has not read
+    features: Tensor | None  # [T, F] of the last positions held, which the drafter has not read; None: it reads none
 
 
 class Forwards:
     """Forwards of both models after what the caches of requests hold that are decoded together."""
 
     def __init__(
-        self, target: TargetModel, head: DraftHead | None, cache: TreeCache, draft_cache: TreeCache | None
+        self, target: TargetModel, drafter: Drafter | None, cache: TreeCache, draft_cache: TreeCache | None
     ) -> None:
-        self.target, self.head, self.cache, self.draft_cache = target, head, cache, draft_cache
+        self.target, self.drafter, self.cache, self.draft_cache = target, drafter, cache, draft_cache
         self.device = target.output_device  # trees, logits and features live there
         self.place = 0  # of the first node's keys, in the last verify
 
@@ -54,47 +54,54 @@ class Forwards:
             features = self.target.prefill(prompt.to(self.target.device), self.cache).to(self.device)
         return features[0]
 
+    def _unread(self, number: int, request: Request, end: int | None = None) -> Sequence[int]:
+        """Tokens [T] that the drafter has not read; with features, each the one after its feature."""
+        return request.tokens[self.draft_cache.lengths[number] + self.drafter.reads_features : end]
+
     def read(self, number: int, request: Request) -> None:
-        """The draft reads what the target has read of a prompt, but for the last position: the token after that comes
-        with the next part, or it is the root and comes with the first cycle."""
-        if self.head is not None and len(request.features) > 1:
+        """The drafter reads what the target has read of a prompt; of features, all but the last one: the token after
+        that comes with the next part, or it is the root and comes with the first cycle."""
+        tokens = [] if self.drafter is None else self._unread(number, request, self.lengths[number])
+        if tokens:
+            features = [request.features[:-1]] if self.drafter.reads_features else None
             with self.draft_cache.one_row(number):
-                after = request.tokens[self.draft_cache.length + 1 :][: len(request.features) - 1]
-                tokens = torch.tensor(after, device=self.device)
-                extend_draft(self.head, [request.features[:-1]], [tokens], self.draft_cache)
-            request.features = request.features[-1:].clone()
+                extend_draft(self.drafter, features, [torch.tensor(tokens, device=self.device)], self.draft_cache)
+            if self.drafter.reads_features:
+                request.features = request.features[-1:].clone()
 
     def draft(
         self, requests: Sequence[Request], plan: Plan, copies: Sequence[Copies | None] = (),
         coupling: Coupling | None = None,
     ) -> tuple[DraftTree, list[Tensor]]:
-        """Draft trees of the head's nodes and of copies, and the draft's logits by level, see `draft_tree`; the roots
-        alone where there is neither.
+        """Draft trees of the drafter's nodes and of copies, and its logits by level, see `draft_tree`; the roots alone
+        where there is neither.
 
-        Drafting takes the requests' features: what the draft has read is no longer kept.
+        Drafting takes the requests' features: what the drafter has read is no longer kept.
         """
-        tree, logits = self._head_drafts(requests, plan, MOST_NODES if any(copies) else 0, coupling)
+        tree, logits = self._drafted(requests, plan, MOST_NODES if any(copies) else 0, coupling)
         return (join_drafts(tree, copies, plan.nodes) if any(copies) else tree), logits
 
-    def _head_drafts(
+    def _drafted(
         self, requests: Sequence[Request], plan: Plan, nodes: int, coupling: Coupling | None
     ) -> tuple[DraftTree, list[Tensor]]:
         if plan.tree is None:
             return root_only(torch.tensor([request.tokens[-1] for request in requests], device=self.device)), []
         self._catch_up(requests, plan.tree)
+        features = [request.features for request in requests] if self.drafter.reads_features else None
+        tokens = [torch.tensor(self._unread(number, request), device=self.device)
+                  for number, request in enumerate(requests)]
         drafted = draft_tree(
-            self.head, self.target, [request.features for request in requests],
-            [request.unread(self.device) for request in requests], self.draft_cache, plan.tree, nodes, coupling, plan,
-        )
+            self.drafter, self.target, features, tokens, self.draft_cache, plan.tree, nodes, coupling, plan)
         for request in requests:
             request.features = None
         return drafted
 
     def _catch_up(self, requests: Sequence[Request], config: TreeConfig) -> None:
-        """Have the draft read each row alone where some lag behind by more than a path: rows that joined while nothing
-        was drafted. Together, all would append as much as the last one lacks, after the longest, and exceed the room.
+        """Have the drafter read each row alone where some lag behind by more than a path: rows that joined while
+        nothing was drafted. Together, all would append as much as the last one lacks, after the longest, and exceed the
+        room.
         """
-        unread = [len(request.features) for request in requests]
+        unread = [len(self._unread(number, request)) for number, request in enumerate(requests)]
         path = min(config.depth, config.nodes - 1)
         if max(unread) - min(unread) > path:
             for number, count in enumerate(unread):
@@ -145,7 +152,7 @@ class Forwards:
     def row(self, number: int) -> Forwards:
         """A copy for one request alone, without further room."""
         alone = [cache.row_alone(number) for cache in self.caches]
-        return Forwards(self.target, self.head, alone[0], alone[1] if len(alone) > 1 else None)
+        return Forwards(self.target, self.drafter, alone[0], alone[1] if len(alone) > 1 else None)
 
     def take_over(self, request: Request, before: Held, room: int, draft_room: int) -> None:
         """Go on with the caches of an earlier request, as far as they hold the beginning of this one's prompt."""
@@ -167,17 +174,17 @@ class Forwards:
 
     def shared(self, number: int, before: Held, request: Request) -> tuple[int, Tensor | None]:
         """How many positions of a row are the beginning of another request's prompt, and the features of those of them
-        that the draft has not read.
+        that the drafter has not read.
 
-        Of the positions that the prompts share, the draft needs the last one's feature again: it reads each feature
-        with the token after it, and that token is new. Where it had read the feature already (a prompt that departs
-        from the earlier one before its last cycle), the target processes that position once more.
+        Of the positions that the prompts share, it needs the last one's feature again: it reads each feature with the
+        token after it, and that token is new. Where it had read the feature already (a prompt that departs from the
+        earlier one before its last cycle), the target processes that position once more.
         """
         held = before.tokens[: self.lengths[number]]
         kept = shared_prefix(held, request.tokens[:-1])  # the last token's logits are wanted
         if self.target.limit_of(len(request.tokens)) != self.target.limit_of(len(before.tokens)):
             kept = 0  # the keys of a short text and those of a long one differ
-        if self.draft_cache is None:
+        if self.drafter is None or not self.drafter.reads_features:
             return kept, None
         read = self.draft_cache.lengths[number]
         if read < kept:

@@ -137,11 +137,6 @@ class Request:
         """All tokens after the prompt: the answer, and what was emitted after its end."""
         return self.tokens[len(self.prompt) :]
 
-    def unread(self, device: torch.device) -> Tensor:
-        """[T] tokens that the draft has not read, each the one after its feature."""
-        assert self.features is not None
-        return torch.tensor(self.tokens[-len(self.features) :], device=device)
-
     @property
     def copying(self) -> bool:
         """Whether drafts may come from elsewhere than the head."""

@@ -56,11 +56,11 @@ def same_cycle(decoder: Decoder) -> Callable[[], object]:
     """A cycle from the same state each time, after three tokens that the draft has yet to read."""
     decoder.prefill()
     forwards, length = decoder.forwards, decoder.forwards.cache.length
-    before = [(request, list(request.tokens), None if decoder.head is None else request.features[-1:].expand(3, -1))
+    before = [(request, list(request.tokens), request.features[-1:].expand(3, -1) if decoder.reads_features else None)
               for request in decoder.requests]  # what features hold takes no time
 
     def once() -> None:
-        if decoder.head is not None:
+        if decoder.drafter is not None:
             forwards.draft_cache.truncate(length - 3)
         for request, said, features in before:
             request.features, request.tokens = features, list(said)

@@ -1,8 +1,8 @@
 """Growing the draft tree: expansion by confidence, then reranking (EAGLE-2, arXiv 2406.16858, section 4).
 
 B batch, T tokens accepted in the last cycle (of each row), K children per node and nodes per level, N nodes verified,
-E = 1 + K * (depth - 1) expanded nodes, S = 1 + K + (depth - 1) * K * K scored nodes, D hidden size, F width of the
-target's features, R vocabulary of the draft.
+E = 1 + K * (depth - 1) expanded nodes, S = 1 + K + (depth - 1) * K * K scored nodes, D size of the drafter's states,
+F width of the target's features, R vocabulary of the draft.
 
 Scored nodes are numbered level by level from the root, 0, on; within a level by the rank of the parent, then by their
 own rank. A parent's number is thus smaller than its child's, and its cumulative log-probability is not lower. Expanded
@@ -20,43 +20,41 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from ..heads.eagle import DraftHead
 from ..models.cache import TreeCache
-from ..models.masks import tree_mask
+from ..models.masks import visible_keys
 from ..models.target import TargetModel, prefill_rows
 from .config import TreeConfig
 from .coupling import Coupling
 from .curves import Curves
+from .drafter import Drafter
 from .largest import largest
 from .sizing import Plan
 from .tree import DraftTree, ancestors_of, root_only
 
 
 def extend_draft(
-    head: DraftHead,
-    features: Sequence[Tensor],  # B x [T, F] of the target, T of each row
-    tokens: Sequence[Tensor],  # B x [T], each the token after its feature
+    drafter: Drafter,
+    features: Sequence[Tensor] | None,  # B x [T, F] of the target, T of each row; None: the drafter reads none
+    tokens: Sequence[Tensor],  # B x [T], each the one after its feature
     cache: TreeCache,
 ) -> Tensor:  # [B, 1, D]
-    """Feed the accepted tokens with the target's features; returns the predicted feature of each row's last one."""
+    """Feed the accepted tokens with the target's features; returns the state after each row's last one."""
     rows = prefill_rows(tokens[0].device)
     while max(map(len, tokens)) > rows:  # a prompt is read in parts
         parts = [min(rows, len(each) - 1) for each in tokens]
-        extend_draft(head, [each[:part] for each, part in zip(features, parts, strict=True)],
-                     [each[:part] for each, part in zip(tokens, parts, strict=True)], cache)
-        features = [each[part:] for each, part in zip(features, parts, strict=True)]
-        tokens = [each[part:] for each, part in zip(tokens, parts, strict=True)]
+        (begun, features), (first, tokens) = _split(features, parts), _split(tokens, parts)
+        extend_draft(drafter, begun, first, cache)
     counts = [len(each) for each in tokens]
     lengths, prefix, device = cache.lengths, cache.length, tokens[0].device
-    read, fed = _padded(features), _padded(tokens)  # [B, T, F], [B, T]
+    fed, states = _padded(tokens), None if features is None else drafter.read(_padded(features))  # [B, T], [B, T, D]
     batch, count = fed.shape
     ahead = torch.arange(count, device=device)
     positions = torch.tensor(lengths, device=device)[:, None] + ahead
-    prefix_visible, mask = cache.visible(device), None
+    prefix_visible, visible = cache.visible(device), None
     if (prefix and count > 1) or prefix_visible is not None:
         causal = (ahead[:, None] >= ahead).expand(batch, -1, -1)
-        mask = tree_mask(causal, prefix, head.dtype, prefix_visible)
-    predicted = head(head.read(read), fed, positions, mask, cache)
+        visible = visible_keys(causal, prefix, prefix_visible)
+    predicted = drafter.predict(states, fed, positions, visible, cache)
     cache.commit(lengths, [range(prefix, prefix + own) for own in counts])
     if min(counts) == count:
         return predicted[:, -1:]
@@ -64,14 +62,21 @@ def extend_draft(
     return predicted.gather(1, last[:, None, None].expand(-1, -1, predicted.shape[-1]))
 
 
+def _split(rows: Sequence[Tensor] | None, parts: Sequence[int]) -> tuple[Sequence[Tensor] | None, ...]:
+    """The first part of each row, and the rest."""
+    if rows is None:
+        return None, None
+    return tuple(zip(*(each.tensor_split([part]) for each, part in zip(rows, parts, strict=True)), strict=True))
+
+
 def _padded(rows: Sequence[Tensor]) -> Tensor:
     return rows[0][None] if len(rows) == 1 else pad_sequence(list(rows), batch_first=True)
 
 
 def draft_tree(
-    head: DraftHead,
+    drafter: Drafter,
     target: TargetModel,
-    features: Sequence[Tensor],  # B x [T, F] of the target, of the positions before `tokens`
+    features: Sequence[Tensor] | None,  # B x [T, F] of the target, of the positions before `tokens`; see `extend_draft`
     tokens: Sequence[Tensor],  # B x [T], the last one being the root
     cache: TreeCache,
     config: TreeConfig,
@@ -90,7 +95,7 @@ def draft_tree(
 
     The draft's cache is left holding the accepted tokens only.
     """
-    predicted = extend_draft(head, features, tokens, cache)  # [B, 1, D]
+    predicted, named = extend_draft(drafter, features, tokens, cache), drafter.draft_tokens  # [B, 1, D], [R]
     root = torch.stack([each[-1] for each in tokens])  # [B]
     k, depth, base = config.top_k, config.depth, cache.length
     batch, device = len(root), root.device
@@ -98,26 +103,25 @@ def draft_tree(
     lines = curve_lines(plan.choice.curves, k, device) if stops else None
 
     # Level 1: the root's K best children are all scored and all expanded.
-    logits = head.own_logits(predicted, target.logits)  # [B, 1, R]
+    logits = drafter.own_logits(predicted, target.logits)  # [B, 1, R]
     draft_logits = [logits]
-    child_scores, child_tokens = _best_children(head, logits, config, lines, coupling, depth=0)
+    child_scores, child_tokens = _best_children(logits, named, config, lines, coupling, depth=0)
     frontier_scores, frontier_tokens = child_scores[:, 0], child_tokens[:, 0]  # [B, K]
     scores = [torch.zeros_like(frontier_scores[:, :1]), frontier_scores]
     levels = [root[:, None], frontier_tokens]
     if stops and not plan.goes_on(frontier_scores.tolist()):
         depth = 1
     expanded = [torch.arange(1 + (k if depth > 1 else 0), device=device).expand(batch, -1)]  # their scored numbers
-    frontier_features = predicted.expand(-1, k, -1)
+    frontier_states = predicted.expand(-1, k, -1)
     positions = torch.tensor(cache.lengths, device=device)[:, None].expand(-1, k)
     itself = torch.eye(k, dtype=torch.bool, device=device).expand(batch, -1, -1)
-    mask = tree_mask(itself, base, head.dtype, cache.visible(device))  # [B, 1, K, keys]
-    itself = mask[..., base:]
+    visible = visible_keys(itself, base, cache.visible(device))  # [B, K, keys]
 
     for level in range(2, depth + 1):
-        predicted = head(frontier_features, frontier_tokens, positions, mask, cache)  # [B, K, D]
-        logits = head.own_logits(predicted, target.logits)
+        predicted = drafter.predict(frontier_states, frontier_tokens, positions, visible, cache)  # [B, K, D]
+        logits = drafter.own_logits(predicted, target.logits)
         draft_logits.append(logits)
-        child_scores, child_tokens = _best_children(head, logits, config, lines, coupling, level - 1)
+        child_scores, child_tokens = _best_children(logits, named, config, lines, coupling, level - 1)
         child_scores = (child_scores + frontier_scores[..., None]).flatten(1)  # [B, K * K], cumulative
         child_tokens = child_tokens.flatten(1)
         scores.append(child_scores)
@@ -129,17 +133,16 @@ def draft_tree(
             expanded.append(best + (1 + k + (level - 2) * k * k))
             parents = best // k  # [B, K], ranks within the level above
             frontier_tokens = child_tokens.gather(1, best)
-            frontier_features = predicted.gather(1, parents[..., None].expand_as(predicted))
+            frontier_states = predicted.gather(1, parents[..., None].expand_as(predicted))
             positions = positions + 1
-            inherited = mask.gather(2, parents[:, None, :, None].expand_as(mask))
-            mask = torch.cat([inherited, itself], -1)
+            visible = torch.cat([visible.gather(1, parents[..., None].expand_as(visible)), itself], -1)
     cache.truncate(base)
     scored = [torch.cat(columns, 1) for columns in (levels, scores, expanded)]
     return rerank(*scored, len(levels) - 1, config, nodes, plan), draft_logits
 
 
 def _best_children(
-    head: DraftHead, logits: Tensor, config: TreeConfig, lines: Lines | None, coupling: Coupling | None, depth: int
+    logits: Tensor, named: Tensor | None, config: TreeConfig, lines: Lines | None, coupling: Coupling | None, depth: int
 ) -> tuple[Tensor, Tensor]:
     """Scores and tokens [B, *, K] of the K best children of each node of a depth: what a step adds to a path's score,
     which is never above 0."""
@@ -149,7 +152,7 @@ def _best_children(
     scores = logits.log_softmax(-1).gather(-1, tokens).clamp_min(IMPOSSIBLE)
     if lines is not None:
         scores = apply_curves(lines, scores)
-    return scores, head.named(tokens)
+    return scores, tokens if named is None else named[tokens]
 
 
 def rerank(

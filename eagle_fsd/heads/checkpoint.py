@@ -197,10 +197,9 @@ def _take_weights(head: DraftHead, state: dict[str, Tensor], path: str) -> None:
     Raises:
         ValueError: keys missing, unknown or of the wrong shape.
     """
-    kind = "EAGLE-3" if isinstance(head, Eagle3Head) else "EAGLE-1/2"
     if isinstance(head, Eagle3Head):
         check_draft_tokens(head, state, path)
-        if "lm_head.weight" not in state and head.names_all:
+        if "lm_head.weight" not in state and head.d2t is None:
             if head.config.tie_word_embeddings and "embed_tokens.weight" in state:
                 state["lm_head.weight"] = state["embed_tokens.weight"]
             elif head.target_hidden_size == head.config.hidden_size:
@@ -211,7 +210,7 @@ def _take_weights(head: DraftHead, state: dict[str, Tensor], path: str) -> None:
         missing = set()
         head.share_embeddings(None)
     if missing or unknown:
-        raise ValueError(f"{path} is no {kind} draft head: missing {sorted(missing) or 'nothing'}, "
+        raise ValueError(f"{path} is no {head.kind} draft head: missing {sorted(missing) or 'nothing'}, "
                          f"unknown {sorted(unknown) or 'nothing'}")
     floating = {name: value if name == "d2t" else value.float() for name, value in state.items()}
     try:
@@ -279,7 +278,7 @@ def save_head(
         state = {name.replace("layers.0.", "midlayer."): value for name, value in state.items()}
         if head.d2t is not None:
             state["t2d"] = torch.zeros(head.config.vocab_size, dtype=torch.bool)
-            state["t2d"][head.target_tokens.cpu()] = True
+            state["t2d"][head.draft_tokens.cpu()] = True
     fields = config_fields(head, state["fc.weight"].dtype) | extra
     text = json.dumps(fields, indent=1, sort_keys=True) + "\n"
     directory.mkdir(parents=True, exist_ok=True)

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
-from ..models import GROUPED
-from ..models.attention import without_cudnn
+from ..models.attention import GROUPED  # the module registers it with transformers
 from ..models.cache import TreeCache, cache_name
 from ..models.fused import FIXED_ROPE, FusedLayer, Rotary, attention_over
 from ..models.linear import Joined, pack_linears
+from ..models.masks import additive
 from ..models.memory import MappedFiles
 from ..models.output import OutputRows
 from ..models.placement import weights_digest
@@ -39,6 +39,8 @@ class DraftHead(nn.Module):
         TypeError: `config` is no Llama config.
         ValueError: a config of more than one layer.
     """
+
+    kind, reads_features = "EAGLE-1/2", True
 
     def __init__(self, config: LlamaConfig, *, bias: bool = False) -> None:
         super().__init__()
@@ -102,17 +104,12 @@ class DraftHead(nn.Module):
     @property
     def draft_vocab_size(self) -> int:
         """R: how many of the target's tokens it can name."""
-        return self.config.vocab_size if self.token_map is None else len(self.token_map)
+        return self.config.vocab_size if self.draft_tokens is None else len(self.draft_tokens)
 
     @property
-    def names_all(self) -> bool:
-        """Whether it can name every token of the target, under the target's numbers."""
-        return self.token_map is None
-
-    @property
-    def target_tokens(self) -> Tensor:
-        """[R] long: the target's number of each token that the head can name."""
-        return torch.arange(self.config.vocab_size, device=self.device) if self.token_map is None else self.token_map
+    def draft_tokens(self) -> Tensor | None:
+        """[R] long, ascending: the target's number of each token that it can name; None: it can name all."""
+        return self.token_map
 
     def limit_vocabulary(
         self,
@@ -177,11 +174,21 @@ class DraftHead(nn.Module):
             position_embeddings=self.rotary_emb(hidden, positions), **{cache_name(type(layer)): cache},
         )
 
+    def predict(
+        self,
+        features: Tensor,  # [B, T, D]
+        tokens: Tensor,  # [B, T]
+        positions: Tensor,  # [B, T]
+        visible: Tensor | None,  # [B, T, keys] bool
+        cache: TreeCache,
+    ) -> Tensor:  # [B, T, D]
+        """`forward` as the decode cycle asks for it, see `drafting.drafter.Drafter`."""
+        return self(features, tokens, positions, None if visible is None else additive(visible, self.dtype), cache)
+
     def computes_fused(self, cache: object) -> bool:
         """Whether the layer is computed by `fused`: while decoding. Training has gradients, or caches of its own."""
         return isinstance(cache, TreeCache) and self.fused is not None and not torch.is_grad_enabled()
 
-    @without_cudnn()
     def fused_layer(
         self,
         hidden: Tensor,  # [B, T, D] float32 or wider, changed in place
@@ -230,18 +237,19 @@ class DraftHead(nn.Module):
         """The target's logits of the tokens that the head can name, in the order of `own_logits`."""
         if self.output_rows is not None:
             return self.output_rows(features)
-        return output(features) if self.names_all else output(features)[..., self.target_tokens]
+        return output(features) if self.draft_tokens is None else output(features)[..., self.draft_tokens]
 
     def names(
         self,
         tokens: Tensor,  # [...] the target's
     ) -> Tensor:  # [...] bool
         """Which of them the head can name."""
-        return torch.ones_like(tokens, dtype=torch.bool) if self.names_all else torch.isin(tokens, self.target_tokens)
+        named = self.draft_tokens
+        return torch.ones_like(tokens, dtype=torch.bool) if named is None else torch.isin(tokens, named)
 
     def named(
         self,
         numbers: Tensor,  # [...] long, places in `own_logits`
     ) -> Tensor:  # [...] long
         """The target's tokens."""
-        return numbers if self.names_all else self.target_tokens[numbers]
+        return numbers if self.draft_tokens is None else self.draft_tokens[numbers]

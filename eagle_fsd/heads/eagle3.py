@@ -55,6 +55,8 @@ class Eagle3Head(DraftHead):
         bias: whether `fc` has a bias.
     """
 
+    kind = "EAGLE-3"
+
     def _build(self, config: LlamaConfig, bias: bool) -> None:
         size, named = config.hidden_size, getattr(config, "draft_vocab_size", None) or config.vocab_size
         if named > config.vocab_size:
@@ -82,12 +84,8 @@ class Eagle3Head(DraftHead):
         return getattr(self.config, "target_hidden_size", None) or self.config.hidden_size
 
     @property
-    def draft_vocab_size(self) -> int:
-        return self.config.vocab_size if self.d2t is None else len(self.d2t)
-
-    @property
-    def names_all(self) -> bool:
-        return self.d2t is None
+    def draft_tokens(self) -> Tensor | None:
+        return None if self.d2t is None else self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
 
     def target_layers(self, count: int) -> tuple[int, ...]:
         """See `DraftHead`.
@@ -96,11 +94,6 @@ class Eagle3Head(DraftHead):
             ValueError: a target without those layers.
         """
         return check_layers(self._layer_ids or default_layers(count), count)
-
-    @property
-    def target_tokens(self) -> Tensor:
-        own = torch.arange(self.draft_vocab_size, device=self.device)
-        return own if self.d2t is None else own + self.d2t
 
     def limit_vocabulary(self, tokens: Tensor | None) -> None:
         """Raises ValueError: the head was trained with the vocabulary that it has."""

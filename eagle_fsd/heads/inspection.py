@@ -37,8 +37,8 @@ def inspect_head(
     config, eagle3, named = head.config, isinstance(head, Eagle3Head), head.draft_vocab_size
     count = sum(p.numel() for name, p in head.named_parameters() if not name.startswith("embed_tokens"))
     facts = {
-        "kind": "EAGLE-3 (one layer; features of several target layers and embeddings in, logits out)" if eagle3
-        else "EAGLE-1/2 (one layer; features and embeddings in, features out)",
+        "kind": head.kind + (" (one layer; features of several target layers and embeddings in, logits out)" if eagle3
+                             else " (one layer; features and embeddings in, features out)"),
         "hidden size": str(config.hidden_size),
         "vocabulary": str(config.vocab_size),
         "draft vocabulary": "all of them" if named == config.vocab_size

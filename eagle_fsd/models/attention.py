@@ -9,29 +9,24 @@ part, D head size, W head size of the values.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from . import GROUPED, SPLIT
-from .flash import HALF, flash_for
+from .flash import HALF_DTYPES, flash_for
 
 stock_attention = AttentionInterface()["sdpa"]
 
 
-@contextmanager
-def without_cudnn() -> Iterator[None]:
-    """Within, sdpa takes no kernel of cuDNN, which PyTorch prefers on Hopper: cuDNN compiles one for every new number
-    of keys, some 37 ms on an H100, and in decoding each forward has one."""
-    before = torch.backends.cuda.cudnn_sdp_enabled()
+def turn_off_cudnn() -> None:
+    """Have sdpa take no kernel of cuDNN, which PyTorch prefers on Hopper: cuDNN compiles one for every new number of
+    keys, some 37 ms on an H100, and in decoding each forward has one.
+
+    For the whole process and for good: PyTorch has one flag for all threads, which `torch.nn.attention.sdpa_kernel`
+    sets as well. Changed around each forward it would be what another thread's forward leaves it at.
+    """
     torch.backends.cuda.enable_cudnn_sdp(False)
-    try:
-        yield
-    finally:
-        torch.backends.cuda.enable_cudnn_sdp(before)
 
 
 def grouped_attention(
@@ -63,7 +58,7 @@ def grouped_attention(
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         attention_mask = attention_mask[..., : key.shape[2]]
         return _by_position(_joined(query, key, value, attention_mask, scale, softcap, s_aux)), None
-    merges = query.shape[0] > 1 and query.shape[2] == 1 and query.dtype in HALF
+    merges = query.shape[0] > 1 and query.shape[2] == 1 and query.dtype in HALF_DTYPES
     stock = not merges and (attention_mask is None or query.shape[2] == 1) or query.shape[1] == key.shape[1]
     more = any(options.get(name) is not None for name in ("position_bias", "cache"))
     if stock or more or query.requires_grad or query.device.type != "cpu":

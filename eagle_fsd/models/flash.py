@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 log = logging.getLogger(__name__)
-HALF = (torch.float16, torch.bfloat16)
+HALF_DTYPES = (torch.float16, torch.bfloat16)
 
 
 def flash_for(query: Tensor, value: Tensor) -> Callable | None:
     """`flash_attn_with_kvcache`, or what stands for it, where it is installed and serves these tensors."""
     size = query.shape[-1]
-    if query.dtype not in HALF or size != value.shape[-1] or size % 8 or size > 256:
+    if query.dtype not in HALF_DTYPES or size != value.shape[-1] or size % 8 or size > 256:
         return None
     return find_flash(query.device)
 

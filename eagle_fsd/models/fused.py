@@ -18,7 +18,7 @@ from transformers import PreTrainedConfig
 
 from .cache import TreeCache
 from .linear import Joined
-from .masks import tree_mask
+from .masks import additive, visible_keys
 
 FAMILIES = {"LlamaModel", "MistralModel", "Qwen2Model", "Qwen3Model", "SmolLM3Model", "SeedOssModel", "GraniteModel"}
 BLOCK = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
@@ -224,7 +224,9 @@ class FusedDecoder:
         needed = not causal and (count > 1 or visible is not None)
         if needed and ancestors is None:
             ancestors = torch.ones(1, 1, 1, dtype=torch.bool, device=tokens.device)
-        mask = tree_mask(ancestors.expand(len(tokens), -1, -1), start, like.dtype, visible) if needed else None
+        mask = None
+        if needed:
+            mask = additive(visible_keys(ancestors.expand(len(tokens), -1, -1), start, visible), like.dtype)
         seen = attention_over(mask, causal, first.heads // first.key_heads)
         rotation = self.rotary(positions, start, count, cache.capacity, like)
         return self.compute(tokens, rotation, seen, *cache.append(count, first.key_heads, first.size, like), entering)

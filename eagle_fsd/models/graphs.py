@@ -11,10 +11,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .attention import without_cudnn
 from .cache import TreeCache
 from .fused import FusedDecoder, attention_over
-from .masks import tree_mask
+from .masks import additive, visible_keys
 from .target import TargetModel
 
 WARM_UP = 2  # forwards before the capture, in which libraries allocate what they need
@@ -51,8 +50,8 @@ class StaticForward:
         self.tokens.copy_(tokens)
         self.positions.copy_(positions)
         self.mask.fill_(torch.finfo(self.mask.dtype).min)
-        visible = cache.visible(tokens.device)
-        self.mask[..., : start + count] = tree_mask(ancestors, start, self.mask.dtype, visible)
+        visible = visible_keys(ancestors, start, cache.visible(tokens.device))
+        self.mask[..., : start + count] = additive(visible, self.mask.dtype)
         self.places.copy_(torch.arange(start, start + count, device=self.places.device))
 
     def run(self) -> Tensor:  # [B, N, F]
@@ -90,7 +89,6 @@ class GraphedForward:
         self.target, self.eager = target, target.forward
         self.known: dict[tuple, StaticForward] = {}
 
-    @without_cudnn()
     @torch.no_grad()
     def __call__(
         self, tokens: Tensor, positions: Tensor | None, ancestors: Tensor | None, cache: TreeCache

@@ -33,7 +33,6 @@ class Packed:
     ) -> None:
         self.weight = torch.ops.mkldnn._reorder_linear_weight(weight, self.ROWS)
         self.bias, self.dtype, self.outputs = bias, weight.dtype, len(weight)
-        self.held: tuple[Tensor, Tensor] | None = None  # see `PackedLinear`
 
     def __call__(self, rows: Tensor) -> Tensor:  # [..., K] -> [..., N], bfloat16
         return torch.ops.mkldnn._linear_pointwise(rows, self.weight, self.bias, "none", [], "")
@@ -60,7 +59,6 @@ class Half:
     ) -> None:
         self.bias, self.dtype, self.outputs = bias, weight.dtype, len(weight)
         self.weight = torch.ops.quantized.linear_prepack_fp16(weight.float(), None if bias is None else bias.float())
-        self.held: tuple[Tensor, Tensor] | None = None
 
     def __call__(self, rows: Tensor) -> Tensor:  # [..., K] -> [..., N], float32
         out = torch.ops.quantized.linear_dynamic_fp16(rows.float().reshape(-1, rows.shape[-1]), self.weight)
@@ -95,7 +93,6 @@ class Int8:
         self.zeros = torch.zeros(len(weight), dtype=torch.long)
         self.bias = None if bias is None else bias.float()
         self.dtype, self.outputs = weight.dtype, len(weight)
-        self.held: tuple[Tensor, Tensor] | None = None
         self.least = torch.full((1, 1), 1e-10)
 
     def __call__(self, rows: Tensor) -> Tensor:  # [..., K] -> [..., N], float32
@@ -156,9 +153,9 @@ def fits_half(weight: Tensor) -> bool:
     return all(((part.half().float() - part.float()).abs() <= TINY).all() for part in parts)
 
 
-
 class PackedLinear(nn.Linear):
-    """Stands in a stock model where a packed layer was: its forward computes what the stock layer does.
+    """Stands in a stock model where a packed layer was: its forward computes what the stock layer does. Of layers that
+    are packed together it computes all, and takes its own part: the fused decoder calls them as one (`Joined`).
 
     It has no parameter for the weight; `weight` and `state_dict` unpack it, a copy or a pickle is a stock layer again.
 
@@ -185,17 +182,7 @@ class PackedLinear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         if torch.is_grad_enabled() and input.requires_grad or not input.numel():
             return nn.functional.linear(input, self.weight, self.bias)
-        return self._all_outputs(input)[..., self.rows].to(input.dtype)
-
-    def _all_outputs(self, input: Tensor) -> Tensor:
-        """Of all layers that are packed together; a stock block calls them one after the other with the same input."""
-        packed = self.packed
-        if packed.outputs == self.out_features:
-            return packed(input)
-        held = packed.held
-        out = held[1] if held is not None and held[0] is input else packed(input)
-        packed.held = None if self.rows.stop == packed.outputs else (input, out)
-        return out
+        return self.packed(input)[..., self.rows].to(input.dtype)
 
     def _save_to_state_dict(self, destination: dict, prefix: str, keep_vars: bool) -> None:
         destination[prefix + "weight"] = self.weight

@@ -130,7 +130,7 @@ def load_target(
     return model, tokenizer
 
 
-HALF = {torch.bfloat16: "BF16", torch.float16: "F16"}  # the names of safetensors
+STORED_NAMES = {torch.bfloat16: "BF16", torch.float16: "F16"}  # the names of safetensors
 PACKABLE = 0.9  # of the weights have to be in linear layers and embeddings
 
 
@@ -151,11 +151,11 @@ def load_compact(
     load = functools.partial(load_target, trust_remote_code=trust_remote_code, **options)
     wide = dtype in ("auto", "float32", torch.float32) and options.get("quantization_config") is None
     stored = stored_dtype(target_source(target), trust_remote_code) if wide and multiplies_half() else None
-    if stored in HALF:
+    if stored in STORED_NAMES:
         names, model = stored_names(target_source(target)), None
         if not names:
             reason = "no safetensors file says what its numbers are"
-        elif names != {HALF[stored]}:
+        elif names != {STORED_NAMES[stored]}:
             reason = f"its file has numbers of {', '.join(sorted(names))}"
         else:
             model, tokenizer = load(target, dtype=stored)
@@ -204,7 +204,7 @@ def compute_buffers(model: PreTrainedModel, dtype: torch.dtype) -> None:
     """Have buffers of 16 bits in another dtype: those that no checkpoint holds, such as Gemma's scale of embeddings,
     as a model of that dtype computes them when it is made."""
     low = [(part, path, name) for path, part in model.named_modules()
-           for name, buffer in part.named_buffers(recurse=False) if buffer.dtype in HALF]
+           for name, buffer in part.named_buffers(recurse=False) if buffer.dtype in STORED_NAMES]
     if low:
         with init_empty_weights(include_buffers=False):
             made = type(model)(copy.deepcopy(model.config))

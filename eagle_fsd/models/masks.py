@@ -50,7 +50,6 @@ class MaskedLayers:
         self,
         implementation: str,
         ancestors: Tensor,  # [B, N, N] bool, or self
-        positions: Tensor,  # [B, N], where key j of the prefix is at position j
         prefix: int,  # L
         dtype: torch.dtype,
         prefix_visible: Tensor | None = None,  # [B, L] bool: the first keys of each row; None: all
@@ -65,35 +64,45 @@ class MaskedLayers:
             reach = {SLIDING: self.window, CHUNKED: self.chunk}.get(kind)
             narrow = reach is not None and prefix + ancestors.shape[1] > reach
             if implementation == SPLIT and not narrow:
-                masks[kind] = tree_mask(ancestors, 0, dtype)
+                masks[kind] = additive(ancestors, dtype)
                 continue
-            mask = tree_mask(ancestors, prefix, dtype, prefix_visible)
-            if narrow:
-                before = torch.arange(prefix, device=positions.device).expand(len(positions), -1)
-                ours, keys = positions[:, None, :, None], torch.cat([before, positions], 1)[:, None, None]
-                hidden = ours - keys >= reach if kind == SLIDING else ours // reach != keys // reach
-                mask = mask.masked_fill(hidden, torch.finfo(dtype).min)
-            masks[kind] = mask
+            visible = visible_keys(ancestors, prefix, prefix_visible)
+            masks[kind] = additive(visible & in_reach(visible, kind, reach) if narrow else visible, dtype)
         options: dict[str, object] = {"attention_mask": masks if self.by_type else masks[self.kinds[0]]}
         if implementation == SPLIT and prefix_visible is not None:
             options["prefix_lengths"] = prefix_visible.sum(1, dtype=torch.int32)
         return options
 
 
-def tree_mask(
-    visible: Tensor,  # [B, N, M] bool, over the last M keys: ancestors or self
+def visible_keys(
+    ancestors: Tensor,  # [B, N, N] bool, or self
     prefix: int,
-    dtype: torch.dtype,
     prefix_visible: Tensor | None = None,  # [B, L] bool; None: the whole prefix
-) -> Tensor:  # [B, 1, N, L + M]
-    """Additive attention mask (0 or the lowest finite number): the prefix plus the visible nodes.
+) -> Tensor:  # [B, N, L + N] bool
+    """Which keys each node sees: the prefix, its ancestors and itself."""
+    before = ancestors.new_ones(1, 1, prefix) if prefix_visible is None else prefix_visible[:, None]
+    return torch.cat([before.expand(*ancestors.shape[:2], -1), ancestors], -1)
+
+
+def in_reach(
+    visible: Tensor,  # [B, N, keys] bool, each token being the last that it sees
+    kind: str,  # SLIDING or CHUNKED
+    reach: int,  # of the window, or a chunk
+) -> Tensor:  # [B, N, keys] bool
+    """Which of the visible keys a layer of this kind sees. What a token sees is its text in order, so that a key's
+    position is the number of visible ones before it."""
+    positions = visible.cumsum(-1) - 1
+    own = positions[..., -1:]
+    return own - positions < reach if kind == SLIDING else own // reach == positions // reach
+
+
+def additive(
+    visible: Tensor,  # [B, N, keys] bool
+    dtype: torch.dtype,
+) -> Tensor:  # [B, 1, N, keys]
+    """Attention mask to be added to scores: 0, or the lowest finite number.
 
     Additive rather than boolean: both stock kernels take it, and none has to convert it in every layer.
     """
-    batch, nodes, keys = visible.shape
-    lowest = torch.finfo(dtype).min
-    mask = torch.zeros(batch, 1, nodes, prefix + keys, dtype=dtype, device=visible.device)
-    if prefix_visible is not None:
-        mask[..., :prefix].masked_fill_(~prefix_visible[:, None, None], lowest)
-    mask[..., prefix:].masked_fill_(~visible[:, None], lowest)
-    return mask
+    mask = torch.zeros_like(visible[:, None], dtype=dtype)
+    return mask.masked_fill_(~visible[:, None], torch.finfo(dtype).min)

@@ -10,10 +10,11 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from . import IMPLEMENTATIONS, SPLIT
-from .attention import without_cudnn
+from . import IMPLEMENTATIONS
+from .attention import turn_off_cudnn
 from .cache import TreeCache, cache_name
 from .fused import FusedDecoder, Unfit
 from .linear import dtype_of, pack_linears
@@ -25,8 +26,11 @@ from .placement import Lock, copy_to, device_of, weights_digest
 log = logging.getLogger(__name__)
 
 FULL = (torch.float32, torch.float64)
-PARITY, HALF_PARITY = 1e-4, 2e-2  # how far features may differ between attentions, of their size
-ROUNDING = 0.05  # of the largest logit, or of features: what half precision or quantised activations may change
+EXACT, ROUNDING = 1e-3, 0.05  # of the largest logit: what full precision, or half and quantised ones, may change
+# The tree that models are checked with:  0 - 1 - 3 - 4, 0 - 2.  Its nodes are at other positions than its rows.
+SEEN = torch.tensor([[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 0, 1, 0, 0], [1, 1, 0, 1, 0], [1, 1, 0, 1, 1]]).bool()
+PATHS = [0, 1, 3, 4], [0, 2]
+TEXTS = 9, 5  # tokens before it, in each row
 PREFILL = {"cpu": 256, "cuda": 2048}  # positions of a prompt per forward: what is computed for them is large
 
 
@@ -36,10 +40,11 @@ class TargetModel:
     With `layers` set, the hidden states that enter those layers come before the last one, in order of depth: the
     features are then F = D * (layers + 1) wide. An EAGLE-3 head reads the first part; `logits` reads the last D.
 
-    Its decoder is computed by `FusedDecoder` where that computes the same (`use_fused`), else by the stock one.
+    A target on CUDA turns off cuDNN's attention for the whole process, see `attention.turn_off_cudnn`.
 
     Args:
-        check: compare our logits with the model's own on a few tokens; skip it for a model that has passed.
+        fused: compute its decoder by `FusedDecoder` where that gives the same; else by the stock one.
+        check: compare our logits of a tree with the model's own; skip it for a model that has passed.
 
     Raises:
         ValueError: a model that cannot be verified with a tree: no rollback of its cache, an attention
@@ -47,7 +52,7 @@ class TargetModel:
             our way.
     """
 
-    def __init__(self, model: PreTrainedModel, *, check: bool = True) -> None:
+    def __init__(self, model: PreTrainedModel, *, fused: bool = False, check: bool = True) -> None:
         self.model = model.eval()
         self.config = model.config.get_text_config(decoder=True)
         check_config(model, self.config)
@@ -76,29 +81,29 @@ class TargetModel:
         # Llama-4 counts positions itself to scale queries: from the length of the cache, as if the tree were a chain.
         self.counts_positions = bool(getattr(self.config, "attn_temperature_tuning", False))
         self.decoder_layers = find_layers(self.decoder, self.config, type(model).__name__)
-        if check:
-            self._check_logits()
-            if self.config._attn_implementation == SPLIT:  # not every class passes on all that it needs
-                self.model.set_attn_implementation("eager")
-                self.use_attention(SPLIT)
+        if any(weight.is_cuda for weight in model.parameters()):
+            turn_off_cudnn()
+        expected = self._own_logits() if check else None
+        if fused:
+            self._use_fused(expected)
+        if self.fused is None and expected is not None:
+            try:
+                self._require(expected)
+            except ValueError as error:
+                raise ValueError(
+                    f"{type(model).__name__} is not supported: {error}; a target's logits must be lm_head(last hidden "
+                    "state) with a scale and a softcap, and depend on no more than the positions and keys that a tree "
+                    "mask shows") from error
 
-    def use_fused(self, *, check: bool = True) -> None:
-        """Compute with `FusedDecoder` if it gives a tree the same features; else `stock_because` says why not.
-
-        Args:
-            check: compare them; skip it for a model that has passed.
-        """
+    def _use_fused(self, expected: Tensor | None) -> None:
+        """Compute with `FusedDecoder` where that gives the expected logits; else `stock_because` says why not."""
         try:
             if set(self.masked_layers.kinds) != {"full_attention"} or not self.reads_in_parts or self.counts_positions:
                 raise Unfit("not every layer sees the whole text, or its positions are of a kind of their own")
-            fused = FusedDecoder(self.decoder, self.decoder_layers, self.config)
-            if check:
-                self.fused, expected = None, self._tree_of_two_rows()
-                self.fused = fused
-                difference = ((self._tree_of_two_rows() - expected).norm() / expected.norm()).item()
-                if not difference <= (PARITY if self.dtype in FULL else ROUNDING):  # in half precision ours is nearer
-                    raise Unfit(f"the features of a tree differ by {difference:.1g} of their size")
-            self.fused, self.stock_because = fused, None
+            self.fused = FusedDecoder(self.decoder, self.decoder_layers, self.config)
+            if expected is not None:
+                self._require(expected)
+            self.stock_because = None
         except Exception as error:  # kernels raise anything
             self.fused, self.stock_because = None, str(error)
             log.info("%s is computed by its stock decoder: %s", type(self.model).__name__, error)
@@ -124,20 +129,18 @@ class TargetModel:
         return "fused" if self.fused else f"{self.config._attn_implementation} ({self.stock_because})"
 
     def use_attention(self, implementation: str) -> None:
-        """Switch to another attention implementation if it gives a tree the same features.
+        """Switch the stock decoder to another attention implementation if the logits stay the same.
 
         Raises:
-            ValueError: it does not, or the model's class does not take implementations by name; nothing has changed.
+            ValueError: they do not, or the model's class does not take implementations by name; nothing has changed.
         """
-        before, fused, self.fused = self.config._attn_implementation, self.fused, None
+        before, fused = self.config._attn_implementation, self.fused
         try:
-            expected = self._tree_of_two_rows()
+            expected, self.fused = self._own_logits(), None
             self.model.set_attn_implementation(implementation)
             if self.config._attn_implementation != implementation:
                 raise ValueError("its class does not choose its attention by name")
-            difference = ((self._tree_of_two_rows() - expected).norm() / expected.norm()).item()
-            if not difference <= (PARITY if self.dtype in FULL else HALF_PARITY):
-                raise ValueError(f"the features of a tree differ by {difference:.1g} of their size")
+            self._require(expected)
             self.stock_because = f"{implementation} was asked for"
         except Exception as error:  # kernels raise anything
             self.model.set_attn_implementation(before)
@@ -145,49 +148,60 @@ class TargetModel:
             model = type(self.model).__name__
             raise ValueError(f"{model} stays with attention {before}, {implementation} fails: {error}") from error
 
-    @torch.inference_mode()
-    def _check_logits(self) -> None:
-        """Refuse models whose head, masks or positions do more than we know of: our logits must be the model's own."""
-        name, device = type(self.model).__name__, self.device
-        # Two tokens, then a tree 0 - 1 - 2, 0 - 3 - 4: its second branch is at other positions than its rows.
-        tokens = torch.arange(7, device=device)[None] % self.vocab_size
-        branches = torch.stack([tokens[0, [0, 1, 2, 3, 4]], tokens[0, [0, 1, 2, 5, 6]]])
-        stock = self.model(input_ids=branches, use_cache=False).logits.float().to(self.output_device)
-        if not stock.isfinite().all():
-            raise ValueError(f"{name} is damaged, or not supported: its logits are not finite in {self.dtype}")
-        stock = torch.cat([stock[0], stock[1, 3:]])
-        ancestors = torch.tensor([[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 1, 1, 0, 0], [1, 0, 0, 1, 0], [1, 0, 0, 1, 1]])
-        ancestors, positions = ancestors.bool().to(device)[None], torch.tensor([[2, 3, 4, 3, 4]], device=device)
-        cache = self.new_cache(7)
-        try:
-            features = [self.prefill(tokens[:, :2], cache), self.verify(tokens[:, 2:], positions, ancestors, cache)]
-        except (AttributeError, IndexError, TypeError, ValueError) as error:
-            raise ValueError(f"{name} is not supported: it cannot verify a tree ({error})") from error
-        ours, largest = self.logits(torch.cat(features, 1))[0], stock.abs().max().item()
-        if torch.allclose(stock, ours, rtol=1e-3, atol=1e-3 * largest):
-            return
-        error, quantised = (stock - ours).abs().max().item() / largest, getattr(self.model, "is_quantized", False)
-        if not ((quantised or self.dtype not in FULL) and error <= ROUNDING):
-            raise ValueError(
-                f"{name} is not supported: its logits are not lm_head(last hidden state) with a scale and a softcap, "
-                "or depend on more than the positions and keys that a tree mask shows"
-            )
-        if quantised:
-            log.warning("%s is quantised so that its logits change with the tokens beside them, by up to %.1f%% of the "
-                        "largest: where its best two are closer, the text may not be that of plain decoding", name,
-                        100 * error)
+    # The check -----------------------------------------------------------------------------------------------------
+    # Whatever computes a target, the stock decoder, another attention or the fused decoder: our logits of a tree must
+    # be those of the model's own forward over each of its paths, as plain texts. The tree stands in two rows, after
+    # texts of different lengths; in one row where the model counts positions itself.
+
+    @property
+    def _checked(self) -> tuple[Tensor, Sequence[int]]:
+        """[B, 9 + 5] tokens, of texts, then of the tree; and how long the text of each row is."""
+        lengths = TEXTS[:1] if self.counts_positions else TEXTS
+        tokens = torch.arange(len(lengths) * (TEXTS[0] + len(SEEN)), device=self.device).view(len(lengths), -1)
+        return (tokens * 7 + 1) % self.vocab_size, lengths
 
     @torch.inference_mode()
-    def _tree_of_two_rows(self) -> Tensor:
-        """[2, 5, D] float32: features of a tree after 9 tokens in one row and after the first 5 in the other."""
-        cache, lengths = self.new_cache(14, 2), [9, 5]
-        tokens = (torch.arange(28, device=self.device).view(2, 14) * 7 + 1) % self.vocab_size
-        self.prefill(tokens[:, :9], cache)
-        cache.commit([0, 0], [range(length) for length in lengths])
-        seen = torch.tensor([[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 0, 1, 0, 0], [1, 1, 0, 1, 0], [1, 1, 0, 1, 1]])
-        ancestors = seen.bool().to(self.device).expand(2, -1, -1)
+    def _own_logits(self) -> Tensor:  # [B, 5, V]
+        """Those of the model's own forward, without a cache or a mask."""
+        tokens, lengths = self._checked
+        texts, trees = tokens[:, : TEXTS[0]], tokens[:, TEXTS[0] :]
+        where = [(row, length, path) for row, length in enumerate(lengths) for path in PATHS]
+        whole = pad_sequence([torch.cat([texts[row, :length], trees[row, path]]) for row, length, path in where], True)
+        logits = self.model(input_ids=whole, use_cache=False).logits.float().to(self.output_device)
+        if not logits.isfinite().all():
+            raise ValueError(f"{type(self.model).__name__} is damaged, or not supported: its logits are not finite in "
+                             f"{self.dtype}")
+        own = logits.new_empty(*trees.shape, logits.shape[-1])
+        for (row, length, path), found in zip(where, logits, strict=True):
+            own[row, path] = found[length : length + len(path)]
+        return own
+
+    @torch.inference_mode()
+    def _tree_logits(self) -> Tensor:  # [B, 5, V]
+        """Ours."""
+        tokens, lengths = self._checked
+        cache = self.new_cache(tokens.shape[1], len(tokens))
+        self.prefill(tokens[:, : TEXTS[0]], cache)
+        cache.commit([0] * len(tokens), [range(length) for length in lengths])
+        ancestors = SEEN.to(self.device).expand(len(tokens), -1, -1)
         positions = torch.tensor(lengths, device=self.device)[:, None] + ancestors.sum(-1) - 1
-        return self.verify(tokens[:, 9:], positions, ancestors, cache)[..., -self.hidden_size :].float()
+        return self.logits(self.verify(tokens[:, TEXTS[0] :], positions, ancestors, cache))
+
+    def _require(self, expected: Tensor) -> None:
+        """Raise ValueError unless our logits are as expected."""
+        try:
+            ours = self._tree_logits()
+        except (AttributeError, IndexError, TypeError, ValueError) as error:
+            raise ValueError(f"it cannot verify a tree ({error})") from error
+        error = ((ours - expected).abs().max() / expected.abs().max()).item()
+        quantised = getattr(self.model, "is_quantized", False)
+        if not error <= (EXACT if self.dtype in FULL and not quantised else ROUNDING):
+            raise ValueError(f"its logits of a tree are not those of its own forward (they differ by {error:.1g} of "
+                             "the largest)")
+        if quantised and error > EXACT:
+            log.warning("%s is quantised so that its logits change with the tokens beside them, by up to %.1f%% of the "
+                        "largest: where its best two are closer, the text may not be that of plain decoding",
+                        type(self.model).__name__, 100 * error)
 
     @property
     def lm_head(self) -> nn.Module:
@@ -246,7 +260,6 @@ class TargetModel:
         """F."""
         return self.hidden_size * (len(self.layers) + 1)
 
-    @without_cudnn()
     def forward(
         self,
         tokens: Tensor,  # [B, N]
@@ -262,8 +275,7 @@ class TargetModel:
         if self.fused is not None:
             return self.fused(tokens, positions, ancestors, cache, self.layers)
         masks = {} if ancestors is None else self.masked_layers.forward_options(
-            self.config._attn_implementation, ancestors, positions, cache.length, self.dtype,
-            cache.visible(ancestors.device))
+            self.config._attn_implementation, ancestors, cache.length, self.dtype, cache.visible(ancestors.device))
         return self.features(
             tokens, position_ids=positions, use_cache=True, **{cache_name(type(self.decoder)): cache}, **masks)
 
