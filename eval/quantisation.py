@@ -27,7 +27,7 @@ from eagle_fsd.measure.methods import engine
 from eagle_fsd.measure.records import markdown, record_path, write_record
 from eagle_fsd.measure.settings import EXACT, ComparisonOptions
 from eagle_fsd.models.target import TargetModel
-from eagle_fsd.requests import encode_prompt
+from eagle_fsd.prompts import encode_prompt
 from eval.command import chosen_questions, first_questions, noted, run_command
 from eval.likelihood import log_probs
 

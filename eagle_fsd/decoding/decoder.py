@@ -27,7 +27,7 @@ from .output import Receipt
 from .request import EXACT, Emission, Request
 from .sampling import couple, warp_nodes, warp_trees
 
-NOTHING = Emission([], [], [])
+NOTHING = Emission([], [])
 
 
 class Decoder:
@@ -51,7 +51,7 @@ class Decoder:
         self.target, self.head, self.requests = target, head, list(requests)
         self.device = target.output_device  # trees, logits and features live there
         for request in self.requests:
-            request.stats.computed_by = target.computed_by
+            request.begin(target)
         self.drafting = Drafting(choose, len(self.requests), pause, head=head is not None)
         self.draft_tokens = None if head is None or head.names_all else head.target_tokens
         self.named = target.vocab_size if self.draft_tokens is None else self.draft_tokens  # what the draft can name
@@ -65,7 +65,7 @@ class Decoder:
         sizes = (tree.total_tokens if copying else tree.nodes for tree in trees if tree)
         nodes = max(MOST_NODES if copying else 1, *sizes, 1)
         drafted = max(tree.depth * tree.top_k if tree else 0 for tree in trees)
-        texts = (len(request.prompt) + request.max_new_tokens for request in self.requests)
+        texts = (len(request.prompt) + request.params.max_new_tokens for request in self.requests)
         room, count = max(texts, default=0) + nodes, len(self.requests)
         if earlier is not None:
             if earlier.target is not self.target or earlier.head is not self.head:
@@ -75,59 +75,66 @@ class Decoder:
         draft_cache = None if self.head is None else self.head.new_cache(room + drafted, count)
         return Forwards(self.target, self.head, self.target.new_cache(room, count), draft_cache)
 
-    def prefill(self) -> list[Emission]:
-        """The target reads each prompt as far as its cache does not hold it, and draws the first token."""
-        emissions = [self.read(number) for number in range(len(self.requests))]
-        return [emission for emission in emissions if emission is not None]
+    def prefill(self) -> list[list[Receipt]]:
+        """The target reads each prompt as far as its cache does not hold it, and draws the first token.
 
-    def read(self, number: int = 0, most: int | None = None) -> Emission | None:
-        """The target reads so many further tokens of a prompt; None: there are more to come."""
+        Returns:
+            Receipts of what each answer grew by.
+        """
+        return [self.prefill_chunk(number) for number in range(len(self.requests))]
+
+    def prefill_chunk(self, number: int = 0, most: int | None = None) -> list[Receipt]:
+        """The target reads so many further tokens of a prompt, None: all; after the last one it draws the first of the
+        answer."""
         request = self.requests[number]
         features = self.forwards.prefill(number, request, most)  # [L, F]
         request.stats.prefill_tokens += len(features)
         whole = self.forwards.lengths[number] == len(request.prompt)
-        emission = self._first(number, features) if whole else NOTHING
-        request.advance(emission, None if self.head is None else features)
+        emission = self._first(request, features[-1]) if whole else None
+        if self.head is not None:
+            request.add_features(features)
         if self.drafting.asks_head:
-            self.forwards.read(number, request)
-        return emission if whole else None
+            self.forwards.prefill_draft(number, request)
+        return [] if emission is None else request.accept(emission)
 
-    def _first(self, number: int, features: Tensor) -> Emission:
-        """The first token, from the prompt's features [L, F]: a walk on a tree of the last prompt token alone."""
-        request = self.requests[number]
-        root = root_only(torch.tensor(request.tokens[-1:], device=self.device))
-        raw = self.target.logits(features[None, -1:])  # [1, 1, V]
-        _, emission = self._accept_rows([request], EXACT, root, raw, [], [len(request.tokens) - 1])[0]
-        if emission.error is not None:
-            raise emission.error
+    def _first(self, request: Request, features: Tensor) -> Emission:
+        """The first token, from the last one's features [F]: a walk on a tree of the root alone."""
+        root = root_only(torch.tensor(request.prompt[-1:], device=self.device))
+        raw = self.target.logits(features[None, None])  # [1, 1, V]
+        ((_, emission),) = self._accept_rows([request], EXACT, root, raw, [], [len(request.prompt) - 1])
         return emission
 
-    def step(self) -> list[Emission]:
-        """One cycle; each request emits its accepted draft tokens and one token of the target."""
-        rules, lengths = [request.deciding() for request in self.requests], self.forwards.lengths  # L: the root's place
-        copies = [request.propose(rule) for request, rule in zip(self.requests, rules, strict=True)]
+    def step(self) -> list[list[Receipt]]:
+        """One cycle; each request emits its accepted draft tokens and one token of the target.
+
+        Returns:
+            Receipts of what each answer grew by; nothing where an error has ended it, see `Request.error`.
+        """
+        rules = [request.current_rule() for request in self.requests]
+        lengths = self.forwards.lengths  # L of each: the root's place
+        copies = [request.draft_copies(rule) for request, rule in zip(self.requests, rules, strict=True)]
         plan = self.drafting.next(copies)
         coupling = None if plan.tree is None else couple(self.requests, rules, lengths, self.named, self.device)
         tree, draft_logits = self.forwards.draft(self.requests, plan, copies, coupling)
-        if plain := [number for number, request in enumerate(self.requests) if not request.speculative]:
+        if plain := [number for number, request in enumerate(self.requests) if not request.params.speculative]:
             tree = tree.rooted(plain)
         features = self.forwards.verify(tree)  # [B, N, F]
         paths, emissions = self._accept(rules, tree, self.target.logits(features), draft_logits, lengths)
         self.forwards.commit(lengths, paths)
-        self.drafting.learn(plan, tree.tokens.shape[1], len(draft_logits), [len(each.tokens) for each in emissions],
+        self.drafting.learn(plan, tree.tokens.shape[1], len(draft_logits), [len(each.receipts) for each in emissions],
                             copied=any(copies))
         if plan.tree is not None and self.observe is not None:
             self.observe(tree, draft_logits, paths)
-        for number, request in enumerate(self.requests):
-            request.advance(emissions[number], None if self.head is None else features[number, paths[number]])
-            request.count(emissions[number])
-        return emissions
+        return [request.accept(emissions[number], None if self.head is None else features[number, paths[number]])
+                for number, request in enumerate(self.requests)]
 
-    def keep(self, numbers: Sequence[int]) -> None:
-        """Go on with these requests only, ascending."""
-        self.requests = [self.requests[number] for number in numbers]
-        self.forwards.keep(numbers)
-        self.drafting.keep(len(numbers))
+    def drop_finished(self) -> None:
+        """Go on with the requests that have not ended."""
+        going = [number for number, request in enumerate(self.requests) if request.reason is None]
+        if len(going) < len(self.requests):
+            self.requests = [self.requests[number] for number in going]
+            self.forwards.keep_rows(going)
+            self.drafting.keep(len(going))
 
     def join(self, other: Decoder) -> None:
         """Go on with the requests of another decoder of the same models as well, for which there is room."""
@@ -144,7 +151,7 @@ class Decoder:
         """The accepted path of each request, and what it emits; requests with the same rule are walked together."""
         groups: list[list[int]] = []  # rows that are walked together
         for number, request in enumerate(self.requests):
-            mine = [rows for rows in groups if self.requests[rows[0]].greedy == request.greedy
+            mine = [rows for rows in groups if self.requests[rows[0]].params.greedy == request.params.greedy
                     and _differ_in_threshold_only(deciding[rows[0]], deciding[number])]
             if mine:
                 mine[0].append(number)
@@ -167,7 +174,7 @@ class Decoder:
     ) -> list[tuple[list[int], Emission]]:
         """That of requests with one rule."""
         errors: dict[int, Exception] = {}  # of processors and users' rules, which are called row by row
-        seeds, places = torch.tensor([[request.seed for request in requests], lengths], device=self.device)
+        seeds, places = torch.tensor([[request.params.seed for request in requests], lengths], device=self.device)
 
         def noise(depth: int) -> Tensor:
             """[B, V] for the tokens after nodes of this depth: by seed and absolute position."""
@@ -176,14 +183,14 @@ class Decoder:
         target = Target(
             logits,
             warp=lambda raw, node, said, going: warp_nodes(requests, raw, said, going, errors),
-            noise=None if requests[0].greedy else noise,
+            noise=None if requests[0].params.greedy else noise,
             warp_tree=lambda: warp_trees(requests, tree, logits, errors),
         )
         walks = walk(
-            rule, tree, draft_logits, target, self._per_row([request.rule.threshold for request in requests]),
-            None if all(request.budget is None for request in requests)
+            rule, tree, draft_logits, target, self._per_row([request.params.rule.threshold for request in requests]),
+            None if all(request.params.budget is None for request in requests)
             else self._per_row([request.left for request in requests]), self.draft_tokens, errors,
-            max(request.top_logprobs for request in requests), self._within(requests))
+            max(request.params.top_logprobs for request in requests), self._within(requests))
         drafters = tree.drafted_by()
         return [([0], NOTHING._replace(error=errors[row])) if row in errors
                 else ([step.node for step in steps], _emission(steps, drafters[row], request, tree.max_depth > 0))
@@ -191,9 +198,9 @@ class Decoder:
 
     def _within(self, requests: Sequence[Request]) -> Within | None:
         """Where their rules decide."""
-        if all(request.within is None for request in requests):
+        if all(request.params.within is None for request in requests):
             return None
-        marks = [(request.inside, *(request.within or (-1, -1))) for request in requests]
+        marks = [(request.inside, *(request.params.within or (-1, -1))) for request in requests]
         inside, opening, closing = torch.tensor(marks, device=self.device).unbind(1)
         return Within(inside.bool(), opening, closing)
 
@@ -217,11 +224,10 @@ def _emission(steps: Sequence[Step], drafters: Sequence[str | None], request: Re
         Receipt(step.token, ("target" if step is steps[-1] else "exact") if step.exact else "fuzzy",
                 None if math.isnan(step.divergence) else step.divergence, step.logprob, step.regret,
                 request.closed or ("budget" if step.closed else None), drafter,
-                (step.top or ())[: request.top_logprobs])
+                (step.top or ())[: request.params.top_logprobs])
         for step, drafter in zip(steps, [*by, None], strict=True)
     ]
-    return Emission([step.token for step in steps], receipts, [step.drawn for step in steps], drafted,
-                    proposed=Counter(filter(None, drafters)))
+    return Emission(receipts, [step.drawn for step in steps], drafted, proposed=Counter(filter(None, drafters)))
 
 
 @dataclass(eq=False)

@@ -25,11 +25,11 @@ from ..models.target import TargetModel
 from .request import Request
 
 
-class Held(Protocol):
-    """What is known of a row's text: a `Request`, or what is kept of one."""
+class CachedText(Protocol):
+    """The text of a row of the caches: a `Request`, or what is kept of one."""
 
     tokens: Sequence[int]
-    features: Tensor | None  # [T, F] of the last positions held, which the draft has not read
+    features: Tensor | None  # [T, F] of the last positions in the caches, which the draft has not read
 
 
 class Forwards:
@@ -54,7 +54,7 @@ class Forwards:
             features = self.target.prefill(prompt.to(self.target.device), self.cache).to(self.device)
         return features[0]
 
-    def read(self, number: int, request: Request) -> None:
+    def prefill_draft(self, number: int, request: Request) -> None:
         """The draft reads what the target has read of a prompt, but for the last position: the token after that comes
         with the next part, or it is the root and comes with the first cycle."""
         if self.head is not None and len(request.features) > 1:
@@ -99,7 +99,7 @@ class Forwards:
         if max(unread) - min(unread) > path:
             for number, count in enumerate(unread):
                 if count > path + 1:
-                    self.read(number, requests[number])
+                    self.prefill_draft(number, requests[number])
 
     def verify(self, tree: DraftTree) -> Tensor:
         """Features [B, N, F] of the trees' nodes."""
@@ -119,13 +119,13 @@ class Forwards:
     def caches(self) -> list[TreeCache]:
         return [self.cache] if self.draft_cache is None else [self.cache, self.draft_cache]
 
-    def keep(self, numbers: Sequence[int]) -> None:
+    def keep_rows(self, numbers: Sequence[int]) -> None:
         """Go on with these requests only, ascending."""
         for cache in self.caches:
             cache.keep_rows(numbers)
 
     def join(self, other: Forwards) -> None:
-        """Go on with another's requests as well, after one's own: the inverse of `keep`. There must be room."""
+        """Go on with another's requests as well, after one's own: the inverse of `keep_rows`. There must be room."""
         for cache, joining in zip(self.caches, other.caches, strict=True):
             for row in range(len(joining.lengths)):
                 cache.add_row(joining, row)
@@ -147,7 +147,7 @@ class Forwards:
         alone = [cache.row_alone(number) for cache in self.caches]
         return Forwards(self.target, self.head, alone[0], alone[1] if len(alone) > 1 else None)
 
-    def take_over(self, request: Request, before: Held, room: int, draft_room: int) -> None:
+    def take_over(self, request: Request, before: CachedText, room: int, draft_room: int) -> None:
         """Go on with the caches of an earlier request, as far as they hold the beginning of this one's prompt."""
         kept, request.features = self.shared(0, before, request)
         if self.draft_cache is not None:
@@ -156,7 +156,7 @@ class Forwards:
         self.cache.truncate(kept)
         self.cache = self.cache.with_room(room)
 
-    def begin_with(self, request: Request, other: Forwards, number: int, before: Held) -> None:
+    def begin_with(self, request: Request, other: Forwards, number: int, before: CachedText) -> None:
         """`take_over` by copy, for a single request: what row `number` of other forwards holds stays there as well."""
         kept, features = other.shared(number, before, request)
         request.features = None if features is None else features.clone()
@@ -165,7 +165,7 @@ class Forwards:
             read = min(kept, other.draft_cache.lengths[number])
             self.draft_cache.copy_row(0, other.draft_cache, number, read)
 
-    def shared(self, number: int, before: Held, request: Request) -> tuple[int, Tensor | None]:
+    def shared(self, number: int, before: CachedText, request: Request) -> tuple[int, Tensor | None]:
         """How many positions of a row are the beginning of another request's prompt, and the features of those of them
         that the draft has not read.
 

@@ -192,13 +192,15 @@ def warp_nodes(
 ) -> Tensor:  # [B, V]
     """Processed logits, each with the row's own path as context."""
     if _share_processors(requests):
-        return requests[0].processors(None, raw.clone()) if requests[0].processors else raw
+        processors = requests[0].params.processors
+        return processors(None, raw.clone()) if processors else raw
     warped, path = raw.clone(), torch.stack(list(said), 1)  # [B, depth + 1]
     for row in going.nonzero()[:, 0].tolist():
-        if row not in errors and requests[row].processors and not requests[row].complete_with(path[row, 1:].tolist()):
-            before = torch.tensor([requests[row].context], dtype=torch.long, device=raw.device)
+        request = requests[row]
+        if row not in errors and request.params.processors and not request.complete_with(path[row, 1:].tolist()):
+            before = torch.tensor([request.context], dtype=torch.long, device=raw.device)
             try:
-                warped[row] = _processed(requests[row].processors, torch.cat([before, path[row, None]], 1),
+                warped[row] = _processed(request.params.processors, torch.cat([before, path[row, None]], 1),
                                          raw[row, None].clone())[0]
             except Exception as error:
                 errors[row] = error
@@ -213,7 +215,7 @@ def warp_trees(
 ) -> Tensor:  # [B, N, V]
     """Processed logits of every node, each with its own path as context."""
     if _share_processors(requests):
-        processors = requests[0].processors
+        processors = requests[0].params.processors
         return processors(None, logits.flatten(0, 1).clone()).view_as(logits) if processors else logits
     warped = logits.clone()
     for row, request in enumerate(requests):
@@ -232,24 +234,25 @@ def couple(
     device: torch.device,
 ) -> Coupling | None:
     """What drafting knows of the target's draws; None where no row is coupled."""
-    weights = [request.noise_weight(rule) for request, rule in zip(requests, rules, strict=True)]
+    weights = [request.params.noise_weight(rule) for request, rule in zip(requests, rules, strict=True)]
     if not any(weights):
         return None
-    own = [LogitsProcessorList(each for each in request.processors if type(each) in WARPERS) for request in requests]
+    own = [LogitsProcessorList(each for each in request.params.processors if type(each) in WARPERS)
+           for request in requests]
     if _share_processors(requests):
         own = own[:1] * len(own)
-    seeds, places = torch.tensor([[request.seed for request in requests], list(lengths)], device=device)
-    temperatures, scales = torch.tensor([[request.temperature for request in requests], weights], device=device)
+    seeds, places = torch.tensor([[request.params.seed for request in requests], list(lengths)], device=device)
+    temperatures, scales = torch.tensor([[request.params.temperature for request in requests], weights], device=device)
     return Coupling(seeds, places, temperatures, scales, [
         warpers if weight else None for warpers, weight in zip(own, weights, strict=True)], tokens)
 
 
 def _share_processors(requests: Sequence[Request]) -> bool:
     """Whether one call serves all rows."""
-    first = requests[0]
-    if not any(request.processors for request in requests):
+    first = requests[0].params
+    if not any(request.params.processors for request in requests):
         return True
-    return first.alike is not None and all(request.alike == first.alike for request in requests)
+    return first.alike is not None and all(request.params.alike == first.alike for request in requests)
 
 
 def _warp_tree(
@@ -280,7 +283,7 @@ def _warp_tree(
         if not len(nodes):
             break
         contexts = torch.cat([before.expand(len(nodes), -1), paths], 1)
-        warped[nodes] = _processed(request.processors, contexts, logits[nodes])  # a copy: indexed by a tensor
+        warped[nodes] = _processed(request.params.processors, contexts, logits[nodes])  # a copy: indexed by a tensor
     return warped
 
 

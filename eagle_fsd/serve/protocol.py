@@ -37,7 +37,7 @@ from ..drafting.config import TreeConfig
 from ..drafting.tree import DRAFTERS
 from ..options import MOST_LOGPROBS, GenerateOptions, names_of
 from ..pair import EagleModel
-from ..requests import ROLES, encode_chat
+from ..prompts import ROLES, encode_chat
 from .tools import HeldText, check_tools, chosen_tools, find_calls, json_text, schema_of_a_call
 from .tools import names_of as names_of_tools
 
