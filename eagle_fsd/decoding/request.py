@@ -101,15 +101,6 @@ class Request:
         stop_strings: ends the answer where one is complete.
         copies: drafts from its own text, beside the head's; None: there are none.
         grammar: drafts what it forces; it is one of the processors too.
-
-    Attributes:
-        tokens: prompt and all emitted tokens, those after the answer's end included, as the caches hold them too. The
-            last one is the root once decoding has begun.
-        receipts: of the answer's tokens.
-        reason: why the answer ended, "error" and "cancelled" included; None: it goes on. error: what ended it.
-        closed: why the rule no longer decides, "budget" or "repetition"; None: it does.
-        spent: regret of the answer's fuzzy tokens, in nats.
-        inside: whether marks of `within` let the rule decide about the next token.
     """
 
     def __init__(
@@ -118,18 +109,21 @@ class Request:
     ) -> None:
         self.prompt, self.params = list(prompt), params
         self.stop_strings, self.copies, self.grammar = stop_strings, copies, grammar
-        self.tokens = list(prompt)
-        self.receipts: list[Receipt] = []
-        self.stats = Stats()
-        self.reason: str | None = None
-        self.error: BaseException | None = None
-        self.closed: str | None = None
-        self.spent = 0.0
-        self.inside = params.within is None
-        self._pass_marks(prompt)
+        # The text: prompt and all emitted tokens, those after the answer's end included, as in the caches.
+        self.tokens = list(prompt)  # the last one is the root once decoding has begun
         self._features: list[Tensor] = []  # parts of `features`
+        # The answer.
+        self.receipts: list[Receipt] = []
+        self.reason: str | None = None  # why it ended, "error" and "cancelled" included; None: it goes on
+        self.error: BaseException | None = None
+        self.stats = Stats()
         self._begun: float | None = None  # seconds of a clock
         self._text: Tensor | None = None  # [1, padding, prompt and room for the answer], for criteria
+        # Whether the rule decides.
+        self.closed: str | None = None  # why it no longer does: "budget" or "repetition"
+        self.spent = 0.0  # regret of the answer's fuzzy tokens, in nats
+        self.inside = params.within is None  # whether marks of `within` let it decide about the next token
+        self._pass_marks(prompt)
         if params.budget == 0 and not params.lossless:
             self._close("budget", 0)
 
@@ -219,7 +213,12 @@ class Request:
             if emission.error is not None:
                 raise emission.error
             self._count(emission)
-            self._extend_text(emission.tokens, features)
+            self.tokens += emission.tokens
+            self._pass_marks(emission.tokens)
+            if features is not None:
+                self.add_features(features)
+            if self.copies is not None:
+                self.copies.accept(emission.tokens)
             self._extend_answer(emission)
         except Exception as error:
             self.finish("error", error)
@@ -236,14 +235,6 @@ class Request:
         self.stats.undrafted += not emission.drafted
         self.stats.proposed.update(emission.proposed)
         self.stats.accepted.update(receipt.drafter for receipt in emission.receipts if receipt.drafter)
-
-    def _extend_text(self, tokens: Sequence[int], features: Tensor | None) -> None:
-        self.tokens += tokens
-        self._pass_marks(tokens)
-        if features is not None:
-            self.add_features(features)
-        if self.copies is not None:
-            self.copies.accept(tokens)
 
     def _extend_answer(self, emission: Emission) -> None:
         before = len(self.receipts)
