@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, overload
 
 import torch
@@ -10,15 +11,15 @@ from torch import Tensor
 from transformers import LogitsProcessor
 from transformers.generation.streamers import BaseStreamer
 
-from .decoding.decoder import Session
-from .decoding.loop import run
-from .decoding.output import Output
+from .decoding.decoder import Decoder, Session
+from .decoding.output import Output, Receipt
 from .decoding.request import Request
-from .drafting.config import TreeConfig
 from .drafting.sizing import Choice
+from .drafting.tree import DraftTree
 from .options import OF_ONE_PROMPT, GenerateKeywords, GenerateOptions, from_generate, lists_options
 from .pair import EagleModel, default_model
-from .requests import encode_prompts, ending, make_requests
+from .prompts import encode_prompts
+from .requests import make_requests
 from .text import answer_text
 
 if TYPE_CHECKING:
@@ -114,7 +115,7 @@ def generate(
             raise ValueError(f"{name} serves one prompt at a time, got a batch of {len(prompts)}")
         if streamer is not None:
             streamer.put(torch.tensor(prompts))
-        outputs = decode_requests(model, requests, options.tree, streamer=streamer, session=session)
+        outputs = decode_requests(model, requests, streamer=streamer, session=session)
     for output in outputs if model.tokenizer is not None else []:
         output.text = answer_text(model.tokenizer, output.token_ids, options.stop_strings)
     return outputs if batched else outputs[0]
@@ -136,17 +137,73 @@ def with_options(options: GenerateOptions | None, given: Mapping[str, object]) -
     return GenerateOptions.from_names({**before, **ours}, OWN)
 
 
+@torch.inference_mode()
 def decode_requests(
-    model: EagleModel, requests: Sequence[Request], tree: TreeConfig | None = None, **options: object
+    model: EagleModel,
+    requests: Sequence[Request],
+    *,
+    streamer: BaseStreamer | None = None,
+    session: Session | None = None,
+    observe: Callable[[DraftTree, list[Tensor], list[list[int]]], None] | None = None,
+    ended: Callable[[Request], None] | None = None,
 ) -> list[Output]:
-    """Answers to requests with one rule, decoded together where one cache serves them; `options` are those of `run`."""
-    outputs: dict[int, Output] = {}
+    """Decode requests with one rule and one tree to their ends, together where one cache serves them.
+
+    Args:
+        streamer: gets each cycle's tokens [n] on the CPU; before, their receipts, where it has `on_receipts`. Ending it
+            is up to the caller.
+        session: that of earlier requests to this model. It and the streamer serve a single prompt.
+        observe: called after each drafted cycle with the trees, the draft's logits of each level [B, K, R], and the
+            accepted path of each row (nodes, the root first).
+        ended: called with each request as soon as it has ended, while others go on.
+    """
+    earlier = None
+    if session is not None:  # empty until the end: an error may leave caches in the middle of a cycle
+        earlier, session.decoder = session.decoder, None
     for numbers in model.target.batches([len(request.prompt) for request in requests]):
         group = [requests[number] for number in numbers]
-        choose, pause = model.chooser(tree, group[0].rule, group[0].temperature)
-        if not group[0].speculative:
+        params = group[0].params
+        choose, pause = model.chooser(params.tree, params.rule, params.temperature)
+        if not params.speculative:
             choose, pause = (lambda count: Choice(None)), None
-        drafting = group[0].speculative or options.get("session") is not None  # for a later call
-        answers = run(model.target, model.draft if drafting else None, group, choose, pause, **options)
-        outputs |= dict(zip(numbers, answers, strict=True))
-    return [outputs[number] for number in range(len(requests))]
+        drafting = params.speculative or session is not None  # whose next call may draft
+        decoder = Decoder(model.target, model.draft if drafting else None, group, choose, pause, earlier=earlier)
+        decoder.observe = observe
+        emitted = decoder.prefill()
+        while True:
+            for request, receipts in zip(decoder.requests, emitted, strict=True):
+                if request.error is not None:
+                    raise request.error
+                if streamer is not None:
+                    stream(receipts, streamer)
+                if request.reason is not None and ended is not None:
+                    ended(request)
+            if all(request.reason is not None for request in decoder.requests):
+                break
+            decoder.drop_finished()
+            emitted = decoder.step()
+        if session is not None:
+            session.decoder = decoder
+    return [request.output() for request in requests]
+
+
+def stream(receipts: Sequence[Receipt], streamer: BaseStreamer) -> None:
+    if hasattr(streamer, "on_receipts"):
+        streamer.on_receipts(receipts)
+    streamer.put(torch.tensor([receipt.token for receipt in receipts]))
+
+
+@contextmanager
+def ending(streamer: BaseStreamer | None) -> Iterator[None]:
+    """Ends the streamer also where decoding fails: who reads it in another thread would wait for ever.
+
+    Raises:
+        TypeError: it has not the methods of the streamers of `transformers`.
+    """
+    if streamer is not None and not all(callable(getattr(streamer, name, None)) for name in ("put", "end")):
+        raise TypeError(f"streamer must have the methods put and end, got {streamer!r}")
+    try:
+        yield
+    finally:
+        if streamer is not None:
+            streamer.end()

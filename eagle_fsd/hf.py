@@ -23,7 +23,7 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from .acceptance import Rule
-from .api import decode_requests
+from .api import decode_requests, ending
 from .decoding.sampling import check_processors, is_context_free, processors_of_row
 from .drafting.config import TreeConfig
 from .drafting.text import TextDrafts
@@ -31,7 +31,8 @@ from .heads.checkpoint import load_head
 from .heads.eagle import DraftHead
 from .options import GenerateOptions
 from .pair import EagleModel
-from .requests import check_ids, ending, make_requests
+from .prompts import check_ids
+from .requests import make_requests
 
 # What `model.generate` prepares for a forward, without effect on the text.
 PREPARED = ("attention_mask", "cache_position", "logits_to_keep", "position_ids", "use_cache")
@@ -109,18 +110,17 @@ def custom_generate(
         head = draft if draft is None or isinstance(draft, DraftHead) else load_head(draft)
         pair = EagleModel.from_parts(model, head, text_tokenizer)
         prompts = [check_ids(row[count:].tolist(), pair) for row, count in zip(input_ids, padding, strict=True)]
-        requests = make_requests(pair, prompts, options)
         processors = check_processors(logits_processor)
-        for number, request in enumerate(requests):
-            request.processors = processors_of_row(processors, number)
-            request.alike = id(processors) if is_context_free(processors) else None
-            request.eos_ids, request.criteria = eos_ids, criteria_of_row(criteria, number, len(prompts))
-            request.padding = input_ids[number, : padding[number]].tolist()
-            if seed is None:  # the noise follows torch's global generator, as model.generate does
-                request.seed = int(torch.randint(2**62, ()))
+        own = [{"processors": processors_of_row(processors, number), "eos_ids": eos_ids,
+                "alike": id(processors) if is_context_free(processors) else None,
+                "criteria": criteria_of_row(criteria, number, len(prompts)),
+                "padding": input_ids[number, : padding[number]].tolist()} for number in range(len(prompts))]
+        if seed is None:  # the noise follows torch's global generator, as model.generate does
+            own = [{**each, "seed": int(torch.randint(2**62, ()))} for each in own]
+        requests = make_requests(pair, prompts, options, own=own)
         if streamer is not None and told is None:  # `generate` gives the prompt to the streamer that it knows of
             streamer.put(input_ids.cpu())
-        answers = decode_requests(pair, requests, tree, streamer=streamer)
+        answers = decode_requests(pair, requests, streamer=streamer)
     new = pad_tokens([answer.token_ids for answer in answers], pad)
     sequences = torch.cat([input_ids, input_ids.new_tensor(new)], 1)
     return GenerateDecoderOnlyOutput(sequences=sequences) if generation_config.return_dict_in_generate else sequences

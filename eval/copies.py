@@ -21,7 +21,7 @@ from eagle_fsd.drafting.text import BOUNDS, Rates, TextDrafts, TextSource
 from eagle_fsd.measure.methods import Answer, engine, pair_text
 from eagle_fsd.measure.records import markdown, write_record
 from eagle_fsd.measure.settings import EXACT, QuestionOptions
-from eagle_fsd.requests import encode_prompt
+from eagle_fsd.prompts import encode_prompt
 from eval.command import noted, run_command
 
 

@@ -30,7 +30,7 @@ from eagle_fsd.measure.settings import EXACT, QuestionOptions
 from eagle_fsd.measure.statistics import interval
 from eagle_fsd.models.target import TargetModel
 from eagle_fsd.pair import EagleModel, load
-from eagle_fsd.requests import encode_prompt
+from eagle_fsd.prompts import encode_prompt
 from eval.command import noted, run_command
 
 

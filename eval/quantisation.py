@@ -29,7 +29,7 @@ from eagle_fsd.measure.methods import described, engine
 from eagle_fsd.measure.records import markdown
 from eagle_fsd.measure.settings import EXACT, ComparisonOptions, QuestionOptions
 from eagle_fsd.models.target import TargetModel
-from eagle_fsd.requests import encode_prompt
+from eagle_fsd.prompts import encode_prompt
 from eval.command import noted, run_command
 from eval.likelihood import log_probs
 

@@ -10,8 +10,8 @@ from transformers.generation.logits_process import NoRepeatNGramLogitsProcessor
 
 import eagle_fsd
 from eagle_fsd import GenerateOptions
+from eagle_fsd.api import decode_requests
 from eagle_fsd.decoding.decoder import Decoder
-from eagle_fsd.decoding.loop import run
 from eagle_fsd.drafting.sizing import Choice
 from eagle_fsd.requests import make_requests
 
@@ -137,8 +137,8 @@ OTHERS = [
 
 
 def request_of(pair, prompt, logits_processor=None, stopping_criteria=None, **options):
-    (request,) = make_requests(pair, [prompt], GenerateOptions(**{"max_new_tokens": 20} | options), logits_processor,
-                               stopping_criteria)
+    options = GenerateOptions(**{"max_new_tokens": 20, "tree": TREE} | options)
+    (request,) = make_requests(pair, [prompt], options, logits_processor, stopping_criteria)
     return request
 
 
@@ -152,7 +152,7 @@ def test_requests_of_all_kinds_together():
     for start in range(0, len(wanted), 14):
         batch = wanted[start : start + 14]
         requests = [request_of(pair, prompt, **options) for prompt, options in batch]
-        found = run(pair.target, pair.draft, requests, lambda count: Choice(TREE))
+        found = decode_requests(pair, requests)
         for (prompt, options), row in zip(batch, found, strict=True):
             assert_as_alone(row, eagle_fsd.generate(prompt, pair, **{"max_new_tokens": 20} | options, tree=TREE))
             sources.update(receipt.source for receipt in row.receipts)
@@ -171,7 +171,7 @@ def test_an_error_ends_its_own_request_and_no_other(acceptance):
         raise RuntimeError("boom")
 
     def rule_of_nothing(nodes):
-        return None if len(taken[4]) > 3 else nodes.warped
+        return None if len(requests[4].receipts) > 3 else nodes.warped
 
     pair = tiny_pair()
     options = {"acceptance": acceptance, "threshold": None if acceptance == "exact" else 0.5, "seed": 1}
@@ -186,27 +186,20 @@ def test_an_error_ends_its_own_request_and_no_other(acceptance):
         {"temperature": 1.0},
     ]
     requests = [request_of(pair, PROMPT, **options | each) for each in wanted]
-    taken = [request.new for request in requests]
     decoder = Decoder(pair.target, pair.draft, requests, lambda count: Choice(TREE))
-    emissions, errors = decoder.prefill(), {}
+    decoder.prefill()
     while decoder.requests:
-        for request, emission in zip(decoder.requests, emissions, strict=True):
-            try:
-                request.take(emission, None)
-            except Exception as error:
-                errors[requests.index(request)] = error
-                request.reason = "error"
-        going = [number for number, request in enumerate(decoder.requests) if request.reason is None]
-        decoder.keep(going)
-        emissions = decoder.step() if going else []
+        decoder.step()
+        decoder.drop_finished()
+    errors = {number: request.error for number, request in enumerate(requests) if request.error is not None}
     assert {number: type(error) for number, error in errors.items()} == {
         1: RuntimeError, 2: ValueError, 3: ValueError, 4: TypeError, 5: TypeError}
     for number, each in enumerate(wanted):
         if number not in errors:
-            alone = [request_of(pair, PROMPT, **options | each)]
-            assert requests[number].new == run(pair.target, pair.draft, alone, lambda count: Choice(TREE))[0].token_ids
+            (alone,) = decode_requests(pair, [request_of(pair, PROMPT, **options | each)])
+            assert requests[number].answer == alone.token_ids
         elif each is not rules:  # which looks at this batch
             with pytest.raises(type(errors[number])) as raised:
                 eagle_fsd.generate(PROMPT, pair, max_new_tokens=20, tree=TREE, **options | each)
             assert str(raised.value) == str(errors[number])
-    assert requests[1].new == requests[0].new[: len(requests[1].new)]  # up to the cycle before
+    assert requests[1].answer == requests[0].answer[: len(requests[1].receipts)]  # up to the cycle before

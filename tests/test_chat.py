@@ -12,7 +12,7 @@ import eagle_fsd
 from eagle_fsd import Chat, Session, TreeConfig
 from eagle_fsd.drafting.sizing import Choice
 from eagle_fsd.pair import EagleModel
-from eagle_fsd.requests import encode_prompt
+from eagle_fsd.prompts import encode_prompt
 
 TREE = TreeConfig(16, 5, 4)
 SAID = ("hello there.", "and now.", "what else")

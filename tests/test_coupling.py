@@ -18,7 +18,7 @@ from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogit
 
 import eagle_fsd
 from eagle_fsd import TreeConfig, make_rule
-from eagle_fsd.decoding.request import Request
+from eagle_fsd.decoding.request import RequestParams
 from eagle_fsd.drafting.coupling import WEIGHT, Coupling, couple_copies
 from eagle_fsd.drafting.curves import default_curves
 from eagle_fsd.drafting.growth import draft_tree
@@ -174,7 +174,7 @@ def test_copies_are_scored_by_their_noise():
 
 def uncoupled(monkeypatch, call):
     with monkeypatch.context() as patched:
-        patched.setattr(Request, "noise_weight", lambda self, rule: 0.0)
+        patched.setattr(RequestParams, "noise_weight", lambda self, rule: 0.0)
         return call()
 
 

@@ -17,7 +17,7 @@ from eagle_fsd.measure import comparison
 from eagle_fsd.measure.cycles import wide_cycles
 from eagle_fsd.measure.methods import engine, hf_generate
 from eagle_fsd.measure.records import ROOT, environment, shown, write_record
-from eagle_fsd.requests import encode_prompt
+from eagle_fsd.prompts import encode_prompt
 from eval import benchmark, forwards, likelihood, memory, quantisation
 
 TREE = eagle_fsd.TreeConfig(8, 3, 2)

@@ -19,7 +19,7 @@ from eagle_fsd.drafting.curves import default_curves
 from eagle_fsd.drafting.latency import Latency
 from eagle_fsd.drafting.sizing import Sizing
 from eagle_fsd.pair import EagleModel
-from eagle_fsd.requests import encode_prompts
+from eagle_fsd.prompts import encode_prompts
 
 TREE = TreeConfig(16, 5, 4)
 SAMPLED = {"temperature": 1.0, "seed": 3}

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 
 import eagle_fsd
 from eagle_fsd.decoding.decoder import Decoder
-from eagle_fsd.decoding.request import Request
+from eagle_fsd.decoding.request import Request, RequestParams
 from eagle_fsd.drafting.sizing import Choice
 
 ORACLE = Path(__file__).parent / "oracle"
@@ -25,13 +25,13 @@ def test_trees_tokens_and_lengths_equal_the_recording(setting):
     for prompt in prompts:
         run, trees = prompt["runs"][setting], []
         choice = Choice(eagle_fsd.TreeConfig(run["total_token"], run["depth"] + 1, run["top_k"]))
-        request = Request(prompt["prompt_ids"], max_new_tokens=200)
+        request = Request(prompt["prompt_ids"], RequestParams(max_new_tokens=200))
         decoder = Decoder(pair.target, pair.draft, [request], lambda count, choice=choice: choice)
         decoder.observe = lambda tree, *_, trees=trees: trees.append(tree)
         decoder.prefill()
         for _ in run["accept_lengths"]:
             decoder.step()
-        assert request.emitted[: len(prompt["greedy_ids"])] == prompt["greedy_ids"]
+        assert request.answer[: len(prompt["greedy_ids"])] == prompt["greedy_ids"]
         assert request.stats.accepted_lengths == run["accept_lengths"]
         for tree, cycle in zip(trees, run["cycles"], strict=False):
             assert tree.tokens[0].tolist() == cycle["draft_tokens"]

@@ -24,7 +24,7 @@ from transformers.generation.logits_process import (
 
 import eagle_fsd
 from eagle_fsd import RULES, TreeConfig, make_rule
-from eagle_fsd.decoding.request import Request
+from eagle_fsd.decoding.request import Request, RequestParams
 from eagle_fsd.decoding.sampling import TopP, VerifiedTrees, check_processors
 from eagle_fsd.drafting.tree import root_only
 from eagle_fsd.pair import EagleModel
@@ -171,7 +171,7 @@ class LastToken(TemperatureLogitsWarper):
 
 
 def request(processors):
-    return Request([*CONTEXT, 1], max_new_tokens=9, processors=LogitsProcessorList(processors))
+    return Request([*CONTEXT, 1], RequestParams(max_new_tokens=9, processors=LogitsProcessorList(processors)))
 
 
 @pytest.mark.parametrize("processors", [

@@ -6,6 +6,7 @@ from pathlib import Path
 import httpx
 import openai
 import pytest
+import torch
 from pydantic import BaseModel
 from served import here
 from tiny import tiny_tokenizer
@@ -237,7 +238,7 @@ def test_top_logprobs_are_those_of_a_forward(client, server):
     model, tokenizer = server.pair.target.model, server.pair.tokenizer
     output = eagle_fsd.generate(CHAT, server.pair, max_new_tokens=24, top_logprobs=5)
     prompt = tokenizer.apply_chat_template(CHAT, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-    ids = eagle_fsd.requests.torch.cat([prompt["input_ids"][0], eagle_fsd.requests.torch.tensor(output.token_ids)])
+    ids = torch.cat([prompt["input_ids"][0], torch.tensor(output.token_ids)])
     logprobs = model(ids[None]).logits[0, -25:-1].log_softmax(-1)
     for place, each in enumerate(listed):
         values, tokens = logprobs[place].topk(5)

@@ -145,7 +145,7 @@ def test_the_trie_on_the_picture(even_rates):
     assert list(map(math.exp, copies.scores)) == pytest.approx([1 / 2, 1 / 4, 1 / 8, 1 / 16, 1 / 16])
     learned = []
     source.rates.learn = lambda *judged: learned.append(judged)
-    source.keep([4, 6, 30])  # those behind the one that was taken are not judged, nor is what nobody proposed
+    source.accept([4, 6, 30])  # those behind the one that was taken are not judged, nor is what nobody proposed
     assert learned == [(3, 0, True), (4, 0, False), (3, 1, True)]
     assert source.index.tokens == [*TEXT, 4, 6, 30] and source.proposed is None
     assert TextSource(TEXT, TextDrafts(longest=2, places=1)).propose().tokens == [4, 5]
@@ -178,7 +178,7 @@ def test_tries_of_random_texts():
         assert max(depths, default=0) <= config.longest
         assert all(sum(group.values()) <= 1 + 1e-5 for group in groups.values())
         wide += any(len(group) > 1 for group in groups.values())
-        source.keep([draw.randrange(3) for _ in range(draw.randrange(30))])  # longer than the trie, too
+        source.accept([draw.randrange(3) for _ in range(draw.randrange(30))])  # longer than the trie, too
     assert wide > 10
 
 
@@ -187,13 +187,13 @@ def test_rates_learn():
         source = TextSource(TEXT, TextDrafts())
         matched = source.propose().matched[0]
         before = source.rates.of(matched, 0)
-        source.keep(emitted)
+        source.accept(emitted)
         assert (source.rates.of(matched, 0) > before) == better != (source.rates.of(matched, 0) < before)
         assert source.rates.of(LONGEST_MATCH, 0) == Rates().of(LONGEST_MATCH, 0)  # of other matches nothing is learned
     source = TextSource([1], TextDrafts())
     for emitted in ([], [1], [1, 1, 1], [99] * 70, []):  # nothing was proposed, or only just
         for _ in range(2):
-            source.keep(emitted)
+            source.accept(emitted)
             source.propose()
     assert source.index.tokens == [1] * 9 + [99] * 140
 

@@ -273,19 +273,13 @@ def test_a_function_that_raised_is_not_asked_again():
 @torch.inference_mode()
 def decode(pair, requests):
     """Requests decoded together to their ends; what each one raised, or None."""
-    decoder, errors = Decoder(pair.target, pair.draft, requests, lambda count: Choice(TREE)), {}
-    emissions = decoder.prefill()
-    while True:
-        for request, emission in zip(decoder.requests, emissions, strict=True):
-            try:
-                request.take(emission, None)
-            except Exception as error:
-                errors[id(request)] = error
-        going = [at for at, each in enumerate(decoder.requests) if each.reason is None and id(each) not in errors]
-        decoder.keep(going)
-        if not going:
-            return [errors.get(id(request)) for request in requests]
-        emissions = decoder.step()
+    decoder = Decoder(pair.target, pair.draft, requests, lambda count: Choice(TREE))
+    decoder.prefill()
+    decoder.drop_finished()
+    while decoder.requests:
+        decoder.step()
+        decoder.drop_finished()
+    return [request.error for request in requests]
 
 
 def request(pair, number=0, **options):
@@ -329,7 +323,7 @@ def test_what_a_function_does_wrong_ends_its_request_and_no_other(pair):
     for number in range(1, len(settings), 6):
         alone = request(pair, number, threshold=0.4)
         decode(pair, [alone])
-        assert alone.new == together[number].new and len(alone.new) == 16 + number
+        assert alone.answer == together[number].answer and len(alone.answer) == 16 + number
     with pytest.raises(KeyError, match="mine"):  # and the call that asked for it
         eagle_fsd.generate(PROMPT, pair, acceptance=broken, tree=TREE)
 

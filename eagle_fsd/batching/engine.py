@@ -19,7 +19,8 @@ from ..decoding.request import Request
 from ..drafting.config import TreeConfig
 from ..options import GenerateKeywords, GenerateOptions, lists_options
 from ..pair import EagleModel
-from ..requests import encode_prompt, make_requests
+from ..prompts import encode_prompt
+from ..requests import make_requests
 from .rows import EngineStats, Rows
 from .tickets import EngineClosed, QueueFull, Ticket
 
@@ -88,8 +89,8 @@ class Engine:
 
     @property
     def stats(self) -> EngineStats:
-        """Counters since it began."""
-        return self._rows.stats
+        """Counters since it began, as they are now."""
+        return self._rows.stats()
 
     @property
     def rows(self) -> int:
@@ -124,12 +125,11 @@ class Engine:
             QueueFull: `max_waiting` requests wait already.
             EngineClosed: `close` was called, or the engine has failed.
         """
-        asked = with_options(options, given)
-        options = self._with_tree(asked)
+        options = with_options(options, given)
+        self._check_tree(options)
         ids = encode_prompt(prompt, self.model)
         options = self._fitting(options, len(ids)) if fit else options
         (request,) = make_requests(self.model, [ids], options, logits_processor, stopping_criteria)
-        request.tree = asked.tree
         self._rows.require_room(request)
         ticket = Ticket(request, self.model.tokenizer, options.stop_strings, pool)
         with self._changed:
@@ -140,28 +140,29 @@ class Engine:
                 raise QueueFull(f"{len(self._queue)} requests wait already, and no more may (max_waiting)")
             self._rows.live[request] = weakref.ref(ticket)
             self._queue.append(request)
-            self.stats.requests += 1
             self._changed.notify_all()
         return ticket
 
     def check(self, options: GenerateOptions) -> None:
         """Raise TypeError or ValueError as `submit` would for these options, whatever the prompt."""
-        make_requests(self.model, [[0]], self._fitting(self._with_tree(options), 1))
+        self._check_tree(options)
+        make_requests(self.model, [[0]], self._fitting(options, 1))
 
     def _fitting(self, options: GenerateOptions, length: int) -> GenerateOptions:
         """With no more new tokens than a row has room for after a prompt of this length."""
         return replace(options, max_new_tokens=min(options.max_new_tokens, self._rows.share(length)))
 
-    def _with_tree(self, options: GenerateOptions) -> GenerateOptions:
-        """With the engine's tree where there is one; one of its own is a wish, as rows share a tree."""
-        tree = options.tree or self.tree
+    def _check_tree(self, options: GenerateOptions) -> None:
+        """Raise ValueError for a tree of a request's own that there is no room for, or that its text may not have."""
+        tree = options.tree
+        if tree is None:
+            return
         if self.tree is not None and tree != self.tree and not options.lossless:
             raise OptionError("tree", problem=f"of a fuzzy request must be the engine's, {self.tree}: leave it out "
                               "(Engine(tree=...), or --tree of eagle-fsd serve, sets the engine's)")
-        if tree is not None and not self._rows.holds(tree):
+        if not self._rows.holds(tree):
             raise OptionError("tree", problem=f"is too large here: total_tokens may be {self._rows.nodes} at most, and "
                               f"depth times top_k {self._rows.levels}, got {tree}")
-        return replace(options, tree=tree)
 
     def close(self, drain: bool = True) -> None:
         """Take no more requests, and return when all have ended.
@@ -179,7 +180,8 @@ class Engine:
             left, self._cutting = list(self._queue), True
             self._queue.clear()
         for request in left:
-            self._rows.end(request, EngineClosed("the engine was closed before the request's turn came"))
+            request.finish("error", EngineClosed("the engine was closed before the request's turn came"))
+            self._rows.end(request)
         self._thread.join()
         self._rows.release()
 
@@ -211,8 +213,8 @@ class Engine:
         """What comes between two cycles, and a cycle."""
         self._rows.drop_cancelled(everyone=self._cutting)
         left = self.prefill_chunk
-        while left > 0 and (self._rows.reading is not None or self._begin_next()):
-            left -= self._rows.read(left)
+        while left > 0 and (self._rows.prefilling is not None or self._begin_next()):
+            left -= self._rows.prefill_chunk(left)
         if self._rows.requests:
             self._rows.cycle()
 
@@ -220,13 +222,13 @@ class Engine:
         """Let the first in the queue in if it fits."""
         with self._changed:
             for request in [each for each in self._queue if self._rows.cancelled(each)]:
-                request.reason = "cancelled"
+                request.finish("cancelled")
                 self._queue.remove(request)
                 self._rows.end(request)
             request = self._queue.popleft() if self._queue and self._rows.fits(self._queue[0]) else None
         if request is not None:
             self._rows.begin(request)
-        return self._rows.reading is not None
+        return self._rows.prefilling is not None
 
 
 def fixed_tree(model: EagleModel) -> TreeConfig:

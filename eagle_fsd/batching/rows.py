@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import logging
+import threading
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -16,7 +18,8 @@ from torch import Tensor
 
 from ..decoding.decoder import Decoder
 from ..decoding.forwards import Forwards, shared_prefix
-from ..decoding.request import Emission, Request
+from ..decoding.output import Receipt
+from ..decoding.request import Request
 from ..drafting.config import TreeConfig
 from ..drafting.growth import extend_draft
 from ..drafting.sizing import Choice
@@ -35,7 +38,7 @@ LEAST = 256  # new tokens that a row has room for after a prompt that takes all 
 
 @dataclass
 class EngineStats:
-    """Counters since the engine began; they only grow.
+    """Counters since the engine began, which only grow: sums over its requests.
 
     Args:
         requests: taken by `submit`. finished: by finish_reason, "error" and "cancelled" included.
@@ -57,6 +60,20 @@ class EngineStats:
     undrafted: int = 0
     proposed: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(DRAFTERS, 0)))
     accepted: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(DRAFTERS, 0)))
+
+    def add(self, request: Request) -> None:
+        """Count a request as far as it is decoded; it may go on meanwhile in another thread."""
+        stats, receipts = request.stats, request.receipts
+        self.requests += 1
+        if receipts:  # the prompt has been read
+            self.prompt_tokens += len(request.prompt)
+            self.reused_tokens += len(request.prompt) - stats.prefill_tokens
+        self.tokens += len(receipts)
+        self.fuzzy += sum(receipt.source == "fuzzy" for receipt in receipts)
+        self.forwards += stats.target_forwards
+        self.undrafted += stats.undrafted
+        self.proposed.update(Counter(stats.proposed))  # a copy: it may get keys while it is gone through
+        self.accepted.update(Counter(stats.accepted))
 
 
 class Rows:
@@ -81,11 +98,11 @@ class Rows:
         self.levels = max(each.depth * each.top_k for each in trees)  # beside the text, in the draft's cache
         self.model, self.tree, self.most = model, tree, most
         self.positions = positions_that_fit(model, most, self.nodes) if positions is None else positions
-        self.stats = EngineStats()
         self.live: dict[Request, weakref.ref[Ticket]] = {}  # all that have not ended, those that wait included
+        self._ended, self._counting = EngineStats(), threading.Lock()  # requests that are not in `live` any more
         self.prefixes = Prefixes(kept, self.positions // 2)
         self.remembered = Remembered(remember)
-        self.reading: Decoder | None = None  # of the prompt that is being read
+        self.prefilling: Decoder | None = None  # of the prompt that is being read
         self.decoder: Decoder | None = None
         self.decoder = Decoder(model.target, model.draft, [], lambda count: self._choice(self.requests))
 
@@ -95,7 +112,15 @@ class Rows:
         return [] if self.decoder is None else self.decoder.requests
 
     def __len__(self) -> int:
-        return len(self.requests) + (self.reading is not None)
+        return len(self.requests) + (self.prefilling is not None)
+
+    def stats(self) -> EngineStats:
+        """Counters as they are now; for any thread."""
+        with self._counting:
+            stats = copy.deepcopy(self._ended)
+            for request in list(self.live):
+                stats.add(request)
+        return stats
 
     def cancelled(self, request: Request) -> bool:
         """Whether nobody waits for it."""
@@ -105,15 +130,15 @@ class Rows:
     def _choice(self, requests: Sequence[Request]) -> Choice:
         """The tree for these. A fuzzy rule's text depends on it: a fixed one gives way to a request's own only where
         all are lossless. Without a head the choice is a cost, by which copies are as many as pay."""
-        requests, count = [request for request in requests if request.speculative], len(requests)
+        requests, count = [request for request in requests if request.params.speculative], len(requests)
         if not requests:
             return Choice(None)
-        own = [request.tree for request in requests if request.tree is not None]
-        if own and (self.tree is None or all(request.lossless for request in requests)):
+        own = [request.params.tree for request in requests if request.params.tree is not None]
+        if own and (self.tree is None or all(request.params.lossless for request in requests)):
             return Choice(own[0])
         if self.tree is not None:
             return Choice(self.tree)
-        return self.model.sizing.of(count, requests[0].temperature)
+        return self.model.sizing.of(count, requests[0].params.temperature)
 
     def holds(self, tree: TreeConfig) -> bool:
         """Whether there is room for a tree of a request's own."""
@@ -125,8 +150,9 @@ class Rows:
         """Raise ValueError where there will never be room for it."""
         needed, most = positions_of(request), self.positions - self.nodes
         if needed > most:
-            raise ValueError(f"a prompt of {len(request.prompt)} tokens and max_new_tokens={request.max_new_tokens} "
-                             f"need {needed} positions, and the engine has room for {most}")
+            raise ValueError(f"a prompt of {len(request.prompt)} tokens and max_new_tokens="
+                             f"{request.params.max_new_tokens} need {needed} positions, and the engine has room for "
+                             f"{most}")
 
     def share(self, length: int) -> int:
         """New tokens after a prompt of this length, to the end of the context or of a row's share of the positions."""
@@ -136,7 +162,7 @@ class Rows:
 
     def fits(self, request: Request) -> bool:
         """Whether it can begin now."""
-        if self.reading is not None:
+        if self.prefilling is not None:
             return False
         requests = [*self.requests, request]
         batches = self.model.target.batches([len(each.prompt) for each in requests])
@@ -165,10 +191,10 @@ class Rows:
         """Have room for another cycle; where there is no memory for it, the longest texts end with that error."""
         while self.requests:
             try:
-                return self._make_room([*self.requests, *(self.reading.requests if self.reading else ())])
+                return self._make_room([*self.requests, *(self.prefilling.requests if self.prefilling else ())])
             except RuntimeError as error:
-                lengths = [len(request.tokens) for request in self.requests]
-                self._leave({lengths.index(max(lengths)): error})
+                max(self.requests, key=lambda request: len(request.tokens)).finish("error", error)
+                self._drop_finished()
 
     # Coming in --------------------------------------------------------------------------------------------------
 
@@ -178,8 +204,8 @@ class Rows:
         if ticket is not None:
             ticket.begin()
             # A fuzzy text may depend on what is drafted, and must not depend on what others asked for.
-            if ticket.pool is not None and request.copies is not None and request.lossless:
-                request.copies.others = [*request.copies.others, *self.remembered.of(ticket.pool)]
+            if ticket.pool is not None and request.copies is not None and request.params.lossless:
+                request.copies.add_texts(self.remembered.of(ticket.pool))
         try:
             self._make_room([*self.requests, request])
             target, head, length = self.model.target, self.model.draft, len(request.prompt)
@@ -188,31 +214,30 @@ class Rows:
             alone = Decoder(target, head, [request], lambda count: self._choice([*self.requests, request]),
                             forwards=forwards)
             self.prefixes.begin(request, forwards, self.decoder.forwards, self.requests)
-            self.reading = alone
+            self.prefilling = alone
         except Exception as error:
-            self.end(request, error)
+            request.finish("error", error)
+            self.end(request)
 
-    def read(self, most: int) -> int:
+    def prefill_chunk(self, most: int) -> int:
         """Read so many tokens of the prompt that is being read; returns how many it were."""
-        alone = self.reading
+        alone = self.prefilling
         (request,), before = alone.requests, alone.forwards.lengths[0]
         try:
-            emission = alone.read(0, most)
-            count = alone.forwards.lengths[0] - before
-            if emission is None:
-                return count
-            self._take(request, emission)
+            receipts = alone.prefill_chunk(0, most)
         except Exception as error:
-            self.reading = None
-            self.end(request, error)
-            return most
-        self.stats.prompt_tokens += len(request.prompt)
-        self.stats.reused_tokens += len(request.prompt) - request.stats.prefill_tokens
-        self.reading = None
+            request.finish("error", error)
+            receipts = []
+        count = alone.forwards.lengths[0] - before
+        if request.reason is None and not receipts:  # the prompt goes on
+            return count
+        self.prefilling = None
+        self._show(request, receipts)
         if request.reason is None:
             self.decoder.join(alone)
         else:
-            self._keep(alone.forwards, 0, request)
+            if request.error is None:
+                self._keep_prefix(alone.forwards, 0, request)
             self.end(request)
         return count
 
@@ -223,92 +248,75 @@ class Rows:
         self._grow()
         if not self.requests:
             return
-        emissions = self.decoder.step()
-        self.stats.cycles += 1
-        self.stats.forwards += len(emissions)
-        ended: dict[int, Exception | None] = {}
-        for number, (request, emission) in enumerate(zip(self.requests, emissions, strict=True)):
-            self.stats.undrafted += not emission.drafted
-            self.stats.proposed.update(emission.proposed)
-            self.stats.accepted.update(receipt.drafter for receipt in emission.receipts if receipt.drafter)
-            try:
-                self._take(request, emission)
-            except Exception as error:
-                ended[number] = error
-            else:
-                if request.reason is not None:
-                    ended[number] = None
-        self._leave(ended)
+        for request, receipts in zip(self.requests, self.decoder.step(), strict=True):
+            self._show(request, receipts)
+        self._ended.cycles += 1
+        self._drop_finished()
 
-    def _take(self, request: Request, emission: Emission) -> None:
-        """Add to a request and its ticket what was emitted for it; raises what it ends with."""
-        before = len(request.new)
-        try:
-            request.take(emission, None)
-        finally:
-            tokens, receipts = request.new[before:], request.receipts[before:]
-            self.stats.tokens += len(tokens)
-            self.stats.fuzzy += sum(receipt.source == "fuzzy" for receipt in receipts)
+    def _show(self, request: Request, receipts: list[Receipt]) -> None:
+        """Tell a request's ticket what its answer grew by."""
         ticket = self.live[request]()
-        if ticket is not None:
-            ticket.add(tokens, receipts)
+        if receipts and ticket is not None:
+            ticket.add(receipts)
 
     # Leaving ----------------------------------------------------------------------------------------------------
 
     def drop_cancelled(self, everyone: bool = False) -> None:
         """Those that nobody waits for leave with what they have."""
-        def dropped(request: Request) -> bool:
+        reading = [] if self.prefilling is None else self.prefilling.requests
+        for request in [*self.requests, *reading]:
             if everyone or self.cancelled(request):
-                request.reason = "cancelled"
-            return request.reason is not None
+                request.finish("cancelled")
+        if reading and reading[0].reason is not None:
+            self.prefilling = None
+            self.end(reading[0])
+        self._drop_finished()
 
-        if self.reading is not None and dropped(*self.reading.requests):
-            (request,), self.reading = self.reading.requests, None
-            self.end(request)
-        self._leave({number: None for number, request in enumerate(self.requests) if dropped(request)})
-
-    def _leave(self, ended: dict[int, Exception | None]) -> None:
-        """Rows of these numbers leave, with what ended them where it was an error."""
-        if not ended:
-            return
-        requests, forwards = self.requests, self.decoder.forwards
-        for number, error in ended.items():
-            if error is None:
-                self._keep(forwards, number, requests[number])
+    def _drop_finished(self) -> None:
+        """The rows of requests that have ended are free; those of errors are erased."""
+        forwards = self.decoder.forwards
+        finished = [(number, request) for number, request in enumerate(self.requests) if request.reason is not None]
+        for number, request in finished:
+            if request.error is None:
+                self._keep_prefix(forwards, number, request)
             else:
                 forwards.erase(number)
         try:
-            self.decoder.keep([number for number in range(len(requests)) if number not in ended])
+            self.decoder.drop_finished()
         finally:  # they have ended, whatever becomes of the others
-            for number, error in ended.items():
-                self.end(requests[number], error)
+            for _, request in finished:
+                self.end(request)
 
-    def _keep(self, forwards: Forwards, number: int, request: Request) -> None:
-        """Keep what a row leaves, where there is memory for what is not needed."""
+    def _keep_prefix(self, forwards: Forwards, number: int, request: Request) -> None:
+        """Keep a row's caches for prompts that begin alike, where there is memory for what is not needed."""
         with suppress(RuntimeError):
             self.prefixes.add(forwards, number, request)
 
-    def end(self, request: Request, error: BaseException | None = None) -> None:
-        """Tell its ticket that it has ended, or what has ended it; only the first time counts."""
-        holder = self.live.pop(request, None)
-        if holder is not None:
-            self.stats.finished["error" if error is not None else str(request.reason)] += 1
-            ticket = holder()
-            if ticket is not None:
-                if ticket.pool is not None and error is None and request.reason != "cancelled":
-                    self.remembered.add(ticket.pool, request.new)
-                ticket.end(request, error)
+    def end(self, request: Request) -> None:
+        """Tell the ticket of a finished request that no more will come; only the first time counts."""
+        with self._counting:
+            holder = self.live.pop(request, None)
+            if holder is None:
+                return
+            self._ended.add(request)
+            self._ended.finished[request.reason] += 1
+        ticket = holder()
+        if ticket is not None:
+            if ticket.pool is not None and request.reason not in ("cancelled", "error"):
+                self.remembered.add(ticket.pool, request.answer)
+            ticket.end(request)
 
     def fail(self, error: BaseException) -> None:
         """The loop cannot go on: all end with its error, those that wait included."""
         self.release()
         for request in list(self.live):
-            self.end(request, error)
+            request.finish("error", error)
+            self.end(request)
 
     def release(self) -> None:
         """Let go of the caches, after the last cycle: decoder and rows hold each other, and would stay for long."""
         self.prefixes.kept.clear()
-        self.decoder = self.reading = None
+        self.decoder = self.prefilling = None
 
 
 # What recent requests have left, for requests that begin alike -----------------------------------------------------
@@ -368,7 +376,7 @@ class Prefixes:
 
 def positions_of(request: Request) -> int:
     """Of its whole text."""
-    return len(request.prompt) + request.max_new_tokens
+    return len(request.prompt) + request.params.max_new_tokens
 
 
 @torch.inference_mode()

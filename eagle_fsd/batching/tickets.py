@@ -59,7 +59,7 @@ class Ticket:
         self, request: Request, tokenizer: PreTrainedTokenizerBase | None, stops: Sequence[str],
         pool: str | None = None,
     ) -> None:
-        self.prompt_tokens, self.seed, self.cancelled = len(request.prompt), request.seed, False
+        self.prompt_tokens, self.seed, self.cancelled = len(request.prompt), request.params.seed, False
         self.pool = pool
         self.queued_seconds: float | None = None
         self.first_token_seconds: float | None = None
@@ -132,15 +132,16 @@ class Ticket:
         """Its prompt is being read."""
         self.queued_seconds = self._seconds()
 
-    def add(self, tokens: list[int], receipts: list[Receipt]) -> None:
-        """What a cycle emitted."""
+    def add(self, receipts: list[Receipt]) -> None:
+        """What the answer grew by."""
         if self.first_token_seconds is None:
             self.first_token_seconds = self._seconds()
+        tokens = [receipt.token for receipt in receipts]
         self._add(Piece(tokens, receipts, "" if self._text is None else self._text.add(tokens)))
 
-    def end(self, request: Request, error: BaseException | None = None) -> None:
-        """No more will come: the request has ended, or an error has ended it."""
-        self.total_seconds = self._seconds()
+    def end(self, request: Request) -> None:
+        """No more will come: the request has ended."""
+        self.total_seconds, error = self._seconds(), request.error
         try:
             output = self._whole(request) if error is None else None
         except Exception as failed:  # of the tokenizer
@@ -153,10 +154,6 @@ class Ticket:
 
     def _whole(self, request: Request) -> Output:
         output = request.output()
-        if self.queued_seconds is not None:
-            first = self.first_token_seconds or self.total_seconds
-            output.stats.prefill_seconds = first - self.queued_seconds
-            output.stats.decode_seconds = self.total_seconds - first
         if self._tokenizer is not None:
             output.text = answer_text(self._tokenizer, output.token_ids, self._stops)
             if rest := self._text.rest(output.text):

@@ -133,7 +133,7 @@ class Terminal:
         print(f"written to {name}")
 
     def load(self, name: str) -> None:
-        from ..requests import encode_prompt
+        from ..prompts import encode_prompt
 
         held = json.loads(Path(name).expanduser().read_text(encoding="utf-8"))
         messages = held.get("messages") if isinstance(held, dict) else None

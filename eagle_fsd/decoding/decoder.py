@@ -26,7 +26,7 @@ from .output import Receipt
 from .request import EXACT, Emission, Request
 from .sampling import VerifiedTrees, couple
 
-NOTHING = Emission([], [], [])
+NOTHING = Emission([], [])
 
 
 class Decoder:
@@ -50,7 +50,7 @@ class Decoder:
         self.target, self.drafter, self.requests = target, drafter, list(requests)
         self.device = target.output_device  # trees, logits and features live there
         for request in self.requests:
-            request.stats.computed_by = target.computed_by
+            request.begin(target)
         self.drafting = Drafting(choose, len(self.requests), pause, head=drafter is not None)
         self.draft_tokens = None if drafter is None else drafter.draft_tokens
         self.reads_features = drafter is not None and drafter.reads_features
@@ -69,7 +69,7 @@ class Decoder:
         sizes = (tree.total_tokens if copying else tree.nodes for tree in trees if tree)
         nodes = max(MOST_NODES if copying else 1, *sizes, 1)
         drafted = max(tree.depth * tree.top_k if tree else 0 for tree in trees)
-        texts = (len(request.prompt) + request.max_new_tokens for request in self.requests)
+        texts = (len(request.prompt) + request.params.max_new_tokens for request in self.requests)
         room, count = max(texts, default=0) + nodes, len(self.requests)
         if earlier is not None:
             if earlier.target is not self.target or earlier.drafter is not self.drafter:
@@ -79,61 +79,68 @@ class Decoder:
         draft_cache = None if self.drafter is None else self.drafter.new_cache(room + drafted, count)
         return Forwards(self.target, self.drafter, self.target.new_cache(room, count), draft_cache)
 
-    def prefill(self) -> list[Emission]:
-        """The target reads each prompt as far as its cache does not hold it, and draws the first token."""
-        emissions = [self.read(number) for number in range(len(self.requests))]
-        return [emission for emission in emissions if emission is not None]
+    def prefill(self) -> list[list[Receipt]]:
+        """The target reads each prompt as far as its cache does not hold it, and draws the first token.
 
-    def read(self, number: int = 0, most: int | None = None) -> Emission | None:
-        """The target reads so many further tokens of a prompt; None: there are more to come."""
+        Returns:
+            Receipts of what each answer grew by.
+        """
+        return [self.prefill_chunk(number) for number in range(len(self.requests))]
+
+    def prefill_chunk(self, number: int = 0, most: int | None = None) -> list[Receipt]:
+        """The target reads so many further tokens of a prompt, None: all; after the last one it draws the first of the
+        answer."""
         request = self.requests[number]
         features = self.forwards.prefill(number, request, most)  # [L, F]
         request.stats.prefill_tokens += len(features)
         whole = self.forwards.lengths[number] == len(request.prompt)
-        emission = self._first(number, features) if whole else NOTHING
-        request.advance(emission, features if self.reads_features else None)
+        emission = self._first(request, features[-1]) if whole else None
+        if self.reads_features:
+            request.add_features(features)
         if self.drafting.asks_head:
-            self.forwards.read(number, request)
-        return emission if whole else None
+            self.forwards.prefill_draft(number, request)
+        return [] if emission is None else request.accept(emission)
 
-    def _first(self, number: int, features: Tensor) -> Emission:
-        """The first token, from the prompt's features [L, F]: a walk on a tree of the last prompt token alone."""
-        request = self.requests[number]
-        root = root_only(torch.tensor(request.tokens[-1:], device=self.device))
-        logits = self.target.logits(features[None, -1:])  # [1, 1, V]
-        _, emission = self._walk(EXACT, VerifiedTrees([request], [len(request.tokens) - 1], root, logits))[0]
-        if emission.error is not None:
-            raise emission.error
+    def _first(self, request: Request, features: Tensor) -> Emission:
+        """The first token, from the last one's features [F]: a walk on a tree of the root alone."""
+        root = root_only(torch.tensor(request.prompt[-1:], device=self.device))
+        logits = self.target.logits(features[None, None])  # [1, 1, V]
+        ((_, emission),) = self._walk(EXACT, VerifiedTrees([request], [len(request.prompt) - 1], root, logits))
         return emission
 
-    def step(self) -> list[Emission]:
-        """One cycle; each request emits its accepted draft tokens and one token of the target."""
-        rules, lengths = [request.deciding() for request in self.requests], self.forwards.lengths  # L: the root's place
-        copies = [request.propose(rule) for request, rule in zip(self.requests, rules, strict=True)]
+    def step(self) -> list[list[Receipt]]:
+        """One cycle; each request emits its accepted draft tokens and one token of the target.
+
+        Returns:
+            Receipts of what each answer grew by; nothing where an error has ended it, see `Request.error`.
+        """
+        rules = [request.current_rule() for request in self.requests]
+        lengths = self.forwards.lengths  # L of each: the root's place
+        copies = [request.draft_copies(rule) for request, rule in zip(self.requests, rules, strict=True)]
         plan = self.drafting.next(copies)
         coupling = None if plan.tree is None else couple(self.requests, rules, lengths, self._named, self.device)
         tree, draft_logits = self.forwards.draft(self.requests, plan, copies, coupling)
-        if plain := [number for number, request in enumerate(self.requests) if not request.speculative]:
+        if plain := [number for number, request in enumerate(self.requests) if not request.params.speculative]:
             tree = tree.rooted(plain)
         features = self.forwards.verify(tree)  # [B, N, F]
         logits = self.target.logits(features)  # [B, N, V]
         paths, emissions = self._accept(
             rules, VerifiedTrees(self.requests, lengths, tree, logits, draft_logits, self.draft_tokens))
         self.forwards.commit(lengths, paths)
-        self.drafting.learn(plan, tree.tokens.shape[1], len(draft_logits), [len(each.tokens) for each in emissions],
+        self.drafting.learn(plan, tree.tokens.shape[1], len(draft_logits), [len(each.receipts) for each in emissions],
                             copied=any(copies))
         if plan.tree is not None and self.observe is not None:
             self.observe(tree, draft_logits, paths)
-        for number, request in enumerate(self.requests):
-            request.advance(emissions[number], features[number, paths[number]] if self.reads_features else None)
-            request.count(emissions[number])
-        return emissions
+        return [request.accept(emissions[number], features[number, paths[number]] if self.reads_features else None)
+                for number, request in enumerate(self.requests)]
 
-    def keep(self, numbers: Sequence[int]) -> None:
-        """Go on with these requests only, ascending."""
-        self.requests = [self.requests[number] for number in numbers]
-        self.forwards.keep(numbers)
-        self.drafting.keep(len(numbers))
+    def drop_finished(self) -> None:
+        """Go on with the requests that have not ended."""
+        going = [number for number, request in enumerate(self.requests) if request.reason is None]
+        if len(going) < len(self.requests):
+            self.requests = [self.requests[number] for number in going]
+            self.forwards.keep_rows(going)
+            self.drafting.keep(len(going))
 
     def join(self, other: Decoder) -> None:
         """Go on with the requests of another decoder of the same models as well, for which there is room."""
@@ -147,7 +154,7 @@ class Decoder:
         """The accepted path of each request, and what it emits; requests with the same rule are walked together."""
         requests, groups = verified.requests, []  # rows that are walked together
         for number, request in enumerate(requests):
-            mine = [rows for rows in groups if requests[rows[0]].greedy == request.greedy
+            mine = [rows for rows in groups if requests[rows[0]].params.greedy == request.params.greedy
                     and _differ_in_threshold_only(rules[rows[0]], rules[number])]
             if mine:
                 mine[0].append(number)
@@ -162,7 +169,7 @@ class Decoder:
     def _walk(self, rule: Rule, verified: VerifiedTrees) -> list[tuple[list[int], Emission]]:
         """Path and emission of requests with one rule."""
         requests, errors = verified.requests, verified.errors
-        top = max(request.top_logprobs for request in requests)
+        top = max(request.params.top_logprobs for request in requests)
         walks = walk(rule, verified, self._permission(requests), top)
         drafters, drafted = verified.tree.drafted_by(), verified.tree.max_depth > 0
         return [([0], NOTHING._replace(error=errors[row])) if row in errors
@@ -172,11 +179,11 @@ class Decoder:
     def _permission(self, requests: Sequence[Request]) -> Permission:
         """What the thresholds, budgets and marks of these requests permit."""
         left = within = None
-        threshold = self._per_row([request.rule.threshold for request in requests])
-        if any(request.budget is not None for request in requests):
+        threshold = self._per_row([request.params.rule.threshold for request in requests])
+        if any(request.params.budget is not None for request in requests):
             left = self._per_row([request.left for request in requests])
-        if any(request.within is not None for request in requests):
-            marks = [(request.inside, *(request.within or (-1, -1))) for request in requests]
+        if any(request.params.within is not None for request in requests):
+            marks = [(request.inside, *(request.params.within or (-1, -1))) for request in requests]
             inside, opening, closing = torch.tensor(marks, device=self.device).unbind(1)
             within = Within(inside.bool(), opening, closing)
         return Permission(threshold, left, within)
@@ -201,11 +208,10 @@ def _emission(steps: Sequence[Step], drafters: Sequence[str | None], request: Re
         Receipt(step.token, ("target" if step is steps[-1] else "exact") if step.exact else "fuzzy",
                 None if math.isnan(step.divergence) else step.divergence, step.logprob, step.regret,
                 request.closed or ("budget" if step.closed else None), drafter,
-                (step.top or ())[: request.top_logprobs])
+                (step.top or ())[: request.params.top_logprobs])
         for step, drafter in zip(steps, [*by, None], strict=True)
     ]
-    return Emission([step.token for step in steps], receipts, [step.drawn for step in steps], drafted,
-                    proposed=Counter(filter(None, drafters)))
+    return Emission(receipts, [step.drawn for step in steps], drafted, proposed=Counter(filter(None, drafters)))
 
 
 @dataclass(eq=False)

@@ -25,11 +25,11 @@ from ..models.target import TargetModel
 from .request import Request
 
 
-class Held(Protocol):
-    """What is known of a row's text: a `Request`, or what is kept of one."""
+class CachedText(Protocol):
+    """The text of a row of the caches: a `Request`, or what is kept of one."""
 
     tokens: Sequence[int]
-    features: Tensor | None  # [T, F] of the last positions held, which the drafter has not read; None: it reads none
+    features: Tensor | None  # [T, F] of the last cached positions, which the drafter has not read; None: it reads none
 
 
 class Forwards:
@@ -58,7 +58,7 @@ class Forwards:
         """Tokens [T] that the drafter has not read; with features, each the one after its feature."""
         return request.tokens[self.draft_cache.lengths[number] + self.drafter.reads_features : end]
 
-    def read(self, number: int, request: Request) -> None:
+    def prefill_draft(self, number: int, request: Request) -> None:
         """The drafter reads what the target has read of a prompt; of features, all but the last one: the token after
         that comes with the next part, or it is the root and comes with the first cycle."""
         tokens = [] if self.drafter is None else self._unread(number, request, self.lengths[number])
@@ -106,7 +106,7 @@ class Forwards:
         if max(unread) - min(unread) > path:
             for number, count in enumerate(unread):
                 if count > path + 1:
-                    self.read(number, requests[number])
+                    self.prefill_draft(number, requests[number])
 
     def verify(self, tree: DraftTree) -> Tensor:
         """Features [B, N, F] of the trees' nodes."""
@@ -126,13 +126,13 @@ class Forwards:
     def caches(self) -> list[TreeCache]:
         return [self.cache] if self.draft_cache is None else [self.cache, self.draft_cache]
 
-    def keep(self, numbers: Sequence[int]) -> None:
+    def keep_rows(self, numbers: Sequence[int]) -> None:
         """Go on with these requests only, ascending."""
         for cache in self.caches:
             cache.keep_rows(numbers)
 
     def join(self, other: Forwards) -> None:
-        """Go on with another's requests as well, after one's own: the inverse of `keep`. There must be room."""
+        """Go on with another's requests as well, after one's own: the inverse of `keep_rows`. There must be room."""
         for cache, joining in zip(self.caches, other.caches, strict=True):
             for row in range(len(joining.lengths)):
                 cache.add_row(joining, row)
@@ -154,7 +154,7 @@ class Forwards:
         alone = [cache.row_alone(number) for cache in self.caches]
         return Forwards(self.target, self.drafter, alone[0], alone[1] if len(alone) > 1 else None)
 
-    def take_over(self, request: Request, before: Held, room: int, draft_room: int) -> None:
+    def take_over(self, request: Request, before: CachedText, room: int, draft_room: int) -> None:
         """Go on with the caches of an earlier request, as far as they hold the beginning of this one's prompt."""
         kept, request.features = self.shared(0, before, request)
         if self.draft_cache is not None:
@@ -163,7 +163,7 @@ class Forwards:
         self.cache.truncate(kept)
         self.cache = self.cache.with_room(room)
 
-    def begin_with(self, request: Request, other: Forwards, number: int, before: Held) -> None:
+    def begin_with(self, request: Request, other: Forwards, number: int, before: CachedText) -> None:
         """`take_over` by copy, for a single request: what row `number` of other forwards holds stays there as well."""
         kept, features = other.shared(number, before, request)
         request.features = None if features is None else features.clone()
@@ -172,7 +172,7 @@ class Forwards:
             read = min(kept, other.draft_cache.lengths[number])
             self.draft_cache.copy_row(0, other.draft_cache, number, read)
 
-    def shared(self, number: int, before: Held, request: Request) -> tuple[int, Tensor | None]:
+    def shared(self, number: int, before: CachedText, request: Request) -> tuple[int, Tensor | None]:
         """How many positions of a row are the beginning of another request's prompt, and the features of those of them
         that the drafter has not read.
 

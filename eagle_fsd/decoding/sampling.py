@@ -181,7 +181,7 @@ class VerifiedTrees:
     ) -> None:
         self.requests, self.lengths, self.tree, self.raw = requests, lengths, tree, raw
         self.draft, self.draft_tokens = draft, draft_tokens
-        self.greedy, self.errors = requests[0].greedy, {}
+        self.greedy, self.errors = requests[0].params.greedy, {}
 
     def take(self, rows: Sequence[int]) -> VerifiedTrees:
         """Those of some rows, ascending."""
@@ -193,7 +193,7 @@ class VerifiedTrees:
 
     @functools.cached_property
     def _seeds_and_places(self) -> Tensor:  # [2, B] long
-        return torch.tensor([[request.seed for request in self.requests], self.lengths], device=self.raw.device)
+        return torch.tensor([[request.params.seed for request in self.requests], self.lengths], device=self.raw.device)
 
     def noise(self, depth: int) -> Tensor | None:
         """[B, V] for the tokens after nodes of this depth, by seed and absolute position; None: greedy."""
@@ -205,16 +205,17 @@ class VerifiedTrees:
     def warp(self, raw: Tensor, node: Tensor, path: Sequence[Tensor], going: Tensor) -> Tensor:
         """[B, V]: processed logits, each with the row's own path as context."""
         if _share_processors(self.requests):
-            return self.requests[0].processors(None, raw.clone()) if self.requests[0].processors else raw
+            processors = self.requests[0].params.processors
+            return processors(None, raw.clone()) if processors else raw
         warped, paths = raw.clone(), torch.stack(list(path), 1)  # [B, depth + 1]
         for row in going.nonzero()[:, 0].tolist():
             request = self.requests[row]
-            if row in self.errors or not request.processors or request.complete_with(paths[row, 1:].tolist()):
+            if row in self.errors or not request.params.processors or request.complete_with(paths[row, 1:].tolist()):
                 continue
             before = torch.tensor([request.context], dtype=torch.long, device=raw.device)
             try:
                 context = torch.cat([before, paths[row, None]], 1)
-                warped[row] = _processed(request.processors, context, raw[row, None].clone())[0]
+                warped[row] = _processed(request.params.processors, context, raw[row, None].clone())[0]
             except Exception as error:
                 self.errors[row] = error
         return warped
@@ -228,24 +229,25 @@ def couple(
     device: torch.device,
 ) -> Coupling | None:
     """What drafting knows of the target's draws; None where no row is coupled."""
-    weights = [request.noise_weight(rule) for request, rule in zip(requests, rules, strict=True)]
+    weights = [request.params.noise_weight(rule) for request, rule in zip(requests, rules, strict=True)]
     if not any(weights):
         return None
-    own = [LogitsProcessorList(each for each in request.processors if type(each) in WARPERS) for request in requests]
+    own = [LogitsProcessorList(each for each in request.params.processors if type(each) in WARPERS)
+           for request in requests]
     if _share_processors(requests):
         own = own[:1] * len(own)
-    seeds, places = torch.tensor([[request.seed for request in requests], list(lengths)], device=device)
-    temperatures, scales = torch.tensor([[request.temperature for request in requests], weights], device=device)
+    seeds, places = torch.tensor([[request.params.seed for request in requests], list(lengths)], device=device)
+    temperatures, scales = torch.tensor([[request.params.temperature for request in requests], weights], device=device)
     return Coupling(seeds, places, temperatures, scales, [
         warpers if weight else None for warpers, weight in zip(own, weights, strict=True)], tokens)
 
 
 def _share_processors(requests: Sequence[Request]) -> bool:
     """Whether one call serves all rows."""
-    first = requests[0]
-    if not any(request.processors for request in requests):
+    first = requests[0].params
+    if not any(request.params.processors for request in requests):
         return True
-    return first.alike is not None and all(request.alike == first.alike for request in requests)
+    return first.alike is not None and all(request.params.alike == first.alike for request in requests)
 
 
 def _processed(processors: LogitsProcessorList, context: Tensor, scores: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ from ..models.linear import is_packed
 from ..models.placement import weights_digest
 from ..models.target import TargetModel
 from .decoder import Decoder
-from .request import Request
+from .request import Request, RequestParams
 
 log = logging.getLogger(__name__)
 MEASURED_NODES = (2, 4, 6, 8, 12, 16, 24, 32, 48, 64)
@@ -47,7 +47,7 @@ def greedy_decoder(
     max_new_tokens: int,
 ) -> Decoder:
     """Greedy, lossless decoding of prompts, with always the same tree, or as chosen; None: without drafting."""
-    requests = [Request(prompt, max_new_tokens=max_new_tokens, device=target.device) for prompt in prompts]
+    requests = [Request(prompt, RequestParams(max_new_tokens=max_new_tokens)) for prompt in prompts]
     choice = tree if isinstance(tree, Choice) else Choice(tree)
     return Decoder(target, head if tree else None, requests, lambda count: choice)
 
@@ -62,8 +62,8 @@ def same_cycle(decoder: Decoder) -> Callable[[], object]:
     def once() -> None:
         if decoder.drafter is not None:
             forwards.draft_cache.truncate(length - 3)
-        for request, said, features in before:
-            request.features, request.tokens = features, list(said)
+        for request, tokens, features in before:
+            request.features, request.tokens = features, list(tokens)
         decoder.step()
         forwards.cache.truncate(length)
 

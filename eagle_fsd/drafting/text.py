@@ -156,7 +156,7 @@ class Rates:
 
 
 class TextSource:
-    """Drafts of one request from its own text and from further ones: propose, then keep what was emitted.
+    """Drafts of one request from its own text and from further ones: propose, then accept what was emitted.
 
     Args:
         tokens: of the prompt.
@@ -168,6 +168,10 @@ class TextSource:
         self.index, self.rates = TextIndex(), Rates()
         self.index.extend(tokens)
         self.proposed: Copies | None = None  # last
+
+    def add_texts(self, texts: Sequence[TextIndex]) -> None:
+        """Copy from these as well."""
+        self.others = [*self.others, *texts]
 
     def propose(self, forced: Copies | None = None, room: int = 256) -> Copies | None:
         """What may follow the text, beside what a grammar forces; None: nothing that is likely enough.
@@ -206,7 +210,7 @@ class TextSource:
                     if mine == parent)
         return max(1e-6, 1.0 - taken)
 
-    def keep(self, emitted: Sequence[int]) -> None:
+    def accept(self, emitted: Sequence[int]) -> None:
         """Go on with what was emitted, and take note of what of the last proposal it was."""
         self.learn(emitted)
         self.index.extend(emitted)

@@ -12,7 +12,8 @@ from ..drafting.curves import WIDE_TREE, Cycle, HeadCurves, fit, observed
 from ..drafting.tree import DraftTree
 from ..options import GenerateOptions
 from ..pair import EagleModel
-from ..requests import encode_prompts, make_requests
+from ..prompts import encode_prompts
+from ..requests import make_requests
 
 
 def wide_cycles(model: EagleModel, prompts: Sequence, max_new_tokens: int, temperature: float) -> list[Cycle]:
@@ -30,7 +31,7 @@ def wide_cycles(model: EagleModel, prompts: Sequence, max_new_tokens: int, tempe
         cycles.append(observed(tree, paths[0]))
 
     for request in Progress(requests, desc=f"cycles at temperature {temperature:g}", unit="prompt"):
-        decode_requests(model, [request], WIDE_TREE, observe=observe)
+        decode_requests(model, [request], observe=observe)
     return cycles
 
 

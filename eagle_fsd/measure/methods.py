@@ -19,7 +19,7 @@ from ..decoding.output import Output
 from ..models.linear import is_packed
 from ..models.placement import weights_digest
 from ..pair import EagleModel
-from ..requests import encode_prompt
+from ..prompts import encode_prompt
 from .settings import ComparisonOptions
 
 

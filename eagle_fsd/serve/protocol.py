@@ -15,7 +15,7 @@ from ..checks import OptionError, require_integer
 from ..drafting.config import TreeConfig
 from ..options import GenerateOptions, unknown_option
 from ..pair import EagleModel
-from ..requests import encode_chat
+from ..prompts import encode_chat
 from .tools import check_tools, chosen_tools, schema_of_a_call, tool_names
 
 LONGEST_MESSAGE = 600  # characters; messages show values of the request

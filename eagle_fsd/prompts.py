@@ -1,0 +1,226 @@
+"""From prompts to token ids: text, chats, and what a tokenizer returns, checked against what the target can read."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Mapping
+from numbers import Integral
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+from transformers.utils import chat_template_utils
+
+from .checks import OptionError
+from .pair import EagleModel
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+ALWAYS = 1 << 16  # characters that are tokenised in any case: it takes no time
+_longest: WeakKeyDictionary[PreTrainedTokenizerBase, int] = WeakKeyDictionary()  # token of a tokenizer
+
+
+def encode_prompts(prompt: object, model: EagleModel) -> tuple[list[list[int]], bool]:
+    """Token ids of each prompt, and whether they came as a batch.
+
+    Raises:
+        ValueError, TypeError: see `generate`.
+    """
+    if isinstance(prompt, Mapping) and "input_ids" in prompt:
+        prompt = unpadded(prompt)
+    if not (isinstance(prompt, (list, tuple)) and prompt and isinstance(prompt[0], (str, list, tuple, Tensor))):
+        return [encode_prompt(prompt, model)], False
+    prompts = []
+    for number, each in enumerate(prompt):
+        try:
+            prompts.append(encode_prompt(each, model))
+        except (TypeError, ValueError) as error:
+            raise OptionError("prompt", problem=f"{number} of {len(prompt)}: {error}") from error
+    return prompts, True
+
+
+def unpadded(encoding: Mapping) -> object:
+    """The prompt or prompts of what a tokenizer returns, without the padding that their masks tell of, on either side.
+
+    Raises:
+        ValueError: a mask with zeros elsewhere or of another shape, or inputs other than tokens.
+    """
+    others = encoding.keys() - {"input_ids", "attention_mask", "token_type_ids"}
+    if others:
+        raise ValueError(f"a prompt has input_ids and attention_mask only, got {', '.join(sorted(others))}")
+    ids, mask = encoding["input_ids"], encoding.get("attention_mask")
+    alone = not len(ids) or np.ndim(ids[0]) == 0
+    rows, masks = ([ids], [mask]) if alone else (ids, [None] * len(ids) if mask is None else mask)
+    if len(rows) != len(masks):
+        raise ValueError(f"{len(rows)} rows of input_ids have {len(masks)} rows of attention_mask")
+    prompts = []
+    for row, seen in zip(rows, masks, strict=True):
+        row = torch.as_tensor(row)
+        seen = torch.ones_like(row) if seen is None else torch.as_tensor(seen)
+        shown = (seen == 1).nonzero().flatten()
+        if seen.shape != row.shape or ((seen != 0) & (seen != 1)).any() or (shown.diff() != 1).any():
+            raise ValueError(f"an attention mask has the shape of input_ids, {list(row.shape)}, a 1 per token, and "
+                             f"a 0 for padding before or after them, got {seen.tolist()}")
+        prompts.append(row[shown].tolist())
+    return prompts[0] if alone or (len(prompts) == 1 and not isinstance(ids, list)) else prompts  # [1, L] is one
+
+
+def encode_prompt(prompt: object, model: EagleModel) -> list[int]:
+    """Token ids of a single prompt.
+
+    Raises:
+        ValueError, TypeError: see `generate`.
+    """
+    if isinstance(prompt, Mapping):
+        raise TypeError(f"a chat is a list of messages, each with role and content, got one {type(prompt).__name__}")
+    if isinstance(prompt, np.ndarray):
+        prompt = torch.from_numpy(prompt)
+    if isinstance(prompt, Tensor):
+        integers = not (prompt.is_floating_point() or prompt.is_complex() or prompt.dtype == torch.bool)
+        if not integers or prompt.is_meta or prompt.dim() not in (1, 2) or (prompt.dim() == 2 and len(prompt) != 1):
+            raise ValueError(
+                f"a prompt tensor must be integer [L] or [1, L] (a batch is a list of prompts, without padding), got "
+                f"{prompt.dtype} {list(prompt.shape)}"
+            )
+        return check_ids(prompt.flatten().tolist(), model)
+    if isinstance(prompt, str):
+        ids = tokenised("the prompt", prompt, model)
+    elif isinstance(prompt, (list, tuple)) and all(isinstance(message, dict) for message in prompt) and prompt:
+        ids = encode_chat(list(prompt), model)
+    elif isinstance(prompt, (list, tuple)):
+        if not all(isinstance(token, Integral) and not isinstance(token, bool) for token in prompt):
+            raise TypeError("a list prompt must hold token ids, chat messages, or prompts, not a mixture or others")
+        ids = [int(token) for token in prompt]
+    else:
+        raise TypeError(f"a prompt must be text, a chat, or token ids, got {type(prompt).__name__}")
+    return check_ids(ids, model)
+
+
+def check_ids(ids: list[int], model: EagleModel) -> list[int]:
+    if not ids:
+        raise ValueError("the prompt is empty: at least one token is needed")
+    wrong = next((token for token in ids if not 0 <= token < model.target.vocab_size), None)
+    if wrong is not None:
+        raise ValueError(f"token id {wrong} is outside the vocabulary (0 to {model.target.vocab_size - 1})")
+    return ids
+
+
+def need_tokenizer(model: EagleModel):
+    if model.tokenizer is None:
+        raise ValueError("this model has no tokenizer: give the prompt as token ids")
+    return model.tokenizer
+
+
+def encodable(what: str, text: str) -> str:
+    """The text, refused where a lone surrogate in it cannot be encoded."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise OptionError(what, problem=f"is no valid text: a lone surrogate {text[error.start]!r} at "
+                          f"{error.start}") from error
+    return text
+
+
+def encode_chat(messages: list[dict], model: EagleModel, tools: list[dict] | None = None) -> list[int]:
+    """Token ids of a chat, with the schemas of functions that may be called.
+
+    Raises:
+        ValueError: no chat, or one that the tokenizer's template cannot render.
+    """
+    tokenizer = need_tokenizer(model)
+    for message in messages:
+        text = isinstance(message.get("content"), str) or "content" not in message and message.get("tool_calls")
+        if not (isinstance(message.get("role"), str) and text):
+            raise OptionError("messages", problem=f'need "role" and "content", both text, got {message!r}')
+    if tokenizer.chat_template is None:
+        raise ValueError("the tokenizer has no chat template: give the prompt as text or token ids")
+    known = {*ROLES, *re.findall(r"\w+", f"{tokenizer.chat_template} {' '.join(tokenizer.get_added_vocab())}")}
+    wrong = next((message["role"] for message in messages if message["role"] not in known), None)
+    if wrong is not None:  # many templates would show it as if it was one
+        raise OptionError("messages", problem=f"have roles, which must be one of {', '.join(ROLES)}, or one that the "
+                          f"chat template or a special token names, got {wrong!r}")
+    calling = tools or any(message["role"] == "tool" or message.get("tool_calls") for message in messages)
+    if calling and "tool" not in tokenizer.get_chat_template(tools=tools):
+        raise OptionError("tools", problem="cannot be used with this model: its chat template has no place for them")
+    positions = model.target.max_positions
+    if positions is not None:
+        check_rendering(tokenizer, messages, most_characters(tokenizer, positions), tools)
+    try:
+        rendered = tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=True)
+    except Exception as error:  # templates raise for roles or an order that they do not know
+        raise ValueError(f"the tokenizer's chat template refuses the chat: {error}") from error
+    return tokenised("the chat", rendered, model, add_special_tokens=False)
+
+
+def tokenised(what: str, text: str, model: EagleModel, add_special_tokens: bool = True) -> list[int]:
+    """The token ids of a text; what its tokenizer puts before texts is not put before one that begins with it, such as
+    what a chat template has rendered.
+
+    Raises:
+        ValueError: it cannot be encoded, or is longer than anything that the target has positions for.
+    """
+    tokenizer, positions = need_tokenizer(model), model.target.max_positions
+    if positions is not None and len(text) > most_characters(tokenizer, positions):
+        raise OptionError(what, problem=f"has {len(text)} characters, more than the target's {positions} positions can "
+                          "hold")
+    ids = tokenizer(encodable(what, text), add_special_tokens=add_special_tokens)["input_ids"]
+    first = ids[0] if ids else None
+    if add_special_tokens and first in tokenizer.all_special_ids and text.startswith(
+            tokenizer.convert_ids_to_tokens(first)):
+        own = tokenizer(text, add_special_tokens=False)["input_ids"]
+        for count in range(len(ids) - len(own), 0, -1):
+            if ids[:count] == own[:count] and ids[count:][: len(own)] == own:
+                return ids[count:]
+    return ids
+
+
+def most_characters(tokenizer: PreTrainedTokenizerBase, positions: int) -> int:
+    """No text of more characters fits so many positions, were it made of the longest token."""
+    if tokenizer not in _longest:
+        _longest[tokenizer] = max(map(len, tokenizer.get_vocab()), default=1)
+    return max(ALWAYS, positions * _longest[tokenizer])
+
+
+def check_rendering(
+    tokenizer: PreTrainedTokenizerBase, messages: list[dict], most: int, tools: list[dict] | None = None
+) -> None:
+    """Raise ValueError where the tokenizer's chat template makes more than `most` characters of a chat.
+
+    Templates are programs from the hub, and what `transformers` renders has no bound. This renders piece by piece, and
+    stops; what else is wrong with chat or template is left to be said by `apply_chat_template`.
+    """
+    length = 0
+    try:
+        for piece in _bounded(tokenizer.get_chat_template(tools=tools)).generate(
+            messages=messages, tools=tools, documents=None, add_generation_prompt=True, **tokenizer.special_tokens_map
+        ):
+            length += len(piece)
+            if length > most:
+                break
+    except MemoryError:
+        length = most + 1
+    except Exception:  # anything that a template may raise
+        return
+    if length > most:
+        raise ValueError(f"the tokenizer's chat template makes more than {most} characters of the chat, which are more "
+                         "than the target has positions for")
+
+
+@functools.lru_cache(maxsize=8)
+def _bounded(source: str) -> Any:
+    """The jinja template in the environment that `transformers` makes for templates, where texts are multiplied up to a
+    bound."""
+    environment = chat_template_utils._compile_jinja_template("").environment.overlay()
+    environment.intercepted_binops = frozenset("*")
+    environment.call_binop = _multiplied
+    return environment.from_string(source)
+
+
+def _multiplied(context: object, operator: str, left: Any, right: Any) -> Any:
+    for sequence, count in ((left, right), (right, left)):
+        if isinstance(sequence, (str, list, tuple)) and isinstance(count, int) and len(sequence) * count > 1 << 24:
+            raise MemoryError
+    return left * right
