@@ -32,7 +32,7 @@ from eagle_fsd.measure.settings import QuestionOptions, parse_setting
 from eagle_fsd.measure.statistics import first_difference
 from eagle_fsd.models.cache import cache_name
 from eagle_fsd.pair import EagleModel
-from eagle_fsd.requests import encode_prompt
+from eagle_fsd.prompts import encode_prompt
 from eval.command import noted, run_command
 
 LEAST_EXPECTED = 5  # rarer tokens of a position are counted together

@@ -32,7 +32,7 @@ from eagle_fsd.decoding.grammar import Grammar
 from eagle_fsd.measure.methods import pair_text
 from eagle_fsd.measure.records import decimals, markdown, write_record
 from eagle_fsd.pair import EagleModel
-from eagle_fsd.requests import encode_prompt
+from eagle_fsd.prompts import encode_prompt
 from eval.command import noted, run_command
 from eval.endpoints import UNCACHED, ask, read_endpoints
 

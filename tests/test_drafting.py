@@ -192,10 +192,10 @@ def test_a_causal_model_drafts(same, shape, prompts, monkeypatch):
     target, drafter = TargetModel(model), SmallModel(model if same else tiny_target(seed=1, num_hidden_layers=1))
     decoder = greedy_decoder(target, drafter, prompts, tree, 60)
     decoder.prefill()
-    accepted = [[len(emission.tokens) - 1 for emission in decoder.step()] for _ in range(5)]
+    accepted = [[len(receipts) - 1 for receipts in decoder.step()] for _ in range(5)]
     assert not same or accepted == [[tree.depth] * len(prompts)] * 5
     for request, prompt in zip(decoder.requests, prompts, strict=True):
-        count = len(request.emitted)
+        count = len(request.tokens) - len(prompt)
         expected = model.generate(torch.tensor([prompt]), max_new_tokens=count, min_new_tokens=count, do_sample=False)
         assert request.tokens == expected[0].tolist()
     if len(prompts) > 1:
@@ -205,8 +205,8 @@ def test_a_causal_model_drafts(same, shape, prompts, monkeypatch):
     later = Decoder(target, drafter, [request], choose, earlier=decoder)
     later.prefill()
     assert request.stats.prefill_tokens == 2
-    emitted = [len(emission.tokens) for emission in (later.step(), later.step()) for emission in emission]
-    expected = model.generate(torch.tensor([text]), max_new_tokens=len(request.emitted), do_sample=False)
+    emitted = [len(receipts) for _ in range(2) for receipts in later.step()]
+    expected = model.generate(torch.tensor([text]), max_new_tokens=len(request.tokens) - len(text), do_sample=False)
     assert request.tokens == expected[0].tolist() and (not same or emitted == [tree.depth + 1] * 2)
 
 

@@ -400,7 +400,8 @@ def test_from_conversations_to_a_head(place, tmp_path, monkeypatch):
     monkeypatch.undo()
     head = train(settings(place, tmp_path / "run", **given))
     assert all(path.stat().st_mtime_ns == made[path] for path in made if path.suffix == ".npy" or "0000" in path.name)
-    out = eagle_fsd.generate("ab", eagle_fsd.load(str(tmp_path / "target"), str(head)), max_new_tokens=8)
+    out = eagle_fsd.generate("ab", eagle_fsd.load(str(tmp_path / "target"), str(head)), max_new_tokens=8,
+                             tree=eagle_fsd.TreeConfig(8, 3, 2))
     assert len(out.token_ids) == 8 and out.stats.proposed["head"] > 0
     for changes in ({"data": place / "data"}, {"conversations": ()}):
         with pytest.raises(ValueError, match="give either --conversations or --data"):
