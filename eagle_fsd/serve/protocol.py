@@ -30,9 +30,15 @@ OPTIONS = GenerateOptions.names()
 TO_THE_END = 2**31  # max_new_tokens of an answer without a limit, which the engine lowers
 OF_A_RULE = {"threshold", "divergence", "head_guard"}  # a request with another rule does not take the server's
 NULLS = {"head_guard"}  # where null is a value of its own
-# Fields of the API that change nothing here, whatever their value; and the values of others that change nothing.
+# Fields of the API that change nothing here, whatever their value.
 IGNORED = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls")
-NEUTRAL = {"functions": [], "function_call": "none", "modalities": ["text"], "echo": False, "suffix": "", "best_of": 1}
+NEUTRAL = {  # features of the API, vLLM and llama.cpp that this server lacks: the value that turns each off
+    "functions": [], "function_call": "none", "modalities": ["text"], "echo": False, "suffix": "", "best_of": 1,
+    "add_generation_prompt": True, "bad_words": [], "cache_prompt": True, "chat_template_kwargs": {},
+    "continue_final_message": False, "early_stopping": False, "include_stop_str_in_output": False, "length_penalty": 1,
+    "priority": 0, "return_token_ids": False, "return_tokens_as_token_ids": False, "skip_special_tokens": True,
+    "spaces_between_special_tokens": True, "use_beam_search": False,
+}
 
 
 class Refusal(HTTPException):
@@ -233,7 +239,7 @@ class AnswerRequest(BaseModel):
                 raise Refusal(400, unknown_option(name, self.known()), param=name, code="unknown_field")
             if ours in options and options[ours] != value:
                 raise Refusal(400, f"{name}={value!r} was given under another name too, with another value", param=name)
-            options[ours] = value
+            options[ours] = 0 if (name, value) == ("top_k", -1) else value  # vLLM turns top_k off with -1
         if isinstance(biases := options.get("logit_bias"), dict):  # keys of JSON are text
             options["logit_bias"] = {int(token) if token.isdecimal() and len(token) < 10 else token: bias
                                      for token, bias in biases.items()}
