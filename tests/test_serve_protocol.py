@@ -348,8 +348,8 @@ def test_a_request_may_switch_drafting(client):
     ({"acceptance": "tpyical"}, "unknown rule 'tpyical'; accepted: exact, fsd, ", "acceptance"),
     ({"text_drafts": 3}, 'text_drafts must be "auto", "off" or a TextDrafts, got 3', "text_drafts"),
     ({"threshold": 0.3, "tree": {"total_tokens": 4, "depth": 2, "top_k": 2}}, "of a fuzzy request must be the", "tree"),
-    ({"top_logprobs": 2}, "give logprobs=true with them", "top_logprobs"),
-    ({"stream_options": {"include_usage": True}}, "give stream=true with them", "stream_options"),
+    ({"top_logprobs": 2}, "top_logprobs needs logprobs=true", "top_logprobs"),
+    ({"stream_options": {"include_usage": True}}, "stream_options need stream=true", "stream_options"),
     ({"response_format": {"type": "xml"}}, "of type 'xml' is not known; accepted: json_object, ", "response_format"),
     ({"loudness": 1}, "accepted: max_new_tokens, temperature, ", "loudness"),
     ({"response_format": {"type": ["object", "nul"]}}, "response_format ", "response_format"),
@@ -379,7 +379,7 @@ def test_values_of_other_servers_that_change_nothing_are_accepted(server):
 def test_a_body_that_is_no_json_says_where(server):
     answer = httpx.post(f"{server.url}/v1/chat/completions", content=b"{]",
                         headers={"Content-Type": "application/json"})
-    assert answer.json()["error"]["message"].startswith("the body is no JSON: ") and answer.status_code == 400
+    assert answer.json()["error"]["message"].startswith("the body is not JSON: ") and answer.status_code == 400
     assert answer.json()["error"]["message"].endswith("at character 1") and answer.json()["error"]["param"] is None
 
 

@@ -52,7 +52,7 @@ class ServeCommand:
         name = self.serving.name or served_name(self.pair.target)
         if key is None and self.serving.host not in ("127.0.0.1", "localhost", "::1"):
             logging.warning("everyone who reaches %s can use the model: set %s", self.serving.host, KEY_VARIABLE)
-        place = reserve(self.serving)
+        listener = reserve(self.serving)
         defaults = {name: getattr(self.decoding, name) for name in Decoding.names()}
         if defaults["max_new_tokens"] is None:
             del defaults["max_new_tokens"]
@@ -60,7 +60,7 @@ class ServeCommand:
         if self.serving.plain:
             model = replace(model, draft=None, sizing=None)
             defaults["speculative"] = False
-        if not serve(model, name, place, self.serving, defaults, defaults.pop("tree"), key,
+        if not serve(model, name, listener, self.serving, defaults, defaults.pop("tree"), key,
                      [self.pair.target or DEFAULT]):
             sys.exit(1)
 
