@@ -87,7 +87,7 @@ Implementation = Literal[tuple(IMPLEMENTATIONS)]
 
 @dataclass(frozen=True)
 class Loading(LoadOptions):
-    """Which pair is loaded, where to, and in what form.
+    """Which models to load, on which device, and in which form.
 
     Args:
         prepack: keep weights in their plain layout on a CPU: slower.
@@ -111,7 +111,7 @@ class Loading(LoadOptions):
 
 @dataclass(frozen=True)
 class Decoding(GenerateOptions):
-    """How tokens are drawn, where an answer ends, and which drafted tokens are kept.
+    """How to sample tokens, when to end an answer, and which draft tokens to accept.
 
     Args:
         seed: seed of the sampling noise; default: random. With the same seed, plain decoding, exact and every rule at

@@ -31,7 +31,7 @@ HELP = """\
 
 @dataclass(frozen=True)
 class ChatDecoding(Decoding):
-    """How tokens are drawn, where an answer ends, and which drafted tokens are kept."""
+    """How to sample tokens, when to end an answer, and which draft tokens to accept."""
 
     max_new_tokens: int = 512
 

@@ -7,13 +7,14 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 
+from ..checks import require_integer
+
 
 def check_counts(options: object, *names: str, least: int = 1) -> None:
-    """Raise ValueError for an option below `least`; None is allowed."""
+    """Raise for an option that is neither None nor an integer of at least `least`."""
     for name in names:
-        value = getattr(options, name)
-        if value is not None and value < least:
-            raise ValueError(f"--{name.replace('_', '-')} must be at least {least}, got {value}")
+        if getattr(options, name) is not None:
+            require_integer(f"--{name.replace('_', '-')}", getattr(options, name), least)
 
 
 USER_ERRORS = (ValueError, TypeError, OSError, ImportError)

@@ -17,7 +17,7 @@ from .arguments import Decoding, Loading
 
 @dataclass(frozen=True)
 class Answering(Decoding):
-    """How tokens are drawn, where an answer ends, and which drafted tokens are kept.
+    """How to sample tokens, when to end an answer, and which draft tokens to accept.
 
     Args:
         max_new_tokens: most tokens of an answer if the request sets no limit; default: up to the end of the context, or

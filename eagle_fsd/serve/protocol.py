@@ -90,15 +90,15 @@ def options_over(defaults: Mapping[str, object], own: Mapping[str, object]) -> G
     Raises:
         TypeError, ValueError: as `GenerateOptions`; also for values that one request may not have.
     """
-    kept = {"max_new_tokens": TO_THE_END, **defaults}
-    kept = {name: value for name, value in kept.items() if not ("acceptance" in own and name in OF_A_RULE)}
+    base = {"max_new_tokens": TO_THE_END, **defaults}
+    base = {name: value for name, value in base.items() if not ("acceptance" in own and name in OF_A_RULE)}
     if own.get("text_drafts") == "off":
-        kept.pop("reference", None)
-    elif "reference" in own and kept.get("text_drafts") == "off":
-        del kept["text_drafts"]
+        base.pop("reference", None)
+    elif "reference" in own and base.get("text_drafts") == "off":
+        del base["text_drafts"]
     if "min_new_tokens" not in own and isinstance(most := own.get("max_new_tokens"), int):
-        kept["min_new_tokens"] = min(kept.get("min_new_tokens", 0), max(most, 0))
-    options = GenerateOptions(**{**kept, **own})
+        base["min_new_tokens"] = min(base.get("min_new_tokens", 0), max(most, 0))
+    options = GenerateOptions(**{**base, **own})
     if isinstance(options.seed, (list, tuple)):
         raise OptionError("seed", options.seed, "an int, the seed of the first choice; each further choice adds 1")
     if len(options.stop_strings) > MOST_STOPS:

@@ -169,10 +169,10 @@ class FuzzyRows:
             at_logits = first[:, None] + torch.tensor(rows)[:, None] + torch.minimum(node, ends[:, None])
             raw = logits[at_logits.to(output.device)].float()
             tokens = draft_tokens[at[:, :-1]].long().masked_fill((node[:-1] >= ends[:, None]).to(output.device), -1)
-            where, draft = self.draft or ({}, None)
-            known = torch.tensor([states[row].req_id in where for row in rows])
+            row_of, draft = self.draft or ({}, None)
+            known = torch.tensor([states[row].req_id in row_of for row in rows])
             if draft is not None:
-                draft = draft[[where.get(states[row].req_id, 0) for row in rows], : len(node) - 1]
+                draft = draft[[row_of.get(states[row].req_id, 0) for row in rows], : len(node) - 1]
             seeds = None if greedy else torch.cat([self._seed(generators.get(row), output.device) for row in rows])
             steps = walk_chains(rule, raw, warped, tokens, draft, known.to(output.device), seeds)
             accepted = [[step.token for step in each] + [-1] * (output.shape[1] - len(each)) for each in steps]
