@@ -114,11 +114,11 @@ class Decoding(GenerateOptions):
     """How to sample tokens, when to end an answer, and which draft tokens to accept.
 
     Args:
-        seed: seed of the sampling noise; default: random. With the same seed, plain decoding, exact and every rule at
+        seed: seed of the sampling noise; None: random. With the same seed, plain decoding, exact and every rule at
             its lossless threshold give the same tokens.
         stop: a string that ends the answer and is not part of it; can be repeated.
         acceptance: acceptance rule.
-        tree: size of the draft tree; default: adapted to the speed of the machine.
+        tree: size of the draft tree; None: as fast as possible on this machine.
         response_format: format of the answer, in JSON: a schema, or for example {"type": "regex", "regex": R}.
         speculative: decode without drafts.
         reference: a text that the answer will resemble, from which drafts are copied; can be repeated.

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Literal
 
-KINDS = {  # folders of the cache
+KINDS = {  # folder of the cache: description
     "gguf": "dequantised GGUF models, made again when they are next loaded",
     "latency": "times of decode cycles on this machine, measured again when needed",
     "trees": "acceptance curves fitted by eagle-fsd tune",

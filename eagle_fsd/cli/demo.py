@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from ..measure.methods import Answer
 
 BASELINE = "model.generate"
-PROMPTS = {  # turns of user and assistant
+PROMPTS = {  # turns, of user and assistant alternately
     "question": ["How do plants make their food?"],
     "rewrite": ["Correct the spelling: I beleive she recieved the lettar yesturday. He was realy suprised, becuase it "
                 "was adressed to his freind."],

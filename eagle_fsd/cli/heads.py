@@ -122,7 +122,7 @@ class VocabCommand:
         target: directory or hub id of the target, for its tokenizer; not needed for datasets of train.prepare_data.
         size: number of tokens to draft. Without size and coverage, the command only prints a table.
         coverage: draft as many tokens as cover this share of the text, such as 0.99.
-        out: directory for a copy of the head with the file; default: the head's own directory.
+        out: directory for a copy of the head with the file; None: the head's own directory.
         trust_remote_code: allow a target to run code from its repository.
     """
 

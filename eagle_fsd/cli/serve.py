@@ -20,7 +20,7 @@ class Answering(Decoding):
     """How to sample tokens, when to end an answer, and which draft tokens to accept.
 
     Args:
-        max_new_tokens: most tokens of an answer if the request sets no limit; default: up to the end of the context, or
+        max_new_tokens: most tokens of an answer if the request sets no limit; None: up to the end of the context, or
             of the share of --max-tokens.
     """
 

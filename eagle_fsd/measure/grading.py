@@ -18,8 +18,8 @@ from ..data.questions import Question
 
 log = logging.getLogger(__name__)
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
-CODE = ("humaneval", "mbpp")  # categories of questions whose answers are programs
-CODE_END = "\n```\n"  # where a fenced program ends; EvalPlus stops answers there too
+CODE = ("humaneval", "mbpp")  # categories with programs as answers
+CODE_END = "\n```\n"  # the end of a fenced program; also a stop string of EvalPlus
 # Limits of a program.
 SECONDS, WALL_SECONDS, MEMORY_BYTES, FILE_BYTES = 10, 40, 1 << 30, 1 << 20
 # Runs in the subprocess before the program and sets its limits. At the end it writes the bytes from standard input to a

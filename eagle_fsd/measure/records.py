@@ -58,7 +58,7 @@ def shown(value: object) -> str:
     if not os.path.isabs(text):
         return text
     near = os.path.relpath(text, ROOT)
-    return Path(text).name if near.startswith(os.path.join("..", "..")) else near  # elsewhere on this machine
+    return Path(text).name if near.startswith(os.path.join("..", "..")) else near
 
 
 def record_path(out: Path, suffix: str) -> Path:

@@ -42,7 +42,7 @@ class ComparisonOptions:
         temperature: 0 is greedy; otherwise sampling.
         max_new_tokens: most tokens per turn.
         seed: seed of the sampling noise.
-        tree: size of the draft tree; default: adapted to the speed of the machine.
+        tree: size of the draft tree; None: as fast as possible on this machine.
         repeats: timed runs of each question; their median counts.
         run_code: run the programs of HumanEval and MBPP answers to grade them; without it they are not graded.
         out: write OUT.json, OUT.md and OUT.png, and OUT.answers.jsonl, from which an interrupted run resumes.

@@ -88,7 +88,7 @@ class Formatter:
         return f"{last}data: [DONE]\n\n"
 
     def _calls(self, output: Output) -> tuple[str, list[dict]]:
-        """The text before the first call, and the calls."""
+        """Split the text before the first call from the calls."""
         return find_calls(output.text, self.request.may_call) if self.request.may_call else (output.text, [])
 
     def _usage(self, outputs: Sequence[Output]) -> dict[str, Any]:
@@ -96,7 +96,7 @@ class Formatter:
         return usage(sum(self.prompts), outputs, predicted=predicted, prompts=len(self.prompts))
 
     def _event(self, index: int, delta: dict, **more: Any) -> str:
-        """The event of one choice."""
+        """An event of one choice."""
         content = {"delta": delta} if self.chat else {"text": delta.get("content", "")}
         choice = {"index": index, **content, "finish_reason": None, "logprobs": None, **more}
         wanted = self.request.stream_options and self.request.stream_options.continuous_usage_stats

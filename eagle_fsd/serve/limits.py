@@ -23,9 +23,9 @@ class ServeOptions:
     Args:
         host: address to listen on. 127.0.0.1: this machine only; 0.0.0.0: all interfaces, see docs/serving.md.
         port: port to listen on; 0 chooses a free one, which the log shows.
-        name: name of the model in requests and answers; default: the target's id, or the last part of its path.
+        name: name of the model in requests and answers; None: the target's id, or the last part of its path.
         max_rows: most requests decoded together.
-        max_tokens: positions in the caches, for all rows together, each as long as the longest; default: as many as fit
+        max_tokens: positions in the caches, for all rows together, each as long as the longest; None: as many as fit
             into a quarter of the free memory.
         max_waiting: most requests that wait for a row; further ones get status 429.
         prefill_chunk: most prompt tokens prefilled between two decode cycles of other requests.
@@ -74,7 +74,7 @@ class ServeOptions:
 
     @property
     def engine(self) -> dict[str, Any]:
-        """The arguments of `Engine`."""
+        """The options that are arguments of `Engine`."""
         names = ("max_rows", "max_tokens", "max_waiting", "prefill_chunk", "prefixes", "remember")
         return {name: getattr(self, name) for name in names}
 

@@ -17,7 +17,7 @@ from ..batching.engine import Engine
 from ..batching.tickets import Ticket
 
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
-COUNTERS = {  # of `EngineStats`
+COUNTERS = {  # attributes of `EngineStats`
     "requests": "accepted requests",
     "prompt_tokens": "prompt tokens",
     "reused_tokens": "prompt tokens read from the cache of an earlier request",

@@ -1,4 +1,4 @@
-"""What clients send: requests of OpenAI's API with options of decoding, and what refuses them."""
+"""Requests of OpenAI's API with our decoding options, their validation, and error responses."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def refusal_of_body(error: RequestValidationError) -> Refusal:
     return Refusal(400, f"{param or 'the body'}: {first['msg']}, got {first.get('input')!r}", param=param or None)
 
 
-# Options of decoding -------------------------------------------------------------------------------------------------
+# Decoding options ----------------------------------------------------------------------------------------------------
 
 
 def options_over(defaults: Mapping[str, object], own: Mapping[str, object]) -> GenerateOptions:
@@ -309,7 +309,7 @@ class ChatRequest(AnswerRequest):
         return tool_names(self._tools)
 
     def prompts(self, model: EagleModel) -> list[Any]:
-        """The chat as token ids."""
+        """The chat as token ids, in a list of one prompt."""
         return [encode_chat([message.plain() for message in self.messages], model, self._tools or None)]
 
 
@@ -332,6 +332,6 @@ class CompletionRequest(AnswerRequest):
         return self.logprobs
 
     def prompts(self, model: EagleModel) -> list[Any]:
-        """The texts, or their token ids."""
+        """The texts or token ids, as a list of prompts."""
         many = isinstance(self.prompt, list) and self.prompt and not isinstance(self.prompt[0], int)
         return list(self.prompt) if many else [self.prompt]

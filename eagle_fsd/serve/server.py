@@ -101,7 +101,7 @@ def reserve(options: ServeOptions) -> socket.socket:
 
 
 def configuration(app: ASGIApp, options: ServeOptions) -> uvicorn.Config:
-    """Uvicorn's settings."""
+    """The configuration of uvicorn."""
     return uvicorn.Config(
         app, http=partial(TimeoutProtocol, seconds=options.read_seconds), ws="none", server_header=False,
         headers=[("content-security-policy", POLICY), ("referrer-policy", "no-referrer")],

@@ -161,7 +161,7 @@ class FuzzyRows:
         for (rule, greedy), rows in groups.items():
             ends = torch.tensor([drafted[row] for row in rows])  # index of the node after the chain
             first, node = torch.tensor([starts[row] for row in rows]), torch.arange(int(ends.max()) + 1)
-            at = (first[:, None] + torch.minimum(node, ends[:, None] - 1)).to(output.device)  # [F, N], in M
+            at = (first[:, None] + torch.minimum(node, ends[:, None] - 1)).to(output.device)  # [F, N], indices into M
             warped = processed[at]
             past, after = (node >= ends[:, None]).nonzero().T.to(output.device)
             warped[past, after] = -math.inf
