@@ -3,7 +3,7 @@
     python -m eagle_fsd.lm_eval --model eagle_fsd --model_args target=T,draft=D,acceptance=fsd,threshold=0.2 \\
         --tasks gsm8k
 
-takes the arguments of `lm_eval`; versions after 0.4.13 find the model themselves.
+takes the arguments of `lm_eval`. With versions after 0.4.13 the command `lm_eval` finds the model, too.
 """
 
 from __future__ import annotations
@@ -27,32 +27,33 @@ except ImportError as error:
         sys.exit(f"eagle_fsd.lm_eval: {missing}")
     raise ImportError(missing) from error
 
-LOADING = [name for name in LoadOptions.names() if name != "quantization_config"]  # its `tree` is that of `load`
+LOADING = [name for name in LoadOptions.names() if name != "quantization_config"]
 DECODING = ["acceptance", "threshold", "divergence", "head_guard", "budget"]
-# Arguments of the harness' own `hf` model that mean the same here.
+# Arguments of the harness' own `hf` model, with the same meaning.
 HARNESS = ["batch_size", "max_batch_size", "tokenizer", "use_fast_tokenizer", "max_length", "add_bos_token",
            "prefix_token_id", "truncation", "logits_cache", "softmax_dtype", "think_end_token", "enable_thinking",
            "chat_template_args"]
-SMALLEST = TreeConfig(2, 1, 1)  # where decoding without drafts would be faster: `custom_generate` always drafts
 
 
-def sort_arguments(given: Mapping[str, object]) -> tuple[dict[str, object], GenerateOptions, dict[str, object]]:
-    """`--model_args`, checked as far as it goes without the models: those of `load`, of all requests, of `HFLM`.
+def sort_arguments(arguments: Mapping[str, object]) -> tuple[dict[str, object], GenerateOptions, dict[str, object]]:
+    """Split `--model_args` into those of `load`, of all requests, and of `HFLM`, and validate them.
 
     Raises:
-        ValueError, TypeError: an unknown argument, or a bad value.
+        ValueError, TypeError: an unknown argument or an invalid value.
     """
-    if "pretrained" in given:
-        raise ValueError("the model eagle_fsd takes target= (and draft=), not pretrained=")
+    if "pretrained" in arguments:
+        raise ValueError("the model eagle_fsd takes target= and draft=, not pretrained=")
     accepted = [*LOADING, *DECODING, *HARNESS]
-    unknown = [name for name in given if name not in accepted]
+    unknown = [name for name in arguments if name not in accepted]
     if unknown:
         raise ValueError(f"unknown model_args {', '.join(unknown)}; accepted: {', '.join(accepted)}")
-    loading, decoding, harness = ({name: given[name] for name in names if given.get(name) is not None}
-                                  for names in (LOADING, DECODING, HARNESS))
-    loading |= {name: str(loading[name]) for name in ("target", "draft") if name in loading}  # "7" was read as a number
-    if "tree" in given:
-        loading["tree"] = tree_of(given["tree"])
+    loading, decoding, harness = (
+        {name: arguments[name] for name in names if arguments.get(name) is not None}
+        for names in (LOADING, DECODING, HARNESS))
+    # The harness reads a name such as "7" as a number.
+    loading |= {name: str(loading[name]) for name in ("target", "draft") if name in loading}
+    if "tree" in arguments:
+        loading["tree"] = tree_of(arguments["tree"])
     if decoding.get("head_guard") == "none":
         decoding["head_guard"] = None
     LoadOptions(**loading)
@@ -60,7 +61,7 @@ def sort_arguments(given: Mapping[str, object]) -> tuple[dict[str, object], Gene
 
 
 def tree_of(tree: object) -> TreeConfig | str | None:
-    """The `tree` of `load`; a list such as [16, 5, 4] or [16, 5, 4, 0.5] holds the fields of a `TreeConfig`."""
+    """The `tree` of `load`, from "auto", "none", or the fields of a `TreeConfig` as a list such as [16, 5, 4]."""
     if tree in (None, "none"):
         return None
     if tree == "auto" or isinstance(tree, TreeConfig):
@@ -68,24 +69,24 @@ def tree_of(tree: object) -> TreeConfig | str | None:
     try:
         return TreeConfig(*tree)
     except (TypeError, ValueError) as error:
-        raise ValueError("tree must be auto, none or [total_tokens,depth,top_k] with a draft temperature or without, "
+        raise ValueError("tree must be auto, none or [total_tokens,depth,top_k], optionally with a draft temperature, "
                          f"got {tree!r} ({error})") from error
 
 
 class EagleLM(HFLM):
-    """The harness' `hf` model with another decoder: its tokenisation, prompts, stop handling, cache and scoring stay.
+    """The harness' `hf` model with speculative decoding; tokenisation, prompts, stops, cache and scoring stay its own.
 
-    Answers are drafted and verified; log-likelihoods are the target's alone, as `hf` computes them.
+    Answers are drafted and verified; log-likelihoods are the target's alone, as in `hf`.
 
     Args:
-        given: `--model_args`, `--device` and `--batch_size`; see `sort_arguments`.
+        arguments: `--model_args`, `--device` and `--batch_size`; see `sort_arguments`.
 
     Raises:
-        ValueError, TypeError: an unknown argument or a bad value.
+        ValueError, TypeError: an unknown argument or an invalid value.
     """
 
-    def __init__(self, **given: object) -> None:
-        loading, self.decoding, harness = sort_arguments(given)
+    def __init__(self, **arguments: object) -> None:
+        loading, self.decoding, harness = sort_arguments(arguments)
         self.pair = load(**loading)
         super().__init__(
             self.pair.target.model, trust_remote_code=loading.get("trust_remote_code", False), **harness)
@@ -94,7 +95,7 @@ class EagleLM(HFLM):
             raise ValueError(f"max_length {self.max_length} exceeds the target's {limit} positions")
 
     def _model_generate(self, context: Tensor, max_length: int, stop: list[str], **generation_kwargs) -> Tensor:
-        """The call that `hf` would make, decoded by `custom_generate`: [B, L] -> [B, L + new tokens]."""
+        """As `hf`, with `custom_generate` as the decoder: [B, L] -> [B, L + new tokens]."""
         return super()._model_generate(
             context, max_length, stop, custom_generate=custom_generate, draft=self.pair.draft,
             acceptance=self.decoding.rule, budget=self.decoding.budget, tree=self.pair.default_tree,
@@ -104,7 +105,7 @@ class EagleLM(HFLM):
 if __name__ == "__main__":
     from lm_eval.__main__ import cli_evaluate
 
-    import eagle_fsd.lm_eval  # noqa: F401  # registers the class of the module, which this run of the file is not
+    import eagle_fsd.lm_eval  # noqa: F401  # registers the class under the module's name; this file runs as __main__
 
     cli_evaluate()
 else:

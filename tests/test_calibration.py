@@ -13,7 +13,7 @@ import eagle_fsd
 from eagle_fsd.cli import main
 from eagle_fsd.cli.arguments import Loading
 from eagle_fsd.data.questions import Question
-from eagle_fsd.measure.comparison import compare, cross_fit_text, join_seeds, parting_text, recommend, record_of
+from eagle_fsd.measure.comparison import compare, cross_fit_text, difference_text, join_seeds, recommend, record_of
 from eagle_fsd.measure.methods import Answer, engine
 from eagle_fsd.measure.settings import ComparisonOptions, parse_setting
 from eagle_fsd.measure.statistics import (
@@ -150,7 +150,7 @@ def test_a_comparison_goes_on_where_it_was(tmp_path):
     assert sorted(asked) == [(name, f"question {number}") for name in "ab" for number in (3, 4)]
     assert [line["id"] for line in found] == [0, 1, 2, 3, 4] and not found[4]["methods"]["a"]["timed"]
     assert method_rows(found, "a")[1]["timed"] == 3 and method_rows(found[3:], "a")[1]["time"] is None
-    with pytest.raises(ValueError, match="begun with other seed: delete it"):
+    with pytest.raises(ValueError, match="made with another seed: delete it"):
         compare({"a": counted("a")}, [question(0)], given, {"seed": 1})
 
 
@@ -163,14 +163,14 @@ def test_the_median_time_of_repeats_counts(tmp_path):
 
 @pytest.mark.parametrize(("dtype", "baseline", "temperature", "said"), [
     (torch.float32, None, 0.0, "A lossless method has 100%"),
-    (torch.float32, torch.bfloat16, 0.0, "can have less in bfloat16"),
-    (torch.bfloat16, None, 1.0, "can have less in bfloat16"),
+    (torch.float32, torch.bfloat16, 0.0, "can have less than 100% in bfloat16"),
+    (torch.bfloat16, None, 1.0, "can have less than 100% in bfloat16"),
     (torch.float32, torch.float32, 1.0, "with other noise"),
 ])
 def test_a_page_says_why_lossless_texts_part(dtype, baseline, temperature, said):
     pair = tiny_chat_pair()
     pair.target.model.to(dtype)
-    assert said in parting_text(pair, temperature, baseline)
+    assert said in difference_text(pair, temperature, baseline)
 
 
 def test_an_error_names_the_question(tmp_path):
@@ -192,11 +192,11 @@ def row(name: str, time: float, bound: float, accuracy: float | None = 0.6, high
 
 @pytest.mark.parametrize(("rows", "name", "said"), [
     ([row("a", 0.8, 0.008), row("b", 0.7, 0.009), row("c", 0.5, 0.02)], "b", "Recommended: b, 0.70 of exact's time"),
-    ([row("c", 0.5, 0.02)], None, "no setting is shown to lose at most 1 points"),
-    ([row("a", 0.97, 0.008, high=1.02)], None, "that loses at most 1 points takes surely less time"),
-    ([row("a", 0.5, 0.0, accuracy=None)], None, "have no grader"),
-    ([row("a", 0.5, 0.0, accuracy=0.0)], None, "nothing to lose"),
-    ([row("a", 0.5, 0.0) | {"time_interval": None}], None, "it takes 5 timed questions at least"),
+    ([row("c", 0.5, 0.02)], None, "no setting loses at most 1 points"),
+    ([row("a", 0.97, 0.008, high=1.02)], None, "takes significantly less time than exact and loses at most 1 points"),
+    ([row("a", 0.5, 0.0, accuracy=None)], None, "cannot be graded"),
+    ([row("a", 0.5, 0.0, accuracy=0.0)], None, "too little to measure a loss"),
+    ([row("a", 0.5, 0.0) | {"time_interval": None}], None, "at least 5 timed questions"),
 ])
 def test_the_fastest_of_those_that_surely_lose_little(rows, name, said):
     found, text = recommend([row("exact", 1.0, 0.01, rows[0]["accuracy"]), *rows], "exact", 1)
@@ -233,7 +233,7 @@ def test_a_choice_is_judged_on_questions_that_it_has_not_seen():
     assert crossed["drop"] == pytest.approx(lost / 60)
     assert crossed["time"] == pytest.approx(sum(total(rest, name, "seconds") for name, rest in pairs)
                                             / sum(total(rest, "exact", "seconds") for rest in halves))
-    assert "judged on the other half, both ways (" in cross_fit_text(crossed, "exact", 5)
+    assert "on the two halves), measured on the other half: " in cross_fit_text(crossed, "exact", 5)
     for line in found:
         line["methods"]["a"]["timed"] = False
     assert cross_fitted(found, "exact", 5) is None and cross_fitted(found[:1], "exact", 5) is None
@@ -248,7 +248,7 @@ def test_settings_are_rules_with_options():
     assert parse_setting("fsd 0.5 head_guard=none divergence=tv top_k=5")[1] == {
         "acceptance": "fsd", "threshold": 0.5, "head_guard": None, "divergence": "tv", "top_k": 5}
     for text in ("", "fsd x", "fsd 0.1 0.2", "fsd threshold=none"):
-        with pytest.raises(ValueError, match="is no setting"):
+        with pytest.raises(ValueError, match="a setting must be"):
             parse_setting(text)
 
 
@@ -271,7 +271,7 @@ def test_calibrate_says_what_settings_buy_and_cost(prompts, tmp_path, capsys):
     exact, lossless, fuzzy = record["rows"]["all"]
     assert exact["accuracy"] == lossless["accuracy"] == lossless["same_tokens"] == 1
     assert fuzzy["lost"] > 0 < fuzzy["fuzzy_share"] and fuzzy["tau"] > exact["tau"] and fuzzy["regret_per_token"] > 0
-    assert record["recommended"] is None and "no setting is shown to lose at most 1 points" in said
+    assert record["recommended"] is None and "no setting loses at most 1 points" in said
     assert (tmp_path / "found.png").stat().st_size > 10_000
     before = (tmp_path / "found.answers.jsonl").read_bytes()
     assert main(words) == 0

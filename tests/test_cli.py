@@ -76,8 +76,8 @@ def test_defaults_are_those_of_the_options():
     (["generate", "hi", "--threshold=-1"], "threshold of rule 'fsd' must lie in [0, inf], got -1.0"),
     (["generate", "hi", "--acceptance", "judge-me"], "judge-me"),
     (["generate", "hi", "--head-guard", "2"], "head_guard must lie in [0, 1], got 2.0"),
-    (["generate", "hi", "--tree", "16,x"], "is no tree; it takes total_tokens,depth,top_k"),
-    (["generate", "hi", "--tree", "60"], "is no tree; it takes total_tokens,depth,top_k"),
+    (["generate", "hi", "--tree", "16,x"], "a tree must be total_tokens,depth,top_k"),
+    (["generate", "hi", "--tree", "60"], "a tree must be total_tokens,depth,top_k"),
     (["generate", "hi", "--max-tokens=5"], "--max-tokens: use --max-new-tokens"),
     (["generate", "hi", "--model", "M"], "--model: use --target"),
     (["generate"], "PROMPT"),
@@ -93,7 +93,7 @@ def test_help_says_no_default_of_a_flag_that_takes_something_away(capsys):
     with pytest.raises(SystemExit, match="0"):
         main(["generate", "--help"])
     shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
-    for flag, meaning in (("prepack", "plain layout on a CPU: slower."), ("speculative", "nothing is drafted.")):
+    for flag, meaning in (("prepack", "plain layout on a CPU: slower."), ("speculative", "decode without drafts.")):
         assert f"{meaning} --" in shown.partition(f"--no-{flag} ")[2]
     assert "(default: True)" not in shown
 
@@ -102,7 +102,7 @@ def test_known_heads_are_a_table(capsys):
     assert main(["heads"]) == 0
     heading, *lines = capsys.readouterr().out.splitlines()
     kind = heading.index("KIND")
-    assert heading.split() == ["TARGET,", "and", "its", "heads", "KIND", "LICENCE", "SOURCE"]
+    assert heading.split() == ["TARGET", "/", "HEAD", "KIND", "LICENCE", "SOURCE"]
     rows = [line for line in lines if line.startswith("  ")]
     assert len(rows) > 50 and all(row[kind - 1] == " " and row[kind:].startswith("EAGLE-") for row in rows)
     assert not any("checkpoints/" in line or "README.md" in line for line in rows)

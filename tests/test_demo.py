@@ -7,7 +7,7 @@ import torch
 from tiny import save_pair, tiny_chat_pair
 
 from eagle_fsd.cli import main
-from eagle_fsd.cli.demo import PROMPTS, remarks
+from eagle_fsd.cli.demo import PROMPTS, summarise
 from eagle_fsd.decoding.output import Output, Receipt, Stats
 from eagle_fsd.measure.methods import Answer
 
@@ -18,17 +18,17 @@ def answer(seconds, tokens, source="exact"):
 
 
 @pytest.mark.parametrize(("given", "said"), [
-    (answer(1.0, [5, 6, 7, 8]), "4 tokens, 4 tokens/s, 2.0 tokens per step; the same text"),
-    (answer(2.0, [5, 9], "fuzzy"), "2 tokens, 1 tokens/s, 2.0 tokens per step; another text after 1 token; 2 tokens "
-                                   "kept that the model would not have written; 2 tokens shorter; not faster"),
-    (answer(1.0, [5, 6, 7, 9]), "4 tokens, 4 tokens/s, 2.0 tokens per step; another text after 3 tokens"),
+    (answer(1.0, [5, 6, 7, 8]), "4 tokens, 4 tokens/s, 2.0 tokens per step; same text"),
+    (answer(2.0, [5, 9], "fuzzy"), "2 tokens, 1 tokens/s, 2.0 tokens per step; text differs after 1 token; "
+     "2 tokens accepted that the model would not have generated; 2 tokens shorter; not faster"),
+    (answer(1.0, [5, 6, 7, 9]), "4 tokens, 4 tokens/s, 2.0 tokens per step; text differs after 3 tokens"),
     (Answer(2.0, [5, 6], ""), "2 tokens, 1 tokens/s"),
 ])
 def test_what_is_said_of_an_answer(given, said):
     baseline = Answer(2.0, [5, 6, 7, 8], "")
-    assert remarks(given, baseline) == said
-    tied = remarks(given, baseline, rounds=True)
-    assert tied == said + ", where two tie in rounding" * said.endswith("after 3 tokens")
+    assert summarise(given, baseline) == said
+    tied = summarise(given, baseline, half_precision=True)
+    assert tied == said + ", at a tie after rounding" * said.endswith("after 3 tokens")
 
 
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])

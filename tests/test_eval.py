@@ -125,14 +125,14 @@ def test_a_stopped_benchmark_goes_on_where_it_was(chat_model, tmp_path, monkeypa
     assert benchmark.main(words) == 0
     assert asked[8:] == 6 * [("ef",)] + 6 * [("gh",)]
     assert benchmark.main([*words, "--seed", "2"]) == 2
-    assert "begun with other seed" in capsys.readouterr().err
+    assert "made with another seed" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("more", "said"), [
     (("--per-category", "0"), "--per-category must be at least 1"),
     (("--settings", "fast 1"), "unknown rule 'fast'"),
     (("--settings", "0.3"), "unknown rule '0.3'"),
-    (("--settings", "exact"), "exact is always there"),
+    (("--settings", "exact"), "exact, which is always included"),
 ])
 def test_a_benchmark_of_nothing_is_refused_before_loading(more, said, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(Loading, "load", lambda self: pytest.fail("loaded"))
@@ -149,7 +149,7 @@ def test_calibrate_times_some_questions_and_answers_the_others_in_batches(chat_m
     record = json.loads((tmp_path / "q.json").read_text())
     exact, fuzzy = record["rows"]["all"]
     assert (exact["answers"], exact["timed"], exact["graded"]) == (7, 2, 7) and fuzzy["tau"] > exact["tau"] > 1
-    assert record["recommended"] is None and "answers 0.0% rightly" in record["said"]
+    assert record["recommended"] is None and "answers 0.0% correctly" in record["conclusion"]
     alone = [word for word in words if word not in ("--batch", "3")]
     assert eagle_fsd_command([*alone[:-1], str(tmp_path / "alone")]) == 0
     texts = []

@@ -81,7 +81,7 @@ def test_instructions_are_checked_as_the_harness_does(tmp_path):
 def test_instructions_take_the_harness(monkeypatch):
     monkeypatch.setattr(grading, "import_module", lambda name: (_ for _ in ()).throw(ImportError("no " + name)))
     grading._checks.cache_clear()
-    with pytest.raises(ValueError, match="graded by lm-evaluation-harness, which is not there .*pip install"):
+    with pytest.raises(ValueError, match="graded by lm-evaluation-harness, which is not installed .*pip install"):
         check_gradable([PROBLEM, Question(1, "ifeval", ("q",), tests='{"instruction_id_list": [], "kwargs": []}')])
     grading._checks.cache_clear()
 

@@ -19,7 +19,7 @@ from tiny import tiny_chat_pair, tiny_tokenizer
 
 import eagle_fsd
 from eagle_fsd.cli import main
-from eagle_fsd.cli.serve import begin_log, need_packages
+from eagle_fsd.cli.serve import check_packages, set_up_logging
 from eagle_fsd.decoding.decoder import Decoder
 from eagle_fsd.serve.answers import usage
 from eagle_fsd.serve.app import create_app
@@ -61,7 +61,7 @@ def test_its_log_leaves_out_what_is_said_of_every_request(request, monkeypatch, 
     root = logging.getLogger()
     request.addfinalizer(functools.partial(root.setLevel, root.level))
     monkeypatch.setattr(root, "handlers", [])
-    begin_log()
+    set_up_logging()
     for name in ("eagle_fsd.requests", "eagle_fsd.engine"):
         logging.getLogger(name).warning("by %s", name)
     assert [line.split("WARNING")[1] for line in capsys.readouterr().err.splitlines()] == [" by eagle_fsd.engine"]
@@ -189,11 +189,11 @@ def test_what_is_missing_is_named_alone(monkeypatch):
                         for each in ("fastapi>=0.165", "uvicorn>=0.34", "h11>=0.14")), 'gradio>=6; extra == "page"'])
     for page, named in ((False, "'uvicorn>=0.34' 'h11>=0.14'"), (True, "'uvicorn>=0.34' 'h11>=0.14' 'gradio>=6'")):
         with pytest.raises(ImportError, match=f"pip install {named}$"):
-            need_packages(page)
+            check_packages(page)
     monkeypatch.setattr("eagle_fsd.cli.serve.version", lambda name: "99")
-    need_packages(True)
+    check_packages(True)
     monkeypatch.setattr("eagle_fsd.cli.serve.requires", lambda name: version("gradio"))  # a checkout, not installed
-    need_packages(True)
+    check_packages(True)
 
 
 def test_plain_serving_drafts_nothing(monkeypatch):

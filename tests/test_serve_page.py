@@ -80,7 +80,7 @@ def test_stop_keeps_what_was_said(engine, monkeypatch):
 
 
 @pytest.mark.parametrize(("error", "told"), [(eagle_fsd.QueueFull("2 requests wait"), "2 requests wait"),
-                                             (RuntimeError("a secret"), "log says why")])
+                                             (RuntimeError("a secret"), "see the server's log")])
 def test_an_answer_that_fails_says_so(engine, monkeypatch, error, told):
     def fails(*args, **options):
         raise error
@@ -148,15 +148,16 @@ def test_the_page_in_a_browser(browser):
         def ask(text):
             message.fill(text)
             page.keyboard.press("Enter")
-            page.wait_for_function("document.querySelector('.cost')?.textContent.includes('ended by')", timeout=60_000)
+            page.wait_for_function("document.querySelector('.statistics')?.textContent.includes('ended by')",
+                                   timeout=60_000)
 
         ask("<img src=x onerror=\"document.title='owned'\"> What is 17 plus 25?")
         tokens = page.locator(".answer .token")
         assert "".join(tokens.all_text_contents()) == page.locator(".text").text_content()
-        assert re.search(r"tokens/s · tau \d+\.\d\d · 60 tokens · 0 fuzzy", page.locator(".cost").text_content())
+        assert re.search(r"tokens/s · tau \d+\.\d\d · 60 tokens · 0 fuzzy", page.locator(".statistics").text_content())
         assert re.search(r"exact · drafted by (head|text) · .*probability [\d.]+",
                          page.locator(".token.head, .token.copy").first.get_attribute("data-tip"))
-        assert page.locator(".asked img").count() == 0 and page.title() != "owned"
+        assert page.locator(".question img").count() == 0 and page.title() != "owned"
         page.get_by_role("button", name="New").click()
         page.wait_for_function("() => !document.querySelector('.answer')")
         set_number(page, "Threshold", 0.69)
@@ -168,5 +169,5 @@ def test_the_page_in_a_browser(browser):
         wait_for_health(found, rows=1)
         page.get_by_role("button", name="Stop").click()
         wait_for_health(found, rows=0, seconds=2)
-        assert page.locator(".asked").count() == 2  # what was stopped stays
+        assert page.locator(".question").count() == 2  # what was stopped stays
     assert outside == []

@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 import eagle_fsd
 from eagle_fsd.serve.answers import by_text, speller
+from eagle_fsd.serve.protocol import NEUTRAL
 from eagle_fsd.serve.tools import TextBeforeCalls, check_tools, chosen_tools, find_calls
 
 PAIRS = Path(__file__).parent / "pairs"
@@ -334,6 +335,7 @@ def test_a_request_may_switch_drafting(client):
     ({"logit_bias": {"9999999": 1}}, "outside the vocabulary", None),
     ({"echo": True}, "not supported here: echo=True", "echo"),
     ({"best_of": 2}, "not supported here: best_of=2", "best_of"),
+    ({"skip_special_tokens": False}, "not supported here: skip_special_tokens=False", "skip_special_tokens"),
     ({"tools": [1]}, "tools must hold", "tools"),
     ({"tool_choice": "required"}, "tool_choice must be", "tool_choice"),
     ({"tree": 5}, "tree must be", "tree"),
@@ -346,8 +348,8 @@ def test_a_request_may_switch_drafting(client):
     ({"acceptance": "tpyical"}, "unknown rule 'tpyical'; accepted: exact, fsd, ", "acceptance"),
     ({"text_drafts": 3}, 'text_drafts must be "auto", "off" or a TextDrafts, got 3', "text_drafts"),
     ({"threshold": 0.3, "tree": {"total_tokens": 4, "depth": 2, "top_k": 2}}, "of a fuzzy request must be the", "tree"),
-    ({"top_logprobs": 2}, "give logprobs=true with them", "top_logprobs"),
-    ({"stream_options": {"include_usage": True}}, "give stream=true with them", "stream_options"),
+    ({"top_logprobs": 2}, "top_logprobs needs logprobs=true", "top_logprobs"),
+    ({"stream_options": {"include_usage": True}}, "stream_options need stream=true", "stream_options"),
     ({"response_format": {"type": "xml"}}, "of type 'xml' is not known; accepted: json_object, ", "response_format"),
     ({"loudness": 1}, "accepted: max_new_tokens, temperature, ", "loudness"),
     ({"response_format": {"type": ["object", "nul"]}}, "response_format ", "response_format"),
@@ -355,6 +357,7 @@ def test_a_request_may_switch_drafting(client):
         "enum": [5]}}}]}, "tools cannot be used: Unsatisfiable schema", "tools"),
     ({"stop_sequence": "x"}, "accepted: max_new_tokens, temperature, ", "stop_sequence"),
     ({"guided_json": {}}, 'option \'guided_json\'; use response_format={"type": "json_schema", ', "guided_json"),
+    ({"guided_regex": "x"}, 'use response_format={"type": "regex", "regex": R}', "guided_regex"),
     ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "array"}}}]},
      "tools must have a JSON schema of an object as parameters, got {'type': 'array'} of f", "tools"),
     ({"strem": True}, "unknown option 'strem'; did you mean 'stream'?", "strem"),
@@ -366,10 +369,17 @@ def test_errors_are_in_our_words(server, changed, said, param):
     assert "Input should" not in error["message"] and "Value error" not in error["message"]
 
 
+def test_values_of_other_servers_that_change_nothing_are_accepted(server):
+    neutral = {**NEUTRAL, "user": "me", "top_k": -1, "min_p": None}
+    plain, answer = (httpx.post(f"{server.url}/v1/chat/completions", json={**OPTIONS, **more}).json()["choices"]
+                     for more in ({}, neutral))
+    assert answer[0]["message"] == plain[0]["message"]
+
+
 def test_a_body_that_is_no_json_says_where(server):
     answer = httpx.post(f"{server.url}/v1/chat/completions", content=b"{]",
                         headers={"Content-Type": "application/json"})
-    assert answer.json()["error"]["message"].startswith("the body is no JSON: ") and answer.status_code == 400
+    assert answer.json()["error"]["message"].startswith("the body is not JSON: ") and answer.status_code == 400
     assert answer.json()["error"]["message"].endswith("at character 1") and answer.json()["error"]["param"] is None
 
 

@@ -87,7 +87,7 @@ def test_a_replica_is_killed_and_every_request_ends_right(cluster, url):
 
 
 @pytest.mark.parametrize(("settings", "said"), [
-    ({"thresold": 1}, "unknown option 'thresold'"), ({"port": 80}, "port is not for args"),
+    ({"thresold": 1}, "unknown option 'thresold'"), ({"port": 80}, "args must not contain port"),
     ({"max_rows": 0}, "max_rows must be at least 1"), ({"threshold": -1}, "threshold of rule 'fsd' must lie in"),
     ({"draft": "a head", "temperature": -1}, "temperature must be"),
 ])

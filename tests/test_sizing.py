@@ -374,7 +374,7 @@ def test_the_command_stores_curves(tmp_path, tune, caplog):
     before = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "head").iterdir()}
     status, shown, _ = tune("--limit", "4")
     (file,) = tmp_path.glob("cache/trees/*/curves.json")
-    assert status == 0 and "curves of 4 answers stored in" in shown and str(file) in shown
+    assert status == 0 and "stored the curves of 4 prompts in" in shown and str(file) in shown
     assert {path.name: path.stat().st_mtime_ns for path in (tmp_path / "head").iterdir()} == before
     places = (tmp_path / "target", tmp_path / "head")
     curves.store_curves(tmp_path / "head", default_curves())

@@ -94,7 +94,7 @@ def test_drafts_without_a_distribution_are_refused(tmp_path):
     ngram = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
     with serving(ngram, tmp_path / "log", EAGLE_FSD_VLLM="1") as client:
         assert say(client, TEXTS[0])
-        with pytest.raises(openai.BadRequestError, match="method 'ngram' keeps none"):
+        with pytest.raises(openai.BadRequestError, match="method 'ngram' does not provide"):
             say(client, TEXTS[0], eagle_fsd_threshold=0.3)
 
 

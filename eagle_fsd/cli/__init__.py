@@ -1,4 +1,4 @@
-"""The command line `eagle-fsd`: a file per command, and one for the four about draft heads."""
+"""The command line `eagle-fsd`: one file per command; the four commands for draft heads share one."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ COMMANDS = {
     "vocab": VocabCommand,
     "cache": CacheCommand,
 }
-Command = Union[tuple(COMMANDS.values())]  # noqa: UP007  (made of a list)
+Command = Union[tuple(COMMANDS.values())]  # noqa: UP007  (built from a list)
 
 
 def parse(argv: Sequence[str]) -> Command:
-    """The command that a command line asks for, with its options; nothing is run.
+    """Parse a command line into a command with its options, without running it.
 
     Raises:
-        SystemExit: 0 after --help; 2 after a message for a word or a value that cannot be accepted.
+        SystemExit: 0 after --help; 2 after a message about an unknown word or an invalid value.
     """
     if argv and argv[0] in COMMANDS:
         try:
@@ -49,24 +49,24 @@ def parse(argv: Sequence[str]) -> Command:
         except SystemExit as end:
             for flag in dict.fromkeys(word.partition("=")[0] for word in (argv if end.code else ())):
                 instead = as_flags(REPLACEMENTS.get(flag.lstrip("-").replace("-", "_"), "")) if flag[:1] == "-" else ""
-                if "-" in instead:  # what a command line has: a flag, or a command
+                if "-" in instead:  # suggest only what a command line offers: a flag or a command
                     print(f"{flag}: use {instead}", file=sys.stderr)
             raise
     listed = [Annotated[kind, tyro.conf.subcommand(name, description=kind.__doc__.splitlines()[0])]
               for name, kind in COMMANDS.items()]
     return parse_options(Union[tuple(listed)], argv, program="eagle-fsd", description=(  # noqa: UP007  (the same)
-        "EAGLE-2 decoding with fuzzy acceptance. `eagle-fsd COMMAND --help` lists a command's options, `eagle-fsd "
-        "--version` says the version."))
+        "EAGLE-2 decoding with fuzzy acceptance. `eagle-fsd COMMAND --help` lists the options of a command, `eagle-fsd "
+        "--version` prints the version."))
 
 
 def as_flags(text: str) -> str:
-    """A text with options as Python writes them, such as max_new_tokens=, as a command line writes them."""
+    """Replace options in Python form, such as max_new_tokens=, by their flags."""
     names = "|".join((*GenerateOptions.names(), *LoadOptions.names()))
-    return re.sub(rf"\b({names})=(?=[\s,;]|$)", lambda found: f"--{found[1].replace('_', '-')}", text)
+    return re.sub(rf"\b({names})=(?=[\s,;]|$)", lambda match: f"--{match[1].replace('_', '-')}", text)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command line; the exit status is 2 for what a user can get wrong and 130 after Ctrl-C."""
+    """Run a command line and return its exit status: 2 after an error by the user, 130 after Ctrl-C."""
     words = sys.argv[1:] if argv is None else list(argv)
 
     def work() -> None:

@@ -1,9 +1,9 @@
-"""Options as text: the dataclasses of `eagle_fsd.options` as command lines offer them, read by tyro.
+"""The dataclasses of `eagle_fsd.options` as flags of a command line, parsed by tyro.
 
-A field that is added to `eagle_fsd.options` becomes a flag of every command that takes those options. Here stands only
-what text needs besides: how a tree and a guard are written, which choices there are, and what a command line leaves out
-(rules as objects, lists of seeds, a `quantization_config`, and the tree of `load`: a request's is given). Nothing here
-imports torch, so that `--help` is quick.
+A new field in `eagle_fsd.options` becomes a flag of every command with those options. This module adds the text forms
+of trees and guards and the choices of some options. It omits what a command line cannot express (rules as objects,
+lists of seeds, a `quantization_config`) or has elsewhere (the tree of `load`). It does not import torch, so that
+`--help` is quick.
 """
 
 from __future__ import annotations
@@ -27,47 +27,47 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# Of every command line: names without their group's, --flag without --no-flag, and no text that means None.
+# Flags without a group's prefix, --flag without --no-flag, no word that means None.
 STYLE = (tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff, tyro.conf.DisallowNone,
          tyro.conf.PositionalMetavarFromFieldName, tyro.conf.HelptextFromCommentsOff)
 
 
 def parse_options(options: type[T], argv: Sequence[str] | None = None, *, program: str | None = None,
                   description: str | None = None, default: T | None = None) -> T:
-    """A dataclass from a command line: its fields are the flags, its docstring is the help.
+    """Parse a command line into a dataclass: its fields are the flags, its docstring is the help.
 
     Args:
-        options: its fields may be dataclasses such as `Loading`, whose fields are then flags too.
-        argv: the words; None: those of this process.
-        program: its name in messages, such as "python -m eval.benchmark"; None: the file's.
-        description: what the help begins with; None: the docstring's.
-        default: what holds where no flag is given; None: the fields' own defaults.
+        options: the dataclass. The fields of a field that is a dataclass, such as `Loading`, are flags too.
+        argv: words of the command line; None: those of this process.
+        program: program name in messages, such as "python -m eval.benchmark"; None: that of the file.
+        description: beginning of the help; None: from the docstring.
+        default: values of flags that are absent; None: the defaults of the fields.
 
     Raises:
-        SystemExit: 0 after --help; 2 after a message for a word or a value that cannot be accepted.
+        SystemExit: 0 after --help; 2 after a message about an unknown word or an invalid value.
     """
-    given = {} if default is None else {"default": default}
-    return tyro.cli(options, args=argv, prog=program, description=description, config=STYLE, **given)
+    defaults = {} if default is None else {"default": default}
+    return tyro.cli(options, args=argv, prog=program, description=description, config=STYLE, **defaults)
 
 
 def parse_tree(text: str) -> TreeConfig:
-    """A `TreeConfig` from "total_tokens,depth,top_k[,draft_temperature]"."""
+    """Parse "total_tokens,depth,top_k[,draft_temperature]" into a `TreeConfig`."""
     parts = text.split(",")
     try:
         if not 3 <= len(parts) <= 4:
-            raise ValueError(f"it has {len(parts)} number{'s' * (len(parts) > 1)}")
+            raise ValueError(f"got {len(parts)} number{'s' * (len(parts) > 1)}")
         return TreeConfig(*map(int, parts[:3]), *map(float, parts[3:]))
     except (TypeError, ValueError) as error:
-        raise ValueError(f"{text!r} is no tree; it takes total_tokens,depth,top_k[,draft_temperature], such as 16,5,4 "
+        raise ValueError(f"a tree must be total_tokens,depth,top_k[,draft_temperature], such as 16,5,4, got {text!r} "
                          f"({error})") from error
 
 
 def tree_text(tree: TreeConfig | None) -> str:
-    """What `parse_tree` takes."""
+    """The inverse of `parse_tree`."""
     return "None" if tree is None else f"{tree.total_tokens},{tree.depth},{tree.top_k},{tree.draft_temperature:g}"
 
 
-# Around None too: of a union tyro's messages name each member's constructor.
+# The constructor includes None: for a union, tyro's messages would name the constructor of each member.
 Tree = Annotated[TreeConfig | None, PrimitiveConstructorSpec(
     nargs=1, metavar="N,DEPTH,K[,T]", instance_from_str=lambda words: parse_tree(*words),
     is_instance=lambda value: value is None or isinstance(value, TreeConfig),
@@ -79,7 +79,7 @@ HeadGuard = Annotated[float | str | None, PrimitiveConstructorSpec(
 Json = Annotated[object, PrimitiveConstructorSpec(
     nargs=1, metavar="JSON", instance_from_str=lambda words: json.loads(words[0]), is_instance=lambda value: True,
     str_from_instance=lambda value: [json.dumps(value)])]
-# A flag that takes something away, --no-prepack: "(default: True)" behind it could be read both ways.
+# A flag that turns something off, such as --no-prepack. Its help omits "(default: True)", which would be ambiguous.
 OnUnlessFlagged = Annotated[bool, tyro.conf.arg(help_behavior_hint="")]
 RuleName = Literal[tuple(RULE_CLASSES)]
 Implementation = Literal[tuple(IMPLEMENTATIONS)]
@@ -87,10 +87,10 @@ Implementation = Literal[tuple(IMPLEMENTATIONS)]
 
 @dataclass(frozen=True)
 class Loading(LoadOptions):
-    """Which pair is loaded, where to, and in what form.
+    """Which models to load, on which device, and in which form.
 
     Args:
-        prepack: leave weights in their plain layout on a CPU: slower.
+        prepack: keep weights in their plain layout on a CPU: slower.
     """
 
     dtype: str = "auto"
@@ -103,7 +103,7 @@ class Loading(LoadOptions):
     quantization: Literal["int8"] | None = None
 
     def load(self) -> EagleModel:
-        """The pair; see `eagle_fsd.load`."""
+        """Load the pair; see `eagle_fsd.load`."""
         from ..pair import load
 
         return load(**vars(self))
@@ -111,17 +111,17 @@ class Loading(LoadOptions):
 
 @dataclass(frozen=True)
 class Decoding(GenerateOptions):
-    """How tokens are drawn, where an answer ends, and which drafted tokens are kept.
+    """How to sample tokens, when to end an answer, and which draft tokens to accept.
 
     Args:
-        seed: of the sampling noise; without it one is drawn. With one seed, plain decoding, exact and any rule at its
-            lossless end give the same tokens.
-        stop: a string that ends the answer and is not part of it; may be given several times.
-        acceptance: the rule.
-        tree: size of the draft tree; without it the fastest that is known here.
-        response_format: what the answer must be, in JSON: a schema, or such as {"type": "regex", "regex": R}.
-        speculative: decode plainly: nothing is drafted.
-        reference: a text that the answer will resemble, to copy drafts from; may be given several times.
+        seed: seed of the sampling noise; None: random. With the same seed, plain decoding, exact and every rule at
+            its lossless threshold give the same tokens.
+        stop: a string that ends the answer and is not part of it; can be repeated.
+        acceptance: acceptance rule.
+        tree: size of the draft tree; None: as fast as possible on this machine.
+        response_format: format of the answer, in JSON: a schema, or for example {"type": "regex", "regex": R}.
+        speculative: decode without drafts.
+        reference: a text that the answer will resemble, from which drafts are copied; can be repeated.
     """
 
     seed: int | None = None

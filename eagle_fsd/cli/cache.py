@@ -1,34 +1,33 @@
-"""`eagle-fsd cache`: what is kept in the user's cache directory, and its removal."""
+"""`eagle-fsd cache`: list or clear the user's cache directory."""
 
 from __future__ import annotations
 
-from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Literal
 
-KINDS = {  # folders of the cache
-    "gguf": "models of GGUF files, dequantised: made anew when they are loaded",
-    "latency": "what decode cycles take on this machine: measured anew when they are needed",
-    "trees": "the curves that eagle-fsd tune has fitted",
+KINDS = {  # folder of the cache: description
+    "gguf": "dequantised GGUF models, made again when they are next loaded",
+    "latency": "times of decode cycles on this machine, measured again when needed",
+    "trees": "acceptance curves fitted by eagle-fsd tune",
 }
 
 
 @dataclass(frozen=True)
 class CacheCommand:
-    """List what the cache holds, with sizes; or remove it.
+    """List the contents of the cache with their sizes, or remove them.
 
-    It is in ~/.cache/eagle_fsd, or where EAGLE_FSD_CACHE says. Dequantised models take at most 30 GB, or
-    EAGLE_FSD_CACHE_GB; beyond, those that were not used for the longest time go.
+    The cache is ~/.cache/eagle_fsd, or the directory in EAGLE_FSD_CACHE. Dequantised models take at most 30 GB, or
+    EAGLE_FSD_CACHE_GB; above that, the least recently used are removed.
 
     Args:
-        clear: remove what is of this kind.
+        clear: remove entries of this kind.
     """
 
     clear: Literal["gguf", "latency", "trees", "all"] | None = None
 
     def run(self) -> None:
-        from ..data.files import bytes_in, cache_directory, cache_limit, locked, remove_folder
+        from ..data.files import bytes_in, cache_directory, cache_limit, remove_folder
 
         place, limit = cache_directory(), cache_limit()
         total = 0
@@ -48,7 +47,4 @@ class CacheCommand:
                     path.unlink()
             if not entries:
                 print("  nothing")
-        for lock in place.glob("*.lock"):  # of earlier versions
-            with suppress(BlockingIOError), locked(lock, wait=False, remove=True):
-                pass
-        print(f"\n{total / 1e9:.2f} GB in all; of gguf at most {limit / 1e9:g} GB")
+        print(f"\n{total / 1e9:.2f} GB in total; limit for gguf: {limit / 1e9:g} GB")

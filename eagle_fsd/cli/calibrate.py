@@ -16,13 +16,13 @@ from .exits import check_counts
 
 @dataclass(frozen=True, kw_only=True)
 class CalibrateCommand(CalibrationOptions, QuestionOptions):
-    """What rules and thresholds buy and cost on your prompts, beside exact.
+    """Compare the speed and accuracy of rules and thresholds with exact decoding on your prompts.
 
-    Answers every prompt exactly and under each setting, in turn, and reports speed, time per answer, acceptance length
-    and how much of the text stays the same; of prompts with answers (or HumanEval, MBPP, GSM8K, IFEval) also accuracy,
-    and the fastest setting that is shown to lose no more than --points of it, if there is one. Nothing is set: give the
-    threshold to generate yourself. Many questions take less time with --batch: all count for accuracy, --timed ones for
-    speed. The same command goes on where it was stopped.
+    Answers every prompt exactly and with each setting, and reports speed, time per answer, acceptance length, and the
+    share of unchanged text. For prompts with answers (or HumanEval, MBPP, GSM8K, IFEval) it also reports accuracy, and
+    recommends the fastest setting that loses at most --points of it, if there is one. It changes no default: pass the
+    threshold to generate yourself. --batch saves time on many questions: all of them count for accuracy, --timed ones
+    for speed. After an interruption, the same command resumes.
     """
 
     questions: Annotated[tuple[Path, ...], tyro.conf.arg(aliases=["--prompts"])]
@@ -35,7 +35,7 @@ class CalibrateCommand(CalibrationOptions, QuestionOptions):
         from ..measure.grading import check_gradable
 
         check_counts(self, "per_category", "limit", "max_new_tokens", "batch", "timed", "repeats", "seeds")
-        require_number("--seeds", self.seeds, "1 at temperature 0, where all would be the same",
+        require_number("--seeds", self.seeds, "1 at temperature 0, where all seeds give the same answers",
                        lambda seeds: seeds == 1 or self.temperature > 0)
         read_settings(self.settings)
         questions = self.chosen_questions()

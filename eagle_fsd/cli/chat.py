@@ -19,29 +19,29 @@ if TYPE_CHECKING:
     from ..chat import Chat
 
 HELP = """\
-/set NAME VALUE   how the next answers are made, such as /set threshold 0.3, /set temperature 0.7, /set tree 16,5,4;
-                  /set alone lists the names
-/system TEXT      what the model is told first; without text nothing
+/set NAME VALUE   change an option for the next answers, such as /set threshold 0.3, /set temperature 0.7,
+                  /set tree 16,5,4; /set alone lists the options
+/system TEXT      set the system message; without TEXT remove it
 /save FILE        write the conversation to a new file
-/load FILE        go on with the conversation of a file
-/reset            begin a new conversation (/clear)
-/help             this list (/?)
-/quit             end (/bye, /exit, Ctrl-D); Ctrl-C stops an answer, twice ends"""
+/load FILE        continue the conversation in FILE
+/reset            start a new conversation (also /clear)
+/help             show this list (also /?)
+/quit             quit (also /bye, /exit, Ctrl-D); Ctrl-C stops an answer, Ctrl-C twice quits"""
 
 
 @dataclass(frozen=True)
 class ChatDecoding(Decoding):
-    """How tokens are drawn, where an answer ends, and which drafted tokens are kept."""
+    """How to sample tokens, when to end an answer, and which draft tokens to accept."""
 
     max_new_tokens: int = 512
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChatCommand:
-    """Talk in the terminal; only new tokens are processed.
+    """Chat in the terminal. Each turn processes only its new tokens.
 
     Args:
-        system: text of a system message.
+        system: system message.
     """
 
     system: str | None = None
@@ -54,7 +54,7 @@ class ChatCommand:
         terminal = Terminal(Chat(self.pair.load(), system=self.system), self.decoding)
         with suppress(ImportError):
             import readline  # noqa: F401  (gives input() line editing and a history)
-        print("/help lists the commands; Ctrl-C stops an answer, Ctrl-D ends")
+        print("/help lists the commands; Ctrl-C stops an answer, Ctrl-D quits")
         if use_colour():
             print(legend())
         while terminal.ask():
@@ -63,7 +63,7 @@ class ChatCommand:
 
 @contextmanager
 def stopping(chat: Chat) -> Iterator[None]:
-    """The first Ctrl-C ends the answer after its current cycle, a second one the program."""
+    """Within this context the first Ctrl-C stops the answer after its current cycle, the second one exits."""
     def stop(number: int, frame: object) -> None:
         chat.stop()
         signal.signal(signal.SIGINT, lambda number, frame: sys.exit(130))
@@ -76,7 +76,7 @@ def stopping(chat: Chat) -> Iterator[None]:
 
 
 class Terminal:
-    """What is typed, and what it does: says something to the model or is one of `HELP`'s commands."""
+    """Handles typed lines: messages to the model, and the commands in `HELP`."""
 
     def __init__(self, chat: Chat, decoding: Decoding) -> None:
         self.chat, self.decoding = chat, decoding
@@ -84,22 +84,22 @@ class Terminal:
                          "/reset": self.reset, "/clear": self.reset, "/help": self.help, "/?": self.help}
 
     def ask(self) -> bool:
-        """Read a line and obey it; what is wrong with it is said and changes nothing. False at the end."""
+        """Read and handle one line. An error is printed and changes nothing. Return False at the end."""
         try:
             line = input("> ").strip()
             name, _, rest = line.partition(" ")
             if name in ("/quit", "/bye", "/exit"):
                 return False
             if name in ("/save", "/load") and not rest:
-                print(f"{name} takes the name of a file")
+                print(f"{name} needs a file name")
             elif name in self.commands:
                 self.commands[name](rest.strip())
             elif line.startswith("/"):
-                print(f"unknown command {name}; /help lists those that there are")
+                print(f"unknown command {name}; /help lists the commands")
             elif line:
                 self.answer(line)
         except KeyboardInterrupt:
-            print("\n(Ctrl-D or /quit ends)")
+            print("\n(Ctrl-D or /quit quits)")
         except EOFError:
             print()
             return False
@@ -117,9 +117,9 @@ class Terminal:
             print(coloured(f"[{describe_output(output)}]", DIM))
 
     def set(self, rest: str) -> None:
-        """An option as on the command line: with its flag's name, its check and its help."""
+        """Parse an option like the flag of the same name on the command line."""
         name, *values = shlex.split(rest) or ["help"]
-        with suppress(SystemExit):  # after help or a message
+        with suppress(SystemExit):  # after --help or an error message
             self.decoding = parse_options(Decoding, [f"--{name.replace('_', '-')}", *values], program="/set",
                                           default=self.decoding)
 
@@ -135,19 +135,19 @@ class Terminal:
     def load(self, name: str) -> None:
         from ..prompts import encode_prompt
 
-        held = json.loads(Path(name).expanduser().read_text(encoding="utf-8"))
-        messages = held.get("messages") if isinstance(held, dict) else None
+        saved = json.loads(Path(name).expanduser().read_text(encoding="utf-8"))
+        messages = saved.get("messages") if isinstance(saved, dict) else None
         if not messages or not isinstance(messages, list):
-            raise ValueError(f"{name} holds no conversation as /save writes it")
-        encode_prompt(messages, self.chat.model)  # refuses what the model's template does
+            raise ValueError(f"{name} is not a conversation written by /save")
+        encode_prompt(messages, self.chat.model)  # raises for messages that the model's template refuses
         self.chat.reset()
         self.chat.system = messages[0]["content"] if messages[0]["role"] == "system" else None
         self.chat.messages = messages
-        print(f"{len(messages)} messages read")
+        print(f"{len(messages)} messages loaded")
 
     def reset(self, rest: str) -> None:
         self.chat.reset()
-        print("a new conversation")
+        print("new conversation")
 
     def help(self, rest: str) -> None:
         print(HELP)

@@ -1,4 +1,4 @@
-"""`eagle-fsd demo`: the same prompts with and without drafting, shown and timed."""
+"""`eagle-fsd demo`: answer the same prompts with and without drafting, and time them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from ..measure.methods import Answer
 
 BASELINE = "model.generate"
-PROMPTS = {  # turns of user and assistant
+PROMPTS = {  # turns, of user and assistant alternately
     "question": ["How do plants make their food?"],
     "rewrite": ["Correct the spelling: I beleive she recieved the lettar yesturday. He was realy suprised, becuase it "
                 "was adressed to his freind."],
@@ -27,12 +27,12 @@ PROMPTS = {  # turns of user and assistant
 class DemoCommand:
     """Compare plain, exact and fuzzy decoding on a question, a rewrite, a function and a follow-up turn.
 
-    Exact writes the tokens of model.generate. All of it is computed in float32, from weights of 16 bits. With --dtype
-    bfloat16, which is faster with drafting, two tokens can tie in rounding, and texts may part.
+    Exact decoding gives the tokens of model.generate. The demo computes in float32 from 16-bit weights. With --dtype
+    bfloat16, which is faster with drafting, two tokens can tie after rounding, and the texts may differ from there.
 
     Args:
-        threshold: of fsd.
-        max_new_tokens: of each answer.
+        threshold: threshold of fsd.
+        max_new_tokens: most tokens per answer.
     """
 
     threshold: float = 0.5
@@ -46,29 +46,29 @@ class DemoCommand:
         from ..options import GenerateOptions
 
         fuzzy = {"acceptance": "fsd", "threshold": self.threshold}
-        GenerateOptions(**fuzzy, max_new_tokens=self.max_new_tokens)  # refused before anything is loaded
-        print("Loading the model and its draft head. The first time takes a minute longer.", flush=True)
+        GenerateOptions(**fuzzy, max_new_tokens=self.max_new_tokens)  # raises before the models are loaded
+        print("Loading the model and its draft head. This takes a minute longer the first time.", flush=True)
         model = self.pair.load()
         model.stock = model.stock_in(model.target.dtype)
-        rounds = model.target.dtype != torch.float32
+        half_precision = model.target.dtype != torch.float32
         print(f"""
-A language model writes one token (a word or a part of one) per step. A small draft head guesses the next few,
-and the model checks all guesses in one step. Three ways to answer the same prompts:
+A language model generates one token (a word or part of a word) per step. A small draft head proposes several
+tokens, and the model verifies all of them in one step. The demo answers the same prompts in three ways:
 
-  {BASELINE}   without drafting, as transformers does it: one token per step.
-  exact            keeps the guesses that the model would have written itself: the same text, in fewer steps.
-  fsd {self.threshold:<13g}also keeps a guess where model and head nearly agree on what comes next (the threshold
-                   says how nearly) and it is nearly as probable as the model's own choice: another text.
+  {BASELINE}   decodes without drafts, as in transformers: one token per step.
+  exact            accepts the drafts that the model itself would have generated: the same text in fewer steps.
+  fsd {self.threshold:<13g}also accepts a draft if model and head nearly agree on the next token (the threshold sets
+                   how nearly) and it is nearly as probable as the model's own choice: the text can change.
 
 {legend()}
 {model.stock.num_parameters() / 1e6:.0f} M parameters, computed in {str(model.target.dtype).removeprefix("torch.")}, \
-{model.target.device}, {torch.get_num_threads()} threads. The most probable words are written; so small a model errs.
+{model.target.device}, {torch.get_num_threads()} threads. Decoding is greedy. A model this small makes mistakes.
 """)
         ways = {BASELINE: lambda **shown: hf_generate(model, **shown),
                 "exact": lambda **shown: engine(model, acceptance="exact", **shown),
                 f"fsd {self.threshold:g}": lambda **shown: engine(model, **fuzzy, **shown)}
         for way in ways.values():
-            way()([{"role": "user", "content": "Hello"}], 8)  # once unmeasured
+            way()([{"role": "user", "content": "Hello"}], 8)  # warm-up
         answers: dict[str, list[Answer]] = {name: [] for name in ways}
         for kind, turns in PROMPTS.items():
             chat = [{"role": ("user", "assistant")[number % 2], "content": turn} for number, turn in enumerate(turns)]
@@ -76,42 +76,41 @@ and the model checks all guesses in one step. Three ways to answer the same prom
             for name, way in ways.items():
                 print(coloured(f"{name}: ", DIM), end="")
                 answers[name].append(way(streamer=SourceStreamer(model.tokenizer))(chat, self.max_new_tokens))
-                said = remarks(answers[name][-1], answers[BASELINE][-1], rounds=rounds)
-                print(coloured(f"[{said}]", DIM), flush=True)
+                summary = summarise(answers[name][-1], answers[BASELINE][-1], half_precision=half_precision)
+                print(coloured(f"[{summary}]", DIM), flush=True)
             print()
-        if rounds:
-            print("In half precision tokens tie in rounding: texts of exact that differ part at a tie, and are the "
-                  "model's own\nas well. With --dtype float32 they are the same.\n")
-        print(f"{'in all':<16}{'tokens':>8}{'tokens/s':>10}{'speed-up':>10}  same text as {BASELINE}")
-        for name, given in answers.items():
-            same = sum(ours.token_ids == theirs.token_ids
-                       for ours, theirs in zip(given, answers[BASELINE], strict=True))
-            print(f"{name:<16}{sum(len(answer.token_ids) for answer in given):>8}{rate(*given):>10.1f}"
-                  f"{rate(*given) / rate(*answers[BASELINE]):>9.2f}x  {same} of {len(given)}")
+        if half_precision:
+            print("In half precision two tokens can tie after rounding. A text of exact can differ after a tie and is "
+                  "still the\nmodel's own. With --dtype float32 the texts are the same.\n")
+        print(f"{'total':<16}{'tokens':>8}{'tokens/s':>10}{'speed-up':>10}  same text as {BASELINE}")
+        for name, ours in answers.items():
+            same = sum(own.token_ids == theirs.token_ids for own, theirs in zip(ours, answers[BASELINE], strict=True))
+            print(f"{name:<16}{sum(len(answer.token_ids) for answer in ours):>8}{rate(*ours):>10.1f}"
+                  f"{rate(*ours) / rate(*answers[BASELINE]):>9.2f}x  {same} of {len(ours)}")
 
 
-def remarks(answer: Answer, baseline: Answer, *, rounds: bool = False) -> str:
-    """What is to be said of an answer, beside the one without drafting.
+def summarise(answer: Answer, baseline: Answer, *, half_precision: bool = False) -> str:
+    """Speed of an answer, and how it differs from the baseline.
 
     Args:
-        rounds: whether both are computed in half precision, where lossless texts may part at a tie.
+        half_precision: both are computed in half precision, so that lossless texts may differ after a tie.
     """
     ours, theirs = answer.token_ids, baseline.token_ids
-    said = [f"{count(len(ours))}, {rate(answer):.0f} tokens/s"]
+    parts = [f"{count(len(ours))}, {rate(answer):.0f} tokens/s"]
     if answer.output is None:
-        return said[0]
-    said[0] += f", {answer.output.stats.mean_accepted_length:.1f} tokens per step"
+        return parts[0]
+    parts[0] += f", {answer.output.stats.mean_accepted_length:.1f} tokens per step"
     if ours == theirs:
-        said.append("the same text")
+        parts.append("same text")
     else:
         shared, longer = sum(itertools.takewhile(bool, map(operator.eq, ours, theirs))), len(ours) - len(theirs)
         fuzzy = sum(receipt.source == "fuzzy" for receipt in answer.output.receipts)
-        tied = ", where two tie in rounding" if rounds and not fuzzy else ""
-        said.append(f"another text after {count(shared)}{tied}")
-        said += [f"{count(fuzzy)} kept that the model would not have written"] if fuzzy else []
-        said += [f"{count(abs(longer))} {'longer' if longer > 0 else 'shorter'}"] if longer else []
-    said += ["not faster"] if rate(answer) <= rate(baseline) else []
-    return "; ".join(said)
+        tied = ", at a tie after rounding" if half_precision and not fuzzy else ""
+        parts.append(f"text differs after {count(shared)}{tied}")
+        parts += [f"{count(fuzzy)} accepted that the model would not have generated"] if fuzzy else []
+        parts += [f"{count(abs(longer))} {'longer' if longer > 0 else 'shorter'}"] if longer else []
+    parts += ["not faster"] if rate(answer) <= rate(baseline) else []
+    return "; ".join(parts)
 
 
 def count(tokens: int) -> str:

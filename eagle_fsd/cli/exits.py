@@ -1,4 +1,4 @@
-"""How commands end: exit statuses, and one line for what a user can get wrong."""
+"""Exit statuses of commands, and one-line messages for errors by the user."""
 
 from __future__ import annotations
 
@@ -7,40 +7,41 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 
+from ..checks import require_integer
+
 
 def check_counts(options: object, *names: str, least: int = 1) -> None:
-    """Raise ValueError for an option that is below `least`; one that was not given (None) is none."""
+    """Raise for an option that is neither None nor an integer of at least `least`."""
     for name in names:
-        value = getattr(options, name)
-        if value is not None and value < least:
-            raise ValueError(f"--{name.replace('_', '-')} must be at least {least}, got {value}")
+        if getattr(options, name) is not None:
+            require_integer(f"--{name.replace('_', '-')}", getattr(options, name), least)
 
 
-USER_ERRORS = (ValueError, TypeError, OSError, ImportError)  # what a user can get wrong
+USER_ERRORS = (ValueError, TypeError, OSError, ImportError)
 
 
 def exit_status(
     program: str, work: Callable[[], object], *, also: tuple[type[Exception], ...] = (), stopped: str | None = None,
 ) -> int:
-    """The exit status of a command: 0; 2 with one line for what a user can get wrong; 130 after Ctrl-C.
+    """Run a command and return its exit status: 0; 2 after an error by the user, printed as one line; 130 after Ctrl-C.
 
-    Where the reader of its output goes, such as `head`, it ends quietly.
+    The command ends silently if the reader of its output, such as `head`, closes the pipe.
 
     Args:
-        also: what a user can get wrong besides; everything else is shown with its traceback.
-        stopped: what to say after Ctrl-C.
+        also: further types of errors by the user; other errors raise with their traceback.
+        stopped: message after Ctrl-C.
     """
     try:
         try:
             work()
         finally:
-            sys.stdout.flush()  # here, where it can still be caught that nobody reads it
+            sys.stdout.flush()  # raises BrokenPipeError here, not at interpreter exit
     except KeyboardInterrupt:
         if stopped:
             print(stopped, file=sys.stderr)
         return 130
     except BrokenPipeError:
-        for stream in (sys.stdout, sys.stderr):  # or Python would try again, and complain, at its end
+        for stream in (sys.stdout, sys.stderr):  # Python would flush again at exit and print an error
             with suppress(OSError):
                 os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
     except (*USER_ERRORS, *also) as error:

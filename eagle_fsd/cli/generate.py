@@ -16,8 +16,8 @@ class GenerateCommand:
     """Answer one prompt.
 
     Args:
-        prompt: text, or - to read it from standard input, whose last line break is no part of it.
-        chat: put the prompt through the chat template.
+        prompt: text, or - to read it from standard input without the last line break.
+        chat: apply the chat template to the prompt.
         stats: print tokens/s, tokens per forward and token sources to standard error.
     """
 
@@ -38,7 +38,7 @@ class GenerateCommand:
         streamer = SourceStreamer(model.tokenizer, self.decoding.stop_strings)
         output = generate(prompt, model, options=self.decoding, streamer=streamer)
         if not output.text.strip() and not self.chat and getattr(model.tokenizer, "chat_template", None):
-            print("The model ended at once: a text is continued as it stands; ask it in a chat with --chat",
+            print("The answer is empty: without --chat the model continues the prompt as text; add --chat to ask it",
                   file=sys.stderr)
         if self.stats:
             print(describe_output(output), file=sys.stderr)

@@ -1,4 +1,4 @@
-"""`eagle-fsd heads`, `inspect`, `export` and `vocab`: the published heads, what one is, and one made over."""
+"""`eagle-fsd heads`, `inspect`, `export` and `vocab`: list, check and convert draft heads."""
 
 from __future__ import annotations
 
@@ -18,46 +18,46 @@ ONE_SIZE = create_mutex_group(required=False)
 
 @dataclass(frozen=True)
 class HeadsCommand:
-    """List the published heads that are known, with kind, licence and source.
+    """List the known published heads with their kind, licence and source.
 
     Args:
-        target: only those of targets whose id contains this.
+        target: only heads for targets whose id contains this text.
     """
 
     target: str | None = None
 
     def run(self) -> None:
-        wanted = (self.target or "").casefold()
-        found = [head for head in known_heads() if wanted in head.target.casefold()]
-        if not found:
+        part = (self.target or "").casefold()
+        heads = [head for head in known_heads() if part in head.target.casefold()]
+        if not heads:
             raise ValueError(f"no head is known for a target whose id contains {self.target!r}")
-        sources = list(dict.fromkeys((head.source, head.looked_up) for head in found if not head.bundled))
+        sources = list(dict.fromkeys((head.source, head.looked_up) for head in heads if not head.bundled))
         rows = [(f"  {Path(head.head).name}" if head.bundled else f"  {head.head}", KINDS[head.kind], head.licence,
                  "bundled" if head.bundled else f"[{sources.index((head.source, head.looked_up)) + 1}]",
-                 "*" if head.bundled or head.preferred else "") for head in found]
-        heading = ("TARGET, and its heads", "KIND", "LICENCE", "SOURCE", "")
+                 "*" if head.bundled or head.preferred else "") for head in heads]
+        heading = ("TARGET / HEAD", "KIND", "LICENCE", "SOURCE", "")
         widths = [max(len(row[column]) for row in (heading, *rows)) for column in range(len(heading))]
 
         def show(row: Sequence[str]) -> None:
             print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
 
         show(heading)
-        for target, each in itertools.groupby(zip(found, rows, strict=True), key=lambda pair: pair[0].target):
+        for target, each in itertools.groupby(zip(heads, rows, strict=True), key=lambda pair: pair[0].target):
             print(target)
             for _, row in each:
                 show(row)
-        print("\n* is taken where --draft names none, as is the only head of a target. Licences: as on the hub.")
+        print("\n* is used without --draft; so is the only head of a target. The licences are those on the hub.")
         for number, (source, day) in enumerate(sources, 1):
-            print(f"[{number}] {source}, looked up on {day}")
+            print(f"[{number}] {source}, accessed on {day}")
 
 
 @dataclass(frozen=True)
 class InspectCommand:
-    """Say what a draft head is, what it fits, and who can serve it; status 2 where it does not fit the target.
+    """Describe a draft head, and list the servers that can load it. Exits with status 2 if it does not fit the target.
 
     Args:
         head: directory or hub id.
-        target: directory or hub id to check the head against.
+        target: directory or hub id of a target to check the head against.
         trust_remote_code: allow a target to run code from its repository.
     """
 
@@ -68,32 +68,32 @@ class InspectCommand:
     def run(self) -> None:
         from ..heads.inspection import inspect_head
 
-        found = inspect_head(self.head, self.target, trust_remote_code=self.trust_remote_code)
-        for name, value in found.facts.items():
+        report = inspect_head(self.head, self.target, trust_remote_code=self.trust_remote_code)
+        for name, value in report.facts.items():
             print(f"{name + ':':<20}{value}")
-        for server, problems in found.server_problems.items():
-            verdict = "; ".join(problems) + f" (eagle-fsd export --to {server})" if problems else "as it is"
+        for server, problems in report.server_problems.items():
+            verdict = "; ".join(problems) + f" (eagle-fsd export --to {server})" if problems else "loads it unchanged"
             print(f"{server + ':':<20}{verdict}")
-        if found.target_problems:
-            raise ValueError(f"{self.head} does not fit {self.target}: {'; '.join(found.target_problems)}")
+        if report.target_problems:
+            raise ValueError(f"{self.head} does not fit {self.target}: {'; '.join(report.target_problems)}")
         if self.target is not None:
             print(f"{'target:':<20}the head fits ({self.target})")
 
 
 @dataclass(frozen=True)
 class ExportCommand:
-    """Write a draft head as another program loads it.
+    """Convert a draft head to the format of another program.
 
     Args:
         head: directory or hub id.
-        to: the program.
-        out: directory to write.
-        target: where embeddings come from, for formats that want them in the file.
+        to: program that will load the head.
+        out: output directory.
+        target: directory or hub id of the target, for formats that include its embeddings.
         trust_remote_code: allow a target to run code from its repository.
     """
 
     head: Positional[str]
-    to: Literal["eagle", "sglang", "vllm"]  # those of heads.export.LAYOUTS, which imports torch
+    to: Literal["eagle", "sglang", "vllm"]  # the keys of heads.export.LAYOUTS, which imports torch
     out: str
     target: str | None = None
     trust_remote_code: bool = False
@@ -103,26 +103,26 @@ class ExportCommand:
         from ..heads.export import export_head
 
         path = export_head(self.head, self.to, self.out, target=self.target, trust_remote_code=self.trust_remote_code)
-        print(f"{path} and config.json written for {self.to}")
+        print(f"wrote {path} and config.json for {self.to}")
         if path.with_name(TOKEN_MAP).is_file():
-            print(f"its draft vocabulary: --speculative-token-map {path.with_name(TOKEN_MAP)}")
+            print(f"draft vocabulary: pass --speculative-token-map {path.with_name(TOKEN_MAP)}")
 
 
 @dataclass(frozen=True)
 class VocabCommand:
-    """Let an EAGLE-1/2 head draft only the tokens that are frequent in your text.
+    """Restrict an EAGLE-1/2 head to drafting the tokens that are frequent in your text.
 
-    Counts the tokens of answers, says which share of them the most frequent ones make up (measured on every tenth block
-    of text, which is not counted for that), and writes token_map.pt beside the head. The draft's output layer then
-    costs as many rows; what is generated losslessly stays the same. Delete the file to draft all tokens again.
+    Counts the tokens of answers, prints the share of text that the most frequent ones cover (measured on every tenth
+    block of text, which is not counted), and writes token_map.pt to the head's directory. The head then computes only
+    the logits of these tokens. Lossless text does not change. Delete the file to draft all tokens again.
 
     Args:
         head: directory or hub id.
         data: ShareGPT, messages or text files, or datasets of train.prepare_data.
-        target: directory or hub id, for its tokenizer; not needed for such datasets.
-        size: tokens to draft; without size and coverage it is only said what sizes would cover.
-        coverage: as many tokens as make up this share of the text, such as 0.99.
-        out: directory for a copy of the head with the file; without it the head's.
+        target: directory or hub id of the target, for its tokenizer; not needed for datasets of train.prepare_data.
+        size: number of tokens to draft. Without size and coverage, the command only prints a table.
+        coverage: draft as many tokens as cover this share of the text, such as 0.99.
+        out: directory for a copy of the head with the file; None: the head's own directory.
         trust_remote_code: allow a target to run code from its repository.
     """
 
@@ -147,21 +147,21 @@ class VocabCommand:
             raise ValueError("--data needs a file or a dataset")
         head = load_head(self.head)
         if isinstance(head, Eagle3Head):
-            raise ValueError(f"{self.head} is an EAGLE-3 head, whose output layer has a draft vocabulary already")
+            raise ValueError(f"{self.head} is an EAGLE-3 head, which already has a draft vocabulary")
         if self.out is not None:
             check_place(self.out)
         elif not Path(self.head).is_dir():
-            raise ValueError(f"{self.head} is no directory to store {TOKEN_MAP} in: give --out")
+            raise ValueError(f"{self.head} is not a local directory, to which {TOKEN_MAP} could be written: add --out")
         tokenizer = None if self.target is None else AutoTokenizer.from_pretrained(
             target_source(self.target), trust_remote_code=self.trust_remote_code)
         counts = count_tokens(self.data, head.config.vocab_size, tokenizer)
         size = self.size if self.coverage is None else counts.size_for(self.coverage)
         tokens = None if size is None else torch.from_numpy(counts.commonest(size))
         coverage, text, total = counts.coverage(), counts.counted + counts.kept_back, len(counts.counted)
-        print(f"{text.sum()} tokens of text, {(text > 0).sum()} different ones, {len(counts.special)} special ones\n\n"
+        print(f"{text.sum()} tokens of text, {(text > 0).sum()} distinct, {len(counts.special)} special\n\n"
               f"{'size':>8}{'coverage':>11}")
         for each in sorted({total >> power for power in range(7)} | {size or total}, reverse=True):
             print(f"{each:>8}{coverage[each - 1]:>11.3%}{'  <' if each == size else ''}")
         if tokens is not None:
             path = save_token_map(self.head, tokens) if self.out is None else copy_head(self.head, self.out, tokens)
-            print(f"\n{path}: {size} of {total} tokens are drafted. Fit its curves again (eagle-fsd tune)")
+            print(f"\nwrote {path}: the head drafts {size} of {total} tokens. Fit its curves again with eagle-fsd tune")

@@ -17,11 +17,11 @@ from .arguments import Decoding, Loading
 
 @dataclass(frozen=True)
 class Answering(Decoding):
-    """How tokens are drawn, where an answer ends, and which drafted tokens are kept.
+    """How to sample tokens, when to end an answer, and which draft tokens to accept.
 
     Args:
-        max_new_tokens: tokens of an answer whose request does not say; without it such an answer goes on to the end of
-            the context, or of its share of --max-tokens.
+        max_new_tokens: most tokens of an answer if the request sets no limit; None: up to the end of the context, or
+            of the share of --max-tokens.
     """
 
     max_new_tokens: int | None = None
@@ -33,10 +33,10 @@ class Answering(Decoding):
 
 @dataclass(frozen=True, kw_only=True)
 class ServeCommand:
-    """Serve the pair to OpenAI clients.
+    """Serve the pair through an OpenAI-compatible API.
 
-    The options of decoding are those of requests that do not say. With a variable EAGLE_FSD_API_KEY in the environment
-    clients must show its value.
+    The decoding options are defaults for requests that do not set them. If the environment variable EAGLE_FSD_API_KEY
+    is set, clients must send its value as their API key.
     """
 
     serving: ServeOptions = ServeOptions()
@@ -45,14 +45,15 @@ class ServeCommand:
 
     def run(self) -> None:
         key = key_from_environment()
-        need_packages(self.serving.page)
+        check_packages(self.serving.page)
         from ..serve.server import reserve, serve
 
-        begin_log()
+        set_up_logging()
         name = self.serving.name or served_name(self.pair.target)
         if key is None and self.serving.host not in ("127.0.0.1", "localhost", "::1"):
-            logging.warning("everyone who reaches %s can use the model: set %s", self.serving.host, KEY_VARIABLE)
-        place = reserve(self.serving)
+            logging.warning("anyone who can reach %s can use the model: set %s to require a key", self.serving.host,
+                            KEY_VARIABLE)
+        listener = reserve(self.serving)
         defaults = {name: getattr(self.decoding, name) for name in Decoding.names()}
         if defaults["max_new_tokens"] is None:
             del defaults["max_new_tokens"]
@@ -60,30 +61,30 @@ class ServeCommand:
         if self.serving.plain:
             model = replace(model, draft=None, sizing=None)
             defaults["speculative"] = False
-        if not serve(model, name, place, self.serving, defaults, defaults.pop("tree"), key,
+        if not serve(model, name, listener, self.serving, defaults, defaults.pop("tree"), key,
                      [self.pair.target or DEFAULT]):
             sys.exit(1)
 
 
-def begin_log() -> None:
-    """Log to stderr, where what is said of the options of one call would be said of every request."""
+def set_up_logging() -> None:
+    """Log to stderr, without warnings about decoding options, which would repeat for every request."""
     handler = logging.StreamHandler(sys.stderr)
     handler.addFilter(lambda record: record.levelno >= logging.ERROR or record.name != "eagle_fsd.requests")
     logging.basicConfig(level=logging.INFO, handlers=[handler], format="%(asctime)s %(levelname)s %(message)s")
 
 
-def need_packages(page: bool) -> None:
-    """Raise ImportError, in words, where what serving needs is not installed, or too old."""
+def check_packages(page: bool) -> None:
+    """Raise ImportError, with the command to install them, if packages for serving are missing or too old."""
     try:
-        wanted = [Requirement(text) for text in requires("eagle_fsd") or ()]
-    except PackageNotFoundError:  # run from a checkout that was not installed: imports say it
+        requirements = [Requirement(text) for text in requires("eagle_fsd") or ()]
+    except PackageNotFoundError:  # a checkout that is not installed: imports raise instead
         return
-    extra = {"extra": "page" if page else "serve"}  # the one has all of the other
-    missing = [f"{each.name}{each.specifier}" for each in wanted
+    extra = {"extra": "page" if page else "serve"}  # `page` includes `serve`
+    missing = [f"{each.name}{each.specifier}" for each in requirements
                if each.marker is not None and each.marker.evaluate(extra) and not installed(each)]
     if missing:
-        # By their own names: `eagle_fsd[page]` would look for eagle_fsd in the index.
-        raise ImportError(f"serving needs further packages: {shlex.quote(sys.executable)} -m pip install "
+        # The names of the packages, since `eagle_fsd[page]` would look for eagle_fsd in the index.
+        raise ImportError(f"serving needs more packages: {shlex.quote(sys.executable)} -m pip install "
                           f"{shlex.join(dict.fromkeys(missing))}")
 
 

@@ -1,4 +1,4 @@
-"""What the command line writes while an answer is made, and about it."""
+"""Terminal output of an answer: its text in colour, and a line of statistics."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ RESET, BOLD, DIM = "\033[0m", "\033[1m", "\033[2m"
 
 
 def use_colour() -> bool:
-    """On a terminal, unless NO_COLOR is set; FORCE_COLOR overrides."""
+    """Whether to write colours: on a terminal, unless NO_COLOR is set; FORCE_COLOR overrides both."""
     return bool(os.environ.get("FORCE_COLOR")) or (sys.stdout.isatty() and not os.environ.get("NO_COLOR"))
 
 
 def coloured(text: str, code: str) -> str:
-    """The text in a colour, where there are colours."""
+    """The text in a colour, if `use_colour`."""
     return f"{code}{text}{RESET}" if text and code and use_colour() else text
 
 
 def legend() -> str:
-    """What the colours of an answer mean."""
+    """Legend of the colours of an answer."""
     return (f"{coloured('Green', COLOURS['exact'])}: drafted, and the model's own choice. "
-            f"{coloured('Yellow', COLOURS['fuzzy'])}: drafted, kept by the rule alone. The rest is the model's.")
+            f"{coloured('Yellow', COLOURS['fuzzy'])}: drafted, accepted by the rule only. Plain: the model's own.")
 
 
 class SourceStreamer:
-    """Writes tokens as they come, coloured by where they come from; those of `model.generate` plain.
+    """Writes tokens as they arrive, coloured by source; tokens of `model.generate` are plain.
 
     Args:
-        stop: strings that end the answer; what may be the beginning of one is held back.
+        stop: strings that end the answer. Text that may be the beginning of one is withheld.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: Sequence[str] = ()) -> None:
@@ -64,7 +64,7 @@ class SourceStreamer:
 
 
 def describe_output(output: Output) -> str:
-    """One line: length, speed, token sources and the end."""
+    """One line: length, speed, token sources and finish reason."""
     stats, sources = output.stats, [receipt.source for receipt in output.receipts]
     return (
         f"{stats.new_tokens} tokens, {stats.tokens_per_second:.1f} tokens/s, {stats.mean_accepted_length:.2f} "

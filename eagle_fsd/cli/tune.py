@@ -12,16 +12,16 @@ from .exits import check_counts
 
 @dataclass(frozen=True, kw_only=True)
 class TuneCommand:
-    """Fit how often a head's tokens are accepted on your prompts, by which tree="auto" sizes each cycle.
+    """Fit a head's acceptance curves to your prompts, so that tree="auto" chooses better draft trees.
 
-    Answers the prompts' first turns with a wide draft tree, greedily and at temperature 1, and notes which nodes were
-    accepted. The curves, some 150 numbers, are kept in your cache directory and used whenever the pair is loaded.
+    Answers the first turn of each prompt with a wide draft tree, greedily and at temperature 1, and records which nodes
+    are accepted. The curves, about 150 numbers, go to your cache directory; every later load of the pair uses them.
 
     Args:
         prompts: JSON lines: prompts with or without answers, MT-Bench, GSM8K, HumanEval.
         limit: use only the first prompts.
-        max_new_tokens: of each answer.
-        out: the head's directory, to store the curves there for whoever loads the head.
+        max_new_tokens: most tokens per answer.
+        out: directory of the head, to store the curves with it instead of in your cache.
     """
 
     prompts: Path
@@ -39,11 +39,11 @@ class TuneCommand:
         prompts = [[{"role": "user", "content": question.turns[0]}]
                    for question in read_questions(self.prompts)[: self.limit]]
         if self.out is not None and not (self.out.is_dir() and os.access(self.out, os.W_OK)):
-            raise ValueError(f"--out {self.out} is no directory that can be written")
+            raise ValueError(f"--out must be a writable directory, got {self.out}")
         model = self.pair.load()
         if model.draft is None:
-            raise ValueError("there are no curves to fit without a draft head: give one with --draft")
-        found = fit_curves(model, prompts, self.max_new_tokens)
+            raise ValueError("curves need a draft head: name one with --draft")
+        curves = fit_curves(model, prompts, self.max_new_tokens)
         out = self.out or own_place(model.target, model.draft)
         out.mkdir(parents=True, exist_ok=True)
-        print(f"curves of {len(prompts)} answers stored in {store_curves(out, found)}")
+        print(f"stored the curves of {len(prompts)} prompts in {store_curves(out, curves)}")

@@ -1,1 +1,1 @@
-"""Methods side by side on the same questions: answers, times, grades, and what they say."""
+"""Comparison of decoding methods on the same questions: answers, times, grades and statistics."""

@@ -1,4 +1,4 @@
-"""Methods side by side on questions: answered in turn, timed and graded, every record kept as it comes.
+"""Comparison of decoding methods on questions: answer, time and grade, and log every record at once.
 
 `eval.benchmark` compares decoding methods with `model.generate`; `eagle-fsd calibrate` compares settings of acceptance
 with exact (`compare_settings`).
@@ -37,24 +37,25 @@ def compare(
     about: Mapping[str, object], *, warm_up: int = 2, timed: int | None = None,
     together: Mapping[str, Method] | None = None, workers: int = 1,
 ) -> list[dict]:
-    """Every method's record of every question; the same call goes on with what its log has.
+    """Answer every question with every method. A repeated call resumes from the log of an interrupted one.
 
     Args:
-        methods: by names that say all in which they differ.
-        about: what all methods have in common.
-        timed: so many questions, spread evenly, are answered alone, each by all methods in an order that rotates, so
-            that a slow moment of the machine meets all alike; None: all. `warm_up` of them come first, unmeasured.
-        together: the same methods for the other questions, of which `workers` threads ask at once.
+        methods: methods by name. A name must state everything in which its method differs from the others.
+        about: what all methods have in common; the log is only resumed if it is the same.
+        warm_up: questions answered first without being measured.
+        timed: number of questions to time, spread evenly; None: all. They are answered one at a time, each by all
+            methods in an order that rotates, so that slow moments of the machine affect all methods alike.
+        together: the same methods for the other questions, called from `workers` threads.
 
     Returns:
         For each question its `id`, `category` and the `methods`' records (see `record_of`).
 
     Raises:
-        ValueError: the log was begun for something else, or the first turn of a question cannot be answered.
+        ValueError: the log belongs to another comparison, or the first turn of a question cannot be answered.
     """
     log = record_path(options.out, ".answers.jsonl")
     count = len(questions) if timed is None or together is None else min(timed, len(questions))
-    alone = [questions[number * len(questions) // count] for number in range(count)]
+    timed_questions = [questions[number * len(questions) // count] for number in range(count)]
     names = list(methods)
 
     def answer(method: Method, name: str, question: Question, is_timed: bool) -> dict:
@@ -65,7 +66,7 @@ def compare(
         return {"asked": digest_of(question), "method": name, "timed": is_timed,
                 **record_of(answers, question, options.run_code)}
 
-    def keep(records: Sequence[dict]) -> None:
+    def log_records(records: Sequence[dict]) -> None:
         append_lines(log, records)
         known.update({(record["asked"], record["method"]): record for record in records})
 
@@ -75,24 +76,24 @@ def compare(
 
     with only_writer(log):
         known = known_records(log, about)
-        missing = [question for question in alone if any(is_missing(question, name, True) for name in names)]
+        missing = [question for question in timed_questions if any(is_missing(question, name, True) for name in names)]
         for question in missing[:warm_up]:
             for method in methods.values():
                 method([{"role": "user", "content": question.turns[0]}], min(32, options.max_new_tokens))
-        for number, question in enumerate(Progress(missing, desc="in turn", unit="question")):
+        for number, question in enumerate(Progress(missing, desc="timed", unit="question")):
             runs: dict[str, list[dict]] = {name: [] for name in names}
             for shift in range(number, number + options.repeats):
                 for name in names[shift % len(names) :] + names[: shift % len(names)]:
                     runs[name].append(answer(methods[name], name, question, True))
-            keep([{**taken[0], "seconds": statistics.median(record["seconds"] for record in taken)}
-                  for taken in runs.values()])
-        rest = [(question, name) for name in names for question in questions  # rules are walked one by one
-                if question not in alone and is_missing(question, name, False)]
+            log_records([{**same[0], "seconds": statistics.median(record["seconds"] for record in same)}
+                         for same in runs.values()])
+        rest = [(question, name) for name in names for question in questions  # by method: a batch walks rules in turn
+                if question not in timed_questions and is_missing(question, name, False)]
         pool = ThreadPoolExecutor(workers)
         try:
             jobs = [pool.submit(answer, together[name], name, question, False) for question, name in rest]
-            for job in Progress(as_completed(jobs), desc="together", unit="answer", total=len(jobs)) if jobs else ():
-                keep([job.result()])
+            for job in Progress(as_completed(jobs), desc="batched", unit="answer", total=len(jobs)) if jobs else ():
+                log_records([job.result()])
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
     return [{"id": question.id, "category": question.category,
@@ -100,14 +101,14 @@ def compare(
 
 
 def known_records(log: Path, about: Mapping[str, object]) -> dict[tuple[str, str], dict]:
-    """The records of a log by question and method; a log that is not there is begun."""
+    """Read the records of a log by question and method, or start the log."""
     log.parent.mkdir(parents=True, exist_ok=True)
-    begun, *records = read_lines(log) or [None]
-    if begun is None:
+    header, *records = read_lines(log) or [None]
+    if header is None:
         append_lines(log, [about])
-    elif begun != about:
-        changed = [name for name in {**about, **begun} if begun.get(name) != about.get(name)]
-        raise ValueError(f"{log} was begun with other {', '.join(changed)}: delete it or choose another place")
+    elif header != about:
+        changed = [name for name in {**about, **header} if header.get(name) != about.get(name)]
+        raise ValueError(f"{log} was made with another {', '.join(changed)}: delete it or choose another file")
     return {(record["asked"], record["method"]): record for record in records}
 
 
@@ -116,13 +117,13 @@ def digest_of(question: Question) -> str:
 
 
 def record_of(answers: Sequence[Answer], question: Question, run_code: bool) -> dict:
-    """What is kept of the answers to a question's turns.
+    """The record of the answers to a question's turns.
 
     Returns:
-        turns: texts; ids; seconds; tokens; forwards of the target and the tokens that they `emitted` (0 where the
-        engine is not ours); fuzzy: tokens that only the rule accepted; regret: nats below the target's best, summed
-        over the tokens; repeated: share of repeated 4-grams; cut_off: by the length limit, None where the engine is not
-        ours; right: None where there is nothing to compare with.
+        turns: texts; ids: token ids of all turns; tokens: their number; seconds; forwards: verify forwards of the
+        target, and emitted: tokens that they emitted (both 0 for other engines); fuzzy: tokens that only the rule
+        accepted; regret: nats, summed over the tokens; repeated: share of repeated 4-grams; cut_off: whether the length
+        limit ended an answer (None for other engines); right: None if there is nothing to compare with.
     """
     outputs = [answer.output for answer in answers if answer.output]
     receipts = [receipt for output in outputs for receipt in output.receipts]
@@ -140,7 +141,7 @@ def record_of(answers: Sequence[Answer], question: Question, run_code: bool) -> 
 
 
 def method_table(rows: Sequence[Mapping], reference: str) -> str:
-    """The rows in Markdown; `legend` says what the headings mean."""
+    """The rows as a Markdown table; see `legend` for the headings."""
     return markdown({
         "method": row["method"], "tokens/s": decimals(row["tokens_per_second"], 1),
         f"speed vs {reference} (95%)": ratio(row, "speedup", "x"),
@@ -154,7 +155,7 @@ def method_table(rows: Sequence[Mapping], reference: str) -> str:
 
 
 def ratio(row: Mapping, key: str, unit: str = "") -> str:
-    """A ratio with its interval; empty where nothing was timed."""
+    """A ratio with its interval; empty if nothing was timed."""
     return "" if row[key] is None else with_span(f"{row[key]:.2f}{unit}", row[f"{key}_interval"])
 
 
@@ -167,61 +168,61 @@ def accuracy_cells(row: Mapping) -> dict[str, str]:
 
 
 def change_interval(row: Mapping) -> list[float] | None:
-    """Of the change of accuracy in points; None: too few answers are graded."""
+    """Interval of the change of accuracy in points; None: too few graded answers."""
     if row["drop_interval"] is None or row["graded"] < FEWEST:
         return None
     return sorted(-100 * end for end in row["drop_interval"])
 
 
-def legend(rows: Sequence[Mapping], reference: str, parting: str) -> str:
-    """What the headings of `method_table` mean.
+def legend(rows: Sequence[Mapping], reference: str, difference: str) -> str:
+    """A legend of the headings of `method_table`.
 
     Args:
-        parting: why lossless methods may have other answers than the reference's.
+        difference: why answers of lossless methods may differ from the reference's, see `difference_text`.
     """
     graded = {
-        "lost, gained": f"answers that are right under {reference} and wrong here, and the reverse",
-        "change in points (95%)": "of accuracy, with Tango's score interval (of several seeds: bootstrap)",
-        "loss at most": "one-sided 95% bound in points, corrected for the number of methods",
+        "lost, gained": f"answers that are right with {reference} and wrong with the method, and the reverse",
+        "change in points (95%)": "change of accuracy, with Tango's score interval (for several seeds: bootstrap)",
+        "loss at most": "one-sided 95% bound on the loss of accuracy in points, corrected for the number of methods",
     } if rows[0]["accuracy"] is not None else {}
     return bullets({
-        "tokens/s": "new tokens over wall time, prompts included; an answer is all turns of a question",
+        "tokens/s": "new tokens divided by wall time, including prefill; an answer is all turns of a question",
         f"speed, time per answer vs {reference} (95%)": "ratios over the timed questions, with bootstrap intervals "
-        f"over questions; of fewer than {FEWEST} questions there is none",
-        "tau": "tokens emitted per forward of the target, its own token included; copies from the text count as well, "
-        'where they are drafted. EAGLE\'s own tau is that of the head alone (text_drafts="off")',
-        "same answers, same tokens": f"answers that are {reference}'s token by token; tokens before the first "
-        f"difference. {parting}",
-        "fuzzy tokens": "accepted by the rule alone: the target would have taken others",
-        "regret/token": "log-probability of the target's best token less that of the token taken: nats, mean over all "
+        f"over questions if there are at least {FEWEST}",
+        "tau": "tokens emitted per verify forward, including the target's own token and accepted copies from the text. "
+        'The EAGLE papers report tau of the head alone (text_drafts="off")',
+        "same answers, same tokens": f"answers with the same tokens as {reference}'s; share of tokens before "
+        f"the first difference. {difference}",
+        "fuzzy tokens": "tokens that only the rule accepted: the target would have chosen others",
+        "regret/token": "log-probability of the target's best token minus that of the emitted one: nats, mean over all "
         "tokens",
-        "repeated 4-grams": "share of an answer's 4-grams that it had before",
-        "cut off": "answers that the length limit has ended", **graded,
+        "repeated 4-grams": "share of 4-grams that occurred earlier in the same answer",
+        "cut off": "answers ended by the length limit", **graded,
     })
 
 
-def parting_text(model: EagleModel, temperature: float, baseline: torch.dtype | None) -> str:
-    """Why lossless methods may have other texts than the reference.
+def difference_text(model: EagleModel, temperature: float, baseline: torch.dtype | None) -> str:
+    """Why texts of lossless methods may differ from the reference's.
 
     Args:
-        baseline: dtype of a reference that is not our engine.
+        baseline: dtype of a reference other than our engine; None: our engine.
     """
     if baseline is not None and temperature:
-        return "A lossless method samples from model.generate's distribution, with other noise: other texts."
+        return "A lossless method samples from model.generate's distribution with other noise, so the texts differ."
     half = {str(dtype).removeprefix("torch.") for dtype in (model.target.dtype, baseline)
             if dtype in (torch.float16, torch.bfloat16)}
     if not half:
         return "A lossless method has 100%, unless the two best tokens tie even in float32."
-    return (f"A lossless method can have less in {' and '.join(sorted(half))}: forwards over one and over several "
-            "tokens round differently; where the two best tokens tie either may be taken, and from there on the texts "
-            "differ (docs/python.md, Lossless in half precision). In float32 they are the same.")
+    return (f"A lossless method can have less than 100% in {' and '.join(sorted(half))}: forwards over one token and "
+            "over several round differently. If the two best tokens tie, either can be chosen, and the texts differ "
+            "from there (docs/python.md, Lossless in half precision). In float32 they are the same.")
 
 
 def page_text(rows: Mapping[str, Sequence[Mapping]], reference: str) -> str:
-    """The table of all questions, and for each category, where there are several, the most important columns."""
+    """The table of all questions; if there are several categories, also the most important columns by category."""
     text = method_table(rows["all"], reference)
     if len(rows) > 1:
-        text += f"\n\nTimes the speed of {reference}, tau, and accuracy, by category:\n\n" + markdown({
+        text += f"\n\nSpeed as a multiple of {reference}'s, tau, and accuracy, by category:\n\n" + markdown({
             "category": category, "questions": each[0]["answers"],
             **{row["method"]: " / ".join(filter(None, (
                 decimals(row["speedup"], unit="x"), decimals(row["tau"]), percent(row["accuracy"], 1))))
@@ -231,40 +232,43 @@ def page_text(rows: Mapping[str, Sequence[Mapping]], reference: str) -> str:
 
 
 def recommend(rows: Sequence[Mapping], reference: str, points: float) -> tuple[str | None, str]:
-    """The fastest method that is surely faster than the reference and surely loses at most so many points of accuracy.
+    """Recommend the fastest method that is significantly faster than the reference and loses little accuracy.
+
+    Args:
+        points: largest loss of accuracy in points, at one-sided 95% confidence.
 
     Returns:
-        Its name, or None; and what to say of it.
+        The name of the method, or None; and the recommendation as text.
     """
     others = [row for row in rows if row["method"] != reference]
     if any(row["accuracy"] is None for row in rows):
-        return None, "Nothing is recommended: these questions have no grader, so that what is lost is not known."
+        return None, "No recommendation: these questions cannot be graded, so the loss of accuracy is unknown."
     accuracy = next(row["accuracy"] for row in rows if row["method"] == reference)
     if 100 * accuracy <= points:
-        return None, (f"Nothing is recommended: {reference} answers {percent(accuracy, 1)} rightly, so that there is "
-                      "nothing to lose; look at the answers and at how they are compared.")
-    kept = [row for row in others if 100 * row["bound"] <= points]
+        return None, (f"No recommendation: {reference} answers {percent(accuracy, 1)} correctly, too little to measure "
+                      "a loss. Check the answers and how they are graded.")
+    accurate = [row for row in others if 100 * row["bound"] <= points]
     if any(row["time_interval"] is None for row in rows):
-        return None, f"None is recommended: it takes {FEWEST} timed questions at least."
-    faster = [row for row in kept if row["time_interval"][1] < 1]
+        return None, f"No recommendation: it needs at least {FEWEST} timed questions."
+    faster = [row for row in accurate if row["time_interval"][1] < 1]
     if not faster:
-        why = f"is shown to lose at most {points:g} points of accuracy ({rows[0]['graded']} answers)" if not kept else \
-            f"that loses at most {points:g} points takes surely less time per answer than {reference}"
-        return None, f"None is recommended: no setting {why}."
+        why = (f"takes significantly less time than {reference} and loses at most {points:g} points" if accurate else
+               f"loses at most {points:g} points of accuracy at 95% confidence ({rows[0]['graded']} answers)")
+        return None, f"No recommendation: no setting {why}."
     best = min(faster, key=lambda row: row["time"])
     time = with_span(f"{best['time']:.2f} of {reference}'s time per answer", best["time_interval"])
     return best["method"], (
         f"Recommended: {best['method']}, {time}, at a loss of at most "
         f"{100 * best['bound']:.1f} points of accuracy (one-sided 95%, corrected for the choice among {len(others)}). "
-        "Nothing was set.")
+        "No default was changed.")
 
 
 def cross_fit_text(row: Mapping, reference: str, points: float) -> str:
-    """What came of choosing on other questions, in a sentence."""
+    """The result of `cross_fitted` as a sentence."""
     time = with_span(f"{row['time']:.2f} of {reference}'s time per answer", row["time_interval"])
     change = with_span(f"{0 - 100 * row['drop']:+.1f} points of accuracy", change_interval(row), 1)
-    return (f"Chosen on one half of the questions, as the fastest that loses at most {points:g} points there, and "
-            f"judged on the other half, both ways ({' and '.join(row['chosen'])}): {time}, {change}.")
+    return (f"Cross-fitted: the fastest setting that loses at most {points:g} points on one half of the questions "
+            f"({' and '.join(row['chosen'])} on the two halves), measured on the other half: {time}, {change}.")
 
 
 def store(
@@ -275,49 +279,49 @@ def store(
     """Store the rows of `compare`'s records as OUT.json and OUT.md.
 
     Args:
-        points: of accuracy, that a recommended method loses at most; None: nothing is recommended.
-        workers, seeds: for the record.
-        baseline: dtype of a reference that is not our engine.
-        preface: what the page begins with.
+        points: largest loss of accuracy of a recommended method, in points; None: no recommendation.
+        workers, seeds: recorded as they are.
+        baseline: dtype of a reference other than our engine; None: our engine.
+        preface: beginning of the page.
 
     Returns:
         The rows by category (see `method_rows`), and the page, which ends with the recommendation.
     """
     rows = by_category(records, reference)
-    name, said, crossed = None, "", None
+    name, conclusion, crossed = None, "", None
     if points is not None:
-        name, said = recommend(rows["all"], reference, points)
+        name, conclusion = recommend(rows["all"], reference, points)
         crossed = cross_fitted(records, reference, points)
-        said += "" if crossed is None else f"\n\n{cross_fit_text(crossed, reference, points)}"
+        conclusion += "" if crossed is None else f"\n\n{cross_fit_text(crossed, reference, points)}"
     names = dict(zip(("target", "head"), model.described(), strict=True))
-    result = {"workers": workers, "seeds": seeds, "points": points, "recommended": name, "said": said, "rows": rows,
-              "cross_fitted": crossed, "names": names, "baseline_dtype": baseline and str(baseline)}
-    stored = "" if baseline is None else f", {reference} in {str(baseline).removeprefix('torch.')}"
-    parting = parting_text(model, options.temperature, baseline)
+    result = {"workers": workers, "seeds": seeds, "points": points, "recommended": name, "conclusion": conclusion,
+              "rows": rows, "cross_fitted": crossed, "names": names, "baseline_dtype": baseline and str(baseline)}
+    precision = "" if baseline is None else f", {reference} in {str(baseline).removeprefix('torch.')}"
+    difference = difference_text(model, options.temperature, baseline)
     return rows, write_record(options.out, {**about, **result}, f"""\
 {preface}{pair_text(model)}
 
-{len(records)} questions, {rows["all"][0]["timed"]} of them timed{stored},
+{len(records)} questions, {rows["all"][0]["timed"]} of them timed{precision},
 temperature {options.temperature:g}, at most {options.max_new_tokens} tokens a turn,
 tree {model.describe_tree(options.tree)}{f", accuracy of {seeds} seeds" if seeds > 1 else ""}
 
 {page_text(rows, reference)}
 
-{legend(rows["all"], reference, parting)}
+{legend(rows["all"], reference, difference)}
 
-{said}""".rstrip())
+{conclusion}""".rstrip())
 
 
 def setting_methods(
     model: EagleModel, settings: Sequence[str], options: ComparisonOptions,
     shared: Mapping[str, object] | None = None, batches: Engine | None = None,
 ) -> dict[str, Method]:
-    """`exact` and these settings by name.
+    """Methods for `exact` and these settings, by name.
 
     Args:
-        shared: further options of `generate` for all.
-        batches: decodes the requests, lossless ones without drafting: their tokens are the same, and drafting pays
-            alone.
+        shared: further options of `generate` for all methods.
+        batches: engine that decodes the requests. It decodes lossless ones without drafts, which gives the same tokens
+            and is faster in a batch.
     """
     common = {"temperature": options.temperature, "seed": options.seed, "tree": options.tree, **(shared or {})}
     methods = {name: common | setting for name, setting in read_settings(settings).items()}
@@ -329,23 +333,23 @@ def setting_methods(
 
 
 def compare_settings(model: EagleModel, questions: Sequence[Question], options: CalibrationOptions) -> str:
-    """Answer questions exactly and under settings, and store the comparison as OUT.json, OUT.md and OUT.png.
+    """Answer questions with `exact` and with each setting, and store the comparison as OUT.json, OUT.md and OUT.png.
 
-    With several seeds, accuracy is the mean over the options' seed and those after it; everything else is that of the
-    first. Each seed has a log of its own. Batches are decoded with one tree, `options.tree` or `model.default_tree`, so
-    that fuzzy texts do not depend on what else is in the batch.
+    With several seeds, accuracy is the mean over `options.seed` and the seeds that follow; all else is of the first.
+    Each seed has its own log. Batches use one tree, `options.tree` or `model.default_tree`, so that fuzzy texts do not
+    depend on the rest of the batch.
 
     Returns:
         The page, which ends with the recommendation.
     """
     shared = {"stop": CODE_END} if options.stop_after_code else {}
-    by_seed, joined = [], nullcontext()
+    by_seed, batching = [], nullcontext()
     if options.batch > 1:
         from ..batching.engine import Engine  # needs packages of the extra `serve`
 
-        joined = Engine(model, max_rows=options.batch, max_waiting=options.batch, prefixes=0,
+        batching = Engine(model, max_rows=options.batch, max_waiting=options.batch, prefixes=0,
                         tree=options.tree or model.default_tree)
-    with joined as batches:
+    with batching as batches:
         for number in range(options.seeds):
             name = f".seed{options.seed + number}" if number else ""
             each = replace(options, seed=options.seed + number, out=record_path(options.out, name))
@@ -360,7 +364,7 @@ def compare_settings(model: EagleModel, questions: Sequence[Question], options: 
 
 
 def join_seeds(by_seed: Sequence[Sequence[Mapping]]) -> list[dict]:
-    """The records of the first seed, `right` being the share of all seeds that were."""
+    """The records of the first seed, with `right` as the share of seeds with a right answer."""
     def shared(records: Sequence[Mapping]) -> dict:
         rights = [record["right"] for record in records]
         return {**records[0], "right": None if None in rights else statistics.mean(rights)}

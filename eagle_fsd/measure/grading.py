@@ -1,4 +1,4 @@
-"""Whether an answer is right: GSM8K, HumanEval, MBPP, IFEval, and any file of prompts with answers."""
+"""Grading of answers: GSM8K, HumanEval, MBPP, IFEval, and any file of prompts with answers."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from ..data.questions import Question
 
 log = logging.getLogger(__name__)
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
-CODE = ("humaneval", "mbpp")  # categories of questions whose answers are programs
-CODE_END = "\n```\n"  # where a fenced program ends; EvalPlus stops answers there too
-# What a program may use.
+CODE = ("humaneval", "mbpp")  # categories with programs as answers
+CODE_END = "\n```\n"  # the end of a fenced program; also a stop string of EvalPlus
+# Limits of a program.
 SECONDS, WALL_SECONDS, MEMORY_BYTES, FILE_BYTES = 10, 40, 1 << 30, 1 << 20
-# Runs in the child before the program: from here on it can use no more than the limits. What comes on standard input
-# is written to a file at the end, which a program that exits before its tests are through does not reach.
+# Runs in the subprocess before the program and sets its limits. At the end it writes the bytes from standard input to a
+# file; a program that exits before its tests have finished does not get there.
 LIMITED = """
 import resource, runpy, sys
 from os import write
@@ -37,7 +37,7 @@ write({place}, proof)
 
 
 def is_right(question: Question, text: str, *, run_code: bool = False) -> bool | None:
-    """Whether `text` answers the question; None: there is nothing to compare it with, or no leave to run programs.
+    """Whether `text` answers the question; None: there is no reference, or programs may not run.
 
     Args:
         run_code: run the programs of HumanEval and MBPP answers (in a limited subprocess).
@@ -55,13 +55,13 @@ def is_right(question: Question, text: str, *, run_code: bool = False) -> bool |
 
 
 def extract_result(text: str) -> str | None:
-    """The last `#### result` line of an answer, or None where it has none."""
+    """The last `#### result` line of an answer, or None."""
     found = re.findall(r"^#### (.+)$", text, flags=re.MULTILINE)
     return found[-1].strip() if found else None
 
 
 def final_number(text: str) -> str | None:
-    """The number that an answer ends with, as GSM8K counts it: after the last `####`, else the last in the text."""
+    """The final number of an answer, as defined by GSM8K: after the last `####`, else the last number in the text."""
     marked = extract_result(text)
     found = NUMBER.findall(text if marked is None else marked)
     if not found:
@@ -71,37 +71,36 @@ def final_number(text: str) -> str | None:
 
 
 def program_of(question: Question, text: str) -> str:
-    """The program that an answer gives: the prompt with its completion, or a fenced block that has the function.
+    """The program in an answer: the prompt with its completion, or the fenced block that contains the function.
 
-    That of an MBPP question is the last fenced block with a function, or all of the answer. The end of the answer
-    ends a block too.
+    For MBPP it is the last fenced block with a function, or the whole answer. A block may lack its closing fence.
     """
     prompt = question.turns[-1]
     fenced = re.findall(r"```(?:[Pp]y\w*)?\n(.*?)(?:```|\Z)", text, flags=re.DOTALL)
     if question.category == "mbpp":
         return next((block for block in reversed(fenced) if "def " in block), fenced[-1] if fenced else text)
-    asked = re.findall(r"^def (\w+)", prompt, flags=re.MULTILINE)
+    names = re.findall(r"^def (\w+)", prompt, flags=re.MULTILINE)
     if fenced:
-        whole = next((block for block in reversed(fenced) if asked and f"def {asked[-1]}" in block), None)
+        whole = next((block for block in reversed(fenced) if names and f"def {names[-1]}" in block), None)
         if whole is not None:
-            return prompt[: prompt.index(f"def {asked[-1]}")] + whole  # with the prompt's imports and helpers
+            return prompt[: prompt.index(f"def {names[-1]}")] + whole  # keeps the prompt's imports and helpers
         text = fenced[-1]
     return prompt + cut_program(text)
 
 
 def cut_program(text: str) -> str:
-    """A completion up to where the function it continues has ended (as HumanEval's authors stop it)."""
+    """A completion up to the end of the function that it continues (the stop strings of HumanEval's authors)."""
     ends = [at for stop in ("\nclass ", "\ndef ", "\n#", "\nif ", "\nprint") if (at := text.find(stop)) >= 0]
     return text[: min(ends)] if ends else text
 
 
 def passes(program: str, tests: str) -> bool:
-    """Whether a program passes its tests and gets to their end.
+    """Whether a program passes its tests and runs to their end. POSIX only.
 
-    In a subprocess with an empty environment and directory, limited in processor and wall time, memory, file size, open
-    files and (unless the user is root) to no further processes. POSIX only.
+    The program runs in a subprocess with an empty environment and directory, with limits on processor and wall time,
+    memory, file size and open files, and (unless the user is root) without further processes.
 
-    The limits stop accidents; they are no jail for hostile code (files that the user can read, it can read).
+    The limits prevent accidents. They are not a sandbox: hostile code can read every file that the user can read.
     """
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile() as end:
         Path(folder, "program.py").write_text(f"{program}\n\n{tests}\n", encoding="utf-8")
@@ -118,45 +117,45 @@ def passes(program: str, tests: str) -> bool:
         return finished.returncode == 0 and end.read() == proof
 
 
-# IFEval, as lm-evaluation-harness checks it (strictly).
+# IFEval, with the strict checks of lm-evaluation-harness.
 
 
 @cache
 def _checks() -> object:
-    """The harness' module.
+    """The module of the harness.
 
     Raises:
-        ValueError: it is not installed.
+        ValueError: the harness is not installed.
     """
     try:
-        import_module("langdetect").DetectorFactory.seed = 0  # its own is another one in every process
+        import_module("langdetect").DetectorFactory.seed = 0  # its default differs in every process
         return import_module("lm_eval.tasks.ifeval.utils")
-    except (ImportError, AssertionError) as error:  # it asserts a version of nltk
-        raise ValueError(f"IFEval is graded by lm-evaluation-harness, which is not there ({error}): "
+    except (ImportError, AssertionError) as error:  # AssertionError: the version of nltk
+        raise ValueError(f"IFEval is graded by lm-evaluation-harness, which is not installed ({error}): "
                          "pip install 'eagle-fsd[lm_eval]'") from error
 
 
 def check_gradable(questions: Sequence[Question], run_code: bool = True) -> None:
-    """Warn of programs that are not run, and raise where the instructions of an IFEval question cannot be checked here.
+    """Warn if programs will not be graded, and raise if an IFEval question cannot be.
 
     Raises:
-        ValueError: the harness, or what it needs for some kinds of instructions, is not there; or it does not know an
+        ValueError: the harness, or data that it needs for some instructions, is not installed; or it does not know an
             instruction or its arguments.
     """
     if not run_code and any(question.category in CODE for question in questions):
-        log.warning("programs are not graded: --run-code allows them to be run")
+        log.warning("programs are not graded without --run-code")
     for question in questions:
         if question.category == "ifeval":
             try:
                 followed(question, "x")
             except (LookupError, TypeError, AttributeError) as error:
                 raise ValueError(
-                    f"question {question.id}: the harness cannot check its instructions (some take python -m "
+                    f"question {question.id}: the harness cannot check its instructions (some need python -m "
                     f"nltk.downloader punkt_tab): {error!r}") from error
 
 
 def followed(question: Question, text: str) -> list[bool]:
-    """Which of the instructions an answer follows; see `check_gradable`."""
+    """For each instruction, whether the answer follows it; see `check_gradable`."""
     checks = _checks()
-    asked = checks.InputExample(key=question.id, prompt=question.turns[0], **json.loads(question.tests or "{}"))
-    return checks.test_instruction_following_strict(asked, text).follow_instruction_list
+    instructions = checks.InputExample(key=question.id, prompt=question.turns[0], **json.loads(question.tests or "{}"))
+    return checks.test_instruction_following_strict(instructions, text).follow_instruction_list

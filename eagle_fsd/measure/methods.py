@@ -1,6 +1,4 @@
-"""Decoding methods under comparison: each turns a prompt into an answer and times it.
-
-Everything that is measured of the engine goes through this module.
+"""Decoding methods for comparisons: each answers a prompt and measures the time.
 """
 
 from __future__ import annotations
@@ -25,9 +23,9 @@ from .settings import ComparisonOptions
 
 @dataclass(frozen=True)
 class Answer:
-    """One answer; `output` carries stats and receipts where our engine made it."""
+    """One answer; `output` has the statistics and receipts of our engine, and is None for other engines."""
 
-    seconds: float  # prompt included
+    seconds: float  # including prefill
     token_ids: list[int]
     text: str
     output: Output | None = None
@@ -37,12 +35,12 @@ Method = Callable[[object, int], Answer]  # (prompt, max_new_tokens)
 
 
 def prompt_seed(seed: int, prompt: object) -> int:
-    """A seed for one prompt, so that prompts of one length do not share their noise."""
+    """A seed per prompt, so that different prompts get different noise."""
     return seed + (zlib.crc32(repr(prompt).encode()) << 16)
 
 
 def described(model: EagleModel, options: ComparisonOptions | None = None) -> dict[str, object]:
-    """What answers depend on besides the method, in a form that JSON keeps."""
+    """Everything besides the method that answers depend on, as JSON values."""
     facts = {"target": model.target.digest(), "head": None if model.draft is None else weights_digest(model.draft),
              "dtype": str(model.target.dtype), "weights": is_packed(model.target.model) or "plain",
              "device": str(model.target.device), "threads": torch.get_num_threads()}
@@ -54,20 +52,20 @@ def described(model: EagleModel, options: ComparisonOptions | None = None) -> di
 
 
 def pair_text(model: EagleModel) -> str:
-    """Names and sizes of target and head, as pages of results begin."""
+    """Names and sizes of target and head, for the beginning of a page of results."""
     target, head = model.described()
-    return f"Target: {target}\\\nHead: {head or 'none, drafts are copied from the text alone'}"
+    return f"Target: {target}\\\nHead: {head or 'none, drafts are copied from the text'}"
 
 
 def hf_generate(model: EagleModel, *, temperature: float = 0.0, seed: int = 0, **options: object) -> Method:
-    """`model.generate`, the users' baseline, of the model as transformers loads it, set to decode as our engine does.
+    """The baseline: `model.generate` of the stock model, with the same decoding options as our engine.
 
-    Of the checkpoint's generation config only the special tokens are used, since the engine reads no more of it (many
-    have a repetition penalty). When sampling, top-k and top-p are off: `transformers` would keep the 50 best tokens.
+    It uses only the special tokens of the checkpoint's generation config, like our engine; many configs set a
+    repetition penalty. Sampling turns top-k and top-p off, since the default of `transformers` is the 50 best tokens.
 
     Args:
-        seed: of torch's global generator, set before each sampled answer, together with the prompt.
-        options: others of `model.generate`, such as `prompt_lookup_num_tokens=10`.
+        seed: base seed; torch's global generator gets a seed per prompt before each sampled answer.
+        options: further options of `model.generate`, such as `prompt_lookup_num_tokens=10`.
     """
     sampling: dict[str, object] = {"do_sample": False}
     if temperature:
@@ -82,7 +80,7 @@ def hf_generate(model: EagleModel, *, temperature: float = 0.0, seed: int = 0, *
         ids = torch.tensor([encode_prompt(prompt, model)], device=model.target.device)
         if temperature:
             torch.manual_seed(prompt_seed(seed, prompt))
-        stock.generation_config = special  # what the model has counts even where another config is given
+        stock.generation_config = special  # the model's own config applies even if another is passed
         try:
             sequence = stock.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_new_tokens,
                                       **sampling, **options)
@@ -101,8 +99,8 @@ def engine(
     """`eagle_fsd.generate` with these options.
 
     Args:
-        ask: called with prompt and options in place of `generate`.
-        options: of `generate`; a `seed` goes together with the prompt.
+        ask: function to call in place of `generate`, with the prompt and options.
+        options: options of `generate`; `seed` is the base of a seed per prompt.
     """
     ask = ask or partial(generate, model=model)
 

@@ -1,4 +1,4 @@
-"""Stored results: JSON with how it was made, the same as a Markdown page, tables, and the plot of a comparison."""
+"""Stored results: JSON with its provenance, the same as a Markdown page, tables, and the plot of a comparison."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ ROOT = Path(__file__).parents[2]
 def environment() -> dict:
     """Commit, command, versions and hardware of this process.
 
-    `clean`: whether the commit has all of the code that ran; results and documentation may have changed since.
-    `preloaded`: libraries of LD_PRELOAD, such as an allocator.
+    `clean`: the working tree has no changes to the commit, except in results and documentation.
+    `preloaded`: libraries in LD_PRELOAD, such as an allocator.
     """
     def git(*args: str) -> str:
         try:
             return subprocess.run(["git", *args], cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
-        except OSError:  # there is no git
+        except OSError:  # git is not installed
             return ""
 
     commit = git("rev-parse", "--short", "HEAD")
@@ -50,33 +50,33 @@ def environment() -> dict:
 
 
 def shown(value: object) -> str:
-    """A setting as text; an absolute path relative to the repository, or its name alone, so that no record
-    names a machine's folders."""
+    """A setting as text. Absolute paths become relative to the repository, or lose their folders, so that no record
+    contains the folders of a machine."""
     if isinstance(value, tuple):
         return " ".join(map(shown, value))
     text = str(value)
     if not os.path.isabs(text):
         return text
     near = os.path.relpath(text, ROOT)
-    return Path(text).name if near.startswith(os.path.join("..", "..")) else near  # elsewhere on this machine
+    return Path(text).name if near.startswith(os.path.join("..", "..")) else near
 
 
 def record_path(out: Path, suffix: str) -> Path:
-    """`out` with this suffix. Any other dot than that of .json, .jsonl and .md belongs to the name: quality-t0.7."""
+    """`out` with this suffix in place of .json, .jsonl or .md; other dots belong to the name, as in quality-t0.7."""
     return out.with_name((out.stem if out.suffix in (".json", ".jsonl", ".md") else out.name) + suffix)
 
 
 def write_json(path: Path, record: Mapping[str, object]) -> None:
-    """Write a record, in a folder that is made where it is missing."""
+    """Write a record, and create its folder if missing."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def write_record(out: Path, record: Mapping[str, object], text: str) -> str:
-    """Write `out` as JSON with how it was made, and beside it the same as a Markdown page, which is returned."""
+    """Write a record with its environment as JSON, and a Markdown page beside it; return the page."""
     about = environment()
     write_json(record_path(out, ".json"), {"environment": about, **record})
-    changed = "" if about["clean"] else " (NOT A CLEAN COMMIT: not to be quoted)"
+    changed = "" if about["clean"] else " (NOT A CLEAN COMMIT: do not quote)"
     machine = ", ".join([about["gpu"] or about["processor"], f"{about['threads']} threads", *about["preloaded"]])
     page = f"# {record_path(out, '').name}\n\n`{about['command']}` at {about['commit']}{changed}, {machine}, " \
            f"torch {about['torch']}, transformers {about['transformers']}\n\n{text}\n"
@@ -85,7 +85,7 @@ def write_record(out: Path, record: Mapping[str, object], text: str) -> str:
 
 
 def markdown(rows: Iterable[Mapping[str, object]]) -> str:
-    """A table of cells by heading; a heading that a row lacks leaves its cell empty."""
+    """A table of rows of cells by heading; missing cells are empty."""
     rows = list(rows)
     headings = list(dict.fromkeys(heading for row in rows for heading in row))
     lines = [headings, ["---"] * len(headings), *([row.get(heading, "") for heading in headings] for row in rows)]
@@ -93,7 +93,7 @@ def markdown(rows: Iterable[Mapping[str, object]]) -> str:
 
 
 def decimals(value: float | None, digits: int = 2, unit: str = "") -> str:
-    """A number as a cell; empty where there is none."""
+    """A number as a cell; empty if None."""
     return "" if value is None else f"{value:.{digits}f}{unit}"
 
 
@@ -102,26 +102,26 @@ def percent(share: float | None, digits: int = 0) -> str:
 
 
 def with_span(text: str, ends: Sequence[float] | None, digits: int = 2) -> str:
-    """A value with both ends of its interval, where it has one."""
+    """A value with both ends of its interval, if it has one."""
     return text if ends is None else f"{text} ({ends[0]:.{digits}f} to {ends[1]:.{digits}f})"
 
 
 def bullets(meanings: Mapping[str, str]) -> str:
-    """A legend: what each heading of a table means."""
+    """A legend of the headings of a table."""
     return "\n".join(f"- **{heading}**: {meaning}" for heading, meaning in meanings.items())
 
 
 def whiskers(value: float, ends: Sequence[float] | None) -> list[float]:
-    """How far an interval reaches below and above its value, as matplotlib takes it; NaN: there is none."""
+    """Lengths of error bars below and above a value, as for matplotlib; NaN: no interval."""
     return [math.nan, math.nan] if ends is None else [max(0.0, value - ends[0]), max(0.0, ends[1] - value)]
 
 
 def save_plot(path: Path, width: float, height: float, draw: Callable[[Any], None]) -> None:
-    """A plot of what `draw` puts on its axes; a warning where matplotlib is not installed."""
+    """Save a plot of what `draw` puts on the axes; log a warning if matplotlib is not installed."""
     try:
         import matplotlib
     except ImportError:
-        log.warning("no plot: it takes matplotlib (pip install 'eagle_fsd[eval]')")
+        log.warning("no plot without matplotlib: pip install 'eagle_fsd[eval]'")
         return
     matplotlib.use("Agg")
     from matplotlib import pyplot
@@ -134,7 +134,7 @@ def save_plot(path: Path, width: float, height: float, draw: Callable[[Any], Non
 
 
 def plot_comparison(rows: Sequence[Mapping], reference: str, path: Path) -> None:
-    """Each method's accuracy (share of equal tokens where nothing is graded) over its time per answer."""
+    """Plot each method's accuracy over its time per answer; without grading, its share of equal tokens."""
     graded = all(row["accuracy"] is not None for row in rows)
 
     def draw(axes: Any) -> None:

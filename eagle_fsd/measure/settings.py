@@ -1,4 +1,4 @@
-"""Options of a comparison, and settings of acceptance as text. Nothing here imports torch."""
+"""Options of a comparison, and acceptance settings as text. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ EXACT = "exact"
 
 @dataclass(frozen=True, kw_only=True)
 class QuestionOptions:
-    """Which questions are asked.
+    """Which questions to ask.
 
     Args:
         questions: JSON lines: MT-Bench, Spec-Bench, HumanEval, MBPP, GSM8K, IFEval, or prompts with or without answers.
-        per_category: only the first questions of each category.
-        categories: only questions of these categories.
-        limit: only the first questions of all.
+        per_category: use only the first questions of each category.
+        categories: use only questions of these categories.
+        limit: use only the first questions.
     """
 
     questions: tuple[Path, ...]
@@ -30,22 +30,22 @@ class QuestionOptions:
     limit: int | None = None
 
     def chosen_questions(self) -> list[Question]:
-        """See `choose_questions`."""
+        """Read and select the questions; see `choose_questions`."""
         return choose_questions(self.questions, self.per_category, self.categories)[: self.limit]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ComparisonOptions:
-    """How methods are compared.
+    """How to compare methods.
 
     Args:
         temperature: 0 is greedy; otherwise sampling.
-        max_new_tokens: of a turn.
-        seed: of the sampling noise.
-        tree: size of the draft tree; without it the fastest that is known here.
-        repeats: timed runs of each question, of which the median counts.
-        run_code: run the programs of HumanEval and MBPP answers to grade them; otherwise they are not graded.
-        out: OUT.json, OUT.md and OUT.png are written, and OUT.answers.jsonl, which a stopped run goes on with.
+        max_new_tokens: most tokens per turn.
+        seed: seed of the sampling noise.
+        tree: size of the draft tree; None: as fast as possible on this machine.
+        repeats: timed runs of each question; their median counts.
+        run_code: run the programs of HumanEval and MBPP answers to grade them; without it they are not graded.
+        out: write OUT.json, OUT.md and OUT.png, and OUT.answers.jsonl, from which an interrupted run resumes.
     """
 
     temperature: float = 0.0
@@ -59,17 +59,17 @@ class ComparisonOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class CalibrationOptions(ComparisonOptions):
-    """How settings are compared with `exact`.
+    """How to compare settings with `exact`.
 
     Args:
-        settings: rules with thresholds and other options of generate, also lossless ones with other sampling: "fsd 0.3"
-            "fsd 0.5 head_guard=none" "exact top_p=0.6".
-        points: of accuracy, that a recommended setting may lose at most.
-        batch: questions that are answered together, all but the timed ones, with one tree (--tree, or the default of
-            the device); 1: every question is answered alone and timed.
-        timed: with --batch, questions that are answered alone, interleaved, to time them.
-        stop_after_code: answers end where their first fenced block does: what is timed is the program alone.
-        seeds: answers to each question, of which accuracy is the mean; with --temperature above 0.
+        settings: rules with thresholds and other options of generate, including sampling options of lossless ones:
+            "fsd 0.3" "fsd 0.5 head_guard=none" "exact top_p=0.6".
+        points: largest loss of accuracy of a recommended setting, in points.
+        batch: number of questions to answer together, except the timed ones, with one tree (--tree, or the default of
+            the device); 1: answer every question alone and time it.
+        timed: with --batch, number of questions to answer alone, interleaved, for timing.
+        stop_after_code: end answers after their first fenced code block, to time only the program.
+        seeds: number of answers to each question, over which accuracy is averaged; needs --temperature above 0.
     """
 
     settings: tuple[str, ...] = ("fsd 0.1", "fsd 0.3", "fsd 0.5")
@@ -81,11 +81,11 @@ class CalibrationOptions(ComparisonOptions):
 
 
 def parse_setting(text: str) -> tuple[str, dict[str, object]]:
-    """Name and options of a setting: a rule, its threshold, and other options of `generate`, such as "fsd 0.3",
-    "fsd 0.5 head_guard=none divergence=tv" or "exact temperature=0.35 top_p=0.9".
+    """Parse a setting into its name and options: a rule, its threshold, and other options of `generate`, such as
+    "fsd 0.3", "fsd 0.5 head_guard=none divergence=tv" or "exact temperature=0.35 top_p=0.9".
 
     Raises:
-        ValueError, TypeError: not of this form, or refused by `generate`.
+        ValueError, TypeError: the text has another form, or an option is invalid.
     """
     rule, *words = text.split() or [""]
     options: dict[str, object] = {"acceptance": rule}
@@ -100,15 +100,15 @@ def parse_setting(text: str) -> tuple[str, dict[str, object]]:
             rule = ""
         options[name] = parsed
     if not rule:
-        raise ValueError(f'{text!r} is no setting; it takes a rule, a threshold and options, such as "fsd 0.3" or '
-                         '"fsd 0.5 head_guard=none"')
+        raise ValueError(f'a setting must be a rule, a threshold and options, such as "fsd 0.3" or "fsd 0.5 '
+                         f'head_guard=none", got {text!r}')
     GenerateOptions.from_names(options)
     return " ".join([rule, *words]), options
 
 
 def read_settings(texts: Sequence[str]) -> dict[str, dict[str, object]]:
-    """Settings by name, `exact` first; see `parse_setting`."""
+    """Parse settings into options by name, with `exact` first; see `parse_setting`."""
     settings = dict(map(parse_setting, texts))
     if not settings or EXACT in settings:
-        raise ValueError(f"--settings takes at least one, and {EXACT} is always there, got {list(texts)}")
+        raise ValueError(f"--settings needs at least one besides {EXACT}, which is always included, got {list(texts)}")
     return {EXACT: {"acceptance": EXACT}, **settings}

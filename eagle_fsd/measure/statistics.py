@@ -1,7 +1,7 @@
-"""Statistics of methods that answered the same questions, with intervals over the questions.
+"""Statistics of methods on the same questions, with confidence intervals over the questions.
 
-Ratios have bootstrap intervals, a change of accuracy those of Tango's score test, or of the bootstrap where answers of
-several seeds make shares of it.
+Ratios have bootstrap intervals. Changes of accuracy have intervals of Tango's score test, or of the bootstrap if a
+question's accuracy is a fraction, as with several seeds.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ from statistics import NormalDist
 import numpy as np
 
 RESAMPLES = 2000
-FEWEST = 5  # questions with an interval: that of two would be their minimum and maximum
+FEWEST = 5  # questions for an interval; with two it would be their minimum and maximum
 GRAM = 4
-CHOSEN = "chosen"  # name of a method that was chosen on other questions
+CHOSEN = "chosen"  # name of the method that `cross_fitted` chose
 
 
 def interval(
     statistic: Callable[..., np.ndarray], *columns: np.ndarray, ends: Sequence[float] = (0.025, 0.975)
 ) -> list[float] | None:
-    """95% percentile interval of a statistic of questions, which are drawn with replacement.
+    """Bootstrap percentile interval of a statistic, by default at 95%. Questions are drawn with replacement.
 
     Args:
-        statistic: of the columns [..., questions], over their last axis.
-        columns: one value per question each; drawn together.
-        ends: other shares of the draws than those of 95%.
+        statistic: function of the columns [..., questions] that reduces their last axis.
+        columns: one value per question; all columns are drawn together.
+        ends: quantiles to return.
 
     Returns:
-        Both ends; None of fewer than `FEWEST` questions.
+        The quantiles; None for fewer than `FEWEST` questions.
     """
     count = len(columns[0])
     if count < FEWEST:
@@ -45,50 +45,50 @@ def ratio_interval(ours: np.ndarray, theirs: np.ndarray) -> list[float] | None:
 
 
 def drop_bound(lost: float, gained: float, count: int, confidence: float = 0.95) -> float:
-    """One-sided upper bound of what accuracy has fallen by (Tango, Stat. Med. 17, 1998); below 0 it has risen.
+    """One-sided upper bound of the drop of accuracy (Tango, Stat. Med. 17, 1998); a negative drop is a rise.
 
     Args:
         lost: answers that are right in the reference and wrong here. gained: the reverse. count: all pairs.
     """
     def score(drop: float) -> float:
-        """How many standard errors the drop seen lies above this one; falls with it."""
-        # Maximum-likelihood rate of `gained` where the drop is exactly this.
+        """By how many standard errors the observed drop exceeds this one; decreasing in `drop`."""
+        # Maximum-likelihood rate of `gained` under the constraint of this drop.
         a, b, c = 2 * count, (2 * count - lost + gained) * drop - lost - gained, -gained * drop * (1 - drop)
         rate = (math.sqrt(max(0.0, b * b - 4 * a * c)) - b) / (2 * a)
         spread = count * (2 * rate + drop * (1 - drop))
         return (lost - gained - count * drop) / math.sqrt(max(spread, 1e-30))
 
-    low, high, wanted = -1.0, 1.0, -NormalDist().inv_cdf(confidence)
+    low, high, quantile = -1.0, 1.0, -NormalDist().inv_cdf(confidence)
     for _ in range(60):
         middle = (low + high) / 2
-        low, high = (low, middle) if score(middle) <= wanted else (middle, high)
+        low, high = (low, middle) if score(middle) <= quantile else (middle, high)
     return high
 
 
 def drop_interval(lost: float, gained: float, count: int) -> list[float]:
-    """Two-sided 95% interval of what accuracy has fallen by."""
+    """Two-sided 95% interval of the drop of accuracy."""
     return [-drop_bound(gained, lost, count, 0.975), drop_bound(lost, gained, count, 0.975)]
 
 
 def repetition(tokens: Sequence[object]) -> float:
-    """Share of the text's 4-grams that have occurred before."""
+    """Share of 4-grams that occurred earlier in the text."""
     grams = list(zip(*(tokens[start:] for start in range(GRAM)), strict=False))
     return 1 - len(set(grams)) / len(grams) if grams else 0.0
 
 
 def first_difference(tokens: Sequence[int], reference: Sequence[int]) -> int | None:
-    """Where two texts part; None where they are the same."""
+    """Index of the first token that differs; None if the texts are the same."""
     pairs = enumerate(zip_longest(tokens, reference))
     return next((at for at, (ours, theirs) in pairs if ours != theirs), None)
 
 
 def method_rows(records: Sequence[Mapping], reference: str) -> list[dict]:
-    """One row per method over the questions of `compare`, beside the reference on the same questions.
+    """One row per method over the records of `compare`, relative to the reference on the same questions.
 
     Returns:
-        speedup (tokens per second) and time (per answer) are ratios to the reference's, with 95% intervals (None: too
-        few questions); they and tau are of the timed questions (None: there are none); same_tokens: share before the
-        first difference; drop: of accuracy, with its interval, and bound: its one-sided 95% bound, with Bonferroni's
+        speedup (tokens per second) and time (per answer): ratios to the reference, with 95% intervals (None: too few
+        questions), over the timed questions, like tau (None: none is timed); same_tokens: share of tokens before the
+        first difference; drop: of accuracy, with its interval; bound: its one-sided 95% bound, with Bonferroni's
         correction over all methods but the reference.
     """
     timed = [line["methods"] for line in records if all(record["timed"] for record in line["methods"].values())]
@@ -101,7 +101,7 @@ def method_rows(records: Sequence[Mapping], reference: str) -> list[dict]:
         columns = [np.array([line[each][key] for line in timed], float)
                    for each in (name, reference) for key in ("tokens", "seconds")]
         tokens, forwards = sum(record["tokens"] for record in ours), sum(line[name]["forwards"] for line in timed)
-        own = {  # known of our engine alone
+        own = {  # None for other engines
             "tau": sum(line[name]["emitted"] for line in timed) / forwards if forwards else None,
             "regret_per_token": sum(record["regret"] for record in ours) / max(1, tokens),
             "cut_off": sum(record["cut_off"] for record in ours) / len(ours),
@@ -118,31 +118,31 @@ def method_rows(records: Sequence[Mapping], reference: str) -> list[dict]:
 
 
 def cross_fitted(records: Sequence[Mapping], reference: str, points: float) -> dict | None:
-    """What comes of a choice that has not seen the questions it is judged on, over the questions of `compare`.
+    """Estimate the result of choosing a method without bias from the choice, by two-fold cross-fitting.
 
-    On each half the fastest method that lost at most so many points of accuracy there is chosen, or the reference, and
-    judged on the other half; both together.
+    Each half of the questions chooses the fastest method that loses at most `points` of accuracy there (possibly the
+    reference); the other half measures it. The row is over both halves.
 
     Returns:
-        The `chosen` names and one row as of `method_rows`, without a correction for the choice; None: nothing is graded
-        or timed, or there is one question.
+        The `chosen` names and a row as in `method_rows`, without a correction for the choice; None: nothing is graded,
+        nothing is timed, or there is only one question.
     """
     ordered = sorted(records, key=lambda line: not all(record["timed"] for record in line["methods"].values()))
-    halves = ordered[::2], ordered[1::2]  # each with half of those that are timed
-    chosen, judged = [], []
+    halves = ordered[::2], ordered[1::2]  # each has half of the timed questions
+    chosen, tested = [], []
     for fit, rest in (halves, halves[::-1]):
         rows = method_rows(fit, reference) if fit else []
         if not rows or rows[0]["accuracy"] is None or rows[0]["time"] is None:
             return None
         best = min((row for row in rows if 100 * row.get("drop", 0) <= points), key=lambda row: row["time"])
         chosen.append(best["method"])
-        judged += [{**line, "methods": {reference: line["methods"][reference], CHOSEN: line["methods"][best["method"]]}}
+        tested += [{**line, "methods": {reference: line["methods"][reference], CHOSEN: line["methods"][best["method"]]}}
                    for line in rest]
-    return {"chosen": chosen, **method_rows(judged, reference)[1]}
+    return {"chosen": chosen, **method_rows(tested, reference)[1]}
 
 
 def speeds(tokens: np.ndarray, seconds: np.ndarray, their_tokens: np.ndarray, their_seconds: np.ndarray) -> dict:
-    """Speed and time per answer, alone and relative to the reference's; nothing of no questions."""
+    """Speed and time per answer, absolute and relative to the reference; None without questions."""
     if not len(tokens):
         return dict.fromkeys(("tokens_per_second", "speedup", "speedup_interval", "time", "time_interval",
                               "seconds_per_answer"))
@@ -172,16 +172,16 @@ def _accuracy(ours: Sequence[Mapping], theirs: Sequence[Mapping], methods: int) 
 
 
 def by_category(records: Sequence[Mapping], reference: str) -> dict[str, list[dict]]:
-    """The rows of all questions, and of each category where there are several."""
+    """The rows of all questions and, if there are several categories, of each category."""
     return {category: method_rows([records[place] for place in places], reference)
             for category, places in places_by_category([line["category"] for line in records]).items()}
 
 
 def places_by_category(categories: Sequence[str]) -> dict[str, list[int]]:
-    """The places of all questions as "all", and those of each category where there are several.
+    """Indices of all questions as "all" and, if there are several categories, of the questions of each category.
 
     Args:
-        categories: of the questions; "all": it has none.
+        categories: category of each question; "all": none.
     """
     groups: dict[str, list[int]] = {}
     for place, category in enumerate(categories):

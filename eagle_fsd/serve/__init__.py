@@ -1,1 +1,1 @@
-"""Serving a pair: the endpoint with OpenAI's API, its page, tools and replicas, and the vLLM plug-in."""
+"""Servers: an endpoint with OpenAI's API, its chat page, tool calls and replicas, and the vLLM plug-in."""

@@ -1,4 +1,4 @@
-"""What clients get: answers of OpenAI's API, whole or as the events of a stream."""
+"""Answers in the form of OpenAI's API, whole or as events of a stream."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from ..drafting.tree import DRAFTERS
 from .protocol import ChatRequest, CompletionRequest
 from .tools import TextBeforeCalls, find_calls, json_text
 
-FINISHED = {"eos": "stop", "stop": "stop", "length": "length"}  # why answers end: the API's word
-Speller = Callable[[int], tuple[str, list[int] | None]]  # a token's text and bytes, see `speller`
+FINISHED = {"eos": "stop", "stop": "stop", "length": "length"}  # our finish reason: the API's
+Speller = Callable[[int], tuple[str, list[int] | None]]  # from a token id to its text and bytes, see `speller`
 
 
 @dataclass
@@ -30,17 +30,17 @@ class Formatter:
     """Writes the answers to one request.
 
     Args:
-        model: the name that the server gives its model.
-        request: what is answered.
-        spell: a token's text and bytes, where log-probabilities are asked for.
-        prompts: lengths of the prompts.
+        model: name of the model.
+        request: the request.
+        spell: gives a token's text and bytes; None if the request asks for no log-probabilities.
+        prompts: tokens of each prompt.
     """
 
     model: str
     request: ChatRequest | CompletionRequest
     spell: Speller | None
     prompts: Sequence[int]
-    streamed: int = 0  # new tokens
+    streamed: int = 0  # new tokens so far
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
     shown: dict[int, TextBeforeCalls] = field(default_factory=lambda: defaultdict(TextBeforeCalls))  # by choice
@@ -50,7 +50,7 @@ class Formatter:
         return isinstance(self.request, ChatRequest)
 
     def whole(self, outputs: Sequence[Output]) -> dict[str, Any]:
-        """The answer in one object."""
+        """The whole answer as one object."""
         choices = []
         for index, output in enumerate(outputs):
             text, calls = self._calls(output)
@@ -61,18 +61,18 @@ class Formatter:
         return self._body("", choices, self._usage(outputs))
 
     def opening(self, index: int) -> str:
-        """The first event of a choice in a chat's stream: its role."""
+        """The first event of a choice in a chat's stream, with its role."""
         return self._event(index, {"role": "assistant", "content": ""})
 
     def piece(self, index: int, piece: Piece) -> str:
-        """The event of what a cycle added to a choice; empty where that is neither text nor log-probabilities."""
+        """The event of one cycle of a choice; empty if the cycle adds neither text nor log-probabilities."""
         self.streamed += len(piece.token_ids)
         logprobs = self._tokens(piece.token_ids, piece.receipts)
         text = self.shown[index].add(piece.text) if self.request.may_call else piece.text
         return self._event(index, {"content": text}, logprobs=logprobs) if text or logprobs is not None else ""
 
     def ending(self, index: int, output: Output) -> str:
-        """The last events of a choice: text and calls that waited for its end, and why it ended."""
+        """The last events of a choice: text and calls that had to wait for its end, and its finish reason."""
         text, calls = self._calls(output)
         rest = text[self.shown[index].length :] if self.request.may_call else ""
         delta = {"content": rest} if rest else {}
@@ -88,7 +88,7 @@ class Formatter:
         return f"{last}data: [DONE]\n\n"
 
     def _calls(self, output: Output) -> tuple[str, list[dict]]:
-        """The text before the first call, and the calls."""
+        """Split the text before the first call from the calls."""
         return find_calls(output.text, self.request.may_call) if self.request.may_call else (output.text, [])
 
     def _usage(self, outputs: Sequence[Output]) -> dict[str, Any]:
@@ -96,20 +96,20 @@ class Formatter:
         return usage(sum(self.prompts), outputs, predicted=predicted, prompts=len(self.prompts))
 
     def _event(self, index: int, delta: dict, **more: Any) -> str:
-        """The event of one choice."""
+        """An event of one choice."""
         content = {"delta": delta} if self.chat else {"text": delta.get("content", "")}
         choice = {"index": index, **content, "finish_reason": None, "logprobs": None, **more}
         wanted = self.request.stream_options and self.request.stream_options.continuous_usage_stats
         return as_event(self._body(".chunk", [choice], counts(sum(self.prompts), self.streamed) if wanted else None))
 
     def _body(self, kind: str, choices: list[dict], usage: dict | None) -> dict[str, Any]:
-        """The object around choices; `kind`: of a chat's object, "" or ".chunk"."""
+        """The object around choices; `kind` is "" or ".chunk"."""
         name, prefix = (f"chat.completion{kind}", "chatcmpl") if self.chat else ("text_completion", "cmpl")
         return {"id": f"{prefix}-{self.id}", "object": name, "created": self.created, "model": self.model,
                 "choices": choices, **({} if usage is None else {"usage": usage})}
 
     def _tokens(self, ids: Sequence[int], receipts: Sequence[Receipt]) -> dict | None:
-        """Tokens with the target's log-probabilities, and as further fields where they come from."""
+        """Tokens with the target's log-probabilities; further fields give the source of each token."""
         if self.request.alternatives is None:
             return None
         tokens = [self._token(token, receipt.logprob) for token, receipt in zip(ids, receipts, strict=True)]
@@ -124,17 +124,17 @@ class Formatter:
                 "top_logprobs": top, "source": [receipt.source for receipt in receipts]}
 
     def _token(self, token: int, logprob: float) -> dict[str, Any]:
-        text, parts = self.spell(token)
-        return {"token": text, "logprob": finite(logprob), "bytes": parts}
+        text, encoded = self.spell(token)
+        return {"token": text, "logprob": finite(logprob), "bytes": encoded}
 
 
 def reason_of(output: Output, calls: list[dict]) -> str:
-    """Why an answer ended, in the API's words."""
+    """The finish reason of an answer, in the API's terms."""
     return "tool_calls" if calls else FINISHED[output.finish_reason]
 
 
 def by_text(top: Sequence[tuple[int, float]], spell: Speller) -> dict[str, float | None]:
-    """Log-probabilities by the tokens' texts; by its id, as in vLLM, where a token's text is that of one before it."""
+    """Log-probabilities by token text; by token id, as in vLLM, if an earlier token has the same text."""
     logprobs: dict[str, float | None] = {}
     for token, logprob in top:
         text, _ = spell(token)
@@ -144,62 +144,63 @@ def by_text(top: Sequence[tuple[int, float]], spell: Speller) -> dict[str, float
 
 @functools.lru_cache(maxsize=4)
 def speller(tokenizer: PreTrainedTokenizerBase, size: int, eos_ids: tuple[int, ...]) -> Speller:
-    """A function from a token to its text, "bytes:..." for a part of a character, and the bytes that it adds to an
-    answer; None: it adds none, as an end token. Of tokenizers that llguidance does not know, such as those of words,
-    parts of characters have no bytes of their own.
+    """A function from a token id to the token's text and its bytes. The text of a part of a character is "bytes:...".
+    The bytes are None for a token that adds no text to an answer, such as an end token.
+
+    llguidance gives the bytes. For a tokenizer that it does not support they are those of the text.
 
     Args:
-        size: V, that of the logits.
+        size: V, the size of the logits.
     """
     tokens = None
-    with suppress(ValueError, AttributeError, ImportError):  # AttributeError: of a slow tokenizer
-        ends = tuple(token for token in eos_ids if token < size)  # as of `Grammar`, which shares the vocabulary
+    with suppress(ValueError, AttributeError, ImportError):  # AttributeError: a slow tokenizer
+        ends = tuple(token for token in eos_ids if token < size)  # as in `Grammar`, which shares the vocabulary
         tokens = vocabulary(tokenizer, size, ends or (0,))
 
     def spell(token: int) -> tuple[str, list[int] | None]:
         text = tokenizer.decode([token])
-        parts = text.encode() if tokens is None else tokens.decode_bytes([token])
+        encoded = text.encode() if tokens is None else tokens.decode_bytes([token])
         if text and not tokenizer.decode([token], skip_special_tokens=True):
             return text, None
         try:
-            return parts.decode(), list(parts)
+            return encoded.decode(), list(encoded)
         except UnicodeDecodeError:
-            return "bytes:" + "".join(f"\\x{each:02x}" for each in parts), list(parts)
+            return "bytes:" + "".join(f"\\x{each:02x}" for each in encoded), list(encoded)
 
     return spell
 
 
 def finite(value: float | None) -> float | None:
-    """None for what JSON has no number for."""
+    """The value; None for infinity and NaN, which JSON cannot represent."""
     return value if value is not None and math.isfinite(value) else None
 
 
 def as_event(body: dict) -> str:
-    """A server-sent event."""
+    """Format a server-sent event."""
     return f"data: {json_text(body)}\n\n"
 
 
 def counts(prompt: int, new: int) -> dict[str, Any]:
-    """Tokens in the API's fields."""
+    """Token counts in the API's fields."""
     return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
 
 
 def usage(prompt: int, outputs: Sequence[Output], predicted: bool = False, prompts: int = 1) -> dict[str, Any]:
-    """Tokens, and what drafting and the rule made of them: `accepted_tokens` of the draft, tau, drafted tokens by who
-    drafted them, `fuzzy_tokens` that only the rule accepted with their `regret` in nats, and the target's forwards.
+    """The API's token counts, and ours: `accepted_tokens` of the draft, tau, proposed and accepted tokens by drafter,
+    `fuzzy_tokens` that only the rule accepts, their `regret` in nats, and the target's forwards.
 
     Args:
-        prompt: tokens of all prompts.
-        predicted: whether there was a prediction. Tokens of the answer that are copies count as accepted from it, and
-            copies that were verified for nothing as rejected, wherever in the text they were copied from: what was
-            predicted mostly stands in the prompt too.
-        prompts: how many, with as many outputs each.
+        prompt: tokens of all prompts together.
+        predicted: the request has a prediction. Copied tokens then count as accepted or rejected prediction tokens,
+            wherever they were copied from: most of a prediction is usually in the prompt too.
+        prompts: number of prompts; each has the same number of outputs.
     """
     stats = [output.stats for output in outputs]
     accepted = sum(sum(each.accepted_lengths) for each in stats)
     cycles = sum(len(each.accepted_lengths) for each in stats)
-    choices = len(stats) // prompts  # the first of a prompt reads it, the others reuse its cache
-    read = sum(max(each.prefill_tokens for each in stats[at : at + choices]) for at in range(0, len(stats), choices))
+    choices = len(stats) // prompts  # the first choice prefills the prompt, the others reuse its cache
+    prefilled = sum(max(each.prefill_tokens for each in stats[first : first + choices])
+                    for first in range(0, len(stats), choices))
     receipts = [receipt for output in outputs for receipt in output.receipts]
     regrets = [receipt.regret for receipt in receipts if receipt.source == "fuzzy"]
     by_drafter = {name: {drafter: sum(getattr(each, name)[drafter] for each in stats) for drafter in DRAFTERS}
@@ -208,7 +209,7 @@ def usage(prompt: int, outputs: Sequence[Output], predicted: bool = False, promp
     rejected = by_drafter["proposed"]["text"] - copied if predicted else 0
     return {
         **counts(prompt, sum(len(output.token_ids) for output in outputs)),
-        "prompt_tokens_details": {"cached_tokens": max(0, prompt - read) if read else 0},
+        "prompt_tokens_details": {"cached_tokens": max(0, prompt - prefilled) if prefilled else 0},
         "completion_tokens_details": {"accepted_prediction_tokens": copied, "rejected_prediction_tokens": rejected},
         "accepted_tokens": accepted, "tau": round(accepted / cycles + 1, 4) if cycles else 1.0,
         "proposed_by": by_drafter["proposed"], "accepted_by": by_drafter["accepted"],

@@ -33,40 +33,40 @@ from .protocol import TO_THE_END, AnswerRequest, ChatRequest, CompletionRequest,
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
-LOCAL = ("localhost", "127.0.0.1", "::1")  # names of this machine to itself
-GONE = 499  # a client that went away reads no status; the metrics do
+LOCAL = ("localhost", "127.0.0.1", "::1")
+CLIENT_GONE = 499  # for the metrics: a client that disconnected reads no status
 
 
 class Service:
-    """An engine as the endpoint uses it.
+    """The engine and the settings that all requests of the endpoint share.
 
     Args:
-        name: of the model.
-        defaults: options of decoding of requests that name none.
-        also: further names that requests may have for the model.
+        name: name of the model in requests and answers.
+        defaults: decoding options of requests that do not set them.
+        also: further names that requests may use for the model.
     """
 
     def __init__(self, engine: Engine, name: str, defaults: Mapping[str, object], also: Sequence[str] = ()) -> None:
         self.engine, self.name, self.defaults = engine, name, dict(defaults)
-        self.names = list(dict.fromkeys([name, name.rpartition("/")[2].lower()]))  # the second is an alias
+        self.names = list(dict.fromkeys([name, name.rpartition("/")[2].lower()]))  # the name, then an alias
         self.known = {part.casefold() for each in map(str, (name, *also)) for part in (each, each.rpartition("/")[2])}
         self.metrics = Metrics(engine)
 
     async def submit(self, body: AnswerRequest, pool: str) -> list[Ticket]:
-        """A ticket for each choice: all of them are taken, or none.
+        """Submit all choices of a request, or none, and return a ticket for each.
 
         Args:
-            pool: of the answers that may be remembered together.
+            pool: requests of one pool copy drafts from each other's remembered answers.
 
         Raises:
-            Refusal: the request cannot be answered, or not now.
+            Refusal: the request is invalid, or the server cannot take it now.
         """
         if body.model is not None:
             self.check_name(body.model)
         options, count = body.options(self.defaults), body.n or 1
         tickets: list[Ticket] = []
         try:
-            # Long prompts are tokenised, and grammars are made, beside the event loop.
+            # Tokenising long prompts and compiling grammars would block the event loop.
             prompts = await asyncio.to_thread(body.prompts, self.engine.model)
             count *= len(prompts)
             if count > (most := self.engine.max_waiting):
@@ -76,7 +76,7 @@ class Service:
                 prompt = prompts[number // (body.n or 1)]
                 tickets.append(await asyncio.to_thread(self.engine.submit, prompt, own, pool=pool,
                                                        fit=own.max_new_tokens == TO_THE_END))
-        except (ValueError, TypeError, ImportError) as error:  # the last: an extra is not installed
+        except (ValueError, TypeError, ImportError) as error:  # ImportError: an extra is not installed
             raise body.refusal(error) from error
         except QueueFull as error:
             raise Refusal(429, f"the server is busy: {error}", code="queue_full") from error
@@ -88,16 +88,16 @@ class Service:
         return tickets
 
     def check_name(self, name: str) -> None:
-        """Raise Refusal for another model than this one; capital and small letters are the same."""
+        """Raise Refusal if `name` is not a name of this model, ignoring case."""
         if name.casefold() not in self.known:
             raise Refusal(404, f"there is no model {name!r}, only {', '.join(self.names)}", param="model",
                           code="model_not_found")
 
-    async def ended(self, ticket: Ticket) -> Output:
-        """The whole answer.
+    async def output_of(self, ticket: Ticket) -> Output:
+        """Wait for the whole answer.
 
         Raises:
-            Refusal: the engine was closed in the middle of it.
+            Refusal: the engine closed before the answer was complete.
         """
         output = await ticket
         self.metrics.time(ticket, len(output.token_ids))
@@ -105,25 +105,25 @@ class Service:
             raise shutting_down()
         return output
 
-    async def all_ended(self, tickets: Sequence[Ticket]) -> list[Output]:
-        return [await self.ended(ticket) for ticket in tickets]
+    async def outputs_of(self, tickets: Sequence[Ticket]) -> list[Output]:
+        return [await self.output_of(ticket) for ticket in tickets]
 
 
 async def while_connected(request: Request, work: Awaitable[T]) -> T:
-    """The result of the work, which is cancelled where its client goes away.
+    """Await the work; cancel it if the client disconnects first.
 
     Raises:
-        Refusal: the client has gone.
+        Refusal: the client disconnected.
     """
-    async def gone() -> None:
+    async def disconnected() -> None:
         while (await request.receive())["type"] != "http.disconnect":
             pass
 
-    task, watch = asyncio.ensure_future(work), asyncio.ensure_future(gone())
+    task, watch = asyncio.ensure_future(work), asyncio.ensure_future(disconnected())
     try:
         await asyncio.wait([task, watch], return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
-            raise Refusal(GONE, "the client went away")
+            raise Refusal(CLIENT_GONE, "the client disconnected")
         return task.result()
     finally:
         for each in (watch, task):
@@ -133,7 +133,7 @@ async def while_connected(request: Request, work: Awaitable[T]) -> T:
 
 
 def shutting_down() -> Refusal:
-    return Refusal(503, "the server is shutting down: try again, elsewhere if you can", code="shutting_down")
+    return Refusal(503, "the server is shutting down: try again, on another server if you can", code="shutting_down")
 
 
 def cancel(tickets: Sequence[Ticket]) -> None:
@@ -142,12 +142,12 @@ def cancel(tickets: Sequence[Ticket]) -> None:
 
 
 def pool_of(request: Request) -> str:
-    """Clients with the same key, or without one, share remembered answers; the key itself is not kept."""
+    """A hash of the API key: clients with the same key, or without one, share remembered answers."""
     return hashlib.sha256(request.headers.get("authorization", "").encode("latin-1")).hexdigest()
 
 
 async def respond(service: Service, request: Request, body: AnswerRequest) -> Response:
-    """The answer to a chat or a completion, whole or as a stream."""
+    """Answer a chat or a completion, whole or as a stream."""
     model, spell = service.engine.model, None
     if body.alternatives is not None:
         ends = tuple(sorted(end_tokens(model)))
@@ -157,8 +157,8 @@ async def respond(service: Service, request: Request, body: AnswerRequest) -> Re
     pieces = interleaved(tickets)
     try:
         if not body.stream:
-            return JSONResponse(formatter.whole(await while_connected(request, service.all_ended(tickets))))
-        first = await while_connected(request, anext(pieces))  # what fails before it has a status of its own
+            return JSONResponse(formatter.whole(await while_connected(request, service.outputs_of(tickets))))
+        first = await while_connected(request, anext(pieces))  # an error here still has an HTTP status
     except BaseException as error:
         cancel(tickets)
         raise (as_refusal(error) if isinstance(error, Exception) else error) from error
@@ -170,13 +170,13 @@ async def stream(
     service: Service, formatter: Formatter, tickets: list[Ticket],
     pieces: AsyncIterator[tuple[int, Piece | None]], first: tuple[int, Piece | None],
 ) -> AsyncIterator[str]:
-    """The server-sent events of an answer whose first piece is there."""
+    """Yield the server-sent events of an answer, starting from its first piece."""
     outputs: dict[int, Output] = {}
 
     async def event(number: int, piece: Piece | None) -> str:
         if piece is not None:
             return formatter.piece(number, piece)
-        outputs[number] = await service.ended(tickets[number])
+        outputs[number] = await service.output_of(tickets[number])
         return formatter.ending(number, outputs[number])
 
     try:
@@ -186,29 +186,29 @@ async def stream(
         async for number, piece in pieces:
             yield await event(number, piece)
         yield formatter.closing([outputs[number] for number in range(len(tickets))])
-    except Exception as error:  # the status is out: the stream says it
+    except Exception as error:  # the status is sent already: report the error in the stream
         yield as_event(as_refusal(error).body)
     finally:
         cancel(tickets)
 
 
 def as_refusal(error: Exception) -> Refusal:
-    """For an answer that failed: the client's request was in order, so the fault is the server's."""
+    """The refusal for an error while an answer was decoded. The request was valid, so most are the server's fault."""
     if isinstance(error, Refusal):
         return error
     if isinstance(error, EngineClosed):
         return shutting_down()
-    if isinstance(error, GrammarError):  # too complex to go on with
+    if isinstance(error, GrammarError):  # the grammar is too complex
         return Refusal(400, str(error), param=error.name)
     log.error("an answer failed", exc_info=error)
-    return Refusal(500, "the answer failed; the server's log says why")
+    return Refusal(500, "the answer failed; see the server's log")
 
 
 class Guard:
-    """ASGI middleware of a server without a key: no web page from elsewhere drives it through a browser.
+    """ASGI middleware of a server without an API key: web pages of other origins cannot use it through a browser.
 
     Args:
-        local: whether it serves this machine alone: then by its names alone, too.
+        local: the server listens to this machine only; it then refuses every `Host` but this machine's own names.
     """
 
     def __init__(self, app: ASGIApp, local: bool) -> None:
@@ -231,7 +231,7 @@ class Guard:
             return Refusal(403, f"without an API key this server answers to {', '.join(LOCAL)} only, not to {host!r}",
                            code="foreign_host")
         if origin is not None and elsewhere != host:
-            return Refusal(403, f"without an API key no page of another origin is answered: {origin!r}",
+            return Refusal(403, f"without an API key this server refuses pages of other origins, got {origin!r}",
                            code="foreign_origin")
         media = headers.get("content-type", "").partition(";")[0].strip().lower()
         if scope["method"] == "POST" and scope["path"].startswith("/v1/") and media != "application/json":
@@ -243,21 +243,21 @@ def create_app(
     engine: Engine, name: str, options: ServeOptions, defaults: Mapping[str, object], key: str | None = None,
     also: Sequence[str] = (),
 ) -> FastAPI:
-    """The application.
+    """Create the ASGI application.
 
     Args:
-        name: of the model in requests and answers.
-        defaults: options of decoding of requests that name none.
-        key: what clients must show as `Authorization: Bearer KEY`, but at /health; None: nothing.
-        also: further names that requests may have for the model.
+        name: name of the model in requests and answers.
+        defaults: decoding options of requests that do not set them.
+        key: API key that clients must send as `Authorization: Bearer KEY`, except to /health; None: no key.
+        also: further names that requests may use for the model.
 
     Raises:
-        ValueError, TypeError: defaults that this model cannot answer with.
+        ValueError, TypeError: this model cannot decode with the defaults.
     """
     engine.check(options_over(defaults, {}))
     service = Service(engine, name, defaults, also)
 
-    # The pages at /docs would be fetched from elsewhere; /openapi.json is the description itself.
+    # FastAPI's /docs would load scripts from another host; /openapi.json stays.
     app = FastAPI(title="eagle_fsd", docs_url=None, redoc_url=None, redirect_slashes=False,
                   max_body_size=options.max_body)
     if key is None:
@@ -265,8 +265,8 @@ def create_app(
     app.add_middleware(Counted, answered=service.metrics.answered)
 
     def check_key(request: Request) -> None:
-        shown = request.headers.get("authorization", "").encode("latin-1")
-        if key is not None and not hmac.compare_digest(shown, f"Bearer {key}".encode()):
+        sent = request.headers.get("authorization", "").encode("latin-1")
+        if key is not None and not hmac.compare_digest(sent, f"Bearer {key}".encode()):
             raise Refusal(401, "the API key is missing or wrong: send Authorization: Bearer KEY",
                           code="invalid_api_key")
 
@@ -274,8 +274,8 @@ def create_app(
 
     async def take_slot() -> AsyncIterator[None]:
         if slots.locked():
-            raise Refusal(503, f"{options.max_connections} requests are under way, and no more may be "
-                               "(max_connections)", code="too_many_connections")
+            raise Refusal(503, f"the server already handles {options.max_connections} requests (max_connections)",
+                          code="too_many_connections")
         async with slots:
             yield
 
@@ -295,18 +295,18 @@ def create_app(
 
 
 def add_errors(app: FastAPI) -> None:
-    """Every error in the API's form."""
+    """Return every error in the form of OpenAI's API."""
 
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> Response:
         method, path = request.method, request.url.path
-        messages = {404: f"there is no {method} {path!r}", 405: f"{path!r} takes no {method}",
+        messages = {404: f"there is no {method} {path!r}", 405: f"{path!r} does not accept {method}",
                     413: "the body is too large (max_body)"}
         if not isinstance(error, Refusal):
             status, headers = error.status_code, error.headers
             error = Refusal(status, messages.get(status, str(error.detail)))
-            error.headers = headers  # 405: what is allowed
-        # In ASCII: half a surrogate pair from a request could not be encoded.
+            error.headers = headers  # 405: the allowed methods
+        # In ASCII: UTF-8 cannot encode half of a surrogate pair, which a request may contain.
         return Response(json.dumps(error.body), error.status_code, error.headers, "application/json")
 
     @app.exception_handler(RequestValidationError)
@@ -315,11 +315,11 @@ def add_errors(app: FastAPI) -> None:
 
     @app.exception_handler(Exception)
     async def failed(request: Request, error: Exception) -> Response:
-        return await http_error(request, Refusal(500, "the server failed; its log says why"))
+        return await http_error(request, Refusal(500, "the server failed; see its log"))
 
 
 def routes(service: Service) -> APIRouter:
-    """What asks for the key."""
+    """The routes that require the API key."""
     router = APIRouter()
     listed = [{"id": name, "object": "model", "created": 0, "owned_by": "eagle_fsd"} for name in service.names]
 
@@ -334,14 +334,14 @@ def routes(service: Service) -> APIRouter:
 
     @router.post("/v1/chat/completions", response_model=None)
     async def chat(request: Request, body: ChatRequest) -> Response:
-        """An answer to a chat. Fields that the schema does not name are options of decoding, by their names in
-        `generate`. `usage` says what was drafted and accepted, by the head and copied from the text."""
+        """Answer a chat. Fields that the schema does not list are decoding options under their names in `generate`.
+        `usage` counts drafted and accepted tokens, from the head and copied from the text."""
         return await respond(service, request, body)
 
     @router.post("/v1/completions", response_model=None)
     async def completion(request: Request, body: CompletionRequest) -> Response:
-        """How a text goes on. Fields that the schema does not name are options of decoding, by their names in
-        `generate`. `usage` says what was drafted and accepted, by the head and copied from the text."""
+        """Continue a text. Fields that the schema does not list are decoding options under their names in `generate`.
+        `usage` counts drafted and accepted tokens, from the head and copied from the text."""
         return await respond(service, request, body)
 
     @router.get("/metrics", response_model=None)

@@ -1,4 +1,4 @@
-"""Options of a server besides the pair: where it listens, its name, and how much it takes on."""
+"""Options of a server besides the pair: address, name, and limits."""
 
 from __future__ import annotations
 
@@ -18,28 +18,27 @@ KEY_VARIABLE = "EAGLE_FSD_API_KEY"
 
 @dataclass(frozen=True)
 class ServeOptions:
-    """Where the server listens, what the model is called, and how much it takes on.
+    """Address of the server, name of the model, and limits.
 
     Args:
-        host: address to listen at. 127.0.0.1: this machine only; 0.0.0.0: all that reach it, see docs/serving.md.
-        port: 0 takes a free one, which the log names.
-        name: of the model in requests and answers; without it the target's, or the last part of its path.
-        max_rows: requests that are decoded together.
-        max_tokens: positions that the caches have room for: those of all rows together, each as long as the longest;
-            without it as many as a quarter of the free memory holds.
-        max_waiting: requests that wait for a row; the next one is refused (429).
-        prefill_chunk: tokens of prompts that are read between two cycles of the others.
-        prefixes: recent texts whose caches are kept for prompts that begin alike; 0: none.
-        remember: tokens of recent answers that are kept in memory, for further lossless answers to copy drafts from
-            where the same API key is shown; 0: none, see docs/serving.md.
-        read_seconds: longest time for a request to arrive, head and body (408).
-        write_seconds: longest time for a client to take what was sent to it; after that its connection is closed
-            (where the system can say so: Linux).
-        max_body: bytes of a request's body (413).
-        max_connections: requests that are answered at once, waiting ones included; those above get 503.
-        drain_seconds: after SIGTERM, longest time for what runs to end.
-        page: serve the page at /page/ too (extra `page`).
-        plain: decode without drafting, to compare with; a request may still ask for drafts from the text with
+        host: address to listen on. 127.0.0.1: this machine only; 0.0.0.0: all interfaces, see docs/serving.md.
+        port: port to listen on; 0 chooses a free one, which the log shows.
+        name: name of the model in requests and answers; None: the target's id, or the last part of its path.
+        max_rows: most requests decoded together.
+        max_tokens: positions in the caches, for all rows together, each as long as the longest; None: as many as fit
+            into a quarter of the free memory.
+        max_waiting: most requests that wait for a row; further ones get status 429.
+        prefill_chunk: most prompt tokens prefilled between two decode cycles of other requests.
+        prefixes: number of recent texts whose caches are kept for prompts with the same beginning; 0: none.
+        remember: tokens of recent answers kept in memory, from which later lossless answers with the same API key copy
+            drafts; 0: none, see docs/serving.md.
+        read_seconds: seconds in which a request must arrive, head and body (else status 408).
+        write_seconds: seconds in which a client must accept sent data before its connection is closed (Linux only).
+        max_body: largest body of a request in bytes (else status 413).
+        max_connections: most requests in progress, waiting ones included; further ones get status 503.
+        drain_seconds: seconds in which requests in progress may finish after SIGTERM.
+        page: also serve the chat page at /page/ (extra `page`).
+        plain: decode without the draft head, for comparison; a request can still turn on drafts from the text with
             speculative.
     """
 
@@ -75,25 +74,25 @@ class ServeOptions:
 
     @property
     def engine(self) -> dict[str, Any]:
-        """The arguments of `Engine`."""
+        """The options that are arguments of `Engine`."""
         names = ("max_rows", "max_tokens", "max_waiting", "prefill_chunk", "prefixes", "remember")
         return {name: getattr(self, name) for name in names}
 
 
 def served_name(target: str | Path | None) -> str:
-    """The name of a target without a `name` of the server."""
+    """The default name of a target."""
     return name_of(target or DEFAULT.rpartition("/")[2])
 
 
 def key_from_environment() -> str | None:
-    """The API key that clients must show, from the variable `EAGLE_FSD_API_KEY`: not from the command line, which
-    every user of the machine can read. None: no key is asked for.
+    """The API key that clients must send, from the environment variable `EAGLE_FSD_API_KEY`; None: no key. There is no
+    flag for it, because every user of the machine can read command lines.
 
     Raises:
-        ValueError: it is set and empty, or no ASCII text that a header can hold.
+        ValueError: the variable is empty, or not ASCII text that is valid in a header.
     """
     key = os.environ.get(KEY_VARIABLE)
     if key is not None and (not key.strip() or key != key.strip() or not key.isascii() or not key.isprintable()):
-        raise ValueError(f"{KEY_VARIABLE} must be printable ASCII text without spaces around it; unset it to ask for "
-                         "no key")
+        raise ValueError(f"{KEY_VARIABLE} must be printable ASCII text without surrounding spaces; unset it to serve "
+                         "without a key")
     return key

@@ -1,4 +1,4 @@
-"""The page: a chat with threshold, guard and temperature beside it, and tokens coloured by where they come from."""
+"""The page: a chat with sliders for threshold, guard and temperature, and tokens coloured by source."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ from .protocol import options_over
 
 log = logging.getLogger(__name__)
 PATH = "/page"
-REFRESH = 0.1  # seconds between two states of the page while an answer grows
-USUAL_GUARD = 0.7
+REFRESH = 0.1  # seconds between updates while an answer is generated
+DEFAULT_GUARD = 0.7
 WAITING, STOPPED = '<span class="hint">…</span>', '<span class="hint">stopped</span>'
-LONGEST = 1024  # tokens that an answer may be asked to have, unless the server's own limit is larger
-SOURCES = {  # of a token: what the legend says of it
+LONGEST = 1024  # upper end of the length slider in tokens, unless the server's own limit is larger
+SOURCES = {  # of a token, with the text of the legend
     "target": "the target’s own", "head": "the target’s own, drafted by the head",
     "copy": "the target’s own, copied from the text", "grammar": "the target’s own, forced by the grammar",
-    "fuzzy": "drafted, and not the target’s own",
+    "fuzzy": "drafted, not the target’s own",
 }
 LEGEND = ('<div class="eagle legend"><ul>' + "".join(
     f'<li><span class="token {name}">word</span> {meaning}</li>' for name, meaning in SOURCES.items()) + "</ul>"
-    '<p class="hint">Point at a word, tap it, or go to a fuzzy one by Tab, for its divergence and probability.</p>'
+    '<p class="hint">Point at a word or tap it for its divergence and probability; Tab moves between fuzzy ones.</p>'
     "</div>")
 
 
@@ -47,30 +47,30 @@ class Shown:
     """An answer as the page shows it.
 
     Args:
-        asked: the message that it answers.
+        question: the user's message.
     """
 
-    asked: str
+    question: str
     tokenizer: PreTrainedTokenizerBase
-    tokens: list[tuple[str, Receipt]] = field(default_factory=list)  # what each token adds to the text
+    tokens: list[tuple[str, Receipt]] = field(default_factory=list)  # the text that each token adds, and its receipt
     cycles: int = 0
     began: float = field(default_factory=time.perf_counter)
     seconds: float = 0.0
-    output: Output | None = None  # once it has ended
-    wrong: str = ""
+    output: Output | None = None  # set at the end
+    error: str = ""
 
     def __post_init__(self) -> None:
         self.growing = GrowingText(self.tokenizer)
 
     def add(self, piece: Piece) -> None:
-        """What a cycle emitted."""
+        """Add the tokens of one cycle."""
         self.tokens += [(self.growing.add(token), receipt)
                         for token, receipt in zip(piece.token_ids, piece.receipts, strict=True)]
         self.cycles += bool(piece.token_ids)
         self.seconds = time.perf_counter() - self.began
 
     def end(self, output: Output) -> None:
-        """The answer is whole: what is left of its text, and the engine's own figures."""
+        """Add the rest of the text and the engine's statistics."""
         if self.tokens:
             text, receipt = self.tokens[-1]
             self.tokens[-1] = (text + self.growing.pending(), receipt)
@@ -82,16 +82,16 @@ class Shown:
 
     @property
     def html(self) -> str:
-        """The message and the answer with its figures."""
+        """The question, the answer, and its statistics."""
         body = "".join(token_html(*token) for token in self.tokens)
-        wrong = f'<p class="wrong" role="alert">{html.escape(self.wrong)}</p>' if self.wrong else ""
-        return (f'<div class="asked">{html.escape(self.asked)}</div><section class="answer" aria-label="Answer">'
-                f'<div class="text">{body or ("" if wrong or self.output else WAITING)}</div>{wrong}'
-                f'<p class="cost">{self.cost}</p></section>')
+        error = f'<p class="error" role="alert">{html.escape(self.error)}</p>' if self.error else ""
+        return (f'<div class="question">{html.escape(self.question)}</div><section class="answer" aria-label="Answer">'
+                f'<div class="text">{body or ("" if error or self.output else WAITING)}</div>{error}'
+                f'<p class="statistics">{self.statistics}</p></section>')
 
     @property
-    def cost(self) -> str:
-        """Speed, tau and the share of fuzzy tokens, so far."""
+    def statistics(self) -> str:
+        """Speed, tau and number of fuzzy tokens, so far."""
         count = len(self.tokens)
         if not count:
             return "&nbsp;"
@@ -105,7 +105,7 @@ class Shown:
 
 
 def token_html(text: str, receipt: Receipt) -> str:
-    """A token in the colour of its source, with what is known of it."""
+    """A token in the colour of its source, with the figures of its receipt as a tooltip."""
     if not text:
         return ""
     divergence = "" if receipt.divergence is None else f" · divergence {receipt.divergence:.3f}"
@@ -118,32 +118,32 @@ def token_html(text: str, receipt: Receipt) -> str:
 
 
 def page_html(turns: list[str]) -> str:
-    inside = "".join(turns) or ('<p class="hint">Ask something. The threshold says how far the text may go from the '
-                                "target’s own.</p>")
+    inside = "".join(turns) or ('<p class="hint">Ask something. The threshold sets how far the text may differ from '
+                                "the target’s own.</p>")
     return f'<div class="eagle log" role="log" aria-label="Conversation"><div>{inside}</div></div>'
 
 
 async def answer(
-    engine: Engine, defaults: Mapping[str, Any], asked: str, conversation: dict, threshold: float, guard: float,
+    engine: Engine, defaults: Mapping[str, Any], question: str, conversation: dict, threshold: float, guard: float,
     temperature: float, length: float,
 ) -> AsyncIterator[tuple[str, str, dict]]:
-    """The conversation as it grows: what stands in the field, the page, and the state.
+    """Answer a question, and yield the text of the input field, the page, and the conversation as the answer grows.
 
     Args:
-        defaults: options of decoding that the server was started with.
-        conversation: its messages and turns so far.
+        defaults: decoding options of the server.
+        conversation: messages and turns so far.
     """
-    if not asked.strip():
-        yield asked, page_html(conversation["turns"]), conversation
+    if not question.strip():
+        yield question, page_html(conversation["turns"]), conversation
         return
-    messages = [*conversation["messages"], {"role": "user", "content": asked}]
-    shown = Shown(asked, engine.model.tokenizer)
-    given = {"temperature": float(temperature), "max_new_tokens": int(length), "seed": time.time_ns() % 2**48}
+    messages = [*conversation["messages"], {"role": "user", "content": question}]
+    shown = Shown(question, engine.model.tokenizer)
+    options = {"temperature": float(temperature), "max_new_tokens": int(length), "seed": time.time_ns() % 2**48}
     own = rule_fields(defaults)
-    given |= {name: float(value) for name, value in (("threshold", threshold), ("head_guard", guard)) if name in own}
+    options |= {name: float(value) for name, value in (("threshold", threshold), ("head_guard", guard)) if name in own}
 
     def state() -> tuple[str, str, dict]:
-        """Also of an answer that is being made: it stays where it is stopped."""
+        """Includes the unfinished answer, which stays if the user stops it."""
         answered = [*messages, {"role": "assistant", "content": shown.text}]
         turns = [*conversation["turns"], shown.html]
         return "", page_html(turns), {"messages": answered if shown.text else conversation["messages"], "turns": turns}
@@ -151,7 +151,7 @@ async def answer(
     yield state()
     ticket: Ticket | None = None
     try:
-        ticket = await asyncio.to_thread(engine.submit, messages, options_over(defaults, given), fit=True)
+        ticket = await asyncio.to_thread(engine.submit, messages, options_over(defaults, options), fit=True)
         last = time.perf_counter()
         async for piece in ticket:
             shown.add(piece)
@@ -160,10 +160,10 @@ async def answer(
                 last = time.perf_counter()
         shown.end(await ticket)
     except (ValueError, TypeError, QueueFull, EngineClosed) as error:
-        shown.wrong = str(error)
+        shown.error = str(error)
     except Exception as error:
         log.error("an answer failed", exc_info=error)
-        shown.wrong = "The answer failed; the server's log says why."
+        shown.error = "The answer failed; see the server's log."
     finally:
         if ticket is not None:
             ticket.cancel()
@@ -171,7 +171,7 @@ async def answer(
 
 
 def stopped(conversation: dict) -> tuple[str, dict]:
-    """The page and the state after Stop: what had not begun to be answered waits for nothing."""
+    """The page and the conversation after Stop; answers that had not begun are marked as stopped."""
     conversation = {**conversation, "turns": [turn.replace(WAITING, STOPPED) for turn in conversation["turns"]]}
     return page_html(conversation["turns"]), conversation
 
@@ -181,31 +181,30 @@ def new_conversation() -> dict:
 
 
 def rule_fields(defaults: Mapping[str, Any]) -> set[str]:
-    """The options of the server's rule; `exact` has none."""
+    """Names of the options of the server's rule; `exact` has none."""
     name = defaults.get("acceptance", "fsd")
     return set() if name == "exact" else {each.name for each in fields(RULES[name])}
 
 
 def settings_of(defaults: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Value and range of the page's sliders: whatever the server was started with lies in them. Without a threshold
-    it starts at 0."""
+    """Values and ranges of the page's sliders. The ranges include the server's defaults."""
     name = str(defaults.get("acceptance", "fsd"))
-    threshold, heat = min(float(defaults.get("threshold") or 0.0), 1e6), float(defaults.get("temperature", 0.0))
+    threshold, temperature = min(float(defaults.get("threshold") or 0.0), 1e6), float(defaults.get("temperature", 0.0))
     length = int(defaults.get("max_new_tokens", LONGEST))
     limit, included = RULES[name].threshold_limit
     end = max(0.01, min(RULES[name].threshold_scale, limit if included else limit - 0.01), threshold)
     guard, own = defaults.get("head_guard", "default"), rule_fields(defaults)
     return {
         "threshold": {"value": threshold, "maximum": end, "step": 0.01, "visible": "threshold" in own},
-        "guard": {"value": {"default": USUAL_GUARD, None: 1.0}.get(guard, guard), "maximum": 1, "step": 0.05,
+        "guard": {"value": {"default": DEFAULT_GUARD, None: 1.0}.get(guard, guard), "maximum": 1, "step": 0.05,
                   "visible": "head_guard" in own},
-        "temperature": {"value": heat, "maximum": max(1.5, heat), "step": 0.05},
+        "temperature": {"value": temperature, "maximum": max(1.5, temperature), "step": 0.05},
         "length": {"value": length, "maximum": max(LONGEST, length), "step": 1},
     }
 
 
 def build(engine: Engine, name: str, defaults: Mapping[str, Any]) -> gradio.Blocks:
-    """The page's parts and what they do."""
+    """Build the page."""
     settings = settings_of(defaults)
 
     async def answers(*inputs: Any) -> AsyncIterator[tuple[str, str, dict]]:
@@ -217,35 +216,36 @@ def build(engine: Engine, name: str, defaults: Mapping[str, Any]) -> gradio.Bloc
         with gradio.Row():
             with gradio.Column(scale=3, min_width=320):
                 shown = gradio.HTML(page_html([]), elem_id="conversation")
-                asked = gradio.Textbox(label="Your message", lines=1, max_lines=8, autofocus=True,
-                                       placeholder="Enter sends, Shift+Enter begins a line", submit_btn=False)
+                question = gradio.Textbox(label="Your message", lines=1, max_lines=8, autofocus=True, submit_btn=False,
+                                          placeholder="Enter sends, Shift+Enter starts a new line")
                 with gradio.Row():
                     send = gradio.Button("Send", variant="primary", min_width=80)
                     stop = gradio.Button("Stop", min_width=80)
                     clear = gradio.Button("New", min_width=80)
             with gradio.Column(scale=1, min_width=280):
                 threshold = gradio.Slider(label="Threshold", minimum=0, **settings["threshold"],
-                                          info="0: the target’s own text. More: more drafted tokens pass.")
+                                          info="0: the target’s own text. Higher: more drafted tokens are accepted.")
                 guard = gradio.Slider(label="Head guard", minimum=0, **settings["guard"],
-                                      info="A fuzzy token needs 1 - this of the best one’s probability. 1: no guard.")
+                                      info="A fuzzy token needs 1 - guard of the best one’s probability. 1: no guard.")
                 temperature = gradio.Slider(label="Temperature", info="0: greedy", minimum=0, **settings["temperature"])
-                length = gradio.Slider(label="Length", info="tokens of an answer, at most", minimum=1,
+                length = gradio.Slider(label="Length", info="most tokens of an answer", minimum=1,
                                        **settings["length"])
                 gradio.HTML(f'<div class="eagle"><p class="model">{html.escape(name)}</p></div>')
                 gradio.HTML(LEGEND)
 
         quiet = {"api_visibility": "private", "show_progress": "hidden"}
-        inputs, outputs = [asked, conversation, threshold, guard, temperature, length], [asked, shown, conversation]
-        running = gradio.on([send.click, asked.submit], answers, inputs, outputs, concurrency_limit=None, **quiet)
+        inputs = [question, conversation, threshold, guard, temperature, length]
+        outputs = [question, shown, conversation]
+        running = gradio.on([send.click, question.submit], answers, inputs, outputs, concurrency_limit=None, **quiet)
         stop.click(stopped, [conversation], [shown, conversation], cancels=[running], **quiet)
         clear.click(lambda: ("", page_html([]), new_conversation()), None, outputs, cancels=[running], **quiet)
     return blocks
 
 
 def mount_page(app: FastAPI, engine: Engine, name: str, defaults: Mapping[str, Any], key: str | None) -> None:
-    """Adds the page at `PATH`, with and without a slash at its end; with a key, it asks for that as a password."""
+    """Add the page at `PATH`, with and without a trailing slash. The API key, if there is one, is its password."""
     app.add_api_route(PATH, lambda: RedirectResponse(PATH + "/"), include_in_schema=False)
-    app.add_api_route("/favicon.ico", lambda: Response(status_code=204), include_in_schema=False)  # browsers ask for it
+    app.add_api_route("/favicon.ico", lambda: Response(status_code=204), include_in_schema=False)  # browsers request it
     login: dict[str, Any] = {} if key is None else {
         "auth": lambda user, password: hmac.compare_digest(password.encode(), key.encode()),
         "auth_message": "Any user name; the password is the server’s API key.",
@@ -253,7 +253,7 @@ def mount_page(app: FastAPI, engine: Engine, name: str, defaults: Mapping[str, A
     theme = gradio.themes.Default(font=["system-ui", "sans-serif"], font_mono=["ui-monospace", "monospace"])
     gradio.mount_gradio_app(
         app, build(engine, name, defaults).queue(default_concurrency_limit=None, max_size=64), PATH, theme=theme,
-        max_file_size=0,  # it takes none
+        max_file_size=0,  # no uploads
         css=Path(__file__).with_name("page.css").read_text(encoding="utf-8"), ssr_mode=False, footer_links=[],
         enable_monitoring=False, pwa=False, mcp_server=False, **login,
     )

@@ -1,4 +1,4 @@
-"""What clients send: requests of OpenAI's API with options of decoding, and what refuses them."""
+"""Requests of OpenAI's API with our decoding options, their validation, and error responses."""
 
 from __future__ import annotations
 
@@ -16,33 +16,39 @@ from ..drafting.config import TreeConfig
 from ..options import GenerateOptions, unknown_option
 from ..pair import EagleModel
 from ..prompts import encode_chat
-from .tools import check_tools, chosen_tools, schema_of_a_call, tool_names
+from .tools import call_schema, check_tools, chosen_tools, tool_names
 
-LONGEST_MESSAGE = 600  # characters; messages show values of the request
+LONGEST_MESSAGE = 600  # characters; messages quote values of the request
 ERROR_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 429: {"Retry-After": "1"}, 503: {"Retry-After": "2"}}
 MOST_CHOICES = 8
 MOST_STOPS = 16
 MOST_MESSAGES = 4096
-MOST_PARTS = 1024  # of a message
+MOST_PARTS = 1024  # per message
 
 OPTIONS = GenerateOptions.names()
-TO_THE_END = 2**31  # max_new_tokens of an answer without a limit, which the engine lowers
-OF_A_RULE = {"threshold", "divergence", "head_guard"}  # a request with another rule does not take the server's
-NULLS = {"head_guard"}  # where null is a value of its own
-# Fields of the API that change nothing here, whatever their value; and the values of others that change nothing.
+TO_THE_END = 2**31  # max_new_tokens of an answer without a limit; the engine lowers it to the end of the context
+OF_A_RULE = {"threshold", "divergence", "head_guard"}  # defaults that do not apply to a request with its own rule
+NULLS = {"head_guard"}  # options for which null is a value; for others it means the default
+# Fields of the API that change nothing here, whatever their value.
 IGNORED = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls")
-NEUTRAL = {"functions": [], "function_call": "none", "modalities": ["text"], "echo": False, "suffix": "", "best_of": 1}
+NEUTRAL = {  # features of the API, vLLM and llama.cpp that this server lacks: the value that turns each off
+    "functions": [], "function_call": "none", "modalities": ["text"], "echo": False, "suffix": "", "best_of": 1,
+    "add_generation_prompt": True, "bad_words": [], "cache_prompt": True, "chat_template_kwargs": {},
+    "continue_final_message": False, "early_stopping": False, "include_stop_str_in_output": False, "length_penalty": 1,
+    "priority": 0, "return_token_ids": False, "return_tokens_as_token_ids": False, "skip_special_tokens": True,
+    "spaces_between_special_tokens": True, "use_beam_search": False,
+}
 
 
 class Refusal(HTTPException):
-    """The answer to a request that is refused.
+    """The error response to a request.
 
     Args:
-        status: of HTTP.
-        message: one line; cut where it is long.
-        param: the field that is wrong.
-        code: a word for programs, such as "model_not_found".
+        status: HTTP status.
+        message: one line; long messages are truncated.
+        param: the field in error.
+        code: machine-readable, such as "model_not_found".
     """
 
     def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
@@ -53,18 +59,18 @@ class Refusal(HTTPException):
 
     @property
     def body(self) -> dict:
-        """`{"error": {"message", "type", "param", "code"}}`, as clients of the API read it."""
-        usual = "server_error" if self.status_code >= 500 else "invalid_request_error"
-        return {"error": {"message": self.detail, "type": ERROR_TYPES.get(self.status_code, usual),
+        """`{"error": {"message", "type", "param", "code"}}`, as in OpenAI's API."""
+        default = "server_error" if self.status_code >= 500 else "invalid_request_error"
+        return {"error": {"message": self.detail, "type": ERROR_TYPES.get(self.status_code, default),
                           "param": self.param, "code": self.code}}
 
 
 def refusal_of_body(error: RequestValidationError) -> Refusal:
-    """For a body that is no JSON, or whose fields have other types than the requests below."""
-    first = max(error.errors(), key=lambda each: len(each["loc"]))  # of a union: of the member that fits best
+    """The refusal for a body that is not JSON, or that has fields of the wrong types."""
+    first = max(error.errors(), key=lambda each: len(each["loc"]))  # in a union: the member that fits best
     place, why = [str(part) for part in first["loc"] if part != "body"], first.get("ctx", {}).get("error")
     if first["type"] == "json_invalid":
-        return Refusal(400, f"the body is no JSON: {why}, at character {place[0]}")
+        return Refusal(400, f"the body is not JSON: {why}, at character {place[0]}")
     if isinstance(why, OptionError):
         param = ".".join([*place, why.name])
         return Refusal(400, f"{param} {why.problem}", param=param)
@@ -72,34 +78,36 @@ def refusal_of_body(error: RequestValidationError) -> Refusal:
     return Refusal(400, f"{param or 'the body'}: {first['msg']}, got {first.get('input')!r}", param=param or None)
 
 
-# Options of decoding -------------------------------------------------------------------------------------------------
+# Decoding options ----------------------------------------------------------------------------------------------------
 
 
 def options_over(defaults: Mapping[str, object], own: Mapping[str, object]) -> GenerateOptions:
-    """A request's own options over the server's defaults. A request with a rule of its own starts from that rule's
-    threshold, and one with a reference copies from it. Without a limit an answer goes on `TO_THE_END`.
+    """Merge a request's own options with the server's defaults.
+
+    A request that names a rule gets that rule's own threshold, divergence and guard. A request with a reference
+    copies from it, even if the server's default turns text drafts off. Without a limit an answer runs `TO_THE_END`.
 
     Raises:
-        TypeError, ValueError: as `GenerateOptions`, and for what one request may not ask for.
+        TypeError, ValueError: as `GenerateOptions`; also for values that one request may not have.
     """
-    kept = {"max_new_tokens": TO_THE_END, **defaults}
-    kept = {name: value for name, value in kept.items() if not ("acceptance" in own and name in OF_A_RULE)}
+    base = {"max_new_tokens": TO_THE_END, **defaults}
+    base = {name: value for name, value in base.items() if not ("acceptance" in own and name in OF_A_RULE)}
     if own.get("text_drafts") == "off":
-        kept.pop("reference", None)
-    elif "reference" in own and kept.get("text_drafts") == "off":
-        del kept["text_drafts"]
+        base.pop("reference", None)
+    elif "reference" in own and base.get("text_drafts") == "off":
+        del base["text_drafts"]
     if "min_new_tokens" not in own and isinstance(most := own.get("max_new_tokens"), int):
-        kept["min_new_tokens"] = min(kept.get("min_new_tokens", 0), max(most, 0))
-    options = GenerateOptions(**{**kept, **own})
+        base["min_new_tokens"] = min(base.get("min_new_tokens", 0), max(most, 0))
+    options = GenerateOptions(**{**base, **own})
     if isinstance(options.seed, (list, tuple)):
-        raise OptionError("seed", options.seed, "an int, that of the first choice; each further choice adds 1")
+        raise OptionError("seed", options.seed, "an int, the seed of the first choice; each further choice adds 1")
     if len(options.stop_strings) > MOST_STOPS:
         raise OptionError("stop", problem=f"must hold at most {MOST_STOPS} strings, got {len(options.stop_strings)}")
     return options
 
 
 def tree_of(value: Any) -> TreeConfig:
-    """A tree from its numbers by name."""
+    """A tree from its fields as a JSON object."""
     try:
         return TreeConfig(**value)
     except TypeError as error:
@@ -111,14 +119,14 @@ def tree_of(value: Any) -> TreeConfig:
 
 
 class Part(BaseModel):
-    """A piece of a message: text, no image and no sound."""
+    """A part of a message. Only text is supported."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
     type: Literal["text"]
     text: str
 
 
-# Only the first wrong item is reported: a body has room for half a million.
+# fail_fast: report only the first wrong item; a body can contain half a million.
 Content = str | Annotated[list[Part], Field(max_length=MOST_PARTS, fail_fast=True)]
 
 
@@ -127,7 +135,7 @@ def plain_text(content: Content) -> str:
 
 
 class Message(BaseModel):
-    """One message of a chat. An answer of the API may be sent back; `encode_chat` checks the roles."""
+    """One message of a chat; answers of the API are accepted as they are. `encode_chat` checks the roles."""
 
     model_config = ConfigDict(strict=True, extra="allow")
     role: str
@@ -139,12 +147,12 @@ class Message(BaseModel):
     def check(self) -> Message:
         self.tool_calls = self.tool_calls and [read_call(call) for call in self.tool_calls]
         for name, value in self.model_extra.items():
-            if value not in (None, []) and name != "name":  # a person's name: templates have no place for it
+            if value not in (None, []) and name != "name":  # `name`: templates have no place for a person's name
                 raise OptionError(name, problem="is not supported here")
         return self
 
     def plain(self) -> dict[str, Any]:
-        """As chat templates take it: they call the role "developer" "system", and some add to `content`."""
+        """The message as chat templates expect it: role "system" for "developer", and text in `content`."""
         content = "" if self.content is None and self.tool_calls else self.content
         message: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role,
                                    "content": None if content is None else plain_text(content)}
@@ -156,11 +164,11 @@ class Message(BaseModel):
 
 
 def read_call(call: dict) -> dict:
-    """A call with its arguments as an object, which templates write themselves. Arguments that are no JSON, as some
-    models write them, stay as they are: the conversation goes on.
+    """A call with its arguments parsed, since templates serialise them. Arguments that are not JSON stay text, so that
+    a conversation can continue after a model wrote invalid JSON.
 
     Raises:
-        ValueError: it names no function.
+        ValueError: the call names no function.
     """
     function = call.get("function")
     if not (isinstance(function, dict) and isinstance(function.get("name"), str)):
@@ -175,7 +183,7 @@ def read_call(call: dict) -> dict:
 
 
 class Prediction(BaseModel):
-    """What the answer will resemble, such as a file that is to be edited."""
+    """A text that the answer will resemble, such as a file to edit."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
     type: Literal["content"]
@@ -183,16 +191,16 @@ class Prediction(BaseModel):
 
 
 class StreamOptions(BaseModel):
-    """What a stream holds besides the answer."""
+    """What a stream contains besides the answer."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
     include_usage: bool = False
-    continuous_usage_stats: bool = False  # as in vLLM: with every piece
-    include_obfuscation: bool = False  # padding, which is never sent
+    continuous_usage_stats: bool = False  # as in vLLM: usage in every event
+    include_obfuscation: bool = False  # padding; never sent
 
 
 class AnswerRequest(BaseModel):
-    """What chats and completions share. Fields that the schema does not name are options of decoding."""
+    """The fields that chats and completions share. Fields that the schema does not list are decoding options."""
 
     model_config = ConfigDict(strict=True, extra="allow")
     our_names: ClassVar[dict[str, str]] = {"max_tokens": "max_new_tokens", "max_completion_tokens": "max_new_tokens"}
@@ -208,19 +216,19 @@ class AnswerRequest(BaseModel):
         if self.n is not None:
             require_integer("n", self.n, 1, MOST_CHOICES)
         if self.stream_options is not None and not self.stream:
-            raise OptionError("stream_options", problem="belong to a stream: give stream=true with them")
+            raise OptionError("stream_options", problem="need stream=true")
         return self
 
     def decoding(self) -> dict[str, Any]:
-        """The fields that are options of decoding, under the client's names."""
+        """The decoding options of the request, under the client's names."""
         plain = self.response_format == {"type": "text"}
         return {"response_format": None if plain else self.response_format, **(self.model_extra or {})}
 
     def options(self, defaults: Mapping[str, object]) -> GenerateOptions:
-        """The options of decoding: the request's, else the server's.
+        """The decoding options: the request's, then the server's defaults.
 
         Raises:
-            Refusal: a field that is unknown or not supported, or a value that cannot be accepted.
+            Refusal: a field is unknown or not supported, or a value is invalid.
         """
         options: dict[str, Any] = {}
         for name, value in self.decoding().items():
@@ -228,13 +236,13 @@ class AnswerRequest(BaseModel):
             if name in IGNORED or value is None and name not in NULLS or NEUTRAL.get(name, ...) == value:
                 continue
             if name in NEUTRAL:
-                raise Refusal(400, f"not supported here: {name}={value!r}, leave it out", param=name)
+                raise Refusal(400, f"not supported here: {name}={value!r}, omit it", param=name)
             if ours not in OPTIONS:
                 raise Refusal(400, unknown_option(name, self.known()), param=name, code="unknown_field")
             if ours in options and options[ours] != value:
-                raise Refusal(400, f"{name}={value!r} was given under another name too, with another value", param=name)
-            options[ours] = value
-        if isinstance(biases := options.get("logit_bias"), dict):  # keys of JSON are text
+                raise Refusal(400, f"{name}={value!r} contradicts another field for {ours}", param=name)
+            options[ours] = 0 if (name, value) == ("top_k", -1) else value  # vLLM turns top_k off with -1
+        if isinstance(biases := options.get("logit_bias"), dict):  # keys of JSON objects are strings
             options["logit_bias"] = {int(token) if token.isdecimal() and len(token) < 10 else token: bias
                                      for token, bias in biases.items()}
         try:
@@ -245,11 +253,11 @@ class AnswerRequest(BaseModel):
             raise self.refusal(error) from error
 
     def known(self) -> list[str]:
-        """The names of all fields."""
+        """All field names."""
         return list(dict.fromkeys([*OPTIONS, *self.our_names, *type(self).model_fields]))
 
     def refusal(self, error: Exception) -> Refusal:
-        """For an error of the library, with the client's name of the option."""
+        """The refusal for an error of the library, with the client's name for the option."""
         if not isinstance(error, OptionError):
             return Refusal(400, str(error))
         name = next((theirs for theirs, value in self.decoding().items()
@@ -258,7 +266,7 @@ class AnswerRequest(BaseModel):
 
 
 class ChatRequest(AnswerRequest):
-    """The body of `/v1/chat/completions`. Further fields are options of decoding by their names in `generate`."""
+    """The body of `/v1/chat/completions`. Other fields are decoding options under their names in `generate`."""
 
     our_names: ClassVar[dict[str, str]] = {
         **AnswerRequest.our_names, "prediction": "reference", "tools": "response_format"}
@@ -269,61 +277,61 @@ class ChatRequest(AnswerRequest):
     tools: Any = None
     tool_choice: Any = None
     prediction: Prediction | None = Field(None, description=(
-        "A text that the answer will resemble: drafts are copied from it. A lossless answer does not depend on it; "
-        "usage.completion_tokens_details counts what was copied."))
+        "A text that the answer will resemble: drafts are copied from it. A lossless answer does not depend on it. "
+        "usage.completion_tokens_details counts the copied tokens."))
 
-    _tools: list[dict] = []  # that may be called
+    _tools: list[dict] = []  # tools that the model may call
     _must_call: bool = False
 
     @model_validator(mode="after")
     def check_tools(self) -> ChatRequest:
         if self.top_logprobs and not self.logprobs:
-            raise OptionError("top_logprobs", problem="come with logprobs: give logprobs=true with them")
+            raise OptionError("top_logprobs", problem="needs logprobs=true")
         self._tools, self._must_call = chosen_tools(check_tools(self.tools or []), self.tool_choice)
         if self._must_call and self.response_format not in (None, {"type": "text"}):
-            raise OptionError("response_format", problem="cannot hold for a call that tool_choice asks for: leave one "
-                              "of them out")
+            raise OptionError("response_format", problem="cannot be combined with a call that tool_choice requires: "
+                              "omit one of them")
         return self
 
     def decoding(self) -> dict[str, Any]:
         predicted = None if self.prediction is None else plain_text(self.prediction.content)
-        call = schema_of_a_call(self._tools) if self._must_call else None
+        call = call_schema(self._tools) if self._must_call else None
         return {"prediction": predicted, "tools": call, "top_logprobs": self.top_logprobs, **super().decoding()}
 
     @property
     def alternatives(self) -> int | None:
-        """How many of the best tokens to list with each token; None: no log-probabilities."""
+        """How many of the most likely tokens to list with each token; None: no log-probabilities."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
     @property
     def may_call(self) -> list[str]:
-        """The names of the tools that may be called."""
+        """Names of the tools that the model may call."""
         return tool_names(self._tools)
 
     def prompts(self, model: EagleModel) -> list[Any]:
-        """The chat as token ids."""
+        """The chat as token ids, in a list of one prompt."""
         return [encode_chat([message.plain() for message in self.messages], model, self._tools or None)]
 
 
 class CompletionRequest(AnswerRequest):
-    """The body of `/v1/completions`: texts as they are, or token ids. Further fields are options of decoding by their
-    names in `generate`."""
+    """The body of `/v1/completions`: texts without a chat template, or token ids. Other fields are decoding options
+    under their names in `generate`."""
 
     our_names: ClassVar[dict[str, str]] = {**AnswerRequest.our_names, "logprobs": "top_logprobs"}
     may_call: ClassVar[Sequence[str]] = ()
 
     prompt: str | list[str] | list[int] | list[list[int]]
-    logprobs: int | None = None  # 0: of the chosen tokens alone
+    logprobs: int | None = None  # 0: only those of the chosen tokens
 
     def decoding(self) -> dict[str, Any]:
         return {"logprobs": self.logprobs, **super().decoding()}
 
     @property
     def alternatives(self) -> int | None:
-        """As for chats."""
+        """As in `ChatRequest`."""
         return self.logprobs
 
     def prompts(self, model: EagleModel) -> list[Any]:
-        """The texts, or their token ids."""
+        """The texts or token ids, as a list of prompts."""
         many = isinstance(self.prompt, list) and self.prompt and not isinstance(self.prompt[0], int)
         return list(self.prompt) if many else [self.prompt]

@@ -1,4 +1,4 @@
-"""Replicas of the endpoint on Ray Serve: `eagle_fsd.serve.ray:app`, one engine in each."""
+"""Replicas of the endpoint on Ray Serve, each with its own engine: `eagle_fsd.serve.ray:app`."""
 
 from __future__ import annotations
 
@@ -17,57 +17,57 @@ from ..pair import load
 from .app import create_app
 from .limits import ServeOptions, key_from_environment, served_name
 
-# Options that Ray Serve's YAML has under names of its own.
-IN_YAML = ("host", "port", "read_seconds", "write_seconds", "max_connections", "drain_seconds", "page", "plain")
+# Ray Serve configures these itself.
+OF_RAY = ("host", "port", "read_seconds", "write_seconds", "max_connections", "drain_seconds", "page", "plain")
 
 
 @serve.deployment(name="EagleFsd", max_ongoing_requests=72, graceful_shutdown_timeout_s=75, health_check_period_s=5)
 @serve.ingress()
 class Replica:
-    """The pair, an engine and the application of `eagle-fsd serve`.
+    """One replica: the pair, an engine and the application of `eagle-fsd serve`.
 
     Args:
         settings: options by name, see `app`.
     """
 
     def __init__(self, settings: dict[str, Any]) -> None:
-        loading, options, defaults, tree = checked(settings)
+        loading, options, defaults, tree = check_settings(settings)
         self.engine = Engine(load(**loading), **options.engine, tree=tree)
         self.application = create_app(self.engine, options.name or served_name(loading.get("target")),
-                                      replace(options, host="0.0.0.0"), defaults,  # the proxy has names of its own
+                                      replace(options, host="0.0.0.0"), defaults,  # Ray's proxy has its own host name
                                       key_from_environment(), [loading.get("target") or DEFAULT])
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         return self.application
 
     def check_health(self) -> None:
-        """Raise where the engine has failed: Serve starts another replica."""
+        """Raise if the engine has failed; Ray Serve then replaces the replica."""
         if self.engine.closed:
-            raise RuntimeError("the engine takes no requests any more")
+            raise RuntimeError("the engine has stopped")
 
 
 def app(settings: Mapping[str, Any]) -> serve.Application:
-    """The application, for Serve's YAML (`import_path: eagle_fsd.serve.ray:app`) or `serve.run`.
+    """The application, for Ray Serve's YAML (`import_path: eagle_fsd.serve.ray:app`) or `serve.run`.
 
     Args:
-        settings: what YAML has under `args`: options of `LoadOptions`, `ServeOptions` (but for what Serve has options
-            of its own for) and `GenerateOptions` by name; `tree` as an object of the numbers of a `TreeConfig`. The
-            key of the API comes from the replicas' environment.
+        settings: the YAML's `args`: options of `LoadOptions`, `ServeOptions` (except those that Ray Serve configures
+            itself) and `GenerateOptions` by name; `tree` is an object with the fields of a `TreeConfig`. The API key
+            comes from the environment of the replicas.
 
     Raises:
-        ValueError, TypeError: an option that is not known, or a value that cannot be accepted.
+        ValueError, TypeError: an option is unknown, or a value is invalid.
     """
-    checked(settings)
+    check_settings(settings)
     return Replica.bind(dict(settings))
 
 
-def checked(
+def check_settings(
     settings: Mapping[str, Any],
 ) -> tuple[dict[str, Any], ServeOptions, dict[str, Any], TreeConfig | None]:
-    """Options of loading, of serving and of decoding, and the tree."""
-    own = [name for name in settings if name in IN_YAML]
+    """Validate the settings; return the options of loading, serving and decoding, and the tree."""
+    own = [name for name in settings if name in OF_RAY]
     if own:
-        raise ValueError(f"{own[0]} is not for args: Ray Serve has options of its own for it, see its YAML")
+        raise ValueError(f"args must not contain {own[0]}: set it in Ray Serve's own options")
     rest = dict(settings)
     tree = rest.pop("tree", None)
     loading, serving = ({each.name: rest.pop(each.name) for each in fields(kind) if each.name in rest}

@@ -1,4 +1,4 @@
-"""The server's process: uvicorn around the application, which ends after what it has begun."""
+"""The server process: uvicorn, with limits on time, that finishes requests in progress before it exits."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .app import create_app
 from .limits import ServeOptions
 
 log = logging.getLogger(__name__)
-# Nothing is fetched from elsewhere, whatever the page's framework or a text would like to.
+# The page loads nothing from other hosts, whatever Gradio or a generated text refers to.
 POLICY = (
     "default-src 'self'; script-src 'self' 'unsafe-inline' 'unsafe-eval' blob:; style-src 'self' 'unsafe-inline'; "
     "img-src 'self' data: blob:; font-src 'self' data:; connect-src 'self'; worker-src 'self' blob:; "
@@ -29,8 +29,8 @@ POLICY = (
 )
 
 
-class PatientProtocol(H11Protocol):
-    """Uvicorn's HTTP protocol, which itself waits for ever for a request: here it has `seconds` to arrive (408)."""
+class TimeoutProtocol(H11Protocol):
+    """Uvicorn's HTTP protocol with a timeout: a request must arrive within `seconds` (else status 408)."""
 
     def __init__(self, *args, seconds: float, **options) -> None:
         super().__init__(*args, **options)
@@ -50,13 +50,13 @@ class PatientProtocol(H11Protocol):
         super().connection_lost(exc)
 
     def _expect_request(self) -> None:
-        """Begin to count where head or body are awaited, and end where they have come."""
+        """Run the timer while head or body are incomplete."""
         if self.conn.their_state not in (h11.IDLE, h11.SEND_BODY):
             self._stop_timer()
         elif self.timer is None:
-            self.timer = self.loop.call_later(self.seconds, self._end)
+            self.timer = self.loop.call_later(self.seconds, self._time_out)
 
-    def _end(self) -> None:
+    def _time_out(self) -> None:
         self.transport.write(b"HTTP/1.1 408 Request Timeout\r\nConnection: close\r\nContent-Length: 0\r\n\r\n")
         self.transport.close()
 
@@ -67,8 +67,8 @@ class PatientProtocol(H11Protocol):
 
 
 class Server(uvicorn.Server):
-    """Ends with status 0 after a signal, at once after a second one, and where its engine has failed: who started it
-    may start another."""
+    """Exits with status 0 after a signal, and at once after a second one. Also exits if the engine fails, so that a
+    supervisor can restart it."""
 
     def __init__(self, config: uvicorn.Config, engine: Engine) -> None:
         super().__init__(config)
@@ -82,56 +82,57 @@ class Server(uvicorn.Server):
 
 
 def reserve(options: ServeOptions) -> socket.socket:
-    """A socket at the address, which nobody is answered at yet: taken before the pair is loaded.
+    """Bind a socket, before the long work of loading the pair.
 
     Raises:
-        OSError: the address is taken, or none of this machine.
+        OSError: the address is in use, or not an address of this machine.
     """
     try:
         family, kind, _, _, address = socket.getaddrinfo(options.host, options.port, type=socket.SOCK_STREAM)[0]
-        place = socket.socket(family, kind)
-        place.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if hasattr(socket, "TCP_USER_TIMEOUT"):  # of every connection, for its client to take what was sent
-            place.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, max(1, int(1000 * options.write_seconds)))
-        place.bind(address)
+        listener = socket.socket(family, kind)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if hasattr(socket, "TCP_USER_TIMEOUT"):  # applies to every connection
+            listener.setsockopt(
+                socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, max(1, int(1000 * options.write_seconds)))
+        listener.bind(address)
     except OSError as error:
-        raise OSError(f"cannot listen at {options.host}, port {options.port}: {error.strerror or error}") from error
-    return place
+        raise OSError(f"cannot listen on {options.host}, port {options.port}: {error.strerror or error}") from error
+    return listener
 
 
 def configuration(app: ASGIApp, options: ServeOptions) -> uvicorn.Config:
-    """Uvicorn's settings."""
+    """The configuration of uvicorn."""
     return uvicorn.Config(
-        app, http=partial(PatientProtocol, seconds=options.read_seconds), ws="none", server_header=False,
+        app, http=partial(TimeoutProtocol, seconds=options.read_seconds), ws="none", server_header=False,
         headers=[("content-security-policy", POLICY), ("referrer-policy", "no-referrer")],
         timeout_graceful_shutdown=options.drain_seconds, access_log=False, log_config=None, proxy_headers=False,
     )
 
 
 def serve(
-    model: EagleModel, name: str, place: socket.socket, options: ServeOptions, defaults: dict[str, object],
+    model: EagleModel, name: str, listener: socket.socket, options: ServeOptions, defaults: dict[str, object],
     tree: TreeConfig | None, key: str | None, also: Sequence[str] = (),
 ) -> bool:
-    """Serve until a signal ends it; False: the engine failed before.
+    """Serve until a signal; return False if the engine failed first.
 
     Args:
-        name: of the model in requests and answers.
-        place: where, from `reserve`.
-        defaults: options of decoding of requests that name none.
-        tree: of all requests; None: see `Engine`.
-        key: what clients must show; None: nothing.
-        also: further names that requests may have for the model.
+        name: name of the model in requests and answers.
+        listener: socket from `reserve`.
+        defaults: decoding options of requests that do not set them.
+        tree: draft tree of all requests; None: see `Engine`.
+        key: API key that clients must send; None: no key.
+        also: further names that requests may use for the model.
     """
     engine = Engine(model, **options.engine, tree=tree)
     try:
         app = create_app(engine, name, options, defaults, key, also)
-        place.listen()  # who comes from here on waits for the server
-        host, port, *_ = place.getsockname()
+        listener.listen()  # connections queue from here on
+        host, port, *_ = listener.getsockname()
         url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         log.info("serving %s at %s", name, url)
         if options.page:
             log.info("the page is at %s/page", url)
-        asyncio.run(Server(configuration(app, options), engine).serve([place]))
+        asyncio.run(Server(configuration(app, options), engine).serve([listener]))
         return engine.error is None
     finally:
         engine.close(drain=False)

@@ -1,6 +1,6 @@
-"""Functions that a model may call: the API's `tools`, what makes it call one, and the calls in what it writes.
+"""Functions that a model may call: the API's `tools`, the schema that forces a call, and the calls in the model's text.
 
-Calls are recognised by their JSON, whatever stands around it: `{"name", "arguments"}` in <tool_call> tags (Hermes,
+Calls are recognised by their JSON, whatever surrounds it: `{"name", "arguments"}` in <tool_call> tags (Hermes,
 Qwen) or without (Mistral), `{"name", "parameters"}` (Llama 3), or `[name(key=value)]` as in Python (Llama 4).
 """
 
@@ -17,20 +17,20 @@ from ..checks import OptionError
 
 MOST_TOOLS = 128
 NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
-BEGINNING = re.compile(r'\{\s*"(?:name|type|function)"')  # of a call in JSON
+CALL_BEGINNING = re.compile(r'\{\s*"(?:name|type|function)"')
 UNSAFE = re.compile("[\ud800-\udfff\x85\u2028\u2029]")
 TAG = "<tool_call>"
-MARK = re.compile(r"<tool_call>|<[a-z_]{0,9}\Z|[\[{]")  # where a call may begin
+MARK = re.compile(r"<tool_call>|<[a-z_]{0,9}\Z|[\[{]")  # possible beginning of a call
 
 
 def check_tools(tools: Any) -> list[dict]:
-    """The tools of a request, without fields that are null.
+    """Validate the tools of a request and drop their null fields.
 
     Raises:
-        ValueError: something else than functions with names and schemas.
+        ValueError: the tools are not a list of functions with names and schemas.
     """
     if not isinstance(tools, list) or len(tools) > MOST_TOOLS:
-        got = f"{len(tools)} of them" if isinstance(tools, list) else repr(tools)
+        got = f"{len(tools)} functions" if isinstance(tools, list) else repr(tools)
         raise OptionError("tools", problem=f"must be a list of at most {MOST_TOOLS} functions, got {got}")
     for tool in tools:
         function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
@@ -46,7 +46,7 @@ def check_tools(tools: Any) -> list[dict]:
         try:
             json.dumps(function)
         except RecursionError as error:
-            raise OptionError("tools", problem=f"must not be nested so deeply: {name}") from error
+            raise OptionError("tools", problem=f"must be nested less deeply, got {name}") from error
     names = tool_names(tools)
     if len(set(names)) < len(names):
         raise OptionError("tools", problem=f"must have different names, got {', '.join(names)}")
@@ -59,13 +59,13 @@ def tool_names(tools: Sequence[dict]) -> list[str]:
 
 
 def chosen_tools(tools: Sequence[dict], choice: Any) -> tuple[list[dict], bool]:
-    """The tools that may be called, and whether one must be.
+    """The tools that the model may call, and whether it must call one.
 
     Args:
-        choice: the API's `tool_choice`; None: "auto" where there are tools.
+        choice: the API's `tool_choice`; None: "auto".
 
     Raises:
-        ValueError: something else, or a tool that is not there.
+        ValueError: `choice` is invalid, or names a tool that `tools` lacks.
     """
     if choice == "none" or not tools and choice in (None, "auto"):
         return [], False
@@ -75,14 +75,14 @@ def chosen_tools(tools: Sequence[dict], choice: Any) -> tuple[list[dict], bool]:
         choice.get("function"), dict) else None
     if (named := [tool for tool in tools if tool["function"]["name"] == name]):
         return named, True
-    names = ", ".join(tool_names(tools)) or "tools, of which there are none"
+    names = ", ".join(tool_names(tools)) or "tools, but there are none"
     raise OptionError("tool_choice", choice, '"none", "auto", "required" or {"type": "function", "function": {"name": '
                       f"N}}}} with N of {names}")
 
 
-def schema_of_a_call(tools: Sequence[dict]) -> dict:
-    """The JSON schema of a call to one of these. Its arguments are an object, also where the tool's schema does not say
-    so. References inside a tool's schema stay its own."""
+def call_schema(tools: Sequence[dict]) -> dict:
+    """The JSON schema of a call to one of the tools. The arguments are an object even if the tool's schema has no type.
+    References inside a tool's schema still resolve to that schema."""
     schemas, calls = {}, []
     for number, tool in enumerate(tools):
         own = tool["function"].get("parameters", {"additionalProperties": False}) | {"type": "object"}
@@ -94,10 +94,10 @@ def schema_of_a_call(tools: Sequence[dict]) -> dict:
 
 
 def find_calls(text: str, names: Collection[str]) -> tuple[str, list[dict]]:
-    """The text before the first call, and the API's `tool_calls`."""
+    """Split an answer into the text before the first call and the API's `tool_calls`."""
     calls, begins, at = [], len(text), 0
-    for _ in range(MOST_TOOLS):  # places that are tried
-        if (match := BEGINNING.search(text, at)) is None:
+    for _ in range(MOST_TOOLS):  # attempts to parse
+        if (match := CALL_BEGINNING.search(text, at)) is None:
             break
         try:
             call, end = json.JSONDecoder().raw_decode(text, match.start())
@@ -120,10 +120,10 @@ def find_calls(text: str, names: Collection[str]) -> tuple[str, list[dict]]:
 
 
 def arguments_text(arguments: Any) -> str:
-    """The arguments of a call as the API has them: a JSON object as text.
+    """The arguments of a call as in the API: a JSON object as text.
 
     Raises:
-        ValueError: they are no object, or hold what JSON has no number for.
+        ValueError: the arguments are not an object, or contain infinity or NaN.
     """
     if isinstance(arguments, str):
         arguments = json.loads(arguments) if arguments.strip() else None
@@ -134,14 +134,14 @@ def arguments_text(arguments: Any) -> str:
 
 
 def json_text(value: Any) -> str:
-    """JSON in characters of their own; in ASCII where it holds half of a surrogate pair, which cannot be encoded, or a
-    character at which some clients break lines."""
+    """Serialise as JSON without escapes; in ASCII if the value contains half of a surrogate pair, which UTF-8 cannot
+    encode, or a character at which some clients break lines."""
     text = json.dumps(value, ensure_ascii=False, allow_nan=False)
     return text if text.isascii() or not UNSAFE.search(text) else json.dumps(value)
 
 
 def _python_calls(text: str, names: Collection[str]) -> list[tuple[str, str]]:
-    """The calls of a text that is nothing but a list of calls with keywords."""
+    """The calls of a text that consists of a Python list of calls with keyword arguments."""
     if not (text.startswith("[") and text.endswith(")]")):
         return []
     try:
@@ -154,17 +154,17 @@ def _python_calls(text: str, names: Collection[str]) -> list[tuple[str, str]]:
 
 
 class TextBeforeCalls:
-    """The text of a stream that can be shown at once; from where a call may begin, text waits for the end.
+    """Releases the text of a stream up to where a call may begin; the rest waits for the end of the answer.
 
     Attributes:
-        length: characters shown.
+        length: characters released.
     """
 
     def __init__(self) -> None:
         self._text, self.length = "", 0
 
     def add(self, text: str) -> str:
-        """What can be shown now that this has come."""
+        """Add text and return the part of all text so far that is newly released."""
         self._text += text
         match = MARK.search(self._text, self.length)
         before, self.length = self.length, match.start() if match else len(self._text)

@@ -1,9 +1,9 @@
-"""Fuzzy acceptance in vLLM: a plug-in (entry point `vllm.general_plugins`), active where EAGLE_FSD_VLLM=1.
+"""Fuzzy acceptance in vLLM: a plug-in (entry point `vllm.general_plugins`), active if EAGLE_FSD_VLLM=1.
 
-vLLM verifies chains, all requests in one batch. Where a request's `vllm_xargs` ask for a threshold, its row of the
-rejection sampler's answer is replaced by what our rules walk over the chain; every other row is vLLM's own.
+vLLM verifies chains of draft tokens, all requests in one batch. If a request's `vllm_xargs` set a threshold, our rules
+walk its chain, and their tokens replace its row of the rejection sampler's output. Every other row stays vLLM's own.
 
-F rows with a rule, K the longest of their chains, N = K + 1 nodes, V vocabulary; M draft tokens of the whole batch.
+F fuzzy rows, K the longest of their chains, N = K + 1 nodes, V vocabulary; M draft tokens of the whole batch.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ log = logging.getLogger("vllm.eagle_fsd")  # below vLLM's own logger, which has 
 
 SWITCH, PREFIX = "EAGLE_FSD_VLLM", "eagle_fsd_"
 TESTED = ("0.32.0",)
-WITH_DISTRIBUTION = ("eagle", "eagle3")  # methods whose draft logits are kept
-LOG_SECONDS = 10  # as vLLM's own figures
+WITH_DISTRIBUTION = ("eagle", "eagle3")  # methods whose draft logits this plug-in can record
+LOG_SECONDS = 10  # as in vLLM's own statistics
 
 
 def read_rule(extra: Mapping[str, object] | None) -> Rule | None:
-    """The rule that a request's extra arguments ask for; None where they ask for none.
+    """The acceptance rule in a request's extra arguments; None if there is none.
 
     Raises:
-        ValueError, TypeError: an unknown rule or option, a value out of range, no threshold.
+        ValueError, TypeError: an unknown rule or option, a value out of range, or no threshold.
     """
     options = {name[len(PREFIX):]: value for name, value in (extra or {}).items() if name.startswith(PREFIX)}
     if not options:
@@ -48,10 +48,14 @@ def read_rule(extra: Mapping[str, object] | None) -> Rule | None:
 
 
 def check_request(params: object, speculative: object | None, on_cpu: bool) -> None:
-    """Refuse what a server cannot do, given vLLM's `SamplingParams` and `SpeculativeConfig` (None: it does not draft).
+    """Refuse a request that the server cannot decode.
+
+    Args:
+        params: vLLM's `SamplingParams`.
+        speculative: vLLM's `SpeculativeConfig`; None: the server does not draft.
 
     Raises:
-        ValueError, TypeError: see `read_rule`, or a rule that the server's drafts do not serve.
+        ValueError, TypeError: see `read_rule`; or the server's drafts do not fit the rule.
     """
     rule = read_rule(params.extra_args)
     if rule is None:
@@ -59,26 +63,26 @@ def check_request(params: object, speculative: object | None, on_cpu: bool) -> N
     if speculative is None:
         raise ValueError(f"{PREFIX}threshold needs drafts: start the server with --speculative-config")
     if speculative.method not in WITH_DISTRIBUTION and hasattr(rule, "divergence"):
-        raise ValueError(f"rule {rule.name!r} compares with the draft's distribution, of which method "
-                         f"{speculative.method!r} keeps none; methods that do: {', '.join(WITH_DISTRIBUTION)}")
+        raise ValueError(f"rule {rule.name!r} needs the draft's distribution, which method {speculative.method!r} does "
+                         f"not provide; methods that do: {', '.join(WITH_DISTRIBUTION)}")
     if speculative.draft_sample_method != "greedy" or speculative.rejection_sample_method != "standard":
         raise ValueError(f"{PREFIX}threshold needs draft_sample_method greedy and rejection_sample_method standard, "
                          f"not {speculative.draft_sample_method!r}, {speculative.rejection_sample_method!r}")
     if on_cpu and not is_greedy(params) and not rule.is_lossless(False):
-        # Its _expand_kernel_impl writes to a copy.
-        raise ValueError(f"on CPUs vLLM {TESTED[-1]} loses the temperature of drafted tokens, whatever accepts them: "
-                         f"{PREFIX}threshold needs temperature 0 there, got {params.temperature}")
+        # vLLM's _expand_kernel_impl writes to a copy there.
+        raise ValueError(f"on CPUs vLLM {TESTED[-1]} ignores the temperature of drafted tokens: {PREFIX}threshold "
+                         f"needs temperature 0 there, got {params.temperature}")
 
 
 @dataclass
 class Chains:
-    """Verified chains, see `acceptance.walk.Verified`."""
+    """Verified chains in the form of `acceptance.walk.Verified`."""
 
     tree: DraftTree
     draft: Sequence[Tensor]
     raw: Tensor  # [F, N, V] float32, the target's logits
     warped: Tensor  # [F, N, V] float32, after all processors
-    seeds: Tensor | None  # [F] int64, of the noise; None: greedy
+    seeds: Tensor | None  # [F] int64, seeds of the noise; None: greedy
     draft_tokens: Tensor | None = None
     errors: dict[int, Exception] = field(default_factory=dict)
 
@@ -100,12 +104,12 @@ def walk_chains(
     rule: Rule,
     raw: Tensor,  # [F, N, V] float32, the target's logits
     warped: Tensor,  # [F, N, V] float32, after all processors
-    tokens: Tensor,  # [F, K] long, the draft's; -1: no draft token, nor after it
+    tokens: Tensor,  # [F, K] long, draft tokens; -1: the chain has ended
     draft: Tensor | None,  # [F, K, V] the draft's raw logits
-    known: Tensor,  # [F] bool, rows whose draft logits are there
-    seeds: Tensor | None,  # [F] int64, of the noise; None: greedy
+    known: Tensor,  # [F] bool, rows with draft logits
+    seeds: Tensor | None,  # [F] int64, seeds of the noise; None: greedy
 ) -> list[list[Step]]:
-    """The steps of each row, as `acceptance.walk` takes them on a tree of one branch."""
+    """The steps of `acceptance.walk` for each row, on a tree with one branch."""
     rows, length = tokens.shape
     device, column = tokens.device, torch.arange(length + 1, device=tokens.device)
     drafted = (tokens >= 0).long().cumprod(1)
@@ -122,31 +126,32 @@ def walk_chains(
 
 
 class FuzzyRows:
-    """What one worker process keeps between vLLM's calls: the draft's logits, and the rows to replace."""
+    """State of one worker process between vLLM's calls: draft logits, and the rows to replace."""
 
     def __init__(self) -> None:
-        self.kept: list[Tensor] | None = None  # while drafting for some rule: the draft's logits, [batch, V] each
-        self.draft: tuple[dict[str, int], Tensor] | None = None  # of the last draft: row by request, [batch, K, V]
+        self.recorded: list[Tensor] | None = None  # draft logits, [batch, V] per step; None: no rule needs them
+        self.draft: tuple[dict[str, int], Tensor] | None = None  # last draft: row by request id, logits [batch, K, V]
         self.verifying: tuple[dict[int, Rule], Sequence, Tensor] | None = None  # rules by row, states, all logits
         self.generator: torch.Generator | None = None
         self.counts, self.logged = [0, 0, 0, 0], time.monotonic()
 
     @staticmethod
     def rules(states: Sequence) -> dict[int, Rule]:
-        """By row: the rules of the requests that are not exact."""
+        """The rules of requests that are not lossless, by row."""
         params = dict(enumerate(state.sampling_params for state in states))
-        found = {row: read_rule(each.extra_args) for row, each in params.items() if each is not None}  # None: pooling
-        return {row: rule for row, rule in found.items() if rule and not rule.is_lossless(is_greedy(params[row]))}
+        rules = {row: read_rule(each.extra_args) for row, each in params.items() if each is not None}  # None: pooling
+        return {row: rule for row, rule in rules.items() if rule and not rule.is_lossless(is_greedy(params[row]))}
 
     def replace(
         self,
-        output: Tensor,  # [batch, max_spec_len + 1] int32, filled up with -1; its fuzzy rows are replaced
-        drafted: Sequence[int],  # [batch]
+        output: Tensor,  # [batch, max_spec_len + 1] int32, padded with -1
+        drafted: Sequence[int],  # [batch] lengths of the chains
         draft_tokens: Tensor,  # [M]
         processed: Tensor,  # [M, V] float32
-        bonus: Tensor,  # [batch, 1], the token after a whole chain
+        bonus: Tensor,  # [batch, 1], the token after a fully accepted chain
         generators: Mapping[int, torch.Generator],
     ) -> None:
+        """Replace the fuzzy rows of the rejection sampler's output."""
         rules, states, logits = self.verifying
         groups: dict[tuple[Rule, bool], list[int]] = {}
         for row, rule in rules.items():
@@ -154,44 +159,44 @@ class FuzzyRows:
                 groups.setdefault((rule, is_greedy(states[row].sampling_params)), []).append(row)
         starts = list(accumulate(drafted, initial=0))
         for (rule, greedy), rows in groups.items():
-            ends = torch.tensor([drafted[row] for row in rows])  # the node after the chain
+            ends = torch.tensor([drafted[row] for row in rows])  # index of the node after the chain
             first, node = torch.tensor([starts[row] for row in rows]), torch.arange(int(ends.max()) + 1)
-            at = (first[:, None] + torch.minimum(node, ends[:, None] - 1)).to(output.device)  # [F, N], in M
+            at = (first[:, None] + torch.minimum(node, ends[:, None] - 1)).to(output.device)  # [F, N], indices into M
             warped = processed[at]
             past, after = (node >= ends[:, None]).nonzero().T.to(output.device)
             warped[past, after] = -math.inf
-            warped[past, after, bonus[rows, 0].long()[past]] = 0.0  # vLLM has drawn it
+            warped[past, after, bonus[rows, 0].long()[past]] = 0.0  # vLLM has drawn it already
             at_logits = first[:, None] + torch.tensor(rows)[:, None] + torch.minimum(node, ends[:, None])
             raw = logits[at_logits.to(output.device)].float()
             tokens = draft_tokens[at[:, :-1]].long().masked_fill((node[:-1] >= ends[:, None]).to(output.device), -1)
-            where, draft = self.draft or ({}, None)
-            known = torch.tensor([states[row].req_id in where for row in rows])
+            row_of, draft = self.draft or ({}, None)
+            known = torch.tensor([states[row].req_id in row_of for row in rows])
             if draft is not None:
-                draft = draft[[where.get(states[row].req_id, 0) for row in rows], : len(node) - 1]
+                draft = draft[[row_of.get(states[row].req_id, 0) for row in rows], : len(node) - 1]
             seeds = None if greedy else torch.cat([self._seed(generators.get(row), output.device) for row in rows])
             steps = walk_chains(rule, raw, warped, tokens, draft, known.to(output.device), seeds)
-            said = [[step.token for step in each] + [-1] * (output.shape[1] - len(each)) for each in steps]
-            output[rows] = torch.tensor(said, dtype=output.dtype).to(output.device)
+            accepted = [[step.token for step in each] + [-1] * (output.shape[1] - len(each)) for each in steps]
+            output[rows] = torch.tensor(accepted, dtype=output.dtype).to(output.device)
             fuzzy = sum(not step.exact for each in steps for step in each)
             self._count(len(rows), int(ends.sum()), sum(map(len, steps)) - len(rows), fuzzy)
 
     def _seed(self, generator: torch.Generator | None, device: torch.device) -> Tensor:
-        """[1] int64, from the request's own generator where it has a seed, else from one that vLLM does not use."""
+        """A seed, [1] int64, from the request's generator if it has one, else from one that vLLM does not use."""
         if generator is not None:
             return torch.randint(2**62, (1,), generator=generator, device=generator.device).to(device)
-        if self.generator is None:  # the workers of one model draw the same
+        if self.generator is None:  # the same in all workers of one model
             self.generator = torch.Generator().manual_seed(torch.initial_seed())
         return torch.randint(2**62, (1,), generator=self.generator).to(device)
 
     def _count(self, *numbers: int) -> None:
         self.counts = [old + new for old, new in zip(self.counts, numbers, strict=True)]
         if time.monotonic() - self.logged > LOG_SECONDS:
-            log.info("eagle_fsd: with a threshold %d drafts, %d tokens drafted, %d accepted, %d fuzzy", *self.counts)
+            log.info("eagle_fsd: %d drafts with a threshold, %d tokens drafted, %d accepted, %d fuzzy", *self.counts)
             self.logged = time.monotonic()
 
 
 def is_greedy(params: object) -> bool:
-    """Whether vLLM decodes a request greedily."""
+    """Whether vLLM decodes the request greedily."""
     return params.temperature < 1e-5  # vLLM's _SAMPLING_EPS
 
 
@@ -199,7 +204,7 @@ def register() -> None:
     """The entry point; vLLM calls it in every process.
 
     Raises:
-        RuntimeError: switched on in a vLLM that this was not tested with, or for its second model runner.
+        RuntimeError: the plug-in is on, and vLLM has an untested version or uses its second model runner.
     """
     if os.environ.get(SWITCH) != "1":
         return
@@ -207,12 +212,12 @@ def register() -> None:
 
     version = vllm.__version__.partition("+")[0]
     if version not in TESTED:
-        raise RuntimeError(f"{SWITCH}=1, but eagle_fsd was not tested with vLLM {version}: install "
+        raise RuntimeError(f"{SWITCH}=1, but eagle_fsd is not tested with vLLM {version}: install "
                            f"{' or '.join(TESTED)}, or unset {SWITCH}")
     if os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0") != "0":
-        raise RuntimeError(f"{SWITCH}=1 works in vLLM's first model runner: set VLLM_USE_V2_MODEL_RUNNER=0, "
+        raise RuntimeError(f"{SWITCH}=1 needs vLLM's first model runner: set VLLM_USE_V2_MODEL_RUNNER=0, "
                            f"or unset {SWITCH}")
-    copied = os.environ.get("VLLM_RAY_EXTRA_ENV_VARS_TO_COPY", "")  # to workers that Ray starts
+    copied = os.environ.get("VLLM_RAY_EXTRA_ENV_VARS_TO_COPY", "")  # variables for workers that Ray starts
     os.environ["VLLM_RAY_EXTRA_ENV_VARS_TO_COPY"] = ",".join({*filter(None, copied.split(",")), SWITCH})
     from vllm.exceptions import VLLMValidationError
     from vllm.platforms import current_platform
@@ -233,18 +238,18 @@ def register() -> None:
     def propose(original, runner, *args, **kwargs):
         rows.draft, requests = None, list(runner.input_batch.req_ids)
         rules = rows.rules([runner.requests[request] for request in requests])
-        rows.kept = [] if any(hasattr(rule, "divergence") for rule in rules.values()) else None
+        rows.recorded = [] if any(hasattr(rule, "divergence") for rule in rules.values()) else None
         tokens = original(runner, *args, **kwargs)
-        if rows.kept:
-            rows.draft = {request: row for row, request in enumerate(requests)}, torch.stack(rows.kept, 1)
-        rows.kept = None
+        if rows.recorded:
+            rows.draft = {request: row for row, request in enumerate(requests)}, torch.stack(rows.recorded, 1)
+        rows.recorded = None
         return tokens
 
     def draft_greedily(original, proposer, hidden):
-        if rows.kept is None:
+        if rows.recorded is None:
             return original(proposer, hidden)
-        rows.kept.append(proposer.model.compute_logits(hidden))
-        return rows.kept[-1].argmax(-1)
+        rows.recorded.append(proposer.model.compute_logits(hidden))
+        return rows.recorded[-1].argmax(-1)
 
     def sample(original, runner, logits, metadata):
         states = [runner.requests[request] for request in runner.input_batch.req_ids]
@@ -266,10 +271,10 @@ def register() -> None:
     wrap(SpecDecodeBaseProposer, "_greedy_sample", draft_greedily)
     wrap(GPUModelRunner, "_sample", sample)
     wrap(rejection_sampler, "rejection_sample", reject)
-    log.info("eagle_fsd: vllm_xargs may say %sthreshold and %srule", PREFIX, PREFIX)
+    log.info("eagle_fsd: vllm_xargs accept %sthreshold and %srule", PREFIX, PREFIX)
 
 
-def wrap(place: object, name: str, function: Callable) -> None:
-    """Have a function or method called through another one, which is given it first."""
-    original = getattr(place, name)
-    setattr(place, name, wraps(original)(lambda *args, **kwargs: function(original, *args, **kwargs)))
+def wrap(owner: object, name: str, function: Callable) -> None:
+    """Replace a function or method by `function`, which receives the original as its first argument."""
+    original = getattr(owner, name)
+    setattr(owner, name, wraps(original)(lambda *args, **kwargs: function(original, *args, **kwargs)))
