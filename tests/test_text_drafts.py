@@ -406,7 +406,7 @@ def test_a_head_catches_up_after_more_than_its_tree_is_deep(cost, lag):
     def begun(prompts, *options):
         requests = [make_requests(pair, [prompt], GenerateOptions(**own))[0]
                     for prompt, own in zip(prompts, options, strict=True)]
-        decoder = Decoder(pair.target, pair.draft, requests, lambda count: Choice(tree, cost=cost))
+        decoder = Decoder(pair.target, pair.draft, requests, Drafting(Choice(tree, cost=cost)))
         decoder.prefill()
         return decoder
 
@@ -570,7 +570,7 @@ def test_the_head_is_asked_where_it_pays():
         for p in (0.1, 0.3, 0.5, 0.7, 0.9, 0.99):
             for copies in ([chain(p, 20)], [chain(p, 20), None]):
                 choice = Choice(TREE, cost=lambda nodes, levels: 1 + 0.02 * nodes + level * levels)  # noqa: B023
-                policy = Drafting(lambda count: choice, len(copies))  # noqa: B023
+                policy = Drafting(choice)
                 for _ in range(60):  # five tokens with nine nodes and three levels
                     policy.learn(policy.next([None] * len(copies)), 9, 3, [5] * len(copies), copied=False)
                 missed = sum(1 - p if each else 1 for each in copies) / len(copies)
@@ -578,17 +578,20 @@ def test_the_head_is_asked_where_it_pays():
                 worth = missed * (4 - pace * 0.02 * 8) >= pace * 3 * level
                 assert (policy.next(copies).tree is TREE) == worth and policy.next([None]).tree is TREE
     dear = Choice(TREE, cost=lambda nodes, levels: 1 + nodes + 9 * levels)
-    assert Drafting(lambda count: dear, 1).next([None]).tree is TREE  # that is for the pauses to say
-    assert Drafting(lambda count: dear, 1).next([chain(0.99, 9)]).tree is None
-    assert Drafting(lambda count: Choice(TREE), 1).next([chain(0.99, 9)]).tree is TREE  # a given tree is always drafted
+    assert Drafting(dear).next([None]).tree is TREE  # that is for the pauses to say
+    assert Drafting(dear).next([chain(0.99, 9)]).tree is None
+    assert Drafting(Choice(TREE)).next([chain(0.99, 9)]).tree is TREE  # a given tree is always drafted
 
 
 def test_a_given_tree_says_how_many_nodes_are_verified():
     for head in (True, False):
-        plan = Drafting(lambda requests: Choice(TreeConfig(9, 2, 2)), 2, head=head).next([None] * 2)
+        policy = Drafting(Choice(TreeConfig(9, 2, 2)))
+        policy.begin(2, drafter=head)
+        plan = policy.next([None] * 2)
+        assert (plan.tree is not None) == head
         assert plan.nodes([[0.0, -0.1], [0.0, -0.5, -0.6, -0.69, -3.0]]) == 5
         assert plan.nodes([[0.0] * 20, [0.0]]) == 9
-    copied = Drafting(lambda count: Choice(None), 1, head=False).next([None])  # as many as is usual
+    copied = Drafting(Choice(None)).next([None])  # as many as is usual
     assert [copied.nodes([[0.0] * known]) for known in (3, 200)] == [3, NODES]
 
 
