@@ -15,8 +15,15 @@ from eagle_fsd.cli import main
 from eagle_fsd.decoding.timing import ROW_TREE, ROWS, greedy_decoder, known_latency, measure, share_of, with_rows
 from eagle_fsd.drafting import curves
 from eagle_fsd.drafting.config import TreeConfig
-from eagle_fsd.drafting.curves import PRICES, WIDE_TREE, Curves, HeadCurves, default_curves
-from eagle_fsd.drafting.growth import apply_curves, curve_lines
+from eagle_fsd.drafting.curves import (
+    PRICES,
+    WIDE_TREE,
+    Curves,
+    HeadCurves,
+    apply_curves,
+    curve_segments,
+    default_curves,
+)
 from eagle_fsd.drafting.latency import Latency, between
 from eagle_fsd.drafting.sizing import Choice, Drafting, Pause, Plan, Sizing
 from eagle_fsd.drafting.text import MOST_NODES
@@ -92,9 +99,9 @@ def chains(count, depth=5):
 def test_the_fit_finds_rates_and_worth():
     made = chains(4000)
     found = fit(made)
-    lines = curve_lines(found, 2, torch.device("cpu"))
+    segments = curve_segments(found, 2, torch.device("cpu"))
     for probability in (0.2, 0.5, 0.8):
-        rates = apply_curves(lines, torch.tensor([[math.log(probability), math.log(1 - probability)]])).exp()[0]
+        rates = apply_curves(segments, torch.tensor([[math.log(probability), math.log(1 - probability)]])).exp()[0]
         assert rates[0].item() == pytest.approx(probability**2, abs=0.05)
         assert rates[1].item() == pytest.approx((1 - probability) / 4 * (1 - probability**2), abs=0.05)
     # The root's children, at a price: the mean of what each is above it.
@@ -169,7 +176,7 @@ def test_levels_are_drafted_as_an_optimal_stopper_would():
 
             def value(path, left, best, node=node, level=level, plan=plan):
                 """What levels are worth from here on: of the best policy, or of ours."""
-                if left == 0 or not best and not plan.goes_on([[math.log(path)]]):
+                if left == 0 or not best and not plan.level_pays([[math.log(path)]]):
                     return 0.0
                 on = np.mean([max(0.0, path * step - node) + value(path * step, left - 1, best)
                               for step in steps]) - level
@@ -179,9 +186,9 @@ def test_levels_are_drafted_as_an_optimal_stopper_would():
             assert most - 0.02 <= ours <= most + 1e-9
     likely, unlikely = [[math.log(0.9)]], [[math.log(0.02)]]
     cheap = Plan(Choice(WIDE_TREE, lambda nodes, levels: 1 + 0.05 * levels, known), WIDE_TREE, 1.0)
-    assert cheap.goes_on(likely) and not cheap.goes_on(unlikely)
-    assert cheap.goes_on([*likely, *likely, [math.log(0.3)]])  # the mean row counts
-    assert not replace(cheap, missed=0.05).goes_on(likely)  # what copies hold already is worth nothing
+    assert cheap.level_pays(likely) and not cheap.level_pays(unlikely)
+    assert cheap.level_pays([*likely, *likely, [math.log(0.3)]])  # the mean row counts
+    assert not replace(cheap, missed=0.05).level_pays(likely)  # what copies hold already is worth nothing
 
 
 def test_lambda_is_what_was_achieved():
@@ -197,7 +204,7 @@ def test_lambda_is_what_was_achieved():
     assert policy.pace == 1.0
     given = Drafting(Choice(WIDE_TREE))
     given.learn(given.next(), 10, 4, [9], copied=False)
-    assert not given.next().sized and given.next().tree is WIDE_TREE  # nothing is known of costs: always whole
+    assert not given.next().limits_nodes and given.next().tree is WIDE_TREE  # nothing is known of costs: always whole
 
 
 def test_levels_are_as_wide_as_costs_hardly_more():

@@ -128,7 +128,7 @@ class Rows:
         return ticket is None or ticket.cancelled
 
     def of(self, rows: int, temperature: float) -> Choice:
-        """The choice for the requests that are being decoded, see `Sizes`."""
+        """The choice for the current requests, see `Sizes`."""
         return self._choice(self.requests)
 
     def _choice(self, requests: Sequence[Request]) -> Choice:

@@ -120,7 +120,7 @@ class Decoder:
         coupling = None if plan.tree is None else couple(self.requests, rules, lengths, self._named, self.device)
         tree, draft_logits = self.forwards.draft(self.requests, plan, copies, coupling)
         if plain := [number for number, request in enumerate(self.requests) if not request.params.speculative]:
-            tree = tree.rooted(plain)
+            tree = tree.without_drafts(plain)
         features = self.forwards.verify(tree)  # [B, N, F]
         logits = self.target.logits(features)  # [B, N, V]
         paths, emissions = self._accept(

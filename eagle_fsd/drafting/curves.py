@@ -2,6 +2,8 @@
 
 There are two tables for greedy and two for sampled decoding, some 150 numbers in all. `measure/cycles.py` fits them
 (`eagle-fsd tune`). They belong to a head, not to a machine, and are stored beside it in `curves.json`.
+
+K children of a node, M knots.
 """
 
 from __future__ import annotations
@@ -16,6 +18,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
+
+import torch
+from torch import Tensor
 
 from ..data.files import cache_directory, save_atomically
 from ..data.sources import fetch
@@ -84,6 +89,40 @@ class HeadCurves(NamedTuple):
     def at(self, temperature: float) -> Curves:
         """The curves that were fitted at the nearer temperature, 0 or 1."""
         return self.greedy if temperature < 0.5 else self.sampled
+
+
+class Segments(NamedTuple):
+    """Log acceptance rates as segments y = slope * x + offset around M knots: M + 1 for first children, then M + 1 for
+    others."""
+
+    knots: Tensor  # [M]
+    first: Tensor  # [K], index of each child's first segment
+    slopes: Tensor  # [2 * (M + 1)]
+    offsets: Tensor  # [2 * (M + 1)]
+
+
+def apply_curves(
+    segments: Segments,
+    log_probs: Tensor,  # [..., K], of each node's children, in descending order
+) -> Tensor:  # [..., K]
+    """Log acceptance probabilities; linear between the knots, constant outside."""
+    at = torch.bucketize(log_probs, segments.knots) + segments.first
+    return torch.addcmul(segments.offsets.take(at), segments.slopes.take(at), log_probs)
+
+
+@functools.lru_cache(maxsize=64)
+def curve_segments(curves: Curves, children: int, device: torch.device) -> Segments:
+    """The segments of these curves for K = `children` children of a node."""
+    knots = torch.tensor(curves.knots, dtype=torch.float64)
+    slopes, offsets = [], []
+    for values in (curves.first, curves.others):
+        heights = torch.tensor(values, dtype=torch.float64)
+        slope = torch.nn.functional.pad(heights.diff() / knots.diff(), (1, 1))
+        slopes.append(slope)
+        offsets.append(torch.cat([heights[:1], heights]) - slope * torch.cat([knots[:1], knots]))
+    first = torch.tensor([0] + [len(knots) + 1] * (children - 1))
+    tables = (knots.float(), first, torch.cat(slopes).float(), torch.cat(offsets).float())
+    return Segments(*(each.to(device) for each in tables))
 
 
 def read_curves(head: str | Path) -> HeadCurves | None:

@@ -141,20 +141,20 @@ class Plan:
     missed: float = 1.0
 
     @property
-    def sized(self) -> bool:
+    def limits_nodes(self) -> bool:
         """Whether the number of nodes depends on their scores."""
         return self.choice.cost is not None
 
     @property
-    def stops(self) -> bool:
+    def limits_levels(self) -> bool:
         """Whether the number of levels depends on their scores."""
-        return self.sized and self.choice.curves is not None
+        return self.limits_nodes and self.choice.curves is not None
 
     @cached_property
     def _worth(self) -> LevelWorth:
         return self.choice.curves.level_worth(self.pace * self.choice.node)
 
-    def goes_on(self, frontier: Sequence[Sequence[float]]) -> bool:
+    def level_pays(self, frontier: Sequence[Sequence[float]]) -> bool:
         """Whether another level pays.
 
         Args:
@@ -171,7 +171,7 @@ class Plan:
             scores: for each row, log acceptance probabilities in descending order, the root's first.
         """
         offered = max(map(len, scores))
-        if not self.sized:
+        if not self.limits_nodes:
             return max(1, min(offered, NODES if self.choice.tree is None else self.choice.tree.total_tokens))
         tokens = list(itertools.accumulate(
             sum(math.exp(row[number]) for row in scores if number < len(row)) / len(scores)
