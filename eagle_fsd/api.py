@@ -14,7 +14,6 @@ from transformers.generation.streamers import BaseStreamer
 from .decoding.decoder import Decoder, Session
 from .decoding.output import Output, Receipt
 from .decoding.request import Request
-from .drafting.sizing import Choice
 from .drafting.tree import DraftTree
 from .options import OF_ONE_PROMPT, GenerateKeywords, GenerateOptions, from_generate, lists_options
 from .pair import EagleModel, default_model
@@ -163,11 +162,8 @@ def decode_requests(
     for numbers in model.target.batches([len(request.prompt) for request in requests]):
         group = [requests[number] for number in numbers]
         params = group[0].params
-        choose, pause = model.chooser(params.tree, params.rule, params.temperature)
-        if not params.speculative:
-            choose, pause = (lambda count: Choice(None)), None
-        drafting = params.speculative or session is not None  # whose next call may draft
-        decoder = Decoder(model.target, model.draft if drafting else None, group, choose, pause, earlier=earlier)
+        drafter = model.draft if params.speculative or session is not None else None  # a session's next call may draft
+        decoder = Decoder(model.target, drafter, group, model.drafting(params), earlier=earlier)
         decoder.observe = observe
         emitted = decoder.prefill()
         while True:

@@ -14,11 +14,11 @@ from weakref import WeakKeyDictionary
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from .acceptance import Rule
+from .decoding.request import RequestParams
 from .decoding.timing import known_latency
 from .drafting.config import CPU_TREE, GPU_TREE, TreeConfig
 from .drafting.curves import HeadCurves, known_curves, read_curves
-from .drafting.sizing import Choice, Pause, Sizing
+from .drafting.sizing import Choice, Drafting, Pause, Sizing
 from .heads.catalogue import find_pair, name_of
 from .heads.checkpoint import load_head
 from .heads.eagle import DraftHead
@@ -144,17 +144,16 @@ class EagleModel:
         else:
             self.sizing = Sizing(latency, known_curves(beside, self.target, self.draft), self.draft.draft_vocab_size)
 
-    def chooser(
-        self, tree: TreeConfig | None, rule: Rule, temperature: float
-    ) -> tuple[Callable[[int], Choice], Pause | None]:
-        """What so many requests are drafted with, and where drafting pauses: the tree given, else as much as pays, else
-        the model's default."""
-        if tree is None and self.sizing is not None:
-            # Texts of a fuzzy rule depend on where drafting pauses, and must not depend on earlier requests.
-            pause = self.pauses[temperature] if rule.is_lossless(temperature == 0) else None
-            return functools.partial(self.sizing.of, temperature=temperature), pause
-        choice = Choice(self.check_tree(self.default_tree if tree is None else tree))
-        return (lambda requests: choice), None  # with a given tree nothing pauses
+    def drafting(self, params: RequestParams) -> Drafting:
+        """The drafting policy of requests with these parameters: their own tree, else as much as pays, else the model's
+        default tree."""
+        if not params.speculative:
+            return Drafting(Choice(None))
+        if params.tree is None and self.sizing is not None:
+            # The text of a fuzzy rule depends on where drafting pauses, and must not depend on earlier requests.
+            pause = self.pauses[params.temperature] if params.lossless else None
+            return Drafting(self.sizing, params.temperature, pause)
+        return Drafting(Choice(self.check_tree(params.tree or self.default_tree)))
 
     def check_tree(self, tree: TreeConfig) -> TreeConfig:
         """The tree, with a warning where it asks for more nodes than can be scored.

@@ -36,7 +36,7 @@ from eagle_fsd.cli.exits import check_counts
 from eagle_fsd.data.progress import Progress
 from eagle_fsd.decoding.decoder import Decoder
 from eagle_fsd.decoding.timing import seconds_of
-from eagle_fsd.drafting.sizing import Choice
+from eagle_fsd.drafting.sizing import Choice, Drafting
 from eagle_fsd.heads.eagle import DraftHead
 from eagle_fsd.measure.methods import described, pair_text
 from eagle_fsd.measure.records import decimals, markdown, record_path, write_record
@@ -165,7 +165,7 @@ def decoder_of(
     given = GenerateOptions.from_names({**options, "tree": tree, "text_drafts": "off", "max_new_tokens": room,
                                         "ignore_eos": True, "seed": 0})
     decoder = Decoder(model.target, model.draft if tree else None, make_requests(model, prompts, given),
-                      lambda count: Choice(tree))
+                      Drafting(Choice(tree)))
     decoder.prefill()
     return decoder
 

@@ -3,9 +3,9 @@
     python examples/decode.py --target DIR --draft DIR --prompt "Why is the sky blue?" --threshold 0.3
 
 A draft head, one small layer that reads the target's hidden states, drafts a tree of next tokens (EAGLE-2, arXiv
-2406.16858). One forward of the target verifies the whole tree. A drafted token is accepted where the target draws it
-itself; with a threshold also where the next-token distributions of target and draft are close (FSD, arXiv 2502.20704).
-Batch of one; written to be clear, not fast. docs/method.md names the file of the library that does each part in full.
+2406.16858). One forward of the target verifies the whole tree. A drafted token is accepted if the target itself draws
+it. With a threshold it is also accepted if the next-token distributions of target and draft are close (FSD, arXiv
+2502.20704). Batch of one; written to be clear, not fast. docs/method.md names the library file for each part.
 
 Shapes: L positions of the text before the root, N tree nodes, K children per node and nodes per level, F nodes of the
 level that is expanded (1, then K), S scored nodes, A accepted draft tokens, D hidden size, V vocabulary.
@@ -26,7 +26,7 @@ class Options:
     nodes: int = 60  # N, verified per cycle, the root included
     depth: int = 8  # levels below the root
     top_k: int = 10  # K
-    threshold: float = 0.0  # largest divergence at which fuzzy tokens are accepted; 0 is lossless
+    threshold: float = 0.0  # the largest divergence at which fuzzy tokens are accepted; 0 is lossless
     guard: float = 0.7  # a fuzzy token needs at least 1 - guard times the probability of the target's best token
     temperature: float = 0.0  # 0 is greedy
     seed: int = 0
@@ -35,7 +35,7 @@ class Options:
 
 class Token(NamedTuple):
     id: int
-    fuzzy: bool  # accepted although the target would have drawn another one
+    fuzzy: bool  # accepted although the target drew another token
 
 
 class Tree(NamedTuple):
@@ -45,15 +45,18 @@ class Tree(NamedTuple):
     parents: Tensor  # [N] long; the root is its own parent
     depths: Tensor  # [N] long, 0 for the root
     ancestors: Tensor  # [N, N] bool: node j is an ancestor of node i, or i itself
-    draft_logits: dict[int, Tensor]  # [V] for each expanded node, of the token after it
+    draft_logits: dict[int, Tensor]  # by expanded node, [V] of the token after it
 
 
 @torch.inference_mode()
 def decode(target, head, prompt: list[int], options: Options, ends=frozenset()) -> tuple[list[Token], list[int]]:
-    """The new tokens, and how many drafted tokens each forward of the target accepted.
+    """Generate the answer to a prompt of token ids.
 
     Args:
         target: a causal LM of transformers. head: from `load_head`. ends: token ids that end the answer.
+
+    Returns:
+        The new tokens, and the number of drafted tokens that each forward of the target accepted.
     """
     decoder, embed, lm_head = target.get_decoder(), target.get_input_embeddings(), target.get_output_embeddings()
     target_cache, head_cache = DynamicCache(), DynamicCache()
@@ -66,7 +69,7 @@ def decode(target, head, prompt: list[int], options: Options, ends=frozenset()) 
     tokens = torch.tensor([*prompt[1:], first])  # [L], the head's next input: each token with the feature before it
 
     while len(answer) < options.max_new_tokens and not any(token.id in ends for token in answer):
-        length = target_cache.get_seq_length()  # L, the position of the root, which the target has not read yet
+        length = target_cache.get_seq_length()  # L, the position of the root, which is not in the cache
         # Draft (EAGLE-2, section 4).
         tree = draft_tree(head, lm_head, features, tokens, head_cache, options)
         # Verify: each node sees the text, its ancestors and itself (tree attention: SpecInfer, arXiv 2305.09781).
@@ -87,27 +90,27 @@ def decode(target, head, prompt: list[int], options: Options, ends=frozenset()) 
 def draft_tree(
     head: LlamaModel,
     lm_head: nn.Module,
-    features: Tensor,  # [A + 1, D] (first [L, D]), the target's at the positions before `tokens`
-    tokens: Tensor,  # [A + 1] (first [L]), emitted in the last cycle; the last one is the root
+    features: Tensor,  # [A + 1, D] (at first [L, D]), the target's at the positions before `tokens`
+    tokens: Tensor,  # [A + 1] (at first [L]), emitted in the last cycle; the last one is the root
     cache: DynamicCache,
     options: Options,
 ) -> Tree:
-    """Grow a tree by the draft's confidence, then keep its best nodes. The cache gains `tokens` and nothing else."""
+    """Grow a tree by the draft's confidence, then keep its best nodes. Only `tokens` stay in the cache."""
     k, start = options.top_k, cache.get_seq_length()
     positions = start + torch.arange(len(tokens))
     predicted = predict(head, features, tokens, positions, causal(len(tokens)), cache)[-1:]  # [1, D], at the root
     length = cache.get_seq_length()  # L
 
     # Expansion (EAGLE-2, section 4.1). A node's confidence is the product of the draft's probabilities on its path,
-    # an estimate of how likely it is accepted; its score is the logarithm.
+    # an estimate of its acceptance probability; its score is the logarithm.
     frontier, frontier_scores = torch.tensor([0]), torch.zeros(1)  # [F], numbers of scored nodes; [F]
     visible = torch.ones(1, 0, dtype=torch.bool)  # [F, nodes in the cache]
     levels, scored, draft_logits = [(tokens[-1:], torch.tensor([0]), torch.tensor([0]), frontier_scores)], 1, {}
     for depth in range(1, options.depth + 1):
         logits = lm_head(predicted).float()  # [F, V], of tokens of this depth
         draft_logits |= dict(zip(frontier.tolist(), logits, strict=True))
-        # Sampling: the noise that the target will draw with is known, and tells which children it is likely to draw.
-        # Gumbel coupling (arXiv 2408.07978), with a weight below 1 because the draft errs.
+        # When sampling, the draft uses the target's noise, so that the target is likely to draw its children: Gumbel
+        # coupling (arXiv 2408.07978), with a weight below 1 because the draft errs.
         steps, children = perturb(logits, length + depth, options, weight=0.7).log_softmax(-1).topk(k)  # [F, K]
         scores, children = (frontier_scores[:, None] + steps).flatten(), children.flatten()  # [F * K]
         levels.append((children, frontier.repeat_interleave(k), torch.full_like(children, depth), scores))
@@ -121,14 +124,14 @@ def draft_tree(
     keep_rows(cache, torch.arange(length))
 
     # Reranking (section 4.2): the N best of all scored nodes. They form a tree, because no score exceeds the parent's,
-    # and where the two are equal a stable sort takes the parent first.
+    # and the stable sort keeps the parent first if the two are equal.
     tokens, parents, depths, scores = (torch.cat(column) for column in zip(*levels, strict=True))  # [S]
     kept = scores.sort(descending=True, stable=True).indices[: options.nodes].sort().values  # [N]
-    parents = torch.searchsorted(kept, parents[kept])  # [N], as places among the kept
+    parents = torch.searchsorted(kept, parents[kept])  # [N], indices into `kept`
     ancestors = torch.eye(len(kept), dtype=torch.bool)  # [N, N]
     for node in range(1, len(kept)):
         ancestors[node] |= ancestors[parents[node]]
-    expanded = {place: draft_logits[number] for place, number in enumerate(kept.tolist()) if number in draft_logits}
+    expanded = {node: draft_logits[number] for node, number in enumerate(kept.tolist()) if number in draft_logits}
     return Tree(tokens[kept], parents, depths[kept], ancestors, expanded)
 
 
@@ -138,7 +141,7 @@ def accept(
     length: int,  # L, the position of the root
     options: Options,
 ) -> tuple[list[int], list[Token]]:
-    """Walk down from the root as long as the token drawn at a node is one of its children.
+    """Walk down from the root while the token drawn at a node is one of its children.
 
     Returns the nodes of the path, the root first, and the token drawn at each. The last token is no child.
     """
@@ -149,11 +152,11 @@ def accept(
         drawn = perturb(logits, length + len(path), options)  # [V]
         below = ((tree.parents == node) & (tree.depths > 0)).nonzero()[:, 0].tolist()
         children = dict(zip(tree.tokens[below].tolist(), below, strict=True))  # nodes by token
-        # Exact: the token of plain decoding, whatever was drafted. This has the law of EAGLE-2's test, child by child.
+        # Exact: the token of plain decoding, whatever was drafted. EAGLE-2's test, child by child, has the same law.
         token, fuzzy = int(drawn.argmax()), False
         if options.threshold > 0 and children and token not in children:
-            # Fuzzy (FSD): accept where Div(target, draft) <= threshold. The children of a node pass or fail together;
-            # of those inside the guard, the target chooses.
+            # Fuzzy (FSD): accept a child if Div(target, draft) <= threshold. The children of a node pass or fail
+            # together; the target chooses among those inside the guard.
             probs = logits.softmax(-1)  # [V]
             inside = [child for child in children if probs[child] >= (1 - options.guard) * probs.max()]
             if inside and js(probs, tree.draft_logits[node].softmax(-1)) <= options.threshold:
@@ -171,10 +174,10 @@ def js(target_probs: Tensor, draft_probs: Tensor) -> Tensor:  # [V], [V] -> []
 
 
 def perturb(logits: Tensor, position: int, options: Options, weight: float = 1.0) -> Tensor:  # [..., V] -> [..., V]
-    """Logits whose argmax is a sample of softmax(logits / temperature) (Gumbel-max trick); if greedy, as they are.
+    """Logits whose argmax is a sample of softmax(logits / temperature) (Gumbel-max trick); unchanged if greedy.
 
-    The noise depends on seed and position alone. So lossless decoding emits the tokens that plain sampling with this
-    noise would, and drafts may use it: what is drawn does not depend on what was drafted.
+    The noise depends on seed and position alone. So lossless decoding emits the tokens of plain sampling with the same
+    noise, and the draft may use it, as the target's draw does not depend on the draft.
     """
     if options.temperature == 0:
         return logits
@@ -196,13 +199,13 @@ def forward(
     model: nn.Module,  # the target's decoder, or the head
     embeddings: Tensor,  # [N, D]
     positions: Tensor,  # [N]
-    visible: Tensor,  # [N, M] bool, of the last M keys, which end with these N; all keys before are visible
+    visible: Tensor,  # [N, M] bool, of the last M keys, the last N of which are these; earlier keys are visible
     cache: DynamicCache,
 ) -> Tensor:  # [N, D]
     keys = cache.get_seq_length() + len(embeddings)
     mask = embeddings.new_zeros(len(embeddings), keys)  # [N, keys], added to the attention scores
     mask[:, keys - visible.shape[1] :].masked_fill_(~visible, torch.finfo(mask.dtype).min)
-    # transformers uses a 4D mask as it is. Arguments by place, since the cache's keyword differs between versions.
+    # transformers uses a 4D mask unchanged. Positional arguments, since the cache's keyword depends on the version.
     return model(None, mask[None, None], positions[None], cache, embeddings[None]).last_hidden_state[0]
 
 
@@ -210,7 +213,7 @@ def causal(count: int) -> Tensor:  # [N, N] bool
     return torch.ones(count, count, dtype=torch.bool).tril()
 
 
-def keep_rows(cache: DynamicCache, rows: Tensor) -> None:  # rows: long, of those to keep
+def keep_rows(cache: DynamicCache, rows: Tensor) -> None:  # rows: long, positions to keep
     for layer in cache.layers:  # keys and values [1, heads, rows, head size]
         layer.keys, layer.values = layer.keys[:, :, rows], layer.values[:, :, rows]
 
@@ -236,8 +239,8 @@ def main(argv: list[str] | None = None) -> None:
     for name, default in vars(Options()).items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=type(default), default=default)
     parser.add_argument("--device", default="cpu")
-    given = vars(parser.parse_args(argv))
-    folder, draft, prompt, device = (given.pop(name) for name in ("target", "draft", "prompt", "device"))
+    args = vars(parser.parse_args(argv))
+    folder, draft, prompt, device = (args.pop(name) for name in ("target", "draft", "prompt", "device"))
 
     with torch.device(device):
         tokenizer, target = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder).eval()
@@ -248,7 +251,7 @@ def main(argv: list[str] | None = None) -> None:
             ids = tokenizer(prompt).input_ids
         eos = target.generation_config.eos_token_id
         ends = frozenset(eos if isinstance(eos, list) else [eos])
-        answer, accepted = decode(target.to(device), load_head(draft, target), ids, Options(**given), ends)
+        answer, accepted = decode(target.to(device), load_head(draft, target), ids, Options(**args), ends)
     print(tokenizer.decode([token.id for token in answer], skip_special_tokens=True))
     print(f"{len(answer)} tokens, {sum(token.fuzzy for token in answer)} of them fuzzy, "
           f"{sum(accepted) / max(len(accepted), 1) + 1:.2f} per forward of the target")

@@ -49,7 +49,7 @@ class Case:
     def take(self, rows: list[int]) -> "Case":
         """Those rows, or one row several times."""
         gumbel = None if self.gumbel is None else self.gumbel[rows]
-        return Case(self.tree.take(rows), [level[rows] for level in self.draft], self.raw[rows], self.warped[rows],
+        return Case(self.tree.select(rows), [level[rows] for level in self.draft], self.raw[rows], self.warped[rows],
                     gumbel, self.draft_tokens)
 
     def to(self, device: str) -> "Case":

@@ -12,7 +12,7 @@ import eagle_fsd
 from eagle_fsd import GenerateOptions
 from eagle_fsd.api import decode_requests
 from eagle_fsd.decoding.decoder import Decoder
-from eagle_fsd.drafting.sizing import Choice
+from eagle_fsd.drafting.sizing import Choice, Drafting
 from eagle_fsd.requests import make_requests
 
 TREE = eagle_fsd.TreeConfig(12, 4, 3)
@@ -186,7 +186,7 @@ def test_an_error_ends_its_own_request_and_no_other(acceptance):
         {"temperature": 1.0},
     ]
     requests = [request_of(pair, PROMPT, **options | each) for each in wanted]
-    decoder = Decoder(pair.target, pair.draft, requests, lambda count: Choice(TREE))
+    decoder = Decoder(pair.target, pair.draft, requests, Drafting(Choice(TREE)))
     decoder.prefill()
     while decoder.requests:
         decoder.step()

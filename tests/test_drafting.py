@@ -15,7 +15,7 @@ from eagle_fsd.drafting.curves import default_curves
 from eagle_fsd.drafting.growth import draft_tree, rerank
 from eagle_fsd.drafting.largest import BLOCK, WORTH_IT, first_largest, largest
 from eagle_fsd.drafting.latency import Latency
-from eagle_fsd.drafting.sizing import Choice, Plan, Sizing
+from eagle_fsd.drafting.sizing import Choice, Drafting, Plan, Sizing
 from eagle_fsd.models import target as target_module
 from eagle_fsd.models.cache import cache_name
 from eagle_fsd.models.masks import additive
@@ -201,8 +201,8 @@ def test_a_causal_model_drafts(same, shape, prompts, monkeypatch):
     if len(prompts) > 1:
         return
     text = [*decoder.requests[0].tokens[:-3], 7, 8]
-    (request,), choose = greedy_decoder(target, drafter, [text], tree, 20).requests, decoder.drafting.choose
-    later = Decoder(target, drafter, [request], choose, earlier=decoder)
+    (request,) = greedy_decoder(target, drafter, [text], tree, 20).requests
+    later = Decoder(target, drafter, [request], Drafting(Choice(tree)), earlier=decoder)
     later.prefill()
     assert request.stats.prefill_tokens == 2
     emitted = [len(receipts) for _ in range(2) for receipts in later.step()]

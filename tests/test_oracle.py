@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 import eagle_fsd
 from eagle_fsd.decoding.decoder import Decoder
 from eagle_fsd.decoding.request import Request, RequestParams
-from eagle_fsd.drafting.sizing import Choice
+from eagle_fsd.drafting.sizing import Choice, Drafting
 
 ORACLE = Path(__file__).parent / "oracle"
 
@@ -26,7 +26,7 @@ def test_trees_tokens_and_lengths_equal_the_recording(setting):
         run, trees = prompt["runs"][setting], []
         choice = Choice(eagle_fsd.TreeConfig(run["total_token"], run["depth"] + 1, run["top_k"]))
         request = Request(prompt["prompt_ids"], RequestParams(max_new_tokens=200))
-        decoder = Decoder(pair.target, pair.draft, [request], lambda count, choice=choice: choice)
+        decoder = Decoder(pair.target, pair.draft, [request], Drafting(choice))
         decoder.observe = lambda tree, *_, trees=trees: trees.append(tree)
         decoder.prefill()
         for _ in run["accept_lengths"]:

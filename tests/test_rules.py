@@ -180,7 +180,7 @@ def test_options_reach_the_rule():
     ("arguments", "error", "message"),
     [
         ({"rule": "magic"}, ValueError, "unknown rule 'magic'; accepted: exact, fsd, fsd_paper, typical, .*function$"),
-        ({"rule": "tilt", "threshold": 1.0}, ValueError, "rule 'tilt' is gone; use 'fsd'"),
+        ({"rule": "tilt", "threshold": 1.0}, ValueError, "rule 'tilt' was removed; use 'fsd'"),
         ({"rule": 3}, TypeError, "a rule is a name, a rule or a function, got 3"),
         ({"rule": RULES["fsd"]}, TypeError, "a rule is a name, a rule or a function"),
         ({"rule": "exact", "threshold": 0.1}, ValueError, r"rule 'exact' must lie in \[0, 0\], got 0.1"),

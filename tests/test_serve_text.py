@@ -12,7 +12,7 @@ from tiny import PROMPT, tiny_chat_pair
 import eagle_fsd
 from eagle_fsd.batching.remembered import Remembered
 from eagle_fsd.drafting.sizing import Choice
-from eagle_fsd.drafting.text import APART, MOST_NODES
+from eagle_fsd.drafting.text import MOST_NODES, SEPARATOR
 from eagle_fsd.drafting.tree import DRAFTERS
 from eagle_fsd.serve.protocol import options_over
 
@@ -238,7 +238,7 @@ def texts(remembered, pool):
 
 
 def split(tokens):
-    ends = [at for at, token in enumerate(tokens) if token == APART]
+    ends = [at for at, token in enumerate(tokens) if token == SEPARATOR]
     return [tokens[start:end] for start, end in zip([0, *(end + 1 for end in ends)], ends, strict=False)]
 
 

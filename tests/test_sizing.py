@@ -15,12 +15,21 @@ from eagle_fsd.cli import main
 from eagle_fsd.decoding.timing import ROW_TREE, ROWS, greedy_decoder, known_latency, measure, share_of, with_rows
 from eagle_fsd.drafting import curves
 from eagle_fsd.drafting.config import TreeConfig
-from eagle_fsd.drafting.curves import PRICES, WIDE_TREE, Curves, Cycle, HeadCurves, default_curves, fit, observed
-from eagle_fsd.drafting.growth import apply_curves, curve_lines
+from eagle_fsd.drafting.curves import (
+    PRICES,
+    WIDE_TREE,
+    Curves,
+    HeadCurves,
+    apply_curves,
+    curve_segments,
+    default_curves,
+)
 from eagle_fsd.drafting.latency import Latency, between
 from eagle_fsd.drafting.sizing import Choice, Drafting, Pause, Plan, Sizing
 from eagle_fsd.drafting.text import MOST_NODES
 from eagle_fsd.heads.checkpoint import save_head
+from eagle_fsd.measure import cycles
+from eagle_fsd.measure.cycles import Cycle, fit, observed
 
 CHEAP = Latency({1: 1.0, 64: 1.3}, {k: 0.01 for k in (1, 2, 3, 4)}, 1.0)
 STEEP = Latency({1: 1.0, 4: 1.0, 5: 1.5, 64: 9.0}, {k: 0.05 for k in (1, 2, 3, 4)}, 1.0)
@@ -62,10 +71,10 @@ def test_an_observed_cycle_is_the_tree_and_what_became_of_it(pair):
 
 def test_isotonic_rates_by_hand(monkeypatch):
     """Three bins of two edges; the second rate, 0.5, falls below the first, 2.5 of 3: together 4 of 6."""
-    monkeypatch.setattr(curves, "BINS", 3)
-    at, rates = curves._curve(np.array([-3.0, -3, -2, -2, -1, -1]), np.array([1.0, 1, 0, 1, 1, 1]))
+    monkeypatch.setattr(cycles, "BINS", 3)
+    at, rates = cycles._curve(np.array([-3.0, -3, -2, -2, -1, -1]), np.array([1.0, 1, 0, 1, 1, 1]))
     assert at.tolist() == [-3, -2, -1] and np.exp(rates) == pytest.approx([4 / 6, 4 / 6, 2.5 / 3])
-    pooled = curves._isotonic(np.array([4.0, 3, 1, 2, 6]), np.array([4.0, 4, 2, 4, 6]))  # one pool after the other
+    pooled = cycles._isotonic(np.array([4.0, 3, 1, 2, 6]), np.array([4.0, 4, 2, 4, 6]))  # one pool after the other
     assert pooled.tolist() == pytest.approx([10 / 14] * 4 + [1])
 
 
@@ -90,9 +99,9 @@ def chains(count, depth=5):
 def test_the_fit_finds_rates_and_worth():
     made = chains(4000)
     found = fit(made)
-    lines = curve_lines(found, 2, torch.device("cpu"))
+    segments = curve_segments(found, 2, torch.device("cpu"))
     for probability in (0.2, 0.5, 0.8):
-        rates = apply_curves(lines, torch.tensor([[math.log(probability), math.log(1 - probability)]])).exp()[0]
+        rates = apply_curves(segments, torch.tensor([[math.log(probability), math.log(1 - probability)]])).exp()[0]
         assert rates[0].item() == pytest.approx(probability**2, abs=0.05)
         assert rates[1].item() == pytest.approx((1 - probability) / 4 * (1 - probability**2), abs=0.05)
     # The root's children, at a price: the mean of what each is above it.
@@ -167,7 +176,7 @@ def test_levels_are_drafted_as_an_optimal_stopper_would():
 
             def value(path, left, best, node=node, level=level, plan=plan):
                 """What levels are worth from here on: of the best policy, or of ours."""
-                if left == 0 or not best and not plan.goes_on([[math.log(path)]]):
+                if left == 0 or not best and not plan.level_pays([[math.log(path)]]):
                     return 0.0
                 on = np.mean([max(0.0, path * step - node) + value(path * step, left - 1, best)
                               for step in steps]) - level
@@ -177,15 +186,15 @@ def test_levels_are_drafted_as_an_optimal_stopper_would():
             assert most - 0.02 <= ours <= most + 1e-9
     likely, unlikely = [[math.log(0.9)]], [[math.log(0.02)]]
     cheap = Plan(Choice(WIDE_TREE, lambda nodes, levels: 1 + 0.05 * levels, known), WIDE_TREE, 1.0)
-    assert cheap.goes_on(likely) and not cheap.goes_on(unlikely)
-    assert cheap.goes_on([*likely, *likely, [math.log(0.3)]])  # the mean row counts
-    assert not replace(cheap, missed=0.05).goes_on(likely)  # what copies hold already is worth nothing
+    assert cheap.level_pays(likely) and not cheap.level_pays(unlikely)
+    assert cheap.level_pays([*likely, *likely, [math.log(0.3)]])  # the mean row counts
+    assert not replace(cheap, missed=0.05).level_pays(likely)  # what copies hold already is worth nothing
 
 
 def test_lambda_is_what_was_achieved():
     """A running mean of tokens by cost, at least that of plain decoding."""
     choice = Choice(WIDE_TREE, lambda nodes, levels: 1 + 0.02 * nodes + 0.05 * levels, default_curves().greedy)
-    policy = Drafting(lambda rows: choice, 2)
+    policy = Drafting(choice)
     assert policy.next([None, None]).pace == pytest.approx(1.6)
     for _ in range(300):
         policy.learn(policy.next([None, None]), 10, 4, [5, 3], copied=False)
@@ -193,9 +202,9 @@ def test_lambda_is_what_was_achieved():
     for _ in range(3000):
         policy.learn(policy.next([None, None]), 10, 4, [1, 1], copied=False)
     assert policy.pace == 1.0
-    given = Drafting(lambda rows: Choice(WIDE_TREE), 1)
+    given = Drafting(Choice(WIDE_TREE))
     given.learn(given.next(), 10, 4, [9], copied=False)
-    assert not given.next().sized and given.next().tree is WIDE_TREE  # nothing is known of costs: always whole
+    assert not given.next().limits_nodes and given.next().tree is WIDE_TREE  # nothing is known of costs: always whole
 
 
 def test_levels_are_as_wide_as_costs_hardly_more():
@@ -236,10 +245,10 @@ def test_sized_cycles_change_no_token(pair):
     assert max(verified["steep"]) < np.mean(verified["cheap"]) and len(set(verified["cheap"])) > 1
 
 
-def paused(pause: Pause, gain: float, cycles: int) -> list[bool]:
+def paused(pause: Pause, gain: float, count: int) -> list[bool]:
     """Which of so many cycles draft, where each drafted one gains so much."""
     drafted = []
-    for _ in range(cycles):
+    for _ in range(count):
         drafted.append(pause.drafts())
         if drafted[-1]:
             pause.learn(gain)
@@ -357,7 +366,7 @@ def tune(tmp_path, monkeypatch, capsys):
     """Status, output and errors of the command for a pair that is saved in `tmp_path`."""
     monkeypatch.setenv("EAGLE_FSD_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("eagle_fsd.decoding.timing.measure", lambda *_: CHEAP)
-    monkeypatch.setattr(curves, "LEAST_EDGES", 20)
+    monkeypatch.setattr(cycles, "LEAST_EDGES", 20)
     save_pair(tmp_path)
     (tmp_path / "prompts.jsonl").write_text("\n".join(json.dumps({"prompt": a + b}) for a in "abc" for b in "ef"))
 
@@ -389,7 +398,7 @@ def test_the_command_stores_curves(tmp_path, tune, caplog):
 
 
 def test_too_few_cycles_are_refused(tmp_path, tune, monkeypatch):
-    monkeypatch.setattr(curves, "LEAST_EDGES", 10_000)
+    monkeypatch.setattr(cycles, "LEAST_EDGES", 10_000)
     status, _, errors = tune()
     assert status == 2 and "are too few to fit curves to: give more prompts or longer answers" in errors
     assert not list(tmp_path.glob("cache/trees/*/curves.json"))

@@ -9,6 +9,7 @@ import math
 import random
 from collections import Counter
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -27,12 +28,12 @@ from eagle_fsd.drafting.join import join_drafts
 from eagle_fsd.drafting.noise import gumbel_noise
 from eagle_fsd.drafting.sizing import Choice, Drafting, Plan
 from eagle_fsd.drafting.text import (
-    APART,
     GRAMS,
     LONGEST_MATCH,
     MOST_NODES,
+    MOST_PLACES,
     NODES,
-    TRIED,
+    SEPARATOR,
     Copies,
     Rates,
     TextIndex,
@@ -61,7 +62,7 @@ def search(text, tokens, most, own):
     for gram in GRAMS:
         found = [(matched(place), place) for place in range(len(tokens) - own, 0, -1) if matched(place) >= gram]
         if found:
-            return sorted(found[:TRIED], key=lambda each: (-each[0], -each[1]))[:most]
+            return sorted(found[:MOST_PLACES], key=lambda each: (-each[0], -each[1]))[:most]
     return []
 
 
@@ -69,7 +70,7 @@ def continued(tokens, place, most):
     """`TextIndex.after`, token by token: what is appended can be copied in turn."""
     said = list(tokens)
     for at in range(place, place + most if place < len(tokens) else place):
-        if said[at] == APART:
+        if said[at] == SEPARATOR:
             break
         said.append(said[at])
     return said[len(tokens) :]
@@ -88,13 +89,13 @@ def test_matches_are_those_of_a_search_of_all_places(letters):
         while len(own.tokens) < len(text):
             own.extend(text[len(own.tokens) :][: draw.randint(1, 9)])
         others = TextIndex(*(written(draw.randrange(60)) for _ in range(draw.randint(1, 4))))
-        for index, query, most in ((own, own.tokens, 4), (others, text, TRIED), (others, tuple(text), 1)):
+        for index, query, most in ((own, own.tokens, 4), (others, text, MOST_PLACES), (others, tuple(text), 1)):
             matches = index.matches(query, most)
             assert matches == search(text, index.tokens, most, own=index is own)
             for count, place in matches:
-                assert APART not in index.tokens[place - count : place]
+                assert SEPARATOR not in index.tokens[place - count : place]
                 for ahead in (0, 1, 7, 48):
-                    assert index.after(place, ahead) == continued(index.tokens, place, ahead)
+                    assert index.continuation(place, ahead) == continued(index.tokens, place, ahead)
             found |= {count for count, _ in matches}
     assert found >= {2, 3, 7, LONGEST_MATCH}
 
@@ -102,10 +103,10 @@ def test_matches_are_those_of_a_search_of_all_places(letters):
 def test_a_text_that_repeats_itself_goes_on_so_past_its_end():
     index = TextIndex()
     index.extend([8, 1, 2, 3, 1, 2, 3])
-    assert index.after(4, 8) == [1, 2, 3, 1, 2, 3, 1, 2] and index.after(7, 8) == []
+    assert index.continuation(4, 8) == [1, 2, 3, 1, 2, 3, 1, 2] and index.continuation(7, 8) == []
     apart = TextIndex([8, 1, 2], [3, 4])
-    assert apart.tokens == [8, 1, 2, APART, 3, 4, APART]
-    assert apart.after(1, 8) == [1, 2] and apart.after(3, 8) == [] and apart.after(4, 8) == [3, 4]
+    assert apart.tokens == [8, 1, 2, SEPARATOR, 3, 4, SEPARATOR]
+    assert apart.continuation(1, 8) == [1, 2] and apart.continuation(3, 8) == [] and apart.continuation(4, 8) == [3, 4]
     assert apart.matches([2, 3], 4) == [] and apart.matches([9, 3, 4], 4) == [(2, 6)]
 
 
@@ -163,7 +164,7 @@ def test_references_are_copied_from(even_rates):
 def test_tries_of_random_texts():
     draw, wide = random.Random(5), 0
     for length in range(2, 120):
-        config = TextDrafts(longest=draw.randint(1, 20), places=draw.randint(1, TRIED))
+        config = TextDrafts(longest=draw.randint(1, 20), places=draw.randint(1, MOST_PLACES))
         source = TextSource([draw.randrange(3) for _ in range(length)], config,
                             [TextIndex([draw.randrange(3) for _ in range(40)])])
         copies, depths, groups = source.propose(), [], {}
@@ -288,10 +289,15 @@ def test_joined_trees_are_the_best_paths_of_both(config):
                 assert list(map(len, scores)) == sizes and all(row == sorted(row, reverse=True) for row in scores)
                 return min(wanted, max(sizes))
 
-            tree = join_drafts(head, copies, count)
+            tree = join_drafts(head, copies, SimpleNamespace(nodes=count))
             assert tree.tokens.shape == (2, min(wanted, max(sizes)))
             lacked += sum(check_row(tree, row, ours[row], theirs[row], rows[row], wanted) for row in range(2))
     assert lacked and (shared or config is None)
+
+
+def verifying(count):
+    """A plan with this many nodes."""
+    return SimpleNamespace(nodes=lambda scores: count)
 
 
 #                 0: 9                  The head drafted 10, 11 and 12, and read 9, 10 and 11; copied were 11 13 14 and,
@@ -305,7 +311,7 @@ def test_joining_on_the_picture():
     head = tree_from_parents([[0, 0, 0, 1]], [[9, 10, 11, 12]], [[0.0, -0.5, -1.0, -0.6]],
                              torch.tensor([[0, 0, 1, -1]]))
     copies = Copies([11, 13, 15, 14], [-1, 0, -1, 1], [-0.2, -0.3, -2.0, -0.4], [4, 5, 2, 6], [0, 0, 1, 0])
-    tree = join_drafts(head, [copies], lambda scores: 6)
+    tree = join_drafts(head, [copies], verifying(6))
     assert tree.tokens.tolist() == [[9, 10, 11, 12, 13, 14]] and tree.parents.tolist() == [[0, 0, 0, 1, 2, 4]]
     assert tree.depths.tolist() == [[0, 1, 1, 2, 2, 3]] and tree.max_depth == 3
     assert tree.ancestors[0].int().tolist() == [
@@ -323,7 +329,7 @@ def test_joining_on_the_picture():
 
 def test_what_a_broken_head_says_comes_last():
     head = tree_from_parents([[0, 0, 1]], [[9, 10, 11]], [[0.0, math.nan, math.nan]])
-    tree = join_drafts(head, [Copies([10, 12], [-1, -1], [-0.5, -3.0], [2, 2], [0, 1])], lambda scores: 3)
+    tree = join_drafts(head, [Copies([10, 12], [-1, -1], [-0.5, -3.0], [2, 2], [0, 1])], verifying(3))
     assert tree.tokens.tolist() == [[9, 10, 12]]
 
 
@@ -371,7 +377,7 @@ def test_lossless_texts_are_those_without_copies(kind, sampling):
         stock = pair.target.model.generate(torch.tensor([prompt]), max_new_tokens=40, do_sample=False)
         assert stock[0, len(prompt) :].tolist() == answer
     for rule, copies, tree in (("exact", "auto", TREE), ("lenience", TextDrafts(3, 2), TreeConfig(30, 2, 2)),
-                               ("fsd", TextDrafts(256, TRIED), TreeConfig(16, 1, 3))):
+                               ("fsd", TextDrafts(256, MOST_PLACES), TreeConfig(16, 1, 3))):
         options = {"acceptance": rule, "text_drafts": copies, "tree": tree, **sampling}
         found = [*generate(PROMPTS, pair, **options), generate(REPEATS, pair, **options)]
         assert [output.token_ids for output in found] == [*expected, expected[0]]
@@ -406,7 +412,7 @@ def test_a_head_catches_up_after_more_than_its_tree_is_deep(cost, lag):
     def begun(prompts, *options):
         requests = [make_requests(pair, [prompt], GenerateOptions(**own))[0]
                     for prompt, own in zip(prompts, options, strict=True)]
-        decoder = Decoder(pair.target, pair.draft, requests, lambda count: Choice(tree, cost=cost))
+        decoder = Decoder(pair.target, pair.draft, requests, Drafting(Choice(tree, cost=cost)))
         decoder.prefill()
         return decoder
 
@@ -489,7 +495,7 @@ def small_case(seed, temperature=0.8):
     head = tree_from_parents([[0, 0, 0, 1]] * 2, [[3, 0, 5, 1]] * 2, [[0.0, -0.4, -1.2, -0.9]] * 2,
                              torch.tensor([[0, 0, 1, -1]] * 2))
     copies = Copies([0, 2, 4, 2, 4], [-1, 0, 1, -1, 3], [-0.2, -0.5, -0.8, -1.5, -1.6], [3] * 5, [0, 0, 0, 1, 0])
-    tree = join_drafts(head, [copies, None], lambda scores: 8)
+    tree = join_drafts(head, [copies, None], verifying(8))
     raw = 1.5 * torch.randn(2, 8, SMALL, generator=torch.Generator().manual_seed(seed))
     drafted = [raw[:, :1], torch.zeros(2, 2, SMALL)]
     for row, node in (tree.draft_rows.ge(0) & tree.depths.eq(1)).nonzero().tolist():
@@ -570,7 +576,7 @@ def test_the_head_is_asked_where_it_pays():
         for p in (0.1, 0.3, 0.5, 0.7, 0.9, 0.99):
             for copies in ([chain(p, 20)], [chain(p, 20), None]):
                 choice = Choice(TREE, cost=lambda nodes, levels: 1 + 0.02 * nodes + level * levels)  # noqa: B023
-                policy = Drafting(lambda count: choice, len(copies))  # noqa: B023
+                policy = Drafting(choice)
                 for _ in range(60):  # five tokens with nine nodes and three levels
                     policy.learn(policy.next([None] * len(copies)), 9, 3, [5] * len(copies), copied=False)
                 missed = sum(1 - p if each else 1 for each in copies) / len(copies)
@@ -578,17 +584,20 @@ def test_the_head_is_asked_where_it_pays():
                 worth = missed * (4 - pace * 0.02 * 8) >= pace * 3 * level
                 assert (policy.next(copies).tree is TREE) == worth and policy.next([None]).tree is TREE
     dear = Choice(TREE, cost=lambda nodes, levels: 1 + nodes + 9 * levels)
-    assert Drafting(lambda count: dear, 1).next([None]).tree is TREE  # that is for the pauses to say
-    assert Drafting(lambda count: dear, 1).next([chain(0.99, 9)]).tree is None
-    assert Drafting(lambda count: Choice(TREE), 1).next([chain(0.99, 9)]).tree is TREE  # a given tree is always drafted
+    assert Drafting(dear).next([None]).tree is TREE  # that is for the pauses to say
+    assert Drafting(dear).next([chain(0.99, 9)]).tree is None
+    assert Drafting(Choice(TREE)).next([chain(0.99, 9)]).tree is TREE  # a given tree is always drafted
 
 
 def test_a_given_tree_says_how_many_nodes_are_verified():
     for head in (True, False):
-        plan = Drafting(lambda requests: Choice(TreeConfig(9, 2, 2)), 2, head=head).next([None] * 2)
+        policy = Drafting(Choice(TreeConfig(9, 2, 2)))
+        policy.begin(2, drafter=head)
+        plan = policy.next([None] * 2)
+        assert (plan.tree is not None) == head
         assert plan.nodes([[0.0, -0.1], [0.0, -0.5, -0.6, -0.69, -3.0]]) == 5
         assert plan.nodes([[0.0] * 20, [0.0]]) == 9
-    copied = Drafting(lambda count: Choice(None), 1, head=False).next([None])  # as many as is usual
+    copied = Drafting(Choice(None)).next([None])  # as many as is usual
     assert [copied.nodes([[0.0] * known]) for known in (3, 200)] == [3, NODES]
 
 

@@ -1,14 +1,14 @@
-"""Acceptance rules: which drafted tokens a cycle keeps.
+"""Acceptance rules: which drafted tokens a cycle accepts.
 
-A rule is a frozen dataclass with a `threshold`. At each level of the walk it sees the `Nodes` that the rows stand on
-and answers `Weights`; the walk draws from them. A new rule is one file and one line in `RULE_CLASSES`.
+A rule is a frozen dataclass with a `threshold`. At each level of the walk it gets the rows' current `Nodes` and returns
+`Weights`, from which the walk draws. A new rule is one file and one line in `RULE_CLASSES`.
 """
 
 from typing import TYPE_CHECKING
 
 from ..lazy import lazy_names
 
-RULE_CLASSES = {  # module -> class; a rule is known by its module's name
+RULE_CLASSES = {  # module -> class; the module's name is the rule's
     "exact": "Exact",
     "fsd": "FSD",
     "fsd_paper": "FSDPaper",

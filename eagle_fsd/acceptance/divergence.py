@@ -1,8 +1,8 @@
 """Divergences between the target's and the draft's next-token distributions.
 
-V vocabulary, R tokens that a draft can name. Every divergence takes raw logits of both, computes in float32, is
-never negative and has signature `(target_logits [..., V], draft_logits [..., V]) -> [...]`. A token with no target or
-draft mass (logit -inf) contributes its limit: 0 * log 0 = 0, and infinity where a logarithm of 0 has positive weight.
+V vocabulary, R tokens that a draft can name. Every divergence takes raw logits, computes in float32, is never negative
+and has the signature `(target_logits [..., V], draft_logits [..., V]) -> [...]`. A token without target or draft mass
+(logit -inf) contributes its limit: 0 * log 0 = 0, and infinity if a logarithm of 0 has positive weight.
 """
 
 import functools
@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 from ..checks import OptionError
 from ..drafting.largest import largest
 
-LEAST = torch.finfo(torch.float32).tiny  # so that quotients have logarithms where probabilities are 0
+LEAST = torch.finfo(torch.float32).tiny  # probabilities are clamped to it before division and logarithm
 Divergence = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -39,7 +39,7 @@ def kl(target_logits: Tensor, draft_logits: Tensor) -> Tensor:
 
 
 def reverse_kl(target_logits: Tensor, draft_logits: Tensor) -> Tensor:
-    """KL(draft || target), which the code published with FSD (arXiv 2502.20704) calls `kl_div`."""
+    """KL(draft || target); `kl_div` in the code published with FSD (arXiv 2502.20704)."""
     return kl(draft_logits, target_logits)
 
 
@@ -54,8 +54,8 @@ def js(target_logits: Tensor, draft_logits: Tensor) -> Tensor:
 def js_fsd_code(target_logits: Tensor, draft_logits: Tensor) -> Tensor:
     """KL(m || target) / 2 + KL(m || draft) / 2 with m the mean: unbounded, and *not* Jensen-Shannon.
 
-    The code published with FSD (arXiv 2502.20704) computes this under the name JS; with it that code's
-    thresholds can be reproduced.
+    The code published with FSD (arXiv 2502.20704) computes this under the name JS; use it to reproduce that code's
+    thresholds.
     """
     target_log_probs = target_logits.float().log_softmax(-1)
     draft_log_probs = draft_logits.float().log_softmax(-1)
@@ -83,7 +83,7 @@ def coarsen(
     logits: Tensor,  # [..., V]
     kept: Tensor,  # [..., k] long, token ids
 ) -> Tensor:  # [..., k + 1]
-    """Logits of the kept tokens, then of one bucket that holds all other tokens' mass."""
+    """Logits of the kept tokens, then of one bucket with the mass of all others."""
     rest = logits.scatter(-1, kept, -math.inf).logsumexp(-1, keepdim=True)
     return torch.cat([logits.gather(-1, kept), rest], dim=-1)
 
@@ -93,27 +93,27 @@ def widen(
     draft_tokens: Tensor,  # [R] long
     vocab_size: int,
 ) -> Tensor:  # [..., V]
-    """Logits of some tokens over the whole vocabulary, -inf for all others."""
-    nothing = draft_logits.new_full((*draft_logits.shape[:-1], vocab_size), -math.inf)
-    return nothing.index_copy_(-1, draft_tokens, draft_logits)
+    """Logits over the whole vocabulary, -inf for tokens that the draft cannot name."""
+    absent = draft_logits.new_full((*draft_logits.shape[:-1], vocab_size), -math.inf)
+    return absent.index_copy_(-1, draft_tokens, draft_logits)
 
 
 @functools.lru_cache(maxsize=8)
 def _other_tokens(tokens: Tensor, vocab_size: int) -> Tensor:
-    """[V - R] long: those that are not among `tokens` [R]."""
+    """[V - R] long: the token ids that are not among `tokens` [R]."""
     other = torch.ones(vocab_size, dtype=torch.bool, device=tokens.device)
     other[tokens] = False
     return other.nonzero()[:, 0]
 
 
 def get_divergence(name: str, draft_tokens: Tensor | None = None) -> Divergence:
-    """The divergence of that name; `<name>_top<k>`: on the target's k best tokens and a bucket for the rest.
+    """A divergence by its name; `<name>_top<k>` compares the target's k best tokens and one bucket for the rest.
 
     Args:
-        draft_tokens: [R] long, the tokens that the draft's logits [..., R] are of, where these are not all.
+        draft_tokens: [R] long, the tokens of the draft's logits [..., R]; None: all, R = V.
 
     Raises:
-        ValueError: no such divergence, or k is not positive.
+        ValueError: an unknown name, or a k that is not positive.
     """
     match = re.fullmatch(r"(\w+?)(?:_top([1-9][0-9]*))?", name) if isinstance(name, str) else None
     if match is None or match[1] not in DIVERGENCES:
@@ -123,7 +123,7 @@ def get_divergence(name: str, draft_tokens: Tensor | None = None) -> Divergence:
     full, top = DIVERGENCES[match[1]], match[2]
 
     def on_draft_tokens(target_logits: Tensor, draft_logits: Tensor) -> Tensor:
-        # What the draft cannot draw counts by its target mass alone, in every divergence: one bucket holds it all.
+        # Tokens that the draft cannot name have target mass alone, so that every divergence depends on its sum only.
         unnamed = target_logits.index_select(-1, _other_tokens(draft_tokens, target_logits.shape[-1]))
         bucket = unnamed.logsumexp(-1, keepdim=True)
         both = torch.cat([target_logits.index_select(-1, draft_tokens), bucket], -1)

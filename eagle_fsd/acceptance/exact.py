@@ -12,10 +12,10 @@ from .rule import Rule
 class Exact(Rule):
     """Draw from the target and descend while the drawn token is a child.
 
-    The law is that of testing the children one by one, each with its target probability renormalised over
-    what is left (SpecInfer, arXiv 2305.09781; EAGLE-2, arXiv 2406.16858, for children picked without
-    sampling), and no lossless rule accepts more on a tree that does not know the noise. Where it does, more is
-    accepted under the same law (`drafting.coupling`).
+    The output has the same distribution as under a test of the children one by one, each with its target probability
+    renormalised over the remaining tokens (SpecInfer, arXiv 2305.09781; EAGLE-2, arXiv 2406.16858, for children that
+    are not sampled). No lossless rule accepts more on a tree that is independent of the noise; a tree drafted with the
+    noise (`drafting.coupling`) gets more tokens accepted, with the same distribution.
     """
 
     name: ClassVar[str] = "exact"

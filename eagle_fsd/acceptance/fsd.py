@@ -13,15 +13,14 @@ from .rule import GatingRule
 
 @dataclass(frozen=True)
 class FSD(GatingRule):
-    """Descend wherever the draft's next-token distribution is close to the target's (arXiv 2502.20704).
+    """Accept a child where the draft's next-token distribution is close to the target's (arXiv 2502.20704).
 
-    The divergence belongs to the parent, so all siblings pass or fail together and the target chooses among them.
-    Unlike the paper's chain rule (`fsd_paper`) a node that fails keeps its exact step, so threshold 0 is lossless.
+    The divergence is a property of the parent, so all siblings pass or fail together, and the target chooses among
+    them. Unlike the paper's chain rule (`fsd_paper`), a node that fails keeps its exact step: threshold 0 is lossless.
 
     Args:
-        threshold: largest divergence at which a fuzzy step may be taken, in nats (tv: in [0, 1]); inf always
-            descends.
-        divergence: a name `eagle_fsd.acceptance.divergence.get_divergence` knows.
+        threshold: largest divergence at which a fuzzy step is allowed, in nats (tv: in [0, 1]); inf allows all.
+        divergence: a name that `eagle_fsd.acceptance.divergence.get_divergence` accepts.
         head_guard: see `FuzzyRule`.
     """
 

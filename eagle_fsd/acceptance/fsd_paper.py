@@ -1,4 +1,4 @@
-"""Fuzzy speculative decoding as published for chains, kept for comparison."""
+"""Fuzzy speculative decoding as published for chains, for comparison."""
 
 import math
 from dataclasses import dataclass, field
@@ -15,12 +15,12 @@ from .rule import FuzzyRule, only
 class FSDPaper(FuzzyRule):
     """Accept the draft's first child iff the divergence is at most T, else draw from the target and stop.
 
-    That is the rule of arXiv 2502.20704 with the first child in the place of the drafted token. A token drawn
-    from the target ends the cycle even if it was drafted too, so at threshold 0 almost nothing is accepted.
+    This is the rule of arXiv 2502.20704 with the first child as the drafted token. A token drawn from the target ends
+    the cycle even if it was drafted too, so at threshold 0 almost nothing is accepted.
 
     Args:
         threshold: largest divergence at which the draft's token is accepted; inf always accepts.
-        divergence: a name `eagle_fsd.acceptance.divergence.get_divergence` knows.
+        divergence: a name that `eagle_fsd.acceptance.divergence.get_divergence` accepts.
     """
 
     name: ClassVar[str] = "fsd_paper"
@@ -41,6 +41,6 @@ class FSDPaper(FuzzyRule):
         passes = divergence <= nodes.threshold.float()  # Div(target, draft) <= T
         scores = nodes.scores.masked_fill(~nodes.children, -math.inf)
         columns = torch.arange(scores.shape[1], device=scores.device)
-        first = nodes.children & (columns == scores.argmax(-1, keepdim=True))  # one, where scores tie
+        first = nodes.children & (columns == scores.argmax(-1, keepdim=True))  # a single one even if scores tie
         accepted = first & passes[:, None] & (self.candidates(nodes) | nodes.is_exact)
         return only(nodes, accepted, divergence)._replace(stop=~accepted.any(-1))

@@ -1,4 +1,4 @@
-"""The rules by name, and rules made from names and options."""
+"""The rules by name, and `make_rule`."""
 
 from collections.abc import Callable
 from dataclasses import fields, replace
@@ -11,7 +11,7 @@ from .rule import Custom, Rule
 RULES: dict[str, type[Rule]] = {
     name: getattr(import_module(f".{name}", __package__), rule) for name, rule in RULE_CLASSES.items()
 }
-GONE = {"tilt": "'fsd', which was as fast and lost less (docs/fuzzy.md)"}  # rules of earlier versions: what to use
+REMOVED = {"tilt": "'fsd', which was as fast and lost less (docs/fuzzy.md)"}  # rules of earlier versions -> substitutes
 
 
 def make_rule(
@@ -20,27 +20,27 @@ def make_rule(
     divergence: str | None = None,
     **options: object,
 ) -> Rule:
-    """A validated rule.
+    """Make a rule from its name and options.
 
     Args:
-        rule: a name in `RULES`; a rule, returned with the given options replaced; or a function from the `Nodes` of one
-            row to `Weights` or to log-weights [V], which takes no options.
-        threshold: None keeps the default 0 (or the given rule's own).
-        divergence: for rules that gate on one; None keeps the default.
+        rule: a name in `RULES`; a rule, whose options are replaced; or a function from the `Nodes` of one row to
+            `Weights` or to log-weights [V], which takes no options.
+        threshold: None: the rule's own, or the default 0.
+        divergence: for rules that compare distributions; None: the rule's own, or the default.
         options: the rule's other fields, such as `head_guard` or `top`.
 
     Raises:
-        ValueError: unknown name or option, or a value out of range.
+        ValueError: an unknown name or option, or a value out of range.
         TypeError: a value of the wrong type.
     """
-    given = {"threshold": threshold, "divergence": divergence}
-    options |= {name: value for name, value in given.items() if value is not None}
+    common = {"threshold": threshold, "divergence": divergence}
+    options |= {name: value for name, value in common.items() if value is not None}
     known = RULES.get(rule) if isinstance(rule, str) else rule
     if options.get("head_guard", 0) is None and not hasattr(known, "head_guard"):
-        del options["head_guard"]  # no guard is what such a rule has
+        del options["head_guard"]  # such a rule has no guard anyway
     if isinstance(rule, str):
-        if rule in GONE:
-            raise ValueError(f"rule {rule!r} is gone; use {GONE[rule]}")
+        if rule in REMOVED:
+            raise ValueError(f"rule {rule!r} was removed; use {REMOVED[rule]}")
         if rule not in RULES:
             raise OptionError("acceptance", problem=f"names the unknown rule {rule!r}; accepted: {', '.join(RULES)}, a "
                               "rule or a function")

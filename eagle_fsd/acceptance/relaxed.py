@@ -12,15 +12,15 @@ from .rule import GatingRule
 
 @dataclass(frozen=True)
 class Relaxed(GatingRule):
-    """Allow a child among the target's top N whose log-probability is within T of the best.
+    """Accept a child among the target's top N if its log-probability is within T of the best.
 
-    "Relaxed acceptance" in TensorRT-LLM, where N is `relaxed_topk` and T `relaxed_delta` (10 and 0.6 in its setup of
-    DeepSeek-R1).
+    TensorRT-LLM calls this relaxed acceptance; N is its `relaxed_topk` and T its `relaxed_delta` (10 and 0.6 in its
+    setup of DeepSeek-R1).
 
     Args:
-        threshold: T >= 0 in nats. At 0 greedy decoding is lossless; sampling may still descend to the
-            target's best token where it drew another.
-        top: N >= 1; ties with the N-th count.
+        threshold: T >= 0 in nats. At 0 greedy decoding is lossless; when sampling, the target's best token may still be
+            accepted where the target drew another.
+        top: N >= 1; tokens as probable as the N-th count too.
         head_guard: see `FuzzyRule`.
     """
 

@@ -1,4 +1,4 @@
-"""What all rules share: the threshold and its checks, the guard, and the choice among children that may be taken.
+"""Base classes of rules: the threshold and its checks, the head guard, and the choice among candidates.
 
 B rows, C columns of a tree, V vocabulary.
 """
@@ -18,22 +18,22 @@ from ..checks import check_interval
 from ..drafting.coupling import WEIGHT
 from .nodes import Nodes, Weights
 
-HEAD_GUARD = 0.7  # of rules that gate on something: without it they take tokens of any probability (docs/fuzzy.md)
+HEAD_GUARD = 0.7  # default of gating rules, which would else accept tokens of any probability (docs/fuzzy.md)
 
 
 @dataclass(frozen=True)
 class Rule(ABC):
-    """An acceptance rule with its threshold; a larger one accepts more.
+    """An acceptance rule with its threshold; a larger threshold accepts more.
 
-    Where a rule says that it is lossless it is not asked: the target's own choice is taken, whatever a divergence or a
-    probability rounds to. Elsewhere it is asked with the threshold of each row (`Nodes.threshold`).
+    If `is_lossless`, the walk takes the target's own token and does not call `weigh`, so that rounding cannot matter.
+    Otherwise it calls `weigh`, which reads the threshold of each row (`Nodes.threshold`).
     """
 
     name: ClassVar[str]
-    threshold_limit: ClassVar[tuple[float, bool]] = (math.inf, False)  # upper end, and whether it is accepted
-    threshold_scale: ClassVar[float] = 1.0  # hardly anyone wants more: where a slider ends
-    noise_weight: ClassVar[float] = 0.0  # of the noise that tokens are drawn with in drafts, see `drafting.coupling`
-    window: ClassVar[int] = 0  # above 0 fuzzy tokens are tentative, see `walk.Permission`
+    threshold_limit: ClassVar[tuple[float, bool]] = (math.inf, False)  # upper bound, and whether it is included
+    threshold_scale: ClassVar[float] = 1.0  # the largest useful threshold, where a slider ends
+    noise_weight: ClassVar[float] = 0.0  # of the target's noise in drafts, see `drafting.coupling`
+    window: ClassVar[int] = 0  # above 0: fuzzy tokens are tentative, see `walk.Permission`
 
     threshold: float = 0.0
 
@@ -42,23 +42,23 @@ class Rule(ABC):
 
     @abstractmethod
     def is_lossless(self, greedy: bool) -> bool:
-        """Whether this threshold draws exactly what the target draws with the same noise."""
+        """Whether this threshold always draws the target's own token."""
 
     @abstractmethod
     def weigh(self, nodes: Nodes) -> Weights:
-        """Log-weights of the children of these nodes."""
+        """Log-weights of the tokens after these nodes."""
 
 
 @dataclass(frozen=True)
 class FuzzyRule(Rule):
-    """A rule that may take children which the target itself would not have drawn: fuzzy steps.
+    """A rule that may accept children other than the target's own token: fuzzy steps.
 
-    Only what the draft head proposed may be taken so. What was copied from the text is accepted where the target draws
-    it: a target that is not quite sure would else be led into writing its own text again (docs/fuzzy.md).
+    Only tokens that the draft head proposed may be fuzzy. A token copied from the text is accepted only if the target
+    draws it; otherwise an uncertain target could be led to repeat its own text (docs/fuzzy.md).
 
     Args:
-        head_guard: alpha in [0, 1]; a fuzzy step needs target probability >= (1 - alpha) * the target's best.
-            None: no guard. Exact steps are never guarded.
+        head_guard: alpha in [0, 1]; a fuzzy step needs a target probability >= (1 - alpha) times that of the target's
+            best token. None: no guard. Exact steps are never guarded.
     """
 
     head_guard: float | None = field(default=None, kw_only=True)
@@ -69,18 +69,18 @@ class FuzzyRule(Rule):
             check_interval("head_guard", self.head_guard, 1.0, True)
 
     def candidates(self, nodes: Nodes) -> Tensor:
-        """[B, C] bool: children that a fuzzy step may take: the draft head's, with warped mass above 0, inside the
+        """[B, C] bool: children that a fuzzy step may accept: proposed by the draft head, not truncated, and inside the
         head guard."""
         return nodes.in_head(self.head_guard) & nodes.by_head & (nodes.steps > -math.inf)
 
 
 @dataclass(frozen=True)
 class GatingRule(FuzzyRule):
-    """A rule with a gate: where the target's own choice is no child, fuzzy steps may be taken that the gate lets pass,
-    and of those the one that the target prefers under this noise is.
+    """A rule with a gate: if the target's own token is no child, the target draws among the children that pass it, with
+    the same noise.
 
-    Where the target's choice is a child it would be taken whatever the gate says: an argmax over a subset is the
-    overall argmax if the subset contains it. So exact steps stay what they were, and only would-be stops change.
+    If the target's own token is a child, it is accepted whatever the gate returns: the argmax over a subset is the
+    overall argmax if the subset contains it. So exact steps do not change; only nodes where the walk would stop do.
     """
 
     noise_weight: ClassVar[float] = WEIGHT
@@ -89,25 +89,25 @@ class GatingRule(FuzzyRule):
 
     @abstractmethod
     def gate(self, nodes: Nodes) -> tuple[Tensor, Tensor | None]:
-        """[B, C] or [B, 1] bool: which fuzzy steps pass; and the divergence [B] that it went by, for receipts."""
+        """Which fuzzy steps pass, [B, C] or [B, 1] bool, and the divergence [B] that decided, for receipts."""
 
     def weigh(self, nodes: Nodes) -> Weights:
         would_stop = nodes.children & ~nodes.is_exact.any(-1, keepdim=True)
-        if nodes.nowhere(would_stop):
+        if nodes.known_empty(would_stop):
             return Weights()
         candidates = would_stop & self.candidates(nodes)
-        asked = candidates.any(-1)
-        if nodes.nowhere(candidates):
+        gated = candidates.any(-1)
+        if nodes.known_empty(candidates):
             return Weights()
         passes, divergence = self.gate(nodes)
         if divergence is not None:
-            divergence = torch.where(asked, divergence, math.nan)
+            divergence = torch.where(gated, divergence, math.nan)
         allowed = candidates & passes
-        return Weights(divergence=divergence) if nodes.nowhere(allowed) else only(nodes, allowed, divergence)
+        return Weights(divergence=divergence) if nodes.known_empty(allowed) else only(nodes, allowed, divergence)
 
 
 def only(nodes: Nodes, eligible: Tensor, divergence: Tensor | None = None) -> Weights:
-    """Draw an eligible child [B, C] where there is one; elsewhere what the target draws."""
+    """Draw among the eligible children [B, C] where there are any; elsewhere the target's own token."""
     restricted = eligible.any(-1)
     steps = nodes.steps.masked_fill(restricted[:, None] & ~eligible, -math.inf)
     return Weights(steps, torch.where(restricted, -math.inf, 0.0), divergence=divergence)
@@ -117,8 +117,8 @@ def only(nodes: Nodes, eligible: Tensor, divergence: Tensor | None = None) -> We
 class Custom(Rule):
     """A user's function as a rule: from the `Nodes` of one row to `Weights`, or to log-weights [V] of all tokens.
 
-    It is called row by row; what it raises, or answers wrongly, ends that row's request and no other. The first token
-    of an answer is the target's own: it comes with the prompt, where nothing is drafted.
+    It is called row by row. An error or a bad result ends that row's request only. It does not decide the first token
+    of an answer, which the target draws after the prompt.
     """
 
     name: ClassVar[str] = "custom"
@@ -134,37 +134,37 @@ class Custom(Rule):
         for row in nodes.going.nonzero()[:, 0].tolist():
             if row not in nodes.errors:
                 try:
-                    weights[row], stops[row], divergence = self._ask(nodes.row(row))
+                    weights[row], stops[row], divergence = self._call(nodes.row(row))
                     if divergence is not None:
                         divergences[row] = divergence[0]
                 except Exception as error:
                     nodes.errors[row] = error
         return Weights(stop=stops, divergence=divergences, tokens=weights)
 
-    def _ask(self, nodes: Nodes) -> tuple[Tensor, bool, Tensor | None]:
-        """Log-weights [V], whether the walk ends here, and the divergence [1] that it went by."""
-        answer, stop, divergence = self.function(nodes), False, None
-        if isinstance(answer, Weights):
-            stop = answer.stop is not None and bool(answer.stop)
-            divergence = answer.divergence
-            if answer.tokens is not None:
-                answer = answer.tokens
+    def _call(self, nodes: Nodes) -> tuple[Tensor, bool, Tensor | None]:
+        """Log-weights [V], whether the walk ends here, and the divergence [1] for receipts."""
+        result, stop, divergence = self.function(nodes), False, None
+        if isinstance(result, Weights):
+            stop = result.stop is not None and bool(result.stop)
+            divergence = result.divergence
+            if result.tokens is not None:
+                result = result.tokens
             else:
-                answer = nodes.warped if answer.children is None else _all_tokens(nodes, answer)
-        if not isinstance(answer, Tensor):
-            raise TypeError(f"a rule returns Weights or a tensor of log-weights [V], got {type(answer).__name__}")
-        answer = answer[0] if answer.dim() == 2 and len(answer) == 1 else answer
-        if answer.shape != nodes.warped[0].shape:
+                result = nodes.warped if result.children is None else _all_tokens(nodes, result)
+        if not isinstance(result, Tensor):
+            raise TypeError(f"a rule must return Weights or a tensor of log-weights [V], got {type(result).__name__}")
+        result = result[0] if result.dim() == 2 and len(result) == 1 else result
+        if result.shape != nodes.warped[0].shape:
             raise ValueError(f"a rule must return log-weights of shape {list(nodes.warped[0].shape)}, got "
-                             f"{list(answer.shape)}")
-        best, possible = answer.max(), nodes.warped.max() > -math.inf
-        if answer.isnan().any() or possible and not best.isfinite():  # no processor may leave a token
+                             f"{list(result.shape)}")
+        best, possible = result.max(), nodes.warped.max() > -math.inf  # a processor may rule out every token
+        if result.isnan().any() or possible and not best.isfinite():
             raise ValueError("a rule must return log-weights below inf, not NaN, and above -inf somewhere")
-        return answer, stop, divergence
+        return result, stop, divergence
 
 
 def _all_tokens(nodes: Nodes, weights: Weights) -> Tensor:
-    """[1, V]: the log-weights of all tokens, of one row's children and others."""
+    """[1, V]: log-weights of all tokens, from one row's `children` and `others`."""
     if not isinstance(weights.children, Tensor) or weights.children.shape != nodes.tokens.shape:
         got = list(weights.children.shape) if isinstance(weights.children, Tensor) else repr(weights.children)
         raise ValueError(f"Weights.children must be a tensor {list(nodes.tokens.shape)}, got {got}")

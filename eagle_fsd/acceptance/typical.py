@@ -10,17 +10,16 @@ from torch import Tensor
 from .nodes import Nodes
 from .rule import GatingRule
 
-EPSILON = 0.09  # Medusa's posterior threshold
-DELTA = 0.3  # and posterior alpha, sqrt(EPSILON)
+EPSILON = 0.09  # Medusa's `posterior_threshold`
+DELTA = 0.3  # Medusa's `posterior_alpha`, sqrt(EPSILON)
 
 
 @dataclass(frozen=True)
 class Typical(GatingRule):
-    """Allow a child whose target probability clears a bar that falls with entropy (Medusa, 2401.10774).
+    """Accept a child whose target probability exceeds a bar that falls with entropy (Medusa, arXiv 2401.10774).
 
     Args:
-        threshold: T in [0, 1), lowers the bar by the factor 1 - T; 0 is Medusa's bar. There is no lossless
-            end.
+        threshold: T in [0, 1), which multiplies the bar by 1 - T; 0 is Medusa's bar. No threshold is lossless.
         head_guard: see `FuzzyRule`.
     """
 

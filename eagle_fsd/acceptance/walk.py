@@ -1,10 +1,10 @@
-"""The walk: from the root down while the token that is drawn is a child, level by level, for all rows at once.
+"""The walk from the root down the tree, level by level, for all rows at once, while the drawn token is a child.
 
-B rows, N tree nodes, K expanded nodes of a level, P steps of the longest path, V vocabulary, R the draft's.
+B rows, N tree nodes, K expanded nodes of a level, P steps of the longest path, V vocabulary, R the draft's vocabulary.
 
-At every node the walk draws `argmax(log_weights + noise)`. If that token is a child it descends, else it emits the
-token and stops; at a leaf it emits. A token is *exact* where the target itself draws it with the same noise,
-`argmax(warped_logits + noise)`, and *fuzzy* otherwise.
+At every node the walk draws `argmax(log_weights + noise)` and emits that token. If the token is a child, the walk
+descends to it; otherwise it stops. A token is *exact* if it is the target's own, `argmax(warped_logits + noise)` with
+the same noise, and *fuzzy* otherwise.
 """
 
 from __future__ import annotations
@@ -26,44 +26,44 @@ class Verified(Protocol):
     """A batch of draft trees with the logits of draft and target."""
 
     tree: DraftTree
-    draft: Sequence[Tensor]  # per drafted level [B, K, R], the draft's raw logits; rows are `tree.draft_rows`
-    draft_tokens: Tensor | None  # [R] long; None: the draft names all tokens
+    draft: Sequence[Tensor]  # [B, K, R] of each drafted level, the draft's raw logits; see `tree.draft_rows`
+    draft_tokens: Tensor | None  # [R] long, the draft's token ids; None: all, R = V
     raw: Tensor  # [B, N, V] float32, the target's logits
     greedy: bool
-    errors: dict[int, Exception]  # by row, what a processor or a user's rule raised
+    errors: dict[int, Exception]  # by row, raised by a processor or a user's rule
 
     def warp(
         self,
-        raw: Tensor,  # [B, V], of one node of each row
+        raw: Tensor,  # [B, V], the target's logits at one node of each row
         node: Tensor,  # [B] long
-        path: Sequence[Tensor],  # the tokens from the root to that node, [B] each
-        going: Tensor,  # [B] bool, the rows that are still walking; the others' results are not read
+        path: Sequence[Tensor],  # tokens [B] from the root to that node
+        going: Tensor,  # [B] bool, rows whose walk goes on; results of other rows are ignored
     ) -> Tensor:  # [B, V]
         """The logits after all processors."""
 
     def noise(self, depth: int) -> Tensor | None:
-        """[B, V] Gumbel noise for the tokens after nodes of this depth; None: greedy."""
+        """[B, V] Gumbel noise of the tokens after nodes of this depth; None: greedy."""
 
 
 class Step(NamedTuple):
-    """What was drawn at a node of the path."""
+    """The token drawn at a node of the path."""
 
     node: int
     token: int
-    exact: bool  # whether the target itself draws it
-    divergence: float  # NaN: none was computed
+    exact: bool  # whether it is the target's own
+    divergence: float  # NaN: not computed
     logprob: float  # of the token, under the target at temperature 1
-    regret: float  # that of the target's best token, less this
-    drawn: float  # the token's logit after processors
-    closed: bool  # whether the budget was spent, here or before
+    regret: float  # the log-probability of the target's best token, less this one's
+    drawn: float  # the token's logit after all processors
+    closed: bool  # whether the budget is spent
     top: Sequence[tuple[int, float]] = ()  # the target's best tokens with their log-probabilities
 
 
 class Within(NamedTuple):
-    """The marks of each row: its rule decides after one token and up to another."""
+    """Marks between which a row's rule decides: after an opening token, until a closing one."""
 
     inside: Tensor  # [B] bool, whether the rule decides the next token
-    opening: Tensor  # [B] long; -1: there is no such token
+    opening: Tensor  # [B] long; -1: no token opens
     closing: Tensor  # [B] long
 
     def after(self, token: Tensor) -> Within:
@@ -71,16 +71,17 @@ class Within(NamedTuple):
 
 
 class Permission:
-    """Which of its rule's tokens each row may take in one walk; the target's own are taken elsewhere.
+    """Permits or rejects the tokens that the rule draws in one walk; rejected ones are replaced by the target's own.
 
-    A fuzzy token dearer than what is left of the budget is refused, and all after it. Where the rule has a window
-    (`Rule.window`), a fuzzy token is tentative: it stays if the next `window` tokens of the target itself were drafted.
-    Until then the rule does not decide. A path that ends before is cut back to the tentative step, where the target's
-    own token is taken. So budget and marks never depend on what was cut: they count the tokens that are emitted.
+    Once a fuzzy token costs more than the rest of the budget, it and all later fuzzy tokens are rejected. If the rule
+    has a window (`Rule.window`), a fuzzy token is tentative: it is accepted if the target's next `window` own tokens
+    were drafted. Until then every token is the target's own. A path that ends earlier is cut back to the tentative
+    step, where the target's own token is emitted. So budget and marks count only emitted tokens.
 
     Args:
         threshold: [B] float64.
-        left: [B] float64, of each row's budget: nats of regret that fuzzy tokens may still cost. None: no row has one.
+        left: [B] float64, the rest of each row's budget: the regret, in nats, that fuzzy tokens may still cost.
+            None: no row has a budget.
         within: None: the rules decide everywhere.
     """
 
@@ -94,12 +95,12 @@ class Permission:
     def settle(
         self,
         token: Tensor,  # [B] long, drawn by the rule
-        exact: Tensor,  # [B] long, drawn by the target
+        exact: Tensor,  # [B] long, the target's own
         raw: Tensor,  # [B, V]
         going: Tensor,  # [B] bool
         window: int,
     ) -> Tensor:  # [B] long
-        """The tokens that are taken."""
+        """The tokens to emit."""
         if self.left is self.within is None and not window:
             return token
         decided = ~self.closed & (self.step >= self.until)
@@ -108,9 +109,9 @@ class Permission:
         token = torch.where(decided, token, exact)
         if self.left is not None:
             regret = (raw.amax(-1) - raw.gather(1, token[:, None])[:, 0]).double()
-            dear = (token != exact) & (regret > self.left)
-            self.closed, decided = self.closed | dear, decided & ~dear
-            token = torch.where(dear, exact, token)
+            costly = (token != exact) & (regret > self.left)
+            self.closed, decided = self.closed | costly, decided & ~costly
+            token = torch.where(costly, exact, token)
             self.left = self.left - torch.where(token != exact, regret, 0.0)
         if self.within is not None:
             self.within = self.within.after(token)
@@ -122,31 +123,31 @@ class Permission:
         return token
 
     def cut(self, lengths: Tensor) -> Tensor:
-        """[B] long: the tentative step that each path of this length [B] is cut back to; without one its own end."""
+        """[B] long: the tentative step of paths of these lengths [B] whose window is incomplete; else the length."""
         return torch.where(lengths > self.until, lengths, self.tentative)
 
 
 class Level(NamedTuple):
-    """What the walk did at one depth, [B] each; of all depths [B, P]."""
+    """The walk at one depth, [B] each; stacked over all depths [B, P]."""
 
     node: Tensor  # long
     token: Tensor  # long
-    exact: Tensor  # long, the token that the target draws
-    drawn: Tensor | None  # [B, 2], processed logits of the two; None: they are the raw ones
+    exact: Tensor  # long, the target's own token
+    drawn: Tensor | None  # [B, 2], logits of `token` and `exact` after all processors; None: the raw ones
     divergence: Tensor  # float64
     closed: Tensor  # bool
-    going: Tensor  # bool, rows that have come to this depth
+    going: Tensor  # bool, rows that reached this depth
 
 
 def walk(rule: Rule, verified: Verified, permission: Permission, top: int = 0) -> list[list[Step]]:
-    """The steps of each row, the last of which is the target's own token; the host waits once, at the end.
+    """The steps of each row; the last one emits a token that is no child, or ends the cycle. Waits for the device once.
 
     Args:
-        top: so many of the target's best tokens are reported at each step.
+        top: number of the target's best tokens to report at each step.
     """
     tree, lossless = verified.tree, rule.is_lossless(verified.greedy)
     rows = torch.arange(len(tree.tokens), device=tree.tokens.device)
-    parents = tree.parents.masked_fill(tree.depths == 0, -1)  # the root is nobody's child
+    parents = tree.parents.masked_fill(tree.depths == 0, -1)  # the root is not its own child
     node, going = torch.zeros_like(rows), torch.ones_like(rows, dtype=torch.bool)
     unknown = torch.full_like(permission.threshold, math.nan)
     path, levels = [tree.tokens[:, 0]], []
@@ -184,15 +185,15 @@ def _steps(
     logits: Tensor,  # [B, N, V]
     top: int,
 ) -> list[list[Step]]:
-    """The steps of each row, with what receipts report."""
+    """The steps of each row, with the numbers for receipts."""
     place = torch.arange(walked.node.shape[1], device=cut.device)
     token = torch.where(place == cut[:, None], walked.exact, walked.token)
     going = walked.going & (place <= cut[:, None])
     raw = logits[torch.arange(len(cut), device=cut.device)[:, None], walked.node]  # [B, P, V]
-    logprobs, taken = raw.log_softmax(-1), raw.gather(-1, token[..., None])[..., 0]
-    regret, logprob = raw.amax(-1) - taken, logprobs.gather(-1, token[..., None])[..., 0]
-    drawn = taken if walked.drawn is None else torch.where(token == walked.token, *walked.drawn.unbind(-1))
-    # After one wait two small copies: integers and flags, and numbers.
+    logprobs, emitted = raw.log_softmax(-1), raw.gather(-1, token[..., None])[..., 0]
+    regret, logprob = raw.amax(-1) - emitted, logprobs.gather(-1, token[..., None])[..., 0]
+    drawn = emitted if walked.drawn is None else torch.where(token == walked.token, *walked.drawn.unbind(-1))
+    # The only wait: two small copies, of integers and flags, and of numbers.
     integers = torch.stack([walked.node, token, token == walked.exact, walked.closed, going], -1).tolist()
     numbers = torch.stack([walked.divergence, logprob.double(), regret.double(), drawn.double()], -1).tolist()
     tokens, values = (part.tolist() for part in reversed(logprobs.topk(top))) if top else (None, None)
@@ -205,14 +206,14 @@ def _steps(
 
 
 def draw(nodes: Nodes, weights: Weights) -> Tensor:  # [B] long
-    """The token of the largest log-weight plus noise, the first of equal ones."""
+    """The token with the largest log-weight plus noise, the first if several are equal."""
     if weights.tokens is not None:
         return first_largest(weights.tokens if nodes.noise is None else weights.tokens + nodes.noise)
     exact = nodes.exact
     if weights.children is None:
         return exact
     steps = weights.children.masked_fill(~nodes.children, -math.inf)
-    own = nodes.warped.gather(1, exact[:, None])[:, 0] + weights.others  # the best of all other tokens
+    own = nodes.warped.gather(1, exact[:, None])[:, 0] + weights.others  # of the best other token
     if nodes.noise is not None:
         steps = steps + nodes.noise.gather(1, nodes.tokens)
         own = own + nodes.noise.gather(1, exact[:, None])[:, 0]

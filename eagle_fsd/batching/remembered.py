@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from ..drafting.text import APART, TextIndex
+from ..drafting.text import SEPARATOR, TextIndex
 
 PARTS = 4  # that a pool is held in, at least, once it has all the room: the oldest is dropped as a whole
 
@@ -53,7 +53,7 @@ class Remembered:
             return
         if not parts or parts[-1].size + size > self.most // PARTS:
             parts.append(Part())
-        parts[-1].index.extend([*answer, APART])
+        parts[-1].index.extend([*answer, SEPARATOR])
         parts[-1].answers.add(known)
         self.size += size
         while self.size > self.most:

@@ -22,7 +22,7 @@ from ..decoding.output import Receipt
 from ..decoding.request import Request
 from ..drafting.config import TreeConfig
 from ..drafting.growth import extend_draft
-from ..drafting.sizing import Choice
+from ..drafting.sizing import Choice, Drafting
 from ..drafting.text import MOST_NODES
 from ..drafting.tree import DRAFTERS
 from ..pair import EagleModel
@@ -104,7 +104,7 @@ class Rows:
         self.remembered = Remembered(remember)
         self.prefilling: Decoder | None = None  # of the prompt that is being read
         self.decoder: Decoder | None = None
-        self.decoder = Decoder(model.target, model.draft, [], lambda count: self._choice(self.requests))
+        self.decoder = Decoder(model.target, model.draft, [], Drafting(self))
 
     @property
     def requests(self) -> list[Request]:
@@ -126,6 +126,10 @@ class Rows:
         """Whether nobody waits for it."""
         ticket = self.live[request]()
         return ticket is None or ticket.cancelled
+
+    def of(self, rows: int, temperature: float) -> Choice:
+        """The choice for the current requests, see `Sizes`."""
+        return self._choice(self.requests)
 
     def _choice(self, requests: Sequence[Request]) -> Choice:
         """The tree for these. A fuzzy rule's text depends on it: a fixed one gives way to a request's own only where
@@ -211,8 +215,8 @@ class Rows:
             target, head, length = self.model.target, self.model.draft, len(request.prompt)
             draft_cache = None if head is None else head.new_cache(length)
             forwards = Forwards(target, head, target.new_cache(length), draft_cache)
-            alone = Decoder(target, head, [request], lambda count: self._choice([*self.requests, request]),
-                            forwards=forwards)
+            drafting = Drafting(self._choice([*self.requests, request]))
+            alone = Decoder(target, head, [request], drafting, forwards=forwards)
             self.prefixes.begin(request, forwards, self.decoder.forwards, self.requests)
             self.prefilling = alone
         except Exception as error:

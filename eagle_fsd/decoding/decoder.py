@@ -17,7 +17,7 @@ from torch import Tensor
 from ..acceptance import Rule
 from ..acceptance.walk import Permission, Step, Within, walk
 from ..drafting.drafter import Drafter
-from ..drafting.sizing import Choice, Drafting, Pause
+from ..drafting.sizing import Drafting
 from ..drafting.text import MOST_NODES
 from ..drafting.tree import DraftTree, root_only
 from ..models.target import TargetModel
@@ -35,8 +35,7 @@ class Decoder:
     Without a drafter, a tree or copies it decodes plainly, one token per forward, with the same noise.
 
     Args:
-        choose: tree and cost for so many requests, see `Drafting`.
-        pause: where drafting has not paid in earlier requests; None: nothing is known of them.
+        drafting: the policy, new for each decoder.
         earlier: the decoder of an earlier request to the same models, for a single request; its caches are taken over,
             with as much of what they hold as is the beginning of this prompt. It cannot go on itself.
         forwards: empty ones, with room as their maker knows it; None: for the longest text and the largest tree.
@@ -44,14 +43,14 @@ class Decoder:
 
     def __init__(
         self, target: TargetModel, drafter: Drafter | None, requests: Sequence[Request],
-        choose: Callable[[int], Choice], pause: Pause | None = None, *, earlier: Decoder | None = None,
-        forwards: Forwards | None = None,
+        drafting: Drafting, *, earlier: Decoder | None = None, forwards: Forwards | None = None,
     ) -> None:
         self.target, self.drafter, self.requests = target, drafter, list(requests)
         self.device = target.output_device  # trees, logits and features live there
         for request in self.requests:
             request.begin(target)
-        self.drafting = Drafting(choose, len(self.requests), pause, head=drafter is not None)
+        self.drafting = drafting
+        drafting.begin(len(self.requests), drafter=drafter is not None)
         self.draft_tokens = None if drafter is None else drafter.draft_tokens
         self.reads_features = drafter is not None and drafter.reads_features
         self.observe: Callable[[DraftTree, list[Tensor], list[list[int]]], None] | None = None
@@ -64,11 +63,11 @@ class Decoder:
 
     def _forwards(self, earlier: Decoder | None) -> Forwards:
         """Forwards with room for the longest text and the largest tree."""
-        trees = self.drafting.possible
+        trees = self.drafting.trees(len(self.requests))
         copying = any(request.copying for request in self.requests)  # copies fill a tree that the head does not
-        sizes = (tree.total_tokens if copying else tree.nodes for tree in trees if tree)
+        sizes = (tree.total_tokens if copying else tree.nodes for tree in trees)
         nodes = max(MOST_NODES if copying else 1, *sizes, 1)
-        drafted = max(tree.depth * tree.top_k if tree else 0 for tree in trees)
+        drafted = max((tree.depth * tree.top_k for tree in trees), default=0)
         texts = (len(request.prompt) + request.params.max_new_tokens for request in self.requests)
         room, count = max(texts, default=0) + nodes, len(self.requests)
         if earlier is not None:
@@ -97,7 +96,7 @@ class Decoder:
         emission = self._first(request, features[-1]) if whole else None
         if self.reads_features:
             request.add_features(features)
-        if self.drafting.asks_head:
+        if self.drafting.uses_drafter:
             self.forwards.prefill_draft(number, request)
         return [] if emission is None else request.accept(emission)
 
@@ -121,7 +120,7 @@ class Decoder:
         coupling = None if plan.tree is None else couple(self.requests, rules, lengths, self._named, self.device)
         tree, draft_logits = self.forwards.draft(self.requests, plan, copies, coupling)
         if plain := [number for number, request in enumerate(self.requests) if not request.params.speculative]:
-            tree = tree.rooted(plain)
+            tree = tree.without_drafts(plain)
         features = self.forwards.verify(tree)  # [B, N, F]
         logits = self.target.logits(features)  # [B, N, V]
         paths, emissions = self._accept(
@@ -140,7 +139,7 @@ class Decoder:
         if len(going) < len(self.requests):
             self.requests = [self.requests[number] for number in going]
             self.forwards.keep_rows(going)
-            self.drafting.keep(len(going))
+            self.drafting.resize(len(going))
 
     def join(self, other: Decoder) -> None:
         """Go on with the requests of another decoder of the same models as well, for which there is room."""
@@ -148,7 +147,7 @@ class Decoder:
             self.drafting.pause.begin()
         self.requests = [*self.requests, *other.requests]
         self.forwards.join(other.forwards)
-        self.drafting.keep(len(self.requests))
+        self.drafting.resize(len(self.requests))
 
     def _accept(self, rules: Sequence[Rule], verified: VerifiedTrees) -> tuple[list[list[int]], list[Emission]]:
         """The accepted path of each request, and what it emits; requests with the same rule are walked together."""

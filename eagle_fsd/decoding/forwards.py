@@ -79,7 +79,7 @@ class Forwards:
         Drafting takes the requests' features: what the drafter has read is no longer kept.
         """
         tree, logits = self._drafted(requests, plan, MOST_NODES if any(copies) else 0, coupling)
-        return (join_drafts(tree, copies, plan.nodes) if any(copies) else tree), logits
+        return (join_drafts(tree, copies, plan) if any(copies) else tree), logits
 
     def _drafted(
         self, requests: Sequence[Request], plan: Plan, nodes: int, coupling: Coupling | None

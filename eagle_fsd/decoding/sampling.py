@@ -188,7 +188,7 @@ class VerifiedTrees:
         if len(rows) == len(self.requests):
             return self
         return VerifiedTrees(
-            [self.requests[row] for row in rows], [self.lengths[row] for row in rows], self.tree.take(rows),
+            [self.requests[row] for row in rows], [self.lengths[row] for row in rows], self.tree.select(rows),
             self.raw[rows], [level[rows] for level in self.draft], self.draft_tokens)
 
     @functools.cached_property

@@ -21,7 +21,7 @@ from tqdm import tqdm
 from ..data.files import cache_directory, save_atomically
 from ..drafting.config import TreeConfig
 from ..drafting.latency import Latency
-from ..drafting.sizing import Choice
+from ..drafting.sizing import Choice, Drafting
 from ..drafting.text import Copies, TextDrafts, TextSource
 from ..heads.eagle import DraftHead
 from ..models.linear import is_packed
@@ -49,7 +49,7 @@ def greedy_decoder(
     """Greedy, lossless decoding of prompts, with always the same tree, or as chosen; None: without drafting."""
     requests = [Request(prompt, RequestParams(max_new_tokens=max_new_tokens)) for prompt in prompts]
     choice = tree if isinstance(tree, Choice) else Choice(tree)
-    return Decoder(target, head if tree else None, requests, lambda count: choice)
+    return Decoder(target, head if tree else None, requests, Drafting(choice))
 
 
 def same_cycle(decoder: Decoder) -> Callable[[], object]:

@@ -1,1 +1,1 @@
-"""Draft trees: their shape, growth and reranking, and which tree this machine is to draft."""
+"""Draft trees: their shape, growth and reranking, drafts from the text, and how large a tree pays on this machine."""

@@ -16,8 +16,8 @@ class TreeConfig:
         total_tokens: nodes verified per cycle, the root included (2 to 4096), as in the published code.
         depth: levels below the root (1 to 256). The published code counts forwards after the first: its d is our d + 1.
         top_k: children scored per expanded node, and nodes expanded per level (1 to 256).
-        draft_temperature: the draft's logits are divided by it before the log-softmax that ranks nodes; 1 is the
-            published behaviour. Below 1 the tree becomes deeper and narrower, which pays when decoding is greedy.
+        draft_temperature: divides the draft's logits before the log-softmax that ranks nodes; 1 is the published
+            behaviour. Values below 1 make the tree deeper and narrower, which pays when decoding is greedy.
 
     Raises:
         TypeError, ValueError: a value of the wrong type or range.
@@ -30,7 +30,7 @@ class TreeConfig:
 
     def __post_init__(self) -> None:
         for name, least, most in (("total_tokens", 2, 4096), ("depth", 1, 256), ("top_k", 1, 256)):
-            # Above `most`, beyond any use, memory would run out in the middle of an answer.
+            # Larger values are of no use, and memory would run out in the middle of an answer.
             require_integer(f"TreeConfig.{name}", getattr(self, name), least, most)
         require_number("TreeConfig.draft_temperature", self.draft_temperature, "a positive number",
                        lambda value: 0 < value < math.inf)
@@ -46,6 +46,6 @@ class TreeConfig:
         return min(self.total_tokens, self.scored_nodes + 1)
 
 
-# Without `tree=`: the published tree where verifying 60 nodes costs hardly more than one, a small one on a CPU.
+# The defaults: on a GPU, where 60 nodes cost hardly more than one, the published tree; on a CPU a small one.
 GPU_TREE = TreeConfig(60, 8, 10)
 CPU_TREE = TreeConfig(16, 6, 3, draft_temperature=0.5)

@@ -1,24 +1,25 @@
-"""One tree of drafts from all sources: the head's nodes, copies from the text, what a grammar forces; by score.
+"""Merge the head's nodes, copies from the text and tokens that a grammar forces into one tree, by score.
 
-B rows, N nodes of a tree. It is done on the host: there are a hundred nodes, and each is looked at once.
+B rows, N nodes of a tree. This runs on the host: there are some hundred nodes, and each is visited once.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
+from .sizing import Plan
 from .text import Copies
 from .tree import DraftTree, ancestors_of
 
 
 class JoinedRow:
-    """The nodes of one row: those of the head's tree, then copies that are not among them, parents first.
+    """The nodes of one row: the head's tree, then the copies that it lacks, parents first.
 
-    Where both propose a token at a node they are one node with the better score, and what the head thought of its
-    descendants counts from there.
+    A token that both propose at the same place is one node with the better score; its descendants in the head's tree
+    add their own steps to that score.
     """
 
     def __init__(
@@ -28,7 +29,7 @@ class JoinedRow:
         self.drafters = [0] * len(tokens)
         places = {edge: node for node, edge in enumerate(zip(parents, tokens, strict=True)) if node}
         steps = [_step(scores[parent], score) for score, parent in zip(scores, parents, strict=True)]
-        numbers, above = {-1: 0}, {-1: 0.0}  # of copies: their nodes, and their scores
+        numbers, above = {-1: 0}, {-1: 0.0}  # by copy: its node, and its score
         for copy, (token, parent, score, matched) in enumerate(zip(*(copies or [[]] * 4)[:4], strict=True)):
             step, node = _step(above[parent], score), places.get((numbers[parent], token))
             if node is not None:
@@ -43,12 +44,12 @@ class JoinedRow:
         for parent, step in zip(self.parents[1:], steps[1:], strict=True):
             self.scores.append(self.scores[parent] + step)
             self.depths.append(self.depths[parent] + 1)
-        # The best first; where scores tie, parents before children.
+        # The best first; if scores tie, parents before children.
         self.order = sorted(range(len(self.tokens)), key=lambda node: (node > 0, -self.scores[node], node))
 
     def best(self, count: int) -> list[tuple]:
-        """Token, parent, depth, draft row, score and drafter of each of the best nodes, parents before
-        children and level by level; where there are fewer than wanted, roots that are their own parents come after."""
+        """Token, parent, depth, draft row, score and drafter of each of the `count` best nodes, level by level. Missing
+        nodes are filled up with copies of the root that are their own parents."""
         kept = sorted(self.order[:count], key=lambda node: (self.depths[node], node))
         place = {node: number for number, node in enumerate(kept)}
         return [(self.tokens[node], place[self.parents[node]], self.depths[node], self.draft_rows[node],
@@ -57,20 +58,19 @@ class JoinedRow:
 
 
 def _step(above: float, score: float) -> float:
-    """The log-probability that a node adds to its parent's; that of a broken head's NaN is -inf."""
+    """The log-probability that a node adds to its parent's; -inf for a broken head's NaN."""
     return min(0.0, score - above) if math.isfinite(score) else -math.inf
 
 
 def join_drafts(
-    tree: DraftTree,  # what the head drafted, more than will be verified; or roots alone
+    tree: DraftTree,  # the head's, larger than what will be verified; or roots alone
     copies: Sequence[Copies | None],
-    count: Callable[[list[list[float]]], int],  # nodes to verify, from each row's scores in descending order
+    plan: Plan,  # chooses the number of nodes
 ) -> DraftTree:
-    """The best nodes of both sources, as many in each row; a row that has fewer is filled up with copies of its root,
-    which are nobody's children."""
+    """Best nodes of all sources, the same number in each row. Shorter rows are filled up with copies of the root."""
     columns = [part.tolist() for part in (tree.tokens, tree.parents, tree.scores, tree.draft_rows)]
     rows = [JoinedRow(*parts, mine) for *parts, mine in zip(*columns, copies, strict=True)]
-    nodes = count([[row.scores[node] for node in row.order] for row in rows])
+    nodes = plan.nodes([[row.scores[node] for node in row.order] for row in rows])
     columns = [torch.tensor(column, device=tree.tokens.device)
                for column in zip(*(zip(*row.best(nodes), strict=True) for row in rows), strict=True)]
     tokens, parents, depths, draft_rows, scores, drafters = columns

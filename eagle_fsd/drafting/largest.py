@@ -1,9 +1,9 @@
 """The largest numbers of long rows, such as the logits of a vocabulary.
 
-V length of a row, K how many are wanted, C candidates.
+V length of a row, K the number to find, C candidates.
 
-On a CPU `topk` and `argmax` of torch look at one number after the other. The largest number of each block of a row is
-found with vector instructions, and the K largest numbers lie within the K blocks that have the largest ones.
+On a CPU, torch's `topk` and `argmax` compare one number at a time. `amax` finds the largest number of each block of a
+row with vector instructions, and the K largest numbers lie in the K blocks with the largest maxima.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ import torch
 from torch import Tensor
 
 BLOCK = 128
-FEW_BLOCKS = 8  # for each number that is wanted: in shorter rows most numbers would be candidates
-WORTH_IT = 1 << 17  # numbers of all rows: below, the further calls take longer than they save
+FEW_BLOCKS = 8  # least blocks of a row for each number to find: in shorter rows most numbers would be candidates
+WORTH_IT = 1 << 17  # least numbers of all rows: below, the additional calls cost more than they save
 
 
 def largest(
     values: Tensor,  # [..., V]
     count: int,  # K
 ) -> Tensor:  # [..., K] long
-    """Where the K largest are, in descending order; in any order among equal ones."""
+    """Indices of the K largest values, in descending order; ties come in any order."""
     if not _pays(values, count):
         return values.topk(count).indices
     candidates, places = _candidates(values, count)
@@ -30,7 +30,7 @@ def largest(
 def first_largest(
     values: Tensor,  # [..., V]
 ) -> Tensor:  # [...] long
-    """`values.argmax(-1)`: where the largest is, the first of equal ones."""
+    """`values.argmax(-1)`: the index of the largest value, the first if several are equal."""
     if not _pays(values, 1):
         return values.argmax(-1)
     candidates, places = _candidates(values, 1)
@@ -42,7 +42,7 @@ def _pays(values: Tensor, count: int) -> bool:
 
 
 def _candidates(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """[..., C] numbers among which the largest are, and their places: K blocks, then what is no whole block."""
+    """[..., C] numbers that include the largest, and their indices: K blocks, then the rest that fills no block."""
     whole = values.shape[-1] // BLOCK * BLOCK
     blocks, rest = values[..., :whole].unflatten(-1, (-1, BLOCK)), values[..., whole:]
     best = blocks.amax(-1)

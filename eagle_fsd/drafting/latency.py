@@ -1,4 +1,4 @@
-"""What a decode cycle costs, by the size of its tree."""
+"""The time of a decode cycle, by the size of its tree."""
 
 from __future__ import annotations
 
@@ -12,13 +12,12 @@ from numpy.typing import ArrayLike
 
 @dataclass(frozen=True)
 class Latency:
-    """Seconds of a decode cycle; linear between what was measured.
+    """Seconds of a decode cycle, interpolated linearly between measurements.
 
     Args:
         base: of a cycle that drafts one level, by nodes verified. level: of each further level, by top_k.
         plain: of a cycle without drafting.
-        row, plain_row: what each further row of a batch adds to a cycle, beyond what its nodes do: rows have no keys
-            and values in common.
+        row, plain_row: of each further row of a batch, beyond the time of its nodes: rows do not share keys and values.
     """
 
     base: Mapping[int, float]
@@ -29,33 +28,33 @@ class Latency:
 
     @classmethod
     def from_json(cls, text: str) -> Latency:
-        """What `json.dumps(asdict(latency))` gave.
+        """The inverse of `json.dumps(asdict(latency))`.
 
         Raises:
-            ValueError, TypeError, KeyError, AttributeError: something else.
+            ValueError, TypeError, KeyError, AttributeError: any other text.
         """
-        held = json.loads(text)
-        base, level = ({int(at): float(value) for at, value in held[name].items()} for name in ("base", "level"))
-        plain, row, plain_row = (float(held[name]) for name in ("plain", "row", "plain_row"))
+        stored = json.loads(text)
+        base, level = ({int(at): float(value) for at, value in stored[name].items()} for name in ("base", "level"))
+        plain, row, plain_row = (float(stored[name]) for name in ("plain", "row", "plain_row"))
         times = [*base.values(), *level.values(), plain, row, plain_row]
         if 1 not in base or not level or not plain > 0 or not all(time >= 0 for time in times):
-            raise ValueError("no such times can have been measured")
+            raise ValueError("these cannot be measured times")
         return cls(base, level, plain, row, plain_row)
 
     def cycle(self, nodes: ArrayLike, levels: ArrayLike, top_k: int, rows: int = 1) -> np.ndarray | float:
-        """Seconds of a cycle that drafts so many levels (at least 1) and verifies so many nodes for each of the rows.
+        """Seconds of a cycle that drafts `levels` (at least 1) and verifies `nodes` in each row.
 
-        Rows count like nodes, beside what they do not share.
+        A further row costs as much as its nodes, and `row`.
         """
         further = np.subtract(levels, 1) * self.level_of(top_k * rows)
         return between(self.base, np.multiply(nodes, rows)) + further + (rows - 1) * self.row
 
     def level_of(self, nodes: int) -> float:
-        """Seconds of a further level of so many nodes, of all rows."""
+        """Seconds of a further level with this many nodes, summed over rows."""
         return float(between(self.level, nodes))
 
     def relative(self, top_k: int, rows: int, nodes: int, levels: int) -> float:
-        """Of such a cycle, or one without the head where it drafts no level, in cycles without drafting."""
+        """The time of a cycle, in cycles without drafting; `levels` 0: the head is not used."""
         seconds = self.cycle(nodes, levels, top_k, rows) if levels else self.undrafted_cycle(nodes, rows)
         return float(seconds) / self.plain_cycle(rows)
 
@@ -64,7 +63,7 @@ class Latency:
         return self.undrafted_cycle(1, rows)
 
     def undrafted_cycle(self, nodes: int, rows: int = 1) -> float:
-        """Seconds of a cycle that verifies so many nodes for each of the rows, none of them drafted by the head."""
+        """Seconds of a cycle that verifies `nodes` in each row, none of them drafted by the head."""
         verified = between(self.base, nodes * rows) - between(self.base, 1)
         return float(self.plain + verified + (rows - 1) * self.plain_row)
 

@@ -1,11 +1,11 @@
-"""Gumbel noise that is a function of (seed, absolute position, token id) and of nothing else.
+"""Gumbel noise as a pure function of seed, absolute position and token id.
 
 B batch, P positions, V vocabulary, R tokens that a draft can name, M tokens.
 
-Sampling by argmax(log_probs + gumbel) draws from softmax(log_probs) (the Gumbel-max trick). Because the noise
-is a hash instead of a generator's state, a token drawn at a position does not depend on how many tokens were
-drafted before it or on the other rows of the batch, nor, up to the rounding of a logarithm, on the device:
-speculative and plain decoding with one seed can be compared token by token.
+argmax(log_probs + gumbel) is a sample of softmax(log_probs) (the Gumbel-max trick). The noise is a hash, not the state
+of a generator. A token drawn at a position therefore does not depend on how many tokens were drafted before it, on the
+other rows of the batch, or, up to the rounding of a logarithm, on the device. With one seed, speculative and plain
+decoding can be compared token by token.
 """
 
 import torch
@@ -38,12 +38,12 @@ def _mix(bits: Tensor) -> Tensor:
 def gumbel_noise(
     seeds: Tensor,  # [B] int64
     positions: Tensor,  # [B, P] int64
-    tokens: int | Tensor,  # V: the noise of all tokens; [R] int64: of these
+    tokens: int | Tensor,  # V: all tokens; or ids [R] int64
 ) -> Tensor:  # [B, P, V or R] float32
-    """Standard Gumbel noise for tokens at the given absolute positions.
+    """Standard Gumbel noise of tokens at absolute positions.
 
-    Equal (seed, position, token id) give equal noise; no state is read or changed and nothing waits for the
-    device. A tree needs each depth once: call with one position per depth and gather the rows by node depth.
+    Equal (seed, position, token id) give equal noise. The function has no state and does not wait for the device.
+    A tree needs one position per depth; gather the rows by node depth.
     """
     tokens = torch.arange(tokens, device=seeds.device) if isinstance(tokens, int) else tokens
     return _gumbel(_keys(seeds[:, None], positions)[..., None], tokens)
@@ -65,6 +65,6 @@ def _keys(seeds: Tensor, positions: Tensor) -> Tensor:
 def _gumbel(keys: Tensor, tokens: Tensor) -> Tensor:
     bits = _shift_right(_mix(keys + (tokens + 1) * GOLDEN_GAMMA), 64 - UNIFORM_BITS)
     uniform = bits.double().add_(0.5).mul_(2.0**-UNIFORM_BITS)
-    # Both logarithms of -log(-log(u)) keep their relative precision: the first in float64, where u near 1 is
-    # resolved to 2^-53, the second in float32, whose range holds -log(u) in [2^-53, 37).
+    # Both logarithms of -log(-log(u)) keep their relative precision: the first in float64, which resolves u near 1
+    # to 2^-53; the second in float32, whose range includes all of -log(u), [2^-53, 37).
     return uniform.log_().neg_().float().log_().neg_()

@@ -1,12 +1,11 @@
-"""How much a cycle drafts and verifies: one rule for the head's nodes, copies from the text, and what a grammar forces.
+"""How many nodes and levels a cycle drafts and verifies, of the drafter's nodes, copies and a grammar's forced tokens.
 
-In the long run tokens per second are E[tokens] / E[time]. With lambda the rate that is achieved, a node, a level, the
-head are worth their time where the tokens that they are expected to bring exceed lambda times that time (Dinkelbach's
-parametric form of a ratio). Times are measured
-at load (`Latency`), expected tokens come from `Curves` and from the rates of copies.
+Tokens per second tend to E[tokens] / E[time] of a cycle. Let lambda be the rate achieved so far. A node, a level, or
+the whole draft pays if the tokens it is expected to add exceed lambda times the time it takes (Dinkelbach's parametric
+form of a ratio). `Latency` measures times at load; `Curves` and the acceptance rates of copies predict tokens.
 
-Times are counted in cycles without drafting, lambda in tokens of a row in that time. Rows of a batch share one number
-of nodes and levels, so tokens are those of the mean row.
+The unit of time is a cycle without drafting; lambda counts a row's tokens in that time. The rows of a batch share one
+number of nodes and of levels, so tokens are means over rows.
 """
 
 from __future__ import annotations
@@ -17,57 +16,62 @@ import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from typing import Protocol
 
 from .config import TreeConfig
 from .curves import WIDE_TREE, WIDTH, Curves, HeadCurves, LevelWorth
 from .latency import Latency
 from .text import MOST_NODES, NODES, Copies
 
-WIDER = 4 / 3  # what a level of several nodes may cost, of a level of one
-USUAL = 24  # further nodes that the price of one is the mean of
-PACE, PACE_WEIGHT = 1.6, 4.0  # lambda before anything was decoded, and the cycles that it counts as
+WIDER = 4 / 3  # largest cost of a level of several nodes, in levels of one node
+USUAL = 24  # the price of a node is the mean over this many further nodes
+PACE, PACE_WEIGHT = 1.6, 4.0  # lambda before the first cycle, and the number of cycles that it counts as
 SHORTEST_PAUSE, LONGEST_PAUSE = 16, 128  # cycles without drafting
-MEMORY = 8  # drafted cycles that decide about a pause
+MEMORY = 8  # drafted cycles in a running mean
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What so many requests are drafted with.
+    """The largest tree for a number of rows, what cycles cost there, and the curves that predict acceptance.
 
     Args:
-        tree: the head's, or the most that it drafts; None: it is not asked.
-        cost: of a cycle with so many nodes and levels, 0 of them where the head is not asked, in cycles without
-            drafting; None: not known, and the tree is always drafted whole.
-        curves: of the head; None: every level of the tree is drafted.
+        tree: the largest tree that the drafter may draft; None: it drafts nothing.
+        cost: of a cycle, from its nodes and drafted levels (0: the drafter is not used), in cycles without drafting;
+            None: unknown, so that the tree is always drafted whole.
+        curves: of the drafter; None: every level of the tree is drafted.
     """
 
     tree: TreeConfig | None
     cost: Callable[[int, int], float] | None = None
     curves: Curves | None = None
 
+    def of(self, rows: int, temperature: float) -> Choice:
+        """A fixed choice is the same for any number of rows, see `Sizes`."""
+        return self
+
     @cached_property
     def costs(self) -> list[float]:
-        """Of 1, 2, ... nodes, with one level of the head's."""
+        """Cost of a cycle with 1, 2, ... nodes and one drafted level."""
         assert self.cost is not None
         return [self.cost(nodes, 1) for nodes in range(1, MOST_NODES + 1)]
 
     @cached_property
     def node(self) -> float:
-        """What a further node costs: the mean of usual numbers of nodes, as costs have steps."""
+        """Price of a further node: a mean, as costs have steps."""
         return (self.costs[USUAL] - self.costs[0]) / USUAL
 
     @cached_property
     def level(self) -> float:
-        """What a further level costs."""
+        """Price of a further level."""
         return self.cost(1, 2) - self.costs[0]
 
     def levels(self, count: float) -> float:
-        """What so many levels cost, at least one."""
+        """Price of this many levels (at least 1)."""
         return self.costs[0] - self.cost(1, 0) + (count - 1) * self.level
 
     def outlook(self, pace: float = 1.0) -> tuple[float, int]:
-        """What the levels of a cycle bring on average beyond the price of their nodes, and how many to draft; 0 where
-        none is worth its time."""
+        """Expected tokens of a cycle's levels, less the price of their nodes, and the best number of levels; 0 if none
+        pays."""
         if self.curves is None:
             return 1.0, 1
         worth, following = self.curves.level_worth(pace * self.node), self.curves.level_worth(0.0)
@@ -79,49 +83,56 @@ class Choice:
         return best[1:]
 
 
+class Sizes(Protocol):
+    """Chooses by the number of rows: `Sizing`, the engine's rows, or a fixed `Choice`."""
+
+    def of(self, rows: int, temperature: float) -> Choice:
+        """The choice for a batch of this many rows."""
+
+
 class Sizing:
-    """`tree="auto"`: every cycle is as large as pays, by what cycles cost on this machine.
+    """`tree="auto"`: each cycle is as large as pays at this machine's latencies.
 
     Args:
-        curves: of the head; None: there is none, and nothing but copies is drafted.
-        vocabulary: tokens that the head can name.
+        curves: of the head; None: there is no head, and drafts are copies alone.
+        vocabulary: number of tokens that the head can name.
     """
 
     def __init__(self, latency: Latency, curves: HeadCurves | None, vocabulary: int = WIDTH) -> None:
         self.latency, self.curves, self.vocabulary = latency, curves, vocabulary
-        self._chosen: dict[tuple, Choice] = {}
+        self._choices: dict[tuple, Choice] = {}
 
     def top_k(self, rows: int = 1) -> int:
-        """The widest level that costs hardly more than one of a single node."""
+        """The widest level that costs hardly more than a level of one node."""
         one = self.latency.level_of(rows)
         return max(width for width in range(1, min(WIDTH, self.vocabulary) + 1)
                    if self.latency.level_of(width * rows) <= WIDER * one)
 
     @property
     def largest(self) -> TreeConfig:
-        """No cycle drafts more."""
+        """An upper bound of every cycle's tree."""
         return TreeConfig(MOST_NODES, WIDE_TREE.depth, self.top_k())
 
     def of(self, rows: int = 1, temperature: float = 0.0) -> Choice:
-        """For so many requests; no tree where on average none pays, even at the rate of plain decoding."""
+        """The choice for this many rows, without a tree if on average none pays even at the rate of plain decoding."""
         curves = None if self.curves is None else self.curves.at(temperature)
-        if (rows, curves) not in self._chosen:
+        if (rows, curves) not in self._choices:
             top_k = self.top_k(rows)
             choice = Choice(TreeConfig(MOST_NODES, WIDE_TREE.depth, top_k), partial(self.latency.relative, top_k, rows),
                             curves)
             drafts = curves is not None and choice.outlook()[1] > 0
-            self._chosen[rows, curves] = choice if drafts else replace(choice, tree=None)
-        return self._chosen[rows, curves]
+            self._choices[rows, curves] = choice if drafts else replace(choice, tree=None)
+        return self._choices[rows, curves]
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Of one cycle.
+    """The size of one cycle, decided while it is drafted.
 
     Args:
-        tree: the most that the head drafts; None: it is not asked.
+        tree: the largest tree that the drafter may draft; None: it drafts nothing.
         pace: lambda.
-        missed: how likely the first copied tokens are refused, so that the head's can be accepted.
+        missed: probability that the first copied tokens are rejected, so that the drafter's can be accepted.
     """
 
     choice: Choice
@@ -130,37 +141,37 @@ class Plan:
     missed: float = 1.0
 
     @property
-    def sized(self) -> bool:
-        """Whether the number of nodes depends on how likely they are."""
+    def limits_nodes(self) -> bool:
+        """Whether the number of nodes depends on their scores."""
         return self.choice.cost is not None
+
+    @property
+    def limits_levels(self) -> bool:
+        """Whether the number of levels depends on their scores."""
+        return self.limits_nodes and self.choice.curves is not None
 
     @cached_property
     def _worth(self) -> LevelWorth:
         return self.choice.curves.level_worth(self.pace * self.choice.node)
 
-    def goes_on(self, frontier: Sequence[Sequence[float]]) -> bool:
-        """Whether another level is worth its time.
+    def level_pays(self, frontier: Sequence[Sequence[float]]) -> bool:
+        """Whether another level pays.
 
         Args:
-            frontier: of each row, log acceptance probabilities of the nodes that it would start from.
+            frontier: for each row, log acceptance probabilities of the nodes that the level would expand.
         """
         reach = sum(math.exp(score) for row in frontier for score in row) / len(frontier)
         return self.missed * self._worth(reach) >= self.pace * self.choice.level
 
-    @property
-    def stops(self) -> bool:
-        """Whether levels are drafted only as long as they are worth it."""
-        return self.sized and self.choice.curves is not None
-
     def nodes(self, scores: Sequence[Sequence[float]]) -> int:
-        """How many nodes to verify: at lambda, or at the rate of this cycle where that is higher, since what makes a
-        cycle good lasts: where a text is copied, what is left out now is offered again.
+        """How many nodes to verify: at lambda, or at this cycle's own rate if that is higher. A cycle that is better
+        than the average is likely followed by others (a long copy), which offer the omitted nodes again.
 
         Args:
-            scores: of each row, log acceptance probabilities in descending order, the root's first.
+            scores: for each row, log acceptance probabilities in descending order, the root's first.
         """
         offered = max(map(len, scores))
-        if not self.sized:
+        if not self.limits_nodes:
             return max(1, min(offered, NODES if self.choice.tree is None else self.choice.tree.total_tokens))
         tokens = list(itertools.accumulate(
             sum(math.exp(row[number]) for row in scores if number < len(row)) / len(scores)
@@ -171,17 +182,17 @@ class Plan:
 
 
 class Pause:
-    """Stops drafting for a while where it does not pay, and tries again: ever more rarely, as long as it fails.
+    """Pauses drafting while it does not pay, and retries after pauses that grow with each failure.
 
-    Requests may share one, so that each begins with what the last one learned.
+    Successive requests may share a pause, so that each starts from the experience of the last.
     """
 
     def __init__(self) -> None:
-        self.gain = 1.0  # running mean of what a drafted cycle emits beyond its cost
+        self.gain = 1.0  # running mean over drafted cycles: tokens emitted, less the cost
         self.left, self.length = 0, SHORTEST_PAUSE // 2
 
     def begin(self) -> None:
-        """A new request: try at once, and not too rarely. No success is trusted for long."""
+        """A new request drafts at once; earlier successes and failures count, up to a limit."""
         self.left, self.length, self.gain = 0, min(self.length, LONGEST_PAUSE // 2), min(self.gain, 1.0)
 
     def drafts(self) -> bool:
@@ -190,7 +201,7 @@ class Pause:
         return self.left < 0
 
     def learn(self, gain: float) -> None:
-        """Take note of a drafted cycle: tokens emitted, less its cost in cycles without drafting."""
+        """Record a drafted cycle: tokens emitted, less its cost in cycles without drafting."""
         self.gain += (gain - self.gain) / MEMORY
         if gain > 0:
             self.length = max(self.length // 2, SHORTEST_PAUSE // 2)
@@ -199,45 +210,63 @@ class Pause:
 
 
 class Drafting:
-    """The policy of one batch. What it learns is of its own requests alone, but for pauses.
+    """The drafting policy of one batch. It learns from its own requests alone, except for pauses.
 
     Args:
-        choose: for so many requests; fewer are left as others end.
-        requests: how many there are at the beginning.
-        pause: of earlier requests; None: one of its own.
-        head: whether there is one; without it a tree only says how many copies are verified.
+        sizes: what it drafts, by the number of rows. temperature: of the requests.
+        pause: shared with earlier requests; None: a new one.
     """
 
-    def __init__(
-        self, choose: Callable[[int], Choice], requests: int, pause: Pause | None = None, *, head: bool = True
-    ) -> None:
-        self.choose, self.choice, self.head = choose, choose(requests), head
-        self.possible = [self.choice.tree, *(choose(count).tree for count in range(1, requests))]
+    def __init__(self, sizes: Sizes, temperature: float = 0.0, pause: Pause | None = None) -> None:
+        self.sizes, self.temperature = sizes, temperature
+        self.choice, self.drafter = sizes.of(1, temperature), True  # until `begin`
         self.pause = pause or Pause()
-        self.pause.begin()
-        self.tokens, self.cycles = PACE * PACE_WEIGHT, PACE_WEIGHT  # of a row, and what they cost
-        # Running means of cycles without copies: what the head's drafts add, less the price of their nodes, and how
-        # many levels they have. None: expected ones, before any was seen.
+        self.tokens, self.cycles = PACE * PACE_WEIGHT, PACE_WEIGHT  # of a row, and their cost
+        # Running means over cycles without copies: tokens that the draft adds, less the price of its nodes, and its
+        # levels. None: no such cycle yet, `Choice.outlook` holds.
         self.outlook: tuple[float, float] | None = None
 
+    def begin(self, rows: int, *, drafter: bool) -> None:
+        """Start with this many rows.
+
+        Args:
+            drafter: whether there is one; without it a tree only limits the number of copies to verify.
+        """
+        self.drafter = drafter
+        self.pause.begin()
+        self.resize(rows)
+
+    def resize(self, rows: int) -> None:
+        """Continue with this many rows."""
+        self.choice = self.sizes.of(rows, self.temperature)
+
+    def trees(self, rows: int) -> list[TreeConfig]:
+        """The largest trees for 1 to this many rows."""
+        choices = (self.sizes.of(count, self.temperature) for count in range(1, rows + 1))
+        return [choice.tree for choice in choices if choice.tree is not None]
+
     @property
-    def asks_head(self) -> bool:
-        """Whether the head may be asked."""
-        return self.head and self.choice.tree is not None
+    def uses_drafter(self) -> bool:
+        """Whether cycles of this many rows may use the drafter."""
+        return self.drafter and self.choice.tree is not None
 
     @property
     def pace(self) -> float:
-        """Lambda; never below what plain decoding achieves."""
+        """Lambda, at least the rate of plain decoding."""
         return max(1.0, self.tokens / self.cycles)
 
     def next(self, copies: Sequence[Copies | None] = ()) -> Plan:
-        """What the next cycle drafts beside these copies."""
-        tree = self.choice.tree if self.head else None
+        """The plan of the next cycle.
+
+        Args:
+            copies: of each row, which the cycle verifies as well.
+        """
+        tree = self.choice.tree if self.drafter else None
         if self.choice.cost is None:
             return Plan(self.choice, tree)
-        taken = [max((math.exp(score) for score, parent in zip(row.scores, row.parents, strict=True) if parent < 0),
-                     default=0.0) if row else 0.0 for row in copies]
-        missed = 1 - sum(taken) / len(taken) if taken else 1.0
+        accepted = [max((math.exp(score) for score, parent in zip(row.scores, row.parents, strict=True) if parent < 0),
+                        default=0.0) if row else 0.0 for row in copies]
+        missed = 1 - sum(accepted) / len(accepted) if accepted else 1.0
         if tree is not None and not self.pause.drafts():
             tree = None
         pace = self.pace
@@ -248,11 +277,10 @@ class Drafting:
         return Plan(self.choice, tree, pace, missed)
 
     def learn(self, plan: Plan, nodes: int, levels: int, emitted: Sequence[int], *, copied: bool) -> None:
-        """Take note of a cycle.
+        """Record a cycle.
 
         Args:
-            nodes, levels: that were verified, and that the head drafted. emitted: tokens of each request.
-            copied: whether there were copies beside.
+            nodes: verified. levels: drafted. emitted: number of tokens of each row. copied: whether there were copies.
         """
         if self.choice.cost is None:
             return
@@ -263,7 +291,3 @@ class Drafting:
             before = self.outlook or self.choice.outlook(plan.pace)
             self.outlook = tuple(old + (new - old) / MEMORY for old, new in zip(before, (gain, levels), strict=True))
             self.pause.learn(mean - cost)
-
-    def keep(self, requests: int) -> None:
-        """So many requests there are now."""
-        self.choice = self.choose(requests)

@@ -13,39 +13,39 @@ DRAFTERS = ("head", "text", "grammar")
 
 @dataclass(frozen=True, eq=False)
 class DraftTree:
-    """A batch of draft trees, nodes ordered so that a parent always precedes its children (by level).
+    """A batch of draft trees; parents precede their children.
 
-    A node is a child of v iff its parent is v and it is not the root; siblings carry distinct tokens.
+    A node is a child of v iff its parent is v and its depth is not 0; siblings have distinct tokens.
     """
 
-    tokens: Tensor  # [B, N] long, node 0 = root (last emitted token, not yet in the target's cache)
+    tokens: Tensor  # [B, N] long; node 0, the root, is the last emitted token, which the target's cache lacks
     parents: Tensor  # [B, N] long, index of the parent; the root is its own parent
     depths: Tensor  # [B, N] long, root 0
     ancestors: Tensor  # [B, N, N] bool, ancestors[b, i, j]: j is i or an ancestor of i
-    draft_rows: Tensor  # [B, N] long, row of the draft logits of its depth that are its own; -1: the head read it not
+    draft_rows: Tensor  # [B, N] long, its row of the draft logits at its depth; -1: the draft did not expand it
     scores: Tensor  # [B, N] float, cumulative draft log-probability (root 0)
     max_depth: int  # levels below the root
-    drafters: Tensor | None = None  # [B, N] long, who proposed each, of `DRAFTERS`; None: the head all
+    drafters: Tensor | None = None  # [B, N] long, index into `DRAFTERS`; None: the head drafted all
 
-    def take(self, rows: Sequence[int]) -> DraftTree:
-        """Those of some sequences of the batch."""
+    def select(self, rows: Sequence[int]) -> DraftTree:
+        """The trees of these rows."""
         parts = (self.tokens, self.parents, self.depths, self.ancestors, self.draft_rows, self.scores)
         drafters = None if self.drafters is None else self.drafters[rows]
         return DraftTree(*(part[rows] for part in parts), max_depth=self.max_depth, drafters=drafters)
 
     @property
     def by_head(self) -> Tensor:
-        """[B, N] bool: nodes that the head proposed, alone or with others."""
+        """[B, N] bool: nodes that the head proposed, whether others did too or not."""
         return torch.ones_like(self.depths, dtype=torch.bool) if self.drafters is None else self.drafters == 0
 
     def drafted_by(self) -> list[list[str | None]]:
-        """Who proposed each node, of `DRAFTERS`; None: it is no draft. Waits for the device, once for all rows."""
-        whose = torch.zeros_like(self.depths) if self.drafters is None else self.drafters
+        """The drafter of each node, of `DRAFTERS`; None for roots. Waits for the device, once for all rows."""
+        drafters = torch.zeros_like(self.depths) if self.drafters is None else self.drafters
         return [[None if number < 0 else DRAFTERS[number] for number in row]
-                for row in whose.masked_fill(self.depths == 0, -1).tolist()]
+                for row in drafters.masked_fill(self.depths == 0, -1).tolist()]
 
-    def rooted(self, rows: Sequence[int]) -> DraftTree:
-        """The same without the drafts of these rows: their nodes are copies of the root."""
+    def without_drafts(self, rows: Sequence[int]) -> DraftTree:
+        """The trees with all nodes of these rows replaced by copies of their root."""
         out = torch.zeros(len(self.tokens), 1, dtype=torch.bool, device=self.tokens.device)
         out[list(rows)] = True
         own = torch.arange(self.tokens.shape[1], device=self.tokens.device)
@@ -60,7 +60,7 @@ def ancestors_of(
     parents: Tensor,  # [B, N] long, the root its own parent
     max_depth: int,
 ) -> Tensor:  # [B, N, N] bool
-    """Which node is an ancestor of which, itself included: powers of the parent relation by repeated squaring."""
+    """Ancestors of each node, itself included: the transitive closure of `parents`, by repeated squaring."""
     nodes = parents.shape[1]
     reach = torch.eye(nodes, device=parents.device).expand(len(parents), -1, -1).clone()
     reach.scatter_(2, parents[..., None], 1.0)
@@ -72,7 +72,7 @@ def ancestors_of(
 
 
 def root_only(root: Tensor) -> DraftTree:  # root [B] long
-    """Trees without draft tokens: one target forward then decodes one token, plainly."""
+    """Trees without draft tokens, whose cycle is a step of plain decoding."""
     index = torch.zeros_like(root)[:, None]
     visible = torch.ones_like(root, dtype=torch.bool)[:, None, None]
     return DraftTree(root[:, None], index, index, visible, index, index.float(), max_depth=0)
