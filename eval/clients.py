@@ -23,7 +23,7 @@ from tyro.conf import Positional
 from eagle_fsd.cli.exits import check_counts
 from eagle_fsd.measure.records import decimals, markdown, write_record
 from eagle_fsd.measure.settings import QuestionOptions
-from eval.command import noted, run_command
+from eval.command import option_record, run_command
 from eval.endpoints import ask, read_endpoints
 
 
@@ -94,7 +94,7 @@ def run(args: ClientsArguments) -> None:
             asked = body | {"max_tokens": args.tokens, "temperature": 0}
             rows.append({"arm": name} | measure(url, asked, prompts, clients))
             print(rows[-1], flush=True)
-    print(write_record(args.out, {"settings": noted(args), "measured": rows}, markdown({
+    print(write_record(args.out, {"settings": option_record(args), "measured": rows}, markdown({
         "endpoint": row["arm"], "clients": row["clients"], "tokens/s": f"{row['tokens'] / row['seconds']:.1f}",
         "tokens per forward": decimals(row["tau"])} for row in rows)))
 

@@ -31,12 +31,12 @@ def run_command(
     return status or ended[-1] or 0
 
 
-def noted(args: object) -> dict[str, str]:
+def option_record(args: object) -> dict[str, str]:
     """Every option by its flag's name, as records keep them."""
     notes: dict[str, str] = {}
     for name, value in vars(args).items():
         if name == "pair":  # a group of options, whose flags have no prefix
-            notes |= noted(value)
+            notes |= option_record(value)
         else:
             notes[name] = shown(value)
     return notes

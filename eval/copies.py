@@ -22,7 +22,7 @@ from eagle_fsd.measure.methods import Answer, engine, pair_text
 from eagle_fsd.measure.records import markdown, write_record
 from eagle_fsd.measure.settings import EXACT, QuestionOptions
 from eagle_fsd.prompts import encode_prompt
-from eval.command import noted, run_command
+from eval.command import option_record, run_command
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +78,7 @@ def run(args: CopiesArguments) -> None:
             row |= {name: round((taken + 0.5) / (seen + 1), 3), f"{name}, seen": int(seen)}
         rows.append(row)
     table = markdown({name: f"{value:g}" for name, value in row.items()} for row in rows)
-    print(write_record(args.out, {"settings": noted(args), "rows": rows}, f"{pair_text(model)}\n\n{table}"))
+    print(write_record(args.out, {"settings": option_record(args), "rows": rows}, f"{pair_text(model)}\n\n{table}"))
 
 
 main = partial(run_command, "eval.copies", CopiesArguments, run)

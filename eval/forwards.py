@@ -46,7 +46,7 @@ from eagle_fsd.models.loading import check_device
 from eagle_fsd.models.memory import MappedFiles
 from eagle_fsd.options import GenerateOptions
 from eagle_fsd.requests import make_requests
-from eval.command import noted, run_command
+from eval.command import option_record, run_command
 from eval.endpoints import UNCACHED, ask, read_endpoints
 from eval.plots import plot_forwards
 
@@ -273,7 +273,7 @@ def run(args: ForwardsArguments) -> None:
         rows += [{"part": f"{form} floor of a forward", "nodes": count, "rows": 1,
                   "ms": floor_of(each, rates[form], count)} for count in args.nodes]
     cuda = target.output_device.type == "cuda"
-    record = {"settings": noted(args), **described(model), "rates": rates, "rows": rows,
+    record = {"settings": option_record(args), **described(model), "rates": rates, "rows": rows,
               "computed_by": {form: each.target.computed_by for form, each in models.items()},
               "peak_bytes": torch.cuda.max_memory_allocated() if cuda else None}
     read = ", ".join(f"{form} {rate['weights_read_per_second'] / 1e9:.1f} G weights and "

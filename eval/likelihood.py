@@ -31,7 +31,7 @@ from eagle_fsd.measure.statistics import interval
 from eagle_fsd.models.target import TargetModel
 from eagle_fsd.pair import EagleModel, load
 from eagle_fsd.prompts import encode_prompt
-from eval.command import noted, run_command
+from eval.command import option_record, run_command
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,7 +135,7 @@ def run(args: LikelihoodArguments) -> None:
         **{f"nats/byte, {Path(judge).name}; difference (95%)":
            f"{each['nats_per_byte']:.3f}, {with_span(format(each['difference'], '+.3f'), each['interval'], 3)}"
            for judge, each in row["judges"].items()}} for row in rows)
-    print(write_record(args.out, {"settings": noted(args), "rows": rows},
+    print(write_record(args.out, {"settings": option_record(args), "rows": rows},
                        f"""\
 {chr(10).join(f"Judge: {model.described()[0]}{chr(92)}" for model in judges.values())}
 {len(found)} questions

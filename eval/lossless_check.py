@@ -33,7 +33,7 @@ from eagle_fsd.measure.statistics import first_difference
 from eagle_fsd.models.cache import cache_name
 from eagle_fsd.pair import EagleModel
 from eagle_fsd.prompts import encode_prompt
-from eval.command import noted, run_command
+from eval.command import option_record, run_command
 
 LEAST_EXPECTED = 5  # rarer tokens of a position are counted together
 SIGNIFICANCE = 0.01
@@ -177,7 +177,7 @@ def run(args: LosslessArguments) -> int:
     for name, differences in found.items():
         print_differences(name, differences, len(chats))
     lossless = all(difference.tie for differences in found.values() for difference in differences)
-    record = {"environment": environment(), "arguments": noted(args), "dtype": str(model.target.dtype),
+    record = {"environment": environment(), "arguments": option_record(args), "dtype": str(model.target.dtype),
               "names": dict(zip(("target", "head"), model.described(), strict=True)),
               "prompts": len(chats), "tokens": tokens,
               "identical": {name: len(chats) - len(differences) for name, differences in found.items()},

@@ -19,7 +19,7 @@ from typing import Literal
 
 from eagle_fsd.cli.arguments import Loading
 from eagle_fsd.measure.records import markdown, write_record
-from eval.command import noted, run_command
+from eval.command import option_record, run_command
 from eval.forwards import FORMS, build_pair
 
 MB = 2**20
@@ -75,7 +75,7 @@ def run(args: MemoryArguments) -> None:
     table = markdown({"form": row["form"], "weights (MB)": f"{row['weights']:.0f}", **{
         f"{name} (MB)": f"{row[name]:.0f} ({row[name] / row['weights']:.2f} x)" for name in ("resident", "peak")}}
         for row in rows)
-    print(write_record(args.out, {"settings": noted(args), "rows": rows}, f"{pair}\n\n{table}"))
+    print(write_record(args.out, {"settings": option_record(args), "rows": rows}, f"{pair}\n\n{table}"))
 
 
 main = partial(run_command, "eval.memory", MemoryArguments, run)

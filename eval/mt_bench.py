@@ -36,7 +36,7 @@ from eagle_fsd.data.questions import Question, converse
 from eagle_fsd.measure.methods import Method, engine, hf_generate
 from eagle_fsd.measure.records import environment, record_path, shown, write_json
 from eagle_fsd.measure.settings import QuestionOptions, parse_setting
-from eval.command import noted, run_command
+from eval.command import option_record, run_command
 from eval.speed import read_answers, read_note, speed
 
 # Sampling temperatures by category, as FastChat's judge sets them; other categories are greedy.
@@ -135,7 +135,7 @@ def check(args: MtBenchArguments) -> None:
 def settings_of(args: MtBenchArguments) -> dict:
     """What a resumed file must have in common: all but where it is and how much of it is asked for now."""
     left_out = ("answers", "out", "warm_up", "per_category", "categories", "limit", "model_id", "device", "device_map")
-    return {name: value for name, value in noted(args).items() if name not in left_out}
+    return {name: value for name, value in option_record(args).items() if name not in left_out}
 
 
 def run(args: MtBenchArguments) -> None:

@@ -30,7 +30,7 @@ from eagle_fsd.measure.records import markdown
 from eagle_fsd.measure.settings import EXACT, ComparisonOptions, QuestionOptions
 from eagle_fsd.models.target import TargetModel
 from eagle_fsd.prompts import encode_prompt
-from eval.command import noted, run_command
+from eval.command import option_record, run_command
 from eval.likelihood import log_probs
 
 STORED, INT8 = "as stored", "int8"
@@ -79,7 +79,7 @@ def run(args: QuantisationArguments) -> None:
     about = described(models[STORED], args)
     records = compare(methods, questions, args, about)
     table = markdown([{name: f"{value:.4g}" for name, value in found.items()}])
-    print(store(models[STORED], records, STORED, args, about | {"settings": noted(args), "likelihood": found},
+    print(store(models[STORED], records, STORED, args, about | {"settings": option_record(args), "likelihood": found},
                 preface=f"{len(texts)} texts of {args.likelihood.name}:\n\n{table}\n\n")[1])
 
 

@@ -33,7 +33,7 @@ from eagle_fsd.measure.methods import pair_text
 from eagle_fsd.measure.records import decimals, markdown, write_record
 from eagle_fsd.pair import EagleModel
 from eagle_fsd.prompts import encode_prompt
-from eval.command import noted, run_command
+from eval.command import option_record, run_command
 from eval.endpoints import UNCACHED, ask, read_endpoints
 
 SCHEMAS = Path(__file__).parent / "data" / "schemas.jsonl"
@@ -166,7 +166,7 @@ def run(args: StructuredArguments) -> None:
             row["arms"][arm] = first
         rows.append(row)
     plain = [row["arms"]["plain"] for row in rows]
-    print(write_record(args.out, {"settings": noted(args), "dtype": str(model.target.dtype), "rows": rows},
+    print(write_record(args.out, {"settings": option_record(args), "dtype": str(model.target.dtype), "rows": rows},
                        f"{pair_text(model)}\n\n{markdown(summary(arm, rows, plain) for arm in asks)}"))
 
 

@@ -25,7 +25,7 @@ from tyro.conf import UseAppendAction
 from eagle_fsd.checks import check_choice, require_number
 from eagle_fsd.data.files import read_lines
 from eagle_fsd.measure.records import bullets, decimals, markdown, shown, write_record
-from eval.command import noted, run_command
+from eval.command import option_record, run_command
 from train.config import RECIPES
 
 PROBE = 5, 25  # steps between which a run's speed is measured
@@ -132,7 +132,7 @@ def run(args: StudyArguments) -> None:
         "tokens/s, head / plain": " / ".join(
             decimals(row["tokens_per_second"][name], 1) for name in ("exact", "plain")),
     } for row in rows)
-    print(write_record(args.out / "study", {"settings": noted(args), "rows": rows}, f"""\
+    print(write_record(args.out / "study", {"settings": option_record(args), "rows": rows}, f"""\
 Target: {shown(args.target or "SmolLM2-135M-Instruct")}\\
 Heads: recipe {args.recipe}, {args.minutes:g} minutes each; {args.documents} held-out answers
 

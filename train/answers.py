@@ -42,7 +42,7 @@ SHORTEST, LONGEST = 12, 1200  # characters of a user's turn
 MOST_REPETITION = 0.2  # share of its 4-grams of words that have occurred before
 
 
-class Written(NamedTuple):
+class Completion(NamedTuple):
     """What the target wrote after a text."""
 
     text: str
@@ -71,14 +71,14 @@ def local_writer(model: EagleModel) -> Write:
 
         def ended(request: Request) -> None:
             ids = request.output().token_ids
-            done(number_of[id(request)], Written(model.tokenizer.decode(ids, skip_special_tokens=True), ids))
+            done(number_of[id(request)], Completion(model.tokenizer.decode(ids, skip_special_tokens=True), ids))
 
         decode_requests(model, requests, ended=ended)
 
     return write
 
 
-def served_writer(url: str, name: str | None, tokenizer: PreTrainedTokenizerBase, together: int) -> Write:
+def endpoint_writer(url: str, name: str | None, tokenizer: PreTrainedTokenizerBase, together: int) -> Write:
     """Writes with the target on a server with OpenAI's API, by its `completions` of token ids.
 
     Args:
@@ -102,7 +102,7 @@ def served_writer(url: str, name: str | None, tokenizer: PreTrainedTokenizerBase
         raise ValueError(f"--endpoint {url} names no model: give one with --endpoint-model")
     further: dict[str, object] = {"return_token_ids": True}  # vLLM's; who does not know it may refuse it
 
-    def ask(text: str, seed: int, sampling: Mapping) -> Written | BadRow:
+    def ask(text: str, seed: int, sampling: Mapping) -> Completion | BadRow:
         asked = {"model": name, "prompt": tokenizer(text, add_special_tokens=False)["input_ids"],
                  "seed": seed % 2**31, "max_tokens": sampling["max_new_tokens"],
                  **{key: value for key, value in sampling.items() if key != "max_new_tokens"}}
@@ -117,7 +117,7 @@ def served_writer(url: str, name: str | None, tokenizer: PreTrainedTokenizerBase
         except openai.BadRequestError as error:
             log.warning("the server refuses a prompt: %s", error)
             return BadRow("refused by the server")
-        return Written(choice.text, getattr(choice, "token_ids", None))
+        return Completion(choice.text, getattr(choice, "token_ids", None))
 
     def write(texts: Sequence[str], seeds: Sequence[int], done: Callable, **sampling: object) -> None:
         pool = ThreadPoolExecutor(together)
@@ -159,9 +159,9 @@ class Respondent:
 
     def _continue(self, texts: Sequence[str], seeds: Sequence[int], done: Callable, **sampling: object) -> None:
         """`done(number, what the target writes after that text)`, as each ends."""
-        written: list[Written | BadRow] = []
+        written: list[Completion | BadRow] = []
 
-        def count(number: int, each: Written | BadRow) -> None:
+        def count(number: int, each: Completion | BadRow) -> None:
             written.append(each)
             done(number, each)
 
@@ -170,7 +170,7 @@ class Respondent:
             self.write(texts, seeds, count, **sampling)
         self.seconds += time.perf_counter() - started
         for each in written:
-            if isinstance(each, Written):
+            if isinstance(each, Completion):
                 ids = each.token_ids
                 if ids is None:
                     ids = self.tokenizer(each.text, add_special_tokens=False)["input_ids"]
@@ -188,8 +188,8 @@ class Respondent:
                 done(number, error)
         numbers = list(texts)
 
-        def answered(place: int, said: Written | BadRow) -> None:
-            if isinstance(said, Written) and said.text.strip():
+        def answered(place: int, said: Completion | BadRow) -> None:
+            if isinstance(said, Completion) and said.text.strip():
                 known = {} if said.token_ids is None else {TOKEN_IDS: said.token_ids}
                 done(numbers[place], {"role": "assistant", "content": said.text, **known})
             else:
@@ -201,9 +201,9 @@ class Respondent:
     def user_turns(self, conversations: Sequence[Messages], seeds: Sequence[int]) -> list[str]:
         """What a user would say next in each conversation, empty where none fits; empty conversations begin."""
         openings = [user_opening(self.tokenizer, messages) for messages in conversations]
-        said: dict[int, Written | BadRow] = {}
+        said: dict[int, Completion | BadRow] = {}
         self._continue(openings, seeds, said.__setitem__, max_new_tokens=USER_TOKENS, **USER_SAMPLING)
-        return [each.text.strip() if isinstance(each, Written) else "" for _, each in sorted(said.items())]
+        return [each.text.strip() if isinstance(each, Completion) else "" for _, each in sorted(said.items())]
 
 
 def user_opening(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> str:
@@ -224,7 +224,7 @@ def is_sensible(text: str) -> bool:
             and repetition(text.split()) <= MOST_REPETITION)
 
 
-def begin_store(store: Path, about: dict) -> list:
+def open_store(store: Path, about: dict) -> list:
     """The lines of a store that was begun for the same thing; a new one is begun.
 
     Raises:
@@ -255,7 +255,7 @@ def regenerate(
     """
     done: dict[int, Messages | str] = {}
     begun: dict[int, Messages] = {}  # with answers to a part of their questions
-    for number, outcome, *more in begin_store(store, writer.settings | (about or {})):
+    for number, outcome, *more in open_store(store, writer.settings | (about or {})):
         (begun if more else done)[number] = outcome
     numbered, answerable = enumerate(records), sum(record.messages is not None for record in records)
     with Progress(desc="answers", unit="conversation", total=answerable, done=len(done)) as progress:
@@ -270,7 +270,7 @@ def regenerate(
             todo = {number: record.messages for number, record in window
                     if record.messages is not None and number not in done}
             # Those of as many turns and like length together.
-            order = sorted(todo, key=lambda number: (len(todo[number]), asked_length(todo[number])))
+            order = sorted(todo, key=lambda number: (len(todo[number]), question_length(todo[number])))
             for start in range(0, len(order), writer.batch):
                 batch = {number: todo[number] for number in order[start : start + writer.batch]}
                 answer_batch(batch, begun, writer, keep)
@@ -282,7 +282,7 @@ def regenerate(
                     yield Record(reason=answer) if isinstance(answer, str) else Record(messages=answer)
 
 
-def asked_length(messages: Messages) -> int:
+def question_length(messages: Messages) -> int:
     """Characters of all but the answers."""
     return sum(len(message["content"]) for message in messages if message["role"] != "assistant")
 
@@ -329,7 +329,7 @@ def self_prompted(
         ValueError: the store was begun for something else; or hardly any of the user's turns is worth an answer.
     """
     settings = writer.settings | {"follow_ups": follow_ups, "batch": writer.batch, "self_prompted": True}
-    found = begin_store(store, settings | (about or {}))
+    found = open_store(store, settings | (about or {}))
     seen = {messages[0]["content"].casefold() for _, messages in found}
     conversations = [messages for _, messages in found]
     first = batch = max((batch for batch, _ in found), default=-1) + 1
