@@ -126,16 +126,16 @@ def halves_changed(head):
 
 @pytest.mark.parametrize(("made", "said"), [
     (lambda small: small[0].draft, None),
-    (lambda small: trained(small, 6), "too little training"),
-    (lambda small: trained(small, 12), "more passes"),
+    (lambda small: trained(small, 6), "train longer, on more"),
+    (lambda small: trained(small, 12), "train longer, then with"),
     (lambda small: trained(small, 36, shift=1), "off by one"),
-    (lambda small: trained(small, 30, scale=4.0), "times as long as the target's: another norm or layer"),
-    (lambda small: trained(small, 40, scale=0.1), "more where it reads its own predictions"),
+    (lambda small: trained(small, 30, scale=4.0), "times as long as the target's: it was trained with another norm"),
+    (lambda small: trained(small, 40, scale=0.1), "more often if it reads its own predictions"),
     (lambda small: published(small, lambda head: head.fc.weight.mul_(2)), "times as long as the target's"),
     (lambda small: published(small, lambda head: head.layers[0].mlp.down_proj.weight.neg_()), "hardly ever agrees"),
     (lambda small: published(small, halves_changed), "hardly ever agrees"),
     (lambda small: trained(small, 0), "hardly ever agrees"),
-    (lambda small: published(small, lambda head: head.limit_vocabulary(torch.arange(300))), "larger draft vocabulary"),
+    (lambda small: published(small, lambda head: head.limit_vocabulary(torch.arange(300))), "use a larger one"),
 ], ids=["good", "6 steps", "12 steps", "off by one", "longer", "shorter", "fc", "mlp", "halves", "new", "vocabulary"])
 def test_heads_that_are_damaged_and_heads_that_are_young(small, made, said):
     """Each is told what is the matter with it, and nothing else."""
