@@ -444,6 +444,6 @@ def test_a_study_makes_each_run_once(place, tmp_path, monkeypatch, capsys):
     assert [(row["run"], row["seed"]) for row in rows] == [(n, s) for n in ("plain", "narrow") for s in (0, 1)]
     assert all(row["tau"] >= 1 and row["steps"] >= 1 and row["tokens_per_second"]["exact"] > 0 for row in rows)
     capsys.readouterr()
-    for wrong, said in ((["--run", "plain=--lr 2"], "name is taken"), (["--run", "x y"], "is no run"),
+    for wrong, said in ((["--run", "plain=--lr 2"], "name is taken"), (["--run", "x y"], 'is not "NAME=FLAGS"'),
                         (["--minutes", "0"], "--minutes must be"), (["--recipe", "huge"], "--recipe must be")):
         assert study.main([*words, *wrong]) == 2 and said in capsys.readouterr().err
