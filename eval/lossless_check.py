@@ -45,7 +45,7 @@ class LosslessArguments(QuestionOptions):
 
     Args:
         settings: lossless rules; with a lossy one, such as "fsd 0.5", the check fails. Sampling uses the first.
-        tree: size of the draft tree. Default: the fastest known on this machine.
+        tree: size of the draft tree. If omitted: the fastest known on this machine.
         max_new_tokens: most tokens in a greedy answer.
         temperature: temperature of the sampled answers.
         samples: sampled answers to each prompt; 0: none.

@@ -51,14 +51,14 @@ class MtBenchArguments(QuestionOptions):
         answers: file for the answers, then files to compare it with, the baseline last.
         out: write the comparison to OUT.json, OUT.md and OUT.png.
         setting: rule, threshold and other options of generate, for example "fsd 0.2".
-        tree: size of the draft tree. Default: the fastest known on this machine.
+        tree: size of the draft tree. If omitted: the fastest known on this machine.
         baseline: answer with model.generate.
         temperature: a number, or "category" for FastChat's temperatures.
         max_new_tokens: most tokens in the answer to a turn.
         num_choices: answers to each question, with consecutive seeds.
         seed: seed of the first answer.
         warm_up: answers without timing before the first question.
-        model_id: name in the answers file. Default: the setting.
+        model_id: name in the answers file. If omitted: the setting.
     """
 
     pair: Loading = Loading()

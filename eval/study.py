@@ -37,7 +37,7 @@ class StudyArguments:
     """Options of `eval.study`.
 
     Args:
-        target: directory, Hub ID or GGUF file of the target. Default: SmolLM2-135M-Instruct, as in eagle_fsd.load.
+        target: directory, Hub ID or GGUF file of the target. If omitted: SmolLM2-135M-Instruct, as in eagle_fsd.load.
         data: dataset from train.prepare_data, whose last documents are held out.
         features: folder from train.features.
         out: folder of the runs and the table.

@@ -50,7 +50,7 @@ class Arguments:
     """Diagnose a weak draft head.
 
     Args:
-        target: directory, Hub ID or GGUF file of the target. Default: SmolLM2-135M-Instruct, as in eagle_fsd.load.
+        target: directory, Hub ID or GGUF file of the target. If omitted: SmolLM2-135M-Instruct, as in eagle_fsd.load.
         draft: directory or Hub ID of the head.
         data: dataset from train.prepare_data, preferably one that the head did not learn.
         documents: number of documents to read, from the dataset's end.

@@ -28,32 +28,32 @@ class TrainingConfig:
     """Train a draft head for a target.
 
     Args:
-        target: directory, Hub ID or GGUF file of the target. Default: SmolLM2-135M-Instruct, as in eagle_fsd.load.
+        target: directory, Hub ID or GGUF file of the target. If omitted: SmolLM2-135M-Instruct, as in eagle_fsd.load.
         output: folder of the run. The trained head is in `head`, the head with the best held-out tau in `best`.
         conversations: files of conversations. The target answers their questions greedily, and the head learns from
             these answers. The run's folder keeps the dataset and, on a CPU, its features. For more control, use
             train.prepare_data and --data.
         data: dataset from train.prepare_data, instead of --conversations.
-        features: folder from train.features. Default: the target computes the features in every step.
+        features: folder from train.features. If omitted: the target computes the features in every step.
         target_dtype: dtype of the target when it computes features and in evaluations. auto: bfloat16, or float32 on a
             CPU where bfloat16 is slower.
         device_map: how accelerate places a large target, for example auto.
         trust_remote_code: run code from the target's repository.
         head: kind of a new head.
         init_from: directory or Hub ID of a head to continue from, instead of a new one.
-        draft_vocab_size: size of a new head's vocabulary: the tokens that are most frequent in what it learns. Default:
+        draft_vocab_size: size of a new head's vocabulary: the tokens that are most frequent in what it learns. If omitted:
             the target's whole vocabulary.
-        intermediate_size: size of a new head's MLP. Default here and in the next three options: the target's.
+        intermediate_size: size of a new head's MLP. If this or one of the next three is omitted: the target's.
         num_attention_heads: attention heads of a new head.
         num_key_value_heads: key and value heads of a new head.
         head_dim: dimension of each attention head of a new head.
-        layers: target layers whose inputs a new EAGLE-3 head reads. Default: 2, the middle one, third from the end.
+        layers: target layers whose inputs a new EAGLE-3 head reads. If omitted: 2, the middle one, third from the end.
         bias: give the fc layer of a new head a bias.
         qkv_bias: give q, k and v of a new EAGLE-2 head a bias.
         norm_before_residual: take the residual of a new EAGLE-3 head after the norm.
         objective: a name in train.objectives.OBJECTIVES, fields of Objective (tv=1,soft_ce=0.1), or a name and changed
             fields (hass,aligned_steps=4).
-        steps: optimizer steps. Default: as many as --epochs need.
+        steps: optimizer steps. If omitted: as many as --epochs need.
         epochs: passes over the data.
         batch_tokens: tokens in one optimizer step, over all processes and including padding.
         gradient_accumulation: forward passes into which each process splits its share of a step.
@@ -72,7 +72,7 @@ class TrainingConfig:
         evaluate: decode held-out prompts during training and at its end. Without evaluation, training with --features
             does not load the target.
         eval_every: steps between evaluations.
-        eval_data: dataset for evaluations. Default: the last --eval-documents of --data, which are then not learned.
+        eval_data: dataset for evaluations. If omitted: the last --eval-documents of --data, which are then not learned.
         eval_documents: number of held-out documents whose answers are decoded.
         eval_tokens: tokens to decode of each.
         decode_prompts: prompts to decode with and without the finished head, to compare speeds, for example 24.

@@ -43,16 +43,16 @@ class Arguments:
     """Compute the target's features of a dataset, and write them to disk for training.
 
     Args:
-        target: directory, Hub ID or GGUF file of the target. Default: SmolLM2-135M-Instruct, as in eagle_fsd.load.
+        target: directory, Hub ID or GGUF file of the target. If omitted: SmolLM2-135M-Instruct, as in eagle_fsd.load.
         data: dataset from train.prepare_data.
         out: folder of the features; an interrupted run continues there.
         layers: target layers whose inputs are stored too. EAGLE-3 heads read 2, the middle one and the third from the
             end.
         dtype: dtype of the target and the features.
-        device: device of the target. Default: CUDA if available, else the CPU.
+        device: device of the target. If omitted: CUDA if available, else the CPU.
         device_map: how accelerate places a large target, for example auto.
-        batch_tokens: tokens in one forward pass, including padding. Default: 16,384 on a GPU; 1,024 on a CPU, because
-            of its caches (SmolLM2 on two cores: 1,135 tokens/s, not 623).
+        batch_tokens: tokens in one forward pass, including padding. If omitted: 16,384 on a GPU, and 1,024 on a CPU for
+            its caches (SmolLM2 on two cores: 1,135 tokens/s, not 623).
         trust_remote_code: run code from the target's repository.
     """
 

@@ -43,7 +43,7 @@ class Arguments:
     the target. An interrupted run continues.
 
     Args:
-        target: directory, Hub ID or GGUF file of the target, for its tokenizer and chat template. Default:
+        target: directory, Hub ID or GGUF file of the target, for its tokenizer and chat template. If omitted:
             SmolLM2-135M-Instruct, as in eagle_fsd.load.
         data: JSON, JSONL or text files, or names for the datasets package.
         out: folder of the dataset.
@@ -60,7 +60,7 @@ class Arguments:
         follow_ups: share of these conversations that have a second turn.
         endpoint: OpenAI-compatible server, such as vLLM or llama.cpp, that serves the target and writes the answers:
             "http://127.0.0.1:8081/v1". Its key is read from OPENAI_API_KEY.
-        endpoint_model: name of the target on this server. Default: the server's first model.
+        endpoint_model: name of the target on this server. If omitted: the server's first model.
         system: system turn for conversations without one.
         exclude: files of evaluation questions. Conversations in which a user turn shares ten consecutive words with
             one of them, or equals a shorter one, are left out and counted.
