@@ -16,8 +16,7 @@ from train import answers
 from train.answers import Respondent, endpoint_writer, is_sensible, local_writer, regenerate, self_prompted
 from train.documents import Documents
 from train.encoding import encode_dataset, encode_record
-from train.overlap import exclude_overlapping
-from train.prepare_data import Arguments, run
+from train.prepare_data import Arguments, exclude_overlapping, run
 
 
 def chat(*contents: str) -> list[dict[str, str]]:

@@ -41,8 +41,8 @@ class TrainingConfig:
         trust_remote_code: run code from the target's repository.
         head: kind of a new head.
         init_from: directory or Hub ID of a head to continue from, instead of a new one.
-        draft_vocab_size: size of a new head's vocabulary: the tokens that are most frequent in what it learns. If omitted:
-            the target's whole vocabulary.
+        draft_vocab_size: limit the vocabulary of a new head to this many of the most frequent learned tokens. If
+            omitted: all tokens.
         intermediate_size: size of a new head's MLP. If this or one of the next three is omitted: the target's.
         num_attention_heads: attention heads of a new head.
         num_key_value_heads: key and value heads of a new head.

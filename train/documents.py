@@ -65,8 +65,8 @@ class Documents:
             hasher.update(np.ascontiguousarray(getattr(self, name)).data)
         return hasher.hexdigest()[:16]
 
-    def save(self, directory: Path, summary: dict | None = None) -> None:
-        """Write the dataset atomically; it replaces a dataset in the same folder.
+    def save(self, directory: Path, summary: dict | None = None) -> dict:
+        """Write the dataset atomically, replacing a dataset in the same folder; return `summary` with its counts.
 
         Raises:
             ValueError: see `check_folder`.
@@ -77,14 +77,13 @@ class Documents:
         part.mkdir(parents=True)
         for name in ARRAYS:
             np.save(part / f"{name}.npy", getattr(self, name))
-        counts = {
-            "documents": len(self), "tokens": len(self.tokens), "learned_tokens": int(self.learned.sum()),
-            "longest": int(self.lengths.max()),
-        }
-        (part / "summary.json").write_text(json.dumps({**(summary or {}), **counts}, indent=1) + "\n", encoding="utf-8")
+        summary = {**(summary or {}), "documents": len(self), "tokens": len(self.tokens),
+                   "learned_tokens": int(self.learned.sum()), "longest": int(self.lengths.max())}
+        (part / "summary.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
         if directory.exists():
             shutil.rmtree(directory)
         part.replace(directory)
+        return summary
 
     @classmethod
     def load(cls, directory: Path) -> Documents:

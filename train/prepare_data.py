@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import json
 import logging
+import re
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -25,13 +26,15 @@ from eagle_fsd.cli.exits import check_counts, exit_status
 from eagle_fsd.data.conversations import Record, read_records
 from eagle_fsd.data.files import only_writer
 from eagle_fsd.data.gguf import target_source
+from eagle_fsd.data.questions import read_questions
 from eagle_fsd.heads.catalogue import default_target
 from eagle_fsd.models.loading import check_dtype, load_target
 from eagle_fsd.pair import EagleModel, set_attention
 from train.answers import Respondent, endpoint_writer, local_writer, regenerate, self_prompted
 from train.documents import check_folder
 from train.encoding import check_tokenizer, encode_dataset
-from train.overlap import exclude_overlapping
+
+EXCLUDED_WORDS = 10  # length of the n-grams of --exclude; a shorter question matches only a turn with exactly its words
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,6 +113,11 @@ def run(arguments: Arguments) -> dict:
     check_counts(arguments, "limit", "max_new_tokens", "self_prompted", "batch")
     if bool(arguments.data) == (arguments.self_prompted is not None):
         raise ValueError("pass either --data or --self-prompted")
+    own = arguments.regenerate or arguments.self_prompted
+    if arguments.endpoint and not own:
+        raise ValueError("--endpoint needs --regenerate or --self-prompted: it writes answers")
+    if arguments.endpoint and arguments.draft:
+        raise ValueError("--draft cannot be combined with --endpoint: it drafts for answers written in this process")
     require_number("--temperature", arguments.temperature, "a number of at least 0", lambda value: value >= 0)
     check_interval("--follow-ups", arguments.follow_ups, 1.0, True)
     for source in arguments.data:
@@ -134,11 +142,6 @@ def run(arguments: Arguments) -> dict:
     tokenizer = AutoTokenizer.from_pretrained(place, trust_remote_code=arguments.trust_remote_code)
     if arguments.chat_template:
         tokenizer.chat_template = arguments.chat_template.read_text(encoding="utf-8")
-    if arguments.endpoint and not (arguments.regenerate or arguments.self_prompted):
-        raise ValueError("--endpoint needs --regenerate or --self-prompted: it writes answers")
-    if arguments.endpoint and arguments.draft:
-        raise ValueError("--draft cannot be combined with --endpoint: it drafts for answers written in this process")
-    own = arguments.regenerate or arguments.self_prompted
     if own or (arguments.format != "text" and tokenizer.chat_template):
         check_tokenizer(tokenizer)
     with only_writer(answers_path(arguments)) if own else nullcontext():
@@ -150,8 +153,7 @@ def run(arguments: Arguments) -> dict:
                                            quiet=bool(own))
     about = {"target": arguments.target, "data": list(arguments.data), "regenerated": arguments.regenerate,
              "self_prompted": arguments.self_prompted}
-    documents.save(arguments.out, about | counts)
-    return json.loads((arguments.out / "summary.json").read_text(encoding="utf-8"))
+    return documents.save(arguments.out, about | counts)
 
 
 def with_system(record: Record, text: str) -> Record:
@@ -159,6 +161,34 @@ def with_system(record: Record, text: str) -> Record:
     if record.messages is None or record.messages[0]["role"] == "system":
         return record
     return Record(messages=[{"role": "system", "content": text}, *record.messages])
+
+
+def grams(text: str) -> Iterator[tuple[str, ...]]:
+    """The word n-grams of a text, ignoring case and punctuation. A shorter text is one n-gram."""
+    words = re.findall(r"\w+", text.casefold())
+    for start in range(max(1, len(words) - EXCLUDED_WORDS + 1)):
+        yield tuple(words[start : start + EXCLUDED_WORDS])
+
+
+def exclude_overlapping(records: Iterable[Record], files: Sequence[Path]) -> Iterator[Record]:
+    """Replace each record that shares an n-gram with a question by a bad record.
+
+    Args:
+        files: question files for `read_questions`.
+
+    Raises:
+        ValueError: a file without questions.
+    """
+    questions = {gram for file in files for question in read_questions(file) for turn in question.turns
+                 for gram in grams(turn)} - {()}
+    return (Record(reason="shares words with --exclude") if questions and any(
+        gram in questions for text in user_texts(record) for gram in grams(text)) else record for record in records)
+
+
+def user_texts(record: Record) -> list[str]:
+    """The user turns of a record, or its plain text."""
+    return [record.text] if record.text else [
+        message["content"] for message in record.messages or [] if message["role"] == "user"]
 
 
 def answers_path(arguments: Arguments) -> Path:
