@@ -96,18 +96,18 @@ def answered(log: Path, questions: Sequence[Question], reference: str) -> list[t
 
 
 def likelihood_rows(
-    found: Sequence[tuple[Question, Mapping[str, Mapping]]], judges: Mapping[str, EagleModel], reference: str
+    complete: Sequence[tuple[Question, Mapping[str, Mapping]]], judges: Mapping[str, EagleModel], reference: str
 ) -> list[dict]:
     """One row per method: tokens per answer, repeated 4-grams, and for each judge the nats per byte, the difference
     from the reference, and its 95% interval over questions."""
     def difference(nats: np.ndarray, sizes: np.ndarray, their_nats: np.ndarray, their_sizes: np.ndarray) -> np.ndarray:
         return nats.sum(-1) / sizes.sum(-1) - their_nats.sum(-1) / their_sizes.sum(-1)
 
-    methods = list(found[0][1])
-    sizes = {name: np.array([max(1, len("".join(records[name]["turns"]).encode())) for _, records in found], float)
+    methods = list(complete[0][1])
+    sizes = {name: np.array([max(1, len("".join(records[name]["turns"]).encode())) for _, records in complete], float)
              for name in methods}
-    nats = {(judge, name): np.empty(len(found)) for judge in judges for name in methods}
-    for number, (question, records) in enumerate(Progress(found, desc="reading", unit="question")):
+    nats = {(judge, name): np.empty(len(complete)) for judge in judges for name in methods}
+    for number, (question, records) in enumerate(Progress(complete, desc="reading", unit="question")):
         for judge, model in judges.items():
             for name in methods:
                 nats[judge, name][number] = nats_of(model, question, records[name]["turns"])
@@ -118,17 +118,17 @@ def likelihood_rows(
             columns = nats[judge, name], sizes[name], nats[judge, reference], sizes[reference]
             by_judge[judge] = {"nats_per_byte": float(columns[0].sum() / columns[1].sum()),
                                "difference": float(difference(*columns)), "interval": interval(difference, *columns)}
-        rows.append({"method": name, "answers": len(found), "judges": by_judge,
-                     **{key: sum(records[name][key] for _, records in found) / len(found)
+        rows.append({"method": name, "answers": len(complete), "judges": by_judge,
+                     **{key: sum(records[name][key] for _, records in complete) / len(complete)
                         for key in ("tokens", "repeated")}})
     return rows
 
 
 def run(args: LikelihoodArguments) -> None:
     check_counts(args, "per_category", "limit")
-    found = answered(args.answers, args.chosen_questions(), args.reference)
+    complete = answered(args.answers, args.chosen_questions(), args.reference)
     judges = {shown(name): load(name, dtype=args.dtype) for name in args.judges}
-    rows = likelihood_rows(found, judges, args.reference)
+    rows = likelihood_rows(complete, judges, args.reference)
     table = markdown({
         "method": row["method"], "tokens/answer": decimals(row["tokens"], 0),
         "repeated 4-grams": percent(row["repeated"]),
@@ -138,7 +138,7 @@ def run(args: LikelihoodArguments) -> None:
     print(write_record(args.out, {"settings": option_record(args), "rows": rows},
                        f"""\
 {chr(10).join(f"Judge: {model.described()[0]}{chr(92)}" for model in judges.values())}
-{len(found)} questions
+{len(complete)} questions
 
 {table}
 

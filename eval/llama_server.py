@@ -49,7 +49,7 @@ def convert(source: Path, target: Path, kind: str) -> None:
     import gguf
     import numpy as np
 
-    wanted, reader = gguf.GGMLQuantizationType[kind.upper()], gguf.GGUFReader(source)
+    new_type, reader = gguf.GGMLQuantizationType[kind.upper()], gguf.GGUFReader(source)
     writer = gguf.GGUFWriter(target, reader.fields["general.architecture"].contents())
     for name, field in reader.fields.items():
         if name.startswith("GGUF.") or name == "general.architecture":
@@ -61,7 +61,7 @@ def convert(source: Path, target: Path, kind: str) -> None:
     for tensor in reader.tensors:
         values = gguf.quants.dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
         if values.ndim > 1:
-            writer.add_tensor(tensor.name, gguf.quants.quantize(values, wanted), raw_dtype=wanted)
+            writer.add_tensor(tensor.name, gguf.quants.quantize(values, new_type), raw_dtype=new_type)
         else:
             writer.add_tensor(tensor.name, values)
     writer.write_header_to_file()

@@ -108,15 +108,15 @@ def check_greedy(
         chats: a chat for each question, by the question's id.
     """
     theirs, total = hf_generate(model), 0
-    found: dict[str, list[Difference]] = {name: [] for name in methods}
+    by_method: dict[str, list[Difference]] = {name: [] for name in methods}
     for question, chat in Progress(chats.items(), desc="greedy", unit="prompt"):
         first = theirs(chat, new_tokens).token_ids
         total += len(first)
         for name, ours in methods.items():
             second = ours(chat, new_tokens).token_ids
             if first != second:
-                found[name].append(explain(model, encode_prompt(chat, model), first, second, question))
-    return found, total
+                by_method[name].append(explain(model, encode_prompt(chat, model), first, second, question))
+    return by_method, total
 
 
 def homogeneity(first: Sequence[object], second: Sequence[object]) -> float:
@@ -173,16 +173,16 @@ def run(args: LosslessArguments) -> int:
     questions = args.chosen_questions()
     model = args.pair.load()
     chats = {question.id: [{"role": "user", "content": question.turns[0]}] for question in questions}
-    found, tokens = check_greedy(
+    by_method, tokens = check_greedy(
         model, chats, {name: engine(model, **each) for name, each in options.items()}, args.max_new_tokens)
-    for name, differences in found.items():
+    for name, differences in by_method.items():
         print_differences(name, differences, len(chats))
-    lossless = all(difference.tie for differences in found.values() for difference in differences)
+    lossless = all(difference.tie for differences in by_method.values() for difference in differences)
     record = {"environment": environment(), "arguments": option_record(args), "dtype": str(model.target.dtype),
               "names": dict(zip(("target", "head"), model.described(), strict=True)),
               "prompts": len(chats), "tokens": tokens,
-              "identical": {name: len(chats) - len(differences) for name, differences in found.items()},
-              "differences": {name: [asdict(each) for each in differences] for name, differences in found.items()}}
+              "identical": {name: len(chats) - len(differences) for name, differences in by_method.items()},
+              "differences": {name: [asdict(each) for each in differences] for name, differences in by_method.items()}}
     if args.samples:
         rows = check_sampling(model, list(chats.values())[: args.sampled_prompts], options[args.settings[0]],
                               args.temperature, args.samples, args.sampled_tokens)

@@ -110,9 +110,9 @@ def check_comparable(path: Path, baseline: Path) -> None:
 
 def made_by(note: Mapping) -> str:
     """Command, commit and pair of the answers. Older files do not name the pair."""
-    made = f"`{note['environment']['command']}` at {note['environment']['commit']}"
+    source = f"`{note['environment']['command']}` at {note['environment']['commit']}"
     names = note.get("names")
-    return f"{made}; target {names['target']}, head {names['head'] or 'none'}" if names else made
+    return f"{source}; target {names['target']}, head {names['head'] or 'none'}" if names else source
 
 
 def speed_rows(files: Mapping[str, Mapping[int | str, Mapping]]) -> dict[str, list[dict]]:

@@ -42,9 +42,9 @@ class Case:
             for each in (rule.threshold if threshold is None else threshold, left))
         return walk(rule, self, Permission(threshold, left, within))
 
-    def paths(self, rule: Rule, *given) -> list[list[int]]:
+    def paths(self, rule: Rule, *arguments) -> list[list[int]]:
         """The accepted nodes of each row, starting with the root."""
-        return [[step.node for step in steps] for steps in self.walk(rule, *given)]
+        return [[step.node for step in steps] for steps in self.walk(rule, *arguments)]
 
     def take(self, rows: list[int]) -> "Case":
         """A case of these rows, which may repeat."""

@@ -46,11 +46,11 @@ class Here:
 @contextmanager
 def here(pair=None, key=None, tree=None, **options):
     """A server in a thread with these `ServeOptions`, for `pair` or a tiny one."""
-    made = Here(pair or tiny_chat_pair(max_position_embeddings=2048), ServeOptions(port=0, **options), key, tree)
+    server = Here(pair or tiny_chat_pair(max_position_embeddings=2048), ServeOptions(port=0, **options), key, tree)
     try:
-        yield made
+        yield server
     finally:
-        made.stop()
+        server.stop()
 
 
 class Served:
@@ -67,8 +67,8 @@ class Served:
     def listen(self):
         for line in self.process.stderr:
             self.log.append(line)
-            if found := re.search(r"serving .* at (http://\S+)", line):
-                self.url = found[1]
+            if match := re.search(r"serving .* at (http://\S+)", line):
+                self.url = match[1]
                 self.ready.set()
         self.ready.set()
 

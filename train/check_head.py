@@ -94,13 +94,13 @@ def examine(
         chosen: indices of the documents to read.
         header: tokens that the chat template puts before each answer.
     """
-    found, loss = Findings(), AlignedLoss(head, Objective(soft_ce=1.0, aligned_steps=STEPS), target.logits)
+    totals, loss = Findings(), AlignedLoss(head, Objective(soft_ce=1.0, aligned_steps=STEPS), target.logits)
     for index in Progress(chosen, desc="documents", unit="document"):
         tokens, learned = (torch.from_numpy(array).to(target.device)
                            for array in documents.collate(np.asarray([index])))  # [1, T]
-        found.documents += 1
+        totals.documents += 1
         text = tokens[0].tolist()
-        found.with_header += any(text[at : at + len(header)] == list(header) for at in range(len(text)))
+        totals.with_header += any(text[at : at + len(header)] == list(header) for at in range(len(text)))
         learned[:, :2] = False  # two tokens must come before
         at = learned[0].nonzero().flatten()  # [M]
         if not len(at):
@@ -108,14 +108,14 @@ def examine(
         features = target.features(tokens, use_cache=False)  # [1, T, F]
         log_p = target.logits(features[0, at - 1]).float().log_softmax(-1)  # [M, V]
         best = log_p.argmax(-1)
-        found.tokens += len(at)
-        found.own += int((best == tokens[0, at]).sum())
-        found.surprise -= float(log_p.gather(1, tokens[0, at, None]).sum())
-        found.entropy -= float((log_p.exp() * log_p).sum())
-        found.likeliest += float(log_p.amax(-1).exp().sum())
-        found.covered += int(head.names(tokens[0, at]).sum())
+        totals.tokens += len(at)
+        totals.own += int((best == tokens[0, at]).sum())
+        totals.surprise -= float(log_p.gather(1, tokens[0, at, None]).sum())
+        totals.entropy -= float((log_p.exp() * log_p).sum())
+        totals.likeliest += float(log_p.amax(-1).exp().sum())
+        totals.covered += int(head.names(tokens[0, at]).sum())
         agreed = loss(features, tokens, learned)[1]
-        found.agreed = agreed if found.agreed is None else found.agreed + agreed
+        totals.agreed = agreed if totals.agreed is None else totals.agreed + agreed
         inner = at[learned[0].roll(-1)[at]]
         after, counted = target.logits(features[0, inner]).argmax(-1), torch.isin(at, inner)
         shifted = torch.zeros(3)
@@ -128,40 +128,40 @@ def examine(
             if shift:
                 shifted[2] = (token[counted] == after).sum()
             elif not isinstance(head, Eagle3Head):
-                found.lengths += float((predicted.norm(dim=-1) / features[0, at - 1].norm(dim=-1)).sum())
-        found.shifted = shifted if found.shifted is None else found.shifted + shifted
-        found.followed += len(inner)
-    return found
+                totals.lengths += float((predicted.norm(dim=-1) / features[0, at - 1].norm(dim=-1)).sum())
+        totals.shifted = shifted if totals.shifted is None else totals.shifted + shifted
+        totals.followed += len(inner)
+    return totals
 
 
-def verdicts(found: Findings, eagle3: bool) -> list[str]:
+def verdicts(totals: Findings, eagle3: bool) -> list[str]:
     """Likely causes of a weak head, in words; an empty list if there is none."""
-    count, agreed = found.tokens, (found.agreed / found.tokens).tolist()
+    count, agreed = totals.tokens, (totals.agreed / totals.tokens).tolist()
     causes = []
-    if found.with_header < found.documents:
-        causes.append(f"{found.documents - found.with_header} of {found.documents} documents lack the target's chat "
+    if totals.with_header < totals.documents:
+        causes.append(f"{totals.documents - totals.with_header} of {totals.documents} documents lack the target's chat "
                       "template: they are plain text, or were prepared with another target")
     # The end marks of a few truncated answers are very surprising too, hence the second condition.
-    if found.surprise > FOREIGN * found.entropy and found.own < found.likeliest:
+    if totals.surprise > FOREIGN * totals.entropy and totals.own < totals.likeliest:
         causes.append("the target did not write these answers (its cross-entropy on them is "
-                      f"{found.surprise / count:.2f} nats per token, on its own samples {found.entropy / count:.2f}; "
-                      f"{found.own / count:.0%} of the tokens are its most likely ones, of its samples "
-                      f"{found.likeliest / count:.0%}): train on its own answers (--regenerate)")
-    as_used, own, following = (found.shifted / max(1, found.followed)).tolist()
+                      f"{totals.surprise / count:.2f} nats per token, on its own samples {totals.entropy / count:.2f}; "
+                      f"{totals.own / count:.0%} of the tokens are its most likely ones, of its samples "
+                      f"{totals.likeliest / count:.0%}): train on its own answers (--regenerate)")
+    as_used, own, following = (totals.shifted / max(1, totals.followed)).tolist()
     if agreed[0] < HARDLY:
         causes.append(f"the head hardly ever agrees with the target ({agreed[0]:.1%}): it is damaged, hardly trained, "
                       "or made for another target or for other layers")
     elif max(own, following) > as_used + SHIFTED:
         causes.append("the head is off by one: it agrees more often if it reads each token with the feature of the "
                       f"same position ({max(own, following):.2f}, in decoding {as_used:.2f})")
-    elif not eagle3 and found.lengths / count > TOO_LONG:
-        causes.append(f"the head's features are {found.lengths / count:.2f} times as long as the target's: it was "
+    elif not eagle3 and totals.lengths / count > TOO_LONG:
+        causes.append(f"the head's features are {totals.lengths / count:.2f} times as long as the target's: it was "
                       "trained with another norm or layer")
     elif agreed[-1] > agreed[0] + RISING:
         causes.append(f"the head agrees more often if it reads its own predictions ({agreed[-1]:.2f}) than the "
                       f"target's features ({agreed[0]:.2f}): it was trained with another norm or layer")
-    if found.covered / count < COVERED:
-        causes.append(f"the draft vocabulary covers {found.covered / count:.1%} of the tokens: use a larger one")
+    if totals.covered / count < COVERED:
+        causes.append(f"the draft vocabulary covers {totals.covered / count:.1%} of the tokens: use a larger one")
     low = [position + 1 for position, (mine, good) in enumerate(zip(agreed, GOOD, strict=True)) if mine < 0.9 * good]
     if low and not causes:
         causes.append(f"the head agrees less often than SmolLM2's bundled head at positions {low}: " + (
@@ -186,20 +186,20 @@ def run(arguments: Arguments) -> None:
     chosen = range(len(documents))[-arguments.documents :]
     question = [{"role": "user", "content": ANYTHING}]
     header = tokenizer(render(tokenizer, question, True).rpartition(ANYTHING)[2], add_special_tokens=False)["input_ids"]
-    found = examine(pair.draft, pair.target, documents, chosen, header)
-    if not found.tokens:
+    totals = examine(pair.draft, pair.target, documents, chosen, header)
+    if not totals.tokens:
         raise ValueError(f"{arguments.data} has no learned token in its last {arguments.documents} documents")
-    count = found.tokens
+    count = totals.tokens
     for name, value in {
-        "learned tokens": f"{count} in {found.documents} documents",
-        "most likely to the target": f"{found.own / count:.1%}",
-        "target's cross-entropy": f"{found.surprise / count:.2f} nats per token; entropy {found.entropy / count:.2f}",
-        "in the draft vocabulary": f"{found.covered / count:.1%}",
-        "agreement, position 1 to 5": " ".join(f"{each / count:.2f}" for each in found.agreed.tolist())
+        "learned tokens": f"{count} in {totals.documents} documents",
+        "most likely to the target": f"{totals.own / count:.1%}",
+        "target's cross-entropy": f"{totals.surprise / count:.2f} nats per token; entropy {totals.entropy / count:.2f}",
+        "in the draft vocabulary": f"{totals.covered / count:.1%}",
+        "agreement, position 1 to 5": " ".join(f"{each / count:.2f}" for each in totals.agreed.tolist())
         + f" (SmolLM2's bundled head: {' '.join(f'{each:.2f}' for each in GOOD)})",
     }.items():
         print(f"{name + ':':<28}{value}")
-    for verdict in verdicts(found, isinstance(head, Eagle3Head)) or ["no fault was detected"]:
+    for verdict in verdicts(totals, isinstance(head, Eagle3Head)) or ["no fault was detected"]:
         print(f"- {verdict}")
 
 

@@ -99,8 +99,8 @@ def write_features(
         with Progress(desc="features", unit="token", total=total, done=total - missing) as progress:
             for number in todo:
                 rows = np.arange(bounds[number], bounds[number + 1])
-                made = {"features": shard_features(target, documents, rows, batch_tokens, progress.update)}
-                save_atomically(shard_path(directory, number), lambda path, made=made: save_file(made, path))
+                tensors = {"features": shard_features(target, documents, rows, batch_tokens, progress.update)}
+                save_atomically(shard_path(directory, number), lambda path, tensors=tensors: save_file(tensors, path))
 
 
 def bytes_needed(tokens: int, target: TargetModel) -> int:

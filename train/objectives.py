@@ -127,7 +127,7 @@ def objective_text(objective: Objective) -> str:
 def term_sums(
     objective: Objective,
     predicted: Tensor,  # [M, D]
-    wanted: Tensor,  # [M, D]
+    true_features: Tensor,  # [M, D]
     log_q: Tensor,  # [M / logit_stride or fewer, R], the head's log-probabilities
     p: Tensor,  # of the same shape, the target's probabilities
 ) -> Tensor:
@@ -145,7 +145,7 @@ def term_sums(
             total = total - objective.lk * overlap.clamp_min(1e-6).log().sum()
     total = total * objective.logit_stride
     if objective.regression:
-        distance = nn.functional.smooth_l1_loss(predicted.float(), wanted.float(), reduction="none")
+        distance = nn.functional.smooth_l1_loss(predicted.float(), true_features.float(), reduction="none")
         total = total + objective.regression * distance.mean(-1).sum()
     return total
 
@@ -199,13 +199,13 @@ class AlignedLoss(nn.Module):
         # Position i pairs feature i with token i + 1 and predicts feature i + 1, whose logits are for token i + 2.
         read = features if noise is None else features + noise
         inputs, following = self.head.read(read[:, :-2]), tokens[:, 1:-1]
-        wanted, chosen = features[:, 1:-1, -self.head.target_hidden_size :], learned[:, 2:]
+        true_features, chosen = features[:, 1:-1, -self.head.target_hidden_size :], learned[:, 2:]
         first, length = inputs[:, :1], inputs.shape[1]
         positions = torch.arange(length, device=tokens.device)[None]
         compared = chosen & (positions % objective.logit_stride == self.residue)
         compared &= self.head.names(tokens[:, 2:])
         with torch.no_grad():
-            p = self.head.target_logits(wanted[compared], logits_of).float().softmax(-1)  # [M / logit_stride, R]
+            p = self.head.target_logits(true_features[compared], logits_of).float().softmax(-1)  # [M / logit_stride, R]
         kind = tokens.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else inputs.dtype
         needs_mask = self.head.config._attn_implementation == "eager"  # sdpa is causal by itself, without a mask
@@ -217,7 +217,7 @@ class AlignedLoss(nn.Module):
             predicted = self.head(inputs, following, positions, mask, cache)
             with torch.set_grad_enabled(torch.is_grad_enabled() and objective.learns_logits):
                 log_q = self.head.own_logits(predicted[compared], logits_of).float().log_softmax(-1)
-            terms = term_sums(objective, predicted[chosen], wanted[chosen], log_q, p)
+            terms = term_sums(objective, predicted[chosen], true_features[chosen], log_q, p)
             loss = loss + objective.step_decay ** (step - 1) * terms
             agreement.append((log_q.argmax(-1) == p.argmax(-1)).sum() * objective.logit_stride)
             # The next step's input at i is this step's prediction for i, made at i - 1; position 0 keeps the true one.
