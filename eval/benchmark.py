@@ -5,11 +5,11 @@
     python -m eval.benchmark --questions mt_bench.jsonl --endpoints "llama.cpp=http://127.0.0.1:8081/v1" --out runs/both
     python -m eval.benchmark --questions humaneval.jsonl gsm8k_test.jsonl --per-category 40 --run-code --out runs/code
 
-Every question, with all its turns, is answered by every method before the next one, in an order that rotates; the
-first questions are run once unmeasured. "EAGLE-2 (head alone)" drafts with the head only (text_drafts="off"), as
-published; `exact` and the settings also copy drafts from the text. Speed is new tokens over wall time, prompts
-included. Answers are kept as they come, in OUT.answers.jsonl: a run that was stopped goes on with the questions that
-are missing.
+Every method answers a question, with all its turns, before the next question; the order of the methods rotates. The
+first questions are also answered once without timing. "EAGLE-2 (head alone)" drafts with the head only
+(text_drafts="off"), as published; `exact` and the settings also copy drafts from the text. Speed is new tokens per
+second of wall time, including prompts. OUT.answers.jsonl stores the answers, so that the same command continues an
+interrupted run.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ BASELINE, LOOKUP, UNDRAFTED, COPIES = "model.generate", "prompt lookup", "no dra
 
 
 def head_alone(model: EagleModel) -> str:
-    """What `exact` is called where nothing is copied from the text: the published method."""
+    """The name of `exact` without text drafts, which is the published method."""
     return f"{'EAGLE-3' if isinstance(model.draft, Eagle3Head) else 'EAGLE-2'} (head alone)"
 
 
 @dataclass(frozen=True, kw_only=True)
 class BenchmarkArguments(ComparisonOptions, QuestionOptions):
-    """What `eval.benchmark` compares.
+    """Options of `eval.benchmark`.
 
     Args:
-        settings: rules with thresholds, and other options of generate: "fsd 0.3" "fsd 0.5 head_guard=none".
-        then: a further turn of every question, such as "Now add type hints, and return the whole program."
-        without_head: compare also drafts that are copied from the text alone.
+        settings: rules with thresholds and other options of generate: "fsd 0.3" "fsd 0.5 head_guard=none".
+        then: additional last turn of every question, for example "Now add type hints, and return the whole program."
+        without_head: also compare decoding with text drafts but no head.
         endpoints: servers to compare with, as "NAME=URL" or "NAME=URL#MODEL"; see eval/endpoints.py.
-        warm_up: questions that are answered once unmeasured.
+        warm_up: questions to answer once without timing.
     """
 
     pair: Loading = Loading()
@@ -102,7 +102,7 @@ def run(args: BenchmarkArguments) -> None:
     plot_speeds(rows, record_path(args.out, ".png"))
 
 
-main = partial(run_command, "eval.benchmark", BenchmarkArguments, run, stopped="stopped; the same command goes on")
+main = partial(run_command, "eval.benchmark", BenchmarkArguments, run, stopped="stopped; the same command continues")
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,9 +1,9 @@
-"""Tokens/s of OpenAI endpoints with one and several clients, and vLLM's accepted length; arms in turn.
+"""Compare the tokens/s of OpenAI endpoints for one and several concurrent clients, and vLLM's accepted length.
 
     python -m eval.clients --questions mt_bench.jsonl --per-category 1 --out runs/clients \\
         'vLLM=http://127.0.0.1:8000/v1' 'vLLM 0.3=http://127.0.0.1:8000/v1 {"vllm_xargs": {"eagle_fsd_threshold": 0.3}}'
 
-An arm is an endpoint as in eval.endpoints, then what its requests say beside the rest.
+An arm is an endpoint as in eval.endpoints, optionally followed by a JSON object with further fields of its requests.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from tyro.conf import Positional
 from eagle_fsd.cli.exits import check_counts
 from eagle_fsd.measure.records import decimals, markdown, write_record
 from eagle_fsd.measure.settings import QuestionOptions
-from eval.command import noted, run_command
+from eval.command import option_record, run_command
 from eval.endpoints import ask, read_endpoints
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClientsArguments(QuestionOptions):
-    """What is compared; of the questions the first turns are asked.
+    """Options of `eval.clients`, which asks the first turn of each question.
 
     Args:
-        arms: endpoints, each with what its requests say beside the rest.
-        tokens: of an answer, at most.
-        clients: at a time.
-        out: where the record goes, without .json and .md.
+        arms: endpoints, each optionally followed by a JSON object with further fields of its requests.
+        tokens: most tokens in an answer.
+        clients: numbers of concurrent clients.
+        out: write OUT.json and OUT.md.
     """
 
     arms: Positional[tuple[str, ...]]
@@ -45,7 +45,7 @@ class ClientsArguments(QuestionOptions):
 
 
 def drafted(url: str) -> tuple[float, float]:
-    """Drafts and accepted tokens that vLLM has counted; zeros for other servers."""
+    """vLLM's counters of drafts and accepted tokens; zeros for other servers."""
     try:
         with urllib.request.urlopen(url.removesuffix("/v1") + "/metrics", timeout=10) as page:
             text = page.read().decode()
@@ -56,7 +56,7 @@ def drafted(url: str) -> tuple[float, float]:
 
 
 def measure(url: str, body: dict, prompts: list[str], clients: int) -> dict:
-    """One answer to each prompt by so many clients."""
+    """Answer each prompt once, with `clients` concurrent requests."""
     def answer(prompt: str) -> int:
         messages = [{"role": "user", "content": prompt}]
         return ask(f"{url}/chat/completions", body | {"messages": messages})["usage"]["completion_tokens"]
@@ -70,23 +70,23 @@ def measure(url: str, body: dict, prompts: list[str], clients: int) -> dict:
 
 
 def read_arm(text: str) -> tuple[str, str, dict]:
-    """Name, address and body of an arm.
+    """Name, URL and request body of an arm.
 
     Raises:
-        ValueError: see `read_endpoints`, or no JSON object after it.
+        ValueError: see `read_endpoints`; or the text after the endpoint is not a JSON object.
     """
     place, brace, extra = text.partition(" {")
     ((name, (url, model)),) = read_endpoints((place,)).items()
     try:
         return name, url, {"model": model} | (json.loads("{" + extra) if brace else {})
     except ValueError as error:
-        raise ValueError(f"{text!r}: what follows the endpoint must be a JSON object") from error
+        raise ValueError(f"{text!r}: the text after the endpoint must be a JSON object") from error
 
 
 def run(args: ClientsArguments) -> None:
     check_counts(args, "per_category", "limit", "tokens")
     if not (args.arms and args.clients and min(args.clients) >= 1):
-        raise ValueError(f"it takes an endpoint, and --clients of at least 1, got {args.arms} and {args.clients}")
+        raise ValueError(f"pass at least one endpoint, and --clients of at least 1, got {args.arms} and {args.clients}")
     prompts = [question.turns[0] for question in args.chosen_questions()]
     arms, rows = [read_arm(arm) for arm in args.arms], []
     for clients in args.clients:
@@ -94,7 +94,7 @@ def run(args: ClientsArguments) -> None:
             asked = body | {"max_tokens": args.tokens, "temperature": 0}
             rows.append({"arm": name} | measure(url, asked, prompts, clients))
             print(rows[-1], flush=True)
-    print(write_record(args.out, {"settings": noted(args), "measured": rows}, markdown({
+    print(write_record(args.out, {"settings": option_record(args), "measured": rows}, markdown({
         "endpoint": row["arm"], "clients": row["clients"], "tokens/s": f"{row['tokens'] / row['seconds']:.1f}",
         "tokens per forward": decimals(row["tau"])} for row in rows)))
 

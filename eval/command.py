@@ -1,4 +1,4 @@
-"""What all commands of evaluation do alike: read and note their options, end with a status."""
+"""Shared parts of the evaluation commands: options, their record, and the exit status."""
 
 from __future__ import annotations
 
@@ -17,26 +17,23 @@ def run_command(
     module: str, arguments: type[A], work: Callable[[A], int | None], argv: Sequence[str] | None = None, *,
     stopped: str | None = None,
 ) -> int:
-    """The exit status of a command: that of `work` (None: 0), or see `exit_status`.
+    """Run a command and return its exit status: the result of `work` (None: 0), or that of `exit_status`.
 
     Args:
-        module: such as "eval.benchmark".
-        arguments: the dataclass of its options; --help begins with its module's docstring.
-        stopped: what to say after Ctrl-C.
+        module: name of the module, for example "eval.benchmark".
+        arguments: dataclass of the options; --help begins with its module's docstring.
+        stopped: message after Ctrl-C.
     """
-    ended: list[int | None] = [0]
+    results: list[int | None] = [0]
     about = sys.modules[arguments.__module__].__doc__
-    status = exit_status(module, lambda: ended.append(work(parse_options(
+    status = exit_status(module, lambda: results.append(work(parse_options(
         arguments, argv, program=f"python -m {module}", description=about))), stopped=stopped)
-    return status or ended[-1] or 0
+    return status or results[-1] or 0
 
 
-def noted(args: object) -> dict[str, str]:
-    """Every option by its flag's name, as records keep them."""
-    notes: dict[str, str] = {}
+def option_record(args: object) -> dict[str, str]:
+    """Every option by its name, as text for a record."""
+    record: dict[str, str] = {}
     for name, value in vars(args).items():
-        if name == "pair":  # a group of options, whose flags have no prefix
-            notes |= noted(value)
-        else:
-            notes[name] = shown(value)
-    return notes
+        record |= option_record(value) if name == "pair" else {name: shown(value)}  # flags of `pair` have no prefix
+    return record

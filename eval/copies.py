@@ -1,9 +1,9 @@
-"""How often copies from the text are accepted, by how many tokens matched: the table in `eagle_fsd/drafting/text.py`.
+"""Acceptance rates of text drafts by the number of matched tokens, for the table in `eagle_fsd/drafting/text.py`.
 
     python -m eval.copies --questions spec_bench.jsonl --last 6 --categories qa rag --out eval/results/smollm2-copies
 
-The target answers the questions, exactly. Then at every token of each answer copies are proposed from the text so far,
-and compared with what came; a child counts where its parent was right, and where its better siblings were not.
+The target answers the questions losslessly. Then, at every token of each answer, drafts are copied from the text so far
+and compared with the tokens that follow. A child counts if its parent was right and its better siblings were wrong.
 """
 
 from __future__ import annotations
@@ -22,17 +22,18 @@ from eagle_fsd.measure.methods import Answer, engine, pair_text
 from eagle_fsd.measure.records import markdown, write_record
 from eagle_fsd.measure.settings import EXACT, QuestionOptions
 from eagle_fsd.prompts import encode_prompt
-from eval.command import noted, run_command
+from eval.command import option_record, run_command
 
 
 @dataclass(frozen=True, kw_only=True)
 class CopiesArguments(QuestionOptions):
-    """What `eval.copies` counts.
+    """Options of `eval.copies`.
 
     Args:
-        last: so many of each category, from its end.
-        then: a further turn of every question.
-        out: where the record goes, without .json and .md.
+        last: use only the last LAST questions of each category.
+        then: additional last turn of every question.
+        max_new_tokens: most tokens in the answer to a turn.
+        out: write OUT.json and OUT.md.
     """
 
     out: Path
@@ -43,7 +44,7 @@ class CopiesArguments(QuestionOptions):
 
 
 def count_copies(prompt: list[int], answer: list[int]) -> Rates:
-    """What copies met along one answer."""
+    """Count proposed and accepted copies in one answer."""
     source = TextSource(prompt, TextDrafts())
     for at in range(len(answer)):
         source.propose()
@@ -60,12 +61,12 @@ def run(args: CopiesArguments) -> None:
     chosen = [question for group in groups.values() for question in (group[-args.last :] if args.last else group)]
     model = args.pair.load()
     answer = engine(model, acceptance=EXACT)
-    found: list[Rates] = []
+    counts: list[Rates] = []
 
     def answered(chat: list[dict[str, str]]) -> Answer:
-        made = answer(chat, args.max_new_tokens)
-        found.append(count_copies(encode_prompt(chat, model), made.token_ids))
-        return made
+        result = answer(chat, args.max_new_tokens)
+        counts.append(count_copies(encode_prompt(chat, model), result.token_ids))
+        return result
 
     for question in Progress(chosen, desc="answering", unit="question"):
         converse(answered, [*question.turns, *filter(None, [args.then])])
@@ -73,12 +74,12 @@ def run(args: CopiesArguments) -> None:
     for number, bound in enumerate(BOUNDS):
         row = {"matched": bound}
         for kind, name in enumerate(("first", "others")):
-            seen = sum(rates.seen[kind][number] for rates in found)
-            taken = sum(rates.taken[kind][number] for rates in found)
+            seen = sum(rates.seen[kind][number] for rates in counts)
+            taken = sum(rates.taken[kind][number] for rates in counts)
             row |= {name: round((taken + 0.5) / (seen + 1), 3), f"{name}, seen": int(seen)}
         rows.append(row)
     table = markdown({name: f"{value:g}" for name, value in row.items()} for row in rows)
-    print(write_record(args.out, {"settings": noted(args), "rows": rows}, f"{pair_text(model)}\n\n{table}"))
+    print(write_record(args.out, {"settings": option_record(args), "rows": rows}, f"{pair_text(model)}\n\n{table}"))
 
 
 main = partial(run_command, "eval.copies", CopiesArguments, run)

@@ -1,8 +1,7 @@
 """Servers with an OpenAI-compatible API as methods of a comparison: llama.cpp's, vLLM's, OpenVINO's, Ollama's.
 
-An endpoint is written "NAME=URL" or "NAME=URL#MODEL", such as "llama.cpp BF16=http://127.0.0.1:8081/v1". Prompt caches
-are turned off by the request where a server allows it (llama.cpp's cache_prompt), for vLLM when it is started
-(--no-enable-prefix-caching).
+An endpoint is "NAME=URL" or "NAME=URL#MODEL", for example "llama.cpp BF16=http://127.0.0.1:8081/v1". Requests turn off
+prompt caching if the server allows it (llama.cpp's cache_prompt). Start vLLM with --no-enable-prefix-caching.
 """
 
 from __future__ import annotations
@@ -21,32 +20,32 @@ UNCACHED = {"cache_prompt": False}
 
 
 def read_endpoints(texts: tuple[str, ...]) -> dict[str, tuple[str, str]]:
-    """URL and model of each endpoint by name; the model is the server's first where none is named.
+    """URL and model of each endpoint by name. The default model is the server's first.
 
     Raises:
-        ValueError: one that is not of the form above, is named twice, or does not answer.
+        ValueError: an endpoint does not have the form above, does not answer, or shares its name with another.
     """
-    found: dict[str, tuple[str, str]] = {}
+    endpoints: dict[str, tuple[str, str]] = {}
     for text in texts:
         name, equals, address = text.partition("=")
         url, _, model = address.rstrip("/").partition("#")
         if not equals or not name.strip() or not url.startswith(("http://", "https://")):
-            raise ValueError(f'{text!r} is no endpoint; it takes "NAME=URL" or "NAME=URL#MODEL", such as '
+            raise ValueError(f'{text!r} is not an endpoint: pass "NAME=URL" or "NAME=URL#MODEL", for example '
                              '"llama.cpp=http://127.0.0.1:8081/v1"')
-        if name in found:
-            raise ValueError(f"two endpoints are called {name!r}")
+        if name in endpoints:
+            raise ValueError(f"two endpoints have the name {name!r}")
         known = [entry["id"] for entry in ask(f"{url}/models").get("data", [])]
         if not (model or known):
-            raise ValueError(f"{url} names no model: give one as {name}={url}#MODEL")
-        found[name] = url, model or known[0]
-    return found
+            raise ValueError(f"{url} lists no model: pass {name}={url}#MODEL")
+        endpoints[name] = url, model or known[0]
+    return endpoints
 
 
 def ask(url: str, body: Mapping[str, object] | None = None) -> dict:
-    """The JSON that a server answers; a body is posted.
+    """The JSON response of a server, to a POST request if there is a body, else to GET.
 
     Raises:
-        ValueError: no answer, or an error, with the server's message.
+        ValueError: the server does not answer, or returns an error, whose text is in the message.
     """
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
@@ -56,33 +55,33 @@ def ask(url: str, body: Mapping[str, object] | None = None) -> dict:
     except urllib.error.HTTPError as error:
         raise ValueError(f"{url} answers {error.code}: {error.read(2000).decode(errors='replace')}") from error
     except (OSError, ValueError) as error:
-        raise ValueError(f"{url} gives no answer: {error}") from error
+        raise ValueError(f"{url} does not answer: {error}") from error
 
 
 def endpoint_method(model: EagleModel, url: str, name: str, *, temperature: float, seed: int) -> Method:
-    """Answers of a server's model, one at a time.
+    """A server's model as a method, with one request at a time.
 
-    Tokens are counted with the target's tokenizer, since servers count differently; an answer that ended by itself has
-    one more, its end token, as in our own engine. The first of its calls finds out whether the server takes `UNCACHED`.
+    The target's tokenizer counts the tokens, because servers count differently; the end token counts too, as in our own
+    decoding. The first call finds out whether the server accepts `UNCACHED`.
     """
-    further: dict[str, object] = dict(UNCACHED)
+    extra: dict[str, object] = dict(UNCACHED)
 
     def answer(prompt: object, max_new_tokens: int) -> Answer:
-        place, asked = ("completions", {"prompt": prompt}) if isinstance(prompt, str) else (
+        path, asked = ("completions", {"prompt": prompt}) if isinstance(prompt, str) else (
             "chat/completions", {"messages": prompt})
         body = {"model": name, **asked, "max_tokens": max_new_tokens, "temperature": temperature,
                 "seed": prompt_seed(seed, prompt) % 2**31}
         started = time.perf_counter()
         try:
-            found = ask(f"{url}/{place}", {**body, **further})
+            response = ask(f"{url}/{path}", {**body, **extra})
         except ValueError as error:
-            if not further or " answers 4" not in str(error):
+            if not extra or " answers 4" not in str(error):
                 raise
-            further.clear()
+            extra.clear()
             started = time.perf_counter()
-            found = ask(f"{url}/{place}", body)
+            response = ask(f"{url}/{path}", body)
         seconds = time.perf_counter() - started
-        choice = found["choices"][0]
+        choice = response["choices"][0]
         text = choice["text"] if "text" in choice else choice["message"]["content"] or ""
         ids = model.tokenizer.encode(text, add_special_tokens=False)
         if choice.get("finish_reason") == "stop" and model.tokenizer.eos_token_id is not None:

@@ -1,16 +1,16 @@
-"""Milliseconds of a target's forward and of whole decode cycles, by number of nodes.
+"""Measure the latency of a target's forward pass and of whole decode cycles, by number of nodes.
 
     python -m eval.forwards --forms stock fused int8 --nodes 1 8 16 32 --context 300 --out eval/results/smollm2-forwards
     python -m eval.forwards --nodes 1 8 16 --context 2000 --endpoints llama.cpp=http://127.0.0.1:8081/v1 --out runs/long
     python -m eval.forwards --shape llama-3.1-8b --device cuda --nodes 1 16 60 128 --rows 1 8 --out runs/llama-8b
 
-A pair, or a target and a head of a published shape with random weights, made on the device: nothing is downloaded. All
-parts are run in turn, with a wait for the device before and after each, and the median counts. Cycles follow a context
-of random tokens, of which hardly any are accepted; they are timed whole, drafting included, with trees of the depth and
-top_k of --tree. The floor of a forward is the larger of two times: that in which the machine reads the layers' weights
-once, and that of their multiply-adds. Both rates are measured in the same run, on products of a large weight with one
-row and with many, in the same form. Of an endpoint (see eval/endpoints.py) a prompt of --context tokens is timed with
-one token after it and with 33, of which the time of one token follows.
+The models are a pair, or a target and a head of a published shape with random weights, created on the device without a
+download. All parts run in turn, each synchronised with the device, and the median counts. Cycles are timed with
+drafting and follow a context of random tokens, which makes acceptance rare; their trees have the depth and
+top_k of --tree. The floor of a forward pass is the larger of two: to read the layers' weights once, and to compute
+their multiply-adds. Both rates are measured in the same run, with products of a large weight in the same form, with one
+row and with many. For an endpoint (see eval/endpoints.py), a prompt of --context tokens is timed with 1 and with 33 new
+tokens, and the difference gives the time per token.
 
 N nodes, R rows, L context.
 """
@@ -46,14 +46,14 @@ from eagle_fsd.models.loading import check_device
 from eagle_fsd.models.memory import MappedFiles
 from eagle_fsd.options import GenerateOptions
 from eagle_fsd.requests import make_requests
-from eval.command import noted, run_command
+from eval.command import option_record, run_command
 from eval.endpoints import UNCACHED, ask, read_endpoints
 from eval.plots import plot_forwards
 
 FORMS = {"stock": {"attn_implementation": "sdpa", "prepack": False}, "fused": {}, "int8": {"quantization": "int8"}}
-FURTHER = 32  # tokens of an endpoint after the first
-LARGE = 4096, 32768  # inputs and outputs of the weight that rates are measured with
-# Sizes as in the published configs; a head is one layer of the same.
+MORE_TOKENS = 32  # tokens of an endpoint after the first
+LARGE = 4096, 32768  # inputs and outputs of the weight that measures the rates
+# Sizes from the published configs; a head is one layer of the same size.
 SHAPES = {
     "llama-3.1-8b": ("llama", {
         "vocab_size": 128_256, "hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 32,
@@ -69,19 +69,19 @@ SHAPES = {
 
 @dataclass(frozen=True)
 class ForwardsArguments:
-    """What `eval.forwards` measures.
+    """Options of `eval.forwards`.
 
     Args:
-        forms: of the pair's target and head: as transformers computes them (stock), in our decoder (fused), in int8.
-        shape: random weights of this shape in place of a pair.
-        nodes: verified in a forward.
-        rows: of a batch.
-        tree: its depth and top_k are those of all cycles.
-        settings: rules of the cycles.
-        context: tokens before.
-        endpoints: servers to compare with, as "NAME=URL" or "NAME=URL#MODEL".
-        rounds: of all parts; the median counts.
-        out: where the record goes, without .json and .md.
+        forms: forms of target and head: stock transformers modules, our fused decoder, or int8.
+        shape: use random weights of this shape instead of a pair.
+        nodes: numbers of nodes in a forward pass.
+        rows: batch sizes.
+        tree: depth and top_k of all draft trees.
+        settings: acceptance rules of the cycles.
+        context: tokens in the cache.
+        endpoints: servers to compare with, as "NAME=URL" or "NAME=URL#MODEL"; see eval/endpoints.py.
+        rounds: timed runs of each part, of which the median counts.
+        out: write OUT.json, OUT.md and OUT.png.
     """
 
     out: Path
@@ -98,7 +98,7 @@ class ForwardsArguments:
 
 
 def build_pair(name: str, dtype: torch.dtype, device: torch.device) -> EagleModel:
-    """A pair of a shape with random weights, made on the device."""
+    """A pair of a shape with random weights, created on the device."""
     kind, sizes = SHAPES[name]
     sizes = {**sizes, "max_position_embeddings": 131_072, "tie_word_embeddings": False, "bos_token_id": None,
              "eos_token_id": None, "pad_token_id": None}
@@ -111,7 +111,7 @@ def build_pair(name: str, dtype: torch.dtype, device: torch.device) -> EagleMode
 
 
 def forward_of(model: EagleModel, nodes: int, rows: int, context: int, output: bool) -> Callable[[], object]:
-    """A forward over a chain of nodes after the context, with or without the output layer; the cache stays as it is."""
+    """A forward pass over a chain of nodes after the context, optionally with the output layer; restores the cache."""
     target = model.target
     cache = target.new_cache(context + nodes, rows)
     tokens = torch.arange(rows * (context + nodes), device=target.device).view(rows, -1) % target.vocab_size
@@ -129,7 +129,7 @@ def forward_of(model: EagleModel, nodes: int, rows: int, context: int, output: b
 
 
 def prefill_of(model: EagleModel, prompt: torch.Tensor) -> Callable[[], object]:  # [1, L]
-    """The target reads a prompt."""
+    """A prefill of the target."""
     target = model.target
     cache = target.new_cache(prompt.shape[1])
 
@@ -143,7 +143,7 @@ def prefill_of(model: EagleModel, prompt: torch.Tensor) -> Callable[[], object]:
 def endpoint_parts(
     model: EagleModel, endpoints: Mapping[str, tuple[str, str]], context: int
 ) -> dict[tuple[str, int, int], Callable[[], object]]:
-    """A text of so many tokens of the target's tokenizer, which a server continues by one token and by more."""
+    """Requests that continue a text of `context` tokens (of the target's tokenizer) by one token and by more."""
     if not endpoints:
         return {}
     words = model.tokenizer.encode("The fox sees a house, and the house has seven rooms. " * context,
@@ -151,7 +151,7 @@ def endpoint_parts(
     text = model.tokenizer.decode(words[:context])
     parts = {}
     for name, (url, served) in endpoints.items():
-        for tokens, part in ((1, f"{name} prompt"), (1 + FURTHER, f"{name} prompt and {FURTHER} tokens")):
+        for tokens, part in ((1, f"{name} prompt"), (1 + MORE_TOKENS, f"{name} prompt and {MORE_TOKENS} tokens")):
             body = {"model": served, "prompt": text, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
             parts[part, context, 1] = partial(ask, f"{url}/completions", {**body, **UNCACHED})
     return parts
@@ -160,18 +160,18 @@ def endpoint_parts(
 def decoder_of(
     model: EagleModel, prompts: Sequence[list[int]], cycles: int, tree: TreeConfig | None, **options: object
 ) -> Decoder:
-    """A decoder that has read these prompts, with room for so many cycles; always with this tree, None: undrafted."""
+    """A decoder after prefill, with room for `cycles` cycles. It always uses this tree; None: no drafts."""
     room = cycles * (1 + (tree.depth if tree else 0)) + 1
-    given = GenerateOptions.from_names({**options, "tree": tree, "text_drafts": "off", "max_new_tokens": room,
-                                        "ignore_eos": True, "seed": 0})
-    decoder = Decoder(model.target, model.draft if tree else None, make_requests(model, prompts, given),
+    options = GenerateOptions.from_names({**options, "tree": tree, "text_drafts": "off", "max_new_tokens": room,
+                                          "ignore_eos": True, "seed": 0})
+    decoder = Decoder(model.target, model.draft if tree else None, make_requests(model, prompts, options),
                       Drafting(Choice(tree)))
     decoder.prefill()
     return decoder
 
 
 def parts_of(model: EagleModel, args: ForwardsArguments) -> dict[tuple[str, int, int], Callable[[], object]]:
-    """What is timed, by name, nodes and rows."""
+    """The parts to time, by name, nodes and rows."""
     parts: dict[tuple[str, int, int], Callable[[], object]] = {}
     limit = model.target.max_positions or sys.maxsize
     context = min(args.context, limit - max(args.nodes) - 2 * args.rounds - 2)
@@ -195,32 +195,32 @@ def parts_of(model: EagleModel, args: ForwardsArguments) -> dict[tuple[str, int,
 def measure(
     models: Mapping[str, EagleModel], args: ForwardsArguments, endpoints: Mapping[str, tuple[str, str]]
 ) -> list[dict]:
-    """Median milliseconds of each part, and the spread between its quartiles."""
+    """Median milliseconds of each part, and their quartiles."""
     parts = {(f"{form} {part}", nodes, rows): once for form, model in models.items()
              for (part, nodes, rows), once in parts_of(model, args).items()}
     model = next(iter(models.values()))
     device = model.target.output_device
     parts |= endpoint_parts(model, endpoints, args.context)
-    taken: dict[tuple[str, int, int], list[float]] = {part: [] for part in parts}
+    times: dict[tuple[str, int, int], list[float]] = {part: [] for part in parts}
     for _ in Progress(range(args.rounds + 1), desc="measuring", unit="round"):
         for part, once in parts.items():
-            taken[part].append(1000 * seconds_of(once, device))
+            times[part].append(1000 * seconds_of(once, device))
     rows = []
-    for (part, nodes, count), (_, *values) in taken.items():  # the first round warms up
+    for (part, nodes, count), (_, *values) in times.items():  # the first round warms up
         quarters = statistics.quantiles(values, n=4) if len(values) > 1 else 3 * values
         rows.append({"part": part if len(args.rows) == 1 else f"{part}, {count} rows", "nodes": nodes, "rows": count,
                      "ms": statistics.median(values), "quartiles": [quarters[0], quarters[2]]})
-    found = {row["part"]: row["ms"] for row in rows}
+    medians = {row["part"]: row["ms"] for row in rows}
     rows += [{"part": f"{name} token", "nodes": 1, "rows": 1, "ms": (
-        found[f"{name} prompt and {FURTHER} tokens"] - found[f"{name} prompt"]) / FURTHER}
+        medians[f"{name} prompt and {MORE_TOKENS} tokens"] - medians[f"{name} prompt"]) / MORE_TOKENS}
         for name in endpoints]
     return sorted(rows, key=lambda row: (row["rows"], row["part"], row["nodes"]))
 
 
 @torch.inference_mode()
 def rates_of(model: EagleModel) -> dict[str, float]:
-    """Weights that a product with one row reads per second, and multiply-adds of one with 1,024 rows per second, in the
-    form of the model's layers: the fastest of several."""
+    """Weights read per second in a product with one row, and multiply-adds per second in one with 1,024 rows. Takes the
+    best of several products with a weight in the form of the model's layers."""
     device, dtype, inputs = model.target.device, model.target.dtype, LARGE[0]
     holder = nn.Sequential(nn.Linear(*LARGE, bias=False, device=device, dtype=dtype))
     kind = is_packed(model.target.model)
@@ -228,15 +228,15 @@ def rates_of(model: EagleModel) -> dict[str, float]:
         pack_linears(holder, "int8" if kind == "int8" else None, MappedFiles())
 
     def fastest(rows: int) -> float:
-        given = torch.ones(rows, inputs, device=device, dtype=dtype)
-        return min(seconds_of(lambda: holder(given), device) for _ in range(6))
+        ones = torch.ones(rows, inputs, device=device, dtype=dtype)
+        return min(seconds_of(lambda: holder(ones), device) for _ in range(6))
 
     weights = LARGE[0] * LARGE[1]
     return {"weights_read_per_second": weights / fastest(1), "multiply_adds_per_second": 1024 * weights / fastest(1024)}
 
 
 def floor_of(model: EagleModel, rates: Mapping[str, float], rows: int) -> float:
-    """Milliseconds that the products of one forward take at those rates."""
+    """Milliseconds for the products of one forward pass at these rates."""
     weights = sum(layer.in_features * layer.out_features for layer in model.target.decoder_layers.modules()
                   if isinstance(layer, nn.Linear))
     return 1000 * weights * max(1 / rates["weights_read_per_second"], rows / rates["multiply_adds_per_second"])
@@ -254,11 +254,11 @@ def run(args: ForwardsArguments) -> None:
     check_counts(args, "context", least=4)
     check_counts(args, "rounds")
     if min(args.nodes, default=0) < 1 or min(args.rows, default=0) < 1:
-        raise ValueError(f"--nodes and --rows take numbers of at least 1, got {args.nodes} and {args.rows}")
-    list(map(parse_setting, args.settings))  # a bad one is refused before anything is loaded
+        raise ValueError(f"--nodes and --rows must be at least 1, got {args.nodes} and {args.rows}")
+    list(map(parse_setting, args.settings))  # reject a bad setting before anything is loaded
     endpoints = read_endpoints(args.endpoints)
     if endpoints and args.shape is not None:
-        raise ValueError("--endpoints are compared with a pair: a --shape has no tokenizer")
+        raise ValueError("--endpoints needs a pair: a --shape has no tokenizer")
     if args.shape is None:
         models = {form: replace(args.pair, tree=None, **FORMS[form]).load() for form in args.forms}
     else:
@@ -273,15 +273,15 @@ def run(args: ForwardsArguments) -> None:
         rows += [{"part": f"{form} floor of a forward", "nodes": count, "rows": 1,
                   "ms": floor_of(each, rates[form], count)} for count in args.nodes]
     cuda = target.output_device.type == "cuda"
-    record = {"settings": noted(args), **described(model), "rates": rates, "rows": rows,
+    record = {"settings": option_record(args), **described(model), "rates": rates, "rows": rows,
               "computed_by": {form: each.target.computed_by for form, each in models.items()},
               "peak_bytes": torch.cuda.max_memory_allocated() if cuda else None}
-    read = ", ".join(f"{form} {rate['weights_read_per_second'] / 1e9:.1f} G weights and "
-                     f"{rate['multiply_adds_per_second'] / 1e9:.0f} G multiply-adds" for form, rate in rates.items())
-    said = (f"{args.shape or pair_text(model)}\n\n{len(target.decoder_layers)} layers, {target.dtype}; "
-            f"{args.context} tokens before, trees of depth {args.tree.depth} and top_k {args.tree.top_k}; medians of "
-            f"{args.rounds}. Rates of the floors, per second: {read}.")
-    print(write_record(args.out, record, f"{said}\n\n{latency_table(sorted(rows, key=lambda row: row['part']))}"))
+    speeds = ", ".join(f"{form} {rate['weights_read_per_second'] / 1e9:.1f} G weights and "
+                       f"{rate['multiply_adds_per_second'] / 1e9:.0f} G multiply-adds" for form, rate in rates.items())
+    about = (f"{args.shape or pair_text(model)}\n\n{len(target.decoder_layers)} layers, {target.dtype}; "
+             f"{args.context} tokens of context, trees of depth {args.tree.depth} and top_k {args.tree.top_k}; medians "
+             f"of {args.rounds} rounds. Rates of the floors, per second: {speeds}.")
+    print(write_record(args.out, record, f"{about}\n\n{latency_table(sorted(rows, key=lambda row: row['part']))}"))
     plot_forwards(rows, record_path(args.out, ".png"))
 
 

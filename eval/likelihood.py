@@ -1,11 +1,11 @@
-"""How likely models find the answers of a comparison: a judge of texts that no grader knows.
+"""Judge the answers of a comparison by their likelihood under other models, where no grader applies.
 
     python -m eval.likelihood --answers eval/results/chat.answers.jsonl --questions mt_bench.jsonl \\
         --judges HuggingFaceTB/SmolLM2-135M-Instruct qwen2.5-coder-0.5b-instruct-q4_k_m.gguf --out runs/chat-judged
 
-The log is that of `eagle-fsd calibrate` or `eval.benchmark`. Each judge reads every question in its own
-chat template and gives the answer's nats per byte, a unit that different tokenizers share; the lower, the likelier.
-Answers that repeat themselves are likely too: their share of repeated 4-grams and their length stand beside it.
+The answers are those of `eagle-fsd calibrate` or `eval.benchmark`. Each judge reads every question in its own chat
+template and measures the answer's nats per byte, which are comparable across tokenizers; lower is likelier. Repetitive
+answers are likely too, so the table also has the share of repeated 4-grams and the length.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from eagle_fsd.measure.statistics import interval
 from eagle_fsd.models.target import TargetModel
 from eagle_fsd.pair import EagleModel, load
 from eagle_fsd.prompts import encode_prompt
-from eval.command import noted, run_command
+from eval.command import option_record, run_command
 
 
 @dataclass(frozen=True, kw_only=True)
 class LikelihoodArguments(QuestionOptions):
-    """What `eval.likelihood` reads.
+    """Options of `eval.likelihood`.
 
     Args:
         answers: OUT.answers.jsonl of a comparison.
-        judges: models: directories, hub ids or GGUF files.
-        dtype: of the judges; auto as in eagle_fsd.load.
-        reference: the method that others are compared with.
-        out: OUT.json and OUT.md are written.
+        judges: models that judge: directories, Hub IDs or GGUF files.
+        dtype: dtype of the judges. auto: as in eagle_fsd.load.
+        reference: the method with which the others are compared.
+        out: write OUT.json and OUT.md.
     """
 
     answers: Path
@@ -55,7 +55,7 @@ class LikelihoodArguments(QuestionOptions):
 
 @torch.inference_mode()
 def log_probs(target: TargetModel, ids: Sequence[int]) -> Tensor:
-    """[T - 1, V]: of each token of a text but the first, before it was known."""
+    """[T - 1, V] log-probabilities of the next token after each token of a text but the last."""
     tokens = torch.tensor([ids], device=target.device)
     return target.logits(target.prefill(tokens, target.new_cache(len(ids))))[0, :-1].log_softmax(-1)
 
@@ -63,13 +63,13 @@ def log_probs(target: TargetModel, ids: Sequence[int]) -> Tensor:
 def nats_of(judge: EagleModel, question: Question, turns: Sequence[str]) -> float:
     """-log p of the answers to a question's turns, each after the conversation before it."""
     chat, nats = [], 0.0
-    for asked, text in zip(question.turns, turns, strict=False):  # a conversation may have outgrown the model
+    for asked, text in zip(question.turns, turns, strict=False):  # a conversation may have exceeded the context length
         chat.append({"role": "user", "content": asked})
         prompt = encode_prompt(chat, judge)
         ids = judge.tokenizer.encode(text, add_special_tokens=False)
         if ids:
-            found = log_probs(judge.target, [*prompt, *ids])[len(prompt) - 1 :]
-            nats -= found.gather(1, torch.tensor(ids, device=found.device)[:, None]).sum().item()
+            log_p = log_probs(judge.target, [*prompt, *ids])[len(prompt) - 1 :]
+            nats -= log_p.gather(1, torch.tensor(ids, device=log_p.device)[:, None]).sum().item()
         chat.append({"role": "assistant", "content": text})
     return nats
 
@@ -78,36 +78,36 @@ def answered(log: Path, questions: Sequence[Question], reference: str) -> list[t
     """Each question with its records by method.
 
     Raises:
-        ValueError: no log of a comparison, or it lacks the reference or all of these questions.
+        ValueError: the file does not exist, or has no answers of the reference or to these questions.
     """
     if not log.is_file():
-        raise ValueError(f"{log} is not there; it takes OUT.answers.jsonl of a comparison")
+        raise ValueError(f"{log} does not exist; --answers takes OUT.answers.jsonl of a comparison")
     records: dict[str, dict[str, dict]] = {}
     for record in read_lines(log)[1:]:
         records.setdefault(record["asked"], {})[record["method"]] = record
-    names = list(dict.fromkeys(name for found in records.values() for name in found))
+    names = list(dict.fromkeys(name for by_method in records.values() for name in by_method))
     if reference not in names:
         raise ValueError(f"{log} has no answers of {reference!r}; --reference takes one of {', '.join(names)}")
-    found = [(question, records[digest]) for question in questions
-             if len(records.get(digest := digest_of(question), ())) == len(names)]
-    if not found:
-        raise ValueError(f"{log} has none of these questions answered by all of {', '.join(names)}")
-    return found
+    complete = [(question, records[digest]) for question in questions
+                if len(records.get(digest := digest_of(question), ())) == len(names)]
+    if not complete:
+        raise ValueError(f"{log} has answers by all of {', '.join(names)} to none of these questions")
+    return complete
 
 
 def likelihood_rows(
-    found: Sequence[tuple[Question, Mapping[str, Mapping]]], judges: Mapping[str, EagleModel], reference: str
+    complete: Sequence[tuple[Question, Mapping[str, Mapping]]], judges: Mapping[str, EagleModel], reference: str
 ) -> list[dict]:
-    """One row per method: tokens per answer, repeated 4-grams, and by judge the nats per byte, how much higher that is
-    than the reference's, and the 95% interval of the difference over the questions."""
+    """One row per method: tokens per answer, repeated 4-grams, and for each judge the nats per byte, the difference
+    from the reference, and its 95% interval over questions."""
     def difference(nats: np.ndarray, sizes: np.ndarray, their_nats: np.ndarray, their_sizes: np.ndarray) -> np.ndarray:
         return nats.sum(-1) / sizes.sum(-1) - their_nats.sum(-1) / their_sizes.sum(-1)
 
-    methods = list(found[0][1])
-    sizes = {name: np.array([max(1, len("".join(records[name]["turns"]).encode())) for _, records in found], float)
+    methods = list(complete[0][1])
+    sizes = {name: np.array([max(1, len("".join(records[name]["turns"]).encode())) for _, records in complete], float)
              for name in methods}
-    nats = {(judge, name): np.empty(len(found)) for judge in judges for name in methods}
-    for number, (question, records) in enumerate(Progress(found, desc="reading", unit="question")):
+    nats = {(judge, name): np.empty(len(complete)) for judge in judges for name in methods}
+    for number, (question, records) in enumerate(Progress(complete, desc="reading", unit="question")):
         for judge, model in judges.items():
             for name in methods:
                 nats[judge, name][number] = nats_of(model, question, records[name]["turns"])
@@ -118,33 +118,33 @@ def likelihood_rows(
             columns = nats[judge, name], sizes[name], nats[judge, reference], sizes[reference]
             by_judge[judge] = {"nats_per_byte": float(columns[0].sum() / columns[1].sum()),
                                "difference": float(difference(*columns)), "interval": interval(difference, *columns)}
-        rows.append({"method": name, "answers": len(found), "judges": by_judge,
-                     **{key: sum(records[name][key] for _, records in found) / len(found)
+        rows.append({"method": name, "answers": len(complete), "judges": by_judge,
+                     **{key: sum(records[name][key] for _, records in complete) / len(complete)
                         for key in ("tokens", "repeated")}})
     return rows
 
 
 def run(args: LikelihoodArguments) -> None:
     check_counts(args, "per_category", "limit")
-    found = answered(args.answers, args.chosen_questions(), args.reference)
+    complete = answered(args.answers, args.chosen_questions(), args.reference)
     judges = {shown(name): load(name, dtype=args.dtype) for name in args.judges}
-    rows = likelihood_rows(found, judges, args.reference)
+    rows = likelihood_rows(complete, judges, args.reference)
     table = markdown({
         "method": row["method"], "tokens/answer": decimals(row["tokens"], 0),
         "repeated 4-grams": percent(row["repeated"]),
         **{f"nats/byte, {Path(judge).name}; difference (95%)":
            f"{each['nats_per_byte']:.3f}, {with_span(format(each['difference'], '+.3f'), each['interval'], 3)}"
            for judge, each in row["judges"].items()}} for row in rows)
-    print(write_record(args.out, {"settings": noted(args), "rows": rows},
+    print(write_record(args.out, {"settings": option_record(args), "rows": rows},
                        f"""\
 {chr(10).join(f"Judge: {model.described()[0]}{chr(92)}" for model in judges.values())}
-{len(found)} questions
+{len(complete)} questions
 
 {table}
 
-""" + bullets({"nats/byte": "-log p of an answer under the judge, over its bytes in UTF-8: the lower, the likelier",
-               "difference (95%)": f"from {args.reference}'s, with a bootstrap interval over questions",
-               "repeated 4-grams": "share of an answer's 4-grams that it had before; what repeats itself is likely"})))
+""" + bullets({"nats/byte": "-log p of an answer under the judge, per UTF-8 byte; lower is likelier",
+               "difference (95%)": f"difference from {args.reference}, with a bootstrap interval over questions",
+               "repeated 4-grams": "share of 4-grams that occur earlier in the answer; repetitive text is likely"})))
 
 
 main = partial(run_command, "eval.likelihood", LikelihoodArguments, run)

@@ -1,10 +1,10 @@
-"""llama.cpp's server for a comparison with it, from the package xllamacpp (pip install xllamacpp).
+"""Run llama.cpp's server for a comparison, from the package xllamacpp (pip install xllamacpp).
 
     python -m eval.llama_server model.gguf --port 8081 --threads 2
     python -m eval.llama_server model.gguf --convert model-bf16.gguf --type bf16      # the same weights, dequantised
 
-It serves one request at a time until Ctrl-C. `--convert` writes a GGUF file of another type instead: matrices are
-dequantised and stored in it, vectors in float32; what was lost in quantising stays lost.
+The server handles one request at a time and runs until Ctrl-C. `--convert` instead writes a GGUF file of another type:
+it dequantises the matrices and stores them in that type, and vectors in float32. It cannot undo quantisation errors.
 """
 
 from __future__ import annotations
@@ -23,14 +23,16 @@ from eval.command import run_command
 
 @dataclass(frozen=True, kw_only=True)
 class ServerArguments:
-    """What is served, or written.
+    """Options of `eval.llama_server`.
 
     Args:
-        file: a GGUF file.
-        context: positions of a request, its answer included.
-        ngram: draft by llama.cpp's own n-gram lookup of this kind.
-        convert: write this file and serve nothing.
-        type: of its matrices.
+        file: GGUF file to serve or convert.
+        port: port of the server.
+        threads: CPU threads.
+        context: context length of a request, including its answer.
+        ngram: draft with this kind of llama.cpp's n-gram lookup.
+        convert: GGUF file to write, instead of serving.
+        type: type of the matrices in this file.
     """
 
     file: Positional[Path]
@@ -47,7 +49,7 @@ def convert(source: Path, target: Path, kind: str) -> None:
     import gguf
     import numpy as np
 
-    wanted, reader = gguf.GGMLQuantizationType[kind.upper()], gguf.GGUFReader(source)
+    new_type, reader = gguf.GGMLQuantizationType[kind.upper()], gguf.GGUFReader(source)
     writer = gguf.GGUFWriter(target, reader.fields["general.architecture"].contents())
     for name, field in reader.fields.items():
         if name.startswith("GGUF.") or name == "general.architecture":
@@ -59,7 +61,7 @@ def convert(source: Path, target: Path, kind: str) -> None:
     for tensor in reader.tensors:
         values = gguf.quants.dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
         if values.ndim > 1:
-            writer.add_tensor(tensor.name, gguf.quants.quantize(values, wanted), raw_dtype=wanted)
+            writer.add_tensor(tensor.name, gguf.quants.quantize(values, new_type), raw_dtype=new_type)
         else:
             writer.add_tensor(tensor.name, values)
     writer.write_header_to_file()
@@ -73,12 +75,12 @@ def run(args: ServerArguments) -> None:
         raise ValueError(f"{args.file} does not exist")
     if args.convert is not None:
         if args.convert.exists():
-            raise ValueError(f"{args.convert} exists already")
+            raise ValueError(f"{args.convert} already exists")
         return convert(args.file, args.convert, args.type)
     try:
         import xllamacpp
     except ImportError as error:
-        raise ValueError("llama.cpp's server comes with the package xllamacpp: pip install xllamacpp") from error
+        raise ValueError("llama.cpp's server needs the package xllamacpp: pip install xllamacpp") from error
     params = xllamacpp.CommonParams()
     params.model.path, params.port = str(args.file), args.port
     params.n_ctx, params.n_parallel, params.cache_prompt = args.context, 1, False

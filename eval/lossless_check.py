@@ -1,15 +1,15 @@
-"""Whether a pair decodes losslessly: against `model.generate`, greedy token by token and sampled in distribution.
+"""Check that a pair decodes losslessly, against `model.generate`: greedy tokens, and the distribution of samples.
 
     python -m eval.lossless_check --target T --draft D --questions prompts.jsonl
     python -m eval.lossless_check --questions mt_bench.jsonl spec_bench.jsonl --per-category 8 --settings exact "fsd 0"
 
-Greedy: the share of answers that are the same token for token; for each other one where it parts, and whether the
-target's two candidates there are a numerical tie: their logits lie no further apart than their gap changes between a
-forward over the whole text and one over its last token, plus the rounding of the logits themselves.
+Greedy: the share of answers that are equal token for token, and for each other answer its first difference. That is a
+numerical tie if the gap between the target's logits of the two tokens is at most its change between a forward pass over
+the whole text and one over the last token, plus the rounding of the logits.
 
-Sampled: both decode the first prompts many times; at every position the counts of tokens are compared by a chi-square
-test of homogeneity, with Bonferroni's correction over all of them. The exit status is 0 where nothing but ties differs
-and the samples are not told apart, else 1.
+Sampled: both methods answer the first prompts many times. At every position a chi-square test of homogeneity compares
+the token counts, with Bonferroni's correction over all tests. The exit status is 0 if all greedy differences are ties
+and the samples do not differ significantly, else 1.
 """
 
 from __future__ import annotations
@@ -33,25 +33,24 @@ from eagle_fsd.measure.statistics import first_difference
 from eagle_fsd.models.cache import cache_name
 from eagle_fsd.pair import EagleModel
 from eagle_fsd.prompts import encode_prompt
-from eval.command import noted, run_command
+from eval.command import option_record, run_command
 
-LEAST_EXPECTED = 5  # rarer tokens of a position are counted together
+LEAST_EXPECTED = 5  # rarer tokens at a position are pooled
 SIGNIFICANCE = 0.01
 
 
 @dataclass(frozen=True, kw_only=True)
 class LosslessArguments(QuestionOptions):
-    """What `eval.lossless_check` compares; of the questions it asks the first turns.
+    """Options of `eval.lossless_check`, which asks the first turn of each question.
 
     Args:
-        settings: rules that are lossless; to see the check fail, take one that is not, such as "fsd 0.5". Samples are
-            drawn with the first.
-        tree: size of the draft tree; without it the fastest that is known here.
-        max_new_tokens: of a greedy answer.
-        temperature: of the sampled answers.
-        samples: answers to each sampled prompt; 0: none.
-        sampled_prompts: of how many questions, at most.
-        sampled_tokens: of each sampled answer.
+        settings: lossless rules; with a lossy one, such as "fsd 0.5", the check fails. Sampling uses the first.
+        tree: size of the draft tree. If omitted: the fastest known on this machine.
+        max_new_tokens: most tokens in a greedy answer.
+        temperature: temperature of the sampled answers.
+        samples: sampled answers to each prompt; 0: none.
+        sampled_prompts: number of prompts with sampled answers.
+        sampled_tokens: most tokens in a sampled answer.
         out: JSON file to write.
     """
 
@@ -69,14 +68,14 @@ class LosslessArguments(QuestionOptions):
 
 @dataclass(frozen=True)
 class Difference:
-    """Where a greedy answer parts from `model.generate`'s."""
+    """The first difference between a greedy answer and `model.generate`'s."""
 
     question: int | str
     position: int
     theirs: int | None  # None: the answer has ended
     ours: int | None
-    gap: float  # logit of theirs minus logit of ours, in a forward over the whole text
-    noise: float  # by how much the gap differs between two ways to compute it, and the rounding of its logits
+    gap: float  # logit of theirs minus logit of ours, in a forward pass over the whole text
+    noise: float  # change of the gap between two ways to compute it, plus the rounding of the logits
     tie: bool
 
 
@@ -96,7 +95,6 @@ def explain(
     before = model.target.model(ids[:, :-1], use_cache=True)
     step = model.target.model(ids[:, -1:], **{cache: before[cache]}).logits[0, -1].float()
     gap, other_gap = ((logits[tokens[0]] - logits[tokens[1]]).item() for logits in (whole, step))
-    # What the two ways differ by, and the rounding of the two logits themselves.
     noise = abs(gap - other_gap) + torch.finfo(model.target.dtype).eps * whole[tokens].abs().max().item()
     return Difference(question, at, *tokens, gap=gap, noise=noise, tie=abs(gap) <= noise)
 
@@ -104,28 +102,31 @@ def explain(
 def check_greedy(
     model: EagleModel, chats: dict, methods: Mapping[str, Method], new_tokens: int
 ) -> tuple[dict[str, list[Difference]], int]:
-    """The answers of each method that differ, of a chat for each question; and how many tokens `model.generate`'s
-    have."""
+    """The differing answers of each method, and the total tokens of `model.generate`'s answers.
+
+    Args:
+        chats: a chat for each question, by the question's id.
+    """
     theirs, total = hf_generate(model), 0
-    found: dict[str, list[Difference]] = {name: [] for name in methods}
+    by_method: dict[str, list[Difference]] = {name: [] for name in methods}
     for question, chat in Progress(chats.items(), desc="greedy", unit="prompt"):
         first = theirs(chat, new_tokens).token_ids
         total += len(first)
         for name, ours in methods.items():
             second = ours(chat, new_tokens).token_ids
             if first != second:
-                found[name].append(explain(model, encode_prompt(chat, model), first, second, question))
-    return found, total
+                by_method[name].append(explain(model, encode_prompt(chat, model), first, second, question))
+    return by_method, total
 
 
 def homogeneity(first: Sequence[object], second: Sequence[object]) -> float:
-    """p-value of a chi-square test that two samples come from one distribution; rare values are counted together."""
+    """p-value of a chi-square test that two samples have the same distribution; rare values are pooled."""
     counts, both = [Counter(first), Counter(second)], Counter([*first, *second])
     share = min(len(first), len(second)) / both.total()
     common = [value for value, count in both.items() if count * share >= LEAST_EXPECTED]
     seen = torch.tensor([[count[value] for value in common] for count in counts], dtype=torch.float64)
     sizes = torch.tensor([[len(first)], [len(second)]], dtype=torch.float64)
-    seen = torch.cat([seen, sizes - seen.sum(1, keepdim=True)], 1)  # [2, values], the rare ones last
+    seen = torch.cat([seen, sizes - seen.sum(1, keepdim=True)], 1)  # [2, values], the pooled rare ones last
     seen = seen[:, seen.sum(0) > 0]
     expected = sizes * seen.sum(0) / both.total()
     statistic, freedom = ((seen - expected) ** 2 / expected).sum(), seen.shape[1] - 1
@@ -137,12 +138,12 @@ def homogeneity(first: Sequence[object], second: Sequence[object]) -> float:
 def check_sampling(
     model: EagleModel, chats: Sequence[list], options: dict, temperature: float, samples: int, new_tokens: int
 ) -> list[dict]:
-    """For each prompt and position the p-value of the two-sample test."""
+    """The p-value of the two-sample test for each prompt and position."""
     rows = []
     for number, chat in enumerate(chats):
         drawn: list[list[list[int]]] = [[], []]
         for seed in Progress(range(samples), desc=f"samples of prompt {number + 1}", unit="answer"):
-            # Other seeds for the two, so that nothing is shared between them.
+            # Different seeds, so that the two samples are independent.
             methods = (hf_generate(model, temperature=temperature, seed=seed),
                        engine(model, temperature=temperature, seed=samples + seed, **options))
             for texts, method in zip(drawn, methods, strict=True):
@@ -155,33 +156,33 @@ def check_sampling(
 
 def print_differences(name: str, differences: Sequence[Difference], prompts: int) -> None:
     same = prompts - len(differences)
-    print(f"{name}, greedy: {same} of {prompts} answers are those of model.generate, token for token")
+    print(f"{name}, greedy: {same} of {prompts} answers equal those of model.generate, token for token")
     for difference in differences:
         cause = "a numerical tie" if difference.tie else "NOT a tie"
-        print(f"  question {difference.question}: token {difference.position + 1} is {difference.ours} for "
+        print(f"  question {difference.question}: token {difference.position + 1} is {difference.ours} instead of "
               f"{difference.theirs}, {cause} (gap {difference.gap:.3g}, rounding {difference.noise:.3g})")
 
 
 def run(args: LosslessArguments) -> int:
-    """Print and store the differences; 0 where nothing speaks against losslessness, else 1."""
+    """Print and store the differences; return 0 if the pair appears lossless, else 1."""
     options = {name: {**parse_setting(name)[1], "tree": args.tree} for name in args.settings}
     if not options:
-        raise ValueError("--settings needs at least one, such as exact")
+        raise ValueError("--settings needs at least one rule, for example exact")
     check_counts(args, "limit", "per_category", "max_new_tokens", "sampled_prompts", "sampled_tokens")
     check_counts(args, "samples", least=0)
     questions = args.chosen_questions()
     model = args.pair.load()
     chats = {question.id: [{"role": "user", "content": question.turns[0]}] for question in questions}
-    found, tokens = check_greedy(
-        model, chats, {name: engine(model, **given) for name, given in options.items()}, args.max_new_tokens)
-    for name, differences in found.items():
+    by_method, tokens = check_greedy(
+        model, chats, {name: engine(model, **each) for name, each in options.items()}, args.max_new_tokens)
+    for name, differences in by_method.items():
         print_differences(name, differences, len(chats))
-    lossless = all(difference.tie for differences in found.values() for difference in differences)
-    record = {"environment": environment(), "arguments": noted(args), "dtype": str(model.target.dtype),
+    lossless = all(difference.tie for differences in by_method.values() for difference in differences)
+    record = {"environment": environment(), "arguments": option_record(args), "dtype": str(model.target.dtype),
               "names": dict(zip(("target", "head"), model.described(), strict=True)),
               "prompts": len(chats), "tokens": tokens,
-              "identical": {name: len(chats) - len(differences) for name, differences in found.items()},
-              "differences": {name: [asdict(each) for each in differences] for name, differences in found.items()}}
+              "identical": {name: len(chats) - len(differences) for name, differences in by_method.items()},
+              "differences": {name: [asdict(each) for each in differences] for name, differences in by_method.items()}}
     if args.samples:
         rows = check_sampling(model, list(chats.values())[: args.sampled_prompts], options[args.settings[0]],
                               args.temperature, args.samples, args.sampled_tokens)
@@ -189,7 +190,7 @@ def run(args: LosslessArguments) -> int:
         apart = corrected < SIGNIFICANCE
         lossless &= not apart
         print(f"sampled: {args.samples} answers of each to {args.sampled_prompts} prompts at temperature "
-              f"{args.temperature:g} are {'TOLD APART' if apart else 'not told apart'} (smallest corrected p of "
+              f"{args.temperature:g} {'DIFFER' if apart else 'do not differ'} significantly (smallest corrected p of "
               f"{len(rows)} tests: {corrected:.3g})")
         record["sampling"] = {"tests": rows, "corrected_p": corrected}
     if args.out:

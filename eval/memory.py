@@ -1,10 +1,10 @@
-"""Resident memory of a loaded pair in each form, and the peak while it was loaded, beside its weights.
+"""Measure the resident memory of a loaded pair in each form, and its peak during loading, relative to the weights.
 
     python -m eval.memory --forms stock fused int8 --out eval/results/memory
 
-Each form is loaded in a process of its own. What imports take, and a first answer of a tiny model, is subtracted; the
-tokenizer is not (some 50 MB for 49,152 tokens). Weights are those of target and head as they are stored, and the rows
-of the output layer that a head with a reduced vocabulary has for itself. Linux only.
+Each form is loaded in a separate process. The memory of imports and of a first answer by a tiny model is subtracted,
+that of the tokenizer is not (about 50 MB for 49,152 tokens). Weights are the stored weights of target and head, and the
+output rows of a head with a reduced vocabulary. Linux only.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Literal
 
 from eagle_fsd.cli.arguments import Loading
 from eagle_fsd.measure.records import markdown, write_record
-from eval.command import noted, run_command
+from eval.command import option_record, run_command
 from eval.forwards import FORMS, build_pair
 
 MB = 2**20
@@ -27,11 +27,11 @@ MB = 2**20
 
 @dataclass(frozen=True)
 class MemoryArguments:
-    """What `eval.memory` loads.
+    """Options of `eval.memory`.
 
     Args:
-        forms: see `eval.forwards`.
-        out: where the record goes, without .json and .md.
+        forms: forms of the pair; see `eval.forwards`.
+        out: write OUT.json and OUT.md.
     """
 
     out: Path
@@ -40,15 +40,15 @@ class MemoryArguments:
 
 
 def status(name: str) -> int:
-    """Bytes of a line of this process' status."""
+    """A value in bytes from /proc/self/status."""
     for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
         if line.startswith(name + ":"):
             return int(line.split()[1]) * 1024
-    raise ValueError(f"the system does not say {name}")
+    raise ValueError(f"/proc/self/status has no {name}: this command needs Linux")
 
 
-def taken(pair: Loading) -> tuple[str, dict[str, float]]:
-    """What was loaded; MB that this takes, at its end and at most, and MB of the weights."""
+def measure(pair: Loading) -> tuple[str, dict[str, float]]:
+    """Load a pair; return its description, and the MB of its weights, resident memory and peak."""
     import torch
 
     import eagle_fsd
@@ -57,7 +57,7 @@ def taken(pair: Loading) -> tuple[str, dict[str, float]]:
 
     eagle_fsd.generate([3, 1, 4, 1, 5], build_pair("tiny", torch.float32, torch.device("cpu")), max_new_tokens=4)
     before = status("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")  # begins the peak anew
+    Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")  # resets the peak
     model = pair.load()
     resident, peak = status("VmRSS") - before, status("VmHWM") - before
     rows = 0 if model.draft.output_rows is None else model.draft.draft_vocab_size * model.target.hidden_size
@@ -70,12 +70,12 @@ def run(args: MemoryArguments) -> None:
     rows = []
     for form in args.forms:
         with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as alone:
-            pair, found = alone.submit(taken, replace(args.pair, tree=None, **FORMS[form])).result()
-        rows.append({"form": form, **found})
+            pair, megabytes = alone.submit(measure, replace(args.pair, tree=None, **FORMS[form])).result()
+        rows.append({"form": form, **megabytes})
     table = markdown({"form": row["form"], "weights (MB)": f"{row['weights']:.0f}", **{
         f"{name} (MB)": f"{row[name]:.0f} ({row[name] / row['weights']:.2f} x)" for name in ("resident", "peak")}}
         for row in rows)
-    print(write_record(args.out, {"settings": noted(args), "rows": rows}, f"{pair}\n\n{table}"))
+    print(write_record(args.out, {"settings": option_record(args), "rows": rows}, f"{pair}\n\n{table}"))
 
 
 main = partial(run_command, "eval.memory", MemoryArguments, run)

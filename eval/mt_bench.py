@@ -1,16 +1,16 @@
-"""MT-Bench answers and their speed: every question's turns through the chat template, in FastChat's file format.
+"""Answer MT-Bench in FastChat's file format, with the chat template, and compare the speed of answers files.
 
     python -m eval.mt_bench --questions mt_bench.jsonl --baseline --answers plain.jsonl
     python -m eval.mt_bench --questions mt_bench.jsonl --setting "fsd 0.2" --answers fsd.jsonl plain.jsonl
     python -m eval.mt_bench --answers fsd.jsonl exact.jsonl plain.jsonl --out runs/mt-bench
 
-One line per question: question_id, answer_id, model_id, choices [{index, turns, idxs, new_tokens, wall_time}], tstamp;
-idxs counts the target's forwards of each turn, and accept_lengths (as Spec-Bench writes it) the tokens of each. Of
-several files the first is answered, and the speeds of all beside the last are printed (eval/speed.py); without
---questions nothing is answered. A run that was stopped goes on with the questions that are missing.
-`torchrun --nproc_per_node 2 -m eval.mt_bench ...` or `accelerate launch` on several GPUs splits the questions over
-processes (timings are then only comparable with runs on as many). Methods that are to be compared on one machine are
-better interleaved: eval.benchmark.
+The file has one line per question: question_id, answer_id, model_id, choices [{index, turns, idxs, new_tokens,
+wall_time}], tstamp. idxs counts the target's forward passes in each turn, and accept_lengths (as in Spec-Bench) the
+tokens of each pass. With several files, the command answers the questions in the first file and compares the speed of
+each with the last (eval/speed.py); without --questions it only compares. An interrupted run continues.
+`torchrun --nproc_per_node 2 -m eval.mt_bench ...` or `accelerate launch` splits the questions over processes; compare
+such timings only with runs on the same number of processes. To compare methods on one machine, prefer eval.benchmark,
+which interleaves them.
 """
 
 from __future__ import annotations
@@ -36,29 +36,29 @@ from eagle_fsd.data.questions import Question, converse
 from eagle_fsd.measure.methods import Method, engine, hf_generate
 from eagle_fsd.measure.records import environment, record_path, shown, write_json
 from eagle_fsd.measure.settings import QuestionOptions, parse_setting
-from eval.command import noted, run_command
+from eval.command import option_record, run_command
 from eval.speed import read_answers, read_note, speed
 
-# Sampling temperatures by category, as FastChat's judge sets them; other categories are greedy.
+# Sampling temperatures by category, from FastChat's judge; other categories are greedy.
 CATEGORY_TEMPERATURES = {"writing": 0.7, "roleplay": 0.7, "stem": 0.1, "humanities": 0.1}
 
 
 @dataclass(frozen=True, kw_only=True)
 class MtBenchArguments(QuestionOptions):
-    """What `eval.mt_bench` answers, and how.
+    """Options of `eval.mt_bench`.
 
     Args:
-        answers: the file that the answers are added to, and files to compare it with, the baseline last.
-        out: of several files: OUT.json, OUT.md and OUT.png are written.
-        setting: rule, threshold and other options of generate, such as "fsd 0.2".
-        tree: size of the draft tree; without it the fastest that is known here.
+        answers: file for the answers, then files to compare it with, the baseline last.
+        out: write the comparison to OUT.json, OUT.md and OUT.png.
+        setting: rule, threshold and other options of generate, for example "fsd 0.2".
+        tree: size of the draft tree. If omitted: the fastest known on this machine.
         baseline: answer with model.generate.
-        temperature: a number, or "category": as FastChat.
-        max_new_tokens: of a turn.
-        num_choices: answers to each question, each with the next seed.
-        seed: of the noise.
-        warm_up: unmeasured answers before the first question.
-        model_id: name in the answers file; without it the rule's.
+        temperature: a number, or "category" for FastChat's temperatures.
+        max_new_tokens: most tokens in the answer to a turn.
+        num_choices: answers to each question, with consecutive seeds.
+        seed: seed of the first answer.
+        warm_up: answers without timing before the first question.
+        model_id: name in the answers file. If omitted: the setting.
     """
 
     pair: Loading = Loading()
@@ -77,12 +77,12 @@ class MtBenchArguments(QuestionOptions):
 
     @property
     def name(self) -> str:
-        """The model's in the answers file."""
+        """The model id in the answers file."""
         return self.model_id or ("model.generate" if self.baseline else self.setting.replace(" ", "-"))
 
 
 def temperature_of(question: Question, temperature: str) -> float:
-    """The temperature for a question; "category" follows FastChat."""
+    """The temperature of a question; "category" selects FastChat's."""
     return CATEGORY_TEMPERATURES.get(question.category, 0.0) if temperature == "category" else float(temperature)
 
 
@@ -93,7 +93,7 @@ def method_of(model: EagleModel, temperature: float, seed: int, args: MtBenchArg
 
 
 def answer_question(model: EagleModel, question: Question, args: MtBenchArguments) -> dict:
-    """FastChat's record of one question, with the target's forwards as idxs and the tokens of each."""
+    """FastChat's record of one question, with the target's forward passes as idxs and the tokens of each pass."""
     choices = []
     for index in range(args.num_choices):
         method = method_of(model, temperature_of(question, args.temperature), args.seed + index, args)
@@ -102,16 +102,16 @@ def answer_question(model: EagleModel, question: Question, args: MtBenchArgument
         lengths = [answer.output.stats.accepted_lengths if answer.output else None for answer in answers]
         choices.append({
             "index": index, "turns": [answer.text for answer in answers],
-            "idxs": [n - 1 if found is None else len(found) for n, found in zip(counts, lengths, strict=True)],
+            "idxs": [count - 1 if each is None else len(each) for count, each in zip(counts, lengths, strict=True)],
             "new_tokens": counts, "wall_time": [answer.seconds for answer in answers],
-            "accept_lengths": [length + 1 for found in lengths for length in found or []],
+            "accept_lengths": [length + 1 for each in lengths for length in each or []],
         })
     return {"question_id": question.id, "category": question.category, "answer_id": uuid.uuid4().hex,
             "model_id": args.name, "choices": choices, "tstamp": time.time()}
 
 
 def check(args: MtBenchArguments) -> None:
-    """Raise ValueError for options that would only fail after the models are loaded."""
+    """Raise ValueError for bad options, before the models are loaded."""
     if args.temperature != "category":
         try:
             valid = float(args.temperature) >= 0
@@ -123,32 +123,32 @@ def check(args: MtBenchArguments) -> None:
     check_counts(args, "warm_up", least=0)
     parse_setting(args.setting)
     if len(args.answers) < (1 if args.questions else 2) or len(set(map(shown, args.answers))) < len(args.answers):
-        raise ValueError("--answers takes a file to answer --questions in, or several of different names to compare, "
+        raise ValueError("--answers takes one file with --questions, or several files with different names to compare, "
                          f"got {' '.join(map(str, args.answers)) or 'none'}")
     if args.out is not None and len(args.answers) == 1:
-        raise ValueError("--out takes what a comparison writes: give --answers several files")
+        raise ValueError("--out needs a comparison: pass several files to --answers")
     for path in args.answers[1 if args.questions else 0 :]:
         if not path.is_file():
             raise ValueError(f"{path} does not exist")
 
 
 def settings_of(args: MtBenchArguments) -> dict:
-    """What a resumed file must have in common: all but where it is and how much of it is asked for now."""
-    left_out = ("answers", "out", "warm_up", "per_category", "categories", "limit", "model_id", "device", "device_map")
-    return {name: value for name, value in noted(args).items() if name not in left_out}
+    """The settings that must be the same when a run continues a file: all but its path and the choice of questions."""
+    free = ("answers", "out", "warm_up", "per_category", "categories", "limit", "model_id", "device", "device_map")
+    return {name: value for name, value in option_record(args).items() if name not in free}
 
 
 def run(args: MtBenchArguments) -> None:
-    """Answer what is missing in the first file; compare it with the others.
+    """Answer the remaining questions in the first file, and compare it with the others.
 
     Raises:
-        ValueError: bad questions or options, files that cannot be compared, or a file to answer that was begun with
-            other settings or that another process is writing.
+        ValueError: bad questions or options; files that cannot be compared; or the first file has other settings, or
+            another process writes it.
     """
     check(args)
     if args.questions:
         questions = args.chosen_questions()
-        # torchrun does not say whether there is a GPU.
+        # Under torchrun, accelerate does not check whether there is a GPU.
         state = PartialState(cpu=args.pair.device == "cpu" or not torch.cuda.is_available())
         with only_writer(args.answers[0]) if state.is_main_process else nullcontext():
             answer_all(args, args.answers[0], questions, state)
@@ -159,14 +159,14 @@ def run(args: MtBenchArguments) -> None:
 
 
 def answer_all(args: MtBenchArguments, path: Path, questions: Sequence[Question], state: PartialState) -> None:
-    """Answer what is missing in the file, with all processes."""
+    """Answer the remaining questions in the file, with all processes."""
     settings, note = settings_of(args), read_note(path)
     about = record_path(path, ".meta.json")
     if note is None and path.exists() and path.stat().st_size:
-        raise ValueError(f"{path} has answers, and {about}, which says under which settings they were made, is "
-                         "missing; choose another file or delete it")
+        raise ValueError(f"{path} has answers, but {about}, which records their settings, is missing: choose another "
+                         "file or delete it")
     if note is not None and note["settings"] != settings:
-        raise ValueError(f"{path} was begun with other settings ({about}); choose another file or delete it")
+        raise ValueError(f"{path} has answers with other settings ({about}): choose another file or delete it")
     state.wait_for_everyone()
     own_device = args.pair.device is None and args.pair.device_map is None
     model = (replace(args.pair, device=str(state.device)) if own_device else args.pair).load()
@@ -179,7 +179,7 @@ def answer_all(args: MtBenchArguments, path: Path, questions: Sequence[Question]
         read_answers(path, repair=True)
     state.wait_for_everyone()
     done = read_answers(path)
-    state.wait_for_everyone()  # all share out the same questions: none answers before the others have read
+    state.wait_for_everyone()  # all processes must split the same questions: none writes before the others have read
     missing = [question for question in questions if question.id not in done]
     own = missing[state.process_index :: state.num_processes]
     for _ in range(args.warm_up if own else 0):
@@ -191,10 +191,10 @@ def answer_all(args: MtBenchArguments, path: Path, questions: Sequence[Question]
     if state.is_main_process:
         answers = read_answers(path)
         asked = {question.id: answers.pop(question.id) for question in questions if question.id in answers}
-        write_lines(path, [*asked.values(), *answers.values()])  # those that were not asked now are kept
+        write_lines(path, [*asked.values(), *answers.values()])  # keep answers to other questions
 
 
-main = partial(run_command, "eval.mt_bench", MtBenchArguments, run, stopped="stopped; the same command goes on")
+main = partial(run_command, "eval.mt_bench", MtBenchArguments, run, stopped="stopped; the same command continues")
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,10 +1,10 @@
 #!/bin/bash
-# What a first hour on a GPU has to show, part by part.
-#   bash eval/on_gpu.sh OUT [tests] [identity] [forwards] [model] [train]     # all where none is named
-#   DEVICE=cpu bash eval/on_gpu.sh OUT                                        # the same commands, small
-# A command has LIMIT seconds (540). One that fails or runs out of them is listed at the end; the others still run.
-# TARGET, DRAFT: a pair; without them the small one of the tests. QUESTIONS: MT-Bench's file. PYTHON: the interpreter.
-# TRAIN_FROM: a head to go on with. Paths but OUT are from the root of the checkout.
+# Checks for a first hour on a GPU, in parts.
+#   bash eval/on_gpu.sh OUT [tests] [identity] [forwards] [model] [train]     # all parts if none is named
+#   DEVICE=cpu bash eval/on_gpu.sh OUT                                        # the same commands on a small scale
+# Each command may take LIMIT seconds (540). The end lists commands that failed or timed out; the others still run.
+# TARGET, DRAFT: a pair; if omitted, the small pair of the tests. QUESTIONS: MT-Bench's file. PYTHON: the interpreter.
+# TRAIN_FROM: a head to continue from. Paths other than OUT are relative to the root of the checkout.
 set -uo pipefail
 : "${1:?a folder for the results}"
 OUT=$(mkdir -p "$1" && cd "$1" && pwd) || exit 2; shift
@@ -35,14 +35,14 @@ if [ "$DEVICE" = cpu ]; then
 fi
 failed=()
 
-take() {  # NAME COMMAND...: its output in OUT/NAME.log and here
+take() {  # NAME COMMAND...: write its output to OUT/NAME.log and stdout
     echo "== $1: ${*:2}"
     timeout -k 10 "$LIMIT" "${@:2}" 2>&1 | tee "$OUT/$1.log" || failed+=("$1")
 }
 
 part_tests() { take tests "$PYTHON" -m pytest -q -m cuda -p no:cacheprovider $(grep -l "mark\.cuda" tests/test_*.py); }
 
-part_identity() {  # greedy texts against model.generate; flash-attn is taken by `split`
+part_identity() {  # greedy texts against model.generate; `split` uses flash-attn
     local kind
     for kind in "float32 eager" "float32 sdpa" "float32 split" "bfloat16 sdpa" "bfloat16 split"; do
         set -- $kind
@@ -51,7 +51,7 @@ part_identity() {  # greedy texts against model.generate; flash-attn is taken by
     done
 }
 
-part_forwards() {  # random weights of an 8B shape, beside the time of reading them once; then the pair
+part_forwards() {  # random weights of an 8B shape, compared with the time to read them once; then the pair
     take forwards "$PYTHON" -m eval.forwards "${SHAPE[@]}" --device "$DEVICE" --out "$OUT/forwards"
     take forwards-pair "$PYTHON" -m eval.forwards "${PAIR[@]}" --nodes 1 8 16 --rounds 3 --context 64 \
         --out "$OUT/forwards-pair"
@@ -62,7 +62,7 @@ part_model() {
         --max-new-tokens $TOKENS --settings "fsd 0.3" "fsd 0.5" --out "$OUT/model"
 }
 
-part_train() {  # answers of its own, then an EAGLE-2 and an EAGLE-3 head on them; accelerate picks the device
+part_train() {  # the target's own answers, then an EAGLE-2 and an EAGLE-3 head; accelerate picks the device
     local kind more
     take prepare "$PYTHON" -m train.prepare_data --target "$TARGET" "${ASKED[@]}" --out "$OUT/own"
     for kind in eagle2 eagle3; do

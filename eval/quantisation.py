@@ -1,11 +1,11 @@
-"""What int8 costs and buys: a pair as it is stored and in int8, on the same texts and questions.
+"""Compare a pair in int8 with the same pair as stored: perplexity, speed and quality.
 
     python -m eval.quantisation --likelihood spec_bench.jsonl --questions humaneval.jsonl --per-category 40 \\
         --run-code --out eval/results/qwen-int8
 
-Perplexity is that of the target over the first --tokens tokens of each text of --likelihood: its questions as they are
-written, the first turn, not as a chat. The questions of --questions are answered by both, exactly, in turn; see
-`eval.benchmark` for the columns. KL is that of the int8 target from the other, in nats per token.
+Perplexity is the target's over the first --tokens tokens of each text in --likelihood, which is the first turn of a
+question without the chat template. Both forms answer --questions losslessly and in turn; `eval.benchmark` explains the
+columns. KL is the divergence of the int8 target from the stored one, in nats per token.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from eagle_fsd.measure.records import markdown
 from eagle_fsd.measure.settings import EXACT, ComparisonOptions, QuestionOptions
 from eagle_fsd.models.target import TargetModel
 from eagle_fsd.prompts import encode_prompt
-from eval.command import noted, run_command
+from eval.command import option_record, run_command
 from eval.likelihood import log_probs
 
 STORED, INT8 = "as stored", "int8"
@@ -38,11 +38,11 @@ STORED, INT8 = "as stored", "int8"
 
 @dataclass(frozen=True, kw_only=True)
 class QuantisationArguments(ComparisonOptions, QuestionOptions):
-    """What `eval.quantisation` compares.
+    """Options of `eval.quantisation`.
 
     Args:
-        likelihood: JSON lines of questions whose texts are read; --per-category counts for them too.
-        tokens: of each text.
+        likelihood: JSON lines of questions, whose texts measure perplexity; --per-category applies to them too.
+        tokens: most tokens of each text.
     """
 
     likelihood: Path
@@ -52,13 +52,13 @@ class QuantisationArguments(ComparisonOptions, QuestionOptions):
 
 
 def likelihoods(targets: dict[str, TargetModel], texts: Sequence[Sequence[int]]) -> dict[str, float]:
-    """Perplexity of each target, and how far the second is from the first: KL, and the share of equal best tokens."""
+    """Perplexity of each target; KL divergence and share of equal best tokens of the second and the first."""
     nats, divergence, same, count = dict.fromkeys(targets, 0.0), 0.0, 0, 0
     for ids in Progress(texts, desc="reading", unit="text"):
-        found = {name: log_probs(target, ids) for name, target in targets.items()}
-        for name, each in found.items():
+        log_p = {name: log_probs(target, ids) for name, target in targets.items()}
+        for name, each in log_p.items():
             nats[name] -= each.gather(1, torch.tensor(ids[1:], device=each.device)[:, None]).sum().item()
-        first, second = found.values()
+        first, second = log_p.values()
         divergence += (first.exp() * (first - second)).sum().item()
         same += (first.argmax(-1) == second.argmax(-1)).sum().item()
         count += len(ids) - 1
@@ -73,18 +73,19 @@ def run(args: QuantisationArguments) -> None:
     check_gradable(questions, args.run_code)
     models = {STORED: args.pair.load(), INT8: replace(args.pair, quantization="int8").load()}
     texts = [encode_prompt(question.turns[0], models[STORED])[: args.tokens] for question in read]
-    found = likelihoods({name: model.target for name, model in models.items()}, texts)
+    likelihood = likelihoods({name: model.target for name, model in models.items()}, texts)
     methods = {name: engine(model, acceptance=EXACT, temperature=args.temperature, seed=args.seed, tree=args.tree)
                for name, model in models.items()}
     about = described(models[STORED], args)
     records = compare(methods, questions, args, about)
-    table = markdown([{name: f"{value:.4g}" for name, value in found.items()}])
-    print(store(models[STORED], records, STORED, args, about | {"settings": noted(args), "likelihood": found},
+    table = markdown([{name: f"{value:.4g}" for name, value in likelihood.items()}])
+    about |= {"settings": option_record(args), "likelihood": likelihood}
+    print(store(models[STORED], records, STORED, args, about,
                 preface=f"{len(texts)} texts of {args.likelihood.name}:\n\n{table}\n\n")[1])
 
 
 main = partial(run_command, "eval.quantisation", QuantisationArguments, run,
-               stopped="stopped; the same command goes on")
+               stopped="stopped; the same command continues")
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,7 +1,7 @@
-"""The speed of files of MT-Bench answers beside another one, with bootstrap intervals, for `eval.mt_bench`.
+"""Compare the speed of MT-Bench answers files with a baseline, with bootstrap intervals, for `eval.mt_bench`.
 
-Speed is new tokens over wall time, summed over the questions that all files answer; intervals are 95% percentiles over
-resampled questions, of five questions at least.
+Speed is new tokens per second of wall time, over the questions that all files answer. Intervals are 95% bootstrap
+percentiles over questions, and need at least five questions.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ from eval.plots import plot_speeds
 log = logging.getLogger(__name__)
 
 LEGEND = {
-    "tokens/s": "new tokens over wall time, prompts included; a question is all its turns and choices",
+    "tokens/s": "new tokens per second of wall time, including prompts; a question has all its turns and choices",
     "speed-up, time over the baseline's (95%)": "ratios over the questions that all files answer, with bootstrap "
-    f"intervals over questions; of fewer than {FEWEST} questions there is none",
-    "tau": "tokens emitted per forward of the target, its own token included; copies from the text count as well, "
-    'where they are drafted. EAGLE\'s own tau is that of the head alone (--setting "exact text_drafts=off")',
-    "same": "questions whose answers are the baseline's. Lossless methods can have less in half precision, where texts "
-    "part at ties (docs/python.md, Lossless in half precision), and when sampling, with other noise",
+    f"intervals over questions, for at least {FEWEST} questions",
+    "tau": "tokens emitted per forward pass of the target, including its own token and accepted text drafts. "
+    'EAGLE\'s tau is that of the head alone (--setting "exact text_drafts=off")',
+    "same": "share of questions with the baseline's answers. It can be below 100% for lossless methods: in half "
+    "precision because of ties (docs/python.md, Lossless in half precision), in sampling because of other noise",
 }
 
 
 def speed(paths: Sequence[Path], out: Path | None = None) -> str:
-    """The speed of each file's answers beside those of the last one.
+    """Compare the speed of each file's answers with that of the last file.
 
     Args:
-        out: write OUT.json, OUT.md and OUT.png, with how the answers were made.
+        out: write OUT.json, OUT.md and OUT.png, with the provenance of the answers.
 
     Returns:
-        A table in Markdown, by category and in all.
+        A Markdown table, by category and overall.
 
     Raises:
-        ValueError: damaged files, none of whose questions are in all of them, or answers of other limits.
+        ValueError: damaged files, files without a common question, or answers with different limits.
     """
     *others, baseline = paths
     for path in others:
@@ -58,23 +58,23 @@ def speed(paths: Sequence[Path], out: Path | None = None) -> str:
 
 
 def read_answers(path: Path, repair: bool = False) -> dict[int | str, dict]:
-    """Answer records by question; `repair` as of `read_lines`.
+    """Answer records by question; `repair` as in `read_lines`.
 
     Raises:
-        ValueError: a line that is no answer.
+        ValueError: a line is not an answer.
     """
     records = read_lines(path, repair)
     for number, record in enumerate(records, 1):
         if not isinstance(record, dict) or not isinstance(record.get("choices"), list) or "question_id" not in record:
-            raise ValueError(f"{path}, line {number}: no answer of eval.mt_bench, it needs question_id and choices")
+            raise ValueError(f"{path}, line {number} is no answer of eval.mt_bench: it needs question_id and choices")
     return {record["question_id"]: record for record in records}
 
 
 def read_note(answers: Path) -> dict | None:
-    """The note beside an answers file of how it was made; None where there is none.
+    """The provenance file beside an answers file, or None.
 
     Raises:
-        ValueError: the note is damaged.
+        ValueError: the file is damaged.
     """
     about = record_path(answers, ".meta.json")
     if not about.exists():
@@ -82,27 +82,26 @@ def read_note(answers: Path) -> dict | None:
     try:
         note = json.loads(about.read_text(encoding="utf-8"))
         if not isinstance(note["settings"], dict):
-            raise TypeError("its settings are no object")
+            raise TypeError("settings must be an object")
     except (ValueError, TypeError, KeyError) as error:
-        raise ValueError(f"{about} is damaged ({error!r}): delete it and the answers beside it") from error
+        raise ValueError(f"{about} is damaged ({error!r}): delete it and its answers file") from error
     return note
 
 
 def check_comparable(path: Path, baseline: Path) -> None:
-    """Raise ValueError where answers were limited to different lengths or numbers; warn of other differences in how
-    they were made."""
+    """Raise ValueError if the answers have different limits; warn about other differences in their provenance."""
     notes = {each: read_note(each) for each in (path, baseline)}
     for each, note in notes.items():
         if note is None:
-            log.warning("%s has no note of how it was made: whether its answers can be compared is not known", each)
+            log.warning("%s has no .meta.json: it is unknown whether its answers are comparable", each)
     if None in notes.values():
         return
     ours, theirs = ({**note.get("environment", {}), **note["settings"], "loaded as": note.get("dtype"),
                      "processes": note.get("processes")} for note in notes.values())
     for setting in ("max_new_tokens", "num_choices"):
         if ours.get(setting) != theirs.get(setting):
-            raise ValueError(f"{path} was made with {setting} {ours.get(setting)} and {baseline} with "
-                             f"{theirs.get(setting)}: their speeds cannot be compared")
+            raise ValueError(f"{path} has {setting} {ours.get(setting)} and {baseline} has {theirs.get(setting)}: "
+                             "their speeds are not comparable")
     for setting in ("target", "temperature", "loaded as", "processes", "processor", "gpu", "threads"):
         if ours.get(setting) != theirs.get(setting):
             log.warning("%s and %s differ in %s: %s and %s", path, baseline, setting, ours.get(setting),
@@ -110,21 +109,21 @@ def check_comparable(path: Path, baseline: Path) -> None:
 
 
 def made_by(note: Mapping) -> str:
-    """Command, commit and pair of a note; older notes have no names of the pair."""
-    made = f"`{note['environment']['command']}` at {note['environment']['commit']}"
+    """Command, commit and pair of the answers. Older files do not name the pair."""
+    source = f"`{note['environment']['command']}` at {note['environment']['commit']}"
     names = note.get("names")
-    return f"{made}; target {names['target']}, head {names['head'] or 'none'}" if names else made
+    return f"{source}; target {names['target']}, head {names['head'] or 'none'}" if names else source
 
 
 def speed_rows(files: Mapping[str, Mapping[int | str, Mapping]]) -> dict[str, list[dict]]:
-    """A row of each file but the last, which is the baseline, by category: all questions that all files answer, and
-    those of each category where there are several.
+    """Rows for each file but the last, which is the baseline: over all common questions, and by category if there are
+    several.
 
     Args:
-        files: answers by question, of at least two files by their names.
+        files: answers by question, for at least two files by name.
 
     Raises:
-        ValueError: no question in common.
+        ValueError: the files have no common question.
     """
     *names, baseline = files
     common = [number for number in files[names[0]] if all(number in each for each in files.values())]
@@ -138,7 +137,7 @@ def speed_rows(files: Mapping[str, Mapping[int | str, Mapping]]) -> dict[str, li
 
 
 def speed_row(method: Sequence[Mapping], baseline: Sequence[Mapping]) -> dict:
-    """What the records of the same questions in two files amount to."""
+    """Compare the records of the same questions in two files."""
     tokens, seconds = totals(method, "new_tokens"), totals(method, "wall_time")
     their_tokens, their_seconds = totals(baseline, "new_tokens"), totals(baseline, "wall_time")
     emitted = [count for record in method for choice in record["choices"] for count in choice.get("accept_lengths", [])]
@@ -153,12 +152,12 @@ def speed_row(method: Sequence[Mapping], baseline: Sequence[Mapping]) -> dict:
 
 
 def totals(records: Sequence[Mapping], name: str) -> np.ndarray:
-    """Of each question the sum over its choices and turns."""
+    """The sum over choices and turns of each question."""
     return np.array([sum(sum(choice[name]) for choice in record["choices"]) for record in records], float)
 
 
 def speed_table(rows: Mapping[str, Sequence[Mapping]]) -> str:
-    """The rows in Markdown."""
+    """The rows as a Markdown table."""
     return markdown({
         "category": category, "answers": Path(row["method"]).stem, "questions": row["questions"],
         "tokens/s": f"{row['tokens_per_second']:.1f}",

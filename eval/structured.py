@@ -1,12 +1,12 @@
-"""Structured output: whether answers follow their JSON schemas, and what drafting makes of them.
+"""Measure structured output: validity under JSON schemas, and speed with each source of drafts.
 
     python -m eval.structured --out runs/structured --endpoints "llama.cpp=http://127.0.0.1:8081/v1"
     python -m eval.structured --out runs/structured-float32 --dtype float32
 
-The 30 schemas of eval/data/schemas.jsonl are of the kinds of JSONSchemaBench (arXiv 2501.10868), written for this. Each
-is asked of each arm in turn (the first once more before, which does not count): plain decoding with the same masks, the
-head alone, with the tokens that the grammar leaves no choice about, and with copies from the text too. Whether the
-tokens are plain decoding's is only to be asked of float32. An endpoint gets the schema as OpenAI's `response_format`.
+The 30 schemas of eval/data/schemas.jsonl were written for this, after the kinds in JSONSchemaBench (arXiv 2501.10868).
+All arms answer each in turn, after a warm-up with the first: plain decoding with the same masks, the head alone, the
+head with the tokens that the grammar forces, and both with copies from the text. Compare the tokens with those of plain
+decoding in float32 only. An endpoint gets the schema as OpenAI's `response_format`.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from eagle_fsd.measure.methods import pair_text
 from eagle_fsd.measure.records import decimals, markdown, write_record
 from eagle_fsd.pair import EagleModel
 from eagle_fsd.prompts import encode_prompt
-from eval.command import noted, run_command
+from eval.command import option_record, run_command
 from eval.endpoints import UNCACHED, ask, read_endpoints
 
 SCHEMAS = Path(__file__).parent / "data" / "schemas.jsonl"
-# Options of each arm, and whether forced tokens are drafted.
+# Options of each arm, and whether it drafts forced tokens.
 ARMS = {
     "plain": ({"speculative": False}, False),
     "head": ({"text_drafts": "off"}, False),
@@ -48,14 +48,14 @@ ARMS = {
 
 @dataclass(frozen=True)
 class StructuredArguments:
-    """What is asked.
+    """Options of `eval.structured`.
 
     Args:
-        out: where the record goes, without .json and .md.
+        out: write OUT.json and OUT.md.
         schemas: JSON lines with id, kind, prompt and schema.
-        limit: only the first.
-        max_new_tokens: of an answer; those that reach it are counted as cut off.
-        repeats: timed answers of each, of which the median counts.
+        limit: use only the first LIMIT schemas.
+        max_new_tokens: most tokens in an answer; an answer that reaches it is unfinished.
+        repeats: timed answers to each schema, of which the median counts.
         endpoints: servers to compare with, as "NAME=URL" or "NAME=URL#MODEL"; see eval/endpoints.py.
     """
 
@@ -70,7 +70,7 @@ class StructuredArguments:
 
 @contextmanager
 def no_forced_tokens(off: bool) -> Iterator[None]:
-    """Masks alone: what the grammar leaves no choice about is not drafted."""
+    """Do not draft forced tokens in this context, if `off`; the grammar's masks still apply."""
     kept = Grammar.forced
     if off:
         Grammar.forced = lambda *_: None
@@ -81,7 +81,7 @@ def no_forced_tokens(off: bool) -> Iterator[None]:
 
 
 def ours(model: EagleModel, arm: str, chat: list[dict], schema: dict, tokens: int) -> dict:
-    """One answer of our engine."""
+    """One answer of our decoder."""
     options, forced = ARMS[arm]
     with no_forced_tokens(not forced):
         started = time.perf_counter()
@@ -93,7 +93,7 @@ def ours(model: EagleModel, arm: str, chat: list[dict], schema: dict, tokens: in
 
 
 def theirs(url: str, name: str, model: EagleModel, chat: list[dict], schema: dict, tokens: int) -> dict:
-    """One answer of a server; its tokens are counted with our tokenizer, the end one included."""
+    """One answer of a server. The target's tokenizer counts its tokens, including the end token."""
     body = {"model": name, "messages": chat, "max_tokens": tokens, "temperature": 0, **UNCACHED,
             "response_format": {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}}
     started = time.perf_counter()
@@ -108,7 +108,7 @@ def theirs(url: str, name: str, model: EagleModel, chat: list[dict], schema: dic
 
 
 def fault(text: str, schema: dict) -> str | None:
-    """Why a text does not follow a schema; None: it does."""
+    """Why a text does not match a schema, or None if it does."""
     import jsonschema
 
     try:
@@ -119,7 +119,7 @@ def fault(text: str, schema: dict) -> str | None:
 
 
 def summary(arm: str, rows: Sequence[dict], plain: Sequence[dict]) -> dict[str, object]:
-    """A line of the table."""
+    """An arm's row of the table."""
     answers = [row["arms"][arm] for row in rows]
     answered = [answer for answer in answers if "refused" not in answer]
     finished = [answer for answer in answered if not answer["cut"]]
@@ -141,7 +141,7 @@ def run(args: StructuredArguments) -> None:
     try:
         import jsonschema  # noqa: F401
     except ImportError as error:
-        raise ValueError("answers are checked by the package jsonschema: pip install jsonschema") from error
+        raise ValueError("eval.structured needs the package jsonschema: pip install jsonschema") from error
     check_counts(args, "limit", "max_new_tokens", "repeats")
     endpoints = read_endpoints(args.endpoints)
     cases = read_lines(args.schemas)[: args.limit]
@@ -152,13 +152,13 @@ def run(args: StructuredArguments) -> None:
     for case in Progress(cases, desc="schemas", unit="schema"):
         chat = [{"role": "user", "content": f"{case['prompt']}\nAnswer in JSON that follows this schema: "
                                             f"{json.dumps(case['schema'])}"}]
-        found: dict[str, list[dict]] = {arm: [] for arm in asks}
+        answers_of: dict[str, list[dict]] = {arm: [] for arm in asks}
         for turn in range(args.repeats + (not rows)):
             for arm, answer in asks.items():
-                made = answer(chat, case["schema"], args.max_new_tokens)
-                found[arm] += [made] if turn or rows else []
+                result = answer(chat, case["schema"], args.max_new_tokens)
+                answers_of[arm] += [result] if turn or rows else []
         row = {"id": case["id"], "kind": case["kind"], "prompt_tokens": len(encode_prompt(chat, model)), "arms": {}}
-        for arm, answers in found.items():
+        for arm, answers in answers_of.items():
             first = answers[0]
             if "refused" not in first:
                 first["seconds"] = statistics.median(answer["seconds"] for answer in answers)
@@ -166,7 +166,7 @@ def run(args: StructuredArguments) -> None:
             row["arms"][arm] = first
         rows.append(row)
     plain = [row["arms"]["plain"] for row in rows]
-    print(write_record(args.out, {"settings": noted(args), "dtype": str(model.target.dtype), "rows": rows},
+    print(write_record(args.out, {"settings": option_record(args), "dtype": str(model.target.dtype), "rows": rows},
                        f"{pair_text(model)}\n\n{markdown(summary(arm, rows, plain) for arm in asks)}"))
 
 

@@ -3,9 +3,9 @@
     python -m eval.study --target T --data data/own --features data/own-features --out runs/study --minutes 25 \\
         --run "small=" --run "hass=--objective hass" --run "wide=--intermediate-size 3072" --seeds 0 1
 
-Each run is train.train_draft_head with these flags beside --recipe. Its first steps are timed to see how many fit into
-the minutes. tau is decoded on held-out answers, the same for all; OUT.md has the table. A study that was stopped goes
-on with the runs that are missing, and more can be added later.
+Each run is train.train_draft_head with --recipe and these flags. Timing its first steps gives the number of steps that
+fit into the minutes. All runs measure tau on the same held-out answers. OUT/study.md has the table. The same command
+continues an interrupted study, and can add runs.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tyro.conf import UseAppendAction
 from eagle_fsd.checks import check_choice, require_number
 from eagle_fsd.data.files import read_lines
 from eagle_fsd.measure.records import bullets, decimals, markdown, shown, write_record
-from eval.command import noted, run_command
+from eval.command import option_record, run_command
 from train.config import RECIPES
 
 PROBE = 5, 25  # steps between which a run's speed is measured
@@ -34,18 +34,18 @@ ONE_EVALUATION = 1_000_000  # steps between two: only the last
 
 @dataclass(frozen=True, kw_only=True)
 class StudyArguments:
-    """What is compared.
+    """Options of `eval.study`.
 
     Args:
-        target: directory, hub id or GGUF file; without it SmolLM2-135M-Instruct, as of eagle_fsd.load.
-        data: dataset of train.prepare_data, whose last documents are held out.
-        features: of train.features.
-        out: folder of the runs, and name of the table.
-        run: "NAME=FLAGS", flags of train.train_draft_head. (repeatable)
-        recipe: that they are beside.
-        minutes: of training of each, evaluation excluded.
-        seeds: each run is made with every one.
-        documents: held-out answers, which are decoded to the end of their 64 tokens.
+        target: directory, Hub ID or GGUF file of the target. If omitted: SmolLM2-135M-Instruct, as in eagle_fsd.load.
+        data: dataset from train.prepare_data, whose last documents are held out.
+        features: folder from train.features.
+        out: folder of the runs and the table.
+        run: "NAME=FLAGS", with flags of train.train_draft_head. (repeatable)
+        recipe: recipe to which the flags are added.
+        minutes: training time of each run, without evaluation.
+        seeds: seeds with which each run is repeated.
+        documents: number of held-out answers, of which 64 tokens are decoded.
     """
 
     target: str | None = None
@@ -63,35 +63,34 @@ def read_runs(texts: tuple[str, ...]) -> dict[str, list[str]]:
     """The flags of each run by name.
 
     Raises:
-        ValueError: one that is not of the form above, or a name twice.
+        ValueError: a run does not have the form above, or two runs have the same name.
     """
     runs: dict[str, list[str]] = {}
     for text in texts:
         name, equals, flags = text.partition("=")
         if not equals or not name.isidentifier() or name in runs:
-            raise ValueError(f'{text!r} is no run, or its name is taken; it takes "NAME=FLAGS", such as '
-                             '"hass=--objective hass"')
+            raise ValueError(f'{text!r} is not "NAME=FLAGS", such as "hass=--objective hass", or its name is taken')
         runs[name] = shlex.split(flags)
     return runs
 
 
 def train(args: StudyArguments, output: Path, flags: list[str], *more: str) -> list[str]:
-    """Run the trainer; returns its command.
+    """Run the trainer, and return its command.
 
     Raises:
-        ValueError: it failed.
+        ValueError: training failed.
     """
     command = ["-m", "train.train_draft_head", args.recipe, "--data", str(args.data), "--output", str(output)]
     command += ["--target", args.target] if args.target else []
     command += ["--features", str(args.features)] if args.features else []
-    command += ["--decode-prompts", "24", *flags, *more]  # last: a run may have features of its own
+    command += ["--decode-prompts", "24", *flags, *more]  # last: a run may override --features
     if subprocess.run([sys.executable, *command], check=False).returncode:
-        raise ValueError(f"this run failed, see above: python {shlex.join(command)}")
+        raise ValueError(f"training failed, see above: python {shlex.join(command)}")
     return command
 
 
 def steps_of(args: StudyArguments, flags: list[str], folder: Path) -> int:
-    """How many steps fit into the minutes."""
+    """The number of steps that fit into the minutes."""
     shutil.rmtree(folder, ignore_errors=True)
     train(args, folder, flags, "--steps", str(PROBE[1]), "--no-evaluate")
     seconds = [record["seconds"] for record in read_lines(folder / "train.jsonl")[PROBE[0] :]]
@@ -100,11 +99,11 @@ def steps_of(args: StudyArguments, flags: list[str], folder: Path) -> int:
 
 
 def measure(args: StudyArguments, name: str, flags: list[str], seed: int) -> dict:
-    """What one run reaches; kept, and not made again."""
+    """Train one run unless its result is stored, and return the result."""
     output = args.out / f"{name}-{seed}"
     result = output / "result.json"
     if not result.is_file():
-        plan = args.out / f"{name}.steps"  # so that a run that was stopped goes on with as many
+        plan = args.out / f"{name}.steps"  # an interrupted run continues with the same number
         if not plan.is_file():
             plan.parent.mkdir(parents=True, exist_ok=True)
             plan.write_text(str(steps_of(args, flags, args.out / f"{name}.probe")))
@@ -132,18 +131,18 @@ def run(args: StudyArguments) -> None:
         "tokens/s, head / plain": " / ".join(
             decimals(row["tokens_per_second"][name], 1) for name in ("exact", "plain")),
     } for row in rows)
-    print(write_record(args.out / "study", {"settings": noted(args), "rows": rows}, f"""\
+    print(write_record(args.out / "study", {"settings": option_record(args), "rows": rows}, f"""\
 Target: {shown(args.target or "SmolLM2-135M-Instruct")}\\
 Heads: recipe {args.recipe}, {args.minutes:g} minutes each; {args.documents} held-out answers
 
 {table}
 
 """ + bullets({
-        "tau": "tokens emitted per forward of the target, its own token included, greedy, by the head alone",
-        "accepted by level": "share of the cycles in which a token of that level of the tree was accepted"})))
+        "tau": "tokens emitted per forward pass of the target, including its own token, greedy, by the head alone",
+        "accepted by level": "share of cycles that accept a token of that level of the tree"})))
 
 
-main = partial(run_command, "eval.study", StudyArguments, run, stopped="stopped; the same command goes on")
+main = partial(run_command, "eval.study", StudyArguments, run, stopped="stopped; the same command continues")
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,4 +1,4 @@
-"""Random draft trees with logits and noise. B batch, N nodes, V vocabulary, R tokens that the draft can name."""
+"""Random draft trees with logits and noise. B batch, N nodes, V vocabulary, R draft vocabulary."""
 
 import math
 from dataclasses import dataclass, field, replace
@@ -14,7 +14,7 @@ from eagle_fsd.drafting.tree import DraftTree, ancestors_of
 
 @dataclass
 class Case:
-    """What a walk sees, see `acceptance.walk.Verified`."""
+    """The input of a walk; see `acceptance.walk.Verified`."""
 
     tree: DraftTree
     draft: list[Tensor]  # of each level [B, K, R]
@@ -35,19 +35,19 @@ class Case:
         return None if self.gumbel is None else self.gumbel[:, depth]
 
     def walk(self, rule: Rule, threshold=None, left=None, within=None) -> list[list[Step]]:
-        """The steps of each row; threshold and budget, if any, are one for all rows or one each."""
+        """The steps of each row. Threshold and budget are shared, or one per row."""
         threshold, left = (
             None if each is None
             else torch.as_tensor(each, dtype=torch.float64, device=self.raw.device).expand(len(self.raw))
             for each in (rule.threshold if threshold is None else threshold, left))
         return walk(rule, self, Permission(threshold, left, within))
 
-    def paths(self, rule: Rule, *given) -> list[list[int]]:
-        """The accepted nodes of each row, the root first."""
-        return [[step.node for step in steps] for steps in self.walk(rule, *given)]
+    def paths(self, rule: Rule, *arguments) -> list[list[int]]:
+        """The accepted nodes of each row, starting with the root."""
+        return [[step.node for step in steps] for steps in self.walk(rule, *arguments)]
 
     def take(self, rows: list[int]) -> "Case":
-        """Those rows, or one row several times."""
+        """A case of these rows, which may repeat."""
         gumbel = None if self.gumbel is None else self.gumbel[rows]
         return Case(self.tree.select(rows), [level[rows] for level in self.draft], self.raw[rows], self.warped[rows],
                     gumbel, self.draft_tokens)
@@ -59,7 +59,7 @@ class Case:
 
 
 def tree_from_parents(parents, tokens, scores=None, draft_rows=None) -> DraftTree:
-    """A batch of trees from nested lists [B][N]; parents come before their children."""
+    """A batch of trees from nested lists [B][N], parents before children."""
     parents = torch.tensor(parents)
     depths = torch.zeros_like(parents)
     for node in range(1, parents.shape[1]):
@@ -72,7 +72,7 @@ def tree_from_parents(parents, tokens, scores=None, draft_rows=None) -> DraftTre
 
 
 def random_parents(generator: torch.Generator, nodes: int, most: int) -> list[int]:
-    """Parents of a random tree of at most so many children each, ordered by level."""
+    """Parents of a random tree with at most `most` children per node, ordered by level."""
     parents, depths = [0], [0]
     while len(parents) < nodes:
         parent = int(torch.randint(len(parents), (), generator=generator))
@@ -87,13 +87,13 @@ def random_case(
     seed: int, greedy: bool, batch: int = 4, nodes: int = 12, vocab_size: int = 11, gap: float = 0.7,
     temperature: float = 0.8, banned: float = 0.0, coarse: bool = False, named: int | None = None,
 ) -> Case:
-    """Trees whose siblings are the draft's best tokens, best first.
+    """Trees in which siblings are the draft's best tokens, best first.
 
     Args:
         gap: scale of the difference between target and draft logits; 0 makes them equal.
-        banned: share of tokens that a processor sets to -inf in the warped logits (never all of a node).
-        coarse: round logits to integers, so that ties abound.
-        named: how many tokens the draft can name; None: all.
+        banned: share of tokens with -inf in the warped logits, as from a processor (never all of a node).
+        coarse: round logits to integers, for many ties.
+        named: size of the draft vocabulary; None: all tokens.
     """
     generator = torch.Generator().manual_seed(seed)
 

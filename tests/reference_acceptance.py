@@ -1,4 +1,4 @@
-"""The acceptance rules and the walk once more, slow and obvious: one row, one node, one token at a time."""
+"""A slow and obvious implementation of the walk and the acceptance rules: one row, one node, one token at a time."""
 
 import math
 from functools import cached_property
@@ -43,17 +43,17 @@ def divergence(name, target_logits, draft_logits):
 
 
 class Reference:
-    """One row of a `random_trees.Case` under a rule, with a threshold and a budget of its own."""
+    """One row of a `random_trees.Case` under a rule, with its own threshold and budget."""
 
     def __init__(self, rule, case, row, threshold, left=INF, inside=True, marks=(-1, -1)):
         self.rule, self.threshold, self.left = rule, threshold, left
-        self.inside, self.marks = inside, marks  # whether the rule decides, and the tokens after which it does and not
+        self.inside, self.marks = inside, marks  # whether the rule applies, and the tokens that turn it on and off
         self.tokens, self.parents, depths, draft_rows, self.scores = (
             getattr(case.tree, name)[row].tolist() for name in ("tokens", "parents", "depths", "draft_rows", "scores"))
         self.raw, self.warped = case.raw[row].tolist(), case.warped[row].tolist()
         self.greedy = case.gumbel is None
         self.noise = [[0.0] * len(self.raw[0]) if self.greedy else case.gumbel[row, depth].tolist() for depth in depths]
-        # What the draft says of each node's children: the logits of all tokens, -inf of those that it cannot name.
+        # The draft's logits of all tokens at each node with children; -inf outside its vocabulary.
         names = range(len(self.raw[0])) if case.draft_tokens is None else case.draft_tokens.tolist()
         self.draft = [[-INF] * len(self.raw[0]) for _ in depths]
         for v, (depth, at) in enumerate(zip(depths, draft_rows, strict=True)):
@@ -80,7 +80,7 @@ class Reference:
         return self.drawn(v, self.warped[v])
 
     def walk(self):
-        """(node, token, whether it is the exact one, whether the budget is spent) of each step."""
+        """(node, token, whether the token is exact, whether the budget is spent) of each step."""
         path, v, closed, waiting, back = [], 0, False, 0, []
         while True:
             exact, (weights, goes_on) = self.exact_token(v), getattr(self, self.rule.name)(v)
@@ -96,7 +96,7 @@ class Reference:
                 self.left -= regret
             if token in self.marks:
                 self.inside = token == self.marks[0]
-            if token != exact and self.rule.window:  # tentative: the path without it
+            if token != exact and self.rule.window:  # tentative: `back` is the path without it
                 back, waiting = [*path, (v, exact, True, closed)], self.rule.window + 1
             path.append((v, token, token == exact, closed))
             child = next((c for c in self.children(v) if self.tokens[c] == token), None)
@@ -107,7 +107,7 @@ class Reference:
     def regret(self, v, token):
         return max(self.raw[v]) - self.raw[v][token]
 
-    # --- what rules have in common ---------------------------------------------------------------
+    # --- shared by the rules ---------------------------------------------------------------------
 
     def guarded(self, v, child):
         """p(x) >= (1 - alpha) max p, at temperature 1."""
@@ -118,7 +118,7 @@ class Reference:
         return [c for c in self.children(v) if self.warped[v][self.tokens[c]] > -INF and self.guarded(v, c)]
 
     def among(self, v, allowed):
-        """A fuzzy step to the child, of those allowed, that the target prefers; exact steps stay open."""
+        """A fuzzy step to the target's favourite among the allowed children; exact steps stay possible."""
         if not allowed:
             return self.warped[v], True
         kept = {self.tokens[c] for c in allowed} | {self.tokens[c] for c in self.children(v)} & {self.exact_token(v)}
@@ -128,7 +128,7 @@ class Reference:
         return divergence(self.rule.divergence, self.raw[v], self.draft[v])
 
     def reported(self, v):
-        """The divergence of receipts; NaN where no step of the rule depends on it."""
+        """The divergence in receipts; NaN if no step of the rule depends on it."""
         exact = any(self.tokens[c] == self.exact_token(v) for c in self.children(v))
         asked = self.children(v) if self.rule.name == "fsd_paper" else (
             self.rule.name == "fsd" and not exact and self.candidates(v))
@@ -148,7 +148,7 @@ class Reference:
 
     def fsd_paper(self, v):
         passes = self.children(v) and self.divergence(v) <= self.threshold
-        first = max(self.children(v), key=lambda c: self.scores[c], default=None)  # the first of equal ones
+        first = max(self.children(v), key=lambda c: self.scores[c], default=None)  # the first on ties
         allowed = {self.tokens[first]} if passes else set()
         allowed &= {self.tokens[c] for c in self.candidates(v)} | {self.exact_token(v)}
         if not allowed:
@@ -166,7 +166,7 @@ class Reference:
                               and self.regret(v, self.tokens[c]) <= self.threshold])
 
     def lenience(self, v):
-        """The mass P of the candidates becomes min(1, P / l); an exact step is taken in any case."""
+        """The mass P of the candidates becomes min(1, P / l), unless a child is the exact token."""
         probs, lifted = softmax(self.warped[v]), {self.tokens[c] for c in self.candidates(v)}
         mass = math.fsum(probs[token] for token in lifted)
         if self.greedy or not mass or any(self.tokens[c] == self.exact_token(v) for c in self.children(v)):

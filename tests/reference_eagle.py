@@ -1,6 +1,6 @@
-"""The EAGLE-2 cycle the slow and obvious way: one node at a time, everything recomputed, no caches and no tree masks.
+"""A slow and obvious EAGLE-2 cycle: one node at a time, everything recomputed, without caches and tree masks.
 
-A tree node is its path: the tuple of token ids from the root (left out) down to it. D hidden size, V vocabulary.
+A tree node is its path: the tuple of token ids from the root (excluded) to the node. D hidden size, V vocabulary.
 """
 
 import math
@@ -27,7 +27,7 @@ def rotate(vector, position, theta):
 
 
 def predict(head, features, tokens):
-    """The feature [D] that the head predicts for the last of T tokens, from T features [D], each of the position
+    """The feature [D] that the head predicts for the last of T tokens, from T features [D], each from the position
     before its token.
     """
     config, layer = head.config, head.layers[0]
@@ -59,7 +59,7 @@ def predict(head, features, tokens):
 
 @dataclass
 class Tree:
-    """paths: the kept nodes in order, the root () first; logits: the draft's [V] of every expanded node."""
+    """paths: the kept nodes in order, the root () first; logits: the draft's logits [V] at every expanded node."""
 
     paths: list = field(default_factory=lambda: [()])
     scores: dict = field(default_factory=lambda: {(): torch.tensor(0.0)})
@@ -67,9 +67,9 @@ class Tree:
 
 
 def draft(head, model, features, tokens, config, perturbed=lambda logits, depth: logits):
-    """The tree below tokens[-1]; `features` are the target's of the positions before `tokens`.
+    """The tree below tokens[-1]; `features` are the target's at the positions before `tokens`.
 
-    perturbed: the logits [V] by which the children of a node of this depth are chosen and scored.
+    perturbed: maps logits [V] and depth to the logits that select and score a node's children.
     """
     tree, scored, predicted = Tree(), [], {}
     frontier = [()]
@@ -83,7 +83,7 @@ def draft(head, model, features, tokens, config, perturbed=lambda logits, depth:
             logits = perturbed(logits, len(path)) / config.draft_temperature
             best = sorted(range(len(logits)), key=lambda token: (-logits[token].item(), token))[: config.top_k]
             for token in best:
-                log_prob = logits[token] - logits.logsumexp(0)  # float32, so that it rounds to 0 where it should
+                log_prob = logits[token] - logits.logsumexp(0)  # float32, to round to 0 like the library
                 tree.scores[(*path, token)] = tree.scores[path] + log_prob
                 children.append((*path, token))
         scored += children
@@ -100,7 +100,7 @@ def softcapped(model, logits):
 
 @torch.no_grad()
 def decode(model, head, prompt, config, cycles):
-    """Greedy decoding: the first token, then per cycle (tree, accepted path, the token after it)."""
+    """Decode greedily; return the first token, and (tree, accepted path, next token) of each cycle."""
     tokens = list(prompt)
     tokens.append(forward(model, tokens)[1][-1].argmax().item())
     first, done = tokens[-1], []

@@ -1,4 +1,4 @@
-"""Servers to test: one in a thread of this process around a tiny pair, or the command `eagle-fsd serve` itself."""
+"""Servers for tests: a thread with a tiny pair, or the command `eagle-fsd serve` in a process."""
 
 import asyncio
 import os
@@ -20,7 +20,7 @@ from eagle_fsd.serve.server import Server, configuration, reserve
 
 ROOT = Path(__file__).parents[1]
 SMALL = [str(Path(__file__).parent / "pairs" / name) for name in ("small-target", "small-draft")]
-STARTS = 90  # seconds within which it must
+STARTS = 90  # seconds that the command may take to start
 
 
 class Here:
@@ -45,37 +45,37 @@ class Here:
 
 @contextmanager
 def here(pair=None, key=None, tree=None, **options):
-    """A server with these `ServeOptions` around the tiny pair, or another one."""
-    made = Here(pair or tiny_chat_pair(max_position_embeddings=2048), ServeOptions(port=0, **options), key, tree)
+    """A server in a thread with these `ServeOptions`, for `pair` or a tiny one."""
+    server = Here(pair or tiny_chat_pair(max_position_embeddings=2048), ServeOptions(port=0, **options), key, tree)
     try:
-        yield made
+        yield server
     finally:
-        made.stop()
+        server.stop()
 
 
 class Served:
-    """The command in a process of its own: where it listens, what it has said."""
+    """The command in a separate process, with its URL and its log."""
 
     def __init__(self, process):
-        self.process, self.said, self.url = process, [], None
+        self.process, self.log, self.url = process, [], None
         self.ready = threading.Event()
         threading.Thread(target=self.listen, daemon=True).start()
         if not self.ready.wait(STARTS) or self.url is None:
             process.kill()
-            raise RuntimeError("the server did not start: " + "".join(self.said))
+            raise RuntimeError("the server did not start: " + "".join(self.log))
 
     def listen(self):
         for line in self.process.stderr:
-            self.said.append(line)
-            if found := re.search(r"serving .* at (http://\S+)", line):
-                self.url = found[1]
+            self.log.append(line)
+            if match := re.search(r"serving .* at (http://\S+)", line):
+                self.url = match[1]
                 self.ready.set()
         self.ready.set()
 
 
 @contextmanager
 def served(*words, key=None):
-    """The command with these flags, around the small pair."""
+    """The command with these flags, for the small pair."""
     target, draft = SMALL
     environment = {**os.environ, "OMP_NUM_THREADS": "1"} | ({} if key is None else {"EAGLE_FSD_API_KEY": key})
     command = [sys.executable, "-m", "eagle_fsd", "serve", "--target", target, "--draft", draft, "--port", "0",
@@ -98,5 +98,5 @@ def wait_until(condition, seconds=30):
 
 
 def wait_for_health(server, seconds=30, **expected):
-    """Until /health says so, of rows and waiting."""
+    """Wait until /health reports these values of rows and waiting."""
     wait_until(lambda: expected.items() <= httpx.get(f"{server.url}/health").json().items(), seconds)

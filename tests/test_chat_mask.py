@@ -122,8 +122,8 @@ def test_the_answer_is_found_where_it_is_shown(name, answer, span):
 
 
 @pytest.mark.parametrize(("template", "reason"), [
-    ("{{ raise_exception('no') }}", "refused"),
-    ("{% for m in messages %}{{ m.role }}{{ m.content | upper }}{% endfor %}", "does not show an answer"),
+    ("{{ raise_exception('no') }}", "rejected"),
+    ("{% for m in messages %}{{ m.role }}{{ m.content | upper }}{% endfor %}", "changes the text of an answer"),
 ])
 def test_templates_that_hide_the_answers_make_bad_rows(template, reason):
     with pytest.raises(BadRow, match=reason):

@@ -22,21 +22,21 @@ def findings(**changes):
     agreed = 100 * torch.tensor(GOOD)
     fine = {"tokens": 100, "own": 98, "surprise": 40.0, "entropy": 90.0, "likeliest": 70.0, "covered": 99,
             "agreed": agreed, "shifted": torch.tensor([60.0, 20, 20]), "followed": 90, "lengths": 97.0,
-            "documents": 9, "headed": 9}
+            "documents": 9, "with_header": 9}
     return Findings(**fine | changes)
 
 
 @pytest.mark.parametrize(("changes", "said"), [
-    ({"headed": 7}, "2 of 9 documents do not show the target's chat template"),
-    ({"surprise": 120.0, "own": 50}, r"did not write these answers \(it gives their tokens 1.20 nats"),
-    ({"shifted": torch.tensor([60.0, 80, 20])}, r"off by one.*\(0.89, as it is used 0.67\)"),
+    ({"with_header": 7}, "2 of 9 documents lack the target's chat template"),
+    ({"surprise": 120.0, "own": 50}, r"did not write these answers \(its cross-entropy on them is 1.20 nats"),
+    ({"shifted": torch.tensor([60.0, 80, 20])}, r"off by one.*\(0.89, in decoding 0.67\)"),
     ({"shifted": torch.tensor([60.0, 20, 80])}, "off by one"),
     ({"lengths": 300.0}, "3.00 times as long"),
     ({"agreed": 60 * torch.tensor([0.3, 0.4, 0.5, 0.6, 0.6])}, r"reads its own predictions \(0.36\) than .* \(0.18\)"),
     ({"agreed": 3 * torch.ones(5), "lengths": 300.0, "shifted": torch.tensor([3.0, 8, 8])}, "hardly ever"),
-    ({"covered": 80}, "can name 80.0% of the tokens"),
-    ({"agreed": 60 * torch.tensor(GOOD), "lengths": 49.0}, r"places \[1, 2, 3, 4, 5\]: too little training"),
-    ({"agreed": torch.tensor([68.0, 59, 54, 30, 30])}, r"places \[4, 5\]: more passes, then aligned steps"),
+    ({"covered": 80}, "covers 80.0% of the tokens"),
+    ({"agreed": 60 * torch.tensor(GOOD), "lengths": 49.0}, r"positions \[1, 2, 3, 4, 5\]: train longer, on"),
+    ({"agreed": torch.tensor([68.0, 59, 54, 30, 30])}, r"positions \[4, 5\]: train longer, then with aligned"),
 ])
 def test_each_fault_is_named(changes, said):
     assert verdicts(findings(), False) == []
@@ -57,7 +57,7 @@ def test_what_is_counted(model):
         chats = [chat(word, text) for word, text in zip(words, texts, strict=True)]
         documents, _ = encode_dataset(rows(*chats), model.tokenizer, max_length=64)
         found = examine(model.draft, model.target, documents, range(3), header)
-        assert (found.documents, found.headed, found.covered) == (3, 3, found.tokens)
+        assert (found.documents, found.with_header, found.covered) == (3, 3, found.tokens)
         assert abs(found.own / found.tokens - share) < 0.2
         assert (found.surprise > found.entropy) == (share == 0.0) == (found.own < found.likeliest)
         assert found.agreed.shape == (5,) and 0 <= found.agreed.min() and found.agreed.max() <= found.tokens
@@ -126,16 +126,16 @@ def halves_changed(head):
 
 @pytest.mark.parametrize(("made", "said"), [
     (lambda small: small[0].draft, None),
-    (lambda small: trained(small, 6), "too little training"),
-    (lambda small: trained(small, 12), "more passes"),
+    (lambda small: trained(small, 6), "train longer, on more"),
+    (lambda small: trained(small, 12), "train longer, then with"),
     (lambda small: trained(small, 36, shift=1), "off by one"),
-    (lambda small: trained(small, 30, scale=4.0), "times as long as the target's: another norm or layer"),
-    (lambda small: trained(small, 40, scale=0.1), "more where it reads its own predictions"),
+    (lambda small: trained(small, 30, scale=4.0), "times as long as the target's: it was trained with another norm"),
+    (lambda small: trained(small, 40, scale=0.1), "more often if it reads its own predictions"),
     (lambda small: published(small, lambda head: head.fc.weight.mul_(2)), "times as long as the target's"),
     (lambda small: published(small, lambda head: head.layers[0].mlp.down_proj.weight.neg_()), "hardly ever agrees"),
     (lambda small: published(small, halves_changed), "hardly ever agrees"),
     (lambda small: trained(small, 0), "hardly ever agrees"),
-    (lambda small: published(small, lambda head: head.limit_vocabulary(torch.arange(300))), "larger draft vocabulary"),
+    (lambda small: published(small, lambda head: head.limit_vocabulary(torch.arange(300))), "use a larger one"),
 ], ids=["good", "6 steps", "12 steps", "off by one", "longer", "shorter", "fc", "mlp", "halves", "new", "vocabulary"])
 def test_heads_that_are_damaged_and_heads_that_are_young(small, made, said):
     """Each is told what is the matter with it, and nothing else."""

@@ -54,13 +54,13 @@ def test_only_a_dataset_is_replaced(tmp_path):
     for name in ("data", "mine"):  # a dataset with something else in its folder, and a folder that is none
         (tmp_path / name).mkdir(exist_ok=True)
         (tmp_path / name / "notes.txt").write_text("keep")
-        with pytest.raises(ValueError, match="holds notes.txt"):
+        with pytest.raises(ValueError, match="contains notes.txt"):
             of([1, 5]).save(tmp_path / name)
         assert (tmp_path / name / "notes.txt").read_text() == "keep"
 
 
 def test_what_is_no_dataset_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="it holds no tokens, learned, ends.npy"):
+    with pytest.raises(ValueError, match="it needs tokens, learned, ends.npy"):
         Documents.load(tmp_path)
     of([1, 5]).save(tmp_path / "text")
     np.save(tmp_path / "text" / "learned.npy", np.zeros(1, bool))

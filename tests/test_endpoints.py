@@ -83,16 +83,16 @@ def test_errors_name_the_server_and_what_it_says(server, model, monkeypatch):
     with pytest.raises(ValueError, match=r"chat/completions answers 500: .*out of memory"):
         endpoint_method(model, server, "broken", temperature=0.0, seed=0)(CHAT, 8)
     monkeypatch.setattr(Protocol, "models", [])
-    with pytest.raises(ValueError, match="names no model: give one as other="):
+    with pytest.raises(ValueError, match="lists no model: pass other="):
         read_endpoints((f"other={server}",))
     assert read_endpoints((f"other={server}#mine",)) == {"other": (server, "mine")}
-    with pytest.raises(ValueError, match="two endpoints are called 'other'"):
+    with pytest.raises(ValueError, match="two endpoints have the name 'other'"):
         read_endpoints((f"other={server}#a", f"other={server}#b"))
 
 
 @pytest.mark.parametrize("text", ["http://127.0.0.1:1/v1", "=http://127.0.0.1:1/v1", "llama=127.0.0.1:1", "llama="])
 def test_what_is_no_endpoint_is_refused(text):
-    with pytest.raises(ValueError, match="it takes \"NAME=URL\""):
+    with pytest.raises(ValueError, match="pass \"NAME=URL\""):
         read_endpoints((text,))
 
 
@@ -101,7 +101,7 @@ def test_an_unreachable_one_is_refused_before_anything_is_loaded(tmp_path, capsy
     questions.write_text('{"prompt": "hi"}\n')
     assert benchmark.main(["--questions", str(questions), "--endpoints", "x=http://127.0.0.1:9/v1", "--out",
                            str(tmp_path / "out")]) == 2
-    assert "http://127.0.0.1:9/v1/models gives no answer" in capsys.readouterr().err
+    assert "http://127.0.0.1:9/v1/models does not answer" in capsys.readouterr().err
     assert not list(tmp_path.glob("out*"))
 
 
@@ -148,7 +148,7 @@ def test_clients_in_turn_and_what_is_refused_before_any_is_asked(tmp_path, capsy
         assert [(row["arm"], row["clients"], row["tokens"]) for row in rows] == [
             (name, count, 10) for count in (1, 2) for name in ("plain", "fuzzy")]
         capsys.readouterr()
-        for wrong, said in (([*given, arms[0] + " {x"], "must be a JSON object"), ([*given, "plain"], "is no endpoint"),
+        for wrong, said in (([*given, arms[0] + " {x"], "must be a JSON object"), ([*given, "plain"], "an endpoint"),
                             ([*given, "--limit", "0", arms[0]], "--limit must be at least 1, got 0")):
             assert clients.main(wrong) == 2 and said in capsys.readouterr().err
 

@@ -29,7 +29,7 @@ def check(place, *more: str) -> int:
 
 def test_exact_passes_and_its_samples_are_not_told_apart(place, capsys):
     assert check(place, "--samples", "60", "--sampled-prompts", "1") == 0
-    assert "6 of 6 answers are those of model.generate" in capsys.readouterr().out
+    assert "6 of 6 answers equal those of model.generate" in capsys.readouterr().out
     record = json.loads((place / "found.json").read_text())
     assert record["identical"] == {"exact": 6} and len(record["sampling"]["tests"]) == 3
 
@@ -40,7 +40,7 @@ def test_a_lossy_rule_is_found_out(place, capsys):
     # Rules that only sampling tells apart: greedy lenience is exact.
     sampled = ("--settings", "lenience 3", "--samples", "90", "--sampled-prompts", "1", "--limit", "1")
     assert check(place, *sampled) == 1
-    assert "1 of 1" in (said := capsys.readouterr().out) and "TOLD APART" in said
+    assert "1 of 1" in (said := capsys.readouterr().out) and "DIFFER significantly" in said
 
 
 def test_ties_are_known_as_such():

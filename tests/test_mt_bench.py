@@ -85,7 +85,7 @@ def test_other_settings_do_not_continue_a_file(place):
     run(options(place, "fsd.jsonl", "--setting", "fsd 0.2", "--limit", "1"))
     for more in (("--setting", "fsd 0.3"), ("--setting", "fsd 0.2", "--attn-implementation", "eager"),
                  ("--setting", "fsd 0.2", "--tree", "8,3,2"), ("--baseline",)):
-        with pytest.raises(ValueError, match="begun with other settings"):
+        with pytest.raises(ValueError, match="answers with other settings"):
             run(options(place, "fsd.jsonl", *more))
     run(options(place, "fsd.jsonl", "--setting", "fsd 0.2", "--limit", "2"))
     run(options(place, "fsd.jsonl", "--setting", "fsd 0.2", "--limit", "1"))
@@ -98,7 +98,7 @@ def test_answers_of_unknown_settings_are_not_continued(place, note):
     path, about = place / "unknown.jsonl", place / "unknown.meta.json"
     before = path.read_bytes()
     about.unlink() if note is None else about.write_text(note)
-    with pytest.raises(ValueError, match=f"{about}.*(is missing; choose another file|is damaged)"):
+    with pytest.raises(ValueError, match=f"{about}.*(is missing: choose another file|is damaged)"):
         run(options(place, "unknown.jsonl"))
     assert path.read_bytes() == before
     path.unlink()
@@ -124,8 +124,8 @@ def test_sampling_follows_the_category_and_the_seed(place):
         (["--max-new-tokens", "0"], "--max-new-tokens.*0"),
         (["--limit", "0"], "--limit must be at least 1, got 0"),
         (["--setting", "fsd -0.1"], "threshold"),
-        (["--questions"], "--answers takes a file to answer --questions in, or several of different names to compare"),
-        (["--out", "x"], "--out takes what a comparison writes"),
+        (["--questions"], "--answers takes one file with --questions, or several files with different names"),
+        (["--out", "x"], "--out needs a comparison"),
         (["--answers", "x.jsonl", "no.jsonl"], "no.jsonl does not exist"),
     ],
 )
@@ -230,11 +230,11 @@ def test_speeds_are_stored_with_how_the_answers_were_made(tmp_path, caplog, caps
 
 def test_runs_with_other_limits_are_not_compared(tmp_path, caplog):
     for setting in ("max_new_tokens", "num_choices"):
-        with pytest.raises(ValueError, match=f"{setting} 3 and .*plain.jsonl with 4: their speeds cannot be compared"):
+        with pytest.raises(ValueError, match=f"{setting} 3 and .*plain.jsonl has 4: their speeds are not comparable"):
             speed(stored_answers(tmp_path, {setting: 3}, {setting: 4}), tmp_path / "out")
     assert not (tmp_path / "out.json").exists()
     speed(stored_answers(tmp_path, {"temperature": "0"}, {"temperature": "category"}))
     assert "plain.jsonl differ in temperature: 0 and category" in caplog.text
     (tmp_path / "plain.meta.json").unlink()
     speed(stored_answers(tmp_path, {}, None))
-    assert "plain.jsonl has no note of how it was made" in caplog.text
+    assert "plain.jsonl has no .meta.json" in caplog.text

@@ -13,11 +13,10 @@ from eagle_fsd.cli.arguments import parse_options
 from eagle_fsd.data.conversations import BadRow, Record, read_records
 from eagle_fsd.data.files import append_lines
 from train import answers
-from train.answers import Respondent, is_sensible, local_writer, regenerate, self_prompted, served_writer
+from train.answers import Respondent, endpoint_writer, is_sensible, local_writer, regenerate, self_prompted
 from train.documents import Documents
 from train.encoding import encode_dataset, encode_record
-from train.overlap import without
-from train.prepare_data import Arguments, run
+from train.prepare_data import Arguments, exclude_overlapping, run
 
 
 def chat(*contents: str) -> list[dict[str, str]]:
@@ -137,7 +136,7 @@ def test_regenerated_answers_are_the_targets_own_and_are_not_made_twice(tmp_path
     monkeypatch.setattr(answers, "decode_requests", lambda model, requests, **options: asked.append(len(requests))
                         or decode(model, requests, **options))
     assert list(regenerate(data, writer(model, batch=2), store)) == made and set(asked) == {1}
-    with pytest.raises(ValueError, match="begun with other settings"):
+    with pytest.raises(ValueError, match="answers with other settings"):
         list(regenerate(data, writer(model, max_new_tokens=5), store))
     store.write_text(lines[0])  # begun, and stopped before the first answer: that binds nobody
     assert list(regenerate(data[:1], writer(model, max_new_tokens=5), store))
@@ -188,7 +187,7 @@ def test_what_a_target_wrote_to_itself_is_kept_as_soon_as_it_is_finished(tmp_pat
 
 def test_questions_that_cannot_be_read_are_told_before_a_model_is_loaded(tmp_path, caplog):
     data = write(tmp_path / "chats.jsonl", [{"promt": "hi"}, "", '{"prompt": '])
-    with pytest.raises(ValueError, match="chats.jsonl: nothing that could be .* or prompt': 1, 'broken JSON': 1"):
+    with pytest.raises(ValueError, match="chats.jsonl: no row can be answered: .* or prompt': 1, 'broken JSON': 1"):
         run(Arguments(target="nowhere", out=tmp_path / "data", data=(data,), regenerate="greedy"))
     assert f"{data}, line 3: broken JSON" in caplog.text and not list(tmp_path.glob("data*"))
 
@@ -224,12 +223,12 @@ def test_a_server_answers_in_place_of_the_model(tmp_path, model):
     data = rows(chat("hi", "x", "and", "y"), chat("b", "x"))
     here = list(regenerate(data, writer(model), tmp_path / "here.jsonl"))
     with serving(model) as server:
-        write = served_writer(f"{server.url}/v1", None, model.tokenizer, 2)
+        write = endpoint_writer(f"{server.url}/v1", None, model.tokenizer, 2)
         there = Respondent(write, model.tokenizer, batch=4, temperature=0.0, max_new_tokens=4, seed=0)
         assert texts_of(regenerate(data, there, tmp_path / "there.jsonl")) == texts_of(here)
         assert there.tokens > 0
-    with pytest.raises(ValueError, match="gives no answer"):
-        served_writer("http://127.0.0.1:9/v1", None, model.tokenizer, 1)
+    with pytest.raises(ValueError, match="does not answer"):
+        endpoint_writer("http://127.0.0.1:9/v1", None, model.tokenizer, 1)
 
 
 def texts_of(records):
@@ -241,9 +240,9 @@ def test_questions_of_the_evaluation_are_left_out(tmp_path):
     questions = Path(write(tmp_path / "questions.jsonl", [{"prompt": long}, {"prompt": "Why not?"}]))
     data = rows(chat("So: please TELL me step by step how bread rises without any butter", "x"), chat("why not", "x"),
                 chat("And why not now?", "x"), chat("tell me step by step how bread rises", "x"))
-    found = [record.reason for record in without(data, [questions])]
+    found = [record.reason for record in exclude_overlapping(data, [questions])]
     assert found == ["shares words with --exclude"] * 2 + [None] * 2
-    assert [record.reason for record in without(data, [])] == [None] * 4
+    assert [record.reason for record in exclude_overlapping(data, [])] == [None] * 4
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -270,7 +269,7 @@ def test_the_target_prompts_itself_and_goes_on_after_a_kill(tmp_path, model, mon
     kept = [record.messages for record in self_prompted(6, writer(model, batch=3), cut, follow_ups=0.5)]
     assert len(kept) == 6 and kept[:3] == made[:3]
     monkeypatch.setattr("train.answers.is_sensible", lambda text: False)
-    with pytest.raises(ValueError, match="hardly writes a user's turn"):
+    with pytest.raises(ValueError, match="fewer than one in 20"):
         list(self_prompted(4, writer(model), tmp_path / "own.jsonl"))
 
 
@@ -298,6 +297,6 @@ def test_the_command_writes_a_dataset_with_its_summary(tmp_path, model):
     (tmp_path / "full").mkdir()
     write(tmp_path / "full" / "notes.txt", ["mine"])
     for more, match in ((["--max-length", "3"], "--max-length.*3"), (["--limit", "0"], "--limit.*0"),
-                        (["--self-prompted", "3"], "either --data or"), (["--out", f"{tmp_path}/full"], "holds notes")):
+                        (["--self-prompted", "3"], "either --data or"), (["--out", f"{tmp_path}/full"], "notes.txt")):
         with pytest.raises(ValueError, match=match):
             prepared("refused", "--target", "nowhere", *more)

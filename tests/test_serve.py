@@ -295,4 +295,4 @@ def test_the_command_ends_with_status_0_after_sigterm():
         next(iter(stream))
         found.process.terminate()
         assert [piece.choices[0].finish_reason for piece in stream][-1] == "length"
-        assert found.process.wait(60) == 0 and "a secret" not in "".join(found.said)
+        assert found.process.wait(60) == 0 and "a secret" not in "".join(found.log)

@@ -40,7 +40,7 @@ from train.config import RECIPES, TrainingConfig
 from train.documents import Documents
 from train.features import write_features
 from train.objectives import OBJECTIVES, AlignedLoss, make_objective
-from train.schedule import DocumentSplit, Schedule, feature_noise, learning_rate, shares
+from train.schedule import DocumentSplit, Schedule, feature_noise, learning_rate, split_batch
 from train.train_draft_head import main, train
 from train.trainer import Trainer
 
@@ -212,7 +212,7 @@ def test_a_state_that_cannot_be_read_is_set_aside(place, whole, names, caplog):
     assert {path.stem for path in (output / "states").glob("*.unreadable")} == set(damaged)
     assert f"continuing from {'step-8' if len(names) == 1 else 'the beginning'}" in caplog.text
     run(place, output.name)  # and is not looked at again
-    assert caplog.text.count("cannot be read") == len(names)
+    assert caplog.text.count("is unreadable") == len(names)
 
 
 def test_states_are_saved_by_time_as_well(place, monkeypatch):
@@ -333,7 +333,7 @@ def test_an_eagle3_head_reads_several_layers_and_has_its_own_output(place):
     target.layers = (1, 6)
     write_features(target, Documents.load(place / "data"), place / "of layers")
     changes |= {"features": place / "of layers", "evaluate": False}
-    with pytest.raises(ValueError, match=r"reads what enters layers \[2, 4, 5\], .* holds \[1, 6\]"):
+    with pytest.raises(ValueError, match=r"reads the inputs of layers \[2, 4, 5\], .* of \[1, 6\]"):
         run(place, "other layers", **changes)
     run(place, "other layers", layers=(1, 6), **changes)
 
@@ -345,7 +345,7 @@ def test_every_document_is_seen_once_per_epoch_and_held_out_ones_never(place):
         seen = np.concatenate([schedule.batch(epoch * schedule.per_epoch + i) for i in range(schedule.per_epoch)])
         assert set(seen.tolist()) <= set(range(50)) and len(set(seen.tolist())) >= 45
     assert schedule.batch(3).tolist() == Schedule(documents, np.arange(50), config).batch(3).tolist()
-    assert [part.tolist() for part in shares(np.arange(7), 3)] == [[0, 3, 6], [1, 4], [2, 5]]
+    assert [part.tolist() for part in split_batch(np.arange(7), 3)] == [[0, 3, 6], [1, 4], [2, 5]]
 
 
 def test_learning_rate_rises_then_falls_to_zero(place):
@@ -368,9 +368,9 @@ def test_noise_belongs_to_the_document_and_fades_with_length():
     ({"clip": "both"}, "clip must be one of norm, value"), ({"betas": (0.9, 1.0)}, "betas must be two numbers"),
     ({"head": "eagle3"}, "an EAGLE-3 head predicts no features, regression must be 0, got 1.0"),
     ({"draft_vocab_size": 33}, "draft_vocab_size 33 exceeds vocab_size 32"),
-    ({"layers": (0, 8)}, "layers is no setting of an eagle2 head"),
+    ({"layers": (0, 8)}, "layers is not a setting of an eagle2 head"),
     ({"head": "eagle3", "objective": OBJECTIVES["eagle3"], "layers": (0, 8)}, r"layers \(0, 8\) are wanted"),
-    ({"eval_documents": 4, "data": Path("nowhere")}, "nowhere is no dataset"),
+    ({"eval_documents": 4, "data": Path("nowhere")}, "nowhere is not a dataset"),
 ])
 def test_bad_settings_are_refused(place, changes, match):
     with pytest.raises(ValueError, match=match):
@@ -404,7 +404,7 @@ def test_from_conversations_to_a_head(place, tmp_path, monkeypatch):
                              tree=eagle_fsd.TreeConfig(8, 3, 2))
     assert len(out.token_ids) == 8 and out.stats.proposed["head"] > 0
     for changes in ({"data": place / "data"}, {"conversations": ()}):
-        with pytest.raises(ValueError, match="give either --conversations or --data"):
+        with pytest.raises(ValueError, match="pass either --conversations or --data"):
             train(settings(place, tmp_path / "run", **given | changes))
 
 
@@ -444,6 +444,6 @@ def test_a_study_makes_each_run_once(place, tmp_path, monkeypatch, capsys):
     assert [(row["run"], row["seed"]) for row in rows] == [(n, s) for n in ("plain", "narrow") for s in (0, 1)]
     assert all(row["tau"] >= 1 and row["steps"] >= 1 and row["tokens_per_second"]["exact"] > 0 for row in rows)
     capsys.readouterr()
-    for wrong, said in ((["--run", "plain=--lr 2"], "name is taken"), (["--run", "x y"], "is no run"),
+    for wrong, said in ((["--run", "plain=--lr 2"], "name is taken"), (["--run", "x y"], 'is not "NAME=FLAGS"'),
                         (["--minutes", "0"], "--minutes must be"), (["--recipe", "huge"], "--recipe must be")):
         assert study.main([*words, *wrong]) == 2 and said in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Tiny random pairs: two-layer targets whose next token depends mostly on the last one, and heads that know it.
+"""Tiny random pairs: two-layer targets whose next token depends mostly on the last one, and heads that predict it.
 
 V = 32 vocabulary, D = 16 hidden size.
 """
@@ -45,7 +45,7 @@ LATENT = {"num_key_value_heads": 4, "q_lora_rank": 8, "kv_lora_rank": 8, "qk_rop
 WINDOW = {"sliding_window": 8}
 TYPES = {"layer_types": ["sliding_attention", "full_attention"]}
 SHORT_ROPE = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
-# Options of stock configs beside SIZES; the model type is the family's name where it is not given.
+# Options of stock configs besides SIZES; the default model type is the family's name.
 FAMILIES = {
     "llama": {},
     "llama4_text": MOE | {"attention_chunk_size": 8, "no_rope_layers": [1, 0], "floor_scale": 4, "head_dim": 8,
@@ -109,7 +109,7 @@ FAMILIES = {
 
 MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 4}
 LINEAR = {"layer_types": ["linear_attention", "full_attention"], "head_dim": 8}
-# What cannot verify a tree: state-space and linear layers, convolutions; positions that are the rows of the mask.
+# Families that cannot verify a tree: state-space and linear layers, convolutions, positions taken from mask rows.
 REFUSED = {
     "mamba": {"state_size": 4},
     "mamba2": {"state_size": 4, "num_heads": 4, "head_dim": 8, "n_groups": 1},
@@ -139,7 +139,7 @@ REFUSED = {
 
 
 def readable(value) -> str:
-    """The id of a test's parameter: the same in every process, so that they can share the tests."""
+    """The id of a test's parameter, the same in every process, so that processes can share the tests."""
     return re.sub(r" at 0x[0-9a-f]+|\(moves=tensor\(.*?\)\)", "", str(value), flags=re.DOTALL)
 
 
@@ -151,21 +151,21 @@ def tiny_config(family: str, **options):
 
 def tiny_target(family: str = "llama", seed: int = 0, attention: str = "eager", **options):
     """A random causal LM of the family in float32."""
-    torch.manual_seed(seed)  # for biases and the like, which the model's own initialisation draws
+    torch.manual_seed(seed)  # for biases and other parameters that the model's own initialisation draws
     model = AutoModelForCausalLM.from_config(tiny_config(family, **options), attn_implementation=attention).eval()
     torch.manual_seed(seed)
     with torch.no_grad():
         for _, weight in sorted(model.named_parameters()):
             if weight.dim() > 1:
                 weight.normal_(std=0.2)
-        # Large embeddings outweigh what the layers add, large outputs make distributions peaked.
+        # Large embeddings outweigh the layers' contribution, large outputs make distributions peaked.
         model.get_input_embeddings().weight.normal_(std=1.0 if family.startswith("gemma") else 2.0)
         model.get_output_embeddings().weight.normal_(std=0.5)
     return model
 
 
 def tiny_head(target, seed: int = 0, **options) -> DraftHead:
-    """A head that predicts roughly the embedding of the last token, as the target does, plus a layer of noise."""
+    """A head that predicts roughly the embedding of the last token, like the target, plus the noise of a layer."""
     torch.manual_seed(seed)
     sizes = SIZES | {"num_hidden_layers": 1, "vocab_size": target.config.vocab_size}
     head = DraftHead(LlamaConfig(**sizes | options))
@@ -184,7 +184,7 @@ def tiny_pair(family: str = "llama", seed: int = 0, tokenizer=None, **options) -
 
 
 def tiny_tokenizer(letters: str = "abcdefghijklmnopqrstuvwxyz .") -> PreTrainedTokenizerFast:
-    """One token per character, after a <s>: four special ones, then 28 letters."""
+    """One token per character, after <s>: four special tokens, then 28 letters."""
     special = ["<s>", "</s>", "<user>", "<bot>"]
     vocabulary = {token: index for index, token in enumerate([*special, *letters])}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
@@ -208,7 +208,7 @@ CHAT_TEMPLATE = (
 
 
 def tiny_trainable_pair() -> EagleModel:
-    """A tiny pair whose chat template ends answers with </s>, so that a head can learn where they end."""
+    """A tiny pair whose chat template ends answers with </s>, so that a head can learn their ends."""
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = (
         "<s>{% for m in messages %}{% if m.role == 'assistant' %}<bot>{{ m.content }}</s>{% else %}"
@@ -217,7 +217,7 @@ def tiny_trainable_pair() -> EagleModel:
 
 
 def tiny_chat_pair(family: str = "llama", **options) -> EagleModel:
-    """A tiny pair whose chat template knows assistants, and whose greedy answers have no special tokens."""
+    """A tiny pair whose chat template supports assistant turns, and whose greedy answers have no special tokens."""
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = CHAT_TEMPLATE
     model = tiny_pair(family, tokenizer=tokenizer, **options)
@@ -227,7 +227,7 @@ def tiny_chat_pair(family: str = "llama", **options) -> EagleModel:
 
 
 def random_head(named=None, seed: int = 0, **options) -> Eagle3Head:
-    """An EAGLE-3 head of random weights; `named`: the tokens of its vocabulary, None for all."""
+    """An EAGLE-3 head with random weights; `named`: the tokens of its vocabulary, None for all."""
     torch.manual_seed(seed)
     sizes = SIZES | {"num_hidden_layers": 1, "draft_vocab_size": None if named is None else len(named)}
     head = Eagle3Head(LlamaConfig(**sizes | options))
@@ -240,7 +240,7 @@ def random_head(named=None, seed: int = 0, **options) -> Eagle3Head:
 
 
 def save_pair(folder, model: EagleModel | None = None) -> None:
-    """A pair in `folder`/target and `folder`/head, the former with its tokenizer; None: a tiny one that can chat."""
+    """Save a pair to `folder`/target, with its tokenizer, and `folder`/head; None: a tiny pair with a chat template."""
     if model is None:
         model = tiny_pair(tokenizer=tiny_tokenizer())
         model.tokenizer.chat_template = CHAT_TEMPLATE
@@ -250,9 +250,9 @@ def save_pair(folder, model: EagleModel | None = None) -> None:
 
 
 def accepted_while_sampling(pair: EagleModel, seeds: range, **options) -> int:
-    """Drafted tokens that were accepted, over rules that sample losslessly at their default threshold.
+    """The number of accepted draft tokens, summed over rules that sample losslessly at their default threshold.
 
-    Every output is checked to be that of plain decoding with the same seed, and of no other.
+    Asserts that every output equals that of plain decoding with the same seed, and that all seeds differ.
     """
     plain, accepted, answers = EagleModel.from_parts(pair.target.model, None), 0, set()
     for seed in seeds:

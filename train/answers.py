@@ -1,8 +1,8 @@
-"""Conversations in which every answer is the target's own, which is what a head will have to predict.
+"""Conversations with answers by the target, which a head has to predict.
 
-The user's turns come from given conversations, or from the target itself: after the opening of a user turn of its own
-template it writes what a user would ask (Magpie, arXiv 2406.08464). Answers are added to a JSON lines file, the store,
-as soon as they are finished: a run that was interrupted, or killed, continues there.
+User turns come from existing conversations or from the target: after its template's opening of a user turn, it writes
+what a user would ask (Magpie, arXiv 2406.08464). Finished answers are appended to a JSON lines file, the store, from
+which an interrupted run continues.
 """
 
 from __future__ import annotations
@@ -32,29 +32,30 @@ from train.encoding import ANYTHING, render
 
 log = logging.getLogger(__name__)
 
-Message = dict[str, Any]  # role, content, and of the target's answers TOKEN_IDS where they are known
+Message = dict[str, Any]  # role, content, and in the target's answers TOKEN_IDS if they are known
 Messages = list[Message]
 
-WINDOW = 16  # batches of conversations that are sorted by length together
-USER_TOKENS = 256  # that a user's turn may have
+WINDOW = 16  # number of batches whose conversations are sorted by length together
+USER_TOKENS = 256  # most tokens in a user turn
 USER_SAMPLING = {"temperature": 1.0, "top_p": 0.95}
-SHORTEST, LONGEST = 12, 1200  # characters of a user's turn
-MOST_REPETITION = 0.2  # share of its 4-grams of words that have occurred before
+SHORTEST, LONGEST = 12, 1200  # characters in a user turn
+MOST_REPETITION = 0.2  # largest share of repeated word 4-grams in a user turn
 
 
-class Written(NamedTuple):
-    """What the target wrote after a text."""
+class Completion(NamedTuple):
+    """The target's continuation of a text."""
 
     text: str
-    token_ids: list[int] | None  # its end token included; None where a server does not give them
+    token_ids: list[int] | None  # including the end token; None if a server does not return them
 
 
-# (texts, seeds, done, **sampling): calls done(number, what is written after that text, or why nothing) as each ends.
+# (texts, seeds, done, **sampling): calls done(number, Completion or BadRow) as the continuation of each text ends.
 Write = Callable[..., None]
 
 
 def local_writer(model: EagleModel) -> Write:
-    """Writes with a model in this process, in one batch."""
+    """Write with a model in this process, in one batch."""
+
     def write(texts: Sequence[str], seeds: Sequence[int], done: Callable, **sampling: object) -> None:
         limit = model.target.max_positions
         prompts = [model.tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
@@ -63,7 +64,7 @@ def local_writer(model: EagleModel) -> Write:
             done(number, BadRow("prompt too long to answer"))
         if not fitting:
             return
-        options = with_options(None, {  # for many rows copies alone cost more than they bring
+        options = with_options(None, {  # in large batches, text drafts without a head are slower
             "acceptance": "exact", "text_drafts": "off" if model.draft is None else "auto",
             "seed": [seeds[number] for number in fitting], **sampling})
         requests = make_requests(model, [prompts[number] for number in fitting], options)
@@ -71,23 +72,24 @@ def local_writer(model: EagleModel) -> Write:
 
         def ended(request: Request) -> None:
             ids = request.output().token_ids
-            done(number_of[id(request)], Written(model.tokenizer.decode(ids, skip_special_tokens=True), ids))
+            done(number_of[id(request)], Completion(model.tokenizer.decode(ids, skip_special_tokens=True), ids))
 
         decode_requests(model, requests, ended=ended)
 
     return write
 
 
-def served_writer(url: str, name: str | None, tokenizer: PreTrainedTokenizerBase, together: int) -> Write:
-    """Writes with the target on a server with OpenAI's API, by its `completions` of token ids.
+def endpoint_writer(url: str, name: str | None, tokenizer: PreTrainedTokenizerBase, concurrency: int) -> Write:
+    """Write with the target on an OpenAI-compatible server, by its completions endpoint and with token ids as prompts.
 
     Args:
-        url: up to "/v1". name: of the model there; None: the first that it has.
-        together: requests at a time, as many as the server has slots.
+        url: base URL, including "/v1".
+        name: name of the model on the server; None: the server's first model.
+        concurrency: concurrent requests, ideally the number of the server's slots.
 
     Raises:
-        ImportError: without the package openai.
-        ValueError: no answer, or no model.
+        ImportError: the package openai is not installed.
+        ValueError: the server does not answer, or has no model.
     """
     try:
         import openai
@@ -97,35 +99,35 @@ def served_writer(url: str, name: str | None, tokenizer: PreTrainedTokenizerBase
     try:
         name = name or next((model.id for model in client.models.list()), None)
     except openai.APIError as error:
-        raise ValueError(f"--endpoint {url} gives no answer: {error}") from error
+        raise ValueError(f"--endpoint {url} does not answer: {error}") from error
     if name is None:
-        raise ValueError(f"--endpoint {url} names no model: give one with --endpoint-model")
-    further: dict[str, object] = {"return_token_ids": True}  # vLLM's; who does not know it may refuse it
+        raise ValueError(f"--endpoint {url} lists no model: pass --endpoint-model")
+    extra: dict[str, object] = {"return_token_ids": True}  # a vLLM option, which other servers may reject
 
-    def ask(text: str, seed: int, sampling: Mapping) -> Written | BadRow:
-        asked = {"model": name, "prompt": tokenizer(text, add_special_tokens=False)["input_ids"],
-                 "seed": seed % 2**31, "max_tokens": sampling["max_new_tokens"],
-                 **{key: value for key, value in sampling.items() if key != "max_new_tokens"}}
+    def ask(text: str, seed: int, sampling: Mapping) -> Completion | BadRow:
+        body = {"model": name, "prompt": tokenizer(text, add_special_tokens=False)["input_ids"],
+                "seed": seed % 2**31, "max_tokens": sampling["max_new_tokens"],
+                **{key: value for key, value in sampling.items() if key != "max_new_tokens"}}
         try:
             try:
-                choice = client.completions.create(**asked, extra_body=dict(further)).choices[0]
+                choice = client.completions.create(**body, extra_body=dict(extra)).choices[0]
             except openai.BadRequestError:
-                if not further:
+                if not extra:
                     raise
-                choice = client.completions.create(**asked).choices[0]
-                further.clear()
+                choice = client.completions.create(**body).choices[0]
+                extra.clear()
         except openai.BadRequestError as error:
-            log.warning("the server refuses a prompt: %s", error)
-            return BadRow("refused by the server")
-        return Written(choice.text, getattr(choice, "token_ids", None))
+            log.warning("the server rejects a prompt: %s", error)
+            return BadRow("rejected by the server")
+        return Completion(choice.text, getattr(choice, "token_ids", None))
 
     def write(texts: Sequence[str], seeds: Sequence[int], done: Callable, **sampling: object) -> None:
-        pool = ThreadPoolExecutor(together)
-        asked = {pool.submit(ask, text, seed, sampling): number
-                 for number, (text, seed) in enumerate(zip(texts, seeds, strict=True))}
+        pool = ThreadPoolExecutor(concurrency)
+        numbers = {pool.submit(ask, text, seed, sampling): number
+                   for number, (text, seed) in enumerate(zip(texts, seeds, strict=True))}
         try:
-            for answered in as_completed(asked):
-                done(asked[answered], answered.result())
+            for future in as_completed(numbers):
+                done(numbers[future], future.result())
         finally:
             pool.shutdown(cancel_futures=True)
 
@@ -133,10 +135,10 @@ def served_writer(url: str, name: str | None, tokenizer: PreTrainedTokenizerBase
 
 
 class Respondent:
-    """The target, writing the next turn of many conversations at a time.
+    """The target as a writer of the next turn of many conversations at a time.
 
     Args:
-        batch: conversations that are asked for together.
+        batch: conversations in one call of `write`.
     """
 
     def __init__(
@@ -145,41 +147,38 @@ class Respondent:
     ) -> None:
         self.write, self.tokenizer, self.batch, self.seed = write, tokenizer, batch, seed
         self.temperature, self.max_new_tokens = temperature, max_new_tokens
-        self.tokens, self.seconds = 0, 0.0  # generated so far, and what it took
+        self.tokens, self.seconds = 0, 0.0  # generated so far, and the time for it
 
     @property
     def settings(self) -> dict[str, object]:
-        """What its answers depend on."""
+        """The settings on which the answers depend."""
         return {"temperature": self.temperature, "max_new_tokens": self.max_new_tokens, "seed": self.seed}
 
     @property
     def speed(self) -> dict[str, object]:
-        """What a progress bar says beside its count."""
+        """Values for a progress bar."""
         return {"tokens": self.tokens, "tokens/s": round(self.tokens / max(self.seconds, 1e-9))}
 
     def _continue(self, texts: Sequence[str], seeds: Sequence[int], done: Callable, **sampling: object) -> None:
-        """`done(number, what the target writes after that text)`, as each ends."""
-        written: list[Written | BadRow] = []
+        """Call `done(number, Completion or BadRow)` as the continuation of each text ends; count tokens and time."""
+        before, started = self.seconds, time.perf_counter()
 
-        def count(number: int, each: Written | BadRow) -> None:
-            written.append(each)
-            done(number, each)
+        def count(number: int, result: Completion | BadRow) -> None:
+            if isinstance(result, Completion):
+                ids = result.token_ids
+                if ids is None:
+                    ids = self.tokenizer(result.text, add_special_tokens=False)["input_ids"]
+                self.tokens += len(ids)
+            self.seconds = before + time.perf_counter() - started
+            done(number, result)
 
-        started = time.perf_counter()
         if texts:
             self.write(texts, seeds, count, **sampling)
-        self.seconds += time.perf_counter() - started
-        for each in written:
-            if isinstance(each, Written):
-                ids = each.token_ids
-                if ids is None:
-                    ids = self.tokenizer(each.text, add_special_tokens=False)["input_ids"]
-                self.tokens += len(ids)
 
     def answers(
         self, conversations: Sequence[Messages], seeds: Sequence[int], done: Callable[[int, Message | BadRow], None]
     ) -> None:
-        """`done(number, the next answer to that conversation, or why there is none)`, as each is there."""
+        """Call `done(number, next answer or BadRow)` as the answer to each conversation ends."""
         texts: dict[int, str] = {}
         for number, messages in enumerate(conversations):
             try:
@@ -188,74 +187,77 @@ class Respondent:
                 done(number, error)
         numbers = list(texts)
 
-        def answered(place: int, said: Written | BadRow) -> None:
-            if isinstance(said, Written) and said.text.strip():
-                known = {} if said.token_ids is None else {TOKEN_IDS: said.token_ids}
-                done(numbers[place], {"role": "assistant", "content": said.text, **known})
+        def answered(at: int, result: Completion | BadRow) -> None:
+            if isinstance(result, Completion) and result.text.strip():
+                known = {} if result.token_ids is None else {TOKEN_IDS: result.token_ids}
+                done(numbers[at], {"role": "assistant", "content": result.text, **known})
             else:
-                done(numbers[place], said if isinstance(said, BadRow) else BadRow("empty answer of the target"))
+                done(numbers[at], result if isinstance(result, BadRow) else BadRow("empty answer"))
 
         self._continue(list(texts.values()), [seeds[number] for number in numbers], answered,
                        temperature=self.temperature, max_new_tokens=self.max_new_tokens)
 
     def user_turns(self, conversations: Sequence[Messages], seeds: Sequence[int]) -> list[str]:
-        """What a user would say next in each conversation, empty where none fits; empty conversations begin."""
+        """The next user turn in each conversation, or its first; empty if the prompt is too long."""
         openings = [user_opening(self.tokenizer, messages) for messages in conversations]
-        said: dict[int, Written | BadRow] = {}
-        self._continue(openings, seeds, said.__setitem__, max_new_tokens=USER_TOKENS, **USER_SAMPLING)
-        return [each.text.strip() if isinstance(each, Written) else "" for _, each in sorted(said.items())]
+        results: dict[int, Completion | BadRow] = {}
+        self._continue(openings, seeds, results.__setitem__, max_new_tokens=USER_TOKENS, **USER_SAMPLING)
+        return [each.text.strip() if isinstance(each, Completion) else "" for _, each in sorted(results.items())]
 
 
 def user_opening(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> str:
-    """A conversation as text up to where the user's next words begin.
+    """A conversation as text, up to where the next user turn begins.
 
     Raises:
-        ValueError: a chat template that does not show a user's words as they are.
+        ValueError: the chat template changes the text of user turns.
     """
     text = render(tokenizer, [*messages, {"role": "user", "content": ANYTHING}], False)
     if ANYTHING not in text:
-        raise ValueError("the chat template does not show a user's words: --self-prompted needs one that does")
+        raise ValueError("--self-prompted needs a chat template that keeps the text of user turns; this one changes it")
     return text[: text.rindex(ANYTHING)]
 
 
 def is_sensible(text: str) -> bool:
-    """Whether a self-written user's turn is worth an answer: of some length, with words, not going round in circles."""
+    """Whether a user turn by the target is worth an answer: of reasonable length, with words, not repetitive."""
     return (SHORTEST <= len(text) <= LONGEST and re.search(r"[^\W\d_]{3}", text) is not None
             and repetition(text.split()) <= MOST_REPETITION)
 
 
-def begin_store(store: Path, about: dict) -> list:
-    """The lines of a store that was begun for the same thing; a new one is begun.
+def open_store(store: Path, about: dict) -> list:
+    """The entries of a store, which is created if it does not exist.
+
+    Args:
+        about: settings of the store, kept in its first line.
 
     Raises:
-        ValueError: it was begun for something else.
+        ValueError: the store has other settings.
     """
-    begun, *finished = read_lines(store) or [None]
-    if not finished:  # a run that ended before its first answer binds nobody
+    header, *finished = read_lines(store) or [None]
+    if not finished:  # without an answer, its settings do not matter
         store.parent.mkdir(parents=True, exist_ok=True)
         write_lines(store, [about])
-    elif begun != json.loads(json.dumps(about)):
-        raise ValueError(f"{store} was begun with other settings, {begun}; delete it or choose another folder")
+    elif header != json.loads(json.dumps(about)):
+        raise ValueError(f"{store} has answers with other settings, {header}: delete it or choose another folder")
     return finished
 
 
 def regenerate(
     records: Sequence[Record], writer: Respondent, store: Path, about: dict | None = None
 ) -> Iterator[Record]:
-    """The records with every answer replaced by the target's own, turn by turn, decoded losslessly.
+    """Replace every answer in the records by the target's, turn by turn, decoded losslessly.
 
-    Conversations of like length are answered together. Each has a seed of its own, so that its answers do not depend on
-    the others.
+    Conversations of similar length are answered together. Each has its own seed, so its answers do not depend on the
+    others.
 
     Args:
-        about: what the answers depend on besides the writer; kept in the store's first line.
+        about: further settings on which the answers depend.
 
     Raises:
-        ValueError: the store was begun for something else.
+        ValueError: the store has other settings.
     """
     done: dict[int, Messages | str] = {}
-    begun: dict[int, Messages] = {}  # with answers to a part of their questions
-    for number, outcome, *more in begin_store(store, writer.settings | (about or {})):
+    begun: dict[int, Messages] = {}  # conversations with some of their answers
+    for number, outcome, *more in open_store(store, writer.settings | (about or {})):
         (begun if more else done)[number] = outcome
     numbered, answerable = enumerate(records), sum(record.messages is not None for record in records)
     with Progress(desc="answers", unit="conversation", total=answerable, done=len(done)) as progress:
@@ -269,8 +271,8 @@ def regenerate(
         while window := list(islice(numbered, WINDOW * writer.batch)):
             todo = {number: record.messages for number, record in window
                     if record.messages is not None and number not in done}
-            # Those of as many turns and like length together.
-            order = sorted(todo, key=lambda number: (len(todo[number]), asked_length(todo[number])))
+            # Batches have the same number of turns and similar length.
+            order = sorted(todo, key=lambda number: (len(todo[number]), question_length(todo[number])))
             for start in range(0, len(order), writer.batch):
                 batch = {number: todo[number] for number in order[start : start + writer.batch]}
                 answer_batch(batch, begun, writer, keep)
@@ -282,8 +284,8 @@ def regenerate(
                     yield Record(reason=answer) if isinstance(answer, str) else Record(messages=answer)
 
 
-def asked_length(messages: Messages) -> int:
-    """Characters of all but the answers."""
+def question_length(messages: Messages) -> int:
+    """Characters in all messages but the answers."""
     return sum(len(message["content"]) for message in messages if message["role"] != "assistant")
 
 
@@ -291,48 +293,50 @@ def answer_batch(
     batch: dict[int, Messages], begun: dict[int, Messages], writer: Respondent,
     keep: Callable[[int, Messages | str, bool], None],
 ) -> None:
-    """Each conversation with the target's answers, cut before a turn that has none; or why it has none at all.
+    """Answer a batch of conversations. One ends before a turn without an answer; if it has no answer, it is a bad row.
 
     Args:
-        begun: conversations that have some of their answers.
-        keep: told the number, what there is of the conversation, and whether that is all, after each answer.
+        begun: conversations with some of their answers.
+        keep: called after each answer with the number, the conversation so far or why it is bad, and whether it is
+            complete.
     """
-    said = {number: list(begun.get(number, [])) for number in batch}
+    written = {number: list(begun.get(number, [])) for number in batch}
     for place in range(max(map(len, batch.values()))):
-        going = [number for number, messages in batch.items() if len(said[number]) == place < len(messages)]
+        going = [number for number, messages in batch.items() if len(written[number]) == place < len(messages)]
         asked = [number for number in going if batch[number][place]["role"] == "assistant"]
         for number in set(going) - set(asked):
-            said[number].append(batch[number][place])
+            written[number].append(batch[number][place])
 
         def answered(at: int, answer: Message | BadRow, asked: list[int] = asked) -> None:
             number = asked[at]
             if isinstance(answer, BadRow):
-                last = max((i + 1 for i, each in enumerate(said[number]) if each["role"] == "assistant"), default=0)
-                keep(number, said[number][:last] or str(answer), True)
+                last = max((i + 1 for i, each in enumerate(written[number]) if each["role"] == "assistant"), default=0)
+                keep(number, written[number][:last] or str(answer), True)
             else:
-                said[number].append(answer)
-                keep(number, said[number], len(said[number]) == len(batch[number]))
+                written[number].append(answer)
+                keep(number, written[number], len(written[number]) == len(batch[number]))
 
-        writer.answers([said[number] for number in asked], [writer.seed + number for number in asked], answered)
+        writer.answers([written[number] for number in asked], [writer.seed + number for number in asked], answered)
 
 
 def self_prompted(
     count: int, writer: Respondent, store: Path, *, follow_ups: float = 0.3, about: dict | None = None
 ) -> Iterator[Record]:
-    """Conversations that the target writes alone, both sides of them.
+    """Conversations in which the target writes both sides.
 
     Args:
-        count: conversations. about: as of `regenerate`.
-        follow_ups: share of the conversations that go on for a second turn.
+        count: number of conversations.
+        follow_ups: share of the conversations with a second turn.
+        about: as in `regenerate`.
 
     Raises:
-        ValueError: the store was begun for something else; or hardly any of the user's turns is worth an answer.
+        ValueError: the store has other settings, or hardly any user turn is worth an answer.
     """
     settings = writer.settings | {"follow_ups": follow_ups, "batch": writer.batch, "self_prompted": True}
-    found = begin_store(store, settings | (about or {}))
-    seen = {messages[0]["content"].casefold() for _, messages in found}
-    conversations = [messages for _, messages in found]
-    first = batch = max((batch for batch, _ in found), default=-1) + 1
+    stored = open_store(store, settings | (about or {}))
+    seen = {messages[0]["content"].casefold() for _, messages in stored}
+    conversations = [messages for _, messages in stored]
+    first = batch = max((batch for batch, _ in stored), default=-1) + 1
     with Progress(desc="self-prompted", unit="conversation", total=count, done=len(conversations)) as progress:
 
         def keep(messages: Messages) -> None:
@@ -343,17 +347,17 @@ def self_prompted(
         while len(conversations) < count:
             write_batch(writer, batch, seen, follow_ups, keep)
             batch += 1
-            if batch - first >= 4 and len(conversations) - len(found) < (batch - first) * writer.batch // 20:
-                raise ValueError("the target hardly writes a user's turn that is worth an answer (fewer than one in "
-                                 "20): give conversations with --data and --regenerate instead")
+            if batch - first >= 4 and len(conversations) - len(stored) < (batch - first) * writer.batch // 20:
+                raise ValueError("fewer than one in 20 of the target's user turns is worth an answer: pass "
+                                 "conversations with --data and --regenerate instead of --self-prompted")
     yield from (Record(messages=messages) for messages in conversations[:count])
 
 
 def write_batch(
     writer: Respondent, batch: int, seen: set[str], follow_ups: float, keep: Callable[[Messages], None]
 ) -> None:
-    """The conversations of one batch, each kept when it is finished; a function of its number, but for those that were
-    written before."""
+    """Write one batch of conversations, and keep each when it is finished. The result depends only on the batch's
+    number and on `seen`."""
     numbers = range(batch * writer.batch, (batch + 1) * writer.batch)
     going: dict[int, Messages] = {}
 
@@ -363,12 +367,12 @@ def write_batch(
         else:
             keep(messages)
 
-    def went_on(number: int, messages: Messages) -> None:
+    def followed_up(number: int, messages: Messages) -> None:
         del going[number]
         keep(messages)
 
     ask_and_answer(writer, {number: [] for number in numbers}, 0, answered, seen)
-    ask_and_answer(writer, dict(sorted(going.items())), 2, went_on)
+    ask_and_answer(writer, dict(sorted(going.items())), 2, followed_up)
     for messages in going.values():
         keep(messages)
 
@@ -377,11 +381,13 @@ def ask_and_answer(
     writer: Respondent, conversations: dict[int, Messages], turn: int, done: Callable[[int, Messages], None],
     seen: set[str] | None = None,
 ) -> None:
-    """`done(number, conversation)` of those that go on: with a user's turn that is worth an answer, and the answer.
+    """Add a user turn and its answer to conversations, and call `done(number, conversation)` for each.
+
+    Conversations whose new user turn is not worth an answer are dropped.
 
     Args:
-        turn: turns so far, which the seeds depend on.
-        seen: what users have said, which is not to be said again, and is added to.
+        turn: number of turns so far, on which the seeds depend.
+        seen: earlier user turns, which are not repeated; new ones are added.
     """
     def seeds(numbers: Iterable[int], turn: int) -> list[int]:
         return [writer.seed + 4 * number + turn for number in numbers]

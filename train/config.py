@@ -1,4 +1,4 @@
-"""Settings of a training run: one dataclass, whose fields are the flags, and recipes to start from."""
+"""Settings of a training run: a dataclass whose fields are the flags, and recipes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from eagle_fsd.cli.arguments import Tree
 from eagle_fsd.drafting.config import TreeConfig
 from train.objectives import OBJECTIVES, Objective, make_objective, objective_text
 
-# How the command line writes an objective: a name, fields, or a name and what differs from it.
+# An objective on the command line: a name, fields, or a name and changed fields.
 ObjectiveText = Annotated[Objective, PrimitiveConstructorSpec(
     nargs=1, metavar="NAME[,FIELD=VALUE]", instance_from_str=lambda words: make_objective(*words),
     is_instance=lambda value: isinstance(value, Objective),
@@ -28,56 +28,58 @@ class TrainingConfig:
     """Train a draft head for a target.
 
     Args:
-        target: directory, hub id or GGUF file; without it SmolLM2-135M-Instruct, as of eagle_fsd.load.
-        output: folder of the run, with the trained head in `head` and the best by held-out tau in `best`.
-        conversations: files whose questions the target answers itself, greedily, to learn from; the dataset is made in
-            the run's folder, on a CPU with its features. For other ways take train.prepare_data and --data.
-        data: dataset of train.prepare_data, in place of conversations.
-        features: folder of train.features; without it the target makes them in each step.
-        target_dtype: of the target, for features made on the spot and for evaluation; auto: bfloat16, on a CPU that is
-            slower in it float32.
-        device_map: placement of a large target by accelerate, such as auto.
-        trust_remote_code: allow a target to run code from its repository.
+        target: directory, Hub ID or GGUF file of the target. If omitted: SmolLM2-135M-Instruct, as in eagle_fsd.load.
+        output: folder of the run. The trained head is in `head`, the head with the best held-out tau in `best`.
+        conversations: files of conversations. The target answers their questions greedily, and the head learns from
+            these answers. The run's folder keeps the dataset and, on a CPU, its features. For more control, use
+            train.prepare_data and --data.
+        data: dataset from train.prepare_data, instead of --conversations.
+        features: folder from train.features. If omitted: the target computes the features in every step.
+        target_dtype: dtype of the target when it computes features and in evaluations. auto: bfloat16, or float32 on a
+            CPU where bfloat16 is slower.
+        device_map: how accelerate places a large target, for example auto.
+        trust_remote_code: run code from the target's repository.
         head: kind of a new head.
-        init_from: a head to continue from (directory or hub id), in place of a new one.
-        draft_vocab_size: a new head names so many of the target's tokens, those that are learned most often.
-        intermediate_size: of a new head; this and the next three are the target's unless they are given.
-        num_attention_heads: of a new head.
-        num_key_value_heads: of a new head.
-        head_dim: of a new head.
-        layers: what enters these target layers is read by a new EAGLE-3 head; else 2, half, third from the end.
-        bias: give a new head's fc a bias.
-        qkv_bias: give a new EAGLE-2 head's q, k and v a bias.
-        norm_before_residual: of a new EAGLE-3 head.
-        objective: name in train.objectives.OBJECTIVES, fields of an Objective (tv=1,soft_ce=0.1), or a name and what
-            differs from it (hass,aligned_steps=4).
-        steps: optimiser steps; without it as many as --epochs take.
+        init_from: directory or Hub ID of a head to continue from, instead of a new one.
+        draft_vocab_size: limit the vocabulary of a new head to this many of the most frequent learned tokens. If
+            omitted: all tokens.
+        intermediate_size: size of a new head's MLP. If this or one of the next three is omitted: the target's.
+        num_attention_heads: attention heads of a new head.
+        num_key_value_heads: key and value heads of a new head.
+        head_dim: dimension of each attention head of a new head.
+        layers: target layers whose inputs a new EAGLE-3 head reads. If omitted: 2, the middle one, third from the end.
+        bias: give the fc layer of a new head a bias.
+        qkv_bias: give q, k and v of a new EAGLE-2 head a bias.
+        norm_before_residual: take the residual of a new EAGLE-3 head after the norm.
+        objective: a name in train.objectives.OBJECTIVES, fields of Objective (tv=1,soft_ce=0.1), or a name and changed
+            fields (hass,aligned_steps=4).
+        steps: optimizer steps. If omitted: as many as --epochs need.
         epochs: passes over the data.
-        batch_tokens: of one optimiser step over all processes, padding included.
-        gradient_accumulation: forwards that a process deals its share of a step out to.
-        lr: learning rate after the warm-up, from where it falls linearly to zero.
-        warmup: steps in which the rate rises.
-        betas: of AdamW.
-        weight_decay: of AdamW.
-        clip: norm, or value as in the published EAGLE recipe.
+        batch_tokens: tokens in one optimizer step, over all processes and including padding.
+        gradient_accumulation: forward passes into which each process splits its share of a step.
+        lr: peak learning rate, after the warm-up. It then falls linearly to zero.
+        warmup: steps in which the learning rate rises linearly.
+        betas: betas of AdamW.
+        weight_decay: weight decay of AdamW.
+        clip: clip gradients by norm, or by value as in the published EAGLE recipe.
         clip_at: largest norm or value of the gradients.
-        mixed_precision: of the head; auto: bf16, on a CPU that is slower in it none.
-        seed: of a new head, the order of the data and the noise.
-        save_every: steps from one resumable state to the next.
-        save_minutes: the same in minutes, where so many steps take longer.
-        keep: how many states are kept.
-        log_every: steps from one entry of the tracker to the next; train.jsonl has every step.
-        evaluate: where it is off, no held-out prompts are decoded while training and at the end, and training with
-            --features never loads the target.
-        eval_every: steps from one evaluation to the next.
-        eval_data: dataset for evaluations; without it the last --eval-documents of --data, which are not learned.
-        eval_documents: how many of its answers are continued.
-        eval_tokens: decoded of each.
-        decode_prompts: so many prompts are decoded with the finished head and without, to compare speeds, such as 24.
-        decode_tokens: decoded of each.
-        tree: draft tree of evaluations.
-        tracker: what accelerate logs to besides.
-        cpu: keep off a GPU that is there.
+        mixed_precision: precision of the head's forward pass. auto: bf16, or no on a CPU where bf16 is slower.
+        seed: seed of a new head's weights, the order of the data, and the noise.
+        save_every: steps between resumable checkpoints.
+        save_minutes: most minutes between resumable checkpoints.
+        keep: number of resumable checkpoints to keep.
+        log_every: steps between entries of the tracker; train.jsonl has every step.
+        evaluate: decode held-out prompts during training and at its end. Without evaluation, training with --features
+            does not load the target.
+        eval_every: steps between evaluations.
+        eval_data: dataset for evaluations. If omitted: the last --eval-documents of --data, which are then not learned.
+        eval_documents: number of held-out documents whose answers are decoded.
+        eval_tokens: tokens to decode of each.
+        decode_prompts: prompts to decode with and without the finished head, to compare speeds, for example 24.
+        decode_tokens: tokens to decode of each.
+        tree: draft tree of the evaluations.
+        tracker: where accelerate also logs.
+        cpu: train on the CPU even if there is a GPU.
 
     Raises:
         TypeError, ValueError: a value of the wrong type or out of range.
@@ -106,7 +108,7 @@ class TrainingConfig:
     steps: int | None = None
     epochs: float = 20.0
     batch_tokens: int = 32_768
-    gradient_accumulation: int = 16  # the logits of a forward are what fills the memory
+    gradient_accumulation: int = 16  # the logits of a forward pass take most of the memory
     lr: float = 1e-4
     warmup: int = 2000
     betas: tuple[float, float] = (0.9, 0.95)
@@ -145,7 +147,7 @@ class TrainingConfig:
                 check_choice(name, getattr(self, name), get_args(kind))
 
 
-# What each recipe is for, and what differs from the defaults above in it.
+# Each recipe: its purpose, and the settings that differ from the defaults above.
 RECIPES: dict[str, tuple[str, dict]] = {
     "hass": ("targets of 7 to 13 B parameters on one GPU: EAGLE-2 head, unrolled over three steps", {}),
     "eagle2": ("the recipe published with EAGLE-1/2 (arXiv 2401.15077, appendix)",
@@ -153,7 +155,7 @@ RECIPES: dict[str, tuple[str, dict]] = {
     "eagle3": ("EAGLE-3 (arXiv 2503.01840): features of three target layers, seven steps on the head's own states",
                {"head": "eagle3", "draft_vocab_size": 32_000, "objective": OBJECTIVES["eagle3"], "epochs": 10.0,
                 "lr": 5e-5, "warmup": 1000}),
-    # The output layer is most of a step's cost, and of a draft level's: a part of it on a part of the positions.
+    # The output layer dominates the cost of a step and of a draft level: compute some rows of it at some positions.
     "small": ("targets of 0.1 to 0.5 B parameters on a CPU, from stored features",
               {"draft_vocab_size": 8192, "objective": OBJECTIVES["sparse"], "batch_tokens": 4096,
                "gradient_accumulation": 1, "lr": 1.5e-3, "warmup": 100, "save_every": 200, "eval_every": 500,

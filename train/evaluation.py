@@ -1,6 +1,6 @@
-"""What a run measures by decoding held-out prompts: tau, at the end speed where asked for, and the card that says so.
+"""Measure a head on held-out prompts: tau during training, optionally speed at the end, and the model card.
 
-tau = tokens per target forward, of lossless greedy decoding: the texts are the target's own, the same for every head.
+tau = tokens per target forward in lossless greedy decoding. The answers are the target's, the same for every head.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from train.trainer import Trainer
 
 log = logging.getLogger("train.train_draft_head")
 
-TOGETHER = 16  # prompts that are decoded in one batch
+TOGETHER = 16  # prompts in one batch
 
 
 def tau_of(outputs: Iterable[Output]) -> float:
@@ -44,13 +44,13 @@ def tau_of(outputs: Iterable[Output]) -> float:
 
 
 def accepted_at(outputs: Iterable[Output], depth: int) -> list[float]:
-    """Share of cycles that accept at least 1, 2, ... `depth` tokens: the sum is tau - 1."""
+    """Share of cycles that accept at least 1, 2, ..., `depth` tokens. Their sum is tau - 1."""
     lengths = [length for output in outputs for length in output.stats.accepted_lengths]
     return [sum(length >= place for length in lengths) / len(lengths) for place in range(1, depth + 1)]
 
 
 def decode(model: EagleModel, prompts: list[list[int]], config: TrainingConfig) -> list[Output]:
-    """`eval_tokens` of each prompt's answer; the head drafts alone, without copies from the text."""
+    """Decode `eval_tokens` tokens after each prompt. Only the head drafts; nothing is copied from the text."""
     outputs: list[Output] = []
     with Progress(desc="tau", unit="prompt", total=len(prompts), leave=False) as progress:
         for first in range(0, len(prompts), TOGETHER):
@@ -62,12 +62,12 @@ def decode(model: EagleModel, prompts: list[list[int]], config: TrainingConfig) 
 
 
 def measure_speed(model: EagleModel, prompts: list[list[int]], config: TrainingConfig) -> dict[str, list[Output]]:
-    """Answers to some prompts one by one, by plain decoding and with the head in turn."""
+    """Answer some prompts one by one, alternating between plain decoding and decoding with the head."""
     models = {"plain": EagleModel.from_parts(model.target.model, None), "exact": model}
     outputs: dict[str, list[Output]] = {name: [] for name in models}
     for number, prompt in enumerate(Progress(prompts[: config.decode_prompts], desc="decoding", unit="prompt")):
         for name, each in models.items():
-            for _ in range(1 + (number == 0)):  # the first one twice, to warm up
+            for _ in range(1 + (number == 0)):  # the first prompt twice, to warm up
                 output = eagle_fsd.generate(prompt, each, max_new_tokens=config.decode_tokens, acceptance="exact",
                                             tree=config.tree, text_drafts="off")
             outputs[name].append(output)
@@ -75,39 +75,39 @@ def measure_speed(model: EagleModel, prompts: list[list[int]], config: TrainingC
 
 
 class Evaluation:
-    """The evaluations of a run, which write `best` and `head` into its folder.
+    """The evaluations of a run, which write `best` and `head` to its folder.
 
     Args:
-        logs: with the evaluations of the run so far.
-        stop: what ends an evaluation.
+        logs: logs with the run's earlier evaluations.
+        stop: a request that aborts an evaluation.
     """
 
     def __init__(self, trainer: Trainer, logs: Logs, stop: StopRequest) -> None:
         self.trainer, self.config, self.logs, self.stop = trainer, trainer.config, logs, stop
-        # A state is saved before its step is evaluated: a resumed run may find an evaluation of its own step.
+        # A state is saved before its step is evaluated, so a resumed run may already have an evaluation of its step.
         self.taus: dict[int, float] = {
             line["step"]: line["tau"] for line in logs.read("eval") if line["step"] <= trainer.step}
 
     @property
     def due(self) -> bool:
-        """Whether the present step is to be evaluated and was not."""
+        """Whether the current step still has to be evaluated."""
         step, config = self.trainer.step, self.config
         regular = 0 < step < self.trainer.steps and step % config.eval_every == 0
         return config.evaluate and regular and step not in self.taus
 
     def measure(self) -> None:
-        """tau of the present head, which is kept where it is the best so far. All processes must call it; one that is
-        asked to stop meanwhile leaves the evaluation out."""
+        """Measure tau of the current head, and save the head if it is the best so far. All processes must call it. A
+        request to stop aborts the evaluation."""
         trainer, config = self.trainer, self.config
         head, target, step = trainer.current_head(), trainer.teacher.target, trainer.step
         if head is None or target is None:
             return
         started = time.perf_counter()
         try:
-            with self.stop.at_once():
+            with self.stop.immediately():
                 outputs = decode(EagleModel.from_parts(target.model, head), trainer.prompts, config)
         except KeyboardInterrupt:
-            log.info("the evaluation of step %d is abandoned: the run is to stop", step)
+            log.info("stopping: the evaluation of step %d was aborted", step)
             return
         tau, accepted = tau_of(outputs), accepted_at(outputs, config.tree.depth)
         if tau > max(self.taus.values(), default=0.0):
@@ -115,11 +115,11 @@ class Evaluation:
         self.taus[step] = tau
         self.logs.write("eval", {"step": step, "tau": tau, "accepted": [round(share, 4) for share in accepted]})
         trainer.accelerator.log({"tau": tau}, step=step)
-        log.info("step %d tau %.3f, accepted by level %s (%.0f s)", step, tau,
+        log.info("step %d: tau %.3f, accepted by level %s (%.0f s)", step, tau,
                  " ".join(f"{share:.2f}" for share in accepted), time.perf_counter() - started)
 
     def save(self, head: DraftHead, name: str, tau: float | None) -> None:
-        """Put a head with its tau into a folder of the run, in place of one that was there."""
+        """Save a head and its tau to a folder of the run, replacing an earlier one."""
         output, part = self.config.output, self.config.output / f"{name}.part"
         shutil.rmtree(part, ignore_errors=True)
         save_head(head, part, dtype=torch.bfloat16 if self.config.target_dtype == "bfloat16" else torch.float32)
@@ -128,15 +128,15 @@ class Evaluation:
         part.rename(output / name)
 
     def write_evaluation(self, directory: Path, tau: float | None, **more: object) -> None:
-        """What was measured of the present head, beside it."""
+        """Write the measurements of the current head to its folder."""
         record = {"step": self.trainer.step, "tau": tau, **more}
         (directory / "evaluation.json").write_text(json.dumps(record, indent=1) + "\n")
 
     def finish(self) -> None:
-        """Save the head and, where there are to be evaluations, its card, compared with plain decoding where asked for.
+        """Save the head and, unless evaluations are off, its model card, optionally with a speed comparison.
 
         Raises:
-            KeyboardInterrupt: the run was to stop.
+            KeyboardInterrupt: the run was asked to stop.
         """
         trainer, config = self.trainer, self.config
         if config.evaluate and trainer.step not in self.taus:
@@ -146,17 +146,17 @@ class Evaluation:
             return
         if target is None or not config.evaluate:
             self.save(head, "head", None)
-            log.info("the head is in %s; nothing was measured", directory)
+            log.info("the head is in %s; it was not evaluated", directory)
             return
         if trainer.step not in self.taus:
             raise KeyboardInterrupt
         self.save(head, "head", self.taus[trainer.step])
         compared = ""
         if config.decode_prompts:
-            with self.stop.at_once():
+            with self.stop.immediately():
                 outputs = measure_speed(EagleModel.from_parts(target.model, head), trainer.prompts, config)
-            speeds = {name: statistics.median(output.stats.tokens_per_second for output in found)
-                      for name, found in outputs.items()}
+            speeds = {name: statistics.median(output.stats.tokens_per_second for output in answers)
+                      for name, answers in outputs.items()}
             compared = comparison(config, outputs["exact"], speeds)
             self.write_evaluation(directory, self.taus[trainer.step], tokens_per_second=speeds)
         (directory / "README.md").write_text(card(trainer, self.logs, compared), encoding="utf-8")
@@ -165,10 +165,11 @@ class Evaluation:
 
 
 def comparison(config: TrainingConfig, outputs: list[Output], speeds: dict[str, float]) -> str:
-    """What the card says of decoding with the head and without.
+    """The section of the card that compares decoding with and without the head.
 
     Args:
-        outputs: with the head. speeds: median tokens/s.
+        outputs: answers with the head.
+        speeds: median tokens/s.
     """
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {torch.get_num_threads()} threads"
     return f"""
@@ -184,10 +185,10 @@ transformers {transformers.__version__}:
 
 
 def card(trainer: Trainer, logs: Logs, compared: str) -> str:
-    """The model card: how the head was trained, and tau over the tokens of training. It names no place on this machine.
+    """The model card: how the head was trained, and tau over training tokens. It contains no local path.
 
     Args:
-        compared: see `comparison`; empty where nothing was.
+        compared: the section from `comparison`, or an empty string.
     """
     config = trainer.config
     hub_id = hub_id_of(config.target)
@@ -195,8 +196,8 @@ def card(trainer: Trainer, logs: Logs, compared: str) -> str:
     steps = logs.read("train")
     hours = sum(line.get("seconds", 0.0) for line in steps) / 3600
     tokens = itertools.accumulate(line["tokens"] for line in steps)
-    curve = [f"| {count / 1e6:.2f} M | {found['tau']:.2f} | {' '.join(f'{x:.2f}' for x in found.get('accepted', []))} |"
-             for line, count in zip(steps, tokens, strict=True) if (found := evaluations.get(line["step"]))]
+    curve = [f"| {count / 1e6:.2f} M | {each['tau']:.2f} | {' '.join(f'{x:.2f}' for x in each.get('accepted', []))} |"
+             for line, count in zip(steps, tokens, strict=True) if (each := evaluations.get(line["step"]))]
     base_model = f"base_model: {hub_id}\n" if hub_id else ""
     return f"""---
 library_name: eagle_fsd
@@ -208,8 +209,8 @@ Trained by `train.train_draft_head` of eagle_fsd {eagle_fsd.__version__}: {train
 {config.batch_tokens} tokens in {hours:.1f} hours on {len(trainer.split.learned)} documents of `{config.data.name}`,
 objective `{objective_text(config.objective)}`, AdamW, learning rate {config.lr:g}, seed {config.seed}.
 {compared}
-tau = tokens per target forward, of lossless greedy decoding with tree `{tree_text(config.tree)}`. `eagle-fsd calibrate`
-measures what fuzzy acceptance brings and costs on your own task.
+tau = tokens per target forward in lossless greedy decoding with tree `{tree_text(config.tree)}`. `eagle-fsd calibrate`
+measures the speed and quality of fuzzy acceptance on your own task.
 
 | training tokens | tau, held-out text | share of forwards that accept at least 1, 2, ... drafted tokens |
 |---|---|---|
@@ -218,14 +219,14 @@ measures what fuzzy acceptance brings and costs on your own task.
 
 
 def plot_training(steps: list[dict], evaluations: list[dict], path: Path) -> None:
-    """Loss of every step, and tau of every evaluation, over the tokens of training."""
+    """Plot the loss of every step and tau of every evaluation over training tokens."""
     tokens = dict(zip((line["step"] for line in steps), itertools.accumulate(line["tokens"] for line in steps),
                       strict=True))
 
     def draw(axes: Any) -> None:
         axes.plot([tokens[line["step"]] / 1e6 for line in steps], [line["loss"] for line in steps], linewidth=0.7,
                   color="0.6")
-        axes.set(xlabel="million tokens of training", ylabel="loss")
+        axes.set(xlabel="training tokens (millions)", ylabel="loss")
         other = axes.twinx()
         other.plot([tokens[line["step"]] / 1e6 for line in evaluations], [line["tau"] for line in evaluations],
                    marker="o")

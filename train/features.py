@@ -1,9 +1,9 @@
-"""Write the target's features of a dataset to disk, for trainings that read them.
+"""Compute the target's features of a dataset, and write them to disk for training.
 
     python -m train.features --target T --data data/chat --out data/chat-features
 
-An interrupted run loses at most the shard that was being made, and continues. The disk space needed is said, and
-checked, first. F width of the features (`train.teacher`).
+The command logs and checks the required disk space first. An interrupted run loses at most one shard, and continues.
+F width of the features (`train.teacher`).
 """
 
 from __future__ import annotations
@@ -29,30 +29,31 @@ from eagle_fsd.heads.catalogue import default_target
 from eagle_fsd.heads.eagle3 import check_layers
 from eagle_fsd.models.loading import load_target
 from eagle_fsd.models.target import TargetModel
-from train.documents import Documents, split_rows
+from train.documents import Documents, split_by_size
 from train.teacher import OnlineFeatures, read_index, shard_path
 
 log = logging.getLogger("train.features")
 
-BATCH_TOKENS = {"cpu": 1024, "cuda": 16_384}  # of one forward
-SHARD_TOKENS = 65_536  # what an interrupted run loses at most: 0.5 GB in bf16 at a hidden size of 4,096
+BATCH_TOKENS = {"cpu": 1024, "cuda": 16_384}  # of one forward pass
+SHARD_TOKENS = 65_536  # most that an interrupted run loses: 0.5 GB in bf16 at a hidden size of 4,096
 
 
 @dataclass(frozen=True, kw_only=True)
 class Arguments:
-    """Write the target's features of a dataset to disk, for trainings that read them.
+    """Compute the target's features of a dataset, and write them to disk for training.
 
     Args:
-        target: directory, hub id or GGUF file; without it SmolLM2-135M-Instruct, as of eagle_fsd.load.
-        data: dataset of train.prepare_data.
+        target: directory, Hub ID or GGUF file of the target. If omitted: SmolLM2-135M-Instruct, as in eagle_fsd.load.
+        data: dataset from train.prepare_data.
         out: folder of the features; an interrupted run continues there.
-        layers: whose entering states are kept too; EAGLE-3 heads read 2, half, third from the end.
-        dtype: of target and features.
-        device: where the target goes; default CUDA where available, else the CPU.
-        device_map: placement of a large target by accelerate, such as auto.
-        batch_tokens: of one forward, padding included; without it 16,384 on a GPU, and 1,024 on a CPU, whose caches
-            hold no more (SmolLM2 on two cores: 1,135 tokens/s against 623).
-        trust_remote_code: allow a target to run code from its repository.
+        layers: target layers whose inputs are stored too. EAGLE-3 heads read 2, the middle one and the third from the
+            end.
+        dtype: dtype of the target and the features.
+        device: device of the target. If omitted: CUDA if available, else the CPU.
+        device_map: how accelerate places a large target, for example auto.
+        batch_tokens: tokens in one forward pass, including padding. If omitted: 16,384 on a GPU, and 1,024 on a CPU for
+            its caches (SmolLM2 on two cores: 1,135 tokens/s, not 623).
+        trust_remote_code: run code from the target's repository.
     """
 
     target: str | None = None
@@ -70,11 +71,11 @@ def write_features(
     target: TargetModel, documents: Documents, directory: Path, *, batch_tokens: int = BATCH_TOKENS["cuda"],
     shard_tokens: int = SHARD_TOKENS,
 ) -> None:
-    """Write the features of every document; shards that are already there are kept.
+    """Write the features of every document, except the shards that exist.
 
     Raises:
-        ValueError: not enough room on the disk (said before anything is written), or a folder that was begun for
-            another dataset or target, or that another process is writing.
+        ValueError: too little disk space (checked first), or the folder belongs to another dataset or target, or
+            another process writes it.
     """
     directory.mkdir(parents=True, exist_ok=True)
     with only_writer(directory):
@@ -85,33 +86,33 @@ def write_features(
             "softcap": target.softcap, "first_documents": bounds[:-1],
         }
         if (directory / "index.json").exists() and read_index(directory) != index:
-            raise ValueError(f"{directory} was begun for another dataset, target or dtype; choose another folder")
+            raise ValueError(f"{directory} has features for another dataset, target or dtype: choose another folder")
         todo = [n for n in range(len(bounds) - 1) if not shard_path(directory, n).is_file()]
         missing = sum(int(documents.lengths[bounds[n] : bounds[n + 1]].sum()) for n in todo)
         needed, free = bytes_needed(missing, target) if todo else 0, shutil.disk_usage(directory).free
-        log.info("features need %.2f GB more in %s, where %.2f GB are free", needed / 1e9, directory, free / 1e9)
+        log.info("the features need %.2f GB more in %s, which has %.2f GB free", needed / 1e9, directory, free / 1e9)
         if needed > free:
-            raise ValueError(f"features need {needed / 1e9:.2f} GB more, {directory} has {free / 1e9:.2f} GB free")
+            raise ValueError(f"the features need {needed / 1e9:.2f} GB more: {directory} has {free / 1e9:.2f} GB free")
         save_atomically(directory / "index.json", lambda path: path.write_text(json.dumps(index), encoding="utf-8"))
         write_ends(target, directory)
         total = len(documents.tokens)
         with Progress(desc="features", unit="token", total=total, done=total - missing) as progress:
             for number in todo:
                 rows = np.arange(bounds[number], bounds[number + 1])
-                made = {"features": shard_features(target, documents, rows, batch_tokens, progress.update)}
-                save_atomically(shard_path(directory, number), lambda path, made=made: save_file(made, path))
+                tensors = {"features": shard_features(target, documents, rows, batch_tokens, progress.update)}
+                save_atomically(shard_path(directory, number), lambda path, tensors=tensors: save_file(tensors, path))
 
 
 def bytes_needed(tokens: int, target: TargetModel) -> int:
-    """Disk space of so many tokens' features, and of the target's two ends."""
+    """Disk space for the features of `tokens` tokens, and for the target's embeddings and output layer."""
     width = torch.empty(0, dtype=target.dtype).element_size()
     return (tokens * target.feature_size + 2 * target.vocab_size * target.hidden_size) * width
 
 
 def write_ends(target: TargetModel, directory: Path) -> None:
-    """Write what head training needs of the target beside its features."""
+    """Write the target's embeddings and output layer, which head training needs too."""
     every = torch.arange(len(target.embed_tokens.weight), device=target.device)
-    # As the module gives them: Gemma scales them there.
+    # The output of the module, not its weight: Gemma scales embeddings in its forward.
     ends = {"embed_tokens": target.embed_tokens(every), "lm_head": target.lm_head.weight}
     if target.lm_head.bias is not None:
         ends["lm_head_bias"] = target.lm_head.bias
@@ -121,7 +122,7 @@ def write_ends(target: TargetModel, directory: Path) -> None:
 
 
 def shard_starts(ends: np.ndarray, per_shard: int) -> list[int]:
-    """The first document of each shard of at most `per_shard` tokens, or of one longer document."""
+    """The first document of each shard. A shard has at most `per_shard` tokens, or one longer document."""
     first = [0]
     while True:
         start = ends[first[-1] - 1] if first[-1] else 0
@@ -134,16 +135,16 @@ def shard_starts(ends: np.ndarray, per_shard: int) -> list[int]:
 def shard_features(
     target: TargetModel, documents: Documents, rows: np.ndarray, batch_tokens: int, advance: Callable[[int], None]
 ) -> Tensor:
-    """[tokens, F] features of consecutive documents, computed in batches of documents of like length.
+    """[tokens, F] features of consecutive documents, computed in batches of documents of similar length.
 
     Args:
-        advance: told the tokens of each batch when it is done.
+        advance: called with the number of tokens after each batch.
     """
     online, lengths = OnlineFeatures(target), documents.lengths
     start = int(documents.ends[rows[0]] - lengths[rows[0]])
     features = torch.empty(int(documents.ends[rows[-1]]) - start, target.feature_size, dtype=target.dtype)
     order = rows[np.argsort(lengths[rows], kind="stable")]
-    for batch in split_rows(order, lengths, batch_tokens):
+    for batch in split_by_size(order, lengths, batch_tokens):
         tokens, _ = documents.collate(batch)
         computed = online(batch, torch.from_numpy(tokens)).to("cpu")
         for row, document in enumerate(batch):
@@ -157,7 +158,7 @@ def run(arguments: Arguments) -> None:
     """Load the target and write the features.
 
     Raises:
-        ValueError: an option out of range; see `write_features`.
+        ValueError: an option is out of range; see also `write_features`.
     """
     check_counts(arguments, "batch_tokens")
     documents = Documents.load(arguments.data)

@@ -1,4 +1,4 @@
-"""New heads, in the target's shape, and which of the target's tokens they name."""
+"""New heads in the target's shape, and their draft vocabularies."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from train.config import SIZES, TrainingConfig
 from train.documents import Documents
 from train.teacher import TargetEnds
 
-# Fields of the target's config that the head's begins with.
+# Fields that a head's config inherits from the target's.
 SHAPE = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim",
          "max_position_embeddings", "rms_norm_eps", "rope_parameters", "bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def new_head(config: TrainingConfig, text: PreTrainedConfig) -> DraftHead:
-    """A new head: one Llama layer of the target's shape, changed as the settings say.
+    """A new head: one Llama layer of the target's shape, with the changes in the settings.
 
     Args:
-        text: the config of the target's language model.
+        text: config of the target's language model.
 
     Raises:
-        ValueError: sizes that do not fit together, or settings of the other kind of head.
+        ValueError: the sizes do not match, or a setting belongs to the other kind of head.
     """
     kind, other = (Eagle3Head, ("qkv_bias",)) if config.head == "eagle3" else (DraftHead, ("layers",
                                                                                          "norm_before_residual"))
     for name in other:
         if getattr(config, name):
-            raise ValueError(f"{name} is no setting of an {config.head} head")
+            raise ValueError(f"{name} is not a setting of an {config.head} head")
     fields = {name: getattr(text, name) for name in SHAPE if getattr(text, name, None) is not None}
     fields |= {"num_hidden_layers": 1, "hidden_act": "silu", "tie_word_embeddings": False}
     fields |= {name: getattr(config, name) for name in SIZES if getattr(config, name) is not None}
@@ -42,30 +42,30 @@ def new_head(config: TrainingConfig, text: PreTrainedConfig) -> DraftHead:
         fields |= {"norm_before_residual": config.norm_before_residual}
         fields |= {LAYER_IDS: list(config.layers)} if config.layers else {}
     else:
-        fields.pop("draft_vocab_size", None)  # `name_tokens` limits it; of an EAGLE-3 head it is a field of its config
+        fields.pop("draft_vocab_size", None)  # EAGLE-3 heads only: `set_draft_vocabulary` limits the others
         fields["qkv_bias"] = config.qkv_bias
     torch.manual_seed(config.seed)
     return kind(LlamaConfig(**fields), bias=config.bias)
 
 
-def commonest_tokens(documents: Documents, vocab_size: int, size: int) -> Tensor:
-    """[size] the tokens that are learned most often, by number."""
+def most_frequent_tokens(documents: Documents, vocab_size: int, size: int) -> Tensor:
+    """[size] the most frequent learned tokens, in ascending order."""
     counts = np.bincount(documents.tokens[documents.learned], minlength=vocab_size)
     return torch.from_numpy(np.sort(np.argsort(-counts, kind="stable")[:size]))
 
 
-def name_tokens(head: DraftHead, config: TrainingConfig, documents: Documents, ends: TargetEnds) -> None:
-    """Let a head name the `draft_vocab_size` tokens that are learned most often; one that continues another names what
-    that does. A new EAGLE-3 head starts from the target's own output layer. Their part of it is the head's
-    `output_rows`."""
+def set_draft_vocabulary(head: DraftHead, config: TrainingConfig, documents: Documents, ends: TargetEnds) -> None:
+    """Limit a new head to the `draft_vocab_size` most frequent learned tokens; a head from `init_from` keeps its
+    vocabulary. The output layer of a new EAGLE-3 head starts as a copy of the target's. `output_rows` becomes the rows
+    of the target's output layer for the draft vocabulary."""
     new, vocabulary = config.init_from is None, head.config.vocab_size
     if not isinstance(head, Eagle3Head):
         if new and config.draft_vocab_size is not None:
-            head.limit_vocabulary(commonest_tokens(documents, vocabulary, config.draft_vocab_size))
+            head.limit_vocabulary(most_frequent_tokens(documents, vocabulary, config.draft_vocab_size))
     elif new:
         if head.d2t is not None:
             size = head.draft_vocab_size
-            head.d2t.copy_(commonest_tokens(documents, vocabulary, size) - torch.arange(size))
+            head.d2t.copy_(most_frequent_tokens(documents, vocabulary, size) - torch.arange(size))
         weight, named = ends.lm_head.weight, head.draft_tokens
         with torch.no_grad():
             head.lm_head.weight.copy_(weight if named is None else weight[named.to(weight.device)])

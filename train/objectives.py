@@ -1,16 +1,16 @@
 """What a draft head is trained to minimise.
 
-B batch, T tokens of a row, M learned positions, D hidden size, F width of what the target hands out (`TargetModel`),
-V vocabulary, R the head's own (V where it names all tokens). p is the target's next-token distribution, q the head's.
+B batch, T tokens of a row, M learned positions, D hidden size, F width of the target's features (`TargetModel`),
+V target vocabulary, R draft vocabulary (R = V by default). p is the target's next-token distribution, q the head's.
 
-The head is trained as it is used: in step 1 it reads the target's features; in step s its input at each position is
-its own prediction of step s - 1 for the position before, and its attention sees, of the last s - 1 positions, the keys
-of the step that the decoder would have run there (a diagonal of the step's keys), and the target's features further
-back. One step is the published EAGLE-1/2 training; several are HASS (arXiv 2408.15766, section 3.2), and without the
-regression of features the training of EAGLE-3 heads (arXiv 2503.01840, section 3.2).
+Training unrolls the head as decoding does. In step 1 it reads the target's features. In step s its input at each
+position is its own prediction from step s - 1 for the position before. For the last s - 1 positions, attention sees the
+keys of the steps in which the decoder would have drafted them (a diagonal of each step's keys); further back, it sees
+those of the target's features. One step is the published EAGLE-1/2 training. Several steps are HASS (arXiv 2408.15766,
+section 3.2) or, without feature regression, the training of EAGLE-3 (arXiv 2503.01840, section 3.2).
 
-Where the head names a part of the tokens only, p and q are both over these R, as in EAGLE-3's training, and positions
-whose own token is not among them are not compared: the rest of the target's output layer is not computed.
+With a reduced draft vocabulary, p and q are distributions over its R tokens, as in EAGLE-3's training. Positions whose
+token is not in it are skipped, and the rest of the target's output layer is not computed.
 """
 
 from __future__ import annotations
@@ -27,28 +27,28 @@ from eagle_fsd.heads.eagle import DraftHead
 from eagle_fsd.heads.eagle3 import Eagle3Head
 from eagle_fsd.models.masks import additive
 
-MOST_STEPS = 32  # each takes the memory of one more step
+MOST_STEPS = 32  # each step needs the memory of one more forward pass
 
 
 @dataclass(frozen=True)
 class Objective:
-    """Weights of the terms (0: left out), each a mean over learned positions, and how the head is unrolled.
+    """Weights of the terms, each a mean over learned positions, and the unrolling of the head.
 
     Args:
         regression: SmoothL1 between predicted and true feature (EAGLE, arXiv 2401.15077, section 4.2).
-        soft_ce: cross-entropy from p to q (same place).
-        top_k: the same over the target's `top_k_tokens` best tokens only (HASS, arXiv 2408.15766, eq. 5).
+        soft_ce: cross-entropy from p to q (same section).
+        top_k: the same over the target's `top_k_tokens` best tokens (HASS, arXiv 2408.15766, eq. 5).
         tv: total variation, 1 - sum min(p, q): the rejection rate of lossless speculative sampling.
         lk: -log sum min(p, q), the log of the acceptance rate (LK losses, arXiv 2602.23881).
-        aligned_steps: how often the head is fed its own features, the first step included.
+        aligned_steps: number of unrolled steps, including the first, which reads the target's features.
         step_decay: weight of step s is step_decay ** (s - 1).
-        logit_stride: the terms on distributions are taken at every `logit_stride`-th position only, another residue in
-            each step, and weigh as much more. The output layer is most of a step's cost; the regression does not need
-            it. Without such terms the positions are only those that the accuracy is told from.
-        noise: features are read with uniform noise of +- this much, times 512 / length of the document.
+        logit_stride: compute the terms on distributions at every `logit_stride`-th position, with a different offset in
+            each step, and scale them accordingly. The output layer, which regression does not need, dominates the cost
+            of a step. Without such terms, the stride applies to the logged accuracy.
+        noise: add uniform noise of +- noise * 512 / document length to the features that the head reads.
 
     Raises:
-        TypeError, ValueError: a value of the wrong type or out of range.
+        TypeError, ValueError: a value has the wrong type or is out of range.
     """
 
     regression: float = 0.0
@@ -75,14 +75,14 @@ class Objective:
 
     @property
     def learns_logits(self) -> bool:
-        """Whether any term is on distributions."""
+        """Whether any term compares distributions."""
         return any(getattr(self, name) for name in ON_LOGITS)
 
 
 ON_LOGITS = ("soft_ce", "top_k", "tv", "lk")
 TERMS = ("regression", *ON_LOGITS)
 
-# Objectives by name. A new one is one line here; a new term is a field above and a line in `term_sums`.
+# Objectives by name. To add one, add a line here; to add a term, add a field above and a line in `term_sums`.
 OBJECTIVES: dict[str, Objective] = {
     "eagle": Objective(regression=1.0, soft_ce=0.1, noise=0.1),
     "sparse": Objective(regression=1.0, soft_ce=0.1, logit_stride=4),
@@ -95,7 +95,7 @@ def make_objective(text: str) -> Objective:
     """An objective from "NAME", "FIELD=VALUE,..." or "NAME,FIELD=VALUE,...".
 
     Raises:
-        ValueError: unknown name or field, or a value of the wrong type or out of range.
+        ValueError: unknown name or field, or a value has the wrong type or is out of range.
     """
     name, *changes = text.split(",")
     if "=" in name:
@@ -116,7 +116,7 @@ def make_objective(text: str) -> Objective:
 
 
 def objective_text(objective: Objective) -> str:
-    """What `make_objective` takes."""
+    """The text from which `make_objective` makes this objective."""
     for name, known in OBJECTIVES.items():
         if objective == known:
             return name
@@ -127,7 +127,7 @@ def objective_text(objective: Objective) -> str:
 def term_sums(
     objective: Objective,
     predicted: Tensor,  # [M, D]
-    wanted: Tensor,  # [M, D]
+    true_features: Tensor,  # [M, D]
     log_q: Tensor,  # [M / logit_stride or fewer, R], the head's log-probabilities
     p: Tensor,  # of the same shape, the target's probabilities
 ) -> Tensor:
@@ -145,17 +145,17 @@ def term_sums(
             total = total - objective.lk * overlap.clamp_min(1e-6).log().sum()
     total = total * objective.logit_stride
     if objective.regression:
-        distance = nn.functional.smooth_l1_loss(predicted.float(), wanted.float(), reduction="none")
+        distance = nn.functional.smooth_l1_loss(predicted.float(), true_features.float(), reduction="none")
         total = total + objective.regression * distance.mean(-1).sum()
     return total
 
 
 def aligned_mask(length: int, step: int, device: torch.device) -> Tensor:
-    """[1, T, step * T] bool, what each query of aligned step `step` (1-based) sees of the keys of all steps so far.
+    """[1, T, step * T] bool, the keys of all steps so far that each query of aligned step `step` (1-based) sees.
 
-    The query at position i stands for a tree node `step - 1` levels below position i - step + 1. It sees target
-    features up to there (keys of step 1), then one key of each later step on its own path:
-    key i - step + s of step s, for s = 2 .. step.
+    The query at position i represents a tree node `step - 1` levels below position i - step + 1. It sees the target's
+    features up to that position (keys of step 1), then one key of each later step on its own path: key i - step + s of
+    step s, for s = 2 .. step.
     """
     i = torch.arange(length, device=device)[:, None]
     j = torch.arange(length, device=device)[None, :]
@@ -164,16 +164,14 @@ def aligned_mask(length: int, step: int, device: torch.device) -> Tensor:
 
 
 class AlignedLoss(nn.Module):
-    """The objective over all aligned steps, as one module, so that data parallelism sees one forward per step.
+    """The objective over all aligned steps, in one module: data parallelism needs a single forward pass per step.
 
     Args:
-        head: one that names a part of the tokens has their rows of the target's output layer in `output_rows`, so that
-            the rest of it is not computed.
-        logits: the target's frozen output layer, features [..., D] -> logits [..., V] float32. It is not a part of
-            this module.
+        head: with a reduced vocabulary, its `output_rows` are the rows of the target's output layer for these tokens.
+        logits: the target's frozen output layer, features [..., D] -> logits [..., V] float32. It is not a submodule.
 
     Raises:
-        ValueError: regression of features that the head does not predict.
+        ValueError: the objective has regression, but the head predicts no features.
     """
 
     def __init__(self, head: DraftHead, objective: Objective, logits: Callable[[Tensor], Tensor]) -> None:
@@ -183,31 +181,31 @@ class AlignedLoss(nn.Module):
                 f"objective: an EAGLE-3 head predicts no features, regression must be 0, got {objective.regression!r}"
             )
         self.head, self.objective = head, objective
-        self.residue = 0  # of the positions whose distributions are compared, by `logit_stride`
-        self._logits = [logits]  # in a list: not registered, neither trained nor saved
+        self.residue = 0  # offset of the compared positions, modulo `logit_stride`
+        self._logits = [logits]  # in a list, so that it is not a submodule, and neither trained nor saved
 
     def forward(
         self,
         features: Tensor,  # [B, T, F] of the target
         tokens: Tensor,  # [B, T]
         learned: Tensor,  # [B, T] bool
-        noise: Tensor | None = None,  # [B, T, F], added to what the head reads
+        noise: Tensor | None = None,  # [B, T, F], added to the features that the head reads
     ) -> tuple[Tensor, Tensor]:
-        """Sums over learned positions: the loss, and per aligned step how often q's best token is p's [steps].
+        """Sums over learned positions: the loss, and for each aligned step [steps] how often q's best token is p's.
 
-        With a `logit_stride` the latter are estimates from a part of the positions.
+        With a `logit_stride`, the latter are estimates from some of the positions.
         """
         logits_of, objective = self._logits[0], self.objective
         # Position i pairs feature i with token i + 1 and predicts feature i + 1, whose logits are for token i + 2.
         read = features if noise is None else features + noise
         inputs, following = self.head.read(read[:, :-2]), tokens[:, 1:-1]
-        wanted, chosen = features[:, 1:-1, -self.head.target_hidden_size :], learned[:, 2:]
+        true_features, chosen = features[:, 1:-1, -self.head.target_hidden_size :], learned[:, 2:]
         first, length = inputs[:, :1], inputs.shape[1]
         positions = torch.arange(length, device=tokens.device)[None]
         compared = chosen & (positions % objective.logit_stride == self.residue)
         compared &= self.head.names(tokens[:, 2:])
         with torch.no_grad():
-            p = self.head.target_logits(wanted[compared], logits_of).float().softmax(-1)  # [M / logit_stride, R]
+            p = self.head.target_logits(true_features[compared], logits_of).float().softmax(-1)  # [M / logit_stride, R]
         kind = tokens.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else inputs.dtype
         needs_mask = self.head.config._attn_implementation == "eager"  # sdpa is causal by itself, without a mask
@@ -219,9 +217,9 @@ class AlignedLoss(nn.Module):
             predicted = self.head(inputs, following, positions, mask, cache)
             with torch.set_grad_enabled(torch.is_grad_enabled() and objective.learns_logits):
                 log_q = self.head.own_logits(predicted[compared], logits_of).float().log_softmax(-1)
-            terms = term_sums(objective, predicted[chosen], wanted[chosen], log_q, p)
+            terms = term_sums(objective, predicted[chosen], true_features[chosen], log_q, p)
             loss = loss + objective.step_decay ** (step - 1) * terms
             agreement.append((log_q.argmax(-1) == p.argmax(-1)).sum() * objective.logit_stride)
-            # The next step's input at i is this step's prediction for i, made at i - 1; position 0 has none.
+            # The next step's input at i is this step's prediction for i, made at i - 1; position 0 keeps the true one.
             inputs = torch.cat([first.to(predicted.dtype), predicted[:, :-1]], 1)
         return loss, torch.stack(agreement)

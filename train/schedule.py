@@ -1,6 +1,6 @@
-"""What a run learns from: the documents, and those of each step, with its rate and noise.
+"""The documents of a run and of each of its steps, with the step's learning rate and noise.
 
-All are functions of the settings and the step, so that a run can be resumed and shared out to any number of processes.
+All are functions of the settings and the step, so that a run can resume, and run on any number of processes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 from train.config import TrainingConfig
 from train.documents import Documents
 
-GOLDEN = 0.618034  # its multiples are spread evenly over [0, 1)
+GOLDEN = 0.618034  # fractional parts of its multiples are spread evenly over [0, 1)
 
 
 @dataclass(frozen=True)
@@ -22,8 +22,8 @@ class DocumentSplit:
     """The documents of a run.
 
     Args:
-        documents, learned: the dataset, and which of it are learned.
-        held_out, measured: the dataset that tau is measured on, and which of it.
+        documents, learned: the training dataset, and the indices of the documents to learn.
+        held_out, measured: the evaluation dataset, and the indices of the documents that measure tau.
     """
 
     documents: Documents
@@ -33,10 +33,10 @@ class DocumentSplit:
 
     @classmethod
     def of(cls, config: TrainingConfig) -> DocumentSplit:
-        """From `eval_data`, else the last of `data`, which are then not learned.
+        """Evaluate on `eval_data`, or else on the last documents of `data`, which are then not learned.
 
         Raises:
-            ValueError: no datasets, or one that is too small to keep any back.
+            ValueError: a folder is not a dataset, or the dataset is too small to hold documents out.
         """
         documents = Documents.load(config.data)
         count = len(documents)
@@ -45,20 +45,20 @@ class DocumentSplit:
             return cls(documents, np.arange(count), held_out, np.arange(min(config.eval_documents, len(held_out))))
         kept = min(config.eval_documents, count // 10)
         if kept < 1:
-            raise ValueError(f"{config.data} has {count} documents, too few to keep some back; give eval_data")
+            raise ValueError(f"{config.data} has {count} documents, too few to hold some out: pass eval_data")
         return cls(documents, np.arange(count - kept), documents, np.arange(count - kept, count))
 
     def prompts(self, tokens: int) -> list[list[int]]:
-        """Token ids of the held-out documents up to where decoding begins, in the last answer of each.
+        """Token ids of each held-out document up to where decoding begins, in its last answer.
 
         Args:
-            tokens: that are decoded. Where an answer is longer, decoding begins elsewhere in each; plain text is cut in
-                the middle.
+            tokens: number of tokens to decode. In longer answers decoding begins at different places; plain text is
+                split in the middle.
 
         Raises:
             ValueError: no document has an answer.
         """
-        found = []
+        prompts = []
         for number, index in enumerate(self.measured.tolist()):
             ids, learned = self.held_out.document(index)
             answer = np.flatnonzero(learned)
@@ -71,21 +71,21 @@ class DocumentSplit:
                 start = end // 2
             start += int(max(0, end - start - tokens) * (number * GOLDEN % 1))
             if start >= 2:
-                found.append(ids[:start].tolist())
-        if not found:
-            raise ValueError("tau cannot be measured: no held-out document has an answer; give eval_data, or "
+                prompts.append(ids[:start].tolist())
+        if not prompts:
+            raise ValueError("tau cannot be measured: no held-out document has an answer; pass eval_data, or "
                              "--no-evaluate")
-        return found
+        return prompts
 
 
 def learning_rate(config: TrainingConfig, step: int, steps: int) -> float:
-    """Of 0-based `step`: linear up over the warm-up, then linear down to zero."""
+    """The rate of 0-based `step`: it rises linearly in the warm-up, then falls linearly to zero."""
     to_end = (steps - step) / max(1, steps - config.warmup)
     return config.lr * min((step + 1) / max(1, config.warmup), to_end, 1.0)
 
 
 class Schedule:
-    """Which documents each step learns from: length-bucketed batches, another order in every epoch."""
+    """The documents of each step: batches of similar length, in a different order in every epoch."""
 
     def __init__(self, documents: Documents, allowed: np.ndarray, config: TrainingConfig) -> None:
         self.documents, self.allowed, self.config = documents, allowed, config
@@ -102,21 +102,21 @@ class Schedule:
         return self.config.steps or max(1, round(self.config.epochs * self.per_epoch))
 
     def batch(self, step: int) -> np.ndarray:
-        """The documents of a step; a function of the step alone. Epochs count as many batches as the first has."""
+        """The documents of a step, a function of the step alone. Every epoch has as many batches as the first one."""
         epoch, position = divmod(step, self.per_epoch)
         if epoch != self.epoch:
             self.epoch, self.batches = epoch, self._epoch(epoch)
         return self.batches[position % len(self.batches)]
 
 
-def shares(batch: np.ndarray, parts: int) -> list[np.ndarray]:
-    """A batch dealt out to `parts` forwards: every part-th document, so that all get like lengths."""
+def split_batch(batch: np.ndarray, parts: int) -> list[np.ndarray]:
+    """Split a batch into `parts` forward passes: interleaved, so that all have similar lengths."""
     return [batch[part::parts] for part in range(parts)]
 
 
 def feature_noise(indices: np.ndarray, lengths: np.ndarray, features: Tensor, amplitude: float, seed: int) -> Tensor:
-    """Uniform noise [B, T, D] in +- amplitude * 512 / length, a function of (seed, document): the same in any split
-    of the batch over processes."""
+    """Uniform noise [B, T, D] in +- amplitude * 512 / length, a function of (seed, document) and so the same for any
+    split of the batch over processes."""
     noise = torch.zeros_like(features)
     generator = torch.Generator(features.device)
     for row, (document, length) in enumerate(zip(indices.tolist(), lengths.tolist(), strict=True)):

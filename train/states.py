@@ -1,4 +1,4 @@
-"""What a run leaves on disk to be continued from: its states and its logs."""
+"""The files from which a run resumes: its states and its logs."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ import torch
 
 from eagle_fsd.data.files import append_lines, read_lines, write_lines
 from train.config import TrainingConfig
-from train.stopping import anywhere
+from train.stopping import any_process
 from train.trainer import Trainer
 
 log = logging.getLogger("train.train_draft_head")
 
-# Settings that may change when a run is continued.
-FREE = ("output", "evaluate", "save_every", "save_minutes", "keep", "log_every", "eval_every", "eval_tokens",
+# Settings that may change when a run resumes.
+CHANGEABLE = ("output", "evaluate", "save_every", "save_minutes", "keep", "log_every", "eval_every", "eval_tokens",
         "decode_prompts", "decode_tokens", "tree", "tracker", "cpu")
 
 
 def save_state(trainer: Trainer) -> None:
-    """Everything that is needed to continue bit by bit, complete or not there at all. All processes must call it."""
+    """Atomically save all that an exact continuation needs. All processes must call it."""
     accelerator, states = trainer.accelerator, trainer.config.output / "states"
     part, final = states / f"step-{trainer.step}.part", states / f"step-{trainer.step}"
     if final.exists():
@@ -35,7 +35,7 @@ def save_state(trainer: Trainer) -> None:
     accelerator.save_state(str(part))
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
-        record = {"step": trainer.step, "config": comparable(trainer.config)}
+        record = {"step": trainer.step, "config": fixed_settings(trainer.config)}
         (part / "run.json").write_text(json.dumps(record, indent=1) + "\n")
         part.rename(final)
         for old in saved_states(trainer.config.output)[: -trainer.config.keep]:
@@ -43,45 +43,46 @@ def save_state(trainer: Trainer) -> None:
 
 
 def resume(trainer: Trainer) -> bool:
-    """Continue from the last complete state, where there is one. All processes must call it.
+    """Resume from the last complete state, if there is one. All processes must call it.
 
     Returns:
-        False: it cannot be read, and was set aside; a part of it may be in the trainer, and a new one has to try again.
+        False if the state is unreadable. It is then renamed, and because the trainer may have loaded a part of it, the
+        caller must try again with a new trainer.
 
     Raises:
-        ValueError: it was made with other settings, or the machines do not see the same folder.
+        ValueError: the state has other settings, or the machines do not share the folder.
     """
     output, accelerator = trainer.config.output, trainer.accelerator
     states = saved_states(output)
     if accelerator.num_processes > 1:
-        seen = accelerator.gather(torch.tensor([len(states)], device=accelerator.device))
-        if int(seen.min()) != int(seen.max()):
-            raise ValueError(f"{output} is not the same folder for all machines, which have to write into one")
+        counts = accelerator.gather(torch.tensor([len(states)], device=accelerator.device))
+        if int(counts.min()) != int(counts.max()):
+            raise ValueError(f"{output} is not the same folder on all machines: use a shared one")
     if not states:
         return True
-    made_with, fault = {}, None
+    recorded, fault = {}, None
     try:
         record = json.loads((states[-1] / "run.json").read_text())
-        made_with, step = dict(record["config"]), int(record["step"])
+        recorded, step = dict(record["config"]), int(record["step"])
     except (FileNotFoundError, ValueError, KeyError, TypeError) as error:
         fault = error
-    changed = [name for name, value in comparable(trainer.config).items() if made_with.get(name) != value]
+    changed = [name for name, value in fixed_settings(trainer.config).items() if recorded.get(name) != value]
     if changed and fault is None:
-        raise ValueError(f"{output} holds a run with another {', '.join(changed)}; choose another output or delete it")
+        raise ValueError(f"{output} has a run with another {', '.join(changed)}: choose another output or delete it")
     try:
         if fault is None:
             accelerator.load_state(str(states[-1]))
-    except (MemoryError, torch.OutOfMemoryError, PermissionError):  # which say nothing of the state
+    except (MemoryError, torch.OutOfMemoryError, PermissionError):  # which do not mean that the state is bad
         raise
-    except Exception as error:  # whatever torch, pickle and safetensors raise at what is no file of theirs
+    except Exception as error:  # torch, pickle and safetensors raise many kinds for a bad file
         fault = error
-    if anywhere(accelerator, fault is not None):
+    if any_process(accelerator, fault is not None):
         if accelerator.is_main_process:
             aside = states[-1].with_suffix(".unreadable")
             shutil.rmtree(aside, ignore_errors=True)
             states[-1].rename(aside)
             before = states[-2].name if len(states) > 1 else "the beginning"
-            log.warning("%s cannot be read (%r) and is set aside as %s: continuing from %s", states[-1], fault,
+            log.warning("%s is unreadable (%r) and was renamed to %s: continuing from %s", states[-1], fault,
                         aside.name, before)
         accelerator.wait_for_everyone()
         return False
@@ -90,20 +91,20 @@ def resume(trainer: Trainer) -> bool:
     return True
 
 
-def comparable(config: TrainingConfig) -> dict:
-    """The settings that a resumed run has to share."""
+def fixed_settings(config: TrainingConfig) -> dict:
+    """The settings that must be the same when a run resumes."""
     values = json.loads(json.dumps(dataclasses.asdict(config), default=str))
-    return {name: value for name, value in values.items() if name not in FREE}
+    return {name: value for name, value in values.items() if name not in CHANGEABLE}
 
 
 def saved_states(output: Path) -> list[Path]:
     """Complete states, oldest first."""
-    found = [path for path in (output / "states").glob("step-*") if path.suffix not in (".part", ".unreadable")]
-    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
+    states = [path for path in (output / "states").glob("step-*") if path.suffix not in (".part", ".unreadable")]
+    return sorted(states, key=lambda path: int(path.name.removeprefix("step-")))
 
 
 class Logs:
-    """`train.jsonl` and `eval.jsonl` of a run, on the main process; a resumed run drops the lines after its state."""
+    """`train.jsonl` and `eval.jsonl`, written by the main process. A resumed run drops the lines after its state."""
 
     def __init__(self, trainer: Trainer) -> None:
         self.output, self.enabled = trainer.config.output, trainer.accelerator.is_main_process

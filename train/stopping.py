@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM, which end a run with its state saved."""
+"""Stop a run on Ctrl-C or SIGTERM, after it has saved its state."""
 
 from __future__ import annotations
 
@@ -6,49 +6,48 @@ import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import torch
 from accelerate import Accelerator
 
 
-def anywhere(accelerator: Accelerator, said: bool) -> bool:
-    """Whether any process says so, the same answer on all, which all must ask."""
-    if accelerator.num_processes == 1:
-        return said
-    return bool(accelerator.reduce(torch.tensor(float(said), device=accelerator.device), "sum") > 0)
+def any_process(accelerator: Accelerator, flag: bool) -> bool:
+    """Whether the flag is set on any process. All processes must call it, and all get the same result."""
+    if flag:
+        accelerator.set_trigger()
+    return accelerator.check_trigger()
 
 
 class StopRequest:
-    """Signals ask for a stop after the present step; a second one stops at once."""
+    """The first signal requests a stop after the current step; a second one stops immediately."""
 
     def __init__(self) -> None:
-        self.asked = self.urgent = False
-        self.before = {}
+        self.requested = self.immediate = False
+        self.previous = {}
         for number in (signal.SIGINT, signal.SIGTERM):
             try:
-                self.before[number] = signal.signal(number, self._ask)
-            except ValueError:  # not in the main thread: whoever runs there handles signals
+                self.previous[number] = signal.signal(number, self._handle)
+            except ValueError:  # not in the main thread, which handles signals itself
                 break
 
-    def _ask(self, number: int, frame: object) -> None:
-        urgent, self.asked = self.asked or self.urgent, True
-        if urgent:
+    def _handle(self, number: int, frame: object) -> None:
+        interrupt, self.requested = self.requested or self.immediate, True
+        if interrupt:
             raise KeyboardInterrupt
 
     @contextmanager
-    def at_once(self) -> Iterator[None]:
-        """Within, the first signal raises KeyboardInterrupt, as one that came before does."""
-        self.urgent = True
+    def immediately(self) -> Iterator[None]:
+        """Raise KeyboardInterrupt on the first signal inside this context, and on entry if one has already arrived."""
+        self.immediate = True
         try:
-            if self.asked:
+            if self.requested:
                 raise KeyboardInterrupt
             yield
         finally:
-            self.urgent = False
+            self.immediate = False
 
-    def anywhere(self, accelerator: Accelerator) -> bool:
-        """Whether any process was asked, the same answer on all."""
-        return anywhere(accelerator, self.asked)
+    def on_any_process(self, accelerator: Accelerator) -> bool:
+        """Whether any process received a signal. All processes must call it, and all get the same result."""
+        return any_process(accelerator, self.requested)
 
     def restore(self) -> None:
-        for number, handler in self.before.items():
+        for number, handler in self.previous.items():
             signal.signal(number, handler)

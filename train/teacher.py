@@ -1,7 +1,7 @@
-"""What a head learns from: the target's features, computed on the spot or read from shards on disk, and its two ends.
+"""The target's side of head training: its features, computed or read from disk, its embeddings and output layer.
 
-B batch, T tokens of a row, D hidden size, V vocabulary, F width of the features: D, and with layers chosen, for EAGLE-3
-heads, D more for each (see `TargetModel`).
+B batch, T tokens of a row, D hidden size, V vocabulary, F width of the features: D, plus D for each layer that an
+EAGLE-3 head reads (see `TargetModel`).
 """
 
 from __future__ import annotations
@@ -23,11 +23,9 @@ from eagle_fsd.models.target import TargetModel
 from train.config import TrainingConfig
 from train.documents import Documents
 
-DTYPES = {"torch.float32": torch.float32, "torch.bfloat16": torch.bfloat16, "torch.float16": torch.float16}
-
 
 class TargetEnds(nn.Module):
-    """The two parts of a target that head training needs beside its features: embeddings and output layer."""
+    """The two parts of the target that head training needs besides features: embeddings and output layer."""
 
     def __init__(self, embed_tokens: nn.Module, lm_head: nn.Module, scale: float, softcap: float | None) -> None:
         super().__init__()
@@ -36,29 +34,29 @@ class TargetEnds(nn.Module):
 
     @classmethod
     def of(cls, target: TargetModel, device: torch.device) -> TargetEnds:
-        """Those of a target, shared with it; copies where they live on another device than the head."""
+        """Share the target's layers; copy those that are on another device than the head."""
         output = target.lm_head if target.output_device == device else copy_to(target.lm_head, device)
         return cls(target.embeddings_on(device), output, target.scale, target.softcap)
 
     def logits(self, features: Tensor) -> Tensor:
-        """As `TargetModel.logits`: [..., F] or [..., D] -> [..., V] float32."""
+        """Like `TargetModel.logits`: [..., F] or [..., D] -> [..., V] float32."""
         last = features[..., -self.lm_head.weight.shape[1] :]
         return output_logits(self.lm_head, last.to(self.lm_head.weight.dtype), self.scale, self.softcap)
 
     def rows(self, tokens: Tensor) -> OutputRows:
-        """`logits` of some tokens [R] only, from a copy of their rows."""
+        """The output layer of the tokens [R] only, with a copy of their rows."""
         return OutputRows.of(self.lm_head, tokens.to(self.lm_head.weight.device), self.scale, self.softcap)
 
 
 class OnlineFeatures:
-    """The frozen target's own forward, in each step."""
+    """Features that the frozen target computes in each step."""
 
     def __init__(self, target: TargetModel) -> None:
         self.target = target
 
     @torch.no_grad()
     def __call__(self, indices: np.ndarray, tokens: Tensor) -> Tensor:
-        """Features [B, T, F] of a padded batch [B, T]; what stands at padding is not to be read."""
+        """Features [B, T, F] of a padded batch [B, T]; those of padding are meaningless."""
         return self.target.features(tokens.to(self.target.device), use_cache=False)
 
 
@@ -67,11 +65,11 @@ class OfflineFeatures:
     """Features of every document of a dataset, in memory-mapped safetensors shards.
 
     Args:
-        directory: written by `train.features.write_features`.
-        documents: the dataset that the features were made of.
+        directory: folder from `train.features.write_features`.
+        documents: the dataset of the features.
 
     Raises:
-        ValueError: the folder is incomplete or was made of something else.
+        ValueError: the folder is incomplete, or has the features of another dataset.
     """
 
     directory: Path
@@ -80,14 +78,15 @@ class OfflineFeatures:
     def __post_init__(self) -> None:
         self.index = index = read_index(self.directory)
         if index["dataset"] != self.documents.digest():
-            raise ValueError(f"{self.directory} holds features of another dataset than the one given")
+            raise ValueError(f"{self.directory} has the features of another dataset")
         self.first = np.asarray(index["first_documents"])  # [shards] first document of each
         missing = [n for n in range(len(self.first)) if not shard_path(self.directory, n).is_file()]
         if missing:
             raise ValueError(
                 f"{self.directory} is incomplete: {len(missing)} of {len(self.first)} shards are missing; run "
-                "python -m train.features again to finish it"
+                "python -m train.features again to write them"
             )
+        self.dtype = getattr(torch, index["dtype"].removeprefix("torch."))
         self._open: dict[int, object] = {}
 
     def ends(self) -> TargetEnds:
@@ -103,15 +102,14 @@ class OfflineFeatures:
 
     def __call__(self, indices: np.ndarray, tokens: Tensor) -> Tensor:
         """Features [B, T, F] of a padded batch [B, T], 0 at padding."""
-        rows = torch.zeros(*tokens.shape, self.index["feature_size"], dtype=DTYPES[self.index["dtype"]])
+        rows = torch.zeros(*tokens.shape, self.index["feature_size"], dtype=self.dtype)
         for row, document in enumerate(indices):
             shard = int(np.searchsorted(self.first, document, side="right")) - 1
             if shard not in self._open:
                 self._open[shard] = safe_open(shard_path(self.directory, shard), "pt").__enter__()
-            # Offsets within a shard follow from the documents' ends.
             start_of_shard = int(self.documents.ends[self.first[shard] - 1]) if self.first[shard] else 0
             end = int(self.documents.ends[document]) - start_of_shard
-            length = int(self.documents.lengths_of(np.asarray([document]))[0])
+            length = int(self.documents.lengths[document])
             rows[row, :length] = self._open[shard].get_slice("features")[end - length : end]
         return rows.to(tokens.device)
 
@@ -124,12 +122,12 @@ def read_index(directory: Path) -> dict:
     try:
         return json.loads((directory / "index.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ValueError(f"{directory} has no features of train.features: {error}") from error
+        raise ValueError(f"{directory} has no features from train.features: {error}") from error
 
 
 @dataclass(frozen=True)
 class Teacher:
-    """The frozen side of a run; `target` is None on processes that neither make features nor evaluate."""
+    """The frozen parts of a run; `target` is None on processes that neither compute features nor evaluate."""
 
     target: TargetModel | None
     features: OnlineFeatures | OfflineFeatures
@@ -139,29 +137,29 @@ class Teacher:
     def of(
         cls, config: TrainingConfig, accelerator: Accelerator, documents: Documents, layers: tuple[int, ...]
     ) -> Teacher:
-        """As the settings say. The target is loaded by every process online, else by the main one for evaluations.
+        """Without stored features, every process loads the target; with them, the main process, for evaluations.
 
         Args:
-            layers: those whose entering states the head reads.
+            layers: target layers whose inputs the head reads.
 
         Raises:
-            ValueError: features of other documents, of other layers, or of another target.
+            ValueError: the features belong to another dataset, other layers or another target.
         """
         if config.features is None:
             target = open_target(config, accelerator, layers)
             return cls(target, OnlineFeatures(target), TargetEnds.of(target, accelerator.device))
         features = OfflineFeatures(config.features, documents)
         if tuple(features.index["layers"]) != layers:
-            raise ValueError(f"the head reads what enters layers {list(layers)}, {config.features} holds "
-                             f"{features.index['layers']} (--layers of train.features)")
+            raise ValueError(f"the head reads the inputs of layers {list(layers)}, and {config.features} has those of "
+                             f"{features.index['layers']}: pass --layers to train.features")
         target = open_target(config, accelerator, layers) if config.evaluate and accelerator.is_main_process else None
         if target is not None and features.index["target"] != target.digest():
-            raise ValueError(f"{config.features} holds features of another target than {config.target}")
+            raise ValueError(f"{config.features} has the features of another target than {config.target}")
         return cls(target, features, features.ends().to(accelerator.device))
 
 
 def open_target(config: TrainingConfig, accelerator: Accelerator, layers: tuple[int, ...]) -> TargetModel:
-    """The frozen target, which hands out the states that enter `layers` too."""
+    """Load the frozen target, whose features include the inputs of `layers`."""
     model, _ = load_target(
         config.target, dtype=config.target_dtype, device=None if config.device_map else accelerator.device,
         device_map=config.device_map, trust_remote_code=config.trust_remote_code,

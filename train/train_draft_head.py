@@ -4,9 +4,8 @@
     python -m train.train_draft_head hass --target T --data data/chat --output runs/head
     torchrun --nproc-per-node 8 -m train.train_draft_head hass --target T --data data/chat --output runs/head
 
-Without a recipe it is `small` on a CPU and `hass` on a GPU. Any number of processes, and accelerate's own settings for
-FSDP (train/fsdp.yaml). A run that was stopped, by Ctrl-C or by force, continues from its last saved state when the same
-command is given again.
+The default recipe is `small` on a CPU and `hass` on a GPU. Training runs on any number of processes, and accelerate
+configures FSDP (train/fsdp.yaml). After Ctrl-C or a crash, the same command continues from the last saved state.
 """
 
 from __future__ import annotations
@@ -32,34 +31,34 @@ from train import features, prepare_data
 from train.config import RECIPES, TrainingConfig
 from train.documents import is_dataset
 from train.evaluation import Evaluation
-from train.states import Logs, comparable, resume, save_state
-from train.stopping import StopRequest, anywhere
+from train.states import Logs, fixed_settings, resume, save_state
+from train.stopping import StopRequest, any_process
 from train.trainer import Trainer, make_accelerator
 
 log = logging.getLogger("train.train_draft_head")
 
-ANSWER_TOKENS = 512  # of each answer to --conversations
+ANSWER_TOKENS = 512  # most tokens of each answer with --conversations
 
 
 def train(config: TrainingConfig) -> Path:
-    """Train to the end; returns the folder of the finished head.
+    """Train to the end, and return the folder of the finished head.
 
     Raises:
-        ValueError: settings, data and target that do not fit together, or a folder that another process is writing.
+        ValueError: settings, data and target do not match, or another process writes the folder.
     """
-    config = completed(config)
+    config = resolved(config)
     accelerator = make_accelerator(config)
     config.output.mkdir(parents=True, exist_ok=True)
     with only_writer(config.output) if accelerator.is_main_process else nullcontext():
         trainer = Trainer(config, accelerator)
         while not resume(trainer):
             trainer.close()
-            del trainer  # its target too, before another one is loaded
+            del trainer  # and its target, before another one is loaded
             trainer = Trainer(config, accelerator)
         if accelerator.is_main_process:
             log.info("%d process(es) on %s", accelerator.num_processes, accelerator.device.type)
         if accelerator.log_with:
-            accelerator.init_trackers("eagle_fsd", config={k: str(v) for k, v in comparable(config).items()})
+            accelerator.init_trackers("eagle_fsd", config={k: str(v) for k, v in fixed_settings(config).items()})
         stop = StopRequest()
         try:
             logs = Logs(trainer)
@@ -73,16 +72,15 @@ def train(config: TrainingConfig) -> Path:
     return config.output / "head"
 
 
-def completed(config: TrainingConfig) -> TrainingConfig:
-    """The settings with what "auto" stands for here, and with a dataset made of --conversations: what is there of it
-    already is kept.
+def resolved(config: TrainingConfig) -> TrainingConfig:
+    """Replace "auto" settings by their values on this machine, and --conversations by a dataset, made if it is missing.
 
     Raises:
-        ValueError: both conversations and a dataset or neither, or conversations and several processes; see
+        ValueError: both conversations and a dataset, or neither; conversations with several processes; see also
             `prepare_data.run`.
     """
     if bool(config.conversations) == (config.data is not None):
-        raise ValueError("give either --conversations or --data")
+        raise ValueError("pass either --conversations or --data")
     config = replace(config, target=config.target or default_target())
     on_cpu = config.cpu or not torch.cuda.is_available()
     half = not on_cpu or "auto" in (config.target_dtype, config.mixed_precision) and bfloat16_pays()
@@ -93,25 +91,25 @@ def completed(config: TrainingConfig) -> TrainingConfig:
     if not config.conversations:
         return config
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        raise ValueError("several processes train on a finished dataset: take train.prepare_data, and --data")
-    data, made = config.output / "data", config.output / "features"
+        raise ValueError("--conversations needs a single process: run train.prepare_data first, and pass --data")
+    data, stored = config.output / "data", config.output / "features"
     if not is_dataset(data):
         prepare_data.run(prepare_data.Arguments(
             target=config.target, out=data, data=config.conversations, regenerate="greedy",
             max_new_tokens=ANSWER_TOKENS, trust_remote_code=config.trust_remote_code))
     config = replace(config, data=data)
     if on_cpu and config.head == "eagle2" and config.features is None:
-        features.run(features.Arguments(target=config.target, data=data, out=made, dtype=config.target_dtype,
+        features.run(features.Arguments(target=config.target, data=data, out=stored, dtype=config.target_dtype,
                                         trust_remote_code=config.trust_remote_code))
-        config = replace(config, features=made)
+        config = replace(config, features=stored)
     return config
 
 
 def take_steps(trainer: Trainer, evaluation: Evaluation, logs: Logs, stop: StopRequest) -> None:
-    """All steps that are left, with what is saved, measured and logged between them.
+    """Take the remaining steps; save, evaluate and log between them.
 
     Raises:
-        KeyboardInterrupt: the run was to stop; its state is saved.
+        KeyboardInterrupt: the run was asked to stop, and its state is saved.
     """
     config, accelerator = trainer.config, trainer.accelerator
     started, tokens = time.perf_counter(), 0
@@ -119,10 +117,10 @@ def take_steps(trainer: Trainer, evaluation: Evaluation, logs: Logs, stop: StopR
     with Progress(desc="draft head", unit="step", total=trainer.steps, done=trainer.step,
                   quiet=not accelerator.is_main_process) as progress:
         while trainer.step < trainer.steps:
-            if evaluation.due:  # also what was abandoned when the run was stopped
+            if evaluation.due:  # or was aborted when the run stopped
                 evaluation.measure()
                 accelerator.wait_for_everyone()
-                stop_if_asked(trainer, stop)
+                stop_if_requested(trainer, stop)
             before = time.perf_counter()
             record = trainer.train_step()
             record["seconds"] = round(time.perf_counter() - before, 4)
@@ -134,15 +132,15 @@ def take_steps(trainer: Trainer, evaluation: Evaluation, logs: Logs, stop: StopR
             if trainer.step % config.log_every == 0:
                 accelerator.log({"loss": record["loss"], "lr": record["lr"],
                                  **{f"top1/step{i + 1}": a for i, a in enumerate(record["top1"])}}, step=trainer.step)
-            overdue = anywhere(accelerator, time.perf_counter() - saved >= 60 * config.save_minutes)
+            overdue = any_process(accelerator, time.perf_counter() - saved >= 60 * config.save_minutes)
             if overdue or trainer.step % config.save_every == 0 or trainer.step == trainer.steps:
                 save_state(trainer)
                 saved = time.perf_counter()
-            stop_if_asked(trainer, stop)
+            stop_if_requested(trainer, stop)
 
 
-def stop_if_asked(trainer: Trainer, stop: StopRequest) -> None:
-    if stop.anywhere(trainer.accelerator):
+def stop_if_requested(trainer: Trainer, stop: StopRequest) -> None:
+    if stop.on_any_process(trainer.accelerator):
         save_state(trainer)
         raise KeyboardInterrupt
 
@@ -158,7 +156,7 @@ def main() -> int:
                for name, (_, settings) in RECIPES.items()}
     kind = tyro.extras.subcommand_type_from_defaults(recipes, {name: about for name, (about, _) in RECIPES.items()})
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
-    logging.getLogger("accelerate").setLevel(logging.WARNING)  # it says of every file that it is saved
+    logging.getLogger("accelerate").setLevel(logging.WARNING)  # it logs every saved file
     return exit_status("train.train_draft_head", lambda: train(parse_options(
         kind, words, program="python -m train.train_draft_head", description=__doc__)), also=(FloatingPointError,),
                        stopped="stopped; the same command continues")

@@ -1,4 +1,4 @@
-"""One training run in this process: what is trained, and a step of it."""
+"""One training run in this process: the model, the optimizer and a training step."""
 
 from __future__ import annotations
 
@@ -17,59 +17,58 @@ from eagle_fsd.heads.checkpoint import load_head
 from eagle_fsd.heads.eagle import DraftHead
 from eagle_fsd.heads.eagle3 import Eagle3Head
 from train.config import TrainingConfig
-from train.heads import name_tokens, new_head
+from train.heads import new_head, set_draft_vocabulary
 from train.objectives import AlignedLoss
-from train.schedule import DocumentSplit, Schedule, feature_noise, learning_rate, shares
+from train.schedule import DocumentSplit, Schedule, feature_noise, learning_rate, split_batch
 from train.teacher import Teacher
 
 
 def make_accelerator(config: TrainingConfig) -> Accelerator:
-    """Accelerate's side of the run, told what the settings say.
+    """The run's `Accelerator`.
 
     Raises:
-        ValueError: settings that accelerate's configuration contradicts or that sharding does not offer.
+        ValueError: a setting contradicts accelerate's configuration, or FSDP does not support it.
     """
     tracker = None if config.tracker == "none" else config.tracker
     if tracker and tracker not in [str(name) for name in get_available_trackers()]:
-        raise ValueError(f"tracker {tracker} is asked for, and the package {tracker} is not installed")
+        raise ValueError(f"tracker {tracker} needs the package {tracker}, which is not installed")
     accelerator = Accelerator(
         mixed_precision=config.mixed_precision, gradient_accumulation_steps=config.gradient_accumulation,
         cpu=config.cpu, log_with=tracker, project_dir=str(config.output) if tracker else None,
-        # The main process evaluates while the others wait.
+        # The other processes wait while the main process evaluates.
         kwargs_handlers=[InitProcessGroupKwargs(timeout=datetime.timedelta(hours=6))],
     )
     if accelerator.gradient_accumulation_steps != config.gradient_accumulation:
         raise ValueError(
-            f"gradient_accumulation is {config.gradient_accumulation} here and "
-            f"{accelerator.gradient_accumulation_steps} in accelerate's configuration"
+            f"gradient_accumulation is {config.gradient_accumulation}, but accelerate's configuration has "
+            f"{accelerator.gradient_accumulation_steps}"
         )
     if accelerator.distributed_type == DistributedType.FSDP and config.clip == "value":
-        raise ValueError("clip value does not work under FSDP; use clip norm")
+        raise ValueError("FSDP does not support clip value: use clip norm")
     if config.device_map and accelerator.num_processes > 1:
         raise ValueError("device_map spreads the target over all devices: launch one process, or use stored features")
     return accelerator
 
 
 class Trainer:
-    """One training run; `train.train_draft_head` drives it.
+    """One training run, driven by `train.train_draft_head`.
 
     Raises:
-        ValueError: settings, data, features, head and target that do not fit together; before any long work where it
-            can be known.
+        ValueError: settings, data, features, head and target do not match; checked before long work where possible.
     """
 
     def __init__(self, config: TrainingConfig, accelerator: Accelerator) -> None:
         self.config, self.accelerator = config, accelerator
         self.split = DocumentSplit.of(config)
         self.documents = self.split.documents
-        self.prompts = self.split.prompts(config.eval_tokens) if config.evaluate else []  # of evaluations
+        self.prompts = self.split.prompts(config.eval_tokens) if config.evaluate else []  # for evaluations
         text = AutoConfig.from_pretrained(
             target_source(config.target), trust_remote_code=config.trust_remote_code).get_text_config(decoder=True)
         head = load_head(config.init_from).train() if config.init_from else new_head(config, text)
         highest = int(self.documents.tokens.max())
         if highest >= head.config.vocab_size:
-            raise ValueError(f"{config.data} has token {highest}, the head's vocabulary ends before "
-                             f"{head.config.vocab_size}: it was prepared for another target")
+            raise ValueError(f"{config.data} has token {highest}, but the head's vocabulary has "
+                             f"{head.config.vocab_size} tokens: the dataset was prepared for another target")
         layers = head.target_layers(text.num_hidden_layers)
         self.teacher = Teacher.of(config, accelerator, self.documents, layers)
         self._prepare(head)
@@ -77,38 +76,37 @@ class Trainer:
         self.step, self.steps = 0, self.schedule.steps
 
     def _prepare(self, head: DraftHead) -> None:
-        """Join the head with the teacher, and hand it to accelerate with its loss and optimiser."""
+        """Connect the head with the teacher, and prepare its loss and optimizer with accelerate."""
         config, ends, device = self.config, self.teacher.ends, self.accelerator.device
-        wanted = tuple(ends.lm_head.weight.shape)
-        if (head.config.vocab_size, head.config.hidden_size) != wanted:
-            raise ValueError(f"the head is made for vocabulary and hidden size "
-                             f"{(head.config.vocab_size, head.config.hidden_size)}, the target's are {wanted}")
+        sizes, expected = (head.config.vocab_size, head.config.hidden_size), tuple(ends.lm_head.weight.shape)
+        if sizes != expected:
+            raise ValueError(f"the head has vocabulary and hidden size {sizes}, but the target has {expected}")
         head.share_embeddings(ends.embed_tokens)
         head.to(device)
-        name_tokens(head, config, self.documents, ends)
+        set_draft_vocabulary(head, config, self.documents, ends)
         if device.type == "cpu":
-            head.config._attn_implementation = "eager"  # its backward takes half of the time that sdpa's takes there
-        self.head = head  # for its kind and shape: sharding replaces its weights
+            head.config._attn_implementation = "eager"  # its backward pass takes half the time of sdpa's there
+        self.head = head  # for its class and config only: sharding replaces its weights
         self.model, self.optimizer = self.accelerator.prepare(
             AlignedLoss(head, config.objective, ends.logits),
             torch.optim.AdamW(head.parameters(), lr=config.lr, betas=config.betas, weight_decay=config.weight_decay))
-        self.trained = [p for p in self.model.parameters() if p.requires_grad]  # sharding has replaced the head's own
+        self.trained = [p for p in self.model.parameters() if p.requires_grad]  # after sharding, not the head's own
 
     def train_step(self) -> dict[str, float]:
-        """One optimiser step; returns what is logged, as global means."""
+        """Take one optimizer step; return the values to log, as means over all processes."""
         config, accelerator, step = self.config, self.accelerator, self.step
         rate = learning_rate(config, step, self.steps)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         batch, parts = self.schedule.batch(step), accelerator.num_processes * config.gradient_accumulation
-        # Every process knows the whole batch, and so by how many positions the sum has to be divided.
+        # Every process knows the whole batch, and therefore the number of positions for the mean.
         count = max(1, self.documents.learnable(batch))
         accelerator.unwrap_model(self.model).residue = step % config.objective.logit_stride
         sums = torch.zeros(1 + config.objective.aligned_steps, device=accelerator.device)
-        for indices in shares(batch, parts)[accelerator.process_index :: accelerator.num_processes]:
+        for indices in split_batch(batch, parts)[accelerator.process_index :: accelerator.num_processes]:
             with accelerator.accumulate(self.model):
                 loss, agreement = self.loss(indices, batch)
-                # Data parallelism and accumulation take means over parts; this makes a sum of them.
+                # Data parallelism and accumulation average over parts; this factor turns the average into a sum.
                 accelerator.backward(loss * parts / count)
                 if accelerator.sync_gradients:
                     clip = accelerator.clip_grad_norm_ if config.clip == "norm" else accelerator.clip_grad_value_
@@ -119,12 +117,12 @@ class Trainer:
         loss, *agreement = (accelerator.reduce(sums, "sum") / count).tolist()
         self.step += 1
         if not math.isfinite(loss):
-            raise FloatingPointError(f"the loss is {loss} at step {self.step}; a lower lr or clip_at may help")
-        tokens = int(self.documents.lengths_of(batch).sum())
+            raise FloatingPointError(f"the loss is {loss} at step {self.step}: try a lower lr or clip_at")
+        tokens = int(self.documents.lengths[batch].sum())
         return {"step": self.step, "loss": loss, "top1": agreement, "lr": rate, "tokens": tokens}
 
     def loss(self, indices: np.ndarray, batch: np.ndarray) -> tuple[Tensor, Tensor]:
-        """Sums over the learned positions of some documents; of none where this process's share is empty."""
+        """Sums over the learned positions of some documents; zero if this process has none."""
         empty, device = len(indices) == 0, self.accelerator.device
         indices = batch[:1] if empty else indices
         tokens, learned = (torch.from_numpy(array).to(device) for array in self.documents.collate(indices))
@@ -135,7 +133,7 @@ class Trainer:
             features = features.to(self.trained[0].dtype)
         noise = None
         if self.config.objective.noise:
-            lengths = self.documents.lengths_of(indices)
+            lengths = self.documents.lengths[indices]
             seed = self.config.seed * 1_000_003 + self.step
             noise = feature_noise(indices, lengths, features, self.config.objective.noise, seed)
         with self.accelerator.autocast():
@@ -156,5 +154,5 @@ class Trainer:
         return head.eval()
 
     def close(self) -> None:
-        """Let go of the model while its process group lives: gloo's, when it goes with the model, can wait forever."""
+        """Free the model before its process group ends: gloo can hang when both go together."""
         self.model, self.optimizer = self.accelerator.free_memory(self.model, self.optimizer)
