@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 import torch
-from tiny import PROMPT, PROMPTS, VOCAB, tiny_pair, tiny_target, tiny_tokenizer
+from tiny import PROMPT, PROMPTS, VOCAB, tiny_pair, tiny_tokenizer
 from transformers import LogitsProcessor
 from transformers.generation.logits_process import NoRepeatNGramLogitsProcessor
 
@@ -51,23 +51,11 @@ def assert_rows_as_alone(pair, prompts=PROMPTS, seeds=None, **options):
     return together
 
 
-# Windows, chunks, sinks, latent keys, soft-capping, learned positions; Llama-4 counts positions and goes row by row.
-@pytest.mark.parametrize("family", ["gemma2", "qwen2-window", "gpt_oss", "llama4_text", "deepseek_v3", "gpt2"])
-def test_rows_are_what_they_are_alone(family):
-    assert_rows_as_alone(tiny_pair(family), threshold=0.3, temperature=0.8)
-
-
 def test_text_and_chats():
     pair = tiny_pair(tokenizer=tiny_tokenizer())
     prompts = ["hello world.", [{"role": "user", "content": "hi"}], torch.tensor([[3, 1, 4]]), "a"]
     outputs = assert_rows_as_alone(pair, prompts, stop=["w", "q"])
     assert any(output.finish_reason == "stop" for output in outputs)
-
-
-def test_without_a_head():
-    pair = eagle_fsd.EagleModel.from_parts(tiny_target(), None)
-    for output in assert_rows_as_alone(pair, temperature=0.7, text_drafts="off"):
-        assert output.stats.mean_accepted_length == 1
 
 
 def test_rows_near_the_last_position():

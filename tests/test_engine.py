@@ -224,33 +224,7 @@ def test_rows_that_joined_while_nothing_was_drafted(step, monkeypatch):
     assert sum(run_gaps(seed) for seed in range(15)) > 30
 
 
-@pytest.mark.parametrize("family", ["gemma2", "deepseek_v3", "gpt2"])
-def test_families(family):
-    """Windows, latent keys, positions that are counted (one row at a time)."""
-    pair = tiny_pair(family)
-    prompts = [PROMPT, PROMPT[:5], [7, 7], [(5 * i + 3) % VOCAB for i in range(21)]]
-    options = [{"acceptance": "exact"}, {"threshold": 0.3}, {"threshold": 0.3, "temperature": 0.8}, {}]
-    with eagle_fsd.Engine(pair, tree=TREE, max_rows=3, prefill_chunk=6) as engine:
-        tickets = [engine.submit(prompt, max_new_tokens=12, seed=5, **own)
-                   for prompt, own in zip(prompts, options, strict=True)]
-        for prompt, own, ticket in zip(prompts, options, tickets, strict=True):
-            expected = eagle_fsd.generate(prompt, pair, max_new_tokens=12, seed=5, tree=TREE, **own)
-            assert_as_alone(ticket.result(), expected)
-
-
 # Prompts in parts, and what is kept of them -----------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("head", "chunk"), [("eagle", 1), ("eagle3", 5)])
-def test_a_prompt_in_parts_is_the_whole_prompt(chunk, head):
-    pair = model() if head == "eagle" else eagle3_pair()
-    prompt = [(5 * i + 3) % VOCAB for i in range(33)]
-    expected = eagle_fsd.generate(prompt, pair, max_new_tokens=15, threshold=0.3, tree=TREE, seed=0)
-    with eagle_fsd.Engine(pair, tree=TREE, prefill_chunk=chunk) as engine:
-        output = engine.submit(prompt, max_new_tokens=15, threshold=0.3, seed=0).result()
-    assert_as_alone(output, expected)
-    assert output.stats.accepted_lengths == expected.stats.accepted_lengths
-    assert output.stats.prefill_tokens == 33
 
 
 @pytest.mark.parametrize("trees", [False, True], ids=["drafting", "auto"])
