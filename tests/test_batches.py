@@ -74,25 +74,6 @@ def test_one_seed_for_a_batch():
     assert drawn[0].seed != drawn[1].seed
 
 
-@pytest.mark.parametrize("on", [{1}, {1, 2}, {3, 1}, {2}], ids=str)
-def test_drafting_begins_and_ends_as_rows_leave(on):
-    """And what the draft has not read of long and of short rows fits its cache."""
-    class Trees:
-        def of(self, rows=1, temperature=0.0):
-            return Choice(eagle_fsd.TreeConfig(4 * rows + 4, 4, 3) if rows in on else None)
-
-    pair = tiny_pair()
-    prompts = [[(step * i + 3) % VOCAB for i in range(count)] for step, count in ((5, 100), (7, 2), (3, 60))]
-    options = {"acceptance": "exact", "max_new_tokens": 24, "stop_token_ids": [2, 4, 9, 17]}
-    expected = [eagle_fsd.generate(prompt, pair, **options).token_ids for prompt in prompts]
-    assert len(set(map(len, expected))) > 1
-    pair.sizing = Trees()
-    found = eagle_fsd.generate(prompts, pair, **options)
-    assert [output.token_ids for output in found] == expected
-    drafted = [output.stats.target_forwards - output.stats.undrafted for output in found]
-    assert any(drafted)
-
-
 @pytest.mark.parametrize(("prompts", "options", "error", "message"), [
     ([PROMPT, []], {}, ValueError, "prompt 1 of 2: the prompt is empty"),
     ([PROMPT, [VOCAB]], {}, ValueError, "prompt 1 of 2: token id 32"),
