@@ -11,8 +11,6 @@ from transformers.generation.logits_process import NoRepeatNGramLogitsProcessor
 import eagle_fsd
 from eagle_fsd import GenerateOptions
 from eagle_fsd.api import decode_requests
-from eagle_fsd.decoding.decoder import Decoder
-from eagle_fsd.drafting.sizing import Choice
 from eagle_fsd.requests import make_requests
 
 TREE = eagle_fsd.TreeConfig(12, 4, 3)
@@ -74,20 +72,6 @@ def test_one_seed_for_a_batch():
     assert drawn[0].seed != drawn[1].seed
 
 
-@pytest.mark.parametrize(("prompts", "options", "error", "message"), [
-    ([PROMPT, []], {}, ValueError, "prompt 1 of 2: the prompt is empty"),
-    ([PROMPT, [VOCAB]], {}, ValueError, "prompt 1 of 2: token id 32"),
-    ([PROMPT, "text"], {}, ValueError, "prompt 1 of 2: this model has no tokenizer"),
-    ([PROMPT, [1] * 128], {}, ValueError, "128 tokens"),
-    (torch.tensor([PROMPT, PROMPT]), {}, ValueError, "a batch is a list of prompts"),
-    ([PROMPT, PROMPT], {"seed": [1]}, ValueError, "one for each prompt: 2, got 1"),
-    ([PROMPT, PROMPT], {"session": eagle_fsd.Session()}, ValueError, "a session serves one prompt"),
-], ids=lambda value: str(value)[:30])
-def test_bad_batches(prompts, options, error, message):
-    with pytest.raises(error, match=message):
-        eagle_fsd.generate(prompts, tiny_pair(), **options)
-
-
 # Requests that ask for different things: `generate` gives one set of options to all, `Decoder` need not.
 
 RULES = [
@@ -126,49 +110,3 @@ def test_requests_of_all_kinds_together():
             assert_as_alone(row, eagle_fsd.generate(prompt, pair, **{"max_new_tokens": 20} | options, tree=TREE))
             sources.update(receipt.source for receipt in row.receipts)
     assert sources["fuzzy"] > 40 and sources["exact"] > 300
-
-
-@torch.inference_mode()
-@pytest.mark.parametrize("acceptance", ["exact", "fsd", "lenience"])
-def test_an_error_ends_its_own_request_and_no_other(acceptance):
-    def fails_at(length, how):
-        def processor(ids, scores):
-            return how(scores) if ids.shape[1] >= length else scores
-        return processor
-
-    def boom(scores):
-        raise RuntimeError("boom")
-
-    def rule_of_nothing(nodes):
-        return None if len(requests[4].receipts) > 3 else nodes.warped
-
-    pair = tiny_pair()
-    options = {"acceptance": acceptance, "threshold": None if acceptance == "exact" else 0.5, "seed": 1}
-    rules = {"acceptance": rule_of_nothing, "threshold": None}
-    wanted = [
-        {},
-        {"logits_processor": [fails_at(len(PROMPT) + 5, boom)]},
-        {"logits_processor": [fails_at(len(PROMPT) + 6, lambda scores: scores * torch.nan)]},
-        {"logits_processor": [fails_at(len(PROMPT) + 4, lambda scores: scores[:, 1:])]},
-        rules,
-        {"stopping_criteria": [lambda ids, scores: None if ids.shape[1] > len(PROMPT) + 7 else False]},
-        {"temperature": 1.0},
-    ]
-    requests = [request_of(pair, PROMPT, **options | each) for each in wanted]
-    decoder = Decoder(pair.target, pair.draft, requests, lambda count: Choice(TREE))
-    decoder.prefill()
-    while decoder.requests:
-        decoder.step()
-        decoder.drop_finished()
-    errors = {number: request.error for number, request in enumerate(requests) if request.error is not None}
-    assert {number: type(error) for number, error in errors.items()} == {
-        1: RuntimeError, 2: ValueError, 3: ValueError, 4: TypeError, 5: TypeError}
-    for number, each in enumerate(wanted):
-        if number not in errors:
-            (alone,) = decode_requests(pair, [request_of(pair, PROMPT, **options | each)])
-            assert requests[number].answer == alone.token_ids
-        elif each is not rules:  # which looks at this batch
-            with pytest.raises(type(errors[number])) as raised:
-                eagle_fsd.generate(PROMPT, pair, max_new_tokens=20, tree=TREE, **options | each)
-            assert str(raised.value) == str(errors[number])
-    assert requests[1].answer == requests[0].answer[: len(requests[1].receipts)]  # up to the cycle before

@@ -359,6 +359,8 @@ class Raises:
             return scores
         if isinstance(self.found, Exception):
             raise self.found
+        if callable(self.found):
+            return self.found(scores)
         return scores + self.found
 
 
@@ -367,22 +369,30 @@ class Raises:
     (5, ValueError("no such luck"), {"acceptance": "exact"}),
     (5, float("nan"), {"threshold": 0.3}),
     (5, -float("inf"), {"acceptance": "exact"}),
+    (5, lambda scores: scores[:, 1:], {"acceptance": "lenience", "threshold": 0.5}),
+    (5, "rule", {"acceptance": "exact"}),
+    (5, "criterion", {"acceptance": "exact"}),
 ], ids=readable)
 def test_an_error_ends_its_own_request(found, at, options):
     """Also beside rows that are decided together with it."""
     options, tickets = {"max_new_tokens": 20, **options}, []
-    bad, good = [Raises(len(PROMPT) + at, found)], [Raises(1000, found)]
+    bad, good, calls = {"logits_processor": [Raises(len(PROMPT) + at, found)]}, [Raises(1000, found)], []
+    if found == "rule":
+        bad = {"acceptance": lambda nodes: calls.append(nodes) or (nodes.warped if len(calls) < at else None)}
+    if found == "criterion":
+        bad = {"stopping_criteria": [lambda ids, scores: None if ids.shape[1] > len(PROMPT) + at else False]}
+    said = r"no such luck|no token can be drawn|\[1, 32\], got \[1, 31\]|Weights or a tensor|a bool or a tensor of one"
 
     def submit(engine):
-        tickets.append(engine.submit(PROMPT, logits_processor=bad, seed=1, **options))
+        tickets.append(engine.submit(PROMPT, seed=1, **options | bad))
         tickets.append(engine.submit(PROMPT[:7], logits_processor=good, seed=2, **options))
         tickets.append(engine.submit(PROMPT[:9], seed=3, **options))
 
     engine = scheduled(model(), [[submit]], prefixes=3)
-    with pytest.raises(ValueError, match="no such luck|no token can be drawn"):
+    with pytest.raises((TypeError, ValueError), match=said):
         tickets[0].result()
     tokens = []
-    with pytest.raises(ValueError, match="no such luck|no token can be drawn"):
+    with pytest.raises((TypeError, ValueError), match=said):
         for piece in tickets[0]:
             tokens += piece.token_ids
     expected = eagle_fsd.generate(PROMPT, model(), seed=1, tree=TREE, **options).token_ids

@@ -529,26 +529,6 @@ def test_there_is_room_for_more_copies_than_the_head_scores_nodes():
 
 # Options ----------------------------------------------------------------------------------------------------------
 
-UNKNOWN = 'text_drafts must be "auto", "off" or a TextDrafts, got '
-NO_TEXT = "reference must be a text or a list of texts, got "
-
-
-@pytest.mark.parametrize(("given", "error", "message"), [
-    *(({"text_drafts": value}, TypeError, UNKNOWN) for value in ("on", "", None, True, 5, {"longest": 3})),
-    *(({"reference": value}, TypeError, NO_TEXT) for value in (b"a", b"", ["a", 5], {"a": "b"}, {}, [None], 5, 0)),
-    ({"reference": "a", "text_drafts": "off"}, ValueError, 'leave text_drafts="off" out'),
-    ({"reference": ["a", "b"], "text_drafts": "off"}, ValueError, 'leave text_drafts="off" out'),
-    ({"reference": "a\ud800"}, ValueError, "reference is no valid text: a lone surrogate"),
-    ({"reference": "a" * 70_000}, ValueError, "reference has 70000 characters"),
-    ({"reference": ["a"] * 1025}, ValueError, "reference may be at most 1024 texts, got 1025"),
-    ({"prediction": "a"}, TypeError, "unknown option 'prediction'; use reference="),
-    ({"prompt_lookup_num_tokens": 3}, TypeError, "use text_drafts=, which is on"),
-], ids=lambda value: ascii(value)[:40])
-def test_bad_options(given, error, message):
-    with pytest.raises(error, match=message):
-        eagle_fsd.generate(PROMPT, tiny_pair(tokenizer=tiny_tokenizer()), **given)
-
-
 @pytest.mark.parametrize("name", ["longest", "places"])
 def test_bad_text_drafts(name):
     for value, error, message in ((0, ValueError, "at least"), (257, ValueError, "at most"), (2.5, TypeError, "an int"),
