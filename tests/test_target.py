@@ -1,4 +1,4 @@
-"""The target's adapter: its seam for other forwards, prompts that are read in parts, damaged weights."""
+"""The target's adapter: prompts that are read in parts."""
 
 import pytest
 import torch
