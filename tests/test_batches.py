@@ -4,15 +4,13 @@ from collections import Counter
 
 import pytest
 import torch
-from tiny import PROMPT, PROMPTS, VOCAB, tiny_pair, tiny_target, tiny_tokenizer
+from tiny import PROMPT, PROMPTS, VOCAB, tiny_pair, tiny_tokenizer
 from transformers import LogitsProcessor
 from transformers.generation.logits_process import NoRepeatNGramLogitsProcessor
 
 import eagle_fsd
 from eagle_fsd import GenerateOptions
 from eagle_fsd.api import decode_requests
-from eagle_fsd.decoding.decoder import Decoder
-from eagle_fsd.drafting.sizing import Choice, Drafting
 from eagle_fsd.requests import make_requests
 
 TREE = eagle_fsd.TreeConfig(12, 4, 3)
@@ -51,23 +49,11 @@ def assert_rows_as_alone(pair, prompts=PROMPTS, seeds=None, **options):
     return together
 
 
-# Windows, chunks, sinks, latent keys, soft-capping, learned positions; Llama-4 counts positions and goes row by row.
-@pytest.mark.parametrize("family", ["gemma2", "qwen2-window", "gpt_oss", "llama4_text", "deepseek_v3", "gpt2"])
-def test_rows_are_what_they_are_alone(family):
-    assert_rows_as_alone(tiny_pair(family), threshold=0.3, temperature=0.8)
-
-
 def test_text_and_chats():
     pair = tiny_pair(tokenizer=tiny_tokenizer())
     prompts = ["hello world.", [{"role": "user", "content": "hi"}], torch.tensor([[3, 1, 4]]), "a"]
     outputs = assert_rows_as_alone(pair, prompts, stop=["w", "q"])
     assert any(output.finish_reason == "stop" for output in outputs)
-
-
-def test_without_a_head():
-    pair = eagle_fsd.EagleModel.from_parts(tiny_target(), None)
-    for output in assert_rows_as_alone(pair, temperature=0.7, text_drafts="off"):
-        assert output.stats.mean_accepted_length == 1
 
 
 def test_rows_near_the_last_position():
@@ -84,39 +70,6 @@ def test_one_seed_for_a_batch():
     assert outputs[1].token_ids == eagle_fsd.generate(PROMPT, pair, seed=6, **options).token_ids
     drawn = eagle_fsd.generate([PROMPT, PROMPT], pair, **options)
     assert drawn[0].seed != drawn[1].seed
-
-
-@pytest.mark.parametrize("on", [{1}, {1, 2}, {3, 1}, {2}], ids=str)
-def test_drafting_begins_and_ends_as_rows_leave(on):
-    """And what the draft has not read of long and of short rows fits its cache."""
-    class Trees:
-        def of(self, rows=1, temperature=0.0):
-            return Choice(eagle_fsd.TreeConfig(4 * rows + 4, 4, 3) if rows in on else None)
-
-    pair = tiny_pair()
-    prompts = [[(step * i + 3) % VOCAB for i in range(count)] for step, count in ((5, 100), (7, 2), (3, 60))]
-    options = {"acceptance": "exact", "max_new_tokens": 24, "stop_token_ids": [2, 4, 9, 17]}
-    expected = [eagle_fsd.generate(prompt, pair, **options).token_ids for prompt in prompts]
-    assert len(set(map(len, expected))) > 1
-    pair.sizing = Trees()
-    found = eagle_fsd.generate(prompts, pair, **options)
-    assert [output.token_ids for output in found] == expected
-    drafted = [output.stats.target_forwards - output.stats.undrafted for output in found]
-    assert any(drafted)
-
-
-@pytest.mark.parametrize(("prompts", "options", "error", "message"), [
-    ([PROMPT, []], {}, ValueError, "prompt 1 of 2: the prompt is empty"),
-    ([PROMPT, [VOCAB]], {}, ValueError, "prompt 1 of 2: token id 32"),
-    ([PROMPT, "text"], {}, ValueError, "prompt 1 of 2: this model has no tokenizer"),
-    ([PROMPT, [1] * 128], {}, ValueError, "128 tokens"),
-    (torch.tensor([PROMPT, PROMPT]), {}, ValueError, "a batch is a list of prompts"),
-    ([PROMPT, PROMPT], {"seed": [1]}, ValueError, "one for each prompt: 2, got 1"),
-    ([PROMPT, PROMPT], {"session": eagle_fsd.Session()}, ValueError, "a session serves one prompt"),
-], ids=lambda value: str(value)[:30])
-def test_bad_batches(prompts, options, error, message):
-    with pytest.raises(error, match=message):
-        eagle_fsd.generate(prompts, tiny_pair(), **options)
 
 
 # Requests that ask for different things: `generate` gives one set of options to all, `Decoder` need not.
@@ -157,49 +110,3 @@ def test_requests_of_all_kinds_together():
             assert_as_alone(row, eagle_fsd.generate(prompt, pair, **{"max_new_tokens": 20} | options, tree=TREE))
             sources.update(receipt.source for receipt in row.receipts)
     assert sources["fuzzy"] > 40 and sources["exact"] > 300
-
-
-@torch.inference_mode()
-@pytest.mark.parametrize("acceptance", ["exact", "fsd", "lenience"])
-def test_an_error_ends_its_own_request_and_no_other(acceptance):
-    def fails_at(length, how):
-        def processor(ids, scores):
-            return how(scores) if ids.shape[1] >= length else scores
-        return processor
-
-    def boom(scores):
-        raise RuntimeError("boom")
-
-    def rule_of_nothing(nodes):
-        return None if len(requests[4].receipts) > 3 else nodes.warped
-
-    pair = tiny_pair()
-    options = {"acceptance": acceptance, "threshold": None if acceptance == "exact" else 0.5, "seed": 1}
-    rules = {"acceptance": rule_of_nothing, "threshold": None}
-    wanted = [
-        {},
-        {"logits_processor": [fails_at(len(PROMPT) + 5, boom)]},
-        {"logits_processor": [fails_at(len(PROMPT) + 6, lambda scores: scores * torch.nan)]},
-        {"logits_processor": [fails_at(len(PROMPT) + 4, lambda scores: scores[:, 1:])]},
-        rules,
-        {"stopping_criteria": [lambda ids, scores: None if ids.shape[1] > len(PROMPT) + 7 else False]},
-        {"temperature": 1.0},
-    ]
-    requests = [request_of(pair, PROMPT, **options | each) for each in wanted]
-    decoder = Decoder(pair.target, pair.draft, requests, Drafting(Choice(TREE)))
-    decoder.prefill()
-    while decoder.requests:
-        decoder.step()
-        decoder.drop_finished()
-    errors = {number: request.error for number, request in enumerate(requests) if request.error is not None}
-    assert {number: type(error) for number, error in errors.items()} == {
-        1: RuntimeError, 2: ValueError, 3: ValueError, 4: TypeError, 5: TypeError}
-    for number, each in enumerate(wanted):
-        if number not in errors:
-            (alone,) = decode_requests(pair, [request_of(pair, PROMPT, **options | each)])
-            assert requests[number].answer == alone.token_ids
-        elif each is not rules:  # which looks at this batch
-            with pytest.raises(type(errors[number])) as raised:
-                eagle_fsd.generate(PROMPT, pair, max_new_tokens=20, tree=TREE, **options | each)
-            assert str(raised.value) == str(errors[number])
-    assert requests[1].answer == requests[0].answer[: len(requests[1].receipts)]  # up to the cycle before

@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from tiny import PROMPT, tiny_pair, tiny_tokenizer
+from tiny import PROMPT, tiny_pair
 
 import eagle_fsd
 from eagle_fsd.decoding.request import repeats
@@ -114,23 +114,3 @@ def test_a_rule_decides_between_its_marks(pair, mode):
             for token, receipt in zip(output.token_ids, output.receipts, strict=True):
                 assert inside or receipt.source != "fuzzy"
                 inside = (inside or token == opening) and token != closing
-
-
-def test_marks_belong_to_their_request(pair):
-    """In one batch with others each text is as alone."""
-    given = [{"fuzzy_within": (PROMPT[-1], 31)}, {"fuzzy_within": (31, 30)}, {}]
-    alone = [answer(pair, threshold=0.9, head_guard=None, **each).token_ids for each in given]
-    with eagle_fsd.Engine(pair, max_rows=3, tree=TREE) as engine:
-        tickets = [engine.submit(PROMPT, threshold=0.9, head_guard=None, max_new_tokens=36, text_drafts="off", **each)
-                   for each in given]
-        assert [ticket.result().token_ids for ticket in tickets] == alone
-
-
-@pytest.mark.parametrize(("marks", "message"), [
-    (("a",), "must be two different marks"), ("ab", "must be two different marks"), ((3, 3), "two different marks"),
-    ((True, 2), "two different marks"), (("", "b"), "two different marks"), ((3, 99), "outside the vocabulary"),
-    (("abc", "b"), "'abc' is 3 of this model's"),
-])
-def test_bad_marks_are_refused(marks, message):
-    with pytest.raises(ValueError, match=message):
-        answer(tiny_pair(tokenizer=tiny_tokenizer()), threshold=0.5, fuzzy_within=marks)

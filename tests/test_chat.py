@@ -40,17 +40,6 @@ def assert_turn(chat, text, **options):
     return output
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral-window", "gemma2"])
-def test_turns_are_those_of_requests_of_their_own(family):
-    chat = Chat(tiny_chat_pair(family), **OPTIONS)
-    turns = {}, {}, {"threshold": 0.3}, {"temperature": 0.8, "acceptance": "lenience", "threshold": 0.5}
-    for seed, turn in enumerate(turns):
-        output = assert_turn(chat, SAID[seed % 3], **{**turn, "seed": seed})
-        assert output.stats.prefill_tokens <= len("<s><user>hello there.<bot>") - 11 + 1
-    assert sum(output.stats.accepted_lengths) > 0
-    assert len(chat.messages) == 8
-
-
 @pytest.mark.parametrize("end", [None, "inside a path"])
 def test_a_turn_processes_only_its_new_tokens(model, monkeypatch, end):
     chat, positions, read = Chat(model, **OPTIONS, system="be nice"), [], []

@@ -8,9 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tiny import HIDDEN, PROMPT, VOCAB, tiny_head, tiny_target
-from transformers import PreTrainedTokenizerFast
 
-import eagle_fsd
 from eagle_fsd import load_head, save_head
 from eagle_fsd.heads.checkpoint import copy_head
 from eagle_fsd.heads.eagle import DraftHead
@@ -229,19 +227,3 @@ def test_truncated_and_missing_files_are_refused(saved, name):
     (saved / name).unlink()
     with pytest.raises(ValueError, match="no config.json" if name == "config.json" else "no weights"):
         load_head(saved)
-
-
-def test_load_joins_a_target_its_tokenizer_and_its_head(saved, tmp_path, tokenizer):
-    target = tiny_target()
-    target.save_pretrained(tmp_path / "target")
-    tokenizer.save_pretrained(tmp_path / "target")
-    pair = eagle_fsd.load(tmp_path / "target", saved, device="cpu", tree=None)
-    assert isinstance(pair.tokenizer, PreTrainedTokenizerFast)
-    output = eagle_fsd.generate(PROMPT, pair, max_new_tokens=12)
-    expected = target.generate(torch.tensor([PROMPT]), max_new_tokens=12, do_sample=False)[0, len(PROMPT) :]
-    assert output.token_ids == expected.tolist()
-    half = eagle_fsd.load(str(tmp_path / "target"), str(saved), device="cpu", dtype="bfloat16", tree=None)
-    assert half.target.dtype == half.draft.dtype == torch.bfloat16
-    tiny_target(vocab_size=40).save_pretrained(tmp_path / "other")
-    with pytest.raises(ValueError, match="does not fit the target: its vocabulary size is 32, the target's is 40"):
-        eagle_fsd.load(tmp_path / "other", saved, device="cpu")

@@ -13,7 +13,7 @@ import torch
 from random_trees import Case, tree_from_parents
 from test_drafting import assert_same_tree
 from test_laws import chi_square_fits
-from tiny import PROMPT, PROMPTS, VOCAB, tiny_chat_pair, tiny_pair
+from tiny import PROMPT, VOCAB, tiny_pair
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper
 
 import eagle_fsd
@@ -176,31 +176,6 @@ def uncoupled(monkeypatch, call):
     with monkeypatch.context() as patched:
         patched.setattr(RequestParams, "noise_weight", lambda self, rule: 0.0)
         return call()
-
-
-@pytest.mark.parametrize("options", [
-    {"temperature": 0.7}, {"temperature": 1.0, "top_p": 0.9}, {"temperature": 1.0, "min_p": 0.1},
-    {"temperature": 1.0, "repetition_penalty": 1.2}, {"temperature": 1.0, "text_drafts": "auto"},
-], ids=str)
-def test_lossless_texts_are_those_of_plain_sampling(options, monkeypatch):
-    """With one seed, alone and in a batch, and more is accepted than with the most probable children. With a grammar:
-    test_grammar.py."""
-    pair = tiny_chat_pair()
-    plain = eagle_fsd.EagleModel.from_parts(pair.target.model, None, pair.tokenizer)
-    options = {"max_new_tokens": 24, "text_drafts": "off", **options}
-    prompts, seeds = [*PROMPTS, *PROMPTS][:8], list(range(8))
-
-    def decode():
-        return eagle_fsd.generate(prompts, pair, seed=seeds, tree=TREE, **options)
-
-    together = decode()
-    for prompt, seed, row in zip(prompts, seeds, together, strict=True):
-        expected = eagle_fsd.generate(prompt, plain, seed=seed, **{**options, "text_drafts": "off"}).token_ids
-        assert row.token_ids == expected
-        assert eagle_fsd.generate(prompt, pair, seed=seed, tree=TREE, **options).token_ids == expected
-    before = uncoupled(monkeypatch, decode)
-    assert [row.token_ids for row in before] == [row.token_ids for row in together]
-    assert sum(row.stats.target_forwards for row in together) < sum(row.stats.target_forwards for row in before)
 
 
 def test_rules_that_look_at_probabilities_keep_the_probable_children(monkeypatch):

@@ -109,25 +109,6 @@ def test_a_benchmark_says_per_category_and_in_all_what_the_methods_did(chat_mode
     assert (tmp_path / "results" / "run.png").stat().st_size > 10_000
 
 
-def test_a_stopped_benchmark_goes_on_where_it_was(chat_model, tmp_path, monkeypatch, capsys):
-    asked, converse = [], comparison.converse
-    words = ["--questions", write_questions(tmp_path), "--max-new-tokens", "6", "--warm-up", "0", "--settings",
-             "fsd 0.3", "--out", str(tmp_path / "run")]
-
-    def counting(answer, turns):
-        asked.append(turns)
-        if len(asked) == 8:
-            raise KeyboardInterrupt
-        return converse(answer, turns)
-
-    monkeypatch.setattr(comparison, "converse", counting)
-    assert benchmark.main(words) == 130
-    assert benchmark.main(words) == 0
-    assert asked[8:] == 6 * [("ef",)] + 6 * [("gh",)]
-    assert benchmark.main([*words, "--seed", "2"]) == 2
-    assert "made with another seed" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(("more", "said"), [
     (("--per-category", "0"), "--per-category must be at least 1"),
     (("--settings", "fast 1"), "unknown rule 'fast'"),

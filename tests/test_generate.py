@@ -193,18 +193,6 @@ def test_ends_inside_an_accepted_path(pair, tokenizer):
     assert generate(pair, **SAMPLED, ignore_eos=True).token_ids == free.token_ids
 
 
-def test_min_new_tokens_holds_the_end_back(pair):
-    end = generate(pair).token_ids[4]
-    pair.target.model.generation_config.eos_token_id = end
-    assert len(generate(pair).token_ids) <= 5
-    output = generate(pair, min_new_tokens=7)
-    assert output.token_ids == stock_greedy(pair, min_new_tokens=7, pad_token_id=0)
-    assert end not in output.token_ids[:7]
-    free = generate(pair, ignore_eos=True).token_ids  # an end token that is given instead
-    options = {"eos_token_id": free[2], "min_new_tokens": 7}
-    assert generate(pair, **options).token_ids == stock_greedy(pair, pad_token_id=0, **options)
-
-
 # Options, rules, seeds
 
 

@@ -111,6 +111,15 @@ CASES = [
     ("a part of a role", lambda w: w.generate(chat("assist", "a")), ValueError, "got 'assist'"),
     ("content in parts", lambda w: w.generate(chat("user", [{"text": "a"}])), ValueError, "both text"),
     ("a chat without end", lambda w: w.generate(chat("user", "a" * 10**7)), ValueError, "than the target"),
+    # batches
+    ("an empty prompt beside another", lambda w: w.generate([PROMPT, []]), ValueError,
+     "prompt 1 of 2: the prompt is empty"),
+    ("an id past the end beside another", lambda w: w.generate([PROMPT, [VOCAB]]), ValueError,
+     "prompt 1 of 2: token id 32"),
+    ("a batch as a tensor", lambda w: w.generate(torch.cat([IDS, IDS])), ValueError, "a batch is a list of prompts"),
+    ("too few seeds", lambda w: w.generate([PROMPT] * 2, seed=[1]), ValueError, "one for each prompt: 2, got 1"),
+    ("a session of two", lambda w: w.generate([PROMPT] * 2, session=eagle_fsd.Session()), ValueError,
+     "a session serves one prompt"),
     # chat templates, which come with a model
     ("a role the template refuses", lambda w: w.with_template("{{ raise_exception('only users') }}", chat("assistant")),
      ValueError, "refuses the chat: only users"),

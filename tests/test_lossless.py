@@ -1,45 +1,195 @@
-"""Lossless decoding of stock models, token by token. V = 32 vocabulary. Every family: test_families.py."""
+"""The same tokens whatever drafts them, computes them or stands beside them: targets and heads x ways to ask.
+
+Greedy tokens are those of `model.generate`, sampled ones those of plain decoding with the same seed, fuzzy ones those
+of a request alone. V = 32 vocabulary. Every family: test_families.py; processors: test_processors.py.
+"""
+
+import functools
+import itertools
+from collections import Counter
 
 import pytest
 import torch
-from tiny import PROMPT, VOCAB, accepted_while_sampling, tiny_pair, tiny_target
-from transformers import T5Config, T5ForConditionalGeneration
+from test_eagle3 import deep_target, good_head
+from test_engine import no_three_after_one
+from test_generate import Recorder
+from tiny import NAMED, PROMPT, VOCAB, tiny_head, tiny_pair, tiny_target
+from transformers import LogitsProcessorList, T5Config, T5ForConditionalGeneration
 
 import eagle_fsd
-from eagle_fsd import TreeConfig
+from eagle_fsd import TextDrafts, TreeConfig
 from eagle_fsd.drafting.tree import ancestors_of
+from eagle_fsd.models.graphs import GraphedForward
 from eagle_fsd.models.target import TargetModel
 from eagle_fsd.pair import EagleModel
 
 NEW = 28
-SMALL, WIDE, CHAIN = TreeConfig(5, 3, 2), TreeConfig(16, 5, 4), TreeConfig(6, 5, 1)
-# Dense, windows, experts, softcaps, sinks, chunks, latent keys, parallel blocks, learned positions.
-SHAPES = [("llama", "eager"), ("llama", "sdpa"), ("mistral-window", "sdpa"), ("qwen2-window", "eager"),
-          ("mixtral", "eager"), ("gemma2", "eager"), ("gpt_oss", "eager"), ("llama4_text", "eager"),
-          ("deepseek_v3", "eager"), ("gptj", "eager"), ("opt", "eager")]
+TREE, WIDE, CHAIN, DEEP = TreeConfig(12, 4, 3), TreeConfig(16, 5, 4), TreeConfig(6, 5, 1), TreeConfig(4, 1, 3)
+REPEATS = [3, 1, 4, 1, 5, 9, 2, 6] * 3  # which drafts can be copied from
+PROMPTS = [REPEATS, PROMPT, [5], [7, 7, 2] * 6, [(5 * i + 3) % VOCAB for i in range(21)]]
+STOCK = ("repetition_penalty", "min_new_tokens", "eos_token_id", "logits_processor")  # which model.generate has, too
 
 
-def stock_greedy(model, prompt=PROMPT, **options):
-    output = model.generate(torch.tensor([prompt]), max_new_tokens=NEW, do_sample=False, **options)
+# The matrix: each pair of a target and a head, asked in each way, with each of the options ------------------------
+
+
+def limited(family):
+    target = tiny_target(family)
+    head = tiny_head(target)
+    head.limit_vocabulary(torch.tensor(NAMED))
+    return EagleModel.from_parts(target, head)
+
+
+def eagle3(named):
+    target = deep_target()
+    return EagleModel.from_parts(target, good_head(target, named))
+
+
+def computed_by(forward):
+    pair = tiny_pair()
+    if forward == "graph":
+        pair.target.forward = GraphedForward(pair.target)
+    else:
+        pair.target.use_attention(forward)
+    return pair
+
+
+HEADS = {
+    "llama": tiny_pair,
+    "no head": lambda: EagleModel.from_parts(tiny_target(), None),
+    **{f"reduced vocabulary, {family}": functools.partial(limited, family) for family in ("llama", "gemma2")},
+    "EAGLE-3": lambda: eagle3(None),
+    "EAGLE-3, reduced": lambda: eagle3(NAMED),
+}
+TARGETS = {
+    **{f"llama, {forward}": functools.partial(computed_by, forward) for forward in ("sdpa", "graph")},
+    **{f"{family}, grouped": functools.partial(tiny_pair, family, attention="grouped")
+       for family in ("mistral-window", "gpt_oss")},
+    # Windows, chunks, latent keys, learned positions; Llama-4 counts positions and goes row by row.
+    **{family: functools.partial(tiny_pair, family)
+       for family in ("qwen2-window", "llama4_text", "deepseek_v3", "gpt2", "opt")},
+}
+GREEDY = [
+    {}, {"acceptance": "exact", "tree": CHAIN}, {"acceptance": "relaxed", "tree": DEEP, "text_drafts": "off"},
+    {"acceptance": "lenience", "tree": WIDE, "text_drafts": TextDrafts(256, 12)},
+    {"repetition_penalty": 1.3}, {"eos_token_id": [2, 4, 9, 17], "min_new_tokens": 5},
+    {"logits_processor": LogitsProcessorList([no_three_after_one])},
+]
+SAMPLED = [
+    {"temperature": 0.8, "top_p": 0.9}, {"temperature": 1.5, "top_k": 5, "acceptance": "lenience", "tree": CHAIN},
+    {"temperature": 0.9, "min_p": 0.05, "repetition_penalty": 1.2, "text_drafts": "off"},
+    {"temperature": 1.0, "acceptance": "exact", "logits_processor": [no_three_after_one],
+     "text_drafts": TextDrafts(3, 2)},
+]
+FUZZY = [
+    {"threshold": 0.5}, {"threshold": 0.5, "budget": 0.5, "temperature": 0.8, "seed": 3},
+    {"acceptance": "relaxed", "threshold": 1.0, "logits_processor": [no_three_after_one], "budget": 9.0},
+    {"threshold": 0.9, "head_guard": None, "fuzzy_within": (PROMPT[-1], 31)},
+    {"acceptance": "typical", "threshold": 0.5, "temperature": 0.8},
+]
+OPTIONS = [{"max_new_tokens": 14, "tree": TREE, "seed": 1} | options for options in (*GREEDY, *SAMPLED, *FUZZY)]
+
+
+def plainly(pair, prompt, options):
+    """The tokens of an answer that nothing drafts: `model.generate`'s, or our own where noise or fuzzy steps matter."""
+    if options.get("threshold"):
+        return eagle_fsd.generate(prompt, pair, **options).token_ids
+    if "temperature" in options:
+        plain = EagleModel.from_parts(pair.target.model, None)
+        return eagle_fsd.generate(prompt, plain, **{**options, "acceptance": "exact", "text_drafts": "off"}).token_ids
+    stock = {name: options[name] for name in STOCK if name in options}
+    output = pair.target.model.generate(torch.tensor([prompt]), max_new_tokens=options["max_new_tokens"],
+                                        do_sample=False, pad_token_id=0, **stock)
     return output[0, len(prompt) :].tolist()
 
 
-def generate(pair, prompt=PROMPT, tree=WIDE, acceptance="exact", threshold=0.0, **options):
-    return eagle_fsd.generate(
-        prompt, pair, max_new_tokens=NEW, tree=tree, acceptance=acceptance, threshold=threshold, **options
-    )
+def alone(pair, asked):
+    for prompt, options in asked:
+        recorder = Recorder()
+        output = eagle_fsd.generate(prompt, pair, streamer=recorder, **options)
+        assert recorder.tokens == output.token_ids
+        yield output
 
 
-@pytest.mark.parametrize(("family", "attention"), SHAPES)
-def test_greedy_decoding_equals_the_stock_model(family, attention):
-    pair = tiny_pair(family, attention=attention)
-    for prompt in (PROMPT, [7]):
-        expected = stock_greedy(pair.target.model, prompt)
-        for rule, tree in (("fsd", WIDE), ("relaxed", CHAIN), ("lenience", SMALL), ("exact", TreeConfig(4, 1, 3))):
-            output = generate(pair, prompt, tree, rule)
-            assert output.token_ids == expected
-            assert sum(output.stats.accepted_lengths) > 0
-    assert generate(EagleModel.from_parts(pair.target.model, None), prompt).token_ids == expected
+def in_a_batch(pair, asked):
+    for _, rows in itertools.groupby(asked, key=lambda each: id(each[1])):
+        prompts, options = zip(*rows, strict=True)
+        yield from eagle_fsd.generate([*prompts], pair, **options[0] | {"seed": [options[0]["seed"]] * len(prompts)})
+
+
+def joining(pair, asked):
+    """Requests with other options, three at a time, whose prompts are read in parts and are remembered."""
+    with eagle_fsd.Engine(pair, tree=TREE, max_rows=3, prefill_chunk=6, prefixes=2) as engine:
+        tickets = [engine.submit(prompt, **options | {"tree": TREE}) for prompt, options in asked]
+        for ticket in tickets:
+            output = ticket.result()
+            assert [token for piece in ticket for token in piece.token_ids] == output.token_ids
+            yield output
+        assert engine.stats.reused_tokens > 0
+
+
+def in_a_session(pair, asked):
+    """After another answer to the beginning of the prompt; then once more, of which all but the end was read."""
+    for prompt, options in asked:
+        session = eagle_fsd.Session()
+        eagle_fsd.generate(prompt[:9], pair, session=session, max_new_tokens=7, temperature=1.0, tree=TREE, seed=2)
+        eagle_fsd.generate(prompt, pair, session=session, max_new_tokens=3, tree=TREE)
+        output = eagle_fsd.generate(prompt, pair, session=session, **options)
+        assert output.stats.prefill_tokens <= 2
+        yield output
+
+
+def check_counts(output):
+    """Who drafted each token, by the receipts and by the counts, which the end of the answer does not cut."""
+    stats, at = output.stats, 1
+    for length in stats.accepted_lengths:
+        drafters = [receipt.drafter for receipt in output.receipts[at : at + length + 1]]
+        assert None not in drafters[:length] and drafters[length:] in ([], [None])
+        at += length + 1
+    counted = Counter(receipt.drafter for receipt in output.receipts if receipt.drafter)
+    assert output.receipts[0].drafter is None and stats.accepted.total() == sum(stats.accepted_lengths)
+    cut = at - len(output.token_ids)  # the last of which nobody drafted
+    assert (stats.accepted - counted).total() == max(0, cut - 1) and counted <= stats.accepted <= stats.proposed
+    assert [receipt.token for receipt in output.receipts] == output.token_ids
+    assert all(receipt.drafter == "head" for receipt in output.receipts if receipt.source == "fuzzy")
+
+
+def assert_same(pair, way, asked, expected=None):
+    """Tokens of requests are those of plain decoding; returns how many drafts were accepted, by drafter."""
+    accepted = Counter()
+    for (prompt, options), output in zip(asked, way(pair, asked), strict=True):
+        assert output.token_ids == (expected or plainly)(pair, prompt, options)
+        check_counts(output)
+        accepted += output.stats.accepted
+    return accepted
+
+
+@functools.cache
+def prepared(name):
+    """A pair, and plain decoding that remembers its answers."""
+    known = {}
+
+    def expected(pair, prompt, options):
+        key = tuple(prompt), OPTIONS.index(options)
+        if key not in known:
+            known[key] = plainly(pair, prompt, options)
+        return known[key]
+
+    return (HEADS | TARGETS)[name](), expected
+
+
+@pytest.mark.parametrize("way", [alone, in_a_batch, joining, in_a_session])
+@pytest.mark.parametrize("name", [*HEADS, *TARGETS])
+def test_tokens_are_those_of_plain_decoding(name, way):
+    pair, expected = prepared(name)
+    rows = 2 if way is in_a_batch else 1
+    asked = [(PROMPTS[(number + row) % len(PROMPTS)], options)
+             for number, options in enumerate(OPTIONS if name in HEADS else OPTIONS[::2]) for row in range(rows)]
+    accepted = assert_same(pair, way, asked, expected)
+    assert (accepted["head"] > 3 or name == "no head") and (accepted["text"] > 5 or name in TARGETS)
+
+
+# Targets ----------------------------------------------------------------------------------------------------------
 
 
 #          0                       after 4 committed tokens, of which two are kept rows of an earlier tree
@@ -77,33 +227,23 @@ def assert_nodes_are_verified_like_their_paths(model):
         assert cache.length == len(context)
 
 
-@pytest.mark.parametrize("options", [
-    {"temperature": 0.7, "top_k": 5},
-    {"temperature": 1.5, "top_p": 0.8},
-    {"temperature": 0.9, "top_p": 0.9, "top_k": 12, "repetition_penalty": 1.2},
-], ids=str)
-def test_sampled_tokens_are_those_of_plain_decoding_with_the_same_seed(options):
-    for tree in (SMALL, WIDE, CHAIN):
-        assert accepted_while_sampling(tiny_pair(), range(3), max_new_tokens=NEW, tree=tree, **options) > 20
-
-
 def test_learned_positions_end_with_the_last_one():
     """The last trees reach below the last position, which has no embedding beyond it."""
     pair = tiny_pair("opt", max_position_embeddings=len(PROMPT) + NEW)
-    output = generate(pair)
-    assert output.token_ids == stock_greedy(pair.target.model) and sum(output.stats.accepted_lengths) > 0
+    for way in (alone, in_a_batch):
+        assert assert_same(pair, way, [(PROMPT, {"max_new_tokens": NEW, "tree": WIDE, "seed": 0})])["head"] > 0
 
 
 def test_texts_stay_on_their_side_of_a_change_of_rotary_frequencies():
     """Where a text becomes long, `model.generate` computes all of it anew; ours ends there."""
-    short = len(PROMPT) + 10
+    short, options = len(PROMPT) + 10, {"max_new_tokens": NEW, "tree": WIDE}
     rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0, 1.0], "long_factor": [4.0, 5.0],
             "original_max_position_embeddings": short}
     pair = tiny_pair("phi3", sliding_window=None, rope_parameters=rope, original_max_position_embeddings=short)
-    output = generate(pair)
+    output = eagle_fsd.generate(PROMPT, pair, **options)
     assert len(output.token_ids) == 10 and sum(output.stats.accepted_lengths) > 0
-    assert output.token_ids == stock_greedy(pair.target.model)[:10]
-    assert generate(pair, PROMPT * 3).token_ids == stock_greedy(pair.target.model, PROMPT * 3)
+    assert output.token_ids == plainly(pair, PROMPT, options)[:10]
+    assert_same(pair, alone, [(PROMPT * 3, options)])
 
 
 def test_targets_that_cannot_be_served_are_refused():

@@ -70,10 +70,22 @@ BAD = [
     ("logits_processor", print, TypeError, "must be a list"),
     ("stopping_criteria", [5], TypeError, "stopping_criteria must hold functions"),
     ("model", "smollm2", TypeError, "eagle_fsd.load, got str"),
+    *(("text_drafts", value, TypeError, 'text_drafts must be "auto", "off" or a TextDrafts, got ')
+      for value in ("on", "", None, True, 5, {"longest": 3})),
+    *(("reference", value, TypeError, "reference must be a text or a list of texts, got ")
+      for value in (b"a", b"", ["a", 5], {"a": "b"}, {}, [None], 5, 0)),
+    ("reference", "a\ud800", ValueError, "reference is no valid text: a lone surrogate"),
+    ("reference", "a" * 70_000, ValueError, "reference has 70000 characters"),
+    ("reference", ["a"] * 1025, ValueError, "reference may be at most 1024 texts, got 1025"),
+    *(("fuzzy_within", marks, ValueError, "two different marks")
+      for marks in (("a",), "ab", (3, 3), (True, 2), ("", "b"))),
+    ("fuzzy_within", (3, 99), ValueError, "outside the vocabulary"),
+    ("fuzzy_within", ("abc", "b"), ValueError, "'abc' is 3 of this model's"),
 ]
 TOGETHER = [
     ({"acceptance": "exact", "threshold": 0.1}, "threshold"),
     ({"acceptance": lambda nodes: nodes.warped, "threshold": 0.1}, "takes no options, got threshold"),
+    *(({"reference": texts, "text_drafts": "off"}, 'leave text_drafts="off" out') for texts in ("a", ["a", "b"])),
 ]
 
 
@@ -85,7 +97,7 @@ def small():
 @pytest.mark.parametrize(("given", "error", "message"), [
     *(({name: value}, error, message) for name, value, error, message in BAD),
     *((given, ValueError, message) for given, message in TOGETHER),
-], ids=lambda value: str(value)[:30])  # no address: xdist compares the names
+], ids=lambda value: ascii(value)[:30])  # no address: xdist compares the names
 def test_bad_values_are_refused_before_any_forward(small, monkeypatch, given, error, message):
     def forward(*args, **kwargs):
         raise AssertionError("a forward ran")
@@ -100,7 +112,7 @@ def test_bad_values_are_refused_before_any_forward(small, monkeypatch, given, er
 @pytest.mark.parametrize("name", [
     "stream", "num_beams", "max_length",
     "no_repeat_ngram_size", "max_tokens", "max_completion_tokens", "n",
-    "tokenizer", "bad_words_ids",
+    "tokenizer", "bad_words_ids", "prediction", "prompt_lookup_num_tokens",
 ])
 def test_names_from_elsewhere_lead_to_ours(small, name):
     with pytest.raises(TypeError, match=f"unknown option '{name}'; use ") as caught:

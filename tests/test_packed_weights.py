@@ -90,17 +90,6 @@ class TestHalf:
             weight = torch.tensor([[1.0, other]])
             assert not fits_half(weight) and form_of(weight, None) is None
 
-    def test_a_float32_target_stored_in_bfloat16_answers_as_before(self):
-        target = tiny_target().bfloat16().float()
-        pair = EagleModel.from_parts(target, tiny_head(target))
-        options = {"max_new_tokens": 24, "acceptance": "exact", "tree": TREE}
-        before = eagle_fsd.generate(PROMPT, pair, **options)
-        pair.prepack()
-        after = eagle_fsd.generate(PROMPT, pair, **options)
-        assert is_packed(target) == "float16" and after.token_ids == before.token_ids and target.dtype == torch.float32
-        assert pair.target.fused and after.stats.computed_by == "fused"
-
-
 @pytest.mark.skipif(not torch.cpu._is_vnni_supported(), reason="no VNNI")
 class TestInt8:
     @torch.inference_mode()

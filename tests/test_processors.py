@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from test_lossless import alone, assert_same, plainly
 from tiny import PROMPT, VOCAB, tiny_pair
 from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.generation.logits_process import (
@@ -27,7 +28,6 @@ from eagle_fsd import RULES, TreeConfig, make_rule
 from eagle_fsd.decoding.request import Request, RequestParams
 from eagle_fsd.decoding.sampling import TopP, VerifiedTrees, check_processors
 from eagle_fsd.drafting.tree import root_only
-from eagle_fsd.pair import EagleModel
 
 NEW = 24
 TREE = TreeConfig(16, 5, 4)
@@ -108,27 +108,16 @@ def pair():
 
 @pytest.mark.parametrize("name", PROCESSORS)
 def test_text_dependent_processors_see_their_own_path(name, pair):
-    """Greedy decoding is that of the stock model, sampling that of plain decoding."""
-    model, config = pair.target.model, pair.target.model.generation_config
-
-    def stock(**options):
-        return model.generate(IDS, max_new_tokens=NEW, do_sample=False, **options)[0, len(PROMPT) :].tolist()
-
-    free = stock()
+    options = {"max_new_tokens": NEW, "acceptance": "exact", "tree": TREE}
+    free = plainly(pair, PROMPT, options)
     end = [free[6]] if name == "minimal length" else []
-    try:
-        config.eos_token_id, config.pad_token_id = end or None, 0
-        without, expected = stock(), stock(logits_processor=LogitsProcessorList(PROCESSORS[name](free, end)))
-        assert expected != without  # it matters
-        options = {"max_new_tokens": NEW, "acceptance": "exact", "tree": TREE}
-        output = eagle_fsd.generate(PROMPT, pair, logits_processor=PROCESSORS[name](free, end), **options)
-        assert output.token_ids == expected and sum(output.stats.accepted_lengths) > 0
-        options |= {"temperature": 0.8, "min_p": 0.05, "seed": 1}
-        plain, output = (eagle_fsd.generate(PROMPT, each, logits_processor=PROCESSORS[name](free, end), **options)
-                         for each in (EagleModel.from_parts(model, None), pair))
-        assert output.token_ids == plain.token_ids
-    finally:
-        config.eos_token_id = config.pad_token_id = None
+    if end:
+        options["eos_token_id"] = end
+    processors = LogitsProcessorList(PROCESSORS[name](free, end))
+    greedy = options | {"logits_processor": processors}
+    assert plainly(pair, PROMPT, options) != plainly(pair, PROMPT, greedy)  # it matters
+    sampled = greedy | {"temperature": 0.8, "min_p": 0.05, "seed": 1}
+    assert assert_same(pair, alone, [(PROMPT, greedy), (PROMPT, sampled)])["head"] > 0
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

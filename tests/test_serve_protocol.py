@@ -361,6 +361,10 @@ def test_a_request_may_switch_drafting(client):
     ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "array"}}}]},
      "tools must have a JSON schema of an object as parameters, got {'type': 'array'} of f", "tools"),
     ({"strem": True}, "unknown option 'strem'; did you mean 'stream'?", "strem"),
+    ({"messages": [CHAT[0] | {"contents": "ho"}]}, "contents", "messages.0.contents"),
+    ({"messages": [{"role": "user", "content": [{"type": "text", "text": "hi", "txt": "ho"}]}]}, "txt",
+     "messages.0.content.list[Part].0.txt"),
+    ({"stream_options": {"include_usge": True}}, "include_usge", "stream_options.include_usge"),
 ])
 def test_errors_are_in_our_words(server, changed, said, param):
     answer = httpx.post(f"{server.url}/v1/chat/completions", json={**OPTIONS, **changed})

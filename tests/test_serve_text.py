@@ -6,7 +6,6 @@ import httpx
 import openai
 import pytest
 from served import here
-from test_serve_faults import client as client_of
 from tiny import PROMPT, tiny_chat_pair
 
 import eagle_fsd
@@ -163,23 +162,6 @@ def test_what_a_request_says_goes_before_the_servers_own(defaults, given, expect
     assert (found.text_drafts, found.references) == expected
 
 
-def test_metrics_count_by_drafter(client, server):
-    def read():
-        lines = httpx.get(f"{server.url}/metrics").text.splitlines()
-        return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines if line[0] != "#")}
-
-    before = read()
-    text, plain = asked(client, extra_body=OFF)
-    _, usage = asked(client, prediction=predicted(text))
-    after = read()
-    for name in ("proposed", "accepted"):
-        for drafter in ("head", "text"):
-            label = f'eagle_fsd_{name}_total{{drafter="{drafter}"}}'
-            told = [each.model_extra[f"{name}_by"][drafter] for each in (plain, usage)]
-            assert after[label] - before[label] == sum(told)
-    assert after['eagle_fsd_accepted_total{drafter="text"}'] > before['eagle_fsd_accepted_total{drafter="text"}']
-
-
 # Remembered answers -----------------------------------------------------------------------------------------------
 
 
@@ -321,14 +303,3 @@ def test_there_is_room_for_copies_to_the_last_position(head, tree, nodes):
     assert sum(output.stats.accepted["text"] for output in outputs) > 0 and engine.stats.cycles < 60
     assert max(verified) <= nodes and (tree is not None or max(verified) > 16)
     assert engine.stats.proposed == sum((output.stats.proposed for output in outputs), type(engine.stats.proposed)())
-
-
-def test_defaults_may_switch_copies_off():
-    with client_of(pair_of(False), {"text_drafts": "off"}) as found:
-        body = {**OPTIONS, "max_tokens": 20}
-        plain = found.post("/v1/chat/completions", json=body).json()
-        assert plain["usage"]["proposed_by"] == dict.fromkeys(DRAFTERS, 0)
-        text = plain["choices"][0]["message"]["content"]
-        copied = found.post("/v1/chat/completions", json={**body, "prediction": predicted(text)}).json()
-    assert copied["choices"][0]["message"] == plain["choices"][0]["message"]
-    assert copied["usage"]["accepted_by"]["text"] > 0

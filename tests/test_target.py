@@ -1,10 +1,9 @@
-"""The target's adapter: its seam for other forwards, prompts that are read in parts, damaged weights."""
+"""The target's adapter: prompts that are read in parts."""
 
 import pytest
 import torch
-from tiny import PROMPT, tiny_head, tiny_pair, tiny_target
+from tiny import PROMPT, tiny_head, tiny_target
 
-import eagle_fsd
 from eagle_fsd.drafting.config import TreeConfig
 from eagle_fsd.drafting.growth import extend_draft
 from eagle_fsd.models import target as target_module
@@ -16,26 +15,6 @@ TREE = TreeConfig(8, 3, 2)
 @pytest.fixture
 def parts_of_five(monkeypatch):
     monkeypatch.setitem(target_module.PREFILL, "cpu", 5)
-
-
-def test_other_forwards_take_the_place_of_the_stock_ones():
-    pair, calls = tiny_pair(), []
-    expected = eagle_fsd.generate(PROMPT, pair, max_new_tokens=12, tree=TREE, acceptance="exact")
-    stock, head = pair.target.forward, pair.draft.forward
-
-    def target_forward(tokens, positions, ancestors, cache):
-        calls.append((tokens.shape[1], positions is None, ancestors is not None))
-        return stock(tokens, positions, ancestors, cache)
-
-    def head_forward(features, tokens, positions, mask=None, cache=None):
-        calls.append("head")
-        return head(features, tokens, positions, mask, cache)
-
-    pair.target.forward, pair.draft.forward = target_forward, head_forward
-    found = eagle_fsd.generate(PROMPT, pair, max_new_tokens=12, tree=TREE, acceptance="exact")
-    assert found.token_ids == expected.token_ids and found.stats.accepted_lengths == expected.stats.accepted_lengths
-    assert calls[0] == (len(PROMPT), True, False) and (8, False, True) in calls and "head" in calls
-    assert len([call for call in calls if call != "head"]) == 1 + len(found.stats.accepted_lengths)
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral-window", "llama4_text", "deepseek_v3", "gpt2"])
@@ -62,5 +41,3 @@ def test_the_draft_reads_ragged_rows_in_parts(parts_of_five):
             alone = head(features[row][None], tokens[row][None], torch.arange(length)[None])[0, -1:]
             torch.testing.assert_close(got[row], alone, rtol=1e-4, atol=1e-5)
         assert cache.lengths == list(lengths)
-
-

@@ -14,7 +14,6 @@ from tiny import (
     NAMED,
     PROMPT,
     VOCAB,
-    accepted_while_sampling,
     save_pair,
     tiny_head,
     tiny_target,
@@ -151,35 +150,6 @@ def test_heads_of_other_vocabularies_have_other_digests():
 
 
 # Decoding ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("family", ["llama", "mistral-window", "gemma2"])
-def test_greedy_decoding_stays_the_targets_own(family):
-    pair = limited(family)
-    expected, accepted = stock(pair.target.model), 0
-    for tree in (WIDE, TreeConfig(6, 5, 1), TreeConfig(4, 1, 3)):
-        output = generate(pair, tree=tree)
-        assert output.token_ids == expected
-        accepted += sum(output.stats.accepted_lengths)
-    assert accepted > 0
-    assert generate(pair, acceptance="fsd", threshold=0.0).token_ids == expected
-
-
-def test_sampling_draws_what_plain_decoding_draws_with_the_same_seed():
-    assert accepted_while_sampling(limited(), range(3), max_new_tokens=NEW, tree=WIDE) > 12
-
-
-@pytest.mark.parametrize("rule", ["exact", "fsd"])
-def test_batches_decode_as_single_prompts_do(rule):
-    pair, prompts = limited(), [PROMPT, PROMPT[:4], PROMPT[3:]]
-    options = {"max_new_tokens": NEW, "tree": WIDE, "acceptance": rule, "threshold": 0.5 if rule == "fsd" else None}
-    together = eagle_fsd.generate(prompts, pair, **options)
-    for prompt, output in zip(prompts, together, strict=True):
-        alone = eagle_fsd.generate(prompt, pair, **options)
-        assert output.token_ids == alone.token_ids
-        assert output.stats.accepted_lengths == alone.stats.accepted_lengths
-        drafted = [t for t, r in zip(output.token_ids, output.receipts, strict=True) if r.source != "target"]
-        assert drafted and set(drafted) <= set(NAMED)
 
 
 # Files ------------------------------------------------------------------------------------------------------------

@@ -14,7 +14,6 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-import eagle_fsd
 from eagle_fsd.heads.checkpoint import save_head
 from eagle_fsd.heads.eagle import DraftHead
 from eagle_fsd.heads.eagle3 import Eagle3Head
@@ -247,21 +246,3 @@ def save_pair(folder, model: EagleModel | None = None) -> None:
     model.target.model.save_pretrained(folder / "target")
     model.tokenizer.save_pretrained(folder / "target")
     save_head(model.draft, folder / "head")
-
-
-def accepted_while_sampling(pair: EagleModel, seeds: range, **options) -> int:
-    """The number of accepted draft tokens, summed over rules that sample losslessly at their default threshold.
-
-    Asserts that every output equals that of plain decoding with the same seed, and that all seeds differ.
-    """
-    plain, accepted, answers = EagleModel.from_parts(pair.target.model, None), 0, set()
-    for seed in seeds:
-        settings = {"seed": seed, "temperature": 1.0, "top_p": 0.9, **options}
-        expected = eagle_fsd.generate(PROMPT, plain, acceptance="exact", **settings).token_ids
-        for rule in ("exact", "fsd", "lenience"):
-            output = eagle_fsd.generate(PROMPT, pair, acceptance=rule, **settings)
-            assert output.token_ids == expected
-            accepted += sum(output.stats.accepted_lengths)
-        answers.add(tuple(expected))
-    assert len(answers) == len(seeds)
-    return accepted
