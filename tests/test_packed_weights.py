@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 
 import eagle_fsd
 from eagle_fsd.drafting.config import TreeConfig
+from eagle_fsd.models.digest import weights_digest
 from eagle_fsd.models.linear import (
     Half,
     Int8,
@@ -32,7 +33,6 @@ from eagle_fsd.models.linear import (
     pack_linears,
 )
 from eagle_fsd.models.memory import MappedFiles
-from eagle_fsd.models.placement import weights_digest
 from eagle_fsd.pair import EagleModel
 
 OWN = form_of(torch.zeros(8, 8).bfloat16(), None) if torch.backends.mkldnn.is_available() else None

@@ -24,8 +24,8 @@ from ..drafting.latency import Latency
 from ..drafting.sizing import Choice
 from ..drafting.text import Copies, TextDrafts, TextSource
 from ..heads.eagle import DraftHead
+from ..models.digest import weights_digest
 from ..models.linear import is_packed
-from ..models.placement import weights_digest
 from ..models.target import TargetModel
 from .decoder import Decoder
 from .request import Request, RequestParams

@@ -17,12 +17,12 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRot
 
 from ..models.attention import GROUPED  # the module registers it with transformers
 from ..models.cache import TreeCache, cache_name
+from ..models.digest import weights_digest
 from ..models.fused import FIXED_ROPE, FusedLayer, Rotary, attention_over
 from ..models.linear import Joined, pack_linears
 from ..models.masks import additive
 from ..models.memory import MappedFiles
-from ..models.output import OutputRows
-from ..models.placement import weights_digest
+from ..models.target import OutputRows
 
 
 class DraftHead(nn.Module):

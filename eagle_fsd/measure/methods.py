@@ -16,8 +16,8 @@ from transformers import GenerationConfig
 
 from ..api import generate
 from ..decoding.output import Output
+from ..models.digest import weights_digest
 from ..models.linear import is_packed
-from ..models.placement import weights_digest
 from ..pair import EagleModel
 from ..prompts import encode_prompt
 from .settings import ComparisonOptions

@@ -5,23 +5,27 @@ B batch, N tokens of a forward, L prefix length, D hidden size, F width of the f
 
 from __future__ import annotations
 
+import copy
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
+from accelerate.hooks import remove_hook_from_module
+from accelerate.utils import align_module_device
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from ..locks import Lock
 from . import IMPLEMENTATIONS
 from .attention import turn_off_cudnn
 from .cache import TreeCache, cache_name
+from .digest import weights_digest
 from .fused import FusedDecoder, Unfit
-from .linear import dtype_of, pack_linears
+from .linear import PackedLinear, dtype_of, pack_linears
 from .masks import CHUNKED, SLIDING, MaskedLayers, kinds_of
 from .memory import MappedFiles, leave_files
-from .output import OutputRows, output_logits
-from .placement import Lock, copy_to, device_of, weights_digest
 
 log = logging.getLogger(__name__)
 
@@ -375,3 +379,82 @@ def find_layers(decoder: nn.Module, config: PreTrainedConfig, name: str) -> nn.M
         if isinstance(module, nn.ModuleList) and len(module) == config.num_hidden_layers:
             return module
     raise ValueError(f"{name} is not supported: its decoder has no list of layers to place a cache for")
+
+
+@dataclass(eq=False)
+class OutputRows:
+    """Some tokens' part of a target's output layer: [..., D] -> [..., R] in float32, scaled and capped as the target's.
+
+    Args:
+        source: the output layer that the rows were copied from, by which it is known what they belong to.
+    """
+
+    source: nn.Module
+    layer: nn.Linear  # D -> R
+    scale: float
+    softcap: float | None
+
+    @classmethod
+    @torch.no_grad()
+    def of(
+        cls,
+        lm_head: nn.Module,  # the whole layer, of weight [V, D]
+        tokens: Tensor,  # [R] long
+        scale: float,
+        softcap: float | None,
+    ) -> OutputRows:
+        weight, bias = lm_head.weight, getattr(lm_head, "bias", None)
+        layer = nn.Linear(weight.shape[1], len(tokens), bias=bias is not None, device="meta")
+        layer.weight = nn.Parameter(weight[tokens], requires_grad=False)
+        if bias is not None:
+            layer.bias = nn.Parameter(bias[tokens], requires_grad=False)
+        return cls(lm_head, layer, scale, softcap)
+
+    def __call__(self, features: Tensor) -> Tensor:
+        return output_logits(self.layer, features.to(dtype_of(self.layer)), self.scale, self.softcap)
+
+    def belong_to(self, lm_head: nn.Module) -> bool:
+        """Whether they are rows of this output layer, as it is now."""
+        return (self.source is lm_head and dtype_of(self.layer) == dtype_of(lm_head)
+                and device_of(self.layer) == device_of(lm_head))
+
+    def pack(
+        self, form: str | None, lm_head: nn.Module, files: MappedFiles, dtype: torch.dtype | None = None
+    ) -> None:
+        """Pack the rows; `lm_head` is what stands now for the output layer that they come from.
+
+        Args:
+            dtype: see `TargetModel.pack`.
+        """
+        holder = nn.Sequential(self.layer)
+        pack_linears(holder, form, files, dtype)
+        leave_files(holder, files, dtype=dtype)
+        self.layer, self.source = holder[0], lm_head
+
+
+def output_logits(
+    lm_head: Callable[[Tensor], Tensor], features: Tensor, scale: float, softcap: float | None
+) -> Tensor:
+    """[..., D] -> [..., V] in float32, scaled and capped as the target scales and caps its logits."""
+    logits = lm_head(features).float()
+    if scale != 1:
+        logits = logits * scale
+    return logits if softcap is None else torch.tanh(logits / softcap) * softcap
+
+
+def device_of(module: nn.Module) -> torch.device:
+    """Where a module computes: where its weights are, or where accelerate brings those that it keeps elsewhere."""
+    if isinstance(module, PackedLinear):
+        return torch.device("cpu")
+    first = next(each for each in module.modules() if any(True for _ in each.parameters(recurse=False)))
+    weight = next(first.parameters(recurse=False))
+    hook = getattr(first, "_hf_hook", None)
+    return torch.device(hook.execution_device) if weight.is_meta and hook is not None else weight.device
+
+
+def copy_to(module: nn.Module, device: torch.device) -> nn.Module:
+    """A copy on another device, without the hooks that accelerate placed it with."""
+    hook = getattr(module, "_hf_hook", None)  # may hold all weights that are kept elsewhere: not to be copied
+    with align_module_device(module):
+        copied = copy.deepcopy(module, {id(hook): hook})
+    return remove_hook_from_module(copied).to(device)
