@@ -1,4 +1,4 @@
-"""A lock that its owner can be copied with."""
+"""A lock whose owner can be copied and pickled."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import threading
 
 
 class Lock:
-    """A lock that a copy or a pickle of its owner has anew, and open."""
+    """A lock of which a copy or a pickle is a new, open one."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -217,7 +217,7 @@ def put(name, value):
         (put("d2t", torch.full((21,), 12)), "d2t must name 21 different tokens of 32"),
         (configure(draft_vocab_size=33), "draft_vocab_size 33 exceeds vocab_size 32"),
         (configure(norm_output=True), "variant of EAGLE-3 that is not read: it has norm_output"),
-        (configure(model_type="llama4_text"), "layer of type 'llama4_text'; read are llama"),
+        (configure(model_type="llama4_text"), "layer of type 'llama4_text'; accepted: llama"),
         (configure(speculators_model_type="eagle"), "speculators kind 'eagle'; of those only eagle3"),
         (configure(speculators_model_type="eagle3"), "no transformer_layer_config"),
         (configure(speculators_model_type="eagle3", transformer_layer_config={}), "does not say norm_before_residual"),

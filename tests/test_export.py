@@ -119,7 +119,7 @@ def files(folder):
 def test_nothing_is_replaced(place, tmp_path):
     """The folder may be anybody's model."""
     before = files(place / "target")
-    with pytest.raises(ValueError, match="holds config.json, and nothing is replaced: choose another folder"):
+    with pytest.raises(ValueError, match="contains config.json, and nothing is overwritten: choose another folder"):
         export_head(place / "head", "vllm", place / "target")
     assert files(place / "target") == before
     (tmp_path / "empty").mkdir()

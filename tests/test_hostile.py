@@ -196,7 +196,7 @@ def cut(folder):
      "is damaged, or not supported: its logits are not finite"),
     (None, {"dtype": "float99"}, ValueError, "dtype must be .*'float99'"),
     (None, {"device": "abacus"}, ValueError, "device 'abacus' cannot be used here"),
-    (None, {"quantization_config": "int8"}, TypeError, "one of transformers or None, got 'int8'"),
+    (None, {"quantization_config": "int8"}, TypeError, "config of transformers, a dict or None, got 'int8'"),
 ], ids=lambda value: value[:30] if isinstance(value, str) else type(value).__name__)
 def test_targets_that_cannot_be_loaded(load, damage, options, error, message):
     if damage is not None:

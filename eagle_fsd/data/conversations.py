@@ -163,25 +163,25 @@ def _read_file(path: Path, kind: str, unanswered: bool) -> Iterator[Record]:
             rows = map(_row_of_line, file)
         bad = 0
         for number, row in enumerate(rows, 1):
-            if row is BLANK:
+            if row is BLANK_LINE:
                 continue
             record = Record(reason=str(row)) if isinstance(row, BadRow) else parse_row(row, kind, unanswered)
             if record.reason in UNREADABLE:
                 bad += 1
-                if bad <= MOST_SAID:
+                if bad <= MOST_WARNINGS:
                     log.warning("%s, %s %d: %s, left out", path, "row" if is_array else "line", number, record.reason)
             yield record
 
 
-BLANK = object()  # a line
-MOST_SAID = 3  # unreadable rows of a file that are named
+BLANK_LINE = object()  # a line
+MOST_WARNINGS = 3  # unreadable rows of a file that are named
 UNREADABLE = ("broken JSON", "not UTF-8", "text is not valid Unicode")
 
 
 def _row_of_line(line: str) -> Any:
-    """What a line holds, BLANK or a BadRow."""
+    """What a line holds, BLANK_LINE or a BadRow."""
     if not line.strip():
-        return BLANK
+        return BLANK_LINE
     try:
         check_unicode(line)
     except BadRow:

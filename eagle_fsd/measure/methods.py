@@ -17,7 +17,7 @@ from transformers import GenerationConfig
 from ..api import generate
 from ..decoding.output import Output
 from ..models.digest import weights_digest
-from ..models.linear import is_packed
+from ..models.linear import packed_form
 from ..pair import EagleModel
 from ..prompts import encode_prompt
 from .settings import ComparisonOptions
@@ -44,7 +44,7 @@ def prompt_seed(seed: int, prompt: object) -> int:
 def described(model: EagleModel, options: ComparisonOptions | None = None) -> dict[str, object]:
     """What answers depend on besides the method, in a form that JSON keeps."""
     facts = {"target": model.target.digest(), "head": None if model.draft is None else weights_digest(model.draft),
-             "dtype": str(model.target.dtype), "weights": is_packed(model.target.model) or "plain",
+             "dtype": str(model.target.dtype), "weights": packed_form(model.target.model) or "plain",
              "device": str(model.target.device), "threads": torch.get_num_threads()}
     if options is not None:
         names = ("temperature", "seed", "max_new_tokens", "repeats", "run_code")

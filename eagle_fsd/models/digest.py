@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from .linear import is_packed
+from .linear import packed_form
 
 
 def plain_parts(weight: Tensor) -> Iterator[Tensor]:
-    """The plain tensors that make up a weight: several where it is quantised, such as numbers and scales."""
+    """The plain tensors of a weight; a quantised one has several, such as integers and scales."""
     if is_traceable_wrapper_subclass(weight):
         for name in weight.__tensor_flatten__()[0]:
             yield from plain_parts(getattr(weight, name))
@@ -21,10 +21,10 @@ def plain_parts(weight: Tensor) -> Iterator[Tensor]:
 
 
 def weights_digest(module: nn.Module) -> str:
-    """A number from a few of each parameter's values in bf16, and a head's draft vocabulary; those that are offloaded
-    do not count. Of a module whose weights have been packed since, that of before (`kept_digest`)."""
-    if hasattr(module, "kept_digest") and is_packed(module):
-        return module.kept_digest
+    """A digest of a few values of each parameter in bfloat16, and of a head's draft vocabulary. Offloaded parameters
+    are left out. A packed module keeps the digest of its original weights (`original_digest`)."""
+    if hasattr(module, "original_digest") and packed_form(module):
+        return module.original_digest
     total = 0.0
     for number, weight in enumerate(module.parameters(), 1):
         for part in plain_parts(weight.detach()):
