@@ -149,7 +149,7 @@ def configure(**fields):
         (put("fc.weight", HIDDEN, 3 * HIDDEN), "(?s)does not fit its config.json: .*fc.weight"),
         (put("layers.1.mlp.up_proj.weight", 24, HIDDEN), "weights of layer 0, 1; accepted: draft heads of 1 layer"),
         (put("layers.0.self_attn.k_proj.bias", 8), "unknown .*k_proj.bias"),
-        (put("model.fc.weight", HIDDEN, 2 * HIDDEN), "holds fc.weight twice, once as "),
+        (put("model.fc.weight", HIDDEN, 2 * HIDDEN), "contains fc.weight twice, once as "),
         (configure(hidden_size="wide"), "config.json is no Llama config"),
         (configure(hidden_act="magic"), "no head can be constructed from .*config.json: KeyError"),
         (configure(rms_norm_eps=-1.0), "no head can be constructed from .*config.json: .* not finite"),
@@ -206,7 +206,7 @@ def test_a_head_in_several_files_is_read(saved, head, tmp_path, suffix):
     assert torch.equal(predicted(load_head(tmp_path / "copy")), predicted(head))
     first = min(saved.glob("*-00001-*"))
     for text, message in ((index.read_text().replace(first.name, "nowhere"), "lists nowhere, which is no file in"),
-                          (index.read_text().replace(first.name, "../copy/" + first.name), "names ../copy"),
+                          (index.read_text().replace(first.name, "../copy/" + first.name), "lists ../copy"),
                           ("[]", "cannot be read as an index"), ('{"weight_map": {"a": 1}}', "cannot be read as an")):
         (tmp_path / "copy" / index.name).write_text(text)
         with pytest.raises(ValueError, match=message):
