@@ -193,7 +193,7 @@ def cut(folder):
     (lambda folder: with_weights(folder, lambda state: state.pop("model.layers.0.mlp.up_proj.weight")), {}, ValueError,
      "lacks weights: model.layers.0.mlp.up_proj.weight"),
     (lambda folder: with_weights(folder, lambda state: state["model.norm.weight"].fill_(NAN)), {}, ValueError,
-     "is damaged, or not supported: its logits are not finite"),
+     "is damaged or not supported: its logits are not finite"),
     (None, {"dtype": "float99"}, ValueError, "dtype must be .*'float99'"),
     (None, {"device": "abacus"}, ValueError, "device 'abacus' cannot be used here"),
     (None, {"quantization_config": "int8"}, TypeError, "config of transformers, a dict or None, got 'int8'"),

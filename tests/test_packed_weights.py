@@ -167,7 +167,7 @@ def test_other_layers_stay_as_they_are():
 def test_packed_weights_do_not_move():
     module = packed_layers(None)[1]
     assert module.to("cpu") is module and module.bfloat16() is module
-    with pytest.raises(ValueError, match="load the model with prepack=False to have it in torch.float32"):
+    with pytest.raises(ValueError, match="load the model with prepack=False to use torch.float32"):
         module.float()
 
 
