@@ -10,7 +10,7 @@ from torch import Tensor
 from .api import OWN, generate, with_options
 from .decoding.decoder import Session
 from .decoding.output import Output
-from .models.placement import Lock
+from .locks import Lock
 from .options import GenerateKeywords, GenerateOptions, lists_options
 from .pair import EagleModel, default_model
 

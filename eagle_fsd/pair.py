@@ -19,11 +19,11 @@ from .decoding.timing import known_latency
 from .drafting.config import CPU_TREE, GPU_TREE, TreeConfig
 from .drafting.curves import HeadCurves, known_curves, read_curves
 from .drafting.sizing import Choice, Drafting, Pause, Sizing
-from .heads.catalogue import find_pair, name_of
+from .heads.catalogue import display_name, find_pair
 from .heads.checkpoint import load_head
 from .heads.eagle import DraftHead
 from .models import GROUPED, STOCK
-from .models.linear import PackedLinear, check_quantization, is_packed
+from .models.linear import PackedLinear, check_quantization, packed_form
 from .models.loading import check_device, load_compact, load_target
 from .models.memory import MappedFiles, trim
 from .models.target import TargetModel
@@ -67,7 +67,7 @@ class EagleModel:
         """Name, size and form of the target, or of `stock`; and name and size of the head where there is one."""
         model, head = self.stock if stock else self.target.model, self.draft
         dtype = str(model.dtype if stock else self.target.dtype).removeprefix("torch.")
-        form = f"packed as {is_packed(model)}" if is_packed(model) else "plain weights"
+        form = f"packed as {packed_form(model)}" if packed_form(model) else "plain weights"
         name = self.names[0] or Path(model.name_or_path).name or type(model).__name__
         target = f"{name} ({type(model).__name__}, {described_size(model)}, {dtype}, {form}, {self.target.device})"
         if head is None:
@@ -86,7 +86,7 @@ class EagleModel:
 
     def stock_in(self, dtype: torch.dtype | None) -> PreTrainedModel:
         """`stock`, in a dtype of its own choice; where no weights have been packed, the target itself."""
-        if is_packed(self.target.model) is None:
+        if packed_form(self.target.model) is None:
             return self.target.model
         if self.load_stock is None:
             raise ValueError("the target's weights are packed, and it is not known where it was loaded from")
@@ -113,7 +113,7 @@ class EagleModel:
         before = _checked.setdefault(target, {})
         known = before.get(fused)
         adapter = TargetModel(target, fused=fused and known is None, check=fused not in before)
-        before[fused] = adapter.stock_because = known or adapter.stock_because
+        before[fused] = adapter.stock_reason = known or adapter.stock_reason
         if draft is not None:
             fit_head(draft, adapter)
         return cls(adapter, draft, tokenizer)
@@ -215,7 +215,7 @@ def fit_head(draft: DraftHead, target: TargetModel) -> None:
             )
         draft.share_embeddings(target.embeddings_on(target.output_device))
     draft.to(device=target.output_device, dtype=target.dtype).eval()
-    if draft.token_map is not None and not (draft.output_rows and draft.output_rows.belong_to(target.lm_head)):
+    if draft.token_map is not None and not (draft.output_rows and draft.output_rows.copied_from(target.lm_head)):
         draft.output_rows = target.output_rows(draft.token_map)
         if draft.output_rows is None:
             log.warning("the draft names %d of %d tokens, but the target's output layer has no plain rows to take: it "
@@ -277,7 +277,7 @@ def load(
         model, tokenizer = load_target(target, dtype=asked.dtype, **load_it)
     pair = EagleModel.from_parts(model, head, tokenizer, fused=fused)
     stored = None if asked.dtype == "auto" else asked.dtype
-    pair.names = name_of(target), None if draft is None else name_of(draft)
+    pair.names = display_name(target), None if draft is None else display_name(draft)
     pair.load_stock = lambda dtype: load_target(target, dtype=dtype or stored, **load_it)[0].eval()
     set_attention(pair.target, asked.attn_implementation)
     if asked.prepack:

@@ -136,7 +136,7 @@ def check_stop_ids(stop_token_ids: Sequence[int] | None, model: EagleModel) -> f
 def check_length(prompt_length: int, max_new_tokens: int, model: EagleModel) -> int:
     """`max_new_tokens`, or the number of positions left where that is smaller."""
     require_integer("max_new_tokens", max_new_tokens, 1)
-    limit = model.target.limit_of(prompt_length)
+    limit = model.target.position_limit(prompt_length)
     if limit is None:
         return max_new_tokens
     if prompt_length >= limit:

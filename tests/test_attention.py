@@ -233,7 +233,7 @@ def test_flash_takes_the_prefix_and_the_prefill(options, install):
     assert package.calls == [(False, None, 20), (False, [20, 7], 20), (False, None, 5), (True, None, NODES)]
     mask, _ = options_of(SPLIT, 20, [20], dtype=torch.bfloat16)
     for sizes in ({"size": 12}, {"width": 16}, {"size": 264}, {"dtype": torch.float32}):
-        with pytest.raises(ValueError, match="no flash-attn is installed that serves"):
+        with pytest.raises(ValueError, match="no installed flash-attn supports"):
             call(split_attention, *states(20 + NODES, **{"dtype": torch.bfloat16} | sizes), mask)
 
 
@@ -268,7 +268,7 @@ def test_version_4_is_called_by_its_own_names(install):
 def test_a_broken_package_is_passed_over_and_said_so(install, monkeypatch, caplog):
     install(9, "flash_attn_interface")
     monkeypatch.setattr(importlib, "import_module", lambda name: (_ for _ in ()).throw(OSError("undefined symbol")))
-    assert find_flash(torch.device("cpu")) is None and "flash_attn is not used: undefined symbol" in caplog.text
+    assert find_flash(torch.device("cpu")) is None and "flash_attn cannot be imported: undefined symbol" in caplog.text
 
 
 def test_a_pair_decodes_with_it(install):
@@ -297,7 +297,7 @@ def test_every_family_has_the_features_of_stock_attention(family):
     reference = "eager" if family in NOT_SDPA else "sdpa"
     target = TargetModel(tiny_target(family, attention=reference), check=False)
     if family in OWN_CLASS:
-        with pytest.raises(ValueError, match=f"stays with attention {reference}, {GROUPED} fails: "):
+        with pytest.raises(ValueError, match=f"keeps attention {reference}, because {GROUPED} fails: "):
             target.use_attention(GROUPED)
         assert target.config._attn_implementation == reference
     else:
@@ -312,16 +312,16 @@ def test_load_takes_attention_by_name(tmp_path, caplog):
     places = tmp_path / "target", tmp_path / "head"
     for name in (None, "eager", "sdpa", GROUPED):
         model = eagle_fsd.load(*places, device="cpu", tree=None, attn_implementation=name)
-        why = "grouped was asked for" if name == GROUPED else "it was not asked for"
+        why = "grouped was requested" if name == GROUPED else "it was not requested"
         assert model.target.computed_by == ("fused" if name is None else f"{name} ({why})")
         expected = model.target.model.generate(torch.tensor([PROMPT]), max_new_tokens=8, do_sample=False)
         found = eagle_fsd.generate(PROMPT, model, max_new_tokens=8, acceptance="exact")
         assert found.token_ids == expected[0, len(PROMPT) :].tolist()
     with caplog.at_level(logging.WARNING, "eagle_fsd"):
         model = eagle_fsd.load(*places, device="cpu", tree=None, attn_implementation=SPLIT)
-    assert model.target.computed_by == "sdpa (it was not asked for)"
-    assert ("LlamaForCausalLM stays with attention sdpa, split fails: it cannot verify a tree (no flash-attn is "
-            "installed") in caplog.text
+    assert model.target.computed_by == "sdpa (it was not requested)"
+    assert ("LlamaForCausalLM keeps attention sdpa, because split fails: it cannot verify a tree (no installed "
+            "flash-attn supports") in caplog.text
     for wrong in ("flash_attention_2", "auto", 3):
         with pytest.raises(ValueError, match="must be one of sdpa, eager, grouped, split, or None .*, got"):
             eagle_fsd.load(*places, attn_implementation=wrong)

@@ -107,7 +107,7 @@ def test_rows_come_from_other_caches():
         cache.add_row(source, row)
     assert cache.lengths == [5, 9, 0]
     cache.keep_rows([1])
-    cache.add_row(source.row_alone(0), 0)
+    cache.add_row(source.copy_of_row(0), 0)
     assert cache.lengths == [9, 5]
     assert cache.with_room(12) is cache and cache.with_room(13).capacity == 24
     grown = cache.resized(20, 4)
@@ -122,7 +122,7 @@ def test_rows_come_from_other_caches():
     grown.erase_row(0)
     assert all(held[0].eq(0).all() and held[2].ne(0).any() for held, _ in (
         (layer.keys, layer.values) for layer in grown.layers))
-    with pytest.raises(AssertionError, match="3 sequences are all"):
+    with pytest.raises(AssertionError, match="room for 3 sequences only"):
         for _ in range(3):
             cache.add_row(source, 0)
     with pytest.raises(AssertionError, match="exceed the capacity of 12"):

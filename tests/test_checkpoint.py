@@ -145,14 +145,14 @@ def configure(**fields):
         (drop("fc.weight"), "missing .*fc.weight"),
         (put("lm_head.weight", VOCAB, HIDDEN), "unknown .*lm_head.weight"),
         (put("fc.weight", HIDDEN, 3 * HIDDEN), "(?s)does not fit its config.json: .*fc.weight"),
-        (put("layers.1.mlp.up_proj.weight", 24, HIDDEN), "weights of layer 0, 1; read are draft heads of 1 layer"),
+        (put("layers.1.mlp.up_proj.weight", 24, HIDDEN), "weights of layer 0, 1; accepted: draft heads of 1 layer"),
         (put("layers.0.self_attn.k_proj.bias", 8), "unknown .*k_proj.bias"),
-        (put("model.fc.weight", HIDDEN, 2 * HIDDEN), "holds fc.weight twice, once as "),
+        (put("model.fc.weight", HIDDEN, 2 * HIDDEN), "contains fc.weight twice, once as "),
         (configure(hidden_size="wide"), "config.json is no Llama config"),
-        (configure(hidden_act="magic"), "config.json describes no head that can be made: KeyError"),
-        (configure(rms_norm_eps=-1.0), "config.json describes no head that can be made: .* not finite"),
-        (configure(num_key_value_heads=3), "config.json describes no head that can be made"),
-        (lambda config, state: state["fc.weight"].fill_(torch.nan), "damaged: fc.weight holds values that are not"),
+        (configure(hidden_act="magic"), "no head can be constructed from .*config.json: KeyError"),
+        (configure(rms_norm_eps=-1.0), "no head can be constructed from .*config.json: .* not finite"),
+        (configure(num_key_value_heads=3), "no head can be constructed from .*config.json"),
+        (lambda config, state: state["fc.weight"].fill_(torch.nan), "damaged: fc.weight has values that are not"),
         (lambda config, state: state.update({"fc.weight": state["fc.weight"].to(torch.int8)}), "is torch.int8, "),
     ],
 )
@@ -203,8 +203,8 @@ def test_a_head_in_several_files_is_read(saved, head, tmp_path, suffix):
     copy_head(saved, tmp_path / "copy", torch.arange(9))
     assert torch.equal(predicted(load_head(tmp_path / "copy")), predicted(head))
     first = min(saved.glob("*-00001-*"))
-    for text, message in ((index.read_text().replace(first.name, "nowhere"), "names nowhere, which is no file beside"),
-                          (index.read_text().replace(first.name, "../copy/" + first.name), "names ../copy"),
+    for text, message in ((index.read_text().replace(first.name, "nowhere"), "lists nowhere, which is no file in"),
+                          (index.read_text().replace(first.name, "../copy/" + first.name), "lists ../copy"),
                           ("[]", "cannot be read as an index"), ('{"weight_map": {"a": 1}}', "cannot be read as an")):
         (tmp_path / "copy" / index.name).write_text(text)
         with pytest.raises(ValueError, match=message):

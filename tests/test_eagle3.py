@@ -207,15 +207,15 @@ def put(name, value):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (drop("d2t"), "no d2t, which says what its 21 tokens stand for among 32"),
+        (drop("d2t"), "no d2t, which maps its 21 tokens to the target's 32"),
         (put("d2t", torch.zeros(20, dtype=torch.long)), r"d2t must be integers \[21\], got torch.int64 \[20\]"),
-        (put("d2t", torch.full((21,), 12)), "d2t must name 21 different tokens of 32"),
+        (put("d2t", torch.full((21,), 12)), "d2t must be the offsets of 21 distinct tokens among 32"),
         (configure(draft_vocab_size=33), "draft_vocab_size 33 exceeds vocab_size 32"),
-        (configure(norm_output=True), "variant of EAGLE-3 that is not read: it has norm_output"),
-        (configure(model_type="llama4_text"), "layer of type 'llama4_text'; read are llama"),
-        (configure(speculators_model_type="eagle"), "speculators kind 'eagle'; of those only eagle3"),
+        (configure(norm_output=True), "unsupported variant of EAGLE-3: it has norm_output"),
+        (configure(model_type="llama4_text"), "layer of type 'llama4_text'; accepted: llama"),
+        (configure(speculators_model_type="eagle"), "speculators_model_type 'eagle'; only eagle3 is supported"),
         (configure(speculators_model_type="eagle3"), "no transformer_layer_config"),
-        (configure(speculators_model_type="eagle3", transformer_layer_config={}), "does not say norm_before_residual"),
+        (configure(speculators_model_type="eagle3", transformer_layer_config={}), "has no norm_before_residual"),
     ],
 )
 def test_files_that_do_not_fit_are_refused(tmp_path, change, message):
@@ -244,7 +244,7 @@ def test_the_weights_say_what_a_head_is(tmp_path, change, caplog):
     rewrite(write(tmp_path, head, "midlayer"), change)
     with caplog.at_level("INFO"):
         loaded = load_head(tmp_path)
-    assert "does not say which layers of the target are read: taking 2, n/2 and n-3 of n" in caplog.text
+    assert "does not list the target layers that the head reads: using 2, n/2 and n-3 of n" in caplog.text
     for name, value in head.state_dict().items():
         assert torch.equal(loaded.state_dict()[name], value)
 
@@ -304,7 +304,7 @@ def test_layers_are_read_from_where_they_are_named(target, tmp_path, layout):
     assert load_head(write(tmp_path / "b", random_head(), "layers", **by_output)).target_layers(LAYERS) == (2, 4, 5)
     four = load_head(write(tmp_path / "c", random_head(eagle_aux_hidden_state_layer_ids=[1, 2, 3, 5]), layout))
     assert EagleModel.from_parts(target, four).target.feature_size == 5 * HIDDEN
-    with pytest.raises(ValueError, match=r"enters layers \(0, 3, 7\) are wanted; the target has 7"):
+    with pytest.raises(ValueError, match=r"from 0 to 6, the target's last, got \(0, 3, 7\)"):
         named.target_layers(7)
 
 
@@ -346,8 +346,8 @@ def test_inspect_says_what_it_is_and_only_vllm_is_exported_to(target, tmp_path):
     assert found.facts["draft vocabulary"] == "21 of them" and found.target_problems == []
     assert found.facts["output layer"] == "its own"
     tiny_target().save_pretrained(tmp_path / "shallow")
-    assert "the target has 2, from 0" in inspect_head(tmp_path / "head", tmp_path / "shallow").target_problems[0]
-    with pytest.raises(ValueError, match="is an EAGLE-3 head, which is exported to vllm only, got sglang"):
+    assert "from 0 to 1, the target's last" in inspect_head(tmp_path / "head", tmp_path / "shallow").target_problems[0]
+    with pytest.raises(ValueError, match="is an EAGLE-3 head, which can be exported to vllm only, got sglang"):
         export_head(tmp_path / "head", "sglang", tmp_path / "out")
     path = export_head(tmp_path / "head", "vllm", tmp_path / "out")
     assert {"midlayer.hidden_norm.weight", "d2t", "t2d", "lm_head.weight"} < load_file(path).keys()

@@ -84,7 +84,7 @@ def test_a_trained_bias_is_not_dropped_silently(place, tmp_path):
     assert load_file(tmp_path / "sglang" / "model.safetensors")["fc.bias"].eq(1).all()
     found = inspect_head(tmp_path / "biased")
     assert found.facts["fc bias"] == "trained"
-    assert any("dropped" in problem for problem in found.server_problems["vllm"])
+    assert any("drop its trained fc.bias" in problem for problem in found.server_problems["vllm"])
     tiny_target(vocab_size=40).save_pretrained(tmp_path / "other")
     found = inspect_head(place / "head", tmp_path / "other")
     assert found.target_problems == ["vocabulary: head 32, target 40"]
@@ -100,12 +100,12 @@ def test_what_vllm_cannot_compute_is_refused_or_said(tmp_path):
     assert config["qkv_bias"] is True and config["attention_bias"] is False
     assert load_head(tmp_path / "out").layers[0].self_attn.q_proj.bias is not None
     save_head(tiny_head(target, hidden_act="gelu"), tmp_path / "gelu")
-    with pytest.raises(ValueError, match="has the activation 'gelu'; vllm computes silu only"):
+    with pytest.raises(ValueError, match="has the activation 'gelu'; vllm supports silu only"):
         export_head(tmp_path / "gelu", "vllm", tmp_path / "other")
 
 
 def test_embeddings_have_to_come_from_somewhere_that_fits(place, tmp_path):
-    with pytest.raises(ValueError, match="give the target"):
+    with pytest.raises(ValueError, match="pass the target"):
         export_head(place / "head", "eagle", tmp_path / "out")
     tiny_target(vocab_size=40).save_pretrained(tmp_path / "other")
     with pytest.raises(ValueError, match=r"\(40, 16\), the head needs \(32, 16\)"):
@@ -119,7 +119,7 @@ def files(folder):
 def test_nothing_is_replaced(place, tmp_path):
     """The folder may be anybody's model."""
     before = files(place / "target")
-    with pytest.raises(ValueError, match="holds config.json, and nothing is replaced: choose another folder"):
+    with pytest.raises(ValueError, match="contains config.json, and nothing is overwritten: choose another folder"):
         export_head(place / "head", "vllm", place / "target")
     assert files(place / "target") == before
     (tmp_path / "empty").mkdir()

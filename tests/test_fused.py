@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM
 
 import eagle_fsd
 from eagle_fsd.drafting.config import TreeConfig
-from eagle_fsd.models.fused import FusedDecoder, Unfit
+from eagle_fsd.models.fused import FusedDecoder, Unsupported
 from eagle_fsd.models.graphs import GraphedForward
 from eagle_fsd.models.target import TargetModel
 from eagle_fsd.pair import EagleModel
@@ -30,7 +30,7 @@ def two_of(family: str, **options) -> tuple[TargetModel, TargetModel]:
             if weight.dim() == 1:
                 weight.add_(0.3 * torch.randn_like(weight))
     stock, fused = TargetModel(model), TargetModel(model, fused=True)
-    assert fused.computed_by == "fused", fused.stock_because
+    assert fused.computed_by == "fused", fused.stock_reason
     return stock, fused
 
 
@@ -76,7 +76,7 @@ def test_the_forward_that_a_cuda_graph_captures(lengths):
     for shift in (0, 2):
         longer = [length + shift for length in lengths]
         assert_close(of_trees(fused, longer), of_trees(stock, longer), rtol=1e-4, atol=1e-4)
-    assert len(graphed.known) == 1  # of the last cache
+    assert len(graphed.forwards) == 1  # of the last cache
 
 
 @pytest.mark.cuda
@@ -88,11 +88,11 @@ def test_a_cuda_graph_gives_the_same_tokens():
     expected = eagle_fsd.generate(PROMPT, pair, **options)
     pair.target.forward = GraphedForward(pair.target)
     assert eagle_fsd.generate(PROMPT, pair, **options).token_ids == expected.token_ids
-    assert all(static.graph is not None for static in pair.target.forward.known.values())
+    assert all(static.graph is not None for static in pair.target.forward.forwards.values())
 
 
 def test_graphs_are_of_the_fused_decoder():
-    with pytest.raises(ValueError, match="only the fused decoder is captured, and GemmaModel is none of"):
+    with pytest.raises(ValueError, match="need the fused decoder, .*: GemmaModel is not one of"):
         GraphedForward(tiny_pair("gemma").target)
 
 
@@ -112,12 +112,13 @@ def test_single_tokens_of_a_ragged_batch(family):
 
 
 @pytest.mark.parametrize(("family", "why"), [
-    ("gemma", "GemmaModel is none of"), ("mixtral", "MixtralModel is none of"), ("mistral-window", "whole text"),
-    ("ministral3", "Ministral3Model is none of"), ("qwen2-window", "whole text"),
+    ("gemma", "GemmaModel is not one of"), ("mixtral", "MixtralModel is not one of"),
+    ("mistral-window", "full attention"),
+    ("ministral3", "Ministral3Model is not one of"), ("qwen2-window", "full attention"),
 ])
 def test_other_families_are_computed_by_the_stock_decoder(family, why):
     pair = tiny_pair(family)
-    assert pair.target.fused is None and why in pair.target.stock_because and why in pair.target.computed_by
+    assert pair.target.fused is None and why in pair.target.stock_reason and why in pair.target.computed_by
 
 
 @pytest.mark.parametrize(("change", "why"), [
@@ -130,7 +131,7 @@ def test_other_families_are_computed_by_the_stock_decoder(family, why):
 def test_a_decoder_of_another_shape_is_refused(change, why):
     model = tiny_target()
     change(model)
-    with pytest.raises(Unfit, match=why):
+    with pytest.raises(Unsupported, match=why):
         FusedDecoder(model.model, model.model.layers, model.config)
 
 
@@ -142,26 +143,26 @@ def test_one_that_computes_something_else_is_found_out(monkeypatch):
     monkeypatch.setattr(model.model.layers[0].self_attn, "forward", lambda *args, **options: (
         2 * stock(*args, **options)[0], None))
     target = EagleModel.from_parts(model, None).target
-    assert target.fused is None and "its logits of a tree are not those of its own forward" in target.stock_because
+    assert target.fused is None and "its logits of a tree are not those of its own forward" in target.stock_reason
 
 
 def test_what_came_of_the_comparison_is_known_the_next_time(monkeypatch):
-    compared, check = [], TargetModel._require
-    monkeypatch.setattr(TargetModel, "_require", lambda self, expected: compared.append(self) or check(self, expected))
+    compared, check = [], TargetModel._check_logits
+    monkeypatch.setattr(TargetModel, "_check_logits", lambda self, logits: compared.append(self) or check(self, logits))
     model, other = tiny_target(), tiny_target("gemma")
     for fused, count in ((False, 1), (True, 2), (True, 2), (False, 2)):
         target = EagleModel.from_parts(model, None, fused=fused).target
         assert (target.fused is not None) == fused and len(compared) == count
     for _ in range(2):
-        assert "GemmaModel is none of" in EagleModel.from_parts(other, None).target.stock_because
+        assert "GemmaModel is not one of" in EagleModel.from_parts(other, None).target.stock_reason
 
 
 def test_another_attention_is_that_of_the_stock_decoder():
     target = tiny_pair().target
     target.use_attention("sdpa")
-    assert target.fused is None and target.computed_by == "sdpa (sdpa was asked for)"
+    assert target.fused is None and target.computed_by == "sdpa (sdpa was requested)"
     target = tiny_pair().target
-    with pytest.raises(ValueError, match="no flash-attn"):
+    with pytest.raises(ValueError, match="no installed flash-attn"):
         target.use_attention("split")
     assert target.computed_by == "fused"
 

@@ -323,7 +323,7 @@ def test_a_model_can_be_copied_and_pickled(kind):
             weight.zero_()
     for found in copies:
         if kind == "reduced vocabulary":
-            assert found.draft.output_rows.belong_to(found.target.lm_head)
+            assert found.draft.output_rows.copied_from(found.target.lm_head)
         output = generate(found, tree=tree)
         assert output.token_ids == expected.token_ids
         assert output.stats.accepted_lengths == expected.stats.accepted_lengths

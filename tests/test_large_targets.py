@@ -143,7 +143,7 @@ def test_only_quantised_targets_may_differ(monkeypatch, caplog):
     assert not caplog.text
     target.is_quantized = True
     TargetModel(target)
-    assert "its logits change with the tokens beside them, by up to 1.0% of the largest" in caplog.text
+    assert "its logits depend on the other tokens of a forward, by up to 1.0% of the largest" in caplog.text
     monkeypatch.setattr(TargetModel, "logits", lambda self, features: stock(self, features) * 1.1)
     with pytest.raises(ValueError, match="is not supported: its logits"):
         TargetModel(target)

@@ -165,7 +165,7 @@ def test_formats_are_recognised(tmp_path, name):
     [("", "no question"), ("[1]", "line 1: not a JSON object"), ('{"x": 1}', "line 1: no known format"),
      ('{"turns": [1]}', "list of strings"),
      ('{"test_list": "x", "text": "a"}', "test_list.*list of strings"), ("{", "line 1"),
-     ('{"prompt": "a", "instruction_id_list": ["a:b"], "kwargs": []}', "as many kwargs"),
+     ('{"prompt": "a", "instruction_id_list": ["a:b"], "kwargs": []}', "the same length"),
      ('{"turns": ["a"], "question_id": 3}\n{"turns": ["b"], "question_id": 3}', "3 occurs twice")],
 )
 def test_bad_question_files_say_where(tmp_path, text, match):

@@ -9,7 +9,7 @@ from transformers import LlamaConfig
 
 from eagle_fsd import EagleModel
 from eagle_fsd.heads.eagle3 import Eagle3Head
-from eagle_fsd.models.output import OutputRows
+from eagle_fsd.models.target import OutputRows
 from train.objectives import (
     OBJECTIVES,
     TERMS,

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 
 import eagle_fsd
 from eagle_fsd.drafting.config import TreeConfig
+from eagle_fsd.models.digest import weights_digest
 from eagle_fsd.models.linear import (
     Half,
     Int8,
@@ -25,17 +26,16 @@ from eagle_fsd.models.linear import (
     Packed,
     PackedLinear,
     check_quantization,
+    choose_form,
     fits_half,
-    form_of,
-    is_packed,
-    multiplies_half,
+    has_half_kernels,
     pack_linears,
+    packed_form,
 )
 from eagle_fsd.models.memory import MappedFiles
-from eagle_fsd.models.placement import weights_digest
 from eagle_fsd.pair import EagleModel
 
-OWN = form_of(torch.zeros(8, 8).bfloat16(), None) if torch.backends.mkldnn.is_available() else None
+OWN = choose_form(torch.zeros(8, 8).bfloat16(), None) if torch.backends.mkldnn.is_available() else None
 pytestmark = pytest.mark.skipif(OWN is None, reason="no packed form of bfloat16 weights here")
 FORMS = [None, pytest.param("int8", marks=pytest.mark.skipif(not torch.cpu._is_vnni_supported(), reason="no VNNI"))]
 TREE = TreeConfig(8, 3, 2)
@@ -72,7 +72,7 @@ def test_packed_results_are_those_of_the_stock_layer(shape):
         check(layer(rows), rows, before)
 
 
-@pytest.mark.skipif(not multiplies_half(), reason="torch without FBGEMM's kernels")
+@pytest.mark.skipif(not has_half_kernels(), reason="torch without FBGEMM's kernels")
 class TestHalf:
     @pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16])
     @torch.inference_mode()
@@ -85,10 +85,10 @@ class TestHalf:
 
     def test_which_weights_it_serves(self):
         stored = torch.tensor([[65280.0, 1.0078125, 2.0**-17, -(2.0**-24), 1e-30, 0.0]]).bfloat16()
-        assert fits_half(stored) and fits_half(stored.float()) and form_of(stored.float(), None) is Half
+        assert fits_half(stored) and fits_half(stored.float()) and choose_form(stored.float(), None) is Half
         for other in (70000.0, 1 + 2.0**-11, float("inf"), float("nan")):
             weight = torch.tensor([[1.0, other]])
-            assert not fits_half(weight) and form_of(weight, None) is None
+            assert not fits_half(weight) and choose_form(weight, None) is None
 
 @pytest.mark.skipif(not torch.cpu._is_vnni_supported(), reason="no VNNI")
 class TestInt8:
@@ -149,13 +149,13 @@ def test_other_layers_stay_as_they_are():
 
     module = nn.Sequential(nn.Linear(8, 8), Own(8, 8, dtype=torch.bfloat16), nn.Embedding(4, 4, dtype=torch.bfloat16))
     pack_linears(module, None, MappedFiles())
-    assert is_packed(module) is None
+    assert packed_form(module) is None
 
 
 def test_packed_weights_do_not_move():
     module = packed_layers(None)[1]
     assert module.to("cpu") is module and module.bfloat16() is module
-    with pytest.raises(ValueError, match="load the model with prepack=False to have it in torch.float32"):
+    with pytest.raises(ValueError, match="load the model with prepack=False to use torch.float32"):
         module.float()
 
 
@@ -177,7 +177,7 @@ def test_a_pair_decodes_in_packed_weights(family, tied, form, tmp_path):
     options = {"max_new_tokens": 12, "acceptance": "exact", "tree": TREE}
     before = eagle_fsd.generate(PROMPT, pair, **options)
     pair.prepack(form)
-    assert is_packed(target) == (form or OWN.NAME) and is_packed(head)
+    assert packed_form(target) == (form or OWN.NAME) and packed_form(head)
     assert all(isinstance(layer, PackedLinear) for layer in (pair.target.lm_head, head.output_rows.layer, head.fc))
     after = eagle_fsd.generate(PROMPT, pair, **options)
     if form is None and OWN is Packed:
@@ -215,7 +215,7 @@ def test_mapped_files_are_left_and_what_was_changed_in_them_stays(tmp_path):
     model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
     held = [low for low, _ in MappedFiles().ranges]
     embedding, gate = model.model.embed_tokens, model.model.layers[0].mlp
-    mapped = [MappedFiles().holds(layer.weight) for layer in (embedding, gate.gate_proj)]
+    mapped = [MappedFiles().contains(layer.weight) for layer in (embedding, gate.gate_proj)]
     assert mapped == [True, True]
     with torch.no_grad():
         for layer in (embedding, gate.gate_proj, model.model.norm):
@@ -231,7 +231,7 @@ def test_mapped_files_are_left_and_what_was_changed_in_them_stays(tmp_path):
 def test_the_stock_target_is_loaded_once_more_to_measure_against(tmp_path):
     save_pair(tmp_path)
     pair = eagle_fsd.load(tmp_path / "target", tmp_path / "head", device="cpu", dtype="bfloat16", tree=None)
-    assert is_packed(pair.target.model) and is_packed(pair.stock) is None and pair.stock is pair.stock
+    assert packed_form(pair.target.model) and packed_form(pair.stock) is None and pair.stock is pair.stock
     assert pair.stock.dtype == torch.bfloat16 and pair.stock.config.hidden_size == HIDDEN
     plain = eagle_fsd.load(tmp_path / "target", tmp_path / "head", device="cpu", tree=None, prepack=False)
     assert plain.stock is plain.target.model
@@ -260,7 +260,7 @@ def test_a_packed_layer_joins_only_with_its_own():
     assert OWN(torch.zeros(3, 5).bfloat16(), None).dense().shape == (3, 5)
 
 
-@pytest.mark.skipif(not multiplies_half(), reason="torch without FBGEMM's kernels")
+@pytest.mark.skipif(not has_half_kernels(), reason="torch without FBGEMM's kernels")
 class TestFloat32OverWeightsOf16Bits:
     """What "auto" is on a CPU."""
 
@@ -281,7 +281,7 @@ class TestFloat32OverWeightsOf16Bits:
             pair = eagle_fsd.load(target, head, device="cpu", tree=None)
         model, kinds = pair.target.model, [type(part) for part in pair.target.model.modules()]
         assert pair.target.dtype == model.dtype == model.config.dtype == pair.draft.dtype == torch.float32
-        assert is_packed(model) == "float16" and nn.Linear not in kinds and not caplog.text
+        assert packed_form(model) == "float16" and nn.Linear not in kinds and not caplog.text
         assert pair.stock.dtype == stored and pair.stock_in(torch.float32).dtype == torch.float32
         wide = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
         expected = wide.generate(torch.tensor([PROMPT]), do_sample=False, max_new_tokens=24)[0, len(PROMPT):].tolist()
@@ -306,12 +306,12 @@ class TestFloat32OverWeightsOf16Bits:
         assert names == ["model.layers.0.self_attn.k_proj"] and pair.target.fused
 
     @pytest.mark.parametrize(("family", "stored", "said"), [
-        ("mixtral", torch.bfloat16, "of its weights are in other layers than linear ones"),
-        ("llama", None, "its file has numbers of BF16, F32"),
+        ("mixtral", torch.bfloat16, "of its weights are neither in linear layers nor in embeddings"),
+        ("llama", None, "its files have weights of BF16, F32"),
     ])
     @pytest.mark.parametrize("dtype", ["auto", "float32"])
     def test_it_is_said_what_is_done_instead(self, family, stored, said, dtype, tmp_path, monkeypatch, caplog):
-        monkeypatch.setattr("eagle_fsd.models.loading.bfloat16_pays", lambda: True)
+        monkeypatch.setattr("eagle_fsd.models.loading.bfloat16_is_faster", lambda: True)
         target, head = self.saved(tmp_path, torch.bfloat16, family)
         if stored is None:  # in two dtypes
             file = target / "model.safetensors"
@@ -332,10 +332,10 @@ class TestFloat32OverWeightsOf16Bits:
     def test_without_such_packing_the_processor_decides(self, options, tmp_path, monkeypatch):
         target, head = self.saved(tmp_path, torch.bfloat16)
         for pays in (True, False):
-            monkeypatch.setattr("eagle_fsd.models.loading.bfloat16_pays", lambda pays=pays: pays)
+            monkeypatch.setattr("eagle_fsd.models.loading.bfloat16_is_faster", lambda pays=pays: pays)
             pair = eagle_fsd.load(target, head, device="cpu", tree=None, **options)
             assert pair.target.dtype == (torch.bfloat16 if pays else torch.float32)
-            assert is_packed(pair.target.model) == options.get("quantization")
+            assert packed_form(pair.target.model) == options.get("quantization")
 
     def test_a_head_that_does_not_fit_is_refused_before_the_work(self, tmp_path, monkeypatch):
         target, head = self.saved(tmp_path, torch.bfloat16)

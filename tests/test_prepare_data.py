@@ -70,7 +70,7 @@ def test_a_system_text_beside_the_turns_is_the_first_turn(tmp_path, row):
         assert read({**row, "system": none}) == read(row)
     assert read({**row, "system": "be kind"}).messages == [system, *read(row).messages]
     assert read({**row, "system": 3}).reason == "content is not a string"
-    assert read({**row, "tools": '[{"name": "f"}]'}).reason == "tools are not read"
+    assert read({**row, "tools": '[{"name": "f"}]'}).reason == "tools are not supported"
     if "messages" in row:  # a turn of the conversation's own comes first
         assert read({"messages": [system, *row["messages"]], "system": "be bold"}).messages[0] == system
 

@@ -26,7 +26,7 @@ from eagle_fsd.heads.checkpoint import TOKEN_MAP, copy_head, save_token_map
 from eagle_fsd.heads.export import export_head
 from eagle_fsd.heads.inspection import inspect_head
 from eagle_fsd.heads.vocabulary import BLOCK, TokenCounts, count_tokens
-from eagle_fsd.models.placement import weights_digest
+from eagle_fsd.models.digest import weights_digest
 from eagle_fsd.pair import EagleModel
 from train.documents import Documents
 
@@ -95,8 +95,8 @@ def test_logits_and_names_are_by_token():
     ("tokens", "error", "message"),
     [
         (torch.tensor([1.0]), TypeError, "a tensor of integers, got torch.float32"),
-        (torch.tensor([1, 2, 1]), ValueError, r"2 different ones in \[3\]"),
-        (torch.tensor([1, 32]), ValueError, "draft token 32 is none of the target's, which are 0 to 31"),
+        (torch.tensor([1, 2, 1]), ValueError, r"2 distinct ones in \[3\]"),
+        (torch.tensor([1, 32]), ValueError, "draft token 32 is outside of the target's vocabulary, 0 to 31"),
     ],
     ids=str,
 )
@@ -115,7 +115,7 @@ def test_rows_are_copied_once_per_target():
     rows = pair.draft.output_rows
     assert EagleModel.from_parts(pair.target.model, pair.draft).draft.output_rows is rows
     other = EagleModel.from_parts(tiny_target(seed=1), pair.draft)
-    assert pair.draft.output_rows is not rows and pair.draft.output_rows.belong_to(other.target.lm_head)
+    assert pair.draft.output_rows is not rows and pair.draft.output_rows.copied_from(other.target.lm_head)
     other.target.model.bfloat16()
     half = EagleModel.from_parts(other.target.model, pair.draft)
     assert half.draft.output_rows.layer.weight.dtype == torch.bfloat16
@@ -163,7 +163,7 @@ def test_saved_heads_keep_their_vocabulary(tmp_path):
     pair.target.model.save_pretrained(tmp_path / "target")
     loaded = eagle_fsd.load(tmp_path / "target", tmp_path / "head", device="cpu", tree=None)
     assert loaded.draft.draft_tokens.tolist() == NAMED
-    assert loaded.draft.output_rows.belong_to(loaded.target.lm_head)
+    assert loaded.draft.output_rows.copied_from(loaded.target.lm_head)
     assert generate(loaded).stats.accepted_lengths == generate(pair).stats.accepted_lengths
     pair.draft.limit_vocabulary(None)
     save_head(pair.draft, tmp_path / "head")
@@ -176,7 +176,7 @@ def test_saved_heads_keep_their_vocabulary(tmp_path):
         (lambda path: path.write_bytes(b""), "token_map.pt cannot be read"),
         (lambda path: path.write_text("1 2 3"), "token_map.pt was refused"),
         (lambda path: torch.save(["a"], path), "token_map.pt cannot be used as a list of token ids"),
-        (lambda path: torch.save([VOCAB], path), "as a list of token ids: draft token 32 is none of the target's"),
+        (lambda path: torch.save([VOCAB], path), "as a list of token ids: draft token 32 is outside of the target's"),
     ],
 )
 def test_damaged_token_maps_are_refused(tmp_path, write, message):
@@ -196,7 +196,7 @@ def test_export_gives_it_to_those_who_can_use_it(tmp_path, caplog):
     assert load_head(tmp_path / "sglang").draft_tokens.tolist() == NAMED and not caplog.records
     for to in ("vllm", "eagle"):
         export_head(head, to, tmp_path / to, target=target)
-        assert not (tmp_path / to / TOKEN_MAP).exists() and f"{to} drafts all 32 tokens" in caplog.text
+        assert not (tmp_path / to / TOKEN_MAP).exists() and f"{to} does not support a reduced vocabulary" in caplog.text
     assert inspect_head(tmp_path / "vllm").facts["draft vocabulary"] == "all of them"
 
 
@@ -208,7 +208,7 @@ def test_a_copy_has_the_heads_files_and_a_vocabulary(tmp_path):
     assert {path.name for path in (tmp_path / "copy").iterdir()} == {"config.json", "model.safetensors", TOKEN_MAP}
     assert load_head(tmp_path / "copy").draft_tokens.tolist() == NAMED
     assert not (tmp_path / "head" / TOKEN_MAP).exists()
-    with pytest.raises(ValueError, match="copy holds config.json, and nothing is replaced"):
+    with pytest.raises(ValueError, match="copy contains config.json, and nothing is overwritten"):
         copy_head(tmp_path / "head", tmp_path / "copy", tokens)
     save_token_map(tmp_path / "copy", tokens[:8])
     assert load_head(tmp_path / "copy").draft_vocab_size == 8
@@ -217,20 +217,20 @@ def test_a_copy_has_the_heads_files_and_a_vocabulary(tmp_path):
 # Counting ---------------------------------------------------------------------------------------------------------
 
 
-def counts(counted, kept_back, special=()):
-    return TokenCounts(np.array(counted), np.array(kept_back), special)
+def counts(counted, held_out, special=()):
+    return TokenCounts(np.array(counted), np.array(held_out), special)
 
 
 def test_ranks_coverage_and_sizes_by_hand():
     found = counts([5, 0, 9, 1, 0], [1, 0, 2, 0, 5], special=(3,))
-    assert found.ranked(found.counted).tolist() == [3, 2, 0, 1, 4]
+    assert found.ranked(found.counts).tolist() == [3, 2, 0, 1, 4]
     assert found.coverage().tolist() == [0, 2 / 8, 3 / 8, 3 / 8, 1]
-    assert found.commonest(3).tolist() == [0, 2, 3]  # of all: 6, 0, 11, 1, 5, and token 3 is special
+    assert found.most_frequent(3).tolist() == [0, 2, 3]  # of all: 6, 0, 11, 1, 5, and token 3 is special
     assert [found.size_for(share) for share in (0.1, 0.25, 0.3, 3 / 8, 0.4, 1)] == [2, 2, 3, 3, 5, 5]
     assert counts([3, 1], [0, 0]).coverage().tolist() == [0.75, 1]  # nothing kept back
     for size in (0, 6):
         with pytest.raises(ValueError, match=f"must have 1 to 5 tokens, got {size}"):
-            found.commonest(size)
+            found.most_frequent(size)
     for share in (0, 1.1, math.nan):
         with pytest.raises(ValueError, match="a share in"):
             found.size_for(share)
@@ -253,17 +253,17 @@ def test_answers_and_texts_are_counted_and_questions_are_not(tmp_path):
     for letter, count in (("a", 3), ("b", 1), ("c", 1), ("d", 2)):
         expected[ids[letter]] += count
     expected[[5, 6]] += 1
-    assert found.counted.tolist() == expected.tolist() and not found.kept_back.any()
+    assert found.counts.tolist() == expected.tolist() and not found.held_out.any()
     assert found.special == (0, 1, 2, 3)
-    assert count_tokens(sources[2:], VOCAB).counted[[5, 6]].tolist() == [1, 1]  # without a tokenizer
+    assert count_tokens(sources[2:], VOCAB).counts[[5, 6]].tolist() == [1, 1]  # without a tokenizer
 
 
 def test_every_tenth_block_is_kept_back(tmp_path):
     ids = np.repeat(np.arange(20) % 2 + 4, BLOCK)  # blocks 9 and 19 are of token 5
     Documents.of([(ids, np.ones(len(ids), bool))]).save(tmp_path / "dataset")
     found = count_tokens([str(tmp_path / "dataset")], VOCAB)
-    assert found.counted[[4, 5]].tolist() == [10 * BLOCK, 8 * BLOCK]
-    assert found.kept_back[[4, 5]].tolist() == [0, 2 * BLOCK]
+    assert found.counts[[4, 5]].tolist() == [10 * BLOCK, 8 * BLOCK]
+    assert found.held_out[[4, 5]].tolist() == [0, 2 * BLOCK]
 
 
 def test_what_cannot_be_counted_is_refused(tmp_path):
@@ -273,8 +273,8 @@ def test_what_cannot_be_counted_is_refused(tmp_path):
     for source, tokenizer, message in (
         (tmp_path / "none.jsonl", tiny_tokenizer(), "is neither a file nor a dataset"),
         (empty, None, "needs the target's tokenizer"),
-        (empty, tiny_tokenizer(), "no answer to count"),
-        (other, None, "holds token 32, the head knows 0 to 31"),
+        (empty, tiny_tokenizer(), "must contain answers to count"),
+        (other, None, "contains token 32; the head's vocabulary is 0 to 31"),
     ):
         with pytest.raises(ValueError, match=message):
             count_tokens([str(source)], VOCAB, tokenizer)

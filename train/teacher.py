@@ -17,9 +17,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from eagle_fsd.models.loading import load_target
-from eagle_fsd.models.output import OutputRows, output_logits
-from eagle_fsd.models.placement import copy_to
-from eagle_fsd.models.target import TargetModel
+from eagle_fsd.models.target import OutputRows, TargetModel, copy_to, output_logits
 from train.config import TrainingConfig
 from train.documents import Documents
 

@@ -26,7 +26,7 @@ from eagle_fsd.cli.exits import exit_status
 from eagle_fsd.data.files import only_writer
 from eagle_fsd.data.progress import Progress
 from eagle_fsd.heads.catalogue import default_target
-from eagle_fsd.models.loading import bfloat16_pays
+from eagle_fsd.models.loading import bfloat16_is_faster
 from train import features, prepare_data
 from train.config import RECIPES, TrainingConfig
 from train.documents import is_dataset
@@ -83,7 +83,7 @@ def resolved(config: TrainingConfig) -> TrainingConfig:
         raise ValueError("pass either --conversations or --data")
     config = replace(config, target=config.target or default_target())
     on_cpu = config.cpu or not torch.cuda.is_available()
-    half = not on_cpu or "auto" in (config.target_dtype, config.mixed_precision) and bfloat16_pays()
+    half = not on_cpu or "auto" in (config.target_dtype, config.mixed_precision) and bfloat16_is_faster()
     if config.target_dtype == "auto":
         config = replace(config, target_dtype="bfloat16" if half else "float32")
     if config.mixed_precision == "auto":

@@ -77,7 +77,7 @@ class Engine:
         chosen = tree is None and model.sizing is not None
         self.tree = None if chosen else model.check_tree(tree or fixed_tree(model))
         # With such a rotary embedding keys depend on how many positions a forward reaches.
-        self.prefill_chunk = prefill_chunk if model.target.reads_in_parts else 1 << 62
+        self.prefill_chunk = prefill_chunk if model.target.splits_prefill else 1 << 62
         self._rows = Rows(model, self.tree, most=max_rows, positions=max_tokens, kept=prefixes, remember=remember)
         require_integer("max_tokens", self._rows.positions, self._rows.nodes + 2)
         self._queue: deque[Request] = deque()

@@ -161,7 +161,7 @@ class Rows:
     def share(self, length: int) -> int:
         """New tokens after a prompt of this length, to the end of the context or of a row's share of the positions."""
         each = max(self.positions // self.most - self.nodes, min(length + LEAST, self.positions - self.nodes))
-        limit = self.model.target.limit_of(length)
+        limit = self.model.target.position_limit(length)
         return max(1, (each if limit is None else min(each, limit)) - length)
 
     def fits(self, request: Request) -> bool:

@@ -139,7 +139,7 @@ class VocabCommand:
         from transformers import AutoTokenizer
 
         from ..data.gguf import target_source
-        from ..heads.checkpoint import TOKEN_MAP, check_place, copy_head, load_head, save_token_map
+        from ..heads.checkpoint import TOKEN_MAP, copy_head, load_head, require_empty, save_token_map
         from ..heads.eagle3 import Eagle3Head
         from ..heads.vocabulary import count_tokens
 
@@ -149,15 +149,15 @@ class VocabCommand:
         if isinstance(head, Eagle3Head):
             raise ValueError(f"{self.head} is an EAGLE-3 head, which already has a draft vocabulary")
         if self.out is not None:
-            check_place(self.out)
+            require_empty(self.out)
         elif not Path(self.head).is_dir():
             raise ValueError(f"{self.head} is not a local directory, to which {TOKEN_MAP} could be written: add --out")
         tokenizer = None if self.target is None else AutoTokenizer.from_pretrained(
             target_source(self.target), trust_remote_code=self.trust_remote_code)
         counts = count_tokens(self.data, head.config.vocab_size, tokenizer)
         size = self.size if self.coverage is None else counts.size_for(self.coverage)
-        tokens = None if size is None else torch.from_numpy(counts.commonest(size))
-        coverage, text, total = counts.coverage(), counts.counted + counts.kept_back, len(counts.counted)
+        tokens = None if size is None else torch.from_numpy(counts.most_frequent(size))
+        coverage, text, total = counts.coverage(), counts.counts + counts.held_out, len(counts.counts)
         print(f"{text.sum()} tokens of text, {(text > 0).sum()} distinct, {len(counts.special)} special\n\n"
               f"{'size':>8}{'coverage':>11}")
         for each in sorted({total >> power for power in range(7)} | {size or total}, reverse=True):

@@ -1,1 +1,1 @@
-"""What is read and kept: files, hub repositories, question files, conversations, tokenised datasets."""
+"""Data on disk: files, hub repositories, GGUF models, question files, conversations."""

@@ -1,7 +1,7 @@
-"""Reading conversations: ShareGPT and OpenAI-style JSON or JSONL, plain text, and anything that `datasets` opens.
+"""Read conversations: ShareGPT and OpenAI-style JSON or JSONL, plain text, and any dataset of the package `datasets`.
 
-Readers yield one `Record` per row of the data. What is wrong with a row is said in its record and never raised: data
-from the web always holds some bad rows, and a run must neither stop at them nor learn them silently.
+Readers yield one `Record` per row. A bad row does not raise: its record contains the reason. Data from the web always
+has some bad rows, and a run must neither stop at them nor silently learn them.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ log = logging.getLogger(__name__)
 
 KEYS = {"sharegpt": ("conversations",), "messages": ("messages",), "text": ("text",)}  # of a row, by format
 FORMATS = ("auto", *KEYS)
-TOKEN_IDS = "token_ids"  # of an answer: what the target wrote, where it is known
-# ShareGPT dumps name the roles in several ways.
+TOKEN_IDS = "token_ids"  # key of an answer's tokens as the target generated them
+# ShareGPT dumps use several names for each role.
 ROLES = {
     "human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant",
     "bard": "assistant", "model": "assistant", "assistant": "assistant", "system": "system",
@@ -26,12 +26,12 @@ ROLES = {
 
 
 class BadRow(ValueError):
-    """A row that cannot be learned from; its message is the reason that is counted."""
+    """A row that cannot be learned from; the message is the reason, under which it is counted."""
 
 
 @dataclass(frozen=True)
 class Record:
-    """What a row holds: chat messages, or plain text, or the reason why it is neither."""
+    """The content of a row: chat messages, or plain text, or the reason why it is bad."""
 
     messages: list[dict[str, str]] | None = None
     text: str | None = None
@@ -41,20 +41,21 @@ class Record:
 def check_messages(
     messages: list[dict[str, Any]], unanswered: bool = False, system: object = None
 ) -> list[dict[str, str]]:
-    """The messages as `transformers` wants them; turns after the last answer are cut off, or get an empty one.
+    """The messages in the format of `transformers`, without turns after the last answer.
 
     Args:
-        system: what a row says beside its messages; the system turn of those that have none.
+        unanswered: keep a last question, with an empty answer.
+        system: the row's system prompt, for messages that do not begin with one.
 
     Raises:
-        BadRow: no messages, an unknown role, content that is no text or empty, calls of tools, or roles out of order:
-            an optional system turn, then user and assistant in turn.
+        BadRow: there are no messages, a role is unknown, a content is empty or no string, there are tool calls, or the
+            roles are out of order (an optional system turn, then user and assistant alternately).
     """
     if not isinstance(messages, list) or not messages:
         raise BadRow("no messages")
     if system not in (None, ""):
-        begins = messages[0].get("role", messages[0].get("from")) if isinstance(messages[0], dict) else None
-        messages = messages if begins == "system" else [{"role": "system", "content": system}, *messages]
+        first = messages[0].get("role", messages[0].get("from")) if isinstance(messages[0], dict) else None
+        messages = messages if first == "system" else [{"role": "system", "content": system}, *messages]
     checked = []
     for message in messages:
         if not isinstance(message, dict):
@@ -68,11 +69,11 @@ def check_messages(
         if not content.strip():
             raise BadRow("empty message")
         if message.get("tool_calls"):
-            raise BadRow("calls of tools are not read")
+            raise BadRow("tool calls are not supported")
         check_unicode(content)
-        own = message.get(TOKEN_IDS)
-        own = {TOKEN_IDS: own} if isinstance(own, list) and all(type(token) is int for token in own) else {}
-        checked.append({"role": ROLES[role.lower()], "content": content, **own})
+        ids = message.get(TOKEN_IDS)
+        tokens = {TOKEN_IDS: ids} if isinstance(ids, list) and all(type(token) is int for token in ids) else {}
+        checked.append({"role": ROLES[role.lower()], "content": content, **tokens})
     turns = [m["role"] for m in checked]
     turns = turns[1:] if turns[0] == "system" else turns
     if any(role != ("user", "assistant")[i % 2] for i, role in enumerate(turns)):
@@ -85,7 +86,7 @@ def check_messages(
 
 
 def check_unicode(text: str) -> None:
-    """Raises BadRow unless the text can be encoded."""
+    """Raise BadRow unless the text can be encoded as UTF-8."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError:
@@ -93,7 +94,7 @@ def check_unicode(text: str) -> None:
 
 
 def parse_row(row: Any, kind: str, unanswered: bool = False) -> Record:
-    """A row of data in the given format ("auto" looks at its keys); a bare list is one of messages."""
+    """Parse a row in a format ("auto" detects it by the keys); a bare list contains messages."""
     row = {"messages": row} if isinstance(row, list) else row
     if not isinstance(row, dict):
         return Record(reason="not an object")
@@ -103,8 +104,8 @@ def parse_row(row: Any, kind: str, unanswered: bool = False) -> Record:
     keys = KEYS.get(kind, ("conversations", "messages", "conversation", "text"))
     key = next((k for k in keys if k in row), None)
     if key is None:
-        also = ("prompt",) if unanswered and kind == "auto" else ()
-        return Record(reason=f"no key {' or '.join((*keys, *also))}")
+        prompt = ("prompt",) if unanswered and kind == "auto" else ()
+        return Record(reason=f"no key {' or '.join((*keys, *prompt))}")
     try:
         if key == "text":
             text = row["text"]
@@ -113,7 +114,7 @@ def parse_row(row: Any, kind: str, unanswered: bool = False) -> Record:
             check_unicode(text)
             return Record(text=text)
         if row.get("tools") not in (None, "", "[]", []):
-            raise BadRow("tools are not read")
+            raise BadRow("tools are not supported")
         return Record(messages=check_messages(row[key], unanswered, row.get("system")))
     except BadRow as error:
         return Record(reason=str(error))
@@ -122,16 +123,16 @@ def parse_row(row: Any, kind: str, unanswered: bool = False) -> Record:
 def read_records(
     source: str, kind: str = "auto", split: str = "train", *, unanswered: bool = False
 ) -> Iterator[Record]:
-    """The records of a file, or of a dataset that the `datasets` package opens by name or from a folder.
+    """The records of a file, or of a dataset that the package `datasets` opens by name or from a folder.
 
     Args:
-        kind: one of FORMATS; with "auto", `.txt` and `.md` files are plain text and rows tell by their keys.
-        split: of a `datasets` dataset.
-        unanswered: take questions without an answer too, with an empty one; those of a key `prompt` as well.
+        kind: one of FORMATS; "auto": `.txt` and `.md` files are plain text, rows are detected by their keys.
+        split: of a dataset that the package `datasets` opens.
+        unanswered: include questions without an answer, and rows with a key `prompt`; their answer is empty.
 
     Raises:
-        ValueError: an unknown format, nothing to read, or a JSON array that is broken as a whole.
-        ImportError: `source` is no file and `datasets` is not installed.
+        ValueError: the format is unknown, or a JSON array is broken as a whole.
+        ImportError: `source` is no file, and `datasets` is not installed.
     """
     if kind not in FORMATS:
         raise ValueError(f"unknown format {kind!r}; accepted: {', '.join(FORMATS)}")
@@ -147,10 +148,10 @@ def _read_file(path: Path, kind: str, unanswered: bool) -> Iterator[Record]:
         try:
             yield parse_row({"text": path.read_text(encoding="utf-8-sig")}, "text")
         except UnicodeDecodeError as error:
-            log.warning("%s: not UTF-8 at byte %d, left out", path, error.start + 1)
+            log.warning("%s: not UTF-8 at byte %d, skipped", path, error.start + 1)
             yield Record(reason="not UTF-8")
         return
-    # Bytes that are not UTF-8 become surrogates, which no valid text has.
+    # Bytes that are not UTF-8 become surrogates, which valid text does not contain.
     with path.open(encoding="utf-8-sig", errors="surrogateescape") as file:
         first = next((line for line in file if line.strip()), "")
         file.seek(0)
@@ -163,25 +164,25 @@ def _read_file(path: Path, kind: str, unanswered: bool) -> Iterator[Record]:
             rows = map(_row_of_line, file)
         bad = 0
         for number, row in enumerate(rows, 1):
-            if row is BLANK:
+            if row is BLANK_LINE:
                 continue
             record = Record(reason=str(row)) if isinstance(row, BadRow) else parse_row(row, kind, unanswered)
             if record.reason in UNREADABLE:
                 bad += 1
-                if bad <= MOST_SAID:
-                    log.warning("%s, %s %d: %s, left out", path, "row" if is_array else "line", number, record.reason)
+                if bad <= MOST_WARNINGS:
+                    log.warning("%s, %s %d: %s, skipped", path, "row" if is_array else "line", number, record.reason)
             yield record
 
 
-BLANK = object()  # a line
-MOST_SAID = 3  # unreadable rows of a file that are named
+BLANK_LINE = object()
+MOST_WARNINGS = 3  # unreadable rows of a file that get a warning
 UNREADABLE = ("broken JSON", "not UTF-8", "text is not valid Unicode")
 
 
 def _row_of_line(line: str) -> Any:
-    """What a line holds, BLANK or a BadRow."""
+    """The JSON value of a line, BLANK_LINE or a BadRow."""
     if not line.strip():
-        return BLANK
+        return BLANK_LINE
     try:
         check_unicode(line)
     except BadRow:
@@ -190,7 +191,7 @@ def _row_of_line(line: str) -> Any:
 
 
 def _parsed(text: str) -> Any:
-    """What a JSON text holds, or a BadRow."""
+    """The value of a JSON text, or a BadRow."""
     try:
         return json.loads(text)
     except (json.JSONDecodeError, RecursionError):
@@ -198,7 +199,7 @@ def _parsed(text: str) -> Any:
 
 
 def _is_list_of_messages(row: Any) -> bool:
-    """Whether the first line is one conversation as a bare list, not the beginning of an array."""
+    """Whether a first line is one conversation as a bare list, not the beginning of an array of rows."""
     return isinstance(row, list) and bool(row) and isinstance(row[0], dict) and bool({"role", "from"} & row[0].keys())
 
 
@@ -207,7 +208,7 @@ def _open_dataset(source: str, split: str) -> Any:
         import datasets
     except ImportError as error:
         raise ImportError(
-            f"{source!r} is no file, and opening it as a dataset needs the package `datasets` (pip install datasets)"
+            f"{source!r} is no file; to open it as a dataset, install the package `datasets` (pip install datasets)"
         ) from error
     path = Path(source)
     if (path / "state.json").is_file():

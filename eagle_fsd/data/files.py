@@ -1,4 +1,4 @@
-"""Files that long work adds to, and files that are whole or not there."""
+"""Files that long jobs append to, and files that are written completely or not at all."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ log = logging.getLogger(__name__)
 
 
 def read_lines(path: Path, repair: bool = True) -> list:
-    """The values of a JSON lines file, none where it does not exist; a last line that was cut off does not count.
+    """The values of a JSON lines file, without a truncated last line; empty if the file does not exist.
 
     Args:
-        repair: take such a line away from the file, so that it can be added to; not while others are writing.
+        repair: remove a truncated last line from the file, so that lines can be appended; not while others write.
 
     Raises:
-        ValueError: a complete line that is no JSON; the file and the line are named.
+        ValueError: a complete line is no JSON; the message contains the file and the line number.
     """
     if not path.exists():
         return []
@@ -41,10 +41,10 @@ def read_lines(path: Path, repair: bool = True) -> list:
 
 
 def parse_json(line: bytes) -> object:
-    """The value of one line.
+    """The JSON value of one line.
 
     Raises:
-        ValueError: it is no JSON, in a message that leaves the place of the line to be said by who knows it.
+        ValueError: it is no JSON; the caller adds file and line number to the message.
     """
     try:
         return json.loads(line.decode())
@@ -53,11 +53,11 @@ def parse_json(line: bytes) -> object:
     except json.JSONDecodeError as error:
         raise ValueError(f"not JSON: {error.msg}, at character {error.pos + 1}") from error
     except RecursionError as error:
-        raise ValueError("not JSON that can be read: nested too deep") from error
+        raise ValueError("not JSON that can be parsed: nested too deeply") from error
 
 
 def append_lines(path: Path, values: Iterable) -> None:
-    """Add lines in one write, so that processes can share the file; in several where the system takes only a part."""
+    """Append lines in one write, so that processes can share the file; in several if the system writes only a part."""
     left = "".join(json.dumps(value) + "\n" for value in values).encode()
     handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     try:
@@ -68,59 +68,61 @@ def append_lines(path: Path, values: Iterable) -> None:
 
 
 def write_lines(path: Path, values: Iterable) -> None:
-    """Replace the file by these values, a line each."""
+    """Replace the file by these values, one per line."""
     text = "".join(json.dumps(value) + "\n" for value in values)
     save_atomically(path, lambda part: part.write_text(text, encoding="utf-8"))
 
 
 def save_atomically(path: Path, write: Callable[[Path], object]) -> None:
-    """Let `write` make a file beside `path`, then put it in place with the permissions of any new file.
+    """Call `write` on a temporary path beside `path`, then rename the file, with the permissions of any new file.
 
     Raises:
-        OSError: it cannot be written; nothing is left behind.
+        OSError: the file cannot be written. No temporary file remains.
     """
     part = path.with_name(path.name + ".part")
     try:
         part.touch()
         mode = part.stat().st_mode
         write(part)
-        part.chmod(mode)  # safetensors writes files that are for their owner only
+        part.chmod(mode)  # safetensors writes files that only their owner can read
         os.replace(part, path)
     except BaseException as error:
         with suppress(OSError):
             part.unlink(missing_ok=True)
-        if isinstance(error, (SafetensorError, RuntimeError)):  # what they make of a disk that is full
+        if isinstance(error, (SafetensorError, RuntimeError)):  # raised by safetensors and torch on a full disk
             raise OSError(f"{path} cannot be written: {error}") from error
         raise
 
 
 @contextmanager
 def locked(path: Path, *, wait: bool, remove: bool = False) -> Iterator[BinaryIO]:
-    """Within, no other process or thread that asks for the same lock has it; the file is given.
+    """Lock a file against other processes and threads that lock it; yield the open file.
 
-    The lock is the system's: it ends with the process, however that ends. Where there is none, it is warned of.
+    It is a lock of the operating system, which ends with the process in any case. If the system supports none, a
+    warning is logged.
 
     Args:
-        remove: the file at the end; all who ask for the lock have to say so.
+        wait: for another holder of the lock.
+        remove: delete the file at the end; all callers must agree on this.
 
     Raises:
-        BlockingIOError: another has it, and it is not to be waited for.
+        BlockingIOError: another process or thread has the lock, and `wait` is false.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     while True:
         with open(path, "ab+") as file:
             try:
-                lock = importlib.import_module("fcntl")  # which Windows has not
+                lock = importlib.import_module("fcntl")  # not on Windows
                 lock.flock(file, lock.LOCK_EX | (0 if wait else lock.LOCK_NB))
             except BlockingIOError:
                 raise
             except (ImportError, OSError) as error:
-                log.warning("%s cannot be locked (%s): see to it that no other process writes beside it", path, error)
+                log.warning("%s cannot be locked (%s): make sure that no other process writes there", path, error)
             else:
                 try:
                     if not os.path.samestat(os.fstat(file.fileno()), path.stat()):
                         continue
-                except FileNotFoundError:  # who had it has removed the file; others would lock a new one
+                except FileNotFoundError:  # the last holder has removed the file; others would lock a new one
                     continue
             try:
                 yield file
@@ -133,46 +135,46 @@ def locked(path: Path, *, wait: bool, remove: bool = False) -> Iterator[BinaryIO
 
 @contextmanager
 def only_writer(path: Path) -> Iterator[None]:
-    """Within, no other process that asks for the same gets to write a folder, or a file that is added to.
+    """Prevent other callers from writing the same folder or file within the context.
 
-    The lock is on a file `.writer.lock` in the folder or .NAME.writer.lock beside the file.
+    The lock is on a file `.writer.lock` in the folder, or .NAME.writer.lock beside the file.
 
     Raises:
-        ValueError: another process holds it; its number is said.
+        ValueError: another process is writing; the message contains its process id.
     """
-    place = path / ".writer.lock" if path.is_dir() else path.with_name(f".{path.name}.writer.lock")
+    lock = path / ".writer.lock" if path.is_dir() else path.with_name(f".{path.name}.writer.lock")
     try:
-        with locked(place, wait=False) as file:
+        with locked(lock, wait=False) as file:
             file.truncate(0)
             file.write(str(os.getpid()).encode())
             file.flush()
             yield
     except BlockingIOError:
-        raise ValueError(f"{path} is being written by process {place.read_text()}: wait for its end, or choose another "
-                         "place") from None
+        raise ValueError(f"{path} is being written by process {lock.read_text()}: wait for its end, or choose another "
+                         "path") from None
 
 
 def cache_directory() -> Path:
     """EAGLE_FSD_CACHE, else eagle_fsd in the user's cache directory."""
-    given = os.environ.get("EAGLE_FSD_CACHE")
-    return Path(given) if given else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "eagle_fsd"
+    own = os.environ.get("EAGLE_FSD_CACHE")
+    return Path(own) if own else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "eagle_fsd"
 
 
 def cache_limit() -> float:
-    """Bytes that dequantised models may take in the cache: EAGLE_FSD_CACHE_GB, else 30 GB.
+    """The limit of dequantised models in the cache, in bytes: EAGLE_FSD_CACHE_GB, else 30 GB.
 
     Raises:
-        ValueError: no number.
+        ValueError: EAGLE_FSD_CACHE_GB is not a number.
     """
-    given = os.environ.get("EAGLE_FSD_CACHE_GB", "30")
+    limit = os.environ.get("EAGLE_FSD_CACHE_GB", "30")
     try:
-        return float(given) * 1e9
+        return float(limit) * 1e9
     except ValueError:
-        raise ValueError(f"EAGLE_FSD_CACHE_GB must be a number of gigabytes, got {given!r}") from None
+        raise ValueError(f"EAGLE_FSD_CACHE_GB must be a number of gigabytes, got {limit!r}") from None
 
 
 def remove_folder(path: Path) -> None:
-    """Remove a folder of the cache, which is at no time there in part: what is interrupted leaves NAME.part."""
+    """Remove a folder of the cache atomically: an interrupted removal leaves NAME.part."""
     part = path.with_name(f"{path.name}.part")
     shutil.rmtree(part, ignore_errors=True)
     with suppress(FileNotFoundError):  # another process was faster
@@ -181,5 +183,5 @@ def remove_folder(path: Path) -> None:
 
 
 def bytes_in(path: Path) -> int:
-    """Bytes of a file, or of all files in a folder."""
+    """The size in bytes of a file, or of all files in a folder."""
     return sum(each.stat().st_size for each in ([path] if path.is_file() else path.rglob("*")) if each.is_file())

@@ -1,4 +1,4 @@
-"""Targets in GGUF files: dequantised by `transformers` once, and kept in the user's cache as an ordinary directory."""
+"""Targets in GGUF files: `transformers` dequantises them once, into an ordinary directory in the user's cache."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from .sources import check_source, fetch
 
 log = logging.getLogger(__name__)
 
-# Newer versions of `transformers` keep weights packed otherwise.
+# Without it, newer versions of `transformers` keep the weights packed.
 packed = getattr(transformers, "GgufConfig", None)
 UNPACKED = {} if packed is None else {"quantization_config": packed(dequantize=True)}
-DTYPE = torch.bfloat16  # of the kept weights; 4-bit values are known no better than that
-FORMAT = 2  # of what is kept; models of another one are made anew
-ENDS = 1 << 20  # bytes
-# Kinds of tokenizers for which llama.cpp begins a text with BOS where the file does not say whether to.
-BEGINS = {"llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "tekken"}
-# What llama.cpp takes as the end of an answer by its name (`special_eog_ids` of its vocabulary).
+DTYPE = torch.bfloat16  # of the cached weights; it is precise enough for 4-bit values
+FORMAT = 2  # of the cache; models of another format are dequantised again
+ENDS = 1 << 20  # bytes of the beginning and the end in `fingerprint`
+# Tokenizers for which llama.cpp adds BOS if the file does not specify it.
+ADDS_BOS = {"llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "tekken"}
+# The names of tokens at which llama.cpp ends an answer (`special_eog_ids` of its vocabulary).
 ENDS_OF_ANSWERS = {
     "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<end_of_turn>", "<|endoftext|>",
     "<|end_of_text|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<|eos|>", "<end_of_utterance>", "<｜end▁of▁sentence｜>",
@@ -36,12 +36,12 @@ ENDS_OF_ANSWERS = {
 
 
 def target_source(source: object) -> str:
-    """A target's directory or hub id; that of a GGUF file is where its weights are kept dequantised.
+    """A target's directory or hub id; for a GGUF file the directory of its dequantised weights.
 
     Raises:
-        TypeError, ValueError: see `check_source`; a file that `transformers` cannot read, or without a tokenizer.
+        TypeError, ValueError: see `check_source`; `transformers` cannot read the file, or it has no tokenizer.
         ImportError: the package gguf is missing.
-        OSError: the cache cannot be written, or a hub id that cannot be found or fetched.
+        OSError: the cache cannot be written, or the hub id does not exist or cannot be downloaded.
     """
     checked = check_target(source)
     if Path(checked).is_file():
@@ -51,10 +51,10 @@ def target_source(source: object) -> str:
 
 
 def check_target(source: object) -> str:
-    """A target's directory, GGUF file or hub id as text; see `check_source` for what is raised besides.
+    """A target's directory, GGUF file or hub id as a string.
 
     Raises:
-        ValueError: a directory that holds no model.
+        TypeError, ValueError: see `check_source`; a directory contains no model.
     """
     if isinstance(source, (str, Path)) and Path(source).suffix == ".gguf" and Path(source).is_file():
         return str(source)
@@ -66,24 +66,24 @@ def check_target(source: object) -> str:
 
 
 def dequantised(file: Path) -> Path:
-    """The directory of a GGUF file's model, made where it is not there yet; complete, or not there at all."""
+    """The directory of a GGUF file's dequantised model, created at the first call; it is never incomplete."""
     with open(file, "rb") as content:
         if content.read(4) != b"GGUF":
             raise ValueError(f"{file} is no GGUF file: it does not begin with the bytes GGUF")
     folder = cache_directory() / "gguf" / f"{file.stem}-{fingerprint(file)}"
     if folder.is_dir():
-        with suppress(OSError):  # somebody else's cache
-            os.utime(folder)  # when it was last used, see `make_room`
+        with suppress(OSError):  # another user's cache
+            os.utime(folder)  # time of last use, see `make_room`
         return folder
     if find_spec("gguf") is None:
-        raise ImportError(f"{file} needs the package gguf to be read: pip install eagle_fsd[gguf]")
+        raise ImportError(f"reading {file} needs the package gguf: pip install eagle_fsd[gguf]")
     lock = folder.parent.with_name(f"{folder.name}.lock")
     with locked(lock, wait=True, remove=True):  # threads and processes wait for the first
         if folder.is_dir():
             return folder
         make_room(folder.parent, 4 * file.stat().st_size)
-        log.warning("%s is dequantised once, to %s, which later starts read (eagle-fsd cache lists and clears it): "
-                    "some 10 seconds for each GB of it", file, folder)
+        log.warning("dequantising %s to %s, some 10 seconds per GB; later starts use the result (eagle-fsd cache lists "
+                    "and clears it)", file, folder)
         part = folder.with_name(f"{folder.name}.part")
         shutil.rmtree(part, ignore_errors=True)  # of a process that was killed
         try:
@@ -95,51 +95,51 @@ def dequantised(file: Path) -> Path:
 
 
 def fingerprint(file: Path) -> str:
-    """What tells a file from others, and from what was at its place before: its size, when it was written, and its
-    beginning and end. To read all of it would take seconds at every start."""
-    about = file.stat()
-    digest = hashlib.sha256(f"{FORMAT} {about.st_size} {about.st_mtime_ns}".encode())
+    """An identifier of a file's version: its size, modification time, beginning and end. Reading the whole file would
+    take seconds at every start."""
+    info = file.stat()
+    digest = hashlib.sha256(f"{FORMAT} {info.st_size} {info.st_mtime_ns}".encode())
     with open(file, "rb") as content:
-        for start in (0, max(0, about.st_size - ENDS)):
+        for start in (0, max(0, info.st_size - ENDS)):
             content.seek(start)
             digest.update(content.read(ENDS))
     return digest.hexdigest()[:16]
 
 
 def make_room(models: Path, needed: int) -> None:
-    """Remove models that were not used for the longest time, until so many bytes more are within the limit."""
+    """Remove the least recently used models until `needed` more bytes are within the limit."""
     limit = cache_limit()
-    kept = sorted((path for path in models.glob("*") if path.is_dir() and path.suffix != ".part"),
-                  key=lambda path: path.stat().st_mtime)
+    cached = sorted((path for path in models.glob("*") if path.is_dir() and path.suffix != ".part"),
+                    key=lambda path: path.stat().st_mtime)
     if needed > limit:
-        return  # none of them would make room enough
-    sizes = {path: bytes_in(path) for path in kept}
-    for path in kept:
+        return  # removing all of them would not suffice
+    sizes = {path: bytes_in(path) for path in cached}
+    for path in cached:
         if sum(sizes.values()) + needed <= limit:
             break
-        log.warning("%s (%.1f GB) is removed, so that dequantised models take at most %.0f GB: EAGLE_FSD_CACHE_GB "
-                    "sets another limit", path, sizes.pop(path) / 1e9, limit / 1e9)
+        log.warning("removing %s (%.1f GB), because dequantised models may take at most %.0f GB (EAGLE_FSD_CACHE_GB)",
+                    path, sizes.pop(path) / 1e9, limit / 1e9)
         remove_folder(path)
 
 
 def _write(file: Path, folder: Path) -> None:
-    """Save what `transformers` makes of the file.
+    """Load the file by `transformers` and save the model in `folder`.
 
     Raises:
-        ValueError: it can make nothing of it.
+        ValueError: `transformers` cannot read it.
     """
-    where = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
-    what = "be read as a causal LM: it is no GGUF file, damaged, or of an architecture that transformers does not read"
+    source = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
+    problem = "be read as a causal LM: it is no GGUF file, damaged, or of an architecture unknown to transformers"
     try:
-        model = AutoModelForCausalLM.from_pretrained(**where, dtype=DTYPE, **UNPACKED)
+        model = AutoModelForCausalLM.from_pretrained(**source, dtype=DTYPE, **UNPACKED)
         fields = tokenizer_fields(file)
-        asked = {"add_bos_token": True} if fields.get("pre") in BEGINS else {}
-        asked |= {name: bool(fields[name]) for name in ("add_bos_token", "add_eos_token") if name in fields}
-        what = "be used: it has no tokenizer that transformers can read"
-        tokenizer = AutoTokenizer.from_pretrained(**where, **asked)  # 5.17 does not read them itself
-    except Exception as error:  # the readers raise what a damaged file or an unknown architecture ends in
-        raise ValueError(f"{file} cannot {what} ({type(error).__name__}: {error})") from error
-    model.hf_quantizer, model.is_quantized = None, False  # the weights are plain now, and may be saved
+        options = {"add_bos_token": True} if fields.get("pre") in ADDS_BOS else {}
+        options |= {name: bool(fields[name]) for name in ("add_bos_token", "add_eos_token") if name in fields}
+        problem = "be used: it has no tokenizer that transformers can read"
+        tokenizer = AutoTokenizer.from_pretrained(**source, **options)  # 5.17 does not read these fields
+    except Exception as error:  # a damaged file or an unknown architecture can raise any exception
+        raise ValueError(f"{file} cannot {problem} ({type(error).__name__}: {error})") from error
+    model.hf_quantizer, model.is_quantized = None, False  # the weights are plain, and can be saved
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
     rows = model.get_input_embeddings().weight.shape[0]
@@ -152,7 +152,7 @@ def _write(file: Path, folder: Path) -> None:
 
 
 def tokenizer_fields(file: Path) -> dict[str, object]:
-    """What a file's metadata say of its tokenizer under `tokenizer.ggml`, without the lists of tokens."""
+    """The file's metadata under `tokenizer.ggml`, without the lists of tokens."""
     from gguf import GGUFReader
 
     fields = GGUFReader(file).fields
@@ -162,13 +162,13 @@ def tokenizer_fields(file: Path) -> dict[str, object]:
 
 
 def end_tokens(fields: Mapping[str, object], special: Mapping[str, int]) -> list[int]:
-    """The tokens that end an answer, as llama.cpp takes them: the ends of text, turn and message that the file names,
-    the first one first, and special tokens that are called what models call theirs.
+    """The tokens that end an answer in llama.cpp: the file's ends of text, turn and message, in this order, then the
+    special tokens with one of the names in ENDS_OF_ANSWERS.
 
     Args:
-        special: tokens by their text.
+        special: token ids by their text.
     """
     named = [fields.get(f"{name}_token_id") for name in ("eos", "eot", "eom")]
-    texts = ENDS_OF_ANSWERS - ({"<|end|>"} if "<|return|>" in special else set())  # gpt-oss: the end of its thoughts
+    texts = ENDS_OF_ANSWERS - ({"<|end|>"} if "<|return|>" in special else set())  # gpt-oss: ends its reasoning
     return list(dict.fromkeys([int(number) for number in named if number is not None]
                               + sorted(number for text, number in special.items() if text in texts)))

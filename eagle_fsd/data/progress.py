@@ -1,4 +1,4 @@
-"""How far long work has come."""
+"""Progress of long jobs."""
 
 from __future__ import annotations
 
@@ -7,20 +7,19 @@ from collections.abc import Iterable
 
 from tqdm import tqdm
 
-LOG_SECONDS = 30.0  # between the lines where there is no terminal
+LOG_SECONDS = 30.0  # between lines without a terminal
 
 
 class Progress(tqdm):
-    """Work that is counted: iterate over it, or tell `update` what is done. A bar on a terminal, elsewhere a line every
-    half minute.
+    """A progress bar on a terminal, elsewhere a line every half minute. Iterate over it, or call `update`.
 
     Args:
-        work: what is iterated over, if anything.
-        desc: what is done, such as "features". unit: what is counted, in the singular.
-        total: how many there are; None: as many as `work` has, unknown where it has no length.
-        done: how many of them were there before.
+        work: the items to iterate over, if any.
+        desc: name of the job, such as "features". unit: of the items, in the singular.
+        total: number of items; None: the length of `work`, if it has one.
+        done: number of items that were done before.
         quiet: show nothing, as on all but one of several processes.
-        leave: whether the bar stays on the terminal.
+        leave: keep the finished bar on the terminal.
     """
 
     def __init__(
@@ -34,7 +33,7 @@ class Progress(tqdm):
                          unit_scale=unit == "token", **lines)
 
     def update(self, count: int = 1, **shown: object) -> None:
-        """So many more are done; `shown` is said beside."""
+        """Add `count` finished items, and display the values in `shown`."""
         if shown and not self.disable:
             self.set_postfix(shown, refresh=False)
         super().update(count)

@@ -19,8 +19,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Question:
-    """One question of one or more user turns; `answer` is the reference, `tests` a program's or, as JSON, IFEval's
-    instructions, if any."""
+    """One question of one or more user turns.
+
+    answer: the reference answer, if any.
+    tests: the tests of a program, or IFEval's instructions as JSON, if any.
+    """
 
     id: int | str
     category: str
@@ -30,12 +33,12 @@ class Question:
 
 
 def converse(answer: Callable[[list[dict[str, str]]], T], turns: Sequence[str]) -> list[T]:
-    """Answers to the turns of a conversation, each with the ones before in its chat.
+    """Answers to the turns of a conversation, each with the previous turns and answers in its chat.
 
-    A conversation that has outgrown the target ends with the turns it has.
+    A conversation that becomes too long for the target ends early.
 
     Args:
-        answer: from a chat to an answer, whose `text` goes into the following chats.
+        answer: maps a chat to an answer, whose `text` is part of the following chats.
     """
     chat, answers = [], []
     for turn in turns:
@@ -45,20 +48,21 @@ def converse(answer: Callable[[list[dict[str, str]]], T], turns: Sequence[str]) 
         except ValueError as error:
             if not answers:
                 raise
-            log.warning("turn %d of %d is left out: %s", len(answers) + 1, len(turns), error)
+            log.warning("skipping turn %d of %d: %s", len(answers) + 1, len(turns), error)
             break
         chat.append({"role": "assistant", "content": answers[-1].text})
     return answers
 
 
 def read_questions(path: Path) -> list[Question]:
-    """The questions of a JSON lines file; each line tells its format by its keys.
+    """The questions of a JSON lines file; the keys of each line determine its format.
 
     Raises:
-        ValueError: no file, a line that is no JSON object or of no known format, an id that occurs twice, no question.
+        ValueError: there is no file or no question, a line is no JSON object or has no known format, or an id occurs
+            twice.
     """
     if not path.is_file():
-        raise ValueError(f"questions are read from a JSON lines file, and {path} is none")
+        raise ValueError(f"questions must be in a JSON lines file, got {path}, which is no file")
     questions = []
     for number, line in enumerate(path.read_bytes().removeprefix(BOM_UTF8).split(b"\n"), 1):  # not at \u2028
         if line.strip():
@@ -69,7 +73,7 @@ def read_questions(path: Path) -> list[Question]:
             except (ValueError, TypeError) as error:
                 raise ValueError(f"{path}, line {number}: {error}") from error
     if not questions:
-        raise ValueError(f"{path} holds no question")
+        raise ValueError(f"{path} contains no question")
     twice = next((i for i, count in Counter(question.id for question in questions).items() if count > 1), None)
     if twice is not None:
         raise ValueError(f"{path}: question {twice!r} occurs twice")
@@ -79,10 +83,14 @@ def read_questions(path: Path) -> list[Question]:
 def choose_questions(
     paths: Iterable[Path], per_category: int | None = None, categories: Sequence[str] = ()
 ) -> list[Question]:
-    """The questions of all files: the first ones of each category (None: all), of these categories alone (none: all).
+    """The questions of all files.
+
+    Args:
+        per_category: only the first ones of each category; None: all.
+        categories: only these; empty: all.
 
     Raises:
-        ValueError: see `read_questions`, or no question of these categories.
+        ValueError: see `read_questions`; there is no question of these categories.
     """
     counts: Counter[str] = Counter()
     chosen = []
@@ -94,12 +102,12 @@ def choose_questions(
             chosen.append(question)
     if not chosen:
         among = f" of the categories {', '.join(categories)}" if categories else ""
-        raise ValueError(f"there is nothing to ask{among}: give --questions")
+        raise ValueError(f"there are no questions{among}: pass --questions")
     return chosen
 
 
 def as_question(record: dict, number: int) -> Question:
-    """A parsed line as a question; `number` is its id where it has none."""
+    """The question of a parsed line; `number` is the default of its id."""
     if not isinstance(record, dict):
         raise ValueError("not a JSON object")
     if "turns" in record:  # MT-Bench, Spec-Bench
@@ -108,12 +116,12 @@ def as_question(record: dict, number: int) -> Question:
             raise ValueError(f"turns must be a list of strings, got {turns!r}")
         return Question(_id_of(record, "question_id", number), record.get("category", "all"), tuple(turns))
     if "instruction_id_list" in record:  # IFEval
-        kinds, given = record["instruction_id_list"], record["kwargs"]
-        if not isinstance(kinds, list) or not isinstance(given, list) or not len(kinds) == len(given) > 0:
-            raise ValueError(f"an instruction_id_list and as many kwargs are needed, got {kinds!r} and {given!r}")
+        kinds, kwargs = record["instruction_id_list"], record["kwargs"]
+        if not isinstance(kinds, list) or not isinstance(kwargs, list) or not len(kinds) == len(kwargs) > 0:
+            raise ValueError(f"instruction_id_list and kwargs must have the same length, got {kinds!r} and {kwargs!r}")
         return Question(_id_of(record, "key", number), "ifeval", (_text_of(record, "prompt"),),
-                        tests=json.dumps({"instruction_id_list": kinds, "kwargs": given}))
-    if "test_list" in record:  # MBPP, whose sanitised version has a prompt in place of a text
+                        tests=json.dumps({"instruction_id_list": kinds, "kwargs": kwargs}))
+    if "test_list" in record:  # MBPP, whose sanitised version has `prompt` in place of `text`
         task, tests = _text_of(record, "prompt" if "prompt" in record else "text"), record["test_list"]
         if not _are_texts(tests):
             raise ValueError(f"test_list must be a list of strings, got {tests!r}")
@@ -126,12 +134,12 @@ def as_question(record: dict, number: int) -> Question:
         tests = f"{record['test']}\ncheck({record['entry_point']})\n" if "test" in record else None
         return Question(_id_of(record, "task_id", number), "humaneval", (_text_of(record, "prompt"),),
                         record.get("canonical_solution"), tests)
-    for asked, category in (("question", "gsm8k"), ("prompt", "prompts")):
-        if isinstance(record.get(asked), str):
-            given = record.get("answer")
-            return Question(_id_of(record, "question_id", number), record.get("category", category), (record[asked],),
-                            None if given is None else str(given))
-    raise ValueError("no known format: turns, task_id with prompt, test_list, question or prompt is needed")
+    for key, category in (("question", "gsm8k"), ("prompt", "prompts")):
+        if isinstance(record.get(key), str):
+            answer = record.get("answer")
+            return Question(_id_of(record, "question_id", number), record.get("category", category), (record[key],),
+                            None if answer is None else str(answer))
+    raise ValueError("no known format: a question needs turns, task_id and prompt, test_list, question or prompt")
 
 
 def _are_texts(value: object) -> bool:
@@ -145,7 +153,7 @@ def _text_of(record: dict, name: str) -> str:
 
 
 def _id_of(record: dict, name: str, number: int) -> int | str:
-    found = record.get(name, number)
-    if isinstance(found, bool) or not isinstance(found, (int, str)):
-        raise ValueError(f"{name} must be a number or a string, got {found!r}")
-    return found
+    value = record.get(name, number)
+    if isinstance(value, bool) or not isinstance(value, (int, str)):
+        raise ValueError(f"{name} must be a number or a string, got {value!r}")
+    return value

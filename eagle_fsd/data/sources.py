@@ -1,4 +1,4 @@
-"""Directories and hub repositories: what names them, and the local paths of their files."""
+"""Directories and hub repositories: check their names, find their files."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ from transformers.utils import cached_file
 
 
 def check_source(name: str, source: object) -> str:
-    """A directory or hub id as text. What is meant as a path is not looked for at the hub, which takes half a minute
-    without a network: no hub id by its form, the name of a file, or a path below a folder that is here.
+    """A directory or hub id as a string.
+
+    A missing path is not looked up at the hub, which takes half a minute without a network. A string is taken as a path
+    if it is no valid hub id, has the suffix of a weights file, or its parent is an existing folder.
 
     Raises:
-        TypeError: neither text nor a path.
-        ValueError: a file, or a path at which there is nothing.
+        TypeError: `source` is neither a string nor a path.
+        ValueError: `source` is a file or a missing path.
     """
     if not isinstance(source, (str, Path)):
         raise TypeError(f"{name} must be a directory or a hub id, got {source!r}")
@@ -31,13 +33,13 @@ def check_source(name: str, source: object) -> str:
     if isinstance(source, Path) or not is_hub_id(text):
         raise ValueError(f"{accepted}, there is no directory {text!r}")
     if path.parent != Path() and path.parent.is_dir() and not in_cache(text):
-        raise ValueError(f"{accepted}, there is no directory {text!r} (where a folder {str(path.parent)!r} is, no such "
-                         "hub id is asked for)")
+        raise ValueError(f"{accepted}, there is no directory {text!r} (it is not looked up at the hub, because there "
+                         f"is a folder {str(path.parent)!r})")
     return text
 
 
 def is_hub_id(text: str) -> bool:
-    """Whether the hub could have a repository of this name."""
+    """Whether the text is a valid name of a hub repository."""
     try:
         validate_repo_id(text)
     except HFValidationError:
@@ -46,11 +48,11 @@ def is_hub_id(text: str) -> bool:
 
 
 def fetch(source: str, filename: str, *, needed: bool = False) -> str | None:
-    """Local path of a file of a directory or hub repository; None where it has no such file, or none is in the cache
-    and the hub cannot be reached.
+    """The local path of a file in a directory or hub repository; None if the file does not exist, or is not in the
+    cache while the hub cannot be reached.
 
     Raises:
-        OSError: the repository cannot be found, or a hub's file that is `needed` is not to be had.
+        OSError: the repository does not exist, or a `needed` file of the hub is not available.
     """
     if Path(source).is_dir():
         path = Path(source) / filename
@@ -59,5 +61,5 @@ def fetch(source: str, filename: str, *, needed: bool = False) -> str | None:
 
 
 def in_cache(hub_id: str) -> bool:
-    """Whether the hub's cache has the config of a repository."""
+    """Whether the hub's cache contains the config of a repository."""
     return isinstance(try_to_load_from_cache(hub_id, "config.json"), str)

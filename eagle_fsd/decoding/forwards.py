@@ -151,7 +151,7 @@ class Forwards:
 
     def row(self, number: int) -> Forwards:
         """A copy for one request alone, without further room."""
-        alone = [cache.row_alone(number) for cache in self.caches]
+        alone = [cache.copy_of_row(number) for cache in self.caches]
         return Forwards(self.target, self.drafter, alone[0], alone[1] if len(alone) > 1 else None)
 
     def take_over(self, request: Request, before: CachedText, room: int, draft_room: int) -> None:
@@ -182,7 +182,7 @@ class Forwards:
         """
         held = before.tokens[: self.lengths[number]]
         kept = shared_prefix(held, request.tokens[:-1])  # the last token's logits are wanted
-        if self.target.limit_of(len(request.tokens)) != self.target.limit_of(len(before.tokens)):
+        if self.target.position_limit(len(request.tokens)) != self.target.position_limit(len(before.tokens)):
             kept = 0  # the keys of a short text and those of a long one differ
         if self.drafter is None or not self.drafter.reads_features:
             return kept, None

@@ -24,8 +24,8 @@ from ..drafting.latency import Latency
 from ..drafting.sizing import Choice, Drafting
 from ..drafting.text import Copies, TextDrafts, TextSource
 from ..heads.eagle import DraftHead
-from ..models.linear import is_packed
-from ..models.placement import weights_digest
+from ..models.digest import weights_digest
+from ..models.linear import packed_form
 from ..models.target import TargetModel
 from .decoder import Decoder
 from .request import Request, RequestParams
@@ -223,7 +223,7 @@ def circumstances(target: TargetModel, head: DraftHead | None) -> str:
     device = target.output_device
     threads = f"{device}, {processor_name()}, {torch.get_num_threads()} threads"
     return "; ".join([
-        is_packed(target.model) or "plain", target.digest(),
+        packed_form(target.model) or "plain", target.digest(),
         "no head" if head is None else weights_digest(head), str(target.dtype),
         torch.cuda.get_device_name(device) if device.type == "cuda" else threads,
         target.computed_by, f"torch {torch.__version__}", f"transformers {transformers.__version__}",

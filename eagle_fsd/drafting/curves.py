@@ -25,7 +25,7 @@ from torch import Tensor
 from ..data.files import cache_directory, save_atomically
 from ..data.sources import fetch
 from ..heads.eagle import DraftHead
-from ..models.placement import weights_digest
+from ..models.digest import weights_digest
 from ..models.target import TargetModel
 from .config import TreeConfig
 

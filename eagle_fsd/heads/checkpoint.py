@@ -1,8 +1,9 @@
-"""Draft heads in the published layouts: a directory or hub repository with `config.json` and `model.safetensors` or
-`pytorch_model.bin`, or an index and its shards. Those of EAGLE-1/2 are written in the same layout; those of EAGLE-3 are
-read in the layouts of its authors (`midlayer.*`), of SpecForge and of `speculators` (`layers.0.*`) and written in the
-first. The draft vocabulary of an EAGLE-1/2 head lies beside its weights, in a file that SGLang takes as
---speculative-token-map.
+"""Load and save draft heads in the published layouts: a directory or hub repository with `config.json` and
+`model.safetensors` or `pytorch_model.bin`, or an index and its shards.
+
+EAGLE-1/2 heads are saved in the layout in which they are loaded. EAGLE-3 heads are loaded in the layouts of its authors
+(`midlayer.*`), of SpecForge and of `speculators` (`layers.0.*`), and saved in the first. The draft vocabulary of an
+EAGLE-1/2 head is in a file beside its weights, which SGLang accepts as --speculative-token-map.
 
 D hidden size, R draft vocabulary, V vocabulary of the target.
 """
@@ -29,15 +30,15 @@ from .layouts import LAYER_IDS, check_draft_tokens, is_eagle3, llama_config, pla
 log = logging.getLogger(__name__)
 PLAIN = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")
-INDEX = ".index.json"  # after one of these: which of several files holds what
-TOKEN_MAP = "token_map.pt"  # a list of token ids, as FR-Spec (arXiv 2502.14856) publishes them
+INDEX = ".index.json"  # suffix to one of these: maps tensors to shards
+TOKEN_MAP = "token_map.pt"  # a list of token ids, in the format of FR-Spec (arXiv 2502.14856)
 
 
 def read_weights(path: str) -> object:
-    """What a file holds, tensors and plain values only.
+    """The content of a weights file: tensors and plain values only.
 
     Raises:
-        ValueError: it is damaged, or holds more than that.
+        ValueError: the file is damaged, or contains other objects.
     """
     try:
         if path.endswith(".safetensors"):
@@ -45,15 +46,15 @@ def read_weights(path: str) -> object:
         return torch.load(path, map_location="cpu", weights_only=True)
     except (SafetensorError, EOFError, OSError, RuntimeError, ValueError) as error:
         raise ValueError(f"{path} cannot be read as weights: {error}") from error
-    except Exception as error:  # pickle.UnpicklingError and whatever a broken pickle raises
-        raise ValueError(f"{path} was refused, since it holds more than tensors or is damaged: {error}") from error
+    except Exception as error:  # a broken pickle can raise any exception
+        raise ValueError(f"{path} was refused: it contains more than tensors, or is damaged: {error}") from error
 
 
 def weight_files(source: str) -> list[str]:
-    """Paths of the files with a head's weights: of one, or of an index and its shards; none where there are none.
+    """Paths of a head's weights: of one file, or of an index and its shards; empty if there are none.
 
     Raises:
-        ValueError: an index that cannot be read, or a shard that is not there.
+        ValueError: the index cannot be read, or a shard is missing.
     """
     for name in WEIGHTS:
         if path := fetch(source, name):
@@ -66,7 +67,7 @@ def weight_files(source: str) -> list[str]:
                 raise ValueError(f"{index} cannot be read as an index of weights: {error!r}") from error
             for shard, path in zip(shards, paths, strict=True):
                 if path is None:
-                    raise ValueError(f"{index} names {shard}, which is no file beside it")
+                    raise ValueError(f"{index} lists {shard}, which is no file in its folder")
             return [index, *paths]
     return []
 
@@ -75,24 +76,24 @@ def save_token_map(
     directory: str | Path,
     tokens: Tensor,  # [R] long
 ) -> Path:
-    """Put a draft vocabulary beside a head's weights; returns its path."""
+    """Save a draft vocabulary beside a head's weights; return its path."""
     path = Path(directory) / TOKEN_MAP
     save_atomically(path, lambda part: torch.save(tokens.tolist(), part))
     return path
 
 
 def read_tensors(files: list[str]) -> dict[str, Tensor]:
-    """The tensors of a head in `weight_files`, by our names.
+    """The tensors of a head in `weight_files`, under this library's names.
 
     Raises:
-        ValueError: a damaged file, or one that holds something else than plain tensors that a head can be made of.
+        ValueError: a file is damaged, or contains anything but plain tensors of a head.
     """
     tensors: dict[str, Tensor] = {}
     for path in files[1:] or files:
         state = read_weights(path)
         if not isinstance(state, dict) or not all(isinstance(name, str) and isinstance(value, Tensor)
                                                   for name, value in state.items()):
-            raise ValueError(f"{path} holds no dictionary of tensors by name")
+            raise ValueError(f"{path} contains no dictionary of tensors by name")
         tensors |= state
     path, tensors = files[0], plain_names(tensors, files[0])
     for name, value in tensors.items():
@@ -100,28 +101,28 @@ def read_tensors(files: list[str]) -> dict[str, Tensor]:
             continue
         if value.layout != torch.strided or value.is_meta or value.dtype not in PLAIN:
             raise ValueError(f"{path} cannot be used: {name} is {value.dtype}, {value.layout}, on {value.device}; "
-                             f"read are plain tensors of {', '.join(map(str, PLAIN))}")
+                             f"accepted: plain tensors of {', '.join(map(str, PLAIN))}")
         if not value.isfinite().all():
-            raise ValueError(f"{path} is damaged: {name} holds values that are not finite")
+            raise ValueError(f"{path} is damaged: {name} has values that are not finite")
     return tensors
 
 
 def load_head(source: str | Path) -> DraftHead:
-    """A draft head from a directory or hub id, in float32 on the CPU; an `Eagle3Head` where the files hold one.
+    """Load a draft head from a directory or hub id, in float32 on the CPU; an `Eagle3Head` for files of that kind.
 
-    Where the file has no embeddings, `shares_embeddings` is True and the target's must be given
-    (`head.share_embeddings(...)`; `eagle_fsd.load` does it). Where an EAGLE-3 head that names all tokens has no output
-    layer, the target's serves.
+    If the files have no embeddings, `shares_embeddings` is True, and the head needs the target's
+    (`head.share_embeddings(...)`; `eagle_fsd.load` calls it). An EAGLE-3 head with the whole vocabulary and without an
+    output layer uses the target's.
 
-    An EAGLE-1/2 head drafts the tokens of the `token_map.pt` beside its weights, where there is one, and no others.
+    If a `token_map.pt` is beside its weights, an EAGLE-1/2 head drafts only the tokens in it.
 
-    A changed bit among a file's numbers goes unnoticed unless a number is no longer finite: the format has no checksum.
+    A changed bit in the weights is not detected unless a number becomes infinite or NaN: the format has no checksum.
 
     Raises:
-        TypeError: `source` is neither text nor a path.
-        ValueError: not a head of this kind: files missing or damaged, keys missing, unknown or of the wrong shape,
-            numbers that are not finite, or a variant that is not read.
-        OSError: a hub id that cannot be found or fetched.
+        TypeError: `source` is neither a string nor a path.
+        ValueError: not a supported head: files are missing or damaged, keys are missing, unknown or of the wrong shape,
+            numbers are not finite, or the variant is not supported.
+        OSError: the hub id does not exist or cannot be downloaded.
     """
     source = check_source("a draft head", source)
     config_path = fetch(source, "config.json", needed=True)
@@ -130,16 +131,16 @@ def load_head(source: str | Path) -> DraftHead:
     fields = read_fields(config_path)
     files = weight_files(source)
     if not files:
-        raise ValueError(f"{source!r} has no weights; one of {', '.join(WEIGHTS)} is needed")
+        raise ValueError(f"{source!r} has no weights; a draft head needs one of {', '.join(WEIGHTS)}")
     state = read_tensors(files)
     config, eagle3 = llama_config(fields, state, config_path), is_eagle3(state)
     head = make_head(Eagle3Head if eagle3 else DraftHead, config, "fc.bias" in state, config_path)
-    if "fc.bias" not in state and not eagle3 and fields.get("bias", True):  # missing: true in the published code
-        log.info("%s has no fc.bias although its config says so; loading it without one", source)
+    if "fc.bias" not in state and not eagle3 and fields.get("bias", True):  # the published code defaults to true
+        log.info("%s has no fc.bias, although its config announces one; loading it without", source)
     _take_weights(head, state, files[0])
     token_map = fetch(source, TOKEN_MAP)
     if token_map and eagle3:
-        log.warning("%s is not used: an EAGLE-3 head has a draft vocabulary of its own", token_map)
+        log.warning("%s is ignored: an EAGLE-3 head has its own draft vocabulary", token_map)
     elif token_map:
         try:
             head.limit_vocabulary(torch.as_tensor(read_weights(token_map)))
@@ -150,10 +151,10 @@ def load_head(source: str | Path) -> DraftHead:
 
 @torch.no_grad()
 def make_head(kind: type[DraftHead], config: LlamaConfig, bias: bool, path: str) -> DraftHead:
-    """A head of random weights that has computed something.
+    """A head with random weights, after a trial forward.
 
     Raises:
-        ValueError: nothing can be made of, or computed with, what `path` says.
+        ValueError: no head can be constructed from the config at `path`, or the forward fails.
     """
     try:
         head = kind(config, bias=bias)
@@ -162,28 +163,29 @@ def make_head(kind: type[DraftHead], config: LlamaConfig, bias: bool, path: str)
             raise ValueError("what it computes is not finite")
         return head
     except Exception as error:  # anything that such sizes and names end in
-        raise ValueError(f"{path} describes no head that can be made: {type(error).__name__}: {error}") from error
+        raise ValueError(f"no head can be constructed from {path}: {type(error).__name__}: {error}") from error
 
 
-def check_place(directory: str | Path) -> None:
-    """Raise ValueError unless `directory` is new or an empty folder: what is in one may be anybody's model."""
+def require_empty(directory: str | Path) -> None:
+    """Raise ValueError unless `directory` is a new or empty folder, so that no model is overwritten."""
     if not str(directory):
         raise ValueError("the folder to write to has no name")
-    held = min(Path(directory).iterdir(), default=None) if Path(directory).is_dir() else None
-    if held is not None:
-        raise ValueError(f"{directory} holds {held.name}, and nothing is replaced: choose another folder or empty it")
+    first = min(Path(directory).iterdir(), default=None) if Path(directory).is_dir() else None
+    if first is not None:
+        raise ValueError(f"{directory} contains {first.name}, and nothing is overwritten: choose another folder or "
+                         "empty it")
 
 
 def copy_head(
     source: str | Path, directory: Path,
     tokens: Tensor,  # [R] long
 ) -> Path:
-    """Copy the files of a head and nothing that lies beside them, with a draft vocabulary, whose path is returned.
+    """Copy only the files of a head, and save a draft vocabulary, whose path is returned.
 
     Raises:
-        ValueError: see `check_place`.
+        ValueError: see `require_empty`.
     """
-    check_place(directory)
+    require_empty(directory)
     directory.mkdir(parents=True, exist_ok=True)
     for file in filter(None, (fetch(str(source), "config.json"), *weight_files(str(source)))):
         shutil.copyfile(file, directory / Path(file).name)
@@ -191,11 +193,11 @@ def copy_head(
 
 
 def _take_weights(head: DraftHead, state: dict[str, Tensor], path: str) -> None:
-    """Fill a head from tensors by our names; where there are no embeddings, or no output layer of an EAGLE-3 head that
-    names all tokens, the target's are to be shared.
+    """Load tensors under this library's names into a head. Without embeddings, or without the output layer of an
+    EAGLE-3 head with the whole vocabulary, the head is prepared to share the target's.
 
     Raises:
-        ValueError: keys missing, unknown or of the wrong shape.
+        ValueError: keys are missing, unknown or of the wrong shape.
     """
     if isinstance(head, Eagle3Head):
         check_draft_tokens(head, state, path)
@@ -203,7 +205,7 @@ def _take_weights(head: DraftHead, state: dict[str, Tensor], path: str) -> None:
             if head.config.tie_word_embeddings and "embed_tokens.weight" in state:
                 state["lm_head.weight"] = state["embed_tokens.weight"]
             elif head.target_hidden_size == head.config.hidden_size:
-                log.info("%s has no lm_head.weight: the target's output layer serves", path)
+                log.info("%s has no lm_head.weight: the head uses the target's output layer", path)
                 head.lm_head = None
     missing, unknown = head.state_dict().keys() - state.keys(), state.keys() - head.state_dict().keys()
     if missing == {"embed_tokens.weight"}:
@@ -219,7 +221,7 @@ def _take_weights(head: DraftHead, state: dict[str, Tensor], path: str) -> None:
         raise ValueError(f"{path} does not fit its config.json: {error}") from error
 
 
-# What consumers of heads read from config.json; the rest of a Llama config has no meaning for a head.
+# The fields of config.json that servers read; the rest of a Llama config has no meaning for a head.
 CONFIG_FIELDS = (
     "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads", "head_dim", "hidden_act", "max_position_embeddings", "rms_norm_eps", "rope_parameters",
@@ -229,10 +231,10 @@ CONFIG_FIELDS = (
 
 
 def config_fields(head: DraftHead, dtype: torch.dtype) -> dict[str, object]:
-    """What `config.json` says of a head whose weights are stored in this dtype."""
-    given = head.config.to_dict()
-    fields = {name: given[name] for name in CONFIG_FIELDS if given.get(name) is not None}
-    # Consumers on transformers 4 read the rotary embedding by older names.
+    """The fields of `config.json` for a head whose weights are stored in this dtype."""
+    config = head.config.to_dict()
+    fields = {name: config[name] for name in CONFIG_FIELDS if config.get(name) is not None}
+    # Servers on transformers 4 read the rotary embedding under older names.
     rope = dict(head.config.rope_parameters)
     fields["rope_theta"] = rope.pop("rope_theta")
     if rope.get("rope_type", "default") != "default":
@@ -250,21 +252,21 @@ def save_head(
     head: DraftHead, directory: str | Path, *, dtype: torch.dtype | None = None, file: str = "model.safetensors",
     **extra: object,
 ) -> Path:
-    """Write a head in the published layout, with its draft vocabulary; returns the path of the weights.
+    """Save a head in the published layout, with its draft vocabulary; return the path of the weights.
 
     Args:
-        directory: created where it does not exist; a `token_map.pt` in it goes where the head has no draft vocabulary.
-        dtype: type of the stored weights; None keeps the head's.
+        directory: created if it does not exist. A `token_map.pt` in it is removed if the head has no draft vocabulary.
+        dtype: of the stored weights; None: the head's.
         file: one of WEIGHTS.
-        extra: goes into config.json.
+        extra: additional fields of config.json.
 
     Raises:
-        TypeError: not a head, or an `extra` that JSON does not know.
-        ValueError: `file` is not in WEIGHTS, or not a dtype of floating point.
+        TypeError: not a head, or an `extra` that JSON cannot represent.
+        ValueError: `file` is not in WEIGHTS, or `dtype` is not floating.
         OSError: `directory` cannot be written.
     """
     if not isinstance(head, DraftHead):
-        raise TypeError(f"save_head writes a DraftHead, got {type(head).__name__}")
+        raise TypeError(f"head must be a DraftHead, got {type(head).__name__}")
     if file not in WEIGHTS:
         raise ValueError(f"file must be one of {', '.join(WEIGHTS)}, got {file!r}")
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
@@ -290,6 +292,6 @@ def save_head(
         save_token_map(directory, head.token_map)
     save_atomically(directory / "config.json", lambda path: path.write_text(text, encoding="utf-8"))
     kept = {file} if head.token_map is None else {file, TOKEN_MAP}
-    for other in {*WEIGHTS, *(name + INDEX for name in WEIGHTS), TOKEN_MAP} - kept:  # another head's
+    for other in {*WEIGHTS, *(name + INDEX for name in WEIGHTS), TOKEN_MAP} - kept:  # files of another head
         (directory / other).unlink(missing_ok=True)
     return directory / file

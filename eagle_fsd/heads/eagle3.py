@@ -1,4 +1,4 @@
-"""EAGLE-3 heads: features of several target layers in, a hidden state of their own, logits of their own out.
+"""EAGLE-3 heads: they read features of several target layers, and have their own hidden state and output layer.
 
 B batch, T tokens, D hidden size, R draft vocabulary.
 """
@@ -18,7 +18,7 @@ from .eagle import DraftHead
 
 
 class Eagle3Layer(LlamaDecoderLayer):
-    """A stock Llama layer whose attention reads [embedding, hidden state], each under a norm of its own."""
+    """A stock Llama layer whose attention reads [embedding, hidden state], each after its own norm."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__(config, layer_idx=0)
@@ -42,37 +42,37 @@ class Eagle3Layer(LlamaDecoderLayer):
 
 
 class Eagle3Head(DraftHead):
-    """EAGLE-3 (arXiv 2503.01840, section 3): features of several target layers in, logits of its own out.
+    """EAGLE-3 (arXiv 2503.01840, section 3): reads features of several target layers, has its own output layer.
 
-    `fc` joins the target's features once; from then on the head goes on from its own hidden states, before `norm`.
+    `fc` combines the target's features once; further steps continue from the head's own hidden states, before `norm`.
 
     Args:
-        config: as for `DraftHead`, with further fields: `draft_vocab_size` (R; default: the whole vocabulary),
-            `eagle_aux_hidden_state_layer_ids` (the target layers whose entering hidden states are read; default 2,
-            half and the third from the end), `target_hidden_size` (default: the head's own) and
-            `norm_before_residual` (default false: `hidden_norm` is only for attention). `attention_bias` gives q, k, v
-            and o a bias, `qkv_bias` q, k and v alone.
+        config: as for `DraftHead`, with additional fields: `draft_vocab_size` (R; default: the whole vocabulary),
+            `eagle_aux_hidden_state_layer_ids` (the target layers whose input hidden states are read; default: layers 2,
+            n/2 and n-3 of n), `target_hidden_size` (default: the head's own) and `norm_before_residual` (default
+            false: `hidden_norm` is only for attention). `attention_bias` gives q, k, v and o a bias, `qkv_bias` gives
+            one to q, k and v only.
         bias: whether `fc` has a bias.
     """
 
     kind = "EAGLE-3"
 
     def _build(self, config: LlamaConfig, bias: bool) -> None:
-        size, named = config.hidden_size, getattr(config, "draft_vocab_size", None) or config.vocab_size
-        if named > config.vocab_size:
-            raise ValueError(f"draft_vocab_size {named} exceeds vocab_size {config.vocab_size}")
+        size, drafted = config.hidden_size, getattr(config, "draft_vocab_size", None) or config.vocab_size
+        if drafted > config.vocab_size:
+            raise ValueError(f"draft_vocab_size {drafted} exceeds vocab_size {config.vocab_size}")
         layers = len(self._layer_ids) if self._layer_ids else 3
         self.fc = nn.Linear(layers * self.target_hidden_size, size, bias=bias)
-        own = config.attention_bias and not getattr(config, "qkv_bias", False)  # of the output projection, too
+        o_bias = config.attention_bias and not getattr(config, "qkv_bias", False)
         config.attention_bias = config.attention_bias or getattr(config, "qkv_bias", False)
         self.layers = nn.ModuleList([Eagle3Layer(config)])
-        if not own:
+        if not o_bias:
             self.layers[0].self_attn.o_proj.register_parameter("bias", None)
         self.hidden_norm = Norm(self.layers[0].hidden_norm)
         self.norm = LlamaRMSNorm(size, eps=config.rms_norm_eps)
-        self.lm_head: nn.Linear | None = nn.Linear(size, named, bias=False)  # None: the target's
-        # Draft token i is the target's i + d2t[i]; None: all tokens, under their own numbers.
-        offsets = torch.zeros(named, dtype=torch.long) if named < config.vocab_size else None
+        self.lm_head: nn.Linear | None = nn.Linear(size, drafted, bias=False)  # None: the target's
+        # Draft token i has the target's id i + d2t[i]; None: all tokens, with the same ids.
+        offsets = torch.zeros(drafted, dtype=torch.long) if drafted < config.vocab_size else None
         self.register_buffer("d2t", offsets)
 
     @property
@@ -91,12 +91,12 @@ class Eagle3Head(DraftHead):
         """See `DraftHead`.
 
         Raises:
-            ValueError: a target without those layers.
+            ValueError: the target lacks one of these layers.
         """
         return check_layers(self._layer_ids or default_layers(count), count)
 
     def limit_vocabulary(self, tokens: Tensor | None) -> None:
-        """Raises ValueError: the head was trained with the vocabulary that it has."""
+        """Raise ValueError: the draft vocabulary of an EAGLE-3 head is fixed in training."""
         raise ValueError("an EAGLE-3 head has its own output layer: its draft vocabulary cannot be changed")
 
     def read(self, features: Tensor) -> Tensor:
@@ -125,16 +125,17 @@ class Eagle3Head(DraftHead):
 
 
 def default_layers(count: int) -> tuple[int, ...]:
-    """Layers that EAGLE-3 heads read in a target of `count` layers where they do not say which."""
+    """The layers, of a target's `count`, that EAGLE-3 heads read by default."""
     return (2, count // 2, count - 3)
 
 
 def check_layers(layers: Sequence[int], count: int) -> tuple[int, ...]:
-    """Layers by depth.
+    """The layers in order of depth.
 
     Raises:
-        ValueError: a target of `count` layers has not all of them, or one is named twice.
+        ValueError: a target of `count` layers lacks one of them, or there is a duplicate.
     """
     if len(set(layers)) < len(layers) or not all(0 <= layer < count for layer in layers):
-        raise ValueError(f"features of what enters layers {tuple(layers)} are wanted; the target has {count}, from 0")
+        raise ValueError(f"feature layers must be distinct and from 0 to {count - 1}, the target's last, got "
+                         f"{tuple(layers)}")
     return tuple(sorted(layers))

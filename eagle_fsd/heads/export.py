@@ -1,7 +1,7 @@
-"""Writing a draft head as each server loads it.
+"""Export a draft head in the layout of a server.
 
-The three consumers read the same tensors and differ in three points: the file, the name of the architecture, and
-what they do with the bias of `fc`. Of the servers only vLLM's CPU build was run (`make test-vllm`).
+The three servers read the same tensors. They differ in the file, the name of the architecture, and the treatment of
+`fc`'s bias. Of the servers only vLLM's CPU build was tested (`make test-vllm`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from ..models.loading import load_target
-from .checkpoint import check_place, load_head, save_head
+from .checkpoint import load_head, require_empty, save_head
 from .eagle import DraftHead
 from .eagle3 import Eagle3Head
 
@@ -22,17 +22,17 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Layout:
-    """What a consumer of heads expects.
+    """The layout of heads that a server expects.
 
     Args:
-        architecture: its name for a head, in config.json.
-        bias: of `fc`: "any" follows the config; "always" has one and leaves it at random where the file has none;
-            "never" ignores the file's without a word.
+        architecture: the server's name for a head, in config.json.
+        bias: of `fc`: "any" follows the config; "always" has a bias, which stays random if the file has none; "never"
+            silently ignores the file's.
         file: name of the weights file.
-        embeddings: whether the file must hold the token embeddings (the target's are used otherwise).
-        token_map: whether it can draft a reduced vocabulary.
-        eagle3: whether EAGLE-3 heads are written for it; as saved, they have the layout of their authors.
-        activations: that its layer computes; None: not looked up.
+        embeddings: whether the file must contain the token embeddings (otherwise the server uses the target's).
+        token_map: whether the server can draft a reduced vocabulary.
+        eagle3: whether EAGLE-3 heads are exported for it, in the layout of their authors.
+        activations: those that the server supports; None: not checked.
     """
 
     architecture: str
@@ -53,7 +53,7 @@ LAYOUTS: dict[str, Layout] = {
 
 
 def has_trained_bias(head: DraftHead) -> bool:
-    """Whether `fc` has a bias that does anything."""
+    """Whether `fc` has a bias that is not zero."""
     return head.fc.bias is not None and bool(head.fc.bias.detach().abs().max() > 0)
 
 
@@ -61,29 +61,29 @@ def export_head(
     source: str | Path, to: str, directory: str | Path, *, target: str | Path | None = None,
     dtype: torch.dtype = torch.bfloat16, trust_remote_code: bool = False,
 ) -> Path:
-    """Write a head as a consumer loads it; returns the path of the weights.
+    """Export a head in the layout of a server; return the path of the weights.
 
-    A reduced draft vocabulary goes with it where the consumer can use one, and is left out with a warning elsewhere.
+    A reduced draft vocabulary is exported if the server supports it, and otherwise omitted with a warning.
 
     Args:
-        source: a head that `load_head` reads. to: a name in LAYOUTS.
-        target: where the embeddings come from, for a consumer that wants them in a head without its own.
+        source: a head for `load_head`. to: a name in LAYOUTS.
+        target: source of the embeddings, if the server needs them and the head has none.
 
     Raises:
-        ValueError: an unknown consumer, a head that it does not take (an EAGLE-3 head, an activation), a trained bias
-            that it would drop, missing embeddings, or a folder that is not empty.
+        ValueError: the server is unknown, or does not support the head (EAGLE-3, the activation), or would drop its
+            trained bias; embeddings are missing; or the folder is not empty.
         OSError: `directory` cannot be written.
     """
     if to not in LAYOUTS:
         raise ValueError(f"unknown format {to!r}; accepted: {', '.join(LAYOUTS)}")
-    check_place(directory)
+    require_empty(directory)
     layout, head = LAYOUTS[to], load_head(source)
     eagle3 = isinstance(head, Eagle3Head)
     if eagle3 and not layout.eagle3:
-        raise ValueError(f"{source} is an EAGLE-3 head, which is exported to "
+        raise ValueError(f"{source} is an EAGLE-3 head, which can be exported to "
                          f"{', '.join(name for name, each in LAYOUTS.items() if each.eagle3)} only, got {to}")
     if layout.activations and head.config.hidden_act not in layout.activations:
-        raise ValueError(f"{source} has the activation {head.config.hidden_act!r}; {to} computes "
+        raise ValueError(f"{source} has the activation {head.config.hidden_act!r}; {to} supports "
                          f"{' and '.join(layout.activations)} only")
     if layout.bias == "never":
         if has_trained_bias(head):
@@ -93,20 +93,20 @@ def export_head(
         head.fc.bias = torch.nn.Parameter(torch.zeros(head.config.hidden_size))
     if layout.embeddings and head.shares_embeddings:
         if target is None:
-            raise ValueError(f"{source} has no embeddings, and {to} wants them in the file: give the target")
+            raise ValueError(f"{source} has no embeddings, and {to} needs them in the file: pass the target")
         model, _ = load_target(target, device="cpu", trust_remote_code=trust_remote_code)
         embeddings = model.get_input_embeddings().weight.detach()
-        wanted = (head.config.vocab_size, head.config.hidden_size)
+        shape = (head.config.vocab_size, head.config.hidden_size)
         if not embeddings.is_floating_point():
-            raise ValueError(f"the embeddings of {target} are {embeddings.dtype}: give the target before quantisation")
-        if tuple(embeddings.shape) != wanted:
-            raise ValueError(f"the embeddings of {target} are {tuple(embeddings.shape)}, the head needs {wanted}")
+            raise ValueError(f"the embeddings of {target} are {embeddings.dtype}: pass the target before quantisation")
+        if tuple(embeddings.shape) != shape:
+            raise ValueError(f"the embeddings of {target} are {tuple(embeddings.shape)}, the head needs {shape}")
         vars(head).pop("embed_tokens")
         head.embed_tokens = torch.nn.Embedding.from_pretrained(embeddings.float())
     if head.token_map is not None and not layout.token_map:
-        log.warning("%s drafts all %d tokens: it takes no reduced vocabulary", to, head.config.vocab_size)
+        log.warning("%s does not support a reduced vocabulary: it drafts all %d tokens", to, head.config.vocab_size)
         head.limit_vocabulary(None)
-    # There attention_bias is o's as well; qkv_bias stays.
+    # In vLLM, attention_bias would give o a bias, too; qkv_bias stays.
     own = {"attention_bias": False} if to == "vllm" and head.layers[0].self_attn.o_proj.bias is None else {}
     if eagle3:
         return save_head(head, directory, dtype=dtype, **own)

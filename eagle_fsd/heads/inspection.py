@@ -1,4 +1,4 @@
-"""What a draft head is, whether it fits a target, and what would be wrong with it for each server."""
+"""Inspect a draft head: its properties, whether it fits a target, and its problems with each server."""
 
 from __future__ import annotations
 
@@ -17,8 +17,12 @@ from .layouts import LAYER_IDS
 
 @dataclass(frozen=True)
 class Inspection:
-    """What `inspect_head` finds: `facts` by name, whether the target fits (None: none given), and what is wrong with
-    the head for each server as it is (nothing: it can be served unchanged; not judged for EAGLE-3 heads)."""
+    """The result of `inspect_head`.
+
+    facts: properties by name.
+    target_problems: why the head does not fit the target; None: no target was passed.
+    server_problems: why each server cannot serve the files unchanged; not checked for EAGLE-3 heads.
+    """
 
     facts: dict[str, str]
     target_problems: list[str] | None
@@ -28,10 +32,10 @@ class Inspection:
 def inspect_head(
     source: str | Path, target: str | Path | None = None, *, trust_remote_code: bool = False
 ) -> Inspection:
-    """What a head is, whether it fits a target, and what would be wrong with it for each server.
+    """The properties of a head, whether it fits a target, and its problems with each server.
 
     Raises:
-        ValueError: not a head.
+        ValueError: not a supported head, see `load_head`.
     """
     head = load_head(source)
     config, eagle3, named = head.config, isinstance(head, Eagle3Head), head.draft_vocab_size
@@ -53,7 +57,7 @@ def inspect_head(
     if eagle3:
         layers = ", ".join(map(str, getattr(config, LAYER_IDS, None) or ("2", "n/2", "n-3")))
         facts["output layer"] = "the target's" if head.lm_head is None else "its own"
-        facts["reads"] = f"what enters layers {layers} of the target's n"
+        facts["reads"] = f"the inputs of layers {layers} of the target's n"
     architecture = (getattr(config, "architectures", None) or ["none"])[0]
     problems = {} if eagle3 else {
         name: layout_problems(head, layout, architecture, Path(source)) for name, layout in LAYOUTS.items()
@@ -63,7 +67,7 @@ def inspect_head(
 
 
 def target_problems(head: DraftHead, target: str | Path, trust_remote_code: bool) -> list[str]:
-    """Why a head does not fit a target, judged by the target's config."""
+    """Why a head does not fit a target, according to the target's config."""
     config = AutoConfig.from_pretrained(target_source(target), trust_remote_code=trust_remote_code)
     config = config.get_text_config(decoder=True)
     pairs = (("hidden size", head.target_hidden_size, config.hidden_size),
@@ -77,14 +81,14 @@ def target_problems(head: DraftHead, target: str | Path, trust_remote_code: bool
 
 
 def layout_problems(head: DraftHead, layout: Layout, architecture: str, source: Path) -> list[str]:
-    """What a consumer would get wrong with the head's files as they are."""
+    """Why a server cannot serve the head's files unchanged."""
     problems = []
     if architecture != layout.architecture:
-        problems.append(f"config.json names the architecture {architecture}, wanted is {layout.architecture}")
+        problems.append(f"config.json has the architecture {architecture}, required is {layout.architecture}")
     if layout.bias == "never" and has_trained_bias(head):
-        problems.append("its trained fc.bias would be dropped without a word")
+        problems.append("the server would silently drop its trained fc.bias")
     if layout.bias == "always" and head.fc.bias is None:
-        problems.append("it has no fc.bias, and one left at random would be used")
+        problems.append("it has no fc.bias, and the server would use a random one")
     if layout.embeddings and head.shares_embeddings:
         problems.append("the file has no embed_tokens.weight")
     if source.is_dir() and not (source / layout.file).is_file():

@@ -1,4 +1,4 @@
-"""Which tokens a draft head should name: those that the target's answers are made of (FR-Spec, arXiv 2502.14856).
+"""Choose a draft vocabulary: the most frequent tokens of the target's answers (FR-Spec, arXiv 2502.14856).
 
 V vocabulary of the target, R of the draft.
 """
@@ -18,48 +18,48 @@ from transformers import PreTrainedTokenizerBase
 from ..data.conversations import read_records
 
 log = logging.getLogger(__name__)
-BLOCK = 1024  # tokens; every tenth block is kept back to measure the coverage on
+BLOCK = 1024  # tokens; every tenth block is held out to measure the coverage
 
 
 @dataclass(frozen=True)
 class TokenCounts:
-    """How often each token occurs in answers.
+    """Counts of each token in answers.
 
-    counted, kept_back: [V], of nine blocks of text in ten, and of the others. special: tokens that are always named.
+    counts, held_out: [V], of nine blocks of text in ten, and of the tenth. special: tokens that are always included.
     """
 
-    counted: np.ndarray
-    kept_back: np.ndarray
+    counts: np.ndarray
+    held_out: np.ndarray
     special: tuple[int, ...] = ()
 
     def ranked(self, counts: np.ndarray) -> np.ndarray:
-        """[V] tokens: special ones, then by how often they occur; those that never do by number, where BPE has what is
-        common first."""
+        """[V] tokens: special ones, then by frequency; tokens that never occur by id, since BPE assigns low ids to
+        common ones."""
         counts = counts.copy()
         counts[list(self.special)] = np.iinfo(counts.dtype).max
         return np.argsort(-counts, kind="stable")
 
     def coverage(self) -> np.ndarray:
-        """[V]: the share of the text kept back that the R most frequent tokens of the other text make up, at R - 1."""
-        held = self.kept_back if self.kept_back.any() else self.counted  # of a few tokens nothing is kept back
-        return held[self.ranked(self.counted)].cumsum() / held.sum()
+        """[V]: at R - 1, the share of the held-out text in the R most frequent tokens of the other text."""
+        text = self.held_out if self.held_out.any() else self.counts  # a short text has no held-out block
+        return text[self.ranked(self.counts)].cumsum() / text.sum()
 
-    def commonest(self, size: int) -> np.ndarray:
-        """[R] the most frequent tokens of all the text, by number.
+    def most_frequent(self, size: int) -> np.ndarray:
+        """[R] the most frequent tokens of all text, in order of their ids.
 
         Raises:
-            ValueError: more than there are, or fewer than the special ones.
+            ValueError: R is above the vocabulary, or below the number of special tokens.
         """
-        lowest, highest = max(1, len(self.special)), len(self.counted)
+        lowest, highest = max(1, len(self.special)), len(self.counts)
         if not lowest <= size <= highest:
             raise ValueError(f"a draft vocabulary must have {lowest} to {highest} tokens, got {size}")
-        return np.sort(self.ranked(self.counted + self.kept_back)[:size])
+        return np.sort(self.ranked(self.counts + self.held_out)[:size])
 
     def size_for(self, coverage: float) -> int:
-        """The smallest R that covers so much of the text kept back.
+        """The smallest R with this coverage of the held-out text.
 
         Raises:
-            ValueError: a share that is not in (0, 1].
+            ValueError: the coverage is not in (0, 1].
         """
         if not 0 < coverage <= 1:
             raise ValueError(f"coverage must be a share in (0, 1], got {coverage!r}")
@@ -69,39 +69,38 @@ class TokenCounts:
 def count_tokens(
     sources: Sequence[str], vocab_size: int, tokenizer: PreTrainedTokenizerBase | None = None
 ) -> TokenCounts:
-    """Count the tokens of answers, and of plain text.
+    """Count the tokens of answers and of plain text.
 
     Args:
-        sources: files that `read_records` reads, and folders of `train.prepare_data`, which need no tokenizer.
+        sources: files for `read_records`, and folders by `train.prepare_data`, which need no tokenizer.
 
     Raises:
-        ValueError: neither files nor such folders, text without a tokenizer, nothing to count, or tokens beyond the
-            vocabulary.
+        ValueError: a source is neither, text has no tokenizer, there are no tokens, or some are beyond the vocabulary.
     """
     counts, seen = np.zeros((2, vocab_size), np.int64), 0
     for source in sources:
         for ids in _tokens_of(Path(source), tokenizer):
             if len(ids) and not 0 <= ids.min() <= ids.max() < vocab_size:
-                raise ValueError(f"{source} holds token {ids.max()}, the head knows 0 to {vocab_size - 1}")
+                raise ValueError(f"{source} contains token {ids.max()}; the head's vocabulary is 0 to {vocab_size - 1}")
             blocks = np.arange(seen, seen + len(ids)) // BLOCK
             np.add.at(counts, ((blocks % 10 == 9).astype(int), ids), 1)
             seen += len(ids)
     if not seen:
-        raise ValueError(f"there is no answer to count tokens of in {', '.join(sources)}")
+        raise ValueError(f"{', '.join(sources)} must contain answers to count, got none")
     added = tokenizer.added_tokens_decoder if tokenizer else {}
     special = {*(tokenizer.all_special_ids if tokenizer else ()), *(n for n, token in added.items() if token.special)}
     return TokenCounts(counts[0], counts[1], tuple(sorted(number for number in special if number < vocab_size)))
 
 
 def _tokens_of(source: Path, tokenizer: PreTrainedTokenizerBase | None) -> Iterator[np.ndarray]:
-    """The tokens of each answer or plain text, without what the chat template puts around them."""
+    """The tokens of each answer or plain text, without those of the chat template."""
     if (source / "learned.npy").is_file():
         yield np.load(source / "tokens.npy")[np.load(source / "learned.npy")]
         return
     if not source.is_file():
         raise ValueError(f"{source} is neither a file nor a dataset of train.prepare_data")
     if tokenizer is None:
-        raise ValueError("text needs the target's tokenizer: give the target")
+        raise ValueError("text needs the target's tokenizer: pass the target")
     bad: Counter[str] = Counter()
     for record in tqdm(read_records(str(source)), desc=source.name, unit="row", disable=None, leave=False):
         if record.reason is not None:

@@ -14,8 +14,8 @@ from transformers import GenerationConfig
 
 from ..api import generate
 from ..decoding.output import Output
-from ..models.linear import is_packed
-from ..models.placement import weights_digest
+from ..models.digest import weights_digest
+from ..models.linear import packed_form
 from ..pair import EagleModel
 from ..prompts import encode_prompt
 from .settings import ComparisonOptions
@@ -42,7 +42,7 @@ def prompt_seed(seed: int, prompt: object) -> int:
 def described(model: EagleModel, options: ComparisonOptions | None = None) -> dict[str, object]:
     """Everything besides the method that answers depend on, as JSON values."""
     facts = {"target": model.target.digest(), "head": None if model.draft is None else weights_digest(model.draft),
-             "dtype": str(model.target.dtype), "weights": is_packed(model.target.model) or "plain",
+             "dtype": str(model.target.dtype), "weights": packed_form(model.target.model) or "plain",
              "device": str(model.target.device), "threads": torch.get_num_threads()}
     if options is not None:
         names = ("temperature", "seed", "max_new_tokens", "repeats", "run_code")

@@ -1,5 +1,5 @@
-"""The target as the method sees it: adapter over any causal LM, caches, tree attention, loading. Imports no torch."""
+"""The target model: an adapter over any causal LM, caches, tree attention, loading. Imports no torch."""
 
-STOCK = ("sdpa", "eager")  # the attention implementations of transformers that take an arbitrary 4D mask
-GROUPED, SPLIT = "grouped", "split"  # ours, see `attention`
+STOCK = ("sdpa", "eager")  # attention implementations of transformers that accept an arbitrary 4D mask
+GROUPED, SPLIT = "grouped", "split"  # our own, see `attention`
 IMPLEMENTATIONS = (*STOCK, GROUPED, SPLIT)

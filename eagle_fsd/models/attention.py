@@ -1,7 +1,7 @@
-"""Attention implementations of our own for trees, beside the stock ones.
+"""Two attention implementations for trees, in addition to the stock ones.
 
-Both serve any model whose attention is chosen by name: "grouped" is stock sdpa without its copies of shared keys,
-"split" runs the prefix without a mask by flash-attn, which must be installed, and joins the tree to it.
+Both work with any model that selects its attention by name. "grouped" is stock sdpa without its copies of shared keys.
+"split" runs flash-attn, which must be installed, over the prefix without a mask, and merges the tree's attention.
 
 B batch, H query heads, K key heads, G = H / K, L prefix length, N nodes (queries), M columns of a mask, P keys of a
 part, D head size, W head size of the values.
@@ -20,11 +20,11 @@ stock_attention = AttentionInterface()["sdpa"]
 
 
 def turn_off_cudnn() -> None:
-    """Have sdpa take no kernel of cuDNN, which PyTorch prefers on Hopper: cuDNN compiles one for every new number of
-    keys, some 37 ms on an H100, and in decoding each forward has one.
+    """Disable cuDNN's kernels in sdpa, which PyTorch prefers on Hopper: cuDNN compiles a kernel for each new number of
+    keys, some 37 ms on an H100, and in decoding each forward has a new one.
 
-    For the whole process and for good: PyTorch has one flag for all threads, which `torch.nn.attention.sdpa_kernel`
-    sets as well. Changed around each forward it would be what another thread's forward leaves it at.
+    This holds for the whole process from then on. PyTorch has one flag for all threads, also used by
+    `torch.nn.attention.sdpa_kernel`; if each forward changed it, threads would overwrite each other's value.
     """
     torch.backends.cuda.enable_cudnn_sdp(False)
 
@@ -39,15 +39,16 @@ def grouped_attention(
     scaling: float | None = None,
     dropout: float = 0.0,
     softcap: float | None = None,
-    s_aux: Tensor | None = None,  # [H], a logit that takes its share of the weight and has no value (GPT-OSS)
+    s_aux: Tensor | None = None,  # [H], attention sink: a logit in the softmax without a value (GPT-OSS)
     **options: object,
 ) -> tuple[Tensor, None]:  # [B, N, H, W]
-    """Stock sdpa; but where that would copy shared keys for every head because there is a mask, the kernel shares them.
+    """Stock sdpa, without the copies of shared keys that stock sdpa makes for every head under a mask.
 
-    The kernel is the same on a CPU, and so is every bit of the result. On CUDA no kernel but the slow one does that.
-    In half precision the kernel converts all keys for each head: where a batch decodes single tokens, the heads that
-    share keys stand side by side as positions of one, several times as fast, and now and then a last bit differs.
-    With a soft cap or sinks, for which sdpa has no place, it computes what eager attention does.
+    On a CPU the kernel and every bit of the result are the same. On CUDA only the slowest kernel shares keys, so that
+    the stock function runs. In half precision the kernel converts all keys for each head: for single tokens of a
+    batch, the heads that share keys are passed as positions of one head, which is several times as fast and
+    occasionally differs in the last bit. A soft cap and sinks, which sdpa does not support, are computed as in eager
+    attention.
     """
     if softcap is not None or s_aux is not None:
         if attention_mask is None:
@@ -87,13 +88,13 @@ def split_attention(
     prefix_lengths: Tensor | None = None,  # [B] int32, how many keys of the prefix each row sees; None: all
     **options: object,
 ) -> tuple[Tensor, None]:  # [B, N, H, W]
-    """The prefix without a mask by flash-attn, joined with the masked rest by log-sum-exp.
+    """Attention over the prefix by flash-attn without a mask, merged with the masked rest by log-sum-exp.
 
-    FlashAttention (arXiv 2205.14135, section 3.1) joins blocks of keys in the same way. Masks of all keys go to
-    `grouped_attention`.
+    FlashAttention (arXiv 2205.14135, section 3.1) merges blocks of keys in the same way. A mask of all keys is passed
+    to `grouped_attention`.
 
     Raises:
-        ValueError: there is no flash-attn for these tensors.
+        ValueError: flash-attn is not installed or does not support these tensors.
     """
     prefix = key.shape[2] if attention_mask is None else key.shape[2] - attention_mask.shape[-1]
     if not prefix:
@@ -102,7 +103,7 @@ def split_attention(
         )
     scale, nodes = query.shape[-1] ** -0.5 if scaling is None else scaling, query.shape[2]
     if attention_mask is None:
-        if nodes > 1:  # from an empty cache; a static one has more keys by then
+        if nodes > 1:  # the cache was empty; a static cache has more keys than nodes
             key, value = key[:, :, :nodes], value[:, :, :nodes]
         out, lse = _flash(query, key, value, scale, softcap, causal=nodes > 1)
         if s_aux is not None:
@@ -147,10 +148,10 @@ def _flash(
     lengths: Tensor | None = None,  # [B] int32, see `split_attention`
     causal: bool = False,
 ) -> tuple[Tensor, Tensor]:  # [B, K, G, N, W], and the log-sum-exp of the scores [B, K, G, N] in float32
-    """Attention by flash-attn, which but for `causal` no two nodes of a row do differently."""
+    """Attention by flash-attn; unless `causal`, all nodes of a row see the same keys."""
     flash = flash_for(query, value)
     if flash is None:
-        raise ValueError(f"no flash-attn is installed that serves {query.dtype} and heads of {query.shape[-1]} on "
+        raise ValueError(f"no installed flash-attn supports {query.dtype} and heads of size {query.shape[-1]} on "
                          f"{query.device}")
     each = (states.transpose(1, 2) for states in (query, key, value))
     out, lse, *_ = flash(  # [B, N, H, W], [B, H, N]

@@ -1,4 +1,4 @@
-"""flash-attn where it is installed: which of its packages serves a device.
+"""flash-attn, if installed: the package that supports a device.
 
 B batch, H query heads, K key heads, N nodes (queries), P keys, D head size.
 """
@@ -19,7 +19,7 @@ HALF_DTYPES = (torch.float16, torch.bfloat16)
 
 
 def flash_for(query: Tensor, value: Tensor) -> Callable | None:
-    """`flash_attn_with_kvcache`, or what stands for it, where it is installed and serves these tensors."""
+    """`flash_attn_with_kvcache` or its equivalent, if an installed package supports these tensors; else None."""
     size = query.shape[-1]
     if query.dtype not in HALF_DTYPES or size != value.shape[-1] or size % 8 or size > 256:
         return None
@@ -28,22 +28,22 @@ def flash_for(query: Tensor, value: Tensor) -> Callable | None:
 
 @functools.cache
 def find_flash(device: torch.device) -> Callable | None:
-    """That of version 3 or 4 on Hopper, of 4 on newer ones, else of version 2; None: there is none to be imported."""
+    """The function of version 3 or 4 on Hopper, of 4 on newer devices, else of 2; None: no package can be imported."""
     major = _capability(device)
     packages = {"flash_attn_interface": major == 9, "flash_attn.cute": major >= 9, "flash_attn": major >= 8}
-    for name in (name for name, serves in packages.items() if serves):
+    for name in (name for name, supported in packages.items() if supported):
         try:
             module = importlib.import_module(name)
             return _version_4(module) if name == "flash_attn.cute" else module.flash_attn_with_kvcache
         except ModuleNotFoundError:
             continue
-        except Exception as error:  # an extension that was built for another torch raises anything
-            log.warning("%s is not used: %s", name, error)
+        except Exception as error:  # an extension built for another torch can raise any exception
+            log.warning("%s cannot be imported: %s", name, error)
     return None
 
 
 def _version_4(module: ModuleType) -> Callable:
-    """Under the signature of the others. num_splits=0: the keys in as many parts as pay, their default."""
+    """Adapt version 4 to the signature of the others. num_splits=0, their default, selects the number of splits."""
 
     def flash_attn_with_kvcache(query, key, value, *, cache_seqlens, return_softmax_lse, **options):
         ragged = functools.partial(module.flash_attn_varlen_func, seqused_k=cache_seqlens)

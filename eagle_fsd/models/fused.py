@@ -1,8 +1,8 @@
-"""The decoder of Llama's shape with as few operations as PyTorch takes for it: a target's, and a draft head's layer.
+"""A decoder of Llama's architecture in as few PyTorch operations as possible, for targets and draft heads.
 
-Written from the equations: pre-norm blocks of grouped-query attention with rotary positions and a gated MLP. It reads
-the stock modules' own weights, where they lie; `models.linear` may have packed them. Families that differ by biases,
-norms on queries and keys, scales, or layers without positions are served (`FAMILIES`), others are refused.
+Written from the equations: pre-norm blocks of grouped-query attention with rotary positions and a gated MLP. It uses
+the stock modules' own weights in place; `models.linear` may have packed them. It supports families that differ by
+biases, norms on queries and keys, scales, or layers without positions (`FAMILIES`), and refuses others.
 
 B batch, N tokens of a forward, L prefix length, M keys, D hidden size, H query heads, K key heads, G = H / K, S head
 size, I inner size of the MLP, C capacity of the cache.
@@ -24,17 +24,17 @@ FAMILIES = {"LlamaModel", "MistralModel", "Qwen2Model", "Qwen3Model", "SmolLM3Mo
 BLOCK = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
 MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
-FIXED_ROPE = {None, "default", "linear", "llama3", "yarn"}  # whose angles depend on the position alone
-SPARE = 1024  # further positions of a rotary table, for the next request
-ROWS_AS_ONE = 64  # queries up to which the heads that share keys are computed as rows of one head
+FIXED_ROPE = {None, "default", "linear", "llama3", "yarn"}  # the angles depend on the position alone
+SPARE = 1024  # additional positions of a rotary table, for the next request
+MERGED_ROWS = 64  # up to this many queries, the heads that share keys are computed as rows of one head
 
 
-class Unfit(ValueError):
-    """A module that is not of this shape; the message says why."""
+class Unsupported(ValueError):
+    """A module that the fused decoder does not support, with the reason."""
 
 
 class Rotary:
-    """Cosines and sines of positions, from the stock module that knows the model's kind of them."""
+    """A table of cosines and sines by position, computed by the model's stock rotary module."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -42,16 +42,16 @@ class Rotary:
 
     def __call__(
         self,
-        positions: Tensor | None,  # [B, N]; None: those from `start` on
+        positions: Tensor | None,  # [B, N]; None: `count` positions from `start` on
         start: int,
         count: int,
         capacity: int,  # above all positions
-        like: Tensor,  # of the dtype and device of the result
-    ) -> tuple[Tensor, Tensor]:  # [B or 1, N, 1, S]; the sines of the first half with the sign of `rotate`
+        like: Tensor,  # has the dtype and device of the result
+    ) -> tuple[Tensor, Tensor]:  # [B or 1, N, 1, S]; the first half of the sines is negated, as `rotate` needs it
         table = self.table
         if table is None or len(table[0]) < capacity or table[0].device != like.device or table[0].dtype != like.dtype:
-            places = torch.arange(capacity + SPARE, device=like.device)[None]
-            cos, sin = (each[0] for each in self.module(like, places))
+            every = torch.arange(capacity + SPARE, device=like.device)[None]
+            cos, sin = (each[0] for each in self.module(like, every))
             sin = torch.cat([-sin[:, : sin.shape[1] // 2], sin[:, sin.shape[1] // 2 :]], -1)
             table = self.table = cos, sin
         cos, sin = ((each[start : start + count][None] if positions is None else each[positions]) for each in table)
@@ -62,44 +62,44 @@ def rotate(
     states: Tensor,  # [B, N, heads, S], changed in place
     rotation: tuple[Tensor, Tensor],
 ) -> None:
-    """Rotary embedding (arXiv 2104.09864, equation 34) in the order of Llama: element i turns with i + S / 2."""
-    turned = states.roll(states.shape[-1] // 2, -1)
-    states.mul_(rotation[0]).addcmul_(turned, rotation[1])
+    """Rotary embedding (arXiv 2104.09864, equation 34) in Llama's order: element i is paired with i + S / 2."""
+    partners = states.roll(states.shape[-1] // 2, -1)
+    states.mul_(rotation[0]).addcmul_(partners, rotation[1])
 
 
 class Norm:
     """Root mean square normalisation (arXiv 1910.07467): x / sqrt(mean(x^2) + eps) * weight, in the weight's dtype.
 
-    As x / sqrt(|x|^2 + D eps) * (sqrt(D) weight), the last factor being kept in the dtype of x: operations on two
-    dtypes take several times as long. It is made anew where the weight has changed.
+    Computed as x / sqrt(|x|^2 + D eps) * (sqrt(D) weight). The last factor is cached in the dtype of x, because
+    operations on two dtypes take several times as long, and is recomputed when the weight changes.
 
     Raises:
-        Unfit: a module of another kind.
+        Unsupported: the module is no RMS norm.
     """
 
     def __init__(self, module: nn.Module) -> None:
         if not hasattr(module, "variance_epsilon") or [name for name, _ in module.named_parameters()] != ["weight"]:
-            raise Unfit(f"its norm is a {type(module).__name__}")
+            raise Unsupported(f"its norm is a {type(module).__name__}")
         self.module = module
-        self.made_of: tuple | None = None  # where the weight lay, its version, and for which dtype
+        self.gain_key: tuple | None = None  # address and version of the weight, dtype of x
 
     def __call__(self, hidden: Tensor) -> Tensor:  # [..., D] float32 or wider -> [..., D]
         weight = self.module._parameters["weight"]
-        now = weight.data_ptr(), 0 if weight.is_inference() else weight._version, hidden.dtype
-        if self.made_of != now:
+        key = weight.data_ptr(), 0 if weight.is_inference() else weight._version, hidden.dtype
+        if self.gain_key != key:
             size = hidden.shape[-1]
             self.gain = weight.detach().to(hidden.dtype) * size**0.5
-            self.least = torch.tensor((size * self.module.variance_epsilon) ** 0.5)
-            self.made_of = now
-        root = torch.hypot(torch.linalg.vector_norm(hidden, dim=-1, keepdim=True), self.least)
+            self.root_epsilon = torch.tensor((size * self.module.variance_epsilon) ** 0.5)
+            self.gain_key = key
+        root = torch.hypot(torch.linalg.vector_norm(hidden, dim=-1, keepdim=True), self.root_epsilon)
         return (hidden / root).mul_(self.gain).to(weight.dtype)
 
 
 class FusedLayer:
-    """One block; the first of its `norms` is None where it has none (the draft layer of EAGLE-1/2).
+    """One block. Its first norm is None if the layer has no input norm (the draft layer of EAGLE-1/2).
 
     Raises:
-        Unfit: a layer of another shape.
+        Unsupported: the layer has another architecture.
     """
 
     def __init__(self, layer: nn.Module, config: PreTrainedConfig) -> None:
@@ -117,7 +117,7 @@ class FusedLayer:
         self.key_heads: int = config.num_key_value_heads
         self.scale: float = attention.scaling
         self.residual: float = getattr(config, "residual_multiplier", 1.0)  # Granite
-        self.turns: bool = bool(getattr(attention, "use_rope", True))  # SmolLM3 has layers without positions
+        self.rotates: bool = bool(getattr(attention, "use_rope", True))  # SmolLM3 has layers without positions
 
     @property
     def joined(self) -> list[Joined]:
@@ -126,11 +126,11 @@ class FusedLayer:
     def __call__(
         self,
         hidden: Tensor,  # [B, N, D] float32 or wider, changed in place
-        normed: Tensor,  # [B, N, *], what queries, keys and values are made of
+        normed: Tensor,  # [B, N, *], input of the query, key and value projections
         rotation: tuple[Tensor, Tensor],
-        seen: Callable[[Tensor, Tensor, Tensor, float], Tensor],  # see `attention_over`
-        written: Tensor,  # [2, B, K, N, S], places of the cache for keys and values
-        keys: Tensor,  # [B, K, M, S], those places among them
+        attend: Callable[[Tensor, Tensor, Tensor, float], Tensor],  # see `attention_over`
+        new_states: Tensor,  # [2, B, K, N, S], a view of the cache, to be written
+        keys: Tensor,  # [B, K, M, S], which includes the new ones
         values: Tensor,
     ) -> None:
         shape, heads, dtype = hidden.shape[:2], self.heads + self.key_heads, keys.dtype
@@ -139,10 +139,10 @@ class FusedLayer:
         if self.head_norms:
             parts = both.float().split([self.heads, self.key_heads], 2)
             both.copy_(torch.cat([norm(part) for norm, part in zip(self.head_norms, parts, strict=True)], 2))
-        if self.turns:
+        if self.rotates:
             rotate(both, rotation)
-        written.copy_(states[:, :, self.heads :].view(*shape, 2, self.key_heads, self.size).permute(2, 0, 3, 1, 4))
-        out = self.o(seen(states[:, :, : self.heads].to(dtype), keys, values, self.scale))
+        new_states.copy_(states[:, :, self.heads :].view(*shape, 2, self.key_heads, self.size).permute(2, 0, 3, 1, 4))
+        out = self.o(attend(states[:, :, : self.heads].to(dtype), keys, values, self.scale))
         hidden.add_(out, alpha=self.residual)
         gate, up = self.gate_up(self.norms[1](hidden)).chunk(2, -1)
         hidden.add_(self.down(nn.functional.silu(gate).mul_(up)), alpha=self.residual)
@@ -153,20 +153,21 @@ def attention_over(
     causal: bool,
     groups: int,  # G
 ) -> Callable[[Tensor, Tensor, Tensor, float], Tensor]:
-    """Attention of queries [B, N, H, S] to keys and values [B, K, M, S], as [B, N, H * S].
+    """A function from queries [B, N, H, S], keys and values [B, K, M, S] and a scale to attention [B, N, H * S].
 
-    PyTorch's kernel on a CPU converts the keys for each head. So the queries of the heads that share keys stand as rows
-    of one head, as long as they are few: several times as fast for one token, a tenth for a tree. On CUDA always, since
-    only its slowest kernel has both a mask and shared keys (0.3 ms of the processor's time for each layer on an H100).
+    PyTorch's CPU kernel converts the keys for each head. Up to MERGED_ROWS queries, the heads that share keys are
+    therefore computed as rows of one head: several times as fast for one token, a tenth faster for a tree. On CUDA
+    a mask always merges them, because only the slowest kernel supports both a mask and shared keys (0.3 ms of CPU time
+    per layer on an H100).
     """
     rows = 1 if mask is None else mask.shape[2]
-    as_one = not causal and (groups * rows <= ROWS_AS_ONE or mask is not None and mask.is_cuda)
-    if mask is not None and as_one and groups > 1:
+    merged = not causal and (groups * rows <= MERGED_ROWS or mask is not None and mask.is_cuda)
+    if mask is not None and merged and groups > 1:
         mask = mask.repeat(1, 1, groups, 1)
 
     def attend(queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
         batch, count, heads, size = queries.shape
-        if not as_one:
+        if not merged:
             out = nn.functional.scaled_dot_product_attention(
                 queries.transpose(1, 2), keys, values, attn_mask=mask, is_causal=causal, scale=scale,
                 enable_gqa=groups > 1)
@@ -180,28 +181,28 @@ def attention_over(
 
 
 class FusedDecoder:
-    """What a stock decoder computes, with a tree cache.
+    """The forward of a stock decoder with a tree cache.
 
     Args:
-        decoder: with `embed_tokens`, `layers`, `norm` and `rotary_emb`.
-        layers: its list of layers.
+        decoder: has `embed_tokens`, `layers`, `norm` and `rotary_emb`.
+        layers: the decoder's list of layers.
 
     Raises:
-        Unfit: it is of another shape, or spread over devices.
+        Unsupported: the decoder has another architecture, or is spread over devices.
     """
 
     def __init__(self, decoder: nn.Module, layers: nn.ModuleList, config: PreTrainedConfig) -> None:
         if type(decoder).__name__ not in FAMILIES:
-            raise Unfit(f"{type(decoder).__name__} is none of {', '.join(sorted(FAMILIES))}")
+            raise Unsupported(f"{type(decoder).__name__} is not one of {', '.join(sorted(FAMILIES))}")
         kind = (getattr(config, "rope_parameters", None) or {}).get("rope_type")
         if kind not in FIXED_ROPE:
-            raise Unfit(f"its rotary positions are of type {kind}")
+            raise Unsupported(f"its rotary embedding is of type {kind}")
         names = {name for name, _ in decoder.named_children()}
         if names != {"embed_tokens", "layers", "norm", "rotary_emb"}:
-            raise Unfit(f"its decoder has the parts {', '.join(sorted(names))}")
+            raise Unsupported(f"its decoder has the parts {', '.join(sorted(names))}")
         if any(hasattr(module, "_hf_hook") or module._forward_hooks or module._forward_pre_hooks
                for module in decoder.modules()):
-            raise Unfit("its modules have hooks")
+            raise Unsupported("its modules have hooks")
         self.decoder, self.norm = decoder, Norm(decoder.norm)
         self.embedding_scale: float = getattr(config, "embedding_multiplier", 1.0)  # Granite
         self.layers = [FusedLayer(layer, config) for layer in layers]
@@ -211,11 +212,11 @@ class FusedDecoder:
     def __call__(
         self,
         tokens: Tensor,  # [B, N]
-        positions: Tensor | None,  # [B, N]; None: those that come next in the cache
-        ancestors: Tensor | None,  # [B, N, N] bool, or self; None: causal
-        cache: TreeCache,  # to which the tokens' keys and values are appended
-        entering: Sequence[int] = (),  # layers whose entering states come before the last one
-    ) -> Tensor:  # [B, N, D * (len(entering) + 1)]
+        positions: Tensor | None,  # [B, N]; None: the next ones in the cache
+        ancestors: Tensor | None,  # [B, N, N] bool, ancestors or self; None: causal
+        cache: TreeCache,  # the keys and values of the tokens are appended
+        feature_layers: Sequence[int] = (),  # their input hidden states precede the last hidden state
+    ) -> Tensor:  # [B, N, D * (len(feature_layers) + 1)]
         first, count, start, like = self.layers[0], tokens.shape[1], cache.length, self.decoder.embed_tokens.weight
         visible = cache.visible(tokens.device)
         if ancestors is None and start and count > 1:
@@ -227,51 +228,52 @@ class FusedDecoder:
         mask = None
         if needed:
             mask = additive(visible_keys(ancestors.expand(len(tokens), -1, -1), start, visible), like.dtype)
-        seen = attention_over(mask, causal, first.heads // first.key_heads)
+        attend = attention_over(mask, causal, first.heads // first.key_heads)
         rotation = self.rotary(positions, start, count, cache.capacity, like)
-        return self.compute(tokens, rotation, seen, *cache.append(count, first.key_heads, first.size, like), entering)
+        new_states, cached = cache.append(count, first.key_heads, first.size, like)
+        return self.compute(tokens, rotation, attend, new_states, cached, feature_layers)
 
     def compute(
         self,
         tokens: Tensor,  # [B, N]
         rotation: tuple[Tensor, Tensor],  # see `Rotary`
-        seen: Callable[[Tensor, Tensor, Tensor, float], Tensor],  # see `attention_over`
-        written: Sequence[Tensor],  # of each layer, see `FusedLayer`
-        held: Sequence[tuple[Tensor, Tensor]],  # keys and values of each layer
-        entering: Sequence[int],
-    ) -> Tensor:  # [B, N, D * (len(entering) + 1)]
-        """The forward itself, without a wait for the device."""
+        attend: Callable[[Tensor, Tensor, Tensor, float], Tensor],  # see `attention_over`
+        new_states: Sequence[Tensor],  # per layer, see `FusedLayer`
+        cached: Sequence[tuple[Tensor, Tensor]],  # keys and values per layer
+        feature_layers: Sequence[int],
+    ) -> Tensor:  # [B, N, D * (len(feature_layers) + 1)]
+        """The forward, without synchronising with the device."""
         embedded = self.decoder.embed_tokens(tokens)
         dtype = embedded.dtype
         hidden = embedded.to(torch.promote_types(dtype, torch.float32), copy=True)
         if self.embedding_scale != 1:
             hidden *= self.embedding_scale
-        found = []
+        features = []
         for number, layer in enumerate(self.layers):
-            if number in entering:
-                found.append(hidden.to(dtype, copy=True))
-            layer(hidden, layer.norms[0](hidden), rotation, seen, written[number], *held[number])
-        found.append(self.norm(hidden))
-        return found[0] if len(found) == 1 else torch.cat(found, -1)
+            if number in feature_layers:
+                features.append(hidden.to(dtype, copy=True))
+            layer(hidden, layer.norms[0](hidden), rotation, attend, new_states[number], *cached[number])
+        features.append(self.norm(hidden))
+        return features[0] if len(features) == 1 else torch.cat(features, -1)
 
 
 def check_shape(layer: nn.Module, attention: nn.Module | None, mlp: nn.Module | None, config: PreTrainedConfig) -> None:
-    """Raise `Unfit` unless a layer has the parts of Llama's, and no others; a test at load says whether they do the
-    same (`TargetModel.use_fused`)."""
+    """Raise `Unsupported` unless a layer has the submodules of Llama's and no others. `TargetModel` compares their
+    results at load."""
     if attention is None or mlp is None:
-        raise Unfit(f"its layers are of {type(layer).__name__}, without self_attn and mlp")
+        raise Unsupported(f"its layers are of {type(layer).__name__}, without self_attn and mlp")
     parts = {module: {name for name, _ in module.named_children()} for module in (layer, attention, mlp)}
-    allowed = {layer: {"hidden_norm"}, mlp: set(), attention: {"q_norm", "k_norm"}}
-    wanted = {layer: BLOCK, mlp: MLP, attention: ATTENTION}
-    if any(parts[module] - allowed[module] != wanted[module] for module in parts):
-        raise Unfit(f"its layers have the parts {', '.join(sorted(set().union(*parts.values())))}")
+    optional = {layer: {"hidden_norm"}, mlp: set(), attention: {"q_norm", "k_norm"}}
+    required = {layer: BLOCK, mlp: MLP, attention: ATTENTION}
+    if any(parts[module] - optional[module] != required[module] for module in parts):
+        raise Unsupported(f"its layers have the parts {', '.join(sorted(set().union(*parts.values())))}")
     own = [name for module in parts for name, _ in module.named_parameters(recurse=False)]
     activation = getattr(config, "hidden_act", None)
     if own or activation not in ("silu", "swish"):
-        raise Unfit(f"its layers have {', '.join(own) or 'the activation ' + str(activation)}")
+        raise Unsupported(f"its layers have {', '.join(own) or 'the activation ' + str(activation)}")
     linear = [*(getattr(attention, name) for name in ATTENTION), mlp.gate_proj, mlp.up_proj, mlp.down_proj]
     if not all(hasattr(each, "out_features") for each in linear):
-        raise Unfit(f"its layers have a {', '.join({type(each).__name__ for each in linear})}")
+        raise Unsupported(f"its layers have a {', '.join({type(each).__name__ for each in linear})}")
     for name in ("head_dim", "scaling"):
         if not hasattr(attention, name):
-            raise Unfit(f"its attention has no {name}")
+            raise Unsupported(f"its attention has no {name}")

@@ -1,6 +1,6 @@
-"""Linear layers in the form that a CPU's kernels read: bfloat16 or float16 blocks, or int8. They replace plain ones.
+"""Packed linear layers: weights in the layout of CPU kernels, as bfloat16 or float16 blocks or int8.
 
-M rows, K inputs of a layer, N outputs. Layers with the same input are packed on top of one another, computed at once.
+M rows, K inputs of a layer, N outputs. Layers with the same input are stacked into one weight and computed together.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from .memory import MappedFiles
 class Packed:
     """A bfloat16 weight in the blocks of oneDNN's kernels, and its bias, for processors that multiply bfloat16.
 
-    The stock layer brings its weight into that layout in every forward, which for a few rows takes as long as the
-    product. Results are bit for bit the same.
+    The stock layer converts its weight to that layout in every forward, which for a few rows takes as long as the
+    product. Results are bit-identical.
     """
 
     NAME = "bfloat16"
-    ROWS = 64  # that the layout is chosen for; it serves one row as well
+    ROWS = 64  # the layout is optimised for this many rows, and is as good for one
 
     def __init__(
         self,
@@ -46,8 +46,8 @@ class Half:
     """A weight in the float16 blocks of FBGEMM's kernels, and its bias, for processors that do not multiply bfloat16.
 
     Those kernels (AVX2 with F16C, or AVX-512) read half the bytes of float32 and compute in float32, for a few rows two
-    to four times as fast as torch does in float32 or bfloat16. Weights stored in bfloat16 or float16 are the same
-    numbers in float16, but for tiny ones (`fits_half`), so that results are those of float32.
+    to four times as fast as torch in float32 or bfloat16. float16 represents weights stored in bfloat16 or float16
+    exactly, except tiny ones (`fits_half`), so that results equal those of float32.
     """
 
     NAME = "float16"
@@ -65,15 +65,15 @@ class Half:
         return out.view(*rows.shape[:-1], -1)
 
     def dense(self) -> Tensor:  # [N, K]
-        """The weight in float16's numbers."""
+        """The weight, rounded to float16."""
         return torch.ops.quantized.linear_unpack_fp16(self.weight)[0].to(self.dtype)
 
 
 class Int8:
-    """A weight in int8 with a scale per output, for rows that are rounded to int8 with a scale of their own.
+    """A weight in int8 with a scale per output; rows are rounded to int8 with a scale per row.
 
-    A row's result depends on no other row: the products are sums of integers. Both roundings are symmetric; oneDNN
-    wants the rows unsigned, so that their zero is 128. (LLM.int8, arXiv 2208.07339, section 2: vector-wise.)
+    A row's result is independent of other rows, because the products are sums of integers. Both roundings are
+    symmetric; oneDNN needs unsigned rows, whose zero is 128. (LLM.int8, arXiv 2208.07339, section 2: vector-wise.)
     """
 
     NAME = "int8"
@@ -87,8 +87,8 @@ class Int8:
     ) -> None:
         self.scales = weight.abs().amax(1).float().clamp_min(1e-10) / self.LARGEST  # [N]
         numbers = torch.empty(weight.shape, dtype=torch.int8)
-        for some in torch.arange(len(weight)).split(4096):  # the whole in float32 would be four times as large
-            numbers[some] = (weight[some].float() / self.scales[some, None]).round().to(torch.int8)
+        for part in torch.arange(len(weight)).split(4096):  # the whole in float32 would be four times as large
+            numbers[part] = (weight[part].float() / self.scales[part, None]).round().to(torch.int8)
         self.weight = torch.ops.onednn.qlinear_prepack(numbers, None)
         self.zeros = torch.zeros(len(weight), dtype=torch.long)
         self.bias = None if bias is None else bias.float()
@@ -98,70 +98,70 @@ class Int8:
     def __call__(self, rows: Tensor) -> Tensor:  # [..., K] -> [..., N], float32
         flat = rows.float().reshape(-1, rows.shape[-1])
         scale = torch.add(self.least, flat.abs().amax(-1, keepdim=True), alpha=1 / self.LARGEST)  # [M, 1]
-        numbers = (flat / scale).add_(self.ZERO + 0.5).to(torch.uint8)  # which cuts off
+        numbers = (flat / scale).add_(self.ZERO + 0.5).to(torch.uint8)  # truncates
         out = torch.ops.onednn.qlinear_pointwise(
             numbers, 1.0, self.ZERO, self.weight, self.scales, self.zeros, None, 1.0, 0, torch.float32, "none", [], "")
         out = out.mul_(scale) if self.bias is None else torch.addcmul(self.bias, out, scale)
         return out.view(*rows.shape[:-1], -1)
 
     def dense(self) -> Tensor:  # [N, K]
-        """The weight as it was rounded."""
+        """The rounded weight."""
         return (self.weight.to_dense().t() * self.scales[:, None]).to(self.dtype)
 
 
 Form = Packed | Half | Int8
 QUANTIZATIONS = (None, "int8")
-WORKERS = 4  # threads that pack; each has a copy of a layer in float32
+WORKERS = 4  # packing threads; each copies a layer in float32
 
 
-def form_of(
+def choose_form(
     weight: Tensor,  # [N, K], on a CPU
     quantization: str | None,
     dtype: torch.dtype | None = None,
 ) -> type[Form] | None:
-    """The form in which a weight is computed fastest here, in this dtype or else its own; None: as it is."""
+    """The fastest form on this processor for a weight in `dtype` (default its own); None: not packed."""
     if quantization == "int8":
         return Int8 if weight.is_floating_point() else None
     if (dtype or weight.dtype) == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return Packed
-    return Half if multiplies_half() and fits_half(weight) else None
+    return Half if has_half_kernels() and fits_half(weight) else None
 
 
 @functools.cache
-def multiplies_half() -> bool:
+def has_half_kernels() -> bool:
     """Whether torch has FBGEMM's kernels for this processor: x86 with AVX2."""
     if "fbgemm" not in torch.backends.quantized.supported_engines:
         return False
     try:
         rows = torch.ops.quantized.linear_dynamic_fp16(torch.ones(1, 8), Half(torch.ones(8, 8), None).weight)
-    except RuntimeError:  # what torch says without them
+    except RuntimeError:  # torch has no such kernels
         return False
     return torch.equal(rows, torch.full((1, 8), 8.0))
 
 
-TINY, LARGEST_HALF = 2.0**-25, 65504  # half the distance between float16's least numbers, and its largest
+TINY, LARGEST_HALF = 2.0**-25, 65504  # float16: half its smallest step, its largest number
 
 
 def fits_half(weight: Tensor) -> bool:
-    """Whether float16 has the weight's numbers: all that bfloat16 has from 2 ** -17 to 65280, smaller ones nearly."""
+    """Whether float16 represents the weight: bfloat16 numbers from 2 ** -17 to 65280 exactly, smaller ones nearly."""
     if weight.dtype == torch.float16:
         return True
     if weight.dtype == torch.bfloat16:
         least, largest = weight.aminmax()
         return bool(-least <= LARGEST_HALF and largest <= LARGEST_HALF)
-    parts = weight.detach().flatten().split(1 << 18)  # which the processor's cache holds
+    parts = weight.detach().flatten().split(1 << 18)  # fits the processor's cache
     return all(((part.half().float() - part.float()).abs() <= TINY).all() for part in parts)
 
 
 class PackedLinear(nn.Linear):
-    """Stands in a stock model where a packed layer was: its forward computes what the stock layer does. Of layers that
-    are packed together it computes all, and takes its own part: the fused decoder calls them as one (`Joined`).
+    """Replaces a linear layer of a stock model, with the same results. If several layers are packed together, each
+    computes them all and returns its own part; the fused decoder calls them as one (`Joined`).
 
-    It has no parameter for the weight; `weight` and `state_dict` unpack it, a copy or a pickle is a stock layer again.
+    The weight is no parameter: `weight` and `state_dict` unpack it. A copy or a pickle is a stock layer.
 
     Args:
-        layer: whose place it takes.
-        packed: of this layer, or of several of which it is the outputs `rows`.
+        layer: the layer to replace.
+        packed: the weight of this layer, or of several, among which its outputs are `rows`.
     """
 
     def __init__(self, layer: nn.Linear, packed: Form, rows: slice) -> None:
@@ -192,12 +192,12 @@ class PackedLinear(nn.Linear):
     def _apply(self, fn, recurse: bool = True) -> PackedLinear:
         moved = fn(torch.empty(0, dtype=self.dtype))
         if (moved.dtype, moved.device.type) != (self.dtype, "cpu"):
-            raise ValueError(f"packed weights stay on the CPU in {self.dtype}: load the model with prepack=False to "
-                             f"have it in {moved.dtype} on {moved.device}")
+            raise ValueError(f"packed weights cannot leave the CPU or {self.dtype}: load the model with prepack=False "
+                             f"to use {moved.dtype} on {moved.device}")
         return self
 
     def stock(self) -> nn.Linear:
-        """A stock layer of the same weight."""
+        """A stock layer with the same weight."""
         layer = nn.Linear(self.in_features, self.out_features, bias=False, device="meta")
         layer.weight = nn.Parameter(self.weight.clone(), requires_grad=False)
         if self.bias is not None:
@@ -208,18 +208,18 @@ class PackedLinear(nn.Linear):
         return self.stock()
 
     def __reduce__(self) -> tuple:
-        return _as_it_is, (self.stock(),)
+        return _unpickle, (self.stock(),)
 
 
-def _as_it_is(layer: nn.Linear) -> nn.Linear:
+def _unpickle(layer: nn.Linear) -> nn.Linear:
     return layer
 
 
 class Joined:
-    """Linear layers with the same input computed as one: [..., K] -> [..., N], their outputs side by side.
+    """Linear layers with the same input, computed as one: [..., K] -> [..., N], their outputs concatenated.
 
     Args:
-        places: (module, name) of each layer, where every call looks it up.
+        places: (parent module, name) of each layer; every call looks the layer up.
     """
 
     def __init__(self, *places: tuple[nn.Module, str]) -> None:
@@ -241,14 +241,14 @@ class Joined:
 
     @torch.no_grad()
     def pack(self, quantization: str | None, files: MappedFiles, dtype: torch.dtype | None = None) -> None:
-        """Have the layers' weights replaced by a packed one, if they are plain and one form serves them (`form_of`).
+        """Replace the layers by packed ones, if all are plain and have the same form (`choose_form`).
 
         Args:
-            files: mapped ones, whose pages are given back as they have been read.
-            dtype: of what the layers then take and return; None: their weights'.
+            files: mapped files, whose pages are released after packing.
+            dtype: input and output dtype of the packed layers; None: the dtype of their weights.
         """
         layers = self.layers
-        forms = {form_of(layer.weight, quantization, dtype) if _is_plain(layer) else None for layer in layers}
+        forms = {choose_form(layer.weight, quantization, dtype) if _is_plain(layer) else None for layer in layers}
         form = forms.pop()
         if form is None or forms:
             return
@@ -260,24 +260,24 @@ class Joined:
         for (module, name), layer in zip(self.places, layers, strict=True):
             setattr(module, name, PackedLinear(layer, packed, slice(start, start + layer.out_features)))
             start += layer.out_features
-            files.give_back(layer.weight)
+            files.release(layer.weight)
 
 
 def pack_linears(
     module: nn.Module, quantization: str | None, files: MappedFiles, dtype: torch.dtype | None = None,
-    together: Sequence[Joined] = (),
+    groups: Sequence[Joined] = (),
 ) -> None:
-    """Pack the plain linear layers of a module where a form serves them; others stay as they are.
+    """Pack the plain linear layers of a module for which `choose_form` has a form.
 
     Args:
         dtype: see `Joined.pack`.
-        together: those that are computed as one; all others are packed alone.
+        groups: layers to be computed as one; all others are packed alone.
     """
     def pack(joined: Joined) -> None:
         joined.pack(quantization, files, dtype)
 
-    def all_of(work: Sequence[Joined]) -> None:
-        # The largest first, whose copies are gone again before most others are there. FBGEMM packs in one thread.
+    def pack_all(work: Sequence[Joined]) -> None:
+        # The largest first, so that their copies are freed before most others exist. FBGEMM packs in one thread.
         work = sorted(work, key=lambda joined: -joined.outputs)
         with ThreadPoolExecutor(min(WORKERS, torch.get_num_threads())) as pool:
             bar = tqdm(total=len(work), desc="packing weights", unit="layer", leave=False, disable=None)
@@ -289,33 +289,33 @@ def pack_linears(
         return [Joined((parent, name)) for parent in list(module.modules()) for name, child in parent.named_children()
                 if _is_plain(child)]
 
-    joint = {id(layer) for joined in together for layer in joined.layers}
-    all_of([*together, *(joined for joined in alone() if id(joined.layers[0]) not in joint)])
-    if joint:  # where one form does not serve all layers of a joint one
-        all_of([joined for joined in alone() if id(joined.layers[0]) in joint])
+    grouped = {id(layer) for joined in groups for layer in joined.layers}
+    pack_all([*groups, *(joined for joined in alone() if id(joined.layers[0]) not in grouped)])
+    if grouped:  # a group whose layers need different forms is still plain
+        pack_all([joined for joined in alone() if id(joined.layers[0]) in grouped])
 
 
 def _is_plain(layer: nn.Module) -> bool:
-    """Whether it is a linear layer of `torch` itself, with a plain weight on a CPU."""
+    """Whether it is torch's own linear layer with a plain weight on a CPU."""
     return (type(layer) is nn.Linear and type(layer.weight.data) is Tensor and layer.weight.device.type == "cpu"
             and not hasattr(layer, "_hf_hook") and torch.backends.mkldnn.is_available())
 
 
 def dtype_of(layer: nn.Module) -> torch.dtype:
-    """Of what a linear layer takes, without unpacking its weight."""
+    """The input dtype of a linear layer, without unpacking its weight."""
     return layer.dtype if isinstance(layer, PackedLinear) else layer.weight.dtype
 
 
-def is_packed(module: nn.Module) -> str | None:
+def packed_form(module: nn.Module) -> str | None:
     """The form of a module's packed weights: "bfloat16", "float16" or "int8"; None: all are plain."""
-    kinds = {layer.packed.NAME for layer in module.modules() if isinstance(layer, PackedLinear)}
-    return "int8" if Int8.NAME in kinds else max(kinds, default=None)
+    names = {layer.packed.NAME for layer in module.modules() if isinstance(layer, PackedLinear)}
+    return "int8" if Int8.NAME in names else max(names, default=None)
 
 
 def check_quantization(form: object) -> None:
-    """Raise unless the form is None, or "int8" and the processor has the instructions for it."""
+    """Raise ValueError unless the form is None, or "int8" on a processor with the instructions for it."""
     if form not in QUANTIZATIONS:
         raise ValueError(f'quantization must be "int8" or None, got {form!r}')
     if form == "int8" and not (torch.backends.mkldnn.is_available() and torch.cpu._is_vnni_supported()):
         raise ValueError('quantization="int8" needs an x86 processor with VNNI instructions (AVX-512 VNNI or AVX-VNNI) '
-                         "and torch with oneDNN; elsewhere leave it out, or give a quantization_config of transformers")
+                         "and torch with oneDNN; elsewhere omit it, or pass a quantization_config of transformers")

@@ -17,19 +17,20 @@ from . import SPLIT
 SLIDING, CHUNKED = "sliding_attention", "chunked_attention"
 
 
-def kinds_of(config: PreTrainedConfig) -> set[str]:
-    """The kinds of attention layers that a config names; GPT-Neo does so in another field. Most name none."""
+def attention_kinds(config: PreTrainedConfig) -> set[str]:
+    """The attention types in a config, for most models none; GPT-Neo has them in a field of its own."""
     return set(getattr(config, "layer_types", None) or getattr(config, "attention_layers", None) or [])
 
 
 @dataclass(frozen=True)
 class MaskedLayers:
-    """What a model's layers see of a text, as its config says it.
+    """The attention types of a model's layers, from its config, and their masks.
 
     Args:
-        kinds: of each layer. by_type: whether the model takes one mask per kind (those with layer_types do) or one for
-            all (Llama, Mistral, Mixtral).
-        window: of the sliding layers. chunk: of the chunked layers.
+        kinds: attention type of each layer.
+        by_type: whether the model accepts one mask per type (models with layer_types) or one mask for all layers
+            (Llama, Mistral, Mixtral).
+        window: of the sliding layers, in tokens. chunk: of the chunked layers, in tokens.
     """
 
     kinds: Sequence[str]
@@ -39,7 +40,7 @@ class MaskedLayers:
 
     @classmethod
     def of(cls, config: PreTrainedConfig) -> MaskedLayers:
-        kinds = kinds_of(config)
+        kinds = attention_kinds(config)
         window = getattr(config, "sliding_window", None) if not kinds or SLIDING in kinds else None
         by_type = bool(kinds - {"full_attention"})
         only = "full_attention" if window is None else SLIDING
@@ -49,15 +50,16 @@ class MaskedLayers:
     def forward_options(
         self,
         implementation: str,
-        ancestors: Tensor,  # [B, N, N] bool, or self
+        ancestors: Tensor,  # [B, N, N] bool, ancestors or self
         prefix: int,  # L
         dtype: torch.dtype,
         prefix_visible: Tensor | None = None,  # [B, L] bool: the first keys of each row; None: all
     ) -> dict[str, object]:
-        """Keywords of a forward whose tokens see their ancestors: additive masks [B, 1, N, M], by kind of layer or one.
+        """Keywords of a tree's forward: additive masks [B, 1, N, M], one per layer type or one for all.
 
-        For "split" a mask has the columns of the tree alone, and rows of different lengths are told as `prefix_lengths`
-        [B] int32. Layers whose reach ends within the text, and all other implementations, have a mask of all keys.
+        For "split", a mask has the columns of the tree only, and `prefix_lengths` [B] int32 contains the lengths of the
+        rows where they differ. Layers whose reach ends within the text, and all other implementations, get a mask of
+        all keys.
         """
         masks = {}
         for kind in dict.fromkeys(self.kinds):
@@ -75,22 +77,22 @@ class MaskedLayers:
 
 
 def visible_keys(
-    ancestors: Tensor,  # [B, N, N] bool, or self
+    ancestors: Tensor,  # [B, N, N] bool, ancestors or self
     prefix: int,
     prefix_visible: Tensor | None = None,  # [B, L] bool; None: the whole prefix
 ) -> Tensor:  # [B, N, L + N] bool
-    """Which keys each node sees: the prefix, its ancestors and itself."""
+    """The keys that each node sees: the prefix, its ancestors and itself."""
     before = ancestors.new_ones(1, 1, prefix) if prefix_visible is None else prefix_visible[:, None]
     return torch.cat([before.expand(*ancestors.shape[:2], -1), ancestors], -1)
 
 
 def in_reach(
-    visible: Tensor,  # [B, N, keys] bool, each token being the last that it sees
+    visible: Tensor,  # [B, N, keys] bool; a token's own key is its last visible one
     kind: str,  # SLIDING or CHUNKED
-    reach: int,  # of the window, or a chunk
+    reach: int,  # length of the window or chunk
 ) -> Tensor:  # [B, N, keys] bool
-    """Which of the visible keys a layer of this kind sees. What a token sees is its text in order, so that a key's
-    position is the number of visible ones before it."""
+    """The visible keys within the window or chunk of each token. A token's visible keys are its text in order, so that
+    a key's position is the number of visible keys before it."""
     positions = visible.cumsum(-1) - 1
     own = positions[..., -1:]
     return own - positions < reach if kind == SLIDING else own // reach == positions // reach
@@ -100,9 +102,9 @@ def additive(
     visible: Tensor,  # [B, N, keys] bool
     dtype: torch.dtype,
 ) -> Tensor:  # [B, 1, N, keys]
-    """Attention mask to be added to scores: 0, or the lowest finite number.
+    """The mask to add to attention scores: 0 for visible keys, the lowest finite number for others.
 
-    Additive rather than boolean: both stock kernels take it, and none has to convert it in every layer.
+    Both stock implementations accept an additive mask, and neither has to convert it in every layer.
     """
     mask = torch.zeros_like(visible[:, None], dtype=dtype)
     return mask.masked_fill_(~visible[:, None], torch.finfo(dtype).min)

@@ -1,7 +1,7 @@
-"""Memory of weights that have been copied: giving back the pages of mapped files, and what the allocator holds on to.
+"""Release memory of weights that have been copied: pages of mapped files, and free memory of the allocator.
 
-safetensors files are mapped: all of a file's pages that were read stay resident as long as one tensor of it lives.
-Where the system is not Linux, nothing is given back and nothing else changes.
+safetensors files are mapped: all pages read from a file stay resident as long as one of its tensors exists. On systems
+other than Linux nothing is released.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ MADV_DONTNEED = 4
 
 
 class MappedFiles:
-    """The address ranges of this process that are mapped safetensors files, as of its making."""
+    """The address ranges in this process of safetensors files that are mapped when the object is created."""
 
     def __init__(self) -> None:
         self.ranges: list[tuple[int, int]] = []
@@ -29,13 +29,13 @@ class MappedFiles:
                         start, end = line.split(maxsplit=1)[0].split("-")
                         self.ranges.append((int(start, 16), int(end, 16)))
 
-    def holds(self, weight: Tensor) -> bool:
+    def contains(self, weight: Tensor) -> bool:
         start = weight.data_ptr()
         return any(low <= start and start + weight.nbytes <= high for low, high in self.ranges)
 
-    def give_back(self, weight: Tensor) -> None:
-        """The whole pages of a weight that lies in such a file; whoever reads it again has them read from the file."""
-        if self.holds(weight):
+    def release(self, weight: Tensor) -> None:
+        """Release the whole pages of a weight in such a file; the system reads them again on the next access."""
+        if self.contains(weight):
             page = mmap.PAGESIZE
             start = -(-weight.data_ptr() // page) * page
             end = (weight.data_ptr() + weight.nbytes) // page * page
@@ -44,25 +44,25 @@ class MappedFiles:
 
 
 @torch.no_grad()
-def leave_files(
-    module: nn.Module, files: MappedFiles, but: type[nn.Module] | tuple = (), dtype: torch.dtype | None = None
+def copy_from_files(
+    module: nn.Module, files: MappedFiles, skip: type[nn.Module] | tuple = (), dtype: torch.dtype | None = None
 ) -> None:
-    """Copy the parameters of a module that lie in mapped files, so that no file is held any longer.
+    """Copy a module's parameters out of mapped files, so that the files can be unmapped.
 
     Args:
-        but: kinds of modules whose own parameters stay where they are.
-        dtype: what floating ones become, wherever they lie; None: they stay as they are.
+        skip: classes of modules whose own parameters are left alone.
+        dtype: of all floating parameters from now on, wherever they are; None: no conversion.
     """
-    parts = (part for part in module.modules() if not isinstance(part, but))
+    parts = (part for part in module.modules() if not isinstance(part, skip))
     for weight in (weight for part in parts for weight in part.parameters(recurse=False)):
-        wanted = dtype if dtype is not None and weight.is_floating_point() else weight.dtype
-        if weight.device.type == "cpu" and (weight.dtype != wanted or files.holds(weight)):
-            before, weight.data = weight.data, weight.data.to(wanted, copy=True)
-            files.give_back(before)
+        new_dtype = dtype if dtype is not None and weight.is_floating_point() else weight.dtype
+        if weight.device.type == "cpu" and (weight.dtype != new_dtype or files.contains(weight)):
+            original, weight.data = weight.data, weight.data.to(new_dtype, copy=True)
+            files.release(original)
 
 
 def trim() -> None:
-    """Have the C library give back what it keeps of freed memory, where it can be told to."""
+    """Return freed memory from the C library to the system, where the library can do so."""
     libc = ctypes.CDLL(None) if sys.platform == "linux" else None
     if hasattr(libc, "malloc_trim"):
         libc.malloc_trim(0)

@@ -5,51 +5,54 @@ B batch, N tokens of a forward, L prefix length, D hidden size, F width of the f
 
 from __future__ import annotations
 
+import copy
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
+from accelerate.hooks import remove_hook_from_module
+from accelerate.utils import align_module_device
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from ..locks import Lock
 from . import IMPLEMENTATIONS
 from .attention import turn_off_cudnn
 from .cache import TreeCache, cache_name
-from .fused import FusedDecoder, Unfit
-from .linear import dtype_of, pack_linears
-from .masks import CHUNKED, SLIDING, MaskedLayers, kinds_of
-from .memory import MappedFiles, leave_files
-from .output import OutputRows, output_logits
-from .placement import Lock, copy_to, device_of, weights_digest
+from .digest import weights_digest
+from .fused import FusedDecoder, Unsupported
+from .linear import PackedLinear, dtype_of, pack_linears
+from .masks import CHUNKED, SLIDING, MaskedLayers, attention_kinds
+from .memory import MappedFiles, copy_from_files
 
 log = logging.getLogger(__name__)
 
-FULL = (torch.float32, torch.float64)
-EXACT, ROUNDING = 1e-3, 0.05  # of the largest logit: what full precision, or half and quantised ones, may change
-# The tree that models are checked with:  0 - 1 - 3 - 4, 0 - 2.  Its nodes are at other positions than its rows.
-SEEN = torch.tensor([[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 0, 1, 0, 0], [1, 1, 0, 1, 0], [1, 1, 0, 1, 1]]).bool()
-PATHS = [0, 1, 3, 4], [0, 2]
-TEXTS = 9, 5  # tokens before it, in each row
-PREFILL = {"cpu": 256, "cuda": 2048}  # positions of a prompt per forward: what is computed for them is large
+FULL_PRECISION = (torch.float32, torch.float64)
+EXACT, ROUNDING = 1e-3, 0.05  # tolerated error, relative to the largest logit: full precision; half or quantised
+# The tree that models are checked with:  0 - 1 - 3 - 4, 0 - 2.  Positions differ from row numbers.
+TREE_MASK = torch.tensor([[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 0, 1, 0, 0], [1, 1, 0, 1, 0], [1, 1, 0, 1, 1]]).bool()
+TREE_PATHS = [0, 1, 3, 4], [0, 2]
+TEXT_LENGTHS = 9, 5  # tokens before the tree, in each row
+PREFILL = {"cpu": 256, "cuda": 2048}  # positions of a prompt per forward, which bounds the activations' memory
 
 
 class TargetModel:
-    """A stock causal LM seen as the method sees it: `features` = last hidden state, `logits` = head(features).
+    """A stock causal LM with tree verification: features = last hidden state, logits = lm_head(features).
 
-    With `layers` set, the hidden states that enter those layers come before the last one, in order of depth: the
-    features are then F = D * (layers + 1) wide. An EAGLE-3 head reads the first part; `logits` reads the last D.
+    If `layers` is set, the features begin with the input hidden states of those layers, in order of depth, and are
+    F = D * (layers + 1) wide. An EAGLE-3 head reads the first part; `logits` reads the last D.
 
     A target on CUDA turns off cuDNN's attention for the whole process, see `attention.turn_off_cudnn`.
 
     Args:
-        fused: compute its decoder by `FusedDecoder` where that gives the same; else by the stock one.
-        check: compare our logits of a tree with the model's own; skip it for a model that has passed.
+        fused: use `FusedDecoder` where it computes the same logits, else the stock decoder.
+        check: compare the logits of a tree with the model's own. Skip it for a model that has passed.
 
     Raises:
-        ValueError: a model that cannot be verified with a tree: no rollback of its cache, an attention
-            implementation without arbitrary masks, or logits that are not finite, or not the model's own when computed
-            our way.
+        ValueError: the model cannot verify a tree: its cache cannot be rolled back, its attention implementation takes
+            no arbitrary mask, or its logits of a tree are not finite or differ from its own forward's.
     """
 
     def __init__(self, model: PreTrainedModel, *, fused: bool = False, check: bool = True) -> None:
@@ -60,35 +63,35 @@ class TargetModel:
         self.decoder: nn.Module = getattr(model, "model", decoder) if decoder is model else decoder  # Llama-4: itself
         self.embed_tokens: nn.Module = model.get_input_embeddings()
         self.hidden_size: int = self.config.hidden_size
-        out_features = getattr(self.lm_head, "out_features", None)  # some quantised weights have another shape
+        out_features = getattr(self.lm_head, "out_features", None)  # a quantised weight can have another shape
         self.vocab_size: int = out_features or self.lm_head.weight.shape[0]
-        # Granite divides its logits, Cohere multiplies them, Gemma-2 caps them; all before the sampling temperature.
+        # Granite divides its logits, Cohere multiplies them, Gemma-2 caps them, all before the sampling temperature.
         config = self.config
         self.scale: float = (getattr(config, "logit_scale", None) or 1) / (getattr(config, "logits_scaling", None) or 1)
         self.softcap: float | None = getattr(config, "final_logit_softcapping", None)
         self.max_positions: int | None = getattr(config, "max_position_embeddings", None)
         rope = getattr(config, "rope_parameters", None) or {}
-        self.short_positions: int | None = (
+        self.short_limit: int | None = (
             rope["original_max_position_embeddings"] if rope.get("rope_type") == "longrope" else None
         )
-        # With these, keys depend on how many positions a forward reaches.
-        self.reads_in_parts: bool = rope.get("rope_type") not in ("longrope", "dynamic")
+        # In these types, keys depend on the last position of the forward.
+        self.splits_prefill: bool = rope.get("rope_type") not in ("longrope", "dynamic")
         self.layers: tuple[int, ...] = ()
         self.fused: FusedDecoder | None = None
-        self.stock_because: str | None = "it was not asked for"  # why `fused` is None
-        self._hooking = Lock()
+        self.stock_reason: str | None = "it was not requested"  # why `fused` is None
+        self._hook_lock = Lock()
         self.masked_layers = MaskedLayers.of(self.config)
-        # Llama-4 counts positions itself to scale queries: from the length of the cache, as if the tree were a chain.
-        self.counts_positions = bool(getattr(self.config, "attn_temperature_tuning", False))
+        # Llama-4 scales queries by positions that it counts from the length of the cache, as if the tree were a chain.
+        self.positions_from_cache = bool(getattr(self.config, "attn_temperature_tuning", False))
         self.decoder_layers = find_layers(self.decoder, self.config, type(model).__name__)
         if any(weight.is_cuda for weight in model.parameters()):
             turn_off_cudnn()
-        expected = self._own_logits() if check else None
+        expected = self._model_logits() if check else None
         if fused:
             self._use_fused(expected)
         if self.fused is None and expected is not None:
             try:
-                self._require(expected)
+                self._check_logits(expected)
             except ValueError as error:
                 raise ValueError(
                     f"{type(model).__name__} is not supported: {error}; a target's logits must be lm_head(last hidden "
@@ -96,111 +99,114 @@ class TargetModel:
                     "mask shows") from error
 
     def _use_fused(self, expected: Tensor | None) -> None:
-        """Compute with `FusedDecoder` where that gives the expected logits; else `stock_because` says why not."""
+        """Use `FusedDecoder` if it computes the expected logits; otherwise set `stock_reason`."""
         try:
-            if set(self.masked_layers.kinds) != {"full_attention"} or not self.reads_in_parts or self.counts_positions:
-                raise Unfit("not every layer sees the whole text, or its positions are of a kind of their own")
+            special = not self.splits_prefill or self.positions_from_cache
+            if special or set(self.masked_layers.kinds) != {"full_attention"}:
+                raise Unsupported("it has layers without full attention, or positions of a special type")
             self.fused = FusedDecoder(self.decoder, self.decoder_layers, self.config)
             if expected is not None:
-                self._require(expected)
-            self.stock_because = None
-        except Exception as error:  # kernels raise anything
-            self.fused, self.stock_because = None, str(error)
-            log.info("%s is computed by its stock decoder: %s", type(self.model).__name__, error)
+                self._check_logits(expected)
+            self.stock_reason = None
+        except Exception as error:  # a kernel can raise any exception
+            self.fused, self.stock_reason = None, str(error)
+            log.info("%s uses its stock decoder: %s", type(self.model).__name__, error)
 
     def pack(self, form: str | None, dtype: torch.dtype | None = None) -> None:
-        """Replace the weights of plain linear layers on a CPU by packed ones, see `models.linear`.
+        """Replace plain linear layers on a CPU by packed ones, see `models.linear`.
 
         Args:
-            dtype: what all is computed in from now on, of a model that is as it was loaded; None: the weights' own.
+            dtype: the model computes in it from now on (only right after loading); None: keep the weights' own dtype.
         """
-        self.model.kept_digest = weights_digest(self.model)
+        self.model.original_digest = weights_digest(self.model)
         files = MappedFiles()
         for weight in self.model.parameters() if dtype is not None else ():
-            files.give_back(weight)  # around each number that the digest has read the system maps many pages
-        leave_files(self.model, files, but=nn.Linear)  # first, since a tied weight belongs to a linear layer too
-        together = [joined for layer in self.fused.layers for joined in layer.joined] if self.fused else []
-        pack_linears(self.model, form, files, dtype, together)
-        leave_files(self.model, files, dtype=dtype)
+            files.release(weight)  # the digest has read a few numbers, and the system has mapped many pages around each
+        copy_from_files(self.model, files, skip=nn.Linear)  # first, because a linear layer can share a tied weight
+        groups = [joined for layer in self.fused.layers for joined in layer.joined] if self.fused else []
+        pack_linears(self.model, form, files, dtype, groups)
+        copy_from_files(self.model, files, dtype=dtype)
 
     @property
     def computed_by(self) -> str:
-        """What computes its forwards, for records."""
-        return "fused" if self.fused else f"{self.config._attn_implementation} ({self.stock_because})"
+        """The implementation of its forwards, for records."""
+        return "fused" if self.fused else f"{self.config._attn_implementation} ({self.stock_reason})"
 
     def use_attention(self, implementation: str) -> None:
         """Switch the stock decoder to another attention implementation if the logits stay the same.
 
         Raises:
-            ValueError: they do not, or the model's class does not take implementations by name; nothing has changed.
+            ValueError: the logits differ, or the model's class cannot select its attention by name. The model stays as
+                it was.
         """
         before, fused = self.config._attn_implementation, self.fused
         try:
-            expected, self.fused = self._own_logits(), None
+            expected, self.fused = self._model_logits(), None
             self.model.set_attn_implementation(implementation)
             if self.config._attn_implementation != implementation:
-                raise ValueError("its class does not choose its attention by name")
-            self._require(expected)
-            self.stock_because = f"{implementation} was asked for"
-        except Exception as error:  # kernels raise anything
+                raise ValueError("its class cannot select its attention by name")
+            self._check_logits(expected)
+            self.stock_reason = f"{implementation} was requested"
+        except Exception as error:  # a kernel can raise any exception
             self.model.set_attn_implementation(before)
             self.fused = fused
             model = type(self.model).__name__
-            raise ValueError(f"{model} stays with attention {before}, {implementation} fails: {error}") from error
+            raise ValueError(f"{model} keeps attention {before}, because {implementation} fails: {error}") from error
 
     # The check -----------------------------------------------------------------------------------------------------
-    # Whatever computes a target, the stock decoder, another attention or the fused decoder: our logits of a tree must
-    # be those of the model's own forward over each of its paths, as plain texts. The tree stands in two rows, after
-    # texts of different lengths; in one row where the model counts positions itself.
+    # With any implementation (stock decoder, another attention, fused decoder), the logits of a tree must equal those
+    # of the model's own forward over each path as plain text. The tree is in two rows, after texts of different
+    # lengths; in one row if the model takes positions from the cache.
 
     @property
-    def _checked(self) -> tuple[Tensor, Sequence[int]]:
-        """[B, 9 + 5] tokens, of texts, then of the tree; and how long the text of each row is."""
-        lengths = TEXTS[:1] if self.counts_positions else TEXTS
-        tokens = torch.arange(len(lengths) * (TEXTS[0] + len(SEEN)), device=self.device).view(len(lengths), -1)
+    def _check_tokens(self) -> tuple[Tensor, Sequence[int]]:
+        """Tokens [B, 9 + 5] of the text and then of the tree, and the length of each row's text."""
+        lengths = TEXT_LENGTHS[:1] if self.positions_from_cache else TEXT_LENGTHS
+        size = TEXT_LENGTHS[0] + len(TREE_MASK)
+        tokens = torch.arange(len(lengths) * size, device=self.device).view(len(lengths), size)
         return (tokens * 7 + 1) % self.vocab_size, lengths
 
     @torch.inference_mode()
-    def _own_logits(self) -> Tensor:  # [B, 5, V]
-        """Those of the model's own forward, without a cache or a mask."""
-        tokens, lengths = self._checked
-        texts, trees = tokens[:, : TEXTS[0]], tokens[:, TEXTS[0] :]
-        where = [(row, length, path) for row, length in enumerate(lengths) for path in PATHS]
-        whole = pad_sequence([torch.cat([texts[row, :length], trees[row, path]]) for row, length, path in where], True)
-        logits = self.model(input_ids=whole, use_cache=False).logits.float().to(self.output_device)
+    def _model_logits(self) -> Tensor:  # [B, 5, V]
+        """Expected logits: of the model's own forward, without a cache or a mask."""
+        tokens, lengths = self._check_tokens
+        texts, trees = tokens[:, : TEXT_LENGTHS[0]], tokens[:, TEXT_LENGTHS[0] :]
+        cases = [(row, length, path) for row, length in enumerate(lengths) for path in TREE_PATHS]
+        plain = pad_sequence([torch.cat([texts[row, :length], trees[row, path]]) for row, length, path in cases], True)
+        logits = self.model(input_ids=plain, use_cache=False).logits.float().to(self.output_device)
         if not logits.isfinite().all():
-            raise ValueError(f"{type(self.model).__name__} is damaged, or not supported: its logits are not finite in "
+            raise ValueError(f"{type(self.model).__name__} is damaged or not supported: its logits are not finite in "
                              f"{self.dtype}")
-        own = logits.new_empty(*trees.shape, logits.shape[-1])
-        for (row, length, path), found in zip(where, logits, strict=True):
-            own[row, path] = found[length : length + len(path)]
-        return own
+        expected = logits.new_empty(*trees.shape, logits.shape[-1])
+        for (row, length, path), path_logits in zip(cases, logits, strict=True):
+            expected[row, path] = path_logits[length : length + len(path)]
+        return expected
 
     @torch.inference_mode()
     def _tree_logits(self) -> Tensor:  # [B, 5, V]
-        """Ours."""
-        tokens, lengths = self._checked
+        """Logits of the tree by `prefill` and `verify`."""
+        tokens, lengths = self._check_tokens
         cache = self.new_cache(tokens.shape[1], len(tokens))
-        self.prefill(tokens[:, : TEXTS[0]], cache)
+        self.prefill(tokens[:, : TEXT_LENGTHS[0]], cache)
         cache.commit([0] * len(tokens), [range(length) for length in lengths])
-        ancestors = SEEN.to(self.device).expand(len(tokens), -1, -1)
+        ancestors = TREE_MASK.to(self.device).expand(len(tokens), -1, -1)
         positions = torch.tensor(lengths, device=self.device)[:, None] + ancestors.sum(-1) - 1
-        return self.logits(self.verify(tokens[:, TEXTS[0] :], positions, ancestors, cache))
+        return self.logits(self.verify(tokens[:, TEXT_LENGTHS[0] :], positions, ancestors, cache))
 
-    def _require(self, expected: Tensor) -> None:
-        """Raise ValueError unless our logits are as expected."""
+    def _check_logits(self, expected: Tensor) -> None:
+        """Raise ValueError unless the logits of the tree are as expected."""
         try:
             ours = self._tree_logits()
         except (AttributeError, IndexError, TypeError, ValueError) as error:
             raise ValueError(f"it cannot verify a tree ({error})") from error
         error = ((ours - expected).abs().max() / expected.abs().max()).item()
         quantised = getattr(self.model, "is_quantized", False)
-        if not error <= (EXACT if self.dtype in FULL and not quantised else ROUNDING):
+        if not error <= (EXACT if self.dtype in FULL_PRECISION and not quantised else ROUNDING):
             raise ValueError(f"its logits of a tree are not those of its own forward (they differ by {error:.1g} of "
                              "the largest)")
         if quantised and error > EXACT:
-            log.warning("%s is quantised so that its logits change with the tokens beside them, by up to %.1f%% of the "
-                        "largest: where its best two are closer, the text may not be that of plain decoding",
+            log.warning("%s is quantised so that its logits depend on the other tokens of a forward, by up to %.1f%% "
+                        "of the largest: where the best two are closer, the text can differ from plain decoding",
                         type(self.model).__name__, 100 * error)
 
     @property
@@ -209,12 +215,12 @@ class TargetModel:
 
     @property
     def device(self) -> torch.device:
-        """Where tokens go in."""
+        """The device of the token embeddings."""
         return device_of(self.embed_tokens)
 
     @property
     def output_device(self) -> torch.device:
-        """Where features and logits come out, and the head lives; with a `device_map` often another one."""
+        """The device of features, logits and the draft head; with a `device_map` often not `device`."""
         return device_of(self.lm_head)
 
     @property
@@ -223,36 +229,36 @@ class TargetModel:
         return dtype if dtype.is_floating_point else self.model.dtype
 
     def embeddings_on(self, device: torch.device) -> nn.Module:
-        """The token embeddings; a copy where they live on another device, as with a `device_map`."""
+        """The token embeddings; a copy if they are on another device, as with a `device_map`."""
         return self.embed_tokens if self.device == device else copy_to(self.embed_tokens, device)
 
     def digest(self) -> str:
-        """What tells one target from another, whatever dtype it is loaded in: its shape and a sample of its weights."""
+        """An identifier of the target, independent of its dtype: class, sizes and a sample of the weights."""
         return f"{type(self.model).__name__}/{self.hidden_size}/{self.vocab_size}/{weights_digest(self.model)}"
 
-    def limit_of(self, length: int) -> int | None:
-        """Positions that a text of this length may grow to; None: any number.
+    def position_limit(self, length: int) -> int | None:
+        """The number of positions up to which a text of this length can grow; None: no limit.
 
-        With the rotary embedding of Phi-3 a long text has other keys than a short one, from its first token on: a cache
-        serves texts that stay short, and those that begin long.
+        With the rotary embedding of Phi-3, the keys of a long text differ from those of a short one from the first
+        token on: a cache is valid for texts that stay short and for texts that begin long.
         """
-        short = self.short_positions is not None and length <= self.short_positions
-        return self.short_positions if short else self.max_positions
+        short = self.short_limit is not None and length <= self.short_limit
+        return self.short_limit if short else self.max_positions
 
     def batches(self, lengths: Sequence[int]) -> list[list[int]]:
-        """Which texts of these lengths can be decoded together, as lists of their numbers.
+        """Group texts of these lengths, by index, into batches that can be decoded together.
 
-        Apart are those that `limit_of` tells apart, and all where the model counts positions itself.
+        A batch shares one `position_limit`; it has one text if the model takes positions from the cache.
         """
-        if self.counts_positions:
+        if self.positions_from_cache:
             return [[number] for number in range(len(lengths))]
         groups: dict[int | None, list[int]] = {}
         for number, length in enumerate(lengths):
-            groups.setdefault(self.limit_of(length), []).append(number)
+            groups.setdefault(self.position_limit(length), []).append(number)
         return list(groups.values())
 
     def new_cache(self, capacity: int, batch: int = 1) -> TreeCache:
-        """An empty cache for `capacity` positions of each sequence of a batch."""
+        """An empty cache of `capacity` positions for each sequence of a batch."""
         return TreeCache([device_of(layer) for layer in self.decoder_layers], capacity, batch)
 
     @property
@@ -263,14 +269,14 @@ class TargetModel:
     def forward(
         self,
         tokens: Tensor,  # [B, N]
-        positions: Tensor | None,  # [B, N]; None: those that come next in the cache
-        ancestors: Tensor | None,  # [B, N, N] bool, or self; None: causal
-        cache: TreeCache,  # to which the tokens' keys and values are appended
+        positions: Tensor | None,  # [B, N]; None: the next ones in the cache
+        ancestors: Tensor | None,  # [B, N, N] bool, ancestors or self; None: causal
+        cache: TreeCache,  # the keys and values of the tokens are appended
     ) -> Tensor:  # [B, N, F]
-        """One forward: all that `prefill` and `verify` compute is computed here.
+        """The forward of `prefill` and `verify`.
 
-        This is the seam for other forwards: assign a callable of this signature, such as one that replays CUDA graphs.
-        Everything above it stays as it is. A draft head has the same seam in `DraftHead.forward`.
+        To replace it, assign a callable of this signature, such as `graphs.GraphedForward`. `DraftHead.forward` can be
+        replaced in the same way.
         """
         if self.fused is not None:
             return self.fused(tokens, positions, ancestors, cache, self.layers)
@@ -284,13 +290,13 @@ class TargetModel:
         tokens: Tensor,  # [B, N]
         **options: object,  # keywords of the stock decoder
     ) -> Tensor:  # [B, N, F]
-        """What the stock decoder makes of tokens."""
+        """Features by the stock decoder."""
         if not self.layers:
             return self.decoder(input_ids=tokens, **options).last_hidden_state
-        entering: list[Tensor] = []
-        with self._hooking:  # hooks are the modules', and would hear the forwards of other threads
+        states: list[Tensor] = []
+        with self._hook_lock:  # a hook would also record the forwards of other threads
             hooks = [
-                self.decoder_layers[number].register_forward_pre_hook(lambda layer, inputs: entering.append(inputs[0]))
+                self.decoder_layers[number].register_forward_pre_hook(lambda layer, inputs: states.append(inputs[0]))
                 for number in self.layers
             ]
             try:
@@ -298,11 +304,11 @@ class TargetModel:
             finally:
                 for hook in hooks:
                     hook.remove()
-        return torch.cat([*(states.to(last.device) for states in entering), last], -1)
+        return torch.cat([*(each.to(last.device) for each in states), last], -1)
 
     def prefill(self, tokens: Tensor, cache: TreeCache) -> Tensor:
-        """Features [B, N, F] of a prompt [B, N], through the model's own causal mask; a long one in parts."""
-        rows = prefill_rows(self.device) if self.reads_in_parts else tokens.shape[1]
+        """Features [B, N, F] of a prompt [B, N] with the model's own causal mask; a long prompt in parts."""
+        rows = prefill_rows(self.device) if self.splits_prefill else tokens.shape[1]
         return torch.cat([self.forward(part, None, None, cache) for part in tokens.split(rows, 1)], 1)
 
     def verify(
@@ -312,15 +318,15 @@ class TargetModel:
         ancestors: Tensor,  # [B, N, N] bool
         cache: TreeCache,
     ) -> Tensor:  # [B, N, F]
-        """Features of tree nodes; their keys and values are appended to the cache in node order."""
+        """Features of tree nodes, whose keys and values are appended to the cache in node order."""
         prefix = cache.length
-        limit = self.limit_of(prefix)
-        if limit is not None:  # nodes beyond the last position are never emitted, but have to be embedded
+        limit = self.position_limit(prefix)
+        if limit is not None:  # nodes beyond the last position are never emitted, but need a valid one
             positions = positions.clamp_max(limit - 1)
-        if self.counts_positions:
-            cache.skew = positions[0] - torch.arange(prefix, prefix + len(positions[0]), device=positions.device)
+        if self.positions_from_cache:
+            cache.position_offset = positions[0] - prefix - torch.arange(positions.shape[1], device=positions.device)
         features = self.forward(tokens, positions, ancestors, cache)
-        cache.skew = 0
+        cache.position_offset = 0
         return features
 
     def logits(self, features: Tensor) -> Tensor:
@@ -332,7 +338,7 @@ class TargetModel:
         self,
         tokens: Tensor,  # [R] long
     ) -> OutputRows | None:
-        """`logits` of some tokens only, from a copy of their rows; None where the output layer cannot be split so."""
+        """The rows of the output layer for some tokens, as a copy; None if the layer cannot be split."""
         weight = self.lm_head.weight
         if type(weight) not in (nn.Parameter, Tensor) or weight.is_meta or not weight.is_floating_point():
             return None  # quantised, sharded or offloaded
@@ -343,35 +349,117 @@ class TargetModel:
 
 
 def prefill_rows(device: torch.device) -> int:
-    """How many positions of a prompt are read in one forward."""
+    """The number of positions of a prompt in one forward."""
     return PREFILL.get(device.type, PREFILL["cuda"])
 
 
 def check_config(model: PreTrainedModel, config: PreTrainedConfig) -> None:
-    """Refuse models that are no causal LMs, or whose layers or attention cannot verify a tree.
+    """Raise ValueError unless the model is a causal LM whose layers and attention can verify a tree.
 
     Args:
         config: of the language model.
     """
-    name, kinds = type(model).__name__, kinds_of(config)
+    name, kinds = type(model).__name__, attention_kinds(config)
     if getattr(model.config, "is_encoder_decoder", False) or model.get_output_embeddings() is None:
         raise ValueError(f"{name} is not supported: a decoder-only causal LM with an output head is needed")
-    unknown = kinds - {"full_attention", SLIDING, CHUNKED}  # those have a cache of rows of keys
+    unknown = kinds - {"full_attention", SLIDING, CHUNKED}  # only these cache one row of keys per position
     if unknown or (getattr(model, "_is_stateful", False) and not kinds):
         raise ValueError(
             f"{name} is not supported: it has layers of type {', '.join(sorted(unknown)) or 'recurrent state'}; "
-            "only those of full, sliding or chunked attention can verify a tree and be rolled back to a path of it"
+            "only layers of full, sliding or chunked attention can verify a tree and be rolled back to one of its paths"
         )
     if config._attn_implementation not in IMPLEMENTATIONS:
         raise ValueError(
-            f"attention implementation {config._attn_implementation!r} takes no tree mask; "
+            f"attention implementation {config._attn_implementation!r} does not accept a tree mask; "
             f"accepted: {', '.join(IMPLEMENTATIONS)} (attn_implementation= of load())"
         )
 
 
 def find_layers(decoder: nn.Module, config: PreTrainedConfig, name: str) -> nn.ModuleList:
-    """The decoder's list of layers, whatever it is called."""
+    """The decoder's list of layers, whatever its name."""
     for module in decoder.children():
         if isinstance(module, nn.ModuleList) and len(module) == config.num_hidden_layers:
             return module
     raise ValueError(f"{name} is not supported: its decoder has no list of layers to place a cache for")
+
+
+@dataclass(eq=False)
+class OutputRows:
+    """The output layer for some tokens only: [..., D] -> [..., R] in float32, scaled and capped as the target's.
+
+    R rows of the whole layer's V.
+
+    Args:
+        source: the output layer from which the rows were copied.
+    """
+
+    source: nn.Module
+    layer: nn.Linear  # D -> R
+    scale: float
+    softcap: float | None
+
+    @classmethod
+    @torch.no_grad()
+    def of(
+        cls,
+        lm_head: nn.Module,  # the whole layer, of weight [V, D]
+        tokens: Tensor,  # [R] long
+        scale: float,
+        softcap: float | None,
+    ) -> OutputRows:
+        weight, bias = lm_head.weight, getattr(lm_head, "bias", None)
+        layer = nn.Linear(weight.shape[1], len(tokens), bias=bias is not None, device="meta")
+        layer.weight = nn.Parameter(weight[tokens], requires_grad=False)
+        if bias is not None:
+            layer.bias = nn.Parameter(bias[tokens], requires_grad=False)
+        return cls(lm_head, layer, scale, softcap)
+
+    def __call__(self, features: Tensor) -> Tensor:
+        return output_logits(self.layer, features.to(dtype_of(self.layer)), self.scale, self.softcap)
+
+    def copied_from(self, lm_head: nn.Module) -> bool:
+        """Whether the rows were copied from this output layer, in its present dtype and on its device."""
+        return (self.source is lm_head and dtype_of(self.layer) == dtype_of(lm_head)
+                and device_of(self.layer) == device_of(lm_head))
+
+    def pack(
+        self, form: str | None, lm_head: nn.Module, files: MappedFiles, dtype: torch.dtype | None = None
+    ) -> None:
+        """Pack the rows.
+
+        Args:
+            lm_head: the target's output layer, packed by now.
+            dtype: see `TargetModel.pack`.
+        """
+        parent = nn.Sequential(self.layer)
+        pack_linears(parent, form, files, dtype)
+        copy_from_files(parent, files, dtype=dtype)
+        self.layer, self.source = parent[0], lm_head
+
+
+def output_logits(
+    lm_head: Callable[[Tensor], Tensor], features: Tensor, scale: float, softcap: float | None
+) -> Tensor:
+    """[..., D] -> [..., V] in float32, scaled and capped."""
+    logits = lm_head(features).float()
+    if scale != 1:
+        logits = logits * scale
+    return logits if softcap is None else torch.tanh(logits / softcap) * softcap
+
+
+def device_of(module: nn.Module) -> torch.device:
+    """The device that a module computes on: that of its weights, or the execution device of offloaded ones."""
+    if isinstance(module, PackedLinear):
+        return torch.device("cpu")
+    first = next(each for each in module.modules() if any(True for _ in each.parameters(recurse=False)))
+    weight = next(first.parameters(recurse=False))
+    hook = getattr(first, "_hf_hook", None)
+    return torch.device(hook.execution_device) if weight.is_meta and hook is not None else weight.device
+
+
+def copy_to(module: nn.Module, device: torch.device) -> nn.Module:
+    """A copy on another device, without accelerate's hooks."""
+    hook = getattr(module, "_hf_hook", None)  # may contain all offloaded weights: do not copy it
+    with align_module_device(module):
+        copied = copy.deepcopy(module, {id(hook): hook})
+    return remove_hook_from_module(copied).to(device)

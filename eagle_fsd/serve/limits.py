@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import tyro
 
 from ..checks import require_bool, require_integer, require_number
-from ..heads.catalogue import DEFAULT, name_of
+from ..heads.catalogue import DEFAULT, display_name
 
 KEY_VARIABLE = "EAGLE_FSD_API_KEY"
 
@@ -81,7 +81,7 @@ class ServeOptions:
 
 def served_name(target: str | Path | None) -> str:
     """The default name of a target."""
-    return name_of(target or DEFAULT.rpartition("/")[2])
+    return display_name(target or DEFAULT.rpartition("/")[2])
 
 
 def key_from_environment() -> str | None:
