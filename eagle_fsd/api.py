@@ -16,8 +16,10 @@ from .decoding.output import Output, Receipt
 from .decoding.request import Request
 from .drafting.sizing import Choice
 from .drafting.tree import DraftTree
-from .options import OF_ONE_PROMPT, GenerateKeywords, GenerateOptions, from_generate, lists_options
-from .pair import EagleModel, default_model
+from .keywords import GenerateKeywords, lists_options
+from .loading import default_model
+from .options import OF_ONE_PROMPT, GenerateOptions, from_generate
+from .pair import EagleModel
 from .prompts import encode_prompts
 from .requests import make_requests
 from .text import answer_text

@@ -10,9 +10,11 @@ from torch import Tensor
 from .api import OWN, generate, with_options
 from .decoding.decoder import Session
 from .decoding.output import Output
+from .keywords import GenerateKeywords, lists_options
+from .loading import default_model
 from .models.placement import Lock
-from .options import GenerateKeywords, GenerateOptions, lists_options
-from .pair import EagleModel, default_model
+from .options import GenerateOptions
+from .pair import EagleModel
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

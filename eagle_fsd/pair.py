@@ -1,4 +1,4 @@
-"""A target with its draft head and tokenizer, and how to load them."""
+"""`EagleModel`: a target with its draft head and tokenizer."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ import functools
 import logging
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 import torch
@@ -17,20 +16,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from .acceptance import Rule
 from .decoding.timing import known_latency
 from .drafting.config import CPU_TREE, GPU_TREE, TreeConfig
-from .drafting.curves import HeadCurves, known_curves, read_curves
+from .drafting.curves import HeadCurves, known_curves
 from .drafting.sizing import Choice, Pause, Sizing
-from .heads.catalogue import find_pair, name_of
-from .heads.checkpoint import load_head
 from .heads.eagle import DraftHead
-from .models import GROUPED, STOCK
 from .models.linear import PackedLinear, check_quantization, is_packed
-from .models.loading import check_device, load_compact, load_target
-from .models.memory import MappedFiles, trim
+from .models.memory import trim
 from .models.target import TargetModel
-from .options import LoadKeywords, LoadOptions, lists_options
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 log = logging.getLogger(__name__)
 # Of targets that have passed the check of TargetModel, by whether the fused decoder was wanted: why it does not serve
@@ -238,103 +229,3 @@ def described_size(module: torch.nn.Module) -> str:
     count = parameter_count(module)
     unit, letter = next(((unit, letter) for unit, letter in ((1e9, "B"), (1e6, "M")) if count >= unit), (1e3, "k"))
     return f"{count / unit:.3g} {letter} parameters"
-
-
-@lists_options(LoadOptions, LoadKeywords, described=True)
-def load(
-    target: str | Path | None = None, draft: str | Path | None = None, **options: Unpack[LoadKeywords]
-) -> EagleModel:
-    """Load a target and its draft head.
-
-    Args:
-        target, draft, options: see `LoadOptions`.
-
-    Raises:
-        TypeError: an unknown option, or one of the wrong type.
-        ValueError: a default target that is not installed, a target with several known heads, a bad option, damaged or
-            missing files, a head that does not fit, an unsupported target or attention. A changed bit among a file's
-            numbers goes unnoticed unless a number is no longer finite: the format has no checksum.
-        OSError: a hub id that cannot be found or fetched, or a target's broken config.
-        ImportError: a GGUF file without the package gguf.
-    """
-    asked = LoadOptions.from_names({"target": target, "draft": draft, **options})
-    check_quantization(asked.quantization)
-    if asked.quantization and (asked.device_map is not None or check_device(asked.device).type != "cpu"):
-        raise ValueError(f"quantization={asked.quantization!r} is for a target on the CPU: give device=\"cpu\" without "
-                         "device_map, or a quantization_config of transformers")
-    target, draft = find_pair(asked.target, asked.draft)
-    head = None if draft is None else load_head(draft)  # the smaller one first: its errors come before the long work
-    curves = read_curves(draft) if asked.tree == "auto" and head is not None else None
-    stock = asked.attn_implementation in STOCK
-    load_it = {"device": asked.device, "device_map": asked.device_map, "trust_remote_code": asked.trust_remote_code,
-               "quantization_config": asked.quantization_config,
-               "attn_implementation": asked.attn_implementation if stock else None}
-    fused, early = asked.attn_implementation is None, asked.prepack and asked.quantization is None
-    if early and asked.device_map is None and check_device(asked.device).type == "cpu":
-        model, tokenizer, dtype = load_compact(target, dtype=asked.dtype, **load_it)
-        if not getattr(model, "is_quantized", False):
-            pack_early(model, head, dtype, fused=fused)
-    else:
-        model, tokenizer = load_target(target, dtype=asked.dtype, **load_it)
-    pair = EagleModel.from_parts(model, head, tokenizer, fused=fused)
-    stored = None if asked.dtype == "auto" else asked.dtype
-    pair.names = name_of(target), None if draft is None else name_of(draft)
-    pair.load_stock = lambda dtype: load_target(target, dtype=dtype or stored, **load_it)[0].eval()
-    set_attention(pair.target, asked.attn_implementation)
-    if asked.prepack:
-        pair.prepack(asked.quantization)
-    if isinstance(asked.tree, TreeConfig):
-        pair.tree = asked.tree
-    elif asked.tree == "auto":
-        if pair.target.output_device.type == "cpu":
-            pair.size_cycles(curves)
-        elif head is not None:
-            pair.tree = replace(GPU_TREE, top_k=min(GPU_TREE.top_k, head.draft_vocab_size))
-    return pair
-
-
-def pack_early(model: PreTrainedModel, head: DraftHead | None, dtype: torch.dtype | None, *, fused: bool) -> None:
-    """Pack a target's weights before its checks, which then compute what will be computed, and sooner.
-
-    Args:
-        head: one that is to fit; the rest is that of `TargetModel.pack` and `EagleModel.from_parts`.
-    """
-    adapter, rows = TargetModel(model, fused=fused, check=False), None  # fused: which layers are computed as one
-    if head is not None:
-        check_sizes(head, adapter)
-        if head.token_map is not None:  # now, since a packed layer has to be unpacked for them
-            rows = head.output_rows = adapter.output_rows(head.token_map)
-    adapter.pack(None, dtype)
-    if rows is not None:
-        rows.pack(None, adapter.lm_head, MappedFiles(), dtype)
-    trim()
-    if dtype is None:
-        return
-    model.config.dtype = dtype
-    plain = [name for name, part in model.named_modules() if type(part) is torch.nn.Linear]
-    if plain:
-        log.warning("%d linear layers hold numbers that float16 has not, and are kept in %s, which is slower "
-                    '(dtype="bfloat16" may be faster): %s', len(plain), dtype, ", ".join(plain[:3]))
-
-
-def set_attention(target: TargetModel, wanted: str | None) -> None:
-    """Switch the target to the attention that `load` was asked for; where it cannot serve it, say why not.
-
-    None: what is faster on its device and computes the same; nothing where the fused decoder has its own.
-    """
-    config, level = target.config, logging.WARNING
-    stock = target.fused is None and target.device.type == "cpu"
-    if wanted is None and stock and config._attn_implementation == "sdpa":
-        key_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        wanted, level = GROUPED if key_heads < config.num_attention_heads else None, logging.INFO
-    if wanted not in (None, *STOCK):
-        try:
-            target.use_attention(wanted)
-        except ValueError as error:
-            log.log(level, "%s", error)
-
-
-@functools.cache
-def default_model() -> EagleModel:
-    """The default pair, loaded once per process."""
-    return load()

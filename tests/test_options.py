@@ -16,7 +16,7 @@ import eagle_fsd
 from eagle_fsd import GenerateOptions, LoadOptions, TreeConfig
 from eagle_fsd.api import with_options
 from eagle_fsd.checks import OptionError
-from eagle_fsd.options import REPLACEMENTS, GenerateKeywords, LoadKeywords
+from eagle_fsd.keywords import REPLACEMENTS, GenerateKeywords, LoadKeywords
 
 NAN, INF = math.nan, math.inf
 

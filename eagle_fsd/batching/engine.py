@@ -17,7 +17,8 @@ from ..api import with_options
 from ..checks import OptionError, require_integer
 from ..decoding.request import Request
 from ..drafting.config import TreeConfig
-from ..options import GenerateKeywords, GenerateOptions, lists_options
+from ..keywords import GenerateKeywords, lists_options
+from ..options import GenerateOptions
 from ..pair import EagleModel
 from ..prompts import encode_prompt
 from ..requests import make_requests
