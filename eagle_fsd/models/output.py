@@ -11,8 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from .linear import device_of, dtype_of, pack_linears
+from .linear import dtype_of, pack_linears
 from .memory import MappedFiles, leave_files
+from .placement import device_of
 
 
 @dataclass(eq=False)

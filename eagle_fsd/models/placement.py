@@ -1,4 +1,4 @@
-"""What tells one model's weights from another's, copies of modules on other devices, and locks."""
+"""Where modules compute, what tells one model's weights from another's, and their locks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from accelerate.utils import align_module_device
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from .linear import is_packed
+from .linear import PackedLinear, is_packed
 
 
 def plain_parts(weight: Tensor) -> Iterator[Tensor]:
@@ -55,6 +55,16 @@ class Lock:
 
     def __reduce__(self) -> tuple:
         return Lock, ()
+
+
+def device_of(module: nn.Module) -> torch.device:
+    """Where a module computes: where its weights are, or where accelerate brings those that it keeps elsewhere."""
+    if isinstance(module, PackedLinear):
+        return torch.device("cpu")
+    first = next(each for each in module.modules() if any(True for _ in each.parameters(recurse=False)))
+    weight = next(first.parameters(recurse=False))
+    hook = getattr(first, "_hf_hook", None)
+    return torch.device(hook.execution_device) if weight.is_meta and hook is not None else weight.device
 
 
 def copy_to(module: nn.Module, device: torch.device) -> nn.Module:

@@ -17,11 +17,11 @@ from . import IMPLEMENTATIONS
 from .attention import turn_off_cudnn
 from .cache import TreeCache, cache_name
 from .fused import FusedDecoder, Unfit
-from .linear import device_of, dtype_of, pack_linears
+from .linear import dtype_of, pack_linears
 from .masks import CHUNKED, SLIDING, MaskedLayers, kinds_of
 from .memory import MappedFiles, leave_files
 from .output import OutputRows, output_logits
-from .placement import Lock, copy_to, weights_digest
+from .placement import Lock, copy_to, device_of, weights_digest
 
 log = logging.getLogger(__name__)
 
