@@ -1,4 +1,4 @@
-"""Options as keyword arguments: their types and signatures for editors and `help`, and hints for unknown names."""
+"""Options as keyword arguments: types and signatures for editors and `help`, and hints for unknown names."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from .drafting.config import TreeConfig
 from .drafting.text import TextDrafts
 
 F = TypeVar("F", bound=Callable)
-REPLACEMENTS = {  # names that other libraries and servers have: what to use here
+REPLACEMENTS = {  # names from other libraries and servers: what to use here
     "assistant_model": "load(target, draft): the draft head drafts",
-    "attention_mask": "what the tokenizer returned as the prompt, mask included",
+    "attention_mask": "the output of the tokenizer, mask included, as the prompt",
     "bad_words_ids": "logits_processor=[NoBadWordsLogitsProcessor(...)]",
     "do_sample": "temperature= (0 is greedy)",
     "eos_token_id": "stop_token_ids=",
@@ -45,15 +45,15 @@ REPLACEMENTS = {  # names that other libraries and servers have: what to use her
     "prediction": "reference=",
     "repeat_penalty": "repetition_penalty=",
     "stop_strings": "stop=",
-    "prompt_lookup_num_tokens": "text_drafts=, which is on",
+    "prompt_lookup_num_tokens": "text_drafts=, which is on by default",
     "stream": "streamer=, or Engine(model).submit(...), whose ticket is an iterator",
     "structured_outputs": "response_format=",
     "temp": "temperature=",
-    "tokenizer": "nothing: that of the model is used",
+    "tokenizer": "nothing: the model has its tokenizer",
     "tools": "the prompt as text, rendered by tokenizer.apply_chat_template(messages, tools=...)",
-    "use_cache": "nothing: there always is one",
+    "use_cache": "nothing: there is always a cache",
     # of load
-    "compile": "nothing: it gained less than prepacked weights, which are the default",
+    "compile": "nothing: prepacked weights, the default, are faster",
     "load_in_4bit": "quantization_config=",
     "load_in_8bit": "quantization_config=",
     "torch_dtype": "dtype=",
@@ -62,17 +62,17 @@ REPLACEMENTS = {  # names that other libraries and servers have: what to use her
 
 
 def unknown_option(name: str, accepted: Sequence[str]) -> str:
-    """The message about an unknown option: what to use instead, or what is accepted."""
-    near = difflib.get_close_matches(str(name), [*accepted, *REPLACEMENTS], 1, cutoff=0.75)  # of a misspelt name
+    """The error message for an unknown option: what to use instead, or the accepted names."""
+    near = difflib.get_close_matches(str(name), [*accepted, *REPLACEMENTS], 1, cutoff=0.75)  # a misspelt name
     meant = name if name in REPLACEMENTS else next(iter(near), None)
     hint = (f"accepted: {', '.join(accepted)}" if meant is None else f"did you mean {meant!r}?" if meant in accepted
             else f"use {REPLACEMENTS[meant]}")
     return f"unknown option {name!r}; {hint}"
 
 
-# The same options as keywords, for editors and type checkers, which read no dataclass (PEP 692); a test compares both.
+# The options as keywords for editors and type checkers (PEP 692). A test compares them with the dataclasses.
 class GenerateKeywords(TypedDict, total=False):
-    """What `generate` takes by name: the fields of `GenerateOptions`, and names of `model.generate`."""
+    """The options of `generate`: the fields of `GenerateOptions`, and some names of `model.generate`."""
 
     max_new_tokens: int
     temperature: float
@@ -108,7 +108,7 @@ class GenerateKeywords(TypedDict, total=False):
 
 
 class LoadKeywords(TypedDict, total=False):
-    """What `load` takes by name besides target and draft: the fields of `LoadOptions`."""
+    """The options of `load` besides target and draft: the fields of `LoadOptions`."""
 
     dtype: Any
     device: Any
@@ -122,10 +122,11 @@ class LoadKeywords(TypedDict, total=False):
 
 
 def lists_options(options: type, keywords: type, *, described: bool = False) -> Callable[[F], F]:
-    """A decorator that has `help` list the options which a function takes as `**keywords`, with their defaults.
+    """A decorator that lists the options a function takes as `**keywords`, with defaults, in its signature.
 
     Args:
-        described: add what the options mean to its docstring.
+        options: the dataclass. keywords: the `TypedDict` of the same options.
+        described: add the descriptions of the options to the docstring.
     """
     known = {field.name: field for field in fields(options)}
 

@@ -43,34 +43,34 @@ def load(
     Raises:
         TypeError: an unknown option, or one of the wrong type.
         ValueError: a default target that is not installed, a target with several known heads, a bad option, damaged or
-            missing files, a head that does not fit, an unsupported target or attention. A changed bit among a file's
-            numbers goes unnoticed unless a number is no longer finite: the format has no checksum.
-        OSError: a hub id that cannot be found or fetched, or a target's broken config.
-        ImportError: a GGUF file without the package gguf.
+            missing files, a head that does not fit, an unsupported target or attention. Flipped bits in the weights go
+            unnoticed unless a number is no longer finite: the format has no checksum.
+        OSError: a hub id that does not exist or cannot be fetched, or a broken config of the target.
+        ImportError: a GGUF file, and the package gguf is not installed.
     """
     asked = LoadOptions.from_names({"target": target, "draft": draft, **options})
     check_quantization(asked.quantization)
     if asked.quantization and (asked.device_map is not None or check_device(asked.device).type != "cpu"):
-        raise ValueError(f"quantization={asked.quantization!r} is for a target on the CPU: give device=\"cpu\" without "
-                         "device_map, or a quantization_config of transformers")
+        raise ValueError(f"quantization={asked.quantization!r} needs a target on the CPU: pass device=\"cpu\" without "
+                         "device_map, or use a quantization_config of transformers")
     target, draft = find_pair(asked.target, asked.draft)
-    head = None if draft is None else load_head(draft)  # the smaller one first: its errors come before the long work
+    head = None if draft is None else load_head(draft)  # the head first: it loads fast, so its errors come early
     curves = read_curves(draft) if asked.tree == "auto" and head is not None else None
     stock = asked.attn_implementation in STOCK
-    load_it = {"device": asked.device, "device_map": asked.device_map, "trust_remote_code": asked.trust_remote_code,
-               "quantization_config": asked.quantization_config,
-               "attn_implementation": asked.attn_implementation if stock else None}
+    placement = {"device": asked.device, "device_map": asked.device_map, "trust_remote_code": asked.trust_remote_code,
+                 "quantization_config": asked.quantization_config,
+                 "attn_implementation": asked.attn_implementation if stock else None}
     fused, early = asked.attn_implementation is None, asked.prepack and asked.quantization is None
     if early and asked.device_map is None and check_device(asked.device).type == "cpu":
-        model, tokenizer, dtype = load_compact(target, dtype=asked.dtype, **load_it)
+        model, tokenizer, dtype = load_compact(target, dtype=asked.dtype, **placement)
         if not getattr(model, "is_quantized", False):
             pack_early(model, head, dtype, fused=fused)
     else:
-        model, tokenizer = load_target(target, dtype=asked.dtype, **load_it)
+        model, tokenizer = load_target(target, dtype=asked.dtype, **placement)
     pair = EagleModel.from_parts(model, head, tokenizer, fused=fused)
     stored = None if asked.dtype == "auto" else asked.dtype
     pair.names = name_of(target), None if draft is None else name_of(draft)
-    pair.load_stock = lambda dtype: load_target(target, dtype=dtype or stored, **load_it)[0].eval()
+    pair.load_stock = lambda dtype: load_target(target, dtype=dtype or stored, **placement)[0].eval()
     set_attention(pair.target, asked.attn_implementation)
     if asked.prepack:
         pair.prepack(asked.quantization)
@@ -85,15 +85,16 @@ def load(
 
 
 def pack_early(model: PreTrainedModel, head: DraftHead | None, dtype: torch.dtype | None, *, fused: bool) -> None:
-    """Pack a target's weights before its checks, which then compute what will be computed, and sooner.
+    """Pack a target's weights before `TargetModel` checks it: the check then runs on the packed weights, and is faster.
 
     Args:
-        head: one that is to fit; the rest is that of `TargetModel.pack` and `EagleModel.from_parts`.
+        head: the head that the target will be joined with.
+        dtype: see `TargetModel.pack`. fused: see `EagleModel.from_parts`.
     """
-    adapter, rows = TargetModel(model, fused=fused, check=False), None  # fused: which layers are computed as one
+    adapter, rows = TargetModel(model, fused=fused, check=False), None  # fused layers are packed together
     if head is not None:
         check_sizes(head, adapter)
-        if head.token_map is not None:  # now, since a packed layer has to be unpacked for them
+        if head.token_map is not None:  # before packing: later the layer would have to be unpacked
             rows = head.output_rows = adapter.output_rows(head.token_map)
     adapter.pack(None, dtype)
     if rows is not None:
@@ -104,14 +105,16 @@ def pack_early(model: PreTrainedModel, head: DraftHead | None, dtype: torch.dtyp
     model.config.dtype = dtype
     plain = [name for name, part in model.named_modules() if type(part) is torch.nn.Linear]
     if plain:
-        log.warning("%d linear layers hold numbers that float16 has not, and are kept in %s, which is slower "
+        log.warning("%d linear layers have weights outside the range of float16 and stay in %s, which is slower "
                     '(dtype="bfloat16" may be faster): %s', len(plain), dtype, ", ".join(plain[:3]))
 
 
 def set_attention(target: TargetModel, wanted: str | None) -> None:
-    """Switch the target to the attention that `load` was asked for; where it cannot serve it, say why not.
+    """Switch the target to the attention that the user asked for, or log why it cannot be used.
 
-    None: what is faster on its device and computes the same; nothing where the fused decoder has its own.
+    Args:
+        wanted: an implementation; None: the fastest one for the device that computes the same. The fused decoder has
+            its own attention, so that None changes nothing there.
     """
     config, level = target.config, logging.WARNING
     stock = target.fused is None and target.device.type == "cpu"
@@ -127,5 +130,5 @@ def set_attention(target: TargetModel, wanted: str | None) -> None:
 
 @functools.cache
 def default_model() -> EagleModel:
-    """The default pair, loaded once per process."""
+    """The default pair. It is loaded once per process."""
     return load()

@@ -1,7 +1,7 @@
-"""Every option of decoding and of loading: its name, default, meaning and check, once.
+"""Every option of decoding: its name, default, meaning and check, once.
 
-`generate`, `custom_generate`, `Chat`, the command line, the endpoint and the harness take theirs from here. The
-docstrings are what `--help` says. Nothing here imports torch before an object is made, so that `--help` is quick.
+`generate`, `custom_generate`, `Chat`, the command line, the endpoint and the harness use these options. `--help` shows
+the docstrings. Nothing imports torch before an object is made, so that `--help` is fast.
 """
 
 from __future__ import annotations
@@ -21,29 +21,29 @@ from .keywords import unknown_option
 
 MOST_LOGPROBS = 20
 MOST_REFERENCES = 1024
-LISTS = ("seed", "stop", "stop_token_ids", "fuzzy_within", "reference")  # options that may be lists or tuples
-OF_ONE_PROMPT = "for prompts with options of their own, Engine(model).submit(prompt, ...) takes one at a time"
-LEAST_TEMPERATURE = 1e-6  # below, quotients leave the range of float32
+LISTS = ("seed", "stop", "stop_token_ids", "fuzzy_within", "reference")  # options whose value may be a list or tuple
+OF_ONE_PROMPT = "use Engine(model).submit(prompt, ...), which takes one prompt at a time, for different options"
+LEAST_TEMPERATURE = 1e-6  # smaller ones make logits overflow float32
 
 
 class Options:
-    """What the dataclasses of options share."""
+    """Base class of the option dataclasses."""
 
     @classmethod
     def names(cls) -> list[str]:
-        """The names of the options, in their order."""
+        """The names of the options, in order."""
         return [field.name for field in fields(cls)]
 
     @classmethod
     def from_names(cls, options: Mapping[str, object], also: Sequence[str] = ()) -> Any:
-        """From values by name.
+        """Make an object from a mapping of names to values.
 
         Args:
-            also: further names that the caller takes, for the message.
+            also: further names that the caller accepts, for the error message.
 
         Raises:
-            TypeError: an unknown name; the message lists what is accepted, or says what to use instead.
-            TypeError, ValueError: a value that cannot be accepted.
+            TypeError: an unknown name. The message names a replacement or lists the accepted names.
+            TypeError, ValueError: an invalid value.
         """
         for name in options:
             if name not in cls.names():
@@ -53,52 +53,53 @@ class Options:
 
 @dataclass(frozen=True)
 class GenerateOptions(Options):
-    """How tokens are drawn, where an answer ends, and which drafted tokens are kept.
+    """How tokens are drawn, where an answer ends, and which draft tokens are accepted.
 
     Args:
-        max_new_tokens: tokens of an answer, never exceeded; lowered where the target has fewer positions left.
+        max_new_tokens: maximum number of tokens of an answer; lowered if the target has fewer positions left.
         temperature: 0 is greedy; otherwise sampling.
         top_p: sample from the most likely tokens that together have this probability; 1: off.
-        top_k: sample from so many of the most likely tokens; 0: off.
-        min_p: leave out tokens below this share of the most likely one's probability; 0: off.
+        top_k: sample from this many of the most likely tokens; 0: off.
+        min_p: leave out tokens with less than this fraction of the best token's probability; 0: off.
         repetition_penalty: as in `model.generate`; 1: off.
-        frequency_penalty: taken from a token's logit for each time that the answer has it (-2 to 2); 0: off.
-        presence_penalty: taken once from those of tokens that the answer has (-2 to 2); 0: off.
-        logit_bias: added to the logits of tokens by their ids (-100 to 100 each).
-        top_logprobs: so many of the target's best tokens are listed with each token (0 to 20): `receipt.top`.
-        min_new_tokens: no end token, and none of `stop_token_ids`, before so many tokens.
-        ignore_eos: go on past end tokens.
-        seed: of the sampling noise; None draws one, reported in `out.seed`. With one seed, decoding without a head,
-            `exact` and any rule at its lossless end give the same tokens. For a batch a list of seeds, one for each
-            prompt; one seed is that of the first prompt, and those after it get the numbers that follow.
-        stop: strings that end the answer; not part of its text.
-        stop_token_ids: further tokens that end it.
-        acceptance: a rule's name (see `eagle_fsd.RULES`), a rule object, or a function from the `Nodes` of one row to
+        frequency_penalty: subtracted from a token's logit for each occurrence in the answer (-2 to 2); 0: off.
+        presence_penalty: subtracted once from the logit of each token in the answer (-2 to 2); 0: off.
+        logit_bias: numbers to add to logits, by token id (-100 to 100 each).
+        top_logprobs: number of the target's best tokens in each receipt (0 to 20), see `receipt.top`.
+        min_new_tokens: no end token, and none of `stop_token_ids`, before this many tokens.
+        ignore_eos: continue after end tokens.
+        seed: seed of the sampling noise; None draws one, see `out.seed`. With the same seed, decoding without a head,
+            with `exact`, or with any lossless rule gives the same tokens. For a batch, a list with one seed per prompt,
+            or the seed of the first prompt; the next prompts get the numbers that follow it.
+        stop: strings that end the answer; its text does not include them.
+        stop_token_ids: further tokens that end the answer.
+        acceptance: name of a rule (see `eagle_fsd.RULES`), a rule object, or a function from the `Nodes` of one row to
             `Weights` or to log-weights [V].
-        threshold: the rule's; larger accepts more. None: 0, that is lossless, or a rule object's own; rules that are
-            not lossless at 0 (typical, fsd_paper, relaxed when sampling) ask for one.
-        divergence: for the rules that gate on one, default js: kl, reverse_kl, js, tv, js_fsd_code, or a form on the
+        threshold: threshold of the rule; larger accepts more. None: 0, which is lossless, or that of the rule object.
+            Rules that are not lossless at 0 (typical, fsd_paper, relaxed when sampling) need a threshold.
+        divergence: for rules that gate on one, default js: kl, reverse_kl, js, tv, js_fsd_code, or a form on the
             target's top k tokens such as js_top32.
         head_guard: alpha in [0, 1]: a fuzzy token needs target probability >= (1 - alpha) * the best token's. None: no
-            guard, as in the papers. "default": the rule's own, 0.7 for fsd, typical and relaxed.
-        budget: nats of regret (log-probability of the target's best token less that of the token taken) that the fuzzy
-            tokens of an answer may cost together. A dearer token is refused and the answer is exact from there, as it
-            is from where the text starts to repeat; `out.stats` says where. 0: exact; inf: only repetition counts.
-        fuzzy_within: two marks, as text or token ids of one token each, such as ("<think>", "</think>"): the rule
-            decides after the first, which may stand in the prompt, and up to the second; elsewhere the target's own
-            tokens are taken. None: it decides everywhere.
-        tree: size of the draft tree; None: as the model was loaded for (`load(tree=)`).
-        text_drafts: "auto": what followed the last tokens where they stood before, in the prompt, the answer or a
-            `reference`, is drafted too, as far as it is likely and pays; "off"; or a `TextDrafts`. Copies take part in
-            this `tree`, within its `total_tokens`.
-        speculative: False decodes plainly: nothing is drafted, and no rule decides.
-        response_format: what the answer's text must be (extra `structured`): a JSON schema or a pydantic model, or an
+            guard, as in the papers. "default": that of the rule, 0.7 for fsd, typical and relaxed.
+        budget: total regret of an answer's fuzzy tokens in nats (log-probability of the target's best token less that
+            of the accepted token). A token that would exceed it is rejected, and decoding is exact from there on, and
+            likewise from where the text starts to repeat; `out.stats` reports where. 0: exact; inf: only repetition
+            counts.
+        fuzzy_within: two marks of one token each, as text or token ids, such as ("<think>", "</think>"). The rule
+            applies after the first mark, which may be in the prompt, up to the second; elsewhere decoding is exact.
+            None: it applies everywhere.
+        tree: size of the draft tree; None: that of the model, see `load(tree=)`.
+        text_drafts: "auto": draft copies too. They continue an earlier occurrence of the last tokens in the prompt, the
+            answer or a `reference`, as far as this is likely to pay. "off"; or a `TextDrafts`. Copies are part of the
+            `tree` and its `total_tokens`.
+        speculative: False: plain decoding without drafts or an acceptance rule.
+        response_format: form of the answer's text (extra `structured`): a JSON schema or a pydantic model, or an
             object with a `type`: {"type": "json_object"}, {"type": "json_schema", "json_schema": {"schema": S}},
             {"type": "regex", "regex": R}, {"type": "choice", "choice": [...]}, or {"type": "grammar", "grammar": G}
-            in Lark's form or GBNF. JSON is written with ", " and ": " and no other blanks. An answer that ends at
-            `max_new_tokens` or a stop string may be cut short.
-        reference: a text, or several, that the answer will resemble though it is not in the prompt: drafts are copied
-            from it as well. The text of a lossless answer does not depend on it.
+            in Lark or GBNF syntax. JSON has ", " and ": " and no other whitespace. `max_new_tokens` or a stop string
+            may cut the answer short.
+        reference: one or more texts that the answer will resemble. Drafts are copied from them as well. The text of a
+            lossless answer does not depend on them.
     """
 
     max_new_tokens: int = 256
@@ -131,7 +132,7 @@ class GenerateOptions(Options):
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
             if isinstance(value, list if name == "tree" else (list, tuple)) and name not in LISTS:
-                raise OptionError(name, problem=f"is one value for all prompts of a batch, got {value!r}; "
+                raise OptionError(name, problem=f"must be one value for all prompts of a batch, got {value!r}; "
                                   f"{OF_ONE_PROMPT}")
         require_number("temperature", self.temperature, f"0 (greedy) or a number >= {LEAST_TEMPERATURE:g}",
                        lambda x: x == 0 or LEAST_TEMPERATURE <= x < math.inf)
@@ -148,14 +149,14 @@ class GenerateOptions(Options):
         if self.min_new_tokens > self.max_new_tokens:
             raise OptionError("min_new_tokens", self.min_new_tokens, f"at most max_new_tokens ({self.max_new_tokens})")
         if self.response_format is not None and (self.ignore_eos or self.min_new_tokens):
-            raise OptionError("response_format", problem="decides where an answer ends: leave ignore_eos and "
-                              "min_new_tokens out")
+            raise OptionError("response_format", problem="decides where an answer ends: leave out ignore_eos and "
+                              "min_new_tokens")
         self._check_tokens()
         self._check_texts()
         self._check_acceptance()
 
     def _check_tokens(self) -> None:
-        """Options that name tokens, and the seed."""
+        """Check options with token ids, and the seed."""
         if not (self.logit_bias is None or isinstance(self.logit_bias, Mapping)):
             raise OptionError("logit_bias", self.logit_bias, "numbers by token ids")
         for token, bias in (self.logit_bias or {}).items():
@@ -173,12 +174,12 @@ class GenerateOptions(Options):
                     raise OptionError("seed", seed, "below 2**63")
 
     def _check_texts(self) -> None:
-        """Where an answer ends, and what drafts are copied from."""
+        """Check stop strings, text drafts and references."""
         if not isinstance(self.stop, (str, list, tuple, NoneType)):
             raise OptionError("stop", self.stop, "a string or a list of strings")
         for string in self.stop_strings:
             if not isinstance(string, str) or not string:
-                raise OptionError("stop", problem=f"must hold non-empty strings, got {string!r}")
+                raise OptionError("stop", problem=f"must be non-empty strings, got {string!r}")
         if not (self.text_drafts in ("auto", "off") or isinstance(self.text_drafts, TextDrafts)):
             raise OptionError("text_drafts", self.text_drafts, '"auto", "off" or a TextDrafts')
         texts = isinstance(self.reference, (Iterable, NoneType)) and not isinstance(self.reference, (bytes, Mapping))
@@ -190,30 +191,30 @@ class GenerateOptions(Options):
             raise OptionError("reference", problem=f"may be at most {MOST_REFERENCES} texts, got "
                               f"{len(self.references)}")
         if self.references and self.text_drafts == "off":
-            raise OptionError("reference", problem='is what text drafts are copied from: leave text_drafts="off" out')
+            raise OptionError("reference", problem='needs text drafts: leave out text_drafts="off"')
 
     def _check_acceptance(self) -> None:
-        """The rule, where it decides, what it may cost, and the tree."""
+        """Check rule, budget, marks and tree."""
         if self.budget is not None:
             if isinstance(self.budget, bool) or not isinstance(self.budget, Real):
                 raise OptionError("budget", self.budget, "a number of nats")
             if not self.budget >= 0:
                 raise OptionError("budget", self.budget, "at least 0 nats")
         if not isinstance(self.tree, (TreeConfig, NoneType)):
-            raise OptionError("tree", self.tree, "a TreeConfig, or None for that of load(tree=...)")
+            raise OptionError("tree", self.tree, "a TreeConfig, or None for the tree of load(tree=...)")
         marks = self.fuzzy_within
         if marks is not None and not (
                 isinstance(marks, (list, tuple)) and len(marks) == 2 and marks[0] != marks[1]
                 and all(type(mark) is int or isinstance(mark, str) and mark for mark in marks)):
             raise OptionError("fuzzy_within", marks, 'two different marks, as text or token ids, such as ("<think>", '
                               '"</think>")')
-        lossless = self.lossless  # makes the rule, which checks its own options
+        lossless = self.lossless  # makes the rule, which checks threshold, divergence and head_guard
         if isinstance(self.acceptance, str) and self.threshold is None and not lossless:
             raise OptionError("acceptance", problem=f"{self.acceptance!r} needs a threshold: without one decoding is "
-                              "lossless, and this rule is not, even at 0")
+                              "lossless, but this rule is not lossless even at 0")
 
     def _read_once(self, name: str) -> None:
-        """Keep the items of an iterator."""
+        """Replace an iterator by its items."""
         if not isinstance(values := getattr(self, name), (list, tuple, NoneType)):
             object.__setattr__(self, name, tuple(values))
 
@@ -231,7 +232,7 @@ class GenerateOptions(Options):
 
     @property
     def lossless(self) -> bool:
-        """Whether the text is what the target alone would write."""
+        """Whether the target alone would generate the same text."""
         return self.rule.is_lossless(self.greedy)
 
     @property
@@ -243,19 +244,19 @@ class GenerateOptions(Options):
         return [self.stop] if isinstance(self.stop, str) else list(self.stop or [])
 
 
-# What a `GenerationConfig` may set that nothing here depends on.
+# Fields of a `GenerationConfig` that have no effect here.
 WITHOUT_EFFECT = ("bos_token_id", "pad_token_id", "use_cache", "return_dict_in_generate", "transformers_version")
 
 
 def from_generate(keywords: Mapping[str, object], temperature: float = 0.0) -> dict[str, object]:
-    """Options under our names, of keywords that may also have names of `model.generate`: `do_sample`, `stop_strings`,
-    `eos_token_id`, and a `generation_config`, whose settings hold where no keyword sets them.
+    """Translate keywords of `model.generate` to our options: `do_sample`, `stop_strings`, `eos_token_id`, and a
+    `generation_config`, which other keywords override.
 
     Args:
-        temperature: where no keyword sets it.
+        temperature: that of `do_sample=True` without a temperature, if it is above 0.
 
     Raises:
-        TypeError, ValueError: a value that cannot be accepted, one set twice, or a greedy temperature with sampling.
+        TypeError, ValueError: an invalid value, an option under two names, or temperature 0 with `do_sample=True`.
     """
     options = dict(keywords)
     config = options.pop("generation_config", None)
@@ -271,10 +272,10 @@ def from_generate(keywords: Mapping[str, object], temperature: float = 0.0) -> d
         if options.get(theirs) is None:
             options.pop(theirs, None)
         elif ours in options:
-            raise ValueError(f"{theirs} and {ours} are the same here: give one of them")
+            raise ValueError(f"{theirs} and {ours} are the same option: use one of them")
         else:
             options[ours] = options.pop(theirs)
-            if theirs == "eos_token_id":  # replaces the model's own
+            if theirs == "eos_token_id":  # replaces the model's end tokens
                 options["ignore_eos"] = True
                 options[ours] = [options[ours]] if isinstance(options[ours], int) else options[ours]
     sampling = options.pop("do_sample", None)

@@ -24,30 +24,30 @@ from .models.memory import trim
 from .models.target import TargetModel
 
 log = logging.getLogger(__name__)
-# Of targets that have passed the check of TargetModel, by whether the fused decoder was wanted: why it does not serve
-# them; None: it does.
+# For each target that has passed the check of TargetModel, and for `fused`: why the fused decoder does not serve it,
+# or None if it does.
 _checked: WeakKeyDictionary[PreTrainedModel, dict[bool, str | None]] = WeakKeyDictionary()
 
 
 @dataclass(eq=False, repr=False)
 class EagleModel:
-    """What `eagle_fsd.load` returns and `eagle_fsd.generate` takes; `target.model` is the model of transformers.
+    """A target with its draft head and tokenizer: `eagle_fsd.load` returns it, `eagle_fsd.generate` takes it.
 
-    Build one directly from loaded parts with `EagleModel.from_parts`. Without a draft head drafts are copied from the
-    text alone.
+    `EagleModel.from_parts` builds one from loaded parts. `target.model` is the model of transformers. Without a draft
+    head, drafts are only copied from the text.
     """
 
     target: TargetModel
     draft: DraftHead | None
     tokenizer: PreTrainedTokenizerBase | None = None
-    tree: TreeConfig | None = None  # of requests that give none
-    sizing: Sizing | None = None  # how large cycles are where no tree is given; None: `default_tree`
-    # Where drafting has not paid lately, by temperature, for requests whose text does not depend on it.
+    tree: TreeConfig | None = None  # for requests without a tree
+    sizing: Sizing | None = None  # chooses the size of each cycle for requests without a tree; None: `default_tree`
+    # By temperature, when drafting stops for a while because it did not pay; for lossless requests.
     pauses: defaultdict[float, Pause] = field(default_factory=lambda: defaultdict(Pause), repr=False)
 
-    # The target once more, in a dtype; None: the one that is stored unless another was asked for.
+    # Loads the target again in a dtype; None: the dtype passed to `load`, else that of the checkpoint.
     load_stock: Callable[[torch.dtype | None], PreTrainedModel] | None = field(default=None, repr=False)
-    names: tuple[str | None, str | None] = (None, None)  # of target and head: hub ids, or what a path ends in
+    names: tuple[str | None, str | None] = (None, None)  # of target and head: hub ids, or last parts of paths
 
     def __repr__(self) -> str:
         target, head = self.described()
@@ -55,7 +55,7 @@ class EagleModel:
         return f"EagleModel(target={target}, draft={head}, tree={chosen})"
 
     def described(self, *, stock: bool = False) -> tuple[str, str | None]:
-        """Name, size and form of the target, or of `stock`; and name and size of the head where there is one."""
+        """Name, size and form of the target (or of `stock`), and name and size of the head; None: there is no head."""
         model, head = self.stock if stock else self.target.model, self.draft
         dtype = str(model.dtype if stock else self.target.dtype).removeprefix("torch.")
         form = f"packed as {is_packed(model)}" if is_packed(model) else "plain weights"
@@ -67,20 +67,21 @@ class EagleModel:
 
     @functools.cached_property
     def stock(self) -> PreTrainedModel:
-        """The target as transformers loads it, to measure against: a second one where weights have been packed, in the
-        dtype that is stored unless another was asked for.
+        """The target as transformers loads it, as a baseline. If the weights are packed, this loads a second model, in
+        the dtype passed to `load` or else that of the checkpoint.
 
         Raises:
-            ValueError: packed weights of a model that was not made by `load`.
+            ValueError: the weights are packed, and `load` did not make this model.
         """
         return self.stock_in(None)
 
     def stock_in(self, dtype: torch.dtype | None) -> PreTrainedModel:
-        """`stock`, in a dtype of its own choice; where no weights have been packed, the target itself."""
+        """`stock` in another dtype; without packed weights, the target itself."""
         if is_packed(self.target.model) is None:
             return self.target.model
         if self.load_stock is None:
-            raise ValueError("the target's weights are packed, and it is not known where it was loaded from")
+            raise ValueError("the target's weights are packed, and load() did not make this model: plain weights "
+                             "cannot be loaded")
         return self.load_stock(dtype)
 
     @classmethod
@@ -88,10 +89,10 @@ class EagleModel:
         cls, target: PreTrainedModel, draft: DraftHead | None, tokenizer: PreTrainedTokenizerBase | None = None, *,
         fused: bool = True,
     ) -> EagleModel:
-        """Join a causal LM and a head; the head is moved to the target's last device and dtype.
+        """Join a causal LM and a head. The head is moved to the device of the target's output layer and to its dtype.
 
         Args:
-            fused: compute the target by `FusedDecoder` where that gives the same; it reads the weights where they lie.
+            fused: use `FusedDecoder` for the target if it computes the same. It shares the target's weights.
 
         Raises:
             TypeError: a part of the wrong type.
@@ -110,15 +111,15 @@ class EagleModel:
         return cls(adapter, draft, tokenizer)
 
     def prepack(self, quantization: str | None = None) -> None:
-        """Replace weights on a CPU by ones in the layout that its kernels read; `load` does so unless told not to.
+        """Replace weights on a CPU by weights in the layout of its kernels. `load` does this by default.
 
-        The stock models still run; a copy of them has plain weights again. Their `state_dict` unpacks the weights.
+        The stock models still run. A copy of them has plain weights, and their `state_dict` unpacks the weights.
 
         Args:
-            quantization: "int8", or None: weights stored in 16 bits as they are, with the same results.
+            quantization: "int8", or None: the stored 16 bits, with the same results.
 
         Raises:
-            ValueError: another quantization, or a processor without the instructions for it.
+            ValueError: an unknown quantization, or a processor without the instructions for it.
         """
         check_quantization(quantization)
         self.target.pack(quantization)
@@ -127,8 +128,12 @@ class EagleModel:
         trim()
 
     def size_cycles(self, beside: HeadCurves | None = None) -> None:
-        """Have each cycle sized by what cycles cost on this machine, which is measured, and by curves: the user's own,
-        those beside the head, or default ones."""
+        """Choose the size of each cycle by its latency on this machine and by the head's curves.
+
+        Args:
+            beside: curves stored beside the head. Curves that the user has fitted take precedence; without either,
+                default curves apply.
+        """
         latency = known_latency(self.target, self.draft)
         if self.draft is None:
             self.sizing = Sizing(latency, None)
@@ -138,20 +143,22 @@ class EagleModel:
     def chooser(
         self, tree: TreeConfig | None, rule: Rule, temperature: float
     ) -> tuple[Callable[[int], Choice], Pause | None]:
-        """What so many requests are drafted with, and where drafting pauses: the tree given, else as much as pays, else
-        the model's default."""
+        """The function that chooses the tree for a number of requests, and the pause of drafting.
+
+        The tree is `tree` if there is one, else as large as pays, else the model's default.
+        """
         if tree is None and self.sizing is not None:
             # Texts of a fuzzy rule depend on where drafting pauses, and must not depend on earlier requests.
             pause = self.pauses[temperature] if rule.is_lossless(temperature == 0) else None
             return functools.partial(self.sizing.of, temperature=temperature), pause
         choice = Choice(self.check_tree(self.default_tree if tree is None else tree))
-        return (lambda requests: choice), None  # with a given tree nothing pauses
+        return (lambda requests: choice), None  # with a fixed tree, drafting never pauses
 
     def check_tree(self, tree: TreeConfig) -> TreeConfig:
-        """The tree, with a warning where it asks for more nodes than can be scored.
+        """Return the tree. Warn if it has more nodes than can be scored.
 
         Raises:
-            ValueError: more children than the draft can name.
+            ValueError: it has more children per node than the draft has tokens.
         """
         vocabulary = self.target.vocab_size if self.draft is None else self.draft.draft_vocab_size
         if tree.top_k > vocabulary:
@@ -162,7 +169,7 @@ class EagleModel:
         return tree
 
     def describe_tree(self, tree: TreeConfig | None) -> str:
-        """For records."""
+        """The tree, or how it is chosen, in words for records."""
         if tree is not None or self.sizing is None:
             return repr(tree or self.default_tree)
         if self.draft is None:
@@ -172,27 +179,22 @@ class EagleModel:
 
     @property
     def default_tree(self) -> TreeConfig:
-        """The tree used where none is given or chosen: by the device."""
+        """The tree of requests without one, if `sizing` does not choose it: `self.tree`, else one for the device."""
         if self.tree is not None:
             return self.tree
         return GPU_TREE if self.target.device.type == "cuda" else CPU_TREE
 
 
 def check_sizes(draft: DraftHead, target: TargetModel) -> None:
-    """Check that the head was made for such a target.
-
-    Raises:
-        ValueError: hidden size or vocabulary differ.
-    """
-    ours = (draft.target_hidden_size, draft.config.vocab_size)
-    wanted = (target.hidden_size, target.vocab_size)
-    for what, have, want in zip(("hidden size", "vocabulary size"), ours, wanted, strict=True):
-        if have != want:
-            raise ValueError(f"the draft head does not fit the target: its {what} is {have}, the target's is {want}")
+    """Raise ValueError unless hidden size and vocabulary of the head are those of the target."""
+    for what, ours, theirs in (("hidden size", draft.target_hidden_size, target.hidden_size),
+                               ("vocabulary size", draft.config.vocab_size, target.vocab_size)):
+        if ours != theirs:
+            raise ValueError(f"the draft head does not fit the target: its {what} is {ours}, the target's is {theirs}")
 
 
 def fit_head(draft: DraftHead, target: TargetModel) -> None:
-    """Move a head to such a target, and have the target hand out what it reads.
+    """Move the head to the target, and make the target return the features that the head reads.
 
     Raises:
         ValueError: hidden size, vocabulary or layers differ.
@@ -210,13 +212,13 @@ def fit_head(draft: DraftHead, target: TargetModel) -> None:
     if draft.token_map is not None and not (draft.output_rows and draft.output_rows.belong_to(target.lm_head)):
         draft.output_rows = target.output_rows(draft.token_map)
         if draft.output_rows is None:
-            log.warning("the draft names %d of %d tokens, but the target's output layer has no plain rows to take: it "
-                        "is computed whole", draft.draft_vocab_size, target.vocab_size)
+            log.warning("the draft head has %d of %d tokens, but the rows of the target's output layer are not plain "
+                        "weights: the whole layer is computed", draft.draft_vocab_size, target.vocab_size)
 
 
 def parameter_count(module: torch.nn.Module) -> int:
-    """Of a model or head, packed layers included: what two layers share counts once, what a head takes from its target
-    not at all."""
+    """Number of parameters of a model or head, packed layers included. Weights that two layers share count once;
+    weights that a head shares with its target do not count."""
     count = sum(parameter.numel() for parameter in module.parameters())
     tied = module.get_output_embeddings() if isinstance(module, PreTrainedModel) and getattr(
         module.config.get_text_config(), "tie_word_embeddings", False) else None
@@ -225,7 +227,7 @@ def parameter_count(module: torch.nn.Module) -> int:
 
 
 def described_size(module: torch.nn.Module) -> str:
-    """Such as "135 M parameters"."""
+    """The number of parameters in words, such as "135 M parameters"."""
     count = parameter_count(module)
     unit, letter = next(((unit, letter) for unit, letter in ((1e9, "B"), (1e6, "M")) if count >= unit), (1e3, "k"))
     return f"{count / unit:.3g} {letter} parameters"

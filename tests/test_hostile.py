@@ -101,7 +101,7 @@ CASES = [
     ("an id past the end", lambda w: w.generate([3, VOCAB]), ValueError, "token id 32 .*0 to 31"),
     ("an over-long prompt", lambda w: w.generate([1] * 128), ValueError, "128 tokens.*at most 127"),
     ("text without end", lambda w: w.generate("a" * 10**7), ValueError,
-     "the prompt has 10000000 characters, more than the target's 128 positions can hold"),
+     "the prompt has 10000000 characters, too many for the target's 128 positions"),
     ("a float tensor", lambda w: w.generate(IDS.float()), ValueError, "integer .*torch.float32"),
     ("a 3-D tensor", lambda w: w.generate(IDS[None]), ValueError, r"\[1, 1, 12\]"),
     ("a tensor without data", lambda w: w.generate(IDS.to("meta")), ValueError, "a prompt tensor"),
@@ -113,16 +113,16 @@ CASES = [
     ("a chat without end", lambda w: w.generate(chat("user", "a" * 10**7)), ValueError, "than the target"),
     # chat templates, which come with a model
     ("a role the template refuses", lambda w: w.with_template("{{ raise_exception('only users') }}", chat("assistant")),
-     ValueError, "refuses the chat: only users"),
+     ValueError, "rejects the chat: only users"),
     *((f"a template that multiplies: {template}",
        lambda w, template=template: w.with_template(template, chat("user", "abc")), ValueError,
-       "chat template makes more than 65536 characters of the chat")
+       "chat template renders the chat to more than 65536 characters")
       for template in ("{{ 10**12 * 'abc' }}", "{{ [messages] * 10**12 }}", "{{ messages[0].content * 10**5 }}",
                        "{% for i in range(99999) %}{% for j in range(99999) %}{{ i }}{% endfor %}{% endfor %}")),
     ("a template that multiplies a little",
      lambda w: w.with_template("{{ messages[0].content * 3 }}", chat("user", "abc")).token_ids
      == w.generate([4, 5, 6] * 3).token_ids, True, ""),
-    ("a template that is none", lambda w: w.with_template("{% for %}", chat("user")), ValueError, "refuses the chat"),
+    ("a template that is none", lambda w: w.with_template("{% for %}", chat("user")), ValueError, "rejects the chat"),
     ("no chat template", lambda w: w.with_template(None, chat("user")), ValueError, "no chat template"),
     # rules
     ("a rule that returns nothing", lambda w: w.rule(lambda nodes: None), TypeError, "Weights or a tensor"),

@@ -325,7 +325,7 @@ def test_a_request_may_switch_drafting(client):
     ({"n": 0}, "n must be at least 1, got 0", "n"),
     ({"n": 9}, "n must be at most 8, got 9", "n"),
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs must be at most 20, got 21", "top_logprobs"),
-    ({"messages": [{"role": "wizard", "content": "x"}]}, "messages have roles, which must be one of system, ",
+    ({"messages": [{"role": "wizard", "content": "x"}]}, "messages must have one of the roles system, ",
      "messages"),
     ({"messages": [{"role": "user", "content": None}]}, 'messages need "role" and "content", both text', "messages"),
     ({"messages": [{"role": "assistant", "tool_calls": [{"id": "x"}]}]}, "messages.0.tool_calls must each be ",
