@@ -22,7 +22,7 @@ from .keywords import unknown_option
 MOST_LOGPROBS = 20
 MOST_REFERENCES = 1024
 LISTS = ("seed", "stop", "stop_token_ids", "fuzzy_within", "reference")  # options whose value may be a list or tuple
-OF_ONE_PROMPT = "use Engine(model).submit(prompt, ...), which takes one prompt at a time, for different options"
+OF_ONE_PROMPT = "to give each prompt its own, submit them one by one: Engine(model).submit(prompt, ...)"
 LEAST_TEMPERATURE = 1e-6  # smaller ones make logits overflow float32
 
 

@@ -197,7 +197,7 @@ def test_editors_and_help_list_every_option(options, keywords, beside, more, fun
     {"response_format": [{}, {}]},
 ], ids=str)
 def test_lists_of_options_lead_to_the_engine(small, given):
-    with pytest.raises(TypeError, match=r"got [\[(].*Engine\(model\)\.submit\(prompt, \.\.\.\) takes one at a time"):
+    with pytest.raises(TypeError, match=r"got [\[(].*one by one: Engine\(model\)\.submit\(prompt, \.\.\.\)"):
         eagle_fsd.generate([PROMPT, PROMPT], small, **given)
 
 
