@@ -169,7 +169,7 @@ def decode_requests(
         choose, pause = model.chooser(params.tree, params.rule, params.temperature)
         if not params.speculative:
             choose, pause = (lambda count: Choice(None)), None
-        drafting = params.speculative or session is not None  # the next call of a session may draft
+        drafting = params.speculative or session is not None  # whose next call may draft
         decoder = Decoder(model.target, model.draft if drafting else None, group, choose, pause, earlier=earlier)
         decoder.observe = observe
         emitted = decoder.prefill()

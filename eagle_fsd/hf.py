@@ -114,7 +114,7 @@ def custom_generate(
         prompts = [check_ids(row[count:].tolist(), pair) for row, count in zip(input_ids, padding, strict=True)]
         processors = check_processors(logits_processor)
         own = [{"processors": processors_of_row(processors, number), "eos_ids": eos_ids,
-                "alike": id(processors) if is_context_free(processors) else None,
+                "processors_key": id(processors) if is_context_free(processors) else None,
                 "criteria": criteria_of_row(criteria, number, len(prompts)),
                 "padding": input_ids[number, : padding[number]].tolist()} for number in range(len(prompts))]
         if seed is None:  # torch's global generator decides, as in model.generate
@@ -174,9 +174,9 @@ def check_call(
     unsupported = [name for name, value in model_kwargs.items() if name not in NEUTRAL and not is_neutral(value)]
     if unsupported:
         raise ValueError(f"only input_ids are supported with custom_generate, got {', '.join(unsupported)}")
-    wanted = [name for name in EXTRA_OUTPUTS if getattr(config, name, None)]
-    if wanted:
-        raise ValueError(f"custom_generate returns sequences only, not {', '.join(wanted)}")
+    outputs = [name for name in EXTRA_OUTPUTS if getattr(config, name, None)]
+    if outputs:
+        raise ValueError(f"custom_generate returns sequences only, not {', '.join(outputs)}")
     if streamer is not None and len(input_ids) > 1:
         raise ValueError(f"a streamer serves one prompt at a time, got a batch of {len(input_ids)}")
     # For a model without a pad token `generate` uses the first end token, and stores it in this attribute only.

@@ -109,21 +109,21 @@ def pack_early(model: PreTrainedModel, head: DraftHead | None, dtype: torch.dtyp
                     '(dtype="bfloat16" may be faster): %s', len(plain), dtype, ", ".join(plain[:3]))
 
 
-def set_attention(target: TargetModel, wanted: str | None) -> None:
+def set_attention(target: TargetModel, implementation: str | None) -> None:
     """Switch the target to the attention that the user asked for, or log why it cannot be used.
 
     Args:
-        wanted: an implementation; None: the fastest one for the device that computes the same. The fused decoder has
+        implementation: its name; None: the fastest one for the device that computes the same. The fused decoder has
             its own attention, so that None changes nothing there.
     """
     config, level = target.config, logging.WARNING
     stock = target.fused is None and target.device.type == "cpu"
-    if wanted is None and stock and config._attn_implementation == "sdpa":
+    if implementation is None and stock and config._attn_implementation == "sdpa":
         key_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        wanted, level = GROUPED if key_heads < config.num_attention_heads else None, logging.INFO
-    if wanted not in (None, *STOCK):
+        implementation, level = GROUPED if key_heads < config.num_attention_heads else None, logging.INFO
+    if implementation not in (None, *STOCK):
         try:
-            target.use_attention(wanted)
+            target.use_attention(implementation)
         except ValueError as error:
             log.log(level, "%s", error)
 

@@ -127,32 +127,30 @@ class EagleModel:
             self.draft.pack(quantization, self.target.lm_head)
         trim()
 
-    def size_cycles(self, beside: HeadCurves | None = None) -> None:
+    def size_cycles(self, stored: HeadCurves | None = None) -> None:
         """Choose the size of each cycle by its latency on this machine and by the head's curves.
 
         Args:
-            beside: curves stored beside the head. Curves that the user has fitted take precedence; without either,
+            stored: curves stored beside the head. Curves that the user has fitted take precedence; without either,
                 default curves apply.
         """
         latency = known_latency(self.target, self.draft)
         if self.draft is None:
             self.sizing = Sizing(latency, None)
         else:
-            self.sizing = Sizing(latency, known_curves(beside, self.target, self.draft), self.draft.draft_vocab_size)
+            self.sizing = Sizing(latency, known_curves(stored, self.target, self.draft), self.draft.draft_vocab_size)
 
     def chooser(
         self, tree: TreeConfig | None, rule: Rule, temperature: float
     ) -> tuple[Callable[[int], Choice], Pause | None]:
-        """The function that chooses the tree for a number of requests, and the pause of drafting.
-
-        The tree is `tree` if there is one, else as large as pays, else the model's default.
-        """
+        """What so many requests are drafted with, and where drafting pauses: the tree given, else as much as pays, else
+        the model's default."""
         if tree is None and self.sizing is not None:
             # Texts of a fuzzy rule depend on where drafting pauses, and must not depend on earlier requests.
             pause = self.pauses[temperature] if rule.is_lossless(temperature == 0) else None
             return functools.partial(self.sizing.of, temperature=temperature), pause
         choice = Choice(self.check_tree(self.default_tree if tree is None else tree))
-        return (lambda requests: choice), None  # with a fixed tree, drafting never pauses
+        return (lambda requests: choice), None  # with a given tree nothing pauses
 
     def check_tree(self, tree: TreeConfig) -> TreeConfig:
         """Return the tree. Warn if it has more nodes than can be scored.

@@ -72,7 +72,7 @@ def make_requests(
             budget=None if options.budget is None else float(options.budget),
             processors=build_processors(options, logits_processor, grammar, prompt_length=len(ids),
                                         eos_ids=sorted(stop_ids | eos_ids), device=model.target.output_device),
-            alike=(options.temperature, options.top_k, options.top_p, options.min_p) if context_free else None,
+            processors_key=(options.temperature, options.top_k, options.top_p, options.min_p) if context_free else None,
             eos_ids=eos_ids, stop_ids=stop_ids, criteria=list(stopping_criteria or []), speculative=options.speculative,
             tree=options.tree, top_logprobs=min(options.top_logprobs, model.target.vocab_size), within=within)
         requests.append(Request(
@@ -122,7 +122,7 @@ def seeds_for(seed: int | Sequence[int] | None, count: int) -> list[int]:
         return [generator.getrandbits(48) for _ in range(count)]
     if isinstance(seed, (list, tuple)):
         if len(seed) != count:
-            raise OptionError("seed", problem=f"must be one per prompt: {count} prompts, got {len(seed)} seeds")
+            raise OptionError("seed", problem=f"needs one for each prompt: {count}, got {len(seed)}")
         return list(map(int, seed))
     if int(seed) + count > 2**63:
         raise OptionError("seed", int(seed) + count - 1, "below 2**63")

@@ -129,7 +129,7 @@ def test_marks_belong_to_their_request(pair):
 @pytest.mark.parametrize(("marks", "message"), [
     (("a",), "must be two different marks"), ("ab", "must be two different marks"), ((3, 3), "two different marks"),
     ((True, 2), "two different marks"), (("", "b"), "two different marks"), ((3, 99), "outside the vocabulary"),
-    (("abc", "b"), "'abc' is 3 of this model's"),
+    (("abc", "b"), "'abc' is 3 tokens of this model"),
 ])
 def test_bad_marks_are_refused(marks, message):
     with pytest.raises(ValueError, match=message):

@@ -121,9 +121,9 @@ def test_tokens_that_the_model_has_no_row_for_are_left_out(pair):
 
 @pytest.mark.parametrize(("wanted", "error", "said"), [
     ("json", TypeError, "got 'json'"),
-    ({"type": "json_schema", "schema": {}}, ValueError, 'needs a field "json_schema"'),
+    ({"type": "json_schema", "schema": {}}, ValueError, 'needs a non-empty field "json_schema"'),
     ({"type": "xml"}, ValueError, "of type 'xml' is not known; accepted: json_object, json_schema, regex, "),
-    ({"type": "choice", "choice": []}, ValueError, 'needs a field "choice" that is not empty'),
+    ({"type": "choice", "choice": []}, ValueError, 'needs a non-empty field "choice"'),
     ({"type": "object", "properties": 3}, ValueError, "properties"),
     ({"type": "regex", "regex": "(a"}, ValueError, "regex"),
     ({"type": "choice", "choice": ["a", ""]}, ValueError, "non-empty strings"),

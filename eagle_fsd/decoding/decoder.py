@@ -65,7 +65,7 @@ class Decoder:
     def _forwards(self, earlier: Decoder | None) -> Forwards:
         """`Forwards` with room for the longest text and the largest tree."""
         trees = self.drafting.possible
-        copying = any(request.copying for request in self.requests)  # copies may fill the tree
+        copying = any(request.copying for request in self.requests)  # copies fill a tree that the head does not
         sizes = (tree.total_tokens if copying else tree.nodes for tree in trees if tree)
         nodes = max(MOST_NODES if copying else 1, *sizes, 1)
         drafted = max(tree.depth * tree.top_k if tree else 0 for tree in trees)
@@ -137,11 +137,11 @@ class Decoder:
 
     def drop_finished(self) -> None:
         """Remove the requests that have ended."""
-        running = [number for number, request in enumerate(self.requests) if request.reason is None]
-        if len(running) < len(self.requests):
-            self.requests = [self.requests[number] for number in running]
-            self.forwards.keep_rows(running)
-            self.drafting.keep(len(running))
+        going = [number for number, request in enumerate(self.requests) if request.reason is None]
+        if len(going) < len(self.requests):
+            self.requests = [self.requests[number] for number in going]
+            self.forwards.keep_rows(going)
+            self.drafting.keep(len(going))
 
     def join(self, other: Decoder) -> None:
         """Add the requests of another decoder of the same models. The caches must have room for them."""
@@ -182,9 +182,9 @@ class Decoder:
         left = within = None
         threshold = self._per_row([request.params.rule.threshold for request in requests])
         if any(request.params.budget is not None for request in requests):
-            left = self._per_row([request.left for request in requests])
+            left = self._per_row([request.remaining_budget for request in requests])
         if any(request.params.within is not None for request in requests):
-            marks = [(request.inside, *(request.params.within or (-1, -1))) for request in requests]
+            marks = [(request.rule_allowed, *(request.params.within or (-1, -1))) for request in requests]
             inside, opening, closing = torch.tensor(marks, device=self.device).unbind(1)
             within = Within(inside.bool(), opening, closing)
         return Permission(threshold, left, within)
@@ -208,7 +208,7 @@ def _emission(steps: Sequence[Step], drafters: Sequence[str | None], request: Re
     receipts = [
         Receipt(step.token, ("target" if step is steps[-1] else "exact") if step.exact else "fuzzy",
                 None if math.isnan(step.divergence) else step.divergence, step.logprob, step.regret,
-                request.closed or ("budget" if step.closed else None), drafter,
+                request.exact_because or ("budget" if step.closed else None), drafter,
                 (step.top or ())[: request.params.top_logprobs])
         for step, drafter in zip(steps, [*by, None], strict=True)
     ]

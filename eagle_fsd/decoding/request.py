@@ -36,7 +36,7 @@ class RequestParams:
     Args:
         budget: total regret of fuzzy tokens in nats; None: no limit.
         processors: logits processors, warpers included.
-        alike: a key for processors whose result does not depend on earlier tokens: one call serves all requests with
+        processors_key: for processors whose result does not depend on earlier tokens: one call serves all requests with
             an equal key. None: each row has calls of its own.
         eos_ids, stop_ids: tokens that end the answer.
         criteria: stopping criteria of `transformers`; they see the whole text.
@@ -53,7 +53,7 @@ class RequestParams:
     seed: int = 0
     budget: float | None = None
     processors: LogitsProcessorList = field(default_factory=LogitsProcessorList)
-    alike: object = None
+    processors_key: object = None
     eos_ids: frozenset[int] = frozenset()
     stop_ids: frozenset[int] = frozenset()
     criteria: Sequence[Callable] = ()
@@ -121,9 +121,9 @@ class Request:
         self._started: float | None = None  # seconds of a clock
         self._text: Tensor | None = None  # [1, padding, prompt and room for the answer], for criteria
         # Whether the rule applies.
-        self.closed: str | None = None  # why it no longer does: "budget" or "repetition"
+        self.exact_because: str | None = None  # why it no longer does: "budget" or "repetition"
         self.spent = 0.0  # regret of the answer's fuzzy tokens, in nats
-        self.inside = params.within is None  # whether `within` allows it for the next token
+        self.rule_allowed = params.within is None  # whether `within` allows it for the next token
         self._pass_marks(prompt)
         if params.budget == 0 and not params.lossless:
             self._close("budget", 0)
@@ -162,12 +162,12 @@ class Request:
         """The rule of the next cycle: `exact` once the budget is spent or the text repeats itself."""
         if self.params.lossless:
             return EXACT
-        if self.closed is None and self.params.budget is not None and repeats(self.tokens[len(self.prompt) :]):
+        if self.exact_because is None and self.params.budget is not None and repeats(self.tokens[len(self.prompt) :]):
             self._close("repetition", len(self.receipts))
-        return EXACT if self.closed else self.params.rule
+        return EXACT if self.exact_because else self.params.rule
 
     @property
-    def left(self) -> float:
+    def remaining_budget(self) -> float:
         """The remaining budget in nats."""
         return math.inf if self.params.budget is None else max(0.0, self.params.budget - self.spent)
 
@@ -245,7 +245,7 @@ class Request:
         added = self.receipts[before:]
         self.spent += math.fsum(receipt.regret for receipt in added if receipt.source == "fuzzy")
         rejected = next((at for at, receipt in enumerate(added, before) if receipt.exact_because == "budget"), None)
-        if rejected is not None and self.closed is None:
+        if rejected is not None and self.exact_because is None:
             self._close("budget", rejected)
 
     def _reason_after(self, token: int) -> str | None:
@@ -280,15 +280,15 @@ class Request:
                 or any(token in self.params.eos_ids or token in self.params.stop_ids for token in tokens))
 
     def _pass_marks(self, tokens: Sequence[int]) -> None:
-        """Update `inside` for the token after these."""
+        """Update `rule_allowed` for the token after these."""
         if self.params.within is not None:
             opening, closing = self.params.within
             for token in tokens:
-                self.inside = (self.inside or token == opening) and token != closing
+                self.rule_allowed = (self.rule_allowed or token == opening) and token != closing
 
     def _close(self, why: str, at: int) -> None:
         """Use the exact rule from now on, after `at` new tokens."""
-        self.closed = why
+        self.exact_because = why
         self.stats.exact_from, self.stats.exact_because = at, why
 
     def finish(self, reason: str, error: BaseException | None = None) -> None:

@@ -244,10 +244,10 @@ def couple(
 
 def _share_processors(requests: Sequence[Request]) -> bool:
     """Whether one call serves all rows."""
-    first = requests[0].params
     if not any(request.params.processors for request in requests):
         return True
-    return first.alike is not None and all(request.params.alike == first.alike for request in requests)
+    key = requests[0].params.processors_key
+    return key is not None and all(request.params.processors_key == key for request in requests)
 
 
 def _processed(processors: LogitsProcessorList, context: Tensor, scores: Tensor) -> Tensor:
