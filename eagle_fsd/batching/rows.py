@@ -98,7 +98,7 @@ class Rows:
         remember: int = 0,
     ) -> None:
         trees = [model.sizing.largest, model.default_tree] if tree is None else [tree]  # a request may bring its own
-        # Nodes of the largest tree. Copies fill up a fixed tree; else there may be as many as `MOST_NODES`.
+        # Nodes of the largest tree. Copies fill up a fixed tree of a head; else there may be `MOST_NODES`.
         copied = MOST_NODES if tree is None or model.draft is None else tree.total_tokens
         self.nodes = max(copied, *(1 if model.draft is None else each.nodes for each in trees))
         self.levels = max(each.depth * each.top_k for each in trees)  # positions in the draft's cache besides the text
@@ -150,7 +150,7 @@ class Rows:
         """Whether a request's own tree fits into the caches."""
         return tree.total_tokens <= self.nodes and tree.depth * tree.top_k <= self.levels
 
-    # Capacity -------------------------------------------------------------------------------------------------------
+    # Capacity ---------------------------------------------------------------------------------------------------
 
     def require_room(self, request: Request) -> None:
         """Raise ValueError if the request can never fit."""
@@ -202,7 +202,7 @@ class Rows:
                 max(self.requests, key=lambda request: len(request.tokens)).finish("error", error)
                 self._drop_finished()
 
-    # Joining --------------------------------------------------------------------------------------------------
+    # Joining ----------------------------------------------------------------------------------------------------
 
     def begin(self, request: Request) -> None:
         """Start the prefill of a request that fits. An error ends this request only."""
@@ -325,7 +325,7 @@ class Rows:
         self.decoder = self.prefilling = None
 
 
-# Caches of recent requests, for prompts with the same beginning ----------------------------------------------------
+# Caches of recent requests, for prompts with the same beginning ---------------------------------------------------
 
 
 @dataclass(eq=False)

@@ -195,7 +195,7 @@ class Request:
         return [receipt.token for receipt in self.receipts]
 
     def accept(self, emission: Emission, features: Tensor | None = None) -> list[Receipt]:
-        """Append all emitted tokens to the text, and those up to the end of the answer to the answer.
+        """Append all emitted tokens to the text, and extend the answer, up to its end if it ends here.
 
         An error of a processor, a user's rule or a criterion ends this request only.
 
