@@ -105,7 +105,7 @@ def test_json_objects_and_text(client):
     assert answer.choices[0].message.content.startswith("{")
     free = client.chat.completions.create(**OPTIONS, response_format={"type": "text"})
     assert free.choices[0].message == client.chat.completions.create(**OPTIONS).choices[0].message
-    with pytest.raises(openai.BadRequestError, match='needs a field "json_schema"') as found:
+    with pytest.raises(openai.BadRequestError, match='needs a non-empty field "json_schema"') as found:
         client.chat.completions.create(**OPTIONS, response_format={"type": "json_schema"})
     assert found.value.param == "response_format"
 
@@ -376,7 +376,7 @@ def test_a_body_that_is_no_json_says_where(server):
 def test_a_template_without_tools_says_so():
     with here() as bare:
         answer = httpx.post(f"{bare.url}/v1/chat/completions", json={"messages": CHAT, "tools": TOOLS})
-    assert answer.status_code == 400 and "chat template has no place for" in answer.json()["error"]["message"]
+    assert answer.status_code == 400 and "chat template does not render them" in answer.json()["error"]["message"]
 
 
 # Pages from elsewhere ---------------------------------------------------------------------------------------------

@@ -628,7 +628,7 @@ NO_TEXT = "reference must be a text or a list of texts, got "
     *(({"reference": value}, TypeError, NO_TEXT) for value in (b"a", b"", ["a", 5], {"a": "b"}, {}, [None], 5, 0)),
     ({"reference": "a", "text_drafts": "off"}, ValueError, 'leave out text_drafts="off"'),
     ({"reference": ["a", "b"], "text_drafts": "off"}, ValueError, 'leave out text_drafts="off"'),
-    ({"reference": "a\ud800"}, ValueError, "reference is no valid text: a lone surrogate"),
+    ({"reference": "a\ud800"}, ValueError, "reference is not valid text: lone surrogate"),
     ({"reference": "a" * 70_000}, ValueError, "reference has 70000 characters"),
     ({"reference": ["a"] * 1025}, ValueError, "reference may be at most 1024 texts, got 1025"),
     ({"prediction": "a"}, TypeError, "unknown option 'prediction'; use reference="),
