@@ -105,7 +105,7 @@ def pack_early(model: PreTrainedModel, head: DraftHead | None, dtype: torch.dtyp
     model.config.dtype = dtype
     plain = [name for name, part in model.named_modules() if type(part) is torch.nn.Linear]
     if plain:
-        log.warning("%d linear layers have weights outside the range of float16 and stay in %s, which is slower "
+        log.warning("%d linear layers have weights that float16 cannot represent and stay in %s, which is slower "
                     '(dtype="bfloat16" may be faster): %s', len(plain), dtype, ", ".join(plain[:3]))
 
 
