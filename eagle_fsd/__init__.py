@@ -50,8 +50,10 @@ if TYPE_CHECKING:  # editors and type checkers do not follow __getattr__
     from .heads.checkpoint import load_head, save_head
     from .heads.eagle import DraftHead
     from .hf import custom_generate
-    from .options import GenerateOptions, LoadOptions
-    from .pair import EagleModel, load
+    from .load_options import LoadOptions
+    from .loading import load
+    from .options import GenerateOptions
+    from .pair import EagleModel
 else:
     __getattr__, __dir__ = lazy_names(__name__, {
         **dict.fromkeys(("RULES", "FuzzyRule", "GatingRule", "Nodes", "Rule", "Weights", "make_rule"), "acceptance"),
@@ -62,8 +64,10 @@ else:
         **dict.fromkeys(("load_head", "save_head"), "heads.checkpoint"),
         "DraftHead": "heads.eagle",
         "custom_generate": "hf",
-        **dict.fromkeys(("GenerateOptions", "LoadOptions"), "options"),
-        **dict.fromkeys(("EagleModel", "load"), "pair"),
+        "LoadOptions": "load_options",
+        "load": "loading",
+        "GenerateOptions": "options",
+        "EagleModel": "pair",
         "Engine": "batching.engine",
         **dict.fromkeys(("EngineClosed", "Piece", "QueueFull", "Ticket"), "batching.tickets"),
         "TextDrafts": "drafting.text",

@@ -15,8 +15,10 @@ from .decoding.decoder import Decoder, Session
 from .decoding.output import Output, Receipt
 from .decoding.request import Request
 from .drafting.tree import DraftTree
-from .options import OF_ONE_PROMPT, GenerateKeywords, GenerateOptions, from_generate, lists_options
-from .pair import EagleModel, default_model
+from .keywords import GenerateKeywords, lists_options
+from .loading import default_model
+from .options import OF_ONE_PROMPT, GenerateOptions, from_generate
+from .pair import EagleModel
 from .prompts import encode_prompts
 from .requests import make_requests
 from .text import answer_text
@@ -25,7 +27,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     class Keywords(GenerateKeywords, total=False):
-        """All that `generate` takes by name."""
+        """All keyword arguments of `generate`."""
 
         options: GenerateOptions | None
         logits_processor: Sequence[LogitsProcessor] | None
@@ -34,26 +36,27 @@ if TYPE_CHECKING:
         session: Session | None
 
 
-OWN = ("options", "logits_processor", "stopping_criteria", "streamer", "session")  # further keywords of `generate`
+# The keyword arguments of `generate` that are no field of `GenerateOptions`.
+CALL_KEYWORDS = ("options", "logits_processor", "stopping_criteria", "streamer", "session")
 
 
 @overload
 def generate(
     prompt: str | Tensor | Sequence[int] | Sequence[Mapping[str, Any]], model: EagleModel | None = None,
-    **given: Unpack[Keywords],
+    **keywords: Unpack[Keywords],
 ) -> Output: ...
 
 
 @overload
 def generate(
     prompt: list[str] | Sequence[Tensor] | Sequence[Sequence[int]] | Sequence[Sequence[Mapping[str, Any]]],
-    model: EagleModel | None = None, **given: Unpack[Keywords],
+    model: EagleModel | None = None, **keywords: Unpack[Keywords],
 ) -> list[Output]: ...
 
 
 @overload
 def generate(
-    prompt: Mapping[str, Any], model: EagleModel | None = None, **given: Unpack[Keywords]
+    prompt: Mapping[str, Any], model: EagleModel | None = None, **keywords: Unpack[Keywords]
 ) -> Output | list[Output]: ...
 
 
@@ -67,40 +70,40 @@ def generate(
     stopping_criteria: Sequence[Callable] | None = None,
     streamer: BaseStreamer | None = None,
     session: Session | None = None,
-    **given: Unpack[GenerateKeywords],
+    **keywords: Unpack[GenerateKeywords],
 ) -> Output | list[Output]:
-    """Generate an answer with EAGLE-2 draft trees and fuzzy acceptance; lossless without a `threshold`.
+    """Generate an answer with EAGLE-2 draft trees and fuzzy acceptance. Without a `threshold`, decoding is lossless.
 
     Args:
-        prompt: text (tokenised as it is, with no second BOS where it begins with one), a chat (list of {"role",
-            "content"}, put through the tokenizer's chat template), or token ids (list of int, or tensor [L] or [1, L]).
-            A list of such prompts is a batch: they are decoded together, each as it would be alone; with a threshold
-            only if `tree=` is fixed too. Also what a tokenizer returns: `input_ids` of one or more prompts, with an
-            `attention_mask` where they are padded on the left.
-        model: from `load`; None: the default pair.
-        given: options by name, such as `max_new_tokens=200` or `threshold=0.3`: see `GenerateOptions`, which has them
-            all; they come on top of `options`. Of `model.generate`'s names `do_sample`, `stop_strings`, `eos_token_id`
-            and `generation_config` are taken too.
-        logits_processor, stopping_criteria, streamer: those of `transformers`. Processors see each node's own path and
-            must be functions of it and the scores. A streamer with a method `on_receipts(receipts)` gets the receipts
-            of each cycle before its tokens, and every streamer is ended also where this call raises. Stop strings are
-            streamed like all other text.
-        session: a `Session` that several calls share: what the caches hold of the prompt since the last call is not
-            processed again. `Chat` is made of it.
+        prompt: text (tokenised as it is; a BOS at its beginning is not doubled), a chat (list of {"role", "content"},
+            rendered by the tokenizer's chat template), or token ids (list of int, or tensor [L] or [1, L]). A list of
+            such prompts is a batch: the prompts are decoded together, each with the result that it would have alone;
+            with a threshold, only if `tree=` is fixed too. The output of a tokenizer is a prompt as well: `input_ids`
+            of one or more prompts, with an `attention_mask` if they are padded.
+        model: the result of `load`; None: the default pair.
+        keywords: options by name, such as `max_new_tokens=200` or `threshold=0.3`; `GenerateOptions` lists them all.
+            They override `options`. `do_sample`, `stop_strings`, `eos_token_id` and `generation_config` work as in
+            `model.generate`.
+        logits_processor, stopping_criteria, streamer: those of `transformers`. A processor sees the path of each node
+            and must be a function of this path and the scores. A streamer with a method `on_receipts(receipts)`
+            receives the receipts of each cycle before its tokens. Every streamer is ended, even if this call raises.
+            Stop strings are streamed like all other text.
+        session: a `Session` shared by several calls. The part of the prompt that its caches contain is not processed
+            again. `Chat` uses one.
 
     Returns:
         `Output` with text, token_ids, finish_reason, seed, stats and receipts; for a batch, a list of them.
 
     Raises:
-        ValueError, TypeError: a bad option, or a prompt that is empty, too long or of no accepted form, before any
-            forward; while decoding, a rule, processor or criterion that returns something else than it must, or
+        ValueError, TypeError: before any forward, a bad option, or a prompt that is empty, too long or of an unknown
+            form; while decoding, a rule, processor or criterion that returns something of the wrong form, or
             processors that leave no token to draw.
 
-    What a rule, processor, criterion or streamer raises itself is passed on. No error changes the model: the next call
-    gives what it would have given without.
+    Exceptions of a rule, processor, criterion or streamer propagate unchanged. No error affects the model: the next
+    call returns what it would have returned without the error.
     """
     with ending(streamer):
-        options = with_options(options, given)
+        options = with_options(options, keywords)
         model = default_model() if model is None else model
         if not isinstance(model, EagleModel):
             hint = "; the prompt comes first: generate(prompt, model)" if isinstance(prompt, EagleModel) else ""
@@ -120,8 +123,8 @@ def generate(
     return outputs if batched else outputs[0]
 
 
-def with_options(options: GenerateOptions | None, given: Mapping[str, object]) -> GenerateOptions:
-    """These options with some given by name.
+def with_options(options: GenerateOptions | None, keywords: Mapping[str, object]) -> GenerateOptions:
+    """The options, overridden by the keywords.
 
     Raises:
         TypeError, ValueError: an unknown name, or a bad value.
@@ -129,11 +132,11 @@ def with_options(options: GenerateOptions | None, given: Mapping[str, object]) -
     if not (options is None or isinstance(options, GenerateOptions)):
         hint = f"; {OF_ONE_PROMPT}" if isinstance(options, (list, tuple)) else ""
         raise TypeError(f"options must be GenerateOptions or None, got {options!r}{hint}")
-    if options is not None and not given:
-        return options  # checked when it was made
-    before = {} if options is None else {name: getattr(options, name) for name in GenerateOptions.names()}
-    ours = from_generate(given, before.get("temperature", 0.0))
-    return GenerateOptions.from_names({**before, **ours}, OWN)
+    if options is not None and not keywords:
+        return options  # its constructor has checked it
+    base = {} if options is None else {name: getattr(options, name) for name in GenerateOptions.names()}
+    overrides = from_generate(keywords, base.get("temperature", 0.0))
+    return GenerateOptions.from_names({**base, **overrides}, CALL_KEYWORDS)
 
 
 @torch.inference_mode()
@@ -146,18 +149,18 @@ def decode_requests(
     observe: Callable[[DraftTree, list[Tensor], list[list[int]]], None] | None = None,
     ended: Callable[[Request], None] | None = None,
 ) -> list[Output]:
-    """Decode requests with one rule and one tree to their ends, together where one cache serves them.
+    """Decode requests that share a rule and a tree until all have ended, in batches that one cache can serve.
 
     Args:
-        streamer: gets each cycle's tokens [n] on the CPU; before, their receipts, where it has `on_receipts`. Ending it
-            is up to the caller.
-        session: that of earlier requests to this model. It and the streamer serve a single prompt.
+        streamer: receives the tokens [n] of each cycle on the CPU, after their receipts if it has `on_receipts`. The
+            caller ends it.
+        session: that of earlier requests to this model. Session and streamer serve a single prompt.
         observe: called after each drafted cycle with the trees, the draft's logits of each level [B, K, R], and the
             accepted path of each row (nodes, the root first).
-        ended: called with each request as soon as it has ended, while others go on.
+        ended: called with each request as soon as it has ended, while others continue.
     """
     earlier = None
-    if session is not None:  # empty until the end: an error may leave caches in the middle of a cycle
+    if session is not None:  # empty until the end: an error may leave inconsistent caches
         earlier, session.decoder = session.decoder, None
     for numbers in model.target.batches([len(request.prompt) for request in requests]):
         group = [requests[number] for number in numbers]
@@ -184,6 +187,7 @@ def decode_requests(
 
 
 def stream(receipts: Sequence[Receipt], streamer: BaseStreamer) -> None:
+    """Send the tokens of a cycle to a streamer."""
     if hasattr(streamer, "on_receipts"):
         streamer.on_receipts(receipts)
     streamer.put(torch.tensor([receipt.token for receipt in receipts]))
@@ -191,10 +195,10 @@ def stream(receipts: Sequence[Receipt], streamer: BaseStreamer) -> None:
 
 @contextmanager
 def ending(streamer: BaseStreamer | None) -> Iterator[None]:
-    """Ends the streamer also where decoding fails: who reads it in another thread would wait for ever.
+    """End the streamer on exit, even if decoding fails: otherwise a thread that reads from it would wait forever.
 
     Raises:
-        TypeError: it has not the methods of the streamers of `transformers`.
+        TypeError: it lacks the methods of a `transformers` streamer.
     """
     if streamer is not None and not all(callable(getattr(streamer, name, None)) for name in ("put", "end")):
         raise TypeError(f"streamer must have the methods put and end, got {streamer!r}")

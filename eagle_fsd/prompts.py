@@ -1,4 +1,4 @@
-"""From prompts to token ids: text, chats, and what a tokenizer returns, checked against what the target can read."""
+"""From prompts to token ids: text, chats, token ids and tokenizer outputs, checked against the target."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from .checks import OptionError
 from .pair import EagleModel
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-ALWAYS = 1 << 16  # characters that are tokenised in any case: it takes no time
-_longest: WeakKeyDictionary[PreTrainedTokenizerBase, int] = WeakKeyDictionary()  # token of a tokenizer
+ALWAYS = 1 << 16  # characters: shorter texts are always tokenised, which is fast
+_longest: WeakKeyDictionary[PreTrainedTokenizerBase, int] = WeakKeyDictionary()  # characters of the longest token
 
 
 def encode_prompts(prompt: object, model: EagleModel) -> tuple[list[list[int]], bool]:
-    """Token ids of each prompt, and whether they came as a batch.
+    """Token ids of each prompt, and whether the prompt was a batch.
 
     Raises:
         ValueError, TypeError: see `generate`.
     """
     if isinstance(prompt, Mapping) and "input_ids" in prompt:
-        prompt = unpadded(prompt)
+        prompt = without_padding(prompt)
     if not (isinstance(prompt, (list, tuple)) and prompt and isinstance(prompt[0], (str, list, tuple, Tensor))):
         return [encode_prompt(prompt, model)], False
     prompts = []
@@ -42,30 +42,31 @@ def encode_prompts(prompt: object, model: EagleModel) -> tuple[list[list[int]], 
     return prompts, True
 
 
-def unpadded(encoding: Mapping) -> object:
-    """The prompt or prompts of what a tokenizer returns, without the padding that their masks tell of, on either side.
+def without_padding(encoding: Mapping) -> object:
+    """The prompt or prompts in the output of a tokenizer, without the padding on either side.
 
     Raises:
-        ValueError: a mask with zeros elsewhere or of another shape, or inputs other than tokens.
+        ValueError: an attention mask with zeros elsewhere or of another shape, or inputs other than tokens.
     """
     others = encoding.keys() - {"input_ids", "attention_mask", "token_type_ids"}
     if others:
         raise ValueError(f"a prompt has input_ids and attention_mask only, got {', '.join(sorted(others))}")
     ids, mask = encoding["input_ids"], encoding.get("attention_mask")
-    alone = not len(ids) or np.ndim(ids[0]) == 0
-    rows, masks = ([ids], [mask]) if alone else (ids, [None] * len(ids) if mask is None else mask)
+    single = not len(ids) or np.ndim(ids[0]) == 0
+    rows, masks = ([ids], [mask]) if single else (ids, [None] * len(ids) if mask is None else mask)
     if len(rows) != len(masks):
         raise ValueError(f"{len(rows)} rows of input_ids have {len(masks)} rows of attention_mask")
     prompts = []
-    for row, seen in zip(rows, masks, strict=True):
+    for row, mask in zip(rows, masks, strict=True):
         row = torch.as_tensor(row)
-        seen = torch.ones_like(row) if seen is None else torch.as_tensor(seen)
-        shown = (seen == 1).nonzero().flatten()
-        if seen.shape != row.shape or ((seen != 0) & (seen != 1)).any() or (shown.diff() != 1).any():
-            raise ValueError(f"an attention mask has the shape of input_ids, {list(row.shape)}, a 1 per token, and "
-                             f"a 0 for padding before or after them, got {seen.tolist()}")
-        prompts.append(row[shown].tolist())
-    return prompts[0] if alone or (len(prompts) == 1 and not isinstance(ids, list)) else prompts  # [1, L] is one
+        mask = torch.ones_like(row) if mask is None else torch.as_tensor(mask)
+        kept = (mask == 1).nonzero().flatten()
+        if mask.shape != row.shape or ((mask != 0) & (mask != 1)).any() or (kept.diff() != 1).any():
+            raise ValueError(f"an attention mask must have the shape of input_ids, {list(row.shape)}, 1 for each "
+                             f"token, and 0 for padding before or after the tokens, got {mask.tolist()}")
+        prompts.append(row[kept].tolist())
+    single = single or (len(prompts) == 1 and not isinstance(ids, list))  # a tensor [1, L]
+    return prompts[0] if single else prompts
 
 
 def encode_prompt(prompt: object, model: EagleModel) -> list[int]:
@@ -92,7 +93,7 @@ def encode_prompt(prompt: object, model: EagleModel) -> list[int]:
         ids = encode_chat(list(prompt), model)
     elif isinstance(prompt, (list, tuple)):
         if not all(isinstance(token, Integral) and not isinstance(token, bool) for token in prompt):
-            raise TypeError("a list prompt must hold token ids, chat messages, or prompts, not a mixture or others")
+            raise TypeError("a list prompt must contain only token ids, only chat messages, or only prompts")
         ids = [int(token) for token in prompt]
     else:
         raise TypeError(f"a prompt must be text, a chat, or token ids, got {type(prompt).__name__}")
@@ -100,6 +101,7 @@ def encode_prompt(prompt: object, model: EagleModel) -> list[int]:
 
 
 def check_ids(ids: list[int], model: EagleModel) -> list[int]:
+    """Return the token ids. Raise ValueError if there are none, or one is not in the target's vocabulary."""
     if not ids:
         raise ValueError("the prompt is empty: at least one token is needed")
     wrong = next((token for token in ids if not 0 <= token < model.target.vocab_size), None)
@@ -108,65 +110,71 @@ def check_ids(ids: list[int], model: EagleModel) -> list[int]:
     return ids
 
 
-def need_tokenizer(model: EagleModel):
+def require_tokenizer(model: EagleModel):
     if model.tokenizer is None:
-        raise ValueError("this model has no tokenizer: give the prompt as token ids")
+        raise ValueError("this model has no tokenizer: pass the prompt as token ids")
     return model.tokenizer
 
 
-def encodable(what: str, text: str) -> str:
-    """The text, refused where a lone surrogate in it cannot be encoded."""
+def require_encodable(what: str, text: str) -> str:
+    """Return the text. Raise OptionError if it contains a lone surrogate, which cannot be encoded."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise OptionError(what, problem=f"is no valid text: a lone surrogate {text[error.start]!r} at "
-                          f"{error.start}") from error
+        raise OptionError(what, problem=f"is not valid text: lone surrogate {text[error.start]!r} at "
+                          f"character {error.start}") from error
     return text
 
 
 def encode_chat(messages: list[dict], model: EagleModel, tools: list[dict] | None = None) -> list[int]:
-    """Token ids of a chat, with the schemas of functions that may be called.
+    """Token ids of a chat.
+
+    Args:
+        tools: JSON schemas of the functions that the model may call.
 
     Raises:
-        ValueError: no chat, or one that the tokenizer's template cannot render.
+        ValueError: messages of another form, or a chat that the tokenizer's template cannot render.
     """
-    tokenizer = need_tokenizer(model)
+    tokenizer = require_tokenizer(model)
     for message in messages:
         text = isinstance(message.get("content"), str) or "content" not in message and message.get("tool_calls")
         if not (isinstance(message.get("role"), str) and text):
             raise OptionError("messages", problem=f'need "role" and "content", both text, got {message!r}')
     if tokenizer.chat_template is None:
-        raise ValueError("the tokenizer has no chat template: give the prompt as text or token ids")
+        raise ValueError("the tokenizer has no chat template: pass the prompt as text or token ids")
     known = {*ROLES, *re.findall(r"\w+", f"{tokenizer.chat_template} {' '.join(tokenizer.get_added_vocab())}")}
     wrong = next((message["role"] for message in messages if message["role"] not in known), None)
-    if wrong is not None:  # many templates would show it as if it was one
-        raise OptionError("messages", problem=f"have roles, which must be one of {', '.join(ROLES)}, or one that the "
-                          f"chat template or a special token names, got {wrong!r}")
+    if wrong is not None:  # many templates render an unknown role as if it were a known one
+        raise OptionError("messages", problem=f"must have one of the roles {', '.join(ROLES)}, or one that the chat "
+                          f"template or a special token names, got {wrong!r}")
     calling = tools or any(message["role"] == "tool" or message.get("tool_calls") for message in messages)
     if calling and "tool" not in tokenizer.get_chat_template(tools=tools):
-        raise OptionError("tools", problem="cannot be used with this model: its chat template has no place for them")
+        raise OptionError("tools", problem="cannot be used with this model: its chat template does not render them")
     positions = model.target.max_positions
     if positions is not None:
-        check_rendering(tokenizer, messages, most_characters(tokenizer, positions), tools)
+        check_rendering(tokenizer, messages, max_characters(tokenizer, positions), tools)
     try:
         rendered = tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=True)
-    except Exception as error:  # templates raise for roles or an order that they do not know
-        raise ValueError(f"the tokenizer's chat template refuses the chat: {error}") from error
+    except Exception as error:  # templates raise for roles or an order that they do not support
+        raise ValueError(f"the tokenizer's chat template rejects the chat: {error}") from error
     return tokenised("the chat", rendered, model, add_special_tokens=False)
 
 
 def tokenised(what: str, text: str, model: EagleModel, add_special_tokens: bool = True) -> list[int]:
-    """The token ids of a text; what its tokenizer puts before texts is not put before one that begins with it, such as
-    what a chat template has rendered.
+    """The token ids of a text. The tokens that the tokenizer adds at the beginning, such as BOS, are left out if the
+    text begins with them already, as a rendered chat does.
+
+    Args:
+        what: name of the text in error messages.
 
     Raises:
-        ValueError: it cannot be encoded, or is longer than anything that the target has positions for.
+        ValueError: the text cannot be encoded, or is too long for the target's positions in any case.
     """
-    tokenizer, positions = need_tokenizer(model), model.target.max_positions
-    if positions is not None and len(text) > most_characters(tokenizer, positions):
-        raise OptionError(what, problem=f"has {len(text)} characters, more than the target's {positions} positions can "
-                          "hold")
-    ids = tokenizer(encodable(what, text), add_special_tokens=add_special_tokens)["input_ids"]
+    tokenizer, positions = require_tokenizer(model), model.target.max_positions
+    if positions is not None and len(text) > max_characters(tokenizer, positions):
+        raise OptionError(what, problem=f"has {len(text)} characters, too many for the target's {positions} "
+                          "positions")
+    ids = tokenizer(require_encodable(what, text), add_special_tokens=add_special_tokens)["input_ids"]
     first = ids[0] if ids else None
     if add_special_tokens and first in tokenizer.all_special_ids and text.startswith(
             tokenizer.convert_ids_to_tokens(first)):
@@ -177,8 +185,8 @@ def tokenised(what: str, text: str, model: EagleModel, add_special_tokens: bool 
     return ids
 
 
-def most_characters(tokenizer: PreTrainedTokenizerBase, positions: int) -> int:
-    """No text of more characters fits so many positions, were it made of the longest token."""
+def max_characters(tokenizer: PreTrainedTokenizerBase, positions: int) -> int:
+    """An upper bound on the characters of a text for so many positions: all its tokens are the longest one."""
     if tokenizer not in _longest:
         _longest[tokenizer] = max(map(len, tokenizer.get_vocab()), default=1)
     return max(ALWAYS, positions * _longest[tokenizer])
@@ -187,10 +195,10 @@ def most_characters(tokenizer: PreTrainedTokenizerBase, positions: int) -> int:
 def check_rendering(
     tokenizer: PreTrainedTokenizerBase, messages: list[dict], most: int, tools: list[dict] | None = None
 ) -> None:
-    """Raise ValueError where the tokenizer's chat template makes more than `most` characters of a chat.
+    """Raise ValueError if the tokenizer's chat template renders a chat to more than `most` characters.
 
-    Templates are programs from the hub, and what `transformers` renders has no bound. This renders piece by piece, and
-    stops; what else is wrong with chat or template is left to be said by `apply_chat_template`.
+    Templates are programs from the hub, and `transformers` does not limit their output. This function renders piece by
+    piece and stops at the limit. Other errors of chat or template are left to `apply_chat_template`.
     """
     length = 0
     try:
@@ -205,14 +213,13 @@ def check_rendering(
     except Exception:  # anything that a template may raise
         return
     if length > most:
-        raise ValueError(f"the tokenizer's chat template makes more than {most} characters of the chat, which are more "
-                         "than the target has positions for")
+        raise ValueError(f"the tokenizer's chat template renders the chat to more than {most} characters, too many for "
+                         "the target's positions")
 
 
 @functools.lru_cache(maxsize=8)
 def _bounded(source: str) -> Any:
-    """The jinja template in the environment that `transformers` makes for templates, where texts are multiplied up to a
-    bound."""
+    """The jinja template in the environment of `transformers`, with a limit on multiplied texts and lists."""
     environment = chat_template_utils._compile_jinja_template("").environment.overlay()
     environment.intercepted_binops = frozenset("*")
     environment.call_binop = _multiplied

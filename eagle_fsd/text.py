@@ -1,4 +1,4 @@
-"""The text of an answer while its tokens come, and where a stop string ends it."""
+"""The text of an answer while it is generated, and where a stop string ends it."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-UNFINISHED = "\ufffd"  # what a character decodes to whose last bytes are yet to come
+UNFINISHED = "\ufffd"  # how an incomplete character decodes
 
 
 class GrowingText:
-    """Text decoded a few tokens at a time: each piece is what a token adds after those before it."""
+    """Text decoded token by token. A piece is the text that a token adds to the text before it."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = tokenizer
-        self.ids: list[int] = []  # the tokens of the last piece, and those since
-        self.known = 0  # how many of them the text before the next piece is made of
+        self.ids: list[int] = []  # tokens of the last piece, and those after it
+        self.known = 0  # the number of them that belong to the last piece
 
     def _decode(self, ids: list[int]) -> str:
         return self.tokenizer.decode(ids, skip_special_tokens=True)
 
     def add(self, token: int) -> str:
-        """The piece that this token ends, empty in the middle of a character; `pending` is what it is so far."""
+        """The piece that this token completes; empty in the middle of a character, see `pending`."""
         self.ids.append(token)
         piece = self.pending()
         if not piece or piece.endswith(UNFINISHED):
@@ -32,15 +32,17 @@ class GrowingText:
         return piece
 
     def pending(self) -> str:
-        """What the tokens since the last piece are so far, an unfinished character included."""
+        """The text of the tokens since the last piece, an incomplete character included."""
         return self._decode(self.ids)[len(self._decode(self.ids[: self.known])) :]
 
 
 class WatchedText(GrowingText):
-    """Text in which stop strings are looked for. It has no special tokens, but for those that a stop string names: each
-    of them stands in it as one character, a lone surrogate, which no decoded text has.
+    """Text for the search of stop strings. Special tokens are left out, except those that a stop string contains: each
+    of these is one character, a lone surrogate, which does not occur in decoded text.
 
-    `strings` are the stop strings, and those that name such tokens a second time, as they are found here.
+    Attributes:
+        marks: the character of each such token.
+        strings: the stop strings, and those with special tokens once more, with the characters of `marks`.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, strings: Sequence[str]) -> None:
@@ -52,7 +54,7 @@ class WatchedText(GrowingText):
         special = dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True)) | {
             token: added.content for token, added in tokenizer.added_tokens_decoder.items() if added.special}
         named = [token for token, content in special.items() if any(content in string for string in strings)]
-        named.sort(key=lambda token: -len(special[token]))  # where one contains another, the longer is meant
+        named.sort(key=lambda token: -len(special[token]))  # replace the longer one first if one contains another
         self.marks = {token: chr(0xD800 + number) for number, token in enumerate(named)}
         marked = list(strings)
         for token, mark in self.marks.items():
@@ -68,45 +70,45 @@ class WatchedText(GrowingText):
 
 
 class StreamedText:
-    """Text as it can be shown while its tokens come: never what a stop string, complete or begun, may take away again.
+    """Text that can be shown while it is generated. What may be part of a stop string is withheld.
 
     Args:
-        strings: stop strings; there may be none.
+        strings: stop strings, possibly none.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, strings: Sequence[str]) -> None:
         self.text = WatchedText(tokenizer, strings)
         self.shown = 0  # characters
-        self.held = ""  # text that may be the beginning of a stop string
+        self._unshown = ""  # the end of the text, which may begin a stop string
         self.stopped = False
 
     def add(self, tokens: Sequence[int]) -> str:
-        """What can be shown of the text once these tokens have come."""
-        self.held += "".join(map(self.text.add, tokens))
-        found = [at for string in self.text.strings if (at := self.held.find(string)) >= 0]
-        count = 0 if self.stopped else min(found) if found else len(self.held) - self._begun()
-        self.stopped = self.stopped or bool(found)
-        piece, self.held = self.text.unmarked(self.held[:count]), self.held[count:]
+        """The text that can be shown after these tokens."""
+        self._unshown += "".join(map(self.text.add, tokens))
+        ends = [at for string in self.text.strings if (at := self._unshown.find(string)) >= 0]
+        count = 0 if self.stopped else min(ends) if ends else len(self._unshown) - self._partial()
+        self.stopped = self.stopped or bool(ends)
+        piece, self._unshown = self.text.unmarked(self._unshown[:count]), self._unshown[count:]
         self.shown += len(piece)
         return piece
 
     def withheld(self) -> str:
-        """What would be shown if the text ended here."""
-        return "" if self.stopped else self.text.unmarked(self.held) + self.text.pending()
+        """The text that would be shown if the answer ended here."""
+        return "" if self.stopped else self.text.unmarked(self._unshown) + self.text.pending()
 
     def rest(self, whole: str) -> str:
-        """What the whole text has beyond what was shown."""
+        """The part of the whole text that has not been shown."""
         return whole[self.shown :]
 
-    def _begun(self) -> int:
-        """How many of the last characters are the beginning of a stop string."""
+    def _partial(self) -> int:
+        """The number of characters at the end that are the beginning of a stop string."""
         strings = self.text.strings
-        lengths = range(min(max(map(len, strings), default=1) - 1, len(self.held)), 0, -1)
-        return next((n for n in lengths if any(string.startswith(self.held[-n:]) for string in strings)), 0)
+        lengths = range(min(max(map(len, strings), default=1) - 1, len(self._unshown)), 0, -1)
+        return next((n for n in lengths if any(string.startswith(self._unshown[-n:]) for string in strings)), 0)
 
 
 class StopStrings:
-    """Told each new token, says whether one of the strings is complete.
+    """Called with each new token, returns whether one of the stop strings is complete.
 
     Args:
         strings: not empty.
@@ -114,13 +116,13 @@ class StopStrings:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, strings: Sequence[str]) -> None:
         self.text = WatchedText(tokenizer, strings)
-        self.tail = ""  # text in which one may have begun
+        self.tail = ""  # the end of the text, where a stop string may have begun
 
     def __call__(self, token: int) -> bool:
         piece = self.text.add(token)
-        found = self.tail + (piece or self.text.pending())
+        text = self.tail + (piece or self.text.pending())
         self.tail = (self.tail + piece)[-max(map(len, self.text.strings)) :]
-        return any(string in found for string in self.text.strings)
+        return any(string in text for string in self.text.strings)
 
 
 def answer_text(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], stops: Sequence[str]) -> str:

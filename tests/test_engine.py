@@ -336,7 +336,7 @@ def test_closing_at_once():
     second = engine.submit(PROMPT)
     closing = threading.Thread(target=engine.close, kwargs={"drain": False})
     closing.start()
-    with pytest.raises(eagle_fsd.EngineClosed, match="before the request's turn"):
+    with pytest.raises(eagle_fsd.EngineClosed, match="before the request started"):
         second.result(30)
     go.set()
     closing.join(30)

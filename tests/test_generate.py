@@ -108,7 +108,7 @@ def test_what_a_tokenizer_returns_is_a_prompt(pair, tokenizer, form, side):
 def test_padding_elsewhere_and_other_inputs_are_refused(pair):
     ids = torch.tensor([PROMPT])
     for mask in ([0, 1, 0] + [1] * 9, [2] * 12, [0] * 12, [1] * 5):
-        with pytest.raises(ValueError, match="for padding before or after them|is empty"):
+        with pytest.raises(ValueError, match="for padding before or after the tokens|is empty"):
             generate(pair, {"input_ids": ids, "attention_mask": torch.tensor([mask])})
     with pytest.raises(ValueError, match="2 rows of input_ids have 1 rows of attention_mask"):
         generate(pair, {"input_ids": [PROMPT, PROMPT], "attention_mask": [[1] * len(PROMPT)]})
@@ -119,7 +119,7 @@ def test_padding_elsewhere_and_other_inputs_are_refused(pair):
 def test_without_a_tokenizer_only_ids_work():
     pair = tiny_pair()
     assert generate(pair).text is None
-    for options, message in (({"prompt": "hi"}, "give the prompt as token ids"), ({"prompt": CHAT}, "as token ids"),
+    for options, message in (({"prompt": "hi"}, "pass the prompt as token ids"), ({"prompt": CHAT}, "as token ids"),
                              ({"stop": "a"}, "stop needs a tokenizer")):
         with pytest.raises(ValueError, match=message):
             generate(pair, **options)
@@ -160,7 +160,7 @@ def test_the_limit_is_never_exceeded(pair):
 def test_the_last_position_of_the_target_is_the_limit(caplog):
     output = generate(tiny_pair(max_position_embeddings=20), max_new_tokens=10**30)
     assert len(output.token_ids) == 20 - len(PROMPT) and output.finish_reason == "length"
-    assert "to the 8 positions left" in caplog.text
+    assert "to the 8 free positions" in caplog.text
 
 
 def test_ends_inside_an_accepted_path(pair, tokenizer):

@@ -16,7 +16,7 @@ import eagle_fsd
 from eagle_fsd import GenerateOptions, LoadOptions, TreeConfig
 from eagle_fsd.api import with_options
 from eagle_fsd.checks import OptionError
-from eagle_fsd.options import REPLACEMENTS, GenerateKeywords, LoadKeywords
+from eagle_fsd.keywords import REPLACEMENTS, GenerateKeywords, LoadKeywords
 
 NAN, INF = math.nan, math.inf
 
@@ -66,9 +66,9 @@ BAD = [
     ("streamer", "stdout", TypeError, "methods put and end"),
     ("session", "mine", TypeError, "a Session or None"),
     ("options", {"temperature": 1.0}, TypeError, "GenerateOptions or None"),
-    ("logits_processor", [5], TypeError, "must hold functions or objects that can be called, got 5"),
+    ("logits_processor", [5], TypeError, "must contain functions or callable objects, got 5"),
     ("logits_processor", print, TypeError, "must be a list"),
-    ("stopping_criteria", [5], TypeError, "stopping_criteria must hold functions"),
+    ("stopping_criteria", [5], TypeError, "stopping_criteria must contain functions"),
     ("model", "smollm2", TypeError, "eagle_fsd.load, got str"),
     *(("text_drafts", value, TypeError, 'text_drafts must be "auto", "off" or a TextDrafts, got ')
       for value in ("on", "", None, True, 5, {"longest": 3})),
@@ -171,7 +171,7 @@ def test_other_unknown_names_are_told_what_is_accepted(small):
     ({"tree": (16, 5, 4)}, ValueError, "tree must be"),
     ({"prepack": "yes"}, TypeError, "a bool"),
     ({"quantization": "int4"}, ValueError, "must be \"int8\" or None .*, got 'int4'"),
-    ({"quantization": "int8", "prepack": False}, ValueError, "leave prepack=False out"),
+    ({"quantization": "int8", "prepack": False}, ValueError, "leave out prepack=False"),
     ({"quantization": "int8", "quantization_config": {}}, ValueError, "not both"),
 ], ids=str)
 def test_bad_options_of_loading(given, error, message):
@@ -209,14 +209,14 @@ def test_editors_and_help_list_every_option(options, keywords, beside, more, fun
     {"response_format": [{}, {}]},
 ], ids=str)
 def test_lists_of_options_lead_to_the_engine(small, given):
-    with pytest.raises(TypeError, match=r"got [\[(].*Engine\(model\)\.submit\(prompt, \.\.\.\) takes one at a time"):
+    with pytest.raises(TypeError, match=r"got [\[(].*one by one: Engine\(model\)\.submit\(prompt, \.\.\.\)"):
         eagle_fsd.generate([PROMPT, PROMPT], small, **given)
 
 
 @pytest.mark.parametrize(("given", "said"), [
     ({"threshold": 0.3}, "fsd with threshold 0.3 changes nothing without a draft head"),
     ({"acceptance": "relaxed", "threshold": 2}, "relaxed with threshold 2 changes nothing without a draft head"),
-    ({"threshold": 0.3, "speculative": False}, "changes nothing where speculative is False"),
+    ({"threshold": 0.3, "speculative": False}, "changes nothing with speculative=False"),
     ({}, ""), ({"acceptance": "exact"}, ""), ({"acceptance": lambda nodes: nodes.warped}, ""),
 ], ids=range(6))
 def test_a_threshold_that_changes_nothing_is_warned_of(small, caplog, given, said):
@@ -264,4 +264,4 @@ def test_a_threshold_that_nothing_exceeds_is_warned_of(small, caplog):
         eagle_fsd.generate(PROMPT, small, max_new_tokens=2, **given)
     assert not caplog.records  # of js, which is at most ln 2
     eagle_fsd.generate(PROMPT, small, threshold=5, max_new_tokens=2)
-    assert "a threshold of 5 lets every drafted token pass that the guard allows: js is at most 0.693" in caplog.text
+    assert "a threshold of 5 accepts every draft token that the head guard allows: js is at most 0.693" in caplog.text

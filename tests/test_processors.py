@@ -134,7 +134,7 @@ def test_processors_that_keep_a_state_are_refused(pair):
     watermark = SynthIDTextWatermarkLogitsProcessor(
         ngram_len=3, keys=[1, 2], sampling_table_size=16, sampling_table_seed=0, context_history_size=8, device="cpu")
     for processor in (watermark, UnbatchedClassifierFreeGuidanceLogitsProcessor(1.5, None)):
-        with pytest.raises(ValueError, match=f"{type(processor).__name__} .*keeps a state from call to call"):
+        with pytest.raises(ValueError, match=f"{type(processor).__name__} .*keeps a state between calls"):
             eagle_fsd.generate(PROMPT, pair, logits_processor=[processor])
 
 

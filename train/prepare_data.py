@@ -28,8 +28,9 @@ from eagle_fsd.data.files import only_writer
 from eagle_fsd.data.gguf import target_source
 from eagle_fsd.data.questions import read_questions
 from eagle_fsd.heads.catalogue import default_target
+from eagle_fsd.loading import set_attention
 from eagle_fsd.models.loading import check_dtype, load_target
-from eagle_fsd.pair import EagleModel, set_attention
+from eagle_fsd.pair import EagleModel
 from train.answers import Respondent, endpoint_writer, local_writer, regenerate, self_prompted
 from train.documents import check_folder
 from train.encoding import check_tokenizer, encode_dataset

@@ -1,1 +1,1 @@
-"""Requests that join a batch and leave it while others go on: continuous batching."""
+"""Continuous batching: requests join a batch and leave it while others continue."""

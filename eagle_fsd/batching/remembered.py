@@ -1,4 +1,4 @@
-"""Recent answers to copy drafts from, each only for those who share the pool that it came from."""
+"""Recent answers as a source of drafts for requests of the same pool."""
 
 from __future__ import annotations
 
@@ -8,42 +8,42 @@ from dataclasses import dataclass, field
 
 from ..drafting.text import SEPARATOR, TextIndex
 
-PARTS = 4  # that a pool is held in, at least, once it has all the room: the oldest is dropped as a whole
+PARTS = 4  # least number of parts of a pool that takes up all the space; the oldest part is dropped as a whole
 
 
 @dataclass(eq=False)
 class Part:
-    """Answers that came one after the other."""
+    """Consecutive answers of a pool."""
 
     index: TextIndex = field(default_factory=TextIndex)
-    answers: set[int] = field(default_factory=set)  # hashes of what it holds
+    answers: set[int] = field(default_factory=set)  # hashes of the answers
 
     @property
     def size(self) -> int:
-        """Tokens, with one that ends each answer."""
+        """Number of tokens, including a separator after each answer."""
         return len(self.index.tokens)
 
 
 class Remembered:
-    """Answers by pool, such as that of an API key. For the engine's thread.
+    """Answers by pool, such as one pool per API key. For the engine's thread only.
 
-    An index only grows, so a pool is several of them: where there is no more room the oldest part is dropped of the
-    pool that was added to least recently. An answer that comes again is as new as the last time.
+    An index only grows, so that a pool has several. When there is no more space, the pool that was added to least
+    recently loses its oldest part. A repeated answer makes its pool the latest one.
 
     Args:
-        most: tokens of all pools together; 0: nothing is remembered.
+        most: maximum number of tokens in all pools together; 0: nothing is remembered.
     """
 
     def __init__(self, most: int) -> None:
         self.most, self.size = most, 0
-        self.pools: OrderedDict[str, list[Part]] = OrderedDict()  # those and their parts: the latest last
+        self.pools: OrderedDict[str, list[Part]] = OrderedDict()  # pools and parts, the latest last
 
     def of(self, pool: str) -> list[TextIndex]:
-        """What to copy from; the newest answers first."""
+        """The indices of a pool, newest answers first."""
         return [part.index for part in reversed(self.pools.get(pool, ()))]
 
     def add(self, pool: str, answer: Sequence[int]) -> None:
-        """Remember an answer, unless it is longer than all that may be remembered."""
+        """Remember an answer, unless it is longer than `most`."""
         size, known = len(answer) + 1, hash(tuple(answer))
         if size > self.most:
             return

@@ -1,4 +1,4 @@
-"""The requests that an engine decodes at the moment: how they join, go on and leave, and the memory that they have."""
+"""The running requests of an engine: how they join, continue and leave the batch, and the memory of their caches."""
 
 from __future__ import annotations
 
@@ -30,23 +30,27 @@ from .remembered import Remembered
 from .tickets import Ticket
 
 log = logging.getLogger(__name__)
-# Caches that grow stand beside those that they grow from, and prefixes and prompts in parts take some as well.
+# While a cache grows, the old and the new one exist at once. Prefixes and prompts in progress take memory as well.
 SHARE = 1 / 4  # of the free memory
-STEP = 256  # positions that the room of a row is rounded up to
-LEAST = 256  # new tokens that a row has room for after a prompt that takes all of its share
+STEP = 256  # the capacity of a row is a multiple of this many positions
+LEAST = 256  # new tokens after a prompt that takes all of a row's share
 
 
 @dataclass
 class EngineStats:
-    """Counters since the engine began, which only grow: sums over its requests.
+    """Counters since the engine started: sums over its requests, which never decrease.
 
     Args:
-        requests: taken by `submit`. finished: by finish_reason, "error" and "cancelled" included.
-        prompt_tokens: of prompts that were read; reused_tokens: those of them that were copied from other requests.
-        tokens: new ones. fuzzy: those of them that only a rule accepted.
-        cycles: of the loop. forwards: verify forwards, counted for each request of a cycle; undrafted: those of them
-            without a draft tree. proposed, accepted: draft tokens by who drafted them, of `DRAFTERS`; tau is
-            accepted.total() / forwards + 1.
+        requests: submitted requests.
+        finished: ended requests by finish_reason, including "error" and "cancelled".
+        prompt_tokens: tokens of prefilled prompts.
+        reused_tokens: those whose cache entries were copied from other requests.
+        tokens: new tokens.
+        fuzzy: those that only the rule accepted.
+        cycles: cycles of the loop.
+        forwards: verify forwards, counted once for each request of a cycle.
+        undrafted: those without a draft tree.
+        proposed, accepted: draft tokens by drafter, see `DRAFTERS`. tau is accepted.total() / forwards + 1.
     """
 
     requests: int = 0
@@ -62,60 +66,62 @@ class EngineStats:
     accepted: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(DRAFTERS, 0)))
 
     def add(self, request: Request) -> None:
-        """Count a request as far as it is decoded; it may go on meanwhile in another thread."""
+        """Add the current counts of a request, which another thread may be decoding."""
         stats, receipts = request.stats, request.receipts
         self.requests += 1
-        if receipts:  # the prompt has been read
+        if receipts:  # the prefill is complete
             self.prompt_tokens += len(request.prompt)
             self.reused_tokens += len(request.prompt) - stats.prefill_tokens
         self.tokens += len(receipts)
         self.fuzzy += sum(receipt.source == "fuzzy" for receipt in receipts)
         self.forwards += stats.target_forwards
         self.undrafted += stats.undrafted
-        self.proposed.update(Counter(stats.proposed))  # a copy: it may get keys while it is gone through
+        self.proposed.update(Counter(stats.proposed))  # a copy: the other thread may add keys during the update
         self.accepted.update(Counter(stats.accepted))
 
 
 class Rows:
-    """Requests in one batch whose members change between cycles. For the engine's thread.
+    """A batch of requests that changes between cycles. For the engine's thread only.
 
-    A prompt is read in caches of its own, a part at a time, and joins the batch with its first token.
+    A prompt is prefilled in parts, in caches of its own. The request joins the batch with its first token.
 
     Args:
-        tree: of all requests; None: the model's choice for so many rows.
-        most: rows. positions: of the caches of all rows together, each as long as the longest; None: as many as fit.
-        kept: recent rows whose caches are kept for prompts that begin alike. remember: tokens of recent answers.
+        tree: the tree of all requests; None: the model chooses it for the number of rows.
+        most: maximum number of rows.
+        positions: capacity of the caches, rows times the length of the longest one; None: as many as fit in memory.
+        kept: number of recent rows whose caches are kept for prompts with the same beginning.
+        remember: number of tokens of recent answers that are kept.
     """
 
     def __init__(
         self, model: EagleModel, tree: TreeConfig | None, *, most: int, positions: int | None, kept: int,
         remember: int = 0,
     ) -> None:
-        trees = [model.sizing.largest, model.default_tree] if tree is None else [tree]  # a request may wish for one
-        # Of the largest tree: copies fill up the one that is given, and are as many as pay where that is known.
+        trees = [model.sizing.largest, model.default_tree] if tree is None else [tree]  # a request may bring its own
+        # Nodes of the largest tree. Copies fill up a fixed tree of a head; else there may be `MOST_NODES`.
         copied = MOST_NODES if tree is None or model.draft is None else tree.total_tokens
         self.nodes = max(copied, *(1 if model.draft is None else each.nodes for each in trees))
-        self.levels = max(each.depth * each.top_k for each in trees)  # beside the text, in the draft's cache
+        self.levels = max(each.depth * each.top_k for each in trees)  # positions in the draft's cache besides the text
         self.model, self.tree, self.most = model, tree, most
         self.positions = positions_that_fit(model, most, self.nodes) if positions is None else positions
-        self.live: dict[Request, weakref.ref[Ticket]] = {}  # all that have not ended, those that wait included
-        self._ended, self._counting = EngineStats(), threading.Lock()  # requests that are not in `live` any more
+        self.live: dict[Request, weakref.ref[Ticket]] = {}  # all requests that have not ended, waiting ones included
+        self._ended, self._counting = EngineStats(), threading.Lock()  # the first: of requests no longer in `live`
         self.prefixes = Prefixes(kept, self.positions // 2)
         self.remembered = Remembered(remember)
-        self.prefilling: Decoder | None = None  # of the prompt that is being read
+        self.prefilling: Decoder | None = None  # of the prompt in progress
         self.decoder: Decoder | None = None
         self.decoder = Decoder(model.target, model.draft, [], Drafting(self))
 
     @property
     def requests(self) -> list[Request]:
-        """Those that are being decoded."""
+        """The requests that are being decoded."""
         return [] if self.decoder is None else self.decoder.requests
 
     def __len__(self) -> int:
         return len(self.requests) + (self.prefilling is not None)
 
     def stats(self) -> EngineStats:
-        """Counters as they are now; for any thread."""
+        """A snapshot of the counters, for any thread."""
         with self._counting:
             stats = copy.deepcopy(self._ended)
             for request in list(self.live):
@@ -123,7 +129,7 @@ class Rows:
         return stats
 
     def cancelled(self, request: Request) -> bool:
-        """Whether nobody waits for it."""
+        """Whether its ticket was cancelled or garbage collected."""
         ticket = self.live[request]()
         return ticket is None or ticket.cancelled
 
@@ -145,27 +151,27 @@ class Rows:
         return self.model.sizing.of(count, requests[0].params.temperature)
 
     def holds(self, tree: TreeConfig) -> bool:
-        """Whether there is room for a tree of a request's own."""
+        """Whether a request's own tree fits into the caches."""
         return tree.total_tokens <= self.nodes and tree.depth * tree.top_k <= self.levels
 
-    # Room -------------------------------------------------------------------------------------------------------
+    # Capacity ---------------------------------------------------------------------------------------------------
 
     def require_room(self, request: Request) -> None:
-        """Raise ValueError where there will never be room for it."""
+        """Raise ValueError if the request can never fit."""
         needed, most = positions_of(request), self.positions - self.nodes
         if needed > most:
             raise ValueError(f"a prompt of {len(request.prompt)} tokens and max_new_tokens="
-                             f"{request.params.max_new_tokens} need {needed} positions, and the engine has room for "
+                             f"{request.params.max_new_tokens} need {needed} positions, but the engine has room for "
                              f"{most}")
 
     def share(self, length: int) -> int:
-        """New tokens after a prompt of this length, to the end of the context or of a row's share of the positions."""
+        """New tokens after a prompt of this length, up to the end of the context or of a row's share of positions."""
         each = max(self.positions // self.most - self.nodes, min(length + LEAST, self.positions - self.nodes))
         limit = self.model.target.position_limit(length)
         return max(1, (each if limit is None else min(each, limit)) - length)
 
     def fits(self, request: Request) -> bool:
-        """Whether it can begin now."""
+        """Whether the request can start now."""
         if self.prefilling is not None:
             return False
         requests = [*self.requests, request]
@@ -173,7 +179,7 @@ class Rows:
         return len(batches) == 1 and self._size(requests) is not None
 
     def _size(self, requests: Sequence[Request]) -> tuple[int, int] | None:
-        """Rows and positions of caches that hold the whole texts of these; None: they do not fit."""
+        """Rows and positions of caches for the whole texts of these requests; None: they do not fit."""
         needed, rows = max(map(positions_of, requests)) + self.nodes, len(requests)
         if rows > self.most or rows * needed > self.positions:
             return None
@@ -181,18 +187,18 @@ class Rows:
         return min(1 << (rows - 1).bit_length(), self.most, self.positions // each), each
 
     def _make_room(self, requests: Sequence[Request]) -> None:
-        """Caches that these fit into as they are now: they grow with the texts, to what the whole ones need at most."""
+        """Enlarge the caches if the current texts do not fit: step by step, up to the size for the whole texts."""
         cache, needed = self.decoder.forwards.cache, max(len(request.tokens) for request in requests) + self.nodes
         if cache.batch < len(requests) or cache.capacity < needed:
             size = self._size(requests)
-            assert size is not None, "it was asked whether they fit"
+            assert size is not None, "see `fits`"
             rows, most = size
             least = cache.capacity if needed <= cache.capacity else max(-(-needed // STEP) * STEP, 2 * cache.capacity)
             each = min(most, least)
             self.decoder.forwards.resize(rows, each, each + self.levels)
 
     def _grow(self) -> None:
-        """Have room for another cycle; where there is no memory for it, the longest texts end with that error."""
+        """Make room for another cycle. If memory runs out, the longest requests end with this error."""
         while self.requests:
             try:
                 return self._make_room([*self.requests, *(self.prefilling.requests if self.prefilling else ())])
@@ -200,14 +206,14 @@ class Rows:
                 max(self.requests, key=lambda request: len(request.tokens)).finish("error", error)
                 self._drop_finished()
 
-    # Coming in --------------------------------------------------------------------------------------------------
+    # Joining ----------------------------------------------------------------------------------------------------
 
     def begin(self, request: Request) -> None:
-        """Let a request that fits in; what ends it before its prompt is read ends it alone."""
+        """Start the prefill of a request that fits. An error ends this request only."""
         ticket = self.live[request]()
         if ticket is not None:
             ticket.begin()
-            # A fuzzy text may depend on what is drafted, and must not depend on what others asked for.
+            # Not for fuzzy requests: their text may depend on the drafts, and must not depend on other requests.
             if ticket.pool is not None and request.copies is not None and request.params.lossless:
                 request.copies.add_texts(self.remembered.of(ticket.pool))
         try:
@@ -224,7 +230,7 @@ class Rows:
             self.end(request)
 
     def prefill_chunk(self, most: int) -> int:
-        """Read so many tokens of the prompt that is being read; returns how many it were."""
+        """Process at most this many tokens of the prompt in progress; return how many it were."""
         alone = self.prefilling
         (request,), before = alone.requests, alone.forwards.lengths[0]
         try:
@@ -233,7 +239,7 @@ class Rows:
             request.finish("error", error)
             receipts = []
         count = alone.forwards.lengths[0] - before
-        if request.reason is None and not receipts:  # the prompt goes on
+        if request.reason is None and not receipts:  # the prompt has more tokens
             return count
         self.prefilling = None
         self._show(request, receipts)
@@ -248,7 +254,7 @@ class Rows:
     # A cycle ----------------------------------------------------------------------------------------------------
 
     def cycle(self) -> None:
-        """One cycle of those that are being decoded; those that end leave."""
+        """Run one cycle. Requests that end leave the batch."""
         self._grow()
         if not self.requests:
             return
@@ -258,7 +264,7 @@ class Rows:
         self._drop_finished()
 
     def _show(self, request: Request, receipts: list[Receipt]) -> None:
-        """Tell a request's ticket what its answer grew by."""
+        """Pass the new receipts to the request's ticket."""
         ticket = self.live[request]()
         if receipts and ticket is not None:
             ticket.add(receipts)
@@ -266,18 +272,18 @@ class Rows:
     # Leaving ----------------------------------------------------------------------------------------------------
 
     def drop_cancelled(self, everyone: bool = False) -> None:
-        """Those that nobody waits for leave with what they have."""
-        reading = [] if self.prefilling is None else self.prefilling.requests
-        for request in [*self.requests, *reading]:
+        """End cancelled requests, or all, with their answers so far."""
+        prefilled = [] if self.prefilling is None else self.prefilling.requests
+        for request in [*self.requests, *prefilled]:
             if everyone or self.cancelled(request):
                 request.finish("cancelled")
-        if reading and reading[0].reason is not None:
+        if prefilled and prefilled[0].reason is not None:
             self.prefilling = None
-            self.end(reading[0])
+            self.end(prefilled[0])
         self._drop_finished()
 
     def _drop_finished(self) -> None:
-        """The rows of requests that have ended are free; those of errors are erased."""
+        """Free the rows of requests that have ended, and erase those that failed."""
         forwards = self.decoder.forwards
         finished = [(number, request) for number, request in enumerate(self.requests) if request.reason is not None]
         for number, request in finished:
@@ -287,48 +293,48 @@ class Rows:
                 forwards.erase(number)
         try:
             self.decoder.drop_finished()
-        finally:  # they have ended, whatever becomes of the others
+        finally:  # even if an error stops the others
             for _, request in finished:
                 self.end(request)
 
     def _keep_prefix(self, forwards: Forwards, number: int, request: Request) -> None:
-        """Keep a row's caches for prompts that begin alike, where there is memory for what is not needed."""
+        """Keep a row's caches for prompts with the same beginning, if there is memory for them."""
         with suppress(RuntimeError):
             self.prefixes.add(forwards, number, request)
 
     def end(self, request: Request) -> None:
-        """Tell the ticket of a finished request that no more will come; only the first time counts."""
+        """Count a finished request and end its ticket. Further calls have no effect."""
         with self._counting:
-            holder = self.live.pop(request, None)
-            if holder is None:
+            reference = self.live.pop(request, None)
+            if reference is None:
                 return
             self._ended.add(request)
             self._ended.finished[request.reason] += 1
-        ticket = holder()
+        ticket = reference()
         if ticket is not None:
             if ticket.pool is not None and request.reason not in ("cancelled", "error"):
                 self.remembered.add(ticket.pool, request.answer)
             ticket.end(request)
 
     def fail(self, error: BaseException) -> None:
-        """The loop cannot go on: all end with its error, those that wait included."""
+        """End all requests with the error of the loop, waiting ones included."""
         self.release()
         for request in list(self.live):
             request.finish("error", error)
             self.end(request)
 
     def release(self) -> None:
-        """Let go of the caches, after the last cycle: decoder and rows hold each other, and would stay for long."""
+        """Free the caches after the last cycle: decoder and rows are a reference cycle, which would stay for long."""
         self.prefixes.kept.clear()
         self.decoder = self.prefilling = None
 
 
-# What recent requests have left, for requests that begin alike -----------------------------------------------------
+# Caches of recent requests, for prompts with the same beginning ---------------------------------------------------
 
 
 @dataclass(eq=False)
 class Kept:
-    """A row that was: its text as far as its caches hold it, and what the draft has not read of it."""
+    """A copy of a row: its cached text, the features that the draft has not processed, and its caches."""
 
     tokens: list[int]
     features: Tensor | None
@@ -336,10 +342,10 @@ class Kept:
 
 
 class Prefixes:
-    """The last rows to end, with copies of their caches.
+    """Copies of the rows that ended last.
 
     Args:
-        most: rows. positions: of all of them together.
+        most: maximum number of rows. positions: maximum number of positions of all together.
     """
 
     def __init__(self, most: int, positions: int) -> None:
@@ -347,30 +353,30 @@ class Prefixes:
         self.kept: list[Kept] = []  # the latest last
 
     def add(self, forwards: Forwards, number: int, request: Request) -> None:
-        """Keep a row that ends, in place of those that it begins with, and of the oldest where there is no room."""
-        held = request.tokens[: forwards.lengths[number]]
-        if not self.most or not held or len(held) > self.positions:
+        """Keep a row that ends. It replaces rows that are a prefix of it, and the oldest ones if there is no room."""
+        text = request.tokens[: forwards.lengths[number]]
+        if not self.most or not text or len(text) > self.positions:
             return
-        self.kept = [each for each in self.kept if shared_prefix(each.tokens, held) < len(each.tokens)]
+        self.kept = [each for each in self.kept if shared_prefix(each.tokens, text) < len(each.tokens)]
         while self.kept and (len(self.kept) >= self.most
-                             or sum(len(each.tokens) for each in self.kept) + len(held) > self.positions):
+                             or sum(len(each.tokens) for each in self.kept) + len(text) > self.positions):
             del self.kept[0]
-        self.kept.append(Kept(held, request.features, forwards.row(number)))
+        self.kept.append(Kept(text, request.features, forwards.row(number)))
 
     def begin(self, request: Request, forwards: Forwards, rows: Forwards, others: Iterable[Request]) -> None:
-        """Copy into a new request's caches what there is of the beginning of its prompt.
+        """Copy the longest cached prefix of a new request's prompt into its caches.
 
         Args:
-            rows: those of the requests that are being decoded, `others`.
+            forwards: of the new request. rows: of the running requests, `others`.
         """
-        held = [(rows, number, other) for number, other in enumerate(others)]
-        held += [(each.forwards, 0, each) for each in self.kept]
-        shared = [forwards.shared(number, other, request)[0] for forwards, number, other in held]
+        cached = [(rows, number, other) for number, other in enumerate(others)]
+        cached += [(each.forwards, 0, each) for each in self.kept]
+        shared = [forwards.shared(number, other, request)[0] for forwards, number, other in cached]
         if not any(shared):
             return
-        best = held[shared.index(max(shared))]
+        best = cached[shared.index(max(shared))]
         forwards.begin_with(request, *best)
-        if isinstance(best[2], Kept):  # used: the latest again
+        if isinstance(best[2], Kept):  # move it to the end, as recently used
             self.kept.remove(best[2])
             self.kept.append(best[2])
 
@@ -379,13 +385,13 @@ class Prefixes:
 
 
 def positions_of(request: Request) -> int:
-    """Of its whole text."""
+    """Positions of a request's whole text."""
     return len(request.prompt) + request.params.max_new_tokens
 
 
 @torch.inference_mode()
 def positions_that_fit(model: EagleModel, rows: int, nodes: int) -> int:
-    """How many positions of caches a quarter of the free memory holds; no more than can be used."""
+    """Positions of caches that fit into a quarter of the free memory, but no more than the rows can use."""
     target, head = model.target, model.draft
     cache, token = target.new_cache(1), torch.zeros(1, 1, dtype=torch.long, device=target.device)
     features = target.prefill(token, cache).to(target.output_device)
@@ -399,10 +405,10 @@ def positions_that_fit(model: EagleModel, rows: int, nodes: int) -> int:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Memory of the device that is free now."""
+    """The free memory of the device."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     free, limit = psutil.virtual_memory().available, Path("/sys/fs/cgroup/memory.max")
-    if limit.exists() and limit.read_text().strip() != "max":  # a container's
+    if limit.exists() and limit.read_text().strip() != "max":  # the limit of a container
         free = min(free, int(limit.read_text()) - int(limit.with_name("memory.current").read_text()))
     return max(0, free)

@@ -1,4 +1,4 @@
-"""What `Engine.submit` returns: an answer that is being made, to be read from threads and from asyncio."""
+"""`Ticket`, the result of `Engine.submit`: an answer in progress, for threads and for asyncio."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from ..text import StreamedText, answer_text
 
 
 class QueueFull(RuntimeError):
-    """As many requests wait as may wait: try again later."""
+    """The queue is full: try again later."""
 
 
 class EngineClosed(RuntimeError):
-    """The engine takes no requests any more: it was closed, or its loop has failed."""
+    """The engine accepts no more requests: it was closed, or its loop has failed."""
 
 
 class Piece(NamedTuple):
-    """What one cycle added to an answer.
+    """The part of an answer that one cycle added.
 
     Args:
-        token_ids: never empty, but in a last piece that holds text only.
+        token_ids: the new tokens; empty only in a last piece with the rest of the text.
         receipts: one for each token.
-        text: what the answer's text grew by; the pieces' texts together are `Output.text`. It may lag behind the
-            tokens: an unfinished character and what may become a stop string are held back. Empty without a tokenizer.
+        text: the new text. The texts of all pieces together are `Output.text`. It may lag behind the tokens: an
+            incomplete character and a possible stop string are withheld. Empty without a tokenizer.
     """
 
     token_ids: list[int]
@@ -42,15 +42,16 @@ class Piece(NamedTuple):
 
 
 class Ticket:
-    """The handle of a request to an `Engine`: its answer as far as it is made. Every iteration begins at the first
-    piece. A ticket that nobody holds any more is cancelled.
+    """The handle of a request to an `Engine`. Every iteration over it begins at the first piece.
+
+    A request is cancelled when its ticket is garbage collected.
 
     Attributes:
         prompt_tokens: length of the prompt.
-        pool: of remembered answers, see `Engine.submit`.
-        seed: of the sampling noise.
+        pool: pool of remembered answers, see `Engine.submit`.
+        seed: seed of the sampling noise.
         cancelled: whether `cancel` was called.
-        queued_seconds: from `submit` to when its prompt began to be read; None: it waits, or never left the queue.
+        queued_seconds: from `submit` to the start of the prefill; None: it has not started.
         first_token_seconds: from `submit` to the first token; None: there is none yet.
         total_seconds: from `submit` to the end; None: it has not ended.
     """
@@ -67,25 +68,25 @@ class Ticket:
         self._submitted = time.perf_counter()
         self._tokenizer, self._stops = tokenizer, stops
         self._text = None if tokenizer is None else StreamedText(tokenizer, stops)
-        self._pieces: list[Piece | None] = []  # after the last one None
-        self._readers: list[Callable[[Piece | None], None]] = []  # told each piece; called by the engine's thread
+        self._pieces: list[Piece | None] = []  # None after the last one
+        self._readers: list[Callable[[Piece | None], None]] = []  # called with each piece, in the engine's thread
         self._lock = threading.Lock()  # of these two
         self._output: concurrent.futures.Future[Output] = concurrent.futures.Future()
-        self._output.set_running_or_notify_cancel()  # who stops waiting for it ends nothing
+        self._output.set_running_or_notify_cancel()  # so that a waiter's cancellation does not cancel it
 
     @property
     def done(self) -> bool:
-        """Whether no more will come."""
+        """Whether the answer has ended."""
         return self._output.done()
 
     def cancel(self) -> None:
-        """End it within a cycle, with what is there and `finish_reason` "cancelled"; one that has ended stays so."""
+        """End the answer within a cycle, with `finish_reason` "cancelled". No effect if it has ended."""
         self.cancelled = True
 
     def __iter__(self) -> Iterator[Piece]:
-        found: queue.SimpleQueue[Piece | None] = queue.SimpleQueue()
-        self._tell(found.put)
-        while (piece := found.get()) is not None:
+        pieces: queue.SimpleQueue[Piece | None] = queue.SimpleQueue()
+        self._subscribe(pieces.put)
+        while (piece := pieces.get()) is not None:
             yield piece
         self.result()
 
@@ -95,15 +96,15 @@ class Ticket:
                 yield piece
 
     def result(self, timeout: float | None = None) -> Output:
-        """Wait for the whole answer; `await ticket` is the same for asyncio.
+        """Wait for the whole answer. In asyncio, use `await ticket`.
 
         Args:
             timeout: seconds.
 
         Raises:
-            TimeoutError: it takes longer; it goes on.
-            EngineClosed: the engine was closed before the request's turn came.
-            Exception: what ended the request, such as a logits processor's error.
+            TimeoutError: it takes longer. The request continues.
+            EngineClosed: the engine was closed before the request started.
+            Exception: the error that ended the request, such as that of a logits processor.
         """
         concurrent.futures.wait([self._output], timeout)
         if not self.done:
@@ -111,10 +112,10 @@ class Ticket:
         return self._output.result()
 
     def __await__(self) -> Generator[object, None, Output]:
-        return (yield from asyncio.wrap_future(self._output))  # a generator: it holds the ticket
+        return (yield from asyncio.wrap_future(self._output))  # a generator keeps the ticket alive
 
-    def _tell(self, reader: Callable[[Piece | None], None]) -> None:
-        """Tell a reader all pieces, those that are there at once; None: no more will come."""
+    def _subscribe(self, reader: Callable[[Piece | None], None]) -> None:
+        """Call a reader with all pieces, existing ones at once, and with None after the last."""
         with self._lock:
             for piece in self._pieces:
                 reader(piece)
@@ -129,22 +130,22 @@ class Ticket:
     # For the engine ---------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Its prompt is being read."""
+        """The prefill starts."""
         self.queued_seconds = self._seconds()
 
     def add(self, receipts: list[Receipt]) -> None:
-        """What the answer grew by."""
+        """Add the new tokens of a cycle."""
         if self.first_token_seconds is None:
             self.first_token_seconds = self._seconds()
         tokens = [receipt.token for receipt in receipts]
         self._add(Piece(tokens, receipts, "" if self._text is None else self._text.add(tokens)))
 
     def end(self, request: Request) -> None:
-        """No more will come: the request has ended."""
+        """The request has ended."""
         self.total_seconds, error = self._seconds(), request.error
         try:
             output = self._whole(request) if error is None else None
-        except Exception as failed:  # of the tokenizer
+        except Exception as failed:  # in the tokenizer
             error = failed
         if error is None:
             self._output.set_result(output)
@@ -165,20 +166,20 @@ class Ticket:
 
 
 async def interleaved(tickets: Sequence[Ticket]) -> AsyncIterator[tuple[int, Piece | None]]:
-    """The pieces of several answers as they come, with the number of theirs; None where one has ended."""
-    loop, found = asyncio.get_running_loop(), asyncio.Queue()
+    """Pieces of several answers as they arrive, each with the number of its ticket; None after the last of a ticket."""
+    loop, pieces = asyncio.get_running_loop(), asyncio.Queue()
 
     def reader(number: int) -> Callable[[Piece | None], None]:
-        def tell(piece: Piece | None) -> None:
-            with suppress(RuntimeError):  # the loop is closed: nobody waits
-                loop.call_soon_threadsafe(found.put_nowait, (number, piece))
-        return tell
+        def put(piece: Piece | None) -> None:
+            with suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(pieces.put_nowait, (number, piece))
+        return put
 
     for number, ticket in enumerate(tickets):
-        ticket._tell(reader(number))
+        ticket._subscribe(reader(number))
     left = len(tickets)
     while left:
-        number, piece = await found.get()
+        number, piece = await pieces.get()
         if piece is None:
             tickets[number].result()
             left -= 1

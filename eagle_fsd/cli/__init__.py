@@ -9,7 +9,9 @@ from typing import Annotated, Union
 
 import tyro
 
-from ..options import REPLACEMENTS, GenerateOptions, LoadOptions
+from ..keywords import REPLACEMENTS
+from ..load_options import LoadOptions
+from ..options import GenerateOptions
 from .arguments import parse_options
 from .cache import CacheCommand
 from .calibrate import CalibrateCommand

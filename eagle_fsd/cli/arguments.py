@@ -19,8 +19,9 @@ from tyro.constructors import PrimitiveConstructorSpec
 
 from ..acceptance import RULE_CLASSES
 from ..drafting.config import TreeConfig
+from ..load_options import LoadOptions
 from ..models import IMPLEMENTATIONS
-from ..options import GenerateOptions, LoadOptions
+from ..options import GenerateOptions
 
 if TYPE_CHECKING:
     from ..pair import EagleModel
@@ -104,7 +105,7 @@ class Loading(LoadOptions):
 
     def load(self) -> EagleModel:
         """Load the pair; see `eagle_fsd.load`."""
-        from ..pair import load
+        from ..loading import load
 
         return load(**vars(self))
 

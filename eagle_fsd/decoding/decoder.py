@@ -1,7 +1,7 @@
 """The decode step: draft, verify, accept, commit, emit.
 
-B requests of a batch, L committed positions of one, N tree nodes, A accepted draft tokens of a cycle, F width of the
-target's features, V vocabulary.
+Shapes: B requests of a batch, L committed positions of a request, N tree nodes, A accepted draft tokens of a cycle, F
+width of the target's features, V vocabulary.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from .output import Receipt
 from .request import EXACT, Emission, Request
 from .sampling import VerifiedTrees, couple
 
-NOTHING = Emission([], [])
+NO_EMISSION = Emission([], [])
 
 
 class Decoder:
-    """Requests being decoded together: holds them and the forwards, and advances cycle by cycle.
+    """Decodes requests together, cycle by cycle.
 
-    Without a drafter, a tree or copies it decodes plainly, one token per forward, with the same noise.
+    Without a drafter, a tree or copies, decoding is plain: one token per forward, with the same noise.
 
     Args:
         drafting: the policy, new for each decoder.
-        earlier: the decoder of an earlier request to the same models, for a single request; its caches are taken over,
-            with as much of what they hold as is the beginning of this prompt. It cannot go on itself.
-        forwards: empty ones, with room as their maker knows it; None: for the longest text and the largest tree.
+        earlier: for a single request, the decoder of an earlier request to the same models, which cannot be used
+            afterwards. Its caches are reused up to the first token that differs from the prompt.
+        forwards: `Forwards` with empty caches; None: they get room for the longest text and the largest tree.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Decoder:
         drafting: Drafting, *, earlier: Decoder | None = None, forwards: Forwards | None = None,
     ) -> None:
         self.target, self.drafter, self.requests = target, drafter, list(requests)
-        self.device = target.output_device  # trees, logits and features live there
+        self.device = target.output_device  # of trees, logits and features
         for request in self.requests:
             request.begin(target)
         self.drafting = drafting
@@ -57,12 +57,12 @@ class Decoder:
         self.forwards = forwards or self._forwards(earlier)
 
     @property
-    def _named(self) -> Tensor | int:
-        """The tokens that the drafter can name, or how many."""
+    def _draft_vocabulary(self) -> Tensor | int:
+        """The tokens in the drafter's vocabulary [R], or their number if it has all."""
         return self.drafter.draft_vocab_size if self.draft_tokens is None else self.draft_tokens
 
     def _forwards(self, earlier: Decoder | None) -> Forwards:
-        """Forwards with room for the longest text and the largest tree."""
+        """`Forwards` with room for the longest text and the largest tree."""
         trees = self.drafting.trees(len(self.requests))
         copying = any(request.copying for request in self.requests)  # copies fill a tree that the head does not
         sizes = (tree.total_tokens if copying else tree.nodes for tree in trees)
@@ -72,28 +72,28 @@ class Decoder:
         room, count = max(texts, default=0) + nodes, len(self.requests)
         if earlier is not None:
             if earlier.target is not self.target or earlier.drafter is not self.drafter:
-                raise ValueError("the session was begun with another model: one Session per model")
+                raise ValueError("the session belongs to another model: use one Session per model")
             earlier.forwards.take_over(self.requests[0], earlier.requests[0], room, room + drafted)
             return earlier.forwards
         draft_cache = None if self.drafter is None else self.drafter.new_cache(room + drafted, count)
         return Forwards(self.target, self.drafter, self.target.new_cache(room, count), draft_cache)
 
     def prefill(self) -> list[list[Receipt]]:
-        """The target reads each prompt as far as its cache does not hold it, and draws the first token.
+        """Process the part of each prompt that is not cached, and draw the first token.
 
         Returns:
-            Receipts of what each answer grew by.
+            For each request, receipts of the new tokens of its answer.
         """
         return [self.prefill_chunk(number) for number in range(len(self.requests))]
 
     def prefill_chunk(self, number: int = 0, most: int | None = None) -> list[Receipt]:
-        """The target reads so many further tokens of a prompt, None: all; after the last one it draws the first of the
-        answer."""
+        """Process at most this many further tokens of a prompt (None: all); after the last one, draw the first token of
+        the answer."""
         request = self.requests[number]
         features = self.forwards.prefill(number, request, most)  # [L, F]
         request.stats.prefill_tokens += len(features)
-        whole = self.forwards.lengths[number] == len(request.prompt)
-        emission = self._first(request, features[-1]) if whole else None
+        complete = self.forwards.lengths[number] == len(request.prompt)
+        emission = self._first(request, features[-1]) if complete else None
         if self.reads_features:
             request.add_features(features)
         if self.drafting.uses_drafter:
@@ -101,23 +101,24 @@ class Decoder:
         return [] if emission is None else request.accept(emission)
 
     def _first(self, request: Request, features: Tensor) -> Emission:
-        """The first token, from the last one's features [F]: a walk on a tree of the root alone."""
+        """Draw the first token, from the features [F] of the prompt's last token: a walk on a tree with only a root."""
         root = root_only(torch.tensor(request.prompt[-1:], device=self.device))
         logits = self.target.logits(features[None, None])  # [1, 1, V]
         ((_, emission),) = self._walk(EXACT, VerifiedTrees([request], [len(request.prompt) - 1], root, logits))
         return emission
 
     def step(self) -> list[list[Receipt]]:
-        """One cycle; each request emits its accepted draft tokens and one token of the target.
+        """Run one cycle. Each request emits its accepted draft tokens and one token of the target.
 
         Returns:
-            Receipts of what each answer grew by; nothing where an error has ended it, see `Request.error`.
+            For each request, receipts of the new tokens of its answer; none if an error ended it, see `Request.error`.
         """
         rules = [request.current_rule() for request in self.requests]
-        lengths = self.forwards.lengths  # L of each: the root's place
+        lengths = self.forwards.lengths  # L of each: the position of the root
         copies = [request.draft_copies(rule) for request, rule in zip(self.requests, rules, strict=True)]
         plan = self.drafting.next(copies)
-        coupling = None if plan.tree is None else couple(self.requests, rules, lengths, self._named, self.device)
+        coupling = (None if plan.tree is None
+                    else couple(self.requests, rules, lengths, self._draft_vocabulary, self.device))
         tree, draft_logits = self.forwards.draft(self.requests, plan, copies, coupling)
         if plain := [number for number, request in enumerate(self.requests) if not request.params.speculative]:
             tree = tree.without_drafts(plain)
@@ -134,7 +135,7 @@ class Decoder:
                 for number, request in enumerate(self.requests)]
 
     def drop_finished(self) -> None:
-        """Go on with the requests that have not ended."""
+        """Remove the requests that have ended."""
         going = [number for number, request in enumerate(self.requests) if request.reason is None]
         if len(going) < len(self.requests):
             self.requests = [self.requests[number] for number in going]
@@ -142,7 +143,7 @@ class Decoder:
             self.drafting.resize(len(going))
 
     def join(self, other: Decoder) -> None:
-        """Go on with the requests of another decoder of the same models as well, for which there is room."""
+        """Add the requests of another decoder of the same models. The caches must have room for them."""
         if not self.requests:
             self.drafting.pause.begin()
         self.requests = [*self.requests, *other.requests]
@@ -150,39 +151,39 @@ class Decoder:
         self.drafting.resize(len(self.requests))
 
     def _accept(self, rules: Sequence[Rule], verified: VerifiedTrees) -> tuple[list[list[int]], list[Emission]]:
-        """The accepted path of each request, and what it emits; requests with the same rule are walked together."""
-        requests, groups = verified.requests, []  # rows that are walked together
+        """The accepted path and the emission of each request. One walk serves all requests with the same rule."""
+        requests, groups = verified.requests, []  # of rows
         for number, request in enumerate(requests):
-            mine = [rows for rows in groups if requests[rows[0]].params.greedy == request.params.greedy
+            same = [rows for rows in groups if requests[rows[0]].params.greedy == request.params.greedy
                     and _differ_in_threshold_only(rules[rows[0]], rules[number])]
-            if mine:
-                mine[0].append(number)
+            if same:
+                same[0].append(number)
             else:
                 groups.append([number])
-        found: dict[int, tuple[list[int], Emission]] = {}
+        results: dict[int, tuple[list[int], Emission]] = {}
         for rows in groups:
-            found |= dict(zip(rows, self._walk(rules[rows[0]], verified.take(rows)), strict=True))
-        paths, emissions = zip(*(found[number] for number in range(len(requests))), strict=True)
+            results |= dict(zip(rows, self._walk(rules[rows[0]], verified.take(rows)), strict=True))
+        paths, emissions = zip(*(results[number] for number in range(len(requests))), strict=True)
         return list(paths), list(emissions)
 
     def _walk(self, rule: Rule, verified: VerifiedTrees) -> list[tuple[list[int], Emission]]:
-        """Path and emission of requests with one rule."""
+        """The accepted path and the emission of each of the requests, which share a rule."""
         requests, errors = verified.requests, verified.errors
         top = max(request.params.top_logprobs for request in requests)
         walks = walk(rule, verified, self._permission(requests), top)
         drafters, drafted = verified.tree.drafted_by(), verified.tree.max_depth > 0
-        return [([0], NOTHING._replace(error=errors[row])) if row in errors
+        return [([0], NO_EMISSION._replace(error=errors[row])) if row in errors
                 else ([step.node for step in steps], _emission(steps, drafters[row], request, drafted))
                 for row, (request, steps) in enumerate(zip(requests, walks, strict=True))]
 
     def _permission(self, requests: Sequence[Request]) -> Permission:
-        """What the thresholds, budgets and marks of these requests permit."""
+        """The thresholds, budgets and marks of the requests, as the walk applies them."""
         left = within = None
         threshold = self._per_row([request.params.rule.threshold for request in requests])
         if any(request.params.budget is not None for request in requests):
-            left = self._per_row([request.left for request in requests])
+            left = self._per_row([request.remaining_budget for request in requests])
         if any(request.params.within is not None for request in requests):
-            marks = [(request.inside, *(request.params.within or (-1, -1))) for request in requests]
+            marks = [(request.rule_allowed, *(request.params.within or (-1, -1))) for request in requests]
             inside, opening, closing = torch.tensor(marks, device=self.device).unbind(1)
             within = Within(inside.bool(), opening, closing)
         return Permission(threshold, left, within)
@@ -192,21 +193,21 @@ class Decoder:
 
 
 def _differ_in_threshold_only(rule: Rule, other: Rule) -> bool:
-    """Whether two rules differ in their threshold alone."""
+    """Whether two rules are equal except for the threshold."""
     return type(rule) is type(other) and replace(rule, threshold=other.threshold) == other
 
 
 def _emission(steps: Sequence[Step], drafters: Sequence[str | None], request: Request, drafted: bool) -> Emission:
-    """What a path emits; its last token is not a drafted one.
+    """The emission of an accepted path. Its last token is the target's own, not a draft token.
 
     Args:
-        drafters: of each node of the tree, see `DraftTree.drafted_by`. drafted: whether there was a tree.
+        drafters: for each node of the tree, see `DraftTree.drafted_by`. drafted: whether the tree has more than a root.
     """
-    by = [drafters[step.node] for step in steps[1:]]  # of the tokens before the last
+    by = [drafters[step.node] for step in steps[1:]]  # for the tokens before the last one
     receipts = [
         Receipt(step.token, ("target" if step is steps[-1] else "exact") if step.exact else "fuzzy",
                 None if math.isnan(step.divergence) else step.divergence, step.logprob, step.regret,
-                request.closed or ("budget" if step.closed else None), drafter,
+                request.exact_because or ("budget" if step.closed else None), drafter,
                 (step.top or ())[: request.params.top_logprobs])
         for step, drafter in zip(steps, [*by, None], strict=True)
     ]
@@ -215,9 +216,9 @@ def _emission(steps: Sequence[Step], drafters: Sequence[str | None], request: Re
 
 @dataclass(eq=False)
 class Session:
-    """Keeps the caches of one request for the next, which then processes only what its prompt adds.
+    """Keeps the caches of a request for the next one, which then processes only the new part of its prompt.
 
-    For requests to one model, one after the other. The text does not depend on it. After an error it is empty.
+    All requests are to one model, one after the other. The text does not depend on the session. An error empties it.
     """
 
     decoder: Decoder | None = None  # of the last request

@@ -1,6 +1,6 @@
-"""Structured output: the tokens that a grammar allows after a text, and those that it leaves no choice about.
+"""Structured output: the tokens that a grammar allows after a text, and the tokens that it forces.
 
-llguidance computes both (https://github.com/guidance-ai/llguidance). V vocabulary.
+llguidance (https://github.com/guidance-ai/llguidance) computes both. V is the size of the vocabulary.
 """
 
 from __future__ import annotations
@@ -22,32 +22,34 @@ from ..drafting.text import Copies, forced_copies
 
 FORMS = ("text", "json_object", "json_schema", "regex", "choice", "grammar")
 SCHEMA_TYPES = ("object", "array", "string", "number", "integer", "boolean", "null")
-# As `json.dumps` and most models write it: a choice of blanks between tokens would leave few tokens without a choice,
-# and small models never stop writing them. A schema's own "x-guidance" says otherwise.
+# As `json.dumps` and most models write JSON. Free whitespace would leave few forced tokens, and small models may never
+# stop writing it. "x-guidance" in a schema overrides this.
 WHITESPACE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-LONGEST = 48  # tokens drafted in a row
-# Of a regular expression as in ECMA 262, and as llguidance has them in a schema's patterns; its own are Unicode's.
+LONGEST = 48  # forced tokens of a draft
+# Classes of regular expressions as in ECMA 262 and in the patterns of schemas; those of llguidance are Unicode classes.
 ASCII = {"d": "[0-9]", "D": "[^0-9]", "w": "[A-Za-z0-9_]", "W": "[^A-Za-z0-9_]"}
 
 
 class GrammarError(OptionError):
-    """A `response_format` that cannot be used, or that is too complex to go on with."""
+    """A `response_format` that cannot be used, or that becomes too complex."""
 
     def __init__(self, problem: str) -> None:
         super().__init__("response_format", problem=problem)
 
 
 class Grammar(LogitsProcessor):
-    """Forbids the tokens that the answer to one prompt cannot go on with: a function of the text, like all processors.
+    """Masks the tokens that the grammar does not allow next in the answer to one prompt.
+
+    Like all processors, it is a function of the text.
 
     Args:
         response_format: see `GenerateOptions`.
-        vocab_size: V, that of the logits. eos_ids: allowed where the grammar is complete.
+        vocab_size: V of the logits. eos_ids: allowed where the text is complete.
         start: length of the prompt.
 
     Raises:
         ImportError: the extra `structured` is not installed.
-        TypeError, ValueError: no grammar can be made of it.
+        TypeError, ValueError: an invalid response format.
     """
 
     def __init__(
@@ -67,7 +69,7 @@ class Grammar(LogitsProcessor):
         self.tokens, self.vocab_size = vocabulary(tokenizer, vocab_size, tuple(eos_ids)), vocab_size
         self.end, self.start = eos_ids[0], start
         self._matcher = LLMatcher(self.tokens, grammar_of(response_format), log_level=0)
-        self._said: list[int] = []  # what it has been told
+        self._consumed: list[int] = []  # tokens that the matcher has consumed
         self._matcher.compute_bitmask()
         self._check("cannot be used")
 
@@ -78,31 +80,31 @@ class Grammar(LogitsProcessor):
         allowed = np.unpackbits(bits, count=self.vocab_size, bitorder="little")
         return scores.masked_fill(torch.from_numpy(allowed == 0).to(scores.device), -math.inf)
 
-    def forced(self, said: Sequence[int]) -> Copies | None:
-        """What can only come after an answer's tokens, as a draft; None: there is a choice.
+    def forced(self, answer: Sequence[int]) -> Copies | None:
+        """The forced text after an answer's tokens, as a draft; None: nothing is forced.
 
-        Its last token is a guess: it may be part of a longer one. So is the tokenisation of all, which the grammar
-        leaves free.
+        The grammar forces a text and not its tokens. The tokenisation is a guess, above all the last token, which may
+        be part of a longer one.
         """
-        self._go_to(said)
-        if self._matcher.is_error():  # said where the mask is asked for, which is an error of this row alone
+        self._go_to(answer)
+        if self._matcher.is_error():  # `__call__` raises it, as an error of this row only
             return None
         text = self._matcher.compute_ff_bytes()
         tokens = self.tokens.tokenize_bytes(text)[:LONGEST] if text else []
-        self._said += tokens[: self._matcher.try_consume_tokens(tokens)]
+        self._consumed += tokens[: self._matcher.try_consume_tokens(tokens)]
         if self._matcher.is_stopped():
             tokens = [*tokens, self.end]
         return forced_copies(tokens) if tokens else None
 
-    def _go_to(self, said: Sequence[int]) -> None:
-        """Be where these tokens of the answer have been said."""
-        said = list(said)
-        same = next((at for at, (one, other) in enumerate(zip(self._said, said, strict=False)) if one != other),
-                    min(len(self._said), len(said)))
-        if len(self._said) > same:
-            self._matcher.rollback(len(self._said) - same)
-        self._matcher.consume_tokens(said[same:])
-        self._said = said
+    def _go_to(self, answer: Sequence[int]) -> None:
+        """Put the matcher in the state after these tokens of the answer."""
+        answer = list(answer)
+        same = next((at for at, (one, other) in enumerate(zip(self._consumed, answer, strict=False)) if one != other),
+                    min(len(self._consumed), len(answer)))
+        if len(self._consumed) > same:
+            self._matcher.rollback(len(self._consumed) - same)
+        self._matcher.consume_tokens(answer[same:])
+        self._consumed = answer
 
     def _check(self, what: str) -> None:
         if self._matcher.is_error():
@@ -111,11 +113,11 @@ class Grammar(LogitsProcessor):
 
 @functools.lru_cache(maxsize=4)
 def vocabulary(tokenizer: PreTrainedTokenizerBase, size: int, eos_ids: tuple[int, ...]) -> Any:
-    """The tokens in llguidance's form, which takes it seconds to make. Added ones that the logits have no place for are
-    left out: they are never drawn.
+    """The tokenizer in the form of llguidance, which takes seconds to make. Added tokens beyond the logits are left
+    out: they are never drawn.
 
     Raises:
-        ValueError: llguidance does not know such a tokenizer.
+        ValueError: llguidance does not support the tokenizer.
     """
     from llguidance import LLTokenizer
 
@@ -129,44 +131,44 @@ def vocabulary(tokenizer: PreTrainedTokenizerBase, size: int, eos_ids: tuple[int
 
 
 def grammar_of(response_format: object) -> str:
-    """llguidance's grammar.
+    """The grammar of llguidance for a response format.
 
     Raises:
-        TypeError, ValueError: it is none of the forms that `GenerateOptions` names.
+        TypeError, ValueError: none of the forms that `GenerateOptions` lists.
     """
     from llguidance import LLMatcher, grammar_from
 
-    if hasattr(response_format, "model_json_schema"):  # of pydantic
+    if hasattr(response_format, "model_json_schema"):  # a pydantic model
         response_format = response_format.model_json_schema()
     if not isinstance(response_format, Mapping):
-        raise GrammarError("must be a JSON schema, a pydantic model, or an object of a type of "
+        raise GrammarError("must be a JSON schema, a pydantic model, or an object with a type of "
                            f"{', '.join(FORMS[1:])}, got {response_format!r}")
     form = response_format.get("type")
-    if not isinstance(form, str):  # a schema without a type, or of several
+    if not isinstance(form, str):  # a schema without a type, or with several
         form = None
     elif form not in (*FORMS, *SCHEMA_TYPES):
-        raise GrammarError(f"of type {form!r} is not known; accepted: {', '.join(FORMS[1:])}, or those of a JSON "
-                           f"schema, {', '.join(SCHEMA_TYPES)}")
-    wanted = {"json_schema": Mapping, "regex": str, "choice": (list, tuple), "grammar": str}
-    if form in wanted and not (isinstance(found := response_format.get(form), wanted[form]) and found):
-        raise GrammarError(f'of type "{form}" needs a field "{form}" that is not empty, got {response_format!r}')
-    if form in ("regex", "grammar") and (half := re.search("[\ud800-\udfff]", found)):
-        raise GrammarError(f"holds no valid text: a lone surrogate {half[0]!r} at {half.start()}")
+        raise GrammarError(f"of type {form!r} is not known; accepted: {', '.join(FORMS[1:])}, or the types of a "
+                           f"JSON schema, {', '.join(SCHEMA_TYPES)}")
+    content = {"json_schema": Mapping, "regex": str, "choice": (list, tuple), "grammar": str}
+    if form in content and not (isinstance(value := response_format.get(form), content[form]) and value):
+        raise GrammarError(f'of type "{form}" needs a non-empty field "{form}", got {response_format!r}')
+    if form in ("regex", "grammar") and (half := re.search("[\ud800-\udfff]", value)):
+        raise GrammarError(f"is not valid text: lone surrogate {half[0]!r} at character {half.start()}")
     if form == "regex":
-        return LLMatcher.grammar_from_regex(re.sub(r"\\(.)", lambda pair: ASCII.get(pair[1], pair[0]), found))
+        return LLMatcher.grammar_from_regex(re.sub(r"\\(.)", lambda pair: ASCII.get(pair[1], pair[0]), value))
     if form == "choice":
-        if not all(isinstance(text, str) and text for text in found):
-            raise GrammarError(f"of type \"choice\" must hold non-empty strings, got {found!r}")
-        return LLMatcher.grammar_from_lark(f"start: {' | '.join(map(json.dumps, found))}")
+        if not all(isinstance(text, str) and text for text in value):
+            raise GrammarError(f"of type \"choice\" must contain non-empty strings, got {value!r}")
+        return LLMatcher.grammar_from_lark(f"start: {' | '.join(map(json.dumps, value))}")
     if form == "grammar":
-        return grammar_from("grammar", found)
+        return grammar_from("grammar", value)
     if form == "json_object":
         schema: object = response_format.get("schema") or {"type": "object"}  # llama.cpp's form
     elif form == "json_schema":
-        schema = {"type": "object"} if found.get("schema") is None else found["schema"]
+        schema = {"type": "object"} if value.get("schema") is None else value["schema"]
     else:
         schema = response_format
     try:
         return LLMatcher.grammar_from_json_schema(json.dumps(schema), defaults=WHITESPACE)
     except (TypeError, ValueError, RecursionError) as error:
-        raise GrammarError(f"holds no JSON schema: {error}") from error
+        raise GrammarError(f"is not a JSON schema: {error}") from error

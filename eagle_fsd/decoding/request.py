@@ -1,6 +1,6 @@
-"""One request: what was asked for, the text so far, and the answer in it.
+"""One request: its parameters, the text so far, and the answer in it.
 
-T positions that the draft has not read, F width of the target's features.
+Shapes: T positions that the draft has not processed, F width of the target's features.
 """
 
 from __future__ import annotations
@@ -25,24 +25,26 @@ from .grammar import Grammar
 from .output import Output, Receipt, Stats
 
 EXACT = make_rule("exact")
-# The text repeats itself when it ends in this many copies of a span, together of at least so many tokens.
+# A text repeats itself if it ends in COPIES copies of a span, in total at least REPEATED_TOKENS tokens.
 COPIES, REPEATED_TOKENS, LONGEST_SPAN = 3, 12, 32
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RequestParams:
-    """What was asked for beside the prompt: checked, and the same until the answer ends. See `GenerateOptions`.
+    """The parameters of a request, checked and constant. See `GenerateOptions`.
 
     Args:
-        budget: nats of regret that fuzzy tokens may cost; None: no limit.
-        processors: of logits, warpers included. alike: what they were made of, where their result does not depend on
-            the tokens before: one call serves all requests of an equal one. None: they are called for each row alone.
-        eos_ids, stop_ids: tokens that end the answer. criteria: of `transformers`; they see the whole text.
+        budget: total regret of fuzzy tokens in nats; None: no limit.
+        processors: logits processors, warpers included.
+        processors_key: for processors whose result does not depend on earlier tokens: one call serves all requests with
+            an equal key. None: each row has calls of its own.
+        eos_ids, stop_ids: tokens that end the answer.
+        criteria: stopping criteria of `transformers`; they see the whole text.
         padding: token ids before the prompt that processors and criteria see, as in `model.generate`.
-        speculative: whether anything is drafted.
-        tree: that of this request; None: the caller's choice. The rows of an engine share one, see `Engine.submit`.
-        top_logprobs: likeliest tokens in each receipt.
-        within: the tokens after and up to which the rule decides, in prompt and answer; None: everywhere.
+        speculative: whether drafts are used.
+        tree: the draft tree; None: the caller chooses. The rows of an engine share one, see `Engine.submit`.
+        top_logprobs: number of the target's best tokens in each receipt.
+        within: the rule applies after the first token, up to the second, in prompt and answer; None: everywhere.
     """
 
     max_new_tokens: int
@@ -51,7 +53,7 @@ class RequestParams:
     seed: int = 0
     budget: float | None = None
     processors: LogitsProcessorList = field(default_factory=LogitsProcessorList)
-    alike: object = None
+    processors_key: object = None
     eos_ids: frozenset[int] = frozenset()
     stop_ids: frozenset[int] = frozenset()
     criteria: Sequence[Callable] = ()
@@ -67,26 +69,25 @@ class RequestParams:
 
     @property
     def lossless(self) -> bool:
-        """Whether the text is what the target alone would write."""
+        """Whether the target alone would generate the same text."""
         return self.rule.is_lossless(self.greedy)
 
     def noise_weight(self, rule: Rule) -> float:
-        """How much the noise that the target draws with counts in drafts where this rule decides, see `Coupling`; 0: a
-        rule that looks at how probable the children are, and not only at which of them is drawn, wants the most
-        probable ones."""
+        """The weight of the target's sampling noise in drafts for this rule, see `Coupling`. 0: the drafts are the most
+        probable tokens, for a rule that depends on the probabilities of the children and not only on the draw."""
         if self.greedy:
             return 0.0
         return EXACT.noise_weight if rule.is_lossless(self.greedy) else rule.noise_weight
 
 
 class Emission(NamedTuple):
-    """What one forward of the target emitted for a request; the first one is the prefill's single token."""
+    """The tokens that one forward of the target emits for a request. The prefill emits a single token."""
 
     receipts: list[Receipt]
-    logits: list[float]  # of the tokens, after processors
+    logits: list[float]  # of the tokens, processed
     drafted: bool = False
-    error: Exception | None = None  # what a processor or a user's rule raised: nothing was emitted
-    proposed: dict[str, int] = {}  # drafted nodes by who drafted them; never changed
+    error: Exception | None = None  # of a processor or a user's rule: no token was emitted
+    proposed: dict[str, int] = {}  # number of drafted nodes by drafter; never mutated
 
     @property
     def tokens(self) -> list[int]:
@@ -98,9 +99,9 @@ class Request:
 
     Args:
         prompt: token ids.
-        stop_strings: ends the answer where one is complete.
-        copies: drafts from its own text, beside the head's; None: there are none.
-        grammar: drafts what it forces; it is one of the processors too.
+        stop_strings: the answer ends when one of them is complete.
+        copies: source of drafts copied from the text; None: no copies.
+        grammar: drafts the tokens that it forces; it is one of the processors as well.
     """
 
     def __init__(
@@ -109,27 +110,27 @@ class Request:
     ) -> None:
         self.prompt, self.params = list(prompt), params
         self.stop_strings, self.copies, self.grammar = stop_strings, copies, grammar
-        # The text: prompt and all emitted tokens, those after the answer's end included, as in the caches.
-        self.tokens = list(prompt)  # the last one is the root once decoding has begun
+        # The text: prompt and all emitted tokens, like the caches also those after the end of the answer.
+        self.tokens = list(prompt)  # while decoding, the last one is the root
         self._features: list[Tensor] = []  # parts of `features`
         # The answer.
         self.receipts: list[Receipt] = []
-        self.reason: str | None = None  # why it ended, "error" and "cancelled" included; None: it goes on
+        self.reason: str | None = None  # why it ended, possibly "error" or "cancelled"; None: it has not
         self.error: BaseException | None = None
         self.stats = Stats()
-        self._begun: float | None = None  # seconds of a clock
+        self._started: float | None = None  # seconds of a clock
         self._text: Tensor | None = None  # [1, padding, prompt and room for the answer], for criteria
-        # Whether the rule decides.
-        self.closed: str | None = None  # why it no longer does: "budget" or "repetition"
+        # Whether the rule applies.
+        self.exact_because: str | None = None  # why it no longer does: "budget" or "repetition"
         self.spent = 0.0  # regret of the answer's fuzzy tokens, in nats
-        self.inside = params.within is None  # whether marks of `within` let it decide about the next token
+        self.rule_allowed = params.within is None  # whether `within` allows it for the next token
         self._pass_marks(prompt)
         if params.budget == 0 and not params.lossless:
             self._close("budget", 0)
 
     def begin(self, target: TargetModel) -> None:
-        """The target is about to read the prompt."""
-        self._begun = time.perf_counter()
+        """Start the clock and allocate, right before the prefill."""
+        self._started = time.perf_counter()
         self.stats.computed_by = target.computed_by
         if self.params.criteria:
             room = [0] * self.params.max_new_tokens
@@ -139,7 +140,7 @@ class Request:
 
     @property
     def features(self) -> Tensor | None:
-        """[T, F] of the positions before the last T tokens: the draft's next input."""
+        """Features [T, F] of the positions before the last T tokens: the draft's next input."""
         if len(self._features) > 1:
             self._features = [torch.cat(self._features)]
         return self._features[0] if self._features else None
@@ -149,34 +150,34 @@ class Request:
         self._features = [] if features is None else [features]
 
     def add_features(self, features: Tensor) -> None:
-        """Those of the next positions, [A + 1, F]."""
+        """Append the features [A + 1, F] of the next positions."""
         self._features.append(features)
 
     @property
     def context(self) -> list[int]:
-        """What processors see of the text before the root."""
+        """The tokens before the root, as processors see them."""
         return [*self.params.padding, *self.tokens[:-1]]
 
     def current_rule(self) -> Rule:
-        """The rule of the next cycle: `exact` from where the budget is spent or the text repeats itself."""
+        """The rule of the next cycle: `exact` once the budget is spent or the text repeats itself."""
         if self.params.lossless:
             return EXACT
-        if self.closed is None and self.params.budget is not None and repeats(self.tokens[len(self.prompt) :]):
+        if self.exact_because is None and self.params.budget is not None and repeats(self.tokens[len(self.prompt) :]):
             self._close("repetition", len(self.receipts))
-        return EXACT if self.closed else self.params.rule
+        return EXACT if self.exact_because else self.params.rule
 
     @property
-    def left(self) -> float:
-        """Nats of the budget that fuzzy tokens may still cost."""
+    def remaining_budget(self) -> float:
+        """The remaining budget in nats."""
         return math.inf if self.params.budget is None else max(0.0, self.params.budget - self.spent)
 
     @property
     def copying(self) -> bool:
-        """Whether drafts may come from elsewhere than the head."""
+        """Whether drafts may come from the text or a grammar."""
         return self.params.speculative and not self.copies is self.grammar is None
 
     def draft_copies(self, rule: Rule) -> Copies | None:
-        """Drafts beside the head's, for a cycle in which this rule decides."""
+        """Drafts from the text or the grammar, for a cycle with this rule."""
         if not self.copying:
             return None
         forced = None if self.grammar is None else self.grammar.forced(self.answer)
@@ -190,19 +191,19 @@ class Request:
 
     @property
     def answer(self) -> list[int]:
-        """Its tokens, an end token included."""
+        """The tokens of the answer, an end token included."""
         return [receipt.token for receipt in self.receipts]
 
     def accept(self, emission: Emission, features: Tensor | None = None) -> list[Receipt]:
-        """Go on after all that was emitted, and add to the answer what comes before its end.
+        """Append all emitted tokens to the text, and extend the answer, up to its end if it ends here.
 
-        An error of a processor, a user's rule or a criterion ends this request, and no other.
+        An error of a processor, a user's rule or a criterion ends this request only.
 
         Args:
-            features: [A + 1, F] of the nodes that it was emitted at; None: the draft has no use for them.
+            features: [A + 1, F] of the accepted nodes; None: the drafter reads no features.
 
         Returns:
-            Receipts of the tokens that the answer grew by.
+            Receipts of the new tokens of the answer.
         """
         before = len(self.receipts)
         try:
@@ -223,8 +224,8 @@ class Request:
         return self.receipts[before:]
 
     def _count(self, emission: Emission) -> None:
-        if not self.receipts:  # the prefill's token
-            self.stats.prefill_seconds = time.perf_counter() - self._begun
+        if not self.receipts:  # the token of the prefill
+            self.stats.prefill_seconds = time.perf_counter() - self._started
             return
         self.stats.accepted_lengths.append(len(emission.receipts) - 1)
         self.stats.target_forwards += 1
@@ -235,7 +236,7 @@ class Request:
     def _extend_answer(self, emission: Emission) -> None:
         before = len(self.receipts)
         for receipt, logit in zip(emission.receipts, emission.logits, strict=True):
-            if self.reason is not None:  # after an end a processor may leave no token to draw
+            if self.reason is not None:  # after the end, a processor may leave no token to draw
                 break
             require_drawable(logit)
             self.receipts.append(receipt)
@@ -243,12 +244,12 @@ class Request:
                 self.finish(reason)
         added = self.receipts[before:]
         self.spent += math.fsum(receipt.regret for receipt in added if receipt.source == "fuzzy")
-        refused = next((at for at, receipt in enumerate(added, before) if receipt.exact_because == "budget"), None)
-        if refused is not None and self.closed is None:
-            self._close("budget", refused)
+        rejected = next((at for at, receipt in enumerate(added, before) if receipt.exact_because == "budget"), None)
+        if rejected is not None and self.exact_because is None:
+            self._close("budget", rejected)
 
     def _reason_after(self, token: int) -> str | None:
-        """Why the answer ends with this token, its last; None: it goes on."""
+        """Why the answer ends after this token, its last one; None: it does not."""
         if token in self.params.eos_ids:
             return "eos"
         if token in self.params.stop_ids or self.stop_strings is not None and self.stop_strings(token):
@@ -258,10 +259,10 @@ class Request:
         return "length" if len(self.receipts) == self.params.max_new_tokens else None
 
     def _criteria_met(self, token: int) -> bool:
-        """Whether any of the criteria ends the answer with this token; they must not change the text.
+        """Whether a criterion ends the answer after this token. Criteria must not change the text.
 
         Raises:
-            TypeError: a criterion that answers neither with a bool nor with a tensor of one.
+            TypeError: a criterion returned neither a bool nor a tensor of one.
         """
         end = len(self.params.padding) + len(self.prompt) + len(self.receipts)
         self._text[0, end - 1] = token
@@ -274,39 +275,39 @@ class Request:
         return False
 
     def complete_with(self, tokens: Sequence[int]) -> bool:
-        """Whether the answer has ended with these tokens after it: processors are not asked about what comes then."""
+        """Whether the answer ends within these next tokens: then no processor is called for a token after them."""
         return (len(self.receipts) + len(tokens) >= self.params.max_new_tokens
                 or any(token in self.params.eos_ids or token in self.params.stop_ids for token in tokens))
 
     def _pass_marks(self, tokens: Sequence[int]) -> None:
-        """Note where marks of `within` put the next token."""
+        """Update `rule_allowed` for the token after these."""
         if self.params.within is not None:
             opening, closing = self.params.within
             for token in tokens:
-                self.inside = (self.inside or token == opening) and token != closing
+                self.rule_allowed = (self.rule_allowed or token == opening) and token != closing
 
     def _close(self, why: str, at: int) -> None:
-        """The rule no longer decides, from so many new tokens on."""
-        self.closed = why
+        """Use the exact rule from now on, after `at` new tokens."""
+        self.exact_because = why
         self.stats.exact_from, self.stats.exact_because = at, why
 
     def finish(self, reason: str, error: BaseException | None = None) -> None:
-        """Nothing more is added to the answer."""
+        """End the answer."""
         self.reason, self.error = reason, error
-        if self._begun is not None:
-            seconds = time.perf_counter() - self._begun
-            self.stats.prefill_seconds = self.stats.prefill_seconds or seconds  # it may have ended while being read
+        if self._started is not None:
+            seconds = time.perf_counter() - self._started
+            self.stats.prefill_seconds = self.stats.prefill_seconds or seconds  # it may end during the prefill
             self.stats.decode_seconds = seconds - self.stats.prefill_seconds
 
     def output(self) -> Output:
-        """The answer, ended."""
+        """The result, once the answer has ended."""
         assert self.reason is not None
         self.stats.budget_spent = None if self.params.budget is None else self.spent
         return Output(self.answer, self.reason, self.params.seed, self.stats, self.receipts)
 
 
 def repeats(tokens: Sequence[int]) -> bool:
-    """Whether the tokens end in copies of one span."""
+    """Whether the tokens end in several copies of one span."""
     for span in range(1, LONGEST_SPAN + 1):
         length = max(COPIES * span, REPEATED_TOKENS)
         if length > len(tokens):
@@ -318,6 +319,6 @@ def repeats(tokens: Sequence[int]) -> bool:
 
 
 def require_drawable(logit: float) -> None:
-    """Raise where the token drawn has no probability: no other had any either, or a NaN came out on top."""
+    """Raise ValueError if the drawn token has probability 0, as all others then have, or its logit is NaN."""
     if not logit > -math.inf:
-        raise ValueError(f"no token can be drawn: after the logits processors the best logit is {logit}")
+        raise ValueError(f"no token can be drawn: the best logit after the logits processors is {logit}")

@@ -1,10 +1,10 @@
 """Logits processing: the processors and warpers of `transformers`, applied to the nodes of a tree.
 
-B batch, N nodes, K expanded nodes of a level, L length of the emitted context (prompt and tokens before the root),
-V vocabulary, R the draft's.
+Shapes: B batch, N nodes, K expanded nodes of a level, M rows of a call, L tokens of the context, V vocabulary, R the
+draft's.
 
-What a processor raises is the error of the row that it was called for, noted in `errors`: where it may depend on the
-text, or is the user's, it is called row by row.
+A processor that may depend on the text, or is the user's, is called row by row. Its exception becomes the error of this
+row, in `errors`.
 """
 
 from __future__ import annotations
@@ -46,24 +46,24 @@ from .request import Request
 
 
 class CountPenalty(LogitsProcessor):
-    """OpenAI's penalties: less for each time that the answer has a token, and once for a token that it has.
+    """OpenAI's penalties: one for each occurrence of a token in the answer, one for each token that occurs in it.
 
     Args:
-        start: length of the prompt, which does not count.
+        start: length of the prompt, where occurrences do not count.
     """
 
     def __init__(self, frequency: float, presence: float, start: int) -> None:
         self.frequency, self.presence, self.start = frequency, presence, start
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:  # [M, L], [M, V]
-        said = input_ids[:, self.start :]
-        counts = torch.zeros_like(scores).scatter_add_(1, said, torch.ones_like(said, dtype=scores.dtype))
+        answer = input_ids[:, self.start :]
+        counts = torch.zeros_like(scores).scatter_add_(1, answer, torch.ones_like(answer, dtype=scores.dtype))
         return scores - self.frequency * counts - self.presence * (counts > 0)
 
 
 class TopP(LogitsProcessor):
-    """`TopPLogitsWarper`, which sorts the whole vocabulary (13 ms for 151,936 tokens on two cores): here the best are
-    sorted alone where they are enough (0.3 ms). All tokens that are as likely as the last one are kept.
+    """A faster `TopPLogitsWarper`: it sorts only the best tokens if they are enough (0.3 ms), and not the whole
+    vocabulary (13 ms for 151,936 tokens on two cores). It keeps all tokens that are as likely as the last kept one.
     """
 
     ENOUGH = 128
@@ -73,7 +73,7 @@ class TopP(LogitsProcessor):
 
     def __call__(self, input_ids: Tensor | None, scores: Tensor) -> Tensor:  # [M, V]
         total, size = scores.logsumexp(-1, keepdim=True), scores.shape[-1]
-        for count in (min(self.ENOUGH, size), size) if scores.is_cpu else (size,):  # elsewhere asking would wait
+        for count in (min(self.ENOUGH, size), size) if scores.is_cpu else (size,):  # a check on a GPU would wait
             best = scores.gather(-1, largest(scores, count))  # descending
             probs = (best - total).exp()
             mass = probs.cumsum(-1)
@@ -83,19 +83,19 @@ class TopP(LogitsProcessor):
         return scores.masked_fill(scores < best.gather(-1, last), -math.inf)
 
 
-# Temperature and truncation: of these, which know no tokens, a draft's logits take the same.
+# Temperature and truncation. They do not depend on token ids, so that they apply to a draft's logits as well.
 WARPERS = (
     TemperatureLogitsWarper, TopKLogitsWarper, TopP, TopPLogitsWarper, MinPLogitsWarper, TypicalLogitsWarper,
     EpsilonLogitsWarper, EtaLogitsWarper,
 )
-# Processors whose result does not depend on the tokens before: one call serves all rows.
+# Processors whose result does not depend on earlier tokens: one call serves all rows.
 CONTEXT_FREE = (*WARPERS, SuppressTokensLogitsProcessor, InfNanRemoveLogitsProcessor, LogitNormalization)
-# Those that remember their calls, which plain decoding makes in the order of the text.
+# Processors with a state, which expect one call per token in the order of the text.
 STATEFUL = (SynthIDTextWatermarkLogitsProcessor, UnbatchedClassifierFreeGuidanceLogitsProcessor)
 
 
 def check_processors(processors: Sequence[LogitsProcessor] | None) -> LogitsProcessorList:
-    """The processors, refused where one cannot be a function of the tokens and scores that it is called with."""
+    """The processors as a list. Raise for one that is not a function of its arguments."""
     check_functions("logits_processor", processors)
     checked = LogitsProcessorList(
         TopP(each.top_p) if type(each) is TopPLogitsWarper and each.min_tokens_to_keep == 1
@@ -103,8 +103,8 @@ def check_processors(processors: Sequence[LogitsProcessor] | None) -> LogitsProc
     for processor in checked:
         if isinstance(processor, STATEFUL):
             raise ValueError(
-                f"{type(processor).__name__} is not supported: it keeps a state from call to call, and decoding may "
-                "go back to an earlier text; a processor must be a function of input_ids and scores"
+                f"{type(processor).__name__} is not supported: it keeps a state between calls, and decoding may go "
+                "back to an earlier text; a processor must be a function of input_ids and scores"
             )
     return checked
 
@@ -118,10 +118,10 @@ def build_processors(
     eos_ids: Sequence[int],
     device: torch.device,
 ) -> LogitsProcessorList:
-    """The processors of these options in the order of `model.generate`; greedy decoding has no warpers.
+    """The processors for these options, in the order of `model.generate`. Greedy decoding has no warpers.
 
     Args:
-        custom: the user's own, between those that penalise tokens and those that warp the distribution.
+        custom: the user's own. They are called after the penalties and before the warpers.
     """
     processors = LogitsProcessorList()
     if options.repetition_penalty != 1:
@@ -152,10 +152,10 @@ def build_processors(
 
 
 def processors_of_row(processors: LogitsProcessorList, row: int) -> LogitsProcessorList:
-    """Those of one row, from processors that `model.generate` made for a padded batch."""
+    """The processors of one row, from those that `model.generate` made for a padded batch."""
     own = LogitsProcessorList()
     for processor in processors:
-        ignored = getattr(processor, "prompt_ignore_length", None)  # the padding of each row
+        ignored = getattr(processor, "prompt_ignore_length", None)  # length of each row's padding
         if isinstance(processor, RepetitionPenaltyLogitsProcessor) and isinstance(ignored, Tensor):
             processor = RepetitionPenaltyLogitsProcessor(processor.penalty, int(ignored[row]))
         own.append(processor)
@@ -163,16 +163,16 @@ def processors_of_row(processors: LogitsProcessorList, row: int) -> LogitsProces
 
 
 def is_context_free(processors: LogitsProcessorList) -> bool:
-    """Whether their result depends on the scores only, so that one call serves all nodes."""
+    """Whether the result depends on the scores only, so that one call serves all nodes."""
     return all(type(processor) in CONTEXT_FREE for processor in processors)
 
 
 class VerifiedTrees:
-    """The draft trees of some requests with the logits of draft and target, see `acceptance.walk.Verified`.
+    """The draft trees of requests that share a rule, with the logits of draft and target: `acceptance.walk.Verified`.
 
     Args:
-        lengths: L of each, the position of the root. raw: [B, N, V] float32, the target's logits.
-        draft: per drafted level [B, K, R], raw logits. draft_tokens: [R] long; None: the draft names all tokens.
+        lengths: position of the root in each request. raw: [B, N, V] float32, the target's logits.
+        draft: for each drafted level [B, K, R], raw logits. draft_tokens: [R] long; None: the draft has all tokens.
     """
 
     def __init__(
@@ -184,7 +184,7 @@ class VerifiedTrees:
         self.greedy, self.errors = requests[0].params.greedy, {}
 
     def take(self, rows: Sequence[int]) -> VerifiedTrees:
-        """Those of some rows, ascending."""
+        """Some of the rows (ascending)."""
         if len(rows) == len(self.requests):
             return self
         return VerifiedTrees(
@@ -192,18 +192,18 @@ class VerifiedTrees:
             self.raw[rows], [level[rows] for level in self.draft], self.draft_tokens)
 
     @functools.cached_property
-    def _seeds_and_places(self) -> Tensor:  # [2, B] long
+    def _seeds_and_positions(self) -> Tensor:  # [2, B] long
         return torch.tensor([[request.params.seed for request in self.requests], self.lengths], device=self.raw.device)
 
     def noise(self, depth: int) -> Tensor | None:
-        """[B, V] for the tokens after nodes of this depth, by seed and absolute position; None: greedy."""
+        """Noise [B, V] for the tokens after nodes of this depth, by seed and absolute position; None: greedy."""
         if self.greedy:
             return None
-        seeds, places = self._seeds_and_places
-        return gumbel_noise(seeds, places[:, None] + depth + 1, self.raw.shape[-1])[:, 0]
+        seeds, positions = self._seeds_and_positions
+        return gumbel_noise(seeds, positions[:, None] + depth + 1, self.raw.shape[-1])[:, 0]
 
     def warp(self, raw: Tensor, node: Tensor, path: Sequence[Tensor], going: Tensor) -> Tensor:
-        """[B, V]: processed logits, each with the row's own path as context."""
+        """Processed logits [B, V], with the path of each row as context."""
         if _share_processors(self.requests):
             processors = self.requests[0].params.processors
             return processors(None, raw.clone()) if processors else raw
@@ -223,12 +223,12 @@ class VerifiedTrees:
 
 def couple(
     requests: Sequence[Request],
-    rules: Sequence[Rule],  # that decide in this cycle
-    lengths: Sequence[int],  # L of each
-    tokens: int | Tensor,  # [R], those that the draft can name, or how many there are
+    rules: Sequence[Rule],  # of this cycle
+    lengths: Sequence[int],  # positions of the roots
+    tokens: int | Tensor,  # [R], the draft's vocabulary, or its size if it has all tokens
     device: torch.device,
 ) -> Coupling | None:
-    """What drafting knows of the target's draws; None where no row is coupled."""
+    """Couples drafts to the target's draws; None: no row is coupled."""
     weights = [request.params.noise_weight(rule) for request, rule in zip(requests, rules, strict=True)]
     if not any(weights):
         return None
@@ -236,25 +236,25 @@ def couple(
            for request in requests]
     if _share_processors(requests):
         own = own[:1] * len(own)
-    seeds, places = torch.tensor([[request.params.seed for request in requests], list(lengths)], device=device)
+    seeds, positions = torch.tensor([[request.params.seed for request in requests], list(lengths)], device=device)
     temperatures, scales = torch.tensor([[request.params.temperature for request in requests], weights], device=device)
-    return Coupling(seeds, places, temperatures, scales, [
+    return Coupling(seeds, positions, temperatures, scales, [
         warpers if weight else None for warpers, weight in zip(own, weights, strict=True)], tokens)
 
 
 def _share_processors(requests: Sequence[Request]) -> bool:
     """Whether one call serves all rows."""
-    first = requests[0].params
     if not any(request.params.processors for request in requests):
         return True
-    return first.alike is not None and all(request.params.alike == first.alike for request in requests)
+    key = requests[0].params.processors_key
+    return key is not None and all(request.params.processors_key == key for request in requests)
 
 
 def _processed(processors: LogitsProcessorList, context: Tensor, scores: Tensor) -> Tensor:
-    """Scores [1, V] of one text [1, L]: some processors index by the row, or hold tensors of one.
+    """Processed scores [1, V] of one text [1, L]: some processors index by row, or have tensors for a single row.
 
     Raises:
-        ValueError: a processor that returns something other than scores.
+        ValueError: a processor returned something other than scores.
     """
     for processor in processors:
         processed = processor(context, scores)

@@ -1,4 +1,4 @@
-"""What decode cycles cost on this machine: measured on whole cycles, kept in the user's cache directory."""
+"""Latency of decode cycles on this machine, measured on whole cycles and stored in the user's cache directory."""
 
 from __future__ import annotations
 
@@ -33,31 +33,31 @@ from .request import Request, RequestParams
 log = logging.getLogger(__name__)
 MEASURED_NODES = (2, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 TOP_K = (1, 2, 3, 4)
-SHORT, LONG, WIDEST = 6, 14, 4  # levels, and top_k, of the measured trees
+SHORT, LONG, WIDEST = 6, 14, 4  # levels, and largest top_k, of the measured trees
 ROWS, ROW_TREE = 4, TreeConfig(4, 2, 1)  # of the measured batch
 CONTEXT = 256  # tokens before the measured cycles
-SHORT_CONTEXT = 32  # before those that only check what was measured: to read more takes seconds of every start
+SHORT_CONTEXT = 32  # before cycles that only check a stored latency: a longer prefill would delay every start
 ROUNDS = 20
-ENOUGH = 40.0  # seconds, after which no further round is begun
-DISTURBED = 0.6  # cycles that take less than this share of what is kept show that it was measured beside other work
+ENOUGH = 40.0  # seconds after which no further round starts
+DISTURBED = 0.6  # if cycles take less than this fraction of the stored latency, other work disturbed its measurement
 
 
 def greedy_decoder(
     target: TargetModel, head: DraftHead | None, prompts: Sequence[Sequence[int]], tree: TreeConfig | Choice | None,
     max_new_tokens: int,
 ) -> Decoder:
-    """Greedy, lossless decoding of prompts, with always the same tree, or as chosen; None: without drafting."""
+    """A decoder of greedy, lossless requests with a fixed tree or choice; None: without drafting."""
     requests = [Request(prompt, RequestParams(max_new_tokens=max_new_tokens)) for prompt in prompts]
     choice = tree if isinstance(tree, Choice) else Choice(tree)
     return Decoder(target, head if tree else None, requests, Drafting(choice))
 
 
 def same_cycle(decoder: Decoder) -> Callable[[], object]:
-    """A cycle from the same state each time, after three tokens that the draft has yet to read."""
+    """A function that runs one cycle, always from the same state: the draft has three tokens to process."""
     decoder.prefill()
     forwards, length = decoder.forwards, decoder.forwards.cache.length
     before = [(request, list(request.tokens), request.features[-1:].expand(3, -1) if decoder.reads_features else None)
-              for request in decoder.requests]  # what features hold takes no time
+              for request in decoder.requests]  # the values of the features do not affect the time
 
     def once() -> None:
         if decoder.drafter is not None:
@@ -71,28 +71,28 @@ def same_cycle(decoder: Decoder) -> Callable[[], object]:
 
 
 def fastest(parts: Mapping[Hashable, Callable[[], object]], device: torch.device) -> dict[Hashable, float]:
-    """Seconds of each part: the shortest of several rounds, since other work on the machine only ever adds to it.
+    """Seconds of each part: the shortest of several rounds, since other work on the machine only adds time.
 
-    The first round warms up; with a slow model, or beside other work, there are fewer.
+    The first round is a warm-up. There are fewer rounds if they take too long.
     """
-    found, begun = dict.fromkeys(parts, math.inf), time.perf_counter()
+    shortest, started = dict.fromkeys(parts, math.inf), time.perf_counter()
     for number in tqdm(range(ROUNDS + 1), desc="measuring the machine", unit="round", leave=False, disable=None):
         for name, work in parts.items():
-            found[name] = min(seconds_of(work, device), found[name] if number > 1 else math.inf)
-        if time.perf_counter() - begun > ENOUGH:
+            shortest[name] = min(seconds_of(work, device), shortest[name] if number > 1 else math.inf)
+        if time.perf_counter() - started > ENOUGH:
             break
-    return found
+    return shortest
 
 
 def seconds_of(work: Callable[[], object], device: torch.device) -> float:
-    """What it takes, until the device has done it."""
+    """Seconds that the work takes, until the device has finished it."""
     started = now(device)
     work()
     return now(device) - started
 
 
 def now(device: torch.device) -> float:
-    """Seconds of a clock, once the device has done its work."""
+    """Seconds of a clock, once the device has finished its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
@@ -100,10 +100,10 @@ def now(device: torch.device) -> float:
 
 @torch.inference_mode()
 def measure(target: TargetModel, head: DraftHead | None) -> Latency:
-    """Run whole cycles after a context of random tokens: some seconds for a small model.
+    """Measure whole cycles after a context of random tokens. This takes some seconds for a small model.
 
-    Whole ones, because a part that is repeated alone finds its weights in the processor's cache and looks too cheap.
-    Without a head those nodes are verified that a text would offer, and no level is drafted.
+    Repeated alone, a part of a cycle would find its weights in the processor's cache and seem too cheap. Without a
+    head, the cycles verify copies, and no level is drafted.
     """
     cycle = functools.partial(_measured_cycle, target, head)
     if head is None:
@@ -133,14 +133,14 @@ def measure(target: TargetModel, head: DraftHead | None) -> Latency:
 
 
 def _ascending(sizes: Mapping[int, float], plain: float) -> dict[int, float]:
-    """Seconds by nodes, of which none is more than that of more nodes, nor less than that of a cycle without drafting:
-    where it seems so, it was disturbed."""
+    """Seconds by number of nodes, corrected for disturbances: none exceeds that of more nodes, or is less than `plain`,
+    that of a cycle without drafting."""
     least = [max(plain, size) for size in itertools.accumulate(reversed(sizes.values()), min)]
     return dict(zip(sizes, reversed(least), strict=True))
 
 
 def with_rows(shared: Latency, drafted: float, plain: float) -> Latency:
-    """With what the rows of a batch add, from the seconds of its two cycles: no less where they are drafted."""
+    """Add the latency of further rows, from the seconds of a drafted and a plain cycle of a batch."""
     tree = ROW_TREE
     plain_row = max(0.0, (plain - shared.plain_cycle(ROWS)) / (ROWS - 1))
     row = (drafted - float(shared.cycle(tree.nodes, tree.depth, tree.top_k, ROWS))) / (ROWS - 1)
@@ -151,8 +151,8 @@ def _measured_cycle(
     target: TargetModel, head: DraftHead | None, tree: TreeConfig | Choice | None, rows: int = 1, copied: int = 0,
     before: int = CONTEXT,
 ) -> Callable[[], object]:
-    """A cycle with this tree, or with so many copied nodes, after the context that all measurements have in common, for
-    so many rows."""
+    """A cycle with this tree, or with this many copied nodes, for this many rows, after the context that all
+    measurements share."""
     room = max(MEASURED_NODES) + LONG
     context = min(before, (target.max_positions or before + room) - room)
     if context < 4:
@@ -166,7 +166,7 @@ def _measured_cycle(
 
 
 class SameCopies(TextSource):
-    """A chain of always the same tokens, to measure what verifying it takes."""
+    """Always proposes the same chain of tokens, to measure how long verification takes."""
 
     def __init__(self, chain: Sequence[int]) -> None:
         super().__init__([], TextDrafts())
@@ -180,46 +180,46 @@ class SameCopies(TextSource):
 
 @torch.inference_mode()
 def share_of(latency: Latency, target: TargetModel, head: DraftHead | None) -> float:
-    """What cycles take now, of what a latency says: of plain ones and of the largest tree's, the smaller share."""
+    """Time of cycles now as a fraction of a stored latency: the minimum over a plain cycle and the largest tree."""
     nodes, width = max(latency.base), min(WIDEST, max(latency.level))
     trees = {None: latency.plain}
     if head is not None:
         trees[TreeConfig(nodes, SHORT, width)] = float(latency.cycle(nodes, SHORT, width))
     shares = []
-    for tree, said in trees.items():
+    for tree, stored in trees.items():
         once = _measured_cycle(target, head, tree, before=SHORT_CONTEXT)
-        shares.append(min(seconds_of(once, target.device) for _ in range(3)) / said)  # the first one warms up
+        shares.append(min(seconds_of(once, target.device) for _ in range(3)) / stored)  # the first one is a warm-up
     return min(shares)
 
 
 def known_latency(target: TargetModel, head: DraftHead | None) -> Latency:
-    """From the cache on disk, else measured and kept there."""
+    """The latency from the cache on disk; otherwise it is measured and stored there."""
     key = hashlib.sha256(circumstances(target, head).encode()).hexdigest()[:16]
     path = cache_directory() / "latency" / f"{key}.json"
     if path.is_file():
         try:
-            kept = Latency.from_json(path.read_text(encoding="utf-8"))
+            stored = Latency.from_json(path.read_text(encoding="utf-8"))
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:  # damaged
-            log.warning("%s holds no latency (%s): measuring again", path, error)
+            log.warning("%s is not a valid latency (%s): measuring again", path, error)
         else:
-            share = share_of(kept, target, head)
+            share = share_of(stored, target, head)
             if share >= DISTURBED:
-                return kept
-            log.warning("cycles take %.0f%% of what was measured here before, when other work slowed the machine: "
-                        "measuring again", 100 * share)
-    log.warning("measuring how long drafting and checking take on this machine, to choose how much to draft: up "
-                "to a minute; kept in %s", path)
+                return stored
+            log.warning("cycles take %.0f%% of the stored latency: other work slowed the machine when it was measured. "
+                        "Measuring again", 100 * share)
+    log.warning("measuring how long drafting and verification take on this machine, to choose how much to draft. "
+                "This takes up to a minute; the result is stored in %s", path)
     latency = measure(target, head)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         save_atomically(path, lambda part: part.write_text(json.dumps(asdict(latency), indent=1)))
     except OSError as error:
-        log.warning("%s cannot be written (%s): latencies are measured again next time", path, error)
+        log.warning("%s cannot be written (%s): the latency will be measured again next time", path, error)
     return latency
 
 
 def circumstances(target: TargetModel, head: DraftHead | None) -> str:
-    """What a latency depends on, as one string."""
+    """Everything that a latency depends on, as one string."""
     device = target.output_device
     threads = f"{device}, {processor_name()}, {torch.get_num_threads()} threads"
     return "; ".join([
@@ -232,7 +232,7 @@ def circumstances(target: TargetModel, head: DraftHead | None) -> str:
 
 @functools.lru_cache(maxsize=1)
 def processor_name() -> str:
-    """As the system calls it."""
+    """The name of the processor, from the system."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.exists() else []
     names = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))

@@ -13,7 +13,8 @@ from starlette.exceptions import HTTPException
 
 from ..checks import OptionError, require_integer
 from ..drafting.config import TreeConfig
-from ..options import GenerateOptions, unknown_option
+from ..keywords import unknown_option
+from ..options import GenerateOptions
 from ..pair import EagleModel
 from ..prompts import encode_chat
 from .tools import call_schema, check_tools, chosen_tools, tool_names

@@ -12,8 +12,9 @@ from ray import serve
 from ..batching.engine import Engine
 from ..drafting.config import TreeConfig
 from ..heads.catalogue import DEFAULT
-from ..options import GenerateOptions, LoadOptions
-from ..pair import load
+from ..load_options import LoadOptions
+from ..loading import load
+from ..options import GenerateOptions
 from .app import create_app
 from .limits import ServeOptions, key_from_environment, served_name
 
