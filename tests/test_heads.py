@@ -10,7 +10,7 @@ from test_gguf import write
 from tiny import tiny_head, tiny_target
 
 import eagle_fsd
-from eagle_fsd import pair as pairs
+from eagle_fsd import loading as pairs
 from eagle_fsd.data import sources
 from eagle_fsd.heads import catalogue
 from eagle_fsd.heads.catalogue import HEAD, find_head, find_pair, hub_id_of, is_copy, packaged_target

@@ -54,7 +54,7 @@ def test_a_server_whose_engine_failed_ends(monkeypatch, caplog):
     monkeypatch.setattr(pair.target, "verify", lambda *args: 1 / 0)
     assert httpx.post(f"http://127.0.0.1:{place.getsockname()[1]}{CHAT}", json=BODY, timeout=60).status_code == 500
     thread.join(60)
-    assert ended == [False] and "the engine ends with all" in caplog.text
+    assert ended == [False] and "the engine has failed" in caplog.text
 
 
 def test_its_log_leaves_out_what_is_said_of_every_request(request, monkeypatch, capsys):

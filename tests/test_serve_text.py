@@ -128,7 +128,7 @@ def test_a_bad_prediction_is_refused(client, wrong):
     ({"extra_body": {"text_drafts": "on"}}, 'text_drafts must be "auto", "off" or a Text.*, got \'on\'', "text_drafts"),
     ({"extra_body": {"reference": [5]}}, r"reference must be a text or a list of texts, got \[5\]", "reference"),
     ({"prediction": predicted("x"), "extra_body": OFF}, 'leave out text_drafts="off"', "prediction"),
-    ({"prediction": predicted("x"), "extra_body": {"reference": "y"}}, "under another name too", "reference"),
+    ({"prediction": predicted("x"), "extra_body": {"reference": "y"}}, "contradicts another field", "reference"),
     ({"prediction": predicted("x" * 100_000)}, "prediction has 100000 characters, too many", "prediction"),
 ])
 def test_what_does_not_go_together_is_refused(client, changed, said, param):
