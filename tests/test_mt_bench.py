@@ -209,9 +209,10 @@ def stored_answers(folder, method=None, baseline=None):
     return [folder / "fast.jsonl", folder / "plain.jsonl"]
 
 
-def test_speeds_are_stored_with_how_the_answers_were_made(tmp_path, caplog, capsys):
+def test_speeds_are_stored_with_how_the_answers_were_made(tmp_path, monkeypatch, caplog, capsys):
     paths = stored_answers(tmp_path, {}, {})
-    words = ["--answers", *map(str, paths), "--out", str(tmp_path / "out")]
+    monkeypatch.chdir(tmp_path)
+    words = ["--answers", *(path.name for path in paths), "--out", "out"]
     assert mt_bench.main(words) == 0
     record = json.loads((tmp_path / "out.json").read_text())
     assert record["rows"] == speed_rows({path.name: read_answers(path) for path in paths})
