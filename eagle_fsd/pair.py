@@ -98,7 +98,7 @@ class EagleModel:
             TypeError: a part of the wrong type.
             ValueError: an unsupported target, or a head of another hidden size or vocabulary.
         """
-        for name, part, kind in (("target", target, PreTrainedModel), ("draft", draft, torch.nn.Module),
+        for name, part, kind in (("target", target, PreTrainedModel), ("draft", draft, DraftHead),
                                  ("tokenizer", tokenizer, PreTrainedTokenizerBase)):
             if not isinstance(part, kind) and (part is not None or name == "target"):
                 raise TypeError(f"{name} must be a {kind.__name__}, got {type(part).__name__}")

@@ -106,7 +106,7 @@ def warn_about_threshold(rule: Rule, model: EagleModel, options: GenerateOptions
     budget, divergence = options.budget, getattr(rule, "divergence", None)
     most = {"js": math.log(2), "tv": 1.0}.get(str(divergence).partition("_top")[0])
     if most is not None and most <= rule.threshold < math.inf and budget is None:
-        log.warning("a threshold of %g accepts every draft token that the head guard allows: %s is at most %.3g",
+        log.warning("a threshold of %g accepts every token of the draft head that the guard allows: %s is at most %.3g",
                     rule.threshold, divergence, most)
     if model.draft is None or model.draft.draft_vocab_size == model.target.vocab_size:
         return

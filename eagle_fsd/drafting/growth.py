@@ -87,7 +87,8 @@ def draft_tree(
     """Draft one tree per row.
 
     Args:
-        nodes: least number of nodes, as far as they were scored, for a caller that selects from them.
+        nodes: least number of nodes, as far as they were scored, for a caller that selects from them; above 0 the plan
+            does not limit nodes.
         coupling: lets rows that sample draft the target's likely draws; None: the most probable tokens in every row.
         plan: limits levels and nodes to those that pay, possibly to the root alone, and waits for the device at each
             level; None: as many as `config` allows.

@@ -16,7 +16,7 @@ from .tree import DraftTree, ancestors_of
 
 
 class JoinedRow:
-    """The nodes of one row: the head's tree, then the copies that it lacks, parents first.
+    """The nodes of one row: the head's tree, then those copies that are not in it, parents first.
 
     A token that both propose at the same place is one node with the better score; its descendants in the head's tree
     add their own steps to that score.

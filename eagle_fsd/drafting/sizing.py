@@ -6,6 +6,9 @@ form of a ratio). `Latency` measures times at load; `Curves` and the acceptance 
 
 The unit of time is a cycle without drafting; lambda counts a row's tokens in that time. The rows of a batch share one
 number of nodes and of levels, so tokens are means over rows.
+
+Who is what: `Sizing` belongs to a model, and makes a `Choice` for each number of rows. `Drafting` is the policy of one
+batch, and makes a `Plan` for each cycle. Requests to one model may share a `Pause`.
 """
 
 from __future__ import annotations
