@@ -123,7 +123,7 @@ def test_arguments_go_where_they_belong():
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"pretrained": "t"}, r"takes target= \(and draft=\), not pretrained="),
+        ({"pretrained": "t"}, r"takes target= and draft=, not pretrained="),
         ({"target": "t", "treshold": 0.2}, "unknown model_args treshold; accepted: target, draft, .*threshold"),
         ({"acceptance": "fast"}, "unknown rule 'fast'"),
         ({"threshold": -1}, "threshold"),
