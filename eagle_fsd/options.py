@@ -51,8 +51,24 @@ class Options:
         return cls(**options)
 
 
+class RuleAtTemperature:
+    """Anything with a `rule` and a `temperature`, which together decide whether decoding is lossless."""
+
+    temperature: float
+    rule: Any
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0
+
+    @property
+    def lossless(self) -> bool:
+        """Whether the target alone would generate the same text."""
+        return self.rule.is_lossless(self.greedy)
+
+
 @dataclass(frozen=True)
-class GenerateOptions(Options):
+class GenerateOptions(RuleAtTemperature, Options):
     """How tokens are drawn, where an answer ends, and which draft tokens are accepted.
 
     Args:
@@ -225,15 +241,6 @@ class GenerateOptions(Options):
 
         guard = {} if self.head_guard == "default" else {"head_guard": self.head_guard}
         return make_rule(self.acceptance, self.threshold, self.divergence, **guard)
-
-    @property
-    def greedy(self) -> bool:
-        return self.temperature == 0
-
-    @property
-    def lossless(self) -> bool:
-        """Whether the target alone would generate the same text."""
-        return self.rule.is_lossless(self.greedy)
 
     @property
     def references(self) -> list[str]:

@@ -20,6 +20,7 @@ from ..drafting.config import TreeConfig
 from ..drafting.coupling import couple_copies
 from ..drafting.text import Copies, TextSource
 from ..models.target import TargetModel
+from ..options import RuleAtTemperature
 from ..text import StopStrings
 from .grammar import Grammar
 from .output import Output, Receipt, Stats
@@ -30,7 +31,7 @@ COPIES, REPEATED_TOKENS, LONGEST_SPAN = 3, 12, 32
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class RequestParams:
+class RequestParams(RuleAtTemperature):
     """The parameters of a request, checked and constant. See `GenerateOptions`.
 
     Args:
@@ -62,15 +63,6 @@ class RequestParams:
     tree: TreeConfig | None = None
     top_logprobs: int = 0
     within: tuple[int, int] | None = None
-
-    @property
-    def greedy(self) -> bool:
-        return self.temperature == 0
-
-    @property
-    def lossless(self) -> bool:
-        """Whether the target alone would generate the same text."""
-        return self.rule.is_lossless(self.greedy)
 
     def noise_weight(self, rule: Rule) -> float:
         """The weight of the target's sampling noise in drafts for this rule, see `Coupling`. 0: the drafts are the most
