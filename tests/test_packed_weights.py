@@ -72,6 +72,35 @@ def test_packed_results_are_those_of_the_stock_layer(shape):
         check(layer(rows), rows, before)
 
 
+@pytest.mark.parametrize("bias", [(True, True), (False, False), (True, False)])
+@torch.inference_mode()
+def test_stacked_weights_are_one_product(bias, monkeypatch):
+    """On an accelerator; here on the CPU. Weights that are replaced count, and the stock layers stay as they are."""
+    module, rows = layers(bias=bias).float(), torch.randn(3, 64)
+    stock, joined = copy.deepcopy(module), Joined((module, "0"), (module, "1"))
+    joined.stack()
+    products = []
+    monkeypatch.setattr(nn.functional, "linear", lambda *given: products.append(given) or linear(*given))
+
+    def check(count):
+        products.clear()
+        found = joined(rows)
+        assert len(products) == count
+        torch.testing.assert_close(found, torch.cat([layer(rows) for layer in stock], -1))
+        for layer, before in zip(module, stock, strict=True):
+            torch.testing.assert_close(layer(rows), before(rows))
+        assert {name: value.shape for name, value in module.state_dict().items()} == {
+            name: value.shape for name, value in stock.state_dict().items()}
+
+    check(2 if bias == (True, False) else 1)
+    for layer in (module[0], stock[0]):
+        layer.weight.mul_(2)  # in place: still one product
+    check(2 if bias == (True, False) else 1)
+    for layer in (module[1], stock[1]):
+        layer.weight = nn.Parameter(torch.ones_like(layer.weight), requires_grad=False)
+    check(2)
+
+
 @pytest.mark.skipif(not has_half_kernels(), reason="torch without FBGEMM's kernels")
 class TestHalf:
     @pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16])

@@ -70,8 +70,9 @@ def rotate(
 class Norm:
     """Root mean square normalisation (arXiv 1910.07467): x / sqrt(mean(x^2) + eps) * weight, in the weight's dtype.
 
-    Computed as x / sqrt(|x|^2 + D eps) * (sqrt(D) weight). The last factor is cached in the dtype of x, because
-    operations on two dtypes take several times as long, and is recomputed when the weight changes.
+    On a CPU computed as x / sqrt(|x|^2 + D eps) * (sqrt(D) weight), elsewhere by torch's function, which is one kernel
+    on CUDA. The factor is cached in the dtype of x, because operations on two dtypes take several times as long, and is
+    recomputed when the weight changes.
 
     Raises:
         Unsupported: the module is no RMS norm.
@@ -86,11 +87,14 @@ class Norm:
     def __call__(self, hidden: Tensor) -> Tensor:  # [..., D] float32 or wider -> [..., D]
         weight = self.module._parameters["weight"]
         key = weight.data_ptr(), 0 if weight.is_inference() else weight._version, hidden.dtype
+        size, epsilon = hidden.shape[-1], self.module.variance_epsilon
         if self.gain_key != key:
-            size = hidden.shape[-1]
-            self.gain = weight.detach().to(hidden.dtype) * size**0.5
-            self.root_epsilon = torch.tensor((size * self.module.variance_epsilon) ** 0.5)
+            self.gain = weight.detach().to(hidden.dtype)
+            if hidden.is_cpu:
+                self.gain, self.root_epsilon = self.gain * size**0.5, torch.tensor((size * epsilon) ** 0.5)
             self.gain_key = key
+        if not hidden.is_cpu:
+            return nn.functional.rms_norm(hidden, (size,), self.gain, epsilon).to(weight.dtype)
         root = torch.hypot(torch.linalg.vector_norm(hidden, dim=-1, keepdim=True), self.root_epsilon)
         return (hidden / root).mul_(self.gain).to(weight.dtype)
 

@@ -225,6 +225,7 @@ class Joined:
     def __init__(self, *places: tuple[nn.Module, str]) -> None:
         self.places = places
         self.outputs = sum(layer.out_features for layer in self.layers)
+        self.stacked: tuple[Tensor, Tensor | None] | None = None  # weight [N, K] and bias [N], see `stack`
 
     @property
     def layers(self) -> list[nn.Module]:
@@ -236,18 +237,24 @@ class Joined:
         if packed is not None and packed.outputs == self.outputs:
             if all([type(layer) is PackedLinear and layer.packed is packed for layer in layers[1:]]):
                 return packed(rows)
+        if self.stacked is not None and self._shares(layers):
+            return nn.functional.linear(rows, *self.stacked)
         outputs = [layer(rows) for layer in layers]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
 
     @torch.no_grad()
     def pack(self, quantization: str | None, files: MappedFiles, dtype: torch.dtype | None = None) -> None:
-        """Replace the layers by packed ones, if all are plain and have the same form (`choose_form`).
+        """Replace the layers by packed ones, if all are plain and have the same form (`choose_form`); on an accelerator
+        `stack` them.
 
         Args:
             files: mapped files, whose pages are released after packing.
             dtype: input and output dtype of the packed layers; None: the dtype of their weights.
         """
         layers = self.layers
+        if all(_is_stock(layer) and layer.weight.device.type != "cpu" for layer in layers):
+            self.stack()
+            return
         forms = {choose_form(layer.weight, quantization, dtype) if _is_plain(layer) else None for layer in layers}
         form = forms.pop()
         if form is None or forms:
@@ -261,6 +268,36 @@ class Joined:
             setattr(module, name, PackedLinear(layer, packed, slice(start, start + layer.out_features)))
             start += layer.out_features
             files.release(layer.weight)
+
+    @torch.no_grad()
+    def stack(self) -> None:
+        """Make the layers' weights parts of one weight, so that their product is one kernel. The stock layers compute
+        as before; a layer whose weight is replaced afterwards is computed alone, with the others.
+
+        The largest group of layers exists twice for a moment.
+        """
+        layers = self.layers
+        kinds = {(layer.weight.dtype, layer.weight.device, layer.bias is None) for layer in layers}
+        if len(layers) == 1 or len(kinds) > 1:
+            return
+        weight = torch.cat([layer.weight for layer in layers])
+        bias = None if layers[0].bias is None else torch.cat([layer.bias for layer in layers])
+        sizes = [layer.out_features for layer in layers]
+        for number, layer in enumerate(layers):
+            layer.weight.data = weight.split(sizes)[number]
+            if bias is not None:
+                layer.bias.data = bias.split(sizes)[number]
+        self.stacked = weight, bias
+
+    def _shares(self, layers: Sequence[nn.Module]) -> bool:
+        """Whether the layers' weights are still the parts of `stacked`."""
+        starts = [each.data_ptr() for each in self.stacked if each is not None]
+        for layer in layers:
+            own = [each for each in (layer.weight, layer.bias) if each is not None] if type(layer) is nn.Linear else []
+            if [each.data_ptr() for each in own] != starts:
+                return False
+            starts = [start + each.nbytes for start, each in zip(starts, own, strict=True)]
+        return True
 
 
 def pack_linears(
@@ -295,10 +332,14 @@ def pack_linears(
         pack_all([joined for joined in alone() if id(joined.layers[0]) in grouped])
 
 
+def _is_stock(layer: nn.Module) -> bool:
+    """Whether it is torch's own linear layer with a plain weight."""
+    return type(layer) is nn.Linear and type(layer.weight.data) is Tensor and not hasattr(layer, "_hf_hook")
+
+
 def _is_plain(layer: nn.Module) -> bool:
-    """Whether it is torch's own linear layer with a plain weight on a CPU."""
-    return (type(layer) is nn.Linear and type(layer.weight.data) is Tensor and layer.weight.device.type == "cpu"
-            and not hasattr(layer, "_hf_hook") and torch.backends.mkldnn.is_available())
+    """Whether it can be packed: it is stock, and its weight on a CPU."""
+    return _is_stock(layer) and layer.weight.device.type == "cpu" and torch.backends.mkldnn.is_available()
 
 
 def dtype_of(layer: nn.Module) -> torch.dtype:

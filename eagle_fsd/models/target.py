@@ -30,7 +30,9 @@ from .memory import MappedFiles, copy_from_files
 log = logging.getLogger(__name__)
 
 FULL_PRECISION = (torch.float32, torch.float64)
-EXACT, ROUNDING = 1e-3, 0.05  # tolerated error, relative to the largest logit: full precision; half or quantised
+# Tolerated error, relative to the largest logit: full precision; half or quantised. In bfloat16 the logits of a model
+# of 8 billion random weights differ from float32's by 0.055, and those of the fused decoder by 0.046 (on an H200).
+EXACT, ROUNDING = 1e-3, 0.1
 # The tree that models are checked with:  0 - 1 - 3 - 4, 0 - 2.  Positions differ from row numbers.
 TREE_MASK = torch.tensor([[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 0, 1, 0, 0], [1, 1, 0, 1, 0], [1, 1, 0, 1, 1]]).bool()
 TREE_PATHS = [0, 1, 3, 4], [0, 2]
