@@ -13,8 +13,8 @@ from transformers import LogitsProcessor
 from .acceptance import FuzzyRule, Rule
 from .checks import OptionError, check_functions, require_integer
 from .decoding.grammar import Grammar
+from .decoding.processing import build_processors
 from .decoding.request import EXACT, Request, RequestParams
-from .decoding.sampling import build_processors
 from .drafting.text import TextDrafts, TextIndex, TextSource
 from .options import GenerateOptions
 from .pair import EagleModel

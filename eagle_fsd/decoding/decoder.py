@@ -23,8 +23,8 @@ from ..drafting.tree import DraftTree, root_only
 from ..models.target import TargetModel
 from .forwards import Forwards
 from .output import Receipt
+from .processing import VerifiedTrees, couple
 from .request import EXACT, Emission, Request
-from .sampling import VerifiedTrees, couple
 
 NO_EMISSION = Emission([], [])
 
