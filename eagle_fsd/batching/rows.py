@@ -214,8 +214,8 @@ class Rows:
         if ticket is not None:
             ticket.begin()
             # Not for fuzzy requests: their text may depend on the drafts, and must not depend on other requests.
-            if ticket.pool is not None and request.copies is not None and request.params.lossless:
-                request.copies.add_texts(self.remembered.of(ticket.pool))
+            if ticket.pool is not None and request.text_source is not None and request.params.lossless:
+                request.text_source.add_texts(self.remembered.of(ticket.pool))
         try:
             self._make_room([*self.requests, request])
             target, head, length = self.model.target, self.model.draft, len(request.prompt)

@@ -48,8 +48,8 @@ class JoinedRow:
         self.order = sorted(range(len(self.tokens)), key=lambda node: (node > 0, -self.scores[node], node))
 
     def best(self, count: int) -> list[tuple]:
-        """Token, parent, depth, draft row, score and drafter of each of the `count` best nodes, level by level. Missing
-        nodes are filled up with copies of the root that are their own parents."""
+        """Token, parent, depth, draft row, score and drafter of each of the `count` best nodes, level by level. A row
+        with fewer nodes is filled up with repetitions of the root, each its own parent."""
         kept = sorted(self.order[:count], key=lambda node: (self.depths[node], node))
         place = {node: number for number, node in enumerate(kept)}
         return [(self.tokens[node], place[self.parents[node]], self.depths[node], self.draft_rows[node],
@@ -67,7 +67,7 @@ def join_drafts(
     copies: Sequence[Copies | None],
     plan: Plan,  # chooses the number of nodes
 ) -> DraftTree:
-    """Best nodes of all sources, the same number in each row. Shorter rows are filled up with copies of the root."""
+    """Best nodes of all sources, the same number in each row. Repetitions of the root fill up shorter rows."""
     columns = [part.tolist() for part in (tree.tokens, tree.parents, tree.scores, tree.draft_rows)]
     rows = [JoinedRow(*parts, mine) for *parts, mine in zip(*columns, copies, strict=True)]
     nodes = plan.nodes([[row.scores[node] for node in row.order] for row in rows])

@@ -45,7 +45,7 @@ class DraftTree:
                 for row in drafters.masked_fill(self.depths == 0, -1).tolist()]
 
     def without_drafts(self, rows: Sequence[int]) -> DraftTree:
-        """The trees with all nodes of these rows replaced by copies of their root."""
+        """The trees with all nodes of these rows replaced by repetitions of their root."""
         out = torch.zeros(len(self.tokens), 1, dtype=torch.bool, device=self.tokens.device)
         out[list(rows)] = True
         own = torch.arange(self.tokens.shape[1], device=self.tokens.device)
