@@ -24,7 +24,7 @@ from ..drafting.config import TreeConfig
 from ..drafting.growth import extend_draft
 from ..drafting.sizing import Choice, Drafting
 from ..drafting.text import MOST_NODES
-from ..drafting.tree import DRAFTERS
+from ..drafting.tree import ORIGINS
 from ..pair import EagleModel
 from .remembered import Remembered
 from .tickets import Ticket
@@ -50,7 +50,7 @@ class EngineStats:
         cycles: cycles of the loop.
         forwards: verify forwards, counted once for each request of a cycle.
         undrafted: those without a draft tree.
-        proposed, accepted: draft tokens by drafter, see `DRAFTERS`. tau is accepted.total() / forwards + 1.
+        proposed, accepted: draft tokens by origin, see `ORIGINS`. tau is accepted.total() / forwards + 1.
     """
 
     requests: int = 0
@@ -62,8 +62,8 @@ class EngineStats:
     cycles: int = 0
     forwards: int = 0
     undrafted: int = 0
-    proposed: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(DRAFTERS, 0)))
-    accepted: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(DRAFTERS, 0)))
+    proposed: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(ORIGINS, 0)))
+    accepted: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(ORIGINS, 0)))
 
     def add(self, request: Request) -> None:
         """Add the current counts of a request, which another thread may be decoding."""

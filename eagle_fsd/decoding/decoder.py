@@ -98,7 +98,7 @@ class Decoder:
             request.add_features(features)
         if self.drafting.uses_drafter:
             self.forwards.prefill_draft(number, request)
-        return [] if emission is None else request.accept(emission)
+        return [] if emission is None else request.append(emission)
 
     def _first(self, request: Request, features: Tensor) -> Emission:
         """Draw the first token, from the features [F] of the prompt's last token: a walk on a tree with only a root."""
@@ -131,7 +131,7 @@ class Decoder:
                             copied=any(copies))
         if plan.tree is not None and self.observe is not None:
             self.observe(tree, draft_logits, paths)
-        return [request.accept(emissions[number], features[number, paths[number]] if self.reads_features else None)
+        return [request.append(emissions[number], features[number, paths[number]] if self.reads_features else None)
                 for number, request in enumerate(self.requests)]
 
     def drop_finished(self) -> None:
@@ -171,9 +171,9 @@ class Decoder:
         requests, errors = verified.requests, verified.errors
         top = max(request.params.top_logprobs for request in requests)
         walks = walk(rule, verified, self._permission(requests), top)
-        drafters, drafted = verified.tree.drafted_by(), verified.tree.max_depth > 0
+        origins, drafted = verified.tree.origin_names(), verified.tree.max_depth > 0
         return [([0], NO_EMISSION._replace(error=errors[row])) if row in errors
-                else ([step.node for step in steps], _emission(steps, drafters[row], request, drafted))
+                else ([step.node for step in steps], _emission(steps, origins[row], request, drafted))
                 for row, (request, steps) in enumerate(zip(requests, walks, strict=True))]
 
     def _permission(self, requests: Sequence[Request]) -> Permission:
@@ -197,13 +197,13 @@ def _differ_in_threshold_only(rule: Rule, other: Rule) -> bool:
     return type(rule) is type(other) and replace(rule, threshold=other.threshold) == other
 
 
-def _emission(steps: Sequence[Step], drafters: Sequence[str | None], request: Request, drafted: bool) -> Emission:
+def _emission(steps: Sequence[Step], origins: Sequence[str | None], request: Request, drafted: bool) -> Emission:
     """The emission of an accepted path. Its last token is the target's own, not a draft token.
 
     Args:
-        drafters: for each node of the tree, see `DraftTree.drafted_by`. drafted: whether the tree has more than a root.
+        origins: of each node, see `DraftTree.origin_names`. drafted: whether the tree has more than a root.
     """
-    by = [drafters[step.node] for step in steps[1:]]  # for the tokens before the last one
+    by = [origins[step.node] for step in steps[1:]]  # for the tokens before the last one
     receipts = [
         Receipt(step.token, ("target" if step is steps[-1] else "exact") if step.exact else "fuzzy",
                 None if math.isnan(step.divergence) else step.divergence, step.logprob, step.regret,
@@ -211,7 +211,7 @@ def _emission(steps: Sequence[Step], drafters: Sequence[str | None], request: Re
                 (step.top or ())[: request.params.top_logprobs])
         for step, drafter in zip(steps, [*by, None], strict=True)
     ]
-    return Emission(receipts, [step.drawn for step in steps], drafted, proposed=Counter(filter(None, drafters)))
+    return Emission(receipts, [step.drawn for step in steps], drafted, proposed=Counter(filter(None, origins)))
 
 
 @dataclass(eq=False)

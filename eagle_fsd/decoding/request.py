@@ -79,7 +79,7 @@ class Emission(NamedTuple):
     logits: list[float]  # of the tokens, processed
     drafted: bool = False
     error: Exception | None = None  # of a processor or a user's rule: no token was emitted
-    proposed: dict[str, int] = {}  # number of drafted nodes by drafter; never mutated
+    proposed: dict[str, int] = {}  # number of drafted nodes by origin; never mutated
 
     @property
     def tokens(self) -> list[int]:
@@ -186,7 +186,7 @@ class Request:
         """The tokens of the answer, an end token included."""
         return [receipt.token for receipt in self.receipts]
 
-    def accept(self, emission: Emission, features: Tensor | None = None) -> list[Receipt]:
+    def append(self, emission: Emission, features: Tensor | None = None) -> list[Receipt]:
         """Append all emitted tokens to the text, and extend the answer, up to its end if it ends here.
 
         An error of a processor, a user's rule or a criterion ends this request only.
@@ -207,7 +207,7 @@ class Request:
             if features is not None:
                 self.add_features(features)
             if self.text_source is not None:
-                self.text_source.accept(emission.tokens)
+                self.text_source.extend(emission.tokens)
             self._extend_answer(emission)
         except Exception as error:
             self.finish("error", error)
