@@ -117,8 +117,8 @@ class Decoder:
         lengths = self.forwards.lengths  # L of each: the position of the root
         copies = [request.draft_copies(rule) for request, rule in zip(self.requests, rules, strict=True)]
         plan = self.drafting.next(copies)
-        coupling = (None if plan.tree is None
-                    else couple(self.requests, rules, lengths, self._draft_vocabulary, self.device))
+        coupling = (couple(self.requests, rules, lengths, self._draft_vocabulary, self.device)
+                    if plan.uses_drafter else None)
         tree, draft_logits = self.forwards.draft(self.requests, plan, copies, coupling)
         if plain := [number for number, request in enumerate(self.requests) if not request.params.speculative]:
             tree = tree.without_drafts(plain)
@@ -129,7 +129,7 @@ class Decoder:
         self.forwards.commit(lengths, paths)
         self.drafting.learn(plan, tree.tokens.shape[1], len(draft_logits), [len(each.receipts) for each in emissions],
                             copied=any(copies))
-        if plan.tree is not None and self.observe is not None:
+        if plan.uses_drafter and self.observe is not None:
             self.observe(tree, draft_logits, paths)
         return [request.append(emissions[number], features[number, paths[number]] if self.reads_features else None)
                 for number, request in enumerate(self.requests)]

@@ -43,7 +43,8 @@ class RequestParams(RuleAtTemperature):
         criteria: stopping criteria of `transformers`; they see the whole text.
         padding: token ids before the prompt that processors and criteria see, as in `model.generate`.
         speculative: whether drafts are used.
-        tree: the draft tree; None: the caller chooses. The rows of an engine share one, see `Engine.submit`.
+        tree: its own draft tree; None: that of the model or the engine. The rows of an engine share one, see
+            `Engine.submit`.
         top_logprobs: number of the target's best tokens in each receipt.
         within: the rule applies after the first token, up to the second, in prompt and answer; None: everywhere.
     """
