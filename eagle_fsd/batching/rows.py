@@ -140,7 +140,7 @@ class Rows:
     def _choice(self, requests: Sequence[Request]) -> Choice:
         """The tree for these. A fuzzy rule's text depends on it: a fixed one gives way to a request's own only where
         all are lossless. Without a head the choice is a cost, by which copies are as many as pay. Where temperatures
-        differ, the curves are those of the first row's: this changes the speed alone."""
+        differ, the first row's chooses the curves, which only predict how many tokens are accepted."""
         requests, count = [request for request in requests if request.params.speculative], len(requests)
         if not requests:
             return Choice(None)

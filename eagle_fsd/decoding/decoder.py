@@ -179,7 +179,7 @@ class Decoder:
     def _permission(self, requests: Sequence[Request]) -> Permission:
         """The thresholds, budgets and marks of the requests, as the walk applies them."""
         left = within = None
-        # Not of the current rule: where that is the request's own it is the same, and `exact` reads no threshold.
+        # Not of the current rule: that is either this one or `exact`, which reads no threshold.
         threshold = self._per_row([request.params.rule.threshold for request in requests])
         if any(request.params.budget is not None for request in requests):
             left = self._per_row([request.remaining_budget for request in requests])
