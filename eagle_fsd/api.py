@@ -149,7 +149,8 @@ def decode_requests(
     observe: Callable[[DraftTree, list[Tensor], list[list[int]]], None] | None = None,
     ended: Callable[[Request], None] | None = None,
 ) -> list[Output]:
-    """Decode requests that share a rule and a tree until all have ended, in batches that one cache can serve.
+    """Decode requests that share rule, temperature, tree and `speculative` until all have ended, in batches that one
+    cache can serve.
 
     Args:
         streamer: receives the tokens [n] of each cycle on the CPU, after their receipts if it has `on_receipts`. The
@@ -164,7 +165,7 @@ def decode_requests(
         earlier, session.decoder = session.decoder, None
     for numbers in model.target.batches([len(request.prompt) for request in requests]):
         group = [requests[number] for number in numbers]
-        params = group[0].params
+        params = group[0].params  # what the drafting policy reads is the same in all
         drafter = model.draft if params.speculative or session is not None else None  # a session's next call may draft
         decoder = Decoder(model.target, drafter, group, model.drafting(params), earlier=earlier)
         decoder.observe = observe

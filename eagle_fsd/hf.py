@@ -24,7 +24,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from .acceptance import Rule
 from .api import decode_requests, ending
-from .decoding.sampling import check_processors, is_context_free, processors_of_row
+from .decoding.processing import check_processors, is_context_free, processors_of_row
 from .drafting.config import TreeConfig
 from .drafting.text import TextDrafts
 from .heads.checkpoint import load_head

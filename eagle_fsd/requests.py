@@ -13,8 +13,8 @@ from transformers import LogitsProcessor
 from .acceptance import FuzzyRule, Rule
 from .checks import OptionError, check_functions, require_integer
 from .decoding.grammar import Grammar
+from .decoding.processing import build_processors
 from .decoding.request import EXACT, Request, RequestParams
-from .decoding.sampling import build_processors
 from .drafting.text import TextDrafts, TextIndex, TextSource
 from .options import GenerateOptions
 from .pair import EagleModel
@@ -56,7 +56,8 @@ def make_requests(
         raise OptionError("stop", problem="needs a tokenizer, and this model has none")
     within = None if options.fuzzy_within is None else tuple(
         mark_token(mark, model) for mark in options.fuzzy_within)
-    copying = TextDrafts() if options.text_drafts == "auto" else options.text_drafts
+    text_drafts = TextDrafts() if options.text_drafts == "auto" else options.text_drafts
+    copying = options.speculative and text_drafts != "off"
     references = [TextIndex(check_ids(tokenised("reference", text, model, add_special_tokens=False), model))
                   for text in options.references if text]
     context_free = not (options.repetition_penalty != 1 or options.min_new_tokens or logits_processor
@@ -78,7 +79,7 @@ def make_requests(
         requests.append(Request(
             ids, params if own is None else replace(params, **own[number]), grammar=grammar,
             stop_strings=StopStrings(model.tokenizer, strings) if strings else None,
-            copies=None if copying == "off" or not options.speculative else TextSource(ids, copying, references)))
+            text_source=TextSource(ids, text_drafts, references) if copying else None))
     return requests
 
 

@@ -8,6 +8,7 @@ from transformers import AutoModelForCausalLM
 
 import eagle_fsd
 from eagle_fsd.drafting.config import TreeConfig
+from eagle_fsd.models.check import TreeCheck
 from eagle_fsd.models.fused import FusedDecoder, Unsupported
 from eagle_fsd.models.graphs import GraphedForward
 from eagle_fsd.models.target import TargetModel
@@ -147,8 +148,8 @@ def test_one_that_computes_something_else_is_found_out(monkeypatch):
 
 
 def test_what_came_of_the_comparison_is_known_the_next_time(monkeypatch):
-    compared, check = [], TargetModel._check_logits
-    monkeypatch.setattr(TargetModel, "_check_logits", lambda self, logits: compared.append(self) or check(self, logits))
+    compared, compare = [], TreeCheck.compare
+    monkeypatch.setattr(TreeCheck, "compare", lambda self, logits: compared.append(self) or compare(self, logits))
     model, other = tiny_target(), tiny_target("gemma")
     for fused, count in ((False, 1), (True, 2), (True, 2), (False, 2)):
         target = EagleModel.from_parts(model, None, fused=fused).target

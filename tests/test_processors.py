@@ -25,8 +25,8 @@ from transformers.generation.logits_process import (
 
 import eagle_fsd
 from eagle_fsd import RULES, TreeConfig, make_rule
+from eagle_fsd.decoding.processing import TopP, VerifiedTrees, check_processors
 from eagle_fsd.decoding.request import Request, RequestParams
-from eagle_fsd.decoding.sampling import TopP, VerifiedTrees, check_processors
 from eagle_fsd.drafting.tree import root_only
 
 NEW = 24

@@ -12,7 +12,7 @@ import eagle_fsd
 from eagle_fsd.batching.remembered import Remembered
 from eagle_fsd.drafting.sizing import Choice
 from eagle_fsd.drafting.text import MOST_NODES, SEPARATOR
-from eagle_fsd.drafting.tree import DRAFTERS
+from eagle_fsd.drafting.tree import ORIGINS
 from eagle_fsd.serve.protocol import options_over
 
 CHAT = [{"role": "user", "content": "what is it"}]
@@ -77,8 +77,8 @@ def test_a_prediction_is_copied_from(client, server):
     assert [getattr(details, name) for name in DETAILS] == [copied, expected.stats.proposed["text"] - copied]
     assert copied > 0
     for name in ("proposed", "accepted"):
-        assert usage.model_extra[f"{name}_by"] == {drafter: getattr(expected.stats, name)[drafter]
-                                                   for drafter in DRAFTERS}
+        assert usage.model_extra[f"{name}_by"] == {origin: getattr(expected.stats, name)[origin]
+                                                   for origin in ORIGINS}
     assert sum(usage.model_extra["accepted_by"].values()) == usage.model_extra["accepted_tokens"]
     parts = [{"type": "text", "text": before[:7]}, {"type": "text", "text": before[7:]}]
     assert asked(client, prediction=predicted(parts))[1].completion_tokens_details == details

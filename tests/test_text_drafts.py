@@ -142,7 +142,7 @@ def test_the_trie_on_the_picture(even_rates):
     assert list(map(math.exp, copies.scores)) == pytest.approx([1 / 2, 1 / 4, 1 / 8, 1 / 16, 1 / 16])
     learned = []
     source.rates.learn = lambda *judged: learned.append(judged)
-    source.accept([4, 6, 30])  # those behind the one that was taken are not judged, nor is what nobody proposed
+    source.extend([4, 6, 30])  # those behind the one that was taken are not judged, nor is what nobody proposed
     assert learned == [(3, 0, True), (4, 0, False), (3, 1, True)]
     assert source.index.tokens == [*TEXT, 4, 6, 30] and source.proposed is None
     assert TextSource(TEXT, TextDrafts(longest=2, places=1)).propose().tokens == [4, 5]
@@ -175,7 +175,7 @@ def test_tries_of_random_texts():
         assert max(depths, default=0) <= config.longest
         assert all(sum(group.values()) <= 1 + 1e-5 for group in groups.values())
         wide += any(len(group) > 1 for group in groups.values())
-        source.accept([draw.randrange(3) for _ in range(draw.randrange(30))])  # longer than the trie, too
+        source.extend([draw.randrange(3) for _ in range(draw.randrange(30))])  # longer than the trie, too
     assert wide > 10
 
 
@@ -184,13 +184,13 @@ def test_rates_learn():
         source = TextSource(TEXT, TextDrafts())
         matched = source.propose().matched[0]
         before = source.rates.of(matched, 0)
-        source.accept(emitted)
+        source.extend(emitted)
         assert (source.rates.of(matched, 0) > before) == better != (source.rates.of(matched, 0) < before)
         assert source.rates.of(LONGEST_MATCH, 0) == Rates().of(LONGEST_MATCH, 0)  # of other matches nothing is learned
     source = TextSource([1], TextDrafts())
     for emitted in ([], [1], [1, 1, 1], [99] * 70, []):  # nothing was proposed, or only just
         for _ in range(2):
-            source.accept(emitted)
+            source.extend(emitted)
             source.propose()
     assert source.index.tokens == [1] * 9 + [99] * 140
 
@@ -243,7 +243,7 @@ def random_copies(draw, head):
 def check_row(tree, row, head, copies, head_rows, wanted):
     """A joined row, against the dicts; returns how many nodes it lacked."""
     tokens, parents, depths, draft_rows, scores, from_text = (part[row].tolist() for part in (
-        tree.tokens, tree.parents, tree.depths, tree.draft_rows, tree.scores, tree.drafters))
+        tree.tokens, tree.parents, tree.depths, tree.draft_rows, tree.scores, tree.origins))
     best = joined_scores(head, copies)
     chosen = sorted(best, key=lambda path: -best[path])[:wanted]
     count, nodes = len(chosen), len(tokens)
@@ -320,7 +320,7 @@ def test_joining_on_the_picture():
     ]
     assert tree.scores[0].tolist() == pytest.approx([0.0, -0.5, -0.2, -0.6, -0.3, -0.4])
     assert tree.draft_rows.tolist() == [[0, 0, 1, -1, -1, -1]]
-    assert tree.drafters.tolist() == [[False, False, False, False, True, True]]
+    assert tree.origins.tolist() == [[False, False, False, False, True, True]]
 
 
 def test_what_a_broken_head_says_comes_last():

@@ -38,6 +38,6 @@ class Relaxed(GatingRule):
 
     def gate(self, nodes: Nodes) -> tuple[Tensor, None]:
         best = nodes.raw.topk(min(self.top, nodes.raw.shape[-1]), dim=-1).values  # [B, N]
-        # log p(top-1) - log p(x) <= T and x among the top N; a common normaliser cancels
+        # p, the target: log p(top-1) - log p(x) <= T and x among the top N; a common normaliser cancels
         bar = best[:, -1].maximum(best[:, 0] - nodes.threshold.float())
         return nodes.raw.gather(1, nodes.tokens) >= bar[:, None], None

@@ -34,5 +34,5 @@ class Typical(GatingRule):
         entropy = -(nodes.raw.softmax(-1) * log_probs).nan_to_num(nan=0.0).sum(-1)  # 0 * log 0 = 0
         lowered = torch.log1p(-nodes.threshold).float()
         log_bar = (math.log(DELTA) - entropy).clamp_max(math.log(EPSILON)) + lowered
-        # p(x) > (1 - T) * min(epsilon, delta * exp(-H(p)))
+        # p, the target: p(x) > (1 - T) * min(epsilon, delta * exp(-H(p)))
         return log_probs.gather(1, nodes.tokens) > log_bar[:, None], None

@@ -24,7 +24,7 @@ from ..drafting.config import TreeConfig
 from ..drafting.growth import extend_draft
 from ..drafting.sizing import Choice, Drafting
 from ..drafting.text import MOST_NODES
-from ..drafting.tree import DRAFTERS
+from ..drafting.tree import ORIGINS
 from ..pair import EagleModel
 from .remembered import Remembered
 from .tickets import Ticket
@@ -50,7 +50,7 @@ class EngineStats:
         cycles: cycles of the loop.
         forwards: verify forwards, counted once for each request of a cycle.
         undrafted: those without a draft tree.
-        proposed, accepted: draft tokens by drafter, see `DRAFTERS`. tau is accepted.total() / forwards + 1.
+        proposed, accepted: draft tokens by origin, see `ORIGINS`. tau is accepted.total() / forwards + 1.
     """
 
     requests: int = 0
@@ -62,8 +62,8 @@ class EngineStats:
     cycles: int = 0
     forwards: int = 0
     undrafted: int = 0
-    proposed: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(DRAFTERS, 0)))
-    accepted: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(DRAFTERS, 0)))
+    proposed: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(ORIGINS, 0)))
+    accepted: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(ORIGINS, 0)))
 
     def add(self, request: Request) -> None:
         """Add the current counts of a request, which another thread may be decoding."""
@@ -139,7 +139,8 @@ class Rows:
 
     def _choice(self, requests: Sequence[Request]) -> Choice:
         """The tree for these. A fuzzy rule's text depends on it: a fixed one gives way to a request's own only where
-        all are lossless. Without a head the choice is a cost, by which copies are as many as pay."""
+        all are lossless. Without a head the choice is a cost, by which copies are as many as pay. Where temperatures
+        differ, the first row's chooses the curves, which only predict how many tokens are accepted."""
         requests, count = [request for request in requests if request.params.speculative], len(requests)
         if not requests:
             return Choice(None)
@@ -214,8 +215,8 @@ class Rows:
         if ticket is not None:
             ticket.begin()
             # Not for fuzzy requests: their text may depend on the drafts, and must not depend on other requests.
-            if ticket.pool is not None and request.copies is not None and request.params.lossless:
-                request.copies.add_texts(self.remembered.of(ticket.pool))
+            if ticket.pool is not None and request.text_source is not None and request.params.lossless:
+                request.text_source.add_texts(self.remembered.of(ticket.pool))
         try:
             self._make_room([*self.requests, request])
             target, head, length = self.model.target, self.model.draft, len(request.prompt)

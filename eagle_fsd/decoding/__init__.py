@@ -1,1 +1,1 @@
-"""The decode loop: draft, verify, accept, commit; requests, sampling, noise, and timings of whole cycles."""
+"""The decode loop: draft, verify, accept, commit; requests, logits processing, and timings of whole cycles."""

@@ -23,8 +23,8 @@ from ..drafting.tree import DraftTree, root_only
 from ..models.target import TargetModel
 from .forwards import Forwards
 from .output import Receipt
+from .processing import VerifiedTrees, couple
 from .request import EXACT, Emission, Request
-from .sampling import VerifiedTrees, couple
 
 NO_EMISSION = Emission([], [])
 
@@ -98,7 +98,7 @@ class Decoder:
             request.add_features(features)
         if self.drafting.uses_drafter:
             self.forwards.prefill_draft(number, request)
-        return [] if emission is None else request.accept(emission)
+        return [] if emission is None else request.append(emission)
 
     def _first(self, request: Request, features: Tensor) -> Emission:
         """Draw the first token, from the features [F] of the prompt's last token: a walk on a tree with only a root."""
@@ -117,8 +117,8 @@ class Decoder:
         lengths = self.forwards.lengths  # L of each: the position of the root
         copies = [request.draft_copies(rule) for request, rule in zip(self.requests, rules, strict=True)]
         plan = self.drafting.next(copies)
-        coupling = (None if plan.tree is None
-                    else couple(self.requests, rules, lengths, self._draft_vocabulary, self.device))
+        coupling = (couple(self.requests, rules, lengths, self._draft_vocabulary, self.device)
+                    if plan.uses_drafter else None)
         tree, draft_logits = self.forwards.draft(self.requests, plan, copies, coupling)
         if plain := [number for number, request in enumerate(self.requests) if not request.params.speculative]:
             tree = tree.without_drafts(plain)
@@ -129,9 +129,9 @@ class Decoder:
         self.forwards.commit(lengths, paths)
         self.drafting.learn(plan, tree.tokens.shape[1], len(draft_logits), [len(each.receipts) for each in emissions],
                             copied=any(copies))
-        if plan.tree is not None and self.observe is not None:
+        if plan.uses_drafter and self.observe is not None:
             self.observe(tree, draft_logits, paths)
-        return [request.accept(emissions[number], features[number, paths[number]] if self.reads_features else None)
+        return [request.append(emissions[number], features[number, paths[number]] if self.reads_features else None)
                 for number, request in enumerate(self.requests)]
 
     def drop_finished(self) -> None:
@@ -171,14 +171,15 @@ class Decoder:
         requests, errors = verified.requests, verified.errors
         top = max(request.params.top_logprobs for request in requests)
         walks = walk(rule, verified, self._permission(requests), top)
-        drafters, drafted = verified.tree.drafted_by(), verified.tree.max_depth > 0
+        origins, drafted = verified.tree.origin_names(), verified.tree.max_depth > 0
         return [([0], NO_EMISSION._replace(error=errors[row])) if row in errors
-                else ([step.node for step in steps], _emission(steps, drafters[row], request, drafted))
+                else ([step.node for step in steps], _emission(steps, origins[row], request, drafted))
                 for row, (request, steps) in enumerate(zip(requests, walks, strict=True))]
 
     def _permission(self, requests: Sequence[Request]) -> Permission:
         """The thresholds, budgets and marks of the requests, as the walk applies them."""
         left = within = None
+        # Not of the current rule: that is either this one or `exact`, which reads no threshold.
         threshold = self._per_row([request.params.rule.threshold for request in requests])
         if any(request.params.budget is not None for request in requests):
             left = self._per_row([request.remaining_budget for request in requests])
@@ -197,13 +198,13 @@ def _differ_in_threshold_only(rule: Rule, other: Rule) -> bool:
     return type(rule) is type(other) and replace(rule, threshold=other.threshold) == other
 
 
-def _emission(steps: Sequence[Step], drafters: Sequence[str | None], request: Request, drafted: bool) -> Emission:
+def _emission(steps: Sequence[Step], origins: Sequence[str | None], request: Request, drafted: bool) -> Emission:
     """The emission of an accepted path. Its last token is the target's own, not a draft token.
 
     Args:
-        drafters: for each node of the tree, see `DraftTree.drafted_by`. drafted: whether the tree has more than a root.
+        origins: of each node, see `DraftTree.origin_names`. drafted: whether the tree has more than a root.
     """
-    by = [drafters[step.node] for step in steps[1:]]  # for the tokens before the last one
+    by = [origins[step.node] for step in steps[1:]]  # for the tokens before the last one
     receipts = [
         Receipt(step.token, ("target" if step is steps[-1] else "exact") if step.exact else "fuzzy",
                 None if math.isnan(step.divergence) else step.divergence, step.logprob, step.regret,
@@ -211,7 +212,7 @@ def _emission(steps: Sequence[Step], drafters: Sequence[str | None], request: Re
                 (step.top or ())[: request.params.top_logprobs])
         for step, drafter in zip(steps, [*by, None], strict=True)
     ]
-    return Emission(receipts, [step.drawn for step in steps], drafted, proposed=Counter(filter(None, drafters)))
+    return Emission(receipts, [step.drawn for step in steps], drafted, proposed=Counter(filter(None, origins)))
 
 
 @dataclass(eq=False)

@@ -84,7 +84,7 @@ class Forwards:
     def _drafted(
         self, requests: Sequence[Request], plan: Plan, nodes: int, coupling: Coupling | None
     ) -> tuple[DraftTree, list[Tensor]]:
-        if plan.tree is None:
+        if not plan.uses_drafter:
             return root_only(torch.tensor([request.tokens[-1] for request in requests], device=self.device)), []
         self._catch_up(requests, plan.tree)
         features = [request.features for request in requests] if self.drafter.reads_features else None

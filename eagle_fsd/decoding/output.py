@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 
 class Receipt(NamedTuple):
-    """The origin of one token.
+    """How one token was drafted and accepted, and what it cost.
 
     Args:
         token: its id, as in `token_ids`.
@@ -19,7 +19,7 @@ class Receipt(NamedTuple):
         logprob: log-probability of the token (nats) under the target, before temperature and other processors.
         regret: log-probability of the target's best token minus `logprob` (nats); 0 for the best token itself.
         exact_because: why the rule no longer applied, see `Stats`; None: it applied, or there was no budget.
-        drafter: source of the draft token: "head", "text" (a copy) or "grammar" (forced); None: it was not drafted.
+        drafter: origin of the draft token: "head", "text" (a copy) or "grammar" (forced); None: it was not drafted.
         top: the target's most likely tokens at the position with their log-probabilities, see `top_logprobs=`.
     """
 

@@ -26,8 +26,8 @@ from .grammar import Grammar
 from .output import Output, Receipt, Stats
 
 EXACT = make_rule("exact")
-# A text repeats itself if it ends in COPIES copies of a span, in total at least REPEATED_TOKENS tokens.
-COPIES, REPEATED_TOKENS, LONGEST_SPAN = 3, 12, 32
+# A text repeats itself if it ends in REPETITIONS repetitions of a span, with at least REPEATED_TOKENS tokens in total.
+REPETITIONS, REPEATED_TOKENS, LONGEST_SPAN = 3, 12, 32
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -43,7 +43,8 @@ class RequestParams(RuleAtTemperature):
         criteria: stopping criteria of `transformers`; they see the whole text.
         padding: token ids before the prompt that processors and criteria see, as in `model.generate`.
         speculative: whether drafts are used.
-        tree: the draft tree; None: the caller chooses. The rows of an engine share one, see `Engine.submit`.
+        tree: its own draft tree; None: that of the model or the engine. The rows of an engine share one, see
+            `Engine.submit`.
         top_logprobs: number of the target's best tokens in each receipt.
         within: the rule applies after the first token, up to the second, in prompt and answer; None: everywhere.
     """
@@ -79,7 +80,7 @@ class Emission(NamedTuple):
     logits: list[float]  # of the tokens, processed
     drafted: bool = False
     error: Exception | None = None  # of a processor or a user's rule: no token was emitted
-    proposed: dict[str, int] = {}  # number of drafted nodes by drafter; never mutated
+    proposed: dict[str, int] = {}  # number of drafted nodes by origin; never mutated
 
     @property
     def tokens(self) -> list[int]:
@@ -92,16 +93,16 @@ class Request:
     Args:
         prompt: token ids.
         stop_strings: the answer ends when one of them is complete.
-        copies: source of drafts copied from the text; None: no copies.
+        text_source: drafts copied from the text; None: no copies.
         grammar: drafts the tokens that it forces; it is one of the processors as well.
     """
 
     def __init__(
         self, prompt: Sequence[int], params: RequestParams, *, stop_strings: StopStrings | None = None,
-        copies: TextSource | None = None, grammar: Grammar | None = None,
+        text_source: TextSource | None = None, grammar: Grammar | None = None,
     ) -> None:
         self.prompt, self.params = list(prompt), params
-        self.stop_strings, self.copies, self.grammar = stop_strings, copies, grammar
+        self.stop_strings, self.text_source, self.grammar = stop_strings, text_source, grammar
         # The text: prompt and all emitted tokens, like the caches also those after the end of the answer.
         self.tokens = list(prompt)  # while decoding, the last one is the root
         self._features: list[Tensor] = []  # parts of `features`
@@ -166,7 +167,7 @@ class Request:
     @property
     def copying(self) -> bool:
         """Whether drafts may come from the text or a grammar."""
-        return self.params.speculative and not self.copies is self.grammar is None
+        return self.params.speculative and not self.text_source is self.grammar is None
 
     def draft_copies(self, rule: Rule) -> Copies | None:
         """Drafts from the text or the grammar, for a cycle with this rule."""
@@ -174,7 +175,7 @@ class Request:
             return None
         forced = None if self.grammar is None else self.grammar.forced(self.answer)
         room = self.params.max_new_tokens - len(self.receipts) - 1
-        copies = forced if self.copies is None else self.copies.propose(forced, room)
+        copies = forced if self.text_source is None else self.text_source.propose(forced, room)
         if copies is None or not self.params.noise_weight(rule):
             return copies
         return couple_copies(copies, self.params.seed, len(self.tokens) - 1)
@@ -186,7 +187,7 @@ class Request:
         """The tokens of the answer, an end token included."""
         return [receipt.token for receipt in self.receipts]
 
-    def accept(self, emission: Emission, features: Tensor | None = None) -> list[Receipt]:
+    def append(self, emission: Emission, features: Tensor | None = None) -> list[Receipt]:
         """Append all emitted tokens to the text, and extend the answer, up to its end if it ends here.
 
         An error of a processor, a user's rule or a criterion ends this request only.
@@ -206,8 +207,8 @@ class Request:
             self._pass_marks(emission.tokens)
             if features is not None:
                 self.add_features(features)
-            if self.copies is not None:
-                self.copies.accept(emission.tokens)
+            if self.text_source is not None:
+                self.text_source.extend(emission.tokens)
             self._extend_answer(emission)
         except Exception as error:
             self.finish("error", error)
@@ -299,9 +300,9 @@ class Request:
 
 
 def repeats(tokens: Sequence[int]) -> bool:
-    """Whether the tokens end in several copies of one span."""
+    """Whether the tokens end in several repetitions of one span."""
     for span in range(1, LONGEST_SPAN + 1):
-        length = max(COPIES * span, REPEATED_TOKENS)
+        length = max(REPETITIONS * span, REPEATED_TOKENS)
         if length > len(tokens):
             break
         end = tokens[-length:]

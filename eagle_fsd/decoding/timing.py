@@ -161,7 +161,7 @@ def _measured_cycle(
     decoder = greedy_decoder(target, head, [prompt] * rows, tree, room)
     if copied:
         for request in decoder.requests:
-            request.copies = SameCopies(prompt[: copied - 1])
+            request.text_source = SameCopies(prompt[: copied - 1])
     return same_cycle(decoder)
 
 

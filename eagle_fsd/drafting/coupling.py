@@ -1,12 +1,13 @@
 """Drafting with the target's own noise, for requests that sample.
 
-At temperature T the target draws argmax(log p + T G), with Gumbel noise G that is a function of seed and position
-(`noise.py`). The noise is therefore known before drafting, and the children of a node can be the largest log q + w T G
-instead of the largest log q. If the draft's q is near p, the target's draw is among them. The draw does not depend on
-the draft, so a lossless rule keeps its distribution, and its tokens for a seed. With w = 1 and one draft the acceptance
-rate is at least (1 - TV) / (1 + TV) at temperature 1 (Gumbel coupling: Daliri, Musco and Suresh 2024, arXiv 2408.07978;
-several drafts: 2506.05632; the races of 2504.15475 are equivalent). This requires a walk that accepts a child if and
-only if it equals the drawn token, as ours does; under the test u < p / q, shared noise changes the distribution.
+Let p be the target's next-token distribution at temperature 1, and q the draft's. At temperature T the target draws
+argmax(log p + T G), with Gumbel noise G that is a function of seed and position (`noise.py`). The noise is therefore
+known before drafting, and the children of a node can be the largest log q + w T G instead of the largest log q. If q is
+near p, the target's draw is among them. The draw does not depend on the draft, so a lossless rule keeps its
+distribution, and its tokens for a seed. With w = 1 and one draft the acceptance rate is at least (1 - TV) / (1 + TV) at
+temperature 1 (Gumbel coupling: Daliri, Musco and Suresh 2024, arXiv 2408.07978; several drafts: 2506.05632; the races
+of 2504.15475 are equivalent). This requires a walk that accepts a child if and only if it equals the drawn token, as
+ours does; under the test u < p / q, shared noise changes the distribution.
 
 Why w < 1: a head that is right on average is flatter than the target is in any one context. Let log p = log q / w + s E
 with Gumbel errors E. For draws to follow q on average, w must be 1 / sqrt(1 + s^2), which is 0.7 for the errors of our

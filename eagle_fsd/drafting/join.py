@@ -26,7 +26,7 @@ class JoinedRow:
         self, tokens: list[int], parents: list[int], scores: list[float], draft_rows: list[int], copies: Copies | None
     ) -> None:
         self.tokens, self.parents, self.draft_rows = list(tokens), list(parents), list(draft_rows)
-        self.drafters = [0] * len(tokens)
+        self.origins = [0] * len(tokens)
         places = {edge: node for node, edge in enumerate(zip(parents, tokens, strict=True)) if node}
         steps = [_step(scores[parent], score) for score, parent in zip(scores, parents, strict=True)]
         numbers, above = {-1: 0}, {-1: 0.0}  # by copy: its node, and its score
@@ -36,7 +36,7 @@ class JoinedRow:
                 steps[node] = max(steps[node], step)
             else:
                 node = len(self.tokens)
-                for column, value in zip((self.tokens, self.parents, self.draft_rows, self.drafters, steps),
+                for column, value in zip((self.tokens, self.parents, self.draft_rows, self.origins, steps),
                                          (token, numbers[parent], -1, 1 if matched else 2, step), strict=True):
                     column.append(value)
             numbers[copy], above[copy] = node, score
@@ -48,12 +48,12 @@ class JoinedRow:
         self.order = sorted(range(len(self.tokens)), key=lambda node: (node > 0, -self.scores[node], node))
 
     def best(self, count: int) -> list[tuple]:
-        """Token, parent, depth, draft row, score and drafter of each of the `count` best nodes, level by level. Missing
-        nodes are filled up with copies of the root that are their own parents."""
+        """Token, parent, depth, draft row, score and origin of each of the `count` best nodes, level by level. A row
+        with fewer nodes is filled up with repetitions of the root, each its own parent."""
         kept = sorted(self.order[:count], key=lambda node: (self.depths[node], node))
         place = {node: number for number, node in enumerate(kept)}
         return [(self.tokens[node], place[self.parents[node]], self.depths[node], self.draft_rows[node],
-                 self.scores[node], self.drafters[node]) for node in kept] + [
+                 self.scores[node], self.origins[node]) for node in kept] + [
             (self.tokens[0], number, 0, 0, 0.0, 0) for number in range(len(kept), count)]
 
 
@@ -67,12 +67,12 @@ def join_drafts(
     copies: Sequence[Copies | None],
     plan: Plan,  # chooses the number of nodes
 ) -> DraftTree:
-    """Best nodes of all sources, the same number in each row. Shorter rows are filled up with copies of the root."""
+    """Best nodes of all sources, the same number in each row. Repetitions of the root fill up shorter rows."""
     columns = [part.tolist() for part in (tree.tokens, tree.parents, tree.scores, tree.draft_rows)]
     rows = [JoinedRow(*parts, mine) for *parts, mine in zip(*columns, copies, strict=True)]
     nodes = plan.nodes([[row.scores[node] for node in row.order] for row in rows])
     columns = [torch.tensor(column, device=tree.tokens.device)
                for column in zip(*(zip(*row.best(nodes), strict=True) for row in rows), strict=True)]
-    tokens, parents, depths, draft_rows, scores, drafters = columns
+    tokens, parents, depths, draft_rows, scores, origins = columns
     deepest = max(row.depths[node] for row in rows for node in row.order[:nodes])
-    return DraftTree(tokens, parents, depths, ancestors_of(parents, deepest), draft_rows, scores, deepest, drafters)
+    return DraftTree(tokens, parents, depths, ancestors_of(parents, deepest), draft_rows, scores, deepest, origins)

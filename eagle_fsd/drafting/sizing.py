@@ -8,7 +8,8 @@ The unit of time is a cycle without drafting; lambda counts a row's tokens in th
 number of nodes and of levels, so tokens are means over rows.
 
 Who is what: `Sizing` belongs to a model, and makes a `Choice` for each number of rows. `Drafting` is the policy of one
-batch, and makes a `Plan` for each cycle. Requests to one model may share a `Pause`.
+batch, and makes a `Plan` for each cycle. Requests to one model may share a `Pause`. In a `Choice` or a `Plan`, a tree
+of None means that the drafter drafts nothing; in options, requests and engines, that they leave the tree to the model.
 """
 
 from __future__ import annotations
@@ -142,6 +143,11 @@ class Plan:
     tree: TreeConfig | None
     pace: float = PACE
     missed: float = 1.0
+
+    @property
+    def uses_drafter(self) -> bool:
+        """Whether the drafter drafts in this cycle."""
+        return self.tree is not None
 
     @property
     def limits_nodes(self) -> bool:

@@ -157,7 +157,7 @@ class Rates:
 
 
 class TextSource:
-    """Drafts of one request, copied from its own text and from others. In each cycle call `propose`, then `accept`.
+    """Drafts of one request, copied from its own text and from others. In each cycle call `propose`, then `extend`.
 
     Args:
         tokens: of the prompt.
@@ -213,7 +213,7 @@ class TextSource:
                        if mine == parent)
         return max(1e-6, 1.0 - accepted)
 
-    def accept(self, emitted: Sequence[int]) -> None:
+    def extend(self, emitted: Sequence[int]) -> None:
         """Append the emitted tokens to the text, and learn from them."""
         self.learn(emitted)
         self.index.extend(emitted)

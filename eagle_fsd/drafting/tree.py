@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-DRAFTERS = ("head", "text", "grammar")
+ORIGINS = ("head", "text", "grammar")  # of nodes; "head" stands for any `Drafter`
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,27 +25,27 @@ class DraftTree:
     draft_rows: Tensor  # [B, N] long, its row of the draft logits at its depth; -1: the draft did not expand it
     scores: Tensor  # [B, N] float, cumulative draft log-probability (root 0)
     max_depth: int  # levels below the root
-    drafters: Tensor | None = None  # [B, N] long, index into `DRAFTERS`; None: the head drafted all
+    origins: Tensor | None = None  # [B, N] long, index into `ORIGINS`; None: the head drafted all
 
     def select(self, rows: Sequence[int]) -> DraftTree:
         """The trees of these rows."""
         parts = (self.tokens, self.parents, self.depths, self.ancestors, self.draft_rows, self.scores)
-        drafters = None if self.drafters is None else self.drafters[rows]
-        return DraftTree(*(part[rows] for part in parts), max_depth=self.max_depth, drafters=drafters)
+        origins = None if self.origins is None else self.origins[rows]
+        return DraftTree(*(part[rows] for part in parts), max_depth=self.max_depth, origins=origins)
 
     @property
     def by_head(self) -> Tensor:
         """[B, N] bool: nodes that the head proposed, whether others did too or not."""
-        return torch.ones_like(self.depths, dtype=torch.bool) if self.drafters is None else self.drafters == 0
+        return torch.ones_like(self.depths, dtype=torch.bool) if self.origins is None else self.origins == 0
 
-    def drafted_by(self) -> list[list[str | None]]:
-        """The drafter of each node, of `DRAFTERS`; None for roots. Waits for the device, once for all rows."""
-        drafters = torch.zeros_like(self.depths) if self.drafters is None else self.drafters
-        return [[None if number < 0 else DRAFTERS[number] for number in row]
-                for row in drafters.masked_fill(self.depths == 0, -1).tolist()]
+    def origin_names(self) -> list[list[str | None]]:
+        """The origin of each node, of `ORIGINS`; None for roots. Waits for the device, once for all rows."""
+        origins = torch.zeros_like(self.depths) if self.origins is None else self.origins
+        return [[None if number < 0 else ORIGINS[number] for number in row]
+                for row in origins.masked_fill(self.depths == 0, -1).tolist()]
 
     def without_drafts(self, rows: Sequence[int]) -> DraftTree:
-        """The trees with all nodes of these rows replaced by copies of their root."""
+        """The trees with all nodes of these rows replaced by repetitions of their root."""
         out = torch.zeros(len(self.tokens), 1, dtype=torch.bool, device=self.tokens.device)
         out[list(rows)] = True
         own = torch.arange(self.tokens.shape[1], device=self.tokens.device)

@@ -14,29 +14,20 @@ import torch
 from accelerate.hooks import remove_hook_from_module
 from accelerate.utils import align_module_device
 from torch import Tensor, nn
-from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..locks import Lock
-from . import IMPLEMENTATIONS
 from .attention import turn_off_cudnn
 from .cache import TreeCache, cache_name
+from .check import TreeCheck, check_config
 from .digest import weights_digest
 from .fused import FusedDecoder, Unsupported
 from .linear import PackedLinear, dtype_of, pack_linears
-from .masks import CHUNKED, SLIDING, MaskedLayers, attention_kinds
+from .masks import MaskedLayers
 from .memory import MappedFiles, copy_from_files
 
 log = logging.getLogger(__name__)
 
-FULL_PRECISION = (torch.float32, torch.float64)
-# Tolerated error, relative to the largest logit: full precision; half or quantised. In bfloat16 the logits of a model
-# of 8 billion random weights differ from float32's by 0.055, and those of the fused decoder by 0.046 (on an H200).
-EXACT, ROUNDING = 1e-3, 0.1
-# The tree that models are checked with:  0 - 1 - 3 - 4, 0 - 2.  Positions differ from row numbers.
-TREE_MASK = torch.tensor([[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 0, 1, 0, 0], [1, 1, 0, 1, 0], [1, 1, 0, 1, 1]]).bool()
-TREE_PATHS = [0, 1, 3, 4], [0, 2]
-TEXT_LENGTHS = 9, 5  # tokens before the tree, in each row
 PREFILL = {"cpu": 256, "cuda": 2048}  # positions of a prompt per forward, which bounds the activations' memory
 
 
@@ -88,27 +79,27 @@ class TargetModel:
         self.decoder_layers = find_layers(self.decoder, self.config, type(model).__name__)
         if any(weight.is_cuda for weight in model.parameters()):
             turn_off_cudnn()
-        expected = self._model_logits() if check else None
+        tree_check = self._tree_check() if check else None
         if fused:
-            self._use_fused(expected)
-        if self.fused is None and expected is not None:
+            self._use_fused(tree_check)
+        if self.fused is None and tree_check is not None:
             try:
-                self._check_logits(expected)
+                tree_check.compare(self._tree_logits)
             except ValueError as error:
                 raise ValueError(
                     f"{type(model).__name__} is not supported: {error}; a target's logits must be lm_head(last hidden "
                     "state) with a scale and a softcap, and depend on no more than the positions and keys that a tree "
                     "mask shows") from error
 
-    def _use_fused(self, expected: Tensor | None) -> None:
-        """Use `FusedDecoder` if it computes the expected logits; otherwise set `stock_reason`."""
+    def _use_fused(self, tree_check: TreeCheck | None) -> None:
+        """Use `FusedDecoder` if it passes the check; otherwise set `stock_reason`."""
         try:
             special = not self.splits_prefill or self.positions_from_cache
             if special or set(self.masked_layers.kinds) != {"full_attention"}:
                 raise Unsupported("it has layers without full attention, or positions of a special type")
             self.fused = FusedDecoder(self.decoder, self.decoder_layers, self.config)
-            if expected is not None:
-                self._check_logits(expected)
+            if tree_check is not None:
+                tree_check.compare(self._tree_logits)
             self.stock_reason = None
         except Exception as error:  # a kernel can raise any exception
             self.fused, self.stock_reason = None, str(error)
@@ -143,11 +134,11 @@ class TargetModel:
         """
         before, fused = self.config._attn_implementation, self.fused
         try:
-            expected, self.fused = self._model_logits(), None
+            tree_check, self.fused = self._tree_check(), None
             self.model.set_attn_implementation(implementation)
             if self.config._attn_implementation != implementation:
                 raise ValueError("its class cannot select its attention by name")
-            self._check_logits(expected)
+            tree_check.compare(self._tree_logits)
             self.stock_reason = f"{implementation} was requested"
         except Exception as error:  # a kernel can raise any exception
             self.model.set_attn_implementation(before)
@@ -155,61 +146,27 @@ class TargetModel:
             model = type(self.model).__name__
             raise ValueError(f"{model} keeps attention {before}, because {implementation} fails: {error}") from error
 
-    # The check -----------------------------------------------------------------------------------------------------
-    # With any implementation (stock decoder, another attention, fused decoder), the logits of a tree must equal those
-    # of the model's own forward over each path as plain text. The tree is in two rows, after texts of different
-    # lengths; in one row if the model takes positions from the cache.
+    # The check ---------------------------------------------------------------------------------------------------
 
-    @property
-    def _check_tokens(self) -> tuple[Tensor, Sequence[int]]:
-        """Tokens [B, 9 + 5] of the text and then of the tree, and the length of each row's text."""
-        lengths = TEXT_LENGTHS[:1] if self.positions_from_cache else TEXT_LENGTHS
-        size = TEXT_LENGTHS[0] + len(TREE_MASK)
-        tokens = torch.arange(len(lengths) * size, device=self.device).view(len(lengths), size)
-        return (tokens * 7 + 1) % self.vocab_size, lengths
+    def _tree_check(self) -> TreeCheck:
+        rows = 1 if self.positions_from_cache else 2
+        return TreeCheck(self.model, self.vocab_size, rows=rows, device=self.device, dtype=self.dtype)
 
     @torch.inference_mode()
-    def _model_logits(self) -> Tensor:  # [B, 5, V]
-        """Expected logits: of the model's own forward, without a cache or a mask."""
-        tokens, lengths = self._check_tokens
-        texts, trees = tokens[:, : TEXT_LENGTHS[0]], tokens[:, TEXT_LENGTHS[0] :]
-        cases = [(row, length, path) for row, length in enumerate(lengths) for path in TREE_PATHS]
-        plain = pad_sequence([torch.cat([texts[row, :length], trees[row, path]]) for row, length, path in cases], True)
-        logits = self.model(input_ids=plain, use_cache=False).logits.float().to(self.output_device)
-        if not logits.isfinite().all():
-            raise ValueError(f"{type(self.model).__name__} is damaged or not supported: its logits are not finite in "
-                             f"{self.dtype}")
-        expected = logits.new_empty(*trees.shape, logits.shape[-1])
-        for (row, length, path), path_logits in zip(cases, logits, strict=True):
-            expected[row, path] = path_logits[length : length + len(path)]
-        return expected
-
-    @torch.inference_mode()
-    def _tree_logits(self) -> Tensor:  # [B, 5, V]
-        """Logits of the tree by `prefill` and `verify`."""
-        tokens, lengths = self._check_tokens
-        cache = self.new_cache(tokens.shape[1], len(tokens))
-        self.prefill(tokens[:, : TEXT_LENGTHS[0]], cache)
-        cache.commit([0] * len(tokens), [range(length) for length in lengths])
-        ancestors = TREE_MASK.to(self.device).expand(len(tokens), -1, -1)
+    def _tree_logits(
+        self,
+        texts: Tensor,  # [B, L]
+        lengths: Sequence[int],  # tokens of each row before the tree
+        trees: Tensor,  # [B, N]
+        ancestors: Tensor,  # [N, N] bool
+    ) -> Tensor:  # [B, N, V]
+        """Logits of a tree by `prefill` and `verify`."""
+        cache = self.new_cache(texts.shape[1] + trees.shape[1], len(texts))
+        self.prefill(texts, cache)
+        cache.commit([0] * len(texts), [range(length) for length in lengths])
+        ancestors = ancestors.to(self.device).expand(len(texts), -1, -1)
         positions = torch.tensor(lengths, device=self.device)[:, None] + ancestors.sum(-1) - 1
-        return self.logits(self.verify(tokens[:, TEXT_LENGTHS[0] :], positions, ancestors, cache))
-
-    def _check_logits(self, expected: Tensor) -> None:
-        """Raise ValueError unless the logits of the tree are as expected."""
-        try:
-            ours = self._tree_logits()
-        except (AttributeError, IndexError, TypeError, ValueError) as error:
-            raise ValueError(f"it cannot verify a tree ({error})") from error
-        error = ((ours - expected).abs().max() / expected.abs().max()).item()
-        quantised = getattr(self.model, "is_quantized", False)
-        if not error <= (EXACT if self.dtype in FULL_PRECISION and not quantised else ROUNDING):
-            raise ValueError(f"its logits of a tree are not those of its own forward (they differ by {error:.1g} of "
-                             "the largest)")
-        if quantised and error > EXACT:
-            log.warning("%s is quantised so that its logits depend on the other tokens of a forward, by up to %.1f%% "
-                        "of the largest: where the best two are closer, the text can differ from plain decoding",
-                        type(self.model).__name__, 100 * error)
+        return self.logits(self.verify(trees, positions, ancestors, cache))
 
     @property
     def lm_head(self) -> nn.Module:
@@ -353,28 +310,6 @@ class TargetModel:
 def prefill_rows(device: torch.device) -> int:
     """The number of positions of a prompt in one forward."""
     return PREFILL.get(device.type, PREFILL["cuda"])
-
-
-def check_config(model: PreTrainedModel, config: PreTrainedConfig) -> None:
-    """Raise ValueError unless the model is a causal LM whose layers and attention can verify a tree.
-
-    Args:
-        config: of the language model.
-    """
-    name, kinds = type(model).__name__, attention_kinds(config)
-    if getattr(model.config, "is_encoder_decoder", False) or model.get_output_embeddings() is None:
-        raise ValueError(f"{name} is not supported: a decoder-only causal LM with an output head is needed")
-    unknown = kinds - {"full_attention", SLIDING, CHUNKED}  # only these cache one row of keys per position
-    if unknown or (getattr(model, "_is_stateful", False) and not kinds):
-        raise ValueError(
-            f"{name} is not supported: it has layers of type {', '.join(sorted(unknown)) or 'recurrent state'}; "
-            "only layers of full, sliding or chunked attention can verify a tree and be rolled back to one of its paths"
-        )
-    if config._attn_implementation not in IMPLEMENTATIONS:
-        raise ValueError(
-            f"attention implementation {config._attn_implementation!r} does not accept a tree mask; "
-            f"accepted: {', '.join(IMPLEMENTATIONS)} (attn_implementation= of load())"
-        )
 
 
 def find_layers(decoder: nn.Module, config: PreTrainedConfig, name: str) -> nn.ModuleList:

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from ..batching.tickets import Piece
 from ..decoding.grammar import vocabulary
 from ..decoding.output import Output, Receipt
-from ..drafting.tree import DRAFTERS
+from ..drafting.tree import ORIGINS
 from .protocol import ChatRequest, CompletionRequest
 from .tools import TextBeforeCalls, find_calls, json_text
 
@@ -203,16 +203,16 @@ def usage(prompt: int, outputs: Sequence[Output], predicted: bool = False, promp
                     for first in range(0, len(stats), choices))
     receipts = [receipt for output in outputs for receipt in output.receipts]
     regrets = [receipt.regret for receipt in receipts if receipt.source == "fuzzy"]
-    by_drafter = {name: {drafter: sum(getattr(each, name)[drafter] for each in stats) for drafter in DRAFTERS}
+    by_origin = {name: {origin: sum(getattr(each, name)[origin] for each in stats) for origin in ORIGINS}
                   for name in ("proposed", "accepted")}
     copied = sum(receipt.drafter == "text" for receipt in receipts) if predicted else 0
-    rejected = by_drafter["proposed"]["text"] - copied if predicted else 0
+    rejected = by_origin["proposed"]["text"] - copied if predicted else 0
     return {
         **counts(prompt, sum(len(output.token_ids) for output in outputs)),
         "prompt_tokens_details": {"cached_tokens": max(0, prompt - prefilled) if prefilled else 0},
         "completion_tokens_details": {"accepted_prediction_tokens": copied, "rejected_prediction_tokens": rejected},
         "accepted_tokens": accepted, "tau": round(accepted / cycles + 1, 4) if cycles else 1.0,
-        "proposed_by": by_drafter["proposed"], "accepted_by": by_drafter["accepted"],
+        "proposed_by": by_origin["proposed"], "accepted_by": by_origin["accepted"],
         "fuzzy_tokens": len(regrets), "regret": round(math.fsum(regrets), 4),
         "target_forwards": sum(each.target_forwards for each in stats),
     }

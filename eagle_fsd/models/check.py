@@ -1,0 +1,103 @@
+"""Checks at load: that a model can verify a tree, and that its logits of one are those of its own forward.
+
+B rows of the check, N = 5 nodes of its tree, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from . import IMPLEMENTATIONS
+from .masks import CHUNKED, SLIDING, attention_kinds
+
+log = logging.getLogger(__name__)
+
+FULL_PRECISION = (torch.float32, torch.float64)
+# Tolerated error, relative to the largest logit: full precision; half or quantised. In bfloat16 the logits of a model
+# of 8 billion random weights differ from float32's by 0.055, and those of the fused decoder by 0.046 (on an H200).
+EXACT, ROUNDING = 1e-3, 0.1
+# The tree:  0 - 1 - 3 - 4, 0 - 2.  Positions differ from row numbers.
+TREE_MASK = torch.tensor([[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 0, 1, 0, 0], [1, 1, 0, 1, 0], [1, 1, 0, 1, 1]]).bool()
+TREE_PATHS = [0, 1, 3, 4], [0, 2]
+TEXT_LENGTHS = 9, 5  # tokens before the tree, in each row
+
+
+def check_config(model: PreTrainedModel, config: PreTrainedConfig) -> None:
+    """Raise ValueError unless the model is a causal LM whose layers and attention can verify a tree.
+
+    Args:
+        config: of the language model.
+    """
+    name, kinds = type(model).__name__, attention_kinds(config)
+    if getattr(model.config, "is_encoder_decoder", False) or model.get_output_embeddings() is None:
+        raise ValueError(f"{name} is not supported: a decoder-only causal LM with an output head is needed")
+    unknown = kinds - {"full_attention", SLIDING, CHUNKED}  # only these cache one row of keys per position
+    if unknown or (getattr(model, "_is_stateful", False) and not kinds):
+        raise ValueError(
+            f"{name} is not supported: it has layers of type {', '.join(sorted(unknown)) or 'recurrent state'}; "
+            "only layers of full, sliding or chunked attention can verify a tree and be rolled back to one of its paths"
+        )
+    if config._attn_implementation not in IMPLEMENTATIONS:
+        raise ValueError(
+            f"attention implementation {config._attn_implementation!r} does not accept a tree mask; "
+            f"accepted: {', '.join(IMPLEMENTATIONS)} (attn_implementation= of load())"
+        )
+
+
+class TreeCheck:
+    """Compares logits of a tree with those of the model's own forward over each path as plain text.
+
+    They must be equal with any implementation: stock decoder, another attention, fused decoder. The tree is in two
+    rows, after texts of different lengths; in one row if the model takes positions from the cache.
+
+    Args:
+        device: of the token embeddings. dtype: that the model computes in.
+
+    Raises:
+        ValueError: the model's own logits are not finite.
+    """
+
+    @torch.inference_mode()
+    def __init__(
+        self, model: PreTrainedModel, vocab_size: int, *, rows: int, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        self.model, self.dtype, self.lengths = model, dtype, TEXT_LENGTHS[:rows]
+        size = TEXT_LENGTHS[0] + len(TREE_MASK)
+        tokens = (torch.arange(rows * size, device=device).view(rows, size) * 7 + 1) % vocab_size
+        self.texts, self.trees = tokens[:, : TEXT_LENGTHS[0]], tokens[:, TEXT_LENGTHS[0] :]
+        cases = [(row, length, path) for row, length in enumerate(self.lengths) for path in TREE_PATHS]
+        plain = [torch.cat([self.texts[row, :length], self.trees[row, path]]) for row, length, path in cases]
+        logits = model(input_ids=pad_sequence(plain, True), use_cache=False).logits.float()
+        if not logits.isfinite().all():
+            raise ValueError(f"{type(model).__name__} is damaged or not supported: its logits are not finite in "
+                             f"{dtype}")
+        self.expected = logits.new_empty(*self.trees.shape, logits.shape[-1])  # [B, N, V]
+        for (row, length, path), path_logits in zip(cases, logits, strict=True):
+            self.expected[row, path] = path_logits[length : length + len(path)]
+
+    def compare(self, tree_logits: Callable[..., Tensor]) -> None:
+        """Raise ValueError unless the logits of the tree are as expected.
+
+        Args:
+            tree_logits: computes them [B, N, V] from texts, their lengths, the nodes and their mask.
+        """
+        try:
+            logits = tree_logits(self.texts, self.lengths, self.trees, TREE_MASK)
+        except (AttributeError, IndexError, TypeError, ValueError) as error:
+            raise ValueError(f"it cannot verify a tree ({error})") from error
+        expected = self.expected.to(logits.device)
+        error = ((logits - expected).abs().max() / expected.abs().max()).item()
+        quantised = getattr(self.model, "is_quantized", False)
+        if not error <= (EXACT if self.dtype in FULL_PRECISION and not quantised else ROUNDING):
+            raise ValueError(f"its logits of a tree are not those of its own forward (they differ by {error:.1g} of "
+                             "the largest)")
+        if quantised and error > EXACT:
+            log.warning("%s is quantised so that its logits depend on the other tokens of a forward, by up to %.1f%% "
+                        "of the largest: where the best two are closer, the text can differ from plain decoding",
+                        type(self.model).__name__, 100 * error)
