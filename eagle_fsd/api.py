@@ -72,7 +72,8 @@ def generate(
     session: Session | None = None,
     **keywords: Unpack[GenerateKeywords],
 ) -> Output | list[Output]:
-    """Generate an answer with EAGLE-2 draft trees and fuzzy acceptance. Without a `threshold`, decoding is lossless.
+    """Generate an answer with EAGLE-2 draft trees and fuzzy acceptance. Without a `threshold`, a rule given by name is
+    lossless.
 
     Args:
         prompt: text (tokenised as it is; a BOS at its beginning is not doubled), a chat (list of {"role", "content"},

@@ -78,7 +78,7 @@ def decode(target, head, prompt: list[int], options: Options, ends=frozenset()) 
         # Accept.
         path, emitted = accept(tree, node_logits, length, options)  # A + 1 nodes, and a token drawn at each
         # Commit: only the path stays in the cache.
-        keep_rows(target_cache, torch.tensor([*range(length), *(length + node for node in path)]))
+        keep_positions(target_cache, torch.tensor([*range(length), *(length + node for node in path)]))
         features, tokens = node_features[path], torch.tensor([token.id for token in emitted])  # [A + 1, D], [A + 1]
         answer += emitted
         accepted.append(len(path) - 1)
@@ -121,7 +121,7 @@ def draft_tree(
             visible = torch.cat([visible[above], torch.eye(k, dtype=torch.bool)], 1)  # [K, depth * K]
             positions = torch.full((k,), length + depth - 1)
             predicted = predict(head, predicted[above], children[best], positions, visible, cache)  # [K, D]
-    keep_rows(cache, torch.arange(length))
+    keep_positions(cache, torch.arange(length))
 
     # Reranking (section 4.2): the N best of all scored nodes. They form a tree, because no score exceeds the parent's,
     # and the stable sort keeps the parent first if the two are equal.
@@ -213,9 +213,9 @@ def causal(count: int) -> Tensor:  # [N, N] bool
     return torch.ones(count, count, dtype=torch.bool).tril()
 
 
-def keep_rows(cache: DynamicCache, rows: Tensor) -> None:  # rows: long, positions to keep
-    for layer in cache.layers:  # keys and values [1, heads, rows, head size]
-        layer.keys, layer.values = layer.keys[:, :, rows], layer.values[:, :, rows]
+def keep_positions(cache: DynamicCache, positions: Tensor) -> None:  # long, those to keep
+    for layer in cache.layers:  # keys and values [1, heads, positions, head size]
+        layer.keys, layer.values = layer.keys[:, :, positions], layer.values[:, :, positions]
 
 
 def load_head(directory: str, target) -> LlamaModel:

@@ -19,8 +19,8 @@ from .divergence import get_divergence
 class Weights(NamedTuple):
     """A rule's result at the rows' current nodes: log-weights, up to a constant per row.
 
-    With `children` and `others`, the walk draws a child or the target's own token. So no child's logit may be reduced
-    by more than the other tokens' are. `tokens` has no such limit.
+    With `children` and `others`, the walk compares the children with one other token, the target's own. So no child's
+    logit may be reduced by more than the other tokens' are. `tokens` has no such limit.
     """
 
     children: Tensor | None = None  # [B, C] log-weight of each child; None, without `tokens`: the target's own choice

@@ -79,8 +79,8 @@ class GatingRule(FuzzyRule):
     """A rule with a gate: if the target's own token is no child, the target draws among the children that pass it, with
     the same noise.
 
-    If the target's own token is a child, it is accepted whatever the gate returns: the argmax over a subset is the
-    overall argmax if the subset contains it. So exact steps do not change; only nodes where the walk would stop do.
+    Where the target's own token is a child it is accepted, and the gate's result is ignored. So exact steps do not
+    change; only nodes where the walk would stop do.
     """
 
     noise_weight: ClassVar[float] = WEIGHT

@@ -40,7 +40,8 @@ class Stats:
     The seconds of a request in a batch are wall-clock time, which all its requests share.
 
     Attributes:
-        accepted_lengths: accepted draft tokens of each verify forward.
+        accepted_lengths: draft tokens accepted by each verify forward, without the target's own;
+            `mean_accepted_length` is their mean plus 1.
         budget_spent: with a budget, the total regret of fuzzy tokens in nats.
         exact_from: with a budget, the number of new tokens after which decoding became exact.
         exact_because: the reason for it, "budget" or "repetition".

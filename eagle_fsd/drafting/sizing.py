@@ -2,7 +2,8 @@
 
 Tokens per second tend to E[tokens] / E[time] of a cycle. Let lambda be the rate achieved so far. A node, a level, or
 the whole draft pays if the tokens it is expected to add exceed lambda times the time it takes (Dinkelbach's parametric
-form of a ratio). `Latency` measures times at load; `Curves` and the acceptance rates of copies predict tokens.
+form of a ratio). `decoding/timing.py` measures times at load and `Latency` interpolates them; `Curves` and the
+acceptance rates of copies predict tokens.
 
 The unit of time is a cycle without drafting; lambda counts a row's tokens in that time. The rows of a batch share one
 number of nodes and of levels, so tokens are means over rows.

@@ -23,7 +23,7 @@ class DraftTree:
     depths: Tensor  # [B, N] long, root 0
     ancestors: Tensor  # [B, N, N] bool, ancestors[b, i, j]: j is i or an ancestor of i
     draft_rows: Tensor  # [B, N] long, its row of the draft logits at its depth; -1: the draft did not expand it
-    scores: Tensor  # [B, N] float, cumulative draft log-probability (root 0)
+    scores: Tensor  # [B, N] float, log of the estimated probability of acceptance (root 0), see `growth.py`
     max_depth: int  # levels below the root
     origins: Tensor | None = None  # [B, N] long, index into `ORIGINS`; None: the head drafted all
 

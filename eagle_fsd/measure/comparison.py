@@ -13,10 +13,10 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import nullcontext
 from dataclasses import astuple, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
+from ..batching.engine import Engine
 from ..data.files import append_lines, only_writer, read_lines
 from ..data.progress import Progress
 from ..data.questions import Question, converse
@@ -27,9 +27,6 @@ from .methods import Answer, Method, described, engine, pair_text
 from .records import bullets, decimals, markdown, percent, plot_comparison, record_path, with_span, write_record
 from .settings import EXACT, CalibrationOptions, ComparisonOptions, read_settings
 from .statistics import FEWEST, by_category, cross_fitted, repetition
-
-if TYPE_CHECKING:
-    from ..batching.engine import Engine
 
 
 def compare(
@@ -345,8 +342,6 @@ def compare_settings(model: EagleModel, questions: Sequence[Question], options: 
     shared = {"stop": CODE_END} if options.stop_after_code else {}
     by_seed, batching = [], nullcontext()
     if options.batch > 1:
-        from ..batching.engine import Engine  # needs packages of the extra `serve`
-
         batching = Engine(model, max_rows=options.batch, max_waiting=options.batch, prefixes=0,
                         tree=options.tree or model.default_tree)
     with batching as batches:
