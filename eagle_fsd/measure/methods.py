@@ -14,7 +14,6 @@ from transformers import GenerationConfig
 
 from ..api import generate
 from ..decoding.output import Output
-from ..models.digest import weights_digest
 from ..models.linear import packed_form
 from ..pair import EagleModel
 from ..prompts import encode_prompt
@@ -41,7 +40,7 @@ def prompt_seed(seed: int, prompt: object) -> int:
 
 def described(model: EagleModel, options: ComparisonOptions | None = None) -> dict[str, object]:
     """Everything besides the method that answers depend on, as JSON values."""
-    facts = {"target": model.target.digest(), "head": None if model.draft is None else weights_digest(model.draft),
+    facts = {"target": model.target.digest(), "head": None if model.draft is None else model.draft.digest(),
              "dtype": str(model.target.dtype), "weights": packed_form(model.target.model) or "plain",
              "device": str(model.target.device), "threads": torch.get_num_threads()}
     if options is not None:
