@@ -73,8 +73,8 @@ TARGETS = {
     # Windows, chunks, latent keys, learned positions; Llama-4 counts positions and goes row by row.
     **{family: functools.partial(tiny_pair, family)
        for family in ("qwen2-window", "llama4_text", "deepseek_v3", "gpt2", "opt")},
-    # Other causal LMs draft: with more rows of padding than the target; with fewer, and windows; with positions that end
-    # before the texts do.
+    # Other causal LMs draft: with more rows of padding than the target; with fewer, and windows; with too few positions
+    # for the texts.
     "a small llama": functools.partial(drafted_by, "llama", "gemma3_text", vocab_size=40, num_hidden_layers=1),
     "a small mistral": functools.partial(drafted_by, "mistral-window", vocab_size=31),
     "a small gpt2": functools.partial(drafted_by, "gpt2", "qwen2-window", max_position_embeddings=30),

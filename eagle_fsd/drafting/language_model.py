@@ -12,6 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..models.cache import TreeCache
 from ..models.target import TargetModel
+from ..text import token_difference
 
 PADDING = 128  # rows by which one vocabulary may be padded further than another: Qwen2.5 has 151,936 or 152,064
 
@@ -79,16 +80,12 @@ class DraftModel(TargetModel):
 
 def check_tokens(draft: DraftModel, target: TargetModel, tokenizer: PreTrainedTokenizerBase | None) -> None:
     """Raise ValueError unless draft model and target have the same tokens: by their tokenizers if both are known, else
-    by the sizes of their vocabularies. Either may have further tokens, which the draft model does not propose."""
+    by the sizes of their vocabularies."""
+    problem = None
     if tokenizer is not None and draft.tokenizer is not None:
-        vocabularies = tokenizer.get_vocab(), draft.tokenizer.get_vocab()
-        if vocabularies[0] == vocabularies[1]:
-            return
-        theirs, ours = ({number: token for token, number in each.items()} for each in vocabularies)
-        for number in sorted(theirs.keys() & ours.keys()):
-            if theirs[number] != ours[number]:
-                raise ValueError(f"the draft model does not fit the target: its token {number} is {ours[number]!r}, "
-                                 f"the target's is {theirs[number]!r}; accepted: a causal LM with the same tokenizer")
+        problem = token_difference(tokenizer, draft.tokenizer)
     elif abs(draft.vocab_size - target.vocab_size) > PADDING:
-        raise ValueError(f"the draft model does not fit the target: its vocabulary size is {draft.vocab_size}, the "
-                         f"target's is {target.vocab_size}; accepted: a causal LM with the same tokenizer")
+        problem = f"its vocabulary size is {draft.vocab_size}, the target's is {target.vocab_size}"
+    if problem is not None:
+        raise ValueError(f"the draft model does not fit the target: {problem}; accepted: a causal LM with the target's "
+                         "tokenizer")
