@@ -65,9 +65,8 @@ class EagleModel:
         target = f"{name} ({type(model).__name__}, {described_size(model)}, {dtype}, {form}, {self.target.device})"
         if draft is None:
             return target, None
-        small = isinstance(draft, DraftModel)
-        name = self.names[1] or (Path(draft.model.name_or_path).name or "a causal LM" if small else "a head")
-        return target, f"{name} ({draft.kind}, {described_size(draft.model if small else draft)})"
+        name = self.names[1] or ("a causal LM" if isinstance(draft, DraftModel) else "a head")
+        return target, f"{name} ({draft.kind}, {described_size(weights_of(draft))})"
 
     @functools.cached_property
     def stock(self) -> PreTrainedModel:
@@ -233,6 +232,11 @@ def fit_head(draft: DraftHead, target: TargetModel) -> None:
         if draft.output_rows is None:
             log.warning("the draft head has %d of %d tokens, but the rows of the target's output layer are not plain "
                         "weights: the whole layer is computed", draft.draft_vocab_size, target.vocab_size)
+
+
+def weights_of(drafter: DraftHead | DraftModel) -> torch.nn.Module:
+    """The module with a drafter's weights."""
+    return drafter.model if isinstance(drafter, DraftModel) else drafter
 
 
 def parameter_count(module: torch.nn.Module) -> int:

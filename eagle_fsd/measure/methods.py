@@ -51,9 +51,9 @@ def described(model: EagleModel, options: ComparisonOptions | None = None) -> di
 
 
 def pair_text(model: EagleModel) -> str:
-    """Names and sizes of target and head, for the beginning of a page of results."""
-    target, head = model.described()
-    return f"Target: {target}\\\nHead: {head or 'none, drafts are copied from the text'}"
+    """Names and sizes of target and drafter, for the beginning of a page of results."""
+    target, drafter = model.described()
+    return f"Target: {target}\\\nDrafter: {drafter or 'none, drafts are copied from the text'}"
 
 
 def hf_generate(model: EagleModel, *, temperature: float = 0.0, seed: int = 0, **options: object) -> Method:
