@@ -10,6 +10,7 @@ __all__ = [
     "RULES",
     "Chat",
     "DraftHead",
+    "DraftModel",
     "EagleModel",
     "Engine",
     "EngineClosed",
@@ -46,6 +47,7 @@ if TYPE_CHECKING:  # editors and type checkers do not follow __getattr__
     from .decoding.decoder import Session
     from .decoding.output import Output, Receipt, Stats
     from .drafting.config import TreeConfig
+    from .drafting.language_model import DraftModel
     from .drafting.text import TextDrafts
     from .heads.checkpoint import load_head, save_head
     from .heads.eagle import DraftHead
@@ -70,6 +72,7 @@ else:
         "EagleModel": "pair",
         "Engine": "batching.engine",
         **dict.fromkeys(("EngineClosed", "Piece", "QueueFull", "Ticket"), "batching.tickets"),
+        "DraftModel": "drafting.language_model",
         "TextDrafts": "drafting.text",
         "TreeConfig": "drafting.config",
     })

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -26,9 +27,11 @@ from .acceptance import Rule
 from .api import decode_requests, ending
 from .decoding.processing import check_processors, is_context_free, processors_of_row
 from .drafting.config import TreeConfig
+from .drafting.language_model import DraftModel
 from .drafting.text import TextDrafts
-from .heads.checkpoint import load_head
+from .heads.checkpoint import is_causal_lm, load_head
 from .heads.eagle import DraftHead
+from .models.loading import load_target
 from .options import GenerateOptions
 from .pair import EagleModel
 from .prompts import check_ids
@@ -50,7 +53,7 @@ def custom_generate(
     synced_gpus: bool = False,
     streamer: BaseStreamer | None = None,
     assistant_model: object | None = None,
-    draft: DraftHead | str | None = None,
+    draft: DraftHead | PreTrainedModel | DraftModel | str | None = None,
     acceptance: str | Rule | Callable = "fsd",
     threshold: float | None = None,
     divergence: str | None = None,
@@ -72,8 +75,8 @@ def custom_generate(
     Generation config, logits processors and stopping criteria are those that `generate` prepared.
 
     Args:
-        draft: a `DraftHead` (from `load_head`), or the directory or hub id of one; None: drafts are only copied from
-            the text.
+        draft: a `DraftHead` (from `load_head`), a smaller causal LM with the same tokens, or the directory or hub id of
+            one of them; None: drafts are only copied from the text.
         acceptance, threshold, divergence, head_guard, budget, tree, text_drafts, seed: see `GenerateOptions`.
         reference: see `GenerateOptions`; it needs a text_tokenizer.
         streamer: that of `generate`, which does not pass it on: it is looked up in the calling frame. text_streamer:
@@ -94,7 +97,7 @@ def custom_generate(
         if streamer is not None and text_streamer is not None:
             raise ValueError("custom_generate takes one streamer, got streamer= and text_streamer=")
         if assistant_model is not None or argument_of_generate("assistant_model") is not None:
-            raise ValueError("custom_generate drafts with draft=, and cannot take an assistant_model as well")
+            raise ValueError("custom_generate cannot take an assistant_model as well: pass it as draft=")
         has_prompt = streamer is not None  # `generate` has sent the prompt to its own streamer
         streamer = text_streamer if streamer is None else streamer
         pad = check_call(input_ids, generation_config, streamer, model_kwargs)
@@ -109,8 +112,10 @@ def custom_generate(
             temperature=0.0 if greedy else float(generation_config.temperature or 1.0))
         padding = left_padding(input_ids, model_kwargs.get("attention_mask"))
         check_positions(model_kwargs.get("position_ids"), padding, input_ids.shape[1])
-        head = draft if draft is None or isinstance(draft, DraftHead) else load_head(draft)
-        pair = EagleModel.from_parts(model, head, text_tokenizer)
+        if isinstance(draft, (str, Path)):
+            draft = (load_target(draft, dtype=model.dtype, device=model.device)[0] if is_causal_lm(draft)
+                     else load_head(draft))
+        pair = EagleModel.from_parts(model, draft, text_tokenizer)
         prompts = [check_ids(row[count:].tolist(), pair) for row, count in zip(input_ids, padding, strict=True)]
         processors = check_processors(logits_processor)
         own = [{"processors": processors_of_row(processors, number), "eos_ids": eos_ids,

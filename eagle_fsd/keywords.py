@@ -13,7 +13,7 @@ from .drafting.text import TextDrafts
 
 F = TypeVar("F", bound=Callable)
 REPLACEMENTS = {  # names from other libraries and servers: what to use here
-    "assistant_model": "load(target, draft): the draft head drafts",
+    "assistant_model": "load(target, draft): a draft head or a small causal LM drafts",
     "attention_mask": "the output of the tokenizer, mask included, as the prompt",
     "bad_words_ids": "logits_processor=[NoBadWordsLogitsProcessor(...)]",
     "do_sample": "temperature= (0 is greedy)",
@@ -122,6 +122,8 @@ class LoadKeywords(TypedDict, total=False):
     tree: TreeConfig | str | None
     prepack: bool
     quantization: str | None
+    draft_dtype: Any
+    draft_quantization: str | None
 
 
 def lists_options(options: type, keywords: type, *, described: bool = False) -> Callable[[F], F]:

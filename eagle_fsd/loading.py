@@ -1,20 +1,22 @@
-"""`load`: a target and its draft head, from files to an `EagleModel`."""
+"""`load`: a target and its drafter, from files to an `EagleModel`."""
 
 from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .drafting.config import GPU_TREE, TreeConfig
 from .drafting.curves import read_curves
+from .drafting.language_model import DraftModel
 from .heads.catalogue import display_name, find_pair
-from .heads.checkpoint import load_head
+from .heads.checkpoint import is_causal_lm, load_head
 from .heads.eagle import DraftHead
 from .keywords import LoadKeywords, lists_options
 from .load_options import LoadOptions
@@ -22,7 +24,7 @@ from .models import GROUPED, STOCK
 from .models.linear import check_quantization
 from .models.loading import check_device, load_compact, load_target
 from .models.memory import MappedFiles, trim
-from .models.target import TargetModel
+from .models.target import TargetModel, device_of
 from .pair import EagleModel, check_sizes
 
 if TYPE_CHECKING:
@@ -35,7 +37,7 @@ log = logging.getLogger(__name__)
 def load(
     target: str | Path | None = None, draft: str | Path | None = None, **options: Unpack[LoadKeywords]
 ) -> EagleModel:
-    """Load a target and its draft head.
+    """Load a target and its drafter: a draft head, or a smaller causal LM.
 
     Args:
         target, draft, options: see `LoadOptions`.
@@ -43,52 +45,78 @@ def load(
     Raises:
         TypeError: an unknown option, or one of the wrong type.
         ValueError: a default target that is not installed, a target with several known heads, a bad option, damaged or
-            missing files, a head that does not fit, an unsupported target or attention. Flipped bits in the weights go
-            unnoticed unless a number is no longer finite: the format has no checksum.
+            missing files, a drafter that does not fit, an unsupported target or attention. Flipped bits in the weights
+            go unnoticed unless a number is no longer finite: the format has no checksum.
         OSError: a hub id that does not exist or cannot be fetched, or a broken config of the target.
         ImportError: a GGUF file, and the package gguf is not installed.
     """
     asked = LoadOptions.from_names({"target": target, "draft": draft, **options})
-    check_quantization(asked.quantization)
-    if asked.quantization and (asked.device_map is not None or check_device(asked.device).type != "cpu"):
-        raise ValueError(f"quantization={asked.quantization!r} needs a target on the CPU: pass device=\"cpu\" without "
-                         "device_map, or use a quantization_config of transformers")
+    for name in ("quantization", "draft_quantization"):
+        form = getattr(asked, name)
+        check_quantization(form)
+        if form and (asked.device_map is not None or check_device(asked.device).type != "cpu"):
+            raise ValueError(f"{name}={form!r} needs a target on the CPU: pass device=\"cpu\" without device_map, or "
+                             "use a quantization_config of transformers")
     target, draft = find_pair(asked.target, asked.draft)
-    head = None if draft is None else load_head(draft)  # the head first: it loads fast, so its errors come early
-    curves = read_curves(draft) if asked.tree == "auto" and head is not None else None
+    small = draft is not None and is_causal_lm(draft)
+    if not small and (asked.draft_dtype or asked.draft_quantization):
+        raise ValueError("draft_dtype and draft_quantization are for a causal LM as the drafter: leave them out")
+    head = None if draft is None or small else load_head(draft)  # the head first: it loads fast, so errors come early
+    curves = None if draft is None or asked.tree != "auto" or Path(draft).is_file() else read_curves(draft)
     stock = asked.attn_implementation in STOCK
     placement = {"device": asked.device, "device_map": asked.device_map, "trust_remote_code": asked.trust_remote_code,
                  "quantization_config": asked.quantization_config,
                  "attn_implementation": asked.attn_implementation if stock else None}
-    fused, early = asked.attn_implementation is None, asked.prepack and asked.quantization is None
-    if early and asked.device_map is None and check_device(asked.device).type == "cpu":
-        model, tokenizer, dtype = load_compact(target, dtype=asked.dtype, **placement)
-        if not getattr(model, "is_quantized", False):
-            pack_early(model, head, dtype, fused=fused)
-    else:
-        model, tokenizer = load_target(target, dtype=asked.dtype, **placement)
-    pair = EagleModel.from_parts(model, head, tokenizer, fused=fused)
+    fused, drafter = asked.attn_implementation is None, head
+    packed = asked.prepack and asked.quantization is None
+    model, tokenizer = load_model(target, asked.dtype, placement, packed=packed, fused=fused, head=head)
+    if small:
+        place = device_of(model.get_output_embeddings())
+        drafter = DraftModel(*load_model(
+            draft, asked.draft_dtype or asked.dtype,
+            {**placement, "device": place, "device_map": None, "quantization_config": None},
+            packed=packed and asked.draft_quantization is None, fused=fused), fused=fused)
+        set_attention(drafter, asked.attn_implementation)
+    pair = EagleModel.from_parts(model, drafter, tokenizer, fused=fused)
     stored = None if asked.dtype == "auto" else asked.dtype
     pair.names = display_name(target), None if draft is None else display_name(draft)
     pair.load_stock = lambda dtype: load_target(target, dtype=dtype or stored, **placement)[0].eval()
     set_attention(pair.target, asked.attn_implementation)
     if asked.prepack:
-        pair.prepack(asked.quantization)
+        pair.prepack(asked.quantization, asked.draft_quantization)
     if isinstance(asked.tree, TreeConfig):
         pair.tree = asked.tree
     elif asked.tree == "auto":
         if pair.target.output_device.type == "cpu":
             pair.size_cycles(curves)
-        elif head is not None:
-            pair.tree = replace(GPU_TREE, top_k=min(GPU_TREE.top_k, head.draft_vocab_size))
+        elif drafter is not None:
+            pair.tree = replace(GPU_TREE, top_k=min(GPU_TREE.top_k, drafter.draft_vocab_size))
     return pair
 
 
-def pack_early(model: PreTrainedModel, head: DraftHead | None, dtype: torch.dtype | None, *, fused: bool) -> None:
-    """Pack a target's weights before `TargetModel` checks it: the check then runs on the packed weights, and is faster.
+def load_model(
+    source: str | Path, dtype: object, placement: Mapping[str, Any], *, packed: bool, fused: bool,
+    head: DraftHead | None = None,
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
+    """A causal LM and its tokenizer by `load_target`; if they are to be packed, weights on a CPU are as soon as they
+    are loaded.
 
     Args:
-        head: the head that the target will be joined with.
+        placement: further keywords of `load_target`. fused, head: see `pack_early`.
+    """
+    if not packed or placement["device_map"] is not None or check_device(placement["device"]).type != "cpu":
+        return load_target(source, dtype=dtype, **placement)
+    model, tokenizer, dtype = load_compact(source, dtype=dtype, **placement)
+    if not getattr(model, "is_quantized", False):
+        pack_early(model, head, dtype, fused=fused)
+    return model, tokenizer
+
+
+def pack_early(model: PreTrainedModel, head: DraftHead | None, dtype: torch.dtype | None, *, fused: bool) -> None:
+    """Pack a model's weights before `TargetModel` checks it: the check then runs on the packed weights, and is faster.
+
+    Args:
+        head: the head that the model will be joined with.
         dtype: see `TargetModel.pack`. fused: see `EagleModel.from_parts`.
     """
     adapter, rows = TargetModel(model, fused=fused, check=False), None  # fused layers are packed together
@@ -110,7 +138,7 @@ def pack_early(model: PreTrainedModel, head: DraftHead | None, dtype: torch.dtyp
 
 
 def set_attention(target: TargetModel, implementation: str | None) -> None:
-    """Switch the target to the attention that the user asked for, or log why it cannot be used.
+    """Switch the model to the attention that the user asked for, or log why it cannot be used.
 
     Args:
         implementation: its name; None: the fastest one for the device that computes the same. The fused decoder has

@@ -1,4 +1,4 @@
-"""`EagleModel`: a target with its draft head and tokenizer."""
+"""`EagleModel`: a target with its drafter and tokenizer."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from .decoding.request import RequestParams
 from .decoding.timing import known_latency
 from .drafting.config import CPU_TREE, GPU_TREE, TreeConfig
 from .drafting.curves import HeadCurves, known_curves
+from .drafting.language_model import DraftModel
 from .drafting.sizing import Choice, Drafting, Pause, Sizing
 from .heads.eagle import DraftHead
 from .models.linear import PackedLinear, check_quantization, packed_form
@@ -24,21 +25,21 @@ from .models.memory import trim
 from .models.target import TargetModel
 
 log = logging.getLogger(__name__)
-# For each target that has passed the check of TargetModel, and for `fused`: why the fused decoder does not serve it,
+# For each model that has passed the check of TargetModel, and for `fused`: why the fused decoder does not serve it,
 # or None if it does.
 _checked: WeakKeyDictionary[PreTrainedModel, dict[bool, str | None]] = WeakKeyDictionary()
 
 
 @dataclass(eq=False, repr=False)
 class EagleModel:
-    """A target with its draft head and tokenizer: `eagle_fsd.load` returns it, `eagle_fsd.generate` takes it.
+    """A target with its drafter and tokenizer: `eagle_fsd.load` returns it, `eagle_fsd.generate` takes it.
 
-    `EagleModel.from_parts` builds one from loaded parts. `target.model` is the model of transformers. Without a draft
-    head, drafts are only copied from the text.
+    `EagleModel.from_parts` builds one from loaded parts. `target.model` is the model of transformers. Without a
+    drafter, drafts are only copied from the text.
     """
 
     target: TargetModel
-    draft: DraftHead | None
+    draft: DraftHead | DraftModel | None
     tokenizer: PreTrainedTokenizerBase | None = None
     tree: TreeConfig | None = None  # for requests without a tree
     sizing: Sizing | None = None  # chooses the size of each cycle for requests without a tree; None: `default_tree`
@@ -47,7 +48,7 @@ class EagleModel:
 
     # Loads the target again in a dtype; None: the dtype passed to `load`, else that of the checkpoint.
     load_stock: Callable[[torch.dtype | None], PreTrainedModel] | None = field(default=None, repr=False)
-    names: tuple[str | None, str | None] = (None, None)  # of target and head: hub ids, or last parts of paths
+    names: tuple[str | None, str | None] = (None, None)  # of target and drafter: hub ids, or last parts of paths
 
     def __repr__(self) -> str:
         target, head = self.described()
@@ -55,15 +56,17 @@ class EagleModel:
         return f"EagleModel(target={target}, draft={head}, tree={chosen})"
 
     def described(self, *, stock: bool = False) -> tuple[str, str | None]:
-        """Name, size and form of the target (or of `stock`), and name and size of the head; None: there is no head."""
-        model, head = self.stock if stock else self.target.model, self.draft
+        """Name, size and form of the target (or of `stock`), and name, kind and size of the drafter; None: there is
+        none."""
+        model, draft = self.stock if stock else self.target.model, self.draft
         dtype = str(model.dtype if stock else self.target.dtype).removeprefix("torch.")
         form = f"packed as {packed_form(model)}" if packed_form(model) else "plain weights"
         name = self.names[0] or Path(model.name_or_path).name or type(model).__name__
         target = f"{name} ({type(model).__name__}, {described_size(model)}, {dtype}, {form}, {self.target.device})"
-        if head is None:
+        if draft is None:
             return target, None
-        return target, f"{self.names[1] or 'a head'} ({head.kind}, {described_size(head)})"
+        name = self.names[1] or ("a causal LM" if isinstance(draft, DraftModel) else "a head")
+        return target, f"{name} ({draft.kind}, {described_size(weights_of(draft))})"
 
     @functools.cached_property
     def stock(self) -> PreTrainedModel:
@@ -86,52 +89,61 @@ class EagleModel:
 
     @classmethod
     def from_parts(
-        cls, target: PreTrainedModel, draft: DraftHead | None, tokenizer: PreTrainedTokenizerBase | None = None, *,
-        fused: bool = True,
+        cls, target: PreTrainedModel, draft: DraftHead | PreTrainedModel | DraftModel | None,
+        tokenizer: PreTrainedTokenizerBase | None = None, *, fused: bool = True,
     ) -> EagleModel:
-        """Join a causal LM and a head. The head is moved to the device of the target's output layer and to its dtype.
+        """Join a causal LM and a drafter: a head, or a smaller causal LM with the same tokens. A head is moved to the
+        device of the target's output layer and to its dtype; a causal LM stays as it is.
 
         Args:
-            fused: use `FusedDecoder` for the target if it computes the same. It shares the target's weights.
+            draft: a `DraftModel` has its own tokenizer, which is compared with the target's.
+            fused: use `FusedDecoder` for causal LMs if it computes the same. It shares their weights.
 
         Raises:
             TypeError: a part of the wrong type.
-            ValueError: an unsupported target, or a head of another hidden size or vocabulary.
+            ValueError: an unsupported target or draft model, a head of another hidden size or vocabulary, or a draft
+                model with other tokens.
         """
-        for name, part, kind in (("target", target, PreTrainedModel), ("draft", draft, DraftHead),
-                                 ("tokenizer", tokenizer, PreTrainedTokenizerBase)):
-            if not isinstance(part, kind) and (part is not None or name == "target"):
-                raise TypeError(f"{name} must be a {kind.__name__}, got {type(part).__name__}")
-        before = _checked.setdefault(target, {})
-        known = before.get(fused)
-        adapter = TargetModel(target, fused=fused and known is None, check=fused not in before)
-        before[fused] = adapter.stock_reason = known or adapter.stock_reason
-        if draft is not None:
+        for name, part, *kinds in (("target", target, PreTrainedModel), ("tokenizer", tokenizer,
+                                   PreTrainedTokenizerBase), ("draft", draft, DraftHead, PreTrainedModel, DraftModel)):
+            if not isinstance(part, tuple(kinds)) and (part is not None or name == "target"):
+                accepted = ", ".join(kind.__name__ for kind in kinds)
+                raise TypeError(f"{name} must be a {accepted}, got {type(part).__name__}")
+        adapter = adapted(TargetModel, target, fused)
+        if isinstance(draft, PreTrainedModel):
+            draft = adapted(DraftModel, draft, fused)
+        if isinstance(draft, DraftModel):
+            draft.fit(adapter, tokenizer)
+        elif draft is not None:
             fit_head(draft, adapter)
         return cls(adapter, draft, tokenizer)
 
-    def prepack(self, quantization: str | None = None) -> None:
+    def prepack(self, quantization: str | None = None, draft_quantization: str | None = None) -> None:
         """Replace weights on a CPU by weights in the layout of its kernels. `load` does this by default.
 
         The stock models still run. A copy of them has plain weights, and their `state_dict` unpacks the weights.
 
         Args:
             quantization: "int8", or None: the stored 16 bits, with the same results.
+            draft_quantization: of a causal LM as the drafter; None: `quantization`.
 
         Raises:
             ValueError: an unknown quantization, or a processor without the instructions for it.
         """
-        check_quantization(quantization)
+        for each in (quantization, draft_quantization):
+            check_quantization(each)
         self.target.pack(quantization)
-        if self.draft is not None:
+        if isinstance(self.draft, DraftModel):
+            self.draft.pack(draft_quantization or quantization)
+        elif self.draft is not None:
             self.draft.pack(quantization, self.target.lm_head)
         trim()
 
     def size_cycles(self, stored: HeadCurves | None = None) -> None:
-        """Choose the size of each cycle by its latency on this machine and by the head's curves.
+        """Choose the size of each cycle by its latency on this machine and by the drafter's curves.
 
         Args:
-            stored: curves stored beside the head. Curves that the user has fitted take precedence; without either,
+            stored: curves stored beside the drafter. Curves that the user has fitted take precedence; without either,
                 default curves apply.
         """
         latency = known_latency(self.target, self.draft)
@@ -182,6 +194,15 @@ class EagleModel:
         return GPU_TREE if self.target.device.type == "cuda" else CPU_TREE
 
 
+def adapted(kind: type[TargetModel], model: PreTrainedModel, fused: bool) -> TargetModel:
+    """A `TargetModel` or `DraftModel` of a causal LM, which is checked only once."""
+    before = _checked.setdefault(model, {})
+    known = before.get(fused)
+    adapter = kind(model, fused=fused and known is None, check=fused not in before)
+    before[fused] = adapter.stock_reason = known or adapter.stock_reason
+    return adapter
+
+
 def check_sizes(draft: DraftHead, target: TargetModel) -> None:
     """Raise ValueError unless hidden size and vocabulary of the head are those of the target."""
     for what, ours, theirs in (("hidden size", draft.target_hidden_size, target.hidden_size),
@@ -211,6 +232,11 @@ def fit_head(draft: DraftHead, target: TargetModel) -> None:
         if draft.output_rows is None:
             log.warning("the draft head has %d of %d tokens, but the rows of the target's output layer are not plain "
                         "weights: the whole layer is computed", draft.draft_vocab_size, target.vocab_size)
+
+
+def weights_of(drafter: DraftHead | DraftModel) -> torch.nn.Module:
+    """The module with a drafter's weights."""
+    return drafter.model if isinstance(drafter, DraftModel) else drafter
 
 
 def parameter_count(module: torch.nn.Module) -> int:

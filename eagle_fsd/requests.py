@@ -98,18 +98,18 @@ def mark_token(mark: str | int, model: EagleModel) -> int:
 
 def warn_about_threshold(rule: Rule, model: EagleModel, options: GenerateOptions) -> None:
     """Warn if the threshold has no effect, if no divergence exceeds it, or if the divergence is infinite because the
-    draft head does not have every token."""
+    drafter does not have every token."""
     if isinstance(options.rule, FuzzyRule) and not options.lossless and (model.draft is None or rule is EXACT):
         log.warning("%s with threshold %g changes nothing %s: decoding is lossless", options.rule.name,
                     options.rule.threshold, "with speculative=False, because nothing is drafted" if rule is EXACT
-                    else "without a draft head, because copies from the text are accepted exactly")
+                    else "without a drafter, because copies from the text are accepted exactly")
         return
     budget, divergence = options.budget, getattr(rule, "divergence", None)
     most = {"js": math.log(2), "tv": 1.0}.get(str(divergence).partition("_top")[0])
     if most is not None and most <= rule.threshold < math.inf and budget is None:
-        log.warning("a threshold of %g accepts every token of the draft head that the guard allows: %s is at most %.3g",
+        log.warning("a threshold of %g accepts every token of the drafter that the guard allows: %s is at most %.3g",
                     rule.threshold, divergence, most)
-    if model.draft is None or model.draft.draft_vocab_size == model.target.vocab_size:
+    if model.draft is None or model.draft.draft_tokens is None:
         return
     if divergence in ("kl", "js_fsd_code") and rule.threshold > 0:
         log.warning("%s is infinite for a draft head with %d of %d tokens: no draft token passes. Use js, tv or "

@@ -1,4 +1,5 @@
-"""The text of an answer while it is generated, and where a stop string ends it."""
+"""The text of an answer while it is generated, where a stop string ends it, and whether two models have one tokenizer.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +10,16 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 UNFINISHED = "\ufffd"  # how an incomplete character decodes
+
+
+def token_difference(target: PreTrainedTokenizerBase, drafter: PreTrainedTokenizerBase) -> str | None:
+    """The first token that differs, in words; None: there is none. Either tokenizer may have further tokens."""
+    vocabularies = target.get_vocab(), drafter.get_vocab()
+    if vocabularies[0] == vocabularies[1]:
+        return None
+    theirs, ours = ({number: token for token, number in each.items()} for each in vocabularies)
+    number = min((number for number in theirs.keys() & ours.keys() if theirs[number] != ours[number]), default=None)
+    return None if number is None else f"its token {number} is {ours[number]!r}, the target's is {theirs[number]!r}"
 
 
 class GrowingText:

@@ -24,6 +24,7 @@ from tyro.conf import UseAppendAction
 from eagle_fsd import EagleModel
 from eagle_fsd.cli.arguments import Loading, Tree
 from eagle_fsd.cli.exits import check_counts
+from eagle_fsd.drafting.language_model import DraftModel
 from eagle_fsd.heads.eagle3 import Eagle3Head
 from eagle_fsd.measure.comparison import compare, setting_methods, store
 from eagle_fsd.measure.grading import check_gradable
@@ -39,6 +40,8 @@ BASELINE, LOOKUP, UNDRAFTED, COPIES = "model.generate", "prompt lookup", "no dra
 
 def head_alone(model: EagleModel) -> str:
     """The name of `exact` without text drafts, which is the published method."""
+    if isinstance(model.draft, DraftModel):
+        return "draft model alone"
     return f"{'EAGLE-3' if isinstance(model.draft, Eagle3Head) else 'EAGLE-2'} (head alone)"
 
 

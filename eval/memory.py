@@ -53,15 +53,16 @@ def measure(pair: Loading) -> tuple[str, dict[str, float]]:
 
     import eagle_fsd
     from eagle_fsd.measure.methods import pair_text
-    from eagle_fsd.pair import parameter_count
+    from eagle_fsd.pair import parameter_count, weights_of
 
     eagle_fsd.generate([3, 1, 4, 1, 5], build_pair("tiny", torch.float32, torch.device("cpu")), max_new_tokens=4)
     before = status("VmRSS")
     Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")  # resets the peak
     model = pair.load()
     resident, peak = status("VmRSS") - before, status("VmHWM") - before
-    rows = 0 if model.draft.output_rows is None else model.draft.draft_vocab_size * model.target.hidden_size
-    weights = parameter_count(model.target.model) + parameter_count(model.draft) + rows
+    copied = getattr(model.draft, "output_rows", None)
+    rows = 0 if copied is None else model.draft.draft_vocab_size * model.target.hidden_size
+    weights = parameter_count(model.target.model) + parameter_count(weights_of(model.draft)) + rows
     return pair_text(model), {
         "weights": weights * model.target.dtype.itemsize / MB, "resident": resident / MB, "peak": peak / MB}
 

@@ -13,12 +13,11 @@ from eagle_fsd.decoding.timing import greedy_decoder
 from eagle_fsd.drafting.config import TreeConfig
 from eagle_fsd.drafting.curves import default_curves
 from eagle_fsd.drafting.growth import draft_tree, rerank
+from eagle_fsd.drafting.language_model import DraftModel
 from eagle_fsd.drafting.largest import BLOCK, WORTH_IT, first_largest, largest
 from eagle_fsd.drafting.latency import Latency
 from eagle_fsd.drafting.sizing import Choice, Drafting, Plan, Sizing
 from eagle_fsd.models import target as target_module
-from eagle_fsd.models.cache import cache_name
-from eagle_fsd.models.masks import additive
 from eagle_fsd.models.target import TargetModel
 
 SHAPES = [(2, 1, 1), (16, 5, 4), (60, 8, 10), (9, 1, 3), (99, 3, 3), (12, 6, 1)]
@@ -162,22 +161,27 @@ def test_greedy_cycles_equal_the_reference(family, shape):
     assert sum(len(path) for _, path, _ in cycles) > 0
 
 
-class SmallModel:
-    """A causal LM as the drafter: it reads tokens alone, and has its own output layer."""
-
-    reads_features, draft_tokens = False, None
-
-    def __init__(self, model):
-        self.model = TargetModel(model)
-        self.draft_vocab_size, self.new_cache = self.model.vocab_size, self.model.new_cache
-
-    def predict(self, states, tokens, positions, visible, cache):
-        mask = None if visible is None else additive(visible, self.model.dtype)
-        return self.model.features(tokens, position_ids=positions, attention_mask=mask, use_cache=True,
-                                   **{cache_name(type(self.model.decoder)): cache})
-
-    def own_logits(self, states, output):
-        return self.model.logits(states)
+@torch.inference_mode()
+@pytest.mark.parametrize(("family", "shape"), [
+    ("llama", (16, 5, 4)), ("mistral-window", (16, 5, 4)), ("gemma3_text", (12, 9, 3)), ("llama4_text", (12, 4, 3)),
+    ("gpt2", (9, 8, 1)), ("deepseek_v3", (12, 4, 3)),
+], ids=str)
+def test_levels_of_a_draft_model_are_read_as_plain_text(family, shape):
+    """The logits at each expanded node are those of the text up to it, whose keys lie among those of other branches."""
+    model, config, rows = tiny_target(family), TreeConfig(*shape), 1 if family == "llama4_text" else 2
+    drafter, prompts = DraftModel(model), [PROMPT, PROMPT[::-1][:9]][:rows]
+    cache = drafter.new_cache(20 + config.depth * config.top_k, rows)
+    for _ in range(2):  # the second one after rows of unequal lengths
+        unread = [torch.tensor(prompt[length:]) for prompt, length in zip(prompts, cache.lengths, strict=True)]
+        tree, draft_logits = draft_tree(drafter, drafter, None, unread, cache, config)
+        assert cache.lengths == [len(prompt) for prompt in prompts]
+        for row, prompt in enumerate(prompts):
+            for node, path in enumerate(paths_of(tree, row)):
+                if tree.draft_rows[row, node] >= 0:
+                    drafted = draft_logits[len(path)][row, tree.draft_rows[row, node]]
+                    expected = model(torch.tensor([[*prompt, *path]]), use_cache=False).logits[0, -1]
+                    torch.testing.assert_close(drafted, expected, rtol=1e-4, atol=1e-4)
+        prompts = [prompt + [7, 2, 11][: 3 - row] for row, prompt in enumerate(prompts)]
 
 
 @torch.inference_mode()
@@ -189,7 +193,7 @@ def test_a_causal_model_drafts(same, shape, prompts, monkeypatch):
     goes on with both caches."""
     monkeypatch.setitem(target_module.PREFILL, "cpu", 5)  # prompts in parts
     model, tree = tiny_target(), TreeConfig(*shape, draft_temperature=0.05)
-    target, drafter = TargetModel(model), SmallModel(model if same else tiny_target(seed=1, num_hidden_layers=1))
+    target, drafter = TargetModel(model), DraftModel(model if same else tiny_target(seed=1, num_hidden_layers=1))
     decoder = greedy_decoder(target, drafter, prompts, tree, 60)
     decoder.prefill()
     accepted = [[len(receipts) - 1 for receipts in decoder.step()] for _ in range(5)]

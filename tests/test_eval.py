@@ -99,7 +99,7 @@ def test_a_benchmark_says_per_category_and_in_all_what_the_methods_did(chat_mode
     page = (tmp_path / "results" / "run.md").read_text()
     assert "| exact " in page and "| maths " in page and page.strip() in capsys.readouterr().out
     target, head = chat_model.described()
-    assert f"\nTarget: {target}\\\nHead: {head}\n" in page and record["names"] == {"target": target, "head": head}
+    assert f"\nTarget: {target}\\\nDrafter: {head}\n" in page and record["names"] == {"target": target, "head": head}
     assert " k parameters, float32, " in target and "3 of them timed, model.generate in float32,\n" in page
     assert " to " not in page.partition("\n- **")[0].partition("| method")[2]  # no intervals
     legend = page.partition("\n- **")[2]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from tiny import HIDDEN, PROMPT, VOCAB, tiny_target
+from tiny import HIDDEN, PROMPT, VOCAB, small_model, tiny_target
 from transformers import AutoTokenizer
 
 import eagle_fsd
@@ -98,6 +98,17 @@ def test_a_file_is_dequantised_once(target, tmp_path, cache, caplog):
     with torch.no_grad():
         target.lm_head.weight.mul_(2)
     assert dequantised(write(tmp_path / "tiny.gguf", target)) != folder  # another content is another model
+
+
+def test_one_drafts_for_another(target, tmp_path):
+    files = [write(tmp_path / f"{name}.gguf", model) for name, model in (
+        ("large", target), ("small", small_model(target, num_hidden_layers=1)))]
+    pair = eagle_fsd.load(*files, device="cpu", tree=eagle_fsd.TreeConfig(12, 4, 3))
+    output = eagle_fsd.generate(PROMPT, pair, max_new_tokens=20, acceptance="exact")
+    plain = eagle_fsd.generate(PROMPT, eagle_fsd.EagleModel.from_parts(pair.target.model, None), max_new_tokens=20,
+                               speculative=False)
+    assert output.token_ids == plain.token_ids and output.stats.accepted["head"] > 5
+    assert pair.described()[1].startswith("small.gguf (causal LM, ")
 
 
 def test_damaged_and_unknown_files_are_refused(target, tmp_path, cache):

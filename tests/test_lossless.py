@@ -13,7 +13,7 @@ import torch
 from test_eagle3 import deep_target, good_head
 from test_engine import no_three_after_one
 from test_generate import Recorder
-from tiny import NAMED, PROMPT, VOCAB, tiny_head, tiny_pair, tiny_target
+from tiny import NAMED, PROMPT, VOCAB, small_model, tiny_head, tiny_pair, tiny_target
 from transformers import LogitsProcessorList, T5Config, T5ForConditionalGeneration
 
 import eagle_fsd
@@ -54,6 +54,11 @@ def computed_by(forward):
     return pair
 
 
+def drafted_by(family, target="llama", **options):
+    target = tiny_target(target)
+    return EagleModel.from_parts(target, small_model(target, family, **options))
+
+
 HEADS = {
     "llama": tiny_pair,
     "no head": lambda: EagleModel.from_parts(tiny_target(), None),
@@ -68,6 +73,11 @@ TARGETS = {
     # Windows, chunks, latent keys, learned positions; Llama-4 counts positions and goes row by row.
     **{family: functools.partial(tiny_pair, family)
        for family in ("qwen2-window", "llama4_text", "deepseek_v3", "gpt2", "opt")},
+    # Other causal LMs draft: with more rows of padding than the target; with fewer, and windows; with too few positions
+    # for the texts.
+    "a small llama": functools.partial(drafted_by, "llama", "gemma3_text", vocab_size=40, num_hidden_layers=1),
+    "a small mistral": functools.partial(drafted_by, "mistral-window", vocab_size=31),
+    "a small gpt2": functools.partial(drafted_by, "gpt2", "qwen2-window", max_position_embeddings=30),
 }
 GREEDY = [
     {}, {"acceptance": "exact", "tree": CHAIN}, {"acceptance": "relaxed", "tree": DEEP, "text_drafts": "off"},

@@ -214,8 +214,8 @@ def test_lists_of_options_lead_to_the_engine(small, given):
 
 
 @pytest.mark.parametrize(("given", "said"), [
-    ({"threshold": 0.3}, "fsd with threshold 0.3 changes nothing without a draft head"),
-    ({"acceptance": "relaxed", "threshold": 2}, "relaxed with threshold 2 changes nothing without a draft head"),
+    ({"threshold": 0.3}, "fsd with threshold 0.3 changes nothing without a drafter"),
+    ({"acceptance": "relaxed", "threshold": 2}, "relaxed with threshold 2 changes nothing without a drafter"),
     ({"threshold": 0.3, "speculative": False}, "changes nothing with speculative=False"),
     ({}, ""), ({"acceptance": "exact"}, ""), ({"acceptance": lambda nodes: nodes.warped}, ""),
 ], ids=range(6))
@@ -264,5 +264,5 @@ def test_a_threshold_that_nothing_exceeds_is_warned_of(small, caplog):
         eagle_fsd.generate(PROMPT, small, max_new_tokens=2, **given)
     assert not caplog.records  # of js, which is at most ln 2
     eagle_fsd.generate(PROMPT, small, threshold=5, max_new_tokens=2)
-    message = "a threshold of 5 accepts every token of the draft head that the guard allows: js is at most 0.693"
+    message = "a threshold of 5 accepts every token of the drafter that the guard allows: js is at most 0.693"
     assert message in caplog.text

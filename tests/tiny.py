@@ -176,6 +176,17 @@ def tiny_head(target, seed: int = 0, **options) -> DraftHead:
     return head.eval()
 
 
+def small_model(target, family: str = "llama", **options):
+    """A causal LM that predicts roughly what the target does: its embeddings and outputs, around layers of its own."""
+    model = tiny_target(family, seed=3, **options)
+    parts = [(each.get_input_embeddings().weight, each.get_output_embeddings().weight) for each in (model, target)]
+    with torch.no_grad():
+        for own, weight in zip(*parts, strict=True):
+            rows = min(len(own), len(weight))
+            own[:rows] = weight[:rows]
+    return model
+
+
 def tiny_pair(family: str = "llama", seed: int = 0, tokenizer=None, **options) -> EagleModel:
     """A target and a head that drafts for it with some success."""
     target = tiny_target(family, seed, **options)

@@ -47,7 +47,7 @@ class Nodes:
     scores: Tensor  # [B, C], cumulative log-probability of the draft
     drafted: Tensor | None  # [B, K, R], the draft's raw logits at this depth; None: it expanded no node here
     draft_row: Tensor  # [B] long, the node's row of `drafted`; -1: the draft did not expand it
-    draft_tokens: Tensor | None  # [R] long, the token ids of `drafted`; None: all, R = V
+    draft_tokens: Tensor | None  # [R] long, the token ids of `drafted`; None: 0 to R - 1, all but padding
     threshold: Tensor  # [B] float64
     left: Tensor | None  # [B] float64, the rest of each row's budget; None: no row has one
     going: Tensor  # [B] bool: rows whose walk goes on; results of other rows are ignored
@@ -102,4 +102,5 @@ class Nodes:
         if self.drafted is None:
             return self.raw.new_full((len(self.raw),), math.nan)
         measure = get_divergence(name, self.draft_tokens)
-        return torch.where(self.children.any(-1) & (self.draft_row >= 0), measure(self.raw, self.draft), math.nan)
+        raw = self.raw if self.draft_tokens is not None else self.raw[:, : self.drafted.shape[-1]]
+        return torch.where(self.children.any(-1) & (self.draft_row >= 0), measure(raw, self.draft), math.nan)

@@ -393,13 +393,14 @@ def positions_of(request: Request) -> int:
 @torch.inference_mode()
 def positions_that_fit(model: EagleModel, rows: int, nodes: int) -> int:
     """Positions of caches that fit into a quarter of the free memory, but no more than the rows can use."""
-    target, head = model.target, model.draft
+    target, drafter = model.target, model.draft
     cache, token = target.new_cache(1), torch.zeros(1, 1, dtype=torch.long, device=target.device)
     features = target.prefill(token, cache).to(target.output_device)
     size = cache.nbytes
-    if head is not None:
-        draft_cache = head.new_cache(1)
-        extend_draft(head, [features[0]], [token[0].to(features.device)], draft_cache)
+    if drafter is not None:
+        draft_cache = drafter.new_cache(1)
+        read = [features[0]] if drafter.reads_features else None
+        extend_draft(drafter, read, [token[0].to(features.device)], draft_cache)
         size += draft_cache.nbytes
     fitting = int(SHARE * free_bytes(target.output_device) / size)
     return fitting if target.max_positions is None else min(fitting, rows * (target.max_positions + nodes))

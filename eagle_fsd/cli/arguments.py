@@ -102,6 +102,8 @@ class Loading(LoadOptions):
     tree: Suppress[object] = "auto"
     prepack: OnUnlessFlagged = True
     quantization: Literal["int8"] | None = None
+    draft_dtype: str | None = None
+    draft_quantization: Literal["int8"] | None = None
 
     def load(self) -> EagleModel:
         """Load the pair; see `eagle_fsd.load`."""

@@ -53,11 +53,12 @@ class HeadsCommand:
 
 @dataclass(frozen=True)
 class InspectCommand:
-    """Describe a draft head, and list the servers that can load it. Exits with status 2 if it does not fit the target.
+    """Describe a draft head, and list the servers that can load it; or a small causal LM that may draft. Exits with
+    status 2 if it does not fit the target.
 
     Args:
-        head: directory or hub id.
-        target: directory or hub id of a target to check the head against.
+        head: directory or hub id; of a causal LM also a GGUF file.
+        target: directory, hub id or GGUF file of a target to check it against.
         trust_remote_code: allow a target to run code from its repository.
     """
 
@@ -77,7 +78,7 @@ class InspectCommand:
         if report.target_problems:
             raise ValueError(f"{self.head} does not fit {self.target}: {'; '.join(report.target_problems)}")
         if self.target is not None:
-            print(f"{'target:':<20}the head fits ({self.target})")
+            print(f"{'target:':<20}it fits ({self.target})")
 
 
 @dataclass(frozen=True)

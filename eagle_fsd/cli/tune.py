@@ -12,7 +12,7 @@ from .exits import check_counts
 
 @dataclass(frozen=True, kw_only=True)
 class TuneCommand:
-    """Fit a head's acceptance curves to your prompts, so that tree="auto" chooses better draft trees.
+    """Fit a drafter's acceptance curves to your prompts, so that tree="auto" chooses better draft trees.
 
     Answers the first turn of each prompt with a wide draft tree, greedily and at temperature 1, and records which nodes
     are accepted. The curves, about 150 numbers, go to your cache directory; every later load of the pair uses them.
@@ -21,7 +21,7 @@ class TuneCommand:
         prompts: JSON lines: prompts with or without answers, MT-Bench, GSM8K, HumanEval.
         limit: use only the first prompts.
         max_new_tokens: most tokens per answer.
-        out: directory of the head, to store the curves with it instead of in your cache.
+        out: directory of the drafter, to store the curves with it instead of in your cache.
     """
 
     prompts: Path
@@ -42,7 +42,7 @@ class TuneCommand:
             raise ValueError(f"--out must be a writable directory, got {self.out}")
         model = self.pair.load()
         if model.draft is None:
-            raise ValueError("curves need a draft head: name one with --draft")
+            raise ValueError("curves need a drafter: name one with --draft")
         curves = fit_curves(model, prompts, self.max_new_tokens)
         out = self.out or own_place(model.target, model.draft)
         out.mkdir(parents=True, exist_ok=True)

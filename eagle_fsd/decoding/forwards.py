@@ -6,6 +6,8 @@ width of the target's features, R vocabulary of the draft.
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -23,6 +25,8 @@ from ..drafting.tree import DraftTree, root_only
 from ..models.cache import TreeCache
 from ..models.target import TargetModel
 from .request import Request
+
+log = logging.getLogger(__name__)
 
 
 class CachedText(Protocol):
@@ -61,7 +65,8 @@ class Forwards:
     def prefill_draft(self, number: int, request: Request) -> None:
         """The drafter processes the part of a prompt that the target has processed, except the last feature: the token
         after it comes with the next part of the prompt, or with the first cycle as the root."""
-        tokens = [] if self.drafter is None else self._unread(number, request, self.lengths[number])
+        reads = self.drafter is not None and self._has_positions(request)
+        tokens = self._unread(number, request, self.lengths[number]) if reads else []
         if tokens:
             features = [request.features[:-1]] if self.drafter.reads_features else None
             with self.draft_cache.one_row(number):
@@ -84,17 +89,32 @@ class Forwards:
     def _drafted(
         self, requests: Sequence[Request], plan: Plan, nodes: int, coupling: Coupling | None
     ) -> tuple[DraftTree, list[Tensor]]:
-        if not plan.uses_drafter:
+        depth = plan.tree.depth if plan.uses_drafter else 0
+        ended = [number for number, request in enumerate(requests) if depth and not self._has_positions(request, depth)]
+        if not depth or len(ended) == len(requests):
             return root_only(torch.tensor([request.tokens[-1] for request in requests], device=self.device)), []
         self._catch_up(requests, plan.tree)
         features = [request.features for request in requests] if self.drafter.reads_features else None
-        tokens = [torch.tensor(self._unread(number, request), device=self.device)
-                  for number, request in enumerate(requests)]
-        drafted = draft_tree(
+        read = self.draft_cache.lengths
+        tokens = [torch.tensor(request.tokens[-1:] if number in ended else self._unread(number, request),
+                               device=self.device) for number, request in enumerate(requests)]
+        tree, logits = draft_tree(
             self.drafter, self.target, features, tokens, self.draft_cache, plan.tree, nodes, coupling, plan)
         for request in requests:
             request.features = None
-        return drafted
+        if ended:  # the drafter processed their last tokens only to keep the batch in shape
+            lengths = [(read if number in ended else self.draft_cache.lengths)[number] for number in range(len(read))]
+            self.draft_cache.commit(lengths, [()] * len(lengths))
+            tree = tree.without_drafts(ended)
+        return tree, logits
+
+    def _has_positions(self, request: Request, depth: int = 1) -> bool:
+        """Whether the drafter has positions for the text and a tree of this depth."""
+        limit = self.drafter.max_positions
+        if limit is None or len(request.tokens) + depth - 1 <= limit:
+            return True
+        log_limit(limit)
+        return False
 
     def _catch_up(self, requests: Sequence[Request], config: TreeConfig) -> None:
         """Let the drafter catch up row by row if rows differ by more than a path: some joined while drafting paused.
@@ -102,7 +122,8 @@ class Forwards:
         Processed together, every row would take as many cache positions as the one furthest behind, and exceed the
         capacity.
         """
-        unread = [len(self._unread(number, request)) for number, request in enumerate(requests)]
+        unread = [len(self._unread(number, request)) if self._has_positions(request, config.depth) else 1
+                  for number, request in enumerate(requests)]
         path = min(config.depth, config.nodes - 1)
         if max(unread) - min(unread) > path:
             for number, count in enumerate(unread):
@@ -190,6 +211,11 @@ class Forwards:
         if read < kept:
             return kept, cached.features[: kept - read]
         return max(0, kept - 1), None
+
+
+@functools.cache
+def log_limit(limit: int) -> None:
+    log.warning("a text has reached the %d positions of the drafter: it goes on without its drafts", limit)
 
 
 def shared_prefix(first: Sequence[int], second: Sequence[int]) -> int:

@@ -19,7 +19,8 @@ class Receipt(NamedTuple):
         logprob: log-probability of the token (nats) under the target, before temperature and other processors.
         regret: log-probability of the target's best token minus `logprob` (nats); 0 for the best token itself.
         exact_because: why the rule no longer applied, see `Stats`; None: it applied, or there was no budget.
-        drafter: origin of the draft token: "head", "text" (a copy) or "grammar" (forced); None: it was not drafted.
+        drafter: origin of the draft token: "head" (or a small causal LM in its place), "text" (a copy) or "grammar"
+            (forced); None: it was not drafted.
         top: the target's most likely tokens at the position with their log-probabilities, see `top_logprobs=`.
     """
 

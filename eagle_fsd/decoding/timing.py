@@ -20,11 +20,10 @@ from tqdm import tqdm
 
 from ..data.files import cache_directory, save_atomically
 from ..drafting.config import TreeConfig
+from ..drafting.drafter import Drafter
 from ..drafting.latency import Latency
 from ..drafting.sizing import Choice, Drafting
 from ..drafting.text import Copies, TextDrafts, TextSource
-from ..heads.eagle import DraftHead
-from ..models.digest import weights_digest
 from ..models.linear import packed_form
 from ..models.target import TargetModel
 from .decoder import Decoder
@@ -43,13 +42,13 @@ DISTURBED = 0.6  # if cycles take less than this fraction of the stored latency,
 
 
 def greedy_decoder(
-    target: TargetModel, head: DraftHead | None, prompts: Sequence[Sequence[int]], tree: TreeConfig | Choice | None,
+    target: TargetModel, drafter: Drafter | None, prompts: Sequence[Sequence[int]], tree: TreeConfig | Choice | None,
     max_new_tokens: int,
 ) -> Decoder:
     """A decoder of greedy, lossless requests with a fixed tree or choice; None: without drafting."""
     requests = [Request(prompt, RequestParams(max_new_tokens=max_new_tokens)) for prompt in prompts]
     choice = tree if isinstance(tree, Choice) else Choice(tree)
-    return Decoder(target, head if tree else None, requests, Drafting(choice))
+    return Decoder(target, drafter if tree else None, requests, Drafting(choice))
 
 
 def same_cycle(decoder: Decoder) -> Callable[[], object]:
@@ -61,7 +60,7 @@ def same_cycle(decoder: Decoder) -> Callable[[], object]:
 
     def once() -> None:
         if decoder.drafter is not None:
-            forwards.draft_cache.truncate(length - 3)
+            forwards.draft_cache.truncate(length - 2 - decoder.reads_features)
         for request, tokens, features in before:
             request.features, request.tokens = features, list(tokens)
         decoder.step()
@@ -99,21 +98,21 @@ def now(device: torch.device) -> float:
 
 
 @torch.inference_mode()
-def measure(target: TargetModel, head: DraftHead | None) -> Latency:
+def measure(target: TargetModel, drafter: Drafter | None) -> Latency:
     """Measure whole cycles after a context of random tokens. This takes some seconds for a small model.
 
     Repeated alone, a part of a cycle would find its weights in the processor's cache and seem too cheap. Without a
-    head, the cycles verify copies, and no level is drafted.
+    drafter, the cycles verify copies, and no level is drafted.
     """
-    cycle = functools.partial(_measured_cycle, target, head)
-    if head is None:
+    cycle = functools.partial(_measured_cycle, target, drafter)
+    if drafter is None:
         seconds = fastest({
             "plain": cycle(None), "plain rows": cycle(None, ROWS),
             **{count: cycle(None, copied=count) for count in MEASURED_NODES}}, target.device)
         sizes = {1: seconds["plain"], **{count: seconds[count] for count in MEASURED_NODES}}
         shared = Latency(_ascending(sizes, seconds["plain"]), {1: 0.0}, seconds["plain"])
         return with_rows(shared, seconds["plain rows"], seconds["plain rows"])
-    widths = [top_k for top_k in TOP_K if top_k <= head.draft_vocab_size]
+    widths = [top_k for top_k in TOP_K if top_k <= drafter.draft_vocab_size]
     wide = max(width for width in widths if width <= WIDEST)
     nodes = [count for count in MEASURED_NODES if count <= TreeConfig(count, SHORT, wide).nodes]
     seconds = fastest({
@@ -148,17 +147,18 @@ def with_rows(shared: Latency, drafted: float, plain: float) -> Latency:
 
 
 def _measured_cycle(
-    target: TargetModel, head: DraftHead | None, tree: TreeConfig | Choice | None, rows: int = 1, copied: int = 0,
+    target: TargetModel, drafter: Drafter | None, tree: TreeConfig | Choice | None, rows: int = 1, copied: int = 0,
     before: int = CONTEXT,
 ) -> Callable[[], object]:
     """A cycle with this tree, or with this many copied nodes, for this many rows, after the context that all
     measurements share."""
     room = max(MEASURED_NODES) + LONG
-    context = min(before, (target.max_positions or before + room) - room)
+    limits = [limit for limit in (target.max_positions, drafter and drafter.max_positions) if limit]
+    context = min([before, *(limit - room for limit in limits)])
     if context < 4:
-        raise ValueError(f"a target with {target.max_positions} positions has no room to measure its latency in")
+        raise ValueError(f"a model with {min(limits)} positions has no room to measure its latency in")
     prompt = torch.randint(target.vocab_size, (context,), generator=torch.Generator().manual_seed(0)).tolist()
-    decoder = greedy_decoder(target, head, [prompt] * rows, tree, room)
+    decoder = greedy_decoder(target, drafter, [prompt] * rows, tree, room)
     if copied:
         for request in decoder.requests:
             request.text_source = SameCopies(prompt[: copied - 1])
@@ -179,22 +179,22 @@ class SameCopies(TextSource):
 
 
 @torch.inference_mode()
-def share_of(latency: Latency, target: TargetModel, head: DraftHead | None) -> float:
+def share_of(latency: Latency, target: TargetModel, drafter: Drafter | None) -> float:
     """Time of cycles now as a fraction of a stored latency: the minimum over a plain cycle and the largest tree."""
     nodes, width = max(latency.base), min(WIDEST, max(latency.level))
     trees = {None: latency.plain}
-    if head is not None:
+    if drafter is not None:
         trees[TreeConfig(nodes, SHORT, width)] = float(latency.cycle(nodes, SHORT, width))
     shares = []
     for tree, stored in trees.items():
-        once = _measured_cycle(target, head, tree, before=SHORT_CONTEXT)
+        once = _measured_cycle(target, drafter, tree, before=SHORT_CONTEXT)
         shares.append(min(seconds_of(once, target.device) for _ in range(3)) / stored)  # the first one is a warm-up
     return min(shares)
 
 
-def known_latency(target: TargetModel, head: DraftHead | None) -> Latency:
+def known_latency(target: TargetModel, drafter: Drafter | None) -> Latency:
     """The latency from the cache on disk; otherwise it is measured and stored there."""
-    key = hashlib.sha256(circumstances(target, head).encode()).hexdigest()[:16]
+    key = hashlib.sha256(circumstances(target, drafter).encode()).hexdigest()[:16]
     path = cache_directory() / "latency" / f"{key}.json"
     if path.is_file():
         try:
@@ -202,14 +202,14 @@ def known_latency(target: TargetModel, head: DraftHead | None) -> Latency:
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:  # damaged
             log.warning("%s is not a valid latency (%s): measuring again", path, error)
         else:
-            share = share_of(stored, target, head)
+            share = share_of(stored, target, drafter)
             if share >= DISTURBED:
                 return stored
             log.warning("cycles take %.0f%% of the stored latency: other work slowed the machine when it was measured. "
                         "Measuring again", 100 * share)
     log.warning("measuring how long drafting and verification take on this machine, to choose how much to draft. "
                 "This takes up to a minute; the result is stored in %s", path)
-    latency = measure(target, head)
+    latency = measure(target, drafter)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         save_atomically(path, lambda part: part.write_text(json.dumps(asdict(latency), indent=1)))
@@ -218,13 +218,13 @@ def known_latency(target: TargetModel, head: DraftHead | None) -> Latency:
     return latency
 
 
-def circumstances(target: TargetModel, head: DraftHead | None) -> str:
+def circumstances(target: TargetModel, drafter: Drafter | None) -> str:
     """Everything that a latency depends on, as one string."""
     device = target.output_device
     threads = f"{device}, {processor_name()}, {torch.get_num_threads()} threads"
     return "; ".join([
         packed_form(target.model) or "plain", target.digest(),
-        "no head" if head is None else weights_digest(head), str(target.dtype),
+        "no head" if drafter is None else drafter.digest(), str(target.dtype),
         torch.cuda.get_device_name(device) if device.type == "cuda" else threads,
         target.computed_by, f"torch {torch.__version__}", f"transformers {transformers.__version__}",
     ])

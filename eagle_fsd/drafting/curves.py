@@ -1,7 +1,7 @@
-"""Fitted statistics of a head: how often its children are accepted, and how many tokens another level adds.
+"""Fitted statistics of a drafter: how often its children are accepted, and how many tokens another level adds.
 
 There are two tables for greedy and two for sampled decoding, some 150 numbers in all. `measure/cycles.py` fits them
-(`eagle-fsd tune`). They belong to a head, not to a machine, and are stored beside it in `curves.json`.
+(`eagle-fsd tune`). They belong to a drafter, not to a machine, and are stored beside it in `curves.json`.
 
 K children of a node, M knots.
 """
@@ -24,10 +24,9 @@ from torch import Tensor
 
 from ..data.files import cache_directory, save_atomically
 from ..data.sources import fetch
-from ..heads.eagle import DraftHead
-from ..models.digest import weights_digest
 from ..models.target import TargetModel
 from .config import TreeConfig
+from .drafter import Drafter
 
 log = logging.getLogger(__name__)
 FILE = "curves.json"
@@ -169,21 +168,21 @@ def store_curves(head: str | Path, curves: HeadCurves) -> Path:
 
 @functools.cache
 def default_curves() -> HeadCurves:
-    """The curves of SmolLM2's bundled head, for heads without their own."""
+    """The curves of SmolLM2's bundled head, for drafters without their own."""
     curves = read_curves(Path(__file__).parent)
     assert curves is not None
     return curves
 
 
-def own_place(target: TargetModel, head: DraftHead) -> Path:
+def own_place(target: TargetModel, drafter: Drafter) -> Path:
     """The folder in the user's cache for curves that the user fitted to this pair."""
-    pair = f"{target.digest()}; {weights_digest(head)}"
+    pair = f"{target.digest()}; {drafter.digest()}"
     return cache_directory() / "trees" / hashlib.sha256(pair.encode()).hexdigest()[:16]
 
 
-def known_curves(beside: HeadCurves | None, target: TargetModel, head: DraftHead) -> HeadCurves:
-    """The user's own curves, else those stored beside the head, else the defaults."""
-    place, own = own_place(target, head), None
+def known_curves(beside: HeadCurves | None, target: TargetModel, drafter: Drafter) -> HeadCurves:
+    """The user's own curves, else those stored beside the drafter, else the defaults."""
+    place, own = own_place(target, drafter), None
     try:
         own = read_curves(place) if (place / FILE).is_file() else None
     except (OSError, ValueError) as error:

@@ -15,22 +15,26 @@ from ..models.cache import TreeCache
 
 
 class Drafter(Protocol):
-    """A model that predicts the target's next tokens: a draft head (`heads.eagle.DraftHead`), or any causal LM with the
-    same tokens.
+    """A model that predicts the target's next tokens: a draft head (`heads.eagle.DraftHead`), or a causal LM with the
+    same tokens (`language_model.DraftModel`).
 
     It has its own cache, and at each position a state [D], from which `own_logits` computes its logits. At position i a
     drafter with `reads_features` reads the target's feature of position i and token i + 1; any other reads token i.
     """
 
     reads_features: bool
+    max_positions: int | None  # a longer text, its tree included, gets no drafts of it; None: no limit
 
     @property
     def draft_vocab_size(self) -> int:
-        """R."""
+        """R; without `draft_tokens` it may be less than V, whose last rows are padding then."""
 
     @property
     def draft_tokens(self) -> Tensor | None:
         """[R] long, ascending: the target's ids of the tokens that it can name; None: 0 to R - 1."""
+
+    def digest(self) -> str:
+        """An identifier, independent of its dtype."""
 
     def new_cache(self, capacity: int, batch: int = 1) -> TreeCache:
         """An empty cache with room for `capacity` positions of each sequence."""

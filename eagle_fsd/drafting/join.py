@@ -25,6 +25,8 @@ class JoinedRow:
     def __init__(
         self, tokens: list[int], parents: list[int], scores: list[float], draft_rows: list[int], copies: Copies | None
     ) -> None:
+        end = next((node for node in range(1, len(parents)) if parents[node] == node), len(parents))  # then fillers
+        tokens, parents, scores, draft_rows = (column[:end] for column in (tokens, parents, scores, draft_rows))
         self.tokens, self.parents, self.draft_rows = list(tokens), list(parents), list(draft_rows)
         self.origins = [0] * len(tokens)
         places = {edge: node for node, edge in enumerate(zip(parents, tokens, strict=True)) if node}

@@ -53,7 +53,7 @@ class DraftTree:
         return replace(
             self, tokens=torch.where(out, self.tokens[:, :1], self.tokens), parents=torch.where(out, own, self.parents),
             depths=self.depths.masked_fill(out, 0), ancestors=torch.where(out[..., None], alone, self.ancestors),
-            draft_rows=self.draft_rows.masked_fill(out, 0), scores=self.scores.masked_fill(out, 0.0))
+            draft_rows=self.draft_rows.masked_fill(out, -1), scores=self.scores.masked_fill(out, 0.0))
 
 
 def ancestors_of(

@@ -16,7 +16,7 @@ import shutil
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import LlamaConfig
@@ -105,6 +105,37 @@ def read_tensors(files: list[str]) -> dict[str, Tensor]:
         if not value.isfinite().all():
             raise ValueError(f"{path} is damaged: {name} has values that are not finite")
     return tensors
+
+
+def is_causal_lm(source: str | Path) -> bool:
+    """Whether files are those of a causal LM, and not of a head, which has a layer `fc`. The weights decide: published
+    heads have the config of a causal LM.
+
+    Raises:
+        TypeError, ValueError, OSError: see `load_head`.
+    """
+    if isinstance(source, (str, Path)) and Path(source).suffix == ".gguf" and Path(source).is_file():
+        return True
+    source = check_source("a draft head or causal LM", source)
+    if Path(source, "adapter_config.json").is_file():
+        return True
+    files = weight_files(source)
+    if not files:
+        return False  # `load_head` says what is missing
+    return "fc.weight" not in {name.removeprefix("model.") for name in weight_names(files[0])}
+
+
+def weight_names(path: str) -> set[str]:
+    """The names of the tensors in a weights file, or of those in an index."""
+    try:
+        if path.endswith(INDEX):
+            return set(json.loads(Path(path).read_text(encoding="utf-8"))["weight_map"])
+        if path.endswith(".safetensors"):
+            with safe_open(path, "pt") as file:
+                return set(file.keys())
+        return set(torch.load(path, map_location="meta", weights_only=True))
+    except Exception:  # a damaged file: `load_head` reports it
+        return {"fc.weight"}
 
 
 def load_head(source: str | Path) -> DraftHead:

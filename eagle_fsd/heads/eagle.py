@@ -40,7 +40,7 @@ class DraftHead(nn.Module):
         ValueError: the config has more than one layer.
     """
 
-    kind, reads_features = "EAGLE-1/2", True
+    kind, reads_features, max_positions = "EAGLE-1/2", True, None
 
     def __init__(self, config: LlamaConfig, *, bias: bool = False) -> None:
         super().__init__()
@@ -139,6 +139,10 @@ class DraftHead(nn.Module):
                 raise ValueError(f"draft token {wrong} is outside of the target's vocabulary, 0 to {count - 1}")
             tokens = None if len(tokens) == count else tokens
         self.token_map, self.output_rows = tokens, None
+
+    def digest(self) -> str:
+        """An identifier of the head, independent of its dtype."""
+        return weights_digest(self)
 
     def target_layers(self, count: int) -> tuple[int, ...]:
         """The layers, of a target's `count`, whose input hidden states the head reads in addition to the last one."""

@@ -1,14 +1,16 @@
-"""Inspect a draft head: its properties, whether it fits a target, and its problems with each server."""
+"""Inspect a drafter: its properties, whether it fits a target, and a head's problems with each server."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
 
-from transformers import AutoConfig
+from accelerate import init_empty_weights
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from ..data.gguf import target_source
-from .checkpoint import TOKEN_MAP, load_head
+from ..text import token_difference
+from .checkpoint import TOKEN_MAP, is_causal_lm, load_head
 from .eagle import DraftHead
 from .eagle3 import Eagle3Head
 from .export import LAYOUTS, Layout, has_trained_bias
@@ -20,8 +22,8 @@ class Inspection:
     """The result of `inspect_head`.
 
     facts: properties by name.
-    target_problems: why the head does not fit the target; None: no target was passed.
-    server_problems: why each server cannot serve the files unchanged; not checked for EAGLE-3 heads.
+    target_problems: why the drafter does not fit the target; None: no target was passed.
+    server_problems: why each server cannot serve the files unchanged; for EAGLE-1/2 heads only.
     """
 
     facts: dict[str, str]
@@ -32,11 +34,13 @@ class Inspection:
 def inspect_head(
     source: str | Path, target: str | Path | None = None, *, trust_remote_code: bool = False
 ) -> Inspection:
-    """The properties of a head, whether it fits a target, and its problems with each server.
+    """The properties of a head or causal LM, whether it fits a target, and a head's problems with each server.
 
     Raises:
-        ValueError: not a supported head, see `load_head`.
+        ValueError: neither a supported head, see `load_head`, nor a causal LM.
     """
+    if is_causal_lm(source):
+        return inspect_causal_lm(source, target, trust_remote_code)
     head = load_head(source)
     config, eagle3, named = head.config, isinstance(head, Eagle3Head), head.draft_vocab_size
     count = sum(p.numel() for name, p in head.named_parameters() if not name.startswith("embed_tokens"))
@@ -64,6 +68,29 @@ def inspect_head(
     }
     fit = None if target is None else target_problems(head, target, trust_remote_code)
     return Inspection(facts, fit, problems)
+
+
+def inspect_causal_lm(source: str | Path, target: str | Path | None, trust_remote_code: bool) -> Inspection:
+    """The properties of a causal LM by its config, and whether its tokens are the target's."""
+    place = target_source(source)
+    config = AutoConfig.from_pretrained(place, trust_remote_code=trust_remote_code)
+    with init_empty_weights():
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    text = config.get_text_config(decoder=True)
+    facts = {
+        "kind": f"causal LM ({type(model).__name__}, {text.num_hidden_layers} layers; tokens in, logits out)",
+        "hidden size": str(text.hidden_size),
+        "vocabulary": str(text.vocab_size),
+        "positions": str(getattr(text, "max_position_embeddings", "no limit")),
+        "parameters": f"{sum(weight.numel() for weight in model.parameters()) / 1e6:.2f} M",
+        "fits": "targets with the same tokenizer",
+    }
+    if target is None:
+        return Inspection(facts, None, {})
+    tokenizers = [AutoTokenizer.from_pretrained(each, trust_remote_code=trust_remote_code)
+                  for each in (target_source(target), place)]
+    problem = token_difference(*tokenizers)
+    return Inspection(facts, [] if problem is None else [problem], {})
 
 
 def target_problems(head: DraftHead, target: str | Path, trust_remote_code: bool) -> list[str]:

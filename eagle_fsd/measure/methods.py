@@ -14,7 +14,6 @@ from transformers import GenerationConfig
 
 from ..api import generate
 from ..decoding.output import Output
-from ..models.digest import weights_digest
 from ..models.linear import packed_form
 from ..pair import EagleModel
 from ..prompts import encode_prompt
@@ -41,7 +40,7 @@ def prompt_seed(seed: int, prompt: object) -> int:
 
 def described(model: EagleModel, options: ComparisonOptions | None = None) -> dict[str, object]:
     """Everything besides the method that answers depend on, as JSON values."""
-    facts = {"target": model.target.digest(), "head": None if model.draft is None else weights_digest(model.draft),
+    facts = {"target": model.target.digest(), "head": None if model.draft is None else model.draft.digest(),
              "dtype": str(model.target.dtype), "weights": packed_form(model.target.model) or "plain",
              "device": str(model.target.device), "threads": torch.get_num_threads()}
     if options is not None:
@@ -52,9 +51,9 @@ def described(model: EagleModel, options: ComparisonOptions | None = None) -> di
 
 
 def pair_text(model: EagleModel) -> str:
-    """Names and sizes of target and head, for the beginning of a page of results."""
-    target, head = model.described()
-    return f"Target: {target}\\\nHead: {head or 'none, drafts are copied from the text'}"
+    """Names and sizes of target and drafter, for the beginning of a page of results."""
+    target, drafter = model.described()
+    return f"Target: {target}\\\nDrafter: {drafter or 'none, drafts are copied from the text'}"
 
 
 def hf_generate(model: EagleModel, *, temperature: float = 0.0, seed: int = 0, **options: object) -> Method:

@@ -217,7 +217,7 @@ class FusedDecoder:
         self,
         tokens: Tensor,  # [B, N]
         positions: Tensor | None,  # [B, N]; None: the next ones in the cache
-        ancestors: Tensor | None,  # [B, N, N] bool, ancestors or self; None: causal
+        ancestors: Tensor | None,  # [B, N, M] bool, see `masks.visible_keys`; None: causal
         cache: TreeCache,  # the keys and values of the tokens are appended
         feature_layers: Sequence[int] = (),  # their input hidden states precede the last hidden state
     ) -> Tensor:  # [B, N, D * (len(feature_layers) + 1)]

@@ -50,16 +50,16 @@ class MaskedLayers:
     def forward_options(
         self,
         implementation: str,
-        ancestors: Tensor,  # [B, N, N] bool, ancestors or self
+        ancestors: Tensor,  # [B, N, M] bool, see `visible_keys`
         prefix: int,  # L
         dtype: torch.dtype,
         prefix_visible: Tensor | None = None,  # [B, L] bool: the first keys of each row; None: all
     ) -> dict[str, object]:
         """Keywords of a tree's forward: additive masks [B, 1, N, M], one per layer type or one for all.
 
-        For "split", a mask has the columns of the tree only, and `prefix_lengths` [B] int32 contains the lengths of the
-        rows where they differ. Layers whose reach ends within the text, and all other implementations, get a mask of
-        all keys.
+        For "split", a mask has the columns of `ancestors` only, and `prefix_lengths` [B] int32 contains the lengths of
+        the rows where they differ. Layers whose reach ends within the text, and all other implementations, get a mask
+        of all keys.
         """
         masks = {}
         for kind in dict.fromkeys(self.kinds):
@@ -77,12 +77,16 @@ class MaskedLayers:
 
 
 def visible_keys(
-    ancestors: Tensor,  # [B, N, N] bool, ancestors or self
-    prefix: int,
+    ancestors: Tensor,  # [B, N, M] bool: which of the last M keys it sees, the N new ones included
+    prefix: int,  # L, keys before the new ones
     prefix_visible: Tensor | None = None,  # [B, L] bool; None: the whole prefix
 ) -> Tensor:  # [B, N, L + N] bool
-    """The keys that each node sees: the prefix, its ancestors and itself."""
-    before = ancestors.new_ones(1, 1, prefix) if prefix_visible is None else prefix_visible[:, None]
+    """The keys that each node sees: those before the last M, and its ancestors and itself among these.
+
+    M = N for a whole tree in one forward; larger for a level of a tree, whose earlier levels are in the prefix.
+    """
+    text = prefix + ancestors.shape[1] - ancestors.shape[2]
+    before = ancestors.new_ones(1, 1, text) if prefix_visible is None else prefix_visible[:, None, :text]
     return torch.cat([before.expand(*ancestors.shape[:2], -1), ancestors], -1)
 
 

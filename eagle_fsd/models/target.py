@@ -229,7 +229,7 @@ class TargetModel:
         self,
         tokens: Tensor,  # [B, N]
         positions: Tensor | None,  # [B, N]; None: the next ones in the cache
-        ancestors: Tensor | None,  # [B, N, N] bool, ancestors or self; None: causal
+        ancestors: Tensor | None,  # [B, N, M] bool, see `masks.visible_keys`; None: causal
         cache: TreeCache,  # the keys and values of the tokens are appended
     ) -> Tensor:  # [B, N, F]
         """The forward of `prefill` and `verify`.
@@ -274,7 +274,7 @@ class TargetModel:
         self,
         tokens: Tensor,  # [B, N]
         positions: Tensor,  # [B, N]
-        ancestors: Tensor,  # [B, N, N] bool
+        ancestors: Tensor | None,  # [B, N, M] bool, see `masks.visible_keys`; None: causal
         cache: TreeCache,
     ) -> Tensor:  # [B, N, F]
         """Features of tree nodes, whose keys and values are appended to the cache in node order."""

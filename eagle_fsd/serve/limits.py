@@ -38,7 +38,7 @@ class ServeOptions:
         max_connections: most requests in progress, waiting ones included; further ones get status 503.
         drain_seconds: seconds in which requests in progress may finish after SIGTERM.
         page: also serve the chat page at /page/ (extra `page`).
-        plain: decode without the draft head, for comparison; a request can still turn on drafts from the text with
+        plain: decode without the drafter, for comparison; a request can still turn on drafts from the text with
             speculative.
     """
 

@@ -1,0 +1,91 @@
+"""A small causal LM as the drafter: speculative decoding with a draft model (arXiv 2211.17192, 2302.01318), on trees.
+
+B batch, N tokens of a forward, D hidden size of the draft model, R rows of its vocabulary that the target has, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from ..models.cache import TreeCache
+from ..models.target import TargetModel
+from ..text import token_difference
+
+PADDING = 128  # rows by which one vocabulary may be padded further than another: Qwen2.5 has 151,936 or 152,064
+
+
+class DraftModel(TargetModel):
+    """A causal LM that drafts for a larger one with the same tokens: a `drafting.drafter.Drafter`.
+
+    It reads the text alone, in a cache of its own. Its dtype, device and packing are its own as well.
+
+    Args:
+        tokenizer: compared with the target's; None: unknown.
+        fused, check: see `TargetModel`.
+
+    Attributes:
+        max_positions: where a text is longer, nothing is drafted. With a rotary embedding of two kinds (Phi-3), the
+            length of short texts.
+
+    Raises:
+        ValueError: see `TargetModel`; a draft model has to compute trees, too.
+    """
+
+    kind, reads_features, draft_tokens = "causal LM", False, None
+
+    def __init__(
+        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None, *, fused: bool = True,
+        check: bool = True,
+    ) -> None:
+        super().__init__(model, fused=fused, check=check)
+        self.tokenizer, self.draft_vocab_size = tokenizer, self.vocab_size
+        self.max_positions = self.position_limit(1)
+
+    def fit(self, target: TargetModel, tokenizer: PreTrainedTokenizerBase | None) -> None:
+        """Draft for this target: logits are those of the common rows, since vocabularies are padded differently.
+
+        Args:
+            tokenizer: the target's; None: unknown.
+
+        Raises:
+            ValueError: the target has other tokens.
+        """
+        check_tokens(self, target, tokenizer)
+        self.draft_vocab_size = min(self.vocab_size, target.vocab_size)
+
+    def predict(
+        self,
+        states: Tensor | None,  # not read
+        tokens: Tensor,  # [B, N]
+        positions: Tensor,  # [B, N]
+        visible: Tensor | None,  # [B, N, keys] bool
+        cache: TreeCache,
+    ) -> Tensor:  # [B, N, D]
+        """Last hidden states, on the device of the tokens."""
+        place, known = self.device, tokens.clamp_max(self.vocab_size - 1)  # the target may have more rows, of padding
+        seen = None if visible is None else visible.to(place)
+        return self.verify(known.to(place), positions.to(place), seen, cache).to(tokens.device)
+
+    def own_logits(
+        self,
+        states: Tensor,  # [..., D]
+        output: Callable[[Tensor], Tensor],  # not called
+    ) -> Tensor:  # [..., R] float32
+        """Logits of its own output layer."""
+        return self.logits(states.to(self.output_device))[..., : self.draft_vocab_size].to(states.device)
+
+
+def check_tokens(draft: DraftModel, target: TargetModel, tokenizer: PreTrainedTokenizerBase | None) -> None:
+    """Raise ValueError unless draft model and target have the same tokens: by their tokenizers if both are known, else
+    by the sizes of their vocabularies."""
+    problem = None
+    if tokenizer is not None and draft.tokenizer is not None:
+        problem = token_difference(tokenizer, draft.tokenizer)
+    elif abs(draft.vocab_size - target.vocab_size) > PADDING:
+        problem = f"its vocabulary size is {draft.vocab_size}, the target's is {target.vocab_size}"
+    if problem is not None:
+        raise ValueError(f"the draft model does not fit the target: {problem}; accepted: a causal LM with the target's "
+                         "tokenizer")

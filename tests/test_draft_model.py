@@ -1,0 +1,203 @@
+"""A small causal LM as the drafter, from files to the endpoint. Lossless decoding: test_lossless.py; the levels of its
+trees: test_drafting.py. V = 32 vocabulary."""
+
+import logging
+import math
+
+import openai
+import pytest
+import torch
+from served import here
+from tiny import CHAT_TEMPLATE, PROMPT, PROMPTS, small_model, tiny_head, tiny_target, tiny_tokenizer
+from transformers import T5Config, T5ForConditionalGeneration
+
+import eagle_fsd
+from eagle_fsd import Chat, TreeConfig
+from eagle_fsd.acceptance.divergence import get_divergence
+from eagle_fsd.acceptance.nodes import Nodes
+from eagle_fsd.batching import rows
+from eagle_fsd.cli import main
+from eagle_fsd.decoding import forwards, timing
+from eagle_fsd.drafting.language_model import DraftModel
+from eagle_fsd.drafting.sizing import Sizing
+from eagle_fsd.pair import EagleModel
+
+TREE, CHAIN = TreeConfig(12, 4, 3), TreeConfig(16, 15, 1)
+ALONE = {"acceptance": "exact", "text_drafts": "off"}
+CHAT = [{"role": "user", "content": "what is it"}]
+
+
+def chat_tokenizer():
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+@pytest.fixture(scope="module")
+def pair():
+    target = tiny_target(max_position_embeddings=2048)
+    with torch.no_grad():
+        target.lm_head.weight[:4] = 0  # no special tokens
+    return EagleModel.from_parts(target, small_model(target, "mistral-window", num_hidden_layers=1), chat_tokenizer())
+
+
+@pytest.fixture(scope="module")
+def places(pair, tmp_path_factory):
+    """The pair in two folders."""
+    folder = tmp_path_factory.mktemp("pair")
+    for name, model in (("target", pair.target.model), ("small", pair.draft.model)):
+        model.save_pretrained(folder / name)
+        pair.tokenizer.save_pretrained(folder / name)
+    return folder / "target", folder / "small"
+
+
+def plainly(pair, prompt, count):
+    return pair.target.model.generate(torch.tensor([prompt]), max_new_tokens=count, do_sample=False,
+                                      pad_token_id=0)[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("options", [
+    {}, {"draft_dtype": "bfloat16", "prepack": False}, {"attn_implementation": "sdpa"},
+    pytest.param({"draft_quantization": "int8"},
+                 marks=pytest.mark.skipif(not torch.cpu._is_vnni_supported(), reason="no VNNI")),
+], ids=str)
+def test_load_tells_a_causal_lm_from_a_head(pair, places, options):
+    """The text is the target's whatever form the drafter has."""
+    loaded = eagle_fsd.load(*places, device="cpu", dtype="float32", tree=TREE, **options)
+    output = eagle_fsd.generate(PROMPT, loaded, max_new_tokens=24, **ALONE)
+    assert output.token_ids == plainly(pair, PROMPT, 24) and output.stats.accepted["head"] > 5
+    assert loaded.described()[1] == "small (causal LM, 2.99 k parameters)"
+    assert loaded.target.dtype == torch.float32
+    assert loaded.draft.dtype == (torch.bfloat16 if "draft_dtype" in options else torch.float32)
+
+
+def test_commands_take_one(pair, places, capsys):
+    target, small = map(str, places)
+    assert main(["generate", "hello", "--target", target, "--draft", small, "--device", "cpu", "--tree", "12,4,3",
+                 "--attn-implementation", "eager", "--max-new-tokens", "9", "--stats"]) == 0
+    assert capsys.readouterr().out == eagle_fsd.generate("hello", pair, max_new_tokens=9).text + "\n"
+    assert main(["inspect", small, "--target", target]) == 0
+    shown = capsys.readouterr().out
+    assert "causal LM (MistralForCausalLM, 1 layers; " in shown and f"it fits ({target})" in shown
+
+
+def test_custom_generate_takes_one(pair, places):
+    model, ids = pair.target.model, torch.tensor([PROMPT])
+    for draft in (pair.draft.model, pair.draft, str(places[1])):
+        found = model.generate(ids, max_new_tokens=12, do_sample=False, pad_token_id=0, draft=draft, tree=TREE,
+                               custom_generate=eagle_fsd.custom_generate)
+        assert found[0, len(PROMPT) :].tolist() == plainly(pair, PROMPT, 12)
+
+
+def test_other_tokens_are_refused(pair, places, tmp_path):
+    small, target = pair.draft.model, pair.target.model
+    swapped = tiny_tokenizer("bacdefghijklmnopqrstuvwxyz .")
+    with pytest.raises(ValueError, match="its token 4 is 'b', the target's is 'a'; accepted: a causal LM with the"):
+        EagleModel.from_parts(target, DraftModel(small, swapped), pair.tokenizer)
+    small.save_pretrained(tmp_path)
+    swapped.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="its token 4 is 'b'"):
+        eagle_fsd.load(places[0], tmp_path, device="cpu", tree=None)
+    assert main(["inspect", str(tmp_path), "--target", str(places[0])]) == 2
+    EagleModel.from_parts(target, DraftModel(small, tiny_tokenizer("abcdefghijklmnopqrstuvwxyz .!")), pair.tokenizer)
+    with pytest.raises(ValueError, match="its vocabulary size is 161, the target's is 32"):
+        EagleModel.from_parts(target, tiny_target(vocab_size=161))
+
+
+def test_what_cannot_draft_is_refused(pair, places, tmp_path):
+    target = pair.target.model
+    t5 = T5ForConditionalGeneration(T5Config(vocab_size=32, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2))
+    with pytest.raises(ValueError, match="T5ForConditionalGeneration is not supported"):
+        EagleModel.from_parts(target, t5)
+    with pytest.raises(TypeError, match="draft must be a DraftHead, PreTrainedModel, DraftModel, got str"):
+        EagleModel.from_parts(target, "small")
+    eagle_fsd.save_head(tiny_head(target), tmp_path / "head")
+    for options, message in (({"draft_dtype": "bfloat16"}, "are for a causal LM as the drafter"),
+                             ({"draft_quantization": "int4"}, "draft_quantization must be \"int8\" or None"),
+                             ({"draft_quantization": "int8", "prepack": False}, "needs packed weights")):
+        with pytest.raises(ValueError, match=message):
+            eagle_fsd.load(places[0], tmp_path / "head", device="cpu", tree=None, **options)
+
+
+@torch.inference_mode()
+def test_a_long_chain_of_the_target_itself_is_accepted_whole(pair):
+    itself = EagleModel.from_parts(pair.target.model, pair.target.model)
+    output = eagle_fsd.generate(PROMPT, itself, max_new_tokens=49, tree=CHAIN, **ALONE)
+    assert output.stats.accepted_lengths == [15] * 3 and output.token_ids == plainly(pair, PROMPT, 49)
+
+
+@pytest.mark.parametrize("drafts", ["off", "auto"])
+def test_where_its_positions_end_plain_decoding_goes_on(drafts, caplog):
+    """Row by row: the learned positions of GPT-2 have no others. Beside it copies from the text are still verified."""
+    forwards.log_limit.cache_clear()
+    target = tiny_target(max_position_embeddings=256)
+    pair = EagleModel.from_parts(target, small_model(target, "gpt2", max_position_embeddings=31))
+    prompts = [PROMPT * 3, PROMPT, [5]]  # the first is too long from the start
+    options = {"max_new_tokens": 40, "tree": TREE, "acceptance": "exact", "text_drafts": drafts}
+    outputs = eagle_fsd.generate(prompts, pair, **options)
+    for output, prompt in zip(outputs, prompts, strict=True):
+        assert output.token_ids == plainly(pair, prompt, 40)
+        drafted = [len(prompt) + at for at, receipt in enumerate(output.receipts) if receipt.drafter == "head"]
+        assert max(drafted, default=0) <= 31
+    proposed = [output.stats.proposed["head"] for output in outputs]
+    assert proposed[0] == 0 < min(proposed[1:]) and outputs[2].stats.accepted["head"] > 5
+    assert [record.levelno for record in caplog.records if "31 positions of the drafter" in record.message] == [
+        logging.WARNING]
+
+
+@pytest.mark.parametrize("name", ["kl", "js", "js_fsd_code", "tv_top2"])
+def test_divergences_leave_out_rows_of_padding(name):
+    """Of six tokens the drafter has four."""
+    raw, drafted = torch.tensor([[0.5, 2.0, 1.0, -1.0, 0.3, 0.1]]), torch.tensor([[[0.0, 1.0, 2.0, -1.0]]])
+    node, one = torch.zeros(1, dtype=torch.long), torch.ones(1, 1, dtype=torch.bool)
+    nodes = Nodes(raw, raw, None, raw.argmax(-1), torch.tensor([[2]]), one, one, torch.zeros(1, 1), drafted, node, None,
+                  torch.zeros(1), None, one[0], {})
+    expected = get_divergence(name)(raw[:, :4], drafted[0])
+    assert torch.equal(nodes.divergence(name), expected) and 0 < expected < math.inf
+
+
+def test_a_conversation_processes_only_its_new_tokens(pair, monkeypatch):
+    chat, read, predict = Chat(pair, max_new_tokens=12, tree=TREE), [], pair.draft.predict
+    monkeypatch.setattr(pair.draft, "predict", lambda states, tokens, *rest: read.append(tokens.shape[1])
+                        or predict(states, tokens, *rest))
+    for said in ("hello there.", "and now.", "what else"):
+        expected = eagle_fsd.generate([*chat.messages, {"role": "user", "content": said}], pair, **chat.options)
+        read.clear()
+        output = chat.send(said)
+        assert output.token_ids == expected.token_ids
+        assert output.stats.accepted_lengths == expected.stats.accepted_lengths
+        assert max(read) <= len(said) + 16  # the last path of the answer before and the template's tokens included
+
+
+def test_the_official_client_sees_the_same_text(pair):
+    options = {"max_tokens": 30, "temperature": 0.8, "top_p": 0.9, "seed": 5}
+    ours = {"max_new_tokens": 30} | {name: options[name] for name in ("temperature", "top_p", "seed")}
+    expected = eagle_fsd.generate(CHAT, pair, speculative=False, **ours)
+    with here(pair, tree=TREE) as server:
+        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+        answer = client.chat.completions.create(model="tiny", messages=CHAT, **options)
+        pieces = client.chat.completions.create(model="tiny", messages=CHAT, stream=True, **options)
+        streamed = "".join(piece.choices[0].delta.content or "" for piece in pieces)
+    assert answer.choices[0].message.content == streamed == expected.text
+    assert answer.usage.model_extra["accepted_by"]["head"] > 0
+
+
+def test_memory_counts_the_caches_of_both(pair, monkeypatch):
+    """Of each position 2 x (2 heads of 4 numbers) x 4 bytes for two layers of the target and one of the drafter."""
+    monkeypatch.setattr(rows, "free_bytes", lambda device: 4 * 64 * 6000)
+    assert rows.positions_that_fit(pair, 64, 16) == 2000
+    alone = EagleModel.from_parts(pair.target.model, None)
+    assert rows.positions_that_fit(alone, 64, 16) == 3000
+
+
+def test_levels_are_measured(pair, monkeypatch):
+    monkeypatch.setattr(timing, "ROUNDS", 1)
+    latency = timing.measure(pair.target, pair.draft)
+    assert latency.level.keys() == {1, 2, 3, 4} and max(latency.level.values()) > 0
+    assert timing.circumstances(pair.target, pair.draft) != timing.circumstances(pair.target, None)
+    sized = EagleModel(pair.target, pair.draft)
+    sized.sizing = Sizing(latency, None, 32)
+    monkeypatch.setattr("eagle_fsd.pair.known_latency", lambda *parts: latency)
+    sized.size_cycles()
+    for prompt in PROMPTS[:2]:
+        assert eagle_fsd.generate(prompt, sized, max_new_tokens=20).token_ids == plainly(pair, prompt, 20)
