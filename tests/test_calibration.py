@@ -151,6 +151,10 @@ def test_speeds_at_other_costs_of_a_level():
         assert fsd["costs"][cost]["best_ratio"] == pytest.approx(8 / (2 + 6 * cost) / each["best"])
     assert "| exact | 4.0 | 3.0, 12.0 | 1.94 (" in level_table([exact, fsd], "exact")
     assert shortened([[4] * 50], 4, 4, 0.0) == 5 and level_rows(found[1:], "exact") == []
+    for other in (cycles([5], 4), cycles([1, 1], 4) | {"draft_forwards": 7}):  # copies; cycles of different levels
+        (row,) = level_rows([{"methods": {"other": other}}], "exact")
+        assert row["costs"][0.05]["best"] is None is row["costs"][0.05]["speed_ratio"]
+        assert "|  | " in level_table([row], "exact")
     likely = [shortened([[2, 4, 1] * 50], 4, count, 0.0) for count in (1, 2, 3, 4)]
     assert likely == sorted(likely) and likely[-1] == 10 / 3
 

@@ -301,7 +301,7 @@ def store(
         name, conclusion = recommend(rows["all"], reference, points)
         crossed = cross_fitted(records, reference, points)
         conclusion += "" if crossed is None else f"\n\n{cross_fit_text(crossed, reference, points)}"
-    levels = level_rows(records, reference)
+    levels = level_rows(records, EXACT)
     lost = [] if model.tokenizer is None else lost_answers(records, reference, model.tokenizer.decode, DRAFTER)
     names = dict(zip(("target", "head"), model.described(), strict=True))
     result = {"workers": workers, "seeds": seeds, "points": points, "recommended": name, "conclusion": conclusion,
@@ -322,9 +322,9 @@ tree {model.describe_tree(options.tree)}{f", accuracy of {seeds} seeds" if seeds
 
 {conclusion}
 
-{level_table(levels, reference) if levels else ""}
+{level_table(levels, EXACT) if levels else ""}
 
-{lost_table(lost)}""".rstrip())
+{lost_table(lost) if lost else ""}""".rstrip())
 
 
 def setting_methods(

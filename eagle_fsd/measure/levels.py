@@ -15,12 +15,13 @@ COSTS = (0.05, 0.02)  # of a level, in forwards of the target
 LEGEND = """\
 Tokens per forward of the target, computed from the timed answers' cycles: a level of the draft costs this share of a
 forward, and verification as much as a single token, which is 1.00. "Best" shortens every cycle to the number of levels
-that is fastest. It assumes that the text and what is accepted stay the same: not so for a rule with a window."""
+that is fastest. It assumes that the text and what is accepted stay the same, which is not so for a rule with a window;
+it is empty where cycles draft different numbers of levels, or accept more (copies)."""
 
 
 def level_rows(records: Sequence[Mapping], reference: str) -> list[dict]:
     """For each method that drafts: levels per cycle, forwards per answer of target and drafter, and for each cost the
-    speed as it is and with the best number of levels, both also relative to the reference's best.
+    speed as it is and with the best number of levels, both also relative to the reference's best (None: unknown).
 
     Args:
         records: of `compare`; only timed ones count, since batches do not draft for all methods.
@@ -33,18 +34,21 @@ def level_rows(records: Sequence[Mapping], reference: str) -> list[dict]:
         if not drafted:
             continue
         cycles = [record["lengths"] for record in ours]
-        levels = round(drafted / forwards)
+        levels, most = drafted // forwards, max(length for lengths in cycles for length in lengths)
         costs = {}
         for cost in COSTS:
-            speed = sum(record["emitted"] for record in ours) / (forwards + cost * drafted)
-            best = max(range(1, levels + 1), key=lambda count: shortened(cycles, levels, count, cost))
-            costs[cost] = {"speed": speed, "best_levels": best, "best": shortened(cycles, levels, best, cost)}
+            costs[cost] = {"speed": sum(record["emitted"] for record in ours) / (forwards + cost * drafted),
+                           "best": None, "best_levels": None}
+            if drafted == levels * forwards and most <= levels:
+                costs[cost]["best"], costs[cost]["best_levels"] = max(
+                    (shortened(cycles, levels, count, cost), count) for count in range(1, levels + 1))
         rows.append({"method": name, "levels": drafted / forwards, "forwards_per_answer": forwards / len(ours),
                      "draft_forwards_per_answer": drafted / len(ours), "costs": costs})
     theirs = next((row["costs"] for row in rows if row["method"] == reference), None)
-    for row in rows if theirs else ():
+    for row in rows:
         for cost, each in row["costs"].items():
-            each |= {f"{key}_ratio": each[key] / theirs[cost]["best"] for key in ("speed", "best")}
+            base = theirs and theirs[cost]["best"]
+            each |= {f"{key}_ratio": each[key] / base if base and each[key] else None for key in ("speed", "best")}
     return rows
 
 
@@ -79,12 +83,14 @@ def shortened(cycles: Sequence[Sequence[int]], levels: int, count: int, cost: fl
 def level_table(rows: Sequence[Mapping], reference: str) -> str:
     """The rows as a Markdown table with its legend."""
     def cell(each: Mapping, key: str) -> str:
-        return decimals(each[key]) + ("" if f"{key}_ratio" not in each else f" ({each[f'{key}_ratio']:.2f}x)")
+        ratio = each[f"{key}_ratio"]
+        return decimals(each[key]) + ("" if ratio is None else f" ({ratio:.2f}x)")
 
     return markdown({
         "method": row["method"], "levels/cycle": decimals(row["levels"], 1),
         "forwards/answer: target, drafter": f"{row['forwards_per_answer']:.1f}, {row['draft_forwards_per_answer']:.1f}",
         **{heading: text for cost, each in row["costs"].items() for heading, text in (
             (f"at {cost:g} (vs {reference}'s best)", cell(each, "speed")),
-            (f"best at {cost:g}: levels, tokens", f"{each['best_levels']}, {cell(each, 'best')}"))},
+            (f"best at {cost:g}: levels, tokens",
+             "" if each["best"] is None else f"{each['best_levels']}, {cell(each, 'best')}"))},
     } for row in rows) + f"\n\n{LEGEND}"
