@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
+import transformers
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
@@ -128,11 +129,14 @@ def assisted(model: EagleModel, *, weight: float = 1.0, temperature: float = 0.0
         weight: `assistant_ensemble_weight`; 1: none, which is lossless.
 
     Raises:
-        ValueError: the drafter is not a causal LM, or `weight` is not in (0, 1].
+        ValueError: the drafter is not a causal LM; `weight` is not in (0, 1], or this transformers knows none.
     """
     if not 0 < weight <= 1:
         raise ValueError(f"the weight of assisted generation must lie in (0, 1], got {weight}")
     drafter = draft_model(model, "assisted generation").model
+    if weight != 1 and not hasattr(drafter.generation_config, "assistant_ensemble_weight"):
+        raise ValueError(f"transformers {transformers.__version__} has no assistant_ensemble_weight: upgrade it, or "
+                         "leave out weights below 1 (--assisted 1)")
     options = {} if weight == 1 else {"assistant_ensemble_weight": weight}
     special = GenerationConfig(eos_token_id=drafter.generation_config.eos_token_id)
 
