@@ -97,13 +97,19 @@ def mark_token(mark: str | int, model: EagleModel) -> int:
 
 
 def warn_about_threshold(rule: Rule, model: EagleModel, options: GenerateOptions) -> None:
-    """Warn if the threshold has no effect, if no divergence exceeds it, or if the divergence is infinite because the
-    drafter does not have every token."""
-    if isinstance(options.rule, FuzzyRule) and not options.lossless and (model.draft is None or rule is EXACT):
+    """Warn if the threshold has no effect, also because the tree is too shallow for the rule's window; if no divergence
+    exceeds it; or if the divergence is infinite because the drafter does not have every token."""
+    drafted = isinstance(options.rule, FuzzyRule) or options.rule.mixes_draft
+    if drafted and not options.lossless and (model.draft is None or rule is EXACT):
         log.warning("%s with threshold %g changes nothing %s: decoding is lossless", options.rule.name,
                     options.rule.threshold, "with speculative=False, because nothing is drafted" if rule is EXACT
                     else "without a drafter, because copies from the text are accepted exactly")
         return
+    if rule.window and not options.lossless and model.draft is not None:
+        tree = options.tree or (model.default_tree if model.sizing is None else model.sizing.largest)
+        if tree.depth <= rule.window:
+            log.warning("%s with a window of %d changes nothing on a tree of %d levels: it needs at least %d",
+                        rule.name, rule.window, tree.depth, rule.window + 1)
     budget, divergence = options.budget, getattr(rule, "divergence", None)
     most = {"js": math.log(2), "tv": 1.0}.get(str(divergence).partition("_top")[0])
     if most is not None and most <= rule.threshold < math.inf and budget is None:

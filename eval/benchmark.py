@@ -7,7 +7,9 @@
 
 Every method answers a question, with all its turns, before the next question; the order of the methods rotates. The
 first questions are also answered once without timing. "EAGLE-2 (head alone)" drafts with the head only
-(text_drafts="off"), as published; `exact` and the settings also copy drafts from the text. Speed is new tokens per
+(text_drafts="off"), as published; `exact` and the settings also copy drafts from the text. If the drafter is a causal
+LM, transformers' assisted generation is a method, too: with the same weights of both models, lossless or with an
+`assistant_ensemble_weight`. Speed is new tokens per
 second of wall time, including prompts. OUT.answers.jsonl stores the answers, so that the same command continues an
 interrupted run.
 """
@@ -28,7 +30,7 @@ from eagle_fsd.drafting.language_model import DraftModel
 from eagle_fsd.heads.eagle3 import Eagle3Head
 from eagle_fsd.measure.comparison import compare, setting_methods, store
 from eagle_fsd.measure.grading import check_gradable
-from eagle_fsd.measure.methods import Method, described, engine, hf_generate
+from eagle_fsd.measure.methods import Method, assisted, described, engine, hf_generate
 from eagle_fsd.measure.records import record_path
 from eagle_fsd.measure.settings import EXACT, ComparisonOptions, QuestionOptions, read_settings
 from eval.command import run_command
@@ -41,7 +43,7 @@ BASELINE, LOOKUP, UNDRAFTED, COPIES = "model.generate", "prompt lookup", "no dra
 def head_alone(model: EagleModel) -> str:
     """The name of `exact` without text drafts, which is the published method."""
     if isinstance(model.draft, DraftModel):
-        return "draft model alone"
+        return "exact, no copies"
     return f"{'EAGLE-3' if isinstance(model.draft, Eagle3Head) else 'EAGLE-2'} (head alone)"
 
 
@@ -53,6 +55,7 @@ class BenchmarkArguments(ComparisonOptions, QuestionOptions):
         settings: rules with thresholds and other options of generate: "fsd 0.3" "fsd 0.5 head_guard=none".
         then: additional last turn of every question, for example "Now add type hints, and return the whole program."
         without_head: also compare decoding with text drafts but no head.
+        assisted: weights of the target in assisted generation; 1: lossless.
         endpoints: servers to compare with, as "NAME=URL" or "NAME=URL#MODEL"; see eval/endpoints.py.
         warm_up: questions to answer once without timing.
     """
@@ -62,6 +65,7 @@ class BenchmarkArguments(ComparisonOptions, QuestionOptions):
     without_head: bool = False
     settings: tuple[str, ...] = ("fsd 0.1", "fsd 0.3")
     max_new_tokens: int = 128
+    assisted: tuple[float, ...] = (1.0, 0.7)
     endpoints: UseAppendAction[tuple[str, ...]] = ()
     warm_up: int = 2
     seed: int = 1
@@ -78,10 +82,12 @@ def methods_of(
         headless.size_cycles()
     alone = {} if model.draft is None else {head_alone(model): engine(
         model, acceptance=EXACT, text_drafts="off", tree=args.tree, **sampling)}
+    assistants = {f"assisted generation{'' if weight == 1 else f', weight {weight:g}'}": assisted(
+        model, weight=weight, **sampling) for weight in args.assisted} if isinstance(model.draft, DraftModel) else {}
     return {
         BASELINE: hf_generate(model, **sampling),
         LOOKUP: hf_generate(model, **sampling, prompt_lookup_num_tokens=10),
-        UNDRAFTED: engine(model, speculative=False, **sampling), **alone,
+        **assistants, UNDRAFTED: engine(model, speculative=False, **sampling), **alone,
         **setting_methods(model, args.settings, args),
         **({COPIES: engine(headless, acceptance=EXACT, **sampling)} if args.without_head else {}),
         **{name: endpoint_method(model, *place, **sampling) for name, place in endpoints.items()},

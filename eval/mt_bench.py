@@ -33,7 +33,7 @@ from eagle_fsd.cli.exits import check_counts
 from eagle_fsd.data.files import append_lines, only_writer, write_lines
 from eagle_fsd.data.progress import Progress
 from eagle_fsd.data.questions import Question, converse
-from eagle_fsd.measure.methods import Method, engine, hf_generate
+from eagle_fsd.measure.methods import Method, assisted, engine, hf_generate
 from eagle_fsd.measure.records import environment, record_path, shown, write_json
 from eagle_fsd.measure.settings import QuestionOptions, parse_setting
 from eval.command import option_record, run_command
@@ -53,6 +53,8 @@ class MtBenchArguments(QuestionOptions):
         setting: rule, threshold and other options of generate, for example "fsd 0.2".
         tree: size of the draft tree. If omitted: the fastest known on this machine.
         baseline: answer with model.generate.
+        assisted: answer with model.generate and the draft model, a causal LM, as its assistant_model, with this
+            assistant_ensemble_weight; 1: lossless.
         temperature: a number, or "category" for FastChat's temperatures.
         max_new_tokens: most tokens in the answer to a turn.
         num_choices: answers to each question, with consecutive seeds.
@@ -68,6 +70,7 @@ class MtBenchArguments(QuestionOptions):
     setting: str = "exact"
     tree: Tree = None
     baseline: bool = False
+    assisted: float | None = None
     temperature: str = "0"
     max_new_tokens: int = 1024
     num_choices: int = 1
@@ -78,7 +81,8 @@ class MtBenchArguments(QuestionOptions):
     @property
     def name(self) -> str:
         """The model id in the answers file."""
-        return self.model_id or ("model.generate" if self.baseline else self.setting.replace(" ", "-"))
+        name = "model.generate" if self.baseline else self.setting.replace(" ", "-")
+        return self.model_id or (name if self.assisted is None else f"assisted-{self.assisted:g}")
 
 
 def temperature_of(question: Question, temperature: str) -> float:
@@ -89,6 +93,8 @@ def temperature_of(question: Question, temperature: str) -> float:
 def method_of(model: EagleModel, temperature: float, seed: int, args: MtBenchArguments) -> Method:
     if args.baseline:
         return hf_generate(model, temperature=temperature, seed=seed)
+    if args.assisted is not None:
+        return assisted(model, weight=args.assisted, temperature=temperature, seed=seed)
     return engine(model, temperature=temperature, seed=seed, tree=args.tree, **parse_setting(args.setting)[1])
 
 
@@ -99,12 +105,12 @@ def answer_question(model: EagleModel, question: Question, args: MtBenchArgument
         method = method_of(model, temperature_of(question, args.temperature), args.seed + index, args)
         answers = converse(lambda chat, method=method: method(chat, args.max_new_tokens), question.turns)
         counts = [len(answer.token_ids) for answer in answers]
-        lengths = [answer.output.stats.accepted_lengths if answer.output else None for answer in answers]
+        lengths = [answer.accepted_lengths for answer in answers]
         choices.append({
             "index": index, "turns": [answer.text for answer in answers],
-            "idxs": [count - 1 if each is None else len(each) for count, each in zip(counts, lengths, strict=True)],
+            "idxs": [len(each) or count - 1 for count, each in zip(counts, lengths, strict=True)],
             "new_tokens": counts, "wall_time": [answer.seconds for answer in answers],
-            "accept_lengths": [length + 1 for each in lengths for length in each or []],
+            "accept_lengths": [length + 1 for each in lengths for length in each],
         })
     return {"question_id": question.id, "category": question.category, "answer_id": uuid.uuid4().hex,
             "model_id": args.name, "choices": choices, "tstamp": time.time()}
@@ -122,6 +128,8 @@ def check(args: MtBenchArguments) -> None:
     check_counts(args, "max_new_tokens", "num_choices", "per_category", "limit")
     check_counts(args, "warm_up", least=0)
     parse_setting(args.setting)
+    if args.assisted is not None and (args.baseline or not 0 < args.assisted <= 1):
+        raise ValueError(f"--assisted must be a weight in (0, 1], without --baseline, got {args.assisted}")
     if len(args.answers) < (1 if args.questions else 2) or len(set(map(shown, args.answers))) < len(args.answers):
         raise ValueError("--answers takes one file with --questions, or several files with different names to compare, "
                          f"got {' '.join(map(str, args.answers)) or 'none'}")

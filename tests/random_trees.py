@@ -1,10 +1,12 @@
 """Random draft trees with logits and noise. B batch, N nodes, V vocabulary, R draft vocabulary."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
+from transformers import LogitsProcessor, TemperatureLogitsWarper
 
 from eagle_fsd.acceptance import Rule
 from eagle_fsd.acceptance.walk import Permission, Step, walk
@@ -22,6 +24,8 @@ class Case:
     warped: Tensor  # [B, N, V]
     gumbel: Tensor | None = None  # [B, depth + 1, V]
     draft_tokens: Tensor | None = None  # [R]
+    warpers: Sequence[LogitsProcessor] = ()  # of other logits than `raw`, that is of the draft's
+    banned: Tensor | None = None  # [B, N, V] bool, their tokens of probability 0
     errors: dict[int, Exception] = field(default_factory=dict)
 
     @property
@@ -29,7 +33,12 @@ class Case:
         return self.gumbel is None
 
     def warp(self, raw, node, path, going) -> Tensor:
-        return self.warped[torch.arange(len(node), device=node.device), node]
+        at = torch.arange(len(node), device=node.device), node
+        if torch.equal(raw, self.raw[at]):
+            return self.warped[at]
+        for warper in self.warpers:
+            raw = warper(None, raw)
+        return raw if self.banned is None else raw.masked_fill(self.banned[at], -math.inf)
 
     def noise(self, depth: int) -> Tensor | None:
         return None if self.gumbel is None else self.gumbel[:, depth]
@@ -48,9 +57,9 @@ class Case:
 
     def take(self, rows: list[int]) -> "Case":
         """A case of these rows, which may repeat."""
-        gumbel = None if self.gumbel is None else self.gumbel[rows]
-        return Case(self.tree.select(rows), [level[rows] for level in self.draft], self.raw[rows], self.warped[rows],
-                    gumbel, self.draft_tokens)
+        gumbel, banned = (None if part is None else part[rows] for part in (self.gumbel, self.banned))
+        return replace(self, tree=self.tree.select(rows), draft=[level[rows] for level in self.draft],
+                       raw=self.raw[rows], warped=self.warped[rows], gumbel=gumbel, banned=banned, errors={})
 
     def to(self, device: str) -> "Case":
         tree = {name: part.to(device) for name, part in vars(self.tree).items() if isinstance(part, Tensor)}
@@ -104,7 +113,8 @@ def random_case(
     parents = [random_parents(generator, nodes, most=min(4, named or 4)) for _ in range(batch)]
     shape = tree_from_parents(parents, parents)
     draft_rows = torch.stack([torch.randperm(nodes, generator=generator) for _ in range(batch)])
-    draft_rows = draft_rows.masked_fill(~torch.zeros_like(draft_rows).scatter(1, shape.parents, 1).bool(), 0)  # leaves
+    leaves = ~torch.zeros_like(draft_rows).scatter(1, shape.parents, 1).bool()
+    draft_rows = torch.where(leaves, torch.arange(nodes) % 2 - 1, draft_rows)  # half of them expanded
     names = torch.randperm(vocab_size, generator=generator)[:named].sort().values
     levels = 2 * normal(batch, shape.max_depth + 1, nodes, vocab_size)
     own = levels[torch.arange(batch)[:, None], shape.depths, draft_rows]  # [B, N, V]
@@ -125,4 +135,4 @@ def random_case(
     return Case(
         tree_from_parents(parents, tokens, scores, draft_rows), list(levels[:, :-1, :, names].unbind(1)), raw, warped,
         None if greedy else gumbel_noise(seed * batch + torch.arange(batch), positions, vocab_size),
-        None if named is None else names)
+        None if named is None else names, () if greedy else (TemperatureLogitsWarper(temperature),), refused)

@@ -3,6 +3,8 @@
 import math
 from functools import cached_property
 
+import torch
+
 INF = math.inf
 
 
@@ -53,13 +55,19 @@ class Reference:
         self.raw, self.warped = case.raw[row].tolist(), case.warped[row].tolist()
         self.greedy = case.gumbel is None
         self.noise = [[0.0] * len(self.raw[0]) if self.greedy else case.gumbel[row, depth].tolist() for depth in depths]
-        # The draft's logits of all tokens at each node with children; -inf outside its vocabulary.
+        # The draft's logits of all tokens at each node that it expanded; -inf outside its vocabulary.
         names = range(len(self.raw[0])) if case.draft_tokens is None else case.draft_tokens.tolist()
         self.draft = [[-INF] * len(self.raw[0]) for _ in depths]
         for v, (depth, at) in enumerate(zip(depths, draft_rows, strict=True)):
-            if self.children(v):
+            if at >= 0 and depth < len(case.draft):
                 for token, logit in zip(names, case.draft[depth][row, at].tolist(), strict=True):
                     self.draft[v][token] = logit
+        self.warped_draft = torch.tensor(self.draft)
+        for warper in case.warpers:
+            self.warped_draft = warper(None, self.warped_draft)
+        if case.banned is not None:
+            self.warped_draft = self.warped_draft.masked_fill(case.banned[row], -INF)
+        self.warped_draft = self.warped_draft.tolist()
 
     # --- the walk --------------------------------------------------------------------------------
 
@@ -143,8 +151,17 @@ class Reference:
         passes = self.children(v) and self.divergence(v) <= self.threshold
         return self.among(v, self.candidates(v) if passes else [])
 
-    def deferred(self, v):
-        return self.among(v, self.candidates(v))
+    def ensemble(self, v):
+        """w p + (1 - w) q of the processed distributions, where the draft has one."""
+        if not self.threshold or max(self.warped_draft[v]) == -INF:
+            return self.warped[v], True
+        both = zip(softmax(self.warped[v]), softmax(self.warped_draft[v]), strict=True)
+        mixed = [(1 - self.threshold) * p + self.threshold * q for p, q in both]
+        return [math.log(p) if p > 0 else -INF for p in mixed], True
+
+    def fly(self, v):
+        best = sorted(softmax(self.raw[v]), reverse=True)[:3]
+        return self.among(v, self.candidates(v) if entropy(best) >= 1 - self.threshold else [])
 
     def fsd_paper(self, v):
         passes = self.children(v) and self.divergence(v) <= self.threshold

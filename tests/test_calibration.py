@@ -14,6 +14,8 @@ from eagle_fsd.cli import main
 from eagle_fsd.cli.arguments import Loading
 from eagle_fsd.data.questions import Question
 from eagle_fsd.measure.comparison import compare, cross_fit_text, difference_text, join_seeds, recommend, record_of
+from eagle_fsd.measure.levels import level_rows, level_table, shortened
+from eagle_fsd.measure.lost import lost_answers, lost_table
 from eagle_fsd.measure.methods import Answer, engine
 from eagle_fsd.measure.settings import ComparisonOptions, parse_setting
 from eagle_fsd.measure.statistics import (
@@ -125,6 +127,52 @@ def test_records_sum_up_what_receipts_say(model):
     assert record["fuzzy"] == 2 * sum(receipt.source == "fuzzy" for receipt in receipts) > 0
     assert record["regret"] == pytest.approx(2 * sum(receipt.regret for receipt in receipts)) and record["regret"] > 0
     assert record["cut_off"] and record["right"] is None
+    first = next(at for at, receipt in enumerate(receipts) if receipt.source == "fuzzy")
+    assert (record["lengths"], record["first_fuzzy"]) == (2 * stats.accepted_lengths, first)
+    assert record["draft_forwards"] == TREE.depth * record["forwards"]
+
+
+def cycles(lengths: list[int], levels: int, timed: bool = True) -> dict:
+    return {"lengths": lengths, "forwards": len(lengths), "emitted": sum(lengths) + len(lengths), "timed": timed,
+            "draft_forwards": levels * len(lengths)}
+
+
+def test_speeds_at_other_costs_of_a_level():
+    """By hand: cycles of 4 levels that accept 0, 3 and 1 are 7 tokens; with a single level they are 5 cycles."""
+    found = [{"methods": {"exact": cycles([0, 3, 1], 4), "fsd": cycles([3, 3], 4), "plain": cycles([0], 0)}},
+             {"methods": {name: cycles([9], 4, timed=False) for name in ("exact", "fsd", "plain")}}]
+    exact, fsd = level_rows(found, "exact")
+    assert (exact["levels"], exact["forwards_per_answer"], exact["draft_forwards_per_answer"]) == (4, 3, 12)
+    for cost, each in exact["costs"].items():
+        assert each["speed"] == pytest.approx(7 / (3 + 12 * cost))
+        assert [shortened([[0, 3, 1]], 4, count, cost) for count in (1, 3, 4)] == pytest.approx(
+            [7 / (4 * (1 + cost)), 7 / (3 + 9 * cost), each["speed"]])
+        assert (each["best_levels"], each["best"]) == (3, pytest.approx(7 / (3 + 9 * cost)))
+        assert fsd["costs"][cost]["best_ratio"] == pytest.approx(8 / (2 + 6 * cost) / each["best"])
+    assert "| exact | 4.0 | 3.0, 12.0 | 1.94 (" in level_table([exact, fsd], "exact")
+    assert shortened([[4] * 50], 4, 4, 0.0) == 5 and level_rows(found[1:], "exact") == []
+    for other in (cycles([5], 4), cycles([1, 1], 4) | {"draft_forwards": 7}):  # copies; cycles of different levels
+        (row,) = level_rows([{"methods": {"other": other}}], "exact")
+        assert row["costs"][0.05]["best"] is None is row["costs"][0.05]["speed_ratio"]
+        assert "|  | " in level_table([row], "exact")
+    likely = [shortened([[2, 4, 1] * 50], 4, count, 0.0) for count in (1, 2, 3, 4)]
+    assert likely == sorted(likely) and likely[-1] == 10 / 3
+
+
+def test_lost_answers_say_where_the_first_fuzzy_token_stands():
+    def record(ids, right, first=None):
+        return {"ids": ids, "tokens": len(ids), "right": right, "fuzzy": int(first is not None), "first_fuzzy": first}
+
+    found = [{"id": number, "category": "x", "methods": {
+        "exact": record([1, 2, 3, 4], True), "fsd": record([1, 2, 7, 4], right, first),
+        "lossless": record([1, 2, 3, 5], False), "drafter alone": record([8], number == 2)}}
+        for number, (right, first) in enumerate([(True, 2), (False, 2), (False, None)])]
+    lost = lost_answers(found, "exact", lambda ids: "|".join(map(str, ids)), "drafter alone")
+    assert [(each["method"], each["id"], each["at"], each["drafter_right"]) for each in lost] == [
+        ("fsd", 1, 2, False), ("fsd", 2, 2, True)]
+    assert (lost[0]["before"], lost[0]["token"], lost[0]["instead"]) == ("1|2", "7", "3")
+    assert '| fsd | 1 | 2 of 4 | "1\\|2" | "7" | "3" | wrong |' in lost_table(lost)
+    assert '| fsd | 2 | none: 2 of 4 |' in lost_table(lost)
 
 
 def test_a_comparison_goes_on_where_it_was(tmp_path):
@@ -247,6 +295,9 @@ def test_settings_are_rules_with_options():
     assert parse_setting("exact top_p=0.6") == ("exact top_p=0.6", {"acceptance": "exact", "top_p": 0.6})
     assert parse_setting("fsd 0.5 head_guard=none divergence=tv top_k=5")[1] == {
         "acceptance": "fsd", "threshold": 0.5, "head_guard": None, "divergence": "tv", "top_k": 5}
+    assert parse_setting("fly 0.7 tree=16,15,1")[1]["tree"] == eagle_fsd.TreeConfig(16, 15, 1)
+    with pytest.raises(ValueError, match="a tree must be total_tokens,depth,top_k.*got '16,15'"):
+        parse_setting("fly 0.7 tree=16,15")
     for text in ("", "fsd x", "fsd 0.1 0.2", "fsd threshold=none"):
         with pytest.raises(ValueError, match="a setting must be"):
             parse_setting(text)
@@ -270,6 +321,9 @@ def test_calibrate_says_what_settings_buy_and_cost(prompts, tmp_path, capsys):
     said, record = capsys.readouterr().out, json.loads((tmp_path / "found.json").read_text())
     exact, lossless, fuzzy = record["rows"]["all"]
     assert exact["accuracy"] == lossless["accuracy"] == lossless["same_tokens"] == 1
+    assert {each["method"] for each in record["lost"]} == {"fsd 0.6 head_guard=none"}
+    assert [each["method"] for each in record["levels"]] == ["exact", "fsd 0", "fsd 0.6 head_guard=none"]
+    assert "| fsd 0.6 head_guard=none | 3.0 | " in said and "instead of" in said
     assert fuzzy["lost"] > 0 < fuzzy["fuzzy_share"] and fuzzy["tau"] > exact["tau"] and fuzzy["regret_per_token"] > 0
     assert record["recommended"] is None and "no setting loses at most 1 points" in said
     assert (tmp_path / "found.png").stat().st_size > 10_000

@@ -1,5 +1,6 @@
 """The commands of evaluation, on tiny random pairs: methods, bookkeeping, records."""
 
+import copy
 import json
 import math
 import subprocess
@@ -8,15 +9,18 @@ import sys
 import pytest
 import torch
 from tiny import PROMPT, save_pair, tiny_chat_pair
+from transformers import GenerationConfig
 
 import eagle_fsd
 from eagle_fsd.cli import main as eagle_fsd_command
 from eagle_fsd.cli.arguments import Loading
 from eagle_fsd.drafting.curves import WIDE_TREE
+from eagle_fsd.drafting.language_model import DraftModel
 from eagle_fsd.measure import comparison
 from eagle_fsd.measure.cycles import wide_cycles
-from eagle_fsd.measure.methods import engine, hf_generate
+from eagle_fsd.measure.methods import assisted, draft_model, engine, hf_generate
 from eagle_fsd.measure.records import ROOT, environment, shown, write_record
+from eagle_fsd.measure.settings import ComparisonOptions
 from eagle_fsd.prompts import encode_prompt
 from eval import benchmark, forwards, likelihood, memory, quantisation
 
@@ -61,6 +65,53 @@ def test_the_baseline_leaves_out_what_our_engine_does_not_read(model, monkeypatc
     penalised = stock.generate(torch.tensor([PROMPT]), max_new_tokens=20, do_sample=False)[0, len(PROMPT) :].tolist()
     assert hf_generate(model)(PROMPT, 20).token_ids == expected != penalised
     assert stock.generation_config.repetition_penalty == 1.5
+
+
+@pytest.fixture
+def two_models():
+    """A target, and nearly the same model as its drafter."""
+    model = tiny_chat_pair()
+    small = copy.deepcopy(model.target.model)
+    with torch.no_grad():
+        for weight in small.parameters():
+            weight += 0.03 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(1))
+    return eagle_fsd.EagleModel(model.target, DraftModel(small), model.tokenizer)
+
+
+@pytest.mark.skipif(not hasattr(GenerationConfig(), "assistant_ensemble_weight"), reason="an older transformers")
+@pytest.mark.parametrize("packed", [False, True])
+def test_assisted_generation_uses_both_models_as_they_are(two_models, packed):
+    """Without the sampling options of their checkpoints; it counts what it accepts and the drafter's forwards."""
+    if packed:
+        for each in (two_models.target, two_models.draft):
+            each.model.bfloat16()
+            each.pack(None)
+    target, drafter = two_models.target.model, two_models.draft.model
+    drafter.generation_config.repetition_penalty, before = 1.5, drafter.generation_config
+    plain, mixed = (assisted(two_models, weight=weight)(PROMPT, 24) for weight in (1.0, 0.01))
+    assert plain.token_ids == hf_generate(two_models, stock=target)(PROMPT, 24).token_ids
+    assert drafter.generation_config is before
+    assert sum(plain.accepted_lengths) + len(plain.accepted_lengths) == 24 > len(plain.accepted_lengths)
+    assert plain.draft_forwards >= sum(plain.accepted_lengths)
+    alone = hf_generate(two_models, stock=drafter)(PROMPT, 24).token_ids
+    assert (mixed.token_ids != plain.token_ids) or alone == plain.token_ids
+    assert len(mixed.accepted_lengths) <= len(plain.accepted_lengths)
+
+
+def test_what_needs_a_draft_model_says_so(model):
+    for call in (lambda: assisted(model), lambda: draft_model(model, "--drafter-alone")):
+        with pytest.raises(ValueError, match=r"needs a causal LM as the drafter \(--draft\), got a draft head"):
+            call()
+    with pytest.raises(ValueError, match=r"weight of assisted generation must lie in \(0, 1\], got 0"):
+        assisted(model, weight=0)
+
+
+def test_the_draft_model_answers_alone(two_models, tmp_path):
+    options = ComparisonOptions(out=tmp_path / "x", drafter_alone=True, tree=TREE)
+    methods = comparison.setting_methods(two_models, ["fsd 0.3"], options)
+    assert list(methods) == ["exact", "fsd 0.3", "drafter alone"]
+    alone = hf_generate(two_models, stock=two_models.draft.model)(PROMPT, 12)
+    assert methods["drafter alone"](PROMPT, 12).token_ids == alone.token_ids
 
 
 def test_cycles_are_observed_as_they_were_accepted(model):

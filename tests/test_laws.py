@@ -46,7 +46,7 @@ def case_of(seed: int, warpers: str = "temperature") -> Case:
     raw = 1.5 * torch.randn(1, len(NODES), VOCAB, generator=generator)
     draft = raw + 0.5 * torch.randn(raw.shape, generator=generator)
     return Case(tree_from_parents([PARENTS], [TOKENS]), [draft] * DEPTH, raw, warped(raw, warpers),
-                torch.zeros(1, DEPTH + 1, VOCAB))
+                torch.zeros(1, DEPTH + 1, VOCAB), warpers=WARPERS[warpers])
 
 
 def warped(raw, warpers):
@@ -61,6 +61,7 @@ class Steered(Rule):
     """Leads each row along the path to a node of its own, and keeps what a rule answers at each depth."""
 
     name: ClassVar[str] = "steered"
+    mixes_draft: ClassVar[bool] = True
     rule: Rule = None
     answers: list[tuple[Nodes, Weights]] = field(default_factory=list)
 
@@ -81,7 +82,10 @@ def law_of(name, threshold, case, **options) -> dict[tuple, float]:
     for v, path in enumerate(PATHS):
         nodes, answer = rule.answers[len(path)]
         weights, own = nodes.warped[v] + torch.as_tensor(answer.others).expand(len(NODES))[v], nodes.children[v]
-        weights = weights.index_copy(0, nodes.tokens[v, own], answer.children[v, own])
+        if answer.tokens is not None:
+            weights = answer.tokens[v]
+        elif answer.children is not None:
+            weights = weights.index_copy(0, nodes.tokens[v, own], answer.children[v, own])
         node_probs.append(weights.double().softmax(-1).tolist())
     return segment_law(node_probs)
 
@@ -165,6 +169,23 @@ def test_lenience_lifts_the_mass_of_the_children(warpers):
         assert drawn(law_of("lenience", threshold, case)) == approx(segment_law(lifted))
 
 
+@pytest.mark.parametrize("named", [None, [0, 2, 3, 5]], ids=["all tokens", "some tokens"])
+@pytest.mark.parametrize("warpers", WARPERS)
+def test_ensemble_draws_from_the_mixture(warpers, named):
+    """w p + (1 - w) q at nodes that the draft expanded, with or without children; p below them, and at node 2."""
+    case, names = case_of(9, warpers), named or list(range(VOCAB))
+    case.tree.draft_rows[0, 2] = -1
+    draft = torch.full_like(case.raw, -math.inf).index_copy(2, torch.tensor(names), case.draft[0][..., names])
+    if named:
+        case = replace(case, draft=[level[..., names] for level in case.draft], draft_tokens=torch.tensor(names))
+    draft_probs = warped(draft, warpers)[0].double().softmax(-1)
+    for threshold in (1e-6, 0.3, 1.0):
+        shares = [0.0 if v == 2 or len(PATHS[v]) == DEPTH else threshold for v in NODES]
+        mixed = [[(1 - share) * p + share * q for p, q in zip(*both, strict=True)]
+                 for share, *both in zip(shares, target_probs(case), draft_probs.tolist(), strict=True)]
+        assert drawn(law_of("ensemble", threshold, case)) == approx(segment_law(mixed))
+
+
 # --- the noise draws the laws --------------------------------------------------------------------
 
 
@@ -177,6 +198,29 @@ def chi_square_fits(counts, law) -> bool:
     freedom = len(cells) - 1
     chi_square = sum((seen - expected) ** 2 / max(expected, 1.0) for seen, expected in cells)
     return chi_square < freedom + 3.5 * math.sqrt(2 * freedom)
+
+
+def fly_law(case, threshold):
+    """A path ends at the first draw that is no child. A draw among the children instead stands if a child follows."""
+    target, law = target_probs(case), Counter()
+    among = [{token: probs[token] / sum(probs[each] for each in children) for token in children}
+             for children, probs in zip(CHILDREN, target, strict=True)]
+    passes = [-sum(p * math.log(p) for p in sorted(case.raw[0, v].double().softmax(-1).tolist())[-3:]) >= 1 - threshold
+              for v in NODES]
+
+    def walk(v, prob, waiting, back):
+        """`back`: the segment that is emitted if the path ends while `waiting`."""
+        for token, p in enumerate(target[v]):
+            if token in CHILDREN[v]:
+                walk(CHILDREN[v][token], prob * p, max(0, waiting - 1), back)
+            elif waiting or not (passes[v] and CHILDREN[v]):
+                law[back if waiting else (*PATHS[v], token)] += prob * p
+            else:
+                for child, share in among[v].items():
+                    walk(CHILDREN[v][child], prob * p * share, 1, (*PATHS[v], token))
+
+    walk(0, 1.0, 0, ())
+    return dict(law)
 
 
 def fsd_law(case, threshold):
@@ -192,11 +236,12 @@ def fsd_law(case, threshold):
 @pytest.mark.parametrize(
     ("name", "threshold", "options"),
     [("exact", 0.0, {}), ("fsd", 0.02, {"head_guard": None}), ("fsd", math.inf, {"head_guard": None}),
-     ("lenience", 0.4, {})],
+     ("lenience", 0.4, {}), ("ensemble", 0.5, {}), ("fly", 0.5, {"window": 1})],
 )
 def test_walks_draw_the_law(name, threshold, options):
     draws, case = 20_000, case_of(10)
-    law = fsd_law(case, threshold) if name == "fsd" else law_of(name, threshold, case, **options)
+    laws = {"fsd": fsd_law, "fly": fly_law}
+    law = laws[name](case, threshold) if name in laws else law_of(name, threshold, case, **options)
     noise = gumbel_noise(torch.arange(draws), torch.arange(DEPTH + 1).expand(draws, -1), VOCAB)
     counts = Counter(tuple(step.token for step in steps) for steps in replace(
         case.take([0] * draws), gumbel=noise).walk(make_rule(name, threshold, **options)))

@@ -124,6 +124,7 @@ def test_sampling_follows_the_category_and_the_seed(place):
         (["--max-new-tokens", "0"], "--max-new-tokens.*0"),
         (["--limit", "0"], "--limit must be at least 1, got 0"),
         (["--setting", "fsd -0.1"], "threshold"),
+        (["--assisted", "1.5"], r"--assisted must be a weight in \(0, 1\], without --baseline, got 1.5"),
         (["--questions"], "--answers takes one file with --questions, or several files with different names"),
         (["--out", "x"], "--out needs a comparison"),
         (["--answers", "x.jsonl", "no.jsonl"], "no.jsonl does not exist"),

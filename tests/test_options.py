@@ -216,9 +216,10 @@ def test_lists_of_options_lead_to_the_engine(small, given):
 @pytest.mark.parametrize(("given", "said"), [
     ({"threshold": 0.3}, "fsd with threshold 0.3 changes nothing without a drafter"),
     ({"acceptance": "relaxed", "threshold": 2}, "relaxed with threshold 2 changes nothing without a drafter"),
+    ({"acceptance": "ensemble", "threshold": 0.3}, "ensemble with threshold 0.3 changes nothing without a drafter"),
     ({"threshold": 0.3, "speculative": False}, "changes nothing with speculative=False"),
     ({}, ""), ({"acceptance": "exact"}, ""), ({"acceptance": lambda nodes: nodes.warped}, ""),
-], ids=range(6))
+], ids=range(7))
 def test_a_threshold_that_changes_nothing_is_warned_of(small, caplog, given, said):
     eagle_fsd.generate(PROMPT, eagle_fsd.EagleModel.from_parts(small.target.model, None), max_new_tokens=2, **given)
     assert [record.levelname for record in caplog.records] == ["WARNING"] * bool(said) and said in caplog.text
@@ -266,3 +267,9 @@ def test_a_threshold_that_nothing_exceeds_is_warned_of(small, caplog):
     eagle_fsd.generate(PROMPT, small, threshold=5, max_new_tokens=2)
     message = "a threshold of 5 accepts every token of the drafter that the guard allows: js is at most 0.693"
     assert message in caplog.text
+    for levels, warnings in ((7, 0), (6, 1)):
+        caplog.clear()
+        eagle_fsd.generate(PROMPT, small, acceptance="fly", threshold=0.7, max_new_tokens=2,
+                           tree=TreeConfig(levels + 1, levels, 1))
+        assert [record.message for record in caplog.records] == warnings * [
+            "fly with a window of 6 changes nothing on a tree of 6 levels: it needs at least 7"]

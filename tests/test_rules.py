@@ -19,12 +19,13 @@ GUARDS = [{"head_guard": alpha} for alpha in (None, 0.0, 0.5, 0.9, 1.0)]
 THRESHOLDS = {  # one for each row of a batch
     "exact": (0.0, 0.0, 0.0, 0.0), "fsd": (0.02, 0.1, 0.4, math.inf), "fsd_paper": (0.02, 0.1, 0.4, math.inf),
     "typical": (0.0, 0.3, 0.7, 0.95), "lenience": (0.1, 0.5, 1.5, 50.0),
-    "relaxed": (0.1, 0.6, 1.5, 4.0),
+    "relaxed": (0.1, 0.6, 1.5, 4.0), "ensemble": (0.1, 0.3, 0.7, 1.0), "fly": (0.2, 0.5, 0.8, 1.0),
 }
 OPTIONS = {
     "exact": [{}], "fsd": [*GUARDS, *({**each, "head_guard": None} for each in DIVERGENCES)],
     "fsd_paper": [*GUARDS, *DIVERGENCES], "typical": GUARDS, "lenience": GUARDS,
     "relaxed": [*GUARDS, {"top": 2}, {"top": 2, "head_guard": None}],
+    "ensemble": [{}] * 4, "fly": [{"window": 1}, {"window": 1, "head_guard": 0.5}, {"window": 2}, {"window": 1}],
 }
 
 
@@ -65,7 +66,10 @@ def compare(rule, case, thresholds, left, divergences=True):
             assert step.regret == pytest.approx(reference.regret(step.node, step.token), abs=1e-5)
             log_probs = case.raw[row, step.node].log_softmax(-1)
             assert step.logprob == pytest.approx(log_probs[step.token].item(), abs=1e-5)
-            assert step.drawn == case.warped[row, step.node, step.token]
+            drawn = case.warped[row, step.node, step.token]
+            if rule.name == "ensemble":
+                drawn = max(drawn, reference.warped_draft[step.node][step.token])
+            assert step.drawn == drawn
     return sum(not step.exact for steps in walks for step in steps)
 
 
@@ -107,7 +111,8 @@ def test_cuda_walks_as_the_cpu(name, greedy):
 # --- the ends of the threshold -------------------------------------------------------------------
 
 LOSSLESS_AT_ZERO = {"exact": (True, True), "fsd": (True, True), "fsd_paper": (False, False),
-                    "typical": (False, False), "lenience": (True, True), "relaxed": (True, False)}  # greedy, sampling
+                    "typical": (False, False), "lenience": (True, True), "relaxed": (True, False),
+                    "ensemble": (True, True), "fly": (True, True)}  # greedy, sampling
 
 
 @BOTH
@@ -136,6 +141,7 @@ MONOTONE = {  # rule: options, thresholds, whether also with noise and processor
             [0.001, 0.02, 0.05, 0.1, 0.2, 0.4, 1.0, math.inf], True),
     "fsd_paper": ([{}, {"head_guard": 0.5}], [0.0, 0.02, 0.05, 0.1, 0.2, 0.4, 1.0, math.inf], True),
     "lenience": ([{}, {"head_guard": 0.5}], [0.001, 0.1, 0.3, 0.6, 1.0, 2.0, 4.0, 50.0], True),
+    "fly": ([{"window": 1}, {"window": 2}], [0.01, 0.2, 0.4, 0.6, 0.7, 0.8, 0.9, 1.0], True),
     # Which child the target picks depends on which may be taken; without noise it is its best, which passes first.
     "typical": ([{}, {"head_guard": None}], [0.0, 0.2, 0.4, 0.6, 0.8, 0.9, 0.95, 0.99], False),
     "relaxed": ([{}, {"top": 3}], [0.001, 0.1, 0.3, 0.6, 1.0, 2.0, 4.0, 50.0], False),
@@ -191,6 +197,8 @@ def test_options_reach_the_rule():
         ({"rule": "typical", "threshold": 1.0}, ValueError, r"\[0, 1\), got 1.0"),
         ({"rule": "fsd", "divergence": "jsd"}, ValueError, "unknown divergence 'jsd'; accepted: kl"),
         ({"rule": "typical", "divergence": "js"}, ValueError, "has no option 'divergence'; accepted: threshold"),
+        ({"rule": "ensemble", "threshold": 1.5}, ValueError, r"rule 'ensemble' must lie in \[0, 1\], got 1.5"),
+        ({"rule": "fly", "window": -1}, ValueError, "window must be at least 0, got -1"),
         ({"rule": "relaxed", "top": 0}, ValueError, "top must be at least 1, got 0"),
         ({"rule": "exact", "head_guard": 0.5}, ValueError, "'exact' has no option 'head_guard'"),
         ({"rule": "typical", "head_guard": 1.1}, ValueError, r"head_guard must lie in \[0, 1\], got 1.1"),

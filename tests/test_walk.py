@@ -3,8 +3,7 @@
 import itertools
 import math
 from collections import Counter
-from dataclasses import dataclass, field, replace
-from typing import ClassVar
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ from reference_acceptance import Reference
 from tiny import PROMPT, tiny_pair
 
 import eagle_fsd
-from eagle_fsd.acceptance import GatingRule, Nodes, Weights, make_rule
+from eagle_fsd.acceptance import Nodes, Weights, make_rule
 from eagle_fsd.acceptance.walk import Within
 from eagle_fsd.decoding.decoder import Decoder
 from eagle_fsd.drafting.sizing import Choice, Drafting
@@ -83,6 +82,8 @@ def test_noise_decides_and_nodes_of_one_depth_share_it():
         ("relaxed", 2.0, {"top": 2, "head_guard": None}, [0, 2, 5], [2, 5]),  # node 5's token ties for the second place
         ("typical", 0.0, {}, [0, 2], [2]),  # p = 0.24 and 0.06, the bar is at 0.3 exp(-H) = 0.04 at the root
         ("lenience", 5.0, {}, [0], []),  # greedy: exact
+        ("ensemble", 0.9, {}, [0], []),  # the draft is uniform, so that the target's best stays the best
+        ("fly", 1.0, {"window": 1}, [0], []),  # the target draws 0 after 7, and 3 was drafted
     ],
 )
 def test_fuzzy_greedy_walks(name, threshold, options, path, fuzzy):
@@ -127,20 +128,6 @@ def test_ties_go_to_the_first_token(best, threshold, step):
 # --- tentative steps -----------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Deferred(GatingRule):
-    """Takes any child inside the guard, if the target itself then draws the next `window` tokens of the draft."""
-
-    name: ClassVar[str] = "deferred"
-    window: int = field(default=1, kw_only=True)
-
-    def is_lossless(self, greedy):
-        return False
-
-    def gate(self, nodes):
-        return nodes.children, None
-
-
 @pytest.mark.parametrize(
     ("best", "window", "path", "tokens"),
     [
@@ -151,7 +138,7 @@ class Deferred(GatingRule):
     ],
 )
 def test_a_tentative_step_is_cut_back_unless_the_target_agrees_with_what_follows(best, window, path, tokens):
-    steps = picture(best, second={0: 7, 1: 9}).walk(Deferred(window=window))[0]
+    steps = picture(best, second={0: 7, 1: 9}).walk(make_rule("fly", 1.0, window=window))[0]
     assert ([step.node for step in steps], [step.token for step in steps]) == (path, tokens)
     assert steps[-1].exact and steps[-1].drawn == 2 and steps[-1].regret == 0
 
@@ -164,10 +151,10 @@ def test_cut_paths_equal_the_reference(greedy):
         case, budgets = random_case(seed, greedy, nodes=16, gap=0.4), [math.inf, 2.0, 0.7, math.inf]
         inside, marks = [True, True, True, False], [(-1, -1), (3, 5), (-1, -1), (7, 2)]
         within = Within(torch.tensor(inside), *torch.tensor(marks).unbind(1))
-        rule = Deferred(head_guard=None, window=window)
+        rule = make_rule("fly", 0.6, window=window)
         at_once = case.walk(replace(rule, window=0), left=budgets, within=within)
         for row, steps in enumerate(case.walk(rule, left=budgets, within=within)):
-            expected = Reference(rule, case, row, 0.0, budgets[row], inside[row], marks[row]).walk()
+            expected = Reference(rule, case, row, 0.6, budgets[row], inside[row], marks[row]).walk()
             assert [(step.node, step.token, step.exact, step.closed) for step in steps] == expected
             assert all(step.drawn == case.warped[row, step.node, step.token] for step in steps)
             seen["cut"] += len(steps) < len(at_once[row])
@@ -184,9 +171,9 @@ def test_what_is_cut_back_costs_nothing(pair, mode):
 
     exact = answer("exact")
     for options in ({}, {"fuzzy_within": (PROMPT[-1], exact.token_ids[9])}, {"budget": 0.01}):
-        never = answer(Deferred(head_guard=None, window=9), **{"budget": 99.0, **options})
+        never = answer(make_rule("fly", 1.0, window=9), **{"budget": 99.0, **options})
         assert never.token_ids == exact.token_ids and never.stats.budget_spent == 0
-    output = answer(Deferred(head_guard=None), budget=99.0)
+    output = answer(make_rule("fly", 1.0, window=1), budget=99.0)
     sources = [receipt.source for receipt in output.receipts]
     assert all(after == "exact" for source, after in itertools.pairwise(sources) if source == "fuzzy")
     paid = sum(receipt.regret for receipt in output.receipts if receipt.source == "fuzzy")
@@ -226,7 +213,8 @@ def test_a_function_may_draw_any_token_and_stop_anywhere(greedy):
 @pytest.mark.parametrize("greedy", [True, False], ids=["greedy", "sampling"])
 def test_outside_of_its_marks_a_rule_does_not_decide(greedy):
     """Step by step as the reference, which looks at one row alone; a row without marks has the rule everywhere."""
-    rules = [make_rule("fsd", 0.5, head_guard=None), make_rule("typical", 0.5), make_rule("relaxed", 2.0)]
+    rules = [make_rule("fsd", 0.5, head_guard=None), make_rule("typical", 0.5), make_rule("relaxed", 2.0),
+             make_rule("ensemble", 0.5)]
     changed = 0
     for seed, rule in itertools.product(range(12), rules):
         case, budgets = random_case(seed, greedy), [math.inf, math.inf, math.inf, 1.0]

@@ -15,6 +15,8 @@ RULE_CLASSES = {  # module -> class; the module's name is the rule's
     "typical": "Typical",
     "lenience": "Lenience",
     "relaxed": "Relaxed",
+    "ensemble": "Ensemble",
+    "fly": "Fly",
 }
 
 __all__ = ["RULES", "RULE_CLASSES", "FuzzyRule", "GatingRule", "Nodes", "Rule", "Weights", "make_rule"]

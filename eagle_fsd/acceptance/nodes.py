@@ -12,8 +12,9 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from .divergence import get_divergence
+from .divergence import get_divergence, widen
 
 
 class Weights(NamedTuple):
@@ -52,6 +53,9 @@ class Nodes:
     left: Tensor | None  # [B] float64, the rest of each row's budget; None: no row has one
     going: Tensor  # [B] bool: rows whose walk goes on; results of other rows are ignored
     errors: dict[int, Exception]  # by row, raised by a user's function
+    # [B, V], the draft's logits after all processors, -inf where it predicted nothing; None: the draft expanded no node
+    # here, or the rule does not read them (`Rule.mixes_draft`).
+    warped_draft: Tensor | None = None
 
     @property
     def greedy(self) -> bool:
@@ -63,6 +67,14 @@ class Nodes:
         if self.drafted is None:
             return None
         return self.drafted[torch.arange(len(self.raw), device=self.raw.device), self.draft_row]
+
+    @property
+    def draft_of_all(self) -> Tensor:
+        """[B, V]: `draft`, with -inf for NaN, for tokens that it cannot name, and where `draft_row` is -1."""
+        draft, size = self.draft.float(), self.raw.shape[-1]
+        wide = (pad(draft, (0, size - draft.shape[-1]), value=-math.inf) if self.draft_tokens is None
+                else widen(draft, self.draft_tokens, size))
+        return wide.masked_fill((self.draft_row < 0)[:, None] | wide.isnan(), -math.inf)
 
     def row(self, row: int) -> Nodes:
         """A single row, as a batch of one."""

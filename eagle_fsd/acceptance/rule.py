@@ -34,6 +34,7 @@ class Rule(ABC):
     threshold_scale: ClassVar[float] = 1.0  # the largest useful threshold, where a slider ends
     noise_weight: ClassVar[float] = 0.0  # of the target's noise in drafts, see `drafting.coupling`
     window: ClassVar[int] = 0  # above 0: fuzzy tokens are tentative, see `walk.Permission`
+    mixes_draft: ClassVar[bool] = False  # whether it reads `Nodes.warped_draft`
 
     threshold: float = 0.0
 

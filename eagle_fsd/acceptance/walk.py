@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple, Protocol
 
 import torch
@@ -34,7 +35,7 @@ class Verified(Protocol):
 
     def warp(
         self,
-        raw: Tensor,  # [B, V], the target's logits at one node of each row
+        raw: Tensor,  # [B, V], logits at one node of each row
         node: Tensor,  # [B] long
         path: Sequence[Tensor],  # tokens [B] from the root to that node
         going: Tensor,  # [B] bool, rows whose walk goes on; results of other rows are ignored
@@ -54,7 +55,7 @@ class Step(NamedTuple):
     divergence: float  # NaN: not computed
     logprob: float  # of the token, under the target at temperature 1
     regret: float  # the log-probability of the target's best token, less this one's
-    drawn: float  # the token's logit after all processors
+    drawn: float  # the token's logit after all processors; the draft's if that is larger and the rule mixes it in
     closed: bool  # whether the budget is spent
     top: Sequence[tuple[int, float]] = ()  # the target's best tokens with their log-probabilities
 
@@ -155,16 +156,20 @@ def walk(rule: Rule, verified: Verified, permission: Permission, top: int = 0) -
         raw, children = verified.raw[rows, node], parents == node[:, None]
         warped, noise = verified.warp(raw, node, path, going), verified.noise(depth)
         exact = first_largest(warped if noise is None else warped + noise)
-        token, weights = exact, Weights()
+        token, weights, drawable = exact, Weights(), warped
         if not lossless:
             drafted = verified.draft[depth] if depth < len(verified.draft) else None
             nodes = Nodes(raw, warped, noise, exact, tree.tokens, children, tree.by_head, tree.scores, drafted,
                           tree.draft_rows[rows, node], verified.draft_tokens, permission.threshold, permission.left,
                           going, verified.errors)
+            if rule.mixes_draft and drafted is not None:
+                predicted = going & (nodes.draft_row >= 0)
+                nodes = replace(nodes, warped_draft=verified.warp(nodes.draft_of_all, node, path, predicted))
+                drawable = warped.maximum(nodes.warped_draft)
             weights = rule.weigh(nodes)
             token = permission.settle(draw(nodes, weights), exact, raw, going, rule.window)
         divergence = unknown if weights.divergence is None else weights.divergence.double()
-        drawn = None if warped is raw else warped.gather(1, torch.stack([token, exact], 1))
+        drawn = None if warped is raw and not rule.mixes_draft else drawable.gather(1, torch.stack([token, exact], 1))
         levels.append(Level(node, token, exact, drawn, divergence, permission.closed, going))
         child = children & (tree.tokens == token[:, None])  # at most one: siblings differ in their token
         going = going & child.any(-1)

@@ -18,7 +18,7 @@ from tyro.conf import Suppress, UseAppendAction
 from tyro.constructors import PrimitiveConstructorSpec
 
 from ..acceptance import RULE_CLASSES
-from ..drafting.config import TreeConfig
+from ..drafting.config import TreeConfig, parse_tree
 from ..load_options import LoadOptions
 from ..models import IMPLEMENTATIONS
 from ..options import GenerateOptions
@@ -49,18 +49,6 @@ def parse_options(options: type[T], argv: Sequence[str] | None = None, *, progra
     """
     defaults = {} if default is None else {"default": default}
     return tyro.cli(options, args=argv, prog=program, description=description, config=STYLE, **defaults)
-
-
-def parse_tree(text: str) -> TreeConfig:
-    """Parse "total_tokens,depth,top_k[,draft_temperature]" into a `TreeConfig`."""
-    parts = text.split(",")
-    try:
-        if not 3 <= len(parts) <= 4:
-            raise ValueError(f"got {len(parts)} number{'s' * (len(parts) > 1)}")
-        return TreeConfig(*map(int, parts[:3]), *map(float, parts[3:]))
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"a tree must be total_tokens,depth,top_k[,draft_temperature], such as 16,5,4, got {text!r} "
-                         f"({error})") from error
 
 
 def tree_text(tree: TreeConfig | None) -> str:

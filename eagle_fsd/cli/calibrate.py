@@ -38,6 +38,8 @@ class CalibrateCommand(CalibrationOptions, QuestionOptions):
         require_number("--seeds", self.seeds, "1 at temperature 0, where all seeds give the same answers",
                        lambda seeds: seeds == 1 or self.temperature > 0)
         read_settings(self.settings)
+        require_number("--batch", self.batch, "1 with --drafter-alone, which answers alone",
+                       lambda batch: batch == 1 or not self.drafter_alone)
         questions = self.chosen_questions()
         check_gradable(questions, self.run_code)
         print(compare_settings(self.pair.load(), questions, self))

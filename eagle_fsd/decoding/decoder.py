@@ -131,6 +131,8 @@ class Decoder:
                             copied=any(copies))
         if plan.uses_drafter and self.observe is not None:
             self.observe(tree, draft_logits, paths)
+        for request in self.requests:
+            request.stats.draft_forwards += len(draft_logits) if request.params.speculative else 0
         return [request.append(emissions[number], features[number, paths[number]] if self.reads_features else None)
                 for number, request in enumerate(self.requests)]
 

@@ -47,6 +47,7 @@ class Stats:
         exact_from: with a budget, the number of new tokens after which decoding became exact.
         exact_because: the reason for it, "budget" or "repetition".
         undrafted: verify forwards without a draft tree.
+        draft_forwards: forwards of the drafter, one for each drafted level of a cycle; without those of the prompt.
         proposed, accepted: draft tokens by drafter, "head", "text" or "grammar".
         computed_by: implementation of the target's forwards: "fused", or the attention of the stock decoder, and why.
     """
@@ -60,6 +61,7 @@ class Stats:
     exact_from: int | None = None
     exact_because: str | None = None
     undrafted: int = 0
+    draft_forwards: int = 0
     proposed: Counter[str] = field(default_factory=Counter)
     accepted: Counter[str] = field(default_factory=Counter)
     computed_by: str | None = None

@@ -50,3 +50,15 @@ class TreeConfig:
 # The defaults: on a GPU, where 60 nodes cost hardly more than one, the published tree; on a CPU a small one.
 GPU_TREE = TreeConfig(60, 8, 10)
 CPU_TREE = TreeConfig(16, 6, 3, draft_temperature=0.5)
+
+
+def parse_tree(text: str) -> TreeConfig:
+    """Parse "total_tokens,depth,top_k[,draft_temperature]" into a `TreeConfig`."""
+    parts = text.split(",")
+    try:
+        if not 3 <= len(parts) <= 4:
+            raise ValueError(f"got {len(parts)} number{'s' * (len(parts) > 1)}")
+        return TreeConfig(*map(int, parts[:3]), *map(float, parts[3:]))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"a tree must be total_tokens,depth,top_k[,draft_temperature], such as 16,5,4, got {text!r} "
+                         f"({error})") from error

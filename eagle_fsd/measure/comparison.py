@@ -23,10 +23,14 @@ from ..data.questions import Question, converse
 from ..options import GenerateOptions
 from ..pair import EagleModel
 from .grading import CODE_END, is_right
-from .methods import Answer, Method, described, engine, pair_text
+from .levels import level_rows, level_table
+from .lost import lost_answers, lost_table
+from .methods import Answer, Method, described, draft_model, engine, pair_text
 from .records import bullets, decimals, markdown, percent, plot_comparison, record_path, with_span, write_record
 from .settings import EXACT, CalibrationOptions, ComparisonOptions, read_settings
 from .statistics import FEWEST, by_category, cross_fitted, repetition
+
+DRAFTER = "drafter alone"
 
 
 def compare(
@@ -118,19 +122,23 @@ def record_of(answers: Sequence[Answer], question: Question, run_code: bool) -> 
 
     Returns:
         turns: texts; ids: token ids of all turns; tokens: their number; seconds; forwards: verify forwards of the
-        target, and emitted: tokens that they emitted (both 0 for other engines); fuzzy: tokens that only the rule
-        accepted; regret: nats, summed over the tokens; repeated: share of repeated 4-grams; cut_off: whether the length
-        limit ended an answer (None for other engines); right: None if there is nothing to compare with.
+        target, and emitted: tokens that they emitted (both 0 where unknown); lengths: accepted draft tokens of each;
+        draft_forwards: forwards of the drafter; fuzzy: tokens that only the rule accepted; first_fuzzy: index of the
+        first one; regret: nats, summed over the tokens; repeated: share of repeated 4-grams; cut_off: whether the
+        length limit ended an answer (None for other engines); right: None if there is nothing to compare with.
     """
     outputs = [answer.output for answer in answers if answer.output]
     receipts = [receipt for output in outputs for receipt in output.receipts]
-    lengths = [length for output in outputs for length in output.stats.accepted_lengths]
+    lengths = [length for answer in answers for length in answer.accepted_lengths]
+    fuzzy = [at for at, receipt in enumerate(receipts) if receipt.source == "fuzzy"]
     ids = [token for answer in answers for token in answer.token_ids]
     right = is_right(question, answers[-1].text, run_code=run_code)
     return {
         "turns": [answer.text for answer in answers], "ids": ids, "tokens": len(ids),
         "seconds": sum(answer.seconds for answer in answers), "forwards": len(lengths),
-        "emitted": sum(lengths) + len(lengths), "fuzzy": sum(receipt.source == "fuzzy" for receipt in receipts),
+        "emitted": sum(lengths) + len(lengths), "lengths": lengths,
+        "draft_forwards": sum(answer.draft_forwards for answer in answers), "fuzzy": len(fuzzy),
+        "first_fuzzy": fuzzy[0] if fuzzy else None,
         "regret": sum(receipt.regret for receipt in receipts), "repeated": repetition(ids),
         "cut_off": any(output.finish_reason == "length" for output in outputs) if outputs else None,
         "right": None if right is None else bool(right and len(answers) == len(question.turns)),
@@ -290,9 +298,12 @@ def store(
         name, conclusion = recommend(rows["all"], reference, points)
         crossed = cross_fitted(records, reference, points)
         conclusion += "" if crossed is None else f"\n\n{cross_fit_text(crossed, reference, points)}"
+    levels = level_rows(records, EXACT)
+    lost = [] if model.tokenizer is None else lost_answers(records, reference, model.tokenizer.decode, DRAFTER)
     names = dict(zip(("target", "head"), model.described(), strict=True))
     result = {"workers": workers, "seeds": seeds, "points": points, "recommended": name, "conclusion": conclusion,
-              "rows": rows, "cross_fitted": crossed, "names": names, "baseline_dtype": baseline and str(baseline)}
+              "rows": rows, "levels": levels, "lost": lost, "cross_fitted": crossed, "names": names,
+              "baseline_dtype": baseline and str(baseline)}
     precision = "" if baseline is None else f", {reference} in {str(baseline).removeprefix('torch.')}"
     difference = difference_text(model, options.temperature, baseline)
     return rows, write_record(options.out, {**about, **result}, f"""\
@@ -306,24 +317,31 @@ tree {model.describe_tree(options.tree)}{f", accuracy of {seeds} seeds" if seeds
 
 {legend(rows["all"], reference, difference)}
 
-{conclusion}""".rstrip())
+{conclusion}
+
+{level_table(levels, EXACT) if levels else ""}
+
+{lost_table(lost) if lost else ""}""".rstrip())
 
 
 def setting_methods(
     model: EagleModel, settings: Sequence[str], options: ComparisonOptions,
     shared: Mapping[str, object] | None = None, batches: Engine | None = None,
 ) -> dict[str, Method]:
-    """Methods for `exact` and these settings, by name.
+    """Methods for `exact`, these settings, and the draft model alone if the options ask for it, by name.
 
     Args:
         shared: further options of `generate` for all methods.
         batches: engine that decodes the requests. It decodes lossless ones without drafts, which gives the same tokens
             and is faster in a batch.
     """
-    common = {"temperature": options.temperature, "seed": options.seed, "tree": options.tree, **(shared or {})}
+    common = {"temperature": options.temperature, "seed": options.seed, "tree": options.tree,
+              "text_drafts": options.text_drafts, **(shared or {})}
     methods = {name: common | setting for name, setting in read_settings(settings).items()}
     if batches is None:
-        return {name: engine(model, **each) for name, each in methods.items()}
+        alone = {DRAFTER: engine(EagleModel(draft_model(model, "--drafter-alone"), None, model.tokenizer), **common,
+                                 speculative=False)} if options.drafter_alone else {}
+        return {name: engine(model, **each) for name, each in methods.items()} | alone
     return {name: engine(model, ask=lambda prompt, **request: batches.submit(prompt, **request).result(),
                          speculative=not GenerateOptions.from_names(each).lossless, **each)
             for name, each in methods.items()}

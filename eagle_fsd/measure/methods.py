@@ -5,15 +5,18 @@ from __future__ import annotations
 
 import time
 import zlib
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
-from transformers import GenerationConfig
+import transformers
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.generation.streamers import BaseStreamer
 
 from ..api import generate
 from ..decoding.output import Output
+from ..drafting.language_model import DraftModel
 from ..models.linear import packed_form
 from ..pair import EagleModel
 from ..prompts import encode_prompt
@@ -22,12 +25,14 @@ from .settings import ComparisonOptions
 
 @dataclass(frozen=True)
 class Answer:
-    """One answer; `output` has the statistics and receipts of our engine, and is None for other engines."""
+    """One answer; `output` has the receipts of our engine, and is None for other engines."""
 
     seconds: float  # including prefill
     token_ids: list[int]
     text: str
     output: Output | None = None
+    accepted_lengths: Sequence[int] = ()  # accepted draft tokens of each verify forward; empty: unknown
+    draft_forwards: int = 0  # of the drafter
 
 
 Method = Callable[[object, int], Answer]  # (prompt, max_new_tokens)
@@ -44,7 +49,7 @@ def described(model: EagleModel, options: ComparisonOptions | None = None) -> di
              "dtype": str(model.target.dtype), "weights": packed_form(model.target.model) or "plain",
              "device": str(model.target.device), "threads": torch.get_num_threads()}
     if options is not None:
-        names = ("temperature", "seed", "max_new_tokens", "repeats", "run_code")
+        names = ("temperature", "seed", "max_new_tokens", "repeats", "run_code", "text_drafts")
         facts |= {"tree": "auto" if options.tree is None else repr(options.tree),
                   **{name: getattr(options, name) for name in names}}
     return facts
@@ -56,7 +61,10 @@ def pair_text(model: EagleModel) -> str:
     return f"Target: {target}\\\nDrafter: {drafter or 'none, drafts are copied from the text'}"
 
 
-def hf_generate(model: EagleModel, *, temperature: float = 0.0, seed: int = 0, **options: object) -> Method:
+def hf_generate(
+    model: EagleModel, *, temperature: float = 0.0, seed: int = 0, stock: PreTrainedModel | None = None,
+    **options: object,
+) -> Method:
     """The baseline: `model.generate` of the stock model, with the same decoding options as our engine.
 
     It uses only the special tokens of the checkpoint's generation config, like our engine; many configs set a
@@ -64,12 +72,13 @@ def hf_generate(model: EagleModel, *, temperature: float = 0.0, seed: int = 0, *
 
     Args:
         seed: base seed; torch's global generator gets a seed per prompt before each sampled answer.
+        stock: the model; None: `model.stock`.
         options: further options of `model.generate`, such as `prompt_lookup_num_tokens=10`.
     """
     sampling: dict[str, object] = {"do_sample": False}
     if temperature:
         sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
-    stock = model.stock
+    stock = model.stock if stock is None else stock
     own = stock.generation_config
     special = GenerationConfig(
         bos_token_id=own.bos_token_id, eos_token_id=own.eos_token_id, pad_token_id=own.pad_token_id)
@@ -92,6 +101,72 @@ def hf_generate(model: EagleModel, *, temperature: float = 0.0, seed: int = 0, *
     return answer
 
 
+class AcceptedLengths(BaseStreamer):
+    """Counts the draft tokens that `generate` accepts: it streams the prompt, then the tokens of each forward."""
+
+    def __init__(self) -> None:
+        self.counts: list[int] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        self.counts.append(value.numel())
+
+    def end(self) -> None:
+        pass
+
+    @property
+    def lengths(self) -> list[int]:
+        return [count - 1 for count in self.counts[1:]]
+
+
+def assisted(model: EagleModel, *, weight: float = 1.0, temperature: float = 0.0, seed: int = 0) -> Method:
+    """Assisted generation of transformers: `model.generate` with the draft model as its `assistant_model`.
+
+    Both are the models of the pair, with their dtype and packed weights, in transformers' own decoders; drafts have
+    its default lengths.
+
+    Args:
+        weight: `assistant_ensemble_weight`; 1: none, which is lossless.
+
+    Raises:
+        ValueError: the drafter is not a causal LM; `weight` is not in (0, 1], or this transformers knows none.
+    """
+    if not 0 < weight <= 1:
+        raise ValueError(f"the weight of assisted generation must lie in (0, 1], got {weight}")
+    drafter = draft_model(model, "assisted generation").model
+    if weight != 1 and not hasattr(drafter.generation_config, "assistant_ensemble_weight"):
+        raise ValueError(f"transformers {transformers.__version__} has no assistant_ensemble_weight: upgrade it, or "
+                         "leave out weights below 1 (--assisted 1)")
+    options = {} if weight == 1 else {"assistant_ensemble_weight": weight}
+    special = GenerationConfig(eos_token_id=drafter.generation_config.eos_token_id)
+
+    def answer(prompt: object, max_new_tokens: int) -> Answer:
+        own, streamer, forwards = drafter.generation_config, AcceptedLengths(), []
+        generated = hf_generate(model, temperature=temperature, seed=seed, stock=model.target.model,
+                                assistant_model=drafter, streamer=streamer, **options)
+        counter = drafter.register_forward_hook(lambda *_: forwards.append(None))
+        drafter.generation_config = special  # without the sampling options of its checkpoint
+        try:
+            found = generated(prompt, max_new_tokens)
+        finally:
+            drafter.generation_config = own
+            counter.remove()
+        return replace(found, accepted_lengths=streamer.lengths, draft_forwards=len(forwards))
+
+    return answer
+
+
+def draft_model(model: EagleModel, purpose: str) -> DraftModel:
+    """The drafter, if it is a causal LM.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if not isinstance(model.draft, DraftModel):
+        raise ValueError(f"{purpose} needs a causal LM as the drafter (--draft), got "
+                         f"{'none' if model.draft is None else 'a draft head'}")
+    return model.draft
+
+
 def engine(
     model: EagleModel, *, ask: Callable[..., Output] | None = None, **options: object
 ) -> Method:
@@ -109,6 +184,7 @@ def engine(
             request["seed"] = prompt_seed(options["seed"], prompt)
         started = time.perf_counter()
         output = ask(prompt, **request)
-        return Answer(time.perf_counter() - started, output.token_ids, output.text, output)
+        return Answer(time.perf_counter() - started, output.token_ids, output.text, output,
+                      output.stats.accepted_lengths, output.stats.draft_forwards)
 
     return answer

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from ..data.questions import Question, choose_questions
-from ..drafting.config import TreeConfig
+from ..drafting.config import TreeConfig, parse_tree
 from ..options import GenerateOptions
 
 EXACT = "exact"
@@ -43,6 +44,8 @@ class ComparisonOptions:
         max_new_tokens: most tokens per turn.
         seed: seed of the sampling noise.
         tree: size of the draft tree; None: as fast as possible on this machine.
+        text_drafts: "off": the drafter alone drafts, in all methods.
+        drafter_alone: also let the draft model, a causal LM, answer without the target.
         repeats: timed runs of each question; their median counts.
         run_code: run the programs of HumanEval and MBPP answers to grade them; without it they are not graded.
         out: write OUT.json, OUT.md and OUT.png, and OUT.answers.jsonl, from which an interrupted run resumes.
@@ -52,6 +55,8 @@ class ComparisonOptions:
     max_new_tokens: int = 256
     seed: int = 0
     tree: TreeConfig | None = None
+    text_drafts: Literal["auto", "off"] = "auto"
+    drafter_alone: bool = False
     repeats: int = 1
     run_code: bool = False
     out: Path
@@ -63,7 +68,7 @@ class CalibrationOptions(ComparisonOptions):
 
     Args:
         settings: rules with thresholds and other options of generate, including sampling options of lossless ones:
-            "fsd 0.3" "fsd 0.5 head_guard=none" "exact top_p=0.6".
+            "fsd 0.3" "fsd 0.5 head_guard=none" "fly 0.7 tree=16,15,1" "exact top_p=0.6".
         points: largest loss of accuracy of a recommended setting, in points.
         batch: number of questions to answer together, except the timed ones, with one tree (--tree, or the default of
             the device); 1: answer every question alone and time it.
@@ -82,7 +87,7 @@ class CalibrationOptions(ComparisonOptions):
 
 def parse_setting(text: str) -> tuple[str, dict[str, object]]:
     """Parse a setting into its name and options: a rule, its threshold, and other options of `generate`, such as
-    "fsd 0.3", "fsd 0.5 head_guard=none divergence=tv" or "exact temperature=0.35 top_p=0.9".
+    "fsd 0.3", "fsd 0.5 head_guard=none divergence=tv", "fly 0.7 tree=16,15,1" or "exact temperature=0.35 top_p=0.9".
 
     Raises:
         ValueError, TypeError: the text has another form, or an option is invalid.
@@ -95,7 +100,7 @@ def parse_setting(text: str) -> tuple[str, dict[str, object]]:
         try:
             parsed: object = None if value == "none" else int(value) if name == "top_k" else float(value)
         except ValueError:
-            parsed = value
+            parsed = parse_tree(value) if name == "tree" else value
         if name in options or name == "threshold" and not isinstance(parsed, float):
             rule = ""
         options[name] = parsed

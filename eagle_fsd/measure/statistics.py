@@ -101,11 +101,12 @@ def method_rows(records: Sequence[Mapping], reference: str) -> list[dict]:
         columns = [np.array([line[each][key] for line in timed], float)
                    for each in (name, reference) for key in ("tokens", "seconds")]
         tokens, forwards = sum(record["tokens"] for record in ours), sum(line[name]["forwards"] for line in timed)
-        own = {  # None for other engines
+        known = all(record.get("cut_off") is not None for record in ours)  # our engine
+        own = {  # None: unknown
             "tau": sum(line[name]["emitted"] for line in timed) / forwards if forwards else None,
-            "regret_per_token": sum(record["regret"] for record in ours) / max(1, tokens),
-            "cut_off": sum(record["cut_off"] for record in ours) / len(ours),
-        } if any(record["forwards"] for record in ours) else dict.fromkeys(("tau", "regret_per_token", "cut_off"))
+            "regret_per_token": sum(record["regret"] for record in ours) / max(1, tokens) if known else None,
+            "cut_off": sum(record["cut_off"] for record in ours) / len(ours) if known else None,
+        }
         rows.append({
             "method": name, "answers": len(records), "timed": len(timed), **speeds(*columns), **own,
             "tokens_per_answer": tokens / len(records), "same_answers": parts.count(None) / len(records),
