@@ -18,7 +18,9 @@ from eagle_fsd.acceptance.nodes import Nodes
 from eagle_fsd.batching import rows
 from eagle_fsd.cli import main
 from eagle_fsd.decoding import forwards, timing
+from eagle_fsd.drafting.curves import default_curves
 from eagle_fsd.drafting.language_model import DraftModel
+from eagle_fsd.drafting.latency import Latency
 from eagle_fsd.drafting.sizing import Sizing
 from eagle_fsd.pair import EagleModel
 
@@ -201,3 +203,18 @@ def test_levels_are_measured(pair, monkeypatch):
     sized.size_cycles()
     for prompt in PROMPTS[:2]:
         assert eagle_fsd.generate(prompt, sized, max_new_tokens=20).token_ids == plainly(pair, prompt, 20)
+
+
+def test_rows_that_join_while_drafting_pauses_catch_up():
+    """Sized cycles pause; rows of all lengths come and go in tight caches, past the drafter's positions."""
+    target = tiny_target()
+    pair = EagleModel.from_parts(target, small_model(target, "gpt2", max_position_embeddings=60))
+    pair.sizing = Sizing(Latency({1: 1.2, 64: 1.6}, dict.fromkeys(range(1, 5), 0.2), 1.0), default_curves(), 32)
+    asked = [((PROMPT * 5)[: 1 + 11 * number % 50], {"max_new_tokens": 5 + 23 * number % 40, "seed": number,
+                                                     "temperature": 0.9 * (number % 2)}) for number in range(14)]
+    with eagle_fsd.Engine(pair, max_rows=3, max_tokens=3 * 160, prefill_chunk=7, prefixes=2) as engine:
+        tickets = [engine.submit(prompt, text_drafts="off", **options) for prompt, options in asked]
+        for ticket, (prompt, options) in zip(tickets, asked, strict=True):
+            plain = eagle_fsd.generate(prompt, pair, speculative=False, **options)
+            assert ticket.result().token_ids == plain.token_ids
+        assert engine.stats.undrafted > 0 < engine.stats.accepted["head"]
