@@ -20,7 +20,7 @@ from .keywords import LoadKeywords, lists_options
 from .load_options import LoadOptions
 from .models import GROUPED, STOCK
 from .models.linear import check_quantization
-from .models.loading import check_device, load_compact, load_target
+from .models.loading import check_device, convert_buffers, load_compact, load_target
 from .models.memory import MappedFiles, trim
 from .models.target import TargetModel
 from .pair import EagleModel, check_sizes
@@ -60,11 +60,11 @@ def load(
     placement = {"device": asked.device, "device_map": asked.device_map, "trust_remote_code": asked.trust_remote_code,
                  "quantization_config": asked.quantization_config,
                  "attn_implementation": asked.attn_implementation if stock else None}
-    fused, early = asked.attn_implementation is None, asked.prepack and asked.quantization is None
-    if early and asked.device_map is None and check_device(asked.device).type == "cpu":
-        model, tokenizer, dtype = load_compact(target, dtype=asked.dtype, **placement)
+    fused = asked.attn_implementation is None
+    if asked.prepack and asked.device_map is None and check_device(asked.device).type == "cpu":
+        model, tokenizer, dtype = load_compact(target, dtype=asked.dtype, quantization=asked.quantization, **placement)
         if not getattr(model, "is_quantized", False):
-            pack_early(model, head, dtype, fused=fused)
+            pack_early(model, head, dtype, quantization=asked.quantization, fused=fused)
     else:
         model, tokenizer = load_target(target, dtype=asked.dtype, **placement)
     pair = EagleModel.from_parts(model, head, tokenizer, fused=fused)
@@ -84,21 +84,29 @@ def load(
     return pair
 
 
-def pack_early(model: PreTrainedModel, head: DraftHead | None, dtype: torch.dtype | None, *, fused: bool) -> None:
-    """Pack a target's weights before `TargetModel` checks it: the check then runs on the packed weights, and is faster.
+def pack_early(
+    model: PreTrainedModel, head: DraftHead | None, dtype: torch.dtype | None, *, quantization: str | None = None,
+    fused: bool = True,
+) -> None:
+    """Pack a target's weights. The check of `TargetModel` runs on the packed weights, where it is faster; but before
+    packing as int8, because two forwards in int8 differ by more than the check tolerates.
 
     Args:
         head: the head that the target will be joined with.
         dtype: see `TargetModel.pack`. fused: see `EagleModel.from_parts`.
     """
+    if quantization is not None:
+        EagleModel.from_parts(model, None, fused=fused)  # checks the model, once
+    if dtype is not None:
+        convert_buffers(model, dtype)
     adapter, rows = TargetModel(model, fused=fused, check=False), None  # fused layers are packed together
     if head is not None:
         check_sizes(head, adapter)
         if head.token_map is not None:  # before packing: later the layer would have to be unpacked
             rows = head.output_rows = adapter.output_rows(head.token_map)
-    adapter.pack(None, dtype)
+    adapter.pack(quantization, dtype)
     if rows is not None:
-        rows.pack(None, adapter.lm_head, MappedFiles(), dtype)
+        rows.pack(quantization, adapter.lm_head, MappedFiles(), dtype)
     trim()
     if dtype is None:
         return
