@@ -23,7 +23,7 @@ from .models.linear import check_quantization
 from .models.loading import check_device, convert_buffers, load_compact, load_target
 from .models.memory import MappedFiles, trim
 from .models.target import TargetModel
-from .pair import EagleModel, check_sizes
+from .pair import EagleModel, check_once, check_sizes
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -96,7 +96,7 @@ def pack_early(
         dtype: see `TargetModel.pack`. fused: see `EagleModel.from_parts`.
     """
     if quantization is not None:
-        EagleModel.from_parts(model, None, fused=fused)  # checks the model, once
+        check_once(model, fused=fused)
     if dtype is not None:
         convert_buffers(model, dtype)
     adapter, rows = TargetModel(model, fused=fused, check=False), None  # fused layers are packed together
