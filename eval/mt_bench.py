@@ -52,7 +52,8 @@ class MtBenchArguments(QuestionOptions):
         out: write the comparison to OUT.json, OUT.md and OUT.png.
         setting: rule, threshold and other options of generate, for example "fsd 0.2".
         tree: size of the draft tree. If omitted: the fastest known on this machine.
-        baseline: answer with model.generate.
+        baseline: answer with model.generate, which processes the whole conversation in each turn.
+        reread: process it so with the setting too; otherwise a second turn processes only what is new, as in Chat.
         temperature: a number, or "category" for FastChat's temperatures.
         max_new_tokens: most tokens in the answer to a turn.
         num_choices: answers to each question, with consecutive seeds.
@@ -68,6 +69,7 @@ class MtBenchArguments(QuestionOptions):
     setting: str = "exact"
     tree: Tree = None
     baseline: bool = False
+    reread: bool = False
     temperature: str = "0"
     max_new_tokens: int = 1024
     num_choices: int = 1
@@ -89,7 +91,8 @@ def temperature_of(question: Question, temperature: str) -> float:
 def method_of(model: EagleModel, temperature: float, seed: int, args: MtBenchArguments) -> Method:
     if args.baseline:
         return hf_generate(model, temperature=temperature, seed=seed)
-    return engine(model, temperature=temperature, seed=seed, tree=args.tree, **parse_setting(args.setting)[1])
+    return engine(model, keep_history=not args.reread, temperature=temperature, seed=seed, tree=args.tree,
+                  **parse_setting(args.setting)[1])
 
 
 def answer_question(model: EagleModel, question: Question, args: MtBenchArguments) -> dict:

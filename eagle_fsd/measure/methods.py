@@ -13,6 +13,7 @@ import torch
 from transformers import GenerationConfig
 
 from ..api import generate
+from ..decoding.decoder import Session
 from ..decoding.output import Output
 from ..models.digest import weights_digest
 from ..models.linear import packed_form
@@ -37,6 +38,12 @@ Method = Callable[[object, int], Answer]  # (prompt, max_new_tokens)
 def prompt_seed(seed: int, prompt: object) -> int:
     """A seed per prompt, so that different prompts get different noise."""
     return seed + (zlib.crc32(repr(prompt).encode()) << 16)
+
+
+def continues(prompt: object) -> bool:
+    """Whether a prompt is a chat with an answer in it, so that it is a later turn."""
+    return isinstance(prompt, list) and any(
+        isinstance(message, dict) and message["role"] == "assistant" for message in prompt)
 
 
 def described(model: EagleModel, options: ComparisonOptions | None = None) -> dict[str, object]:
@@ -94,18 +101,22 @@ def hf_generate(model: EagleModel, *, temperature: float = 0.0, seed: int = 0, *
 
 
 def engine(
-    model: EagleModel, *, ask: Callable[..., Output] | None = None, **options: object
+    model: EagleModel, *, ask: Callable[..., Output] | None = None, keep_history: bool = False, **options: object
 ) -> Method:
     """`eagle_fsd.generate` with these options.
 
     Args:
         ask: function to call in place of `generate`, with the prompt and options.
+        keep_history: later turns of a chat process only what is new, as in `Chat`. A first turn begins anew.
         options: options of `generate`; `seed` is the base of a seed per prompt.
     """
-    ask = ask or partial(generate, model=model)
+    ask, session = ask or partial(generate, model=model), Session()
 
     def answer(prompt: object, max_new_tokens: int) -> Answer:
+        nonlocal session
         request = {**options, "max_new_tokens": max_new_tokens}
+        if keep_history:
+            session = request["session"] = session if continues(prompt) else Session()
         if "seed" in options:
             request["seed"] = prompt_seed(options["seed"], prompt)
         started = time.perf_counter()
