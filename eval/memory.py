@@ -60,8 +60,10 @@ def measure(pair: Loading) -> tuple[str, dict[str, float]]:
     Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")  # resets the peak
     model = pair.load()
     resident, peak = status("VmRSS") - before, status("VmHWM") - before
-    rows = 0 if model.draft.output_rows is None else model.draft.draft_vocab_size * model.target.hidden_size
-    weights = parameter_count(model.target.model) + parameter_count(model.draft) + rows
+    head, weights = model.draft, parameter_count(model.target.model)
+    if head is not None:
+        weights += parameter_count(head)
+        weights += 0 if head.output_rows is None else head.draft_vocab_size * model.target.hidden_size
     return pair_text(model), {
         "weights": weights * model.target.dtype.itemsize / MB, "resident": resident / MB, "peak": peak / MB}
 
