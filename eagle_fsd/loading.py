@@ -22,10 +22,10 @@ from .keywords import LoadKeywords, lists_options
 from .load_options import LoadOptions
 from .models import GROUPED, STOCK
 from .models.linear import check_quantization
-from .models.loading import check_device, load_compact, load_target
+from .models.loading import check_device, convert_buffers, load_compact, load_target
 from .models.memory import MappedFiles, trim
 from .models.target import TargetModel, device_of
-from .pair import EagleModel, check_sizes
+from .pair import EagleModel, adapted, check_once, check_sizes
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -68,14 +68,16 @@ def load(
                  "quantization_config": asked.quantization_config,
                  "attn_implementation": asked.attn_implementation if stock else None}
     fused, drafter = asked.attn_implementation is None, head
-    packed = asked.prepack and asked.quantization is None
-    model, tokenizer = load_model(target, asked.dtype, placement, packed=packed, fused=fused, head=head)
+    packs = {"prepack": asked.prepack, "fused": fused}
+    model, tokenizer = load_model(target, asked.dtype, placement, quantization=asked.quantization, head=head, **packs)
     if small:
         place = device_of(model.get_output_embeddings())
-        drafter = DraftModel(*load_model(
+        small_model, small_tokenizer = load_model(
             draft, asked.draft_dtype or asked.dtype,
             {**placement, "device": place, "device_map": None, "quantization_config": None},
-            packed=packed and asked.draft_quantization is None, fused=fused), fused=fused)
+            quantization=asked.draft_quantization or asked.quantization, **packs)
+        drafter = adapted(DraftModel, small_model, fused)
+        drafter.tokenizer = small_tokenizer
         set_attention(drafter, asked.attn_implementation)
     pair = EagleModel.from_parts(model, drafter, tokenizer, fused=fused)
     stored = None if asked.dtype == "auto" else asked.dtype
@@ -95,38 +97,45 @@ def load(
 
 
 def load_model(
-    source: str | Path, dtype: object, placement: Mapping[str, Any], *, packed: bool, fused: bool,
-    head: DraftHead | None = None,
+    source: str | Path, dtype: object, placement: Mapping[str, Any], *, prepack: bool, quantization: str | None,
+    fused: bool, head: DraftHead | None = None,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
-    """A causal LM and its tokenizer by `load_target`; if they are to be packed, weights on a CPU are as soon as they
-    are loaded.
+    """A causal LM and its tokenizer by `load_target`; weights on a CPU are packed as soon as they are loaded.
 
     Args:
-        placement: further keywords of `load_target`. fused, head: see `pack_early`.
+        placement: further keywords of `load_target`. quantization, fused, head: see `pack_early`.
     """
-    if not packed or placement["device_map"] is not None or check_device(placement["device"]).type != "cpu":
+    if not prepack or placement["device_map"] is not None or check_device(placement["device"]).type != "cpu":
         return load_target(source, dtype=dtype, **placement)
-    model, tokenizer, dtype = load_compact(source, dtype=dtype, **placement)
+    model, tokenizer, dtype = load_compact(source, dtype=dtype, quantization=quantization, **placement)
     if not getattr(model, "is_quantized", False):
-        pack_early(model, head, dtype, fused=fused)
+        pack_early(model, head, dtype, quantization=quantization, fused=fused)
     return model, tokenizer
 
 
-def pack_early(model: PreTrainedModel, head: DraftHead | None, dtype: torch.dtype | None, *, fused: bool) -> None:
-    """Pack a model's weights before `TargetModel` checks it: the check then runs on the packed weights, and is faster.
+def pack_early(
+    model: PreTrainedModel, head: DraftHead | None, dtype: torch.dtype | None, *, quantization: str | None = None,
+    fused: bool = True,
+) -> None:
+    """Pack a model's weights. The check of `TargetModel` runs on the packed weights, where it is faster; but before
+    packing as int8, because two forwards in int8 differ by more than the check tolerates.
 
     Args:
         head: the head that the model will be joined with.
         dtype: see `TargetModel.pack`. fused: see `EagleModel.from_parts`.
     """
+    if quantization is not None:
+        check_once(model, fused=fused)
+    if dtype is not None:
+        convert_buffers(model, dtype)
     adapter, rows = TargetModel(model, fused=fused, check=False), None  # fused layers are packed together
     if head is not None:
         check_sizes(head, adapter)
         if head.token_map is not None:  # before packing: later the layer would have to be unpacked
             rows = head.output_rows = adapter.output_rows(head.token_map)
-    adapter.pack(None, dtype)
+    adapter.pack(quantization, dtype)
     if rows is not None:
-        rows.pack(None, adapter.lm_head, MappedFiles(), dtype)
+        rows.pack(quantization, adapter.lm_head, MappedFiles(), dtype)
     trim()
     if dtype is None:
         return

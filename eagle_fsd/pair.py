@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import functools
+import hashlib
+import json
 import logging
 from collections import defaultdict
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from weakref import WeakKeyDictionary
 
 import torch
+import transformers
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from . import __version__
+from .data.files import cache_directory, save_atomically
 from .decoding.request import RequestParams
 from .decoding.timing import known_latency
 from .drafting.config import CPU_TREE, GPU_TREE, TreeConfig
@@ -20,6 +26,7 @@ from .drafting.curves import HeadCurves, known_curves
 from .drafting.language_model import DraftModel
 from .drafting.sizing import Choice, Drafting, Pause, Sizing
 from .heads.eagle import DraftHead
+from .models.digest import weights_digest
 from .models.linear import PackedLinear, check_quantization, packed_form
 from .models.memory import trim
 from .models.target import TargetModel
@@ -201,6 +208,25 @@ def adapted(kind: type[TargetModel], model: PreTrainedModel, fused: bool) -> Tar
     adapter = kind(model, fused=fused and known is None, check=fused not in before)
     before[fused] = adapter.stock_reason = known or adapter.stock_reason
     return adapter
+
+
+def check_once(target: PreTrainedModel, *, fused: bool) -> None:
+    """Check a target as `EagleModel.from_parts` does, unless an earlier process on this machine has; the user's cache
+    directory remembers its result.
+
+    Raises:
+        ValueError: see `TargetModel`.
+    """
+    facts = (type(target).__name__, target.config.to_json_string(), target.config._attn_implementation,
+             weights_digest(target), str(target.dtype), fused, __version__, torch.__version__, transformers.__version__)
+    path = cache_directory() / "checked" / f"{hashlib.sha256(repr(facts).encode()).hexdigest()[:16]}.json"
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        _checked.setdefault(target, {})[fused] = json.loads(path.read_text(encoding="utf-8"))["stock_reason"]
+        return
+    reason = EagleModel.from_parts(target, None, fused=fused).target.stock_reason
+    with suppress(OSError):  # it will be checked again
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_atomically(path, lambda part: part.write_text(json.dumps({"stock_reason": reason})))
 
 
 def check_sizes(draft: DraftHead, target: TargetModel) -> None:

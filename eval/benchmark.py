@@ -6,20 +6,22 @@
     python -m eval.benchmark --questions humaneval.jsonl gsm8k_test.jsonl --per-category 40 --run-code --out runs/code
 
 Every method answers a question, with all its turns, before the next question; the order of the methods rotates. The
-first questions are also answered once without timing. "EAGLE-2 (head alone)" drafts with the head only
-(text_drafts="off"), as published; `exact` and the settings also copy drafts from the text. If the drafter is a causal
-LM, transformers' assisted generation is a method, too: with the same weights of both models, lossless or with an
-`assistant_ensemble_weight`. Speed is new tokens per
-second of wall time, including prompts. OUT.answers.jsonl stores the answers, so that the same command continues an
-interrupted run.
+first questions are also answered once without timing. As in a chat, later turns process only what is new, in our engine
+and in servers with a prompt cache; `model.generate` processes the whole conversation in each turn.
+
+"EAGLE-2 (head alone)" drafts with the head only (text_drafts="off"), as published; `exact` and the settings also copy
+drafts from the text. If the drafter is a causal LM, transformers' assisted generation is a method, too: with the same
+weights of both models, lossless or with an `assistant_ensemble_weight`. Speed is new tokens per second of wall time,
+including prompts. OUT.answers.jsonl stores the answers, so that the same command continues an interrupted run.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Literal
 
 from tyro.conf import UseAppendAction
 
@@ -37,6 +39,7 @@ from eval.command import run_command
 from eval.endpoints import endpoint_method, read_endpoints
 from eval.plots import plot_speeds
 
+FORMS = {"int8": {"quantization": "int8"}, "bfloat16": {"dtype": "bfloat16"}}
 BASELINE, LOOKUP, UNDRAFTED, COPIES = "model.generate", "prompt lookup", "no drafting", "exact, no head"
 
 
@@ -56,6 +59,8 @@ class BenchmarkArguments(ComparisonOptions, QuestionOptions):
         then: additional last turn of every question, for example "Now add type hints, and return the whole program."
         without_head: also compare decoding with text drafts but no head.
         assisted: weights of the target in assisted generation; 1: lossless.
+        also: further forms of the pair to compare, without --settings: int8 weights, or computed in bfloat16.
+        reread: process the whole conversation in each turn, without the caches of earlier turns.
         endpoints: servers to compare with, as "NAME=URL" or "NAME=URL#MODEL"; see eval/endpoints.py.
         warm_up: questions to answer once without timing.
     """
@@ -63,6 +68,8 @@ class BenchmarkArguments(ComparisonOptions, QuestionOptions):
     pair: Loading = Loading()
     then: str | None = None
     without_head: bool = False
+    also: tuple[Literal[tuple(FORMS)], ...] = ()
+    reread: bool = False
     settings: tuple[str, ...] = ("fsd 0.1", "fsd 0.3")
     max_new_tokens: int = 128
     assisted: tuple[float, ...] = (1.0, 0.7)
@@ -72,25 +79,42 @@ class BenchmarkArguments(ComparisonOptions, QuestionOptions):
     tree: Tree = None
 
 
-def methods_of(
-    model: EagleModel, args: BenchmarkArguments, endpoints: Mapping[str, tuple[str, str]]
-) -> dict[str, Method]:
-    """The compared methods by name."""
-    sampling = {"temperature": args.temperature, "seed": args.seed}
-    headless = EagleModel(model.target, None, model.tokenizer)
+def own_methods(model: EagleModel, settings: Sequence[str], args: BenchmarkArguments) -> dict[str, Method]:
+    """The methods of our engine by name."""
+    shared = {"keep_history": not args.reread}
+    options = {"temperature": args.temperature, "seed": args.seed, **shared}
+    methods = {UNDRAFTED: engine(model, speculative=False, **options)}
+    if model.draft is not None:
+        methods[head_alone(model)] = engine(model, acceptance=EXACT, text_drafts="off", tree=args.tree, **options)
+    methods |= setting_methods(model, settings, args, shared)
     if args.without_head:
+        headless = EagleModel(model.target, None, model.tokenizer)
         headless.size_cycles()
-    alone = {} if model.draft is None else {head_alone(model): engine(
-        model, acceptance=EXACT, text_drafts="off", tree=args.tree, **sampling)}
+        methods[COPIES] = engine(headless, acceptance=EXACT, **options)
+    return methods
+
+
+def methods_of(
+    model: EagleModel, others: Mapping[str, EagleModel], args: BenchmarkArguments,
+    endpoints: Mapping[str, tuple[str, str]],
+) -> dict[str, Method]:
+    """The compared methods by name.
+
+    Args:
+        others: further forms of the pair by name.
+    """
+    sampling = {"temperature": args.temperature, "seed": args.seed}
     assistants = {f"assisted generation{'' if weight == 1 else f', weight {weight:g}'}": assisted(
         model, weight=weight, **sampling) for weight in args.assisted} if isinstance(model.draft, DraftModel) else {}
     return {
         BASELINE: hf_generate(model, **sampling),
         LOOKUP: hf_generate(model, **sampling, prompt_lookup_num_tokens=10),
-        **assistants, UNDRAFTED: engine(model, speculative=False, **sampling), **alone,
-        **setting_methods(model, args.settings, args),
-        **({COPIES: engine(headless, acceptance=EXACT, **sampling)} if args.without_head else {}),
-        **{name: endpoint_method(model, *place, **sampling) for name, place in endpoints.items()},
+        **assistants,
+        **own_methods(model, args.settings, args),
+        **{f"{form}, {name}": method for form, other in others.items()
+           for name, method in own_methods(other, (), args).items()},
+        **{name: endpoint_method(model, *place, **sampling, keep_history=not args.reread)
+           for name, place in endpoints.items()},
     }
 
 
@@ -104,9 +128,13 @@ def run(args: BenchmarkArguments) -> None:
         questions = [replace(question, turns=(*question.turns, args.then)) for question in questions]
     endpoints = read_endpoints(args.endpoints)
     model = args.pair.load()
-    about = described(model, args)
-    records = compare(methods_of(model, args, endpoints), questions, args, about, warm_up=args.warm_up)
-    rows, page = store(model, records, BASELINE, args, about, baseline=model.stock.dtype)
+    others = {form: replace(args.pair, **FORMS[form]).load() for form in args.also}
+    about = described(model, args) | {"history": "read again" if args.reread else "kept",
+                                      "also": {form: described(other) for form, other in others.items()}}
+    records = compare(methods_of(model, others, args, endpoints), questions, args, about, warm_up=args.warm_up)
+    later = f"Later turns: history {about['history']}, by {BASELINE} always read again\n\n"
+    rows, page = store(model, records, BASELINE, args, about, baseline=model.stock.dtype,
+                       preface=later if max(len(question.turns) for question in questions) > 1 else "")
     print(page)
     plot_speeds(rows, record_path(args.out, ".png"))
 

@@ -1,7 +1,8 @@
 """Servers with an OpenAI-compatible API as methods of a comparison: llama.cpp's, vLLM's, OpenVINO's, Ollama's.
 
-An endpoint is "NAME=URL" or "NAME=URL#MODEL", for example "llama.cpp BF16=http://127.0.0.1:8081/v1". Requests turn off
-prompt caching if the server allows it (llama.cpp's cache_prompt). Start vLLM with --no-enable-prefix-caching.
+An endpoint is "NAME=URL" or "NAME=URL#MODEL", for example "llama.cpp BF16=http://127.0.0.1:8081/v1". Requests turn
+prompt caching off if the server allows it (llama.cpp's cache_prompt), except in later turns of a chat whose history is
+to be kept. Other servers do as they were started, vLLM with --no-enable-prefix-caching for instance.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import urllib.request
 from collections.abc import Mapping
 
 from eagle_fsd import EagleModel
-from eagle_fsd.measure.methods import Answer, Method, prompt_seed
+from eagle_fsd.measure.methods import Answer, Method, continues, prompt_seed
 
 TIMEOUT = 600  # seconds for an answer
 UNCACHED = {"cache_prompt": False}
@@ -58,15 +59,23 @@ def ask(url: str, body: Mapping[str, object] | None = None) -> dict:
         raise ValueError(f"{url} does not answer: {error}") from error
 
 
-def endpoint_method(model: EagleModel, url: str, name: str, *, temperature: float, seed: int) -> Method:
+def endpoint_method(
+    model: EagleModel, url: str, name: str, *, temperature: float, seed: int, keep_history: bool = False
+) -> Method:
     """A server's model as a method, with one request at a time.
 
     The target's tokenizer counts the tokens, because servers count differently; the end token counts too, as in our own
-    decoding. The first call finds out whether the server accepts `UNCACHED`.
+    decoding. The first call finds out whether the server accepts `cache_prompt`.
+
+    Args:
+        keep_history: later turns of a chat may use the server's prompt cache. A first turn never does: its prompt may
+            have been the last one, in a warm-up.
     """
-    extra: dict[str, object] = dict(UNCACHED)
+    accepts = True
 
     def answer(prompt: object, max_new_tokens: int) -> Answer:
+        nonlocal accepts
+        extra = {"cache_prompt": keep_history and continues(prompt)} if accepts else {}
         path, asked = ("completions", {"prompt": prompt}) if isinstance(prompt, str) else (
             "chat/completions", {"messages": prompt})
         body = {"model": name, **asked, "max_tokens": max_new_tokens, "temperature": temperature,
@@ -77,7 +86,7 @@ def endpoint_method(model: EagleModel, url: str, name: str, *, temperature: floa
         except ValueError as error:
             if not extra or " answers 4" not in str(error):
                 raise
-            extra.clear()
+            accepts = False
             started = time.perf_counter()
             response = ask(f"{url}/{path}", body)
         seconds = time.perf_counter() - started

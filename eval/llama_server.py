@@ -1,10 +1,13 @@
 """Run llama.cpp's server for a comparison, from the package xllamacpp (pip install xllamacpp).
 
     python -m eval.llama_server model.gguf --port 8081 --threads 2
+    python -m eval.llama_server model.gguf --port 8082 --draft smaller.gguf           # llama.cpp's own drafting
     python -m eval.llama_server model.gguf --convert model-bf16.gguf --type bf16      # the same weights, dequantised
 
-The server handles one request at a time and runs until Ctrl-C. `--convert` instead writes a GGUF file of another type:
-it dequantises the matrices and stores them in that type, and vectors in float32. It cannot undo quantisation errors.
+The server handles one request at a time and runs until Ctrl-C. It keeps the last prompt for requests that ask for it
+(`"cache_prompt": true`, as eval.benchmark does in later turns), and no earlier ones. `--convert` instead writes a GGUF
+file of another type: it dequantises the matrices and stores them in that type, and vectors in float32. It cannot undo
+quantisation errors.
 """
 
 from __future__ import annotations
@@ -31,6 +34,7 @@ class ServerArguments:
         threads: CPU threads.
         context: context length of a request, including its answer.
         ngram: draft with this kind of llama.cpp's n-gram lookup.
+        draft: draft with this GGUF model, of the same vocabulary.
         convert: GGUF file to write, instead of serving.
         type: type of the matrices in this file.
     """
@@ -40,6 +44,7 @@ class ServerArguments:
     threads: int = 2
     context: int = 8192
     ngram: Literal["simple", "map_k", "mod"] | None = None
+    draft: Path | None = None
     convert: Path | None = None
     type: Literal["bf16", "q8_0"] = "bf16"
 
@@ -71,8 +76,11 @@ def convert(source: Path, target: Path, kind: str) -> None:
 
 
 def run(args: ServerArguments) -> None:
-    if not args.file.is_file():
-        raise ValueError(f"{args.file} does not exist")
+    for file in (args.file, args.draft):
+        if file is not None and not file.is_file():
+            raise ValueError(f"{file} does not exist")
+    if args.ngram and args.draft:
+        raise ValueError("pass --ngram or --draft, not both")
     if args.convert is not None:
         if args.convert.exists():
             raise ValueError(f"{args.convert} already exists")
@@ -83,11 +91,14 @@ def run(args: ServerArguments) -> None:
         raise ValueError("llama.cpp's server needs the package xllamacpp: pip install xllamacpp") from error
     params = xllamacpp.CommonParams()
     params.model.path, params.port = str(args.file), args.port
-    params.n_ctx, params.n_parallel, params.cache_prompt = args.context, 1, False
+    params.n_ctx, params.n_parallel, params.cache_prompt, params.cache_ram_mib = args.context, 1, False, 0
     params.cpuparams.n_threads = params.cpuparams_batch.n_threads = args.threads
-    if args.ngram is not None:
-        params.speculative.types = [getattr(xllamacpp.common_speculative_type,
-                                            f"COMMON_SPECULATIVE_TYPE_NGRAM_{args.ngram.upper()}")]
+    kind = "DRAFT_SIMPLE" if args.draft else f"NGRAM_{args.ngram.upper()}" if args.ngram else "NONE"
+    params.speculative.types = [getattr(xllamacpp.common_speculative_type, f"COMMON_SPECULATIVE_TYPE_{kind}")]
+    if args.draft:
+        drafter = params.speculative.draft
+        drafter.mparams.path = str(args.draft)
+        drafter.cpuparams.n_threads = drafter.cpuparams_batch.n_threads = args.threads
     server = xllamacpp.Server(params)
     print(f"llama.cpp serves {args.file.name} at {server.listening_address}/v1", flush=True)
     while True:

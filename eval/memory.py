@@ -61,8 +61,9 @@ def measure(pair: Loading) -> tuple[str, dict[str, float]]:
     model = pair.load()
     resident, peak = status("VmRSS") - before, status("VmHWM") - before
     copied = getattr(model.draft, "output_rows", None)
-    rows = 0 if copied is None else model.draft.draft_vocab_size * model.target.hidden_size
-    weights = parameter_count(model.target.model) + parameter_count(weights_of(model.draft)) + rows
+    weights = parameter_count(model.target.model)
+    weights += 0 if model.draft is None else parameter_count(weights_of(model.draft))
+    weights += 0 if copied is None else model.draft.draft_vocab_size * model.target.hidden_size
     return pair_text(model), {
         "weights": weights * model.target.dtype.itemsize / MB, "resident": resident / MB, "peak": peak / MB}
 

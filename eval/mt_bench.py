@@ -52,9 +52,10 @@ class MtBenchArguments(QuestionOptions):
         out: write the comparison to OUT.json, OUT.md and OUT.png.
         setting: rule, threshold and other options of generate, for example "fsd 0.2".
         tree: size of the draft tree. If omitted: the fastest known on this machine.
-        baseline: answer with model.generate.
+        baseline: answer with model.generate, which processes the whole conversation in each turn.
         assisted: answer with model.generate and the draft model, a causal LM, as its assistant_model, with this
             assistant_ensemble_weight; 1: lossless.
+        reread: process it so with the setting too; otherwise a second turn processes only what is new, as in Chat.
         temperature: a number, or "category" for FastChat's temperatures.
         max_new_tokens: most tokens in the answer to a turn.
         num_choices: answers to each question, with consecutive seeds.
@@ -71,6 +72,7 @@ class MtBenchArguments(QuestionOptions):
     tree: Tree = None
     baseline: bool = False
     assisted: float | None = None
+    reread: bool = False
     temperature: str = "0"
     max_new_tokens: int = 1024
     num_choices: int = 1
@@ -95,7 +97,8 @@ def method_of(model: EagleModel, temperature: float, seed: int, args: MtBenchArg
         return hf_generate(model, temperature=temperature, seed=seed)
     if args.assisted is not None:
         return assisted(model, weight=args.assisted, temperature=temperature, seed=seed)
-    return engine(model, temperature=temperature, seed=seed, tree=args.tree, **parse_setting(args.setting)[1])
+    return engine(model, keep_history=not args.reread, temperature=temperature, seed=seed, tree=args.tree,
+                  **parse_setting(args.setting)[1])
 
 
 def answer_question(model: EagleModel, question: Question, args: MtBenchArguments) -> dict:

@@ -5,7 +5,8 @@
 
 Perplexity is the target's over the first --tokens tokens of each text in --likelihood, which is the first turn of a
 question without the chat template. Both forms answer --questions losslessly and in turn; `eval.benchmark` explains the
-columns. KL is the divergence of the int8 target from the stored one, in nats per token.
+columns. With --batch only --timed questions are answered in turn, and the others in batches, without drafts. KL is the
+divergence of the int8 target from the stored one, in nats per token.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -25,10 +27,11 @@ from eagle_fsd.data.progress import Progress
 from eagle_fsd.data.questions import choose_questions
 from eagle_fsd.measure.comparison import compare, store
 from eagle_fsd.measure.grading import check_gradable
-from eagle_fsd.measure.methods import described, engine
+from eagle_fsd.measure.methods import Method, described, engine
 from eagle_fsd.measure.records import markdown
 from eagle_fsd.measure.settings import EXACT, ComparisonOptions, QuestionOptions
 from eagle_fsd.models.target import TargetModel
+from eagle_fsd.pair import EagleModel
 from eagle_fsd.prompts import encode_prompt
 from eval.command import option_record, run_command
 from eval.likelihood import log_probs
@@ -43,11 +46,15 @@ class QuantisationArguments(ComparisonOptions, QuestionOptions):
     Args:
         likelihood: JSON lines of questions, whose texts measure perplexity; --per-category applies to them too.
         tokens: most tokens of each text.
+        batch: number of questions to answer together, except the timed ones; 1: answer and time every question alone.
+        timed: with --batch, number of questions to answer alone, interleaved, for timing.
     """
 
     likelihood: Path
     pair: Loading = Loading()
     tokens: int = 512
+    batch: int = 1
+    timed: int = 24
     tree: Tree = None
 
 
@@ -66,21 +73,34 @@ def likelihoods(targets: dict[str, TargetModel], texts: Sequence[Sequence[int]])
             "KL": divergence / count, "same best token": same / count, "tokens": count}
 
 
+def in_batches(model: EagleModel, stack: ExitStack, rows: int, **options: object) -> Method:
+    """Answers of many threads in batches, without drafts: they are the same as with them."""
+    from eagle_fsd.batching.engine import Engine  # needs packages of the extra `serve`
+
+    batches = stack.enter_context(Engine(model, max_rows=rows, max_waiting=rows, prefixes=0, tree=model.default_tree))
+    return engine(model, ask=lambda prompt, **request: batches.submit(prompt, **request).result(), speculative=False,
+                  **options)
+
+
 def run(args: QuantisationArguments) -> None:
-    check_counts(args, "per_category", "limit", "max_new_tokens", "repeats")
+    check_counts(args, "per_category", "limit", "max_new_tokens", "repeats", "batch")
+    check_counts(args, "timed", least=0)
     check_counts(args, "tokens", least=2)
     questions, read = args.chosen_questions(), choose_questions([args.likelihood], args.per_category)
     check_gradable(questions, args.run_code)
     models = {STORED: args.pair.load(), INT8: replace(args.pair, quantization="int8").load()}
     texts = [encode_prompt(question.turns[0], models[STORED])[: args.tokens] for question in read]
     likelihood = likelihoods({name: model.target for name, model in models.items()}, texts)
-    methods = {name: engine(model, acceptance=EXACT, temperature=args.temperature, seed=args.seed, tree=args.tree)
-               for name, model in models.items()}
+    options = {"acceptance": EXACT, "temperature": args.temperature, "seed": args.seed, "tree": args.tree}
+    methods = {name: engine(model, **options) for name, model in models.items()}
     about = described(models[STORED], args)
-    records = compare(methods, questions, args, about)
+    with ExitStack() as stack:
+        together = None if args.batch == 1 else {
+            name: in_batches(model, stack, args.batch, **options) for name, model in models.items()}
+        records = compare(methods, questions, args, about, timed=args.timed, together=together, workers=args.batch)
     table = markdown([{name: f"{value:.4g}" for name, value in likelihood.items()}])
     about |= {"settings": option_record(args), "likelihood": likelihood}
-    print(store(models[STORED], records, STORED, args, about,
+    print(store(models[STORED], records, STORED, args, about, workers=args.batch,
                 preface=f"{len(texts)} texts of {args.likelihood.name}:\n\n{table}\n\n")[1])
 
 

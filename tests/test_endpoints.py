@@ -72,6 +72,14 @@ def test_answers_are_counted_as_our_own(server, model):
     assert (last["path"], last["prompt"]) == ("/v1/completions", "hi")
 
 
+@pytest.mark.parametrize("kept", [True, False])
+def test_later_turns_use_the_prompt_cache_of_a_server_if_history_is_kept(kept, server, model):
+    method = endpoint_method(model, server, "the model", temperature=0.0, seed=0, keep_history=kept)
+    for prompt in (CHAT, [*CHAT, {"role": "assistant", "content": "abc"}, *CHAT], CHAT, "hi"):
+        method(prompt, 8)
+    assert [asked["cache_prompt"] for asked in Protocol.asked] == [False, kept, False, False]
+
+
 def test_a_server_that_refuses_unknown_fields_is_asked_without(server, model, monkeypatch):
     monkeypatch.setattr(Protocol, "strict", True)
     method = endpoint_method(model, server, "the model", temperature=0.0, seed=0)
@@ -106,7 +114,11 @@ def test_an_unreachable_one_is_refused_before_anything_is_loaded(tmp_path, capsy
 
 
 def test_a_file_that_is_not_there_is_not_served(tmp_path, capsys):
-    assert llama_server.main([str(tmp_path / "no.gguf")]) == 2 and "does not exist" in capsys.readouterr().err
+    there, missing = tmp_path / "there.gguf", str(tmp_path / "no.gguf")
+    there.touch()
+    for words, message in (([missing], "no.gguf does not"), ([str(there), "--draft", missing], "no.gguf does not"),
+                           ([str(there), "--draft", str(there), "--ngram", "simple"], "--ngram or --draft, not both")):
+        assert llama_server.main(words) == 2 and message in capsys.readouterr().err
 
 
 def test_a_gguf_file_is_written_in_another_type(tmp_path):

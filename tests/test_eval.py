@@ -14,6 +14,7 @@ from transformers import GenerationConfig
 import eagle_fsd
 from eagle_fsd.cli import main as eagle_fsd_command
 from eagle_fsd.cli.arguments import Loading
+from eagle_fsd.data.questions import converse
 from eagle_fsd.drafting.curves import WIDE_TREE
 from eagle_fsd.drafting.language_model import DraftModel
 from eagle_fsd.measure import comparison
@@ -55,6 +56,15 @@ def test_methods_give_the_same_greedy_answer(model):
     assert undrafted.token_ids == exact.token_ids == baseline.token_ids
     assert undrafted.text == exact.text == baseline.text
     assert undrafted.output.stats.mean_accepted_length == 1 < exact.output.stats.mean_accepted_length
+
+
+def test_later_turns_process_only_what_is_new_and_first_ones_all():
+    pair = tiny_chat_pair()
+    kept, reread = (engine(pair, acceptance="exact", tree=TREE, keep_history=keep) for keep in (True, False))
+    answers = [converse(lambda chat, method=method: method(chat, 12), ("ab", "cd")) for method in (kept, kept, reread)]
+    assert len({tuple(answer.text for answer in each) for each in answers}) == 1
+    first, again, whole = [[answer.output.stats.prefill_tokens for answer in each] for each in answers]
+    assert first == again and first[0] == whole[0] and first[1] < whole[1]
 
 
 def test_the_baseline_leaves_out_what_our_engine_does_not_read(model, monkeypatch):
@@ -136,6 +146,8 @@ def test_a_benchmark_says_per_category_and_in_all_what_the_methods_did(chat_mode
     assert record["environment"]["torch"] and record["tree"].startswith("TreeConfig")
     assert {category: rows[0]["answers"] for category, rows in record["rows"].items()} == {
         "all": 3, "writing": 2, "maths": 1}
+    assert {turn: rows[0]["answers"] for turn, rows in record["turns"].items()} == {"turn 1": 1, "turn 2": 1}
+    assert record["history"] == "kept" and record["also"] == {}
     for rows in record["rows"].values():
         by_name = {row["method"]: row for row in rows}
         assert list(by_name) == ["model.generate", "prompt lookup", "no drafting", "EAGLE-2 (head alone)", "exact",
@@ -160,11 +172,36 @@ def test_a_benchmark_says_per_category_and_in_all_what_the_methods_did(chat_mode
     assert (tmp_path / "results" / "run.png").stat().st_size > 10_000
 
 
+def test_a_benchmark_compares_forms_and_turns(chat_model, tmp_path, monkeypatch):
+    """The counts of the turns add up to those of the answers; other forms are methods under their own names."""
+    loaded = []
+    monkeypatch.setattr(Loading, "load", lambda self: loaded.append((self.dtype, self.quantization)) or chat_model)
+    out = tmp_path / "run"
+    assert benchmark.main(["--questions", write_questions(tmp_path), "--then", "more", "--limit", "2", "--repeats", "3",
+                           "--max-new-tokens", "6", "--warm-up", "0", "--settings", "--also", "int8", "bfloat16",
+                           "--reread", "--tree", "8,3,2", "--out", str(out)]) == 0
+    assert loaded == [("auto", None), ("auto", "int8"), ("bfloat16", None)]
+    record, names = json.loads(out.with_suffix(".json").read_text()), ["no drafting", "EAGLE-2 (head alone)", "exact"]
+    forms = list(record["also"])
+    assert record["history"] == "read again" and forms == ["int8", "bfloat16"]
+    assert [row["method"] for row in record["rows"]["all"]] == [
+        "model.generate", "prompt lookup", *names, *(f"{form}, {name}" for form in forms for name in names)]
+    assert {turn: rows[0]["answers"] for turn, rows in record["turns"].items()} == {
+        "turn 1": 2, "turn 2": 2, "turn 3": 1}
+    for line in out.with_suffix(".answers.jsonl").read_text().splitlines()[1:]:
+        line = json.loads(line)
+        for key in ("tokens", "forwards", "emitted"):
+            assert sum(turn[key] for turn in line["by_turn"]) == line[key]
+    page = out.with_suffix(".md").read_text()
+    assert "\nLater turns: history read again, by model.generate always read again\n" in page
+    assert "and tau, by turn:\n\n| method | turn 1 | turn 2 | turn 3 |" in page
+
+
 @pytest.mark.parametrize(("more", "said"), [
     (("--per-category", "0"), "--per-category must be at least 1"),
     (("--settings", "fast 1"), "unknown rule 'fast'"),
     (("--settings", "0.3"), "unknown rule '0.3'"),
-    (("--settings", "exact"), "exact, which is always included"),
+    (("--settings", "exact"), "exact is always included"),
 ])
 def test_a_benchmark_of_nothing_is_refused_before_loading(more, said, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(Loading, "load", lambda self: pytest.fail("loaded"))
@@ -282,6 +319,10 @@ def test_int8_is_compared_with_what_is_stored(tmp_path, monkeypatch):
         losses = [pair.target.model(ids, labels=ids).loss.item() for ids in texts]
     assert found["perplexity, int8"] == pytest.approx(math.exp(sum(losses) / 3), rel=1e-4)
     assert [row["method"] for row in record["rows"]["all"]] == ["as stored", "int8"]
+    assert quantisation.main(["--likelihood", questions, "--questions", questions, "--max-new-tokens", "6", "--batch",
+                              "2", "--timed", "1", "--out", str(tmp_path / "batched")]) == 0
+    batched = json.loads((tmp_path / "batched.json").read_text())["rows"]["all"]
+    assert [row["timed"] for row in batched] == [1, 1] and [row["same_answers"] for row in batched] == [1, 1]
 
 
 @pytest.mark.slow

@@ -81,7 +81,7 @@ def test_other_data_or_another_target_is_refused(target, tmp_path):
     write(target, tmp_path)
     with pytest.raises(ValueError, match="another dataset"):
         OfflineFeatures(tmp_path, documents(seed=1))
-    with pytest.raises(ValueError, match="another dataset, target or dtype"):
+    with pytest.raises(ValueError, match="another dataset, target, dtype or quantisation"):
         write(TargetModel(tiny_target("llama", seed=5, attention="sdpa")), tmp_path)
     with pytest.raises(ValueError, match="has no features"):
         OfflineFeatures(tmp_path / "nothing", documents())
@@ -103,3 +103,22 @@ def test_the_command_writes_them(target, tmp_path, monkeypatch):
     assert main() == 0
     tokens = torch.zeros(1, 5, dtype=torch.long)
     assert OfflineFeatures(tmp_path / "out", documents())(np.array([0]), tokens).shape == (1, 5, 32)
+
+
+@pytest.mark.skipif(not torch.cpu._is_vnni_supported(), reason="no VNNI")
+@pytest.mark.parametrize("family", ["llama", "gemma2"])  # fused, and by the stock decoder
+def test_features_in_int8_are_near_and_not_mixed_with_others(family, tmp_path, monkeypatch, capsys):
+    tiny_target(family).save_pretrained(tmp_path / "target")
+    documents().save(tmp_path / "data")
+    words = ["x", "--target", f"{tmp_path}/target", "--data", f"{tmp_path}/data", "--dtype", "float32", "--out"]
+    found = []
+    for name, more in (("plain", ["--device", "cpu"]), ("int8", ["--quantization", "int8"])):
+        monkeypatch.setattr(sys, "argv", [*words, f"{tmp_path}/{name}", *more])
+        assert main() == 0
+        offline = OfflineFeatures(tmp_path / name, documents())
+        found.append(offline(np.array([1]), torch.zeros(1, 9, dtype=torch.long)))
+        assert offline.ends().lm_head.weight.shape == (32, 16)
+    near = torch.nn.functional.cosine_similarity(*found, dim=-1)
+    assert near.min() > 0.95 and not torch.equal(*found)
+    monkeypatch.setattr(sys, "argv", [*words, f"{tmp_path}/plain", "--quantization", "int8"])
+    assert main() == 2 and "another dataset, target, dtype or quantisation" in capsys.readouterr().err

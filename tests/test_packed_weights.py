@@ -124,7 +124,8 @@ class TestInt8:
     @torch.inference_mode()
     def test_it_computes_with_rounded_numbers(self):
         """Against the definition: both sides rounded to multiples of their largest number / 127."""
-        weight, bias, rows = torch.randn(48, 64), torch.randn(48), torch.randn(2, 5, 64)
+        weight, bias, rows = torch.randn(300, 64), torch.randn(300), torch.randn(2, 5, 64)
+        before = weight.clone()
 
         def rounded(values):
             scale = values.abs().amax(-1, keepdim=True) / 127
@@ -133,6 +134,7 @@ class TestInt8:
         expected = linear(rounded(rows), rounded(weight), bias)
         torch.testing.assert_close(Int8(weight, bias)(rows), expected, rtol=1e-4, atol=0.02)
         torch.testing.assert_close(Int8(weight, bias).dense(), rounded(weight))
+        assert torch.equal(weight, before)
 
     @torch.inference_mode()
     def test_a_row_depends_on_no_other(self):
@@ -365,6 +367,31 @@ class TestFloat32OverWeightsOf16Bits:
             pair = eagle_fsd.load(target, head, device="cpu", tree=None, **options)
             assert pair.target.dtype == (torch.bfloat16 if pays else torch.float32)
             assert packed_form(pair.target.model) == options.get("quantization")
+
+    @pytest.mark.skipif(not torch.cpu._is_vnni_supported(), reason="no VNNI")
+    @pytest.mark.parametrize("family", ["llama", "gemma2"])  # fused, and by the stock decoder
+    def test_int8_is_packed_from_16_bits_and_checked_at_the_first_load(self, family, tmp_path, monkeypatch):
+        monkeypatch.setenv("EAGLE_FSD_CACHE", str(tmp_path / "cache"))
+        target, head = self.saved(tmp_path, torch.bfloat16, family)
+        options = {"device": "cpu", "tree": None, "dtype": "float32", "quantization": "int8"}
+        stored, load = [], eagle_fsd.models.loading.load_target
+        monkeypatch.setattr("eagle_fsd.models.loading.load_target",
+                            lambda *names, dtype, **rest: stored.append(dtype) or load(*names, dtype=dtype, **rest))
+        first = eagle_fsd.load(target, head, **options)
+        (file,) = (tmp_path / "cache" / "checked").iterdir()
+        with monkeypatch.context() as context:
+            context.setattr("eagle_fsd.models.target.TargetModel._model_logits", lambda _: pytest.fail("checked again"))
+            pair = eagle_fsd.load(target, head, **options)
+        assert stored == [torch.bfloat16] * 2 and pair.target.dtype == pair.target.model.dtype == torch.float32
+        assert {weight.dtype for weight in pair.target.model.parameters()} == {torch.float32}
+        assert (pair.target.fused is None, pair.target.stock_reason) == (first.target.fused is None,
+                                                                         first.target.stock_reason)
+        texts = [eagle_fsd.generate(PROMPT, each, tree=TREE, max_new_tokens=24).token_ids for each in (first, pair)]
+        plain = eagle_fsd.generate(PROMPT, pair, speculative=False, max_new_tokens=24).token_ids
+        assert texts == [plain] * 2
+        file.write_text("damaged")
+        eagle_fsd.load(target, head, **options)
+        assert "stock_reason" in file.read_text()
 
     def test_a_head_that_does_not_fit_is_refused_before_the_work(self, tmp_path, monkeypatch):
         target, head = self.saved(tmp_path, torch.bfloat16)

@@ -32,6 +32,7 @@ from eagle_fsd.data.files import only_writer
 from eagle_fsd.drafting.config import TreeConfig
 from eagle_fsd.heads.checkpoint import load_head, save_head
 from eagle_fsd.heads.eagle3 import Eagle3Head
+from eagle_fsd.models.linear import packed_form
 from eagle_fsd.models.loading import load_target
 from eagle_fsd.models.target import TargetModel
 from eval import study
@@ -258,6 +259,20 @@ def test_stored_features_and_accumulated_parts_give_the_same_curve(place, whole)
     np.testing.assert_allclose(losses(place / "stored"), losses(whole), atol=1e-3)
 
 
+@pytest.mark.skipif(not torch.cpu._is_vnni_supported(), reason="no VNNI")
+def test_a_head_for_a_target_in_int8_learns_and_is_measured_with_it(place, monkeypatch):
+    from train import teacher
+
+    loaded, load = [], teacher.load_quantized
+    monkeypatch.setattr(teacher, "load_quantized", lambda *names, **options: loaded.append(load(*names, **options)) or
+                        loaded[-1])
+    target = load(place / "target", "int8", dtype="float32", trust_remote_code=False)
+    write_features(target, Documents.load(place / "data"), place / "features-int8")
+    run(place, "int8", features=place / "features-int8", quantization="int8", steps=4, eval_every=2, decode_prompts=0)
+    assert packed_form(loaded[0].model) == "int8"
+    assert [each["step"] for each in records(place / "int8", "eval")] == [2, 4]
+
+
 def two_processes(work: Callable, *given: object) -> None:
     """`work` in both, with what torchrun tells them; forked, which takes no imports."""
     with socket.socket() as probe:
@@ -370,6 +385,7 @@ def test_noise_belongs_to_the_document_and_fades_with_length():
     ({"draft_vocab_size": 33}, "draft_vocab_size 33 exceeds vocab_size 32"),
     ({"layers": (0, 8)}, "layers is not a setting of an eagle2 head"),
     ({"head": "eagle3", "objective": OBJECTIVES["eagle3"], "layers": (0, 8)}, r"must be distinct .*got \(0, 8\)"),
+    ({"quantization": "int8"}, "needs stored features"),
     ({"eval_documents": 4, "data": Path("nowhere")}, "nowhere is not a dataset"),
 ])
 def test_bad_settings_are_refused(place, changes, match):

@@ -37,6 +37,7 @@ class TrainingConfig:
         features: folder from train.features. If omitted: the target computes the features in every step.
         target_dtype: dtype of the target when it computes features and in evaluations. auto: bfloat16, or float32 on a
             CPU where bfloat16 is slower.
+        quantization: int8: 8-bit weights of the target on a CPU, for its answers, features and evaluations.
         device_map: how accelerate places a large target, for example auto.
         trust_remote_code: run code from the target's repository.
         head: kind of a new head.
@@ -91,6 +92,7 @@ class TrainingConfig:
     data: Path | None = None
     features: Path | None = None
     target_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    quantization: Literal["int8"] | None = None
     device_map: str | None = None
     trust_remote_code: bool = False
     head: Literal["eagle2", "eagle3"] = "eagle2"

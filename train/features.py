@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
@@ -27,10 +28,11 @@ from eagle_fsd.data.files import only_writer, save_atomically
 from eagle_fsd.data.progress import Progress
 from eagle_fsd.heads.catalogue import default_target
 from eagle_fsd.heads.eagle3 import check_layers
+from eagle_fsd.models.linear import packed_form
 from eagle_fsd.models.loading import load_target
 from eagle_fsd.models.target import TargetModel
 from train.documents import Documents, split_by_size
-from train.teacher import OnlineFeatures, read_index, shard_path
+from train.teacher import OnlineFeatures, load_quantized, read_index, shard_path
 
 log = logging.getLogger("train.features")
 
@@ -49,6 +51,7 @@ class Arguments:
         layers: target layers whose inputs are stored too. EAGLE-3 heads read 2, the middle one and the third from the
             end.
         dtype: dtype of the target and the features.
+        quantization: int8: compute with 8-bit weights on a CPU, as in eagle_fsd.load; for a target that will run so.
         device: device of the target. If omitted: CUDA if available, else the CPU.
         device_map: how accelerate places a large target, for example auto.
         batch_tokens: tokens in one forward pass, including padding. If omitted: 16,384 on a GPU, and 1,024 on a CPU for
@@ -61,6 +64,7 @@ class Arguments:
     out: Path
     layers: tuple[int, ...] = ()
     dtype: str = "bfloat16"
+    quantization: Literal["int8"] | None = None
     device: str | None = None
     device_map: str | None = None
     batch_tokens: int | None = None
@@ -85,8 +89,11 @@ def write_features(
             "feature_size": target.feature_size, "layers": list(target.layers), "scale": target.scale,
             "softcap": target.softcap, "first_documents": bounds[:-1],
         }
+        if packed_form(target.model) is not None:
+            index["weights"] = packed_form(target.model)
         if (directory / "index.json").exists() and read_index(directory) != index:
-            raise ValueError(f"{directory} has features for another dataset, target or dtype: choose another folder")
+            raise ValueError(f"{directory} has features for another dataset, target, dtype or quantisation: choose "
+                             "another folder")
         todo = [n for n in range(len(bounds) - 1) if not shard_path(directory, n).is_file()]
         missing = sum(int(documents.lengths[bounds[n] : bounds[n + 1]].sum()) for n in todo)
         needed, free = bytes_needed(missing, target) if todo else 0, shutil.disk_usage(directory).free
@@ -162,11 +169,15 @@ def run(arguments: Arguments) -> None:
     """
     check_counts(arguments, "batch_tokens")
     documents = Documents.load(arguments.data)
-    model, _ = load_target(
-        arguments.target or default_target(), dtype=arguments.dtype, device=arguments.device,
-        device_map=arguments.device_map, trust_remote_code=arguments.trust_remote_code,
-    )
-    target = TargetModel(model, check=False)
+    name = arguments.target or default_target()
+    options = {"dtype": arguments.dtype, "trust_remote_code": arguments.trust_remote_code}
+    if arguments.quantization is not None:
+        if arguments.device not in (None, "cpu") or arguments.device_map is not None:
+            raise ValueError("--quantization needs a target on the CPU: leave out --device and --device-map")
+        target = load_quantized(name, arguments.quantization, **options)
+    else:
+        model, _ = load_target(name, device=arguments.device, device_map=arguments.device_map, **options)
+        target = TargetModel(model, check=False)
     target.layers = check_layers(arguments.layers, len(target.decoder_layers))
     write_features(target, documents, arguments.out, batch_tokens=arguments.batch_tokens or BATCH_TOKENS.get(
         target.device.type, BATCH_TOKENS["cuda"]))

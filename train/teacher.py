@@ -16,8 +16,11 @@ from accelerate import Accelerator
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from eagle_fsd.models.loading import load_target
+from eagle_fsd.loading import pack_early
+from eagle_fsd.models.linear import check_quantization
+from eagle_fsd.models.loading import load_compact, load_target
 from eagle_fsd.models.target import OutputRows, TargetModel, copy_to, output_logits
+from eagle_fsd.pair import EagleModel
 from train.config import TrainingConfig
 from train.documents import Documents
 
@@ -55,6 +58,9 @@ class OnlineFeatures:
     @torch.no_grad()
     def __call__(self, indices: np.ndarray, tokens: Tensor) -> Tensor:
         """Features [B, T, F] of a padded batch [B, T]; those of padding are meaningless."""
+        if self.target.fused is not None:
+            batch, length = tokens.shape
+            return self.target.forward(tokens, None, None, self.target.new_cache(length, batch))
         return self.target.features(tokens.to(self.target.device), use_cache=False)
 
 
@@ -158,11 +164,22 @@ class Teacher:
 
 def open_target(config: TrainingConfig, accelerator: Accelerator, layers: tuple[int, ...]) -> TargetModel:
     """Load the frozen target, whose features include the inputs of `layers`."""
-    model, _ = load_target(
-        config.target, dtype=config.target_dtype, device=None if config.device_map else accelerator.device,
-        device_map=config.device_map, trust_remote_code=config.trust_remote_code,
-    )
-    model.requires_grad_(False)
-    target = TargetModel(model)
+    options = {"dtype": config.target_dtype, "trust_remote_code": config.trust_remote_code}
+    if config.quantization is not None:
+        target = load_quantized(config.target, config.quantization, **options)
+    else:
+        model, _ = load_target(config.target, device=None if config.device_map else accelerator.device,
+                               device_map=config.device_map, **options)
+        target = TargetModel(model.requires_grad_(False))
     target.layers = layers
     return target
+
+
+def load_quantized(name: str, quantization: str, *, dtype: str, trust_remote_code: bool) -> TargetModel:
+    """Load a target with int8 weights on a CPU. `FusedDecoder` computes it where it serves the model: stock modules
+    would compute layers that are packed together once for each of them."""
+    check_quantization(quantization)
+    model, _, final = load_compact(name, dtype=dtype, device="cpu", quantization=quantization,
+                                   trust_remote_code=trust_remote_code)
+    pack_early(model.requires_grad_(False), None, final, quantization=quantization)
+    return EagleModel.from_parts(model, None).target

@@ -81,6 +81,9 @@ def resolved(config: TrainingConfig) -> TrainingConfig:
     """
     if bool(config.conversations) == (config.data is not None):
         raise ValueError("pass either --conversations or --data")
+    if config.quantization and config.data is not None and config.features is None:
+        raise ValueError("--quantization needs stored features: run train.features --quantization int8, and pass "
+                         "--features")
     config = replace(config, target=config.target or default_target())
     on_cpu = config.cpu or not torch.cuda.is_available()
     half = not on_cpu or "auto" in (config.target_dtype, config.mixed_precision) and bfloat16_is_faster()
@@ -96,11 +99,11 @@ def resolved(config: TrainingConfig) -> TrainingConfig:
     if not is_dataset(data):
         prepare_data.run(prepare_data.Arguments(
             target=config.target, out=data, data=config.conversations, regenerate="greedy",
-            max_new_tokens=ANSWER_TOKENS, trust_remote_code=config.trust_remote_code))
+            max_new_tokens=ANSWER_TOKENS, quantization=config.quantization, trust_remote_code=config.trust_remote_code))
     config = replace(config, data=data)
     if on_cpu and config.head == "eagle2" and config.features is None:
         features.run(features.Arguments(target=config.target, data=data, out=stored, dtype=config.target_dtype,
-                                        trust_remote_code=config.trust_remote_code))
+                                        quantization=config.quantization, trust_remote_code=config.trust_remote_code))
         config = replace(config, features=stored)
     return config
 

@@ -9,7 +9,7 @@ from typing import Annotated
 import tyro
 
 from ..checks import require_number
-from ..measure.settings import CalibrationOptions, QuestionOptions, read_settings
+from ..measure.settings import EXACT, CalibrationOptions, QuestionOptions, read_settings
 from .arguments import Loading, Tree
 from .exits import check_counts
 
@@ -37,6 +37,8 @@ class CalibrateCommand(CalibrationOptions, QuestionOptions):
         check_counts(self, "per_category", "limit", "max_new_tokens", "batch", "timed", "repeats", "seeds")
         require_number("--seeds", self.seeds, "1 at temperature 0, where all seeds give the same answers",
                        lambda seeds: seeds == 1 or self.temperature > 0)
+        if not self.settings:
+            raise ValueError(f"--settings needs at least one besides {EXACT}, with which it is compared")
         read_settings(self.settings)
         require_number("--batch", self.batch, "1 with --drafter-alone, which answers alone",
                        lambda batch: batch == 1 or not self.drafter_alone)

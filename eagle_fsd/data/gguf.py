@@ -82,8 +82,8 @@ def dequantised(file: Path) -> Path:
         if folder.is_dir():
             return folder
         make_room(folder.parent, 4 * file.stat().st_size)
-        log.warning("dequantising %s to %s, some 10 seconds per GB; later starts use the result (eagle-fsd cache lists "
-                    "and clears it)", file, folder)
+        log.warning("dequantising %s to %s, up to two minutes per GB; later starts use the result (eagle-fsd cache "
+                    "lists and clears it)", file, folder)
         part = folder.with_name(f"{folder.name}.part")
         shutil.rmtree(part, ignore_errors=True)  # of a process that was killed
         try:

@@ -28,7 +28,7 @@ from .lost import lost_answers, lost_table
 from .methods import Answer, Method, described, draft_model, engine, pair_text
 from .records import bullets, decimals, markdown, percent, plot_comparison, record_path, with_span, write_record
 from .settings import EXACT, CalibrationOptions, ComparisonOptions, read_settings
-from .statistics import FEWEST, by_category, cross_fitted, repetition
+from .statistics import FEWEST, by_category, by_turn, cross_fitted, repetition
 
 DRAFTER = "drafter alone"
 
@@ -86,8 +86,7 @@ def compare(
             for shift in range(number, number + options.repeats):
                 for name in names[shift % len(names) :] + names[: shift % len(names)]:
                     runs[name].append(answer(methods[name], name, question, True))
-            log_records([{**same[0], "seconds": statistics.median(record["seconds"] for record in same)}
-                         for same in runs.values()])
+            log_records([median_record(same) for same in runs.values()])
         rest = [(question, name) for name in names for question in questions  # by method: a batch walks rules in turn
                 if question not in timed_questions and is_missing(question, name, False)]
         pool = ThreadPoolExecutor(workers)
@@ -121,28 +120,48 @@ def record_of(answers: Sequence[Answer], question: Question, run_code: bool) -> 
     """The record of the answers to a question's turns.
 
     Returns:
-        turns: texts; ids: token ids of all turns; tokens: their number; seconds; forwards: verify forwards of the
-        target, and emitted: tokens that they emitted (both 0 where unknown); lengths: accepted draft tokens of each;
-        draft_forwards: forwards of the drafter; fuzzy: tokens that only the rule accepted; first_fuzzy: index of the
-        first one; regret: nats, summed over the tokens; repeated: share of repeated 4-grams; cut_off: whether the
-        length limit ended an answer (None for other engines); right: None if there is nothing to compare with.
+        turns: texts; the counts of all turns (see `counts_of`); by_turn: those of each, if there are several; right:
+        None if there is nothing to compare with.
+    """
+    right = is_right(question, answers[-1].text, run_code=run_code)
+    by_turn = [counts_of([answer]) for answer in answers] if len(question.turns) > 1 else []
+    return {"turns": [answer.text for answer in answers], **counts_of(answers), "by_turn": by_turn,
+            "right": None if right is None else bool(right and len(answers) == len(question.turns))}
+
+
+def counts_of(answers: Sequence[Answer]) -> dict:
+    """What is counted in answers.
+
+    Returns:
+        ids: their token ids; tokens: their number; seconds; forwards: verify forwards of the target, and emitted:
+        tokens that they emitted (both 0 where unknown); lengths: accepted draft tokens of each; draft_forwards:
+        forwards of the drafter; fuzzy: tokens that only the rule accepted; first_fuzzy: index of the first one;
+        regret: nats, summed over the tokens; repeated: share of repeated 4-grams; cut_off: whether the length limit
+        ended an answer (None for other engines).
     """
     outputs = [answer.output for answer in answers if answer.output]
     receipts = [receipt for output in outputs for receipt in output.receipts]
     lengths = [length for answer in answers for length in answer.accepted_lengths]
     fuzzy = [at for at, receipt in enumerate(receipts) if receipt.source == "fuzzy"]
     ids = [token for answer in answers for token in answer.token_ids]
-    right = is_right(question, answers[-1].text, run_code=run_code)
     return {
-        "turns": [answer.text for answer in answers], "ids": ids, "tokens": len(ids),
+        "ids": ids, "tokens": len(ids),
         "seconds": sum(answer.seconds for answer in answers), "forwards": len(lengths),
         "emitted": sum(lengths) + len(lengths), "lengths": lengths,
         "draft_forwards": sum(answer.draft_forwards for answer in answers), "fuzzy": len(fuzzy),
         "first_fuzzy": fuzzy[0] if fuzzy else None,
         "regret": sum(receipt.regret for receipt in receipts), "repeated": repetition(ids),
         "cut_off": any(output.finish_reason == "length" for output in outputs) if outputs else None,
-        "right": None if right is None else bool(right and len(answers) == len(question.turns)),
     }
+
+
+def median_record(same: Sequence[dict]) -> dict:
+    """The first record of repeated runs, with the median of their seconds."""
+    def median(counts: Sequence[Mapping]) -> dict:
+        return {**counts[0], "seconds": statistics.median(each["seconds"] for each in counts)}
+
+    turns = zip(*(record["by_turn"] for record in same), strict=True)
+    return {**median(same), "by_turn": [median(counts) for counts in turns]}
 
 
 def method_table(rows: Sequence[Mapping], reference: str) -> str:
@@ -223,9 +242,17 @@ def difference_text(model: EagleModel, temperature: float, baseline: torch.dtype
             "from there (docs/python.md, Lossless in half precision). In float32 they are the same.")
 
 
-def page_text(rows: Mapping[str, Sequence[Mapping]], reference: str) -> str:
-    """The table of all questions; if there are several categories, also the most important columns by category."""
+def page_text(
+    rows: Mapping[str, Sequence[Mapping]], turns: Mapping[str, Sequence[Mapping]], reference: str
+) -> str:
+    """The table of all questions; the most important columns by turn and by category, if there are several."""
     text = method_table(rows["all"], reference)
+    if turns:
+        text += f"\n\nTokens/s, speed as a multiple of {reference}'s (95%), and tau, by turn:\n\n" + markdown({
+            "method": row["method"], **{turn: " / ".join(filter(None, (
+                decimals(each[place]["tokens_per_second"], 1), ratio(each[place], "speedup", "x"),
+                decimals(each[place]["tau"])))) for turn, each in turns.items()},
+        } for place, row in enumerate(rows["all"]))
     if len(rows) > 1:
         text += f"\n\nSpeed as a multiple of {reference}'s, tau, and accuracy, by category:\n\n" + markdown({
             "category": category, "questions": each[0]["answers"],
@@ -292,7 +319,7 @@ def store(
     Returns:
         The rows by category (see `method_rows`), and the page, which ends with the recommendation.
     """
-    rows = by_category(records, reference)
+    rows, turns = by_category(records, reference), by_turn(records, reference)
     name, conclusion, crossed = None, "", None
     if points is not None:
         name, conclusion = recommend(rows["all"], reference, points)
@@ -302,7 +329,7 @@ def store(
     lost = [] if model.tokenizer is None else lost_answers(records, reference, model.tokenizer.decode, DRAFTER)
     names = dict(zip(("target", "head"), model.described(), strict=True))
     result = {"workers": workers, "seeds": seeds, "points": points, "recommended": name, "conclusion": conclusion,
-              "rows": rows, "levels": levels, "lost": lost, "cross_fitted": crossed, "names": names,
+              "rows": rows, "turns": turns, "levels": levels, "lost": lost, "cross_fitted": crossed, "names": names,
               "baseline_dtype": baseline and str(baseline)}
     precision = "" if baseline is None else f", {reference} in {str(baseline).removeprefix('torch.')}"
     difference = difference_text(model, options.temperature, baseline)
@@ -313,7 +340,7 @@ def store(
 temperature {options.temperature:g}, at most {options.max_new_tokens} tokens a turn,
 tree {model.describe_tree(options.tree)}{f", accuracy of {seeds} seeds" if seeds > 1 else ""}
 
-{page_text(rows, reference)}
+{page_text(rows, turns, reference)}
 
 {legend(rows["all"], reference, difference)}
 

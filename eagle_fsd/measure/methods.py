@@ -15,6 +15,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
 from ..api import generate
+from ..decoding.decoder import Session
 from ..decoding.output import Output
 from ..drafting.language_model import DraftModel
 from ..models.linear import packed_form
@@ -41,6 +42,12 @@ Method = Callable[[object, int], Answer]  # (prompt, max_new_tokens)
 def prompt_seed(seed: int, prompt: object) -> int:
     """A seed per prompt, so that different prompts get different noise."""
     return seed + (zlib.crc32(repr(prompt).encode()) << 16)
+
+
+def continues(prompt: object) -> bool:
+    """Whether a prompt is a chat with an answer in it, so that it is a later turn."""
+    return isinstance(prompt, list) and any(
+        isinstance(message, dict) and message["role"] == "assistant" for message in prompt)
 
 
 def described(model: EagleModel, options: ComparisonOptions | None = None) -> dict[str, object]:
@@ -168,18 +175,22 @@ def draft_model(model: EagleModel, purpose: str) -> DraftModel:
 
 
 def engine(
-    model: EagleModel, *, ask: Callable[..., Output] | None = None, **options: object
+    model: EagleModel, *, ask: Callable[..., Output] | None = None, keep_history: bool = False, **options: object
 ) -> Method:
     """`eagle_fsd.generate` with these options.
 
     Args:
         ask: function to call in place of `generate`, with the prompt and options.
+        keep_history: later turns of a chat process only what is new, as in `Chat`. A first turn begins anew.
         options: options of `generate`; `seed` is the base of a seed per prompt.
     """
-    ask = ask or partial(generate, model=model)
+    ask, session = ask or partial(generate, model=model), Session()
 
     def answer(prompt: object, max_new_tokens: int) -> Answer:
+        nonlocal session
         request = {**options, "max_new_tokens": max_new_tokens}
+        if keep_history:
+            session = request["session"] = session if continues(prompt) else Session()
         if "seed" in options:
             request["seed"] = prompt_seed(options["seed"], prompt)
         started = time.perf_counter()

@@ -114,6 +114,6 @@ def parse_setting(text: str) -> tuple[str, dict[str, object]]:
 def read_settings(texts: Sequence[str]) -> dict[str, dict[str, object]]:
     """Parse settings into options by name, with `exact` first; see `parse_setting`."""
     settings = dict(map(parse_setting, texts))
-    if not settings or EXACT in settings:
-        raise ValueError(f"--settings needs at least one besides {EXACT}, which is always included, got {list(texts)}")
+    if EXACT in settings:
+        raise ValueError(f"--settings: {EXACT} is always included, leave it out of {list(texts)}")
     return {EXACT: {"acceptance": EXACT}, **settings}

@@ -178,6 +178,19 @@ def by_category(records: Sequence[Mapping], reference: str) -> dict[str, list[di
             for category, places in places_by_category([line["category"] for line in records]).items()}
 
 
+def by_turn(records: Sequence[Mapping], reference: str) -> dict[str, list[dict]]:
+    """The rows of the first turns, the second turns and so on; empty if all questions have one turn. They have no
+    accuracy, because the grade is of the whole conversation."""
+    rows: dict[str, list[dict]] = {}
+    for number in range(max(len(record.get("by_turn", ())) for line in records for record in line["methods"].values())):
+        lines = [line for line in records
+                 if all(number < len(record.get("by_turn", ())) for record in line["methods"].values())]
+        rows[f"turn {number + 1}"] = method_rows([{**line, "methods": {
+            name: {"timed": record["timed"], "right": None, **record["by_turn"][number]}
+            for name, record in line["methods"].items()}} for line in lines], reference)
+    return rows
+
+
 def places_by_category(categories: Sequence[str]) -> dict[str, list[int]]:
     """Indices of all questions as "all" and, if there are several categories, of the questions of each category.
 

@@ -30,9 +30,12 @@ class Packed:
         self,
         weight: Tensor,  # [N, K]
         bias: Tensor | None,  # [N]
+        dtype: torch.dtype | None = None,  # of the layer's inputs and outputs; None: the weight's
     ) -> None:
+        dtype = dtype or weight.dtype
+        weight, bias = weight.to(dtype), None if bias is None else bias.to(dtype)
         self.weight = torch.ops.mkldnn._reorder_linear_weight(weight, self.ROWS)
-        self.bias, self.dtype, self.outputs = bias, weight.dtype, len(weight)
+        self.bias, self.dtype, self.outputs = bias, dtype, len(weight)
 
     def __call__(self, rows: Tensor) -> Tensor:  # [..., K] -> [..., N], bfloat16
         return torch.ops.mkldnn._linear_pointwise(rows, self.weight, self.bias, "none", [], "")
@@ -56,8 +59,9 @@ class Half:
         self,
         weight: Tensor,  # [N, K]
         bias: Tensor | None,  # [N]
+        dtype: torch.dtype | None = None,  # of the layer's inputs and outputs; None: the weight's
     ) -> None:
-        self.bias, self.dtype, self.outputs = bias, weight.dtype, len(weight)
+        self.bias, self.dtype, self.outputs = bias, dtype or weight.dtype, len(weight)
         self.weight = torch.ops.quantized.linear_prepack_fp16(weight.float(), None if bias is None else bias.float())
 
     def __call__(self, rows: Tensor) -> Tensor:  # [..., K] -> [..., N], float32
@@ -79,20 +83,25 @@ class Int8:
     NAME = "int8"
     LARGEST = 127
     ZERO = 128
+    PART = 256  # rows of a weight that are rounded together, in the processor's cache
 
     def __init__(
         self,
         weight: Tensor,  # [N, K]
         bias: Tensor | None,  # [N]
+        dtype: torch.dtype | None = None,  # of the layer's inputs and outputs; None: the weight's
     ) -> None:
-        self.scales = weight.abs().amax(1).float().clamp_min(1e-10) / self.LARGEST  # [N]
+        self.scales = torch.empty(len(weight))  # [N]
         numbers = torch.empty(weight.shape, dtype=torch.int8)
-        for part in torch.arange(len(weight)).split(4096):  # the whole in float32 would be four times as large
-            numbers[part] = (weight[part].float() / self.scales[part, None]).round().to(torch.int8)
+        for part, scales, rounded in zip(*(each.split(self.PART) for each in (weight, self.scales, numbers)),
+                                         strict=True):
+            exact = part.to(torch.float32, copy=True)
+            scales.copy_(exact.abs().amax(1)).clamp_min_(1e-10).div_(self.LARGEST)
+            rounded.copy_(exact.div_(scales[:, None]).round_())
         self.weight = torch.ops.onednn.qlinear_prepack(numbers, None)
         self.zeros = torch.zeros(len(weight), dtype=torch.long)
         self.bias = None if bias is None else bias.float()
-        self.dtype, self.outputs = weight.dtype, len(weight)
+        self.dtype, self.outputs = dtype or weight.dtype, len(weight)
         self.least = torch.full((1, 1), 1e-10)
 
     def __call__(self, rows: Tensor) -> Tensor:  # [..., K] -> [..., N], float32
@@ -263,7 +272,7 @@ class Joined:
                   for layer in layers]
         bias = None if all(layer.bias is None for layer in layers) else torch.cat(biases).detach()
         weight = layers[0].weight if len(layers) == 1 else torch.cat([layer.weight for layer in layers])
-        packed, start = form(weight.detach().to(dtype or weight.dtype), bias), 0
+        packed, start = form(weight.detach(), bias, dtype), 0
         for (module, name), layer in zip(self.places, layers, strict=True):
             setattr(module, name, PackedLinear(layer, packed, slice(start, start + layer.out_features)))
             start += layer.out_features

@@ -137,22 +137,33 @@ PACKABLE = 0.9  # the least share of the weights in linear layers and embeddings
 
 
 def load_compact(
-    target: str | Path, *, dtype: str | torch.dtype = "auto", trust_remote_code: bool = False, **options: object
+    target: str | Path, *, dtype: str | torch.dtype = "auto", quantization: str | None = None,
+    trust_remote_code: bool = False, **options: object,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None, torch.dtype | None]:
-    """Load as `load_target` on a CPU, but leave weights for a float32 model in their stored 16 bits where linear layers
-    can be packed as float16 (`linear.Half`): converting to float32 first would take three times the memory.
+    """Load as `load_target` on a CPU, but leave weights in their stored 16 bits if they will be packed: as float16 for
+    a float32 model (`linear.Half`), or as int8. Converting to float32 first would take three times the memory.
+
+    Args:
+        quantization: see `LoadOptions`.
 
     Returns:
-        Model, tokenizer, and the dtype to pass to `TargetModel.pack`; None: the model has its final dtype. For "auto"
-        the dtype is float32 where such packing is possible, else that of `load_target`.
+        Model, tokenizer, and the dtype to pass to `pack_early`; None: the model has its final dtype. Without
+        quantisation, "auto" is float32 where packing as float16 is possible; otherwise it is that of `load_target`.
 
     Raises:
         ValueError, TypeError, OSError: see `load_target`.
     """
     check_dtype(dtype)
     load = functools.partial(load_target, trust_remote_code=trust_remote_code, **options)
-    packable = dtype in ("auto", "float32", torch.float32) and options.get("quantization_config") is None
-    stored = stored_dtype(target_source(target), trust_remote_code) if packable and has_half_kernels() else None
+    packable = options.get("quantization_config") is None and (
+        quantization is not None or dtype in ("auto", "float32", torch.float32) and has_half_kernels())
+    stored = stored_dtype(target_source(target), trust_remote_code) if packable else None
+    if stored in STORED_NAMES and quantization is not None:
+        if safetensors_dtypes(target_source(target)) != {STORED_NAMES[stored]}:
+            return *load(target, dtype=dtype), None
+        names = {"auto": cpu_dtype(stored), None: stored}
+        final = names[dtype] if dtype in names else getattr(torch, str(dtype).removeprefix("torch."))
+        return *load(target, dtype=stored), final
     if stored in STORED_NAMES:
         names, model = safetensors_dtypes(target_source(target)), None
         if not names:
@@ -163,7 +174,6 @@ def load_compact(
             model, tokenizer = load(target, dtype=stored)
             share = packable_share(model)
             if share >= PACKABLE:
-                convert_buffers(model, torch.float32)
                 return model, tokenizer, torch.float32
             reason = f"{1 - share:.0%} of its weights are neither in linear layers nor in embeddings"
         dtype = cpu_dtype(stored) if dtype == "auto" else torch.float32
