@@ -17,9 +17,9 @@ class Fly(GatingRule):
     """Accept a child where the target is uncertain, if the target then agrees with the draft on the next W tokens.
 
     FLy (arXiv 2511.22972) and vLLM's `rejection_sample_method="fly"`: the entropy of the target's three best tokens,
-    -sum of p log p without normalisation, must reach a bar, and the W tokens drafted after the fuzzy one must be the
-    target's own. A window that the path does not complete counts as rejected, so that only trees of more than W levels
-    can gain; a chain of 15 suits the default W.
+    -sum of p log p at temperature 1, not normalised, must reach a bar, and the W tokens drafted after the fuzzy one
+    must be the target's own. A window that the path does not complete counts as rejected, so that only trees of more
+    than W levels can gain; a chain of 15 suits the default W.
 
     Args:
         threshold: T in [0, 1] lowers the bar to 1 - T nats: 0 is lossless, 0.7 the published bar of 0.3, and 1 leaves
