@@ -13,6 +13,7 @@ from weakref import WeakKeyDictionary
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from .captured.cycle import CapturedCycles
 from .decoding.request import RequestParams
 from .decoding.timing import known_latency
 from .drafting.config import CPU_TREE, GPU_TREE, TreeConfig
@@ -44,6 +45,8 @@ class EagleModel:
     sizing: Sizing | None = None  # chooses the size of each cycle for requests without a tree; None: `default_tree`
     # By temperature, when drafting stops for a while because it did not pay; for lossless requests.
     pauses: defaultdict[float, Pause] = field(default_factory=lambda: defaultdict(Pause), repr=False)
+
+    captured: CapturedCycles | None = field(default=None, repr=False)  # see `load(cuda_graphs=)`; None: off
 
     # Loads the target again in a dtype; None: the dtype passed to `load`, else that of the checkpoint.
     load_stock: Callable[[torch.dtype | None], PreTrainedModel] | None = field(default=None, repr=False)
@@ -87,12 +90,13 @@ class EagleModel:
     @classmethod
     def from_parts(
         cls, target: PreTrainedModel, draft: DraftHead | None, tokenizer: PreTrainedTokenizerBase | None = None, *,
-        fused: bool = True,
+        fused: bool = True, cuda_graphs: bool = True,
     ) -> EagleModel:
         """Join a causal LM and a head. The head is moved to the device of the target's output layer and to its dtype.
 
         Args:
             fused: use `FusedDecoder` for the target if it computes the same. It shares the target's weights.
+            cuda_graphs: on CUDA, replay cycles from CUDA graphs where the fused decoder computes the target.
 
         Raises:
             TypeError: a part of the wrong type.
@@ -108,7 +112,8 @@ class EagleModel:
         before[fused] = adapter.stock_reason = known or adapter.stock_reason
         if draft is not None:
             fit_head(draft, adapter)
-        return cls(adapter, draft, tokenizer)
+        captures = cuda_graphs and adapter.output_device.type == "cuda" and CapturedCycles.support(adapter, draft)
+        return cls(adapter, draft, tokenizer, captured=CapturedCycles(adapter, draft) if captures else None)
 
     def prepack(self, quantization: str | None = None) -> None:
         """Replace weights on a CPU by weights in the layout of its kernels. `load` does this by default.

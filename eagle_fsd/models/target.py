@@ -257,9 +257,9 @@ class TargetModel:
             groups.setdefault(self.position_limit(length), []).append(number)
         return list(groups.values())
 
-    def new_cache(self, capacity: int, batch: int = 1) -> TreeCache:
-        """An empty cache of `capacity` positions for each sequence of a batch."""
-        return TreeCache([device_of(layer) for layer in self.decoder_layers], capacity, batch)
+    def new_cache(self, capacity: int, batch: int = 1, spare: Tensor | None = None) -> TreeCache:
+        """An empty cache of `capacity` positions for each sequence of a batch; `spare`: see `TreeCache`."""
+        return TreeCache([device_of(layer) for layer in self.decoder_layers], capacity, batch, spare)
 
     @property
     def feature_size(self) -> int:

@@ -1,0 +1,317 @@
+"""The host's part of a captured cycle: which cycles can be captured, what the programs read, and the order of launches.
+
+After the walk of a cycle the draft of the next one is launched, before the host waits for the walk's table. So the
+device drafts while the host extends the answers and looks for copies. A request that has ended wastes one draft.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import LogitsProcessorList
+from transformers.generation.logits_process import (
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from ..acceptance import RULES, Rule
+from ..acceptance.walk import Step, steps_of
+from ..decoding.forwards import Forwards
+from ..decoding.request import EXACT, Request
+from ..decoding.sampling import TopP, share_processors
+from ..drafting.config import TreeConfig
+from ..drafting.join import join_drafts
+from ..drafting.sizing import Plan
+from ..drafting.text import Copies
+from ..drafting.tree import DRAFTERS
+from ..heads.eagle import DraftHead
+from ..models.cache import TreeCache
+from ..models.target import TargetModel
+from .buffers import BUCKET, Buffers, first_nodes
+from .capture import Pool
+from .programs import DraftSettings, WalkSettings, draft, verify, walk_and_keep
+
+WARPERS = (TemperatureLogitsWarper, TopKLogitsWarper, TopP, TopPLogitsWarper, MinPLogitsWarper)  # may be captured
+MOST_HOMES = 4  # pairs of caches whose graphs are kept
+SOME_THRESHOLD = 0.5  # of a rule in a program, which reads the thresholds of the rows
+LARGE = 4096  # capacities up to it are powers of 2, others multiples of it
+
+
+class Walked(NamedTuple):
+    """The result of a cycle for a row."""
+
+    steps: list[Step]
+    drafters: Sequence[str | None]  # of each node, see `DraftTree.drafted_by`
+    features: Tensor  # [A + 1, F] of the path, valid until the next captured cycle
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the programs of a cycle depend on besides their shapes."""
+
+    tree: TreeConfig
+    copying: bool
+    draft: DraftSettings
+    walk: WalkSettings
+    weights: list[float]  # of the target's noise in drafts, of each row
+
+
+class Home:
+    """A pair of caches, with the buffers and programs that have their addresses.
+
+    Args:
+        caches: of target and drafter. While they exist, the storage is theirs.
+    """
+
+    def __init__(self, target: TargetModel, drafter: DraftHead, caches: Sequence[TreeCache]) -> None:
+        self.caches = [weakref.ref(cache) for cache in caches]
+        self.target, self.drafter = target, drafter
+        self.storages = [storage_of(cache, model) for cache, model in zip(caches, (target, drafter), strict=True)]
+        for cache, storage in zip(caches, self.storages, strict=True):
+            if cache.batch == 1:  # a masked slot is read too: it must be finite
+                storage[..., cache.length :, :].zero_()
+        self.buffers: dict[tuple, Buffers] = {}
+        self.pool = Pool(target.output_device)
+        self.weights = weights_key(target, drafter)
+
+    def belongs_to(self, caches: Sequence[TreeCache]) -> bool:
+        return all(mine() is cache for mine, cache in zip(self.caches, caches, strict=True))
+
+    @property
+    def free(self) -> bool:
+        return all(cache() is None for cache in self.caches)
+
+    def fits(self, room: int, draft_room: int, rows: int) -> bool:
+        """Whether its caches are large enough."""
+        one, other = self.storages
+        return one.shape[-2] >= room and other.shape[-2] >= draft_room and one.shape[2] >= rows
+
+    def buffers_of(self, rows: int, tree: TreeConfig, copying: bool) -> Buffers:
+        key = rows, tree, copying
+        if key not in self.buffers:
+            storages = (storage[:, :, :rows] for storage in self.storages)
+            self.buffers[key] = Buffers(self.target, self.drafter, *storages, tree, copying)
+        return self.buffers[key]
+
+    def check_weights(self) -> None:
+        """Drop the programs if a weight was replaced or changed."""
+        if self.weights != (weights := weights_key(self.target, self.drafter)):
+            self.weights = weights
+            self.pool.clear()
+            self.buffers.clear()
+
+
+class CapturedCycles:
+    """Runs cycles of a pair as captured programs, where these compute the same: see `settings`.
+
+    Threads may share it, as caches, and with them buffers and programs, belong to one decoder at a time.
+    """
+
+    def __init__(self, target: TargetModel, drafter: DraftHead) -> None:
+        self.target, self.drafter = target, drafter
+        self._homes: list[Home] = []  # the most recently used last
+        self._lock = threading.Lock()
+
+    @staticmethod
+    def support(target: TargetModel, drafter: object) -> bool:
+        """Whether forwards of both models can be captured."""
+        return (target.fused is not None and isinstance(drafter, DraftHead) and drafter.fused is not None
+                and target.device == target.output_device == drafter.device
+                and "forward" not in vars(target) and "forward" not in vars(drafter))
+
+    # Caches -------------------------------------------------------------------------------------------------------
+
+    def forwards(self, room: int, draft_room: int, rows: int) -> Forwards:
+        """`Forwards` with empty caches, if possible those of a decoder that is no longer used, with their programs."""
+        with self._lock:
+            spare = (home for home in reversed(self._homes) if home.free and home.fits(room, draft_room, rows))
+            home = next(spare, None)
+            if home is None:
+                self._homes = [home for home in self._homes if not home.free]  # their memory may be needed
+                room, draft_room = capacity_of(room), capacity_of(room) + draft_room - room
+                return self._forwards([room, draft_room], rows, [None, None])
+            forwards = self._forwards([each.shape[-2] for each in home.storages], home.storages[0].shape[2],
+                                      home.storages)
+            home.caches = [weakref.ref(cache) for cache in forwards.caches]
+            for cache in forwards.caches:
+                cache.rows = slice(0, rows)
+            return forwards
+
+    def _forwards(self, capacities: Sequence[int], batch: int, spares: Sequence[Tensor | None]) -> Forwards:
+        caches = [model.new_cache(capacity, batch, spare) for model, capacity, spare
+                  in zip((self.target, self.drafter), capacities, spares, strict=True)]
+        return Forwards(self.target, self.drafter, *caches)
+
+    def _home(self, forwards: Forwards) -> Home:
+        with self._lock:
+            home = next((each for each in self._homes if each.belongs_to(forwards.caches)), None)
+            if home is None:
+                home = Home(self.target, self.drafter, forwards.caches)
+            else:
+                self._homes.remove(home)
+            self._homes = [*self._homes[-(MOST_HOMES - 1) :], home]
+            return home
+
+    # A cycle ------------------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def step(
+        self, requests: Sequence[Request], forwards: Forwards, rules: Sequence[Rule], plan: Plan,
+        copies: Sequence[Copies | None],
+    ) -> list[Walked] | None:
+        """Run a cycle, up to the new lengths of the caches. None: it cannot be captured, and nothing was changed."""
+        settings = settings_of(requests, rules, plan)
+        replaced = self.target.fused is None or "forward" in vars(self.target) or "forward" in vars(self.drafter)
+        if settings is None or replaced:
+            return None
+        home, lengths, read = self._home(forwards), forwards.cache.lengths, forwards.draft_cache.lengths
+        key = len(requests), settings.tree, settings.copying
+        if not home.buffers_of(*key).holds(requests, lengths, read):
+            home.check_weights()
+        buffers = home.buffers_of(*key)
+        bucket = buffers.bucket(max(lengths) + buffers.most)
+        if not self._load(buffers, requests, lengths, read, settings.weights) or bucket is None:
+            buffers.owners = []
+            return None
+        if buffers.ahead != settings.draft and not self._draft(home, buffers, settings, requests, read):
+            return None
+        nodes, steps, joined = buffers.nodes, buffers.path, any(copies)
+        drafters = [[None, *[DRAFTERS[0]] * (nodes - 1)]] * len(requests)
+        if joined:
+            tree = join_drafts(first_nodes(buffers.wide_tree, buffers.wide, settings.tree.depth, joined=False), copies,
+                               plan)
+            buffers.store(tree)
+            nodes, steps, drafters = buffers.most, buffers.steps(tree.max_depth + 1), tree.drafted_by()
+        walk = replace(settings.walk, joined=joined)
+        if walk.budgeted:
+            buffers.upload(buffers.left, [request.remaining_budget for request in requests])
+        if walk.marked:
+            buffers.upload(buffers.inside, [request.rule_allowed for request in requests])
+        processors = requests[0].params.processors
+        home.pool.run(("verify", buffers.key, bucket, nodes), partial(verify, buffers, self.target, bucket, nodes))
+        home.pool.run(("walk", buffers.key, walk, nodes, steps),
+                      partial(walk_and_keep, buffers, self.target, walk, processors, nodes, steps))
+        table, shown = buffers.table(steps)
+        shown.copy_(table, non_blocking=True)
+        done = torch.cuda.Event() if table.is_cuda else None
+        if done is not None:
+            done.record()
+        buffers.fed, buffers.ahead = steps, None
+        self._draft(home, buffers, settings, requests, lengths)
+        if done is not None:
+            done.synchronize()  # the only wait
+        return self._finish(buffers, forwards, lengths, read, shown, drafters)
+
+    def _load(
+        self, buffers: Buffers, requests: Sequence[Request], lengths: list[int], read: list[int], weights: list[float]
+    ) -> bool:
+        """Copy the rows into the buffers, if they are not there. False: a row has too many unread tokens."""
+        if weights != buffers.known_weights:
+            buffers.upload(buffers.weights, weights)
+            buffers.known_weights, buffers.ahead = weights, None
+        if buffers.holds(requests, lengths, read):
+            return True
+        unread = [request.tokens[number + 1 :] for request, number in zip(requests, read, strict=True)]
+        fed = buffers.steps(max(map(len, unread)))
+        if fed is None:
+            return False
+        features = [request.features for request in requests]
+        if any(each is None or len(each) != len(tokens) for each, tokens in zip(features, unread, strict=True)):
+            return False
+        features = [each.clone() for each in features]  # possibly views of these buffers
+        for row, each in enumerate(features):
+            buffers.fed_features[row, : len(each)].copy_(each)
+        most = buffers.fed_tokens.shape[1]
+        marks = [request.params.within or (-1, -1) for request in requests]
+        for buffer, values in (
+            (buffers.lengths, lengths), (buffers.draft_lengths, read), (buffers.counts, list(map(len, unread))),
+            (buffers.fed_tokens, [[*tokens, *[0] * (most - len(tokens))] for tokens in unread]),
+            (buffers.seeds, [request.params.seed for request in requests]),
+            (buffers.temperatures, [request.params.temperature for request in requests]),
+            (buffers.threshold, [request.params.rule.threshold for request in requests]),
+            (buffers.opening, [opening for opening, _ in marks]), (buffers.closing, [closing for _, closing in marks]),
+        ):
+            buffers.upload(buffer, values)
+        buffers.owners, buffers.known = [weakref.ref(request) for request in requests], (lengths, read)
+        buffers.fed, buffers.ahead = fed, None
+        return True
+
+    def _draft(
+        self, home: Home, buffers: Buffers, settings: Settings, requests: Sequence[Request], read: Sequence[int]
+    ) -> bool:
+        """Launch a draft after rows with these numbers of positions in the drafter's cache. False: it has no room."""
+        bucket = buffers.draft_bucket(read)
+        if bucket is None:
+            return False
+        own = LogitsProcessorList(each for each in requests[0].params.processors if isinstance(each, WARPERS))
+        home.pool.run(
+            ("draft", buffers.key, settings.draft, bucket, buffers.fed),
+            partial(draft, buffers, self.target, self.drafter, settings.draft, own, bucket, buffers.fed))
+        buffers.ahead = settings.draft
+        return True
+
+    def _finish(
+        self, buffers: Buffers, forwards: Forwards, lengths: list[int], read: list[int], table: Tensor,
+        drafters: Sequence[Sequence[str | None]],
+    ) -> list[Walked]:
+        """Read the table, and set the lengths of the caches."""
+        rows = table.tolist()
+        walks = steps_of([[step[:5] for step in row] for row in rows], [[step[5:] for step in row] for row in rows])
+        ends = [length + len(steps) for length, steps in zip(lengths, walks, strict=True)]
+        forwards.cache.commit(lengths, [range(*ends) for ends in zip(lengths, ends, strict=True)])
+        forwards.draft_cache.commit(read, [range(*ends) for ends in zip(read, lengths, strict=True)])
+        buffers.known = ends, lengths
+        return [Walked(steps, drafters[row], buffers.fed_features[row, : len(steps)])
+                for row, steps in enumerate(walks)]
+
+
+def settings_of(requests: Sequence[Request], rules: Sequence[Rule], plan: Plan) -> Settings | None:
+    """The settings of a cycle's programs; None: it cannot be captured, or its rows need different programs."""
+    first, params = requests[0].params, [request.params for request in requests]
+    if plan.tree is None or plan.limits_nodes or not all(each.speculative and not each.top_logprobs for each in params):
+        return None
+    if not share_processors(requests) or not all(type(each) in WARPERS for each in first.processors):
+        return None
+    if any(type(rule) not in RULES.values() or each.greedy != first.greedy
+           for rule, each in zip(rules, params, strict=True)):
+        return None
+    if len({rule if rule == EXACT else replace(rule, threshold=SOME_THRESHOLD) for rule in rules}) > 1:
+        return None
+    weights = [each.noise_weight(rule) for each, rule in zip(params, rules, strict=True)]
+    if any(weights) and not all(weights):
+        return None
+    rule = rules[0] if rules[0] == EXACT else replace(rules[0], threshold=SOME_THRESHOLD)
+    key = first.processors_key if first.processors else None
+    walk = WalkSettings(rule, first.greedy, key, any(each.budget is not None for each in params),
+                        any(each.within is not None for each in params), joined=False)
+    coupled = any(weights)
+    drafted = DraftSettings(coupled, not rule.is_lossless(first.greedy), key if coupled else None)
+    return Settings(plan.tree, any(request.copying for request in requests), drafted, walk, weights)
+
+
+def storage_of(cache: TreeCache, model: TargetModel | DraftHead) -> Tensor:  # [layers, 2, B, H, C, D]
+    """The storage of a cache of the fused layers of a model."""
+    layer = model.fused[0] if isinstance(model, DraftHead) else model.fused.layers[0]
+    return cache.storage(layer.key_heads, layer.size, torch.empty(0, dtype=model.dtype, device=model.device))
+
+
+def capacity_of(room: int) -> int:
+    """The capacity of new caches, so that they serve later requests too."""
+    return max(BUCKET, 1 << (room - 1).bit_length()) if room <= LARGE else -(-room // LARGE) * LARGE
+
+
+def weights_key(target: TargetModel, drafter: DraftHead) -> tuple:
+    """Changes with the weights of both models."""
+    tensors = [*target.model.parameters(), *drafter.parameters(), *drafter.buffers()]
+    if drafter.output_rows is not None:
+        tensors.append(drafter.output_rows.layer.weight)
+    return (target.layers, *((each.data_ptr(), 0 if each.is_inference() else each._version) for each in tensors))
