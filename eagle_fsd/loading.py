@@ -67,7 +67,7 @@ def load(
             pack_early(model, head, dtype, fused=fused)
     else:
         model, tokenizer = load_target(target, dtype=asked.dtype, **placement)
-    pair = EagleModel.from_parts(model, head, tokenizer, fused=fused)
+    pair = EagleModel.from_parts(model, head, tokenizer, fused=fused, cuda_graphs=asked.cuda_graphs)
     stored = None if asked.dtype == "auto" else asked.dtype
     pair.names = display_name(target), None if draft is None else display_name(draft)
     pair.load_stock = lambda dtype: load_target(target, dtype=dtype or stored, **placement)[0].eval()

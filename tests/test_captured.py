@@ -1,21 +1,23 @@
 """Cycles of fixed shapes, as CUDA graphs replay them: without a graph, and on tensors without data, as if on CUDA."""
 
-import itertools
-import json
+from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
-from test_oracle import ORACLE
-from tiny import NAMED, PROMPT, PROMPTS, random_head, tiny_head, tiny_pair, tiny_target
-from transformers import AutoModelForCausalLM
+from fake_cuda import CUDA, Operations, fake_cuda, move
+from tiny import NAMED, PROMPTS, random_head, tiny_head, tiny_pair, tiny_target
 
 import eagle_fsd
 from eagle_fsd import EagleModel, TreeConfig
+from eagle_fsd.acceptance.divergence import _other_tokens
 from eagle_fsd.captured import buffers as captured_buffers
-from eagle_fsd.captured.cycle import CapturedCycles
-from eagle_fsd.decoding.decoder import Decoder, Session
-from eagle_fsd.decoding.request import Request, RequestParams
+from eagle_fsd.captured.buffers import Buffers
+from eagle_fsd.captured.cycle import CapturedCycles, settings_of
+from eagle_fsd.captured.programs import draft, verify, walk_and_keep
 from eagle_fsd.drafting.sizing import Choice, Drafting
+from eagle_fsd.options import GenerateOptions
+from eagle_fsd.requests import make_requests
 
 TREE = TreeConfig(12, 3, 3)
 RULES = {
@@ -103,3 +105,56 @@ def test_rows_of_unequal_length_that_end_at_different_times(options):
     pair = tiny_pair()
     both(pair, PROMPTS, max_new_tokens=60, **options)
     assert any(pair.captured.taken)
+
+
+# On a device without data ---------------------------------------------------------------------------------------
+
+
+SMALL = TreeConfig(5, 2, 2)
+
+
+def programs_of(pair, rows, draw, rule):
+    """The three programs, from a pair and buffers on CUDA."""
+    target, head = pair.target, pair.draft
+    for module in (target.model, head, *([head.output_rows.layer] if head.output_rows else [])):
+        move(module)
+    storages = [torch.zeros(count, 2, rows, layer.key_heads, 32, layer.size, device=CUDA)
+                for count, layer in ((len(target.fused.layers), target.fused.layers[0]), (1, head.fused[0]))]
+    buffers = Buffers(target, head, *storages, SMALL, True)
+    options = GenerateOptions.from_names({"max_new_tokens": 9, "text_drafts": "off"} | draw | rule)
+    requests = make_requests(pair, PROMPTS[:rows], options)
+    settings = settings_of(requests, [request.params.rule for request in requests], Drafting(Choice(SMALL)).next())
+    if head.draft_tokens is not None:
+        _other_tokens(buffers.draft_tokens, target.vocab_size)
+    processors, walk = requests[0].params.processors, replace(settings.walk, budgeted=True, marked=True, joined=True)
+    return (partial(draft, buffers, target, head, settings.draft, processors, 32, buffers.path),
+            partial(verify, buffers, target, 32, buffers.most),
+            partial(walk_and_keep, buffers, target, walk, processors, buffers.most, buffers.path))
+
+
+@pytest.mark.parametrize("draw", DRAWS)
+@pytest.mark.parametrize("kind, rows, rules", [("EAGLE-2", 1, ["exact"]), ("reduced", 4, ["fsd"]),
+                                               ("EAGLE-3", 1, ["fsd"]), ("EAGLE-3, reduced", 4, [*RULES])], ids=str)
+def test_programs_neither_wait_nor_move_data_nor_change_shapes(kind, rows, rules, draw):
+    pair = PAIRS[kind]()
+    with fake_cuda():
+        for rule in rules:
+            programs = programs_of(pair, rows, DRAWS[draw], RULES[rule])[2 if rule != rules[0] else 0 :]
+            for program in programs:  # norms and rotary tables are cached in the first cycle
+                program()
+            cycles = []
+            for _ in range(2):
+                with Operations() as operations:
+                    for program in programs:
+                        program()
+                cycles.append(operations.seen)
+            assert cycles[0] == cycles[1]
+
+
+def test_the_checks_find_what_cannot_be_captured():
+    with fake_cuda(), Operations():
+        numbers = torch.zeros(3, device=CUDA)
+        for wrong in (lambda: numbers.tolist(), lambda: bool(numbers.any()), lambda: numbers[numbers > 0],
+                      lambda: numbers + torch.ones(3), lambda: numbers.cpu(), lambda: torch.tensor([1.0], device=CUDA)):
+            with pytest.raises((AssertionError, RuntimeError)):
+                wrong()

@@ -92,6 +92,7 @@ class Loading(LoadOptions):
 
     Args:
         prepack: keep weights in their plain layout on a CPU: slower.
+        cuda_graphs: launch each kernel of a cycle on a GPU by itself: slower.
     """
 
     dtype: str = "auto"
@@ -101,6 +102,7 @@ class Loading(LoadOptions):
     attn_implementation: Implementation | None = None
     tree: Suppress[object] = "auto"
     prepack: OnUnlessFlagged = True
+    cuda_graphs: OnUnlessFlagged = True
     quantization: Literal["int8"] | None = None
 
     def load(self) -> EagleModel:

@@ -275,8 +275,8 @@ class TargetModel:
     ) -> Tensor:  # [B, N, F]
         """The forward of `prefill` and `verify`.
 
-        To replace it, assign a callable of this signature, such as `graphs.GraphedForward`. `DraftHead.forward` can be
-        replaced in the same way.
+        To replace it, assign a callable of this signature. `DraftHead.forward` can be replaced in the same way. Cycles
+        of a replaced forward are not captured (`captured.cycle`).
         """
         if self.fused is not None:
             return self.fused(tokens, positions, ancestors, cache, self.layers)
