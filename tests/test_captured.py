@@ -1,20 +1,27 @@
 """Cycles of fixed shapes, as CUDA graphs replay them: without a graph, and on tensors without data, as if on CUDA."""
 
+import json
 from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
 from fake_cuda import CUDA, Operations, fake_cuda, move
-from tiny import NAMED, PROMPTS, random_head, tiny_head, tiny_pair, tiny_target
+from test_engine import TREE as ENGINE_TREE
+from test_engine import alone, assert_as_alone, request
+from test_oracle import ORACLE
+from tiny import NAMED, PROMPT, PROMPTS, random_head, tiny_head, tiny_pair, tiny_target, tiny_tokenizer
+from transformers import AutoModelForCausalLM
 
 import eagle_fsd
-from eagle_fsd import EagleModel, TreeConfig
+from eagle_fsd import EagleModel, Session, TreeConfig
 from eagle_fsd.acceptance.divergence import _other_tokens
 from eagle_fsd.captured import buffers as captured_buffers
 from eagle_fsd.captured.buffers import Buffers
 from eagle_fsd.captured.cycle import CapturedCycles, settings_of
 from eagle_fsd.captured.programs import draft, verify, walk_and_keep
+from eagle_fsd.decoding.decoder import Decoder
+from eagle_fsd.decoding.request import Request, RequestParams
 from eagle_fsd.drafting.sizing import Choice, Drafting
 from eagle_fsd.options import GenerateOptions
 from eagle_fsd.requests import make_requests
@@ -105,6 +112,68 @@ def test_rows_of_unequal_length_that_end_at_different_times(options):
     pair = tiny_pair()
     both(pair, PROMPTS, max_new_tokens=60, **options)
     assert any(pair.captured.taken)
+
+
+@pytest.mark.parametrize("limit", [40, 49])
+def test_texts_up_to_the_last_position(limit):
+    both(tiny_pair(max_position_embeddings=limit), PROMPTS, max_new_tokens=50)
+
+
+def test_a_chat_changes_between_both_paths():
+    """A session grows its caches; processors of one turn cannot be captured; rows of one beginning are kept."""
+    pair, outputs = tiny_pair(), []
+    for _ in range(2):
+        session, prompt = Session(), list(PROMPT)
+        for penalty in (1.0, 1.0, 1.3, 1.0):
+            out = eagle_fsd.generate(prompt, pair, session=session, max_new_tokens=20, tree=TREE, text_drafts="off",
+                                     repetition_penalty=penalty)
+            outputs.append(out)
+            prompt = [*prompt, *out.token_ids, 3, 4]
+        pair = capturing(pair) if pair.captured is None else pair
+    assert_equal(outputs[4:], outputs[:4])
+    assert any(pair.captured.taken) and not all(pair.captured.taken)
+
+
+def test_requests_of_an_engine_that_join_and_leave():
+    pair = capturing(tiny_pair(tokenizer=tiny_tokenizer()))
+    with eagle_fsd.Engine(pair, max_rows=3, tree=ENGINE_TREE) as engine:
+        tickets = {number: engine.submit(request(number)[0], **request(number)[1])
+                   for number in [*range(0, 90, 15), *range(7, 97, 15), *range(15)]}  # first of equal options
+        for number, ticket in tickets.items():
+            assert_as_alone(ticket.result(), alone(number))
+    assert len(pair.captured.taken) > sum(pair.captured.taken) > 5
+
+
+def test_later_requests_use_the_same_caches_and_programs_unless_weights_changed():
+    pair = capturing(tiny_pair())
+    pools = []
+    for change in (False, False, True):
+        if change:
+            with torch.no_grad():
+                pair.target.lm_head.weight.mul_(2)
+        eagle_fsd.generate(PROMPT, pair, max_new_tokens=9, tree=TREE, text_drafts="off")
+        (home,) = pair.captured._homes
+        pools.append(set(home.pool.programs.values()))
+    assert pools[0] == pools[1] and not pools[1] & pools[2]
+
+
+@pytest.mark.parametrize("setting", [0, 1])
+@torch.inference_mode()
+def test_the_recorded_runs(setting):
+    target = AutoModelForCausalLM.from_pretrained(ORACLE / "target").eval()
+    pair = EagleModel.from_parts(target, eagle_fsd.load_head(ORACLE / "head"))
+    captured = capturing(pair).captured
+    for prompt in json.loads((ORACLE / "expected.json").read_text())["prompts"]:
+        run = prompt["runs"][setting]
+        tree = TreeConfig(run["total_token"], run["depth"] + 1, run["top_k"])
+        asked = Request(prompt["prompt_ids"], RequestParams(max_new_tokens=200))
+        decoder = Decoder(pair.target, pair.draft, [asked], Drafting(Choice(tree)), captured=captured)
+        decoder.prefill()
+        for _ in run["accept_lengths"]:
+            decoder.step()
+        assert asked.answer[: len(prompt["greedy_ids"])] == prompt["greedy_ids"]
+        assert asked.stats.accepted_lengths == run["accept_lengths"]
+    assert all(captured.taken)
 
 
 # On a device without data ---------------------------------------------------------------------------------------

@@ -34,7 +34,6 @@ from ..drafting.sizing import Plan
 from ..drafting.text import Copies
 from ..drafting.tree import DRAFTERS
 from ..heads.eagle import DraftHead
-from ..models.cache import TreeCache
 from ..models.target import TargetModel
 from .buffers import BUCKET, Buffers, first_nodes
 from .capture import Pool
@@ -66,29 +65,30 @@ class Settings:
 
 
 class Home:
-    """A pair of caches, with the buffers and programs that have their addresses.
+    """The storage of a pair of caches, with the buffers and programs that have its addresses.
 
     Args:
-        caches: of target and drafter. While they exist, the storage is theirs.
+        forwards: while it exists, and has these caches, the storage is its own.
     """
 
-    def __init__(self, target: TargetModel, drafter: DraftHead, caches: Sequence[TreeCache]) -> None:
-        self.caches = [weakref.ref(cache) for cache in caches]
-        self.target, self.drafter = target, drafter
-        self.storages = [storage_of(cache, model) for cache, model in zip(caches, (target, drafter), strict=True)]
-        for cache, storage in zip(caches, self.storages, strict=True):
+    def __init__(self, forwards: Forwards) -> None:
+        self.owner = weakref.ref(forwards)
+        self.target, self.drafter = target, drafter = forwards.target, forwards.drafter
+        self.storages = storages_of(forwards)
+        for cache, storage in zip(forwards.caches, self.storages, strict=True):
             if cache.batch == 1:  # a masked slot is read too: it must be finite
                 storage[..., cache.length :, :].zero_()
         self.buffers: dict[tuple, Buffers] = {}
         self.pool = Pool(target.output_device)
         self.weights = weights_key(target, drafter)
 
-    def belongs_to(self, caches: Sequence[TreeCache]) -> bool:
-        return all(mine() is cache for mine, cache in zip(self.caches, caches, strict=True))
+    def belongs_to(self, forwards: Forwards | None) -> bool:
+        return forwards is not None and self.owner() is forwards and all(
+            mine is theirs for mine, theirs in zip(self.storages, storages_of(forwards), strict=True))
 
     @property
     def free(self) -> bool:
-        return all(cache() is None for cache in self.caches)
+        return not self.belongs_to(self.owner())
 
     def fits(self, room: int, draft_room: int, rows: int) -> bool:
         """Whether its caches are large enough."""
@@ -141,7 +141,8 @@ class CapturedCycles:
                 return self._forwards([room, draft_room], rows, [None, None])
             forwards = self._forwards([each.shape[-2] for each in home.storages], home.storages[0].shape[2],
                                       home.storages)
-            home.caches = [weakref.ref(cache) for cache in forwards.caches]
+            home.owner = weakref.ref(forwards)
+            storages_of(forwards)  # takes the spare ones
             for cache in forwards.caches:
                 cache.rows = slice(0, rows)
             return forwards
@@ -153,9 +154,9 @@ class CapturedCycles:
 
     def _home(self, forwards: Forwards) -> Home:
         with self._lock:
-            home = next((each for each in self._homes if each.belongs_to(forwards.caches)), None)
+            home = next((each for each in self._homes if each.belongs_to(forwards)), None)
             if home is None:
-                home = Home(self.target, self.drafter, forwards.caches)
+                home = Home(forwards)
             else:
                 self._homes.remove(home)
             self._homes = [*self._homes[-(MOST_HOMES - 1) :], home]
@@ -298,10 +299,11 @@ def settings_of(requests: Sequence[Request], rules: Sequence[Rule], plan: Plan) 
     return Settings(plan.tree, any(request.copying for request in requests), drafted, walk, weights)
 
 
-def storage_of(cache: TreeCache, model: TargetModel | DraftHead) -> Tensor:  # [layers, 2, B, H, C, D]
-    """The storage of a cache of the fused layers of a model."""
-    layer = model.fused[0] if isinstance(model, DraftHead) else model.fused.layers[0]
-    return cache.storage(layer.key_heads, layer.size, torch.empty(0, dtype=model.dtype, device=model.device))
+def storages_of(forwards: Forwards) -> list[Tensor]:  # [layers, 2, B, H, C, D]
+    """The storage of the target's and of the drafter's cache."""
+    models = (forwards.target, forwards.target.fused.layers[0]), (forwards.drafter, forwards.drafter.fused[0])
+    return [cache.storage(layer.key_heads, layer.size, torch.empty(0, dtype=model.dtype, device=model.device))
+            for cache, (model, layer) in zip(forwards.caches, models, strict=True)]
 
 
 def capacity_of(room: int) -> int:
