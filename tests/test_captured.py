@@ -114,6 +114,13 @@ def test_rows_of_unequal_length_that_end_at_different_times(options):
     assert any(pair.captured.taken)
 
 
+@pytest.mark.parametrize("options", [{}, DRAWS["sampled"], {"budget": 2.0} | RULES["relaxed"]], ids=str)
+def test_plain_decoding(options):
+    pair = tiny_pair()
+    both(pair, PROMPTS, max_new_tokens=40, speculative=False, **options)
+    assert all(pair.captured.taken)
+
+
 @pytest.mark.parametrize("limit", [40, 49])
 def test_texts_up_to_the_last_position(limit):
     both(tiny_pair(max_position_embeddings=limit), PROMPTS, max_new_tokens=50)
@@ -189,7 +196,7 @@ def programs_of(pair, rows, draw, rule):
         move(module)
     storages = [torch.zeros(count, 2, rows, layer.key_heads, 32, layer.size, device=CUDA)
                 for count, layer in ((len(target.fused.layers), target.fused.layers[0]), (1, head.fused[0]))]
-    buffers = Buffers(target, head, *storages, SMALL, True)
+    buffers = Buffers(target, head, storages, SMALL, True)
     options = GenerateOptions.from_names({"max_new_tokens": 9, "text_drafts": "off"} | draw | rule)
     requests = make_requests(pair, PROMPTS[:rows], options)
     settings = settings_of(requests, [request.params.rule for request in requests], Drafting(Choice(SMALL)).next())

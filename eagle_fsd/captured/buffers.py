@@ -28,22 +28,24 @@ class Buffers:
     """Tensors of R rows that share a tree. All are on the device of trees, logits and features.
 
     Args:
-        storage: [layers, 2, R, H, C, D] of the target's cache. draft_storage: of the drafter's.
+        drafter: None: there is none, nor a tree: decoding is plain.
+        storages: [layers, 2, R, H, C, D] of the target's cache, and of the drafter's.
         copying: whether copies may join the trees.
     """
 
     def __init__(
-        self, target: TargetModel, drafter: DraftHead, storage: Tensor, draft_storage: Tensor, tree: TreeConfig,
+        self, target: TargetModel, drafter: DraftHead | None, storages: Sequence[Tensor], tree: TreeConfig | None,
         copying: bool,
     ) -> None:
-        self.storage, self.draft_storage = storage, draft_storage
+        storage = self.storage = storages[0]
+        self.draft_storage = storages[-1]
         self.device, self.rows, self.config = storage.device, storage.shape[2], tree
         self.key = self.rows, tree, copying
-        self.nodes = tree.nodes  # N of a tree without copies
-        self.most = max(tree.nodes, tree.total_tokens) if copying else tree.nodes  # N of a tree with copies
+        self.nodes = 1 if tree is None else tree.nodes  # N of a tree without copies
+        self.most = tree.total_tokens if copying else self.nodes  # N of a tree with copies
         self.wide = min(max(tree.total_tokens, MOST_NODES), tree.scored_nodes + 1) if copying else 0  # W
-        self.path = min(tree.depth + 1, tree.nodes)  # P without copies
-        self.draft_tokens = drafter.draft_tokens  # programs must not make it anew
+        self.path = 1 if tree is None else min(tree.depth + 1, tree.nodes)  # P without copies
+        self.draft_tokens = None if drafter is None else drafter.draft_tokens  # programs must not make it anew
         integers = self._new(torch.long)
         # Each row's text.
         self.lengths, self.draft_lengths = integers(), integers()  # positions in the target's and the drafter's cache
@@ -58,9 +60,10 @@ class Buffers:
         self.threshold, self.left, self.inside = numbers(), numbers(), self._new(torch.bool)()
         # The cycle.
         self.tree, self.wide_tree = self._tree(self.most), self._tree(self.wide)
+        self.tree.ancestors[:, 0, 0] = True
         self.features = self._new(dtype)(self.most, target.feature_size)  # [R, N, F]
         self._draft_logits: list[Tensor] | None = None
-        self._draft_vocabulary = drafter.draft_vocab_size
+        self._draft_vocabulary = 0 if drafter is None else drafter.draft_vocab_size
         self._tables: dict[int, tuple[Tensor, Tensor]] = {}  # by P
         # What the host knows of them.
         self.owners: list[weakref.ref] = []  # the requests
@@ -83,7 +86,7 @@ class Buffers:
         if self._draft_logits is None:
             new = self._new(torch.float32)
             self._draft_logits = [new(self.config.top_k if level else 1, self._draft_vocabulary)
-                                  for level in range(self.config.depth)]
+                                  for level in range(self.config.depth if self.config else 0)]
         return self._draft_logits
 
     def table(self, steps: int) -> tuple[Tensor, Tensor]:

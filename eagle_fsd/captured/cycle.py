@@ -40,7 +40,6 @@ from .capture import Pool
 from .programs import DraftSettings, WalkSettings, draft, verify, walk_and_keep
 
 WARPERS = (TemperatureLogitsWarper, TopKLogitsWarper, TopP, TopPLogitsWarper, MinPLogitsWarper)  # may be captured
-MOST_HOMES = 4  # pairs of caches whose graphs are kept
 SOME_THRESHOLD = 0.5  # of a rule in a program, which reads the thresholds of the rows
 LARGE = 4096  # capacities up to it are powers of 2, others multiples of it
 
@@ -50,14 +49,14 @@ class Walked(NamedTuple):
 
     steps: list[Step]
     drafters: Sequence[str | None]  # of each node, see `DraftTree.drafted_by`
-    features: Tensor  # [A + 1, F] of the path, valid until the next captured cycle
+    features: Tensor | None  # [A + 1, F] of the path, valid until the next captured cycle; None: there is no drafter
 
 
 @dataclass(frozen=True)
 class Settings:
     """What the programs of a cycle depend on besides their shapes."""
 
-    tree: TreeConfig
+    tree: TreeConfig | None  # None: decoding is plain
     copying: bool
     draft: DraftSettings
     walk: WalkSettings
@@ -91,15 +90,17 @@ class Home:
         return not self.belongs_to(self.owner())
 
     def fits(self, room: int, draft_room: int, rows: int) -> bool:
-        """Whether its caches are large enough."""
-        one, other = self.storages
-        return one.shape[-2] >= room and other.shape[-2] >= draft_room and one.shape[2] >= rows
+        """Whether its caches are large enough. Without a drafter `draft_room` is 0."""
+        rooms = [room, draft_room] if draft_room else [room]
+        return len(rooms) == len(self.storages) and all(
+            storage.shape[-2] >= each and storage.shape[2] >= rows for storage, each
+            in zip(self.storages, rooms, strict=True))
 
     def buffers_of(self, rows: int, tree: TreeConfig, copying: bool) -> Buffers:
         key = rows, tree, copying
         if key not in self.buffers:
-            storages = (storage[:, :, :rows] for storage in self.storages)
-            self.buffers[key] = Buffers(self.target, self.drafter, *storages, tree, copying)
+            storages = [storage[:, :, :rows] for storage in self.storages]
+            self.buffers[key] = Buffers(self.target, self.drafter, storages, tree, copying)
         return self.buffers[key]
 
     def check_weights(self) -> None:
@@ -111,12 +112,12 @@ class Home:
 
 
 class CapturedCycles:
-    """Runs cycles of a pair as captured programs, where these compute the same: see `settings`.
+    """Runs cycles of a pair as captured programs, where these compute the same: see `settings_of`.
 
     Threads may share it, as caches, and with them buffers and programs, belong to one decoder at a time.
     """
 
-    def __init__(self, target: TargetModel, drafter: DraftHead) -> None:
+    def __init__(self, target: TargetModel, drafter: DraftHead | None) -> None:
         self.target, self.drafter = target, drafter
         self._homes: list[Home] = []  # the most recently used last
         self._lock = threading.Lock()
@@ -124,21 +125,25 @@ class CapturedCycles:
     @staticmethod
     def support(target: TargetModel, drafter: object) -> bool:
         """Whether forwards of both models can be captured."""
-        return (target.fused is not None and isinstance(drafter, DraftHead) and drafter.fused is not None
-                and target.device == target.output_device == drafter.device
-                and "forward" not in vars(target) and "forward" not in vars(drafter))
+        fused = drafter is None or isinstance(drafter, DraftHead) and drafter.fused is not None
+        return target.fused is not None and fused and target.device == target.output_device
 
     # Caches -------------------------------------------------------------------------------------------------------
 
     def forwards(self, room: int, draft_room: int, rows: int) -> Forwards:
-        """`Forwards` with empty caches, if possible those of a decoder that is no longer used, with their programs."""
+        """`Forwards` with empty caches, if possible those of a decoder that is no longer used, with their programs.
+
+        Args:
+            room, draft_room: positions of each row in the target's and in the drafter's cache; 0: without a drafter.
+        """
         with self._lock:
             spare = (home for home in reversed(self._homes) if home.free and home.fits(room, draft_room, rows))
             home = next(spare, None)
             if home is None:
                 self._homes = [home for home in self._homes if not home.free]  # their memory may be needed
-                room, draft_room = capacity_of(room), capacity_of(room) + draft_room - room
-                return self._forwards([room, draft_room], rows, [None, None])
+                capacity = capacity_of(room)
+                capacities = [capacity, capacity + draft_room - room] if draft_room else [capacity]
+                return self._forwards(capacities, rows, [None, None])
             forwards = self._forwards([each.shape[-2] for each in home.storages], home.storages[0].shape[2],
                                       home.storages)
             home.owner = weakref.ref(forwards)
@@ -149,17 +154,15 @@ class CapturedCycles:
 
     def _forwards(self, capacities: Sequence[int], batch: int, spares: Sequence[Tensor | None]) -> Forwards:
         caches = [model.new_cache(capacity, batch, spare) for model, capacity, spare
-                  in zip((self.target, self.drafter), capacities, spares, strict=True)]
-        return Forwards(self.target, self.drafter, *caches)
+                  in zip((self.target, self.drafter), capacities, spares, strict=False)]
+        return Forwards(self.target, self.drafter if len(caches) > 1 else None, caches[0], *caches[1:] or [None])
 
     def _home(self, forwards: Forwards) -> Home:
         with self._lock:
             home = next((each for each in self._homes if each.belongs_to(forwards)), None)
             if home is None:
                 home = Home(forwards)
-            else:
-                self._homes.remove(home)
-            self._homes = [*self._homes[-(MOST_HOMES - 1) :], home]
+                self._homes = [*(each for each in self._homes if not each.free), home]
             return home
 
     # A cycle ------------------------------------------------------------------------------------------------------
@@ -171,10 +174,13 @@ class CapturedCycles:
     ) -> list[Walked] | None:
         """Run a cycle, up to the new lengths of the caches. None: it cannot be captured, and nothing was changed."""
         settings = settings_of(requests, rules, plan)
-        replaced = self.target.fused is None or "forward" in vars(self.target) or "forward" in vars(self.drafter)
-        if settings is None or replaced:
+        replaced = any("forward" in vars(model) for model in (self.target, self.drafter) if model is not None)
+        if settings is None or replaced or self.target.fused is None:
             return None
-        home, lengths, read = self._home(forwards), forwards.cache.lengths, forwards.draft_cache.lengths
+        if (settings.tree is None) != (forwards.drafter is None) or settings.tree is None and any(copies):
+            return None
+        home, lengths = self._home(forwards), forwards.cache.lengths
+        read = [] if forwards.draft_cache is None else forwards.draft_cache.lengths
         key = len(requests), settings.tree, settings.copying
         if not home.buffers_of(*key).holds(requests, lengths, read):
             home.check_weights()
@@ -183,7 +189,8 @@ class CapturedCycles:
         if not self._load(buffers, requests, lengths, read, settings.weights) or bucket is None:
             buffers.owners = []
             return None
-        if buffers.ahead != settings.draft and not self._draft(home, buffers, settings, requests, read):
+        drafts = settings.tree is not None
+        if drafts and buffers.ahead != settings.draft and not self._draft(home, buffers, settings, requests, read):
             return None
         nodes, steps, joined = buffers.nodes, buffers.path, any(copies)
         drafters = [[None, *[DRAFTERS[0]] * (nodes - 1)]] * len(requests)
@@ -207,7 +214,8 @@ class CapturedCycles:
         if done is not None:
             done.record()
         buffers.fed, buffers.ahead = steps, None
-        self._draft(home, buffers, settings, requests, lengths)
+        if drafts:
+            self._draft(home, buffers, settings, requests, lengths)
         if done is not None:
             done.synchronize()  # the only wait
         return self._finish(buffers, forwards, lengths, read, shown, drafters)
@@ -221,6 +229,24 @@ class CapturedCycles:
             buffers.known_weights, buffers.ahead = weights, None
         if buffers.holds(requests, lengths, read):
             return True
+        if buffers.config is None:
+            buffers.upload(buffers.tree.tokens, [request.tokens[-1:] for request in requests])
+        elif not self._load_unread(buffers, requests, read):
+            return False
+        marks = [request.params.within or (-1, -1) for request in requests]
+        for buffer, values in (
+            (buffers.lengths, lengths), (buffers.seeds, [request.params.seed for request in requests]),
+            (buffers.temperatures, [request.params.temperature for request in requests]),
+            (buffers.threshold, [request.params.rule.threshold for request in requests]),
+            (buffers.opening, [opening for opening, _ in marks]), (buffers.closing, [closing for _, closing in marks]),
+        ):
+            buffers.upload(buffer, values)
+        buffers.owners, buffers.known = [weakref.ref(request) for request in requests], (lengths, read)
+        buffers.ahead = None
+        return True
+
+    def _load_unread(self, buffers: Buffers, requests: Sequence[Request], read: Sequence[int]) -> bool:
+        """Copy what the drafter has not processed. False: a row has too many such tokens."""
         unread = [request.tokens[number + 1 :] for request, number in zip(requests, read, strict=True)]
         fed = buffers.steps(max(map(len, unread)))
         if fed is None:
@@ -232,18 +258,10 @@ class CapturedCycles:
         for row, each in enumerate(features):
             buffers.fed_features[row, : len(each)].copy_(each)
         most = buffers.fed_tokens.shape[1]
-        marks = [request.params.within or (-1, -1) for request in requests]
-        for buffer, values in (
-            (buffers.lengths, lengths), (buffers.draft_lengths, read), (buffers.counts, list(map(len, unread))),
-            (buffers.fed_tokens, [[*tokens, *[0] * (most - len(tokens))] for tokens in unread]),
-            (buffers.seeds, [request.params.seed for request in requests]),
-            (buffers.temperatures, [request.params.temperature for request in requests]),
-            (buffers.threshold, [request.params.rule.threshold for request in requests]),
-            (buffers.opening, [opening for opening, _ in marks]), (buffers.closing, [closing for _, closing in marks]),
-        ):
-            buffers.upload(buffer, values)
-        buffers.owners, buffers.known = [weakref.ref(request) for request in requests], (lengths, read)
-        buffers.fed, buffers.ahead = fed, None
+        buffers.upload(buffers.draft_lengths, read)
+        buffers.upload(buffers.counts, list(map(len, unread)))
+        buffers.upload(buffers.fed_tokens, [[*tokens, *[0] * (most - len(tokens))] for tokens in unread])
+        buffers.fed = fed
         return True
 
     def _draft(
@@ -269,16 +287,17 @@ class CapturedCycles:
         walks = steps_of([[step[:5] for step in row] for row in rows], [[step[5:] for step in row] for row in rows])
         ends = [length + len(steps) for length, steps in zip(lengths, walks, strict=True)]
         forwards.cache.commit(lengths, [range(*ends) for ends in zip(lengths, ends, strict=True)])
-        forwards.draft_cache.commit(read, [range(*ends) for ends in zip(read, lengths, strict=True)])
-        buffers.known = ends, lengths
-        return [Walked(steps, drafters[row], buffers.fed_features[row, : len(steps)])
+        if forwards.draft_cache is not None:
+            forwards.draft_cache.commit(read, [range(*ends) for ends in zip(read, lengths, strict=True)])
+        buffers.known = ends, lengths if read else []
+        return [Walked(steps, drafters[row], buffers.fed_features[row, : len(steps)] if read else None)
                 for row, steps in enumerate(walks)]
 
 
 def settings_of(requests: Sequence[Request], rules: Sequence[Rule], plan: Plan) -> Settings | None:
     """The settings of a cycle's programs; None: it cannot be captured, or its rows need different programs."""
     first, params = requests[0].params, [request.params for request in requests]
-    if plan.tree is None or plan.limits_nodes or not all(each.speculative and not each.top_logprobs for each in params):
+    if plan.limits_nodes or any(each.top_logprobs or plan.tree and not each.speculative for each in params):
         return None
     if not share_processors(requests) or not all(type(each) in WARPERS for each in first.processors):
         return None
@@ -287,7 +306,7 @@ def settings_of(requests: Sequence[Request], rules: Sequence[Rule], plan: Plan) 
         return None
     if len({rule if rule == EXACT else replace(rule, threshold=SOME_THRESHOLD) for rule in rules}) > 1:
         return None
-    weights = [each.noise_weight(rule) for each, rule in zip(params, rules, strict=True)]
+    weights = [each.noise_weight(rule) if plan.tree else 0.0 for each, rule in zip(params, rules, strict=True)]
     if any(weights) and not all(weights):
         return None
     rule = rules[0] if rules[0] == EXACT else replace(rules[0], threshold=SOME_THRESHOLD)
@@ -296,12 +315,15 @@ def settings_of(requests: Sequence[Request], rules: Sequence[Rule], plan: Plan) 
                         any(each.within is not None for each in params), joined=False)
     coupled = any(weights)
     drafted = DraftSettings(coupled, not rule.is_lossless(first.greedy), key if coupled else None)
-    return Settings(plan.tree, any(request.copying for request in requests), drafted, walk, weights)
+    copying = plan.tree is not None and any(request.copying for request in requests)
+    return Settings(plan.tree, copying, drafted, walk, weights)
 
 
 def storages_of(forwards: Forwards) -> list[Tensor]:  # [layers, 2, B, H, C, D]
     """The storage of the target's and of the drafter's cache."""
-    models = (forwards.target, forwards.target.fused.layers[0]), (forwards.drafter, forwards.drafter.fused[0])
+    models = [(forwards.target, forwards.target.fused.layers[0])]
+    if forwards.drafter is not None:
+        models.append((forwards.drafter, forwards.drafter.fused[0]))
     return [cache.storage(layer.key_heads, layer.size, torch.empty(0, dtype=model.dtype, device=model.device))
             for cache, (model, layer) in zip(forwards.caches, models, strict=True)]
 
@@ -311,9 +333,10 @@ def capacity_of(room: int) -> int:
     return max(BUCKET, 1 << (room - 1).bit_length()) if room <= LARGE else -(-room // LARGE) * LARGE
 
 
-def weights_key(target: TargetModel, drafter: DraftHead) -> tuple:
+def weights_key(target: TargetModel, drafter: DraftHead | None) -> tuple:
     """Changes with the weights of both models."""
-    tensors = [*target.model.parameters(), *drafter.parameters(), *drafter.buffers()]
-    if drafter.output_rows is not None:
-        tensors.append(drafter.output_rows.layer.weight)
+    tensors = [*target.model.parameters()]
+    if drafter is not None:
+        tensors += [*drafter.parameters(), *drafter.buffers()]
+        tensors += [] if drafter.output_rows is None else [drafter.output_rows.layer.weight]
     return (target.layers, *((each.data_ptr(), 0 if each.is_inference() else each._version) for each in tensors))

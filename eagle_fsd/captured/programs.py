@@ -174,9 +174,12 @@ def walk_and_keep(
     ahead, rows = torch.arange(steps, device=lengths.device), torch.arange(len(lengths), device=lengths.device)[:, None]
     kept = buffers.storage[:, :, rows, :, lengths[:, None] + node]  # [R, P, layers, 2, H, D]
     buffers.storage[:, :, rows, :, lengths[:, None] + ahead] = kept
-    buffers.fed_tokens[:, :steps].copy_(token)
-    buffers.fed_features[:, :steps].copy_(features.gather(1, node[..., None].expand(-1, -1, features.shape[-1])))
-    buffers.draft_lengths.copy_(lengths)
-    buffers.counts.copy_(count)
+    if buffers.config is None:
+        buffers.tree.tokens.copy_(token)  # the next root
+    else:
+        buffers.fed_tokens[:, :steps].copy_(token)
+        buffers.fed_features[:, :steps].copy_(features.gather(1, node[..., None].expand(-1, -1, features.shape[-1])))
+        buffers.draft_lengths.copy_(lengths)
+        buffers.counts.copy_(count)
     lengths.add_(count)
     buffers.table(steps)[0].copy_(torch.cat([integers.double(), numbers], -1))

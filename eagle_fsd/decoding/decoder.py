@@ -49,7 +49,7 @@ class Decoder:
         captured: CapturedCycles | None = None,
     ) -> None:
         self.target, self.drafter, self.requests = target, drafter, list(requests)
-        self.captured = None if drafter is None else captured
+        self.captured = captured
         self.device = target.output_device  # of trees, logits and features
         for request in self.requests:
             request.begin(target)
@@ -80,7 +80,7 @@ class Decoder:
             earlier.forwards.take_over(self.requests[0], earlier.requests[0], room, room + drafted)
             return earlier.forwards
         if self.captured is not None and count:
-            return self.captured.forwards(room, room + drafted, count)
+            return self.captured.forwards(room, 0 if self.drafter is None else room + drafted, count)
         draft_cache = None if self.drafter is None else self.drafter.new_cache(room + drafted, count)
         return Forwards(self.target, self.drafter, self.target.new_cache(room, count), draft_cache)
 
@@ -147,7 +147,8 @@ class Decoder:
     def _accept_walked(self, request: Request, walked: Walked) -> list[Receipt]:
         """Accept the path of a captured cycle, whose draft has consumed the earlier features."""
         request.features = None
-        receipts = request.accept(_emission(walked.steps, walked.drafters, request, True), walked.features)
+        emission = _emission(walked.steps, walked.drafters, request, walked.features is not None)
+        receipts = request.accept(emission, walked.features)
         if request.reason is not None and request.features is not None:  # it leaves, and later cycles overwrite them
             request.features = request.features.clone()
         return receipts
