@@ -183,6 +183,49 @@ def test_the_recorded_runs(setting):
     assert all(captured.taken)
 
 
+# On a device ------------------------------------------------------------------------------------------------------
+
+
+def on_cuda(pair, **options):
+    return EagleModel.from_parts(pair.target.model.cuda(), pair.draft, **options)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("draw", DRAWS)
+@pytest.mark.parametrize("kind, rules", [("EAGLE-2", ["exact", "fsd"]), ("reduced", ["fsd"]), ("EAGLE-3", ["fsd"]),
+                                         ("EAGLE-3, reduced", [*RULES])], ids=str)
+def test_graphs_compute_the_same(kind, rules, draw):
+    eager, graphs = on_cuda(PAIRS[kind](), cuda_graphs=False), on_cuda(PAIRS[kind]())
+    assert eager.captured is None
+    for rule in rules:
+        options = {"max_new_tokens": 40, "tree": TREE, "text_drafts": "auto"} | RULES[rule] | DRAWS[draw]
+        expected = eagle_fsd.generate(PROMPTS, eager, **options)
+        for _ in range(2):  # the second time from the graphs of the first
+            assert_equal(eagle_fsd.generate(PROMPTS, graphs, **options), expected)
+    (home,) = graphs.captured._homes
+    assert home.pool.failed is None and all(program.graph is not None for program in home.pool.programs.values())
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("draw", DRAWS)
+@torch.inference_mode()
+def test_the_host_waits_for_an_event_alone(draw, monkeypatch):
+    monkeypatch.setattr(captured_buffers, "BUCKET", 512)
+    pair = on_cuda(tiny_pair(max_position_embeddings=512))
+    options = {"max_new_tokens": 300, "text_drafts": "off", "ignore_eos": True, "fuzzy_within": (5, 8)}
+    options = GenerateOptions.from_names(options | RULES["fsd"] | DRAWS[draw])
+    requests = make_requests(pair, PROMPTS, options)
+    decoder = Decoder(pair.target, pair.draft, requests, Drafting(Choice(TREE)), captured=pair.captured)
+    decoder.prefill()
+    for cycle in range(12):
+        torch.cuda.set_sync_debug_mode("error" if cycle > 3 else "default")
+        try:
+            decoder.step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert all(len(request.receipts) > 12 for request in requests)
+
+
 # On a device without data ---------------------------------------------------------------------------------------
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 
@@ -12,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 log = logging.getLogger(__name__)
+_capturing = threading.Lock()
 MOST_PROGRAMS = 64  # graphs of one pair of caches; a graph of an 8B model takes some MB besides the shared pool
 
 
@@ -58,7 +60,8 @@ class Program:
         graph, inputs = torch.cuda.CUDAGraph(), Inputs()
         try:
             # Other threads, such as those of a server, may use the device during a capture.
-            with torch.cuda.graph(graph, pool=self.pool.handle(), capture_error_mode="thread_local"), inputs:
+            options = {"stream": self.pool.stream, "pool": self.pool.handle(), "capture_error_mode": "thread_local"}
+            with _capturing, torch.cuda.graph(graph, **options), inputs:
                 self.function()
         except Exception as error:  # a kernel can raise any exception
             self.pool.failed = error
@@ -78,6 +81,7 @@ class Pool:
         self.device, self.most = device, most
         self.programs: OrderedDict[Hashable, Program] = OrderedDict()
         self.failed: Exception | None = None  # of a capture: there are no others
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # of captures
 
     def handle(self) -> tuple[int, int]:
         """Of the memory pool: that of a graph that exists, since the memory of a pool without graphs may be freed."""

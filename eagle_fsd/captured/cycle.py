@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
@@ -140,7 +141,6 @@ class CapturedCycles:
             spare = (home for home in reversed(self._homes) if home.free and home.fits(room, draft_room, rows))
             home = next(spare, None)
             if home is None:
-                self._homes = [home for home in self._homes if not home.free]  # their memory may be needed
                 capacity = capacity_of(room)
                 capacities = [capacity, capacity + draft_room - room] if draft_room else [capacity]
                 return self._forwards(capacities, rows, [None, None])
@@ -162,8 +162,23 @@ class CapturedCycles:
             home = next((each for each in self._homes if each.belongs_to(forwards)), None)
             if home is None:
                 home = Home(forwards)
-                self._homes = [*(each for each in self._homes if not each.free), home]
+                free = [each for each in self._homes if each.free]  # their memory may be needed
+                self._homes = [*(each for each in self._homes if each not in free[:-1]), home]
             return home
+
+    def programs(self, forwards: Forwards) -> dict[str, Callable[[], None]]:
+        """The programs of the last cycle of these forwards, by name, to be timed any number of times."""
+        home = self._home(forwards)
+        latest: dict[str, Callable[[], None]] = {key[0]: program for key, program in home.pool.programs.items()}
+        before = [(buffers.lengths, buffers.lengths.clone()) for buffers in home.buffers.values()]
+        walk = latest["walk"]
+
+        def walk_again() -> None:
+            for lengths, saved in before:
+                lengths.copy_(saved)
+            walk()
+
+        return latest | {"walk": walk_again}
 
     # A cycle ------------------------------------------------------------------------------------------------------
 
@@ -173,6 +188,14 @@ class CapturedCycles:
         copies: Sequence[Copies | None],
     ) -> list[Walked] | None:
         """Run a cycle, up to the new lengths of the caches. None: it cannot be captured, and nothing was changed."""
+        device = self.target.output_device
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+            return self._step(requests, forwards, rules, plan, copies)
+
+    def _step(
+        self, requests: Sequence[Request], forwards: Forwards, rules: Sequence[Rule], plan: Plan,
+        copies: Sequence[Copies | None],
+    ) -> list[Walked] | None:
         settings = settings_of(requests, rules, plan)
         replaced = any("forward" in vars(model) for model in (self.target, self.drafter) if model is not None)
         if settings is None or replaced or self.target.fused is None:
