@@ -111,7 +111,7 @@ def test_the_programs_compute_the_cycle(kind, rule, draw):
 def test_rows_of_unequal_length_that_end_at_different_times(options):
     pair = tiny_pair()
     both(pair, PROMPTS, max_new_tokens=60, **options)
-    assert any(pair.captured.taken)
+    assert all(pair.captured.taken)
 
 
 @pytest.mark.parametrize("options", [{}, DRAWS["sampled"], {"budget": 2.0} | RULES["relaxed"]], ids=str)
@@ -245,7 +245,8 @@ def programs_of(pair, rows, draw, rule):
     settings = settings_of(requests, [request.params.rule for request in requests], Drafting(Choice(SMALL)).next())
     if head.draft_tokens is not None:
         _other_tokens(buffers.draft_tokens, target.vocab_size)
-    processors, walk = requests[0].params.processors, replace(settings.walk, budgeted=True, marked=True, joined=True)
+    processors, walk = requests[0].params.processors, replace(settings.walk, mixed=True, budgeted=True, marked=True,
+                                                         joined=True)
     return (partial(draft, buffers, target, head, settings.draft, processors, 32, buffers.path),
             partial(verify, buffers, target, 32, buffers.most),
             partial(walk_and_keep, buffers, target, walk, processors, buffers.most, buffers.path))

@@ -83,10 +83,13 @@ class Permission:
         left: [B] float64, the rest of each row's budget: the regret, in nats, that fuzzy tokens may still cost.
             None: no row has a budget.
         within: None: the rules decide everywhere.
+        fuzzy: [B] bool, rows for which the rule decides; the others are exact. None: all.
     """
 
-    def __init__(self, threshold: Tensor, left: Tensor | None = None, within: Within | None = None) -> None:
-        self.threshold, self.left, self.within = threshold, left, within
+    def __init__(
+        self, threshold: Tensor, left: Tensor | None = None, within: Within | None = None, fuzzy: Tensor | None = None
+    ) -> None:
+        self.threshold, self.left, self.within, self.fuzzy = threshold, left, within, fuzzy
         self.closed = torch.zeros_like(threshold, dtype=torch.bool)  # [B], whether the budget is spent
         self.decided = ~self.closed  # [B] bool, whether the rule decided the last token
         self.step = 0
@@ -101,9 +104,11 @@ class Permission:
         window: int,
     ) -> Tensor:  # [B] long
         """The tokens to emit."""
-        if self.left is self.within is None and not window:
+        if self.left is self.within is self.fuzzy is None and not window:
             return token
         decided = ~self.closed & (self.step >= self.until)
+        if self.fuzzy is not None:
+            decided = decided & self.fuzzy
         if self.within is not None:
             decided = decided & self.within.inside
         token = torch.where(decided, token, exact)
@@ -175,6 +180,8 @@ def descend(
             weights = rule.weigh(nodes)
             token = permission.settle(draw(nodes, weights), exact, raw, going, rule.window)
         divergence = unknown if weights.divergence is None else weights.divergence.double()
+        if permission.fuzzy is not None:
+            divergence = torch.where(permission.fuzzy, divergence, math.nan)
         drawn = None if warped is raw else warped.gather(1, torch.stack([token, exact], 1))
         walked.append(Level(node, token, exact, drawn, divergence, permission.closed, going))
         child = children & (tree.tokens == token[:, None])  # at most one: siblings differ in their token

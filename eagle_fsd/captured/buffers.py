@@ -57,7 +57,8 @@ class Buffers:
         numbers = self._new(torch.float64)
         self.seeds, self.opening, self.closing = integers(), integers(), integers()
         self.temperatures, self.weights = self._new(torch.float32)(), self._new(torch.float32)()
-        self.threshold, self.left, self.inside = numbers(), numbers(), self._new(torch.bool)()
+        self.threshold, self.left = numbers(), numbers()
+        self.inside, self.fuzzy = self._new(torch.bool)(), self._new(torch.bool)()
         # The cycle.
         self.tree, self.wide_tree = self._tree(self.most), self._tree(self.wide)
         self.tree.ancestors[:, 0, 0] = True

@@ -225,6 +225,8 @@ class CapturedCycles:
         walk = replace(settings.walk, joined=joined)
         if walk.budgeted:
             buffers.upload(buffers.left, [request.remaining_budget for request in requests])
+        if walk.mixed:
+            buffers.upload(buffers.fuzzy, [rule != EXACT for rule in rules])
         if walk.marked:
             buffers.upload(buffers.inside, [request.rule_allowed for request in requests])
         processors = requests[0].params.processors
@@ -327,14 +329,15 @@ def settings_of(requests: Sequence[Request], rules: Sequence[Rule], plan: Plan) 
     if any(type(rule) not in RULES.values() or each.greedy != first.greedy
            for rule, each in zip(rules, params, strict=True)):
         return None
-    if len({rule if rule == EXACT else replace(rule, threshold=SOME_THRESHOLD) for rule in rules}) > 1:
+    own = {EXACT if rule == EXACT else replace(rule, threshold=SOME_THRESHOLD) for rule in rules}
+    rule = next((rule for rule in own if rule != EXACT), EXACT)
+    if own - {rule, EXACT}:
         return None
     weights = [each.noise_weight(rule) if plan.tree else 0.0 for each, rule in zip(params, rules, strict=True)]
     if any(weights) and not all(weights):
         return None
-    rule = rules[0] if rules[0] == EXACT else replace(rules[0], threshold=SOME_THRESHOLD)
     key = first.processors_key if first.processors else None
-    walk = WalkSettings(rule, first.greedy, key, any(each.budget is not None for each in params),
+    walk = WalkSettings(rule, first.greedy, key, len(own) > 1, any(each.budget is not None for each in params),
                         any(each.within is not None for each in params), joined=False)
     coupled = any(weights)
     drafted = DraftSettings(coupled, not rule.is_lossless(first.greedy), key if coupled else None)

@@ -50,6 +50,7 @@ class WalkSettings:
 
     Args:
         rule: its threshold is ignored, unless it is lossless.
+        mixed: whether some rows are exact, though the rule is not.
         budgeted, marked: whether a row has a budget, or marks between which the rule applies.
         joined: whether copies may be in the trees.
     """
@@ -57,6 +58,7 @@ class WalkSettings:
     rule: Rule
     greedy: bool
     processors_key: object
+    mixed: bool
     budgeted: bool
     marked: bool
     joined: bool
@@ -165,7 +167,8 @@ def walk_and_keep(
                         target.logits(features), settings.greedy, processors, buffers.seeds, lengths)
     permission = Permission(
         buffers.threshold, buffers.left if settings.budgeted else None,
-        Within(buffers.inside, buffers.opening, buffers.closing) if settings.marked else None)
+        Within(buffers.inside, buffers.opening, buffers.closing) if settings.marked else None,
+        buffers.fuzzy if settings.mixed else None)
     walked = descend(settings.rule, verified, permission, steps)
     integers, numbers, _ = emitted(walked, permission.cut(walked.going.sum(1)), verified.raw)
     node, token, count = integers[..., 0], integers[..., 1], integers[..., 4].sum(1)
