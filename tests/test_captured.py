@@ -14,12 +14,13 @@ from tiny import NAMED, PROMPT, PROMPTS, random_head, tiny_head, tiny_pair, tiny
 from transformers import AutoModelForCausalLM
 
 import eagle_fsd
-from eagle_fsd import EagleModel, Session, TreeConfig
+from eagle_fsd import EagleModel, Session, TextDrafts, TreeConfig
 from eagle_fsd.acceptance.divergence import _other_tokens
 from eagle_fsd.captured import buffers as captured_buffers
+from eagle_fsd.captured import join as captured_join
 from eagle_fsd.captured.buffers import Buffers
 from eagle_fsd.captured.cycle import CapturedCycles, settings_of
-from eagle_fsd.captured.programs import draft, verify, walk_and_keep
+from eagle_fsd.captured.programs import draft, join_copies, verify, walk_and_keep
 from eagle_fsd.decoding.decoder import Decoder
 from eagle_fsd.decoding.request import Request, RequestParams
 from eagle_fsd.drafting.sizing import Choice, Drafting
@@ -112,6 +113,15 @@ def test_rows_of_unequal_length_that_end_at_different_times(options):
     pair = tiny_pair()
     both(pair, PROMPTS, max_new_tokens=60, **options)
     assert all(pair.captured.taken)
+
+
+@pytest.mark.parametrize("sizes", [(64, 256), ()], ids=["on the device", "on the host"])
+def test_many_copies_on_trees_with_few_nodes(sizes, monkeypatch):
+    monkeypatch.setattr(captured_join, "SIZES", sizes)  # more copies join on the host
+    pair = tiny_pair()
+    both(pair, PROMPTS, max_new_tokens=60, text_drafts=TextDrafts(256, 12), tree=TreeConfig(40, 2, 3))
+    programs = {key[0] for home in pair.captured._homes for key in home.pool.programs}
+    assert ("join" in programs) == bool(sizes) and all(pair.captured.taken)
 
 
 @pytest.mark.parametrize("options", [{}, DRAWS["sampled"], {"budget": 2.0} | RULES["relaxed"]], ids=str)
@@ -248,6 +258,7 @@ def programs_of(pair, rows, draw, rule):
     processors, walk = requests[0].params.processors, replace(settings.walk, mixed=True, budgeted=True, marked=True,
                                                          joined=True)
     return (partial(draft, buffers, target, head, settings.draft, processors, 32, buffers.path),
+            partial(join_copies, buffers, 64, buffers.path),
             partial(verify, buffers, target, 32, buffers.most),
             partial(walk_and_keep, buffers, target, walk, processors, buffers.most, buffers.path))
 
@@ -259,7 +270,7 @@ def test_programs_neither_wait_nor_move_data_nor_change_shapes(kind, rows, rules
     pair = PAIRS[kind]()
     with fake_cuda():
         for rule in rules:
-            programs = programs_of(pair, rows, DRAWS[draw], RULES[rule])[2 if rule != rules[0] else 0 :]
+            programs = programs_of(pair, rows, DRAWS[draw], RULES[rule])[3 if rule != rules[0] else 0 :]
             for program in programs:  # norms and rotary tables are cached in the first cycle
                 program()
             cycles = []

@@ -65,6 +65,9 @@ class Buffers:
         self.features = self._new(dtype)(self.most, target.feature_size)  # [R, N, F]
         self._draft_logits: list[Tensor] | None = None
         self._draft_vocabulary = 0 if drafter is None else drafter.draft_vocab_size
+        self._copies: dict[int, tuple[Tensor, Tensor]] = {}  # by M
+        self.drafters = integers(self.most)  # of the nodes of joined trees, -1: a root; and on the host
+        self.shown_drafters = self._on_host(self.drafters)
         self._tables: dict[int, tuple[Tensor, Tensor]] = {}  # by P
         # What the host knows of them.
         self.owners: list[weakref.ref] = []  # the requests
@@ -93,10 +96,18 @@ class Buffers:
     def table(self, steps: int) -> tuple[Tensor, Tensor]:
         """[R, P, 9] of the device, and its copy on the host, in pinned memory."""
         if steps not in self._tables:
-            shape = self.rows, steps, COLUMNS
-            self._tables[steps] = (torch.zeros(shape, dtype=torch.float64, device=self.device),
-                                   torch.zeros(shape, dtype=torch.float64, pin_memory=self.device.type == "cuda"))
+            table = self._new(torch.float64)(steps, COLUMNS)
+            self._tables[steps] = table, self._on_host(table)
         return self._tables[steps]
+
+    def _on_host(self, buffer: Tensor) -> Tensor:
+        return torch.zeros(buffer.shape, dtype=buffer.dtype, pin_memory=buffer.is_cuda, device="cpu")
+
+    def copies(self, size: int) -> tuple[Tensor, Tensor]:
+        """[R, 4, M] and [R, M], see `join`."""
+        if size not in self._copies:
+            self._copies[size] = self._new(torch.long)(4, size), self._new(torch.float64)(size)
+        return self._copies[size]
 
     def steps(self, count: int) -> int | None:
         """The smallest P of a program for paths of this many steps; None: they are too long."""
@@ -135,6 +146,7 @@ class Buffers:
         mine.ancestors[:, :count, rest] = False
         for column in (mine.depths, mine.draft_rows, mine.scores, mine.drafters):
             column[:, rest] = 0
+        self.drafters.copy_(mine.drafters.masked_fill(mine.depths == 0, -1))
 
 
 def store_tree(buffers: DraftTree, tree: DraftTree) -> None:

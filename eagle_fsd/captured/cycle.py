@@ -38,7 +38,8 @@ from ..heads.eagle import DraftHead
 from ..models.target import TargetModel
 from .buffers import BUCKET, Buffers, first_nodes
 from .capture import Pool
-from .programs import DraftSettings, WalkSettings, draft, verify, walk_and_keep
+from .join import packed, size_of
+from .programs import DraftSettings, WalkSettings, draft, join_copies, verify, walk_and_keep
 
 WARPERS = (TemperatureLogitsWarper, TopKLogitsWarper, TopP, TopPLogitsWarper, MinPLogitsWarper)  # may be captured
 SOME_THRESHOLD = 0.5  # of a rule in a program, which reads the thresholds of the rows
@@ -216,12 +217,8 @@ class CapturedCycles:
         if drafts and buffers.ahead != settings.draft and not self._draft(home, buffers, settings, requests, read):
             return None
         nodes, steps, joined = buffers.nodes, buffers.path, any(copies)
-        drafters = [[None, *[DRAFTERS[0]] * (nodes - 1)]] * len(requests)
         if joined:
-            tree = join_drafts(first_nodes(buffers.wide_tree, buffers.wide, settings.tree.depth, joined=False), copies,
-                               plan)
-            buffers.store(tree)
-            nodes, steps, drafters = buffers.most, buffers.steps(tree.max_depth + 1), tree.drafted_by()
+            nodes, steps = buffers.most, self._join(home, buffers, copies, plan)
         walk = replace(settings.walk, joined=joined)
         if walk.budgeted:
             buffers.upload(buffers.left, [request.remaining_budget for request in requests])
@@ -235,6 +232,8 @@ class CapturedCycles:
                       partial(walk_and_keep, buffers, self.target, walk, processors, nodes, steps))
         table, shown = buffers.table(steps)
         shown.copy_(table, non_blocking=True)
+        if joined:
+            buffers.shown_drafters.copy_(buffers.drafters, non_blocking=True)
         done = torch.cuda.Event() if table.is_cuda else None
         if done is not None:
             done.record()
@@ -243,7 +242,26 @@ class CapturedCycles:
             self._draft(home, buffers, settings, requests, lengths)
         if done is not None:
             done.synchronize()  # the only wait
+        drafters = [[None, *[DRAFTERS[0]] * (nodes - 1)]] * len(requests)
+        if joined:
+            drafters = [[None if number < 0 else DRAFTERS[number] for number in row]
+                        for row in buffers.shown_drafters.tolist()]
         return self._finish(buffers, forwards, lengths, read, shown, drafters)
+
+    def _join(self, home: Home, buffers: Buffers, copies: Sequence[Copies | None], plan: Plan) -> int:
+        """Add copies to the trees; returns the steps of the longest path."""
+        size = size_of(copies)
+        if size is None or buffers.most > buffers.wide + size:  # on the host, which waits for the draft
+            wide = first_nodes(buffers.wide_tree, buffers.wide, buffers.config.depth, joined=False)
+            tree = join_drafts(wide, copies, plan)
+            buffers.store(tree)
+            return buffers.steps(tree.max_depth + 1)
+        *columns, deepest = packed(copies, size)
+        for buffer, values in zip(buffers.copies(size), columns, strict=True):
+            buffers.upload(buffer, values)
+        steps = buffers.steps(min(max(deepest, buffers.config.depth) + 1, buffers.most))
+        home.pool.run(("join", buffers.key, size, steps), partial(join_copies, buffers, size, steps))
+        return steps
 
     def _load(
         self, buffers: Buffers, requests: Sequence[Request], lengths: list[int], read: list[int], weights: list[float]

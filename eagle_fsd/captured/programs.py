@@ -1,7 +1,7 @@
-"""The three programs of a cycle: functions of fixed shapes, from buffers to buffers. None waits for the device.
+"""The programs of a cycle: functions of fixed shapes, from buffers to buffers. None waits for the device.
 
-A cycle is draft, verify, walk and keep. A draft may run again with the same result: what it reads changes when the walk
-keeps a path.
+A cycle is draft, verify, walk and keep; after the draft, copies may join the trees. A draft may run again with the same
+result: what it reads changes when the walk keeps a path.
 
 R rows, N tree nodes, P steps of a path, T positions that the drafter has not processed, K nodes of a level, M slots of
 a bucket, V vocabulary of the target, D size of the drafter's states.
@@ -28,6 +28,7 @@ from ..models.fused import attention_over
 from ..models.masks import additive
 from ..models.target import TargetModel
 from .buffers import Buffers, first_nodes, store_tree
+from .join import join
 
 
 @dataclass(frozen=True)
@@ -111,6 +112,15 @@ def draft(
     if settings.keeps_logits:
         for mine, level in zip(buffers.draft_logits(), logits, strict=True):
             mine.copy_(level)
+
+
+def join_copies(buffers: Buffers, size: int, steps: int) -> None:
+    """Copies, at most `size` in a row, join the trees, whose paths have at most this many steps."""
+    levels = buffers.config.depth
+    wide = first_nodes(buffers.wide_tree, buffers.wide, levels, joined=False)
+    tree = join(wide, *buffers.copies(size), buffers.most, levels, steps - 1)
+    store_tree(buffers.tree, tree)
+    buffers.drafters.copy_(tree.drafters.masked_fill(tree.depths == 0, -1))
 
 
 def verify(buffers: Buffers, target: TargetModel, bucket: int, nodes: int) -> None:
