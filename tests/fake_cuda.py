@@ -1,4 +1,6 @@
-"""A CUDA device without data or hardware: `FakeTensorMode`, and a mode that forbids what a CUDA graph cannot replay."""
+"""A CUDA device without data or hardware: `FakeTensorMode`, and a mode that forbids what a CUDA graph cannot replay. And
+a graph without CUDA, which repeats operations on the same addresses.
+"""
 
 import contextlib
 
@@ -74,6 +76,26 @@ class Operations(TorchDispatchMode):
         assert not moves, f"{name} moves data between devices: {[(each.device, each.shape) for each in tensors]}"
         self.seen.append((name, [tuple(each.shape) for each in tensors]))
         return out
+
+
+class Graph(TorchDispatchMode):
+    """Records operations while they run; `replay` repeats them, with the same numbers, on the same tensors."""
+
+    def __init__(self):
+        super().__init__()
+        self.steps = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        self.steps.append((function, args, kwargs or {}, out))
+        return out
+
+    def replay(self):
+        for function, args, kwargs, before in self.steps:
+            now = function(*args, **kwargs)
+            for old, new in zip(tree_leaves(before), tree_leaves(now), strict=True):
+                if isinstance(old, torch.Tensor) and old.untyped_storage()._cdata != new.untyped_storage()._cdata:
+                    old.copy_(new)
 
 
 @contextlib.contextmanager

@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-from fake_cuda import CUDA, Operations, fake_cuda, move
+from fake_cuda import CUDA, Graph, Operations, fake_cuda, move
 from test_engine import TREE as ENGINE_TREE
 from test_engine import alone, assert_as_alone, request
 from test_oracle import ORACLE
@@ -15,10 +15,12 @@ from transformers import AutoModelForCausalLM
 
 import eagle_fsd
 from eagle_fsd import EagleModel, Session, TextDrafts, TreeConfig
+from eagle_fsd.acceptance import Nodes
 from eagle_fsd.acceptance.divergence import _other_tokens
 from eagle_fsd.captured import buffers as captured_buffers
 from eagle_fsd.captured import join as captured_join
 from eagle_fsd.captured.buffers import Buffers
+from eagle_fsd.captured.capture import Program
 from eagle_fsd.captured.cycle import CapturedCycles, settings_of
 from eagle_fsd.captured.programs import draft, join_copies, verify, walk_and_keep
 from eagle_fsd.decoding.decoder import Decoder
@@ -191,6 +193,27 @@ def test_the_recorded_runs(setting):
         assert asked.answer[: len(prompt["greedy_ids"])] == prompt["greedy_ids"]
         assert asked.stats.accepted_lengths == run["accept_lengths"]
     assert all(captured.taken)
+
+
+@pytest.mark.parametrize("draw", DRAWS)
+@pytest.mark.parametrize("kind, rule", [("EAGLE-2", "exact"), ("reduced", "fsd"), ("EAGLE-3", "relaxed"),
+                                        ("EAGLE-3, reduced", "js_top8")])
+def test_programs_replayed_operation_by_operation(kind, rule, draw, monkeypatch):
+    """Nothing that the host knows in the first call of a program may be part of it."""
+    replayed = []
+
+    def call(program):
+        if not hasattr(program, "recorded"):
+            program.recorded = Graph()
+            with program.recorded:
+                program.function()
+        else:
+            replayed.append(program.recorded.replay())
+
+    monkeypatch.setattr(Program, "__call__", call)
+    monkeypatch.setattr(Nodes, "known_empty", lambda self, columns: False)  # the choice of a CPU
+    both(PAIRS[kind](), PROMPTS, max_new_tokens=60, text_drafts="auto", **RULES[rule] | DRAWS[draw])
+    assert len(replayed) > 20
 
 
 # On a device ------------------------------------------------------------------------------------------------------
