@@ -168,7 +168,8 @@ def decode_requests(
         group = [requests[number] for number in numbers]
         params = group[0].params  # what the drafting policy reads is the same in all
         drafter = model.draft if params.speculative or session is not None else None  # a session's next call may draft
-        decoder = Decoder(model.target, drafter, group, model.drafting(params), earlier=earlier)
+        decoder = Decoder(model.target, drafter, group, model.drafting(params), earlier=earlier,
+                          captured=model.captured)
         decoder.observe = observe
         emitted = decoder.prefill()
         while True:

@@ -121,6 +121,7 @@ class LoadKeywords(TypedDict, total=False):
     trust_remote_code: bool
     tree: TreeConfig | str | None
     prepack: bool
+    cuda_graphs: bool
     quantization: str | None
     draft_dtype: Any
     draft_quantization: str | None

@@ -44,6 +44,8 @@ class LoadOptions(Options):
         prepack: on a CPU, replace the weights by weights in the layout of its kernels: same results, faster. On x86,
             weights stored in 16 bits become blocks of float16, computed in float32; with dtype="bfloat16", blocks of
             bfloat16 if the processor multiplies it.
+        cuda_graphs: on a GPU, replay cycles from CUDA graphs where the fused decoder computes the target: the same
+            results, faster. A shape is captured when it first occurs, which takes some 0.1 s.
         quantization: "int8": weights and activations in int8, on a CPU with VNNI instructions. Weights take half the
             memory, and the text is that of the quantised model. None: no quantisation beyond the checkpoint's.
         draft_dtype: `dtype` of a causal LM as the drafter; None: `dtype`. A head has the target's.
@@ -61,6 +63,7 @@ class LoadOptions(Options):
     trust_remote_code: bool = False
     tree: TreeConfig | str | None = "auto"
     prepack: bool = True
+    cuda_graphs: bool = True
     quantization: str | None = None
     draft_dtype: Any = None  # or a torch dtype
     draft_quantization: str | None = None
@@ -73,6 +76,7 @@ class LoadOptions(Options):
         if not (self.tree is None or self.tree == "auto" or isinstance(self.tree, TreeConfig)):
             raise OptionError("tree", self.tree, '"auto", a TreeConfig or None')
         require_bool("prepack", self.prepack)
+        require_bool("cuda_graphs", self.cuda_graphs)
         if self.quantization not in (None, "int8"):
             raise OptionError("quantization", self.quantization, '"int8" or None (quantization_config= takes others)')
         if self.draft_quantization not in (None, "int8"):

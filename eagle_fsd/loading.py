@@ -79,7 +79,7 @@ def load(
         drafter = adapted(DraftModel, small_model, fused)
         drafter.tokenizer = small_tokenizer
         set_attention(drafter, asked.attn_implementation)
-    pair = EagleModel.from_parts(model, drafter, tokenizer, fused=fused)
+    pair = EagleModel.from_parts(model, drafter, tokenizer, fused=fused, cuda_graphs=asked.cuda_graphs)
     stored = None if asked.dtype == "auto" else asked.dtype
     pair.names = display_name(target), None if draft is None else display_name(draft)
     pair.load_stock = lambda dtype: load_target(target, dtype=dtype or stored, **placement)[0].eval()

@@ -18,6 +18,7 @@ import transformers
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from . import __version__
+from .captured.cycle import CapturedCycles
 from .data.files import cache_directory, save_atomically
 from .decoding.request import RequestParams
 from .decoding.timing import known_latency
@@ -52,6 +53,8 @@ class EagleModel:
     sizing: Sizing | None = None  # chooses the size of each cycle for requests without a tree; None: `default_tree`
     # By temperature, when drafting stops for a while because it did not pay; for lossless requests.
     pauses: defaultdict[float, Pause] = field(default_factory=lambda: defaultdict(Pause), repr=False)
+
+    captured: CapturedCycles | None = field(default=None, repr=False)  # see `load(cuda_graphs=)`; None: off
 
     # Loads the target again in a dtype; None: the dtype passed to `load`, else that of the checkpoint.
     load_stock: Callable[[torch.dtype | None], PreTrainedModel] | None = field(default=None, repr=False)
@@ -98,6 +101,7 @@ class EagleModel:
     def from_parts(
         cls, target: PreTrainedModel, draft: DraftHead | PreTrainedModel | DraftModel | None,
         tokenizer: PreTrainedTokenizerBase | None = None, *, fused: bool = True,
+        cuda_graphs: bool = True,
     ) -> EagleModel:
         """Join a causal LM and a drafter: a head, or a smaller causal LM with the same tokens. A head is moved to the
         device of the target's output layer and to its dtype; a causal LM stays as it is.
@@ -105,6 +109,7 @@ class EagleModel:
         Args:
             draft: a `DraftModel` has its own tokenizer, which is compared with the target's.
             fused: use `FusedDecoder` for causal LMs if it computes the same. It shares their weights.
+            cuda_graphs: on CUDA, replay cycles from CUDA graphs where the fused decoder computes the target.
 
         Raises:
             TypeError: a part of the wrong type.
@@ -123,7 +128,8 @@ class EagleModel:
             draft.fit(adapter, tokenizer)
         elif draft is not None:
             fit_head(draft, adapter)
-        return cls(adapter, draft, tokenizer)
+        captures = cuda_graphs and adapter.output_device.type == "cuda" and CapturedCycles.support(adapter, draft)
+        return cls(adapter, draft, tokenizer, captured=CapturedCycles(adapter, draft) if captures else None)
 
     def prepack(self, quantization: str | None = None, draft_quantization: str | None = None) -> None:
         """Replace weights on a CPU by weights in the layout of its kernels. `load` does this by default.

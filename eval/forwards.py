@@ -17,9 +17,12 @@ N nodes, R rows, L context.
 
 from __future__ import annotations
 
+import gc
+import itertools
+import logging
 import statistics
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -31,6 +34,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 from tyro.conf import UseAppendAction
 
 from eagle_fsd import EagleModel, TreeConfig
+from eagle_fsd.captured.cycle import CapturedCycles
 from eagle_fsd.cli.arguments import Loading, Tree
 from eagle_fsd.cli.exits import check_counts
 from eagle_fsd.data.progress import Progress
@@ -39,7 +43,7 @@ from eagle_fsd.decoding.timing import seconds_of
 from eagle_fsd.drafting.sizing import Choice, Drafting
 from eagle_fsd.heads.eagle import DraftHead
 from eagle_fsd.measure.methods import described, pair_text
-from eagle_fsd.measure.records import decimals, markdown, record_path, write_record
+from eagle_fsd.measure.records import decimals, markdown, record_path, write_json, write_record
 from eagle_fsd.measure.settings import parse_setting
 from eagle_fsd.models.linear import pack_linears, packed_form
 from eagle_fsd.models.loading import check_device
@@ -50,6 +54,7 @@ from eval.command import option_record, run_command
 from eval.endpoints import UNCACHED, ask, read_endpoints
 from eval.plots import plot_forwards
 
+log = logging.getLogger(__name__)
 FORMS = {"stock": {"attn_implementation": "sdpa", "prepack": False}, "fused": {}, "int8": {"quantization": "int8"}}
 MORE_TOKENS = 32  # tokens of an endpoint after the first
 LARGE = 4096, 32768  # inputs and outputs of the weight that measures the rates
@@ -81,6 +86,9 @@ class ForwardsArguments:
         context: tokens in the cache.
         endpoints: servers to compare with, as "NAME=URL" or "NAME=URL#MODEL"; see eval/endpoints.py.
         rounds: timed runs of each part, of which the median counts.
+        captured: first time cycles and their programs as on CUDA (uncaptured on a CPU), one after the other without
+            waiting for the device between them. OUT.json has the rows so far.
+        draft_vocabularies: numbers of tokens that the head can draft in those cycles; 0: all.
         out: write OUT.json, OUT.md and OUT.png.
     """
 
@@ -95,6 +103,8 @@ class ForwardsArguments:
     context: int = 512
     endpoints: UseAppendAction[tuple[str, ...]] = ()
     rounds: int = 20
+    captured: bool = False
+    draft_vocabularies: tuple[int, ...] = (0,)
 
 
 def build_pair(name: str, dtype: torch.dtype, device: torch.device) -> EagleModel:
@@ -107,7 +117,10 @@ def build_pair(name: str, dtype: torch.dtype, device: torch.device) -> EagleMode
         target = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes), dtype=dtype)
         head = DraftHead(LlamaConfig(**sizes | {"num_hidden_layers": 1}))
     head.share_embeddings(None)
-    return EagleModel.from_parts(target, head)
+    model = EagleModel.from_parts(target, head)
+    if device.type == "cuda":
+        model.prepack()  # as `load` does
+    return model
 
 
 def forward_of(model: EagleModel, nodes: int, rows: int, context: int, output: bool) -> Callable[[], object]:
@@ -158,24 +171,30 @@ def endpoint_parts(
 
 
 def decoder_of(
-    model: EagleModel, prompts: Sequence[list[int]], cycles: int, tree: TreeConfig | None, **options: object
+    model: EagleModel, prompts: Sequence[list[int]], cycles: int, tree: TreeConfig | None,
+    captured: CapturedCycles | None = None, **options: object,
 ) -> Decoder:
     """A decoder after prefill, with room for `cycles` cycles. It always uses this tree; None: no drafts."""
     room = cycles * (1 + (tree.depth if tree else 0)) + 1
     options = GenerateOptions.from_names({**options, "tree": tree, "text_drafts": "off", "max_new_tokens": room,
                                           "ignore_eos": True, "seed": 0})
     decoder = Decoder(model.target, model.draft if tree else None, make_requests(model, prompts, options),
-                      Drafting(Choice(tree)))
+                      Drafting(Choice(tree)), captured=captured)
     decoder.prefill()
     return decoder
+
+
+def prompt_of(model: EagleModel, args: ForwardsArguments) -> torch.Tensor:  # [L]
+    """Random tokens."""
+    limit = model.target.max_positions or sys.maxsize
+    context = min(args.context, limit - max(args.nodes) - 2 * args.rounds - 2)
+    return torch.randint(model.target.vocab_size, (max(4, context),), generator=torch.Generator().manual_seed(0))
 
 
 def parts_of(model: EagleModel, args: ForwardsArguments) -> dict[tuple[str, int, int], Callable[[], object]]:
     """The parts to time, by name, nodes and rows."""
     parts: dict[tuple[str, int, int], Callable[[], object]] = {}
-    limit = model.target.max_positions or sys.maxsize
-    context = min(args.context, limit - max(args.nodes) - 2 * args.rounds - 2)
-    prompt = torch.randint(model.target.vocab_size, (max(4, context),), generator=torch.Generator().manual_seed(0))
+    prompt = prompt_of(model, args)
     parts["prompt", len(prompt), 1] = prefill_of(model, prompt[None])
     for rows in args.rows:
         cycle = partial(decoder_of, model, [prompt.tolist()] * rows, args.rounds + 1)
@@ -215,6 +234,53 @@ def measure(
         medians[f"{name} prompt and {MORE_TOKENS} tokens"] - medians[f"{name} prompt"]) / MORE_TOKENS}
         for name in endpoints]
     return sorted(rows, key=lambda row: (row["rows"], row["part"], row["nodes"]))
+
+
+def captured_parts(model: EagleModel, args: ForwardsArguments) -> Iterator[dict]:
+    """Milliseconds of cycles as captured programs, and of each program. A part that fails is logged and left out."""
+    prompt = prompt_of(model, args).tolist()
+    for vocabulary in args.draft_vocabularies:
+        pair, words = model, ""
+        if vocabulary:
+            model.draft.limit_vocabulary(torch.arange(vocabulary))
+            pair, words = EagleModel.from_parts(model.target.model, model.draft), f", {vocabulary} tokens drafted"
+        captured = CapturedCycles(pair.target, pair.draft)
+        for rows, nodes in itertools.product(args.rows, args.nodes):
+            for name, options in map(parse_setting, args.settings[: 1 if nodes == 1 else None]):
+                tree = replace(args.tree, total_tokens=nodes) if nodes > 1 else None
+                part = f"{name}{words}{'' if len(args.rows) == 1 else f', {rows} rows'}"
+                times = captured_times(pair, captured, [prompt] * rows, args.rounds, tree, options)
+                try:
+                    for label, milliseconds in times:
+                        yield {"part": f"captured {label}, {part}", "nodes": nodes, "rows": rows, "ms": milliseconds}
+                except Exception:  # such as no memory: the others may run
+                    log.exception("%s of %s nodes and %s rows failed", part, nodes, rows)
+                gc.collect()
+        if vocabulary:
+            model.draft.limit_vocabulary(None)
+
+
+@torch.inference_mode()
+def captured_times(
+    pair: EagleModel, captured: CapturedCycles, prompts: Sequence[list[int]], rounds: int, tree: TreeConfig | None,
+    options: Mapping[str, object],
+) -> Iterator[tuple[str, float]]:
+    """Milliseconds of a cycle, and of each of its programs."""
+    device = pair.target.output_device
+    decoder = decoder_of(pair, prompts, 3 * rounds + 4, tree, captured, **options)
+    for _ in range(4):  # programs are captured
+        decoder.step()
+
+    def several(once: Callable[[], object]) -> float:
+        def all_rounds() -> None:
+            for _ in range(rounds):
+                once()
+
+        return 1000 * statistics.median(seconds_of(all_rounds, device) for _ in range(3)) / rounds
+
+    yield "cycle", several(decoder.step)
+    for name, program in captured.programs(decoder.forwards).items():
+        yield name, several(program)
 
 
 @torch.inference_mode()
@@ -267,8 +333,13 @@ def run(args: ForwardsArguments) -> None:
         models = {"random": build_pair(
             args.shape, small if args.pair.dtype == "auto" else getattr(torch, args.pair.dtype), device)}
     model = next(iter(models.values()))
+    captured = []
+    for row in captured_parts(model, args) if args.captured else ():
+        captured.append(row)
+        print(", ".join(f"{name} {value}" for name, value in row.items()))
+        write_json(record_path(args.out, ".json"), {"rows": captured})
     target, rates = model.target, {form: rates_of(each) for form, each in models.items()}
-    rows = measure(models, args, endpoints)
+    rows = captured + measure(models, args, endpoints)
     for form, each in models.items():
         rows += [{"part": f"{form} floor of a forward", "nodes": count, "rows": 1,
                   "ms": floor_of(each, rates[form], count)} for count in args.nodes]

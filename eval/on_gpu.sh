@@ -1,6 +1,6 @@
 #!/bin/bash
-# Checks for a first hour on a GPU, in parts.
-#   bash eval/on_gpu.sh OUT [tests] [identity] [forwards] [model] [train]     # all parts if none is named
+# Checks on a GPU, in parts, the most important ones first; the first three take some five minutes.
+#   bash eval/on_gpu.sh OUT [tests] [identity] [forwards] [stock] [pair] [model] [train]     # all parts if none is named
 #   DEVICE=cpu bash eval/on_gpu.sh OUT                                        # the same commands on a small scale
 # Each command may take LIMIT seconds (540). The end lists commands that failed or timed out; the others still run.
 # TARGET, DRAFT: a pair; if omitted, the small pair of the tests. QUESTIONS: MT-Bench's file. PYTHON: the interpreter.
@@ -20,12 +20,15 @@ if [ -z "${QUESTIONS:-}" ]; then
         echo "{\"question_id\": \"$word\", \"category\": \"writing\", \"turns\": [\"Say $word.\", \"Again.\"]}"
     done >"$QUESTIONS"
 fi
-PROMPTS=16 EACH=3 TOKENS=128 SHAPE=(--shape llama-3.1-8b --nodes 1 16 60 --rows 1 8 --rounds 10)
+PROMPTS=16 EACH=3 TOKENS=128
+SHAPE=(--shape llama-3.1-8b --nodes 1 60 8 16 128 --rows 1 8 --tree 60,6,10 --context 256 --rounds 10
+       --captured --draft-vocabularies 0 32000)
 ASKED=(--self-prompted 200 --batch 200 --max-length 1024 --max-new-tokens 128)
 STEPS=(--steps 200 --batch-tokens 16384 --eval-every 100)
 if [ "$DEVICE" = cpu ]; then
     export CUDA_VISIBLE_DEVICES=
-    PROMPTS=2 EACH=1 TOKENS=8 SHAPE=(--shape tiny --nodes 1 8 --tree 8,4,2 --context 16 --rounds 2)
+    PROMPTS=2 EACH=1 TOKENS=8
+    SHAPE=(--shape tiny --nodes 1 8 --tree 8,4,2 --context 16 --rounds 2 --captured --draft-vocabularies 0 64)
     for word in {one,two,three,four,five,six}" "{eggs,cats,days,trees}; do
         echo "{\"messages\": [{\"role\": \"user\", \"content\": \"Count on from $word, please.\"}," \
              "{\"role\": \"assistant\", \"content\": \"$word, and so on, until there are ten.\"}]}"
@@ -42,17 +45,26 @@ take() {  # NAME COMMAND...: write its output to OUT/NAME.log and stdout
 
 part_tests() { take tests "$PYTHON" -m pytest -q -m cuda -p no:cacheprovider $(grep -l "mark\.cuda" tests/test_*.py); }
 
-part_identity() {  # greedy texts against model.generate; `split` uses flash-attn
+identity() {  # NAME DTYPE OPTIONS...: greedy texts against model.generate
+    take "identity-$1" "$PYTHON" -m eval.lossless_check "${PAIR[@]}" --questions "$QUESTIONS" --dtype "$2" "${@:3}" \
+        --limit $PROMPTS --samples 0 --max-new-tokens 64 --out "$OUT/identity-$1.json"
+}
+
+part_identity() { identity float32 float32; identity bfloat16 bfloat16; }  # captured cycles
+
+part_stock() {  # other implementations of the target; `split` uses flash-attn
     local kind
     for kind in "float32 eager" "float32 sdpa" "float32 split" "bfloat16 sdpa" "bfloat16 split"; do
         set -- $kind
-        take "identity-$1-$2" "$PYTHON" -m eval.lossless_check "${PAIR[@]}" --questions "$QUESTIONS" --dtype "$1" \
-            --attn-implementation "$2" --limit $PROMPTS --samples 0 --max-new-tokens 64 --out "$OUT/identity-$1-$2.json"
+        identity "$1-$2" "$1" --attn-implementation "$2"
     done
 }
 
-part_forwards() {  # random weights of an 8B shape, compared with the time to read them once; then the pair
+part_forwards() {  # random weights of an 8B shape, compared with the time to read them once
     take forwards "$PYTHON" -m eval.forwards "${SHAPE[@]}" --device "$DEVICE" --out "$OUT/forwards"
+}
+
+part_pair() {
     take forwards-pair "$PYTHON" -m eval.forwards "${PAIR[@]}" --nodes 1 8 16 --rounds 3 --context 64 \
         --out "$OUT/forwards-pair"
 }
@@ -78,7 +90,7 @@ part_train() {  # the target's own answers, then an EAGLE-2 and an EAGLE-3 head;
     done
 }
 
-parts=("$@"); [ ${#parts[@]} = 0 ] && parts=(tests identity forwards model train)
+parts=("$@"); [ ${#parts[@]} = 0 ] && parts=(tests identity forwards stock pair model train)
 for part in "${parts[@]}"; do
     declare -F "part_$part" >/dev/null || { echo "there is no part $part"; exit 2; }
 done

@@ -305,14 +305,18 @@ def test_judges_say_how_likely_answers_are(chat_model, tmp_path, monkeypatch, ca
 def test_forwards_are_timed_by_nodes(tmp_path, capsys):
     out = tmp_path / "forwards"
     assert forwards.main(["--shape", "tiny", "--device", "cpu", "--nodes", "1", "8", "--rows", "1", "2", "--rounds",
-                          "2", "--context", "16", "--tree", "8,2,3", "--out", str(out)]) == 0
+                          "2", "--context", "16", "--tree", "8,2,3", "--captured", "--draft-vocabularies", "0", "64",
+                          "--out", str(out)]) == 0
     record = json.loads((tmp_path / "forwards.json").read_text())
     cells = {(row["part"], row["nodes"]): row["ms"] for row in record["rows"]}
     parts = ["forward", "forward and output layer", "cycle, exact", "cycle, fsd 0.3"]
     assert cells.keys() == {(f"random {part}, {rows} rows", nodes) for part in parts for rows in (1, 2)
                             for nodes in (1, 8) if nodes > 1 or not part.startswith("cycle,")} | {
         (f"random cycle without drafting, {rows} rows", 1) for rows in (1, 2)} | {
-        ("random floor of a forward", nodes) for nodes in (1, 8)} | {("random prompt, 1 rows", 16)}
+        ("random floor of a forward", nodes) for nodes in (1, 8)} | {("random prompt, 1 rows", 16)} | {
+        (f"captured {part}, {rule}{words}, {rows} rows", nodes) for rows in (1, 2) for words in (
+            "", ", 64 tokens drafted") for rule in ("exact", "fsd 0.3") for nodes in (1, 8)
+        for part in ("draft", "verify", "walk", "cycle") if nodes > 1 or rule == "exact" and part != "draft"}
     assert min(cells.values()) > 0 and record["computed_by"] == {"random": "fused"}
     assert "| random forward, 1 rows |" in capsys.readouterr().out
     assert forwards.main(["--shape", "tiny", "--nodes", "0", "--out", str(out)]) == 2

@@ -10,7 +10,6 @@ import eagle_fsd
 from eagle_fsd.drafting.config import TreeConfig
 from eagle_fsd.models.check import TreeCheck
 from eagle_fsd.models.fused import FusedDecoder, Unsupported
-from eagle_fsd.models.graphs import GraphedForward
 from eagle_fsd.models.target import TargetModel
 from eagle_fsd.pair import EagleModel
 
@@ -64,37 +63,6 @@ def test_in_half_precision_it_is_nearer_to_full_precision_than_the_stock_decoder
     stock, fused = TargetModel(model.bfloat16()), TargetModel(model, fused=True)
     errors = [(of_trees(target, [30]).float() - exact).norm().item() for target in (stock, fused)]
     assert errors[1] < 1.1 * errors[0] < 0.1 * exact.norm().item()
-
-
-@pytest.mark.parametrize("lengths", [[9], [9, 5, 30]], ids=str)
-@torch.inference_mode()
-def test_the_forward_that_a_cuda_graph_captures(lengths):
-    """Without the graph: fixed inputs, the whole capacity under a mask, places named by a tensor. Called twice, so that
-    nothing of an earlier cycle stays."""
-    stock, fused = two_of("qwen3")
-    stock.layers = fused.layers = (1,)
-    fused.forward = graphed = GraphedForward(fused)
-    for shift in (0, 2):
-        longer = [length + shift for length in lengths]
-        assert_close(of_trees(fused, longer), of_trees(stock, longer), rtol=1e-4, atol=1e-4)
-    assert len(graphed.forwards) == 1  # of the last cache
-
-
-@pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")
-def test_a_cuda_graph_gives_the_same_tokens():
-    pair = tiny_pair()
-    pair = EagleModel.from_parts(pair.target.model.cuda(), pair.draft)
-    options = {"max_new_tokens": 20, "tree": TreeConfig(8, 3, 2), "acceptance": "exact"}
-    expected = eagle_fsd.generate(PROMPT, pair, **options)
-    pair.target.forward = GraphedForward(pair.target)
-    assert eagle_fsd.generate(PROMPT, pair, **options).token_ids == expected.token_ids
-    assert all(static.graph is not None for static in pair.target.forward.forwards.values())
-
-
-def test_graphs_are_of_the_fused_decoder():
-    with pytest.raises(ValueError, match="need the fused decoder, .*: GemmaModel is not one of"):
-        GraphedForward(tiny_pair("gemma").target)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])

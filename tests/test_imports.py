@@ -19,7 +19,7 @@ ORDER = (
     "eagle_fsd.acceptance",
     "eagle_fsd.keywords",
     "eagle_fsd.options eagle_fsd.load_options",
-    "eagle_fsd.decoding",
+    "eagle_fsd.decoding eagle_fsd.captured",
     "eagle_fsd.pair eagle_fsd.loading eagle_fsd.prompts eagle_fsd.requests",
     "eagle_fsd.api eagle_fsd.hf eagle_fsd.chat",
     "eagle_fsd.batching",

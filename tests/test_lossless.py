@@ -18,8 +18,8 @@ from transformers import LogitsProcessorList, T5Config, T5ForConditionalGenerati
 
 import eagle_fsd
 from eagle_fsd import TextDrafts, TreeConfig
+from eagle_fsd.captured.cycle import CapturedCycles
 from eagle_fsd.drafting.tree import ancestors_of
-from eagle_fsd.models.graphs import GraphedForward
 from eagle_fsd.models.target import TargetModel
 from eagle_fsd.pair import EagleModel
 
@@ -47,8 +47,8 @@ def eagle3(named):
 
 def computed_by(forward):
     pair = tiny_pair()
-    if forward == "graph":
-        pair.target.forward = GraphedForward(pair.target)
+    if forward == "captured":
+        pair.captured = CapturedCycles(pair.target, pair.draft)
     else:
         pair.target.use_attention(forward)
     return pair
@@ -67,7 +67,7 @@ HEADS = {
     "EAGLE-3, reduced": lambda: eagle3(NAMED),
 }
 TARGETS = {
-    **{f"llama, {forward}": functools.partial(computed_by, forward) for forward in ("sdpa", "graph")},
+    **{f"llama, {forward}": functools.partial(computed_by, forward) for forward in ("sdpa", "captured")},
     **{f"{family}, grouped": functools.partial(tiny_pair, family, attention="grouped")
        for family in ("mistral-window", "gpt_oss")},
     # Windows, chunks, latent keys, learned positions; Llama-4 counts positions and goes row by row.

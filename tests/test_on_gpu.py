@@ -49,4 +49,4 @@ def test_what_is_not_there_or_fails_is_told(tmp_path):
     found = take(tmp_path / "out", "model", "teste")
     assert found.returncode == 2 and "there is no part teste" in found.stdout
     found = take(tmp_path / "out", "forwards", PYTHON="false")
-    assert found.returncode == 1 and found.stdout.endswith("failed, or out of time: forwards forwards-pair\n")
+    assert found.returncode == 1 and found.stdout.endswith("failed, or out of time: forwards\n")

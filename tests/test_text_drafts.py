@@ -21,6 +21,7 @@ from tiny import PROMPT, VOCAB, tiny_chat_pair, tiny_pair, tiny_tokenizer
 
 import eagle_fsd
 from eagle_fsd import GenerateOptions, TextDrafts, TreeConfig, make_rule
+from eagle_fsd.captured.join import join, packed, size_of
 from eagle_fsd.decoding.decoder import Decoder
 from eagle_fsd.drafting import text as text_module
 from eagle_fsd.drafting.growth import draft_tree
@@ -286,9 +287,21 @@ def test_joined_trees_are_the_best_paths_of_both(config):
                 return min(wanted, max(sizes))
 
             tree = join_drafts(head, copies, SimpleNamespace(nodes=count))
+            assert_joined_alike(head, copies, tree)
             assert tree.tokens.shape == (2, min(wanted, max(sizes)))
             lacked += sum(check_row(tree, row, ours[row], theirs[row], rows[row], wanted) for row in range(2))
     assert lacked and (shared or config is None)
+
+
+def assert_joined_alike(head, copies, tree):
+    """The function for a device makes the same tree, though it is filled up and reckons with more levels."""
+    nodes, size = tree.tokens.shape[1], size_of(copies)
+    columns, steps, deepest = packed(copies, size)
+    levels = head.max_depth
+    other = join(head, torch.tensor(columns), torch.tensor(steps, dtype=torch.float64), nodes, levels,
+                 max(levels, deepest) + 2)
+    for name in ("tokens", "parents", "depths", "ancestors", "draft_rows", "scores", "drafters"):
+        assert torch.equal(getattr(other, name), getattr(tree, name).to(getattr(other, name).dtype)), name
 
 
 def verifying(count):
@@ -308,6 +321,7 @@ def test_joining_on_the_picture():
                              torch.tensor([[0, 0, 1, -1]]))
     copies = Copies([11, 13, 15, 14], [-1, 0, -1, 1], [-0.2, -0.3, -2.0, -0.4], [4, 5, 2, 6], [0, 0, 1, 0])
     tree = join_drafts(head, [copies], verifying(6))
+    assert_joined_alike(head, [copies], tree)
     assert tree.tokens.tolist() == [[9, 10, 11, 12, 13, 14]] and tree.parents.tolist() == [[0, 0, 0, 1, 2, 4]]
     assert tree.depths.tolist() == [[0, 1, 1, 2, 2, 3]] and tree.max_depth == 3
     assert tree.ancestors[0].int().tolist() == [
@@ -325,7 +339,9 @@ def test_joining_on_the_picture():
 
 def test_what_a_broken_head_says_comes_last():
     head = tree_from_parents([[0, 0, 1]], [[9, 10, 11]], [[0.0, math.nan, math.nan]])
-    tree = join_drafts(head, [Copies([10, 12], [-1, -1], [-0.5, -3.0], [2, 2], [0, 1])], verifying(3))
+    copies = [Copies([10, 12], [-1, -1], [-0.5, -3.0], [2, 2], [0, 1])]
+    tree = join_drafts(head, copies, verifying(3))
+    assert_joined_alike(head, copies, tree)
     assert tree.tokens.tolist() == [[9, 10, 12]]
 
 

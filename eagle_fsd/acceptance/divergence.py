@@ -103,7 +103,7 @@ def _other_tokens(tokens: Tensor, vocab_size: int) -> Tensor:
     """[V - R] long: the token ids that are not among `tokens` [R]."""
     other = torch.ones(vocab_size, dtype=torch.bool, device=tokens.device)
     other[tokens] = False
-    return other.nonzero()[:, 0]
+    return other.sort(descending=True, stable=True).indices[: vocab_size - len(tokens)]
 
 
 def get_divergence(name: str, draft_tokens: Tensor | None = None) -> Divergence:

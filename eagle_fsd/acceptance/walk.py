@@ -84,10 +84,13 @@ class Permission:
         left: [B] float64, the rest of each row's budget: the regret, in nats, that fuzzy tokens may still cost.
             None: no row has a budget.
         within: None: the rules decide everywhere.
+        fuzzy: [B] bool, rows for which the rule decides; the others are exact. None: all.
     """
 
-    def __init__(self, threshold: Tensor, left: Tensor | None = None, within: Within | None = None) -> None:
-        self.threshold, self.left, self.within = threshold, left, within
+    def __init__(
+        self, threshold: Tensor, left: Tensor | None = None, within: Within | None = None, fuzzy: Tensor | None = None
+    ) -> None:
+        self.threshold, self.left, self.within, self.fuzzy = threshold, left, within, fuzzy
         self.closed = torch.zeros_like(threshold, dtype=torch.bool)  # [B], whether the budget is spent
         self.decided = ~self.closed  # [B] bool, whether the rule decided the last token
         self.step = 0
@@ -102,9 +105,11 @@ class Permission:
         window: int,
     ) -> Tensor:  # [B] long
         """The tokens to emit."""
-        if self.left is self.within is None and not window:
+        if self.left is self.within is self.fuzzy is None and not window:
             return token
         decided = ~self.closed & (self.step >= self.until)
+        if self.fuzzy is not None:
+            decided = decided & self.fuzzy
         if self.within is not None:
             decided = decided & self.within.inside
         token = torch.where(decided, token, exact)
@@ -146,13 +151,24 @@ def walk(rule: Rule, verified: Verified, permission: Permission, top: int = 0) -
     Args:
         top: number of the target's best tokens to report at each step.
     """
+    walked = descend(rule, verified, permission, verified.tree.max_depth + 1, early=verified.raw.is_cpu)
+    integers, numbers, logprobs = emitted(walked, permission.cut(walked.going.sum(1)), verified.raw)
+    # The only wait: two small copies, of integers and flags, and of numbers.
+    parts = integers.tolist(), numbers.tolist()
+    return steps_of(*parts, *([part.tolist() for part in reversed(logprobs.topk(top))] if top else ()))
+
+
+def descend(
+    rule: Rule, verified: Verified, permission: Permission, levels: int, *, early: bool = False
+) -> Level:  # [B, P]
+    """The walk at this many depths. Does not wait for the device, unless it may end `early`, with the last row."""
     tree, lossless = verified.tree, rule.is_lossless(verified.greedy)
     rows = torch.arange(len(tree.tokens), device=tree.tokens.device)
     parents = tree.parents.masked_fill(tree.depths == 0, -1)  # the root is not its own child
     node, going = torch.zeros_like(rows), torch.ones_like(rows, dtype=torch.bool)
     unknown = torch.full_like(permission.threshold, math.nan)
-    path, levels = [tree.tokens[:, 0]], []
-    for depth in range(tree.max_depth + 1):
+    path, walked = [tree.tokens[:, 0]], []
+    for depth in range(levels):
         raw, children = verified.raw[rows, node], parents == node[:, None]
         warped, noise = verified.warp(raw, node, path, going), verified.noise(depth)
         exact = first_largest(warped if noise is None else warped + noise)
@@ -169,42 +185,50 @@ def walk(rule: Rule, verified: Verified, permission: Permission, top: int = 0) -
             weights = rule.weigh(nodes)
             token = permission.settle(draw(nodes, weights), exact, raw, going, rule.window)
         divergence = unknown if weights.divergence is None else weights.divergence.double()
+        if permission.fuzzy is not None:
+            divergence = torch.where(permission.fuzzy, divergence, math.nan)
         drawn = None if warped is raw and not rule.mixes_draft else drawable.gather(1, torch.stack([token, exact], 1))
-        levels.append(Level(node, token, exact, drawn, divergence, permission.closed, going))
+        walked.append(Level(node, token, exact, drawn, divergence, permission.closed, going))
         child = children & (tree.tokens == token[:, None])  # at most one: siblings differ in their token
         going = going & child.any(-1)
         if weights.stop is not None:
             going = going & ~(weights.stop & permission.decided)
-        if rows.is_cpu and not going.any():
+        if early and not going.any():
             break
         node = torch.where(going, child.long().argmax(-1), node)
         path.append(token)
-    columns = zip(*levels, strict=True)
-    walked = Level(*(None if column[0] is None else torch.stack(column, 1) for column in columns))
-    return _steps(walked, permission.cut(walked.going.sum(1)), verified.raw, top)
+    columns = zip(*walked, strict=True)
+    return Level(*(None if column[0] is None else torch.stack(column, 1) for column in columns))
 
 
-def _steps(
+def emitted(
     walked: Level,  # [B, P]
     cut: Tensor,  # [B] long, see `Permission.cut`
     logits: Tensor,  # [B, N, V]
-    top: int,
-) -> list[list[Step]]:
-    """The steps of each row, with the numbers for receipts."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The numbers of `Step`: node, token, exact, closed and whether the path has this step, [B, P, 5] long; divergence,
+    logprob, regret and drawn, [B, P, 4] float64; and the target's log-probabilities [B, P, V]."""
     place = torch.arange(walked.node.shape[1], device=cut.device)
     token = torch.where(place == cut[:, None], walked.exact, walked.token)
     going = walked.going & (place <= cut[:, None])
     raw = logits[torch.arange(len(cut), device=cut.device)[:, None], walked.node]  # [B, P, V]
-    logprobs, emitted = raw.log_softmax(-1), raw.gather(-1, token[..., None])[..., 0]
-    regret, logprob = raw.amax(-1) - emitted, logprobs.gather(-1, token[..., None])[..., 0]
-    drawn = emitted if walked.drawn is None else torch.where(token == walked.token, *walked.drawn.unbind(-1))
-    # The only wait: two small copies, of integers and flags, and of numbers.
-    integers = torch.stack([walked.node, token, token == walked.exact, walked.closed, going], -1).tolist()
-    numbers = torch.stack([walked.divergence, logprob.double(), regret.double(), drawn.double()], -1).tolist()
-    tokens, values = (part.tolist() for part in reversed(logprobs.topk(top))) if top else (None, None)
+    logprobs, own = raw.log_softmax(-1), raw.gather(-1, token[..., None])[..., 0]
+    regret, logprob = raw.amax(-1) - own, logprobs.gather(-1, token[..., None])[..., 0]
+    drawn = own if walked.drawn is None else torch.where(token == walked.token, *walked.drawn.unbind(-1))
+    integers = torch.stack([walked.node, token, token == walked.exact, walked.closed, going], -1)
+    return integers, torch.stack([walked.divergence, logprob.double(), regret.double(), drawn.double()], -1), logprobs
+
+
+def steps_of(
+    integers: Sequence[Sequence[Sequence[float]]],  # [B, P, 5], see `emitted`
+    numbers: Sequence[Sequence[Sequence[float]]],  # [B, P, 4]
+    tokens: Sequence[Sequence[Sequence[int]]] | None = None,  # [B, P, top], the target's best; None: not reported
+    values: Sequence[Sequence[Sequence[float]]] | None = None,  # [B, P, top], their log-probabilities
+) -> list[list[Step]]:
+    """The steps of each row."""
     return [
-        [Step(node, token, bool(exact), *numbers[row][at], bool(closed),
-              list(zip(tokens[row][at], values[row][at], strict=True)) if top else ())
+        [Step(int(node), int(token), bool(exact), *numbers[row][at], bool(closed),
+              () if tokens is None else list(zip(tokens[row][at], values[row][at], strict=True)))
          for at, (node, token, exact, closed, reached) in enumerate(steps) if reached]
         for row, steps in enumerate(integers)
     ]

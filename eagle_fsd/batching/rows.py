@@ -110,7 +110,7 @@ class Rows:
         self.remembered = Remembered(remember)
         self.prefilling: Decoder | None = None  # of the prompt in progress
         self.decoder: Decoder | None = None
-        self.decoder = Decoder(model.target, model.draft, [], Drafting(self))
+        self.decoder = Decoder(model.target, model.draft, [], Drafting(self), captured=model.captured)
 
     @property
     def requests(self) -> list[Request]:

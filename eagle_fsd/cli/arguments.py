@@ -80,6 +80,7 @@ class Loading(LoadOptions):
 
     Args:
         prepack: keep weights in their plain layout on a CPU: slower.
+        cuda_graphs: launch each kernel of a cycle on a GPU by itself: slower.
     """
 
     dtype: str = "auto"
@@ -89,6 +90,7 @@ class Loading(LoadOptions):
     attn_implementation: Implementation | None = None
     tree: Suppress[object] = "auto"
     prepack: OnUnlessFlagged = True
+    cuda_graphs: OnUnlessFlagged = True
     quantization: Literal["int8"] | None = None
     draft_dtype: str | None = None
     draft_quantization: Literal["int8"] | None = None

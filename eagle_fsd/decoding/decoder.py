@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..acceptance import Rule
 from ..acceptance.walk import Permission, Step, Within, walk
+from ..captured.cycle import CapturedCycles, Walked
 from ..drafting.drafter import Drafter
 from ..drafting.sizing import Drafting
 from ..drafting.text import MOST_NODES
@@ -39,13 +40,16 @@ class Decoder:
         earlier: for a single request, the decoder of an earlier request to the same models, which cannot be used
             afterwards. Its caches are reused up to the first token that differs from the prompt.
         forwards: `Forwards` with empty caches; None: they get room for the longest text and the largest tree.
+        captured: of these models, runs the cycles that it can; None: there is none.
     """
 
     def __init__(
         self, target: TargetModel, drafter: Drafter | None, requests: Sequence[Request],
         drafting: Drafting, *, earlier: Decoder | None = None, forwards: Forwards | None = None,
+        captured: CapturedCycles | None = None,
     ) -> None:
         self.target, self.drafter, self.requests = target, drafter, list(requests)
+        self.captured = captured
         self.device = target.output_device  # of trees, logits and features
         for request in self.requests:
             request.begin(target)
@@ -75,6 +79,8 @@ class Decoder:
                 raise ValueError("the session belongs to another model: use one Session per model")
             earlier.forwards.take_over(self.requests[0], earlier.requests[0], room, room + drafted)
             return earlier.forwards
+        if self.captured is not None and count:
+            return self.captured.forwards(room, 0 if self.drafter is None else room + drafted, count)
         draft_cache = None if self.drafter is None else self.drafter.new_cache(room + drafted, count)
         return Forwards(self.target, self.drafter, self.target.new_cache(room, count), draft_cache)
 
@@ -117,6 +123,10 @@ class Decoder:
         lengths = self.forwards.lengths  # L of each: the position of the root
         copies = [request.draft_copies(rule) for request, rule in zip(self.requests, rules, strict=True)]
         plan = self.drafting.next(copies)
+        if self.captured is not None and self.observe is None:
+            walked = self.captured.step(self.requests, self.forwards, rules, plan, copies)
+            if walked is not None:
+                return [self._accept_walked(*each) for each in zip(self.requests, walked, strict=True)]
         coupling = (couple(self.requests, rules, lengths, self._draft_vocabulary, self.device)
                     if plan.uses_drafter else None)
         tree, draft_logits = self.forwards.draft(self.requests, plan, copies, coupling)
@@ -135,6 +145,16 @@ class Decoder:
             request.stats.draft_forwards += len(draft_logits) if request.params.speculative else 0
         return [request.append(emissions[number], features[number, paths[number]] if self.reads_features else None)
                 for number, request in enumerate(self.requests)]
+
+    def _accept_walked(self, request: Request, walked: Walked) -> list[Receipt]:
+        """Accept the path of a captured cycle, whose draft has consumed the earlier features."""
+        request.features = None
+        request.stats.draft_forwards += walked.levels
+        emission = _emission(walked.steps, walked.origins, request, walked.features is not None)
+        receipts = request.append(emission, walked.features)
+        if request.reason is not None and request.features is not None:  # it leaves, and later cycles overwrite them
+            request.features = request.features.clone()
+        return receipts
 
     def drop_finished(self) -> None:
         """Remove the requests that have ended."""

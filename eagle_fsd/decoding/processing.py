@@ -204,7 +204,7 @@ class VerifiedTrees:
 
     def warp(self, raw: Tensor, node: Tensor, path: Sequence[Tensor], going: Tensor) -> Tensor:
         """Processed logits [B, V], with the path of each row as context."""
-        if _share_processors(self.requests):
+        if share_processors(self.requests):
             processors = self.requests[0].params.processors
             return processors(None, raw.clone()) if processors else raw
         warped, paths = raw.clone(), torch.stack(list(path), 1)  # [B, depth + 1]
@@ -234,7 +234,7 @@ def couple(
         return None
     own = [LogitsProcessorList(each for each in request.params.processors if type(each) in WARPERS)
            for request in requests]
-    if _share_processors(requests):
+    if share_processors(requests):
         own = own[:1] * len(own)
     seeds, positions = torch.tensor([[request.params.seed for request in requests], list(lengths)], device=device)
     temperatures, scales = torch.tensor([[request.params.temperature for request in requests], weights], device=device)
@@ -242,7 +242,7 @@ def couple(
         warpers if weight else None for warpers, weight in zip(own, weights, strict=True)], tokens)
 
 
-def _share_processors(requests: Sequence[Request]) -> bool:
+def share_processors(requests: Sequence[Request]) -> bool:
     """Whether one call serves all rows."""
     if not any(request.params.processors for request in requests):
         return True

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -97,9 +98,57 @@ def draft_tree(
         The trees, and the draft's raw logits at the expanded nodes of each level: [B, 1, R] at the root, then [B, K, R]
         for each expanded depth. The drafter's cache then contains the accepted tokens only.
     """
-    predicted, named = extend_draft(drafter, features, tokens, cache), drafter.draft_tokens  # [B, 1, D], [R]
-    root = torch.stack([each[-1] for each in tokens])  # [B]
-    k, depth, base = config.top_k, config.depth, cache.length
+    predicted = extend_draft(drafter, features, tokens, cache)  # [B, 1, D]
+    root, base = torch.stack([each[-1] for each in tokens]), cache.length  # [B]
+    scored, depth, draft_logits = grow(
+        drafter, target, predicted, root, AppendedKeys(cache, config.top_k, root.device), cache, config, coupling, plan)
+    cache.truncate(base)
+    return rerank(*scored, depth, config, nodes, plan), draft_logits
+
+
+class LevelKeys(Protocol):
+    """Where the frontier of K nodes of each row is in the drafter's cache."""
+
+    positions: Tensor  # [B, K]
+    visible: Tensor  # [B, K, keys] bool, see `Drafter.predict`
+
+    def descend(self, parents: Tensor) -> None:  # [B, K], ranks within the level
+        """Go to a frontier of children of these nodes."""
+
+
+class AppendedKeys:
+    """`LevelKeys` of a cache to which each level is appended, for all rows at the same slots."""
+
+    def __init__(self, cache: TreeCache, k: int, device: torch.device) -> None:
+        lengths = cache.lengths
+        self.itself = torch.eye(k, dtype=torch.bool, device=device).expand(len(lengths), -1, -1)
+        self.positions = torch.tensor(lengths, device=device)[:, None].expand(-1, k)
+        self.visible = visible_keys(self.itself, cache.length, cache.visible(device))
+
+    def descend(self, parents: Tensor) -> None:
+        self.positions = self.positions + 1
+        above = self.visible.gather(1, parents[..., None].expand_as(self.visible))
+        self.visible = torch.cat([above, self.itself], -1)
+
+
+def grow(
+    drafter: Drafter,
+    target: TargetModel,
+    predicted: Tensor,  # [B, 1, D], state at the root
+    root: Tensor,  # [B] long
+    keys: LevelKeys,
+    cache: TreeCache,  # each expanded level is appended
+    config: TreeConfig,
+    coupling: Coupling | None,
+    plan: Plan | None = None,  # see `draft_tree`
+) -> tuple[tuple[Tensor, Tensor, Tensor], int, list[Tensor]]:
+    """Score all levels. Does not wait for the device, unless the plan limits levels.
+
+    Returns:
+        Tokens [B, S], scores [B, S] and expanded nodes [B, E], see `rerank`; the number of levels; and the draft's
+        logits, see `draft_tree`.
+    """
+    k, depth, named = config.top_k, config.depth, drafter.draft_tokens  # [R]
     batch, device = len(root), root.device
     limited = plan is not None and plan.limits_levels
     segments = curve_segments(plan.choice.curves, k, device) if limited else None
@@ -115,12 +164,9 @@ def draft_tree(
         depth = 1
     expanded = [torch.arange(1 + (k if depth > 1 else 0), device=device).expand(batch, -1)]  # numbers of scored nodes
     frontier_states = predicted.expand(-1, k, -1)
-    positions = torch.tensor(cache.lengths, device=device)[:, None].expand(-1, k)
-    itself = torch.eye(k, dtype=torch.bool, device=device).expand(batch, -1, -1)
-    visible = visible_keys(itself, base, cache.visible(device))  # [B, K, keys]
 
     for level in range(2, depth + 1):
-        predicted = drafter.predict(frontier_states, frontier_tokens, positions, visible, cache)  # [B, K, D]
+        predicted = drafter.predict(frontier_states, frontier_tokens, keys.positions, keys.visible, cache)  # [B, K, D]
         logits = drafter.own_logits(predicted, target.logits)
         draft_logits.append(logits)
         child_scores, child_tokens = _best_children(logits, named, config, segments, coupling, level - 1)
@@ -136,11 +182,9 @@ def draft_tree(
             parents = best // k  # [B, K], ranks within the level above
             frontier_tokens = child_tokens.gather(1, best)
             frontier_states = predicted.gather(1, parents[..., None].expand_as(predicted))
-            positions = positions + 1
-            visible = torch.cat([visible.gather(1, parents[..., None].expand_as(visible)), itself], -1)
-    cache.truncate(base)
-    scored = [torch.cat(columns, 1) for columns in (levels, scores, expanded)]
-    return rerank(*scored, len(levels) - 1, config, nodes, plan), draft_logits
+            keys.descend(parents)
+    scored = tuple(torch.cat(columns, 1) for columns in (levels, scores, expanded))
+    return scored, len(levels) - 1, draft_logits
 
 
 def _best_children(

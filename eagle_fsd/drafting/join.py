@@ -30,10 +30,10 @@ class JoinedRow:
         self.tokens, self.parents, self.draft_rows = list(tokens), list(parents), list(draft_rows)
         self.origins = [0] * len(tokens)
         places = {edge: node for node, edge in enumerate(zip(parents, tokens, strict=True)) if node}
-        steps = [_step(scores[parent], score) for score, parent in zip(scores, parents, strict=True)]
+        steps = [step_between(scores[parent], score) for score, parent in zip(scores, parents, strict=True)]
         numbers, above = {-1: 0}, {-1: 0.0}  # by copy: its node, and its score
         for copy, (token, parent, score, matched) in enumerate(zip(*(copies or [[]] * 4)[:4], strict=True)):
-            step, node = _step(above[parent], score), places.get((numbers[parent], token))
+            step, node = step_between(above[parent], score), places.get((numbers[parent], token))
             if node is not None:
                 steps[node] = max(steps[node], step)
             else:
@@ -59,7 +59,7 @@ class JoinedRow:
             (self.tokens[0], number, 0, 0, 0.0, 0) for number in range(len(kept), count)]
 
 
-def _step(above: float, score: float) -> float:
+def step_between(above: float, score: float) -> float:
     """The log-probability that a node adds to its parent's; -inf for a broken head's NaN."""
     return min(0.0, score - above) if math.isfinite(score) else -math.inf
 

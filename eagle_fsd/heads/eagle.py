@@ -16,7 +16,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
 from ..models.attention import GROUPED  # the module registers it with transformers
-from ..models.cache import TreeCache, cache_name
+from ..models.cache import BucketCache, TreeCache, cache_name
 from ..models.digest import weights_digest
 from ..models.fused import FIXED_ROPE, FusedLayer, Rotary, attention_over
 from ..models.linear import Joined, pack_linears
@@ -148,9 +148,9 @@ class DraftHead(nn.Module):
         """The layers, of a target's `count`, whose input hidden states the head reads in addition to the last one."""
         return ()
 
-    def new_cache(self, capacity: int, batch: int = 1) -> TreeCache:
-        """An empty cache of `capacity` positions for each sequence of a batch."""
-        return TreeCache([self.device], capacity, batch)
+    def new_cache(self, capacity: int, batch: int = 1, spare: Tensor | None = None) -> TreeCache:
+        """An empty cache of `capacity` positions for each sequence of a batch; `spare`: see `TreeCache`."""
+        return TreeCache([self.device], capacity, batch, spare)
 
     def read(
         self,
@@ -194,7 +194,8 @@ class DraftHead(nn.Module):
 
     def computes_fused(self, cache: object) -> bool:
         """Whether `fused` computes the layer: only in decoding, since training has gradients or other caches."""
-        return isinstance(cache, TreeCache) and self.fused is not None and not torch.is_grad_enabled()
+        return (isinstance(cache, (TreeCache, BucketCache)) and self.fused is not None
+                and not torch.is_grad_enabled())
 
     def fused_layer(
         self,

@@ -74,9 +74,12 @@ class TreeCache(Cache):
 
     Args:
         capacity: positions per sequence. batch: number of sequences.
+        spare: storage of a cache of this size that is no longer used, to be used again.
     """
 
-    def __init__(self, devices: list[torch.device], capacity: int, batch: int = 1) -> None:
+    def __init__(
+        self, devices: list[torch.device], capacity: int, batch: int = 1, spare: Tensor | None = None
+    ) -> None:
         super().__init__(layers=[TreeCacheLayer(self, device) for device in devices])
         self.capacity = capacity
         self.batch = batch
@@ -85,6 +88,7 @@ class TreeCache(Cache):
         self.position_offset: Tensor | int = 0
         self._lengths: list[int] | None = None  # of the sequences; None: all are as long as the cache
         self._storages: list[tuple[torch.device, Tensor]] = []  # [layers, 2, B, H, C, D], or 1 in place of 2
+        self._spare = spare
         self._free: dict[tuple, list[Tensor]] = {}  # unassigned [2, B, H, C, D], by device and shape
 
     def allocate(self, device: torch.device, key_states: Tensor, value_states: Tensor) -> Tensor | list[Tensor]:
@@ -111,7 +115,7 @@ class TreeCache(Cache):
             keys and values of all positions, [B, H, length + count, D].
         """
         start = self.length
-        storage = self.storage(heads, size, like)
+        storage = self.storage(heads, size, like)[:, :, self.rows]
         end = self.advance(count)
         return storage[..., start:end, :], [tuple(layer.unbind()) for layer in storage[..., :end, :].unbind()]
 
@@ -121,7 +125,7 @@ class TreeCache(Cache):
             shape = like.new_empty(0, heads, 0, size)
             for layer in self.layers:
                 layer.lazy_initialization(shape, shape)
-        return self._storages[0][1][:, :, self.rows]
+        return self._storages[0][1]
 
     def advance(self, count: int) -> int:
         """Add `count` positions, which the caller writes, to the length; return the new length."""
@@ -132,8 +136,12 @@ class TreeCache(Cache):
         return end
 
     def _storage(self, device: torch.device, states: Tensor, layers: int, each: int) -> Tensor:
-        new = states.new_zeros if self.batch > 1 else states.new_empty  # a stale slot must not contain NaN
-        storage = new(layers, each, self.batch, states.shape[1], self.capacity, states.shape[3])
+        shape = layers, each, self.batch, states.shape[1], self.capacity, states.shape[3]
+        if (spare := self._spare) is not None and (*spare.shape, spare.dtype) == (*shape, states.dtype):
+            self._spare, storage = None, spare.zero_()
+        else:
+            new = states.new_zeros if self.batch > 1 else states.new_empty  # a stale slot must not contain NaN
+            storage = new(shape)
         self._storages.append((device, storage))
         return storage
 
@@ -254,3 +262,36 @@ class TreeCache(Cache):
         """Set a sequence's keys and values to zero: a NaN would spread to the next sequence in this row."""
         for _, storage in self._storages:
             storage[..., row, :, :, :] = 0
+
+
+class Slots:
+    """The slots of one layer's storage that a forward writes, by index, in place of a view of them."""
+
+    def __init__(self, storage: Tensor, slots: Tensor) -> None:  # [2, B, H, C, D]; [B, N] long, distinct in each row
+        self.storage, self.slots = storage, slots
+        self.rows = torch.arange(len(slots), device=slots.device)[:, None]
+
+    def copy_(self, states: Tensor) -> None:  # [2, B, H, N, D]
+        self.storage[:, self.rows, :, self.slots] = states.permute(1, 3, 0, 2, 4).to(self.storage.dtype)
+
+
+class BucketCache:
+    """The storage of a `TreeCache` for forwards of fixed shapes: lengths are tensors, and slot j of each row has its
+    position j. A forward reads a bucket of slots, of which a mask hides the stale ones.
+
+    Args:
+        start: [B] long, the slot of each row's next position. bucket: above all slots.
+    """
+
+    def __init__(self, storage: Tensor, start: Tensor, bucket: int) -> None:  # [layers, 2, B, H, C, D]
+        self.storage, self.start, self.bucket = storage, start, bucket
+        self.capacity = storage.shape[-2]
+
+    def append(
+        self, count: int, heads: int, size: int, like: Tensor
+    ) -> tuple[Sequence[Slots], Sequence[tuple[Tensor, Tensor]]]:
+        """As `TreeCache.append`, with the keys and values of the bucket."""
+        slots = self.start[:, None] + torch.arange(count, device=self.start.device)
+        self.start = self.start + count
+        return ([Slots(layer, slots) for layer in self.storage.unbind()],
+                [tuple(layer.unbind()) for layer in self.storage[..., : self.bucket, :].unbind()])

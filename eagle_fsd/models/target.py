@@ -216,9 +216,9 @@ class TargetModel:
             groups.setdefault(self.position_limit(length), []).append(number)
         return list(groups.values())
 
-    def new_cache(self, capacity: int, batch: int = 1) -> TreeCache:
-        """An empty cache of `capacity` positions for each sequence of a batch."""
-        return TreeCache([device_of(layer) for layer in self.decoder_layers], capacity, batch)
+    def new_cache(self, capacity: int, batch: int = 1, spare: Tensor | None = None) -> TreeCache:
+        """An empty cache of `capacity` positions for each sequence of a batch; `spare`: see `TreeCache`."""
+        return TreeCache([device_of(layer) for layer in self.decoder_layers], capacity, batch, spare)
 
     @property
     def feature_size(self) -> int:
@@ -234,8 +234,8 @@ class TargetModel:
     ) -> Tensor:  # [B, N, F]
         """The forward of `prefill` and `verify`.
 
-        To replace it, assign a callable of this signature, such as `graphs.GraphedForward`. `DraftHead.forward` can be
-        replaced in the same way.
+        To replace it, assign a callable of this signature. `DraftHead.forward` can be replaced in the same way. Cycles
+        of a replaced forward are not captured (`captured.cycle`).
         """
         if self.fused is not None:
             return self.fused(tokens, positions, ancestors, cache, self.layers)

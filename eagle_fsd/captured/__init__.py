@@ -1,0 +1,1 @@
+"""The cycle as three programs of fixed shapes and addresses, which CUDA graphs replay: draft, verify, walk and keep."""

@@ -1,0 +1,183 @@
+"""The tensors of fixed addresses that the programs of a cycle share, and what the host writes to them.
+
+R rows, N tree nodes, W nodes that copies compete with, P steps of a path, T positions that the drafter has not
+processed, K nodes of a level, F width of the target's features, C capacity of a cache.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from ..drafting.config import TreeConfig
+from ..drafting.text import MOST_NODES
+from ..drafting.tree import DraftTree
+from ..heads.eagle import DraftHead
+from ..models.target import TargetModel
+
+COLUMNS = 9  # of a table: `walk.emitted`'s five integers and four numbers, all as float64
+BUCKET = 512  # slots of the smallest bucket; the next ones are twice as large each
+ALIGNED = 64  # a last bucket that is a multiple needs no padded mask
+
+
+class Buffers:
+    """Tensors of R rows that share a tree. All are on the device of trees, logits and features.
+
+    Args:
+        drafter: None: there is none, nor a tree: decoding is plain.
+        storages: [layers, 2, R, H, C, D] of the target's cache, and of the drafter's.
+        copying: whether copies may join the trees.
+    """
+
+    def __init__(
+        self, target: TargetModel, drafter: DraftHead | None, storages: Sequence[Tensor], tree: TreeConfig | None,
+        copying: bool,
+    ) -> None:
+        storage = self.storage = storages[0]
+        self.draft_storage = storages[-1]
+        self.device, self.rows, self.config = storage.device, storage.shape[2], tree
+        self.key = self.rows, tree, copying
+        self.nodes = 1 if tree is None else tree.nodes  # N of a tree without copies
+        self.most = tree.total_tokens if copying else self.nodes  # N of a tree with copies
+        self.wide = min(max(tree.total_tokens, MOST_NODES), tree.scored_nodes + 1) if copying else 0  # W
+        self.path = 1 if tree is None else min(tree.depth + 1, tree.nodes)  # P without copies
+        self.draft_tokens = None if drafter is None else drafter.draft_tokens  # programs must not make it anew
+        integers = self._new(torch.long)
+        # Each row's text.
+        self.lengths, self.draft_lengths = integers(), integers()  # positions in the target's and the drafter's cache
+        self.counts = integers()  # T of each row
+        self.fed_tokens = integers(self.most)  # [R, T]
+        dtype = target.dtype
+        self.fed_features = self._new(dtype)(self.most, target.feature_size)  # [R, T, F]
+        # Each row's request, see `Coupling` and `Permission`.
+        numbers = self._new(torch.float64)
+        self.seeds, self.opening, self.closing = integers(), integers(), integers()
+        self.temperatures, self.weights = self._new(torch.float32)(), self._new(torch.float32)()
+        self.threshold, self.left = numbers(), numbers()
+        self.inside, self.fuzzy = self._new(torch.bool)(), self._new(torch.bool)()
+        # The cycle.
+        self.tree, self.wide_tree = self._tree(self.most), self._tree(self.wide)
+        self.tree.ancestors[:, 0, 0] = True
+        self.features = self._new(dtype)(self.most, target.feature_size)  # [R, N, F]
+        self._draft_logits: list[Tensor] | None = None
+        self._draft_vocabulary = 0 if drafter is None else drafter.draft_vocab_size
+        self._copies: dict[int, tuple[Tensor, Tensor]] = {}  # by M
+        self.origins = integers(self.most)  # of the nodes of joined trees, -1: a root; and on the host
+        self.shown_origins = self._on_host(self.origins)
+        self._tables: dict[int, tuple[Tensor, Tensor]] = {}  # by P
+        # What the host knows of them.
+        self.owners: list[weakref.ref] = []  # the requests
+        self.known: tuple = ()  # positions in both caches
+        self.known_weights: list[float] = []
+        self.fed = self.path  # columns of `fed_tokens` in use
+        self.ahead: object = None  # settings of the draft that has been launched
+
+    def _new(self, dtype: torch.dtype):
+        return lambda *shape: torch.zeros(self.rows, *shape, dtype=dtype, device=self.device)
+
+    def _tree(self, nodes: int) -> DraftTree:
+        integers, flags = self._new(torch.long), self._new(torch.bool)
+        return DraftTree(
+            integers(nodes), integers(nodes), integers(nodes), flags(nodes, nodes), integers(nodes),
+            self._new(torch.float32)(nodes), 0, integers(nodes))
+
+    def draft_logits(self) -> list[Tensor]:
+        """The drafter's logits of each level, allocated when the first rule needs them."""
+        if self._draft_logits is None:
+            new = self._new(torch.float32)
+            self._draft_logits = [new(self.config.top_k if level else 1, self._draft_vocabulary)
+                                  for level in range(self.config.depth if self.config else 0)]
+        return self._draft_logits
+
+    def table(self, steps: int) -> tuple[Tensor, Tensor]:
+        """[R, P, 9] of the device, and its copy on the host, in pinned memory."""
+        if steps not in self._tables:
+            table = self._new(torch.float64)(steps, COLUMNS)
+            self._tables[steps] = table, self._on_host(table)
+        return self._tables[steps]
+
+    def _on_host(self, buffer: Tensor) -> Tensor:
+        return torch.zeros(buffer.shape, dtype=buffer.dtype, pin_memory=buffer.is_cuda, device="cpu")
+
+    def copies(self, size: int) -> tuple[Tensor, Tensor]:
+        """[R, 4, M] and [R, M], see `join`."""
+        if size not in self._copies:
+            self._copies[size] = self._new(torch.long)(4, size), self._new(torch.float64)(size)
+        return self._copies[size]
+
+    def steps(self, count: int) -> int | None:
+        """The smallest P of a program for paths of this many steps; None: they are too long."""
+        sizes = sorted({self.path, *(1 << power for power in range(4, 12)), self.most})
+        return next((size for size in sizes if self.path <= size <= self.most and size >= count), None)
+
+    def bucket(self, needed: int) -> int | None:
+        """Slots to read of the target's cache; None: it has not as many."""
+        return bucket_of(needed, self.storage.shape[-2])
+
+    def draft_bucket(self, read: Sequence[int]) -> int | None:
+        """Slots to read of the drafter's cache, for a draft after rows with these numbers of positions."""
+        needed = max(read) + self.fed + self.config.top_k * (self.config.depth - 1)
+        return bucket_of(needed, self.draft_storage.shape[-2])
+
+    def holds(self, requests: Sequence[object], lengths: list[int], read: list[int]) -> bool:
+        """Whether the buffers are those of these requests, with these numbers of positions in both caches."""
+        return (self.known == (lengths, read) and len(self.owners) == len(requests)
+                and all(owner() is request for owner, request in zip(self.owners, requests, strict=True)))
+
+    # Written by the host ------------------------------------------------------------------------------------------
+
+    def upload(self, buffer: Tensor, values: object) -> None:
+        """Copy numbers to a buffer without waiting for the device."""
+        host = torch.tensor(values, dtype=buffer.dtype)
+        buffer.copy_(host.pin_memory() if buffer.is_cuda else host, non_blocking=True)
+
+    def store(self, tree: DraftTree) -> None:
+        """Replace the trees by others of at most `most` nodes, filled up with copies of their roots."""
+        count, rest = tree.tokens.shape[1], slice(tree.tokens.shape[1], None)
+        store_tree(self.tree, tree)
+        mine = self.tree
+        mine.tokens[:, rest] = mine.tokens[:, :1]
+        mine.parents[:, rest] = torch.arange(count, self.most, device=self.device)
+        mine.ancestors[:, rest] = torch.eye(self.most, dtype=torch.bool, device=self.device)[rest]
+        mine.ancestors[:, :count, rest] = False
+        for column in (mine.depths, mine.draft_rows, mine.scores, mine.origins):
+            column[:, rest] = 0
+        self.origins.copy_(mine.origins.masked_fill(mine.depths == 0, -1))
+
+
+def store_tree(buffers: DraftTree, tree: DraftTree) -> None:
+    """Copy trees into the first columns of buffers."""
+    count = tree.tokens.shape[1]
+    for name in ("tokens", "parents", "depths", "draft_rows", "scores"):
+        getattr(buffers, name)[:, :count].copy_(getattr(tree, name))
+    buffers.ancestors[:, :count, :count].copy_(tree.ancestors)
+    if tree.origins is not None:
+        buffers.origins[:, :count].copy_(tree.origins)
+
+
+def first_nodes(buffers: DraftTree, count: int, max_depth: int, *, joined: bool) -> DraftTree:
+    """Views of the first nodes.
+
+    Args:
+        joined: whether others than the head may have drafted nodes.
+    """
+    return replace(
+        buffers, tokens=buffers.tokens[:, :count], parents=buffers.parents[:, :count],
+        depths=buffers.depths[:, :count], ancestors=buffers.ancestors[:, :count, :count],
+        draft_rows=buffers.draft_rows[:, :count], scores=buffers.scores[:, :count], max_depth=max_depth,
+        origins=buffers.origins[:, :count] if joined else None)
+
+
+def bucket_of(needed: int, capacity: int) -> int | None:
+    """The smallest bucket of at least this many slots; the last one is as large as fits. None: none is large enough."""
+    size = BUCKET
+    while size < needed:
+        size *= 2
+    if size <= capacity:
+        return size
+    aligned = capacity // ALIGNED * ALIGNED
+    return aligned if needed <= aligned else capacity if needed <= capacity else None

@@ -1,0 +1,103 @@
+"""Functions of fixed shapes and addresses as CUDA graphs."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+log = logging.getLogger(__name__)
+_capturing = threading.Lock()
+MOST_PROGRAMS = 64  # graphs of one pair of caches; a graph of an 8B model takes some MB besides the shared pool
+
+
+class Inputs(TorchDispatchMode):
+    """Collects the tensors that operations read and that none of them has made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: set[int] = set()  # addresses of storages
+        self.read: dict[int, Tensor] = {}
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        for each in tree_leaves((args, kwargs)):
+            if isinstance(each, Tensor) and (storage := each.untyped_storage()._cdata) not in self.made:
+                self.read[storage] = each
+        out = function(*args, **(kwargs or {}))
+        for each in tree_leaves(out):
+            if isinstance(each, Tensor) and (storage := each.untyped_storage()._cdata) not in self.read:
+                self.made.add(storage)
+        return out
+
+
+class Program:
+    """A function of tensors of fixed shapes and addresses. Its first call runs it, and captures it for later calls. On
+    a CPU every call runs it.
+
+    The function must not wait for the device, and must read and write the same addresses at each call.
+    """
+
+    def __init__(self, function: Callable[[], None], device: torch.device, pool: Pool) -> None:
+        self.function, self.device, self.pool = function, device, pool
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.inputs: list[Tensor] = []  # a graph reads their addresses: they must not be freed
+
+    def __call__(self) -> None:
+        if self.graph is not None:
+            self.graph.replay()
+            return
+        self.function()  # libraries allocate and choose their kernels in the first call
+        if self.device.type == "cuda" and self.pool.failed is None:
+            self._capture()
+
+    def _capture(self) -> None:
+        graph, inputs = torch.cuda.CUDAGraph(), Inputs()
+        try:
+            # Other threads, such as those of a server, may use the device during a capture.
+            options = {"stream": self.pool.stream, "pool": self.pool.handle(), "capture_error_mode": "thread_local"}
+            with _capturing, torch.cuda.graph(graph, **options), inputs:
+                self.function()
+        except Exception as error:  # a kernel can raise any exception
+            self.pool.failed = error
+            log.warning("cycles run without CUDA graphs, because a capture failed: %r", error, exc_info=True)
+            return
+        self.graph, self.inputs = graph, list(inputs.read.values())
+
+
+class Pool:
+    """Programs that run one after the other, by key, with a memory pool for their graphs.
+
+    Args:
+        most: number of programs; the least recently used one is dropped.
+    """
+
+    def __init__(self, device: torch.device, most: int = MOST_PROGRAMS) -> None:
+        self.device, self.most = device, most
+        self.programs: OrderedDict[Hashable, Program] = OrderedDict()
+        self.failed: Exception | None = None  # of a capture: there are no others
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # of captures
+
+    def handle(self) -> tuple[int, int]:
+        """Of the memory pool: that of a graph that exists, since the memory of a pool without graphs may be freed."""
+        graph = next((each.graph for each in self.programs.values() if each.graph is not None), None)
+        return torch.cuda.graph_pool_handle() if graph is None else graph.pool()
+
+    def run(self, key: Hashable, function: Callable[[], None]) -> None:
+        """Run the program of this key, made of the function if there is none."""
+        program = self.programs.get(key)
+        if program is None:
+            while len(self.programs) >= self.most:
+                self.programs.popitem(last=False)
+            program = self.programs[key] = Program(function, self.device, self)
+        self.programs.move_to_end(key)
+        program()
+
+    def clear(self) -> None:
+        """Drop all programs: a weight was replaced."""
+        self.programs.clear()

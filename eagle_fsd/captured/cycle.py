@@ -1,0 +1,388 @@
+"""The host's part of a captured cycle: which cycles can be captured, what the programs read, and the order of launches.
+
+After the walk of a cycle the draft of the next one is launched, before the host waits for the walk's table. So the
+device drafts while the host extends the answers and looks for copies. A request that has ended wastes one draft.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import LogitsProcessorList
+from transformers.generation.logits_process import (
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from ..acceptance import RULES, Rule
+from ..acceptance.walk import Step, steps_of
+from ..decoding.forwards import Forwards
+from ..decoding.processing import TopP, share_processors
+from ..decoding.request import EXACT, Request
+from ..drafting.config import TreeConfig
+from ..drafting.join import join_drafts
+from ..drafting.sizing import Plan
+from ..drafting.text import Copies
+from ..drafting.tree import ORIGINS
+from ..heads.eagle import DraftHead
+from ..models.target import TargetModel
+from .buffers import BUCKET, Buffers, first_nodes
+from .capture import Pool
+from .join import packed, size_of
+from .programs import DraftSettings, WalkSettings, draft, join_copies, verify, walk_and_keep
+
+WARPERS = (TemperatureLogitsWarper, TopKLogitsWarper, TopP, TopPLogitsWarper, MinPLogitsWarper)  # may be captured
+SOME_THRESHOLD = 0.5  # of a rule in a program, which reads the thresholds of the rows
+LARGE = 4096  # capacities up to it are powers of 2, others multiples of it
+
+
+class Walked(NamedTuple):
+    """The result of a cycle for a row."""
+
+    steps: list[Step]
+    origins: Sequence[str | None]  # of each node, see `DraftTree.origin_names`
+    features: Tensor | None  # [A + 1, F] of the path, valid until the next captured cycle; None: there is no drafter
+    levels: int  # drafted
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the programs of a cycle depend on besides their shapes."""
+
+    tree: TreeConfig | None  # None: decoding is plain
+    copying: bool
+    draft: DraftSettings
+    walk: WalkSettings
+    weights: list[float]  # of the target's noise in drafts, of each row
+
+
+class Home:
+    """The storage of a pair of caches, with the buffers and programs that have its addresses.
+
+    Args:
+        forwards: while it exists, and has these caches, the storage is its own.
+    """
+
+    def __init__(self, forwards: Forwards) -> None:
+        self.owner = weakref.ref(forwards)
+        self.target, self.drafter = target, drafter = forwards.target, forwards.drafter
+        self.storages = storages_of(forwards)
+        for cache, storage in zip(forwards.caches, self.storages, strict=True):
+            if cache.batch == 1:  # a masked slot is read too: it must be finite
+                storage[..., cache.length :, :].zero_()
+        self.buffers: dict[tuple, Buffers] = {}
+        self.pool = Pool(target.output_device)
+        self.weights = weights_key(target, drafter)
+
+    def belongs_to(self, forwards: Forwards | None) -> bool:
+        return forwards is not None and self.owner() is forwards and all(
+            mine is theirs for mine, theirs in zip(self.storages, storages_of(forwards), strict=True))
+
+    @property
+    def free(self) -> bool:
+        return not self.belongs_to(self.owner())
+
+    def fits(self, room: int, draft_room: int, rows: int) -> bool:
+        """Whether its caches are large enough. Without a drafter `draft_room` is 0."""
+        rooms = [room, draft_room] if draft_room else [room]
+        return len(rooms) == len(self.storages) and all(
+            storage.shape[-2] >= each and storage.shape[2] >= rows for storage, each
+            in zip(self.storages, rooms, strict=True))
+
+    def buffers_of(self, rows: int, tree: TreeConfig, copying: bool) -> Buffers:
+        key = rows, tree, copying
+        if key not in self.buffers:
+            storages = [storage[:, :, :rows] for storage in self.storages]
+            self.buffers[key] = Buffers(self.target, self.drafter, storages, tree, copying)
+        return self.buffers[key]
+
+    def check_weights(self) -> None:
+        """Drop the programs if a weight was replaced or changed."""
+        if self.weights != (weights := weights_key(self.target, self.drafter)):
+            self.weights = weights
+            self.pool.clear()
+            self.buffers.clear()
+
+
+class CapturedCycles:
+    """Runs cycles of a pair as captured programs, where these compute the same: see `settings_of`.
+
+    Threads may share it, as caches, and with them buffers and programs, belong to one decoder at a time.
+    """
+
+    def __init__(self, target: TargetModel, drafter: DraftHead | None) -> None:
+        self.target, self.drafter = target, drafter
+        self._homes: list[Home] = []  # the most recently used last
+        self._lock = threading.Lock()
+
+    @staticmethod
+    def support(target: TargetModel, drafter: object) -> bool:
+        """Whether forwards of both models can be captured."""
+        fused = drafter is None or isinstance(drafter, DraftHead) and drafter.fused is not None
+        return target.fused is not None and fused and target.device == target.output_device
+
+    # Caches -------------------------------------------------------------------------------------------------------
+
+    def forwards(self, room: int, draft_room: int, rows: int) -> Forwards:
+        """`Forwards` with empty caches, if possible those of a decoder that is no longer used, with their programs.
+
+        Args:
+            room, draft_room: positions of each row in the target's and in the drafter's cache; 0: without a drafter.
+        """
+        with self._lock:
+            spare = (home for home in reversed(self._homes) if home.free and home.fits(room, draft_room, rows))
+            home = next(spare, None)
+            if home is None:
+                capacity = capacity_of(room)
+                capacities = [capacity, capacity + draft_room - room] if draft_room else [capacity]
+                return self._forwards(capacities, rows, [None, None])
+            forwards = self._forwards([each.shape[-2] for each in home.storages], home.storages[0].shape[2],
+                                      home.storages)
+            home.owner = weakref.ref(forwards)
+            storages_of(forwards)  # takes the spare ones
+            for cache in forwards.caches:
+                cache.rows = slice(0, rows)
+            return forwards
+
+    def _forwards(self, capacities: Sequence[int], batch: int, spares: Sequence[Tensor | None]) -> Forwards:
+        caches = [model.new_cache(capacity, batch, spare) for model, capacity, spare
+                  in zip((self.target, self.drafter), capacities, spares, strict=False)]
+        return Forwards(self.target, self.drafter if len(caches) > 1 else None, caches[0], *caches[1:] or [None])
+
+    def _home(self, forwards: Forwards) -> Home:
+        with self._lock:
+            home = next((each for each in self._homes if each.belongs_to(forwards)), None)
+            if home is None:
+                home = Home(forwards)
+                free = [each for each in self._homes if each.free]  # their memory may be needed
+                self._homes = [*(each for each in self._homes if each not in free[:-1]), home]
+            return home
+
+    def programs(self, forwards: Forwards) -> dict[str, Callable[[], None]]:
+        """The programs of the last cycle of these forwards, by name, to be timed any number of times."""
+        home = self._home(forwards)
+        latest: dict[str, Callable[[], None]] = {key[0]: program for key, program in home.pool.programs.items()}
+        before = [(buffers.lengths, buffers.lengths.clone()) for buffers in home.buffers.values()]
+        walk = latest["walk"]
+
+        def walk_again() -> None:
+            for lengths, saved in before:
+                lengths.copy_(saved)
+            walk()
+
+        return latest | {"walk": walk_again}
+
+    # A cycle ------------------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def step(
+        self, requests: Sequence[Request], forwards: Forwards, rules: Sequence[Rule], plan: Plan,
+        copies: Sequence[Copies | None],
+    ) -> list[Walked] | None:
+        """Run a cycle, up to the new lengths of the caches. None: it cannot be captured, and nothing was changed."""
+        device = self.target.output_device
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+            return self._step(requests, forwards, rules, plan, copies)
+
+    def _step(
+        self, requests: Sequence[Request], forwards: Forwards, rules: Sequence[Rule], plan: Plan,
+        copies: Sequence[Copies | None],
+    ) -> list[Walked] | None:
+        settings = settings_of(requests, rules, plan)
+        replaced = any("forward" in vars(model) for model in (self.target, self.drafter) if model is not None)
+        if settings is None or replaced or self.target.fused is None:
+            return None
+        if (settings.tree is None) != (forwards.drafter is None) or settings.tree is None and any(copies):
+            return None
+        home, lengths = self._home(forwards), forwards.cache.lengths
+        read = [] if forwards.draft_cache is None else forwards.draft_cache.lengths
+        key = len(requests), settings.tree, settings.copying
+        if not home.buffers_of(*key).holds(requests, lengths, read):
+            home.check_weights()
+        buffers = home.buffers_of(*key)
+        bucket = buffers.bucket(max(lengths) + buffers.most)
+        if not self._load(buffers, requests, lengths, read, settings.weights) or bucket is None:
+            buffers.owners = []
+            return None
+        drafts = settings.tree is not None
+        if drafts and buffers.ahead != settings.draft and not self._draft(home, buffers, settings, requests, read):
+            return None
+        nodes, steps, joined = buffers.nodes, buffers.path, any(copies)
+        if joined:
+            nodes, steps = buffers.most, self._join(home, buffers, copies, plan)
+        walk = replace(settings.walk, joined=joined)
+        if walk.budgeted:
+            buffers.upload(buffers.left, [request.remaining_budget for request in requests])
+        if walk.mixed:
+            buffers.upload(buffers.fuzzy, [rule != EXACT for rule in rules])
+        if walk.marked:
+            buffers.upload(buffers.inside, [request.rule_allowed for request in requests])
+        processors = requests[0].params.processors
+        home.pool.run(("verify", buffers.key, bucket, nodes), partial(verify, buffers, self.target, bucket, nodes))
+        home.pool.run(("walk", buffers.key, walk, nodes, steps),
+                      partial(walk_and_keep, buffers, self.target, walk, processors, nodes, steps))
+        table, shown = buffers.table(steps)
+        shown.copy_(table, non_blocking=True)
+        if joined:
+            buffers.shown_origins.copy_(buffers.origins, non_blocking=True)
+        done = torch.cuda.Event() if table.is_cuda else None
+        if done is not None:
+            done.record()
+        buffers.fed, buffers.ahead = steps, None
+        if drafts:
+            self._draft(home, buffers, settings, requests, lengths)
+        if done is not None:
+            done.synchronize()  # the only wait
+        origins = [[None, *[ORIGINS[0]] * (nodes - 1)]] * len(requests)
+        if joined:
+            origins = [[None if number < 0 else ORIGINS[number] for number in row]
+                        for row in buffers.shown_origins.tolist()]
+        return self._finish(buffers, forwards, lengths, read, shown, origins)
+
+    def _join(self, home: Home, buffers: Buffers, copies: Sequence[Copies | None], plan: Plan) -> int:
+        """Add copies to the trees; returns the steps of the longest path."""
+        size = size_of(copies)
+        if size is None or buffers.most > buffers.wide + size:  # on the host, which waits for the draft
+            wide = first_nodes(buffers.wide_tree, buffers.wide, buffers.config.depth, joined=False)
+            tree = join_drafts(wide, copies, plan)
+            buffers.store(tree)
+            return buffers.steps(tree.max_depth + 1)
+        *columns, deepest = packed(copies, size)
+        for buffer, values in zip(buffers.copies(size), columns, strict=True):
+            buffers.upload(buffer, values)
+        steps = buffers.steps(min(max(deepest, buffers.config.depth) + 1, buffers.most))
+        home.pool.run(("join", buffers.key, size, steps), partial(join_copies, buffers, size, steps))
+        return steps
+
+    def _load(
+        self, buffers: Buffers, requests: Sequence[Request], lengths: list[int], read: list[int], weights: list[float]
+    ) -> bool:
+        """Copy the rows into the buffers, if they are not there. False: a row has too many unread tokens."""
+        if weights != buffers.known_weights:
+            buffers.upload(buffers.weights, weights)
+            buffers.known_weights, buffers.ahead = weights, None
+        if buffers.holds(requests, lengths, read):
+            return True
+        if buffers.config is None:
+            buffers.upload(buffers.tree.tokens, [request.tokens[-1:] for request in requests])
+        elif not self._load_unread(buffers, requests, read):
+            return False
+        marks = [request.params.within or (-1, -1) for request in requests]
+        for buffer, values in (
+            (buffers.lengths, lengths), (buffers.seeds, [request.params.seed for request in requests]),
+            (buffers.temperatures, [request.params.temperature for request in requests]),
+            (buffers.threshold, [request.params.rule.threshold for request in requests]),
+            (buffers.opening, [opening for opening, _ in marks]), (buffers.closing, [closing for _, closing in marks]),
+        ):
+            buffers.upload(buffer, values)
+        buffers.owners, buffers.known = [weakref.ref(request) for request in requests], (lengths, read)
+        buffers.ahead = None
+        return True
+
+    def _load_unread(self, buffers: Buffers, requests: Sequence[Request], read: Sequence[int]) -> bool:
+        """Copy what the drafter has not processed. False: a row has too many such tokens."""
+        unread = [request.tokens[number + 1 :] for request, number in zip(requests, read, strict=True)]
+        fed = buffers.steps(max(map(len, unread)))
+        if fed is None:
+            return False
+        features = [request.features for request in requests]
+        if any(each is None or len(each) != len(tokens) for each, tokens in zip(features, unread, strict=True)):
+            return False
+        features = [each.clone() for each in features]  # possibly views of these buffers
+        for row, each in enumerate(features):
+            buffers.fed_features[row, : len(each)].copy_(each)
+        most = buffers.fed_tokens.shape[1]
+        buffers.upload(buffers.draft_lengths, read)
+        buffers.upload(buffers.counts, list(map(len, unread)))
+        buffers.upload(buffers.fed_tokens, [[*tokens, *[0] * (most - len(tokens))] for tokens in unread])
+        buffers.fed = fed
+        return True
+
+    def _draft(
+        self, home: Home, buffers: Buffers, settings: Settings, requests: Sequence[Request], read: Sequence[int]
+    ) -> bool:
+        """Launch a draft after rows with these numbers of positions in the drafter's cache. False: it has no room."""
+        bucket = buffers.draft_bucket(read)
+        if bucket is None:
+            return False
+        own = LogitsProcessorList(each for each in requests[0].params.processors if isinstance(each, WARPERS))
+        home.pool.run(
+            ("draft", buffers.key, settings.draft, bucket, buffers.fed),
+            partial(draft, buffers, self.target, self.drafter, settings.draft, own, bucket, buffers.fed))
+        buffers.ahead = settings.draft
+        return True
+
+    def _finish(
+        self, buffers: Buffers, forwards: Forwards, lengths: list[int], read: list[int], table: Tensor,
+        origins: Sequence[Sequence[str | None]],
+    ) -> list[Walked]:
+        """Read the table, and set the lengths of the caches."""
+        rows = table.tolist()
+        walks = steps_of([[step[:5] for step in row] for row in rows], [[step[5:] for step in row] for row in rows])
+        ends = [length + len(steps) for length, steps in zip(lengths, walks, strict=True)]
+        forwards.cache.commit(lengths, [range(*ends) for ends in zip(lengths, ends, strict=True)])
+        if forwards.draft_cache is not None:
+            forwards.draft_cache.commit(read, [range(*ends) for ends in zip(read, lengths, strict=True)])
+        buffers.known = ends, lengths if read else []
+        return [Walked(steps, origins[row], buffers.fed_features[row, : len(steps)] if read else None,
+                       buffers.config.depth if read else 0)
+                for row, steps in enumerate(walks)]
+
+
+def settings_of(requests: Sequence[Request], rules: Sequence[Rule], plan: Plan) -> Settings | None:
+    """The settings of a cycle's programs; None: it cannot be captured, or its rows need different programs."""
+    first, params = requests[0].params, [request.params for request in requests]
+    if plan.limits_nodes or any(each.top_logprobs or plan.tree and not each.speculative for each in params):
+        return None
+    if not share_processors(requests) or not all(type(each) in WARPERS for each in first.processors):
+        return None
+    if any(type(rule) not in RULES.values() or rule.mixes_draft or each.greedy != first.greedy
+           for rule, each in zip(rules, params, strict=True)):
+        return None
+    own = {EXACT if rule == EXACT else replace(rule, threshold=SOME_THRESHOLD) for rule in rules}
+    rule = next((rule for rule in own if rule != EXACT), EXACT)
+    if own - {rule, EXACT}:
+        return None
+    weights = [each.noise_weight(rule) if plan.tree else 0.0 for each, rule in zip(params, rules, strict=True)]
+    if any(weights) and not all(weights):
+        return None
+    key = first.processors_key if first.processors else None
+    walk = WalkSettings(rule, first.greedy, key, len(own) > 1, any(each.budget is not None for each in params),
+                        any(each.within is not None for each in params), joined=False)
+    coupled = any(weights)
+    drafted = DraftSettings(coupled, not rule.is_lossless(first.greedy), key if coupled else None)
+    copying = plan.tree is not None and any(request.copying for request in requests)
+    return Settings(plan.tree, copying, drafted, walk, weights)
+
+
+def storages_of(forwards: Forwards) -> list[Tensor]:  # [layers, 2, B, H, C, D]
+    """The storage of the target's and of the drafter's cache."""
+    models = [(forwards.target, forwards.target.fused.layers[0])]
+    if forwards.drafter is not None:
+        models.append((forwards.drafter, forwards.drafter.fused[0]))
+    return [cache.storage(layer.key_heads, layer.size, torch.empty(0, dtype=model.dtype, device=model.device))
+            for cache, (model, layer) in zip(forwards.caches, models, strict=True)]
+
+
+def capacity_of(room: int) -> int:
+    """The capacity of new caches, so that they serve later requests too."""
+    return max(BUCKET, 1 << (room - 1).bit_length()) if room <= LARGE else -(-room // LARGE) * LARGE
+
+
+def weights_key(target: TargetModel, drafter: DraftHead | None) -> tuple:
+    """Changes with the weights of both models."""
+    tensors = [*target.model.parameters()]
+    if drafter is not None:
+        tensors += [*drafter.parameters(), *drafter.buffers()]
+        tensors += [] if drafter.output_rows is None else [drafter.output_rows.layer.weight]
+    return (target.layers, *((each.data_ptr(), 0 if each.is_inference() else each._version) for each in tensors))

@@ -1,0 +1,198 @@
+"""The programs of a cycle: functions of fixed shapes, from buffers to buffers. None waits for the device.
+
+A cycle is draft, verify, walk and keep; after the draft, copies may join the trees. A draft may run again with the same
+result: what it reads changes when the walk keeps a path.
+
+R rows, N tree nodes, P steps of a path, T positions that the drafter has not processed, K nodes of a level, M slots of
+a bucket, V vocabulary of the target, D size of the drafter's states.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from transformers import LogitsProcessorList
+
+from ..acceptance import Rule
+from ..acceptance.walk import Permission, Within, descend, emitted
+from ..drafting.coupling import Coupling
+from ..drafting.growth import grow, rerank
+from ..drafting.noise import gumbel_noise
+from ..drafting.tree import DraftTree
+from ..heads.eagle import DraftHead
+from ..models.cache import BucketCache
+from ..models.fused import attention_over
+from ..models.masks import additive
+from ..models.target import TargetModel
+from .buffers import Buffers, first_nodes, store_tree
+from .join import join
+
+
+@dataclass(frozen=True)
+class DraftSettings:
+    """What a draft depends on besides its shapes.
+
+    Args:
+        processors_key: of the warpers by which drafts are coupled to the target's draws; see `RequestParams`.
+        coupled: whether they are. keeps_logits: whether the rule reads the drafter's logits.
+    """
+
+    coupled: bool
+    keeps_logits: bool
+    processors_key: object
+
+
+@dataclass(frozen=True)
+class WalkSettings:
+    """What a walk depends on besides its shapes.
+
+    Args:
+        rule: its threshold is ignored, unless it is lossless.
+        mixed: whether some rows are exact, though the rule is not.
+        budgeted, marked: whether a row has a budget, or marks between which the rule applies.
+        joined: whether copies may be in the trees.
+    """
+
+    rule: Rule
+    greedy: bool
+    processors_key: object
+    mixed: bool
+    budgeted: bool
+    marked: bool
+    joined: bool
+
+
+class LevelSlots:
+    """`LevelKeys` in the slots after each row's text.
+
+    Args:
+        base: [R] long, positions of the text. k: nodes of a level. bucket: M.
+    """
+
+    def __init__(self, base: Tensor, k: int, bucket: int) -> None:
+        self.columns = torch.arange(bucket, device=base.device)
+        self.own = base[:, None] + torch.arange(k, device=base.device)  # [R, K], the level's slots
+        self.positions = base[:, None].expand(-1, k)
+        self.visible = (self.columns < base[:, None])[:, None] | self._itself()  # [R, K, M]
+
+    def _itself(self) -> Tensor:
+        return self.columns == self.own[..., None]
+
+    def descend(self, parents: Tensor) -> None:
+        self.positions, self.own = self.positions + 1, self.own + self.own.shape[1]
+        self.visible = self.visible.gather(1, parents[..., None].expand_as(self.visible)) | self._itself()
+
+
+def draft(
+    buffers: Buffers, target: TargetModel, drafter: DraftHead, settings: DraftSettings, warpers: LogitsProcessorList,
+    bucket: int, unread: int,
+) -> None:
+    """The drafter reads the accepted tokens, of which there are at most `unread`, and grows and ranks the trees."""
+    tokens, read = buffers.fed_tokens[:, :unread], buffers.draft_lengths
+    cache = BucketCache(buffers.draft_storage, read, bucket)
+    positions = read[:, None] + torch.arange(unread, device=read.device)  # [R, T]
+    visible = torch.arange(bucket, device=read.device) <= positions[..., None]  # [R, T, M]
+    states = drafter.predict(drafter.read(buffers.fed_features[:, :unread]), tokens, positions, visible, cache)
+    last = buffers.counts[:, None] - 1
+    root, state = tokens.gather(1, last)[:, 0], states.gather(1, last[..., None].expand(-1, -1, states.shape[-1]))
+    cache.start = base = read + buffers.counts
+    coupling = None
+    if settings.coupled:
+        named = drafter.draft_vocab_size if buffers.draft_tokens is None else buffers.draft_tokens
+        coupling = Coupling(buffers.seeds, base, buffers.temperatures, buffers.weights, [warpers] * len(base), named)
+    config = buffers.config
+    scored, depth, logits = grow(
+        drafter, target, state, root, LevelSlots(base, config.top_k, bucket), cache, config, coupling)
+    store_tree(buffers.tree, rerank(*scored, depth, config))
+    if buffers.wide:
+        store_tree(buffers.wide_tree, rerank(*scored, depth, config, buffers.wide))
+    if settings.keeps_logits:
+        for mine, level in zip(buffers.draft_logits(), logits, strict=True):
+            mine.copy_(level)
+
+
+def join_copies(buffers: Buffers, size: int, steps: int) -> None:
+    """Copies, at most `size` in a row, join the trees, whose paths have at most this many steps."""
+    levels = buffers.config.depth
+    wide = first_nodes(buffers.wide_tree, buffers.wide, levels, joined=False)
+    tree = join(wide, *buffers.copies(size), buffers.most, levels, steps - 1)
+    store_tree(buffers.tree, tree)
+    buffers.origins.copy_(tree.origins.masked_fill(tree.depths == 0, -1))
+
+
+def verify(buffers: Buffers, target: TargetModel, bucket: int, nodes: int) -> None:
+    """The target's features of the trees; keys and values go to the slots after each row's text."""
+    fused, tree = target.fused, first_nodes(buffers.tree, nodes, 0, joined=False)
+    first, like = fused.layers[0], fused.decoder.embed_tokens.weight
+    lengths = buffers.lengths[:, None]
+    positions = tree.depths + lengths
+    if target.max_positions is not None:
+        positions = positions.clamp_max(target.max_positions - 1)  # see `TargetModel.verify`
+    after = (torch.arange(bucket, device=lengths.device) - lengths)[:, None].expand(-1, nodes, -1)  # [R, N, M]
+    visible = (after < nodes) & tree.ancestors.gather(2, after.clamp(0, nodes - 1)) | (after < 0)
+    cache = BucketCache(buffers.storage, buffers.lengths, bucket)
+    attend = attention_over(additive(visible, like.dtype), False, first.heads // first.key_heads)
+    rotation = fused.rotary(positions, 0, nodes, cache.capacity, like)
+    new_states, cached = cache.append(nodes, first.key_heads, first.size, like)
+    features = fused.compute(tree.tokens, rotation, attend, new_states, cached, target.layers)
+    buffers.features[:, :nodes].copy_(features)
+
+
+@dataclass
+class Verified:
+    """`acceptance.walk.Verified` of buffers."""
+
+    tree: DraftTree
+    draft: Sequence[Tensor]
+    draft_tokens: Tensor | None
+    raw: Tensor
+    greedy: bool
+    processors: LogitsProcessorList
+    seeds: Tensor  # [R]
+    lengths: Tensor  # [R]
+    errors: dict[int, Exception] = field(default_factory=dict)
+
+    def warp(self, raw: Tensor, node: Tensor, path: Sequence[Tensor], going: Tensor) -> Tensor:
+        return self.processors(None, raw.clone()) if self.processors else raw
+
+    def noise(self, depth: int) -> Tensor | None:
+        if self.greedy:
+            return None
+        return gumbel_noise(self.seeds, self.lengths[:, None] + depth + 1, self.raw.shape[-1])[:, 0]
+
+
+def walk_and_keep(
+    buffers: Buffers, target: TargetModel, settings: WalkSettings, processors: LogitsProcessorList, nodes: int,
+    steps: int,
+) -> None:
+    """Walk down the trees, keep the paths in the target's cache, and feed them to the drafter's next read. The steps
+    are the rows of the table."""
+    features, lengths = buffers.features[:, :nodes], buffers.lengths
+    tree = first_nodes(buffers.tree, nodes, steps - 1, joined=settings.joined)
+    lossless = settings.rule.is_lossless(settings.greedy)
+    verified = Verified(tree, () if lossless else buffers.draft_logits(), buffers.draft_tokens,
+                        target.logits(features), settings.greedy, processors, buffers.seeds, lengths)
+    permission = Permission(
+        buffers.threshold, buffers.left if settings.budgeted else None,
+        Within(buffers.inside, buffers.opening, buffers.closing) if settings.marked else None,
+        buffers.fuzzy if settings.mixed else None)
+    walked = descend(settings.rule, verified, permission, steps)
+    integers, numbers, _ = emitted(walked, permission.cut(walked.going.sum(1)), verified.raw)
+    node, token, count = integers[..., 0], integers[..., 1], integers[..., 4].sum(1)
+
+    # The first `count` slots of the path are kept; what is written after them is stale.
+    ahead, rows = torch.arange(steps, device=lengths.device), torch.arange(len(lengths), device=lengths.device)[:, None]
+    kept = buffers.storage[:, :, rows, :, lengths[:, None] + node]  # [R, P, layers, 2, H, D]
+    buffers.storage[:, :, rows, :, lengths[:, None] + ahead] = kept
+    if buffers.config is None:
+        buffers.tree.tokens.copy_(token)  # the next root
+    else:
+        buffers.fed_tokens[:, :steps].copy_(token)
+        buffers.fed_features[:, :steps].copy_(features.gather(1, node[..., None].expand(-1, -1, features.shape[-1])))
+        buffers.draft_lengths.copy_(lengths)
+        buffers.counts.copy_(count)
+    lengths.add_(count)
+    buffers.table(steps)[0].copy_(torch.cat([integers.double(), numbers], -1))

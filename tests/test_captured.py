@@ -1,0 +1,314 @@
+"""Cycles of fixed shapes, as CUDA graphs replay them: without a graph, and on tensors without data, as if on CUDA."""
+
+import json
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from fake_cuda import CUDA, Graph, Operations, fake_cuda, move
+from test_engine import TREE as ENGINE_TREE
+from test_engine import alone, assert_as_alone, request
+from test_oracle import ORACLE
+from tiny import NAMED, PROMPT, PROMPTS, random_head, tiny_head, tiny_pair, tiny_target, tiny_tokenizer
+from transformers import AutoModelForCausalLM
+
+import eagle_fsd
+from eagle_fsd import EagleModel, Session, TextDrafts, TreeConfig
+from eagle_fsd.acceptance import Nodes
+from eagle_fsd.acceptance.divergence import _other_tokens
+from eagle_fsd.captured import buffers as captured_buffers
+from eagle_fsd.captured import join as captured_join
+from eagle_fsd.captured.buffers import Buffers
+from eagle_fsd.captured.capture import Program
+from eagle_fsd.captured.cycle import CapturedCycles, settings_of
+from eagle_fsd.captured.programs import draft, join_copies, verify, walk_and_keep
+from eagle_fsd.decoding.decoder import Decoder
+from eagle_fsd.decoding.request import Request, RequestParams
+from eagle_fsd.drafting.sizing import Choice, Drafting
+from eagle_fsd.options import GenerateOptions
+from eagle_fsd.requests import make_requests
+
+TREE = TreeConfig(12, 3, 3)
+RULES = {
+    "exact": {}, "fsd": {"acceptance": "fsd", "threshold": 0.3}, "typical": {"acceptance": "typical", "threshold": 0.3},
+    "relaxed": {"acceptance": "relaxed", "threshold": 2.0}, "lenience": {"acceptance": "lenience", "threshold": 1.0},
+    "fsd_paper": {"acceptance": "fsd_paper", "threshold": 0.4},
+    "js_top8": {"acceptance": "fsd", "threshold": 0.3, "divergence": "js_top8", "head_guard": None},
+}
+DRAWS = {"greedy": {}, "sampled": {"temperature": 0.8, "seed": 3, "top_k": 20, "top_p": 0.9, "min_p": 0.01}}
+
+
+def limited():
+    target = tiny_target()
+    head = tiny_head(target)
+    head.limit_vocabulary(torch.tensor(NAMED))
+    return EagleModel.from_parts(target, head)
+
+
+def eagle3(named=None):
+    options = {"eagle_aux_hidden_state_layer_ids": [0, 1, 3]}
+    return EagleModel.from_parts(tiny_target(num_hidden_layers=4), random_head(named, **options))
+
+
+PAIRS = {"EAGLE-2": tiny_pair, "reduced": limited, "EAGLE-3": eagle3, "EAGLE-3, reduced": lambda: eagle3(NAMED)}
+
+
+@pytest.fixture(autouse=True)
+def small_buckets(monkeypatch):
+    """Texts of the tests cross the borders of buckets."""
+    monkeypatch.setattr(captured_buffers, "BUCKET", 32)
+    monkeypatch.setattr(captured_buffers, "ALIGNED", 8)
+
+
+def capturing(pair: EagleModel) -> EagleModel:
+    pair.captured = CapturedCycles(pair.target, pair.draft)
+    pair.captured.taken = []  # whether each cycle was captured
+    step = pair.captured.step
+
+    def spy(*args):
+        walked = step(*args)
+        pair.captured.taken.append(walked is not None)
+        return walked
+
+    pair.captured.step = spy
+    return pair
+
+
+def assert_equal(found, expected):
+    """Tokens, accepted lengths and receipts; numbers up to rounding, as a bucket has more keys than the text."""
+    for mine, theirs in zip(found, expected, strict=True):
+        for name in ("token_ids", "finish_reason"):
+            assert getattr(mine, name) == getattr(theirs, name)
+        for name in ("accepted_lengths", "proposed", "accepted", "exact_from", "exact_because", "undrafted"):
+            assert getattr(mine.stats, name) == getattr(theirs.stats, name)
+        for one, other in zip(mine.receipts, theirs.receipts, strict=True):
+            assert one._replace(logprob=0, regret=0, divergence=0) == other._replace(logprob=0, regret=0, divergence=0)
+            assert one.divergence == other.divergence or one.divergence == pytest.approx(other.divergence, abs=1e-4)
+            assert (one.logprob, one.regret) == pytest.approx((other.logprob, other.regret), abs=1e-4)
+
+
+def both(pair, prompts, **options):
+    """The outputs of the captured path, which must be those of the dynamic one."""
+    options = {"max_new_tokens": 24, "tree": TREE, "text_drafts": "off"} | options
+    expected = eagle_fsd.generate(prompts, pair, **options)
+    found = eagle_fsd.generate(prompts, capturing(pair), **options)
+    assert_equal(found, expected)
+    return found
+
+
+@pytest.mark.parametrize("draw", DRAWS)
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("kind", PAIRS)
+def test_the_programs_compute_the_cycle(kind, rule, draw):
+    pair = PAIRS[kind]()
+    outputs = both(pair, PROMPTS[:1], **RULES[rule], **DRAWS[draw])
+    assert all(pair.captured.taken) and len(pair.captured.taken) == len(outputs[0].stats.accepted_lengths)
+
+
+@pytest.mark.parametrize("options", [
+    {}, RULES["fsd"], RULES["fsd"] | {"budget": 3.0}, RULES["relaxed"] | {"fuzzy_within": (5, 8)},
+    DRAWS["sampled"] | RULES["fsd"] | {"seed": [1, 2, 3, 4, 5]}, {"text_drafts": "auto"},
+    {"text_drafts": "auto", "stop_token_ids": [9]} | RULES["fsd"], {"temperature": 1.0, "seed": 1},
+], ids=str)
+def test_rows_of_unequal_length_that_end_at_different_times(options):
+    pair = tiny_pair()
+    both(pair, PROMPTS, max_new_tokens=60, **options)
+    assert all(pair.captured.taken)
+
+
+@pytest.mark.parametrize("sizes", [(64, 256), ()], ids=["on the device", "on the host"])
+def test_many_copies_on_trees_with_few_nodes(sizes, monkeypatch):
+    monkeypatch.setattr(captured_join, "SIZES", sizes)  # more copies join on the host
+    pair = tiny_pair()
+    both(pair, PROMPTS, max_new_tokens=60, text_drafts=TextDrafts(256, 12), tree=TreeConfig(40, 2, 3))
+    programs = {key[0] for home in pair.captured._homes for key in home.pool.programs}
+    assert ("join" in programs) == bool(sizes) and all(pair.captured.taken)
+
+
+@pytest.mark.parametrize("options", [{}, DRAWS["sampled"], {"budget": 2.0} | RULES["relaxed"]], ids=str)
+def test_plain_decoding(options):
+    pair = tiny_pair()
+    both(pair, PROMPTS, max_new_tokens=40, speculative=False, **options)
+    assert all(pair.captured.taken)
+
+
+@pytest.mark.parametrize("limit", [40, 49])
+def test_texts_up_to_the_last_position(limit):
+    both(tiny_pair(max_position_embeddings=limit), PROMPTS, max_new_tokens=50)
+
+
+def test_a_chat_changes_between_both_paths():
+    """A session grows its caches; processors of one turn cannot be captured; rows of one beginning are kept."""
+    pair, outputs = tiny_pair(), []
+    for _ in range(2):
+        session, prompt = Session(), list(PROMPT)
+        for penalty in (1.0, 1.0, 1.3, 1.0):
+            out = eagle_fsd.generate(prompt, pair, session=session, max_new_tokens=20, tree=TREE, text_drafts="off",
+                                     repetition_penalty=penalty)
+            outputs.append(out)
+            prompt = [*prompt, *out.token_ids, 3, 4]
+        pair = capturing(pair) if pair.captured is None else pair
+    assert_equal(outputs[4:], outputs[:4])
+    assert any(pair.captured.taken) and not all(pair.captured.taken)
+
+
+def test_requests_of_an_engine_that_join_and_leave():
+    pair = capturing(tiny_pair(tokenizer=tiny_tokenizer()))
+    with eagle_fsd.Engine(pair, max_rows=3, tree=ENGINE_TREE) as engine:
+        tickets = {number: engine.submit(request(number)[0], **request(number)[1])
+                   for number in [*range(0, 90, 15), *range(7, 97, 15), *range(15)]}  # first of equal options
+        for number, ticket in tickets.items():
+            assert_as_alone(ticket.result(), alone(number))
+    assert len(pair.captured.taken) > sum(pair.captured.taken) > 5
+
+
+def test_later_requests_use_the_same_caches_and_programs_unless_weights_changed():
+    pair = capturing(tiny_pair())
+    pools = []
+    for change in (False, False, True):
+        if change:
+            with torch.no_grad():
+                pair.target.lm_head.weight.mul_(2)
+        eagle_fsd.generate(PROMPT, pair, max_new_tokens=9, tree=TREE, text_drafts="off")
+        (home,) = pair.captured._homes
+        pools.append(set(home.pool.programs.values()))
+    assert pools[0] == pools[1] and not pools[1] & pools[2]
+
+
+@pytest.mark.parametrize("setting", [0, 1])
+@torch.inference_mode()
+def test_the_recorded_runs(setting):
+    target = AutoModelForCausalLM.from_pretrained(ORACLE / "target").eval()
+    pair = EagleModel.from_parts(target, eagle_fsd.load_head(ORACLE / "head"))
+    captured = capturing(pair).captured
+    for prompt in json.loads((ORACLE / "expected.json").read_text())["prompts"]:
+        run = prompt["runs"][setting]
+        tree = TreeConfig(run["total_token"], run["depth"] + 1, run["top_k"])
+        asked = Request(prompt["prompt_ids"], RequestParams(max_new_tokens=200))
+        decoder = Decoder(pair.target, pair.draft, [asked], Drafting(Choice(tree)), captured=captured)
+        decoder.prefill()
+        for _ in run["accept_lengths"]:
+            decoder.step()
+        assert asked.answer[: len(prompt["greedy_ids"])] == prompt["greedy_ids"]
+        assert asked.stats.accepted_lengths == run["accept_lengths"]
+    assert all(captured.taken)
+
+
+@pytest.mark.parametrize("draw", DRAWS)
+@pytest.mark.parametrize("kind, rule", [("EAGLE-2", "exact"), ("reduced", "fsd"), ("EAGLE-3", "relaxed"),
+                                        ("EAGLE-3, reduced", "js_top8")])
+def test_programs_replayed_operation_by_operation(kind, rule, draw, monkeypatch):
+    """Nothing that the host knows in the first call of a program may be part of it."""
+    replayed = []
+
+    def call(program):
+        if not hasattr(program, "recorded"):
+            program.recorded = Graph()
+            with program.recorded:
+                program.function()
+        else:
+            replayed.append(program.recorded.replay())
+
+    monkeypatch.setattr(Program, "__call__", call)
+    monkeypatch.setattr(Nodes, "known_empty", lambda self, columns: False)  # the choice of a CPU
+    both(PAIRS[kind](), PROMPTS, max_new_tokens=60, text_drafts="auto", **RULES[rule] | DRAWS[draw])
+    assert len(replayed) > 20
+
+
+# On a device ------------------------------------------------------------------------------------------------------
+
+
+def on_cuda(pair, **options):
+    return EagleModel.from_parts(pair.target.model.cuda(), pair.draft, **options)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("draw", DRAWS)
+@pytest.mark.parametrize("kind, rules", [("EAGLE-2", ["exact", "fsd"]), ("reduced", ["fsd"]), ("EAGLE-3", ["fsd"]),
+                                         ("EAGLE-3, reduced", [*RULES])], ids=str)
+def test_graphs_compute_the_same(kind, rules, draw):
+    eager, graphs = on_cuda(PAIRS[kind](), cuda_graphs=False), on_cuda(PAIRS[kind]())
+    assert eager.captured is None
+    for rule in rules:
+        options = {"max_new_tokens": 40, "tree": TREE, "text_drafts": "auto"} | RULES[rule] | DRAWS[draw]
+        expected = eagle_fsd.generate(PROMPTS, eager, **options)
+        for _ in range(2):  # the second time from the graphs of the first
+            assert_equal(eagle_fsd.generate(PROMPTS, graphs, **options), expected)
+    (home,) = graphs.captured._homes
+    assert home.pool.failed is None and all(program.graph is not None for program in home.pool.programs.values())
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("draw", DRAWS)
+@torch.inference_mode()
+def test_the_host_waits_for_an_event_alone(draw, monkeypatch):
+    monkeypatch.setattr(captured_buffers, "BUCKET", 512)
+    pair = on_cuda(tiny_pair(max_position_embeddings=512))
+    options = {"max_new_tokens": 300, "text_drafts": "off", "ignore_eos": True, "fuzzy_within": (5, 8)}
+    options = GenerateOptions.from_names(options | RULES["fsd"] | DRAWS[draw])
+    requests = make_requests(pair, PROMPTS, options)
+    decoder = Decoder(pair.target, pair.draft, requests, Drafting(Choice(TREE)), captured=pair.captured)
+    decoder.prefill()
+    for cycle in range(12):
+        torch.cuda.set_sync_debug_mode("error" if cycle > 3 else "default")
+        try:
+            decoder.step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert all(len(request.receipts) > 12 for request in requests)
+
+
+# On a device without data ---------------------------------------------------------------------------------------
+
+
+SMALL = TreeConfig(5, 2, 2)
+
+
+def programs_of(pair, rows, draw, rule):
+    """The three programs, from a pair and buffers on CUDA."""
+    target, head = pair.target, pair.draft
+    for module in (target.model, head, *([head.output_rows.layer] if head.output_rows else [])):
+        move(module)
+    storages = [torch.zeros(count, 2, rows, layer.key_heads, 32, layer.size, device=CUDA)
+                for count, layer in ((len(target.fused.layers), target.fused.layers[0]), (1, head.fused[0]))]
+    buffers = Buffers(target, head, storages, SMALL, True)
+    options = GenerateOptions.from_names({"max_new_tokens": 9, "text_drafts": "off"} | draw | rule)
+    requests = make_requests(pair, PROMPTS[:rows], options)
+    settings = settings_of(requests, [request.params.rule for request in requests], Drafting(Choice(SMALL)).next())
+    if head.draft_tokens is not None:
+        _other_tokens(buffers.draft_tokens, target.vocab_size)
+    processors, walk = requests[0].params.processors, replace(settings.walk, mixed=True, budgeted=True, marked=True,
+                                                         joined=True)
+    return (partial(draft, buffers, target, head, settings.draft, processors, 32, buffers.path),
+            partial(join_copies, buffers, 64, buffers.path),
+            partial(verify, buffers, target, 32, buffers.most),
+            partial(walk_and_keep, buffers, target, walk, processors, buffers.most, buffers.path))
+
+
+@pytest.mark.parametrize("draw", DRAWS)
+@pytest.mark.parametrize("kind, rows, rules", [("EAGLE-2", 1, ["exact"]), ("reduced", 4, ["fsd"]),
+                                               ("EAGLE-3", 1, ["fsd"]), ("EAGLE-3, reduced", 4, [*RULES])], ids=str)
+def test_programs_neither_wait_nor_move_data_nor_change_shapes(kind, rows, rules, draw):
+    pair = PAIRS[kind]()
+    with fake_cuda():
+        for rule in rules:
+            programs = programs_of(pair, rows, DRAWS[draw], RULES[rule])[3 if rule != rules[0] else 0 :]
+            for program in programs:  # norms and rotary tables are cached in the first cycle
+                program()
+            cycles = []
+            for _ in range(2):
+                with Operations() as operations:
+                    for program in programs:
+                        program()
+                cycles.append(operations.seen)
+            assert cycles[0] == cycles[1]
+
+
+def test_the_checks_find_what_cannot_be_captured():
+    with fake_cuda(), Operations():
+        numbers = torch.zeros(3, device=CUDA)
+        for wrong in (lambda: numbers.tolist(), lambda: bool(numbers.any()), lambda: numbers[numbers > 0],
+                      lambda: numbers + torch.ones(3), lambda: numbers.cpu(), lambda: torch.tensor([1.0], device=CUDA)):
+            with pytest.raises((AssertionError, RuntimeError)):
+                wrong()
