@@ -244,6 +244,8 @@ def captured_parts(model: EagleModel, args: ForwardsArguments) -> Iterator[dict]
         if vocabulary:
             model.draft.limit_vocabulary(torch.arange(vocabulary))
             pair, words = EagleModel.from_parts(model.target.model, model.draft), f", {vocabulary} tokens drafted"
+            if pair.target.device.type == "cuda":
+                pair.prepack()
         captured = CapturedCycles(pair.target, pair.draft)
         for rows, nodes in itertools.product(args.rows, args.nodes):
             for name, options in map(parse_setting, args.settings[: 1 if nodes == 1 else None]):

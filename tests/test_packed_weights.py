@@ -93,6 +93,10 @@ def test_stacked_weights_are_one_product(bias, monkeypatch):
             name: value.shape for name, value in stock.state_dict().items()}
 
     check(2 if bias == (True, False) else 1)
+    place, joined = module[0].weight.data_ptr(), Joined((module, "0"), (module, "1"))
+    joined.stack()  # once more, for another pair with the same target
+    check(2 if bias == (True, False) else 1)
+    assert module[0].weight.data_ptr() == place
     for layer in (module[0], stock[0]):
         layer.weight.mul_(2)  # in place: still one product
     check(2 if bias == (True, False) else 1)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -15,6 +17,19 @@ from torch.utils._pytree import tree_leaves
 log = logging.getLogger(__name__)
 _capturing = threading.Lock()
 MOST_PROGRAMS = 64  # graphs of one pair of caches; a graph of an 8B model takes some MB besides the shared pool
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Keep the garbage collector from freeing a graph, which would invalidate the capture of another."""
+    enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 class Inputs(TorchDispatchMode):
@@ -61,7 +76,7 @@ class Program:
         try:
             # Other threads, such as those of a server, may use the device during a capture.
             options = {"stream": self.pool.stream, "pool": self.pool.handle(), "capture_error_mode": "thread_local"}
-            with _capturing, torch.cuda.graph(graph, **options), inputs:
+            with _capturing, uncollected(), torch.cuda.graph(graph, **options), inputs:
                 self.function()
         except Exception as error:  # a kernel can raise any exception
             self.pool.failed = error

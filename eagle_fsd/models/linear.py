@@ -289,14 +289,8 @@ class Joined:
         kinds = {(layer.weight.dtype, layer.weight.device, layer.bias is None) for layer in layers}
         if len(layers) == 1 or len(kinds) > 1:
             return
-        weight = torch.cat([layer.weight for layer in layers])
-        bias = None if layers[0].bias is None else torch.cat([layer.bias for layer in layers])
-        sizes = [layer.out_features for layer in layers]
-        for number, layer in enumerate(layers):
-            layer.weight.data = weight.split(sizes)[number]
-            if bias is not None:
-                layer.bias.data = bias.split(sizes)[number]
-        self.stacked = weight, bias
+        weight = _stacked([layer.weight for layer in layers])
+        self.stacked = weight, None if layers[0].bias is None else _stacked([layer.bias for layer in layers])
 
     def _shares(self, layers: Sequence[nn.Module]) -> bool:
         """Whether the layers' weights are still the parts of `stacked`."""
@@ -307,6 +301,19 @@ class Joined:
                 return False
             starts = [start + each.nbytes for start, each in zip(starts, own, strict=True)]
         return True
+
+
+def _stacked(parts: Sequence[nn.Parameter]) -> Tensor:
+    """One tensor of which the parts are views from now on, if they are not already."""
+    first, end = parts[0].detach(), parts[0].data_ptr()
+    for part in parts:
+        if part.untyped_storage().data_ptr() != first.untyped_storage().data_ptr() or part.data_ptr() != end:
+            whole = torch.cat([part.detach() for part in parts])
+            for part, view in zip(parts, whole.split([len(part) for part in parts]), strict=True):
+                part.data = view
+            return whole
+        end += part.nbytes
+    return first.as_strided((sum(map(len, parts)), *first.shape[1:]), first.stride())
 
 
 def pack_linears(
