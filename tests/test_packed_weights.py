@@ -32,6 +32,7 @@ from eagle_fsd.models.linear import (
     pack_linears,
     packed_form,
 )
+from eagle_fsd.models.loading import load_target
 from eagle_fsd.models.memory import MappedFiles
 from eagle_fsd.pair import EagleModel
 
@@ -378,13 +379,13 @@ class TestFloat32OverWeightsOf16Bits:
         monkeypatch.setenv("EAGLE_FSD_CACHE", str(tmp_path / "cache"))
         target, head = self.saved(tmp_path, torch.bfloat16, family)
         options = {"device": "cpu", "tree": None, "dtype": "float32", "quantization": "int8"}
-        stored, load = [], eagle_fsd.models.loading.load_target
+        stored, load = [], load_target
         monkeypatch.setattr("eagle_fsd.models.loading.load_target",
                             lambda *names, dtype, **rest: stored.append(dtype) or load(*names, dtype=dtype, **rest))
         first = eagle_fsd.load(target, head, **options)
         (file,) = (tmp_path / "cache" / "checked").iterdir()
         with monkeypatch.context() as context:
-            context.setattr("eagle_fsd.models.target.TargetModel._model_logits", lambda _: pytest.fail("checked again"))
+            context.setattr("eagle_fsd.models.target.TreeCheck", lambda *_, **__: pytest.fail("checked again"))
             pair = eagle_fsd.load(target, head, **options)
         assert stored == [torch.bfloat16] * 2 and pair.target.dtype == pair.target.model.dtype == torch.float32
         assert {weight.dtype for weight in pair.target.model.parameters()} == {torch.float32}
