@@ -1,5 +1,6 @@
-"""A CUDA device without data or hardware: `FakeTensorMode`, and a mode that forbids what a CUDA graph cannot replay. And
-a graph without CUDA, which repeats operations on the same addresses.
+"""A CUDA device without data or hardware: `FakeTensorMode`, and a mode that forbids what a CUDA graph cannot replay.
+
+And a graph without CUDA, which repeats operations on the same addresses.
 """
 
 import contextlib

@@ -23,7 +23,9 @@ from ..drafting.growth import grow, rerank
 from ..drafting.noise import gumbel_noise
 from ..drafting.tree import DraftTree
 from ..heads.eagle import DraftHead
+from ..models.attention import tree_attention
 from ..models.cache import BucketCache
+from ..models.flash import flash_for
 from ..models.fused import attention_over
 from ..models.masks import additive
 from ..models.target import TargetModel
@@ -131,10 +133,13 @@ def verify(buffers: Buffers, target: TargetModel, bucket: int, nodes: int) -> No
     positions = tree.depths + lengths
     if target.max_positions is not None:
         positions = positions.clamp_max(target.max_positions - 1)  # see `TargetModel.verify`
-    after = (torch.arange(bucket, device=lengths.device) - lengths)[:, None].expand(-1, nodes, -1)  # [R, N, M]
-    visible = (after < nodes) & tree.ancestors.gather(2, after.clamp(0, nodes - 1)) | (after < 0)
     cache = BucketCache(buffers.storage, buffers.lengths, bucket)
-    attend = attention_over(additive(visible, like.dtype), False, first.heads // first.key_heads)
+    if flash_for(sample := like.new_empty(0, first.size), sample) is not None:
+        attend = tree_attention(buffers.lengths, tree.ancestors, like.dtype)
+    else:
+        after = (torch.arange(bucket, device=lengths.device) - lengths)[:, None].expand(-1, nodes, -1)  # [R, N, M]
+        visible = (after < nodes) & tree.ancestors.gather(2, after.clamp(0, nodes - 1)) | (after < 0)
+        attend = attention_over(additive(visible, like.dtype), False, first.heads // first.key_heads)
     rotation = fused.rotary(positions, 0, nodes, cache.capacity, like)
     new_states, cached = cache.append(nodes, first.key_heads, first.size, like)
     features = fused.compute(tree.tokens, rotation, attend, new_states, cached, target.layers)
