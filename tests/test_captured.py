@@ -236,7 +236,7 @@ def test_graphs_compute_the_same(kind, rules, draw):
         for _ in range(2):  # the second time from the graphs of the first
             assert_equal(eagle_fsd.generate(PROMPTS, graphs, **options), expected)
     (home,) = graphs.captured._homes
-    assert home.pool.failed is None and all(program.graph is not None for program in home.pool.programs.values())
+    assert graphs.captured.failed is None and all(program.graph is not None for program in home.pool.programs.values())
 
 
 @pytest.mark.cuda

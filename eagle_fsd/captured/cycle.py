@@ -85,7 +85,8 @@ class Home:
 
     def belongs_to(self, forwards: Forwards | None) -> bool:
         return forwards is not None and self.owner() is forwards and all(
-            mine is theirs for mine, theirs in zip(self.storages, storages_of(forwards), strict=True))
+            any(storage is mine for storage in cache.allocated)
+            for mine, cache in zip(self.storages, forwards.caches, strict=True))
 
     @property
     def free(self) -> bool:
@@ -123,6 +124,11 @@ class CapturedCycles:
         self.target, self.drafter = target, drafter
         self._homes: list[Home] = []  # the most recently used last
         self._lock = threading.Lock()
+
+    @property
+    def failed(self) -> Exception | None:
+        """Why programs run without graphs on CUDA; None: all were captured."""
+        return next((home.pool.failed for home in self._homes if home.pool.failed is not None), None)
 
     @staticmethod
     def support(target: TargetModel, drafter: object) -> bool:
@@ -210,8 +216,7 @@ class CapturedCycles:
             home.check_weights()
         buffers = home.buffers_of(*key)
         bucket = buffers.bucket(max(lengths) + buffers.most)
-        if not self._load(buffers, requests, lengths, read, settings.weights) or bucket is None:
-            buffers.owners = []
+        if bucket is None or not self._load(buffers, requests, lengths, read, settings.weights):
             return None
         drafts = settings.tree is not None
         if drafts and buffers.ahead != settings.draft and not self._draft(home, buffers, settings, requests, read):
@@ -298,6 +303,7 @@ class CapturedCycles:
         if any(each is None or len(each) != len(tokens) for each, tokens in zip(features, unread, strict=True)):
             return False
         features = [each.clone() for each in features]  # possibly views of these buffers
+        buffers.fed_features.zero_()  # a NaN of an earlier request would reach the cache, where a mask cannot hide it
         for row, each in enumerate(features):
             buffers.fed_features[row, : len(each)].copy_(each)
         most = buffers.fed_tokens.shape[1]
@@ -354,11 +360,11 @@ def settings_of(requests: Sequence[Request], rules: Sequence[Rule], plan: Plan) 
     weights = [each.noise_weight(rule) if plan.tree else 0.0 for each, rule in zip(params, rules, strict=True)]
     if any(weights) and not all(weights):
         return None
-    key = first.processors_key if first.processors else None
+    key = tuple((type(each), *vars(each).items()) for each in first.processors)
     walk = WalkSettings(rule, first.greedy, key, len(own) > 1, any(each.budget is not None for each in params),
                         any(each.within is not None for each in params), joined=False)
     coupled = any(weights)
-    drafted = DraftSettings(coupled, not rule.is_lossless(first.greedy), key if coupled else None)
+    drafted = DraftSettings(coupled, not rule.is_lossless(first.greedy), key if coupled else ())
     copying = plan.tree is not None and any(request.copying for request in requests)
     return Settings(plan.tree, copying, drafted, walk, weights)
 

@@ -38,13 +38,13 @@ class DraftSettings:
     """What a draft depends on besides its shapes.
 
     Args:
-        processors_key: of the warpers by which drafts are coupled to the target's draws; see `RequestParams`.
-        coupled: whether they are. keeps_logits: whether the rule reads the drafter's logits.
+        coupled: whether drafts are coupled to the target's draws. keeps_logits: whether the rule reads their logits.
+        processors: kinds and numbers of the warpers, if coupled.
     """
 
     coupled: bool
     keeps_logits: bool
-    processors_key: object
+    processors: tuple
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class WalkSettings:
     """What a walk depends on besides its shapes.
 
     Args:
-        rule: its threshold is ignored, unless it is lossless.
+        rule: its threshold is ignored, unless it is lossless. processors: kinds and numbers of the warpers.
         mixed: whether some rows are exact, though the rule is not.
         budgeted, marked: whether a row has a budget, or marks between which the rule applies.
         joined: whether copies may be in the trees.
@@ -60,7 +60,7 @@ class WalkSettings:
 
     rule: Rule
     greedy: bool
-    processors_key: object
+    processors: tuple
     mixed: bool
     budgeted: bool
     marked: bool

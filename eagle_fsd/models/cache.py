@@ -146,6 +146,11 @@ class TreeCache(Cache):
         return storage
 
     @property
+    def allocated(self) -> list[Tensor]:
+        """The storage, as far as it is allocated."""
+        return [storage for _, storage in self._storages]
+
+    @property
     def length(self) -> int:
         """The length of the longest sequence, at which the next forward's keys begin."""
         return self.layers[0].length
