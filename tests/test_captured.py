@@ -1,5 +1,6 @@
 """Cycles of fixed shapes, as CUDA graphs replay them: without a graph, and on tensors without data, as if on CUDA."""
 
+import contextlib
 import json
 from dataclasses import replace
 from functools import partial
@@ -20,7 +21,7 @@ from eagle_fsd.acceptance.divergence import _other_tokens
 from eagle_fsd.captured import buffers as captured_buffers
 from eagle_fsd.captured import join as captured_join
 from eagle_fsd.captured.buffers import Buffers
-from eagle_fsd.captured.capture import Program
+from eagle_fsd.captured.capture import Pool, Program
 from eagle_fsd.captured.cycle import CapturedCycles, settings_of
 from eagle_fsd.captured.programs import draft, join_copies, verify, walk_and_keep
 from eagle_fsd.decoding.decoder import Decoder
@@ -214,6 +215,50 @@ def test_programs_replayed_operation_by_operation(kind, rule, draw, monkeypatch)
     monkeypatch.setattr(Nodes, "known_empty", lambda self, columns: False)  # the choice of a CPU
     both(PAIRS[kind](), PROMPTS, max_new_tokens=60, text_drafts="auto", **RULES[rule] | DRAWS[draw])
     assert len(replayed) > 20
+
+
+def test_a_pool_of_programs(monkeypatch, caplog):
+    """With graphs that do nothing: what is captured when, what a graph keeps, and what happens if a capture fails."""
+    made = []
+
+    class Recorder:
+        def __init__(self):
+            made.append(self)
+            self.replays = 0
+
+        def replay(self):
+            self.replays += 1
+
+        def pool(self):
+            return 0, 1
+
+    @contextlib.contextmanager
+    def capturing_on(graph, *, pool, stream, capture_error_mode):
+        assert pool == (0, 1) and capture_error_mode == "thread_local"
+        yield
+
+    for name, stub in {"CUDAGraph": Recorder, "graph": capturing_on, "graph_pool_handle": lambda: (0, 1),
+                       "Stream": lambda device: None}.items():
+        monkeypatch.setattr(torch.cuda, name, stub)
+    pool, calls, weight, out = Pool(torch.device("cuda"), most=2), [], torch.ones(3), torch.zeros(3)
+
+    def function(name):
+        def run():
+            calls.append(name)
+            out.copy_((weight * 2)[:2].sum() + weight)
+        return run
+
+    for name in "aabab":
+        pool.run(name, function(name))
+    assert calls == ["a", "a", "b", "b"] and [graph.replays for graph in made] == [2, 1]
+    assert {id(each) for each in pool.programs["a"].inputs} == {id(weight), id(out)}
+    pool.run("c", function("c"))
+    assert list(pool.programs) == ["b", "c"]
+    monkeypatch.setattr(torch.cuda, "graph", lambda *args, **options: 1 / 0)
+    for name in "dde":
+        pool.run(name, function(name))
+    assert calls[-3:] == ["d", "d", "e"] and isinstance(pool.failed, ZeroDivisionError)
+    assert caplog.text.count("because a capture failed") == 1
 
 
 # On a device ------------------------------------------------------------------------------------------------------
