@@ -200,4 +200,4 @@ def walk_and_keep(
         buffers.draft_lengths.copy_(lengths)
         buffers.counts.copy_(count)
     lengths.add_(count)
-    buffers.table(steps)[0].copy_(torch.cat([integers.double(), numbers], -1))
+    buffers.table(steps).copy_(torch.cat([integers.double(), numbers], -1))
