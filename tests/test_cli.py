@@ -29,11 +29,11 @@ def changed(options, plain):
 def test_flags_are_the_fields_of_the_options():
     command = parse([
         "generate", "hi", "--chat", "--target", "T", "--draft", "D", "--dtype", "bfloat16", "--device", "cpu",
-        "--attn-implementation", "grouped", "--trust-remote-code", "--no-prepack", "--no-cuda-graphs",
-        "--max-new-tokens", "7", "--temperature", "0.5", "--top-p", "0.9", "--top-k", "5", "--min-p", "0.1",
-        "--repetition-penalty", "1.1", "--min-new-tokens", "2", "--ignore-eos", "--seed", "3", "--stop", "a", "--stop",
-        "b c", "--stop-token-ids", "1", "2", "--acceptance", "fsd", "--threshold", "1e-1", "--divergence", "js_top32", "--head-guard", "none",
-        "--budget", "inf", "--tree", "16,5,4", "--reference", "a b"])
+        "--attn-implementation", "grouped", "--trust-remote-code", "--no-prepack", "--max-new-tokens", "7",
+        "--temperature", "0.5", "--top-p", "0.9", "--top-k", "5", "--min-p", "0.1", "--repetition-penalty", "1.1",
+        "--min-new-tokens", "2", "--ignore-eos", "--seed", "3", "--stop", "a", "--stop", "b c", "--stop-token-ids", "1",
+        "2", "--acceptance", "fsd", "--threshold", "1e-1", "--divergence", "js_top32", "--head-guard", "none",
+        "--budget", "inf", "--tree", "16,5,4", "--reference", "a b", "--no-cuda-graphs"])
     assert (command.prompt, command.chat, command.stats) == ("hi", True, False)
     assert isinstance(command.decoding, GenerateOptions) and isinstance(command.pair, LoadOptions)
     assert changed(command.pair, LoadOptions()) == {
