@@ -254,7 +254,8 @@ def captured_parts(model: EagleModel, args: ForwardsArguments) -> Iterator[dict]
                 times = captured_times(pair, captured, [prompt] * rows, args.rounds, tree, options)
                 try:
                     for label, milliseconds in times:
-                        yield {"part": f"captured {label}, {part}", "nodes": nodes, "rows": rows, "ms": milliseconds}
+                        yield {"part": f"captured {label}, {part}", "nodes": nodes, "rows": rows, "ms": milliseconds,
+                               "graphs": repr(captured.failed or "captured")}
                 except Exception:  # such as no memory: the others may run
                     log.exception("%s of %s nodes and %s rows failed", part, nodes, rows)
                 gc.collect()

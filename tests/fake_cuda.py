@@ -1,4 +1,5 @@
 """A CUDA device without data or hardware: `FakeTensorMode`, and a mode that forbids what a CUDA graph cannot replay.
+
 And a graph without CUDA, which repeats operations on the same addresses.
 """
 

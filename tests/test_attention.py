@@ -14,10 +14,11 @@ from tiny import FAMILIES, PROMPT, save_pair, tiny_pair, tiny_target
 from transformers import CONFIG_MAPPING, GPTJForCausalLM
 
 import eagle_fsd
+from eagle_fsd.captured.cycle import CapturedCycles
 from eagle_fsd.drafting.tree import ancestors_of
 from eagle_fsd.models import GROUPED, SPLIT
 from eagle_fsd.models import flash as flash_module
-from eagle_fsd.models.attention import grouped_attention, split_attention, stock_attention
+from eagle_fsd.models.attention import grouped_attention, split_attention, stock_attention, tree_attention
 from eagle_fsd.models.flash import find_flash
 from eagle_fsd.models.masks import MaskedLayers
 from eagle_fsd.models.target import TargetModel
@@ -263,6 +264,31 @@ def test_version_4_is_called_by_its_own_names(install):
         mask, more = options_of(SPLIT, 20, lengths, dtype=torch.bfloat16)
         found = call(split_attention, query, key, value, mask, scaling=0.5, **more)
         assert_close(found, slow_attention(query, key, value, seen_by(20, lengths), 0.5))
+
+
+def test_flash_of_texts_whose_lengths_are_a_tensor(install):
+    """In a bucket of 40 slots: the tree's keys are after those of each row's text, and stale ones are large."""
+    package = install(8, "flash_attn")["flash_attn"]
+    lengths, rows = torch.tensor([20, 7]), torch.arange(2)[:, None]
+    query, key, value = states(20 + NODES, batch=2, dtype=torch.bfloat16)
+    bucket = torch.full((2, *key.shape[:2], 40, key.shape[3]), 1e4, dtype=torch.bfloat16)
+    for place, part in zip(bucket, (key, value), strict=True):
+        for row, length in enumerate(lengths):
+            place[row, :, :length] = part[row, :, :length]
+        place[rows, :, lengths[:, None] + torch.arange(NODES)] = part[:, :, 20:].transpose(1, 2)
+    attend = tree_attention(lengths, ANCESTORS.expand(2, -1, -1), torch.bfloat16)
+    found = attend(query.transpose(1, 2), *bucket, 0.5).unflatten(2, (query.shape[1], -1))
+    assert_close(found, slow_attention(query, key, value, seen_by(20, lengths.tolist()), 0.5))
+    assert package.calls == [(False, [20, 7], 40)]
+
+
+def test_captured_cycles_decode_with_it(install):
+    package = install(8, "flash_attn")["flash_attn"]
+    pair = tiny_pair("qwen3")
+    pair = eagle_fsd.EagleModel.from_parts(pair.target.model.bfloat16(), pair.draft)
+    pair.captured = CapturedCycles(pair.target, pair.draft)
+    found = eagle_fsd.generate([PROMPT, PROMPT[:2]], pair, max_new_tokens=8, tree=eagle_fsd.TreeConfig(12, 4, 3))
+    assert package.calls and all(len(output.token_ids) == 8 for output in found)
 
 
 def test_a_broken_package_is_passed_over_and_said_so(install, monkeypatch, caplog):

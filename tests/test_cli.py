@@ -33,12 +33,12 @@ def test_flags_are_the_fields_of_the_options():
         "--temperature", "0.5", "--top-p", "0.9", "--top-k", "5", "--min-p", "0.1", "--repetition-penalty", "1.1",
         "--min-new-tokens", "2", "--ignore-eos", "--seed", "3", "--stop", "a", "--stop", "b c", "--stop-token-ids", "1",
         "2", "--acceptance", "fsd", "--threshold", "1e-1", "--divergence", "js_top32", "--head-guard", "none",
-        "--budget", "inf", "--tree", "16,5,4", "--reference", "a b"])
+        "--budget", "inf", "--tree", "16,5,4", "--reference", "a b", "--no-cuda-graphs"])
     assert (command.prompt, command.chat, command.stats) == ("hi", True, False)
     assert isinstance(command.decoding, GenerateOptions) and isinstance(command.pair, LoadOptions)
     assert changed(command.pair, LoadOptions()) == {
         "target": "T", "draft": "D", "dtype": "bfloat16", "device": "cpu", "attn_implementation": "grouped",
-        "trust_remote_code": True, "prepack": False}
+        "trust_remote_code": True, "prepack": False, "cuda_graphs": False}
     assert changed(command.decoding, GenerateOptions()) == {
         "max_new_tokens": 7, "temperature": 0.5, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "repetition_penalty": 1.1,
         "min_new_tokens": 2, "ignore_eos": True, "seed": 3, "stop": ("a", "b c"), "stop_token_ids": [1, 2],

@@ -194,6 +194,8 @@ class Rows:
             size = self._size(requests)
             assert size is not None, "see `fits`"
             rows, most = size
+            if self.model.captured is not None:  # new caches would need new captures
+                rows, needed = min(self.most, self.positions // most), most
             least = cache.capacity if needed <= cache.capacity else max(-(-needed // STEP) * STEP, 2 * cache.capacity)
             each = min(most, least)
             self.decoder.forwards.resize(rows, each, each + self.levels)

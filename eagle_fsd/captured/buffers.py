@@ -9,6 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -66,15 +67,14 @@ class Buffers:
         self._draft_logits: list[Tensor] | None = None
         self._draft_vocabulary = 0 if drafter is None else drafter.draft_vocab_size
         self._copies: dict[int, tuple[Tensor, Tensor]] = {}  # by M
-        self.origins = integers(self.most)  # of the nodes of joined trees, -1: a root; and on the host
-        self.shown_origins = self._on_host(self.origins)
-        self._tables: dict[int, tuple[Tensor, Tensor]] = {}  # by P
+        self.origins = integers(self.most)  # of the nodes of joined trees, -1: a root
+        self._tables: dict[int, Tensor] = {}  # by P
         # What the host knows of them.
         self.owners: list[weakref.ref] = []  # the requests
         self.known: tuple = ()  # positions in both caches
         self.known_weights: list[float] = []
         self.fed = self.path  # columns of `fed_tokens` in use
-        self.ahead: object = None  # settings of the draft that has been launched
+        self.ahead: object = None  # settings of the draft, or the table of the plain cycle, that has been launched
 
     def _new(self, dtype: torch.dtype):
         return lambda *shape: torch.zeros(self.rows, *shape, dtype=dtype, device=self.device)
@@ -93,15 +93,11 @@ class Buffers:
                                   for level in range(self.config.depth if self.config else 0)]
         return self._draft_logits
 
-    def table(self, steps: int) -> tuple[Tensor, Tensor]:
-        """[R, P, 9] of the device, and its copy on the host, in pinned memory."""
+    def table(self, steps: int) -> Tensor:
+        """[R, P, 9]: the result of a walk."""
         if steps not in self._tables:
-            table = self._new(torch.float64)(steps, COLUMNS)
-            self._tables[steps] = table, self._on_host(table)
+            self._tables[steps] = self._new(torch.float64)(steps, COLUMNS)
         return self._tables[steps]
-
-    def _on_host(self, buffer: Tensor) -> Tensor:
-        return torch.zeros(buffer.shape, dtype=buffer.dtype, pin_memory=buffer.is_cuda, device="cpu")
 
     def copies(self, size: int) -> tuple[Tensor, Tensor]:
         """[R, 4, M] and [R, M], see `join`."""
@@ -128,6 +124,18 @@ class Buffers:
         return (self.known == (lengths, read) and len(self.owners) == len(requests)
                 and all(owner() is request for owner, request in zip(self.owners, requests, strict=True)))
 
+    # Read by the host ---------------------------------------------------------------------------------------------
+
+    def download(self, *buffers: Tensor) -> Download:
+        """Start copies of buffers to the host."""
+        copies = [torch.empty(each.shape, dtype=each.dtype, pin_memory=each.is_cuda, device="cpu") for each in buffers]
+        for copy, each in zip(copies, buffers, strict=True):
+            copy.copy_(each, non_blocking=True)
+        event = torch.cuda.Event() if self.device.type == "cuda" else None
+        if event is not None:
+            event.record()
+        return Download(copies, event)
+
     # Written by the host ------------------------------------------------------------------------------------------
 
     def upload(self, buffer: Tensor, values: object) -> None:
@@ -147,6 +155,18 @@ class Buffers:
         for column in (mine.depths, mine.draft_rows, mine.scores, mine.origins):
             column[:, rest] = 0
         self.origins.copy_(mine.origins.masked_fill(mine.depths == 0, -1))
+
+
+class Download(NamedTuple):
+    """Copies of buffers, complete after the event."""
+
+    copies: list[Tensor]  # in pinned memory
+    event: torch.cuda.Event | None
+
+    def wait(self) -> list[list]:
+        if self.event is not None:
+            self.event.synchronize()
+        return [copy.tolist() for copy in self.copies]
 
 
 def store_tree(buffers: DraftTree, tree: DraftTree) -> None:

@@ -36,7 +36,7 @@ from ..drafting.text import Copies
 from ..drafting.tree import ORIGINS
 from ..heads.eagle import DraftHead
 from ..models.target import TargetModel
-from .buffers import BUCKET, Buffers, first_nodes
+from .buffers import BUCKET, Buffers, Download, first_nodes
 from .capture import Pool
 from .join import packed, size_of
 from .programs import DraftSettings, WalkSettings, draft, join_copies, verify, walk_and_keep
@@ -86,7 +86,8 @@ class Home:
 
     def belongs_to(self, forwards: Forwards | None) -> bool:
         return forwards is not None and self.owner() is forwards and all(
-            mine is theirs for mine, theirs in zip(self.storages, storages_of(forwards), strict=True))
+            any(storage is mine for storage in cache.allocated)
+            for mine, cache in zip(self.storages, forwards.caches, strict=True))
 
     @property
     def free(self) -> bool:
@@ -124,6 +125,11 @@ class CapturedCycles:
         self.target, self.drafter = target, drafter
         self._homes: list[Home] = []  # the most recently used last
         self._lock = threading.Lock()
+
+    @property
+    def failed(self) -> Exception | None:
+        """Why programs run without graphs on CUDA; None: all were captured."""
+        return next((home.pool.failed for home in self._homes if home.pool.failed is not None), None)
 
     @staticmethod
     def support(target: TargetModel, drafter: object) -> bool:
@@ -211,11 +217,11 @@ class CapturedCycles:
             home.check_weights()
         buffers = home.buffers_of(*key)
         bucket = buffers.bucket(max(lengths) + buffers.most)
-        if not self._load(buffers, requests, lengths, read, settings.weights) or bucket is None:
-            buffers.owners = []
+        if bucket is None or not self._load(buffers, requests, lengths, read, settings.weights):
             return None
-        drafts = settings.tree is not None
-        if drafts and buffers.ahead != settings.draft and not self._draft(home, buffers, settings, requests, read):
+        if settings.tree is None:
+            return self._plain(home, buffers, settings, requests, forwards)
+        if buffers.ahead != settings.draft and not self._draft(home, buffers, settings, requests, read):
             return None
         nodes, steps, joined = buffers.nodes, buffers.path, any(copies)
         if joined:
@@ -227,27 +233,38 @@ class CapturedCycles:
             buffers.upload(buffers.fuzzy, [rule != EXACT for rule in rules])
         if walk.marked:
             buffers.upload(buffers.inside, [request.rule_allowed for request in requests])
+        download = self._verify(home, buffers, walk, requests, bucket, nodes, steps)
+        buffers.fed, buffers.ahead = steps, None
+        self._draft(home, buffers, settings, requests, lengths)
+        table, *joined_origins = download.wait()  # the only wait
+        origins = [[None, *[ORIGINS[0]] * (nodes - 1)]] * len(requests)
+        if joined:
+            origins = [[None if number < 0 else ORIGINS[number] for number in row] for row in joined_origins[0]]
+        return self._finish(buffers, forwards, lengths, read, table, origins)
+
+    def _verify(
+        self, home: Home, buffers: Buffers, walk: WalkSettings, requests: Sequence[Request], bucket: int, nodes: int,
+        steps: int,
+    ) -> Download:
+        """Launch the target's forward and the walk."""
         processors = requests[0].params.processors
         home.pool.run(("verify", buffers.key, bucket, nodes), partial(verify, buffers, self.target, bucket, nodes))
         home.pool.run(("walk", buffers.key, walk, nodes, steps),
                       partial(walk_and_keep, buffers, self.target, walk, processors, nodes, steps))
-        table, shown = buffers.table(steps)
-        shown.copy_(table, non_blocking=True)
-        if joined:
-            buffers.shown_origins.copy_(buffers.origins, non_blocking=True)
-        done = torch.cuda.Event() if table.is_cuda else None
-        if done is not None:
-            done.record()
-        buffers.fed, buffers.ahead = steps, None
-        if drafts:
-            self._draft(home, buffers, settings, requests, lengths)
-        if done is not None:
-            done.synchronize()  # the only wait
-        origins = [[None, *[ORIGINS[0]] * (nodes - 1)]] * len(requests)
-        if joined:
-            origins = [[None if number < 0 else ORIGINS[number] for number in row]
-                        for row in buffers.shown_origins.tolist()]
-        return self._finish(buffers, forwards, lengths, read, shown, origins)
+        return buffers.download(buffers.table(steps), *([buffers.origins] if walk.joined else []))
+
+    def _plain(
+        self, home: Home, buffers: Buffers, settings: Settings, requests: Sequence[Request], forwards: Forwards
+    ) -> list[Walked]:
+        """A cycle without drafting. The device needs nothing of the host for the next one, which is launched first."""
+        lengths, tables = forwards.cache.lengths, [buffers.ahead]
+        for ahead in range(2):
+            bucket = buffers.bucket(max(lengths) + ahead + 1)
+            if tables[ahead] is None and bucket is not None:
+                tables[ahead] = self._verify(home, buffers, settings.walk, requests, bucket, 1, 1)
+            tables.append(None)
+        buffers.ahead = tables[1]
+        return self._finish(buffers, forwards, lengths, [], *tables[0].wait(), [[None]] * len(requests))
 
     def _join(self, home: Home, buffers: Buffers, copies: Sequence[Copies | None], plan: Plan) -> int:
         """Add copies to the trees; returns the steps of the longest path."""
@@ -299,6 +316,7 @@ class CapturedCycles:
         if any(each is None or len(each) != len(tokens) for each, tokens in zip(features, unread, strict=True)):
             return False
         features = [each.clone() for each in features]  # possibly views of these buffers
+        buffers.fed_features.zero_()  # a NaN of an earlier request would reach the cache, where a mask cannot hide it
         for row, each in enumerate(features):
             buffers.fed_features[row, : len(each)].copy_(each)
         most = buffers.fed_tokens.shape[1]
@@ -323,12 +341,11 @@ class CapturedCycles:
         return True
 
     def _finish(
-        self, buffers: Buffers, forwards: Forwards, lengths: list[int], read: list[int], table: Tensor,
-        origins: Sequence[Sequence[str | None]],
+        self, buffers: Buffers, forwards: Forwards, lengths: list[int], read: list[int],
+        table: Sequence[Sequence[Sequence[float]]], origins: Sequence[Sequence[str | None]],
     ) -> list[Walked]:
-        """Read the table, and set the lengths of the caches."""
-        rows = table.tolist()
-        walks = steps_of([[step[:5] for step in row] for row in rows], [[step[5:] for step in row] for row in rows])
+        """Read the table [R, P, 9], and set the lengths of the caches."""
+        walks = steps_of([[step[:5] for step in row] for row in table], [[step[5:] for step in row] for row in table])
         ends = [length + len(steps) for length, steps in zip(lengths, walks, strict=True)]
         forwards.cache.commit(lengths, [range(*ends) for ends in zip(lengths, ends, strict=True)])
         if forwards.draft_cache is not None:
@@ -353,14 +370,17 @@ def settings_of(requests: Sequence[Request], rules: Sequence[Rule], plan: Plan) 
     rule = next((rule for rule in own if rule != EXACT), EXACT)
     if own - {rule, EXACT}:
         return None
+    if plan.tree is None:  # no rule can choose
+        own, rule = {EXACT}, EXACT
     weights = [each.noise_weight(rule) if plan.tree else 0.0 for each, rule in zip(params, rules, strict=True)]
     if any(weights) and not all(weights):
         return None
-    key = first.processors_key if first.processors else None
-    walk = WalkSettings(rule, first.greedy, key, len(own) > 1, any(each.budget is not None for each in params),
-                        any(each.within is not None for each in params), joined=False)
+    key = tuple((type(each), *vars(each).items()) for each in first.processors)
+    fuzzy = [each for each in params if rule != EXACT]
+    walk = WalkSettings(rule, first.greedy, key, len(own) > 1, any(each.budget is not None for each in fuzzy),
+                        any(each.within is not None for each in fuzzy), joined=False)
     coupled = any(weights)
-    drafted = DraftSettings(coupled, not rule.is_lossless(first.greedy), key if coupled else None)
+    drafted = DraftSettings(coupled, not rule.is_lossless(first.greedy), key if coupled else ())
     copying = plan.tree is not None and any(request.copying for request in requests)
     return Settings(plan.tree, copying, drafted, walk, weights)
 

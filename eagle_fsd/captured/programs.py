@@ -23,7 +23,9 @@ from ..drafting.growth import grow, rerank
 from ..drafting.noise import gumbel_noise
 from ..drafting.tree import DraftTree
 from ..heads.eagle import DraftHead
+from ..models.attention import tree_attention
 from ..models.cache import BucketCache
+from ..models.flash import flash_for
 from ..models.fused import attention_over
 from ..models.masks import additive
 from ..models.target import TargetModel
@@ -36,13 +38,13 @@ class DraftSettings:
     """What a draft depends on besides its shapes.
 
     Args:
-        processors_key: of the warpers by which drafts are coupled to the target's draws; see `RequestParams`.
-        coupled: whether they are. keeps_logits: whether the rule reads the drafter's logits.
+        coupled: whether drafts are coupled to the target's draws. keeps_logits: whether the rule reads their logits.
+        processors: kinds and numbers of the warpers, if coupled.
     """
 
     coupled: bool
     keeps_logits: bool
-    processors_key: object
+    processors: tuple
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,7 @@ class WalkSettings:
     """What a walk depends on besides its shapes.
 
     Args:
-        rule: its threshold is ignored, unless it is lossless.
+        rule: its threshold is ignored, unless it is lossless. processors: kinds and numbers of the warpers.
         mixed: whether some rows are exact, though the rule is not.
         budgeted, marked: whether a row has a budget, or marks between which the rule applies.
         joined: whether copies may be in the trees.
@@ -58,7 +60,7 @@ class WalkSettings:
 
     rule: Rule
     greedy: bool
-    processors_key: object
+    processors: tuple
     mixed: bool
     budgeted: bool
     marked: bool
@@ -131,10 +133,13 @@ def verify(buffers: Buffers, target: TargetModel, bucket: int, nodes: int) -> No
     positions = tree.depths + lengths
     if target.max_positions is not None:
         positions = positions.clamp_max(target.max_positions - 1)  # see `TargetModel.verify`
-    after = (torch.arange(bucket, device=lengths.device) - lengths)[:, None].expand(-1, nodes, -1)  # [R, N, M]
-    visible = (after < nodes) & tree.ancestors.gather(2, after.clamp(0, nodes - 1)) | (after < 0)
     cache = BucketCache(buffers.storage, buffers.lengths, bucket)
-    attend = attention_over(additive(visible, like.dtype), False, first.heads // first.key_heads)
+    if flash_for(sample := like.new_empty(0, first.size), sample) is not None:
+        attend = tree_attention(buffers.lengths, tree.ancestors, like.dtype)
+    else:
+        after = (torch.arange(bucket, device=lengths.device) - lengths)[:, None].expand(-1, nodes, -1)  # [R, N, M]
+        visible = (after < nodes) & tree.ancestors.gather(2, after.clamp(0, nodes - 1)) | (after < 0)
+        attend = attention_over(additive(visible, like.dtype), False, first.heads // first.key_heads)
     rotation = fused.rotary(positions, 0, nodes, cache.capacity, like)
     new_states, cached = cache.append(nodes, first.key_heads, first.size, like)
     features = fused.compute(tree.tokens, rotation, attend, new_states, cached, target.layers)
@@ -195,4 +200,4 @@ def walk_and_keep(
         buffers.draft_lengths.copy_(lengths)
         buffers.counts.copy_(count)
     lengths.add_(count)
-    buffers.table(steps)[0].copy_(torch.cat([integers.double(), numbers], -1))
+    buffers.table(steps).copy_(torch.cat([integers.double(), numbers], -1))

@@ -9,12 +9,15 @@ part, D head size, W head size of the values.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from . import GROUPED, SPLIT
 from .flash import HALF_DTYPES, flash_for
+from .masks import additive
 
 stock_attention = AttentionInterface()["sdpa"]
 
@@ -113,6 +116,27 @@ def split_attention(
     before = _flash(query, key[:, :, :prefix], value[:, :, :prefix], scale, softcap, prefix_lengths)
     key, value = key[:, :, prefix:], value[:, :, prefix:]
     return _by_position(_joined(query, key, value, attention_mask, scale, softcap, s_aux, before)), None
+
+
+def tree_attention(
+    lengths: Tensor,  # [B], positions of each row's text; the tree's keys are in the slots after them
+    ancestors: Tensor,  # [B, N, N] bool, ancestors or self
+    dtype: torch.dtype,
+) -> Callable[[Tensor, Tensor, Tensor, float], Tensor]:
+    """`fused.attention_over` of flash-attn, as in `split_attention`, for texts whose lengths are a tensor."""
+    nodes = ancestors.shape[1]
+    rows = torch.arange(len(lengths), device=lengths.device)[:, None]
+    slots = lengths[:, None] + torch.arange(nodes, device=lengths.device)
+    mask, used = additive(ancestors, dtype), lengths.int()
+
+    def attend(queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+        queries = queries.transpose(1, 2)
+        before = _flash(queries, keys, values, scale, None, used)
+        own_keys, own_values = (each[rows, :, slots].transpose(1, 2) for each in (keys, values))  # [B, K, N, D]
+        out = _joined(queries, own_keys, own_values, mask, scale, None, None, before)
+        return _by_position(out).flatten(2)
+
+    return attend
 
 
 def _joined(

@@ -146,6 +146,11 @@ class TreeCache(Cache):
         return storage
 
     @property
+    def allocated(self) -> list[Tensor]:
+        """The storage, as far as it is allocated."""
+        return [storage for _, storage in self._storages]
+
+    @property
     def length(self) -> int:
         """The length of the longest sequence, at which the next forward's keys begin."""
         return self.layers[0].length
@@ -265,11 +270,14 @@ class TreeCache(Cache):
 
 
 class Slots:
-    """The slots of one layer's storage that a forward writes, by index, in place of a view of them."""
+    """The slots of one layer's storage that a forward writes, by index, in place of a view of them.
 
-    def __init__(self, storage: Tensor, slots: Tensor) -> None:  # [2, B, H, C, D]; [B, N] long, distinct in each row
-        self.storage, self.slots = storage, slots
-        self.rows = torch.arange(len(slots), device=slots.device)[:, None]
+    Args:
+        storage: [2, B, H, C, D]. rows: [B, 1] long, 0 to B - 1. slots: [B, N] long, distinct in each row.
+    """
+
+    def __init__(self, storage: Tensor, rows: Tensor, slots: Tensor) -> None:
+        self.storage, self.rows, self.slots = storage, rows, slots
 
     def copy_(self, states: Tensor) -> None:  # [2, B, H, N, D]
         self.storage[:, self.rows, :, self.slots] = states.permute(1, 3, 0, 2, 4).to(self.storage.dtype)
@@ -291,7 +299,8 @@ class BucketCache:
         self, count: int, heads: int, size: int, like: Tensor
     ) -> tuple[Sequence[Slots], Sequence[tuple[Tensor, Tensor]]]:
         """As `TreeCache.append`, with the keys and values of the bucket."""
+        rows = torch.arange(len(self.start), device=self.start.device)[:, None]
         slots = self.start[:, None] + torch.arange(count, device=self.start.device)
         self.start = self.start + count
-        return ([Slots(layer, slots) for layer in self.storage.unbind()],
+        return ([Slots(layer, rows, slots) for layer in self.storage.unbind()],
                 [tuple(layer.unbind()) for layer in self.storage[..., : self.bucket, :].unbind()])
