@@ -34,18 +34,19 @@ def extreme_cases(greedy):
     equal, coarse = random_case(11, greedy, gap=0.0), random_case(13, greedy, coarse=True)
     best = equal.raw.argmax(-1, keepdim=True)
     one_hot = torch.full_like(equal.raw, -math.inf).scatter(-1, best, 0.0)
-    zeros, lacking = torch.zeros_like(equal.raw), [level.clone() for level in equal.draft]
+    zeros, lacking = torch.zeros_like(equal.raw), [level.clone() for level in equal.draft_logits]
     for level in lacking:
         level[..., ::2] = -math.inf
     return {
         "draft equals target": equal,
         "one-hot": replace(equal, raw=one_hot, warped=one_hot),
         "gaps of 1e4": replace(coarse, raw=1e4 * coarse.raw, warped=1e4 * coarse.raw,
-                               draft=[1e4 * level for level in coarse.draft]),
+                               draft_logits=[1e4 * level for level in coarse.draft_logits]),
         "ties": coarse,
-        "uniform": replace(equal, raw=zeros, warped=zeros, draft=[torch.zeros_like(level) for level in equal.draft]),
+        "uniform": replace(equal, raw=zeros, warped=zeros,
+                           draft_logits=[torch.zeros_like(level) for level in equal.draft_logits]),
         "nearly all banned": random_case(12, greedy, banned=0.9),
-        "draft lacks tokens": replace(equal, draft=lacking),
+        "draft lacks tokens": replace(equal, draft_logits=lacking),
         "two tokens": random_case(14, greedy, vocab_size=2, named=2, nodes=6),
         "a root alone": random_case(15, greedy, nodes=1),
     }
@@ -57,8 +58,9 @@ def compare(rule, case, thresholds, left, divergences=True):
     for row, (steps, threshold, budget) in enumerate(zip(walks, thresholds, left, strict=True)):
         reference = Reference(rule, case, row, threshold, budget)
         expected = reference.walk()
-        assert [(step.node, step.token, step.exact, step.closed) for step in steps] == expected, (rule, row, threshold)
-        assert sum(step.regret for step in steps if not step.exact) <= budget
+        found = [(step.node, step.token, step.is_exact, step.closed) for step in steps]
+        assert found == expected, (rule, row, threshold)
+        assert sum(step.regret for step in steps if not step.is_exact) <= budget
         alone = case.take([row]).walk(replace(rule, threshold=threshold), left=budget)[0]
         assert [pytest.approx(step[:-1], nan_ok=True, rel=1e-5, abs=1e-6) for step in alone] == [s[:-1] for s in steps]
         for step in steps if divergences else []:
@@ -66,11 +68,11 @@ def compare(rule, case, thresholds, left, divergences=True):
             assert step.regret == pytest.approx(reference.regret(step.node, step.token), abs=1e-5)
             log_probs = case.raw[row, step.node].log_softmax(-1)
             assert step.logprob == pytest.approx(log_probs[step.token].item(), abs=1e-5)
-            drawn = case.warped[row, step.node, step.token]
+            logit = case.warped[row, step.node, step.token]
             if rule.name == "ensemble":
-                drawn = max(drawn, reference.warped_draft[step.node][step.token])
-            assert step.drawn == drawn
-    return sum(not step.exact for steps in walks for step in steps)
+                logit = max(logit, reference.warped_draft[step.node][step.token])
+            assert step.logit == logit
+    return sum(not step.is_exact for steps in walks for step in steps)
 
 
 @BOTH

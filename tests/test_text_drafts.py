@@ -23,12 +23,8 @@ import eagle_fsd
 from eagle_fsd import GenerateOptions, TextDrafts, TreeConfig, make_rule
 from eagle_fsd.captured.join import join, packed, size_of
 from eagle_fsd.decoding.decoder import Decoder
-from eagle_fsd.drafting import text as text_module
-from eagle_fsd.drafting.growth import draft_tree
-from eagle_fsd.drafting.join import join_drafts
-from eagle_fsd.drafting.noise import gumbel_noise
-from eagle_fsd.drafting.sizing import Choice, Drafting, Plan
-from eagle_fsd.drafting.text import (
+from eagle_fsd.drafting import copies as copies_module
+from eagle_fsd.drafting.copies import (
     GRAMS,
     LONGEST_MATCH,
     MOST_NODES,
@@ -40,6 +36,10 @@ from eagle_fsd.drafting.text import (
     TextIndex,
     TextSource,
 )
+from eagle_fsd.drafting.growth import draft_tree
+from eagle_fsd.drafting.join import join_drafts
+from eagle_fsd.drafting.noise import gumbel_noise
+from eagle_fsd.drafting.sizing import Choice, Drafting, Plan
 from eagle_fsd.drafting.tree import root_only
 from eagle_fsd.pair import EagleModel
 from eagle_fsd.requests import make_requests
@@ -131,8 +131,8 @@ TEXT = [7, 2, 3, 4, 6, 1, 2, 3, 4, 5, 8, 2, 3, 9, 9, 1, 2, 3]
 def even_rates(monkeypatch):
     """A half for first children, a quarter of what is left for others; nothing is too unlikely."""
     for name, value in (("FIRST", 0.5), ("OTHERS", 0.25)):
-        monkeypatch.setattr(text_module, name, (value,) * len(text_module.BOUNDS))
-    monkeypatch.setattr(text_module, "LEAST_SCORE", -math.inf)
+        monkeypatch.setattr(copies_module, name, (value,) * len(copies_module.BOUNDS))
+    monkeypatch.setattr(copies_module, "LEAST_SCORE", -math.inf)
 
 
 def test_the_trie_on_the_picture(even_rates):
@@ -168,7 +168,7 @@ def test_tries_of_random_texts():
         for number, (token, parent, score, matched, rank) in enumerate(zip(*copies or [[]] * 5, strict=True)):
             above = copies.scores[parent] if parent >= 0 else 0.0
             assert -1 <= parent < number and GRAMS[-1] <= matched <= LONGEST_MATCH
-            assert text_module.LEAST_SCORE <= score <= above
+            assert copies_module.LEAST_SCORE <= score <= above
             depths.append(1 + (depths[parent] if parent >= 0 else 0))
             group = groups.setdefault(parent, {})
             assert token not in group and rank == len(group)
@@ -468,7 +468,7 @@ def test_copies_are_accepted_exactly(name):
     case, seen = small_case(4), Counter()
     for steps in draw_from(case, make_rule(name, 0.9, head_guard=None), 0, 2000):
         for step, after in itertools.pairwise(steps):
-            seen[bool(case.tree.by_head[0, after.node]), step.exact] += 1
+            seen[bool(case.tree.by_head[0, after.node]), step.is_exact] += 1
     assert seen[True, False] > 10 and seen[False, True] > 10 and not seen[False, False]
 
 
@@ -478,9 +478,9 @@ def test_fsd_is_exact_where_the_head_said_nothing():
         for step in steps:
             read, divergence = case.tree.draft_rows[0, step.node] >= 0, step.divergence
             inner = (case.tree.parents[0].eq(step.node) & case.tree.depths[0].gt(0)).any()
-            assert step.exact or read and inner and divergence == pytest.approx(0, abs=1e-6)
+            assert step.is_exact or read and inner and divergence == pytest.approx(0, abs=1e-6)
             assert read or math.isnan(divergence)
-            seen[bool(read), bool(inner), step.exact] += 1
+            seen[bool(read), bool(inner), step.is_exact] += 1
     assert min(seen[True, True, False], seen[True, True, True], seen[False, True, True]) > 20
     pair, options = pair_of("no head"), {"temperature": 0.8}  # which says nothing anywhere
     output = generate(REPEATS, pair, threshold=math.inf, head_guard=None, **options)
@@ -518,7 +518,7 @@ def test_the_head_is_asked_where_it_pays():
 def test_a_given_tree_says_how_many_nodes_are_verified():
     for head in (True, False):
         policy = Drafting(Choice(TreeConfig(9, 2, 2)))
-        policy.begin(2, drafter=head)
+        policy.begin(2, has_drafter=head)
         plan = policy.next([None] * 2)
         assert (plan.tree is not None) == head
         assert plan.nodes([[0.0, -0.1], [0.0, -0.5, -0.6, -0.69, -3.0]]) == 5

@@ -27,7 +27,7 @@ class Verified(Protocol):
     """A batch of draft trees with the logits of draft and target."""
 
     tree: DraftTree
-    draft: Sequence[Tensor]  # [B, K, R] of each drafted level, the draft's raw logits; see `tree.draft_rows`
+    draft_logits: Sequence[Tensor]  # [B, K, R] of each drafted level, the draft's raw logits; see `tree.draft_rows`
     draft_tokens: Tensor | None  # [R] long, the draft's token ids; None: all, R = V
     raw: Tensor  # [B, N, V] float32, the target's logits
     greedy: bool
@@ -51,24 +51,25 @@ class Step(NamedTuple):
 
     node: int
     token: int
-    exact: bool  # whether it is the target's own
+    is_exact: bool  # whether it is the target's own
     divergence: float  # NaN: not computed
     logprob: float  # of the token, under the target at temperature 1
     regret: float  # the log-probability of the target's best token, less this one's
-    drawn: float  # the token's logit after all processors; the draft's if that is larger and the rule mixes it in
-    closed: bool  # whether the budget is spent
+    logit: float  # the token's logit after all processors; the draft's if that is larger and the rule mixes it in
+    # Whether a fuzzy token was rejected here or before because it cost more than was left.
+    closed: bool
     top: Sequence[tuple[int, float]] = ()  # the target's best tokens with their log-probabilities
 
 
 class Within(NamedTuple):
     """Marks between which a row's rule decides: after an opening token, until a closing one."""
 
-    inside: Tensor  # [B] bool, whether the rule decides the next token
+    inside_marks: Tensor  # [B] bool, whether the rule decides the next token
     opening: Tensor  # [B] long; -1: no token opens
     closing: Tensor  # [B] long
 
     def after(self, token: Tensor) -> Within:
-        return self._replace(inside=(self.inside | (token == self.opening)) & (token != self.closing))
+        return self._replace(inside_marks=(self.inside_marks | (token == self.opening)) & (token != self.closing))
 
 
 class Permission:
@@ -91,7 +92,7 @@ class Permission:
         self, threshold: Tensor, left: Tensor | None = None, within: Within | None = None, fuzzy: Tensor | None = None
     ) -> None:
         self.threshold, self.left, self.within, self.fuzzy = threshold, left, within, fuzzy
-        self.closed = torch.zeros_like(threshold, dtype=torch.bool)  # [B], whether the budget is spent
+        self.closed = torch.zeros_like(threshold, dtype=torch.bool)  # [B], see `Step.closed`
         self.decided = ~self.closed  # [B] bool, whether the rule decided the last token
         self.step = 0
         self.tentative = self.until = torch.zeros_like(threshold, dtype=torch.long)  # [B], steps; see `cut`
@@ -105,13 +106,13 @@ class Permission:
         window: int,
     ) -> Tensor:  # [B] long
         """The tokens to emit."""
-        if self.left is self.within is self.fuzzy is None and not window:
+        if self.left is None and self.within is None and self.fuzzy is None and not window:
             return token
         decided = ~self.closed & (self.step >= self.until)
         if self.fuzzy is not None:
             decided = decided & self.fuzzy
         if self.within is not None:
-            decided = decided & self.within.inside
+            decided = decided & self.within.inside_marks
         token = torch.where(decided, token, exact)
         if self.left is not None:
             regret = (raw.amax(-1) - raw.gather(1, token[:, None])[:, 0]).double()
@@ -139,7 +140,7 @@ class Level(NamedTuple):
     node: Tensor  # long
     token: Tensor  # long
     exact: Tensor  # long, the target's own token
-    drawn: Tensor | None  # [B, 2], logits of `token` and `exact` after all processors; None: the raw ones
+    logits: Tensor | None  # [B, 2], logits of `token` and `exact` after all processors; None: the raw ones
     divergence: Tensor  # float64
     closed: Tensor  # bool
     going: Tensor  # bool, rows that reached this depth
@@ -174,11 +175,11 @@ def descend(
         exact = first_largest(warped if noise is None else warped + noise)
         token, weights, drawable = exact, Weights(), warped
         if not lossless:
-            drafted = verified.draft[depth] if depth < len(verified.draft) else None
-            nodes = Nodes(raw, warped, noise, exact, tree.tokens, children, tree.by_head, tree.scores, drafted,
+            level_logits = verified.draft_logits[depth] if depth < len(verified.draft_logits) else None
+            nodes = Nodes(raw, warped, noise, exact, tree.tokens, children, tree.by_head, tree.scores, level_logits,
                           tree.draft_rows[rows, node], verified.draft_tokens, permission.threshold, permission.left,
                           going, verified.errors)
-            if rule.mixes_draft and drafted is not None:
+            if rule.mixes_draft and level_logits is not None:
                 predicted = going & (nodes.draft_row >= 0)
                 nodes = replace(nodes, warped_draft=verified.warp(nodes.draft_of_all, node, path, predicted))
                 drawable = warped.maximum(nodes.warped_draft)
@@ -187,8 +188,8 @@ def descend(
         divergence = unknown if weights.divergence is None else weights.divergence.double()
         if permission.fuzzy is not None:
             divergence = torch.where(permission.fuzzy, divergence, math.nan)
-        drawn = None if warped is raw and not rule.mixes_draft else drawable.gather(1, torch.stack([token, exact], 1))
-        walked.append(Level(node, token, exact, drawn, divergence, permission.closed, going))
+        logits = None if warped is raw and not rule.mixes_draft else drawable.gather(1, torch.stack([token, exact], 1))
+        walked.append(Level(node, token, exact, logits, divergence, permission.closed, going))
         child = children & (tree.tokens == token[:, None])  # at most one: siblings differ in their token
         going = going & child.any(-1)
         if weights.stop is not None:
@@ -206,17 +207,17 @@ def emitted(
     cut: Tensor,  # [B] long, see `Permission.cut`
     logits: Tensor,  # [B, N, V]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The numbers of `Step`: node, token, exact, closed and whether the path has this step, [B, P, 5] long; divergence,
-    logprob, regret and drawn, [B, P, 4] float64; and the target's log-probabilities [B, P, V]."""
+    """The numbers of `Step`: node, token, is_exact, closed and whether the path has this step, [B, P, 5] long;
+    divergence, logprob, regret and logit, [B, P, 4] float64; and the target's log-probabilities [B, P, V]."""
     place = torch.arange(walked.node.shape[1], device=cut.device)
     token = torch.where(place == cut[:, None], walked.exact, walked.token)
     going = walked.going & (place <= cut[:, None])
     raw = logits[torch.arange(len(cut), device=cut.device)[:, None], walked.node]  # [B, P, V]
     logprobs, own = raw.log_softmax(-1), raw.gather(-1, token[..., None])[..., 0]
     regret, logprob = raw.amax(-1) - own, logprobs.gather(-1, token[..., None])[..., 0]
-    drawn = own if walked.drawn is None else torch.where(token == walked.token, *walked.drawn.unbind(-1))
+    logit = own if walked.logits is None else torch.where(token == walked.token, *walked.logits.unbind(-1))
     integers = torch.stack([walked.node, token, token == walked.exact, walked.closed, going], -1)
-    return integers, torch.stack([walked.divergence, logprob.double(), regret.double(), drawn.double()], -1), logprobs
+    return integers, torch.stack([walked.divergence, logprob.double(), regret.double(), logit.double()], -1), logprobs
 
 
 def steps_of(
@@ -227,9 +228,9 @@ def steps_of(
 ) -> list[list[Step]]:
     """The steps of each row."""
     return [
-        [Step(int(node), int(token), bool(exact), *numbers[row][at], bool(closed),
+        [Step(int(node), int(token), bool(is_exact), *numbers[row][at], bool(closed),
               () if tokens is None else list(zip(tokens[row][at], values[row][at], strict=True)))
-         for at, (node, token, exact, closed, reached) in enumerate(steps) if reached]
+         for at, (node, token, is_exact, closed, reached) in enumerate(steps) if reached]
         for row, steps in enumerate(integers)
     ]
 

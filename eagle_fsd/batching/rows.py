@@ -21,9 +21,9 @@ from ..decoding.forwards import Forwards, shared_prefix
 from ..decoding.output import Receipt
 from ..decoding.request import Request
 from ..drafting.config import TreeConfig
+from ..drafting.copies import MOST_NODES
 from ..drafting.growth import extend_draft
 from ..drafting.sizing import Choice, Drafting
-from ..drafting.text import MOST_NODES
 from ..drafting.tree import ORIGINS
 from ..pair import EagleModel
 from .remembered import Remembered
@@ -49,7 +49,7 @@ class EngineStats:
         fuzzy: those that only the rule accepted.
         cycles: cycles of the loop.
         forwards: verify forwards, counted once for each request of a cycle.
-        undrafted: those without a draft tree.
+        undrafted: those without draft tokens of the request.
         proposed, accepted: draft tokens by origin, see `ORIGINS`. tau is accepted.total() / forwards + 1.
     """
 

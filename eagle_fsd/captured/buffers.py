@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..drafting.config import TreeConfig
-from ..drafting.text import MOST_NODES
+from ..drafting.copies import MOST_NODES
 from ..drafting.tree import DraftTree
 from ..heads.eagle import DraftHead
 from ..models.target import TargetModel
@@ -59,7 +59,7 @@ class Buffers:
         self.seeds, self.opening, self.closing = integers(), integers(), integers()
         self.temperatures, self.weights = self._new(torch.float32)(), self._new(torch.float32)()
         self.threshold, self.left = numbers(), numbers()
-        self.inside, self.fuzzy = self._new(torch.bool)(), self._new(torch.bool)()
+        self.inside_marks, self.fuzzy = self._new(torch.bool)(), self._new(torch.bool)()
         # The cycle.
         self.tree, self.wide_tree = self._tree(self.most), self._tree(self.wide)
         self.tree.ancestors[:, 0, 0] = True

@@ -30,9 +30,9 @@ from ..decoding.forwards import Forwards
 from ..decoding.processing import TopP, share_processors
 from ..decoding.request import EXACT, Request
 from ..drafting.config import TreeConfig
+from ..drafting.copies import Copies
 from ..drafting.join import join_drafts
 from ..drafting.sizing import Plan
-from ..drafting.text import Copies
 from ..drafting.tree import ORIGINS
 from ..heads.eagle import DraftHead
 from ..models.target import TargetModel
@@ -232,7 +232,7 @@ class CapturedCycles:
         if walk.mixed:
             buffers.upload(buffers.fuzzy, [rule != EXACT for rule in rules])
         if walk.marked:
-            buffers.upload(buffers.inside, [request.rule_allowed for request in requests])
+            buffers.upload(buffers.inside_marks, [request.inside_marks for request in requests])
         download = self._verify(home, buffers, walk, requests, bucket, nodes, steps)
         buffers.fed, buffers.ahead = steps, None
         self._draft(home, buffers, settings, requests, lengths)

@@ -17,9 +17,9 @@ from torch import Tensor
 from ..acceptance import Rule
 from ..acceptance.walk import Permission, Step, Within, walk
 from ..captured.cycle import CapturedCycles, Walked
+from ..drafting.copies import MOST_NODES
 from ..drafting.drafter import Drafter
 from ..drafting.sizing import Drafting
-from ..drafting.text import MOST_NODES
 from ..drafting.tree import DraftTree, root_only
 from ..models.target import TargetModel
 from .forwards import Forwards
@@ -31,7 +31,7 @@ NO_EMISSION = Emission([], [])
 
 
 class Decoder:
-    """Decodes requests together, cycle by cycle.
+    """The decode loop, not a transformer stack: decodes requests together, cycle by cycle.
 
     Without a drafter, a tree or copies, decoding is plain: one token per forward, with the same noise.
 
@@ -54,16 +54,11 @@ class Decoder:
         for request in self.requests:
             request.begin(target)
         self.drafting = drafting
-        drafting.begin(len(self.requests), drafter=drafter is not None)
+        drafting.begin(len(self.requests), has_drafter=drafter is not None)
         self.draft_tokens = None if drafter is None else drafter.draft_tokens
         self.reads_features = drafter is not None and drafter.reads_features
         self.observe: Callable[[DraftTree, list[Tensor], list[list[int]]], None] | None = None
         self.forwards = forwards or self._forwards(earlier)
-
-    @property
-    def _draft_vocabulary(self) -> Tensor | int:
-        """The tokens in the drafter's vocabulary [R], or their number if it has all."""
-        return self.drafter.draft_vocab_size if self.draft_tokens is None else self.draft_tokens
 
     def _forwards(self, earlier: Decoder | None) -> Forwards:
         """`Forwards` with room for the longest text and the largest tree."""
@@ -71,17 +66,17 @@ class Decoder:
         copying = any(request.copying for request in self.requests)  # copies fill a tree that the head does not
         sizes = (tree.total_tokens if copying else tree.nodes for tree in trees)
         nodes = max(MOST_NODES if copying else 1, *sizes, 1)
-        drafted = max((tree.depth * tree.top_k for tree in trees), default=0)
+        tree_positions = max((tree.depth * tree.top_k for tree in trees), default=0)
         texts = (len(request.prompt) + request.params.max_new_tokens for request in self.requests)
         room, count = max(texts, default=0) + nodes, len(self.requests)
         if earlier is not None:
             if earlier.target is not self.target or earlier.drafter is not self.drafter:
                 raise ValueError("the session belongs to another model: use one Session per model")
-            earlier.forwards.take_over(self.requests[0], earlier.requests[0], room, room + drafted)
+            earlier.forwards.take_over(self.requests[0], earlier.requests[0], room, room + tree_positions)
             return earlier.forwards
         if self.captured is not None and count:
-            return self.captured.forwards(room, 0 if self.drafter is None else room + drafted, count)
-        draft_cache = None if self.drafter is None else self.drafter.new_cache(room + drafted, count)
+            return self.captured.forwards(room, 0 if self.drafter is None else room + tree_positions, count)
+        draft_cache = None if self.drafter is None else self.drafter.new_cache(room + tree_positions, count)
         return Forwards(self.target, self.drafter, self.target.new_cache(room, count), draft_cache)
 
     def prefill(self) -> list[list[Receipt]]:
@@ -127,8 +122,10 @@ class Decoder:
             walked = self.captured.step(self.requests, self.forwards, rules, plan, copies)
             if walked is not None:
                 return [self._accept_walked(*each) for each in zip(self.requests, walked, strict=True)]
-        coupling = (couple(self.requests, rules, lengths, self._draft_vocabulary, self.device)
-                    if plan.uses_drafter else None)
+        coupling = None
+        if plan.uses_drafter:
+            vocabulary = self.drafter.draft_vocab_size if self.draft_tokens is None else self.draft_tokens
+            coupling = couple(self.requests, rules, lengths, vocabulary, self.device)
         tree, draft_logits = self.forwards.draft(self.requests, plan, copies, coupling)
         if plain := [number for number, request in enumerate(self.requests) if not request.params.speculative]:
             tree = tree.without_drafts(plain)
@@ -150,7 +147,7 @@ class Decoder:
         """Accept the path of a captured cycle, whose draft has consumed the earlier features."""
         request.features = None
         request.stats.draft_forwards += walked.levels
-        emission = _emission(walked.steps, walked.origins, request, walked.features is not None)
+        emission = _emission(walked.steps, walked.origins, request)
         receipts = request.append(emission, walked.features)
         if request.reason is not None and request.features is not None:  # it leaves, and later cycles overwrite them
             request.features = request.features.clone()
@@ -193,9 +190,9 @@ class Decoder:
         requests, errors = verified.requests, verified.errors
         top = max(request.params.top_logprobs for request in requests)
         walks = walk(rule, verified, self._permission(requests), top)
-        origins, drafted = verified.tree.origin_names(), verified.tree.max_depth > 0
+        origins = verified.tree.origin_names()
         return [([0], NO_EMISSION._replace(error=errors[row])) if row in errors
-                else ([step.node for step in steps], _emission(steps, origins[row], request, drafted))
+                else ([step.node for step in steps], _emission(steps, origins[row], request))
                 for row, (request, steps) in enumerate(zip(requests, walks, strict=True))]
 
     def _permission(self, requests: Sequence[Request]) -> Permission:
@@ -206,9 +203,9 @@ class Decoder:
         if any(request.params.budget is not None for request in requests):
             left = self._per_row([request.remaining_budget for request in requests])
         if any(request.params.within is not None for request in requests):
-            marks = [(request.rule_allowed, *(request.params.within or (-1, -1))) for request in requests]
-            inside, opening, closing = torch.tensor(marks, device=self.device).unbind(1)
-            within = Within(inside.bool(), opening, closing)
+            marks = [(request.inside_marks, *(request.params.within or (-1, -1))) for request in requests]
+            inside_marks, opening, closing = torch.tensor(marks, device=self.device).unbind(1)
+            within = Within(inside_marks.bool(), opening, closing)
         return Permission(threshold, left, within)
 
     def _per_row(self, values: Sequence[float]) -> Tensor:
@@ -220,21 +217,21 @@ def _differ_in_threshold_only(rule: Rule, other: Rule) -> bool:
     return type(rule) is type(other) and replace(rule, threshold=other.threshold) == other
 
 
-def _emission(steps: Sequence[Step], origins: Sequence[str | None], request: Request, drafted: bool) -> Emission:
+def _emission(steps: Sequence[Step], origins: Sequence[str | None], request: Request) -> Emission:
     """The emission of an accepted path. Its last token is the target's own, not a draft token.
 
     Args:
-        origins: of each node, see `DraftTree.origin_names`. drafted: whether the tree has more than a root.
+        origins: of each node, see `DraftTree.origin_names`.
     """
     by = [origins[step.node] for step in steps[1:]]  # for the tokens before the last one
     receipts = [
-        Receipt(step.token, ("target" if step is steps[-1] else "exact") if step.exact else "fuzzy",
+        Receipt(step.token, ("target" if step is steps[-1] else "exact") if step.is_exact else "fuzzy",
                 None if math.isnan(step.divergence) else step.divergence, step.logprob, step.regret,
                 request.exact_because or ("budget" if step.closed else None), drafter,
                 (step.top or ())[: request.params.top_logprobs])
         for step, drafter in zip(steps, [*by, None], strict=True)
     ]
-    return Emission(receipts, [step.drawn for step in steps], drafted, proposed=Counter(filter(None, origins)))
+    return Emission(receipts, [step.logit for step in steps], proposed=Counter(filter(None, origins)))
 
 
 @dataclass(eq=False)

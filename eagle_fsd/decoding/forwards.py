@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from ..drafting.config import TreeConfig
+from ..drafting.copies import MOST_NODES, Copies
 from ..drafting.coupling import Coupling
 from ..drafting.drafter import Drafter
 from ..drafting.growth import draft_tree, extend_draft
 from ..drafting.join import join_drafts
 from ..drafting.sizing import Plan
-from ..drafting.text import MOST_NODES, Copies
 from ..drafting.tree import DraftTree, root_only
 from ..models.cache import TreeCache
 from ..models.target import TargetModel
@@ -44,7 +44,7 @@ class Forwards:
     ) -> None:
         self.target, self.drafter, self.cache, self.draft_cache = target, drafter, cache, draft_cache
         self.device = target.output_device  # of trees, logits and features
-        self.place = 0  # cache position of the root's keys in the last verify
+        self.root_slot = 0  # slot of the root's keys in the last verify
 
     @property
     def lengths(self) -> list[int]:
@@ -132,7 +132,7 @@ class Forwards:
 
     def verify(self, tree: DraftTree) -> Tensor:
         """The target's features [B, N, F] of the nodes."""
-        self.place = self.cache.length
+        self.root_slot = self.cache.length
         positions = tree.depths + torch.tensor(self.lengths, device=self.device)[:, None]
         return self.target.verify(tree.tokens, positions, tree.ancestors, self.cache)
 
@@ -142,7 +142,7 @@ class Forwards:
         paths: Sequence[Sequence[int]],  # the accepted nodes of each, the root first
     ) -> None:
         """Keep the keys and values of the accepted nodes."""
-        self.cache.commit(lengths, [[self.place + node for node in path] for path in paths])
+        self.cache.commit(lengths, [[self.root_slot + node for node in path] for path in paths])
 
     @property
     def caches(self) -> list[TreeCache]:

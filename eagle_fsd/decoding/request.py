@@ -17,8 +17,8 @@ from transformers import LogitsProcessorList
 
 from ..acceptance import Rule, make_rule
 from ..drafting.config import TreeConfig
+from ..drafting.copies import Copies, TextSource
 from ..drafting.coupling import couple_copies
-from ..drafting.text import Copies, TextSource
 from ..models.target import TargetModel
 from ..options import RuleAtTemperature
 from ..text import StopStrings
@@ -78,7 +78,6 @@ class Emission(NamedTuple):
 
     receipts: list[Receipt]
     logits: list[float]  # of the tokens, processed
-    drafted: bool = False
     error: Exception | None = None  # of a processor or a user's rule: no token was emitted
     proposed: dict[str, int] = {}  # number of drafted nodes by origin; never mutated
 
@@ -116,7 +115,7 @@ class Request:
         # Whether the rule applies.
         self.exact_because: str | None = None  # why it no longer does: "budget" or "repetition"
         self.spent = 0.0  # regret of the answer's fuzzy tokens, in nats
-        self.rule_allowed = params.within is None  # whether `within` allows it for the next token
+        self.inside_marks = params.within is None  # whether the rule decides the next token
         self._pass_marks(prompt)
         if params.budget == 0 and not params.lossless:
             self._close("budget", 0)
@@ -167,7 +166,7 @@ class Request:
     @property
     def copying(self) -> bool:
         """Whether drafts may come from the text or a grammar."""
-        return self.params.speculative and not self.text_source is self.grammar is None
+        return self.params.speculative and (self.text_source is not None or self.grammar is not None)
 
     def draft_copies(self, rule: Rule) -> Copies | None:
         """Drafts from the text or the grammar, for a cycle with this rule."""
@@ -222,7 +221,7 @@ class Request:
             return
         self.stats.accepted_lengths.append(len(emission.receipts) - 1)
         self.stats.target_forwards += 1
-        self.stats.undrafted += not emission.drafted
+        self.stats.undrafted += not emission.proposed
         self.stats.proposed.update(emission.proposed)
         self.stats.accepted.update(receipt.drafter for receipt in emission.receipts if receipt.drafter)
 
@@ -273,11 +272,11 @@ class Request:
                 or any(token in self.params.eos_ids or token in self.params.stop_ids for token in tokens))
 
     def _pass_marks(self, tokens: Sequence[int]) -> None:
-        """Update `rule_allowed` for the token after these."""
+        """Update `inside_marks` for the token after these, as `Within.after` does in a walk."""
         if self.params.within is not None:
             opening, closing = self.params.within
             for token in tokens:
-                self.rule_allowed = (self.rule_allowed or token == opening) and token != closing
+                self.inside_marks = (self.inside_marks or token == opening) and token != closing
 
     def _close(self, why: str, at: int) -> None:
         """Use the exact rule from now on, after `at` new tokens."""
