@@ -249,7 +249,7 @@ def paused(pause: Pause, gain: float, count: int) -> list[bool]:
     """Which of so many cycles draft, where each drafted one gains so much."""
     drafted = []
     for _ in range(count):
-        drafted.append(pause.drafts())
+        drafted.append(pause.next_cycle())
         if drafted[-1]:
             pause.learn(gain)
     return drafted

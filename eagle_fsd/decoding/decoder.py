@@ -54,7 +54,7 @@ class Decoder:
         for request in self.requests:
             request.begin(target)
         self.drafting = drafting
-        drafting.begin(len(self.requests), drafter=drafter is not None)
+        drafting.begin(len(self.requests), has_drafter=drafter is not None)
         self.draft_tokens = None if drafter is None else drafter.draft_tokens
         self.reads_features = drafter is not None and drafter.reads_features
         self.observe: Callable[[DraftTree, list[Tensor], list[list[int]]], None] | None = None

@@ -55,35 +55,35 @@ class Choice:
         return self
 
     @cached_property
-    def costs(self) -> list[float]:
+    def costs_by_nodes(self) -> list[float]:
         """Cost of a cycle with 1, 2, ... nodes and one drafted level."""
         assert self.cost is not None
         return [self.cost(nodes, 1) for nodes in range(1, MOST_NODES + 1)]
 
     @cached_property
-    def node(self) -> float:
+    def node_price(self) -> float:
         """Price of a further node: a mean, as costs have steps."""
-        return (self.costs[USUAL] - self.costs[0]) / USUAL
+        return (self.costs_by_nodes[USUAL] - self.costs_by_nodes[0]) / USUAL
 
     @cached_property
-    def level(self) -> float:
+    def level_price(self) -> float:
         """Price of a further level."""
-        return self.cost(1, 2) - self.costs[0]
+        return self.cost(1, 2) - self.costs_by_nodes[0]
 
-    def levels(self, count: float) -> float:
+    def price_of_levels(self, count: float) -> float:
         """Price of this many levels (at least 1)."""
-        return self.costs[0] - self.cost(1, 0) + (count - 1) * self.level
+        return self.costs_by_nodes[0] - self.cost(1, 0) + (count - 1) * self.level_price
 
     def outlook(self, pace: float = 1.0) -> tuple[float, int]:
         """Expected tokens of a cycle's levels, less the price of their nodes, and the best number of levels; 0 if none
         pays."""
         if self.curves is None:
             return 1.0, 1
-        worth, following = self.curves.level_worth(pace * self.node), self.curves.level_worth(0.0)
+        worth, following = self.curves.level_worth(pace * self.node_price), self.curves.level_worth(0.0)
         reach, gain, best = 1.0, 0.0, (0.0, 0.0, 0)
         for count in range(1, WIDE_TREE.depth + 1):
             gain += worth(reach)
-            best = max(best, (gain - pace * self.levels(count), gain, count))
+            best = max(best, (gain - pace * self.price_of_levels(count), gain, count))
             reach = following(reach)
         return best[1:]
 
@@ -162,7 +162,7 @@ class Plan:
 
     @cached_property
     def _worth(self) -> LevelWorth:
-        return self.choice.curves.level_worth(self.pace * self.choice.node)
+        return self.choice.curves.level_worth(self.pace * self.choice.node_price)
 
     def level_pays(self, frontier: Sequence[Sequence[float]]) -> bool:
         """Whether another level pays.
@@ -171,7 +171,7 @@ class Plan:
             frontier: for each row, log acceptance probabilities of the nodes that the level would expand.
         """
         reach = sum(math.exp(score) for row in frontier for score in row) / len(frontier)
-        return self.missed * self._worth(reach) >= self.pace * self.choice.level
+        return self.missed * self._worth(reach) >= self.pace * self.choice.level_price
 
     def nodes(self, scores: Sequence[Sequence[float]]) -> int:
         """How many nodes to verify: at lambda, or at this cycle's own rate if that is higher. A cycle that is better
@@ -186,8 +186,8 @@ class Plan:
         tokens = list(itertools.accumulate(
             sum(math.exp(row[number]) for row in scores if number < len(row)) / len(scores)
             for number in range(min(offered, MOST_NODES))))
-        pace = max(self.pace, *map(operator.truediv, tokens, self.choice.costs))
-        surplus = [expected - pace * cost for expected, cost in zip(tokens, self.choice.costs, strict=False)]
+        pace = max(self.pace, *map(operator.truediv, tokens, self.choice.costs_by_nodes))
+        surplus = [expected - pace * cost for expected, cost in zip(tokens, self.choice.costs_by_nodes, strict=False)]
         return 1 + surplus.index(max(surplus))
 
 
@@ -205,8 +205,8 @@ class Pause:
         """A new request drafts at once; earlier successes and failures count, up to a limit."""
         self.left, self.length, self.gain = 0, min(self.length, LONGEST_PAUSE // 2), min(self.gain, 1.0)
 
-    def drafts(self) -> bool:
-        """Whether the next cycle drafts."""
+    def next_cycle(self) -> bool:
+        """Count a cycle; whether it drafts."""
         self.left -= 1
         return self.left < 0
 
@@ -229,20 +229,21 @@ class Drafting:
 
     def __init__(self, sizes: Sizes, temperature: float = 0.0, pause: Pause | None = None) -> None:
         self.sizes, self.temperature = sizes, temperature
-        self.choice, self.drafter = sizes.of(1, temperature), True  # until `begin`
+        self.choice, self.has_drafter = sizes.of(1, temperature), True  # until `begin`
         self.pause = pause or Pause()
-        self.tokens, self.cycles = PACE * PACE_WEIGHT, PACE_WEIGHT  # of a row, and their cost
+        # Tokens of a row so far, and their cost in cycles without drafting.
+        self.gained, self.spent = PACE * PACE_WEIGHT, PACE_WEIGHT
         # Running means over cycles without copies: tokens that the draft adds, less the price of its nodes, and its
         # levels. None: no such cycle yet, `Choice.outlook` holds.
         self.outlook: tuple[float, float] | None = None
 
-    def begin(self, rows: int, *, drafter: bool) -> None:
+    def begin(self, rows: int, *, has_drafter: bool) -> None:
         """Start with this many rows.
 
         Args:
-            drafter: whether there is one; without it a tree only limits the number of copies to verify.
+            has_drafter: whether there is a drafter; without one a tree only limits the number of copies to verify.
         """
-        self.drafter = drafter
+        self.has_drafter = has_drafter
         self.pause.begin()
         self.resize(rows)
 
@@ -258,12 +259,12 @@ class Drafting:
     @property
     def uses_drafter(self) -> bool:
         """Whether cycles of this many rows may use the drafter."""
-        return self.drafter and self.choice.tree is not None
+        return self.has_drafter and self.choice.tree is not None
 
     @property
     def pace(self) -> float:
         """Lambda, at least the rate of plain decoding."""
-        return max(1.0, self.tokens / self.cycles)
+        return max(1.0, self.gained / self.spent)
 
     def next(self, copies: Sequence[Copies | None] = ()) -> Plan:
         """The plan of the next cycle.
@@ -271,18 +272,18 @@ class Drafting:
         Args:
             copies: of each row, which the cycle verifies as well.
         """
-        tree = self.choice.tree if self.drafter else None
+        tree = self.choice.tree if self.has_drafter else None
         if self.choice.cost is None:
             return Plan(self.choice, tree)
         accepted = [max((math.exp(score) for score, parent in zip(row.scores, row.parents, strict=True) if parent < 0),
                         default=0.0) if row else 0.0 for row in copies]
         missed = 1 - sum(accepted) / len(accepted) if accepted else 1.0
-        if tree is not None and not self.pause.drafts():
+        if tree is not None and not self.pause.next_cycle():
             tree = None
         pace = self.pace
         if tree is not None and any(copies):
             gain, levels = self.outlook or self.choice.outlook(pace)
-            if missed * gain < pace * self.choice.levels(levels):
+            if missed * gain < pace * self.choice.price_of_levels(levels):
                 tree = None
         return Plan(self.choice, tree, pace, missed)
 
@@ -295,7 +296,7 @@ class Drafting:
         if self.choice.cost is None:
             return
         mean, cost = sum(emitted) / len(emitted), self.choice.cost(nodes, levels)
-        self.tokens, self.cycles = self.tokens + mean, self.cycles + cost
+        self.gained, self.spent = self.gained + mean, self.spent + cost
         if levels and not copied:
             gain = mean - 1 - plan.pace * (self.choice.cost(nodes, 1) - self.choice.cost(1, 1))
             before = self.outlook or self.choice.outlook(plan.pace)
