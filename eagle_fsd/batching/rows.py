@@ -49,7 +49,7 @@ class EngineStats:
         fuzzy: those that only the rule accepted.
         cycles: cycles of the loop.
         forwards: verify forwards, counted once for each request of a cycle.
-        undrafted: those without a draft tree.
+        undrafted: those without draft tokens of the request.
         proposed, accepted: draft tokens by origin, see `ORIGINS`. tau is accepted.total() / forwards + 1.
     """
 

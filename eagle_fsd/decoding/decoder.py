@@ -150,7 +150,7 @@ class Decoder:
         """Accept the path of a captured cycle, whose draft has consumed the earlier features."""
         request.features = None
         request.stats.draft_forwards += walked.levels
-        emission = _emission(walked.steps, walked.origins, request, walked.features is not None)
+        emission = _emission(walked.steps, walked.origins, request)
         receipts = request.append(emission, walked.features)
         if request.reason is not None and request.features is not None:  # it leaves, and later cycles overwrite them
             request.features = request.features.clone()
@@ -193,9 +193,9 @@ class Decoder:
         requests, errors = verified.requests, verified.errors
         top = max(request.params.top_logprobs for request in requests)
         walks = walk(rule, verified, self._permission(requests), top)
-        origins, drafted = verified.tree.origin_names(), verified.tree.max_depth > 0
+        origins = verified.tree.origin_names()
         return [([0], NO_EMISSION._replace(error=errors[row])) if row in errors
-                else ([step.node for step in steps], _emission(steps, origins[row], request, drafted))
+                else ([step.node for step in steps], _emission(steps, origins[row], request))
                 for row, (request, steps) in enumerate(zip(requests, walks, strict=True))]
 
     def _permission(self, requests: Sequence[Request]) -> Permission:
@@ -220,11 +220,11 @@ def _differ_in_threshold_only(rule: Rule, other: Rule) -> bool:
     return type(rule) is type(other) and replace(rule, threshold=other.threshold) == other
 
 
-def _emission(steps: Sequence[Step], origins: Sequence[str | None], request: Request, drafted: bool) -> Emission:
+def _emission(steps: Sequence[Step], origins: Sequence[str | None], request: Request) -> Emission:
     """The emission of an accepted path. Its last token is the target's own, not a draft token.
 
     Args:
-        origins: of each node, see `DraftTree.origin_names`. drafted: whether the tree has more than a root.
+        origins: of each node, see `DraftTree.origin_names`.
     """
     by = [origins[step.node] for step in steps[1:]]  # for the tokens before the last one
     receipts = [
@@ -234,7 +234,7 @@ def _emission(steps: Sequence[Step], origins: Sequence[str | None], request: Req
                 (step.top or ())[: request.params.top_logprobs])
         for step, drafter in zip(steps, [*by, None], strict=True)
     ]
-    return Emission(receipts, [step.drawn for step in steps], drafted, proposed=Counter(filter(None, origins)))
+    return Emission(receipts, [step.drawn for step in steps], proposed=Counter(filter(None, origins)))
 
 
 @dataclass(eq=False)

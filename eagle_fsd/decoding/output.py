@@ -46,7 +46,7 @@ class Stats:
         budget_spent: with a budget, the total regret of fuzzy tokens in nats.
         exact_from: with a budget, the number of new tokens after which decoding became exact.
         exact_because: the reason for it, "budget" or "repetition".
-        undrafted: verify forwards without a draft tree.
+        undrafted: verify forwards without draft tokens of this request.
         draft_forwards: forwards of the drafter, one for each drafted level of a cycle; without those of the prompt.
         proposed, accepted: draft tokens by drafter, "head", "text" or "grammar".
         computed_by: implementation of the target's forwards: "fused", or the attention of the stock decoder, and why.

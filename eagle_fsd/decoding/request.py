@@ -78,7 +78,6 @@ class Emission(NamedTuple):
 
     receipts: list[Receipt]
     logits: list[float]  # of the tokens, processed
-    drafted: bool = False
     error: Exception | None = None  # of a processor or a user's rule: no token was emitted
     proposed: dict[str, int] = {}  # number of drafted nodes by origin; never mutated
 
@@ -222,7 +221,7 @@ class Request:
             return
         self.stats.accepted_lengths.append(len(emission.receipts) - 1)
         self.stats.target_forwards += 1
-        self.stats.undrafted += not emission.drafted
+        self.stats.undrafted += not emission.proposed
         self.stats.proposed.update(emission.proposed)
         self.stats.accepted.update(receipt.drafter for receipt in emission.receipts if receipt.drafter)
 

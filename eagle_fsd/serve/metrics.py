@@ -24,7 +24,7 @@ COUNTERS = {  # attributes of `EngineStats`
     "tokens": "new tokens",
     "fuzzy": "new tokens that only a rule accepted",
     "forwards": "verify forwards of the target, counted per row",
-    "undrafted": "verify forwards without a draft tree",
+    "undrafted": "verify forwards without draft tokens of the request",
 }
 BY_DRAFTER = {"proposed": "verified draft tokens", "accepted": "accepted draft tokens"}
 
