@@ -97,7 +97,7 @@ class Nodes:
         """Whether these columns [B, C] bool are empty in all rows; False if that would need to wait for a device."""
         return self.raw.is_cpu and not columns.any()
 
-    def in_head(
+    def inside_guard(
         self,
         head_guard: float | None,  # alpha in [0, 1]; None: no guard
     ) -> Tensor:  # [B, C] bool

@@ -72,7 +72,7 @@ class FuzzyRule(Rule):
     def candidates(self, nodes: Nodes) -> Tensor:
         """[B, C] bool: children that a fuzzy step may accept: proposed by the draft head, not truncated, and inside the
         head guard."""
-        return nodes.in_head(self.head_guard) & nodes.by_head & (nodes.steps > -math.inf)
+        return nodes.inside_guard(self.head_guard) & nodes.by_head & (nodes.steps > -math.inf)
 
 
 @dataclass(frozen=True)
