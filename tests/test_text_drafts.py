@@ -300,7 +300,7 @@ def assert_joined_alike(head, copies, tree):
     levels = head.max_depth
     other = join(head, torch.tensor(columns), torch.tensor(steps, dtype=torch.float64), nodes, levels,
                  max(levels, deepest) + 2)
-    for name in ("tokens", "parents", "depths", "ancestors", "draft_rows", "scores", "drafters"):
+    for name in ("tokens", "parents", "depths", "ancestors", "draft_rows", "scores", "origins"):
         assert torch.equal(getattr(other, name), getattr(tree, name).to(getattr(other, name).dtype)), name
 
 
