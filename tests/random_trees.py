@@ -19,7 +19,7 @@ class Case:
     """The input of a walk; see `acceptance.walk.Verified`."""
 
     tree: DraftTree
-    draft: list[Tensor]  # of each level [B, K, R]
+    draft_logits: list[Tensor]  # of each level [B, K, R]
     raw: Tensor  # [B, N, V]
     warped: Tensor  # [B, N, V]
     gumbel: Tensor | None = None  # [B, depth + 1, V]
@@ -58,13 +58,14 @@ class Case:
     def take(self, rows: list[int]) -> "Case":
         """A case of these rows, which may repeat."""
         gumbel, banned = (None if part is None else part[rows] for part in (self.gumbel, self.banned))
-        return replace(self, tree=self.tree.select(rows), draft=[level[rows] for level in self.draft],
+        return replace(self, tree=self.tree.select(rows), draft_logits=[level[rows] for level in self.draft_logits],
                        raw=self.raw[rows], warped=self.warped[rows], gumbel=gumbel, banned=banned, errors={})
 
     def to(self, device: str) -> "Case":
         tree = {name: part.to(device) for name, part in vars(self.tree).items() if isinstance(part, Tensor)}
         parts = {name: part.to(device) for name, part in vars(self).items() if isinstance(part, Tensor)}
-        return replace(self, tree=replace(self.tree, **tree), draft=[level.to(device) for level in self.draft], **parts)
+        logits = [level.to(device) for level in self.draft_logits]
+        return replace(self, tree=replace(self.tree, **tree), draft_logits=logits, **parts)
 
 
 def tree_from_parents(parents, tokens, scores=None, draft_rows=None) -> DraftTree:

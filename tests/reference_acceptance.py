@@ -59,8 +59,8 @@ class Reference:
         names = range(len(self.raw[0])) if case.draft_tokens is None else case.draft_tokens.tolist()
         self.draft = [[-INF] * len(self.raw[0]) for _ in depths]
         for v, (depth, at) in enumerate(zip(depths, draft_rows, strict=True)):
-            if at >= 0 and depth < len(case.draft):
-                for token, logit in zip(names, case.draft[depth][row, at].tolist(), strict=True):
+            if at >= 0 and depth < len(case.draft_logits):
+                for token, logit in zip(names, case.draft_logits[depth][row, at].tolist(), strict=True):
                     self.draft[v][token] = logit
         self.warped_draft = torch.tensor(self.draft)
         for warper in case.warpers:

@@ -210,7 +210,7 @@ def test_a_function_as_rule(pair):
     expected, sizes = generate(pair, acceptance="exact", **SAMPLED).token_ids, set()
 
     def rule(nodes):
-        sizes.add((nodes.warped.shape, nodes.tokens.shape, nodes.draft.shape))
+        sizes.add((nodes.warped.shape, nodes.tokens.shape, nodes.draft_logits.shape))
         return nodes.warped[0]
 
     assert generate(pair, acceptance=rule, threshold=None, **SAMPLED).token_ids == expected

@@ -175,9 +175,10 @@ def test_ensemble_draws_from_the_mixture(warpers, named):
     """w p + (1 - w) q at nodes that the draft expanded, with or without children; p below them, and at node 2."""
     case, names = case_of(9, warpers), named or list(range(VOCAB))
     case.tree.draft_rows[0, 2] = -1
-    draft = torch.full_like(case.raw, -math.inf).index_copy(2, torch.tensor(names), case.draft[0][..., names])
+    draft = torch.full_like(case.raw, -math.inf).index_copy(2, torch.tensor(names), case.draft_logits[0][..., names])
     if named:
-        case = replace(case, draft=[level[..., names] for level in case.draft], draft_tokens=torch.tensor(names))
+        logits = [level[..., names] for level in case.draft_logits]
+        case = replace(case, draft_logits=logits, draft_tokens=torch.tensor(names))
     draft_probs = warped(draft, warpers)[0].double().softmax(-1)
     for threshold in (1e-6, 0.3, 1.0):
         shares = [0.0 if v == 2 or len(PATHS[v]) == DEPTH else threshold for v in NODES]
@@ -228,7 +229,7 @@ def fsd_law(case, threshold):
     law = []
     for v, probs in enumerate(target_probs(case)):
         mass = sum(probs[token] for token in CHILDREN[v])
-        passes = mass and divergence("js", case.raw[0, v].tolist(), case.draft[0][0, v].tolist()) <= threshold
+        passes = mass and divergence("js", case.raw[0, v].tolist(), case.draft_logits[0][0, v].tolist()) <= threshold
         law.append([p / mass * (token in CHILDREN[v]) if passes else p for token, p in enumerate(probs)])
     return segment_law(law)
 

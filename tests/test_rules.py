@@ -34,18 +34,19 @@ def extreme_cases(greedy):
     equal, coarse = random_case(11, greedy, gap=0.0), random_case(13, greedy, coarse=True)
     best = equal.raw.argmax(-1, keepdim=True)
     one_hot = torch.full_like(equal.raw, -math.inf).scatter(-1, best, 0.0)
-    zeros, lacking = torch.zeros_like(equal.raw), [level.clone() for level in equal.draft]
+    zeros, lacking = torch.zeros_like(equal.raw), [level.clone() for level in equal.draft_logits]
     for level in lacking:
         level[..., ::2] = -math.inf
     return {
         "draft equals target": equal,
         "one-hot": replace(equal, raw=one_hot, warped=one_hot),
         "gaps of 1e4": replace(coarse, raw=1e4 * coarse.raw, warped=1e4 * coarse.raw,
-                               draft=[1e4 * level for level in coarse.draft]),
+                               draft_logits=[1e4 * level for level in coarse.draft_logits]),
         "ties": coarse,
-        "uniform": replace(equal, raw=zeros, warped=zeros, draft=[torch.zeros_like(level) for level in equal.draft]),
+        "uniform": replace(equal, raw=zeros, warped=zeros,
+                           draft_logits=[torch.zeros_like(level) for level in equal.draft_logits]),
         "nearly all banned": random_case(12, greedy, banned=0.9),
-        "draft lacks tokens": replace(equal, draft=lacking),
+        "draft lacks tokens": replace(equal, draft_logits=lacking),
         "two tokens": random_case(14, greedy, vocab_size=2, named=2, nodes=6),
         "a root alone": random_case(15, greedy, nodes=1),
     }

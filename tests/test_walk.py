@@ -206,7 +206,8 @@ def test_a_function_may_draw_any_token_and_stop_anywhere(greedy):
             assert [(step.node, step.token, step.exact, step.closed) for step in steps] == expected
     nodes = asked[0]
     assert isinstance(nodes, Nodes) and nodes.raw.shape == nodes.warped.shape == (1, 11) and nodes.greedy == greedy
-    assert nodes.tokens.shape == nodes.children.shape == nodes.scores.shape == (1, 12) and nodes.draft.shape == (1, 11)
+    assert nodes.tokens.shape == nodes.children.shape == nodes.scores.shape == (1, 12)
+    assert nodes.draft_logits.shape == (1, 11)
     assert nodes.exact.shape == nodes.threshold.shape == nodes.left.shape == nodes.divergence("js").shape == (1,)
 
 

@@ -46,9 +46,9 @@ class Nodes:
     children: Tensor  # [B, C] bool
     by_head: Tensor  # [B, C] bool: proposed by the draft head, not by the text or a grammar alone
     scores: Tensor  # [B, C], cumulative log-probability of the draft
-    drafted: Tensor | None  # [B, K, R], the draft's raw logits at this depth; None: it expanded no node here
-    draft_row: Tensor  # [B] long, the node's row of `drafted`; -1: the draft did not expand it
-    draft_tokens: Tensor | None  # [R] long, the token ids of `drafted`; None: 0 to R - 1, all but padding
+    level_logits: Tensor | None  # [B, K, R], the draft's raw logits at this depth; None: it expanded no node here
+    draft_row: Tensor  # [B] long, the node's row of `level_logits`; -1: the draft did not expand it
+    draft_tokens: Tensor | None  # [R] long, the token ids of `level_logits`; None: 0 to R - 1, all but padding
     threshold: Tensor  # [B] float64
     left: Tensor | None  # [B] float64, the rest of each row's budget; None: no row has one
     going: Tensor  # [B] bool: rows whose walk goes on; results of other rows are ignored
@@ -62,16 +62,16 @@ class Nodes:
         return self.noise is None
 
     @property
-    def draft(self) -> Tensor | None:
+    def draft_logits(self) -> Tensor | None:
         """[B, R]: the draft's raw logits for the children; meaningless where `draft_row` is -1."""
-        if self.drafted is None:
+        if self.level_logits is None:
             return None
-        return self.drafted[torch.arange(len(self.raw), device=self.raw.device), self.draft_row]
+        return self.level_logits[torch.arange(len(self.raw), device=self.raw.device), self.draft_row]
 
     @property
     def draft_of_all(self) -> Tensor:
-        """[B, V]: `draft`, with -inf for NaN, for tokens that it cannot name, and where `draft_row` is -1."""
-        draft, size = self.draft.float(), self.raw.shape[-1]
+        """[B, V]: `draft_logits`, with -inf for NaN, for tokens that it cannot name, and where `draft_row` is -1."""
+        draft, size = self.draft_logits.float(), self.raw.shape[-1]
         wide = (pad(draft, (0, size - draft.shape[-1]), value=-math.inf) if self.draft_tokens is None
                 else widen(draft, self.draft_tokens, size))
         return wide.masked_fill((self.draft_row < 0)[:, None] | wide.isnan(), -math.inf)
@@ -111,8 +111,8 @@ class Nodes:
     def divergence(self, name: str) -> Tensor:
         """[B]: the divergence of the target's and the draft's next-token distributions; NaN, which passes no gate, at
         nodes without children and at nodes that the draft did not expand."""
-        if self.drafted is None:
+        if self.level_logits is None:
             return self.raw.new_full((len(self.raw),), math.nan)
         measure = get_divergence(name, self.draft_tokens)
-        raw = self.raw if self.draft_tokens is not None else self.raw[:, : self.drafted.shape[-1]]
-        return torch.where(self.children.any(-1) & (self.draft_row >= 0), measure(raw, self.draft), math.nan)
+        raw = self.raw if self.draft_tokens is not None else self.raw[:, : self.level_logits.shape[-1]]
+        return torch.where(self.children.any(-1) & (self.draft_row >= 0), measure(raw, self.draft_logits), math.nan)

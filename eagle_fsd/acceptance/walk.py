@@ -27,7 +27,7 @@ class Verified(Protocol):
     """A batch of draft trees with the logits of draft and target."""
 
     tree: DraftTree
-    draft: Sequence[Tensor]  # [B, K, R] of each drafted level, the draft's raw logits; see `tree.draft_rows`
+    draft_logits: Sequence[Tensor]  # [B, K, R] of each drafted level, the draft's raw logits; see `tree.draft_rows`
     draft_tokens: Tensor | None  # [R] long, the draft's token ids; None: all, R = V
     raw: Tensor  # [B, N, V] float32, the target's logits
     greedy: bool
@@ -174,11 +174,11 @@ def descend(
         exact = first_largest(warped if noise is None else warped + noise)
         token, weights, drawable = exact, Weights(), warped
         if not lossless:
-            drafted = verified.draft[depth] if depth < len(verified.draft) else None
-            nodes = Nodes(raw, warped, noise, exact, tree.tokens, children, tree.by_head, tree.scores, drafted,
+            level_logits = verified.draft_logits[depth] if depth < len(verified.draft_logits) else None
+            nodes = Nodes(raw, warped, noise, exact, tree.tokens, children, tree.by_head, tree.scores, level_logits,
                           tree.draft_rows[rows, node], verified.draft_tokens, permission.threshold, permission.left,
                           going, verified.errors)
-            if rule.mixes_draft and drafted is not None:
+            if rule.mixes_draft and level_logits is not None:
                 predicted = going & (nodes.draft_row >= 0)
                 nodes = replace(nodes, warped_draft=verified.warp(nodes.draft_of_all, node, path, predicted))
                 drawable = warped.maximum(nodes.warped_draft)

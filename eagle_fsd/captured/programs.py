@@ -146,7 +146,7 @@ class Verified:
     """`acceptance.walk.Verified` of buffers."""
 
     tree: DraftTree
-    draft: Sequence[Tensor]
+    draft_logits: Sequence[Tensor]
     draft_tokens: Tensor | None
     raw: Tensor
     greedy: bool

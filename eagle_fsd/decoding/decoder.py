@@ -71,17 +71,17 @@ class Decoder:
         copying = any(request.copying for request in self.requests)  # copies fill a tree that the head does not
         sizes = (tree.total_tokens if copying else tree.nodes for tree in trees)
         nodes = max(MOST_NODES if copying else 1, *sizes, 1)
-        drafted = max((tree.depth * tree.top_k for tree in trees), default=0)
+        tree_positions = max((tree.depth * tree.top_k for tree in trees), default=0)
         texts = (len(request.prompt) + request.params.max_new_tokens for request in self.requests)
         room, count = max(texts, default=0) + nodes, len(self.requests)
         if earlier is not None:
             if earlier.target is not self.target or earlier.drafter is not self.drafter:
                 raise ValueError("the session belongs to another model: use one Session per model")
-            earlier.forwards.take_over(self.requests[0], earlier.requests[0], room, room + drafted)
+            earlier.forwards.take_over(self.requests[0], earlier.requests[0], room, room + tree_positions)
             return earlier.forwards
         if self.captured is not None and count:
-            return self.captured.forwards(room, 0 if self.drafter is None else room + drafted, count)
-        draft_cache = None if self.drafter is None else self.drafter.new_cache(room + drafted, count)
+            return self.captured.forwards(room, 0 if self.drafter is None else room + tree_positions, count)
+        draft_cache = None if self.drafter is None else self.drafter.new_cache(room + tree_positions, count)
         return Forwards(self.target, self.drafter, self.target.new_cache(room, count), draft_cache)
 
     def prefill(self) -> list[list[Receipt]]:

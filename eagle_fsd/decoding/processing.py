@@ -172,15 +172,16 @@ class VerifiedTrees:
 
     Args:
         lengths: position of the root in each request. raw: [B, N, V] float32, the target's logits.
-        draft: for each drafted level [B, K, R], raw logits. draft_tokens: [R] long; None: the draft has all tokens.
+        draft_logits: for each drafted level [B, K, R], raw logits.
+        draft_tokens: [R] long; None: the draft has all tokens.
     """
 
     def __init__(
         self, requests: Sequence[Request], lengths: Sequence[int], tree: DraftTree, raw: Tensor,
-        draft: Sequence[Tensor] = (), draft_tokens: Tensor | None = None,
+        draft_logits: Sequence[Tensor] = (), draft_tokens: Tensor | None = None,
     ) -> None:
         self.requests, self.lengths, self.tree, self.raw = requests, lengths, tree, raw
-        self.draft, self.draft_tokens = draft, draft_tokens
+        self.draft_logits, self.draft_tokens = draft_logits, draft_tokens
         self.greedy, self.errors = requests[0].params.greedy, {}
 
     def take(self, rows: Sequence[int]) -> VerifiedTrees:
@@ -189,7 +190,7 @@ class VerifiedTrees:
             return self
         return VerifiedTrees(
             [self.requests[row] for row in rows], [self.lengths[row] for row in rows], self.tree.select(rows),
-            self.raw[rows], [level[rows] for level in self.draft], self.draft_tokens)
+            self.raw[rows], [level[rows] for level in self.draft_logits], self.draft_tokens)
 
     @functools.cached_property
     def _seeds_and_positions(self) -> Tensor:  # [2, B] long

@@ -81,7 +81,7 @@ class Chains:
     """Verified chains in the form of `acceptance.walk.Verified`."""
 
     tree: DraftTree
-    draft: Sequence[Tensor]
+    draft_logits: Sequence[Tensor]
     raw: Tensor  # [F, N, V] float32, the target's logits
     warped: Tensor  # [F, N, V] float32, after all processors
     seeds: Tensor | None  # [F] int64, seeds of the noise; None: greedy
