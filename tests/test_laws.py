@@ -135,7 +135,7 @@ def test_exact_emits_what_plain_sampling_does_with_the_same_noise(warpers):
             plain = ()
             while len(plain) < len(steps):
                 plain += (int((model[plain] + noise[row, len(plain)]).argmax()),)
-            assert tuple(step.token for step in steps) == plain and all(step.exact for step in steps)
+            assert tuple(step.token for step in steps) == plain and all(step.is_exact for step in steps)
 
 
 def test_exact_accepts_as_much_as_testing_sibling_by_sibling():

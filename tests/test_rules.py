@@ -58,8 +58,9 @@ def compare(rule, case, thresholds, left, divergences=True):
     for row, (steps, threshold, budget) in enumerate(zip(walks, thresholds, left, strict=True)):
         reference = Reference(rule, case, row, threshold, budget)
         expected = reference.walk()
-        assert [(step.node, step.token, step.exact, step.closed) for step in steps] == expected, (rule, row, threshold)
-        assert sum(step.regret for step in steps if not step.exact) <= budget
+        found = [(step.node, step.token, step.is_exact, step.closed) for step in steps]
+        assert found == expected, (rule, row, threshold)
+        assert sum(step.regret for step in steps if not step.is_exact) <= budget
         alone = case.take([row]).walk(replace(rule, threshold=threshold), left=budget)[0]
         assert [pytest.approx(step[:-1], nan_ok=True, rel=1e-5, abs=1e-6) for step in alone] == [s[:-1] for s in steps]
         for step in steps if divergences else []:
@@ -67,11 +68,11 @@ def compare(rule, case, thresholds, left, divergences=True):
             assert step.regret == pytest.approx(reference.regret(step.node, step.token), abs=1e-5)
             log_probs = case.raw[row, step.node].log_softmax(-1)
             assert step.logprob == pytest.approx(log_probs[step.token].item(), abs=1e-5)
-            drawn = case.warped[row, step.node, step.token]
+            logit = case.warped[row, step.node, step.token]
             if rule.name == "ensemble":
-                drawn = max(drawn, reference.warped_draft[step.node][step.token])
-            assert step.drawn == drawn
-    return sum(not step.exact for steps in walks for step in steps)
+                logit = max(logit, reference.warped_draft[step.node][step.token])
+            assert step.logit == logit
+    return sum(not step.is_exact for steps in walks for step in steps)
 
 
 @BOTH

@@ -468,7 +468,7 @@ def test_copies_are_accepted_exactly(name):
     case, seen = small_case(4), Counter()
     for steps in draw_from(case, make_rule(name, 0.9, head_guard=None), 0, 2000):
         for step, after in itertools.pairwise(steps):
-            seen[bool(case.tree.by_head[0, after.node]), step.exact] += 1
+            seen[bool(case.tree.by_head[0, after.node]), step.is_exact] += 1
     assert seen[True, False] > 10 and seen[False, True] > 10 and not seen[False, False]
 
 
@@ -478,9 +478,9 @@ def test_fsd_is_exact_where_the_head_said_nothing():
         for step in steps:
             read, divergence = case.tree.draft_rows[0, step.node] >= 0, step.divergence
             inner = (case.tree.parents[0].eq(step.node) & case.tree.depths[0].gt(0)).any()
-            assert step.exact or read and inner and divergence == pytest.approx(0, abs=1e-6)
+            assert step.is_exact or read and inner and divergence == pytest.approx(0, abs=1e-6)
             assert read or math.isnan(divergence)
-            seen[bool(read), bool(inner), step.exact] += 1
+            seen[bool(read), bool(inner), step.is_exact] += 1
     assert min(seen[True, True, False], seen[True, True, True], seen[False, True, True]) > 20
     pair, options = pair_of("no head"), {"temperature": 0.8}  # which says nothing anywhere
     output = generate(REPEATS, pair, threshold=math.inf, head_guard=None, **options)

@@ -60,7 +60,7 @@ def picture(best: list[int], second: dict[int, int] | None = None, rows: int = 1
 def test_exact_greedy_walk(best, path, tokens):
     steps = picture(best).walk(make_rule("exact"))[0]
     assert ([step.node for step in steps], [step.token for step in steps]) == (path, tokens)
-    assert all(step.exact and step.regret == 0 and step.drawn == 2 and math.isnan(step.divergence) for step in steps)
+    assert all(step.is_exact and step.regret == 0 and step.logit == 2 and math.isnan(step.divergence) for step in steps)
     assert [step.logprob for step in steps] == pytest.approx([2 - math.log(10 + math.exp(2))] * len(steps))
 
 
@@ -89,7 +89,7 @@ def test_noise_decides_and_nodes_of_one_depth_share_it():
 def test_fuzzy_greedy_walks(name, threshold, options, path, fuzzy):
     steps = picture([5, 9, 0, 0, 0, 0], second={0: 7}).walk(make_rule(name, threshold, **options))[0]
     assert [step.node for step in steps] == path
-    assert [after.node for step, after in zip(steps, steps[1:], strict=False) if not step.exact] == fuzzy
+    assert [after.node for step, after in zip(steps, steps[1:], strict=False) if not step.is_exact] == fuzzy
 
 
 def test_what_is_left_of_a_budget_is_paid_along_the_path():
@@ -140,7 +140,7 @@ def test_ties_go_to_the_first_token(best, threshold, step):
 def test_a_tentative_step_is_cut_back_unless_the_target_agrees_with_what_follows(best, window, path, tokens):
     steps = picture(best, second={0: 7, 1: 9}).walk(make_rule("fly", 1.0, window=window))[0]
     assert ([step.node for step in steps], [step.token for step in steps]) == (path, tokens)
-    assert steps[-1].exact and steps[-1].drawn == 2 and steps[-1].regret == 0
+    assert steps[-1].is_exact and steps[-1].logit == 2 and steps[-1].regret == 0
 
 
 @pytest.mark.parametrize("greedy", [True, False], ids=["greedy", "sampling"])
@@ -155,10 +155,10 @@ def test_cut_paths_equal_the_reference(greedy):
         at_once = case.walk(replace(rule, window=0), left=budgets, within=within)
         for row, steps in enumerate(case.walk(rule, left=budgets, within=within)):
             expected = Reference(rule, case, row, 0.6, budgets[row], inside[row], marks[row]).walk()
-            assert [(step.node, step.token, step.exact, step.closed) for step in steps] == expected
-            assert all(step.drawn == case.warped[row, step.node, step.token] for step in steps)
+            assert [(step.node, step.token, step.is_exact, step.closed) for step in steps] == expected
+            assert all(step.logit == case.warped[row, step.node, step.token] for step in steps)
             seen["cut"] += len(steps) < len(at_once[row])
-            seen["kept"] += any(not step.exact for step in steps)
+            seen["kept"] += any(not step.is_exact for step in steps)
     assert min(seen.values()) > 9
 
 
@@ -203,7 +203,7 @@ def test_a_function_may_draw_any_token_and_stop_anywhere(greedy):
         case, budgets = random_case(seed, greedy, banned=0.2), [math.inf, 0.0, 2.0, 6.0]
         for row, steps in enumerate(case.walk(make_rule(backwards), left=budgets)):
             expected = Backwards(make_rule(backwards), case, row, 0.0, budgets[row]).walk()
-            assert [(step.node, step.token, step.exact, step.closed) for step in steps] == expected
+            assert [(step.node, step.token, step.is_exact, step.closed) for step in steps] == expected
     nodes = asked[0]
     assert isinstance(nodes, Nodes) and nodes.raw.shape == nodes.warped.shape == (1, 11) and nodes.greedy == greedy
     assert nodes.tokens.shape == nodes.children.shape == nodes.scores.shape == (1, 12)
@@ -224,7 +224,7 @@ def test_outside_of_its_marks_a_rule_does_not_decide(greedy):
         walked = case.walk(rule, left=budgets, within=within)
         for row, steps in enumerate(walked):
             expected = Reference(rule, case, row, rule.threshold, budgets[row], inside[row], marks[row]).walk()
-            assert [(step.node, step.token, step.exact, step.closed) for step in steps] == expected
+            assert [(step.node, step.token, step.is_exact, step.closed) for step in steps] == expected
         everywhere = case.walk(rule, left=budgets)
         assert repr(walked[0]) == repr(everywhere[0])  # of NaN too
         changed += repr(walked) != repr(everywhere)

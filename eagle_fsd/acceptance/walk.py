@@ -51,12 +51,13 @@ class Step(NamedTuple):
 
     node: int
     token: int
-    exact: bool  # whether it is the target's own
+    is_exact: bool  # whether it is the target's own
     divergence: float  # NaN: not computed
     logprob: float  # of the token, under the target at temperature 1
     regret: float  # the log-probability of the target's best token, less this one's
-    drawn: float  # the token's logit after all processors; the draft's if that is larger and the rule mixes it in
-    closed: bool  # whether the budget is spent
+    logit: float  # the token's logit after all processors; the draft's if that is larger and the rule mixes it in
+    # Whether a fuzzy token was rejected here or before because it cost more than was left.
+    closed: bool
     top: Sequence[tuple[int, float]] = ()  # the target's best tokens with their log-probabilities
 
 
@@ -91,7 +92,7 @@ class Permission:
         self, threshold: Tensor, left: Tensor | None = None, within: Within | None = None, fuzzy: Tensor | None = None
     ) -> None:
         self.threshold, self.left, self.within, self.fuzzy = threshold, left, within, fuzzy
-        self.closed = torch.zeros_like(threshold, dtype=torch.bool)  # [B], whether the budget is spent
+        self.closed = torch.zeros_like(threshold, dtype=torch.bool)  # [B], see `Step.closed`
         self.decided = ~self.closed  # [B] bool, whether the rule decided the last token
         self.step = 0
         self.tentative = self.until = torch.zeros_like(threshold, dtype=torch.long)  # [B], steps; see `cut`
@@ -139,7 +140,7 @@ class Level(NamedTuple):
     node: Tensor  # long
     token: Tensor  # long
     exact: Tensor  # long, the target's own token
-    drawn: Tensor | None  # [B, 2], logits of `token` and `exact` after all processors; None: the raw ones
+    logits: Tensor | None  # [B, 2], logits of `token` and `exact` after all processors; None: the raw ones
     divergence: Tensor  # float64
     closed: Tensor  # bool
     going: Tensor  # bool, rows that reached this depth
@@ -187,8 +188,8 @@ def descend(
         divergence = unknown if weights.divergence is None else weights.divergence.double()
         if permission.fuzzy is not None:
             divergence = torch.where(permission.fuzzy, divergence, math.nan)
-        drawn = None if warped is raw and not rule.mixes_draft else drawable.gather(1, torch.stack([token, exact], 1))
-        walked.append(Level(node, token, exact, drawn, divergence, permission.closed, going))
+        logits = None if warped is raw and not rule.mixes_draft else drawable.gather(1, torch.stack([token, exact], 1))
+        walked.append(Level(node, token, exact, logits, divergence, permission.closed, going))
         child = children & (tree.tokens == token[:, None])  # at most one: siblings differ in their token
         going = going & child.any(-1)
         if weights.stop is not None:
@@ -206,17 +207,17 @@ def emitted(
     cut: Tensor,  # [B] long, see `Permission.cut`
     logits: Tensor,  # [B, N, V]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The numbers of `Step`: node, token, exact, closed and whether the path has this step, [B, P, 5] long; divergence,
-    logprob, regret and drawn, [B, P, 4] float64; and the target's log-probabilities [B, P, V]."""
+    """The numbers of `Step`: node, token, is_exact, closed and whether the path has this step, [B, P, 5] long;
+    divergence, logprob, regret and logit, [B, P, 4] float64; and the target's log-probabilities [B, P, V]."""
     place = torch.arange(walked.node.shape[1], device=cut.device)
     token = torch.where(place == cut[:, None], walked.exact, walked.token)
     going = walked.going & (place <= cut[:, None])
     raw = logits[torch.arange(len(cut), device=cut.device)[:, None], walked.node]  # [B, P, V]
     logprobs, own = raw.log_softmax(-1), raw.gather(-1, token[..., None])[..., 0]
     regret, logprob = raw.amax(-1) - own, logprobs.gather(-1, token[..., None])[..., 0]
-    drawn = own if walked.drawn is None else torch.where(token == walked.token, *walked.drawn.unbind(-1))
+    logit = own if walked.logits is None else torch.where(token == walked.token, *walked.logits.unbind(-1))
     integers = torch.stack([walked.node, token, token == walked.exact, walked.closed, going], -1)
-    return integers, torch.stack([walked.divergence, logprob.double(), regret.double(), drawn.double()], -1), logprobs
+    return integers, torch.stack([walked.divergence, logprob.double(), regret.double(), logit.double()], -1), logprobs
 
 
 def steps_of(
@@ -227,9 +228,9 @@ def steps_of(
 ) -> list[list[Step]]:
     """The steps of each row."""
     return [
-        [Step(int(node), int(token), bool(exact), *numbers[row][at], bool(closed),
+        [Step(int(node), int(token), bool(is_exact), *numbers[row][at], bool(closed),
               () if tokens is None else list(zip(tokens[row][at], values[row][at], strict=True)))
-         for at, (node, token, exact, closed, reached) in enumerate(steps) if reached]
+         for at, (node, token, is_exact, closed, reached) in enumerate(steps) if reached]
         for row, steps in enumerate(integers)
     ]
 

@@ -228,13 +228,13 @@ def _emission(steps: Sequence[Step], origins: Sequence[str | None], request: Req
     """
     by = [origins[step.node] for step in steps[1:]]  # for the tokens before the last one
     receipts = [
-        Receipt(step.token, ("target" if step is steps[-1] else "exact") if step.exact else "fuzzy",
+        Receipt(step.token, ("target" if step is steps[-1] else "exact") if step.is_exact else "fuzzy",
                 None if math.isnan(step.divergence) else step.divergence, step.logprob, step.regret,
                 request.exact_because or ("budget" if step.closed else None), drafter,
                 (step.top or ())[: request.params.top_logprobs])
         for step, drafter in zip(steps, [*by, None], strict=True)
     ]
-    return Emission(receipts, [step.drawn for step in steps], proposed=Counter(filter(None, origins)))
+    return Emission(receipts, [step.logit for step in steps], proposed=Counter(filter(None, origins)))
 
 
 @dataclass(eq=False)

@@ -179,7 +179,7 @@ class FuzzyRows:
             steps = walk_chains(rule, raw, warped, tokens, draft, known.to(output.device), seeds)
             accepted = [[step.token for step in each] + [-1] * (output.shape[1] - len(each)) for each in steps]
             output[rows] = torch.tensor(accepted, dtype=output.dtype).to(output.device)
-            fuzzy = sum(not step.exact for each in steps for step in each)
+            fuzzy = sum(not step.is_exact for each in steps for step in each)
             self._count(len(rows), int(ends.sum()), sum(map(len, steps)) - len(rows), fuzzy)
 
     def _seed(self, generator: torch.Generator | None, device: torch.device) -> Tensor:
