@@ -106,7 +106,7 @@ class Permission:
         window: int,
     ) -> Tensor:  # [B] long
         """The tokens to emit."""
-        if self.left is self.within is self.fuzzy is None and not window:
+        if self.left is None and self.within is None and self.fuzzy is None and not window:
             return token
         decided = ~self.closed & (self.step >= self.until)
         if self.fuzzy is not None:

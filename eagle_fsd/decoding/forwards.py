@@ -44,7 +44,7 @@ class Forwards:
     ) -> None:
         self.target, self.drafter, self.cache, self.draft_cache = target, drafter, cache, draft_cache
         self.device = target.output_device  # of trees, logits and features
-        self.place = 0  # cache position of the root's keys in the last verify
+        self.root_slot = 0  # slot of the root's keys in the last verify
 
     @property
     def lengths(self) -> list[int]:
@@ -132,7 +132,7 @@ class Forwards:
 
     def verify(self, tree: DraftTree) -> Tensor:
         """The target's features [B, N, F] of the nodes."""
-        self.place = self.cache.length
+        self.root_slot = self.cache.length
         positions = tree.depths + torch.tensor(self.lengths, device=self.device)[:, None]
         return self.target.verify(tree.tokens, positions, tree.ancestors, self.cache)
 
@@ -142,7 +142,7 @@ class Forwards:
         paths: Sequence[Sequence[int]],  # the accepted nodes of each, the root first
     ) -> None:
         """Keep the keys and values of the accepted nodes."""
-        self.cache.commit(lengths, [[self.place + node for node in path] for path in paths])
+        self.cache.commit(lengths, [[self.root_slot + node for node in path] for path in paths])
 
     @property
     def caches(self) -> list[TreeCache]:

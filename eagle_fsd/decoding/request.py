@@ -166,7 +166,7 @@ class Request:
     @property
     def copying(self) -> bool:
         """Whether drafts may come from the text or a grammar."""
-        return self.params.speculative and not self.text_source is self.grammar is None
+        return self.params.speculative and (self.text_source is not None or self.grammar is not None)
 
     def draft_copies(self, rule: Rule) -> Copies | None:
         """Drafts from the text or the grammar, for a cycle with this rule."""
