@@ -47,8 +47,8 @@ if TYPE_CHECKING:  # editors and type checkers do not follow __getattr__
     from .decoding.decoder import Session
     from .decoding.output import Output, Receipt, Stats
     from .drafting.config import TreeConfig
+    from .drafting.copies import TextDrafts
     from .drafting.language_model import DraftModel
-    from .drafting.text import TextDrafts
     from .heads.checkpoint import load_head, save_head
     from .heads.eagle import DraftHead
     from .hf import custom_generate
@@ -73,6 +73,6 @@ else:
         "Engine": "batching.engine",
         **dict.fromkeys(("EngineClosed", "Piece", "QueueFull", "Ticket"), "batching.tickets"),
         "DraftModel": "drafting.language_model",
-        "TextDrafts": "drafting.text",
+        "TextDrafts": "drafting.copies",
         "TreeConfig": "drafting.config",
     })

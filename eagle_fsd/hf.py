@@ -27,8 +27,8 @@ from .acceptance import Rule
 from .api import decode_requests, ending
 from .decoding.processing import check_processors, is_context_free, processors_of_row
 from .drafting.config import TreeConfig
+from .drafting.copies import TextDrafts
 from .drafting.language_model import DraftModel
-from .drafting.text import TextDrafts
 from .heads.checkpoint import is_causal_lm, load_head
 from .heads.eagle import DraftHead
 from .models.loading import load_target

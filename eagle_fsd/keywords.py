@@ -9,7 +9,7 @@ from dataclasses import fields
 from typing import Any, TypedDict, TypeVar
 
 from .drafting.config import TreeConfig
-from .drafting.text import TextDrafts
+from .drafting.copies import TextDrafts
 
 F = TypeVar("F", bound=Callable)
 REPLACEMENTS = {  # names from other libraries and servers: what to use here

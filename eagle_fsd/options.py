@@ -16,7 +16,7 @@ from typing import Any
 
 from .checks import OptionError, require_bool, require_integer, require_number
 from .drafting.config import TreeConfig
-from .drafting.text import TextDrafts
+from .drafting.copies import TextDrafts
 from .keywords import unknown_option
 
 MOST_LOGPROBS = 20

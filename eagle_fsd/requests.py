@@ -15,7 +15,7 @@ from .checks import OptionError, check_functions, require_integer
 from .decoding.grammar import Grammar
 from .decoding.processing import build_processors
 from .decoding.request import EXACT, Request, RequestParams
-from .drafting.text import TextDrafts, TextIndex, TextSource
+from .drafting.copies import TextDrafts, TextIndex, TextSource
 from .options import GenerateOptions
 from .pair import EagleModel
 from .prompts import check_ids, require_encodable, tokenised

@@ -1,4 +1,4 @@
-"""Acceptance rates of text drafts by the number of matched tokens, for the table in `eagle_fsd/drafting/text.py`.
+"""Acceptance rates of text drafts by the number of matched tokens, for the table in `eagle_fsd/drafting/copies.py`.
 
     python -m eval.copies --questions spec_bench.jsonl --last 6 --categories qa rag --out eval/results/smollm2-copies
 
@@ -17,7 +17,7 @@ from eagle_fsd.cli.arguments import Loading
 from eagle_fsd.cli.exits import check_counts
 from eagle_fsd.data.progress import Progress
 from eagle_fsd.data.questions import converse
-from eagle_fsd.drafting.text import BOUNDS, Rates, TextDrafts, TextSource
+from eagle_fsd.drafting.copies import BOUNDS, Rates, TextDrafts, TextSource
 from eagle_fsd.measure.methods import Answer, engine, pair_text
 from eagle_fsd.measure.records import markdown, write_record
 from eagle_fsd.measure.settings import EXACT, QuestionOptions

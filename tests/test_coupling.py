@@ -19,12 +19,12 @@ from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogit
 import eagle_fsd
 from eagle_fsd import TreeConfig, make_rule
 from eagle_fsd.decoding.request import RequestParams
-from eagle_fsd.drafting.coupling import WEIGHT, Coupling, couple_copies
+from eagle_fsd.drafting.copies import Copies
+from eagle_fsd.drafting.coupling import NOISE_WEIGHT, Coupling, couple_copies
 from eagle_fsd.drafting.curves import default_curves
 from eagle_fsd.drafting.growth import draft_tree
 from eagle_fsd.drafting.noise import gumbel_at, gumbel_noise
 from eagle_fsd.drafting.sizing import Choice, Plan
-from eagle_fsd.drafting.text import Copies
 
 TREE = TreeConfig(16, 5, 4)
 SEEDS = torch.tensor([3, 4, 5])
@@ -89,7 +89,7 @@ def test_noise_of_some_tokens_is_that_of_all():
 
 TARGET = torch.tensor([0.30, 0.25, 0.20, 0.15, 0.10])
 DRAFT = torch.tensor([0.20, 0.10, 0.35, 0.05, 0.30])
-SHARPER = (DRAFT.log() / WEIGHT).softmax(-1)  # of which the largest log q + w G is a sample
+SHARPER = (DRAFT.log() / NOISE_WEIGHT).softmax(-1)  # of which the largest log q + w G is a sample
 
 
 def first_tokens(rule, children, draws=20_000):

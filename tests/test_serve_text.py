@@ -10,8 +10,8 @@ from tiny import PROMPT, tiny_chat_pair
 
 import eagle_fsd
 from eagle_fsd.batching.remembered import Remembered
+from eagle_fsd.drafting.copies import MOST_NODES, SEPARATOR
 from eagle_fsd.drafting.sizing import Choice
-from eagle_fsd.drafting.text import MOST_NODES, SEPARATOR
 from eagle_fsd.drafting.tree import ORIGINS
 from eagle_fsd.serve.protocol import options_over
 

@@ -15,6 +15,7 @@ from eagle_fsd.cli import main
 from eagle_fsd.decoding.timing import ROW_TREE, ROWS, greedy_decoder, known_latency, measure, share_of, with_rows
 from eagle_fsd.drafting import curves
 from eagle_fsd.drafting.config import TreeConfig
+from eagle_fsd.drafting.copies import MOST_NODES
 from eagle_fsd.drafting.curves import (
     PRICES,
     WIDE_TREE,
@@ -26,7 +27,6 @@ from eagle_fsd.drafting.curves import (
 )
 from eagle_fsd.drafting.latency import Latency, between
 from eagle_fsd.drafting.sizing import Choice, Drafting, Pause, Plan, Sizing
-from eagle_fsd.drafting.text import MOST_NODES
 from eagle_fsd.heads.checkpoint import save_head
 from eagle_fsd.measure import cycles
 from eagle_fsd.measure.cycles import Cycle, fit, observed

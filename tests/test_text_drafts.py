@@ -23,12 +23,8 @@ import eagle_fsd
 from eagle_fsd import GenerateOptions, TextDrafts, TreeConfig, make_rule
 from eagle_fsd.captured.join import join, packed, size_of
 from eagle_fsd.decoding.decoder import Decoder
-from eagle_fsd.drafting import text as text_module
-from eagle_fsd.drafting.growth import draft_tree
-from eagle_fsd.drafting.join import join_drafts
-from eagle_fsd.drafting.noise import gumbel_noise
-from eagle_fsd.drafting.sizing import Choice, Drafting, Plan
-from eagle_fsd.drafting.text import (
+from eagle_fsd.drafting import copies as copies_module
+from eagle_fsd.drafting.copies import (
     GRAMS,
     LONGEST_MATCH,
     MOST_NODES,
@@ -40,6 +36,10 @@ from eagle_fsd.drafting.text import (
     TextIndex,
     TextSource,
 )
+from eagle_fsd.drafting.growth import draft_tree
+from eagle_fsd.drafting.join import join_drafts
+from eagle_fsd.drafting.noise import gumbel_noise
+from eagle_fsd.drafting.sizing import Choice, Drafting, Plan
 from eagle_fsd.drafting.tree import root_only
 from eagle_fsd.pair import EagleModel
 from eagle_fsd.requests import make_requests
@@ -131,8 +131,8 @@ TEXT = [7, 2, 3, 4, 6, 1, 2, 3, 4, 5, 8, 2, 3, 9, 9, 1, 2, 3]
 def even_rates(monkeypatch):
     """A half for first children, a quarter of what is left for others; nothing is too unlikely."""
     for name, value in (("FIRST", 0.5), ("OTHERS", 0.25)):
-        monkeypatch.setattr(text_module, name, (value,) * len(text_module.BOUNDS))
-    monkeypatch.setattr(text_module, "LEAST_SCORE", -math.inf)
+        monkeypatch.setattr(copies_module, name, (value,) * len(copies_module.BOUNDS))
+    monkeypatch.setattr(copies_module, "LEAST_SCORE", -math.inf)
 
 
 def test_the_trie_on_the_picture(even_rates):
@@ -168,7 +168,7 @@ def test_tries_of_random_texts():
         for number, (token, parent, score, matched, rank) in enumerate(zip(*copies or [[]] * 5, strict=True)):
             above = copies.scores[parent] if parent >= 0 else 0.0
             assert -1 <= parent < number and GRAMS[-1] <= matched <= LONGEST_MATCH
-            assert text_module.LEAST_SCORE <= score <= above
+            assert copies_module.LEAST_SCORE <= score <= above
             depths.append(1 + (depths[parent] if parent >= 0 else 0))
             group = groups.setdefault(parent, {})
             assert token not in group and rank == len(group)

@@ -5,7 +5,7 @@ from typing import ClassVar
 
 import torch
 
-from ..drafting.coupling import WEIGHT
+from ..drafting.coupling import NOISE_WEIGHT
 from .nodes import Nodes, Weights
 from .rule import Rule
 
@@ -24,7 +24,7 @@ class Ensemble(Rule):
     """
 
     name: ClassVar[str] = "ensemble"
-    noise_weight: ClassVar[float] = WEIGHT
+    noise_weight: ClassVar[float] = NOISE_WEIGHT
     threshold_limit: ClassVar[tuple[float, bool]] = (1.0, True)
     mixes_draft: ClassVar[bool] = True
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ..drafting.coupling import WEIGHT
+from ..drafting.coupling import NOISE_WEIGHT
 from .nodes import Nodes, Weights
 from .rule import Rule
 
@@ -19,7 +19,7 @@ class Exact(Rule):
     """
 
     name: ClassVar[str] = "exact"
-    noise_weight: ClassVar[float] = WEIGHT
+    noise_weight: ClassVar[float] = NOISE_WEIGHT
     threshold_limit: ClassVar[tuple[float, bool]] = (0.0, True)
 
     def is_lossless(self, greedy: bool) -> bool:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..checks import check_interval
-from ..drafting.coupling import WEIGHT
+from ..drafting.coupling import NOISE_WEIGHT
 from .nodes import Nodes, Weights
 
 HEAD_GUARD = 0.7  # default of gating rules, which would else accept tokens of any probability (docs/fuzzy.md)
@@ -84,7 +84,7 @@ class GatingRule(FuzzyRule):
     change; only nodes where the walk would stop do.
     """
 
-    noise_weight: ClassVar[float] = WEIGHT
+    noise_weight: ClassVar[float] = NOISE_WEIGHT
 
     head_guard: float | None = field(default=HEAD_GUARD, kw_only=True)
 

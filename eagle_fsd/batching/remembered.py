@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from ..drafting.text import SEPARATOR, TextIndex
+from ..drafting.copies import SEPARATOR, TextIndex
 
 PARTS = 4  # least number of parts of a pool that takes up all the space; the oldest part is dropped as a whole
 

@@ -21,9 +21,9 @@ from ..decoding.forwards import Forwards, shared_prefix
 from ..decoding.output import Receipt
 from ..decoding.request import Request
 from ..drafting.config import TreeConfig
+from ..drafting.copies import MOST_NODES
 from ..drafting.growth import extend_draft
 from ..drafting.sizing import Choice, Drafting
-from ..drafting.text import MOST_NODES
 from ..drafting.tree import ORIGINS
 from ..pair import EagleModel
 from .remembered import Remembered

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..drafting.config import TreeConfig
-from ..drafting.text import MOST_NODES
+from ..drafting.copies import MOST_NODES
 from ..drafting.tree import DraftTree
 from ..heads.eagle import DraftHead
 from ..models.target import TargetModel

@@ -30,9 +30,9 @@ from ..decoding.forwards import Forwards
 from ..decoding.processing import TopP, share_processors
 from ..decoding.request import EXACT, Request
 from ..drafting.config import TreeConfig
+from ..drafting.copies import Copies
 from ..drafting.join import join_drafts
 from ..drafting.sizing import Plan
-from ..drafting.text import Copies
 from ..drafting.tree import ORIGINS
 from ..heads.eagle import DraftHead
 from ..models.target import TargetModel

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ..drafting.copies import Copies
 from ..drafting.join import step_between
-from ..drafting.text import Copies
 from ..drafting.tree import DraftTree, ancestors_of
 
 SIZES = (64, 256)  # of M

@@ -17,9 +17,9 @@ from torch import Tensor
 from ..acceptance import Rule
 from ..acceptance.walk import Permission, Step, Within, walk
 from ..captured.cycle import CapturedCycles, Walked
+from ..drafting.copies import MOST_NODES
 from ..drafting.drafter import Drafter
 from ..drafting.sizing import Drafting
-from ..drafting.text import MOST_NODES
 from ..drafting.tree import DraftTree, root_only
 from ..models.target import TargetModel
 from .forwards import Forwards
@@ -31,7 +31,7 @@ NO_EMISSION = Emission([], [])
 
 
 class Decoder:
-    """Decodes requests together, cycle by cycle.
+    """The decode loop, not a transformer stack: decodes requests together, cycle by cycle.
 
     Without a drafter, a tree or copies, decoding is plain: one token per forward, with the same noise.
 
@@ -59,11 +59,6 @@ class Decoder:
         self.reads_features = drafter is not None and drafter.reads_features
         self.observe: Callable[[DraftTree, list[Tensor], list[list[int]]], None] | None = None
         self.forwards = forwards or self._forwards(earlier)
-
-    @property
-    def _draft_vocabulary(self) -> Tensor | int:
-        """The tokens in the drafter's vocabulary [R], or their number if it has all."""
-        return self.drafter.draft_vocab_size if self.draft_tokens is None else self.draft_tokens
 
     def _forwards(self, earlier: Decoder | None) -> Forwards:
         """`Forwards` with room for the longest text and the largest tree."""
@@ -127,8 +122,10 @@ class Decoder:
             walked = self.captured.step(self.requests, self.forwards, rules, plan, copies)
             if walked is not None:
                 return [self._accept_walked(*each) for each in zip(self.requests, walked, strict=True)]
-        coupling = (couple(self.requests, rules, lengths, self._draft_vocabulary, self.device)
-                    if plan.uses_drafter else None)
+        coupling = None
+        if plan.uses_drafter:
+            vocabulary = self.drafter.draft_vocab_size if self.draft_tokens is None else self.draft_tokens
+            coupling = couple(self.requests, rules, lengths, vocabulary, self.device)
         tree, draft_logits = self.forwards.draft(self.requests, plan, copies, coupling)
         if plain := [number for number, request in enumerate(self.requests) if not request.params.speculative]:
             tree = tree.without_drafts(plain)

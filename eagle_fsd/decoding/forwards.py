@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from ..drafting.config import TreeConfig
+from ..drafting.copies import MOST_NODES, Copies
 from ..drafting.coupling import Coupling
 from ..drafting.drafter import Drafter
 from ..drafting.growth import draft_tree, extend_draft
 from ..drafting.join import join_drafts
 from ..drafting.sizing import Plan
-from ..drafting.text import MOST_NODES, Copies
 from ..drafting.tree import DraftTree, root_only
 from ..models.cache import TreeCache
 from ..models.target import TargetModel

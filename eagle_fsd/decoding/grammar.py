@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import LogitsProcessor, PreTrainedTokenizerBase
 
 from ..checks import OptionError
-from ..drafting.text import Copies, forced_copies
+from ..drafting.copies import Copies, forced_copies
 
 FORMS = ("text", "json_object", "json_schema", "regex", "choice", "grammar")
 SCHEMA_TYPES = ("object", "array", "string", "number", "integer", "boolean", "null")

@@ -17,8 +17,8 @@ from transformers import LogitsProcessorList
 
 from ..acceptance import Rule, make_rule
 from ..drafting.config import TreeConfig
+from ..drafting.copies import Copies, TextSource
 from ..drafting.coupling import couple_copies
-from ..drafting.text import Copies, TextSource
 from ..models.target import TargetModel
 from ..options import RuleAtTemperature
 from ..text import StopStrings

@@ -20,10 +20,10 @@ from tqdm import tqdm
 
 from ..data.files import cache_directory, save_atomically
 from ..drafting.config import TreeConfig
+from ..drafting.copies import Copies, TextDrafts, TextSource
 from ..drafting.drafter import Drafter
 from ..drafting.latency import Latency
 from ..drafting.sizing import Choice, Drafting
-from ..drafting.text import Copies, TextDrafts, TextSource
 from ..models.linear import packed_form
 from ..models.target import TargetModel
 from .decoder import Decoder

@@ -11,8 +11,9 @@ ours does; under the test u < p / q, shared noise changes the distribution.
 
 Why w < 1: a head that is right on average is flatter than the target is in any one context. Let log p = log q / w + s E
 with Gumbel errors E. For draws to follow q on average, w must be 1 / sqrt(1 + s^2), which is 0.7 for the errors of our
-heads (`WEIGHT`). The target then draws token x with probability proportional to exp((log q + w T G) / s) at x. This is
-the score of a node, with s = `TreeConfig.draft_temperature`, at every temperature; T = 0 gives greedy decoding's score.
+heads (`NOISE_WEIGHT`). The target then draws token x with probability proportional to exp((log q + w T G) / s) at x.
+This is the score of a node, with s = `TreeConfig.draft_temperature`, at every temperature; T = 0 gives greedy
+decoding's score.
 
 B rows, K nodes of a level, R tokens that the draft can name, M copied tokens.
 """
@@ -27,11 +28,11 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessorList
 
+from .copies import Copies
 from .noise import gumbel_at, gumbel_noise
-from .text import Copies
 
 TOGETHER = 4  # depths whose noise is computed in one call, in half the time of one call for each
-WEIGHT = 0.7  # w: between the best values for SmolLM2's head (0.8) and Qwen2.5-Coder's (0.5), docs/performance.md
+NOISE_WEIGHT = 0.7  # w: between the best values for SmolLM2's head (0.8) and Qwen2.5-Coder's (0.5), docs/performance.md
 
 
 @dataclass(frozen=True)

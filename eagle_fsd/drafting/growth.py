@@ -21,7 +21,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from ..models.cache import TreeCache
 from ..models.masks import visible_keys
-from ..models.target import TargetModel, prefill_rows
+from ..models.target import TargetModel, prefill_part
 from .config import TreeConfig
 from .coupling import Coupling
 from .curves import Segments, apply_curves, curve_segments
@@ -40,9 +40,9 @@ def extend_draft(
     cache: TreeCache,
 ) -> Tensor:  # [B, 1, D]
     """Feed the accepted tokens and their features to the drafter; returns its state at each row's last token."""
-    rows = prefill_rows(tokens[0].device)
-    while max(map(len, tokens)) > rows:  # read a prompt in parts
-        parts = [min(rows, len(each) - 1) for each in tokens]
+    most = prefill_part(tokens[0].device)
+    while max(map(len, tokens)) > most:  # read a prompt in parts
+        parts = [min(most, len(each) - 1) for each in tokens]
         (first_features, features), (first, tokens) = _split(features, parts), _split(tokens, parts)
         extend_draft(drafter, first_features, first, cache)
     counts = [len(each) for each in tokens]

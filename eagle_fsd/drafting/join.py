@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 import torch
 
+from .copies import Copies
 from .sizing import Plan
-from .text import Copies
 from .tree import DraftTree, ancestors_of
 
 

@@ -24,9 +24,9 @@ from functools import cached_property, partial
 from typing import Protocol
 
 from .config import TreeConfig
+from .copies import MOST_NODES, NODES, Copies
 from .curves import WIDE_TREE, WIDTH, Curves, HeadCurves, LevelWorth
 from .latency import Latency
-from .text import MOST_NODES, NODES, Copies
 
 WIDER = 4 / 3  # largest cost of a level of several nodes, in levels of one node
 USUAL = 24  # the price of a node is the mean over this many further nodes

@@ -267,8 +267,8 @@ class TargetModel:
 
     def prefill(self, tokens: Tensor, cache: TreeCache) -> Tensor:
         """Features [B, N, F] of a prompt [B, N] with the model's own causal mask; a long prompt in parts."""
-        rows = prefill_rows(self.device) if self.splits_prefill else tokens.shape[1]
-        return torch.cat([self.forward(part, None, None, cache) for part in tokens.split(rows, 1)], 1)
+        most = prefill_part(self.device) if self.splits_prefill else tokens.shape[1]
+        return torch.cat([self.forward(part, None, None, cache) for part in tokens.split(most, 1)], 1)
 
     def verify(
         self,
@@ -307,7 +307,7 @@ class TargetModel:
         return rows if torch.allclose(rows(sample), whole, rtol=1e-2, atol=1e-2 * whole.abs().max().item()) else None
 
 
-def prefill_rows(device: torch.device) -> int:
+def prefill_part(device: torch.device) -> int:
     """The number of positions of a prompt in one forward."""
     return PREFILL.get(device.type, PREFILL["cuda"])
 

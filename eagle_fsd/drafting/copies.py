@@ -134,7 +134,7 @@ FORCED, GUESSED = math.log(0.98), math.log(0.7)
 BOUNDS = (2, 3, 4, 6, 8, 12, 16, 24, 32)
 FIRST = (0.48, 0.61, 0.68, 0.84, 0.86, 0.91, 0.95, 0.96, 0.97)
 OTHERS = (0.22, 0.24, 0.25, 0.20, 0.20, 0.15, 0.15, 0.15, 0.15)  # of further children, after those before were rejected
-WEIGHT = 12.0  # of the fitted rate, in observed tokens
+PRIOR_TOKENS = 12.0  # weight of the fitted rate, in observed tokens
 LEAST_SCORE = math.log(0.05)  # tokens less likely to be accepted are not copied
 
 
@@ -148,7 +148,7 @@ class Rates:
     def of(self, matched: int, rank: int) -> float:
         bin, kind = bisect_right(BOUNDS, matched) - 1, min(rank, 1)
         fitted = (FIRST, OTHERS)[kind][bin]
-        return (WEIGHT * fitted + self.accepted[kind][bin]) / (WEIGHT + self.seen[kind][bin])
+        return (PRIOR_TOKENS * fitted + self.accepted[kind][bin]) / (PRIOR_TOKENS + self.seen[kind][bin])
 
     def learn(self, matched: int, rank: int, accepted: bool) -> None:
         bin, kind = bisect_right(BOUNDS, matched) - 1, min(rank, 1)
