@@ -64,12 +64,12 @@ class Step(NamedTuple):
 class Within(NamedTuple):
     """Marks between which a row's rule decides: after an opening token, until a closing one."""
 
-    inside: Tensor  # [B] bool, whether the rule decides the next token
+    inside_marks: Tensor  # [B] bool, whether the rule decides the next token
     opening: Tensor  # [B] long; -1: no token opens
     closing: Tensor  # [B] long
 
     def after(self, token: Tensor) -> Within:
-        return self._replace(inside=(self.inside | (token == self.opening)) & (token != self.closing))
+        return self._replace(inside_marks=(self.inside_marks | (token == self.opening)) & (token != self.closing))
 
 
 class Permission:
@@ -112,7 +112,7 @@ class Permission:
         if self.fuzzy is not None:
             decided = decided & self.fuzzy
         if self.within is not None:
-            decided = decided & self.within.inside
+            decided = decided & self.within.inside_marks
         token = torch.where(decided, token, exact)
         if self.left is not None:
             regret = (raw.amax(-1) - raw.gather(1, token[:, None])[:, 0]).double()

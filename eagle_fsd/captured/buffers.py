@@ -58,7 +58,7 @@ class Buffers:
         self.seeds, self.opening, self.closing = integers(), integers(), integers()
         self.temperatures, self.weights = self._new(torch.float32)(), self._new(torch.float32)()
         self.threshold, self.left = numbers(), numbers()
-        self.inside, self.fuzzy = self._new(torch.bool)(), self._new(torch.bool)()
+        self.inside_marks, self.fuzzy = self._new(torch.bool)(), self._new(torch.bool)()
         # The cycle.
         self.tree, self.wide_tree = self._tree(self.most), self._tree(self.wide)
         self.tree.ancestors[:, 0, 0] = True

@@ -226,7 +226,7 @@ class CapturedCycles:
         if walk.mixed:
             buffers.upload(buffers.fuzzy, [rule != EXACT for rule in rules])
         if walk.marked:
-            buffers.upload(buffers.inside, [request.rule_allowed for request in requests])
+            buffers.upload(buffers.inside_marks, [request.inside_marks for request in requests])
         processors = requests[0].params.processors
         home.pool.run(("verify", buffers.key, bucket, nodes), partial(verify, buffers, self.target, bucket, nodes))
         home.pool.run(("walk", buffers.key, walk, nodes, steps),

@@ -177,7 +177,7 @@ def walk_and_keep(
                         target.logits(features), settings.greedy, processors, buffers.seeds, lengths)
     permission = Permission(
         buffers.threshold, buffers.left if settings.budgeted else None,
-        Within(buffers.inside, buffers.opening, buffers.closing) if settings.marked else None,
+        Within(buffers.inside_marks, buffers.opening, buffers.closing) if settings.marked else None,
         buffers.fuzzy if settings.mixed else None)
     walked = descend(settings.rule, verified, permission, steps)
     integers, numbers, _ = emitted(walked, permission.cut(walked.going.sum(1)), verified.raw)

@@ -203,9 +203,9 @@ class Decoder:
         if any(request.params.budget is not None for request in requests):
             left = self._per_row([request.remaining_budget for request in requests])
         if any(request.params.within is not None for request in requests):
-            marks = [(request.rule_allowed, *(request.params.within or (-1, -1))) for request in requests]
-            inside, opening, closing = torch.tensor(marks, device=self.device).unbind(1)
-            within = Within(inside.bool(), opening, closing)
+            marks = [(request.inside_marks, *(request.params.within or (-1, -1))) for request in requests]
+            inside_marks, opening, closing = torch.tensor(marks, device=self.device).unbind(1)
+            within = Within(inside_marks.bool(), opening, closing)
         return Permission(threshold, left, within)
 
     def _per_row(self, values: Sequence[float]) -> Tensor:

@@ -115,7 +115,7 @@ class Request:
         # Whether the rule applies.
         self.exact_because: str | None = None  # why it no longer does: "budget" or "repetition"
         self.spent = 0.0  # regret of the answer's fuzzy tokens, in nats
-        self.rule_allowed = params.within is None  # whether `within` allows it for the next token
+        self.inside_marks = params.within is None  # whether the rule decides the next token
         self._pass_marks(prompt)
         if params.budget == 0 and not params.lossless:
             self._close("budget", 0)
@@ -272,11 +272,11 @@ class Request:
                 or any(token in self.params.eos_ids or token in self.params.stop_ids for token in tokens))
 
     def _pass_marks(self, tokens: Sequence[int]) -> None:
-        """Update `rule_allowed` for the token after these."""
+        """Update `inside_marks` for the token after these, as `Within.after` does in a walk."""
         if self.params.within is not None:
             opening, closing = self.params.within
             for token in tokens:
-                self.rule_allowed = (self.rule_allowed or token == opening) and token != closing
+                self.inside_marks = (self.inside_marks or token == opening) and token != closing
 
     def _close(self, why: str, at: int) -> None:
         """Use the exact rule from now on, after `at` new tokens."""
