@@ -35,16 +35,19 @@ def plot_speeds(rows: Mapping[str, Sequence[Mapping]], path: Path) -> None:
 
 
 def plot_forwards(rows: Sequence[Mapping], path: Path) -> None:
-    """Plot milliseconds over the number of nodes, a line for each part.
+    """Plot milliseconds over the number of nodes, a line for each part with several numbers of nodes. The programs of
+    captured cycles are left out.
 
     Args:
         rows: rows of `eval.forwards`.
     """
     def draw(axes: Any) -> None:
         for part in dict.fromkeys(row["part"] for row in rows):
-            line = [row for row in rows if row["part"] == part]
-            axes.plot([row["nodes"] for row in line], [row["ms"] for row in line], marker="o", label=part)
+            line = sorted((row for row in rows if row["part"] == part), key=lambda row: row["nodes"])
+            program = part.startswith("captured ") and not part.startswith("captured cycle")
+            if len(line) > 1 and not program:
+                axes.plot([row["nodes"] for row in line], [row["ms"] for row in line], marker="o", label=part)
         axes.set(xlabel="nodes", ylabel="milliseconds", ylim=(0, None))
-        axes.legend(fontsize=8)
+        axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
 
-    save_plot(path, 7, 4.5, draw)
+    save_plot(path, 10, 4.5, draw)
