@@ -20,6 +20,7 @@ from eagle_fsd.acceptance import Nodes
 from eagle_fsd.acceptance.divergence import _other_tokens
 from eagle_fsd.captured import buffers as captured_buffers
 from eagle_fsd.captured import join as captured_join
+from eagle_fsd.captured import programs
 from eagle_fsd.captured.buffers import Buffers
 from eagle_fsd.captured.capture import Pool, Program
 from eagle_fsd.captured.cycle import CapturedCycles, settings_of
@@ -156,6 +157,32 @@ def test_a_chat_changes_between_both_paths():
     assert any(pair.captured.taken) and not all(pair.captured.taken)
 
 
+def test_a_session_keeps_its_storage_though_one_of_its_caches_was_replaced():
+    """A larger tree grows the drafter's cache alone; the target's must not become the spare one of another request."""
+    pair, session, prompt = capturing(tiny_pair(max_position_embeddings=1024)), Session(), [*range(32)] * 14
+    for tree in (TREE, TreeConfig(12, 8, 6), TREE):
+        out = eagle_fsd.generate(prompt, pair, session=session, max_new_tokens=20, tree=tree, text_drafts="off")
+        prompt = [*prompt, *out.token_ids, 3, 4]
+        caches = session.decoder.forwards.caches
+        before = [cache.allocated[0][..., : cache.length, :].clone() for cache in caches]
+        eagle_fsd.generate(PROMPTS[1], pair, max_new_tokens=9, tree=TREE, text_drafts="off")
+        assert all(torch.equal(cache.allocated[0][..., : cache.length, :], each)
+                   for cache, each in zip(caches, before, strict=True))
+    assert all(pair.captured.taken)
+
+
+def test_flash_attn_that_fails_is_not_used(monkeypatch, caplog):
+    def broken(*tensors, **options):
+        raise RuntimeError("no kernel image is available")
+
+    for module in ("captured.programs", "models.attention"):
+        monkeypatch.setattr(f"eagle_fsd.{module}.flash_for", lambda query, value: broken)
+    programs.flash_works.cache_clear()
+    both(tiny_pair(), PROMPTS, max_new_tokens=8)
+    programs.flash_works.cache_clear()
+    assert "no kernel image" in caplog.text
+
+
 def test_requests_of_an_engine_that_join_and_leave():
     pair = capturing(tiny_pair(tokenizer=tiny_tokenizer()))
     with eagle_fsd.Engine(pair, max_rows=3, tree=ENGINE_TREE) as engine:
@@ -164,6 +191,24 @@ def test_requests_of_an_engine_that_join_and_leave():
         for number, ticket in tickets.items():
             assert_as_alone(ticket.result(), alone(number))
     assert len(pair.captured.taken) > sum(pair.captured.taken) > 5
+
+
+def test_kept_features_of_a_cancelled_request_are_its_own():
+    """Not those of the next request whose path the programs write to the same place."""
+    pair, kept = capturing(tiny_pair(tokenizer=tiny_tokenizer())), []
+    options = {"max_new_tokens": 40, "text_drafts": "off"}
+    with eagle_fsd.Engine(pair, max_rows=1, tree=ENGINE_TREE) as engine:
+        for prompt in (PROMPT, PROMPTS[1]):
+            ticket = engine.submit(prompt, **options)
+            for _ in zip(range(12), ticket, strict=False):
+                pass
+            ticket.cancel()
+            with contextlib.suppress(Exception):
+                ticket.result()
+            engine.submit(PROMPT[:2], max_new_tokens=1).result()  # by now it has been dropped
+            if not kept:
+                kept = [(each, each.features.clone()) for each in engine._rows.prefixes.kept if len(each.tokens) > 6]
+    assert kept and all(torch.equal(each.features, features) for each, features in kept)
 
 
 def test_later_requests_use_the_same_caches_and_programs_unless_weights_changed():

@@ -12,7 +12,7 @@ from transformers.generation.logits_process import NoRepeatNGramLogitsProcessor
 from transformers.generation.stopping_criteria import StopStringCriteria
 
 import eagle_fsd
-from eagle_fsd import custom_generate
+from eagle_fsd import TreeConfig, custom_generate
 from eagle_fsd.models.cache import cache_name
 
 IDS = torch.tensor([PROMPT])
@@ -65,6 +65,13 @@ def test_sampling_uses_the_warpers_of_the_config(pair, ours):
         sequences = ours(do_sample=True, seed=seed, **options)
         expected = eagle_fsd.generate(PROMPT, pair, max_new_tokens=24, seed=seed, threshold=0.0, tree=TREE, **options)
         assert sequences[0, len(PROMPT) :].tolist() == expected.token_ids
+
+
+@pytest.mark.parametrize("options", [{"renormalize_logits": True}, {"eta_cutoff": 1e-3}], ids=readable)
+def test_processors_see_no_node_without_a_draft(ours, options):
+    """`ensemble` processes the draft's logits, too; at leaves of the tree there are none."""
+    options = {"do_sample": True, "seed": 2, "top_k": 0, "max_new_tokens": 60, "tree": TreeConfig(40, 3, 6)} | options
+    assert ours(acceptance="ensemble", threshold=0.3, **options).shape[1] == len(PROMPT) + 60
 
 
 def test_sampling_follows_the_global_seed(ours):

@@ -104,6 +104,7 @@ def test_stacked_weights_are_one_product(bias, monkeypatch):
     for layer in (module[1], stock[1]):
         layer.weight = nn.Parameter(torch.ones_like(layer.weight), requires_grad=False)
     check(2)
+    assert joined.stacked is None  # what was replaced is freed
 
 
 @pytest.mark.skipif(not has_half_kernels(), reason="torch without FBGEMM's kernels")

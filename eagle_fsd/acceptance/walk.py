@@ -181,7 +181,9 @@ def descend(
                           going, verified.errors)
             if rule.mixes_draft and level_logits is not None:
                 predicted = going & (nodes.draft_row >= 0)
-                nodes = replace(nodes, warped_draft=verified.warp(nodes.draft_of_all, node, path, predicted))
+                known = torch.where(predicted[:, None], nodes.draft_of_all, raw)  # processors need a token to draw
+                known = verified.warp(known, node, path, predicted).masked_fill(~predicted[:, None], -math.inf)
+                nodes = replace(nodes, warped_draft=known)
                 drawable = warped.maximum(nodes.warped_draft)
             weights = rule.weigh(nodes)
             token = permission.settle(draw(nodes, weights), exact, raw, going, rule.window)

@@ -364,7 +364,8 @@ class Prefixes:
         while self.kept and (len(self.kept) >= self.most
                              or sum(len(each.tokens) for each in self.kept) + len(text) > self.positions):
             del self.kept[0]
-        self.kept.append(Kept(text, request.features, forwards.row(number)))
+        features = None if request.features is None else request.features.clone()  # see `captured.cycle.Walked`
+        self.kept.append(Kept(text, features, forwards.row(number)))
 
     def begin(self, request: Request, forwards: Forwards, rows: Forwards, others: Iterable[Request]) -> None:
         """Copy the longest cached prefix of a new request's prompt into its caches.

@@ -91,7 +91,10 @@ class Home:
 
     @property
     def free(self) -> bool:
-        return not self.belongs_to(self.owner())
+        """Whether no cache in use has one of its storages."""
+        owner = self.owner()
+        return owner is None or not any(storage is mine for mine in self.storages for cache in owner.caches
+                                        for storage in cache.allocated)
 
     def fits(self, room: int, draft_room: int, rows: int) -> bool:
         """Whether its caches are large enough. Without a drafter `draft_room` is 0."""
@@ -170,8 +173,10 @@ class CapturedCycles:
             home = next((each for each in self._homes if each.belongs_to(forwards)), None)
             if home is None:
                 home = Home(forwards)
-                free = [each for each in self._homes if each.free]  # their memory may be needed
-                self._homes = [*(each for each in self._homes if each not in free[:-1]), home]
+                apart = [each for each in self._homes  # one of two caches may have been replaced
+                         if not any(one is other for one in each.storages for other in home.storages)]
+                free = [each for each in apart if each.free]  # their memory may be needed
+                self._homes = [*(each for each in apart if each not in free[:-1]), home]
             return home
 
     def programs(self, forwards: Forwards) -> dict[str, Callable[[], None]]:

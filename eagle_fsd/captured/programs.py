@@ -9,6 +9,8 @@ a bucket, V vocabulary of the target, D size of the drafter's states.
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -32,6 +34,7 @@ from ..models.target import TargetModel
 from .buffers import Buffers, first_nodes, store_tree
 from .join import join
 
+log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class DraftSettings:
@@ -125,6 +128,28 @@ def join_copies(buffers: Buffers, size: int, steps: int) -> None:
     buffers.origins.copy_(tree.origins.masked_fill(tree.depths == 0, -1))
 
 
+@functools.cache
+def flash_works(heads: int, key_heads: int, size: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether flash-attn is installed and computes the attention of a tree of two nodes after four tokens."""
+    sample = torch.linspace(-1, 1, 2 * heads * size, dtype=dtype, device=device).view(1, 2, heads, size)
+    if flash_for(sample, sample) is None:
+        return False
+    keys = torch.linspace(1, -1, key_heads * 8 * size, dtype=dtype, device=device).view(1, key_heads, 8, size)
+    ancestors = torch.ones(1, 2, 2, dtype=torch.bool, device=device).tril()
+    visible = torch.cat([ancestors.new_ones(1, 2, 4), ancestors, ancestors.new_zeros(1, 2, 2)], -1)
+    masked = attention_over(additive(visible, dtype), False, heads // key_heads)(sample, keys, keys, size**-0.5)
+    try:
+        lengths = torch.full((1,), 4, dtype=torch.long, device=device)
+        out = tree_attention(lengths, ancestors, dtype)(sample, keys, keys, size**-0.5)
+        works = bool(((out - masked).abs().max() <= 0.05 * masked.abs().max()).item())
+    except Exception as error:  # a kernel can raise any exception
+        works = False
+        log.warning("flash-attn fails: %r", error)
+    if not works:
+        log.warning("flash-attn is installed but does not compute the attention of a tree here: PyTorch's is used")
+    return works
+
+
 def verify(buffers: Buffers, target: TargetModel, bucket: int, nodes: int) -> None:
     """The target's features of the trees; keys and values go to the slots after each row's text."""
     fused, tree = target.fused, first_nodes(buffers.tree, nodes, 0, joined=False)
@@ -134,7 +159,7 @@ def verify(buffers: Buffers, target: TargetModel, bucket: int, nodes: int) -> No
     if target.max_positions is not None:
         positions = positions.clamp_max(target.max_positions - 1)  # see `TargetModel.verify`
     cache = BucketCache(buffers.storage, buffers.lengths, bucket)
-    if flash_for(sample := like.new_empty(0, first.size), sample) is not None:
+    if flash_works(first.heads, first.key_heads, first.size, like.dtype, like.device):
         attend = tree_attention(buffers.lengths, tree.ancestors, like.dtype)
     else:
         after = (torch.arange(bucket, device=lengths.device) - lengths)[:, None].expand(-1, nodes, -1)  # [R, N, M]

@@ -225,6 +225,8 @@ def circumstances(target: TargetModel, drafter: Drafter | None) -> str:
     return "; ".join([
         packed_form(target.model) or "plain", target.digest(),
         "no head" if drafter is None else drafter.digest(), str(target.dtype),
+        *([packed_form(drafter.model) or "plain", str(drafter.dtype), drafter.computed_by, str(drafter.device)]
+          if isinstance(drafter, TargetModel) else []),
         torch.cuda.get_device_name(device) if device.type == "cuda" else threads,
         target.computed_by, f"torch {torch.__version__}", f"transformers {transformers.__version__}",
     ])

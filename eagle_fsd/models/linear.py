@@ -246,8 +246,10 @@ class Joined:
         if packed is not None and packed.outputs == self.outputs:
             if all([type(layer) is PackedLinear and layer.packed is packed for layer in layers[1:]]):
                 return packed(rows)
-        if self.stacked is not None and self._shares(layers):
-            return nn.functional.linear(rows, *self.stacked)
+        if (stacked := self.stacked) is not None:
+            if _are_parts(layers, stacked):
+                return nn.functional.linear(rows, *stacked)
+            self.stacked = None  # frees what has been replaced
         outputs = [layer(rows) for layer in layers]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
 
@@ -292,15 +294,16 @@ class Joined:
         weight = _stacked([layer.weight for layer in layers])
         self.stacked = weight, None if layers[0].bias is None else _stacked([layer.bias for layer in layers])
 
-    def _shares(self, layers: Sequence[nn.Module]) -> bool:
-        """Whether the layers' weights are still the parts of `stacked`."""
-        starts = [each.data_ptr() for each in self.stacked if each is not None]
-        for layer in layers:
-            own = [each for each in (layer.weight, layer.bias) if each is not None] if type(layer) is nn.Linear else []
-            if [each.data_ptr() for each in own] != starts:
-                return False
-            starts = [start + each.nbytes for start, each in zip(starts, own, strict=True)]
-        return True
+
+def _are_parts(layers: Sequence[nn.Module], stacked: tuple[Tensor, Tensor | None]) -> bool:
+    """Whether weights and biases of the layers are the parts of a stacked weight and bias, in this order."""
+    starts = [each.data_ptr() for each in stacked if each is not None]
+    for layer in layers:
+        own = [each for each in (layer.weight, layer.bias) if each is not None] if type(layer) is nn.Linear else []
+        if [each.data_ptr() for each in own] != starts:
+            return False
+        starts = [start + each.nbytes for start, each in zip(starts, own, strict=True)]
+    return True
 
 
 def _stacked(parts: Sequence[nn.Parameter]) -> Tensor:
