@@ -127,8 +127,8 @@ def run(args: BenchmarkArguments) -> None:
     if args.then is not None:
         questions = [replace(question, turns=(*question.turns, args.then)) for question in questions]
     endpoints = read_endpoints(args.endpoints)
-    model = args.pair.load()
-    others = {form: replace(args.pair, **FORMS[form]).load() for form in args.also}
+    model = args.pair.load(args.tree)
+    others = {form: replace(args.pair, **FORMS[form]).load(args.tree) for form in args.also}
     about = described(model, args) | {"history": "read again" if args.reread else "kept",
                                       "also": {form: described(other) for form, other in others.items()}}
     records = compare(methods_of(model, others, args, endpoints), questions, args, about, warm_up=args.warm_up)

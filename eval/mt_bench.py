@@ -180,7 +180,7 @@ def answer_all(args: MtBenchArguments, path: Path, questions: Sequence[Question]
         raise ValueError(f"{path} has answers with other settings ({about}): choose another file or delete it")
     state.wait_for_everyone()
     own_device = args.pair.device is None and args.pair.device_map is None
-    model = (replace(args.pair, device=str(state.device)) if own_device else args.pair).load()
+    model = (replace(args.pair, device=str(state.device)) if own_device else args.pair).load(args.tree)
     if state.is_main_process:
         target, head = model.described(stock=args.baseline)
         names = {"target": target, "head": None if args.baseline else head}

@@ -95,11 +95,15 @@ class Loading(LoadOptions):
     draft_dtype: str | None = None
     draft_quantization: Literal["int8"] | None = None
 
-    def load(self) -> EagleModel:
-        """Load the pair; see `eagle_fsd.load`."""
+    def load(self, tree: TreeConfig | None = None) -> EagleModel:
+        """Load the pair; see `eagle_fsd.load`.
+
+        Args:
+            tree: of all requests, so that latencies are not measured; None: chosen by them.
+        """
         from ..loading import load
 
-        return load(**vars(self))
+        return load(**vars(self) | ({} if tree is None else {"tree": tree}))
 
 
 @dataclass(frozen=True)

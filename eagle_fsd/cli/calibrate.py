@@ -44,4 +44,4 @@ class CalibrateCommand(CalibrationOptions, QuestionOptions):
                        lambda batch: batch == 1 or not self.drafter_alone)
         questions = self.chosen_questions()
         check_gradable(questions, self.run_code)
-        print(compare_settings(self.pair.load(), questions, self))
+        print(compare_settings(self.pair.load(self.tree), questions, self))

@@ -33,7 +33,7 @@ class GenerateCommand:
         text = sys.stdin.read().removesuffix("\n") if self.prompt == "-" else self.prompt
         if not text and not self.chat:
             raise ValueError("the prompt is empty: at least one token is needed")
-        model = self.pair.load()
+        model = self.pair.load(self.decoding.tree)
         prompt = [{"role": "user", "content": text}] if self.chat else text
         streamer = SourceStreamer(model.tokenizer, self.decoding.stop_strings)
         output = generate(prompt, model, options=self.decoding, streamer=streamer)
