@@ -306,7 +306,7 @@ def test_settings_are_rules_with_options():
 @pytest.fixture
 def prompts(tmp_path, monkeypatch):
     pair = tiny_chat_pair()
-    monkeypatch.setattr(Loading, "load", lambda self: pair)
+    monkeypatch.setattr(Loading, "load", lambda self, *tree: pair)
     asked = [[{"role": "user", "content": letter}] for letter in "abcdefgh"]
     answers = [eagle_fsd.generate(chat, pair, acceptance="exact", max_new_tokens=8).text for chat in asked]
     lines = [{"prompt": chat[0]["content"], "answer": text} for chat, text in zip(asked, answers, strict=True)]

@@ -40,7 +40,7 @@ def write_questions(folder, questions=QUESTIONS) -> str:
 @pytest.fixture
 def chat_model(monkeypatch):
     pair = tiny_chat_pair()
-    monkeypatch.setattr(Loading, "load", lambda self: pair)
+    monkeypatch.setattr(Loading, "load", lambda self, *tree: pair)
     return pair
 
 
@@ -189,7 +189,7 @@ def test_a_benchmark_says_per_category_and_in_all_what_the_methods_did(chat_mode
 def test_a_benchmark_compares_forms_and_turns(chat_model, tmp_path, monkeypatch):
     """The counts of the turns add up to those of the answers; other forms are methods under their own names."""
     loaded = []
-    monkeypatch.setattr(Loading, "load", lambda self: loaded.append((self.dtype, self.quantization)) or chat_model)
+    monkeypatch.setattr(Loading, "load", lambda self, *tree: loaded.append((self.dtype, self.quantization)) or chat_model)
     out = tmp_path / "run"
     assert benchmark.main(["--questions", write_questions(tmp_path), "--then", "more", "--limit", "2", "--repeats", "3",
                            "--max-new-tokens", "6", "--warm-up", "0", "--settings", "--also", "int8", "bfloat16",
@@ -218,7 +218,7 @@ def test_a_benchmark_compares_forms_and_turns(chat_model, tmp_path, monkeypatch)
     (("--settings", "exact"), "exact is always included"),
 ])
 def test_a_benchmark_of_nothing_is_refused_before_loading(more, said, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(Loading, "load", lambda self: pytest.fail("loaded"))
+    monkeypatch.setattr(Loading, "load", lambda self, *tree: pytest.fail("loaded"))
     assert benchmark.main(["--questions", write_questions(tmp_path), "--out", str(tmp_path / "x"), *more]) == 2
     assert said in capsys.readouterr().err
 
@@ -325,7 +325,7 @@ def test_forwards_are_timed_by_nodes(tmp_path, capsys):
 def test_int8_is_compared_with_what_is_stored(tmp_path, monkeypatch):
     """Here both forms are the same pair, so that nothing may differ."""
     pair = tiny_chat_pair()
-    monkeypatch.setattr(Loading, "load", lambda self: pair)
+    monkeypatch.setattr(Loading, "load", lambda self, *tree: pair)
     questions = write_questions(tmp_path)
     assert quantisation.main(["--likelihood", questions, "--questions", questions, "--max-new-tokens", "6", "--tree",
                               "8,3,2", "--out", str(tmp_path / "both")]) == 0
