@@ -189,7 +189,8 @@ def test_a_benchmark_says_per_category_and_in_all_what_the_methods_did(chat_mode
 def test_a_benchmark_compares_forms_and_turns(chat_model, tmp_path, monkeypatch):
     """The counts of the turns add up to those of the answers; other forms are methods under their own names."""
     loaded = []
-    monkeypatch.setattr(Loading, "load", lambda self, *tree: loaded.append((self.dtype, self.quantization)) or chat_model)
+    monkeypatch.setattr(
+        Loading, "load", lambda self, *tree: loaded.append((self.dtype, self.quantization)) or chat_model)
     out = tmp_path / "run"
     assert benchmark.main(["--questions", write_questions(tmp_path), "--then", "more", "--limit", "2", "--repeats", "3",
                            "--max-new-tokens", "6", "--warm-up", "0", "--settings", "--also", "int8", "bfloat16",
