@@ -303,7 +303,8 @@ def test_judges_say_how_likely_answers_are(chat_model, tmp_path, monkeypatch, ca
 # eval.forwards
 
 
-def test_forwards_are_timed_by_nodes(tmp_path, capsys):
+def test_forwards_are_timed_by_nodes(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(forwards, "LARGE", (64, 256))
     out = tmp_path / "forwards"
     assert forwards.main(["--shape", "tiny", "--device", "cpu", "--nodes", "1", "8", "--rows", "1", "2", "--rounds",
                           "2", "--context", "16", "--tree", "8,2,3", "--captured", "--draft-vocabularies", "0", "64",
