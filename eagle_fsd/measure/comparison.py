@@ -107,7 +107,8 @@ def known_records(log: Path, about: Mapping[str, object]) -> dict[tuple[str, str
     if header is None:
         append_lines(log, [about])
     elif header != about:
-        changed = [name for name in {**about, **header} if header.get(name) != about.get(name)]
+        changed = [f"{name} ({header.get(name)}, now {about.get(name)})"
+                   for name in {**about, **header} if header.get(name) != about.get(name)]
         raise ValueError(f"{log} was made with another {', '.join(changed)}: delete it or choose another file")
     return {(record["asked"], record["method"]): record for record in records}
 
@@ -399,7 +400,7 @@ def compare_settings(model: EagleModel, questions: Sequence[Question], options: 
                                    timed=0 if number else options.timed, together=together))
     rows, page = store(model, join_seeds(by_seed), EXACT, options, described(model, options) | shared,
                        points=options.points, workers=options.batch, seeds=options.seeds)
-    plot_comparison(rows["all"], EXACT, record_path(options.out, ".png"))
+    plot_comparison(rows, EXACT, record_path(options.out, ".png"))
     return page
 
 

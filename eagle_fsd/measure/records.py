@@ -11,6 +11,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -116,8 +117,9 @@ def whiskers(value: float, ends: Sequence[float] | None) -> list[float]:
     return [math.nan, math.nan] if ends is None else [max(0.0, value - ends[0]), max(0.0, ends[1] - value)]
 
 
-def save_plot(path: Path, width: float, height: float, draw: Callable[[Any], None]) -> None:
-    """Save a plot of what `draw` puts on the axes; log a warning if matplotlib is not installed."""
+def save_plot(path: Path, width: float, height: float, *panels: Callable[[Any], None]) -> None:
+    """Save a plot with a panel of the given size, in inches, for each function, which draws on the axes that it gets.
+    Log a warning if matplotlib is not installed."""
     try:
         import matplotlib
     except ImportError:
@@ -126,26 +128,35 @@ def save_plot(path: Path, width: float, height: float, draw: Callable[[Any], Non
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(width, height), layout="constrained")
-    axes.grid(alpha=0.3)
-    draw(axes)
+    figure, all_axes = pyplot.subplots(1, len(panels), figsize=(width * len(panels), height), layout="constrained",
+                                       squeeze=False)
+    for axes, draw in zip(all_axes[0], panels, strict=True):
+        axes.grid(alpha=0.3)
+        draw(axes)
     figure.savefig(path, dpi=130)
     pyplot.close(figure)
 
 
-def plot_comparison(rows: Sequence[Mapping], reference: str, path: Path) -> None:
-    """Plot each method's accuracy over its time per answer; without grading, its share of equal tokens."""
-    graded = all(row["accuracy"] is not None for row in rows)
+def plot_comparison(rows: Mapping[str, Sequence[Mapping]], reference: str, path: Path) -> None:
+    """Plot each method's accuracy over its time per answer; without grading, its share of equal tokens.
 
-    def draw(axes: Any) -> None:
-        for row in rows:
+    Args:
+        rows: rows by category, "all" among them. Up to four timed categories get a panel each, and more get none.
+    """
+    graded = all(row["accuracy"] is not None for row in rows["all"])
+    timed = {name: lines for name, lines in rows.items() if name == "all" or lines[0]["timed"]}
+    if len(timed) > 5:
+        timed = {"all": rows["all"]}
+
+    def draw(category: str, axes: Any) -> None:
+        for row in timed[category]:
             time, value = row["time"], 100 * (row["accuracy"] if graded else row["same_tokens"])
             across = whiskers(time, row["time_interval"])
             fall = [100 * reach for reach in whiskers(row["drop"], row["drop_interval"])] if graded else None
             axes.errorbar(time, value, yerr=fall and [[fall[1]], [fall[0]]], xerr=[[reach] for reach in across],
                           marker="o", elinewidth=0.7, label=row["method"])
-        axes.set(xlabel=f"time per answer, relative to {reference}",
+        axes.set(title=category if len(timed) > 1 else "", xlabel=f"time per answer, relative to {reference}",
                  ylabel="accuracy (%)" if graded else f"tokens equal to {reference}'s (%)")
         axes.legend(fontsize=8)
 
-    save_plot(path, 7, 4.5, draw)
+    save_plot(path, 7 if len(timed) == 1 else 5, 4.5, *(partial(draw, category) for category in timed))

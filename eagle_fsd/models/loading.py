@@ -6,7 +6,6 @@ import copy
 import functools
 import json
 import logging
-import time
 from pathlib import Path
 
 import torch
@@ -61,26 +60,14 @@ def cpu_dtype(stored: torch.dtype | None) -> torch.dtype:
     return torch.bfloat16 if stored == torch.bfloat16 and bfloat16_is_faster() else torch.float32
 
 
-@functools.cache
 def bfloat16_is_faster() -> bool:
-    """Measure whether this CPU multiplies a few rows faster in bfloat16 than in float32 (AVX-512 BF16, AMX).
+    """Whether torch multiplies bfloat16 by instructions of this CPU (AVX-512 BF16, AMX, ARM's BF16).
 
-    Without such instructions bfloat16 is several times slower. With them it is at least as fast for one row, whose time
-    is that of reading the weights.
+    With them bfloat16 is at least as fast as float32 for one row, whose time is that of reading the weights; without
+    them it is several times slower. A measurement would make the dtype depend on what else the machine does.
     """
-    if torch.backends.mkldnn.is_available() and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        return False  # a measurement on a busy machine is unreliable
-
-    def seconds(dtype: torch.dtype) -> float:
-        rows, weights = torch.ones(16, 1024, dtype=dtype), torch.ones(4096, 1024, dtype=dtype)
-        times = []
-        for _ in range(5):
-            start = time.perf_counter()
-            torch.nn.functional.linear(rows, weights)
-            times.append(time.perf_counter() - start)
-        return min(times)
-
-    return seconds(torch.bfloat16) < seconds(torch.float32)
+    known = getattr(torch.cpu, "get_capabilities", dict)()  # older versions of torch lack it
+    return torch.backends.mkldnn.is_available() and any(known.get(name) for name in ("avx512_bf16", "amx_bf16", "bf16"))
 
 
 def load_target(
