@@ -301,7 +301,7 @@ def test_programs_replayed_operation_by_operation(kind, rule, draw, monkeypatch)
     assert len(replayed) > 10
 
 
-def test_a_pool_of_programs(monkeypatch, caplog):
+def test_a_pool_of_programs(monkeypatch, caplog, capsys):
     """With graphs that do nothing: what is captured when, what a graph keeps, and what happens if a capture fails."""
     made = []
 
@@ -324,6 +324,8 @@ def test_a_pool_of_programs(monkeypatch, caplog):
     for name, stub in {"CUDAGraph": Recorder, "graph": capturing_on, "graph_pool_handle": lambda: (0, 1),
                        "Stream": lambda device: None}.items():
         monkeypatch.setattr(torch.cuda, name, stub)
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+    monkeypatch.setattr("eagle_fsd.captured.capture.SOON", 0.0)
     pool, calls, weight, out = Pool(torch.device("cuda"), most=2), [], torch.ones(3), torch.zeros(3)
 
     def function(name):
@@ -335,6 +337,8 @@ def test_a_pool_of_programs(monkeypatch, caplog):
     for name in "aabab":
         pool.run(name, function(name))
     assert calls == ["a", "a", "b", "b"] and [graph.replays for graph in made] == [2, 1]
+    shown = capsys.readouterr().err
+    assert shown.count("capturing cycles: 0 graph") == 2 and pool.bar is None and shown.endswith("\r")
     assert {id(each) for each in pool.programs["a"].inputs} == {id(weight), id(out)}
     pool.run("c", function("c"))
     assert list(pool.programs) == ["b", "c"]
