@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -35,6 +36,7 @@ from .buffers import Buffers, first_nodes, store_tree
 from .join import join
 
 log = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True)
 class DraftSettings:
@@ -133,10 +135,13 @@ def join_copies(buffers: Buffers, size: int, steps: int) -> None:
 @functools.cache
 def flash_works(heads: int, key_heads: int, size: int, dtype: torch.dtype, device: torch.device) -> bool:
     """Whether flash-attn is installed and computes the attention of a tree of two nodes after four tokens."""
-    sample = torch.linspace(-1, 1, 2 * heads * size, dtype=dtype, device=device).view(1, 2, heads, size)
+    def waves(*shape: int) -> Tensor:  # neighbours differ, so that a wrong key or weight shows
+        return torch.arange(math.prod(shape), device=device).float().sin().to(dtype).view(shape)
+
+    sample = waves(1, 2, heads, size)
     if flash_for(sample, sample) is None:
         return False
-    keys = torch.linspace(1, -1, key_heads * 8 * size, dtype=dtype, device=device).view(1, key_heads, 8, size)
+    keys = waves(1, key_heads, 8, size)
     ancestors = torch.ones(1, 2, 2, dtype=torch.bool, device=device).tril()
     visible = torch.cat([ancestors.new_ones(1, 2, 4), ancestors, ancestors.new_zeros(1, 2, 2)], -1)
     masked = attention_over(additive(visible, dtype), False, heads // key_heads)(sample, keys, keys, size**-0.5)
