@@ -112,7 +112,9 @@ class ForwardsArguments:
     draft_vocabularies: tuple[int, ...] = (0,)
 
 
-def build_pair(name: str, draft_name: str | None, dtype: torch.dtype, device: torch.device) -> EagleModel:
+def build_pair(
+    name: str, dtype: torch.dtype, device: torch.device, draft_name: str | None = None
+) -> EagleModel:
     """A target of a shape, and a causal LM of a shape or else a head, with random weights, created on the device."""
     common = {"max_position_embeddings": 131_072, "tie_word_embeddings": False, "bos_token_id": None,
               "eos_token_id": None, "pad_token_id": None}
@@ -348,7 +350,7 @@ def run(args: ForwardsArguments) -> None:
         device = check_device(args.pair.device)
         small = torch.float32 if device.type == "cpu" else torch.bfloat16
         dtype = small if args.pair.dtype == "auto" else getattr(torch, args.pair.dtype)
-        models = {"random": build_pair(args.shape, args.draft_shape, dtype, device)}
+        models = {"random": build_pair(args.shape, dtype, device, args.draft_shape)}
     model = next(iter(models.values()))
     captured = []
     for row in captured_parts(model, args) if args.captured else ():
