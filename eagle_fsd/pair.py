@@ -109,7 +109,7 @@ class EagleModel:
         Args:
             draft: a `DraftModel` has its own tokenizer, which is compared with the target's.
             fused: use `FusedDecoder` for causal LMs if it computes the same. It shares their weights.
-            cuda_graphs: on CUDA, replay cycles from CUDA graphs where the fused decoder computes the target.
+            cuda_graphs: on CUDA, replay cycles from CUDA graphs where the fused decoder computes the causal LMs.
 
         Raises:
             TypeError: a part of the wrong type.

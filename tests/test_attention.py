@@ -296,7 +296,8 @@ def test_captured_cycles_decode_with_it(install):
 def test_captured_cycles_use_no_package_that_computes_something_else(install, monkeypatch, changed):
     package = install(8, "flash_attn")["flash_attn"]
     exact = package.flash_attn_with_kvcache
-    monkeypatch.setattr(package, "flash_attn_with_kvcache", lambda *parts, **options: exact(*parts, **options | changed))
+    monkeypatch.setattr(
+        package, "flash_attn_with_kvcache", lambda *states, **options: exact(*states, **options | changed))
     works = flash_works.__wrapped__(32, 8, 128, torch.bfloat16, torch.device("cpu"))
     assert works == (not changed) and package.calls
 

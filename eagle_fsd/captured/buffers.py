@@ -48,7 +48,8 @@ class Buffers:
         self.path = 1 if tree is None else min(tree.depth + 1, tree.nodes)  # P without copies
         self.draft_tokens = None if drafter is None else drafter.draft_tokens  # programs must not make it anew
         self.reads_features = drafter is not None and drafter.reads_features
-        self.lead = int(drafter is not None and not drafter.reads_features)  # of the drafter's cache after a draft
+        # Positions by which the drafter's cache is longer than the target's after a draft: it has the root, too.
+        self.lead = int(drafter is not None and not drafter.reads_features)
         integers = self._new(torch.long)
         # Each row's text.
         self.lengths, self.draft_lengths = integers(), integers()  # positions in the target's and the drafter's cache

@@ -109,12 +109,12 @@ class Pool:
     def run(self, key: Hashable, function: Callable[[], None]) -> None:
         """Run the program of this key, made of the function if there is none."""
         program = self.programs.get(key)
-        new = program is None
-        if new:
+        captures = program is None and self.stream is not None and self.failed is None
+        if program is None:
             while len(self.programs) >= self.most:
                 self.programs.popitem(last=False)
             program = self.programs[key] = Program(function, self.device, self)
-        self._show(new and self.stream is not None and self.failed is None)
+        self._show(captures)
         self.programs.move_to_end(key)
         program()
         if self.bar is not None:
