@@ -109,7 +109,7 @@ class Pool:
     def run(self, key: Hashable, function: Callable[[], None]) -> None:
         """Run the program of this key, made of the function if there is none."""
         program = self.programs.get(key)
-        captures = program is None and self.stream is not None and self.failed is None
+        captures = program is None and self.device.type == "cuda" and self.failed is None
         if program is None:
             while len(self.programs) >= self.most:
                 self.programs.popitem(last=False)
