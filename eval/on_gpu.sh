@@ -69,7 +69,7 @@ part_forwards() {  # random weights of an 8B shape, compared with the time to re
 part_chain() {  # a causal LM drafts chains; random weights
     local levels
     for levels in 5 15; do
-        take "forwards-chain-$levels" "$PYTHON" -m eval.forwards "${CHAIN[@]}" --nodes $((levels + 1)) \
+        take "forwards-chain-$levels" "$PYTHON" -m eval.forwards "${CHAIN[@]}" --nodes 1 $((levels + 1)) \
             --tree "$((levels + 1)),$levels,1" --device "$DEVICE" --out "$OUT/forwards-chain-$levels"
     done
 }

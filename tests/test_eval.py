@@ -326,7 +326,7 @@ def test_forwards_are_timed_by_nodes(tmp_path, capsys, monkeypatch):
 
 def test_forwards_of_a_causal_lm_that_drafts(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(forwards, "LARGE", (64, 256))
-    options = ["--shape", "tiny", "--draft-shape", "tiny", "--device", "cpu", "--nodes", "4", "--tree", "4,3,1",
+    options = ["--shape", "tiny", "--draft-shape", "tiny", "--device", "cpu", "--nodes", "1", "4", "--tree", "4,3,1",
                "--rounds", "2", "--context", "16", "--settings", "exact", "--captured", "--out",
                str(tmp_path / "chain")]
     assert forwards.main(options) == 0
