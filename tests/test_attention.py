@@ -292,7 +292,9 @@ def test_captured_cycles_decode_with_it(install):
     assert package.calls and all(len(output.token_ids) == 8 for output in found)
 
 
-@pytest.mark.parametrize("changed", [{}, {"cache_seqlens": None}, {"softmax_scale": 0.06}], ids=str)
+@pytest.mark.parametrize("changed", [
+    {}, {"cache_seqlens": None}, {"cache_seqlens": torch.tensor([3], dtype=torch.int32)}, {"softmax_scale": 0.06},
+], ids=str)
 def test_captured_cycles_use_no_package_that_computes_something_else(install, monkeypatch, changed):
     package = install(8, "flash_attn")["flash_attn"]
     exact = package.flash_attn_with_kvcache
